@@ -1,0 +1,236 @@
+"""Train a small convolutional network on handwritten digits, data-parallel over every device.
+
+    python examples/data_parallel_digits.py [--devices 4] [--epochs 15] [--no-compile]
+
+The parameters and the momentum are copied to the devices once and stay there: each call of the
+pmapped step takes the state the previous call left on the devices, and one batch cut into equal
+parts. The gradients are averaged with ``pmean``: one, two or four devices train the same network.
+Two pictures are written to ``outputs/``: the learning curves, and predictions on unseen digits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from tqdm import trange
+
+import torchpmap as tp
+
+AXIS = "devices"
+TEST_SIZE = 360
+
+
+class State(NamedTuple):
+    """What training carries from step to step, equal on all devices."""
+
+    params: dict[str, Tensor]
+    momentum: dict[str, Tensor]
+
+
+class History(NamedTuple):
+    """One entry per epoch: training loss, training accuracy, test accuracy."""
+
+    loss: list[float]
+    train_accuracy: list[float]
+    test_accuracy: list[float]
+
+
+class Digits(NamedTuple):
+    """The 1,797 scanned 8x8 digits of scikit-learn, shuffled and split."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+
+def load_data() -> Digits:
+    digits = load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    images = torch.from_numpy(digits.images).float()[order].unsqueeze(1)  # [1797, 1, 8, 8]
+    labels = torch.from_numpy(digits.target).long()[order]
+    images = (images - images[TEST_SIZE:].mean()) / images[TEST_SIZE:].std()
+    return Digits(images[TEST_SIZE:], labels[TEST_SIZE:], images[:TEST_SIZE], labels[:TEST_SIZE])
+
+
+def make_model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 4, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def make_step(model: nn.Module, learning_rate: float, compile: Any) -> Any:
+    """Return ``step(state, images, labels) -> (state, loss, accuracy)`` on all devices."""
+
+    def loss_fn(params: dict[str, Tensor], images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = torch.func.functional_call(model, params, (images,))
+        accuracy = (logits.argmax(-1) == labels).float().mean()
+        return F.cross_entropy(logits, labels), accuracy
+
+    def step(state: State, images: Tensor, labels: Tensor) -> tuple[State, Tensor, Tensor]:
+        local = tp.value_and_grad(loss_fn, has_aux=True)(state.params, images, labels)
+        (loss, accuracy), grads = tp.pmean(local, AXIS)
+        momentum = {k: 0.9 * state.momentum[k] + grads[k] for k in grads}
+        params = {k: p - learning_rate * momentum[k] for k, p in state.params.items()}
+        return State(params, momentum), loss, accuracy
+
+    # Everything is averaged, so all results are equal on all devices: out_axes=None.
+    return tp.pmap(step, axis_name=AXIS, in_axes=(None, 0, 0), out_axes=None, compile=compile)
+
+
+def make_evaluate(model: nn.Module, compile: Any) -> Any:
+    """Return ``count(params, images, labels) -> correct``, summed over the devices."""
+
+    def count_correct(params: dict[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
+        logits = torch.func.functional_call(model, params, (images,))
+        return tp.psum((logits.argmax(-1) == labels).sum(), AXIS)
+
+    return tp.pmap(
+        count_correct, axis_name=AXIS, in_axes=(None, 0, 0), out_axes=None, compile=compile
+    )
+
+
+def split(x: Tensor, num_devices: int) -> Tensor:
+    return x.reshape(num_devices, -1, *x.shape[1:])
+
+
+def pad(x: Tensor, multiple: int, value: int) -> Tensor:
+    """Lengthen the first dim to a multiple of the device count."""
+    missing = -len(x) % multiple
+    return torch.cat([x, x.new_full((missing, *x.shape[1:]), value)])
+
+
+def train(
+    num_devices: int | None = None,
+    epochs: int = 15,
+    compile: Any = True,
+    *,
+    batch_size: int = 72,
+    learning_rate: float = 0.03,
+    seed: int = 0,
+    progress: bool = False,
+) -> tuple[dict[str, Tensor], History, float]:
+    """Train on the first ``num_devices`` devices; return parameters, history and test accuracy."""
+    devices = tp.devices()[:num_devices]
+    n = len(devices)
+    if batch_size % n:
+        raise ValueError(f"the batch size, {batch_size}, must be divisible by {n} devices")
+
+    data, model = load_data(), make_model(seed)
+    step = make_step(model, learning_rate, compile)
+    evaluate = make_evaluate(model, compile)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    momentum = {name: torch.zeros_like(p) for name, p in params.items()}
+    state = tp.replicate(State(params, momentum), devices)
+    test_images = split(pad(data.test_images, n, 0), n)
+    test_labels = split(pad(data.test_labels, n, -1), n)  # -1 is never predicted
+
+    history = History([], [], [])
+    order = torch.Generator().manual_seed(seed)
+    bar = trange(epochs, desc=f"training on {n} devices", unit="epoch", disable=not progress)
+    for _ in bar:
+        losses, accuracies = [], []
+        shuffled = torch.randperm(len(data.train_images), generator=order)
+        for batch in shuffled.split(batch_size)[: len(shuffled) // batch_size]:
+            images, labels = data.train_images[batch], data.train_labels[batch]
+            state, loss, accuracy = step(state, split(images, n), split(labels, n))
+            losses.append(loss)
+            accuracies.append(accuracy)
+        # The calls above return at once; reading the numbers waits for the devices.
+        history.loss.append(mean_over_steps(losses))
+        history.train_accuracy.append(mean_over_steps(accuracies))
+        correct = evaluate(state.params, test_images, test_labels).item()
+        history.test_accuracy.append(correct / TEST_SIZE)
+        bar.set_postfix(
+            loss=f"{history.loss[-1]:.4f}", test_accuracy=f"{history.test_accuracy[-1]:.2%}"
+        )
+
+    return tp.unreplicate(state.params), history, history.test_accuracy[-1]
+
+
+def mean_over_steps(values: list[Tensor]) -> float:
+    return float(sum(value.item() for value in values) / len(values))
+
+
+def plot_history(history: History, path: Path) -> None:
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    epochs = range(1, len(history.loss) + 1)
+    left.semilogy(epochs, history.loss, marker=".")
+    left.set(xlabel="epoch", ylabel="training loss (cross-entropy)")
+    right.plot(epochs, history.train_accuracy, marker=".", label="training")
+    right.plot(epochs, history.test_accuracy, marker=".", label="test")
+    right.set(xlabel="epoch", ylabel="accuracy")
+    right.legend()
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def plot_predictions(params: dict[str, Tensor], path: Path) -> None:
+    """Draw 32 unseen digits with the network's answers; wrong ones come first, in red."""
+    data = load_data()
+    with torch.no_grad():
+        logits = torch.func.functional_call(make_model(0), params, (data.test_images,))
+    answers = logits.argmax(-1)
+    wrong_first = torch.argsort((answers == data.test_labels).int(), stable=True)
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    grid = figure.subplots(4, 8)
+    for axes, k in zip(grid.flat, wrong_first.tolist(), strict=False):
+        right = answers[k] == data.test_labels[k]
+        title = f"{answers[k]}" if right else f"{answers[k]} (is {data.test_labels[k]})"
+        axes.imshow(data.test_images[k, 0], cmap="gray_r")
+        axes.set_title(title, color="black" if right else "red", fontsize=10)
+        axes.axis("off")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a digit classifier on every device.")
+    parser.add_argument("--devices", type=int, help="how many (default: all)")
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--batch-size", type=int, default=72, help="over all devices together")
+    parser.add_argument("--no-compile", action="store_true", help="run operation by operation")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("outputs"), help="folder for the PNGs")
+    args = parser.parse_args()
+
+    if args.devices is not None:
+        tp.init(num_devices=args.devices)
+    start = time.perf_counter()
+    params, history, accuracy = train(
+        args.devices,
+        args.epochs,
+        not args.no_compile,
+        batch_size=args.batch_size,
+        seed=args.seed,
+        progress=True,
+    )
+    seconds = time.perf_counter() - start
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    plot_history(history, args.output / "digits_training.png")
+    plot_predictions(params, args.output / "digits_predictions.png")
+    print(f"test accuracy {accuracy:.2%} after {args.epochs} epochs, {seconds:.1f} s")
+    print(f"wrote {args.output}/digits_training.png and {args.output}/digits_predictions.png")
+
+
+if __name__ == "__main__":
+    main()

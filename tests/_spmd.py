@@ -1,0 +1,122 @@
+"""Run one function on several real processes with a bound process axis, without the runtime.
+
+    with spmd(4) as run:
+        results = run(function, *args)     # one result per rank
+
+The processes are started once and run any number of functions, which must be importable. Groups are
+Gloo groups made directly over a ``FileStore``, registered under a name as the collectives want it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+
+from torchpmap import _axes
+from torchpmap._axes import Axis, Partition
+
+GROUP = "axis"
+TIMEOUT_S = 60
+Run = Callable[..., list[Any]]
+
+
+@contextmanager
+def spmd(size: int, axis_name: str = "i") -> Iterator[Run]:
+    """Start ``size`` processes; yields ``run(function, *args)``, which calls it on all of them."""
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        ends, processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            args = (rank, size, axis_name, str(Path(folder) / "store"), theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            ends.append(ours)
+            processes.append(process)
+
+        def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+            for end in ends:
+                end.send_bytes(pickle.dumps((function, args)))
+            answers = [_answer(rank, end) for rank, end in enumerate(ends)]
+            failures = [
+                f"rank {k}:\n{answer}" for k, (failed, answer) in enumerate(answers) if failed
+            ]
+            if failures:
+                raise RuntimeError("\n".join(failures))
+            return [answer for _, answer in answers]
+
+        try:
+            yield run
+        finally:
+            for end in ends:
+                end.close()
+            for process in processes:
+                process.kill()  # nothing is left to do, and a clean exit takes seconds
+                process.join()
+                process.close()
+
+
+def _answer(rank: int, end: Connection) -> tuple[bool, Any]:
+    if not end.poll(TIMEOUT_S):
+        raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT_S} s")
+    answer: tuple[bool, Any] = torch.load(io.BytesIO(end.recv_bytes()), weights_only=False)
+    return answer
+
+
+def _serve(rank: int, size: int, axis_name: str, path: str, end: Connection) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(path, size)
+    groups: dict[str, dist.ProcessGroup] = {}  # the registry alone does not keep a group alive
+
+    def make(name: str, partition: Partition) -> str:
+        if name not in groups:
+            members = next(part for part in partition if rank in part)
+            groups[name] = _gloo(store, name, members, rank)
+            _register_process_group(name, groups[name])
+        return name
+
+    def subgroup(partition: Partition) -> str:
+        return make(_axes.subgroup_name(GROUP, partition), partition)
+
+    make(GROUP, (tuple(range(size)),))
+    axis = Axis(axis_name, size, torch.tensor(rank), GROUP, subgroup)
+    with suppress(EOFError, BrokenPipeError):  # the test is over
+        while True:
+            function, args = pickle.loads(end.recv_bytes())
+            try:
+                with _axes.bind(axis):
+                    answer = False, function(*args)
+            except Exception:
+                answer = True, traceback.format_exc()
+            buffer = io.BytesIO()
+            torch.save(answer, buffer)  # plain pickle knows neither uint16 nor float8
+            end.send_bytes(buffer.getvalue())
+    for name in groups:
+        _unregister_process_group(name)
+
+
+def _gloo(store: dist.Store, name: str, members: tuple[int, ...], rank: int) -> dist.ProcessGroup:
+    place, count = members.index(rank), len(members)
+    store = dist.PrefixStore(f"{name}/{members[0]}", store)
+    timeout = timedelta(seconds=TIMEOUT_S / 3)
+    group = dist.ProcessGroup(store, place, count)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), place, count, timeout)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._register_backend(torch.device("cpu"), kind, gloo)
+    group._set_default_backend(kind)
+    group._set_group_name(name)
+    return group

@@ -1,0 +1,1 @@
+"""Stored results of JAX programs, and what is needed to run those programs on torchpmap."""

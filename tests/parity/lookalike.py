@@ -1,0 +1,294 @@
+"""The parts of ``jax``, ``jax.lax`` and ``jax.numpy`` that the stored programs use, in torch.
+
+The programs are JAX source text. ``run`` evaluates one with ``jax``, ``lax`` and ``jnp`` bound to
+the namespaces built here, so the text that produced the stored result is, word for word, what
+torchpmap is asked. Nothing here computes what a collective or a transform of torchpmap computes.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+import torchpmap as tp
+
+COLLECTIVES = [
+    "psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute",
+    "pshuffle", "pswapaxes", "pbroadcast", "axis_index", "axis_size",
+]  # fmt: skip
+
+
+class _Methods(ast.NodeTransformer):
+    """``x.astype(dtype)`` becomes ``astype(x, dtype)``: tensors have no such method."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "astype":
+            function = ast.copy_location(ast.Name("astype", ast.Load()), node)
+            return ast.copy_location(ast.Call(function, [node.func.value, *node.args], []), node)
+        return node
+
+
+def run(expr: str, inputs: dict[str, Any], pmap: Callable[..., Any]) -> Any:
+    """The value of the JAX program ``expr`` over ``inputs``, with ``pmap`` for ``jax.pmap``."""
+    tree = ast.fix_missing_locations(_Methods().visit(ast.parse(expr.strip(), mode="eval")))
+    names = {"jax": jax_names(pmap), "lax": lax_names(), "jnp": jnp_names(), "np": np}
+    names["astype"] = astype
+    return eval(compile(tree, "<stored program>", "eval"), names | inputs)
+
+
+def astype(x: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.as_tensor(x).to(dtype)
+
+
+def jax_names(pmap: Callable[..., Any]) -> SimpleNamespace:
+    return SimpleNamespace(
+        pmap=pmap,
+        vmap=tp.vmap,
+        grad=tp.grad,
+        value_and_grad=tp.value_and_grad,
+        jvp=torch.func.jvp,
+        vjp=torch.func.vjp,
+        jacfwd=jacfwd,
+        jacrev=jacrev,
+        hessian=hessian,
+        linear_transpose=linear_transpose,
+        # These change no value, and torch.utils.checkpoint does not work under torch.func.
+        jit=identity,
+        checkpoint=identity,
+        custom_vjp=CustomVjp,
+        nn=SimpleNamespace(softmax=softmax, log_softmax=log_softmax, logsumexp=logsumexp),
+        tree=SimpleNamespace(map=tree_map),
+        lax=lax_names(),
+        numpy=jnp_names(),
+    )
+
+
+def identity(fun: Callable[..., Any]) -> Callable[..., Any]:
+    return fun
+
+
+def tree_map(fun: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    return pytree.tree_map(fun, tree, *rest)
+
+
+def linear_transpose(fun: Callable[..., Any], *primals: Any) -> Callable[[Any], tuple[Any, ...]]:
+    return torch.func.vjp(fun, *primals)[1]
+
+
+def jacfwd(fun: Callable[..., Any], argnums: Any = 0) -> Callable[..., Any]:
+    return torch.func.jacfwd(fun, argnums)
+
+
+def jacrev(fun: Callable[..., Any], argnums: Any = 0) -> Callable[..., Any]:
+    return torch.func.jacrev(fun, argnums)
+
+
+def hessian(fun: Callable[..., Any], argnums: Any = 0) -> Callable[..., Any]:
+    return jacfwd(jacrev(fun, argnums), argnums)
+
+
+class CustomVjp:
+    """``jax.custom_vjp`` for functions of tensors that return one tensor."""
+
+    def __init__(self, fun: Callable[..., Any]):
+        self.fun = fun
+        self.forward: Callable[..., Any] | None = None
+        self.backward: Callable[..., Any] | None = None
+
+    def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+        self.forward, self.backward = forward, backward
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        return _custom_function(self.forward, self.backward).apply(*args)[0]
+
+
+def _custom_function(forward_rule: Any, backward_rule: Any) -> type[torch.autograd.Function]:
+    # Made where it is used, so that no autograd.Function has to travel to a worker.
+    spec: list[Any] = []
+
+    class Custom(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            out, residuals = forward_rule(*args)
+            leaves, structure = pytree.tree_flatten(residuals)
+            spec[:] = [structure, [isinstance(leaf, torch.Tensor) for leaf in leaves], leaves]
+            return (out, *(leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)))
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*output[1:])
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: Any, *unused: Any) -> Any:
+            structure, is_tensor, leaves = spec
+            saved = iter(ctx.saved_tensors)
+            pairs = zip(is_tensor, leaves, strict=True)
+            leaves = [next(saved) if tensor else leaf for tensor, leaf in pairs]
+            return backward_rule(pytree.tree_unflatten(leaves, structure), cotangent)
+
+    return Custom
+
+
+def lax_names() -> SimpleNamespace:
+    return SimpleNamespace(
+        **{name: getattr(tp, name) for name in COLLECTIVES if hasattr(tp, name)},
+        stop_gradient=stop_gradient,
+        scan=scan,
+        cond=cond,
+        switch=switch,
+        fori_loop=fori_loop,
+        while_loop=while_loop,
+        bitwise_xor=torch.bitwise_xor,
+        bitwise_or=torch.bitwise_or,
+        bitwise_and=torch.bitwise_and,
+        rsqrt=torch.rsqrt,
+    )
+
+
+def stop_gradient(x: Any) -> Any:
+    return pytree.tree_map(
+        lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, x
+    )
+
+
+def scan(body: Any, init: Any, xs: Any, length: int | None = None) -> tuple[Any, Any]:
+    steps = len(pytree.tree_leaves(xs)[0]) if length is None else length
+    carry, outs = init, []
+    for step in range(steps):
+        row = pytree.tree_map(lambda x, k=step: None if x is None else x[k], xs)
+        carry, out = body(carry, row)
+        outs.append(out)
+    stack = lambda *rows: None if rows[0] is None else torch.stack(rows)  # noqa: E731
+    return carry, pytree.tree_map(stack, outs[0], *outs[1:])
+
+
+def cond(predicate: Any, true_fun: Any, false_fun: Any, *operands: Any) -> Any:
+    return switch(torch.as_tensor(predicate).to(torch.int64), (false_fun, true_fun), *operands)
+
+
+def switch(index: Any, branches: Any, *operands: Any) -> Any:
+    # Every branch is computed and one kept: the index may not become a Python int in a trace.
+    index = torch.as_tensor(index).clamp(0, len(branches) - 1)
+    out = branches[0](*operands)
+    for number, branch in enumerate(branches[1:], 1):
+        keep = index == number
+        select = lambda new, old, keep=keep: torch.where(keep, new, old)  # noqa: E731
+        out = pytree.tree_map(select, branch(*operands), out)
+    return out
+
+
+def fori_loop(lower: int, upper: int, body: Any, init: Any) -> Any:
+    for step in range(lower, upper):
+        init = body(step, init)
+    return init
+
+
+def while_loop(condition: Any, body: Any, init: Any) -> Any:
+    while bool(condition(init)):
+        init = body(init)
+    return init
+
+
+SAME_NAME = [
+    "sin", "cos", "tan", "tanh", "exp", "log", "log1p", "sqrt", "square", "abs", "sign",
+    "maximum", "minimum", "where", "dot", "matmul", "outer", "einsum", "isnan", "logical_and",
+    "logical_or", "logical_not", "logical_xor", "cumsum", "ones_like", "zeros_like", "full_like",
+    "eye", "moveaxis", "swapaxes", "squeeze", "broadcast_to", "tile", "roll", "flip", "reshape",
+    "ravel", "stack", "concatenate", "pi", "inf", "nan",
+]  # fmt: skip
+DTYPES = [
+    "int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64",
+    "complex64", "complex128",
+]  # fmt: skip
+
+
+def jnp_names() -> SimpleNamespace:
+    return SimpleNamespace(
+        **{name: getattr(torch, name) for name in SAME_NAME},
+        power=torch.pow,
+        **{name: getattr(torch, name) for name in DTYPES},
+        bool_=torch.bool,
+        arange=torch.arange,
+        ones=torch.ones,
+        zeros=torch.zeros,
+        full=torch.full,
+        array=torch.as_tensor,
+        asarray=torch.as_tensor,
+        linspace=torch.linspace,
+        sum=jnp_sum,
+        mean=jnp_mean,
+        max=jnp_max,
+        min=jnp_min,
+        var=jnp_var,
+        expand_dims=torch.unsqueeze,
+        linalg=SimpleNamespace(norm=torch.linalg.vector_norm),
+    )
+
+
+def _split_axes(x: torch.Tensor, axis: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Mapped axes and dims of an ``axis`` argument; ``None`` means every dim."""
+    if axis is None:
+        return (), tuple(range(x.ndim))
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    dims = tuple(a for a in axes if isinstance(a, int))
+    return tuple(a for a in axes if a not in dims), dims
+
+
+def _reduce(
+    x: torch.Tensor, axis: Any, keepdims: bool, local: Any, collective: Any
+) -> torch.Tensor:
+    names, dims = _split_axes(x, axis)
+    if dims:
+        x = local(x, dims, keepdims)
+    return collective(x, names) if names else x
+
+
+def jnp_sum(x: Any, axis: Any = None, keepdims: bool = False) -> torch.Tensor:
+    return _reduce(x, axis, keepdims, torch.sum, tp.psum)
+
+
+def jnp_mean(x: Any, axis: Any = None, keepdims: bool = False) -> torch.Tensor:
+    return _reduce(x, axis, keepdims, torch.mean, tp.pmean)
+
+
+def jnp_max(x: Any, axis: Any = None, keepdims: bool = False) -> torch.Tensor:
+    return _reduce(x, axis, keepdims, torch.amax, tp.pmax)
+
+
+def jnp_min(x: Any, axis: Any = None, keepdims: bool = False) -> torch.Tensor:
+    return _reduce(x, axis, keepdims, torch.amin, tp.pmin)
+
+
+def jnp_var(x: Any, axis: Any = None) -> torch.Tensor:
+    return jnp_mean((x - jnp_mean(x, axis, keepdims=True)) ** 2, axis)
+
+
+def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> torch.Tensor:
+    top = jnp_max(stop_gradient(x), axis, keepdims=True)
+    total = jnp_sum(torch.exp(x - top), axis, keepdims)
+    return torch.log(total) + top.reshape(total.shape)
+
+
+def softmax(x: Any, axis: Any = -1) -> torch.Tensor:
+    unnormalized = torch.exp(x - jnp_max(stop_gradient(x), axis, keepdims=True))
+    return unnormalized / jnp_sum(unnormalized, axis, keepdims=True)
+
+
+def log_softmax(x: Any, axis: Any = -1) -> torch.Tensor:
+    shifted = x - jnp_max(stop_gradient(x), axis, keepdims=True)
+    return shifted - torch.log(jnp_sum(torch.exp(shifted), axis, keepdims=True))
+
+
+def pmap_in_mode(compile: Any) -> Callable[..., Any]:
+    """``jax.pmap`` as it is called by the programs, in one of torchpmap's modes."""
+    return functools.partial(tp.pmap, compile=compile)

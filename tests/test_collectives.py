@@ -1,0 +1,436 @@
+"""Covers: _collectives.py and its families, on processes, traced, and vmapped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from _collective_cases import AUTOGRAD, CASES, PAIRS, RING, ROWS, UNEVEN, X
+from _spmd import Run, spmd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from torchpmap import _axes
+from torchpmap._axes import Axis
+from torchpmap._collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pbroadcast,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    pshuffle,
+    psum,
+    psum_scatter,
+)
+from torchpmap._grad import grad
+from torchpmap._vmap import vmap
+
+NAMES = list(CASES)
+VMAPPED = [name for name in NAMES if name.removeprefix("autograd-") not in AUTOGRAD]
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn),
+]
+
+
+# --- run on the processes -------------------------------------------------------------------------
+
+
+def arguments(name: str, rank: int) -> Any:
+    return pytree.tree_map(lambda x: x[rank], CASES[name][1])
+
+
+def run_cases() -> dict[str, Any]:
+    rank = int(_axes.lookup("i").index)
+    return {name: CASES[name][0](*arguments(name, rank)) for name in NAMES}
+
+
+def trace(f: Any, args: Any, axis: Axis) -> tuple[torch.fx.GraphModule, list[Any]]:
+    """The graph of ``f(*args)`` over (index, *leaves), made with fake tensors; and what f gave."""
+    leaves, spec = pytree.tree_flatten(args)
+    box: list[Any] = []
+
+    def body(index: torch.Tensor, *fakes: torch.Tensor) -> list[torch.Tensor]:
+        inner = Axis(axis.name, axis.size, index, axis.group, axis.subgroup)
+        with _axes.bind(inner):
+            out = f(*pytree.tree_unflatten(list(fakes), spec))
+        flat, out_spec = pytree.tree_flatten(out)
+        box[:] = [flat, out_spec]
+        return [x.detach() for x in flat if isinstance(x, torch.Tensor)]
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(x.clone()) for x in (torch.tensor(0), *leaves)]
+    with mode:
+        return make_fx(body)(*fakes), box
+
+
+def run_traced() -> dict[str, Any]:
+    axis = _axes.lookup("i")
+    results = {}
+    for name in NAMES:
+        args = arguments(name, int(axis.index))
+        graph, (leaves, spec) = trace(CASES[name][0], args, axis)
+        tensors = iter(graph(axis.index, *pytree.tree_leaves(args)))
+        out = [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves]
+        results[name] = pytree.tree_unflatten(out, spec), graph.code
+    return results
+
+
+def every_dtype() -> dict[str, Any]:
+    rank = int(_axes.lookup("i").index)
+    results: dict[str, Any] = {}
+    for dtype in DTYPES:
+        x = dtype_rows(dtype)[rank]
+        results[str(dtype)] = {
+            "sum": psum(x, "i"),
+            "max": None if dtype.is_complex else pmax(x, "i"),
+            "min": None if dtype.is_complex else pmin(x, "i"),
+            "gather": (all_gather(x, "i"), all_gather(x[0], "i")),
+            "exchange": all_to_all(x, "i", 0, 0),
+            "permute": ppermute(x[[3, 2, 1, 0]], "i", RING[:3]),
+            "scatter": None if dtype is torch.bool else psum_scatter(x, "i"),
+            "broadcast": pbroadcast(x, "i", 1),
+        }
+    return results
+
+
+def dtype_rows(dtype: torch.dtype) -> torch.Tensor:
+    values = torch.tensor([[3, 1, 0, 2], [0, 5, 0, 7], [1, 1, 0, 9], [2, 6, 0, 4]])
+    if dtype.is_complex:
+        return values * (1 + 2j) * torch.tensor(1, dtype=dtype)
+    if dtype in (torch.int8, torch.uint8):
+        return (values * 30).to(dtype)
+    if dtype is torch.uint64:
+        return (values - 3).to(torch.int64).view(dtype)  # on both sides of 2**63
+    if dtype.is_floating_point or dtype.is_signed:
+        return (values - 3).to(dtype)
+    return values.to(dtype)
+
+
+def record_calls() -> list[Any]:
+    x = torch.ones(2)
+    with _axes.recording() as calls:
+        psum((x, x, axis_index("i")), "i")
+        pmax(x, "i", axis_index_groups=UNEVEN)
+        grad(lambda x: (ppermute(x, "i", RING) * all_gather(x, "i")).sum())(x)
+        psum(3, "i")
+    psum(x, "i")
+    return calls
+
+
+def misuse() -> list[str]:
+    """Errors that every rank raises before it communicates; the axis works afterwards."""
+    x = torch.ones(4)
+    for f in (
+        lambda: psum(x, "i", axis_index_groups=[[0, 1], [1, 2, 3]]),
+        lambda: all_gather(x, "i", axis_index_groups=UNEVEN),
+        lambda: psum_scatter(x[:2], "i"),
+    ):
+        with pytest.raises(ValueError):  # noqa: PT011 - texts are tested below
+            f()
+    return psum(x, "i").tolist()
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with spmd(4) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def eager(run: Run) -> list[dict[str, Any]]:
+    return run(run_cases)
+
+
+@pytest.fixture(scope="module")
+def traced(run: Run) -> list[dict[str, Any]]:
+    return run(run_traced)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def check(results: list[Any], expected: Any) -> None:
+    """Compare the results of the devices with the rows of ``expected``; no tensor: the same."""
+    wanted, spec = pytree.tree_flatten(expected)
+    for rank, result in enumerate(results):
+        leaves, got_spec = pytree.tree_flatten(result)
+        assert got_spec == spec
+        for got, want in zip(leaves, wanted, strict=True):
+            if isinstance(want, torch.Tensor):
+                torch.testing.assert_close(got, want[rank], rtol=1e-5, atol=1e-5, equal_nan=True)
+            else:
+                assert got == want
+                assert not isinstance(got, torch.Tensor)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_processes(name: str, eager: list[dict[str, Any]]) -> None:
+    check([results[name] for results in eager], CASES[name][2])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_traced_graph_on_processes(name: str, traced: list[dict[str, Any]]) -> None:
+    check([results[name][0] for results in traced], CASES[name][2])
+
+
+def test_traced_graph_is_the_same_on_every_rank(traced: list[dict[str, Any]]) -> None:
+    for name in NAMES:
+        assert len({results[name][1] for results in traced}) == 1, name
+
+
+@pytest.mark.parametrize("name", VMAPPED)
+def test_vmapped(name: str) -> None:
+    function, inputs, expected = CASES[name]
+    expected = pytree.tree_map(
+        lambda x: x if x is None or isinstance(x, torch.Tensor) else torch.full((4,), x), expected
+    )
+    result = vmap(function, axis_name="i")(*inputs)
+    got, got_spec = pytree.tree_flatten(result)
+    wanted, spec = pytree.tree_flatten(expected)
+    assert got_spec == spec
+    for leaf, want in zip(got, wanted, strict=True):
+        if want is None:
+            assert leaf is None
+        else:
+            torch.testing.assert_close(
+                leaf, want, rtol=1e-5, atol=1e-5, equal_nan=True, check_dtype=want.dim() > 1
+            )
+
+
+# --- dtypes ---------------------------------------------------------------------------------------
+
+
+def expected_of(dtype: torch.dtype) -> dict[str, Any]:
+    rows = dtype_rows(dtype)
+    exact = rows.view(torch.int64) if dtype is torch.uint64 else rows
+    if dtype is torch.uint64:
+        total, order = exact.sum(0).view(dtype), exact.numpy().view(np.uint64)
+        high, low = (torch.tensor(f(order, 0)) for f in (np.max, np.min))
+    elif dtype.is_complex:
+        total, high, low = rows.sum(0), None, None
+    else:
+        wide = rows.to(torch.float64 if dtype.is_floating_point else torch.int64)
+        total = wide.sum(0).to(torch.int32 if dtype is torch.bool else dtype)
+        high, low = wide.amax(0).to(dtype), wide.amin(0).to(dtype)
+    permuted = torch.stack([torch.zeros_like(rows[0]), *rows[:3, [3, 2, 1, 0]]])
+    return {
+        "sum": total,
+        "max": high,
+        "min": low,
+        "gather": (rows, rows[:, 0]),
+        "exchange": rows.T,
+        "permute": permuted,
+        "scatter": None if dtype is torch.bool else total,
+        "broadcast": rows[1],
+    }
+
+
+def test_every_dtype(run: Run) -> None:
+    for rank, results in enumerate(run(every_dtype)):
+        for dtype in DTYPES:
+            got, want = results[str(dtype)], expected_of(dtype)
+            for name in ("exchange", "permute", "scatter"):
+                want[name] = None if want[name] is None else want[name][rank]
+            assert pytree.tree_structure(got) == pytree.tree_structure(want)
+            for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
+                if a is not None:
+                    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+                    assert a.tolist() == b.tolist(), (dtype, rank)
+
+
+def test_every_dtype_vmapped() -> None:
+    for dtype in DTYPES:
+        total = vmap(lambda x: psum(x, "i"), axis_name="i", out_axes=None)(dtype_rows(dtype))
+        assert total.tolist() == expected_of(dtype)["sum"].tolist()
+        if not dtype.is_complex:
+            high = vmap(lambda x: pmax(x, "i"), axis_name="i", out_axes=None)(dtype_rows(dtype))
+            assert high.tolist() == expected_of(dtype)["max"].tolist()
+
+
+# --- what is sent ---------------------------------------------------------------------------------
+
+
+def test_record_is_the_same_on_every_rank(run: Run) -> None:
+    calls, *others = run(record_calls)
+    assert others == [calls] * 3
+    names = [call[0] for call in calls]
+    assert names[:5] == ["all_reduce", "all_reduce", "all_reduce", "permute", "all_gather"]
+    assert sorted(names[5:]) == ["permute", "reduce_scatter"]  # the transposes
+    assert calls[0] == ("all_reduce", "sum", "axis", (4,), "torch.float32")
+    assert calls[2] == ("all_reduce", "max", "axis[0|1,2,3]", (2,), "torch.float32")
+
+
+def test_misuse_leaves_the_axis_usable(run: Run) -> None:
+    assert run(misuse) == [[4.0] * 4] * 4
+
+
+def operations(f: Any, *args: torch.Tensor) -> list[str]:
+    axis = Axis("i", 4, torch.tensor(0), "axis", lambda partition: f"axis{len(partition)}")
+    with _axes.recording() as calls:
+        graph, _ = trace(f, args, axis)
+    assert calls == []
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def test_tree_travels_as_one_message_per_dtype() -> None:
+    def f(x: torch.Tensor) -> Any:
+        return psum([x, x * 2, x.to(torch.int64), x[0]], "i")
+
+    names = operations(f, torch.ones(3))
+    assert names.count("_c10d_functional.all_reduce.default") == 2
+    assert names.count("_c10d_functional.wait_tensor.default") == 2
+
+
+def test_every_message_is_waited_for() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = ppermute(x, "i", RING) + psum(all_gather(x, "i").sum(0), "i", axis_index_groups=PAIRS)
+        return pmean(y, "i") + psum_scatter(all_to_all(x, "i", 0, 0), "i")
+
+    names = operations(grad(lambda x: f(x).sum()), torch.ones(4))
+    sent = [n for n in names if n.startswith(("_c10d", "torchpmap")) and "wait" not in n]
+    waits = [n for n in names if "wait_tensor" in n]
+    assert "torchpmap.ppermute.default" in sent
+    assert len(sent) == len(waits)
+    assert not any("item" in n or "local_scalar" in n for n in names)
+
+
+def test_constants_are_not_sent() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x + psum(1, "i") + psum(np.ones(1, np.float32), "i")
+
+    names = operations(f, torch.ones(1))
+    assert not [n for n in names if "c10d" in n]
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("f", "kind", "text"),
+    [
+        (lambda x: psum(x, "j"), NameError, r"unbound axis name: j\. Bound here: 'i' \(size 4\)\."),
+        (lambda x: axis_index(("i", "k")), NameError, "unbound axis name: k"),
+        (lambda x: psum(x, ("i", "i")), ValueError, "repeated axis in axis_name="),
+        (lambda x: psum(x, ("i", 0, -1)), ValueError, "duplicate positional axes"),
+        (
+            lambda x: psum(x, ("i", 5)),
+            ValueError,
+            "axis 5 is out of bounds for array of dimension 1",
+        ),
+        (lambda x: all_gather(x, "i", axis=5), ValueError, "axis 5 is out of bounds .*dimension 2"),
+        (
+            lambda x: all_gather(x[0], "i", tiled=True),
+            ValueError,
+            "axis 0 is out of bounds for array of dimension 0",
+        ),
+        (
+            lambda x: psum(x, "i", axis_index_groups=[[0, 1]]),
+            ValueError,
+            "axis_index_groups must cover all indices exactly once",
+        ),
+        (
+            lambda x: pmax(x, "i", axis_index_groups=[[0, 1, 2], [2, 3]]),
+            ValueError,
+            "axis_index_groups must cover all indices exactly once",
+        ),
+        (
+            lambda x: psum(x, ("i", 0), axis_index_groups=PAIRS),
+            ValueError,
+            "axis_index_groups only supported for sums over just named axes",
+        ),
+        (
+            lambda x: vmap(lambda y: psum(y, ("i", "j"), axis_index_groups=PAIRS), axis_name="j")(
+                x
+            ),
+            NotImplementedError,
+            "Give a single axis name",
+        ),
+        *(
+            (f, ValueError, "must all have the same size")
+            for f in (
+                lambda x: all_gather(x, "i", axis_index_groups=UNEVEN),
+                lambda x: psum_scatter(x, "i", axis_index_groups=UNEVEN),
+                lambda x: all_to_all(x, "i", 0, 0, axis_index_groups=UNEVEN),
+            )
+        ),
+        (
+            lambda x: psum_scatter(x[:2], "i"),
+            ValueError,
+            "reduce_scatter operand scatter dimension size 2 must match shard count 4",
+        ),
+        (
+            lambda x: psum_scatter(x[:2], "i", tiled=True),
+            ValueError,
+            "tiled reduce_scatter operand scatter dimension size 2 must be divisible by "
+            "shard_count 4",
+        ),
+        (lambda x: psum_scatter(x > 0, "i"), TypeError, "add does not accept dtype bool"),
+        (
+            lambda x: all_to_all(x[:2], "i", 0, 0),
+            ValueError,
+            r"all_to_all requires the size of the mapped axis axis_name to equal "
+            r"x.shape\[split_axis\], but they are 4 and 2 respectively.",
+        ),
+        (
+            lambda x: all_to_all(x[:2], "i", 0, 0, tiled=True),
+            ValueError,
+            r"The size of all_to_all split_axis \(2\) has to be divisible by the size of the named "
+            r"axis i \(4\)",
+        ),
+        (
+            lambda x: ppermute(x, "i", [(0, 1), (2, 1)]),
+            ValueError,
+            r"ppermute sources and destinations must be unique, got \(\(0, 1\), \(2, 1\)\)\.",
+        ),
+        (lambda x: ppermute(x, "i", [(-1, 0), (3, 1)]), ValueError, "must be unique"),
+        (lambda x: ppermute(x, "i", [(0, 4)]), IndexError, "index 4 is out of range .* size 4"),
+        (lambda x: pbroadcast(x, "i", 4), IndexError, "pbroadcast: index 4 is out of range"),
+        (
+            lambda x: pshuffle(x, "i", [1, 1, 2, 3]),
+            ValueError,
+            r"`perm` does not represent a permutation: \[1, 1, 2, 3\]",
+        ),
+        (lambda x: pmax(x * 1j, "i"), TypeError, "pmax does not accept dtype torch.complex64"),
+        (lambda x: psum({"a": [x, "b"]}, "i"), TypeError, r"x\['a'\]\[1\] is 'b' of type str"),
+    ],
+)
+def test_message(f: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        vmap(f, axis_name="i")(torch.ones(4, 4))
+
+
+def test_groups_over_a_vmapped_axis() -> None:
+    def f(x: torch.Tensor) -> Any:
+        return (
+            psum(x, "i", axis_index_groups=UNEVEN),
+            all_gather(x, "i", axis_index_groups=PAIRS),
+            axis_size("i"),
+        )
+
+    total, rows, size = vmap(f, axis_name="i", out_axes=(0, 0, None))(X)
+    assert total.tolist() == [1.0, 9.0, 9.0, 9.0]
+    assert rows.tolist() == [[1.0, 2.0], [1.0, 2.0], [3.0, 4.0], [3.0, 4.0]]
+    assert size == 4
+
+
+def test_result_is_not_a_view_of_the_operand() -> None:
+    x = ROWS.clone()
+    vmap(lambda x: all_gather(x, "i").mul_(0), axis_name="i", out_axes=None)(x)
+    assert torch.equal(x, ROWS)
+
+
+def test_import_is_light() -> None:
+    code = "import sys, torchpmap._collectives; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

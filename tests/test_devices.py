@@ -1,0 +1,103 @@
+"""Covers: _devices.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from torchpmap import _devices
+from torchpmap._devices import (
+    Device,
+    default_device_type,
+    default_num_devices,
+    enumerate_devices,
+    threads_per_device,
+    usable_cores,
+)
+
+
+def with_cores(monkeypatch, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+
+
+def with_gpus(monkeypatch, gpus):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+
+def test_device():
+    device = Device(1, "cpu")
+    assert (device.id, device.platform, device.process_index) == (1, "cpu", 0)
+    assert (str(device), repr(device)) == ("cpu:1", "Device(cpu:1)")
+    assert device.torch_device == torch.device("cpu")
+    assert device.device_kind == "cpu"
+    assert Device(3, "cuda").torch_device == torch.device("cuda:3")
+    assert str(Device(3, "cuda")) == "cuda:3"
+
+
+def test_device_is_a_value():
+    assert {Device(1, "cpu"): "a"}[Device(1, "cpu")] == "a"
+    assert len({Device(1, "cpu"), Device(2, "cpu"), Device(1, "cuda"), Device(1, "cpu", 1)}) == 4
+    assert pickle.loads(pickle.dumps(Device(1, "cpu", 2))) == Device(1, "cpu", 2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Device(1, "cpu").id = 2
+
+
+def test_device_kind_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    assert Device(2, "cuda").device_kind == "GPU 2"
+
+
+@pytest.mark.parametrize(("gpus", "kind"), [(0, "cpu"), (1, "cuda"), (8, "cuda")])
+def test_default_device_type(monkeypatch, gpus, kind):
+    with_gpus(monkeypatch, gpus)
+    assert default_device_type() == kind
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpus", "kind", "count"),
+    [(1, 0, "cpu", 1), (2, 4, "cpu", 2), (8, 0, "cpu", 8), (64, 0, "cpu", 8), (2, 4, "cuda", 4)],
+)
+def test_default_num_devices(monkeypatch, cores, gpus, kind, count):
+    with_cores(monkeypatch, cores)
+    with_gpus(monkeypatch, gpus)
+    assert default_num_devices(kind) == count
+
+
+@pytest.mark.parametrize(
+    ("cores", "devices", "threads"), [(2, 8, 1), (8, 8, 1), (8, 3, 2), (16, 2, 8), (1, 1, 1)]
+)
+def test_threads_per_device(monkeypatch, cores, devices, threads):
+    with_cores(monkeypatch, cores)
+    assert threads_per_device(devices) == threads
+
+
+def test_usable_cores_follows_the_affinity():
+    # In a process of its own, because affinity is process-wide.
+    script = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
+        "from torchpmap._devices import usable_cores; print(usable_cores())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "1"
+    assert usable_cores() == len(os.sched_getaffinity(0))
+
+
+def test_enumerate_devices(monkeypatch):
+    assert enumerate_devices(3, "cpu") == (Device(0, "cpu"), Device(1, "cpu"), Device(2, "cpu"))
+    with_gpus(monkeypatch, 2)
+    assert enumerate_devices(2, "cuda") == (Device(0, "cuda"), Device(1, "cuda"))
+    with pytest.raises(ValueError, match="3 cuda devices were asked for, but 2 are visible"):
+        enumerate_devices(3, "cuda")
+
+
+def test_asking_for_defaults_does_not_initialise_cuda():
+    _devices.default_num_devices(_devices.default_device_type())
+    assert not torch.cuda.is_initialized()

@@ -1,0 +1,77 @@
+"""Covers: README.md, docs/*.md and the examples in public docstrings. All of them are executed.
+
+Every ```python block runs in a fresh namespace that holds ``torch`` and ``tp``, on four CPU
+devices. A ```text block right after it is what it must print; ``...`` in it stands for anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchpmap as tp
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@pytest.fixture(autouse=True)
+def four_devices():
+    tp.init(num_devices=4)
+
+
+def blocks():
+    for page in PAGES:
+        text = page.read_text()
+        for match in BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start()) + 2
+            name = f"{page.relative_to(ROOT)}:{line}"
+            yield pytest.param(name, line, match[1], match[2], id=name)
+
+
+@pytest.mark.parametrize(("name", "line", "code", "expected"), list(blocks()))
+def test_block_runs_and_prints_what_the_page_says(
+    name, line, code, expected, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__", "torch": torch, "tp": tp}
+    printed = io.StringIO()
+    # Blank lines in front make tracebacks point at the line of the page.
+    program = compile("\n" * (line - 1) + code, name, "exec", dont_inherit=True)
+    with contextlib.redirect_stdout(printed):
+        exec(program, namespace)
+    if expected is not None:
+        matches = doctest.OutputChecker().check_output(expected, printed.getvalue(), OPTIONS)
+        assert matches, f"{name} printed\n{printed.getvalue()}\nbut the page says\n{expected}"
+
+
+def docstrings():
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    for name in tp.__all__:
+        for test in finder.find(getattr(tp, name), f"torchpmap.{name}"):
+            if test.examples:
+                yield pytest.param(test, id=test.name)
+
+
+@pytest.mark.parametrize("test", list(docstrings()))
+def test_docstring_example(test):
+    test.globs.update(torch=torch, tp=tp)
+    report = io.StringIO()
+    failures = doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=report.write)
+    assert failures.failed == 0, report.getvalue()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_pictures_exist(page):
+    targets = [link for link in LINK.findall(page.read_text()) if "://" not in link]
+    missing = [link for link in targets if not (page.parent / link).exists()]
+    assert not missing

@@ -1,0 +1,393 @@
+"""Covers: _errors.py."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import traceback
+
+import pytest
+import torch
+
+from torchpmap import _errors
+from torchpmap._errors import (
+    CallTimeout,
+    CollectiveMismatch,
+    PmapError,
+    RemoteTraceback,
+    RuntimeClosed,
+    ShardLost,
+    TraceError,
+    WorkerDied,
+    WorkerError,
+    call_prefix,
+    exit_reason,
+    pack_exception,
+    unpack_exception,
+)
+
+WHERE = "on device cpu:2 (rank 2, pid 71) while running step"
+
+
+def caught(exc: BaseException) -> BaseException:
+    """Raise it, so that it has a traceback."""
+    try:
+        raise exc
+    except BaseException as e:
+        return e
+
+
+def send(exc: BaseException, **kwargs) -> BaseException:
+    return unpack_exception(pack_exception(caught(exc), **kwargs), where=WHERE)
+
+
+def remote_text(exc: BaseException) -> str:
+    assert type(exc.__cause__) is RemoteTraceback
+    return str(exc.__cause__)
+
+
+# The tree -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        WorkerError,
+        WorkerDied,
+        ShardLost,
+        RuntimeClosed,
+        TraceError,
+        CollectiveMismatch,
+        CallTimeout,
+    ],
+)
+def test_tree(cls):
+    assert cls.__bases__ == (PmapError,)
+    assert issubclass(cls, RuntimeError)
+    exc = cls("text")
+    copy = pickle.loads(pickle.dumps(exc))
+    assert type(copy) is cls
+    assert str(copy) == "text"
+
+
+def test_tree_in_module_docstring_is_complete():
+    classes = {
+        name for name, c in vars(_errors).items() if inspect.isclass(c) and issubclass(c, PmapError)
+    }
+    documented = {line.split()[0] for line in _errors.__doc__.splitlines() if line[:6] == " " * 6}
+    assert classes == documented
+
+
+def test_worker_died_pickles_with_its_fields():
+    exc = pickle.loads(pickle.dumps(WorkerDied(rank=2, exitcode=-11)))
+    assert (exc.rank, exc.exitcode) == (2, -11)
+    assert str(exc) == "the worker of rank 2 died (SIGSEGV)"
+    assert str(WorkerDied()) == "a worker died (unknown exit code)"
+    assert str(WorkerDied("both died", rank=0)) == "both died"
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "text"),
+    [
+        (-9, "SIGKILL"),
+        (-11, "SIGSEGV"),
+        (0, "exit code 0"),
+        (3, "exit code 3"),
+        (-200, "signal 200"),
+        (None, "unknown exit code"),
+    ],
+)
+def test_exit_reason(exitcode, text):
+    assert exit_reason(exitcode) == text
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (
+            ("pmap", "step", (None, 0), "i"),
+            "pmap(step, in_axes=(None, 0), axis_name='i')(<inputs>)",
+        ),
+        (("vmap", "<lambda>", 0, None), "vmap(<lambda>, in_axes=0)(<inputs>)"),
+    ],
+)
+def test_call_prefix(args, text):
+    assert call_prefix(*args) == text
+
+
+def test_call_prefix_is_short():
+    assert len(call_prefix("pmap", "f", ({str(i): 0 for i in range(1000)},), "i")) < 200
+
+
+# Exceptions that can be rebuilt -------------------------------------------------------------------
+
+
+class Custom(Exception):
+    def __init__(self, message):
+        super().__init__(message)
+        self.code = 7
+
+
+class Formats(Exception):
+    """Unpickling formats the text a second time."""
+
+    def __init__(self, code, extra="none"):
+        super().__init__(f"code {code} extra {extra}")
+
+
+@pytest.mark.parametrize(
+    "exc",
+    [
+        ValueError("boom"),
+        KeyError("boom"),
+        FileNotFoundError(2, "No such file", "x.txt"),
+        UnicodeDecodeError("utf8", b"\xff", 0, 1, "bad"),
+        ZeroDivisionError(),
+        ExceptionGroup("group", [ValueError("a"), TypeError("b")]),
+        StopIteration(3),
+        CollectiveMismatch("ranks differ"),
+        Custom("mine"),
+        Formats(3, "x"),
+        torch.OutOfMemoryError("no memory"),
+    ],
+    ids=lambda exc: type(exc).__name__,
+)
+def test_own_type_comes_back(exc):
+    copy = send(exc)
+    assert type(copy) is type(exc)
+    assert str(copy) == str(exc)
+    assert copy.args == exc.args or isinstance(exc, ExceptionGroup)
+    assert copy.__notes__ == [WHERE]
+    assert "in caught" in remote_text(copy)
+
+
+def test_attributes_come_back():
+    assert send(Custom("mine")).code == 7
+    assert send(WorkerDied(rank=1, exitcode=3)).rank == 1
+    assert send(FileNotFoundError(2, "No such file", "x.txt")).filename == "x.txt"
+
+
+def test_notes_come_first_and_once():
+    exc = ValueError("boom")
+    exc.add_note("mine")
+    assert send(exc).__notes__ == ["mine", WHERE]
+
+
+def test_remote_traceback_looks_like_that_of_concurrent_futures():
+    copy = send(ValueError("boom"))
+    text = remote_text(copy)
+    assert text.startswith('\n"""\nTraceback (most recent call last):\n')
+    assert text.endswith('ValueError: boom\n"""')
+    printed = "".join(traceback.format_exception(copy))
+    assert "RemoteTraceback: \n" in printed
+    assert "direct cause of the following exception" in printed
+    assert printed.index("in caught") < printed.index("direct cause")
+    assert pickle.loads(pickle.dumps(copy.__cause__)).args == copy.__cause__.args
+
+
+def test_remote_traceback_has_causes_and_notes():
+    exc = ValueError("outer")
+    exc.__cause__ = caught(KeyError("inner"))
+    exc.add_note("a note")
+    text = remote_text(send(exc))
+    assert "KeyError: 'inner'" in text
+    assert "a note" in text
+
+
+def test_an_exception_can_be_forwarded_twice():
+    copy = send(send(ValueError("boom")))
+    assert type(copy) is ValueError
+    assert "RemoteTraceback" in remote_text(copy)
+
+
+def test_class_defined_in_main_is_the_same_class_again():
+    # The class travels by value; coming back, it must be the caller's class, not a look-alike.
+    worker = textwrap.dedent(
+        """
+        import sys, cloudpickle
+        from torchpmap._errors import pack_exception
+        fun = cloudpickle.load(sys.stdin.buffer)
+        try:
+            fun()
+        except Exception as e:
+            sys.stdout.buffer.write(pack_exception(e))
+        """
+    )
+    main = textwrap.dedent(
+        f"""
+        import subprocess, sys, cloudpickle
+        from torchpmap._errors import unpack_exception
+        class MyError(Exception):
+            pass
+        def fun():
+            raise MyError("boom")
+        worker = [sys.executable, "-c", {worker!r}]
+        out = subprocess.run(worker, input=cloudpickle.dumps(fun), capture_output=True, check=True)
+        exc = unpack_exception(out.stdout, where="there")
+        assert type(exc) is MyError and str(exc) == "boom", repr(exc)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", main], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+# Exceptions that cannot ---------------------------------------------------------------------------
+
+
+class NeedsTwo(Exception):
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+
+class HoldsLock(Exception):
+    def __init__(self):
+        super().__init__("locked")
+        self.lock = threading.Lock()
+
+
+class Huge(Exception):
+    def __init__(self):
+        super().__init__("huge")
+        self.data = bytearray(10**6)
+
+
+class BadStr(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class ExitsInReduce(Exception):
+    def __reduce__(self):
+        raise SystemExit(3)
+
+
+class ExitsInState(Exception):
+    def __reduce__(self):
+        return sys.exit, (3,)
+
+
+class BecomesAnother(Exception):
+    def __reduce__(self):
+        return ValueError, ("other",)
+
+
+class BecomesNone(Exception):
+    def __reduce__(self):
+        return print, ()
+
+
+class StrSubclass(str):
+    def __reduce__(self):
+        raise RuntimeError("cannot be pickled")
+
+
+class OddStr(Exception):
+    def __str__(self):
+        return StrSubclass("odd")
+
+
+class HoldsMetaTensor(Exception):
+    def __init__(self, message="meta"):
+        super().__init__(message)
+        self.tensor = torch.empty(3, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("exc", "text"),
+    [
+        (NeedsTwo(1, 2), "tests.NeedsTwo: 1 and 2"),
+        (HoldsLock(), "tests.HoldsLock: locked"),
+        (Huge(), "tests.Huge: huge"),
+        (BadStr(), "tests.BadStr: <exception str() failed>"),
+        (ExitsInReduce("x"), "tests.ExitsInReduce: x"),
+        (ExitsInState("x"), "tests.ExitsInState: x"),
+        (BecomesAnother("x"), "tests.BecomesAnother: x"),
+        (BecomesNone("x"), "tests.BecomesNone: x"),
+        (HoldsMetaTensor(), "tests.HoldsMetaTensor: meta"),
+        (SystemExit(3), "SystemExit: 3"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (GeneratorExit(), "GeneratorExit"),
+        (BaseExceptionGroup("g", [KeyboardInterrupt()]), "BaseExceptionGroup: g (1 sub-exception)"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_falls_back_to_worker_error(exc, text):
+    copy = send(exc)
+    assert type(copy) is WorkerError
+    assert str(copy) == text.replace("tests.", f"{__name__}.")
+    assert copy.__notes__ == [WHERE]
+    assert "in caught" in remote_text(copy)
+
+
+def test_text_of_a_str_subclass():
+    assert str(send(OddStr())) == "odd"
+
+
+def test_caller_that_cannot_import_the_class():
+    packed = pack_exception(caught(Custom("mine")))
+    script = textwrap.dedent(
+        f"""
+        from torchpmap._errors import WorkerError, unpack_exception
+        exc = unpack_exception({packed!r}, where="there")
+        assert type(exc) is WorkerError, repr(exc)
+        assert str(exc) == "{__name__}.Custom: mine", str(exc)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("message", ["x" * 10**6, "x" * 65537])
+def test_text_is_capped(message):
+    packed = pack_exception(caught(ValueError(message)))
+    assert len(packed) < 3 * 64 * 1024
+    copy = unpack_exception(packed, where=WHERE)
+    assert type(copy) is WorkerError
+    assert str(copy).startswith("ValueError: xxx")
+    assert "characters left out" in str(copy)
+    assert "Traceback" in remote_text(copy)
+
+
+def test_limit_is_a_parameter():
+    assert type(send(ValueError("x" * 100), limit=50)) is WorkerError
+    assert type(send(ValueError("x" * 100), limit=500)) is ValueError
+
+
+def test_pickling_stops_at_the_limit():
+    pickled = []
+
+    class Counted:
+        def __reduce__(self):
+            pickled.append(self)
+            return bytes, (bytes(bytearray(100)),)
+
+    exc = ValueError("many", [Counted() for _ in range(10_000)])
+    assert type(send(exc)) is WorkerError
+    assert len(pickled) < 5_000
+
+
+def test_broken_notes_do_not_matter():
+    exc = ValueError("boom")
+    exc.__notes__ = 3
+    copy = send(exc)
+    assert str(copy) == "boom"
+    assert copy.__notes__ == [WHERE]
+
+
+class ReadOnly(Exception):
+    def __setattr__(self, name, value):
+        raise AttributeError("read only")
+
+
+def test_class_with_its_own_setattr():
+    copy = send(ReadOnly("boom"))
+    assert type(copy) is ReadOnly
+    assert str(copy) == "boom"
+    assert copy.__notes__ == [WHERE]
+    assert "in caught" in remote_text(copy)

@@ -1,0 +1,362 @@
+"""Covers: _mesh.py."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections import OrderedDict
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch.utils._pytree as pytree
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchpmap._devices import Device
+from torchpmap._mesh import (
+    Mesh,
+    NamedSharding,
+    P,
+    PartitionSpec,
+    make_mesh,
+    replicated,
+    row_sharding,
+)
+
+CPUS = tuple(Device(i, "cpu") for i in range(8))
+WHOLE = slice(None)
+
+
+def mesh_of(**shape):
+    return make_mesh(tuple(shape.values()), tuple(shape), devices=CPUS)
+
+
+def message(call, error=ValueError):
+    with pytest.raises(error) as info:
+        call()
+    return str(info.value)
+
+
+# PartitionSpec ------------------------------------------------------------------------------------
+
+
+def test_partition_spec():
+    assert P is PartitionSpec
+    spec = P("i", None, ("x", "y"))
+    assert repr(spec) == "PartitionSpec('i', None, ('x', 'y'))"
+    assert repr(P("i", None)) == "PartitionSpec('i', None)"
+    assert repr(P()) == "PartitionSpec()"
+    assert list(spec) == ["i", None, ("x", "y")]
+    assert (len(spec), spec[0]) == (3, "i")
+    assert P("i") == P(("i",)) != P("i", None)
+    assert hash(P("i")) == hash(P(("i",)))
+    for dumps in (pickle.dumps, cloudpickle.dumps):
+        copy = pickle.loads(dumps(spec))
+        assert type(copy) is PartitionSpec
+        assert copy == spec
+
+
+def test_partition_spec_is_a_leaf_of_a_pytree():
+    assert pytree.tree_leaves({"a": P("i", None)}) == [P("i", None)]
+
+
+@pytest.mark.parametrize("entry", [3, True, ["x"], ("x", None), ("x", 0)])
+def test_bad_partition_spec(entry):
+    assert message(lambda: P(None, entry), TypeError) == (
+        "each entry of a PartitionSpec must be None, a mesh axis name or a tuple of names, "
+        f"but got {entry!r}."
+    )
+
+
+# Mesh ---------------------------------------------------------------------------------------------
+
+
+def test_mesh():
+    mesh = Mesh([CPUS[:2], CPUS[2:4]], ("x", "y"))
+    assert mesh.shape == OrderedDict(x=2, y=2)
+    assert type(mesh.shape) is OrderedDict
+    assert mesh.axis_names == ("x", "y")
+    assert mesh.size == 4
+    assert mesh.devices.dtype == object
+    assert mesh.devices[1, 0] is CPUS[2]
+    assert repr(mesh) == "Mesh('x': 2, 'y': 2)"
+
+
+def test_mesh_is_a_value():
+    mesh = mesh_of(x=2, y=2)
+    same = Mesh(np.array(CPUS[:4]).reshape(2, 2), ["x", "y"])
+    assert mesh == same
+    assert hash(mesh) == hash(same)
+    for other in (
+        mesh_of(x=2, z=2),
+        mesh_of(x=4, y=1),
+        mesh_of(x=2),
+        Mesh(np.array(CPUS[3::-1]).reshape(2, 2), ("x", "y")),
+        "mesh",
+    ):
+        assert mesh != other
+    copy = pickle.loads(pickle.dumps(mesh))
+    assert copy == mesh
+    assert hash(copy) == hash(mesh)
+    with pytest.raises(ValueError, match="read-only"):
+        mesh.devices[0, 0] = CPUS[5]
+
+
+def test_mesh_does_not_see_later_writes_to_its_argument():
+    devices = np.array(CPUS[:2], dtype=object)
+    mesh = Mesh(devices, "i")
+    devices[0] = CPUS[5]
+    assert mesh == Mesh(CPUS[:2], "i")
+
+
+def test_axis_names_are_any_hashable():
+    name = object()
+    assert Mesh(CPUS[:2], (name,)).shape[name] == 2
+    assert Mesh(CPUS[:2], "axis").axis_names == ("axis",)
+
+
+@pytest.mark.parametrize(
+    ("devices", "names", "text"),
+    [
+        (
+            CPUS[:4],
+            ("x", "y"),
+            "Mesh requires the ndim of its first argument (`devices`) to equal the length of its "
+            "second argument (`axis_names`), but got devices.ndim == 1 and len(axis_names) == 2.",
+        ),
+        (
+            [CPUS[:2]],
+            ("x", "x"),
+            "the axis names of a Mesh must be distinct, but got 'x' twice.",
+        ),
+        (
+            [CPUS[1], CPUS[0], CPUS[1]],
+            "i",
+            "the devices of a Mesh must be distinct, but got Device(cpu:1) twice.",
+        ),
+        ([], "i", "a Mesh needs at least one device, but got shape (0,)."),
+    ],
+)
+def test_bad_mesh(devices, names, text):
+    assert message(lambda: Mesh(devices, names)) == text
+
+
+def test_mesh_of_other_things():
+    text = "devices of a Mesh must be Device objects, but got 0 of type int."
+    assert message(lambda: Mesh([0, 1], "i"), TypeError) == text
+
+
+def test_make_mesh():
+    mesh = make_mesh((2, 3), ("x", "y"), devices=CPUS)
+    assert mesh.devices.tolist() == [list(CPUS[:3]), list(CPUS[3:6])]
+    assert make_mesh([2], ["i"], devices=CPUS[4:]).devices.tolist() == list(CPUS[4:6])
+
+
+def test_make_mesh_errors():
+    assert message(lambda: make_mesh((2, 8), ("x", "y"), devices=CPUS)) == (
+        "Number of devices 8 must be >= the product of mesh_shape (2, 8)."
+    )
+    assert message(lambda: make_mesh((-2, -2), ("x", "y"), devices=CPUS)) == (
+        "the sizes of mesh axes must be at least 1, but got (-2, -2)."
+    )
+
+
+# NamedSharding ------------------------------------------------------------------------------------
+
+
+def test_named_sharding_is_a_value():
+    mesh = mesh_of(x=2, y=2)
+    sharding = NamedSharding(mesh, P("x"))
+    assert (sharding.mesh, sharding.spec) == (mesh, P("x"))
+    assert sharding == NamedSharding(mesh_of(x=2, y=2), P(("x",)))
+    assert hash(sharding) == hash(NamedSharding(mesh_of(x=2, y=2), P(("x",))))
+    assert sharding != NamedSharding(mesh, P("y"))
+    assert sharding != NamedSharding(mesh_of(x=2, z=2), P("x"))
+    assert sharding != "sharding"
+    copy = pickle.loads(pickle.dumps(sharding))
+    assert copy == sharding
+    assert hash(copy) == hash(sharding)
+    assert sharding.device_set == set(CPUS[:4])
+    assert repr(sharding) == "NamedSharding(mesh=Mesh('x': 2, 'y': 2), spec=PartitionSpec('x',))"
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "whole"),
+    [
+        ({"x": 2, "y": 2}, P(), True),
+        ({"x": 2, "y": 2}, P(None, None), True),
+        ({"x": 2, "y": 2}, P("x"), False),
+        ({"x": 1, "y": 2}, P("x"), True),
+        ({"x": 1}, P("x"), True),
+    ],
+)
+def test_is_fully_replicated(shape, spec, whole):
+    assert NamedSharding(mesh_of(**shape), spec).is_fully_replicated is whole
+
+
+# As jax.sharding.NamedSharding.devices_indices_map gives them.
+@pytest.mark.parametrize(
+    ("mesh", "spec", "shape", "indices"),
+    [
+        (
+            {"x": 2, "y": 2},
+            P("x"),
+            (4, 3),
+            [
+                (slice(0, 2), WHOLE),
+                (slice(0, 2), WHOLE),
+                (slice(2, 4), WHOLE),
+                (slice(2, 4), WHOLE),
+            ],
+        ),
+        (
+            {"x": 2, "y": 2},
+            P(("x", "y")),
+            (4, 3),
+            [(slice(k, k + 1), WHOLE) for k in range(4)],
+        ),
+        (
+            {"x": 2, "y": 2},
+            P(("y", "x")),
+            (4,),
+            [(slice(k, k + 1),) for k in (0, 2, 1, 3)],
+        ),
+        (
+            {"x": 2, "y": 2},
+            P("y", "x"),
+            (4, 6),
+            [
+                (slice(0, 2), slice(0, 3)),
+                (slice(2, 4), slice(0, 3)),
+                (slice(0, 2), slice(3, 6)),
+                (slice(2, 4), slice(3, 6)),
+            ],
+        ),
+        ({"x": 2, "y": 2}, P(), (4,), [(WHOLE,)] * 4),
+        ({"x": 2}, P(), (), [()] * 2),
+        ({"x": 1}, P("x"), (4,), [(WHOLE,)]),
+        ({"x": 2}, P(None, "x"), (3, 0), [(WHOLE, slice(0, 0))] * 2),
+    ],
+)
+def test_devices_indices_map(mesh, spec, shape, indices):
+    expected = dict(zip(CPUS, indices, strict=False))
+    assert NamedSharding(mesh_of(**mesh), spec).devices_indices_map(shape) == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "text"),
+    [
+        (
+            P("x"),
+            (3,),
+            "implies that array axis 0 is partitioned 2 times (by mesh axis 'x'), but the "
+            "dimension size is 3 (full shape: (3,), per-dimension tiling factors: [2] should "
+            "evenly divide the shape)",
+        ),
+        (
+            P(None, ("x", "y")),
+            (3, 6, 5),
+            "implies that array axis 1 is partitioned 4 times (by mesh axis 'x', 'y'), but the "
+            "dimension size is 6 (full shape: (3, 6, 5), per-dimension tiling factors: [1, 4, 1] "
+            "should evenly divide the shape)",
+        ),
+        (
+            P(None, "x"),
+            (4,),
+            "is only valid for values of rank at least 2, but was applied to a value of rank 1 "
+            "(its shape is (4,)).",
+        ),
+    ],
+)
+def test_shapes_that_do_not_fit(spec, shape, text):
+    sharding = NamedSharding(mesh_of(x=2, y=2), spec)
+    for call in (sharding.shard_shape, sharding.devices_indices_map):
+        assert message(lambda call=call: call(shape)) == f"Sharding {sharding} {text}"
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (P("q"), "Resource axis: q of PartitionSpec('q',) is not found in mesh: ('x', 'y')."),
+        (
+            P("x", "x"),
+            "A single NamedSharding spec specification can map every mesh axis to at most one "
+            "positional dimension, but PartitionSpec('x', 'x') has duplicate entries for `x`.",
+        ),
+        (
+            P(("x", "x")),
+            "A single NamedSharding spec specification can map every mesh axis to at most one "
+            "positional dimension, but PartitionSpec(('x', 'x'),) has duplicate entries for `x`.",
+        ),
+    ],
+)
+def test_names_that_do_not_fit(spec, text):
+    assert message(lambda: NamedSharding(mesh_of(x=2, y=2), spec)) == text
+
+
+def test_named_sharding_of_other_things():
+    assert message(lambda: NamedSharding(mesh_of(x=2), ("x",)), TypeError) == (
+        "NamedSharding takes a Mesh and a PartitionSpec, but got Mesh and tuple."
+    )
+
+
+@st.composite
+def shardings(draw):
+    """A mesh, a spec over it, and a shape that the spec divides."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    names = tuple("xyz"[: len(sizes)])
+    devices = [Device(i, "cpu") for i in range(math.prod(sizes))]
+    order = draw(st.permutations(devices))
+    mesh = make_mesh(sizes, names, devices=order)
+    left = list(draw(st.permutations(names)))
+    spec, shape = [], []
+    for _ in range(draw(st.integers(0, 3))):
+        used = tuple(left.pop() for _ in range(draw(st.integers(0, len(left)))))
+        spec.append(draw(st.sampled_from([used, used[0]])) if len(used) == 1 else used or None)
+        shape.append(math.prod(mesh.shape[n] for n in used) * draw(st.integers(0, 3)))
+    shape += draw(st.lists(st.integers(0, 3), max_size=2))
+    return NamedSharding(mesh, P(*spec)), tuple(shape)
+
+
+@given(shardings())
+def test_pieces_against_numpy(case):
+    sharding, shape = case
+    mesh = sharding.mesh
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    pieces = sharding.devices_indices_map(shape)
+    assert list(pieces) == list(mesh.devices.flat)
+
+    # The same cut made by numpy: split every dim, one mesh axis after the other.
+    for coordinates, device in np.ndenumerate(mesh.devices):
+        where = dict(zip(mesh.axis_names, coordinates, strict=True))
+        expected = whole
+        for dim, entry in enumerate(sharding.spec):
+            for name in () if entry is None else (entry if isinstance(entry, tuple) else [entry]):
+                expected = np.split(expected, mesh.shape[name], axis=dim)[where[name]]
+        got = whole[pieces[device]]
+        assert got.shape == expected.shape == sharding.shard_shape(shape)
+        assert (got == expected).all()
+    assert sharding.is_fully_replicated == all(
+        piece == (WHOLE,) * len(shape) for piece in pieces.values()
+    )
+
+
+# Helpers ------------------------------------------------------------------------------------------
+
+
+def test_row_sharding():
+    devices = CPUS[3::-1]
+    sharding = row_sharding(devices, "i", 1)
+    assert sharding == NamedSharding(Mesh(devices, "i"), P(None, "i"))
+    pieces = sharding.devices_indices_map((2, 8))
+    assert pieces[CPUS[3]] == (WHOLE, slice(0, 2))
+    assert row_sharding(devices, "i", 0).spec == P("i")
+
+
+def test_replicated():
+    sharding = replicated(CPUS[:3])
+    assert sharding.is_fully_replicated
+    assert sharding.spec == P()
+    assert sharding.device_set == set(CPUS[:3])
+    assert replicated(CPUS[:3], "i").mesh == Mesh(CPUS[:3], "i")

@@ -1,0 +1,324 @@
+"""Covers: _structure.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import pickle
+import weakref
+from collections import OrderedDict, defaultdict, deque, namedtuple
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from _trees import Box, Point, State, registered, trees
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchpmap import _structure
+from torchpmap._structure import flatten, flatten_call, leaf_paths, unflatten
+
+Other = namedtuple("Other", ["x", "y"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nodes():
+    with registered():
+        yield
+
+
+# Flatten ------------------------------------------------------------------------------------------
+
+CASES = [
+    (3, [3], ["t"]),
+    (None, [None], ["t"]),
+    ((), [], []),
+    ({}, [], []),
+    ([1, [2, (3,)]], [1, 2, 3], ["t[0]", "t[1][0]", "t[1][1][0]"]),
+    ({"b": 1, "a": 2}, [2, 1], ["t['a']", "t['b']"]),
+    ({10: "x", 9: "y", "k": "z"}, ["y", "x", "z"], ["t[9]", "t[10]", "t['k']"]),
+    (OrderedDict(b=1, a=2), [1, 2], ["t['b']", "t['a']"]),
+    (defaultdict(list, b=1, a=2), [2, 1], ["t['a']", "t['b']"]),
+    (deque([1, 2], maxlen=3), [1, 2], ["t[0]", "t[1]"]),
+    (Point(1, [2]), [1, 2], ["t.x", "t.y[0]"]),
+    (
+        (1, {"b": (2, 3), "a": 4}),
+        [1, 4, 2, 3],
+        ["t[0]", "t[1]['a']", "t[1]['b'][0]", "t[1]['b'][1]"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("tree", "leaves", "paths"), CASES, ids=repr)
+def test_flatten(tree, leaves, paths):
+    got, structure = flatten(tree)
+    assert got == leaves
+    assert structure.num_leaves == len(leaves)
+    assert structure.paths("t") == leaf_paths(tree, "t") == leaf_paths(structure, "t") == paths
+    back = unflatten(got, structure)
+    assert back == tree
+    assert type(back) is type(tree)
+    if isinstance(tree, dict):
+        assert list(back) == list(tree)
+
+
+def test_flatten_of_registered_nodes():
+    for tree, leaves, paths in [
+        (State([1], 2), [1, 2], ["s.w[0]", "s.b"]),
+        (State(None, 2), [2], ["s.b"]),
+        (Box((1, 2), ["t"]), [1, 2], ["s[<flat index 0>][0]", "s[<flat index 0>][1]"]),
+    ]:
+        got, structure = flatten(tree)
+        assert got == leaves
+        assert structure.paths("s") == paths
+        assert structure.unflatten(got) == tree
+
+
+def test_every_torch_node_agrees_with_torch():
+    trees = [torch.ones(2, 2).max(0), torch.linalg.slogdet(torch.eye(2)), torch.Size([1, 2])]
+    for tree in trees:
+        ours, structure = flatten(tree)
+        theirs, spec = pytree.tree_flatten(tree)
+        assert len(ours) == len(theirs)
+        assert all(a is b for a, b in zip(ours, theirs, strict=True))
+        back = structure.unflatten(ours)
+        assert type(back) is type(pytree.tree_unflatten(theirs, spec))
+        assert all(a is b for a, b in zip(back, tree, strict=True))
+
+
+def test_a_type_registered_after_it_was_a_leaf():
+    class Late:
+        def __init__(self, x):
+            self.x = x
+
+    late = Late(5)
+    assert flatten([late, late])[0] == [late, late]
+    pytree.register_pytree_node(
+        Late, lambda t: ([t.x], None), lambda c, _: Late(*c), serialized_type_name="tests.Late"
+    )
+    try:
+        assert flatten([late, late])[0] == [5, 5]
+    finally:
+        pytree._deregister_pytree_node(Late)
+    assert flatten([late, late])[0] == [late, late]
+
+
+def test_a_node_may_give_its_children_as_an_iterator():
+    class Pair:
+        def __init__(self, *items):
+            self.items = items
+
+    pytree.register_pytree_node(
+        Pair,
+        lambda p: (iter(p.items), None),
+        lambda c, _: Pair(*c),
+        serialized_type_name="tests.Pair",
+    )
+    try:
+        leaves, structure = flatten(Pair(1, [2]))
+        assert leaves == [1, 2]
+        assert structure.unflatten(leaves).items == (1, [2])
+        assert flatten(Pair(3, 4))[0] == [3, 4]
+    finally:
+        pytree._deregister_pytree_node(Pair)
+
+
+def test_constants_are_structure():
+    @dataclasses.dataclass(frozen=True)
+    class Mode:
+        name: str
+
+    pytree.register_constant(Mode)
+    try:
+        leaves, structure = flatten((Mode("a"), 1))
+        assert leaves == [1]
+        assert structure.unflatten([2]) == (Mode("a"), 2)
+        assert structure == flatten((Mode("a"), 5))[1]
+        assert structure != flatten((Mode("b"), 1))[1]
+    finally:
+        pytree._deregister_pytree_node(Mode)
+
+
+def test_subclasses_are_leaves():
+    class MyList(list):
+        pass
+
+    for leaf in (MyList([1]), torch.ones(2), np.ones(2), torch.nn.Parameter(torch.ones(1)), "text"):
+        assert flatten((leaf,))[0][0] is leaf
+
+
+def test_unflatten_checks_the_number_of_leaves():
+    with pytest.raises(ValueError, match=r"Structure\(\(\*, \*\)\) takes 2 leaves, but got 3"):
+        flatten((1, 2))[1].unflatten([1, 2, 3])
+
+
+# Structure as a key -------------------------------------------------------------------------------
+
+
+def test_equal_structures():
+    a = flatten({"x": 1, "y": (2, None)})[1]
+    b = flatten({"y": (None, "z"), "x": 3})[1]
+    assert a == b
+    assert hash(a) == hash(b)
+    assert {a: 1}[b] == 1
+    assert a.paths("t") == b.paths("t")
+
+
+def test_order_of_dict_keys_is_a_hit_with_the_same_leaf_order():
+    trees = [
+        dict(order) for order in itertools.permutations({"a": 1, "b": [2, 3], "c": {}}.items())
+    ]
+    flat = [flatten(tree) for tree in trees]
+    assert all(leaves == [1, 2, 3] for leaves, _ in flat)
+    assert len({structure for _, structure in flat}) == 1
+    for tree, (leaves, structure) in zip(trees, flat, strict=True):
+        assert list(structure.unflatten(leaves)) == list(tree)
+
+
+def test_leaves_of_one_order_fit_the_structure_of_the_other():
+    one, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
+    assert flatten(one)[1].unflatten(flatten(other)[0]) == one
+
+
+DIFFERENT = [
+    3,
+    (),
+    [],
+    {},
+    (1,),
+    [1],
+    [[1]],
+    {"a": 1},
+    {"b": 1},
+    {1: 1},
+    {1.0: 1},
+    {True: 1},
+    {"a": (1,)},
+    {"a": 1, "b": 2},
+    OrderedDict(a=1),
+    OrderedDict(a=1, b=2),
+    OrderedDict(b=1, a=2),
+    defaultdict(list, a=1),
+    defaultdict(int, a=1),
+    Point(1, 2),
+    Other(1, 2),
+    (1, 2),
+    deque([1]),
+    deque([1], maxlen=2),
+]
+
+
+def test_different_structures():
+    structures = [flatten(tree)[1] for tree in DIFFERENT]
+    assert len(set(structures)) == len(DIFFERENT)
+    for a, b in itertools.combinations(structures, 2):
+        assert a != b
+    for tree, structure in zip(DIFFERENT, structures, strict=True):
+        back = structure.unflatten(flatten(tree)[0])
+        assert repr(back) == repr(tree)
+
+
+def test_context_is_compared_by_value():
+    assert flatten(Box(1, ["t"]))[1] == flatten(Box(2, ["t"]))[1]
+    assert flatten(Box(1, ["t"]))[1] != flatten(Box(1, ["u"]))[1]
+    assert flatten(State(None, 1))[1] != flatten(State(1, None))[1]
+
+
+def test_unsortable_and_unhashable_contexts():
+    class Factory:
+        __hash__ = None
+
+        def __call__(self):
+            return 0
+
+    tree = defaultdict(Factory(), {"a": 1, 2: 3, (1, "x"): 4, frozenset("b"): 5})
+    backwards = defaultdict(tree.default_factory, reversed(tree.items()))
+    leaves, structure = flatten(tree)
+    assert flatten(backwards) == (leaves, structure)
+    assert structure.unflatten(leaves) == tree
+    arrays = Box(1, [np.ones(2)])
+    assert flatten(arrays)[1] != flatten(Box(1, [np.ones(2)]))[1]
+
+
+@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
+def test_structure_pickles(dumps):
+    for tree in [*DIFFERENT, {"b": 1, "a": (None, 2)}]:
+        leaves, structure = flatten(tree)
+        copy = pickle.loads(dumps(structure))
+        assert copy == structure
+        assert hash(copy) == hash(structure)
+        assert copy.unflatten(leaves) == tree
+
+
+def test_tables_are_bounded():
+    for i in range(2 * _structure._MAX_STRUCTURES):
+        flatten({str(i): 1})
+    assert len(_structure._structures) <= _structure._MAX_STRUCTURES
+    for _ in range(2 * _structure._MAX_LEAF_TYPES):
+        flatten(type("Leaf", (), {})())
+    assert len(_structure._leaf_types) <= _structure._MAX_LEAF_TYPES
+
+
+def test_no_leaf_is_kept_alive():
+    class Leaf:
+        pass
+
+    leaf = Leaf()
+    ref = weakref.ref(leaf)
+    result = flatten({"a": [leaf]})
+    del result, leaf
+    gc.collect()
+    assert ref() is None
+
+
+@given(trees)
+def test_round_trip(tree):
+    leaves, structure = flatten(tree)
+    back = structure.unflatten(leaves)
+    assert repr(back) == repr(tree)
+    assert len(structure.paths()) == len(leaves) == structure.num_leaves
+    theirs = pytree.tree_leaves(tree)
+    assert sorted(map(repr, leaves)) == sorted(map(repr, theirs))
+
+
+def shuffled(tree, random):
+    """The same tree with the keys of every dict in another order."""
+    if type(tree) is dict or type(tree) is defaultdict:
+        items = [(k, shuffled(v, random)) for k, v in tree.items()]
+        random.shuffle(items)
+        return dict(items) if type(tree) is dict else defaultdict(int, items)
+    if type(tree) in (list, tuple, deque):
+        return type(tree)(shuffled(child, random) for child in tree)
+    return tree
+
+
+@given(trees, st.randoms(use_true_random=False))
+def test_dict_order_never_matters(tree, random):
+    other = shuffled(tree, random)
+    assert repr(flatten(other)) == repr(flatten(other))
+    assert flatten(other) == flatten(tree)
+    assert flatten(other)[1].paths("t") == flatten(tree)[1].paths("t")
+    assert repr(flatten(other)[1].unflatten(flatten(tree)[0])) == repr(other)
+
+
+@given(trees, trees)
+def test_equal_structure_means_equal_shape(a, b):
+    same = flatten(a)[1] == flatten(b)[1]
+    blank = [0] * flatten(a)[1].num_leaves
+    if same:
+        assert flatten(a)[1].unflatten(blank) == flatten(b)[1].unflatten(blank)
+    assert same == (flatten(b)[1] == flatten(a)[1])
+
+
+# Calls --------------------------------------------------------------------------------------------
+
+
+def test_flatten_call():
+    leaves, structure = flatten_call((1, {"w": 2}), {"z": 3, "y": [4]})
+    assert leaves == [1, 2, 4, 3]
+    assert structure.unflatten(leaves) == ((1, {"w": 2}), {"z": 3, "y": [4]})
+    assert structure.call_paths(["x", "params"]) == ["x", "params['w']", "y[0]", "z"]
+    assert structure == flatten_call((1, {"w": 2}), {"y": [4], "z": 3})[1]

@@ -1,0 +1,119 @@
+"""torchpmap: SPMD programming for PyTorch.
+
+``pmap`` maps a function over the devices of a machine; named-axis collectives work inside it, also under ``torch.func``::
+
+    import torch, torchpmap as tp
+
+    normalize = tp.pmap(lambda x: x / tp.psum(x, "i"), axis_name="i")
+    normalize(torch.arange(4.0))
+"""
+
+from torchpmap._collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pbroadcast,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    pshuffle,
+    psum,
+    psum_scatter,
+    pswapaxes,
+)
+from torchpmap._config import config
+from torchpmap._current import (
+    default_backend,
+    device_count,
+    devices,
+    init,
+    local_device_count,
+    local_devices,
+    process_count,
+    process_index,
+    shutdown,
+)
+from torchpmap._devices import Device
+from torchpmap._errors import (
+    CallTimeout,
+    CollectiveMismatch,
+    PmapError,
+    RuntimeClosed,
+    ShardLost,
+    TraceError,
+    WorkerDied,
+    WorkerError,
+)
+from torchpmap._grad import grad, value_and_grad
+from torchpmap._mesh import Mesh, NamedSharding, PartitionSpec, make_mesh
+from torchpmap._placement import (
+    block_until_ready,
+    device_get,
+    device_put,
+    device_put_replicated,
+    device_put_sharded,
+    replicate,
+    unreplicate,
+)
+from torchpmap._pmap import pmap
+from torchpmap._sharded import Shard, ShardedTensor
+from torchpmap._vmap import vmap
+
+P = PartitionSpec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CallTimeout",
+    "CollectiveMismatch",
+    "Device",
+    "Mesh",
+    "NamedSharding",
+    "P",
+    "PartitionSpec",
+    "PmapError",
+    "RuntimeClosed",
+    "Shard",
+    "ShardLost",
+    "ShardedTensor",
+    "TraceError",
+    "WorkerDied",
+    "WorkerError",
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "block_until_ready",
+    "config",
+    "default_backend",
+    "device_count",
+    "device_get",
+    "device_put",
+    "device_put_replicated",
+    "device_put_sharded",
+    "devices",
+    "grad",
+    "init",
+    "local_device_count",
+    "local_devices",
+    "make_mesh",
+    "pbroadcast",
+    "pmap",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "process_count",
+    "process_index",
+    "pshuffle",
+    "psum",
+    "psum_scatter",
+    "pswapaxes",
+    "replicate",
+    "shutdown",
+    "unreplicate",
+    "value_and_grad",
+    "vmap",
+]

@@ -1,0 +1,272 @@
+"""From the arguments of a call to leaves with axes: statics, prefixes, names, the axis size (pure; all misuse ends here)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpmap._compile import Backend
+from torchpmap._devices import Device
+from torchpmap._errors import call_prefix
+from torchpmap._structure import Structure
+from torchpmap._tree import (
+    IN_AXES_HINT,
+    KWARGS_HINT,
+    argument_names,
+    broadcast_axes,
+    check_axis_spec,
+    flatten_call,
+    mapped_axis_size,
+)
+
+__all__ = ["Bound", "Options", "Static", "bind", "split_statics"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``pmap`` was told, checked."""
+
+    name: str
+    axis_name: Hashable
+    in_axes: Any
+    out_axes: Any
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+    donate_argnums: tuple[int, ...]
+    donate_argnames: tuple[str, ...]
+    devices: tuple[Device, ...] | None
+    platform: str | None
+    axis_size: int | None
+    backend: Backend | None
+    fullgraph: bool
+    randomness: str
+    check_replicated: bool
+
+    @property
+    def prefix(self) -> str:
+        return call_prefix("pmap", self.name, self.in_axes, self.axis_name)
+
+
+@dataclass(frozen=True)
+class Static:
+    """A static argument; equal only to the same value of the same type (1, 1.0 and True are three)."""
+
+    value: Hashable
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Static)
+            and type(self.value) is type(other.value)
+            and self.value == other.value
+        )
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), self.value))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A call, taken apart."""
+
+    leaves: list[Any]
+    structure: Structure
+    axes: tuple[int | None, ...]
+    """Per leaf, counted from the front; None for unmapped, static and empty leaves."""
+    paths: tuple[str, ...]
+    donated: tuple[bool, ...]
+    size: int
+
+
+def split_statics(
+    options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Wrap static arguments, so that they are hashable leaves of the call."""
+    if not options.static_argnums and not options.static_argnames:
+        return args, kwargs
+    positional = list(args)
+    for number in options.static_argnums:
+        if not -len(args) <= number < len(args):
+            raise ValueError(
+                f"pmapped function has static_broadcasted_argnums={options.static_argnums} but was called with only {len(args)} "
+                f"positional argument{'s' * (len(args) != 1)}. All static broadcasted arguments must be passed positionally "
+                "(or be named in static_broadcasted_argnames)."
+            )
+        positional[number] = _static(args[number], f"index {number % len(args)}", options)
+    keywords = {
+        key: _static(value, f"name {key!r}", options) if key in options.static_argnames else value
+        for key, value in kwargs.items()
+    }
+    return tuple(positional), keywords
+
+
+def _static(value: Any, which: str, options: Options) -> Static:
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(
+            "Non-hashable static arguments are not supported, as this can lead to unexpected cache-misses. Static argument "
+            f"({which}) of type {type(value)} for function {options.name} is non-hashable."
+        ) from None
+    return Static(value)
+
+
+def bind(
+    fun: Callable[..., Any],
+    options: Options,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    num_devices: int | None,
+) -> Bound:
+    """Check a call (statics already wrapped) against the options; raises before anything is traced or sent."""
+    names = argument_names(fun, len(args))
+    leaves, structure = flatten_call(args, kwargs)
+    paths = structure.call_paths(names)
+    axes = [*_positional_axes(options, names, args, kwargs), *_keyword_axes(options, kwargs)]
+    infos = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        shape, dtype = _describe(leaf, path, options)
+        infos.append((path, shape, dtype))
+    size = mapped_axis_size(infos, axes, what="pmap", axis_size=options.axis_size)
+    if size is None:
+        size = num_devices if options.devices is not None else None
+    if size is None:
+        raise ValueError(
+            f"{options.prefix}: pmap requires at least one argument with a mapped axis. Map an argument (in_axes), or give "
+            "axis_size or devices."
+        )
+    if size == 0:
+        raise ValueError(
+            f"{options.prefix}: the mapped axis has size 0, but a program needs at least one device."
+        )
+    canonical = tuple(
+        None if axis is None or shape is None else axis % len(shape)
+        for axis, (_, shape, _) in zip(axes, infos, strict=True)
+    )
+    return Bound(
+        leaves, structure, canonical, tuple(paths), tuple(_donated(options, args, kwargs)), size
+    )
+
+
+def _positional_axes(
+    options: Options, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[int | None]:
+    spec = options.in_axes
+    if isinstance(spec, Mapping):
+        unknown = sorted(set(spec) - set(names) - set(kwargs))
+        if unknown:
+            raise ValueError(
+                f"{options.prefix}: in_axes names {unknown[0]!r}, but the arguments of this call are "
+                f"{', '.join([*names, *kwargs])}."
+            )
+        spec = tuple(spec.get(name, 0) for name in names)
+    if isinstance(spec, tuple) and len(spec) == len(args):
+        # the entry of a static argument is a placeholder
+        spec = tuple(
+            None if isinstance(arg, Static) else entry
+            for entry, arg in zip(spec, args, strict=True)
+        )
+    hint = IN_AXES_HINT + (KWARGS_HINT if kwargs else "")
+    return broadcast_axes(spec, args, what="pmap in_axes", hint=hint, root="[0]" if kwargs else "")
+
+
+def _keyword_axes(options: Options, kwargs: dict[str, Any]) -> list[int | None]:
+    named = options.in_axes if isinstance(options.in_axes, Mapping) else {}
+    axes: list[int | None] = []
+    for key, value in sorted(kwargs.items()):  # leaves of dicts are in the order of their keys
+        axes += broadcast_axes(named.get(key, 0), value, what=f"pmap in_axes[{key!r}]")
+    return axes
+
+
+def _describe(leaf: Any, path: str, options: Options) -> tuple[tuple[int, ...] | None, str]:
+    if leaf is None or isinstance(leaf, Static):
+        return None, "none"
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), str(leaf.dtype)
+    if isinstance(leaf, np.ndarray | np.generic):
+        if leaf.dtype.kind not in "biufc":
+            raise TypeError(
+                f"{options.prefix}: argument {path} is a numpy array of dtype {leaf.dtype}, which torch has no tensors of."
+            )
+        return tuple(leaf.shape), str(leaf.dtype)
+    if isinstance(leaf, bool | int | float | complex):
+        return (), type(leaf).__name__
+    if hasattr(leaf, "__dlpack__"):
+        return tuple(leaf.shape), str(leaf.dtype)
+    raise TypeError(
+        f"{options.prefix}: argument {path} has type {type(leaf).__name__}, but a mapped function takes tensors, numpy arrays, "
+        "numbers and None (in any pytree). Make it static (static_broadcasted_argnums or static_broadcasted_argnames), or close "
+        "over it; a torch.nn.Module is passed as dict(module.named_parameters()) with torch.func.functional_call."
+    )
+
+
+def _donated(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
+    flags: list[bool] = []
+    numbers = {
+        number % len(args) for number in options.donate_argnums if -len(args) <= number < len(args)
+    }
+    for number, arg in enumerate(args):
+        flags += [number in numbers] * flatten_call((arg,), {})[1].num_leaves
+    for key, value in sorted(kwargs.items()):
+        flags += [key in options.donate_argnames] * flatten_call((value,), {})[1].num_leaves
+    return flags
+
+
+# -- checks at wrap time ---------------------------------------------------------------------------------------------------
+
+
+def check_function(fun: Any) -> None:
+    if not callable(fun):
+        raise TypeError(f"Expected a callable value, got {fun!r}")
+    inner = inspect.unwrap(fun) if inspect.isfunction(fun) else fun
+    if inspect.isgeneratorfunction(inner):
+        raise TypeError(f"Expected a function, got a generator function: {fun!r}")
+    if inspect.iscoroutinefunction(inner):
+        raise TypeError(
+            f"Expected a function, got a coroutine function: {fun!r}. pmap calls are asynchronous by themselves."
+        )
+
+
+def check_axis_name(axis_name: Any) -> None:
+    if axis_name is None or isinstance(axis_name, str):
+        return
+    if isinstance(axis_name, int | tuple | list):
+        raise TypeError(
+            f"pmap: axis_name must be a string or another hashable object that is not an int, tuple or list (ints mean positional "
+            f"dims and tuples several axes in the collectives), but got {axis_name!r}."
+        )
+    hash(axis_name)
+
+
+def check_in_axes(in_axes: Any) -> None:
+    if isinstance(in_axes, list):
+        raise ValueError(
+            "pytree structure error: different types at key path\n    pmap in_axes\nAt that key path, the prefix pytree pmap "
+            "in_axes has a subtree of type\n    <class 'list'>\nbut at the same key path the full pytree has a subtree of "
+            f"different type\n    <class 'tuple'>.{IN_AXES_HINT}"
+        )
+    if isinstance(in_axes, Mapping):
+        for entry in in_axes.values():
+            check_axis_spec(entry, "pmap in_axes")
+    else:
+        check_axis_spec(in_axes, "pmap in_axes")
+
+
+def as_tuple(value: Any, what: str, kind: type) -> tuple[Any, ...]:
+    """``argnums``-like arguments: one value or an iterable of them."""
+    items = (
+        (value,)
+        if isinstance(value, kind)
+        else tuple(value)
+        if isinstance(value, Iterable)
+        else None
+    )
+    if items is None or not all(type(item) is kind for item in items):
+        raise TypeError(
+            f"pmap: {what} must be {kind.__name__} or an iterable of {kind.__name__}, but got {value!r}."
+        )
+    return items

@@ -1,0 +1,112 @@
+"""The named axes that are bound right now, and the record of the collectives that ran over them.
+
+A mapped axis is either a *process axis* (one OS process per index; collectives travel through a
+process group) or a *vmapped axis* (the indices are a batch dimension of ``torch.func.vmap``;
+collectives are plain arithmetic). User code sees only its name.
+
+The axis index is always a tensor, never a Python int. Over a process axis this keeps the traced
+graph the same on every device; over a vmapped axis the index is ``arange(size)``, batched by
+exactly that ``vmap``, and being batched is how a collective recognises the functorch level it
+reduces over, with no bookkeeping of levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+__all__ = [
+    "Axis",
+    "Partition",
+    "Signature",
+    "bind",
+    "bound",
+    "lookup",
+    "record",
+    "recording",
+    "subgroup_name",
+]
+
+Partition = tuple[tuple[int, ...], ...]
+"""Disjoint groups of axis indices that cover an axis; their inner order is their rank order."""
+
+Signature = tuple[Hashable, ...]
+"""What a collective is: operation, reduction or route, group, shape, dtype; equal on all ranks."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Axis:
+    """One bound axis; compared by identity, because an inner axis may reuse an outer one's name."""
+
+    name: Hashable
+    size: int
+    index: torch.Tensor
+    """int64 scalar per device."""
+    group: str | None
+    """Name of the process group; None for a vmapped axis."""
+    subgroup: Callable[[Partition], str] | None = None
+    """Names the process group that holds this device in a partition of a process axis."""
+
+
+# Per thread: a thread that user code starts inside a mapped function begins with no axes.
+_bound: ContextVar[tuple[Axis, ...]] = ContextVar("torchpmap_axes", default=())
+
+# Per process: autograd may run a backward pass, and so its collectives, on threads of its own.
+_recorder: list[Signature] | None = None
+
+
+@contextmanager
+def bind(axis: Axis) -> Iterator[Axis]:
+    """Make ``axis`` visible to collectives in the block; the innermost binding of a name wins."""
+    token = _bound.set((*_bound.get(), axis))
+    try:
+        yield axis
+    finally:
+        _bound.reset(token)
+
+
+def bound() -> tuple[Axis, ...]:
+    """Every bound axis, outermost first."""
+    return _bound.get()
+
+
+def lookup(name: Hashable) -> Axis:
+    """The innermost axis of that name, or a ``NameError`` that says what is bound."""
+    for axis in reversed(_bound.get()):
+        if axis.name == name:
+            return axis
+    raise NameError(_unbound(name))
+
+
+def _unbound(name: Hashable) -> str:
+    here = ", ".join(f"{axis.name!r} (size {axis.size})" for axis in _bound.get()) or "nothing"
+    return (
+        f"unbound axis name: {name}. Bound here: {here}. Name the axis where the function is "
+        f"mapped: pmap(f, axis_name={name!r}) or vmap(f, axis_name={name!r})."
+    )
+
+
+def subgroup_name(group: str, partition: Partition) -> str:
+    """The name of the groups that ``partition`` cuts ``group`` into, the same on every rank."""
+    return f"{group}[{'|'.join(','.join(map(str, part)) for part in partition)}]"
+
+
+def record(signature: Signature) -> None:
+    """Note a collective that runs now, outside a trace; every rank must note the same sequence."""
+    if _recorder is not None:
+        _recorder.append(signature)
+
+
+@contextmanager
+def recording() -> Iterator[list[Signature]]:
+    """Collect the signatures of the collectives that run in the block."""
+    global _recorder
+    outer, _recorder = _recorder, []
+    try:
+        yield _recorder
+    finally:
+        _recorder = outer

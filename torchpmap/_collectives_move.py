@@ -1,0 +1,341 @@
+"""Data movement over named axes: all_gather, psum_scatter, all_to_all, ppermute and relatives.
+
+The primitives know one stacked leading dim per axis; here it is cut out of, and put back into, the
+dims the user names. A tuple of axes of sizes (4, 2) is one dim of 8 = 4 * 2 rows, row-major.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from torchpmap._collectives_operands import (
+    AxisName,
+    Groups,
+    Over,
+    map_leaves,
+    permutation,
+    resolve,
+)
+from torchpmap._collectives_primitives import AllGather, AllToAll, Permute, ReduceScatter, apply
+
+__all__ = ["all_gather", "all_to_all", "ppermute", "pshuffle", "psum_scatter", "pswapaxes"]
+
+
+def all_gather(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    axis: int = 0,
+    tiled: bool = False,
+) -> Any:
+    """Collect ``x`` from all devices along ``axis_name``; every device gets all of it.
+
+    all_gather: any[*s] per device -> any[n, *s] per device (equal on all)
+    Backward: psum_scatter of the cotangents, with the same arguments.
+
+    Args:
+        x: tensor or pytree; same shapes and dtypes on every device.
+        axis_name: name of a bound axis or a tuple of names, the first the slowest.
+        axis_index_groups: lists of axis indices that cover the axis, all of one length; a device
+            gets the values of its list, in the order of the list.
+        axis: where the new dim goes; with ``tiled``, the dim that is concatenated.
+        tiled: concatenate along an existing dim instead of stacking along a new one.
+
+    Returns:
+        Same structure as ``x``; every leaf has a new dim n, or with ``tiled`` a dim n times as big.
+
+    Raises:
+        NameError: the axis is not bound.
+        ValueError: ``axis`` does not exist, or the groups are unequal or do not cover the axis.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> f = tp.pmap(lambda x: tp.all_gather(x, "i"), axis_name="i")
+        >>> f(torch.arange(4.0))[2].tolist()  # [] -> [4] per device
+        [0.0, 1.0, 2.0, 3.0]
+
+    Source: jax.lax.all_gather under jax.pmap; checked in tests/test_collectives.py.
+    """
+    over = resolve("all_gather", axis_name, axis_index_groups, equal=True)
+    if not over.axes:
+        return x
+
+    def gather(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        dims = [over.dim(axis, x.dim() if tiled else x.dim() + 1) for x in xs]
+        return _merged(over, _gathered(over, xs), dims, tiled)
+
+    return map_leaves(over, x, gather)
+
+
+def psum_scatter(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    scatter_dimension: int = 0,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+) -> Any:
+    """Sum ``x`` over ``axis_name``; every device gets its own slice of the sum.
+
+    psum_scatter: number[n, *s] per device -> number[*s] per device
+    Backward: all_gather of the cotangents, with the same arguments.
+
+    Args:
+        x: tensor or pytree; same shapes and dtypes on every device.
+        axis_name: name of a bound axis or a tuple of names, the first the slowest.
+        scatter_dimension: the dim of ``x`` that is cut into n slices.
+        axis_index_groups: lists of axis indices that cover the axis, all of one length; slice k
+            goes to the k-th of the list.
+        tiled: keep the dim, at 1/n of its size, instead of removing it.
+
+    Returns:
+        Same structure as ``x``; every leaf lost the dim, or with ``tiled`` has 1/n of it.
+
+    Raises:
+        NameError: the axis is not bound.
+        TypeError: bools cannot be added.
+        ValueError: the dim does not exist or cannot be cut into n slices, or bad groups.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> f = tp.pmap(lambda x: tp.psum_scatter(x, "i"), axis_name="i")
+        >>> f(torch.arange(16.0).reshape(4, 4)).tolist()  # [4] -> [] per device
+        [24.0, 28.0, 32.0, 36.0]
+
+    Source: jax.lax.psum_scatter under jax.pmap; checked in tests/test_collectives.py.
+    """
+    over = resolve("psum_scatter", axis_name, axis_index_groups, equal=True)
+    if not over.axes:
+        return x
+
+    def slices(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.bool:
+            raise TypeError(
+                "psum_scatter: add does not accept dtype bool; count in an integer dtype"
+            )
+        dim = over.dim(scatter_dimension, x.dim())
+        size, count = x.shape[dim], over.size
+        if tiled and size % count:
+            raise ValueError(
+                f"tiled reduce_scatter operand scatter dimension size {size} must be divisible by "
+                f"shard_count {count}"
+            )
+        if not tiled and size != count:
+            raise ValueError(
+                f"reduce_scatter operand scatter dimension size {size} must match shard count "
+                f"{count}"
+            )
+        return _slices(over, x, dim, tiled)
+
+    return map_leaves(over, x, lambda xs: over.fold(ReduceScatter, [slices(x) for x in xs]))
+
+
+def all_to_all(
+    x: Any,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    *,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+) -> Any:
+    """Send slice k of ``x`` to device k; every device gets the slices sent to it, stacked.
+
+    all_to_all: any[n, *s] per device -> any[n, *s] per device
+    Backward: all_to_all of the cotangents, with split and concat swapped.
+
+    Args:
+        x: tensor or pytree; same shapes and dtypes on every device.
+        axis_name: name of a bound axis or a tuple of names, the first the slowest.
+        split_axis: the dim of ``x`` that is cut into n slices.
+        concat_axis: where the received slices are stacked, counted in the result; with ``tiled``,
+            the dim along which they are concatenated.
+        axis_index_groups: lists of axis indices that cover the axis, all of one length.
+        tiled: cut and concatenate existing dims instead of removing one and adding one.
+
+    Returns:
+        Same structure as ``x``; dim n moved from ``split_axis`` to ``concat_axis``, or with
+        ``tiled`` 1/n of the one and n times the other.
+
+    Raises:
+        NameError: the axis is not bound.
+        ValueError: a dim does not exist or cannot be cut into n slices, or bad groups.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> f = tp.pmap(lambda x: tp.all_to_all(x, "i", 0, 0), axis_name="i")
+        >>> f(torch.arange(16).reshape(4, 4))[1].tolist()  # [4] -> [4] per device
+        [1, 5, 9, 13]
+
+    Source: jax.lax.all_to_all under jax.pmap; checked in tests/test_collectives.py.
+    """
+    over = resolve("all_to_all", axis_name, axis_index_groups, equal=True)
+    if not over.axes:
+        return x
+
+    def slices(x: torch.Tensor) -> torch.Tensor:
+        dim = over.dim(split_axis, x.dim())
+        size, count = x.shape[dim], over.size
+        if tiled and size % count:
+            raise ValueError(
+                f"The size of all_to_all split_axis ({size}) has to be divisible by the size of "
+                f"the named axis {axis_name} ({count})"
+            )
+        if not tiled and size != count:
+            raise ValueError(
+                "all_to_all requires the size of the mapped axis axis_name to equal "
+                f"x.shape[split_axis], but they are {count} and {size} respectively."
+            )
+        return _slices(over, x, dim, tiled)
+
+    def exchange(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        dims = [over.dim(concat_axis, x.dim()) for x in xs]
+        ys = [slices(x) for x in xs]
+        for k, (scope, index) in enumerate(over.places):
+            received = apply(AllToAll(scope), index, [y.movedim(k, 0) for y in ys])
+            ys = [y.movedim(0, k) for y in received]
+        return _merged(over, ys, dims, tiled)
+
+    return map_leaves(over, x, exchange)
+
+
+def ppermute(x: Any, axis_name: AxisName, perm: Iterable[tuple[int, int]]) -> Any:
+    """Send ``x`` from device to device as ``perm`` says; a device nobody sends to gets zeros.
+
+    ppermute: any[*s] per device -> any[*s] per device
+    Backward: ppermute of the cotangents with sources and destinations swapped.
+
+    Args:
+        x: tensor or pytree; same shapes and dtypes on every device.
+        axis_name: name of a bound axis or a tuple of names, whose row-major index ``perm`` uses.
+            Over a tuple every device receives everything and keeps its part.
+        perm: (source, destination) pairs, each device at most once on either side; negative indices
+            count from the end.
+
+    Returns:
+        Same structure, shapes and dtypes as ``x``.
+
+    Raises:
+        NameError: the axis is not bound.
+        IndexError: an index is not on the axis.
+        ValueError: a source or destination occurs twice.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> ring = [(0, 1), (1, 2), (2, 3), (3, 0)]
+        >>> f = tp.pmap(lambda x: tp.ppermute(x, "i", ring), axis_name="i")
+        >>> f(torch.arange(4.0)).tolist()
+        [3.0, 0.0, 1.0, 2.0]
+
+    Source: jax.lax.ppermute under jax.pmap; checked in tests/test_collectives.py.
+    """
+    over = resolve("ppermute", axis_name)
+    pairs = permutation("ppermute", perm, over)
+    if not over.axes:
+        return x
+    if len(over.axes) == 1:
+        return map_leaves(over, x, lambda xs: over.fold(lambda s: Permute(s, pairs), xs))
+
+    def select(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        source_of = {d: s for s, d in pairs}
+        source = over.entry([source_of.get(k, -1) for k in range(over.size)])
+        row = source.clamp(min=0).reshape(1)
+        everything = [_flat(over, y) for y in _gathered(over, xs)]
+        rows = [y.index_select(0, row).squeeze(0) for y in everything]
+        return [torch.where(source >= 0, y, torch.zeros_like(y)) for y in rows]
+
+    return map_leaves(over, x, select)
+
+
+def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int]) -> Any:
+    """Give device k the ``x`` of device ``perm[k]``.
+
+    pshuffle: any[*s] per device -> any[*s] per device
+    Backward: pshuffle of the cotangents with the inverse permutation.
+
+    Args:
+        x: tensor or pytree; same shapes and dtypes on every device.
+        axis_name: name of a bound axis or a tuple of names.
+        perm: a permutation of the axis indices.
+
+    Returns:
+        Same structure, shapes and dtypes as ``x``.
+
+    Raises:
+        NameError: the axis is not bound.
+        ValueError: ``perm`` is not a permutation.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> f = tp.pmap(lambda x: tp.pshuffle(x, "i", [3, 2, 1, 0]), axis_name="i")
+        >>> f(torch.arange(4.0)).tolist()
+        [3.0, 2.0, 1.0, 0.0]
+
+    Source: jax.lax.pshuffle; checked in tests/test_collectives.py.
+    """
+    perm = list(perm)
+    if set(perm) != set(range(len(perm))):
+        raise ValueError(f"`perm` does not represent a permutation: {perm}")
+    return ppermute(x, axis_name, zip(perm, range(len(perm)), strict=True))
+
+
+def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Groups = None) -> Any:
+    """Swap the mapped axis ``axis_name`` with the dim ``axis`` of ``x``.
+
+    pswapaxes: any[n, *s] per device -> any[n, *s] per device
+    Backward: pswapaxes of the cotangents.
+
+    Args:
+        x: tensor or pytree; same shapes and dtypes on every device.
+        axis_name: name of a bound axis or a tuple of names.
+        axis: dim of ``x`` whose size is that of the axis.
+        axis_index_groups: lists of axis indices that cover the axis, all of one length.
+
+    Returns:
+        Same structure, shapes and dtypes as ``x``.
+
+    Raises:
+        NameError: the axis is not bound.
+        ValueError: the dim does not exist or has another size, or bad groups.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> f = tp.pmap(lambda x: tp.pswapaxes(x, "i", 0), axis_name="i")
+        >>> f(torch.arange(16).reshape(4, 4))[1].tolist()  # [4] -> [4] per device
+        [1, 5, 9, 13]
+
+    Source: jax.lax.pswapaxes; checked in tests/test_collectives.py.
+    """
+    return all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups)
+
+
+def _slices(over: Over, x: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:
+    """Bring the slices of ``dim`` to the front: one leading dim per axis."""
+    if tiled:
+        x = x.unflatten(dim, (over.size, x.shape[dim] // over.size))
+    return x.movedim(dim, 0).unflatten(0, over.sizes)
+
+
+def _merged(
+    over: Over, stacks: Sequence[torch.Tensor], dims: Sequence[int], tiled: bool
+) -> list[torch.Tensor]:
+    """Undo ``_slices``: one leading dim per axis becomes the dim, or part of it."""
+    placed = [_flat(over, y).movedim(0, d) for y, d in zip(stacks, dims, strict=True)]
+    if not tiled:
+        return placed
+    return [y.flatten(d, d + 1) for y, d in zip(placed, dims, strict=True)]
+
+
+def _flat(over: Over, stack: torch.Tensor) -> torch.Tensor:
+    return stack.flatten(0, len(over.axes) - 1)
+
+
+def _gathered(over: Over, xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Everyone's tensors, with one leading dim per axis."""
+    for scope, index in reversed(over.places):
+        xs = apply(AllGather(scope), index, xs)
+    return xs

@@ -1,0 +1,206 @@
+"""What the arguments of a collective stand for: axis names, groups of indices, leaves of a pytree.
+
+Everything here is checked before any communication, so misuse is an error on every device at once.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpmap import _axes, _tree
+from torchpmap._axes import Axis, Partition
+from torchpmap._collectives_primitives import Place, Primitive, Scope, apply
+from torchpmap._collectives_raw import Pairs
+
+__all__ = ["NUMBERS", "AxisName", "Groups", "Over", "map_leaves", "permutation", "resolve"]
+
+AxisName = Hashable | tuple[Hashable, ...] | list[Hashable]
+Groups = Sequence[Sequence[int]] | np.ndarray | None
+
+NUMBERS = (bool, int, float, complex)
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Over:
+    """What a collective runs over: bound axes, perhaps cut into groups, and dims of the operand."""
+
+    what: str
+    """Name of the collective, for messages."""
+    axes: tuple[Axis, ...]
+    dims: tuple[int, ...]
+    partition: Partition | None
+    places: tuple[Place, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Members of one group along every axis."""
+        return tuple(scope.size for scope, _ in self.places)
+
+    @property
+    def size(self) -> int:
+        """Members of one group over all axes; groups are equal wherever this is used."""
+        return math.prod(self.sizes)
+
+    def members(self) -> int | torch.Tensor:
+        """Members of the group of this device; a tensor where groups differ."""
+        if self.partition is None or len({len(part) for part in self.partition}) == 1:
+            return self.size
+        sizes = {member: len(part) for part in self.partition for member in part}
+        return self.entry([sizes[k] for k in range(len(sizes))])
+
+    def entry(self, table: list[int]) -> torch.Tensor:
+        """The entry of this device, looked up by tensor: the graph is the same on every device."""
+        row = self.index().reshape(1)  # as a scalar, torch would ask for its value
+        return torch.tensor(table, device=row.device).index_select(0, row).squeeze(0)
+
+    def index(self) -> torch.Tensor:
+        """Row-major index over the axes; ``(i, j)`` of sizes (4, 2): i * 2 + j."""
+        if not self.axes:
+            return torch.zeros((), dtype=torch.int64)
+        index, *rest = self.axes
+        total = index.index.clone()  # the original is shared by the whole function
+        for axis in rest:
+            total = total * axis.size + axis.index
+        return total
+
+    def fold(self, primitive: Callable[[Scope], Primitive], xs: Tensors) -> Tensors:
+        """Run a primitive over one axis after the other, slowest first."""
+        for scope, index in self.places:
+            xs = apply(primitive(scope), index, xs)
+        return xs
+
+    def dims_of(self, x: torch.Tensor) -> tuple[int, ...]:
+        """The positional axes as dims of ``x``."""
+        dims = tuple(self.dim(dim, x.dim()) for dim in self.dims)
+        if len(set(dims)) < len(dims):
+            raise ValueError(f"{self.what}: duplicate positional axes {self.dims}")
+        return dims
+
+    def dim(self, dim: int, ndim: int) -> int:
+        """``dim`` counted from the front."""
+        return _tree.canonical_axis(dim, ndim, what=self.what, path="the operand")
+
+    def as_tensor(self, leaf: Any) -> torch.Tensor:
+        """A number or numpy array as a tensor on the device of the axes."""
+        device = self.axes[0].index.device if self.axes else None
+        return torch.tensor(leaf, device=device)
+
+
+def resolve(
+    what: str,
+    axis_name: AxisName,
+    groups: Groups = None,
+    *,
+    positional: bool = False,
+    equal: bool = False,
+) -> Over:
+    """Look the names up and check the groups.
+
+    Args:
+        what: name of the collective, for messages.
+        axis_name: a name, or several.
+        groups: ``axis_index_groups`` as the user gave it.
+        positional: ints are dims of the operand.
+        equal: groups must have one size.
+    """
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    if len(set(names)) < len(names):
+        raise ValueError(f"{what}: repeated axis in axis_name={axis_name!r}")
+    dims = [n for n in names if positional and isinstance(n, int) and not isinstance(n, bool)]
+    axes = tuple(_axes.lookup(name) for name in names if name not in dims)
+    if groups is None:
+        return Over(what, axes, tuple(dims), None, tuple(_place(axis, None) for axis in axes))
+    if dims:
+        raise ValueError("axis_index_groups only supported for sums over just named axes")
+    if len(axes) != 1:
+        raise NotImplementedError(
+            f"{what}: axis_index_groups cuts one axis into groups, but got {axis_name!r}. "
+            "Give a single axis name."
+        )
+    partition = _partition(what, groups, axes[0], equal)
+    return Over(what, axes, (), partition, (_place(axes[0], partition),))
+
+
+def _partition(what: str, groups: Any, axis: Axis, equal: bool) -> Partition:
+    partition = tuple(tuple(operator.index(k) for k in part) for part in groups)
+    if sorted(k for part in partition for k in part) != list(range(axis.size)):
+        raise ValueError(
+            f"axis_index_groups must cover all indices exactly once: axis {axis.name!r} has the "
+            f"indices 0 to {axis.size - 1}, but {what} got {[list(part) for part in partition]}"
+        )
+    if equal and len({len(part) for part in partition}) > 1:
+        raise ValueError(
+            f"axis_index_groups of {what} must all have the same size, because every device's "
+            f"result has the same shape, but got {[list(part) for part in partition]}"
+        )
+    return partition
+
+
+def _place(axis: Axis, partition: Partition | None) -> Place:
+    size = axis.size if partition is None else len(partition[0])
+    if axis.group is None:
+        return Scope(size, None, partition), axis.index
+    if partition is None:
+        return Scope(size, axis.group), None
+    assert axis.subgroup is not None
+    return Scope(size, axis.subgroup(partition)), None
+
+
+def permutation(what: str, perm: Iterable[tuple[int, int]], over: Over) -> Pairs:
+    """(source, destination) pairs, with indices counted from the front."""
+    pairs = tuple((operator.index(s), operator.index(d)) for s, d in perm)
+    size = over.size
+    for k in (k for pair in pairs for k in pair):
+        if not -size <= k < size:
+            raise IndexError(
+                f"{what}: index {k} is out of range for an axis of size {size}, in {pairs}"
+            )
+    counted = tuple((s % size, d % size) for s, d in pairs)
+    if len({s for s, _ in counted}) < len(pairs) or len({d for _, d in counted}) < len(pairs):
+        raise ValueError(f"{what} sources and destinations must be unique, got {pairs}.")
+    return counted
+
+
+def map_leaves(
+    over: Over,
+    x: Any,
+    on_tensors: Callable[[list[torch.Tensor]], Tensors],
+    on_constant: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Apply a collective to all leaves of ``x`` at once; None passes through.
+
+    Args:
+        over: what the collective runs over.
+        x: the pytree.
+        on_tensors: gives a result for every tensor leaf.
+        on_constant: gives the result for a number or numpy array, which is the same on every
+            device; without it they become tensors.
+    """
+    leaves, structure = _tree.flatten(x)
+    tensors: dict[int, torch.Tensor] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            tensors[i] = leaf
+        elif leaf is None:
+            continue
+        elif not isinstance(leaf, (*NUMBERS, np.ndarray, np.generic)):
+            raise TypeError(
+                f"{over.what} takes tensors, numpy arrays and Python numbers, but "
+                f"{structure.paths('x')[i]} is {leaf!r} of type {type(leaf).__name__}"
+            )
+        elif on_constant is None:
+            tensors[i] = over.as_tensor(leaf)
+        else:
+            leaves[i] = on_constant(leaf)
+    if tensors:
+        for i, result in zip(tensors, on_tensors(list(tensors.values())), strict=True):
+            leaves[i] = result
+    return structure.unflatten(leaves)

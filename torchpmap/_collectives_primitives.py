@@ -1,0 +1,401 @@
+"""The primitives behind the public collectives: how each one runs, transposes and batches.
+
+A linear collective is a frozen value (``AllReduce``, ``AllGather``, ``ReduceScatter``,
+``AllToAll``, ``Permute``) with
+
+* ``across``     its run over a process axis, on plain tensors;
+* ``along``      the same over a vmapped axis, whose indices are the rows of a tensor;
+* ``transposed`` the primitive that carries cotangents back.
+
+One ``torch.autograd.Function``, ``_Linear``, interprets them all under every nesting of
+torch.func's transforms: forward runs the primitive, jvp applies it to tangents, backward applies
+its transpose to cotangents, and vmap either consumes the batch dimension (the vmapped axis itself)
+or passes it through (any other vmap). As all three rules apply primitives again, every order of
+derivative works.
+
+    user          apply(AllGather, index, xs)
+    grad level    backward: apply(ReduceScatter, index, cotangents)
+    vmap level    is the index batched here?  yes: along(rows), and done
+                                              no: batch dim to the end, apply again below
+    bottom        across(xs): process-group operations
+
+``pmax`` and ``pmin`` are not linear; ``_Extreme`` below interprets those, with a derivative made of
+linear primitives.
+
+Two things that do not work, and are therefore absent: a ``torch.library`` operator with
+``register_autograd`` (torch 2.13 refuses it under torch.func, and drops its tangents), and letting
+Dynamo look inside (it ignores the jvp and vmap rules of an autograd.Function without an error).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from torchpmap import _collectives_raw as raw
+from torchpmap._axes import Partition
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Permute",
+    "Place",
+    "Primitive",
+    "ReduceScatter",
+    "Scope",
+    "apply",
+    "extreme",
+]
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The members that take part in a collective."""
+
+    size: int
+    """Members of one group."""
+    group: str | None
+    """Process group name; None over a vmapped axis."""
+    partition: Partition | None = None
+    """Groups of a vmapped axis, None for all of it (a process group is already the right one)."""
+
+    def process_group(self) -> str:
+        if self.group is None:
+            raise RuntimeError(
+                "a collective over a vmapped axis ran outside the vmap that binds it: "
+                "the function it belongs to left the mapped function"
+            )
+        return self.group
+
+
+Place = tuple[Scope, torch.Tensor | None]
+"""A scope and, over a vmapped axis, the index of that axis."""
+
+
+# --- linear primitives ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Primitive(ABC):
+    """A collective that is linear in every tensor it is given."""
+
+    scope: Scope
+
+    elementwise: ClassVar[bool] = False
+    """The shape is kept and dims do not matter, so a foreign batch dim may stay where it is."""
+    replicates: ClassVar[bool] = False
+    """Every member gets the same, so ``along`` gives it once, without the row dim."""
+
+    @abstractmethod
+    def across(self, xs: Tensors) -> Tensors:
+        """Run over the process axis."""
+
+    @abstractmethod
+    def along(self, rows: torch.Tensor) -> torch.Tensor:
+        """Run over the rows of a tensor; gives rows again unless ``replicates``."""
+
+    @abstractmethod
+    def transposed(self) -> Primitive:
+        """The primitive for cotangents."""
+
+
+@dataclass(frozen=True)
+class AllReduce(Primitive):
+    """[*s] -> [*s], the sum. Self-dual: every member's result depends on every member's operand."""
+
+    elementwise = True
+    replicates = True
+
+    def across(self, xs: Tensors) -> Tensors:
+        return raw.all_reduce_many(xs, "sum", self.scope.process_group())
+
+    def along(self, rows: torch.Tensor) -> torch.Tensor:
+        return _sum_rows(rows)
+
+    def transposed(self) -> Primitive:
+        return self
+
+
+@dataclass(frozen=True)
+class AllGather(Primitive):
+    """[*s] -> [n, *s], everyone's operand."""
+
+    replicates = True
+
+    def across(self, xs: Tensors) -> Tensors:
+        return [raw.all_gather(x, self.scope.size, self.scope.process_group()) for x in xs]
+
+    def along(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.clone()
+
+    def transposed(self) -> Primitive:
+        return ReduceScatter(self.scope)
+
+
+@dataclass(frozen=True)
+class ReduceScatter(Primitive):
+    """[n, *s] -> [*s], member k's row k of the sum."""
+
+    def across(self, xs: Tensors) -> Tensors:
+        return [raw.reduce_scatter(x, self.scope.size, self.scope.process_group()) for x in xs]
+
+    def along(self, rows: torch.Tensor) -> torch.Tensor:
+        return _sum_rows(rows)
+
+    def transposed(self) -> Primitive:
+        return AllGather(self.scope)
+
+
+@dataclass(frozen=True)
+class AllToAll(Primitive):
+    """[n, *s] -> [n, *s], row j of the result is row k of member j."""
+
+    def across(self, xs: Tensors) -> Tensors:
+        return [raw.all_to_all(x, self.scope.size, self.scope.process_group()) for x in xs]
+
+    def along(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.transpose(0, 1).clone()
+
+    def transposed(self) -> Primitive:
+        return self
+
+
+@dataclass(frozen=True)
+class Permute(Primitive):
+    """[*s] -> [*s], the operand of the member that sends here, or zeros."""
+
+    pairs: raw.Pairs
+
+    elementwise = True
+
+    def across(self, xs: Tensors) -> Tensors:
+        return [raw.permute(x, self.pairs, self.scope.process_group()) for x in xs]
+
+    def along(self, rows: torch.Tensor) -> torch.Tensor:
+        source = {d: s for s, d in self.pairs}
+        given = rows.unbind(0)
+        nothing = torch.zeros_like(given[0])
+        return torch.stack(
+            [given[source[k]] if k in source else nothing for k in range(len(given))]
+        )
+
+    def transposed(self) -> Primitive:
+        return replace(self, pairs=tuple((d, s) for s, d in self.pairs))
+
+
+def apply(primitive: Primitive, index: torch.Tensor | None, xs: Tensors) -> list[torch.Tensor]:
+    """Run ``primitive`` on every tensor; ``index`` is that of a vmapped axis, else None."""
+    return list(_Linear.apply(primitive, index, *xs))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(primitive: Primitive, index: torch.Tensor | None, *xs: torch.Tensor) -> Any:
+        return tuple(primitive.across(xs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        primitive, index, *_ = inputs
+        ctx.primitive = primitive
+        ctx.set_materialize_grads(False)
+        _save(ctx, index)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        (index,) = ctx.saved_tensors
+        return None, None, *_apply_present(ctx.primitive.transposed(), index, cotangents)
+
+    @staticmethod
+    def jvp(ctx: Any, _primitive: None, _index: None, *tangents: torch.Tensor | None) -> Any:
+        (index,) = ctx.saved_tensors
+        return _apply_present(ctx.primitive, index, tangents)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], primitive: Primitive, index: Any, *xs: Any
+    ) -> Any:
+        _, index_dim, *dims = in_dims
+        if index_dim is None:
+            if primitive.elementwise:
+                return tuple(apply(primitive, index, xs)), tuple(dims)
+            return _pass_through(lambda moved: apply(primitive, index, moved), xs, dims)
+        replicates = primitive.replicates
+        return _along_axis(
+            primitive.along, primitive.scope, info.batch_size, xs, dims, replicates=replicates
+        )
+
+
+def _apply_present(primitive: Primitive, index: Any, values: Sequence[Any]) -> tuple[Any, ...]:
+    """Apply to the derivatives that exist; a leaf without one stays without."""
+    present = [value for value in values if value is not None]
+    results = iter(apply(primitive, index, present) if present else ())
+    return tuple(None if value is None else next(results) for value in values)
+
+
+# --- max and min ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Extremum:
+    """Max or min over the leading ``lead`` dims of a tensor and over every scope."""
+
+    op: raw.ReduceOp
+    lead: int
+    scopes: tuple[Scope, ...]
+
+    def reduce_lead(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.lead:
+            return x
+        take = torch.amax if self.op == "max" else torch.amin
+        wide = take(raw.widened(x, self.op), tuple(range(self.lead)))
+        return raw.narrowed(wide, self.op, x.dtype)
+
+    def summed(self, x: torch.Tensor, indices: Tensors) -> torch.Tensor:
+        """The sum over all that the extreme is taken over."""
+        x = x.sum(tuple(range(self.lead))) if self.lead else x
+        for scope, index in zip(self.scopes, indices, strict=True):
+            (x,) = apply(AllReduce(scope), index, [x])
+        return x
+
+    def share(self, x: torch.Tensor, value: torch.Tensor, indices: Tensors) -> torch.Tensor:
+        """The weight of every element in the derivative: 1 / holders for a holder, else 0."""
+        holds = ((x == value) | (torch.isnan(x) & torch.isnan(value))).to(x.dtype)
+        return holds / self.summed(holds, indices)
+
+
+def extreme(
+    op: raw.ReduceOp, places: Sequence[Place], xs: Tensors, lead: int = 0
+) -> list[torch.Tensor]:
+    """Max or min of every tensor over its leading ``lead`` dims and all scopes at once.
+
+    The derivative of an extreme goes to the elements that hold it; where several tie, each gets an
+    equal part. All scopes belong to one operation because ties are shared among the holders on all
+    axes together: taken one axis after the other, two holders on device 0 and one on device 1 would
+    get 1/4, 1/4 and 1/2.
+    """
+    how = _Extremum(op, lead, tuple(scope for scope, _ in places))
+    return list(_Extreme.apply(how, *(index for _, index in places), *xs))
+
+
+class _Extreme(torch.autograd.Function):
+    @staticmethod
+    def forward(how: _Extremum, *tensors: Any) -> Any:
+        xs = [how.reduce_lead(x) for x in tensors[len(how.scopes) :]]
+        for scope in how.scopes:
+            xs = raw.all_reduce_many(xs, how.op, scope.process_group())
+        return tuple(xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.how = inputs[0]
+        ctx.set_materialize_grads(False)
+        _save(ctx, *inputs[1:], *output)
+
+    @staticmethod
+    def _saved(ctx: Any) -> tuple[_Extremum, Tensors, list[tuple[torch.Tensor, torch.Tensor]]]:
+        how, saved = ctx.how, ctx.saved_tensors
+        indices, operands = saved[: len(how.scopes)], saved[len(how.scopes) :]
+        half = len(operands) // 2
+        return how, indices, list(zip(operands[:half], operands[half:], strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        how, indices, pairs = _Extreme._saved(ctx)
+        whole = replace(how, lead=0)
+        grads = [
+            None if g is None else how.share(x, y, indices) * whole.summed(g, indices)
+            for (x, y), g in zip(pairs, cotangents, strict=True)
+        ]
+        return None, *(None for _ in indices), *grads
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        how, indices, pairs = _Extreme._saved(ctx)
+        return tuple(
+            None if t is None else how.summed(how.share(x, y, indices) * t, indices)
+            for (x, y), t in zip(pairs, tangents[1 + len(indices) :], strict=True)
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], how: _Extremum, *tensors: Any) -> Any:
+        count = len(how.scopes)
+        indices, xs, dims = tensors[:count], tensors[count:], in_dims[1 + count :]
+        places = list(zip(how.scopes, indices, strict=True))
+        mine = [place for place, dim in zip(places, in_dims[1:], strict=False) if dim is not None]
+        if not mine:
+            return _pass_through(lambda moved: extreme(how.op, places, moved, how.lead), xs, dims)
+        ((scope, _),) = mine
+        others = [place for place in places if place is not mine[0]]
+
+        def along(rows: torch.Tensor) -> torch.Tensor:
+            (result,) = extreme(how.op, others, [rows], how.lead + 1)
+            return result
+
+        return _along_axis(along, scope, info.batch_size, xs, dims, replicates=True)
+
+
+# --- shared ---------------------------------------------------------------------------------------
+
+
+def _save(ctx: Any, *tensors: torch.Tensor | None) -> None:
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+
+
+def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
+    wide = raw.widened(rows, "sum")
+    return raw.narrowed(wide.sum(0, dtype=wide.dtype), "sum", rows.dtype)
+
+
+def _pass_through(
+    run: Callable[[Tensors], Tensors], xs: Tensors, dims: Sequence[int | None]
+) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
+    """The vmap at hand is not the axis: put its batch dim last, where no collective looks."""
+    results = run([x if d is None else x.movedim(d, -1) for x, d in zip(xs, dims, strict=True)])
+    pairs = zip(results, dims, strict=True)
+    return tuple(results), tuple(None if dim is None else r.dim() - 1 for r, dim in pairs)
+
+
+def _along_axis(
+    along: Callable[[torch.Tensor], torch.Tensor],
+    scope: Scope,
+    size: int,
+    xs: Tensors,
+    dims: Sequence[int | None],
+    *,
+    replicates: bool,
+) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
+    """The vmap at hand is the axis: run on its rows, or on those of every group.
+
+    ``replicates``: ``along`` gives one result for all rows instead of rows.
+    """
+    rows = [
+        x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip(xs, dims, strict=True)
+    ]
+    if scope.partition is None:
+        return tuple(along(r) for r in rows), tuple(None if replicates else 0 for _ in rows)
+    results = tuple(_along_groups(along, r, scope.partition, replicates) for r in rows)
+    return results, tuple(0 for _ in rows)
+
+
+def _along_groups(
+    along: Callable[[torch.Tensor], torch.Tensor],
+    rows: torch.Tensor,
+    partition: Partition,
+    replicates: bool,
+) -> torch.Tensor:
+    given = rows.unbind(0)
+    result: dict[int, torch.Tensor] = {}
+    for members in partition:
+        out = along(torch.stack([given[k] for k in members]))
+        for place, member in enumerate(members):
+            result[member] = out if replicates else out[place]
+    return torch.stack([result[k] for k in range(len(given))])

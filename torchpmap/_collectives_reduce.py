@@ -1,0 +1,241 @@
+"""Reductions over named axes: psum, pmean, pmax, pmin and pbroadcast.
+
+Every device gets the same result. Here live dtypes and positional axes; the primitives do the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchpmap._collectives_operands import (
+    NUMBERS,
+    AxisName,
+    Groups,
+    Over,
+    map_leaves,
+    permutation,
+    resolve,
+)
+from torchpmap._collectives_primitives import AllReduce, extreme
+from torchpmap._collectives_raw import ReduceOp
+
+__all__ = ["pbroadcast", "pmax", "pmean", "pmin", "psum"]
+
+# Sums of these overflow where their mean does not.
+_NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16)
+
+
+def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
+    """Sum ``x`` over the mapped axis ``axis_name``; every device gets the sum.
+
+    psum: number[*s] per device -> number[*s] per device (equal on all)
+    Backward: psum of the cotangents (self-dual), so ``grad`` of a psummed loss is the derivative of
+    the sum of all devices' losses. Many leaves travel as one message per dtype.
+
+    Args:
+        x: tensor or pytree; same shapes and dtypes on every device. bool is counted in int32.
+            Python numbers and numpy arrays are the same on every device and are multiplied by the
+            size with no communication: ``psum(1, "i")`` is the int n.
+        axis_name: name of a bound axis or a tuple of names; an int in it is a dim of ``x``, summed
+            as well.
+        axis_index_groups: lists of axis indices that cover the axis, to sum within each.
+
+    Returns:
+        Same structure as ``x``; same shapes, less the dims summed.
+
+    Raises:
+        NameError: the axis is not bound.
+        ValueError: a name is repeated, or the groups do not cover the axis.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.pmap(lambda x: tp.psum(x, "i"), axis_name="i")(torch.arange(4.0)).tolist()
+        [6.0, 6.0, 6.0, 6.0]
+        >>> pairs = [[0, 1], [2, 3]]
+        >>> f = tp.pmap(lambda x: tp.psum(x, "i", axis_index_groups=pairs), axis_name="i")
+        >>> f(torch.arange(4.0)).tolist()
+        [1.0, 1.0, 5.0, 5.0]
+
+    Source: jax.lax.psum under jax.pmap; checked in tests/test_collectives.py.
+    """
+    over = resolve("psum", axis_name, axis_index_groups, positional=True)
+
+    def constant(leaf: Any) -> Any:
+        if isinstance(leaf, NUMBERS) and not over.dims:
+            return leaf * over.members()
+        local = _sum_dims(over, _counted(over.as_tensor(leaf)))
+        return (local * over.members()).to(local.dtype)
+
+    return map_leaves(over, x, lambda xs: _sum(over, [_counted(x) for x in xs]), constant)
+
+
+def pmean(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
+    """Average ``x`` over the mapped axis ``axis_name``; every device gets the mean.
+
+    pmean: number[*s] per device -> inexact[*s] per device (equal on all)
+    Backward: pmean of the cotangents.
+
+    Args:
+        x: tensor or pytree; same shapes and dtypes on every device. Integers and bools give the
+            default dtype, summed in at least 32 bits.
+        axis_name: name of a bound axis or a tuple of names; an int in it is a dim of ``x``,
+            averaged as well.
+        axis_index_groups: lists of axis indices that cover the axis, to average within each. Groups
+            may differ in size; each divides by its own.
+
+    Returns:
+        Same structure as ``x``; same shapes, less the dims averaged.
+
+    Raises:
+        NameError: the axis is not bound.
+        ValueError: a name is repeated, or the groups do not cover the axis.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.pmap(lambda x: tp.pmean(x, "i"), axis_name="i")(torch.arange(4.0)).tolist()
+        [1.5, 1.5, 1.5, 1.5]
+
+    Source: jax.lax.pmean under jax.pmap, which divides unequal groups by the size of the first;
+        checked in tests/test_collectives.py.
+    """
+    over = resolve("pmean", axis_name, axis_index_groups, positional=True)
+
+    def mean(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        sums = _sum(over, [_widened(x) for x in xs])
+        members = over.members()
+        return [y / (members * _numel(over, x)) for x, y in zip(xs, sums, strict=True)]
+
+    def constant(leaf: Any) -> Any:
+        if isinstance(leaf, NUMBERS) and not over.dims:
+            return leaf / 1
+        given = over.as_tensor(leaf)
+        return _sum_dims(over, _widened(given)) / _numel(over, given)
+
+    return map_leaves(over, x, mean, constant)
+
+
+def pmax(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
+    """Take the elementwise maximum of ``x`` over ``axis_name``; every device gets it.
+
+    pmax: real[*s] per device -> real[*s] per device (equal on all)
+    Backward: the psummed cotangent goes to the device that holds the maximum; ties split evenly.
+
+    Args:
+        x: tensor or pytree; same shapes and dtypes on every device. NaN wins; bool stays bool.
+        axis_name: name of a bound axis or a tuple of names; an int in it is a dim of ``x``.
+        axis_index_groups: lists of axis indices that cover the axis, to reduce within each.
+
+    Returns:
+        Same structure as ``x``; same shapes, less the dims reduced.
+
+    Raises:
+        NameError: the axis is not bound.
+        TypeError: complex numbers have no order.
+        ValueError: a name is repeated, or the groups do not cover the axis.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.pmap(lambda x: tp.pmax(x, "i"), axis_name="i")(torch.arange(4.0)).tolist()
+        [3.0, 3.0, 3.0, 3.0]
+
+    Source: jax.lax.pmax, which has no derivative and may drop NaN; checked in
+        tests/test_collectives.py.
+    """
+    return _extremum("max", x, axis_name, axis_index_groups)
+
+
+def pmin(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
+    """Take the elementwise minimum of ``x`` over ``axis_name``; every device gets it.
+
+    pmin: real[*s] per device -> real[*s] per device (equal on all)
+    Backward: the psummed cotangent goes to the device that holds the minimum; ties split evenly.
+
+    Args, Returns and Raises: as ``pmax``.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.pmap(lambda x: tp.pmin(x, "i"), axis_name="i")(torch.arange(4.0)).tolist()
+        [0.0, 0.0, 0.0, 0.0]
+
+    Source: jax.lax.pmin, which has no derivative and may drop NaN; checked in
+        tests/test_collectives.py.
+    """
+    return _extremum("min", x, axis_name, axis_index_groups)
+
+
+def pbroadcast(x: Any, axis_name: AxisName, source: int) -> Any:
+    """Give every device the ``x`` of device ``source``.
+
+    pbroadcast: any[*s] per device -> any[*s] per device (equal on all)
+    Backward: psum of the cotangents on the source, zeros on the others.
+
+    Args:
+        x: tensor or pytree; same shapes and dtypes on every device.
+        axis_name: name of a bound axis or a tuple of names.
+        source: (row-major) index of the device that sends; negative counts from the end.
+
+    Returns:
+        Same structure, shapes and dtypes as ``x``.
+
+    Raises:
+        NameError: the axis is not bound.
+        IndexError: ``source`` is not on the axis.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> f = tp.pmap(lambda x: tp.pbroadcast(x, "i", 2), axis_name="i")
+        >>> f(torch.arange(4.0)).tolist()
+        [2.0, 2.0, 2.0, 2.0]
+
+    Source: jax.lax.pbroadcast, which exists on GPUs only; checked in tests/test_collectives.py.
+    """
+    over = resolve("pbroadcast", axis_name)
+    ((source, _),) = permutation("pbroadcast", [(source, source)], over)
+
+    def broadcast(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        here = over.index() == source
+        # -0.0 and not 0.0, which would turn a -0.0 of the source into 0.0.
+        masked = [_counted(torch.where(here, x, torch.full_like(x, -0.0))) for x in xs]
+        return [y.to(x.dtype) for x, y in zip(xs, over.fold(AllReduce, masked), strict=True)]
+
+    return map_leaves(over, x, broadcast) if over.axes else x
+
+
+def _sum(over: Over, xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return over.fold(AllReduce, [_sum_dims(over, x) for x in xs])
+
+
+def _sum_dims(over: Over, x: torch.Tensor) -> torch.Tensor:
+    dims = over.dims_of(x)
+    return x.sum(dims, dtype=x.dtype) if dims else x
+
+
+def _numel(over: Over, x: torch.Tensor) -> int:
+    return math.prod(x.shape[dim] for dim in over.dims_of(x))
+
+
+def _counted(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.int32) if x.dtype == torch.bool else x
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.int32) if x.dtype in _NARROW else x
+
+
+def _extremum(op: ReduceOp, x: Any, axis_name: AxisName, groups: Groups) -> Any:
+    over = resolve(f"p{op}", axis_name, groups, positional=True)
+    if not over.axes and not over.dims:
+        return x
+
+    def reduce(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        for x in xs:
+            if x.is_complex():
+                raise TypeError(f"p{op} does not accept dtype {x.dtype}: it has no order")
+        front = [x.movedim(over.dims_of(x), tuple(range(len(over.dims)))) for x in xs]
+        return extreme(op, over.places, front, lead=len(over.dims))
+
+    return map_leaves(over, x, reduce)

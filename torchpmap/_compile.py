@@ -1,0 +1,171 @@
+"""Graph -> function that runs on one device.
+
+``compile=`` speaks ``torch.compile``'s vocabulary: Inductor with a mode and options, ``"eager"`` (the traced graph as it is),
+any registered backend name, or a callable that takes ``(graph_module, example_inputs)``.
+
+Inductor's code is shared between the workers of a host through its own caches: the first worker compiles, the others find
+every artifact there and load it in milliseconds.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = [
+    "Backend",
+    "Definition",
+    "Runner",
+    "compile_definition",
+    "have_cpp_compiler",
+    "parse_compile",
+]
+
+Runner = Callable[..., Sequence[torch.Tensor]]
+
+# a plan's inputs have the sizes it was compiled for: checking each of them again costs 0.4 us per leaf and call
+_PATCHES = {"size_asserts": False, "alignment_asserts": False}
+
+_KEYS = ("backend", "mode", "options")
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What turns a graph into code; hashable, part of the plan's key."""
+
+    name: str
+    function: Callable[..., Any] | None = None
+    mode: str | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def is_inductor(self) -> bool:
+        return self.name == "inductor" and self.function is None
+
+
+INDUCTOR = Backend("inductor")
+EAGER = Backend("eager")
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What a worker must know to run a plan: travels once."""
+
+    plan_id: int
+    name: str
+    graph: torch.fx.GraphModule
+    uses_index: bool
+    ranks: tuple[int, ...]
+    """In axis order: a rank's place here is its axis index."""
+    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    backend: Backend = field(default=INDUCTOR)
+
+
+def parse_compile(value: Any) -> Backend | None:
+    """``compile=`` -> backend; ``None`` means: run the Python function itself."""
+    if value is True:
+        return INDUCTOR
+    if value is False:
+        return None
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"compile must be True, False or a dict with the keys {', '.join(_KEYS)} (as torch.compile's arguments), "
+            f"but got {value!r}."
+        )
+    unknown = sorted(set(value) - set(_KEYS))
+    if unknown:
+        raise ValueError(
+            f"compile got the unknown key {unknown[0]!r}; known keys are {', '.join(_KEYS)}."
+        )
+    backend, mode, options = (
+        value.get("backend", "inductor"),
+        value.get("mode"),
+        value.get("options") or {},
+    )
+    if mode is not None and options:
+        raise ValueError("compile: give either mode or options, not both (as in torch.compile).")
+    if mode is not None and mode not in _MODES:
+        raise ValueError(f"compile got mode={mode!r}; known modes are {', '.join(_MODES)}.")
+    frozen = tuple(sorted(options.items()))
+    if callable(backend):
+        return Backend(getattr(backend, "__name__", repr(backend)), backend, mode, frozen)
+    if not isinstance(backend, str):
+        raise TypeError(f"compile: backend must be a name or a callable, but got {backend!r}.")
+    if backend not in ("inductor", "eager"):
+        _check_registered(backend)
+    return Backend(backend, None, mode, frozen)
+
+
+def _check_registered(name: str) -> None:
+    from torch._dynamo.backends.registry import list_backends
+
+    known = list_backends(exclude_tags=())
+    if name not in known:
+        raise ValueError(
+            f"compile got the unknown backend {name!r}; registered backends are {', '.join(known)}."
+        )
+
+
+def have_cpp_compiler() -> bool:
+    """Whether Inductor can build its CPU kernels here (its own choice of compiler: ``CXX``, ``g++``, ``clang++``)."""
+    from torch._inductor import config
+
+    candidates = config.cpp.cxx if isinstance(config.cpp.cxx, list | tuple) else (config.cpp.cxx,)
+    return any(shutil.which(candidate) for candidate in candidates if candidate)
+
+
+def compile_definition(definition: Definition, index: torch.Tensor) -> Runner:
+    """The runner of a definition on this device: block tensors in, block tensors out."""
+    leading = (index,) if definition.uses_index else ()
+    compiled = _compile(definition, leading, index.device)
+    if not leading:
+        return compiled
+
+    def run(*blocks: torch.Tensor) -> Sequence[torch.Tensor]:
+        return compiled(index, *blocks)
+
+    return run
+
+
+def _compile(
+    definition: Definition, leading: tuple[torch.Tensor, ...], device: torch.device
+) -> Runner:
+    graph, backend = definition.graph, definition.backend
+    if backend == EAGER:
+        return graph.forward
+    examples = [
+        *leading,
+        *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in definition.inputs),
+    ]
+    if backend.is_inductor:
+        return _inductor(graph, examples, backend)
+    function = backend.function
+    if function is None:
+        from torch._dynamo.backends.registry import lookup_backend
+
+        function = lookup_backend(backend.name)
+    extra: dict[str, Any] = {}
+    if backend.mode is not None:
+        extra["mode"] = backend.mode
+    if backend.options:
+        extra["options"] = dict(backend.options)
+    return function(graph, examples, **extra)
+
+
+def _inductor(
+    graph: torch.fx.GraphModule, examples: list[torch.Tensor], backend: Backend
+) -> Runner:
+    from torch._inductor import list_mode_options, standalone_compile
+
+    patches = dict(_PATCHES)
+    if backend.mode is not None:
+        patches |= list_mode_options(backend.mode, dynamic=False)
+    patches |= dict(backend.options)
+    return standalone_compile(
+        graph, examples, dynamic_shapes="from_example_inputs", options={"config_patches": patches}
+    )

@@ -1,0 +1,157 @@
+"""Settings: what ``tp.config`` was told, else the environment (``TORCHPMAP_*``), else the default.
+
+They are read when the runtime starts, so a change counts from the next start on. Every value is
+checked where it is set; a bad environment variable is reported at the start, by name.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+MAX_DEVICES = 256
+DEVICE_TYPES = ("cpu", "cuda")
+DEFAULT_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One consistent set of settings; None means "find out" (see ``_devices``).
+
+    Args:
+        num_devices: how many devices to use, 1 to 256.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        warm: compile one dummy function in the fork server, so that the first compiled call of
+            every worker is fast.
+        timeout: longest time that a collective may wait, in seconds.
+    """
+
+    num_devices: int | None = None
+    device_type: str | None = None
+    warm: bool = True
+    timeout: float = DEFAULT_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.default is not None:
+                object.__setattr__(self, field.name, _CHECKS[field.name](field.name, value))
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ, **settings: Any) -> Config:
+        """Read the environment; keyword arguments win over it."""
+        values = {}
+        for field in fields(cls):
+            variable = f"TORCHPMAP_{field.name.upper()}"
+            if field.name in settings:
+                values[field.name] = settings[field.name]
+            elif text := environ.get(variable, "").strip():
+                values[field.name] = _CHECKS[field.name](variable, _parsed(field.name, text))
+        return cls(**values)
+
+
+class Settings:
+    """The type of ``tp.config``: assign to override the environment, ``reset()`` to go back.
+
+    Example:
+        >>> config = Settings()
+        >>> config.num_devices = 4
+        >>> config.num_devices
+        4
+        >>> config.num_devices = 0
+        Traceback (most recent call last):
+            ...
+        ValueError: num_devices must be an int from 1 to 256, but got 0.
+    """
+
+    num_devices: int | None
+    device_type: str | None
+    warm: bool
+    timeout: float
+
+    __slots__ = ("_set",)
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "_set", {})
+
+    def snapshot(self) -> Config:
+        """Return the settings that a runtime started now would use."""
+        return Config.from_env(**self._set)
+
+    def reset(self) -> None:
+        """Forget every assignment."""
+        self._set.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _CHECKS:
+            raise AttributeError(_unknown(name))
+        return getattr(self.snapshot(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _CHECKS:
+            raise AttributeError(_unknown(name))
+        self._set[name] = getattr(Config(**{name: value}), name)
+
+    def __dir__(self) -> list[str]:
+        return [*_CHECKS, "reset", "snapshot"]
+
+    def __repr__(self) -> str:
+        return f"<torchpmap settings: {self.snapshot()}>"
+
+
+def _unknown(name: str) -> str:
+    return f"torchpmap.config has no setting {name!r}; settings are {', '.join(_CHECKS)}."
+
+
+def _parsed(name: str, text: str) -> Any:
+    """Turn the text of a variable into a value; text that is not one is left for the check."""
+    try:
+        match name:
+            case "num_devices":
+                return int(text)
+            case "warm":
+                return {"0": False, "1": True}[text]
+            case "timeout":
+                return float(text)
+    except (ValueError, KeyError):
+        pass
+    return text
+
+
+def _check_num_devices(name: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_DEVICES:
+        raise ValueError(f"{name} must be an int from 1 to {MAX_DEVICES}, but got {value!r}.")
+    return value
+
+
+def _check_device_type(name: str, value: Any) -> str:
+    if value not in DEVICE_TYPES:
+        raise ValueError(f"{name} must be 'cpu' or 'cuda', but got {value!r}.")
+    return str(value)
+
+
+def _check_warm(name: str, value: Any) -> bool:
+    if type(value) is not bool:
+        legal = "0 or 1" if name.isupper() else "True or False"
+        raise ValueError(f"{name} must be {legal}, but got {value!r}.")
+    return value
+
+
+def _check_timeout(name: str, value: Any) -> float:
+    number = type(value) in (int, float)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} must be a number of seconds above 0, but got {value!r}.")
+    return float(value)
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "num_devices": _check_num_devices,
+    "device_type": _check_device_type,
+    "warm": _check_warm,
+    "timeout": _check_timeout,
+}
+
+config = Settings()

@@ -1,0 +1,209 @@
+"""The runtime of this process: started by ``init`` or by first use, ended by ``shutdown`` or at exit.
+
+Asking for the devices only starts the fork server, in the background; workers start with the first value or call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+
+from torchpmap._config import Config, config
+from torchpmap._devices import Device, default_device_type, default_num_devices, enumerate_devices
+from torchpmap._errors import RuntimeClosed
+from torchpmap._runtimes._base import Runtime
+
+__all__ = [
+    "default_backend",
+    "device_count",
+    "devices",
+    "init",
+    "local_device_count",
+    "local_devices",
+    "process_count",
+    "process_index",
+    "runtime",
+    "shutdown",
+]
+
+_lock = threading.RLock()  # guards _runtime and _planned
+_runtime: Runtime | None = None
+_planned: tuple[Device, ...] | None = None
+
+
+def init(num_devices: int | None = None, device_type: str | None = None) -> None:
+    """Choose the devices and start their workers; a running pool of another size or kind is ended first.
+
+    Calling it is optional: the first use of torchpmap does the same with defaults.  Values of an ended pool are gone.
+
+    Args:
+        num_devices: number of devices; default: ``TORCHPMAP_NUM_DEVICES``, else all GPUs, else one per usable CPU core
+            (at most 8).  CPU devices are processes, so more of them than cores is allowed.
+        device_type: ``"cpu"`` or ``"cuda"``; default: ``TORCHPMAP_DEVICE_TYPE``, else ``"cuda"`` if there is a GPU.
+
+    Raises:
+        ValueError: an illegal number or kind, or fewer GPUs than asked for.
+
+    Example:
+        >>> import torchpmap as tp
+        >>> tp.init(num_devices=4)
+        >>> tp.device_count()
+        4
+    """
+    global _runtime, _planned
+    settings = config.snapshot()
+    wanted = _enumerate(
+        Config(
+            num_devices if num_devices is not None else settings.num_devices,
+            device_type if device_type is not None else settings.device_type,
+        )
+    )
+    with _lock:
+        if _runtime is not None and not _runtime.closed and _runtime.devices == wanted:
+            return
+        shutdown()
+        _planned = wanted
+        _start(wanted)
+
+
+def shutdown() -> None:
+    """End the workers; idempotent, and done at exit if it is not called.  The next use starts a new pool.
+
+    Values that lived on the workers are gone: using one raises ``RuntimeClosed``.
+    """
+    global _runtime, _planned
+    with _lock:
+        if _runtime is not None:
+            _runtime.close()
+        _runtime = None
+        _planned = None
+
+
+def runtime() -> Runtime:
+    """The running pool, started if need be."""
+    current = _runtime
+    if current is not None and not current.closed:
+        return current
+    with _lock:
+        if _runtime is None or (_runtime.closed and _planned is None):
+            _start(devices())
+        elif _runtime.closed:
+            _restart_or_raise(_runtime)
+        assert _runtime is not None
+        return _runtime
+
+
+def _restart_or_raise(ended: Runtime) -> None:
+    """A pool that could not be repaired is replaced; one that belongs to the parent process is not."""
+    error = getattr(ended, "forked", False)
+    if error:
+        raise RuntimeClosed(
+            "this process was forked from the one that owns the torchpmap devices; use torchpmap in the parent, or start this "
+            "process with spawn or forkserver."
+        )
+    _start(ended.devices)
+
+
+def _start(wanted: tuple[Device, ...]) -> None:
+    # the runtimes import multiprocessing's and torch's process machinery: not needed before the first start
+    from torchpmap._runtimes._local import LocalRuntime
+
+    global _runtime
+    _preload()
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)
+    _runtime = LocalRuntime(len(wanted), wanted[0].platform, config.timeout)
+
+
+def _preload() -> None:
+    from torchpmap._runtimes._process import preload
+
+    preload()
+
+
+def _enumerate(settings: Config) -> tuple[Device, ...]:
+    kind = settings.device_type or default_device_type()
+    return enumerate_devices(settings.num_devices or default_num_devices(kind), kind)
+
+
+def devices(backend: str | None = None) -> list[Device]:
+    """Return all devices, in the order in which axis indices are given to them.
+
+    Args:
+        backend: ``"cpu"`` or ``"cuda"``; default: the kind in use.
+
+    Raises:
+        RuntimeError: there are no devices of that kind.
+
+    Example:
+        >>> import torchpmap as tp
+        >>> tp.devices()
+        [Device(cpu:0), Device(cpu:1), Device(cpu:2), Device(cpu:3)]
+
+    Source: ``jax.devices``.
+    """
+    global _planned
+    with _lock:
+        if _planned is None:
+            _planned = _enumerate(config.snapshot())
+            _preload()
+        found = list(_planned)
+    if backend is not None and backend != found[0].platform:
+        raise RuntimeError(
+            f"Unknown backend: {backend!r} requested, but the devices in use are of type {found[0].platform!r}. "
+            f"Call torchpmap.init(device_type={backend!r}) first."
+        )
+    return found
+
+
+def local_devices(process_index: int | None = None, backend: str | None = None) -> list[Device]:
+    """Return the devices of one controller process (this one by default); with one controller, all of them.
+
+    Raises:
+        ValueError: there is no such process.
+
+    Source: ``jax.local_devices``.
+    """
+    if process_index not in (None, 0):
+        raise ValueError(f"Unknown process_index {process_index}")
+    return devices(backend)
+
+
+def device_count(backend: str | None = None) -> int:
+    """Return the number of devices.
+
+    Source: ``jax.device_count``.
+    """
+    return len(devices(backend))
+
+
+def local_device_count(backend: str | None = None) -> int:
+    """Return the number of devices of this controller process.
+
+    Source: ``jax.local_device_count``.
+    """
+    return len(local_devices(None, backend))
+
+
+def process_index(backend: str | None = None) -> int:
+    """Return the number of this controller process: 0, as there is one.
+
+    Source: ``jax.process_index``.
+    """
+    return devices(backend)[0].process_index
+
+
+def process_count(backend: str | None = None) -> int:
+    """Return the number of controller processes: 1.
+
+    Source: ``jax.process_count``.
+    """
+    return len({device.process_index for device in devices(backend)})
+
+
+def default_backend() -> str:
+    """Return the kind of the devices in use, ``"cpu"`` or ``"cuda"``.
+
+    Source: ``jax.default_backend``.
+    """
+    return devices()[0].platform

@@ -1,0 +1,126 @@
+"""``compile=False``: the Python function itself runs on every worker, and the call waits for it.
+
+Nothing guarantees here that all devices run the same collectives, and Gloo answers a mismatch with wrong numbers.  So every rank
+reports which collectives it ran, and results are given out only if all reports agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from torchpmap._current import runtime as current_runtime
+from torchpmap._devices import Device
+from torchpmap._errors import CollectiveMismatch
+from torchpmap._layout import stacked_layout
+from torchpmap._plan import Called
+from torchpmap._program import EagerCall, EagerReport, Program, not_replicated
+from torchpmap._runtimes._base import Handle
+from torchpmap._shipping import pickled
+
+__all__ = ["EagerPlan"]
+
+
+class EagerPlan:
+    """How to run one program uncompiled; prepared like a ``Plan``, but its outputs are known only afterwards."""
+
+    def __init__(self, program: Program, devices: tuple[Device, ...], prefix: str) -> None:
+        self._program = program
+        self._devices = devices
+        self._prefix = prefix
+        self._ranks = tuple(device.id for device in devices)
+        self._group = f"ranks:{','.join(map(str, self._ranks))}"
+
+    def holds(self) -> bool:
+        return True  # the function is pickled anew for every call, with what it closes over
+
+    def call(self, held: Sequence[Handle]) -> Called:
+        """Run the function on stored blocks and wait for all devices."""
+        runtime = current_runtime()
+        team = runtime.team(self._ranks)
+        function = pickled(self._program, f"{self._program.name}()")
+        function_id = int.from_bytes(hashlib.blake2b(function, digest_size=7).digest(), "little")
+        call = EagerCall(
+            self._program.name,
+            function_id,
+            function,
+            tuple(handle.id for handle in held),
+            self._ranks,
+            self._group,
+        )
+        runtime.make_groups({self._group: (self._ranks,)})
+        reports, first, seq = runtime.run_eagerly(team, call)
+        outputs = [
+            Handle(first + k, seq, team)
+            for k in range(sum(s is not None for s in reports[0].shapes))
+        ]
+        self._check(reports)
+        report = reports[0]
+        layouts = [
+            stacked_layout(shape, dtype, dim, self._devices, self._program.axis_name)
+            for shape, dtype, dim in zip(report.shapes, report.dtypes, report.dims, strict=True)
+            if shape is not None and dtype is not None
+        ]
+        nones = [k for k, shape in enumerate(report.shapes) if shape is None]
+
+        def tree(leaves: list[Any]) -> Any:
+            for position in nones:
+                leaves.insert(position, None)
+            return report.structure.unflatten(leaves)
+
+        return list(zip(layouts, outputs, strict=True)), tree, report.requires_grad
+
+    def _check(self, reports: Sequence[EagerReport]) -> None:
+        """Raise unless all devices did the same."""
+        self._check_collectives(reports)
+        first = reports[0]
+        for report, device in zip(reports, self._devices, strict=True):
+            if (report.structure, report.shapes, report.dtypes, report.dims) != (
+                first.structure,
+                first.shapes,
+                first.dtypes,
+                first.dims,
+            ):
+                raise ValueError(
+                    f"{self._prefix}: devices returned different kinds of results: {self._devices[0]} returned "
+                    f"{_summary(first)}, {device} returned {_summary(report)}. All devices must return the same structure, shapes "
+                    "and dtypes to be stacked."
+                )
+            if report.used_randomness:
+                raise NotImplementedError(
+                    f"{self._prefix}: the function draws random numbers, and random streams per device are not supported yet. "
+                    "Draw them outside and pass them as an argument, for example torch.randn(num_devices, ...)."
+                )
+        for path, difference in first.differences:
+            if difference != 0:
+                raise ValueError(not_replicated(self._prefix, path, difference))
+
+    def _check_collectives(self, reports: Sequence[EagerReport]) -> None:
+        first = reports[0].collectives
+        for report, device in zip(reports, self._devices, strict=True):
+            if report.collectives == first:
+                continue
+            length = min(len(report.collectives), len(first))
+            place = next((k for k in range(length) if report.collectives[k] != first[k]), length)
+            raise CollectiveMismatch(
+                f"{self._prefix}: devices ran different collectives, so the result would be wrong. Collective number {place + 1}:\n"
+                f"  {self._devices[0]}: {_nth(first, place)}\n  {device}: {_nth(report.collectives, place)}\n"
+                "Every device must run the same collectives in the same order: do not put one under a condition on a device's own "
+                "values or axis index."
+            )
+
+
+def _nth(collectives: Sequence[tuple], place: int) -> str:
+    if place >= len(collectives):
+        return "none (it returned)"
+    name, how, _, shape, dtype = collectives[place]
+    return f"{name}{f' ({how})' if how else ''} of {str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _summary(report: EagerReport) -> str:
+    kinds = [
+        None if shape is None else f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+        for shape, dtype in zip(report.shapes, report.dtypes, strict=True)
+    ]
+    return f"{report.structure} of {kinds}"

@@ -1,0 +1,236 @@
+"""What can go wrong, and how an exception crosses from a worker to the caller.
+
+Misuse raises the built-in ``TypeError``, ``ValueError`` and ``NameError`` in the caller's process,
+before anything is sent. Everything else is in this tree:
+
+    RuntimeError
+      PmapError
+        WorkerError          user code raised and its exception could not be rebuilt
+        WorkerDied           a worker process ended
+        ShardLost            the value was on a worker that is gone
+        RuntimeClosed        the runtime was shut down under a value or a call
+        TraceError           fullgraph=True and the function cannot be traced
+        CollectiveMismatch   devices ran different collectives
+        CallTimeout          a call took longer than its limit
+
+A user's exception keeps its own type. What does not work: ``pickle.dumps(exc)`` alone. The class
+may not be importable, unpickling may raise (a required argument of ``__init__``), ``__str__`` may
+raise, and the value may hold a lock or a gigabyte. So text and traceback always travel as plain
+strings, and the exception object itself is an optional extra that the sender has already unpickled
+once: whatever breaks, breaks in the worker.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import reprlib
+import signal
+import traceback
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import cloudpickle
+import torch
+
+
+class PmapError(RuntimeError):
+    """Base class of every failure that is not plain misuse.
+
+    Example:
+        >>> issubclass(WorkerDied, PmapError) and issubclass(PmapError, RuntimeError)
+        True
+    """
+
+
+class WorkerError(PmapError):
+    """User code raised on a worker and its exception could not be rebuilt; only its text is left.
+
+    Example:
+        >>> packed = pack_exception(SystemExit(3))  # must not end the caller's process
+        >>> unpack_exception(packed, where="on device cpu:0")
+        WorkerError('SystemExit: 3')
+    """
+
+
+class WorkerDied(PmapError):
+    """A worker process ended by itself or was killed; ``rank`` and ``exitcode`` tell which and how.
+
+    Args:
+        message: the whole text; by default it is built from ``rank`` and ``exitcode``.
+        rank: rank of the worker.
+        exitcode: as ``multiprocessing.Process.exitcode``: negative for a signal.
+
+    Example:
+        >>> str(WorkerDied(rank=2, exitcode=-9))
+        'the worker of rank 2 died (SIGKILL)'
+    """
+
+    def __init__(
+        self, message: str | None = None, *, rank: int | None = None, exitcode: int | None = None
+    ) -> None:
+        if message is None:
+            which = "a worker" if rank is None else f"the worker of rank {rank}"
+            message = f"{which} died ({exit_reason(exitcode)})"
+        super().__init__(message)
+        self.rank = rank
+        self.exitcode = exitcode
+
+
+class ShardLost(PmapError):
+    """The value lived on a worker that died, or belongs to a call that failed."""
+
+
+class RuntimeClosed(PmapError):
+    """The runtime was shut down, or the process was forked, under a value or a call."""
+
+
+class TraceError(PmapError):
+    """``fullgraph=True`` was asked for and the function cannot be traced as one graph."""
+
+
+class CollectiveMismatch(PmapError):
+    """Devices of one axis ran different collectives, so no result is right."""
+
+
+class CallTimeout(PmapError):
+    """A call did not finish within its time limit."""
+
+
+class RemoteTraceback(Exception):
+    """The ``__cause__`` of an exception from a worker: its text is the traceback over there."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+def exit_reason(exitcode: int | None) -> str:
+    """Return ``"SIGKILL"`` for a process that a signal ended, else ``"exit code 3"``.
+
+    Example:
+        >>> exit_reason(-9), exit_reason(3)
+        ('SIGKILL', 'exit code 3')
+    """
+    if exitcode is None:
+        return "unknown exit code"
+    if exitcode >= 0:
+        return f"exit code {exitcode}"
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:
+        return f"signal {-exitcode}"
+
+
+def call_prefix(kind: str, name: str, in_axes: Any, axis_name: Hashable | None) -> str:
+    """Return the head of a message about one call, as ``torch.func.vmap`` writes it.
+
+    Example:
+        >>> call_prefix("pmap", "step", (None, 0), "i")
+        "pmap(step, in_axes=(None, 0), axis_name='i')(<inputs>)"
+    """
+    short = reprlib.Repr()
+    short.maxdict = short.maxlist = short.maxtuple = 8
+    axis = "" if axis_name is None else f", axis_name={axis_name!r}"
+    return f"{kind}({name}, in_axes={short.repr(in_axes)}{axis})(<inputs>)"
+
+
+def pack_exception(exc: BaseException, *, limit: int = 64 * 1024) -> bytes:
+    """Turn any exception into bytes for ``unpack_exception``; never raises, whatever it holds.
+
+    Args:
+        exc: the exception, with its traceback, causes and notes.
+        limit: most bytes of the pickled exception, and most characters of its text, of each note
+            and of its traceback.
+    """
+    trace = _guarded(lambda: "".join(traceback.format_exception(exc)), "")
+    type_name = _type_name(type(exc))
+    # join: __str__ may return a subclass of str that cannot be pickled.
+    text = _guarded(lambda: "".join([str(exc)]), "<exception str() failed>")
+    fields = (
+        type_name,
+        _capped(text, limit),
+        _capped(trace or f"{type_name}: {text}", limit),
+        _guarded(lambda: [_capped(str(note), limit) for note in exc.__notes__][:100], []),
+        _guarded(lambda: _pickled(exc, type_name, text, limit), None),
+    )
+    return pickle.dumps(fields)
+
+
+def unpack_exception(packed: bytes, *, where: str) -> BaseException:
+    """Rebuild what ``pack_exception`` packed: the same type if possible, else a ``WorkerError``.
+
+    Args:
+        packed: bytes from ``pack_exception``; unpickled, so only ever from our own workers.
+        where: added as a note: ``"on device cpu:2 (rank 2, pid 71) while running step"``.
+
+    Returns:
+        the exception, not raised, with ``__cause__`` set to the remote traceback.
+    """
+    type_name, text, trace, notes, pickled = pickle.loads(packed)
+    exc = _guarded(lambda: _rebuilt(pickled, type_name), None) if pickled else None
+    if exc is None:
+        exc = WorkerError(f"{type_name}: {text}" if text else type_name)
+    # Past any __setattr__ of the user's class.
+    BaseException.__setattr__(exc, "__notes__", [*notes, where])
+    BaseException.__setattr__(exc, "__cause__", RemoteTraceback(trace))
+    return exc
+
+
+class _LimitedFile(io.BytesIO):
+    """Raises once more than ``limit`` bytes are written: a huge value is never pickled whole."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._left = limit
+
+    def write(self, data: Any) -> int:
+        self._left -= memoryview(data).nbytes
+        if self._left < 0:
+            raise pickle.PicklingError("larger than the limit")
+        return super().write(data)
+
+
+class _HostPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Refuses accelerator tensors: rebuilding one would start the accelerator in the caller."""
+
+    def persistent_id(self, obj: Any) -> None:
+        if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
+            raise pickle.PicklingError(f"tensor on {obj.device}")
+
+
+def _pickled(exc: BaseException, type_name: str, text: str, limit: int) -> bytes | None:
+    file = _LimitedFile(limit)
+    # args travel too: __init__ may have computed them, and unpickling runs it on its own result.
+    _HostPickler(file).dump((exc, exc.args))
+    pickled = file.getvalue()
+    return pickled if str(_rebuilt(pickled, type_name)) == text else None
+
+
+def _rebuilt(pickled: bytes, type_name: str) -> Exception:
+    exc, args = pickle.loads(pickled)
+    # Not BaseException: SystemExit of a worker must not end the caller's program.
+    if not isinstance(exc, Exception) or _type_name(type(exc)) != type_name:
+        raise TypeError(f"{type_name} was rebuilt as {type(exc)}")
+    BaseException.__setattr__(exc, "args", args)
+    return exc
+
+
+def _guarded(build: Callable[[], Any], fallback: Any) -> Any:
+    # User code runs inside (__str__, __reduce__, __setstate__); even its SystemExit must not win.
+    try:
+        return build()
+    except BaseException:
+        return fallback
+
+
+def _type_name(cls: type) -> str:
+    known = cls.__module__ in ("builtins", "__main__")
+    return cls.__qualname__ if known else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _capped(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    # Both ends: the head has the outermost frames, the tail the error.
+    half = limit // 2
+    return f"{text[:half]}\n... [{len(text) - 2 * half} characters left out] ...\n{text[-half:]}"

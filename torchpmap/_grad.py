@@ -1,0 +1,187 @@
+"""``grad`` and ``value_and_grad`` with JAX's arguments and result order, on ``torch.func``."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpmap import _tree
+
+__all__ = ["grad", "value_and_grad"]
+
+
+def grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Return a function that computes the gradient of ``fun``.
+
+    grad: (fun: (*args) -> float[]) -> (*args) -> gradient, with the structure of the argument
+
+    Inside a mapped function the gradient is the one of the *sum* of all devices' results, as the
+    transpose of psum is psum: ``grad`` of ``psum(loss)`` is n times the gradient of one loss.
+
+    Args:
+        fun: returns a real scalar, or with ``has_aux`` a pair (scalar, anything).
+        argnums: position of the argument, or positions of the arguments, to differentiate; each a
+            pytree of floating-point or complex tensors. Python floats become tensors. Other
+            arguments, and all keyword arguments, pass through.
+        has_aux: whether ``fun`` returns a pair.
+
+    Returns:
+        A function of the same arguments that returns the gradient, a tuple of gradients where
+        ``argnums`` is a sequence; with ``has_aux`` the pair (gradient, aux).
+
+    Raises:
+        TypeError: an argument is not differentiable, or the result is not a real scalar.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.grad(lambda w, x: w * x**2, argnums=1)(2.0, 3.0)
+        tensor(12.)
+        >>> f = tp.pmap(tp.grad(lambda x: tp.psum(x**2, "i")), axis_name="i")
+        >>> f(torch.arange(4.0)).tolist()
+        [0.0, 8.0, 16.0, 24.0]
+
+    Source: jax.grad; checked in tests/test_grad.py.
+    """
+    both = value_and_grad(fun, argnums, has_aux)
+
+    @functools.wraps(fun)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return gradient
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Return a function that computes ``fun`` and its gradient.
+
+    value_and_grad: (fun: (*args) -> float[]) -> (*args) -> (value, gradient)
+
+    Args:
+        fun: returns a real scalar, or with ``has_aux`` a pair (scalar, anything).
+        argnums: as for ``grad``.
+        has_aux: whether ``fun`` returns a pair.
+
+    Returns:
+        A function of the same arguments that returns the pair (value, gradient); with ``has_aux``
+        the pair ((value, aux), gradient).
+
+    Raises:
+        TypeError: an argument is not differentiable, or the result is not a real scalar.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.value_and_grad(lambda x: x**3)(2.0)
+        (tensor(8.), tensor(12.))
+
+    Source: jax.value_and_grad, whose order is (value, gradient) where torch.func.grad_and_value has
+        (gradient, value); checked in tests/test_grad.py.
+    """
+    single = not isinstance(argnums, Sequence)
+    positions = [
+        operator.index(k) for k in (argnums if isinstance(argnums, Sequence) else [argnums])
+    ]
+
+    @functools.wraps(fun)
+    def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
+        where = [_position(k, positions, len(args)) for k in positions]
+        leaves, structure = _tree.flatten(tuple(args[k] for k in where))
+        # None is an empty leaf: nothing to differentiate, and None in the gradient.
+        given = [i for i, leaf in enumerate(leaves) if leaf is not None]
+
+        aux_leaves: list[Any] = []
+        aux_structure = structure
+
+        def scalar_fun(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            nonlocal aux_leaves, aux_structure
+            full_leaves, full_args = list(leaves), list(args)
+            for i, leaf in zip(given, inputs, strict=True):
+                full_leaves[i] = leaf
+            for k, argument in zip(where, structure.unflatten(full_leaves), strict=True):
+                full_args[k] = argument
+            result = fun(*full_args, **kwargs)
+            value, aux = _pair(result) if has_aux else (result, None)
+            aux_leaves, aux_structure = _tree.flatten(aux)
+            # torch.func lets only tensors out of the differentiated function.
+            return _scalar(value), [leaf for leaf in aux_leaves if isinstance(leaf, torch.Tensor)]
+
+        inputs = [_differentiable(leaves[i]) for i in given]
+        grads, (value, aux_tensors) = torch.func.grad_and_value(scalar_fun, has_aux=True)(inputs)
+        for i, gradient in zip(given, grads, strict=True):
+            leaves[i] = gradient
+        gradients = structure.unflatten(leaves)
+        gradients = gradients[0] if single else gradients
+        if not has_aux:
+            return value, gradients
+        left = iter(aux_tensors)
+        aux = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in aux_leaves]
+        return (value, aux_structure.unflatten(aux)), gradients
+
+    return value_and_gradient
+
+
+def _position(argnum: int, argnums: list[int], count: int) -> int:
+    if -count <= argnum < count:
+        return argnum % count
+    needed = argnum + 1 if argnum >= 0 else -argnum
+    raise TypeError(
+        f"differentiating with respect to argnums={argnums[0] if len(argnums) == 1 else argnums} "
+        f"requires at least {needed} positional arguments to be passed by the caller, but got only "
+        f"{count} positional arguments."
+    )
+
+
+def _differentiable(leaf: Any) -> torch.Tensor:
+    if not isinstance(leaf, (torch.Tensor, np.ndarray, np.generic, bool, int, float, complex)):
+        raise TypeError(
+            f"grad requires tensors, numpy arrays or Python numbers, but got {leaf!r} of type "
+            f"{type(leaf).__name__}."
+        )
+    tensor = leaf if isinstance(leaf, torch.Tensor) else torch.tensor(leaf)
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        raise TypeError(
+            "grad requires real- or complex-valued inputs (input dtype that is a sub-dtype of "
+            f"float or complex), but got {_name(tensor.dtype)}."
+        )
+    return tensor
+
+
+def _pair(result: Any) -> tuple[Any, Any]:
+    if isinstance(result, tuple | list) and len(result) == 2:
+        value, aux = result
+        return value, aux
+    raise TypeError(
+        "expected function with aux output to return a two-element tuple, but got type "
+        f"{type(result)} with value {result}"
+    )
+
+
+def _scalar(value: Any) -> torch.Tensor:
+    if isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)):
+        value = torch.tensor(value)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"Gradient only defined for scalar-output functions. Output was {value}.")
+    if value.dim():
+        raise TypeError(
+            "Gradient only defined for scalar-output functions. Output had shape: "
+            f"{tuple(value.shape)}."
+        )
+    if not value.is_floating_point():
+        raise TypeError(
+            "grad requires real-valued outputs (output dtype that is a sub-dtype of float), but "
+            f"got {_name(value.dtype)}."
+        )
+    return value
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

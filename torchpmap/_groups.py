@@ -1,0 +1,144 @@
+"""Process groups of one worker, by name: made, cut from another thread, dropped, made again in the next epoch.
+
+Groups are plain ``c10d`` groups registered under a *name* that is equal on all ranks, so that compiled graphs (which hold only
+the name) survive a rebuilt group.  They are made directly instead of with ``torch.distributed.new_group`` because that sorts
+its ranks, numbers its names, and needs a default group.
+
+A rank that waits in a Gloo collective for a rank that will not come can be freed neither by ``abort()`` nor by a signal (torch
+2.13: Gloo overrides neither abort nor shutdown).  What works is shutting down the group's *connected* sockets, found as the
+descriptors that appeared while the group was made; the listening socket must be left alone (closing it aborts the process).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import threading
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+
+__all__ = ["Groups", "RankPartition"]
+
+RankPartition = tuple[tuple[int, ...], ...]
+"""Disjoint tuples of ranks; a rank's group is the tuple that holds it, its place there is its rank in the group."""
+
+
+class Groups:
+    """Named process groups of this process (one writer: the main thread; ``cut`` may come from any thread)."""
+
+    def __init__(self, rank: int, device: torch.device, store_path: str, timeout_s: float) -> None:
+        self._rank = rank
+        self._device = device
+        self._store = dist.FileStore(
+            store_path, -1
+        )  # -1: the store does not remove its file, ours has no name
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._lock = threading.Lock()  # guards _sockets and was_cut
+        self._sockets: list[socket.socket] = []
+        self._groups: dict[str, dist.ProcessGroup | None] = {}
+        self.epoch = 0
+        self.was_cut = False
+
+    def ensure(self, name: str, partition: RankPartition) -> None:
+        """Make this rank's group of ``partition`` under ``name``; every member must do the same."""
+        if name in self._groups:
+            return
+        if self.was_cut:
+            raise RuntimeError(
+                f"the process groups of epoch {self.epoch} are gone: another device failed"
+            )
+        members = next((part for part in partition if self._rank in part), None)
+        if members is None:
+            self._groups[name] = None
+            return
+        before = _socket_fds()
+        store = dist.PrefixStore(f"{self.epoch}/{name}/{members[0]}", self._store)
+        group = self._make(store, members.index(self._rank), len(members))
+        group._set_group_name(name)
+        _register_process_group(name, group)
+        self._groups[name] = group
+        with self._lock:
+            self._sockets.extend(_connected(_socket_fds() - before))
+
+    def _make(self, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+        group = dist.ProcessGroup(store, rank, size)
+        gloo = dist.ProcessGroupGloo(
+            dist.PrefixStore("gloo", store), rank, size, self._gloo_options()
+        )
+        kinds = dist.ProcessGroup.BackendType
+        group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+        if self._device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+            group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+            group._set_default_backend(kinds.NCCL)
+        else:
+            group._set_default_backend(kinds.GLOO)
+        return group
+
+    def _gloo_options(self) -> dist.ProcessGroupGloo._Options:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+        options._timeout = self._timeout
+        return options
+
+    def cut(self, epoch: int) -> None:
+        """Free this rank from any collective of ``epoch``; a late cut of an older epoch does nothing."""
+        with self._lock:
+            if epoch != self.epoch:
+                return
+            self.was_cut = True
+            for connection in self._sockets:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def drop(self) -> None:
+        """Let go of all groups: peers that wait for this rank fail within milliseconds instead of at their timeout."""
+        with self._lock:
+            self.was_cut = True
+            for connection in self._sockets:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+                connection.close()
+            self._sockets.clear()
+        for name, group in self._groups.items():
+            if group is not None:
+                _unregister_process_group(name)
+                if self._device.type == "cuda":
+                    group.abort()
+        self._groups.clear()
+
+    def renew(self, epoch: int) -> None:
+        """Drop what is left and start ``epoch`` with no groups."""
+        self.drop()
+        with self._lock:
+            self.epoch = epoch
+            self.was_cut = False
+
+
+def _socket_fds() -> set[int]:
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is gone by now
+            if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                found.add(int(entry))
+    return found
+
+
+def _connected(fds: set[int]) -> list[socket.socket]:
+    """Duplicates of those of ``fds`` that have a peer."""
+    found = []
+    for fd in fds:
+        duplicate = socket.socket(fileno=os.dup(fd))
+        try:
+            duplicate.getpeername()
+        except OSError:
+            duplicate.close()
+        else:
+            found.append(duplicate)
+    return found

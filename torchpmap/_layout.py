@@ -1,0 +1,140 @@
+"""What a value on the workers looks like: its logical shape and which block each rank holds.
+
+A block has as many dims as the whole value.  Layouts are interned: the key of a call compares them by identity, so asking "is
+this argument where the plan wants it" costs one dictionary lookup however many leaves there are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchpmap._devices import Device
+from torchpmap._mesh import NamedSharding, replicated, row_sharding
+
+__all__ = ["Layout", "general_layout", "replicated_layout", "row_layout", "stacked_layout"]
+
+DEFAULT_AXIS_NAME = "devices"
+
+
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class Layout:
+    """Shape, dtype and placement of a sharded value (compared by identity; made by the functions below)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sharding: NamedSharding
+    devices: tuple[Device, ...]
+    """In mesh order; ``ranks`` are their ids."""
+    ranks: tuple[int, ...]
+    dim: int | None
+    """The dim whose index k lives on the k-th device; None if every device holds everything (or for a general sharding)."""
+    is_replicated: bool
+
+    @property
+    def slices(self) -> tuple[tuple[slice, ...], ...]:
+        """Per rank, the part of the whole that its block is."""
+        where = self.sharding.devices_indices_map(self.shape)
+        return tuple(where[device] for device in self.devices)
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        return tuple(self.sharding.shard_shape(self.shape))
+
+    def same_place(self, other: Layout) -> bool:
+        """Whether both put the same block on the same rank (axis names do not matter)."""
+        return self is other or (
+            self.shape == other.shape
+            and self.dtype == other.dtype
+            and self.ranks == other.ranks
+            and (len(self.ranks) == 1 or self._same_blocks(other))
+        )
+
+    def _same_blocks(self, other: Layout) -> bool:
+        return (
+            self.is_replicated == other.is_replicated
+            and self.dim == other.dim
+            and (self.dim is not None or self.is_replicated or self.slices == other.slices)
+        )
+
+
+_interned: weakref.WeakValueDictionary[Hashable, Layout] = weakref.WeakValueDictionary()
+
+
+def row_layout(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    devices: tuple[Device, ...],
+    dim: int,
+    axis_name: Hashable,
+) -> Layout:
+    """Row k of ``dim`` lives on the k-th device."""
+    return _intern(
+        tuple(shape), dtype, devices, dim, DEFAULT_AXIS_NAME if axis_name is None else axis_name
+    )
+
+
+def replicated_layout(
+    shape: Sequence[int], dtype: torch.dtype, devices: tuple[Device, ...]
+) -> Layout:
+    """Every device holds the whole value."""
+    return _intern(tuple(shape), dtype, devices, None, None)
+
+
+def stacked_layout(
+    block_shape: Sequence[int],
+    dtype: torch.dtype,
+    dim: int | None,
+    devices: tuple[Device, ...],
+    axis_name: Hashable,
+) -> Layout:
+    """The layout of a value whose blocks (of size 1 in ``dim``) are stacked along ``dim``; None: all blocks are equal."""
+    if dim is None:
+        return replicated_layout(block_shape, dtype, devices)
+    shape = (*block_shape[:dim], len(devices), *block_shape[dim + 1 :])
+    return row_layout(shape, dtype, devices, dim, axis_name)
+
+
+def _intern(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    devices: tuple[Device, ...],
+    dim: int | None,
+    axis_name: Hashable,
+) -> Layout:
+    key = (shape, dtype, devices, dim, axis_name)
+    layout = _interned.get(key)
+    if layout is None:
+        sharding = replicated(devices) if dim is None else row_sharding(devices, axis_name, dim)
+        ranks = tuple(device.id for device in devices)
+        layout = _interned[key] = Layout(shape, dtype, sharding, devices, ranks, dim, dim is None)
+    return layout
+
+
+def general_layout(shape: Sequence[int], dtype: torch.dtype, sharding: NamedSharding) -> Layout:
+    """Any named sharding (raises ``ValueError`` if the shape does not divide)."""
+    shape = tuple(shape)
+    sharding.shard_shape(shape)
+    devices = tuple(sharding.mesh.devices.flat)
+    if sharding.is_fully_replicated:
+        return replicated_layout(shape, dtype, devices)
+    key = (shape, dtype, devices, sharding)
+    layout = _interned.get(key)
+    if layout is None:
+        ranks = tuple(device.id for device in devices)
+        layout = _interned[key] = Layout(
+            shape, dtype, sharding, devices, ranks, _row_dim(shape, sharding), False
+        )
+    return layout
+
+
+def _row_dim(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
+    """The dim that is cut into rows of one, if that is all the sharding does."""
+    block = sharding.shard_shape(shape)
+    cut = [dim for dim, (whole, part) in enumerate(zip(shape, block, strict=True)) if whole != part]
+    if len(cut) == 1 and block[cut[0]] == 1 and shape[cut[0]] == sharding.mesh.size:
+        return cut[0]
+    return None

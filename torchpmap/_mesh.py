@@ -1,0 +1,326 @@
+"""Who holds which slice: ``Mesh``, ``PartitionSpec``, ``NamedSharding``. Pure arithmetic.
+
+A mesh is an array of devices whose axes have names. A spec says, dim by dim, over which mesh axes a
+tensor is cut; mesh axes that it does not mention hold equal copies:
+
+    mesh (x: 2, y: 2)      spec P('x')          spec P(None, ('x', 'y'))
+      [cpu:0 cpu:1]        cpu:0, cpu:1: rows 0    device k: column block k
+      [cpu:2 cpu:3]        cpu:2, cpu:3: rows 1    (the first name is the slowest)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchpmap._devices import Device
+
+Index = tuple[slice, ...]
+
+
+class PartitionSpec(tuple[Any, ...]):
+    """How each dim of a tensor is laid over the axes of a mesh; ``P`` for short.
+
+    Args:
+        *entries: per dim None (not cut), the name of a mesh axis, or a tuple of names (cut over all
+            of them, the first one slowest). Dims beyond the last entry are not cut.
+
+    Example:
+        >>> PartitionSpec("i", None)
+        PartitionSpec('i', None)
+        >>> PartitionSpec(("x", "y"))
+        PartitionSpec(('x', 'y'),)
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *entries: Any) -> PartitionSpec:
+        for entry in entries:
+            for name in _names(entry):
+                if isinstance(name, int) or name is None or not isinstance(name, Hashable):
+                    raise TypeError(
+                        "each entry of a PartitionSpec must be None, a mesh axis name or a tuple "
+                        f"of names, but got {entry!r}."
+                    )
+        # ('x',) and 'x' are the same cut.
+        short = (e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in entries)
+        return super().__new__(cls, short)
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return tuple(self)
+
+    def __repr__(self) -> str:
+        return f"PartitionSpec{super().__repr__()}"
+
+
+P = PartitionSpec
+
+
+class Mesh:
+    """An array of distinct devices with one name per array axis; immutable and hashable.
+
+    Args:
+        devices: array-like of ``Device``, of any rank.
+        axis_names: one hashable name per axis; a single string for a 1-D mesh.
+
+    Raises:
+        ValueError: number of names and of axes differ, or a name or a device is repeated.
+        TypeError: something in ``devices`` is not a ``Device``.
+
+    Example:
+        >>> cpus = [Device(i, "cpu") for i in range(4)]
+        >>> mesh = Mesh([cpus[:2], cpus[2:]], ("x", "y"))
+        >>> mesh, mesh.size
+        (Mesh('x': 2, 'y': 2), 4)
+        >>> mesh.devices[1, 0]
+        Device(cpu:2)
+    """
+
+    __slots__ = ("_hash", "axis_names", "devices")
+
+    axis_names: tuple[Hashable, ...]
+    devices: np.ndarray[Any, Any]
+
+    def __init__(self, devices: Any, axis_names: str | Sequence[Hashable]) -> None:
+        array = np.array(devices, dtype=object)
+        names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+        _check_mesh(array, names)
+        array.flags.writeable = False
+        self.devices = array
+        self.axis_names = names
+        self._hash = hash((array.shape, tuple(array.flat), names))
+
+    @property
+    def shape(self) -> OrderedDict[Hashable, int]:
+        """Axis name -> size, in axis order."""
+        return OrderedDict(zip(self.axis_names, self.devices.shape, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.devices.size
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Mesh)
+            and self.axis_names == other.axis_names
+            and self.devices.shape == other.devices.shape
+            and tuple(self.devices.flat) == tuple(other.devices.flat)
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mesh, (self.devices, self.axis_names)
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name!r}: {size}' for name, size in self.shape.items())})"
+
+
+def make_mesh(
+    axis_shapes: Sequence[int], axis_names: Sequence[Hashable], *, devices: Sequence[Device]
+) -> Mesh:
+    """Arrange the first ``prod(axis_shapes)`` of ``devices`` in a mesh, the last axis fastest.
+
+    Raises:
+        ValueError: there are fewer devices than that.
+
+    Example:
+        >>> make_mesh((2, 2), ("x", "y"), devices=[Device(i, "cpu") for i in range(4)])
+        Mesh('x': 2, 'y': 2)
+    """
+    shape = tuple(axis_shapes)
+    if any(size < 1 for size in shape):
+        raise ValueError(f"the sizes of mesh axes must be at least 1, but got {shape}.")
+    size = math.prod(shape)
+    if len(devices) < size:
+        raise ValueError(
+            f"Number of devices {len(devices)} must be >= the product of mesh_shape {shape}."
+        )
+    return Mesh(_object_array(devices[:size]).reshape(shape), axis_names)
+
+
+class NamedSharding:
+    """Where each piece of a tensor lives: a mesh and a ``PartitionSpec``; immutable and hashable.
+
+    Raises:
+        ValueError: the spec has a name that is not an axis of the mesh, or the same name twice.
+
+    Example:
+        >>> mesh = Mesh([Device(0, "cpu"), Device(1, "cpu")], "i")
+        >>> sharding = NamedSharding(mesh, PartitionSpec("i"))
+        >>> sharding
+        NamedSharding(mesh=Mesh('i': 2), spec=PartitionSpec('i',))
+        >>> sharding.shard_shape((4, 3))
+        (2, 3)
+        >>> sharding.devices_indices_map((4, 3))[mesh.devices[1]]
+        (slice(2, 4, None), slice(None, None, None))
+    """
+
+    __slots__ = ("_hash", "_parts", "mesh", "spec")
+
+    mesh: Mesh
+    spec: PartitionSpec
+
+    def __init__(self, mesh: Mesh, spec: PartitionSpec) -> None:
+        if not isinstance(mesh, Mesh) or not isinstance(spec, PartitionSpec):
+            raise TypeError(
+                "NamedSharding takes a Mesh and a PartitionSpec, but got "
+                f"{type(mesh).__name__} and {type(spec).__name__}."
+            )
+        _check_names(mesh, spec)
+        self.mesh = mesh
+        self.spec = spec
+        sizes = mesh.shape
+        self._parts = tuple(math.prod(sizes[name] for name in _names(entry)) for entry in spec)
+        self._hash = hash((mesh, spec))
+
+    @property
+    def device_set(self) -> set[Device]:
+        """All devices of the mesh."""
+        return set(self.mesh.devices.flat)
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        """Whether every device holds the whole tensor."""
+        return math.prod(self._parts) == 1
+
+    def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of one device's piece of a tensor of this shape.
+
+        Raises:
+            ValueError: the spec has more entries than dims, or a dim cannot be cut evenly.
+        """
+        shape = tuple(shape)
+        if len(self._parts) > len(shape):
+            raise ValueError(
+                f"Sharding {self} is only valid for values of rank at least {len(self._parts)}, "
+                f"but was applied to a value of rank {len(shape)} (its shape is {shape})."
+            )
+        parts = self._parts + (1,) * (len(shape) - len(self._parts))
+        for dim, (size, num_parts) in enumerate(zip(shape, parts, strict=True)):
+            if size % num_parts:
+                raise ValueError(self._indivisible(shape, dim, parts))
+        return tuple(size // num_parts for size, num_parts in zip(shape, parts, strict=True))
+
+    def devices_indices_map(self, shape: Sequence[int]) -> dict[Device, Index]:
+        """Return the piece that each device holds, as an index into a tensor of this shape.
+
+        Raises:
+            ValueError: as ``shard_shape``.
+        """
+        shard_shape = self.shard_shape(shape)
+        sizes = self.mesh.shape
+        axes = {name: axis for axis, name in enumerate(self.mesh.axis_names)}
+        indices: dict[Device, Index] = {}
+        device: Device
+        for coordinates, device in np.ndenumerate(self.mesh.devices):
+            index = [slice(None)] * len(shard_shape)
+            for dim, entry in enumerate(self.spec):
+                if self._parts[dim] == 1:
+                    continue
+                block = 0
+                for name in _names(entry):  # ('x', 'y') over 2 x 4: x=1, y=3 is block 1 * 4 + 3
+                    block = block * sizes[name] + coordinates[axes[name]]
+                length = shard_shape[dim]
+                index[dim] = slice(block * length, (block + 1) * length)
+            indices[device] = tuple(index)
+        return indices
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, NamedSharding)
+            and self._hash == other._hash
+            and self.spec == other.spec
+            and self.mesh == other.mesh
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NamedSharding, (self.mesh, self.spec)
+
+    def __repr__(self) -> str:
+        return f"NamedSharding(mesh={self.mesh}, spec={self.spec})"
+
+    def _indivisible(self, shape: tuple[int, ...], dim: int, parts: tuple[int, ...]) -> str:
+        names = ", ".join(f"{name!r}" for name in _names(self.spec[dim]))
+        return (
+            f"Sharding {self} implies that array axis {dim} is partitioned {parts[dim]} times (by "
+            f"mesh axis {names}), but the dimension size is {shape[dim]} (full shape: {shape}, "
+            f"per-dimension tiling factors: {list(parts)} should evenly divide the shape)"
+        )
+
+
+def row_sharding(devices: Sequence[Device], axis_name: Hashable, dim: int) -> NamedSharding:
+    """Cut dim ``dim`` (counted from the front) over a 1-D mesh of ``devices``.
+
+    Example:
+        >>> row_sharding([Device(0, "cpu"), Device(1, "cpu")], "i", 1).spec
+        PartitionSpec(None, 'i')
+    """
+    assert dim >= 0
+    mesh = Mesh(_object_array(devices), (axis_name,))
+    return NamedSharding(mesh, PartitionSpec(*[None] * dim, axis_name))
+
+
+def replicated(devices: Sequence[Device], axis_name: Hashable = "devices") -> NamedSharding:
+    """Give every one of ``devices`` the whole tensor.
+
+    Example:
+        >>> replicated([Device(0, "cpu"), Device(1, "cpu")]).is_fully_replicated
+        True
+    """
+    return NamedSharding(Mesh(_object_array(devices), (axis_name,)), PartitionSpec())
+
+
+def _names(entry: Any) -> tuple[Any, ...]:
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _object_array(devices: Iterable[Device]) -> np.ndarray[Any, Any]:
+    return np.array(list(devices), dtype=object)
+
+
+def _check_mesh(devices: np.ndarray[Any, Any], names: tuple[Hashable, ...]) -> None:
+    for device in devices.flat:
+        if not isinstance(device, Device):
+            raise TypeError(
+                f"devices of a Mesh must be Device objects, but got {device!r} of type "
+                f"{type(device).__name__}."
+            )
+    if devices.ndim != len(names):
+        raise ValueError(
+            "Mesh requires the ndim of its first argument (`devices`) to equal the length of its "
+            f"second argument (`axis_names`), but got devices.ndim == {devices.ndim} and "
+            f"len(axis_names) == {len(names)}."
+        )
+    if not devices.size:
+        raise ValueError(f"a Mesh needs at least one device, but got shape {devices.shape}.")
+    for what, items in (("axis names", names), ("devices", tuple(devices.flat))):
+        if len(set(items)) != len(items):
+            repeated = next(item for item in items if items.count(item) > 1)
+            raise ValueError(f"the {what} of a Mesh must be distinct, but got {repeated!r} twice.")
+
+
+def _check_names(mesh: Mesh, spec: PartitionSpec) -> None:
+    seen: set[Any] = set()
+    for name in (name for entry in spec for name in _names(entry)):
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f"Resource axis: {name} of {spec} is not found in mesh: {mesh.axis_names}."
+            )
+        if name in seen:
+            raise ValueError(
+                "A single NamedSharding spec specification can map every mesh axis to at most one "
+                f"positional dimension, but {spec} has duplicate entries for `{name}`."
+            )
+        seen.add(name)

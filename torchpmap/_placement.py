@@ -1,0 +1,293 @@
+"""Put values on devices and get them back: JAX's ``device_put`` family and flax's ``replicate``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpmap._current import devices as all_devices
+from torchpmap._current import runtime as current_runtime
+from torchpmap._devices import Device
+from torchpmap._layout import Layout, general_layout, replicated_layout, row_layout
+from torchpmap._mesh import NamedSharding
+from torchpmap._plan import host_tensor, place
+from torchpmap._runtimes._base import Handle
+from torchpmap._sharded import ShardedTensor, make_sharded
+from torchpmap._structure import flatten
+
+__all__ = [
+    "block_until_ready",
+    "device_get",
+    "device_put",
+    "device_put_replicated",
+    "device_put_sharded",
+    "replicate",
+    "unreplicate",
+]
+
+
+def device_put(x: Any, device: Device | Sequence[Device] | NamedSharding | None = None) -> Any:
+    """Return ``x`` on the devices, as ShardedTensors.
+
+    device_put: T[*s] on the host -> T[*s] on the devices (dtypes are kept)
+
+    Args:
+        x: tensor, numpy array, number, or a pytree of them.
+        device: a device (the whole value goes there), a list of devices (row k of dim 0 goes to the k-th), a ``NamedSharding``, or
+            None for the first device.
+
+    Returns:
+        The same structure.  A ShardedTensor that is already there is not moved.
+
+    Raises:
+        TypeError: ``device`` is something else, or a leaf is no tensor, array or number.
+        ValueError: a shape does not divide over the devices.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.device_put(torch.arange(4.0), tp.devices()[:4])
+        ShardedTensor([0., 1., 2., 3.], rows of dim 0 on cpu:0 cpu:1 cpu:2 cpu:3)
+        >>> tp.device_put(3.5, tp.devices()[1])
+        ShardedTensor(3.5000, replicated on cpu:1)
+
+    Source: ``jax.device_put``.
+    """
+    target = _target(device)
+
+    def layout(shape: tuple[int, ...], dtype: torch.dtype, path: str) -> Layout:
+        if isinstance(target, NamedSharding):
+            return general_layout(shape, dtype, target)
+        if isinstance(target, Device):
+            return replicated_layout(shape, dtype, (target,))
+        if not shape or shape[0] != len(target):
+            raise ValueError(
+                f"device_put onto {len(target)} devices puts row k of dim 0 on the k-th, so {path} must have {len(target)} rows, "
+                f"but its shape is {list(shape)}. For a copy on every device use torchpmap.replicate."
+            )
+        return row_layout(shape, dtype, target, 0, None)
+
+    return _map(x, layout)
+
+
+def _target(device: Any) -> Device | tuple[Device, ...] | NamedSharding:
+    if device is None:
+        return all_devices()[0]
+    if isinstance(device, Device | NamedSharding):
+        return device
+    if isinstance(device, list | tuple) and device and all(isinstance(d, Device) for d in device):
+        return tuple(device)
+    raise TypeError(
+        f"device_put takes a torchpmap Device, a non-empty list of them or a NamedSharding, but got {device!r}."
+    )
+
+
+def _map(tree: Any, layout: Any) -> Any:
+    leaves, structure = flatten(tree)
+    placed = []
+    for leaf, path in zip(leaves, structure.paths("x"), strict=True):
+        if leaf is None:
+            placed.append(None)
+            continue
+        value = leaf if isinstance(leaf, torch.Tensor) else _host(leaf, path)
+        wanted = layout(tuple(value.shape), value.dtype, path)
+        result = make_sharded(wanted, place(value, wanted))
+        placed.append(
+            result.requires_grad_()
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
+            else result
+        )
+    return structure.unflatten(placed)
+
+
+def _host(leaf: Any, path: str) -> torch.Tensor:
+    if isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
+        return host_tensor(leaf)
+    if hasattr(leaf, "__dlpack__"):
+        return torch.from_dlpack(leaf)
+    raise TypeError(f"{path} has type {type(leaf).__name__}, which cannot be put on a device.")
+
+
+def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
+    """Return a list of per-device values as ShardedTensors: value k becomes row k, on the k-th device.
+
+    device_put_sharded: n x T[*s] -> T[n, *s]
+
+    Args:
+        shards: one value (or pytree of one structure) per device.
+        devices: as many devices.
+
+    Raises:
+        ValueError: numbers, structures or shapes differ.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.device_put_sharded([torch.ones(2), torch.zeros(2)], tp.devices()[:2]).tolist()
+        [[1.0, 1.0], [0.0, 0.0]]
+
+    Source: ``jax.device_put_sharded`` (removed from JAX in 0.10).
+    """
+    if not shards or len(shards) != len(devices):
+        raise ValueError(
+            f"len(shards) = {len(shards)} must equal len(devices) = {len(devices)}, and there must be at least one."
+        )
+    flat = [flatten(shard) for shard in shards]
+    structure = flat[0][1]
+    for k, (_, other) in enumerate(flat):
+        if other != structure:
+            raise ValueError(
+                f"shards must have one structure, but shard 0 has {structure} and shard {k} has {other}."
+            )
+    chosen = tuple(devices)
+    results = []
+    for path, *parts in zip(
+        structure.paths("shards[k]"), *(leaves for leaves, _ in flat), strict=True
+    ):
+        if parts[0] is None:
+            results.append(None)
+            continue
+        values = [
+            _host(part, path) if not isinstance(part, torch.Tensor) else host_tensor(part)
+            for part in parts
+        ]
+        kinds = {(tuple(value.shape), value.dtype) for value in values}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"the shards must agree in shape and dtype, but {path} has {sorted(map(str, kinds))}."
+            )
+        shape, dtype = kinds.pop()
+        layout = row_layout((len(chosen), *shape), dtype, chosen, 0, None)
+        team = current_runtime().team(layout.ranks)
+        results.append(
+            make_sharded(layout, team.runtime.put(team, [value.unsqueeze(0) for value in values]))
+        )
+    return structure.unflatten(results)
+
+
+def device_put_replicated(x: Any, devices: Sequence[Device]) -> Any:
+    """Return ``x`` with a new leading dim of one equal row per device.
+
+    device_put_replicated: T[*s] -> T[n, *s]
+
+    Args:
+        x: tensor, array, number or a pytree of them.
+        devices: the devices, in row order.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.device_put_replicated(torch.tensor(7.0), tp.devices()[:3])
+        ShardedTensor([7., 7., 7.], rows of dim 0 on cpu:0 cpu:1 cpu:2)
+
+    Source: ``jax.device_put_replicated`` (removed from JAX in 0.10).
+    """
+    return device_put_sharded([x] * len(devices), devices)
+
+
+def replicate(x: Any, devices: Sequence[Device] | None = None) -> Any:
+    """Return ``x`` with an equal copy on every device and no new dim; pass it on with ``in_axes=None``.
+
+    replicate: T[*s] -> T[*s] on every device
+
+    Args:
+        x: tensor, array, number or a pytree of them.
+        devices: default: all.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> w = tp.replicate(torch.tensor([1.0, 2.0]))
+        >>> w
+        ShardedTensor([1., 2.], replicated on cpu:0 cpu:1 cpu:2 cpu:3)
+        >>> tp.pmap(lambda w, x: w.sum() * x, in_axes=(None, 0))(w, torch.arange(4.0)).tolist()
+        [0.0, 3.0, 6.0, 9.0]
+
+    Source: ``flax.jax_utils.replicate``, which adds a leading dim instead: that is ``device_put_replicated``.
+    """
+    chosen = tuple(all_devices() if devices is None else devices)
+    return _map(x, lambda shape, dtype, path: replicated_layout(shape, dtype, chosen))
+
+
+def unreplicate(x: Any) -> Any:
+    """Return the first device's value of every leaf, as plain CPU tensors.
+
+    unreplicate: replicated T[*s] -> T[*s];  stacked T[n, *s] -> T[*s] (row 0)
+
+    Args:
+        x: pytree; values of ``replicate`` and of ``out_axes=None`` are fetched as they are, stacked ones (one row per device)
+            give row 0.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.unreplicate(tp.replicate(torch.tensor([1.0, 2.0])))
+        tensor([1., 2.])
+        >>> tp.unreplicate(tp.device_put_replicated(torch.tensor(7.0), tp.devices()))
+        tensor(7.)
+
+    Source: ``flax.jax_utils.unreplicate``.
+    """
+
+    def first(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if isinstance(leaf, ShardedTensor) and leaf.is_fully_replicated:
+            return leaf.gather()
+        return leaf[0]
+
+    leaves, structure = flatten(x)
+    return structure.unflatten([first(leaf) for leaf in leaves])
+
+
+def device_get(x: Any) -> Any:
+    """Return a pytree with every ShardedTensor fetched to the host; other leaves are left alone.
+
+    device_get: T[*s] on the devices -> numpy array [*s] (dtypes that numpy lacks, such as bfloat16: a CPU tensor)
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.device_get({"y": tp.device_put(torch.arange(2.0)), "n": 3})
+        {'y': array([0., 1.], dtype=float32), 'n': 3}
+
+    Source: ``jax.device_get``.
+    """
+
+    def fetch(leaf: Any) -> Any:
+        if not isinstance(leaf, ShardedTensor):
+            return leaf
+        host = leaf.gather()
+        try:
+            return host.numpy()
+        except TypeError:
+            return host
+
+    leaves, structure = flatten(x)
+    return structure.unflatten([fetch(leaf) for leaf in leaves])
+
+
+def block_until_ready(x: Any) -> Any:
+    """Wait until every ShardedTensor in a pytree is computed; returns the pytree.
+
+    Raises:
+        What a computation raised.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> y = tp.block_until_ready(tp.pmap(lambda x: x + 1)(torch.zeros(4)))
+
+    Source: ``jax.block_until_ready``.
+    """
+    latest: dict[int, Handle] = {}
+    for leaf in flatten(x)[0]:
+        if isinstance(leaf, ShardedTensor):
+            _, handle = leaf._alive()
+            known = latest.get(id(handle.team))
+            if known is None or handle.seq > known.seq:
+                latest[id(handle.team)] = handle
+            handle.team.runtime.check(handle)
+    for handle in latest.values():
+        handle.team.runtime.block(handle)
+    for leaf in flatten(x)[0]:
+        if isinstance(leaf, ShardedTensor):
+            handle = leaf._alive()[1]
+            handle.team.runtime.check(handle)
+    return x

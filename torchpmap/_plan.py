@@ -1,0 +1,140 @@
+"""The frozen result of preparing a call: everything about one (function, shapes, layouts) that can be decided once.
+
+    leaves of a call --Placement--> handles --Plan--> one frame to the workers --> handles --> ShardedTensors
+
+A ``Plan`` belongs to one runtime; dropping it makes the workers forget it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpmap._layout import Layout
+from torchpmap._program import not_replicated
+from torchpmap._runtimes._base import Handle, Team
+from torchpmap._sharded import ShardedTensor, check_open, gather, store
+from torchpmap._structure import Structure
+
+__all__ = ["Called", "Captured", "Plan", "host_tensor", "place", "version_of"]
+
+Called = tuple[list[tuple[Layout, Handle]], Callable[[list[Any]], Any], bool]
+"""What starting a program gives: layout and handle per output, how to make the tree of them, and whether they depend on a
+captured tensor that requires grad."""
+
+
+class Captured:
+    """A tensor the function closes over: sent when first needed, and again when it has changed."""
+
+    __slots__ = ("_handle", "_layout", "_seen", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, layout: Layout) -> None:
+        self.tensor = tensor
+        self._layout = layout
+        self._seen: Any = None
+        self._handle: Handle | None = None
+
+    def handle(self) -> Handle:
+        seen = version_of(self.tensor)
+        if self._handle is None or seen != self._seen:
+            self._handle = place(self.tensor, self._layout)
+            self._seen = seen
+        return self._handle
+
+
+def version_of(tensor: torch.Tensor) -> Any:
+    """Something that differs after an in-place write, a ``.data`` swap or, for a ``ShardedTensor``, a new value."""
+    if isinstance(tensor, ShardedTensor):
+        return tensor._handle
+    version = 0 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), version
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A compiled program on a team of devices."""
+
+    id: int
+    prefix: str
+    """The call as messages name it."""
+    team: Team
+    captured: tuple[Captured, ...]
+    pinned: tuple[tuple[torch.Tensor, Any], ...]
+    """Tensors whose value was read while tracing, with the version that was read."""
+    outputs: tuple[Layout, ...]
+    structure: Structure
+    """Of what the function returns."""
+    nones: tuple[int, ...]
+    """Leaves of ``structure`` that are None and have no output."""
+    requires_grad: bool
+    """Whether an output depends differentiably on a captured tensor."""
+    num_checks: int
+    """Trailing outputs that measure how far outputs declared replicated differ between devices."""
+    checked: tuple[str, ...]
+    """Their leaf paths."""
+
+    def holds(self) -> bool:
+        """Whether what tracing baked in is still true."""
+        return not self.pinned or all(
+            version_of(tensor) == version for tensor, version in self.pinned
+        )
+
+    def call(self, held: Sequence[Handle]) -> Called:
+        """Start the program on stored blocks; the outputs are promised, not awaited."""
+        team = self.team
+        handles = [handle.id for handle in held]
+        if self.captured:
+            mine = [captured.handle() for captured in self.captured]
+            handles = [*(handle.id for handle in mine), *handles]
+        first, seq = team.runtime.execute(team, self.id, handles, len(self.outputs))
+        outputs = [(layout, Handle(first + k, seq, team)) for k, layout in enumerate(self.outputs)]
+        if self.num_checks:
+            outputs = self._check_replicated(outputs)
+        return outputs, self.tree, self.requires_grad
+
+    def _check_replicated(
+        self, outputs: list[tuple[Layout, Handle]]
+    ) -> list[tuple[Layout, Handle]]:
+        for path, (layout, handle) in zip(self.checked, outputs[-self.num_checks :], strict=True):
+            difference = float(gather(layout, handle))
+            if difference != 0:
+                raise ValueError(not_replicated(self.prefix, path, difference))
+        return outputs[: -self.num_checks]
+
+    def tree(self, leaves: list[Any]) -> Any:
+        """Output leaves (without the None ones) to what the function returns."""
+        for position in self.nones:
+            leaves.insert(position, None)
+        return self.structure.unflatten(leaves)
+
+    def __del__(self) -> None:
+        self.team.runtime.forget(self.id)
+
+
+def place(value: Any, layout: Layout) -> Handle:
+    """The handle of ``value`` laid out as ``layout``: its own if it is there already, else it is (re)sent."""
+    if type(value) is ShardedTensor:
+        handle = check_open(value)
+        here = value._layout
+        assert here is not None
+        if here.same_place(layout):
+            return handle
+        return store(layout, gather(here, handle))
+    return store(layout, host_tensor(value))
+
+
+def host_tensor(value: Any) -> torch.Tensor:
+    """A tensor, numpy array or number as a CPU tensor, without a copy where possible; dtypes are kept."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu() if value.device.type != "cpu" else value.detach()
+    if isinstance(value, np.ndarray):
+        if not value.flags.writeable or not value.dtype.isnative:
+            value = np.array(
+                value, dtype=value.dtype.newbyteorder("=")
+            )  # torch warns about read-only memory
+        return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+    return torch.as_tensor(value)

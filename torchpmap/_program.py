@@ -1,0 +1,233 @@
+"""What one device does in a mapped call: take its rows, call the function, lay out what it returns.
+
+The same ``Program`` is traced in the controller (``_trace``) and, with ``compile=False``, run as it is on every worker
+(``run_eager_call``), so both modes follow the same rules and raise the same errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpmap import _collectives
+from torchpmap._axes import Axis, Partition, bind, recording, subgroup_name
+from torchpmap._structure import Structure, flatten
+from torchpmap._tree import OUT_AXES_HINT, broadcast_axes, canonical_axis
+
+__all__ = [
+    "Constant",
+    "EagerCall",
+    "EagerReport",
+    "Input",
+    "Outcome",
+    "Program",
+    "not_replicated",
+    "run_eager_call",
+]
+
+
+@dataclass(frozen=True)
+class Input:
+    """A leaf that arrives as a block; ``dim`` is the mapped dim (of size 1 in the block), None for an unmapped leaf."""
+
+    dim: int | None
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A leaf that is the same Python value on every device."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a program returned, as blocks; a None leaf stays None and has no block."""
+
+    structure: Structure
+    blocks: tuple[torch.Tensor | None, ...]
+    dims: tuple[int | None, ...]
+    """Per leaf: the stacked dim, or None for a value that is the same on all devices."""
+    checks: tuple[torch.Tensor, ...]
+    """How far values declared the same differ between devices (``check_replicated``)."""
+    checked: tuple[str, ...]
+    """Their leaf paths."""
+
+    def demands(self) -> list[tuple[torch.Tensor, bool]]:
+        """Every block that is an output, with whether it must be made the same on all devices."""
+        blocks = [
+            (block, dim is None)
+            for block, dim in zip(self.blocks, self.dims, strict=True)
+            if block is not None
+        ]
+        return [*blocks, *((check, False) for check in self.checks)]
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(block is not None and block.requires_grad for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function and how its arguments are made from blocks."""
+
+    fun: Callable[..., Any]
+    name: str
+    structure: Structure
+    """Of ``(args, kwargs)``."""
+    leaves: tuple[Input | Constant, ...]
+    out_axes: Any
+    axis_name: Hashable
+    check_replicated: bool
+
+    def run(self, blocks: Sequence[torch.Tensor]) -> Outcome:
+        given = iter(blocks)
+        values = [
+            leaf.value if isinstance(leaf, Constant) else _row(next(given), leaf.dim)
+            for leaf in self.leaves
+        ]
+        args, kwargs = self.structure.unflatten(values)
+        return self._lay_out(self.fun(*args, **kwargs))
+
+    def _lay_out(self, returned: Any) -> Outcome:
+        values, structure = flatten(returned)
+        axes = broadcast_axes(self.out_axes, returned, what="pmap out_axes", hint=OUT_AXES_HINT)
+        paths = structure.paths(f"the output of {self.name}")
+        blocks: list[torch.Tensor | None] = []
+        dims: list[int | None] = []
+        checks: dict[str, torch.Tensor] = {}
+        for value, axis, path in zip(values, axes, paths, strict=True):
+            tensor = None if value is None else _as_tensor(value, path)
+            dim = None
+            if tensor is not None and axis is not None:
+                dim = canonical_axis(axis, tensor.dim() + 1, what="pmap out_axes", path=path)
+                tensor = tensor.unsqueeze(dim)
+            elif tensor is not None and self.check_replicated:
+                checks[path] = self._difference(tensor.detach())
+            blocks.append(tensor)
+            dims.append(dim)
+        return Outcome(structure, tuple(blocks), tuple(dims), tuple(checks.values()), tuple(checks))
+
+    def _difference(self, value: torch.Tensor) -> torch.Tensor:
+        """The largest distance of any device's value from the first device's; infinite where only one of them is NaN."""
+        first = _collectives.pbroadcast(value, self.axis_name, 0)
+        unequal = (value != first) & ~((value != value) & (first != first))
+        wide = torch.complex128 if value.is_complex() else torch.float64
+        distance = (value.to(wide) - first.to(wide)).abs().nan_to_num(nan=float("inf"))
+        worst = torch.where(unequal, distance, torch.zeros_like(distance)).flatten()
+        worst = torch.cat([worst, worst.new_zeros(1)]).amax()  # an empty value differs nowhere
+        return _collectives.pmax(worst, self.axis_name)
+
+
+def _row(block: torch.Tensor, dim: int | None) -> torch.Tensor:
+    return block if dim is None else block.squeeze(dim)
+
+
+def _as_tensor(value: Any, path: str) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, bool | int | float | complex | np.ndarray | np.generic):
+        try:
+            return torch.as_tensor(value)
+        except TypeError as error:
+            raise TypeError(f"{path} is {value!r}, which has no tensor dtype: {error}") from error
+    raise TypeError(
+        f"{path} has type {type(value).__name__}, but a mapped function must return tensors, numpy arrays, numbers or None "
+        "(in any pytree)."
+    )
+
+
+def not_replicated(prefix: str, path: str, difference: float) -> str:
+    return (
+        f"{prefix}: out_axes is None for {path}, but its value differs between devices (largest difference {difference:g}). "
+        "Reduce it over the axis (for example with pmean), or give it an out axis."
+    )
+
+
+# -- compile=False ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EagerCall:
+    """One call of a Python function on the workers."""
+
+    name: str
+    function_id: int
+    function: bytes | None
+    """The pickled ``Program``; None for a worker that has it."""
+    handles: tuple[int, ...]
+    ranks: tuple[int, ...]
+    group: str
+    first_output: int = 0
+
+    def placed(self, first_output: int, *, without_function: bool) -> EagerCall:
+        return replace(
+            self, first_output=first_output, function=None if without_function else self.function
+        )
+
+
+@dataclass(frozen=True)
+class EagerReport:
+    """What the controller learns of a rank's outputs."""
+
+    structure: Structure
+    shapes: tuple[tuple[int, ...] | None, ...]
+    """Per leaf of the structure; None for a None leaf."""
+    dtypes: tuple[torch.dtype | None, ...]
+    dims: tuple[int | None, ...]
+    differences: tuple[tuple[str, float], ...]
+    """Leaf path and how far the value differs between devices (``check_replicated``)."""
+    requires_grad: bool
+    used_randomness: bool
+    collectives: tuple[tuple, ...]
+    """Signatures of the collectives that ran, in order."""
+
+
+def run_eager_call(
+    call: EagerCall,
+    program: Program,
+    blocks: Sequence[torch.Tensor],
+    index: torch.Tensor,
+    ensure_group: Callable[[str, tuple[tuple[int, ...], ...]], None],
+) -> tuple[EagerReport, list[torch.Tensor]]:
+    """Run a program op by op on this device; (report, blocks to store)."""
+
+    def subgroup(partition: Partition) -> str:
+        name = subgroup_name(call.group, partition)
+        ensure_group(name, tuple(tuple(call.ranks[k] for k in part) for part in partition))
+        return name
+
+    axis = Axis(program.axis_name, len(call.ranks), index, call.group, subgroup)
+    own = [
+        block.clone() for block in blocks
+    ]  # the function may write to its arguments; the stored values stay
+    generator = torch.default_generator.get_state()
+    with recording() as collectives, bind(axis), torch.enable_grad():
+        outcome = program.run(own)
+        used = tuple(collectives)
+        stored = [
+            _collectives.pbroadcast(block.detach(), program.axis_name, 0)
+            if block is not None and dim is None
+            else block
+            for block, dim in zip(outcome.blocks, outcome.dims, strict=True)
+        ]
+    report = EagerReport(
+        outcome.structure,
+        tuple(None if block is None else tuple(block.shape) for block in stored),
+        tuple(None if block is None else block.dtype for block in stored),
+        outcome.dims,
+        tuple(
+            (path, float(check))
+            for path, check in zip(outcome.checked, outcome.checks, strict=True)
+        ),
+        outcome.requires_grad,
+        not torch.equal(generator, torch.default_generator.get_state()),
+        used,
+    )
+    return report, [
+        block.detach().to(index.device).contiguous() for block in stored if block is not None
+    ]

@@ -1,0 +1,94 @@
+"""What a runtime is: it stores blocks on devices, runs plans on them, and gives them back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from torchpmap._compile import Definition
+    from torchpmap._devices import Device
+    from torchpmap._groups import RankPartition
+    from torchpmap._program import EagerCall, EagerReport
+
+__all__ = ["Handle", "Runtime", "Team"]
+
+
+class Team:
+    """The ranks that hold a value or run a call together, in axis order (interned per runtime: compared by identity)."""
+
+    __slots__ = ("ranks", "released", "runtime", "sockets")
+
+    def __init__(self, runtime: Runtime, ranks: tuple[int, ...]) -> None:
+        self.runtime = runtime
+        self.ranks = ranks
+        self.sockets: list[Any] = []
+        self.released: deque[int] = deque()
+        """Handles whose last reference died (any thread appends, the sender of the next frame takes)."""
+
+
+class Handle:
+    """A value stored on the ranks of a team; the workers free it when the last reference dies."""
+
+    __slots__ = ("id", "seq", "team")
+
+    def __init__(self, id: int, seq: int, team: Team) -> None:
+        self.id = id
+        self.seq = seq
+        self.team = team
+
+    def __del__(self) -> None:
+        self.team.released.append(self.id)
+
+
+class Runtime(Protocol):
+    """One pool of devices.  Every method may be called from any thread."""
+
+    devices: tuple[Device, ...]
+    scarred: bool
+    """Whether values were lost since the start: only then do callers ``check`` what they pass on."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the runtime was shut down; its values are gone then."""
+
+    def team(self, ranks: tuple[int, ...]) -> Team:
+        """The team of these ranks."""
+
+    def put(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
+        """Store one CPU tensor per rank of the team."""
+
+    def define(self, team: Team, definition: Definition, groups: dict[str, RankPartition]) -> None:
+        """Compile a plan: one rank first, the others load what it built.  Returns when the first is done."""
+
+    def make_groups(self, groups: dict[str, RankPartition]) -> None:
+        """Make sure that process groups of these names exist on all ranks."""
+
+    def forget(self, plan_id: int) -> None:
+        """A plan will not be called again."""
+
+    def check(self, handle: Handle) -> None:
+        """Raise if a value is known to be lost."""
+
+    def execute(
+        self, team: Team, plan_id: int, inputs: Sequence[int], num_outputs: int
+    ) -> tuple[int, int]:
+        """Start a plan on stored values; (handle id of the first output, seq).  Does not wait."""
+
+    def run_eagerly(self, team: Team, call: EagerCall) -> tuple[list[EagerReport], int, int]:
+        """Run a Python function on every rank and wait; (one report per rank, handle id of the first output, seq)."""
+
+    def fetch(self, handle: Handle, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
+        """Copy blocks here: (place in the team, dim or -1, position, CPU tensor to fill) per request; waits."""
+
+    def block(self, handle: Handle) -> None:
+        """Wait until a value is computed; raise what its call raised."""
+
+    def is_ready(self, handle: Handle) -> bool:
+        """Whether a value is known to be computed, without waiting."""
+
+    def close(self) -> None:
+        """End the workers; idempotent."""

@@ -1,0 +1,239 @@
+"""The one thread of the controller that reads: answers, deaths and output of all workers.
+
+::
+
+    worker sockets --> answers   --> Pending requests (callers wait on them), failures --> on_event
+    sentinels      --> deaths    --> on_event
+    output pipes   --> lines     --> sys.stdout / sys.stderr, prefixed with the device
+
+It never sends on a command socket and never takes the send lock: a sender may be blocked on a worker that is itself blocked
+sending to us, and only reading resolves that.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import selectors
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torchpmap import _wire
+from torchpmap._runtimes._process import WorkerProcess
+from torchpmap._runtimes._supervise import Drained, Event, Exited, Failed, Ready
+
+__all__ = ["Monitor", "Pending"]
+
+_LAST_WORDS_BYTES = 4000
+_FLUSH_INTERVAL_S = 0.5
+
+
+class Pending:
+    """A request to several ranks, waited for by one caller (filled by the monitor, or interrupted by a repair)."""
+
+    __slots__ = ("_lock", "interrupted", "missing", "replies", "seq", "targets")
+
+    def __init__(
+        self, seq: int, ranks: Iterable[int], targets: dict[int, memoryview] | None = None
+    ) -> None:
+        self.seq = seq
+        self.missing = set(ranks)
+        self.targets = targets or {}
+        self.replies: dict[int, Any] = {}
+        self.interrupted = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def release(self, *, interrupted: bool) -> None:
+        """Wake the waiter; only for whoever took the request out of ``Monitor.pending``."""
+        self.interrupted = interrupted
+        self._lock.release()
+
+    def wait(self) -> bool:
+        """Wait for all answers; False when a failure came first."""
+        self._lock.acquire()
+        return not self.interrupted
+
+
+class Monitor:
+    """Owns the reading side; ``watch``/``forget`` may be called from any thread."""
+
+    def __init__(
+        self, device_type: str, on_event: Callable[[Event], None], on_idle: Callable[[], None]
+    ) -> None:
+        self.pending: dict[int, Pending] = {}
+        """Requests by seq: callers add, the monitor removes; guarded by the interpreter (single dict operations)."""
+        self._device_type = device_type
+        self._on_event = on_event
+        self._on_idle = on_idle
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = os.pipe()
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        self._commands: list[
+            Callable[[], None]
+        ] = []  # appended by any thread, run and cleared by the monitor
+        self._partial: dict[int, bytes] = {}
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="torchpmap-monitor", daemon=True)
+        self._thread.start()
+
+    def watch(self, worker: WorkerProcess) -> None:
+        self._do(lambda: self._register(worker))
+
+    def forget(self, worker: WorkerProcess) -> None:
+        """Stop reading from a worker; returns when its descriptors may be closed."""
+        done = threading.Event()
+
+        def unregister() -> None:
+            self._unregister(worker)
+            done.set()
+
+        self._do(unregister)
+        done.wait()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._do(lambda: None)
+        self._thread.join()
+        self._selector.close()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
+
+    def _do(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        os.write(self._wake_writer, b"!")
+
+    # -- the thread --------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopped:
+            ready = self._selector.select(_FLUSH_INTERVAL_S)
+            if not ready:
+                self._on_idle()
+            for key, _ in ready:
+                if key.data is None:
+                    os.read(self._wake_reader, 4096)
+                    while self._commands:
+                        self._commands.pop(0)()
+                elif key.fileobj in self._selector.get_map():  # not forgotten meanwhile
+                    source, worker = key.data
+                    source(worker)
+
+    def _register(self, worker: WorkerProcess) -> None:
+        for source, fileobj in self._sources(worker):
+            self._selector.register(fileobj, selectors.EVENT_READ, (source, worker))
+
+    def _unregister(self, worker: WorkerProcess) -> None:
+        for _, fileobj in self._sources(worker):
+            if fileobj in self._selector.get_map():
+                self._selector.unregister(fileobj)
+        self._output(worker)
+        self._errors(worker)
+
+    def _sources(
+        self, worker: WorkerProcess
+    ) -> tuple[tuple[Callable[[WorkerProcess], None], Any], ...]:
+        return (
+            (self._answers, worker.socket),
+            (self._exited, worker.process.sentinel),
+            (self._output, worker.output),
+            (self._errors, worker.errors),
+        )
+
+    def _answers(self, worker: WorkerProcess) -> None:
+        try:
+            self._answer(worker)
+            while worker.reader.buffered:
+                self._answer(worker)
+        except (EOFError, ConnectionResetError):
+            self._selector.unregister(worker.socket)  # its sentinel follows
+
+    def _answer(self, worker: WorkerProcess) -> None:
+        length, kind, seq = worker.reader.header()
+        rank = worker.rank
+        if kind == _wire.DONE:
+            self._complete(worker, seq)
+        elif kind == _wire.DATA:
+            pending = self.pending.get(seq)
+            target = pending.targets[rank] if pending is not None else memoryview(bytearray(length))
+            worker.reader.into(target)
+            self._complete(worker, seq)
+        elif kind == _wire.REPLY:
+            report = bytes(worker.reader.body(length))
+            self._output(worker)  # what the call printed comes before its result
+            self._errors(worker)
+            pending = self.pending.get(seq)
+            if pending is not None:
+                pending.replies[rank] = report
+            self._complete(worker, seq)
+        elif kind == _wire.FAILED:
+            communication, packed, where = pickle.loads(worker.reader.body(length))
+            self._on_event(Failed(rank, seq, communication, packed, where))
+        elif kind == _wire.DRAINED:
+            self._on_event(Drained(rank))
+        else:
+            assert kind == _wire.READY, f"unknown frame {kind}"
+            self._on_event(Ready(rank, seq))
+
+    def _complete(self, worker: WorkerProcess, seq: int) -> None:
+        worker.completed = seq
+        pending = self.pending.get(seq)
+        if pending is not None:
+            pending.missing.discard(worker.rank)
+            if not pending.missing and self.pending.pop(seq, None) is not None:
+                pending.release(interrupted=False)
+
+    def interrupt_all(self) -> None:
+        for seq in tuple(self.pending):
+            self.interrupt(seq)
+
+    def interrupt(self, seq: int) -> None:
+        pending = self.pending.pop(seq, None)
+        if pending is not None:
+            pending.release(interrupted=True)
+
+    def _exited(self, worker: WorkerProcess) -> None:
+        for _, fileobj in self._sources(worker):
+            if fileobj in self._selector.get_map():
+                self._selector.unregister(fileobj)
+        self._output(worker)
+        self._errors(worker)
+        worker.process.join()
+        last_words = worker.last_words.decode(errors="replace")
+        self._on_event(Exited(worker.rank, worker.process.exitcode, worker.pid, last_words))
+
+    # -- output ------------------------------------------------------------------------------------------------------------
+
+    def _output(self, worker: WorkerProcess) -> None:
+        self._print(worker, worker.output, sys.stdout)
+
+    def _errors(self, worker: WorkerProcess) -> None:
+        read = self._print(worker, worker.errors, sys.stderr)
+        worker.last_words = (worker.last_words + read)[-_LAST_WORDS_BYTES:]
+
+    def _print(self, worker: WorkerProcess, fd: int, stream: Any) -> bytes:
+        read = b""
+        while True:
+            try:
+                chunk = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                break
+            if not chunk:
+                if fd in self._selector.get_map():
+                    self._selector.unregister(fd)
+                break
+            read += chunk
+        if read:
+            *lines, rest = (self._partial.pop(fd, b"") + read).split(b"\n")
+            if rest:
+                self._partial[fd] = rest
+            prefix = f"[{self._device_type}:{worker.rank}] "
+            try:
+                for line in lines:
+                    stream.write(prefix + line.decode(errors="replace") + "\n")
+                stream.flush()
+            except (OSError, ValueError, AttributeError):
+                pass  # the user's stream is closed or absent: output has nowhere to go
+        return read

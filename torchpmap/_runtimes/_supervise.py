@@ -1,0 +1,256 @@
+"""What to do when a worker fails or dies: a pure state machine, events in, actions out.
+
+::
+
+    HEALTHY --Failed/Exited--> DRAINING --all drained or dead--> REBUILDING --all ready--> HEALTHY
+       ^                          |  deadline: kill                  |  death: again, at most ``max_attempts``
+       +--------------------------+----------------------------------+------> CLOSED
+
+* DRAINING: every surviving rank first works off (or skips) what was sent before, because a rank blocked in a collective with
+  the failed one reports a *consequence*, often before the cause arrives.  Only when all have answered is the cause chosen.
+* The cause is, in this order: an exception of the user's code (earliest call, lowest rank), a death, a communication error.
+* A rank that drained without failing has completed all its calls, so only calls from the earliest reported failure on are
+  poisoned, and only values with a shard on a dead rank are lost.
+
+No clock, no sockets, no processes here: ``_local`` performs the actions and feeds back what happens.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+__all__ = [
+    "Close",
+    "Cut",
+    "Deadline",
+    "Drain",
+    "Drained",
+    "Exited",
+    "Failed",
+    "Kill",
+    "Phase",
+    "Ready",
+    "Regroup",
+    "Report",
+    "Respawn",
+    "Supervisor",
+    "Verdict",
+]
+
+
+class Phase(enum.Enum):
+    HEALTHY = "healthy"
+    DRAINING = "draining"
+    REBUILDING = "rebuilding"
+    CLOSED = "closed"
+
+
+# -- events ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A call raised on ``rank``; ``communication`` when the exception came from a collective and may be a consequence."""
+
+    rank: int
+    seq: int
+    communication: bool
+    packed: bytes
+    where: str
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The process of ``rank`` ended."""
+
+    rank: int
+    exitcode: int | None
+    pid: int
+    last_words: str = ""
+
+
+@dataclass(frozen=True)
+class Drained:
+    """``rank`` has worked off or skipped everything sent before the drain."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """``rank`` has joined the groups of ``epoch``."""
+
+    rank: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """The time given to the current phase is over."""
+
+
+Event = Failed | Exited | Drained | Ready | Deadline
+
+
+# -- actions ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Break the connections of the groups of ``epoch`` on ``ranks``, so that nobody waits for a rank that will not come."""
+
+    epoch: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Drain:
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Kill:
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Respawn:
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Regroup:
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Report:
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Close:
+    """The pool cannot be repaired."""
+
+    verdict: Verdict
+
+
+Action = Cut | Drain | Kill | Respawn | Regroup | Report | Close
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a repair was needed and what it cost."""
+
+    failures: tuple[Failed, ...]
+    deaths: tuple[Exited, ...]
+
+    @property
+    def first_seq(self) -> int | None:
+        """The earliest call that did not complete on a surviving rank; later ones are poisoned with it."""
+        return min((f.seq for f in self.failures), default=None)
+
+    @property
+    def cause(self) -> Failed | Exited:
+        users = [f for f in self.failures if not f.communication]
+        if users:
+            return min(users, key=lambda f: (f.seq, f.rank))
+        if self.deaths:
+            return min(self.deaths, key=lambda d: d.rank)
+        return min(self.failures, key=lambda f: (f.seq, f.rank))
+
+    @property
+    def consequences(self) -> tuple[Failed | Exited, ...]:
+        return tuple(e for e in (*self.deaths, *self.failures) if e is not self.cause)
+
+
+@dataclass
+class Supervisor:
+    """The state of one pool of ``size`` ranks (used under one lock by its owner)."""
+
+    size: int
+    max_attempts: int = 3
+    phase: Phase = Phase.HEALTHY
+    epoch: int = 0
+    _failures: list[Failed] = field(default_factory=list)
+    _deaths: list[Exited] = field(default_factory=list)
+    _dead: set[int] = field(default_factory=set)
+    _settled: set[int] = field(default_factory=set)
+    _attempts: int = 0
+
+    def on(self, event: Event) -> list[Action]:
+        if self.phase is Phase.CLOSED:
+            return []
+        match event:
+            case Failed():
+                return self._failed(event)
+            case Exited():
+                return self._exited(event)
+            case Drained(rank=rank):
+                if self.phase is not Phase.DRAINING:
+                    return []
+                self._settled.add(rank)
+                return self._rebuild_when_settled()
+            case Ready(rank=rank, epoch=epoch):
+                if self.phase is not Phase.REBUILDING or epoch != self.epoch:
+                    return []
+                self._settled.add(rank)
+                return self._report_when_settled()
+            case Deadline():
+                return self._deadline()
+
+    def _failed(self, event: Failed) -> list[Action]:
+        self._failures.append(event)
+        return self._drain() if self.phase is Phase.HEALTHY else []
+
+    def _exited(self, event: Exited) -> list[Action]:
+        if event.rank in self._dead:
+            return []
+        self._dead.add(event.rank)
+        self._deaths.append(event)
+        if self.phase is Phase.DRAINING:
+            # those still draining may wait for the one that just went
+            return [Cut(self.epoch, self._alive()), *self._rebuild_when_settled()]
+        return self._drain()
+
+    def _deadline(self) -> list[Action]:
+        late = tuple(rank for rank in self._alive() if rank not in self._settled)
+        return [Kill(late)] if self.phase is not Phase.HEALTHY and late else []
+
+    def _alive(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.size) if rank not in self._dead)
+
+    def _drain(self) -> list[Action]:
+        self.phase = Phase.DRAINING
+        self._settled.clear()
+        alive = self._alive()
+        return [Cut(self.epoch, alive), Drain(alive), *self._rebuild_when_settled()]
+
+    def _rebuild_when_settled(self) -> list[Action]:
+        if not self._settled.issuperset(self._alive()):
+            return []
+        self._attempts += 1
+        if self._attempts > self.max_attempts:
+            self.phase = Phase.CLOSED
+            return [Close(self._verdict())]
+        dead = tuple(sorted(self._dead))
+        self._dead.clear()
+        self._settled.clear()
+        self.phase = Phase.REBUILDING
+        self.epoch += 1
+        return [*([Respawn(dead)] if dead else []), Regroup(self.epoch)]
+
+    def _report_when_settled(self) -> list[Action]:
+        if len(self._settled) < self.size:
+            return []
+        verdict = self._verdict()
+        self.phase = Phase.HEALTHY
+        self._failures.clear()
+        self._deaths.clear()
+        self._settled.clear()
+        self._attempts = 0
+        return [Report(verdict)]
+
+    def _verdict(self) -> Verdict:
+        return Verdict(tuple(self._failures), tuple(self._deaths))

@@ -1,0 +1,295 @@
+"""The worker process of one device.
+
+Two threads::
+
+    main     command socket --> frames in order: define, call, put, fetch, ... --> answers on the same socket
+    control  control socket --> "cut epoch e": free the main thread from a collective; end of file: leave at once
+
+``values`` (handle -> tensor) and ``plans`` belong to the main thread alone; ``Groups`` guards what both threads touch.
+
+An exception in a call never ends the worker.  It drops its process groups *first* (peers blocked in a collective with it then
+fail in milliseconds), reports, and skips every further call until the controller starts a new epoch: what was queued behind a
+failed call could mean anything.
+
+The controller may die in any way, also by SIGKILL while this process holds the GIL in C code: the lifeline is a pipe nobody
+writes to, armed to deliver SIGTERM when its other end closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchpmap import _wire
+from torchpmap._compile import Runner, compile_definition
+from torchpmap._errors import pack_exception
+from torchpmap._groups import Groups, RankPartition
+from torchpmap._program import EagerCall, Program, run_eager_call
+from torchpmap._wire import FrameReader, InheritedFd, Stream, frame
+
+__all__ = ["Birth", "main"]
+
+CUT = struct.Struct("<q")  # epoch
+
+
+@dataclass(frozen=True)
+class Birth:
+    """What a worker is told when it starts."""
+
+    rank: int
+    device_type: str
+    num_threads: int
+    timeout_s: float
+    command: InheritedFd
+    control: InheritedFd
+    lifeline: InheritedFd
+    output: InheritedFd
+    errors: InheritedFd
+    store: InheritedFd
+
+
+def main(birth: Birth) -> None:
+    """Run until told to stop or until the controller is gone; never returns."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
+    _arm_lifeline(birth.lifeline.fd)
+    _redirect_output(birth)
+    if birth.device_type == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = _nth_visible_gpu(
+            birth.rank
+        )  # graphs say cuda:0 on every rank
+    device = torch.device("cuda", 0) if birth.device_type == "cuda" else torch.device("cpu")
+    torch.set_num_threads(birth.num_threads)
+    groups = Groups(birth.rank, device, birth.store.path(), birth.timeout_s)
+    threading.Thread(
+        target=_listen, args=(birth.control.socket(), groups), name="torchpmap-control", daemon=True
+    ).start()
+    try:
+        _Worker(birth, device, groups).serve()
+    except (EOFError, ConnectionResetError, BrokenPipeError):
+        pass
+    # a process with a group in flight or a user's thread alive may hang in interpreter shutdown: leave directly
+    _flush()
+    os._exit(0)
+
+
+class _Worker:
+    def __init__(self, birth: Birth, device: torch.device, groups: Groups) -> None:
+        self.rank = birth.rank
+        self.device = device
+        self.groups = groups
+        self.values: dict[int, torch.Tensor] = {}
+        self.plans: dict[int, tuple[str, Runner]] = {}
+        self.functions: dict[int, Program] = {}
+        self.index_tensors: dict[int, torch.Tensor] = {}
+        self.failed = False
+        sock = birth.command.socket()
+        self.stream = Stream(sock)
+        self.reader = FrameReader(sock)
+        self.doing = "starting"
+
+    def serve(self) -> None:
+        handlers: dict[int, Callable[[int, int], None]] = {
+            _wire.CALL: self.call,
+            _wire.PUT: self.put,
+            _wire.FREE: self.free,
+            _wire.FETCH: self.fetch,
+            _wire.SYNC: self.sync,
+            _wire.DEFINE: self.define,
+            _wire.EAGER: self.eager,
+            _wire.GROUP: self.group,
+            _wire.FORGET: self.forget,
+        }
+        torch.set_grad_enabled(False)
+        while True:
+            length, kind, seq = self.reader.header()
+            handler = handlers.get(kind)
+            if handler is None:
+                if kind == _wire.STOP:
+                    return
+                self.supervised(kind, seq, length)
+                continue
+            if self.failed and kind not in (_wire.PUT, _wire.FREE, _wire.FORGET):
+                self.reader.body(length)
+                continue
+            try:
+                handler(seq, length)
+            except (EOFError, ConnectionResetError, BrokenPipeError):
+                raise
+            except BaseException as error:
+                self.fail(seq, error)
+
+    # -- hot path ----------------------------------------------------------------------------------------------------------
+
+    def call(self, seq: int, length: int) -> None:
+        values = self.values
+        plan_id, out, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
+        for handle in handles[num_inputs:]:
+            values.pop(handle, None)
+        self.doing, run = self.plans[plan_id]
+        for result in run(*[values[handle] for handle in handles[:num_inputs]]):
+            values[out] = result
+            out += 1
+
+    def put(self, seq: int, length: int) -> None:
+        (handle,) = struct.unpack("<q", self.reader.body(8))
+        tensor = _wire.read_tensor(self.reader)
+        self.values[handle] = tensor if self.device.type == "cpu" else tensor.to(self.device)
+
+    def free(self, seq: int, length: int) -> None:
+        for handle in self.reader.body(length).cast("q").tolist():
+            self.values.pop(handle, None)
+
+    def fetch(self, seq: int, length: int) -> None:
+        """Send a stored tensor, or one row of it: handle, dim (-1: all of it), position."""
+        handle, dim, position = struct.unpack("<3q", self.reader.body(length))
+        tensor = self.values[handle]
+        if dim >= 0:
+            tensor = tensor.select(dim, position)
+        tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+        payload = _wire.bytes_of(tensor)
+        self.stream.send([_wire.HEADER.pack(len(payload), _wire.DATA, seq), payload])
+
+    def sync(self, seq: int, length: int) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.stream.send([frame(_wire.DONE, seq)])
+
+    # -- rare frames -------------------------------------------------------------------------------------------------------
+
+    def define(self, seq: int, length: int) -> None:
+        definition = pickle.loads(self.reader.body(length))
+        self.doing = f"compiling {definition.name}"
+        index = self.index(definition.ranks)
+        self.plans[definition.plan_id] = (definition.name, compile_definition(definition, index))
+        self.reply(seq, None)
+
+    def index(self, ranks: Sequence[int]) -> torch.Tensor:
+        """This rank's position among the ranks of a plan, as data: graphs are the same everywhere."""
+        position = ranks.index(self.rank)
+        if position not in self.index_tensors:
+            self.index_tensors[position] = torch.tensor(position, device=self.device)
+        return self.index_tensors[position]
+
+    def eager(self, seq: int, length: int) -> None:
+        call: EagerCall = pickle.loads(self.reader.body(length))
+        self.doing = call.name
+        if call.function is not None:
+            self.functions[call.function_id] = pickle.loads(call.function)
+        report, stored = run_eager_call(
+            call,
+            self.functions[call.function_id],
+            [self.values[handle] for handle in call.handles],
+            self.index(call.ranks),
+            self.groups.ensure,
+        )
+        for offset, tensor in enumerate(stored):
+            self.values[call.first_output + offset] = tensor
+        self.reply(seq, report)
+
+    def group(self, seq: int, length: int) -> None:
+        name, partition = pickle.loads(self.reader.body(length))
+        self.groups.ensure(name, partition)
+
+    def forget(self, seq: int, length: int) -> None:
+        for plan_id in self.reader.body(length).cast("q").tolist():
+            self.plans.pop(plan_id, None)
+
+    def reply(self, seq: int, report: Any) -> None:
+        import cloudpickle
+
+        _flush()
+        self.stream.send([frame(_wire.REPLY, seq, cloudpickle.dumps(report))])
+
+    # -- failure and repair ------------------------------------------------------------------------------------------------
+
+    def fail(self, seq: int, error: BaseException) -> None:
+        communication = self.groups.was_cut or _is_communication(error)
+        self.groups.drop()
+        self.failed = True
+        where = f"on device {self.device.type}:{self.rank} (rank {self.rank}, pid {os.getpid()}) while running {self.doing}"
+        _flush()
+        body = pickle.dumps((communication, pack_exception(error), where))
+        self.stream.send([frame(_wire.FAILED, seq, body)])
+
+    def supervised(self, kind: int, seq: int, length: int) -> None:
+        body = self.reader.body(length)
+        if kind == _wire.DRAIN:
+            self.stream.send([frame(_wire.DRAINED, seq)])
+            return
+        assert kind == _wire.REGROUP, f"unknown frame {kind}"
+        groups: dict[str, RankPartition] = pickle.loads(body)
+        self.failed = False
+        self.groups.renew(seq)
+        try:
+            for name, partition in groups.items():
+                self.groups.ensure(name, partition)
+        except Exception as error:
+            self.fail(seq, error)
+        else:
+            self.stream.send([frame(_wire.READY, seq)])
+
+
+def _is_communication(error: BaseException) -> bool:
+    """Whether an exception comes from a collective, so that another rank may be the cause."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "gloo" in text or "process group" in text or "Connection closed" in text
+    )
+
+
+def _listen(control: socket.socket, groups: Groups) -> None:
+    while True:
+        try:
+            message = control.recv(CUT.size, socket.MSG_WAITALL)
+        except OSError:
+            message = b""
+        if len(message) < CUT.size:
+            os._exit(0)
+        groups.cut(*CUT.unpack(message))
+
+
+def _arm_lifeline(fd: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGTERM)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        if os.read(fd, 1) == b"":  # the controller went before the signal was armed
+            os._exit(0)
+
+
+def _redirect_output(birth: Birth) -> None:
+    """Everything written to stdout and stderr, also from C, travels to the controller, which prints it where the user looks."""
+    os.dup2(birth.output.fd, 1)
+    os.dup2(birth.errors.fd, 2)
+    birth.output.close()
+    birth.errors.close()
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _nth_visible_gpu(rank: int) -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[rank].strip() if visible else str(rank)

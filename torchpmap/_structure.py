@@ -1,0 +1,328 @@
+"""Pytrees: the one flatten used everywhere.
+
+Nodes are what ``torch.utils._pytree`` has registered; everything else is a leaf. ``None`` is a leaf
+too: as an argument or output it means "empty". Dicts are the same structure whatever the order of
+their keys.
+
+``flatten`` is on the path of every call, so it is one walk that returns the leaves and a *token*, a
+hashable picture of the tree as it was met. A token seen before leads straight to its ``Structure``;
+only a new one is described in full (key paths, sorted keys):
+
+    tree -- _walk --> leaves as met, token -- _structures[token] --> Structure
+                                                  (order: leaves as met -> sorted keys)
+
+Torch's own ``TreeSpec`` is not the key: it does not hash, depends on the order of dict keys, and
+takes ten times as long to build (20 us against 2 us for a list of 100 tensors).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.utils._pytree as pytree
+
+MAPPINGS = (dict, OrderedDict, defaultdict)
+_MAX_STRUCTURES = 4096
+_MAX_LEAF_TYPES = 256
+_STR = {str}
+_structures: dict[Hashable, Structure] = {}
+_leaf_types: set[type] = set()
+_num_registered = 0
+
+
+class _Star:
+    def __repr__(self) -> str:
+        return "*"
+
+
+STAR = _Star()
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One container: how to rebuild it, and what its children are called."""
+
+    kind: type
+    context: Any  # what ``rebuild`` wants besides the children
+    labels: tuple[Hashable, ...]  # one per child: index, dict key or field name
+    keys: tuple[str, ...]  # the labels as they are written in a path: "[0]", "['w']", ".x"
+    children: tuple[Node | None, ...]  # None: a leaf
+    rebuild: Callable[[Any, Any], Any]
+    num_leaves: int
+
+
+class Structure:
+    """The shape of a pytree without its leaves; hashable, and equal for equal trees.
+
+    Leaves are numbered with dict keys in sorted order. ``unflatten`` gives every dict the key order
+    of the tree this very object came from; that order is not part of equality.
+    """
+
+    __slots__ = ("_hash", "_key", "_order", "num_leaves", "root")
+
+    def __init__(self, root: Node | None) -> None:
+        order: list[int] = []
+        self.root = root
+        self._key = _canonical(root, 0, order)
+        self._hash = hash(self._key)
+        self._order = None if order == sorted(order) else order
+        self.num_leaves = len(order)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Structure) and self._hash == other._hash and self._key == other._key
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Structure, (self.root,)
+
+    def __repr__(self) -> str:
+        return f"Structure({self.unflatten([STAR] * self.num_leaves)})"
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """Put ``leaves`` into a tree of this structure."""
+        if len(leaves) != self.num_leaves:
+            raise ValueError(f"{self} takes {self.num_leaves} leaves, but got {len(leaves)}")
+        if self.root is None:
+            return leaves[0]
+        return _build(self.root, self._as_met(leaves), 0)
+
+    def paths(self, name: str = "") -> list[str]:
+        """Return the path of every leaf, ``"params['w'][0]"`` for ``name="params"``."""
+        return self.in_leaf_order(_paths(self.root, name))
+
+    def call_paths(self, names: Sequence[str]) -> list[str]:
+        """Return the paths of the leaves of ``(args, kwargs)``, given the names of the ``args``."""
+        assert self.root is not None
+        args, kwargs = self.root.children
+        assert args is not None
+        assert kwargs is not None
+        starts = [*names, *map(str, kwargs.labels)]
+        paths: list[str] = []
+        for start, child in zip(starts, args.children + kwargs.children, strict=True):
+            paths += _paths(child, start)
+        return self.in_leaf_order(paths)
+
+    def in_leaf_order(self, as_met: list[Any]) -> list[Any]:
+        """Reorder one value per leaf from the order of the walk to the order of the leaves."""
+        order = self._order
+        return as_met if order is None else [as_met[i] for i in order]
+
+    def _as_met(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        if self._order is None:
+            return leaves
+        as_met = [None] * len(leaves)
+        for i, leaf in zip(self._order, leaves, strict=True):
+            as_met[i] = leaf
+        return as_met
+
+
+def flatten(tree: Any) -> tuple[list[Any], Structure]:
+    """Split a pytree into its leaves and its structure.
+
+    Example:
+        >>> flatten({"b": 1, "a": (2, None)})
+        ([2, None, 1], Structure({'b': *, 'a': (*, *)}))
+    """
+    as_met, structure = flatten_as_met(tree)
+    return structure.in_leaf_order(as_met), structure
+
+
+def unflatten(leaves: Sequence[Any], structure: Structure) -> Any:
+    """Put the leaves back: ``unflatten(*flatten(tree))`` equals ``tree``."""
+    return structure.unflatten(leaves)
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
+    """Flatten the arguments of a call; the order of keyword arguments does not matter."""
+    return flatten((args, kwargs))
+
+
+def leaf_paths(tree: Any, name: str) -> list[str]:
+    """Return the path of every leaf of a tree or ``Structure``, in leaf order.
+
+    Example:
+        >>> leaf_paths({"w": [1, 2], "b": 3}, "params")
+        ["params['b']", "params['w'][0]", "params['w'][1]"]
+    """
+    return (tree if isinstance(tree, Structure) else flatten(tree)[1]).paths(name)
+
+
+def flatten_as_met(tree: Any) -> tuple[list[Any], Structure]:
+    """Flatten with the leaves in the order of the walk."""
+    global _num_registered
+    if len(pytree.SUPPORTED_NODES) != _num_registered:
+        # A type may have become a node since it was met as a leaf.
+        _leaf_types.clear()
+        _num_registered = len(pytree.SUPPORTED_NODES)
+    leaves: list[Any] = []
+    token = _walk(tree, leaves)
+    structure = _structures.get(token)
+    if structure is None:
+        if len(_structures) >= _MAX_STRUCTURES:
+            _structures.clear()
+        structure = _structures[token] = Structure(_describe(tree))
+    return leaves, structure
+
+
+def _walk(tree: Any, leaves: list[Any]) -> Hashable:
+    kind = type(tree)
+    context: Hashable = None
+    children: Any = tree
+    if kind is dict:
+        children = tree.values()
+        context = _keys_context(tree) if tree else None
+    elif kind is not tuple and kind is not list:
+        definition = None if kind in _leaf_types else _definition(kind)
+        if definition is None:
+            leaves.append(tree)
+            return None
+        flat, value = definition.flatten_fn(tree)
+        children = list(flat)
+        context = _keys_context(tree) if kind in MAPPINGS else Context(value)
+        if kind is defaultdict:
+            context = (context, Context(tree.default_factory))
+    if _leaf_types.issuperset(map(type, children)):
+        leaves.extend(children)
+        return kind, context, len(children)
+    return kind, context, tuple([_walk(child, leaves) for child in children])
+
+
+def _keys_context(mapping: Any) -> Hashable:
+    keys = tuple(mapping)
+    # 1, 1.0 and True are equal keys, but not the same tree.
+    return keys if _STR.issuperset(map(type, keys)) else (keys, tuple(map(type, keys)))
+
+
+class Context:
+    """Compares the context of a node by value, also where it is not hashable (lists)."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        try:
+            return hash(self.value)
+        except TypeError:
+            return 0
+
+    def __eq__(self, other: object) -> bool:
+        try:
+            return isinstance(other, Context) and bool(self.value == other.value)
+        except Exception:  # an array in the context has no single truth value
+            return False
+
+
+def _definition(kind: type) -> pytree.NodeDef | None:
+    """Return how torch takes this type apart, or remember it as a leaf type."""
+    known: Any = namedtuple if pytree.is_namedtuple_class(kind) else kind
+    found = pytree.SUPPORTED_NODES.get(known)
+    if found is None:
+        if len(_leaf_types) >= _MAX_LEAF_TYPES:
+            _leaf_types.clear()
+        _leaf_types.add(kind)
+    return found
+
+
+def open_node(tree: Any) -> tuple[list[Any], Node] | None:
+    """Take one level of a tree apart into children and a node that does not have them yet."""
+    kind = type(tree)
+    definition = _definition(kind)
+    if definition is None:
+        return None
+    flat, context = definition.flatten_fn(tree)
+    children = list(flat)
+    if definition.flatten_with_keys_fn is None:
+        keys = tuple(f"[<flat index {i}>]" for i in range(len(children)))
+    else:
+        keys = tuple(str(key) for key, _ in definition.flatten_with_keys_fn(tree)[0])
+    labels: tuple[Hashable, ...] = tuple(range(len(children)))
+    if kind in MAPPINGS:
+        labels = tuple(tree)
+    elif is_registered_dataclass(context, keys):
+        labels = tuple(context[0])
+    return children, Node(kind, context, labels, keys, (), definition.unflatten_fn, 0)
+
+
+def is_registered_dataclass(context: Any, keys: tuple[str, ...]) -> bool:
+    """Tell the nodes of ``pytree.register_dataclass`` from all others."""
+    # pytree.register_dataclass drops the fields that are None; its context is [kept, dropped].
+    if type(context) is not list or len(context) != 2 or type(context[0]) is not list:
+        return False
+    return keys == tuple(f".{name}" for name in context[0])
+
+
+def _describe(tree: Any) -> Node | None:
+    opened = open_node(tree)
+    if opened is None:
+        return None
+    values, node = opened
+    children = tuple(_describe(value) for value in values)
+    total = sum(count_leaves(child) for child in children)
+    return Node(node.kind, node.context, node.labels, node.keys, children, node.rebuild, total)
+
+
+def count_leaves(node: Node | None) -> int:
+    """Return the number of leaves of a subtree; None is a leaf."""
+    return 1 if node is None else node.num_leaves
+
+
+def _canonical(node: Node | None, start: int, order: list[int]) -> Hashable:
+    """Return a key that ignores the order of dict keys; append each leaf's place as met."""
+    if node is None:
+        order.append(start)
+        return None
+    starts = []
+    for child in node.children:
+        starts.append(start)
+        start += count_leaves(child)
+    indices: Sequence[int] = range(len(starts))
+    if node.kind is dict or node.kind is defaultdict:
+        indices = sorted(indices, key=lambda i: sort_key(node.labels[i]))
+    context: Hashable = Context(node.context)
+    if node.kind in MAPPINGS:
+        labels = [node.labels[i] for i in indices]
+        context = (tuple(labels), tuple(map(type, labels)))
+        if node.kind is defaultdict:
+            context = (context, Context(node.context[0]))
+    children = tuple([_canonical(node.children[i], starts[i], order) for i in indices])
+    return node.kind, context, children
+
+
+def sort_key(label: Hashable) -> tuple[Any, ...]:
+    """Order dict keys of any types, the same whatever order they come in."""
+    # Keys of other types go by their text: "<" may not exist, or not be a total order.
+    kind = type(label)
+    return kind.__qualname__, label if kind is str or kind is int else repr(label)
+
+
+def _build(node: Node, leaves: Sequence[Any], start: int) -> Any:
+    if len(node.children) == node.num_leaves and not any(node.children):
+        values: Any = leaves[start : start + node.num_leaves]
+    else:
+        values = []
+        for child in node.children:
+            values.append(leaves[start] if child is None else _build(child, leaves, start))
+            start += count_leaves(child)
+    if node.kind is tuple or node.kind is list:
+        return node.kind(values)
+    if node.kind is dict:
+        return dict(zip(node.labels, values, strict=True))
+    return node.rebuild(list(values), node.context)
+
+
+def _paths(node: Node | None, name: str) -> list[str]:
+    if node is None:
+        return [name]
+    paths: list[str] = []
+    for key, child in zip(node.keys, node.children, strict=True):
+        paths += _paths(child, name + key)
+    return paths

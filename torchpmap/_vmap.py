@@ -1,0 +1,177 @@
+"""``vmap`` with JAX's arguments: ``torch.func.vmap`` whose axis can have a name.
+
+``torch.func.vmap`` gets one more mapped argument, ``arange(size)``: the index of the axis. Its
+batch dimension is how collectives recognise the axis.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C import _functorch
+
+from torchpmap import _axes, _tree
+from torchpmap._axes import Axis
+
+__all__ = ["vmap"]
+
+
+def vmap(
+    fun: Callable[..., Any],
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    axis_name: Hashable = None,
+    axis_size: int | None = None,
+    randomness: str = "different",
+) -> Callable[..., Any]:
+    """Map ``fun`` over an axis of its arguments, all rows at once, on the device it runs on.
+
+    vmap: (fun: a -> b, in_axes, out_axes) -> a[n at in_axes] -> b[n at out_axes]
+
+    Args:
+        fun: the function of one row.
+        in_axes: the dim of every argument that is mapped: an int, None for an argument that all
+            rows share, or a tuple of these with one entry per positional argument; an entry may be
+            a container that is a prefix of its argument. Keyword arguments are mapped over dim 0.
+        out_axes: where the mapped dim goes in every output; None returns a value that does not
+            depend on the row, without the dim. A prefix of the outputs.
+        axis_name: name by which collectives inside ``fun`` reach across the rows.
+        axis_size: number of rows; needed only when no argument is mapped.
+        randomness: "different" or "same" random numbers in all rows, or "error".
+
+    Returns:
+        A function of the batched arguments.
+
+    Raises:
+        ValueError: the mapped dims do not exist or have different sizes, an axis specification is
+            not a prefix, or ``out_axes`` is None for an output that differs from row to row.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.vmap(lambda x: x / tp.psum(x, "j"), axis_name="j")(torch.tensor([1.0, 3.0]))
+        tensor([0.2500, 0.7500])
+        >>> tp.vmap(lambda x, w: w @ x, in_axes=(1, None))(torch.ones(3, 5), torch.ones(2, 3)).shape
+        torch.Size([5, 2])
+
+    Source: jax.vmap; checked in tests/test_vmap.py.
+    """
+    _tree.check_axis_spec(in_axes, "vmap in_axes")
+    _tree.check_axis_spec(out_axes, "vmap out_axes")
+
+    @functools.wraps(fun)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = _tree.flatten_call(args, kwargs)
+        leaves = [torch.tensor(x) if isinstance(x, np.ndarray | np.generic) else x for x in leaves]
+        spec = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+        axes = _tree.broadcast_axes((spec, 0), (args, kwargs), what="vmap in_axes")
+        size = _size(fun, leaves, axes, structure, len(args), axis_size)
+
+        output = _Output(out_axes, axis_name)
+
+        def rows(index: torch.Tensor, *row: Any) -> list[torch.Tensor]:
+            row_args, row_kwargs = structure.unflatten(row)
+            axis = Axis(axis_name, size, index, None)
+            with nullcontext() if axis_name is None else _axes.bind(axis):
+                return output.take(fun(*row_args, **row_kwargs), index.device)
+
+        index = torch.arange(size, device=_device(leaves))
+        stacked = torch.func.vmap(rows, (0, *axes), randomness=randomness)(index, *leaves)
+        return output.joined(stacked)
+
+    return mapped
+
+
+class _Output:
+    """The output of one call, taken apart inside the vmap and put together outside.
+
+    Only leaves with an axis go through ``torch.func.vmap``: it takes no numbers, and its own check
+    of ``out_dims=None`` mistakes the batch dimension of an outer vmap for its own.
+    """
+
+    def __init__(self, out_axes: Any, axis_name: Hashable) -> None:
+        self._out_axes = out_axes
+        self._axis_name = axis_name
+        self._leaves: list[Any] = []
+        self._axes: list[int | None] = []
+        self._structure: _tree.Structure
+
+    def take(self, output: Any, device: torch.device) -> list[torch.Tensor]:
+        self._leaves, self._structure = _tree.flatten(output)
+        self._axes = _tree.broadcast_axes(self._out_axes, output, what="vmap out_axes")
+        stacked = []
+        for i, (leaf, axis) in enumerate(zip(self._leaves, self._axes, strict=True)):
+            if axis is not None:
+                stacked.append(_as_tensor(leaf, self._structure.paths("output")[i], device))
+            elif isinstance(leaf, torch.Tensor) and _is_mapped(leaf):
+                raise ValueError(
+                    f"vmap has mapped output (axis_name={self._axis_name}) but out_axes is None: "
+                    f"{self._structure.paths('output')[i]} differs from row to row. Reduce it over "
+                    "the axis, or give it an axis in out_axes."
+                )
+        return stacked
+
+    def joined(self, stacked: list[torch.Tensor]) -> Any:
+        rows_first = iter(stacked)
+        leaves = list(self._leaves)
+        for i, axis in enumerate(self._axes):
+            if axis is not None:
+                leaf = next(rows_first)
+                path = self._structure.paths("output")[i]
+                place = _tree.canonical_axis(axis, leaf.dim(), what="vmap out_axes", path=path)
+                leaves[i] = leaf.movedim(0, place)
+        return self._structure.unflatten(leaves)
+
+
+def _size(
+    fun: Callable[..., Any],
+    leaves: list[Any],
+    axes: list[int | None],
+    structure: _tree.Structure,
+    num_args: int,
+    axis_size: int | None,
+) -> int:
+    paths = structure.call_paths(_tree.argument_names(fun, num_args))
+    described: list[_tree.Leaf] = []
+    for leaf, path in zip(leaves, paths, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            described.append((path, tuple(leaf.shape), str(leaf.dtype)))
+        else:
+            described.append((path, None if leaf is None else (), type(leaf).__name__))
+    size = _tree.mapped_axis_size(described, axes, what="vmap", axis_size=axis_size)
+    if size is None:
+        raise ValueError(
+            "vmap must have at least one non-None value in in_axes or axis_size must be specified"
+            if leaves
+            else "vmap wrapped function must be passed at least one argument containing an array "
+            "or axis_size must be specified, got empty *args=() and **kwargs={}"
+        )
+    return size
+
+
+def _device(leaves: list[Any]) -> torch.device | None:
+    """Where the index lives: with the arguments, else with the enclosing axis."""
+    for tensor in [*leaves, *(axis.index for axis in reversed(_axes.bound()))]:
+        if isinstance(tensor, torch.Tensor):
+            return tensor.device
+    return None
+
+
+def _as_tensor(leaf: Any, path: str, device: torch.device) -> torch.Tensor:
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    if isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic):
+        return torch.tensor(leaf, device=device)
+    raise TypeError(
+        f"vmap returns tensors, numpy arrays and Python numbers, but {path} is {leaf!r} of type "
+        f"{type(leaf).__name__}. With None in out_axes it is returned as it is."
+    )
+
+
+def _is_mapped(leaf: torch.Tensor) -> bool:
+    level = _functorch.maybe_current_level()
+    return _functorch.is_batchedtensor(leaf) and _functorch.maybe_get_level(leaf) == level
