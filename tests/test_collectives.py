@@ -252,6 +252,8 @@ def test_every_dtype(run: Run) -> None:
 
 def test_every_dtype_vmapped() -> None:
     for dtype in DTYPES:
+        first = vmap(lambda x: pbroadcast(x, "i", 1), axis_name="i", out_axes=None)
+        assert first(dtype_rows(dtype)).tolist() == dtype_rows(dtype)[1].tolist()
         total = vmap(lambda x: psum(x, "i"), axis_name="i", out_axes=None)(dtype_rows(dtype))
         assert total.tolist() == expected_of(dtype)["sum"].tolist()
         if not dtype.is_complex:

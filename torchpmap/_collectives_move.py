@@ -112,26 +112,11 @@ def psum_scatter(
     if not over.axes:
         return x
 
-    def slices(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.bool:
-            raise TypeError(
-                "psum_scatter: add does not accept dtype bool; count in an integer dtype"
-            )
-        dim = over.dim(scatter_dimension, x.dim())
-        size, count = x.shape[dim], over.size
-        if tiled and size % count:
-            raise ValueError(
-                f"tiled reduce_scatter operand scatter dimension size {size} must be divisible by "
-                f"shard_count {count}"
-            )
-        if not tiled and size != count:
-            raise ValueError(
-                f"reduce_scatter operand scatter dimension size {size} must match shard count "
-                f"{count}"
-            )
-        return _slices(over, x, dim, tiled)
+    def scatter(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        slices = [_summands(over, x, scatter_dimension, tiled) for x in xs]
+        return over.fold(ReduceScatter, slices)
 
-    return map_leaves(over, x, lambda xs: over.fold(ReduceScatter, [slices(x) for x in xs]))
+    return map_leaves(over, x, scatter)
 
 
 def all_to_all(
@@ -177,24 +162,9 @@ def all_to_all(
     if not over.axes:
         return x
 
-    def slices(x: torch.Tensor) -> torch.Tensor:
-        dim = over.dim(split_axis, x.dim())
-        size, count = x.shape[dim], over.size
-        if tiled and size % count:
-            raise ValueError(
-                f"The size of all_to_all split_axis ({size}) has to be divisible by the size of "
-                f"the named axis {axis_name} ({count})"
-            )
-        if not tiled and size != count:
-            raise ValueError(
-                "all_to_all requires the size of the mapped axis axis_name to equal "
-                f"x.shape[split_axis], but they are {count} and {size} respectively."
-            )
-        return _slices(over, x, dim, tiled)
-
     def exchange(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         dims = [over.dim(concat_axis, x.dim()) for x in xs]
-        ys = [slices(x) for x in xs]
+        ys = [_parcels(over, x, split_axis, axis_name, tiled) for x in xs]
         for k, (scope, index) in enumerate(over.places):
             received = apply(AllToAll(scope), index, [y.movedim(k, 0) for y in ys])
             ys = [y.movedim(0, k) for y in received]
@@ -311,6 +281,41 @@ def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Grou
     Source: jax.lax.pswapaxes; checked in tests/test_collectives.py.
     """
     return all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups)
+
+
+def _summands(over: Over, x: torch.Tensor, scatter_dimension: int, tiled: bool) -> torch.Tensor:
+    if x.dtype == torch.bool:
+        raise TypeError("psum_scatter: add does not accept dtype bool; count in an integer dtype")
+    dim = over.dim(scatter_dimension, x.dim())
+    size, count = x.shape[dim], over.size
+    if tiled and size % count:
+        raise ValueError(
+            f"tiled reduce_scatter operand scatter dimension size {size} must be divisible by "
+            f"shard_count {count}"
+        )
+    if not tiled and size != count:
+        raise ValueError(
+            f"reduce_scatter operand scatter dimension size {size} must match shard count {count}"
+        )
+    return _slices(over, x, dim, tiled)
+
+
+def _parcels(
+    over: Over, x: torch.Tensor, split_axis: int, axis_name: AxisName, tiled: bool
+) -> torch.Tensor:
+    dim = over.dim(split_axis, x.dim())
+    size, count = x.shape[dim], over.size
+    if tiled and size % count:
+        raise ValueError(
+            f"The size of all_to_all split_axis ({size}) has to be divisible by the size of "
+            f"the named axis {axis_name} ({count})"
+        )
+    if not tiled and size != count:
+        raise ValueError(
+            "all_to_all requires the size of the mapped axis axis_name to equal "
+            f"x.shape[split_axis], but they are {count} and {size} respectively."
+        )
+    return _slices(over, x, dim, tiled)
 
 
 def _slices(over: Over, x: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:

@@ -172,6 +172,8 @@ def _moved(x: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]) -> torc
     x = x.resolve_conj().resolve_neg().contiguous()
     if x.dtype in _CARRIED:
         return run(x)
+    if x.dtype == torch.bool:  # Inductor (torch 2.13) makes C++ of a bool seen as a byte that fails
+        return run(x.to(torch.uint8)).to(torch.bool)
     as_bytes = run(x.unsqueeze(-1).view(torch.uint8))
     return as_bytes.contiguous().view(x.dtype).squeeze(-1)
 

@@ -21,7 +21,7 @@ from torchpmap._collectives_operands import (
     resolve,
 )
 from torchpmap._collectives_primitives import AllReduce, extreme
-from torchpmap._collectives_raw import ReduceOp
+from torchpmap._collectives_raw import ReduceOp, narrowed, widened
 
 __all__ = ["pbroadcast", "pmax", "pmean", "pmin", "psum"]
 
@@ -198,9 +198,11 @@ def pbroadcast(x: Any, axis_name: AxisName, source: int) -> Any:
 
     def broadcast(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         here = over.index() == source
+        wide = [widened(_counted(x), "sum") for x in xs]
         # -0.0 and not 0.0, which would turn a -0.0 of the source into 0.0.
-        masked = [_counted(torch.where(here, x, torch.full_like(x, -0.0))) for x in xs]
-        return [y.to(x.dtype) for x, y in zip(xs, over.fold(AllReduce, masked), strict=True)]
+        masked = [torch.where(here, w, torch.full_like(w, -0.0)) for w in wide]
+        sums = over.fold(AllReduce, masked)
+        return [narrowed(y, "sum", x.dtype) for x, y in zip(xs, sums, strict=True)]
 
     return map_leaves(over, x, broadcast) if over.axes else x
 

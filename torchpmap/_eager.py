@@ -17,7 +17,7 @@ from torchpmap._layout import stacked_layout
 from torchpmap._plan import Called
 from torchpmap._program import EagerCall, EagerReport, Program, not_replicated
 from torchpmap._runtimes._base import Handle
-from torchpmap._shipping import pickled
+from torchpmap._shipping import pickled_function
 
 __all__ = ["EagerPlan"]
 
@@ -39,7 +39,7 @@ class EagerPlan:
         """Run the function on stored blocks and wait for all devices."""
         runtime = current_runtime()
         team = runtime.team(self._ranks)
-        function = pickled(self._program, f"{self._program.name}()")
+        function = pickled_function(self._program, f"{self._program.name}()")
         function_id = int.from_bytes(hashlib.blake2b(function, digest_size=7).digest(), "little")
         call = EagerCall(
             self._program.name,

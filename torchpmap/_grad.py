@@ -95,38 +95,48 @@ def value_and_grad(
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         where = [_position(k, positions, len(args)) for k in positions]
         leaves, structure = _tree.flatten(tuple(args[k] for k in where))
-        # None is an empty leaf: nothing to differentiate, and None in the gradient.
-        given = [i for i, leaf in enumerate(leaves) if leaf is not None]
 
-        aux_leaves: list[Any] = []
-        aux_structure = structure
+        def of_leaves(inputs: list[Any]) -> Any:
+            full = list(args)
+            for k, argument in zip(where, structure.unflatten(inputs), strict=True):
+                full[k] = argument
+            return fun(*full, **kwargs)
 
-        def scalar_fun(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-            nonlocal aux_leaves, aux_structure
-            full_leaves, full_args = list(leaves), list(args)
-            for i, leaf in zip(given, inputs, strict=True):
-                full_leaves[i] = leaf
-            for k, argument in zip(where, structure.unflatten(full_leaves), strict=True):
-                full_args[k] = argument
-            result = fun(*full_args, **kwargs)
-            value, aux = _pair(result) if has_aux else (result, None)
-            aux_leaves, aux_structure = _tree.flatten(aux)
-            # torch.func lets only tensors out of the differentiated function.
-            return _scalar(value), [leaf for leaf in aux_leaves if isinstance(leaf, torch.Tensor)]
-
-        inputs = [_differentiable(leaves[i]) for i in given]
-        grads, (value, aux_tensors) = torch.func.grad_and_value(scalar_fun, has_aux=True)(inputs)
-        for i, gradient in zip(given, grads, strict=True):
-            leaves[i] = gradient
-        gradients = structure.unflatten(leaves)
-        gradients = gradients[0] if single else gradients
-        if not has_aux:
-            return value, gradients
-        left = iter(aux_tensors)
-        aux = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in aux_leaves]
-        return (value, aux_structure.unflatten(aux)), gradients
+        grads, value, aux = _differentiate(of_leaves, leaves, has_aux)
+        gradients = structure.unflatten(grads)
+        return (value, aux) if has_aux else value, gradients[0] if single else gradients
 
     return value_and_gradient
+
+
+def _differentiate(
+    fun: Callable[[list[Any]], Any], leaves: list[Any], has_aux: bool
+) -> tuple[list[Any], torch.Tensor, Any]:
+    """Gradients of ``fun(leaves)``, its value, and aux or None."""
+    # None is an empty leaf: nothing to differentiate, and None in the gradient.
+    given = [i for i, leaf in enumerate(leaves) if leaf is not None]
+    aux_leaves, aux_structure = _tree.flatten(None)
+
+    def scalar_fun(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        nonlocal aux_leaves, aux_structure
+        result = fun(_filled(leaves, given, inputs))
+        value, aux = _pair(result) if has_aux else (result, None)
+        aux_leaves, aux_structure = _tree.flatten(aux)
+        # torch.func lets only tensors out of the differentiated function.
+        return _scalar(value), [leaf for leaf in aux_leaves if isinstance(leaf, torch.Tensor)]
+
+    inputs = [_differentiable(leaves[i]) for i in given]
+    grads, (value, aux_tensors) = torch.func.grad_and_value(scalar_fun, has_aux=True)(inputs)
+    tensors = [i for i, leaf in enumerate(aux_leaves) if isinstance(leaf, torch.Tensor)]
+    aux = aux_structure.unflatten(_filled(aux_leaves, tensors, aux_tensors))
+    return _filled(leaves, given, grads), value, aux
+
+
+def _filled(leaves: list[Any], places: list[int], values: Sequence[Any]) -> list[Any]:
+    filled = list(leaves)
+    for i, value in zip(places, values, strict=True):
+        filled[i] = value
+    return filled
 
 
 def _position(argnum: int, argnums: list[int], count: int) -> int:

@@ -137,4 +137,6 @@ def host_tensor(value: Any) -> torch.Tensor:
                 value, dtype=value.dtype.newbyteorder("=")
             )  # torch warns about read-only memory
         return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+    if hasattr(value, "__dlpack__"):
+        return host_tensor(torch.from_dlpack(value))
     return torch.as_tensor(value)

@@ -381,7 +381,11 @@ def _leaf_key(leaf: Any) -> Hashable:
         return kind, leaf.shape, leaf.dtype
     if isinstance(leaf, np.ndarray | np.generic):
         return kind, leaf.shape, leaf.dtype
-    return leaf if kind is Static else kind
+    if kind is Static:
+        return leaf
+    if hasattr(leaf, "__dlpack__"):
+        return kind, tuple(leaf.shape), str(leaf.dtype)
+    return kind
 
 
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], torch.dtype]:

@@ -1,7 +1,10 @@
-"""Pickle a function for the workers (``compile=False`` only; the default mode ships graphs and needs none of this).
+"""Pickles for the workers: graphs (every plan) and Python functions (``compile=False`` only).
 
-cloudpickle takes lambdas, closures and everything defined in ``__main__``.  What it lacks are ``torch.ops`` objects, which go by
-name, and functions wrapped by ``torch.compile``, which go as the function inside.
+Graphs travel as lists of nodes.  ``torch.fx``'s own pickle is generated code that is traced again when it is loaded; an
+operation on constants alone is *executed* by that, which for a collective means waiting for peers that will not come.
+
+Functions go through cloudpickle, which takes lambdas, closures and everything defined in ``__main__``.  What it lacks are
+``torch.ops`` objects, which go by name, and functions wrapped by ``torch.compile``, which go as the function inside.
 """
 
 from __future__ import annotations
@@ -12,18 +15,23 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch.fx.node import map_arg
 
-__all__ = ["pickled"]
+__all__ = ["pickled", "pickled_function"]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined]
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.fx.GraphModule):
+            return _decoded, _encoded(obj)
         if isinstance(obj, torch._ops.OpOverload):
             namespace, name = obj._schema.name.split("::")
             return _overload, (namespace, name, obj._overloadname)
         if isinstance(obj, torch._ops.OpOverloadPacket):
             namespace, name = obj._qualified_op_name.split("::")
             return _packet, (namespace, name)
+        if isinstance(obj, torch._ops.HigherOrderOperator):
+            return getattr, (torch.ops.higher_order, obj._name)
         if isinstance(obj, torch._ops._OpNamespace):
             return getattr, (torch.ops, obj.name)
         if isinstance(obj, type(torch.ops)):
@@ -34,18 +42,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined]
         return super().reducer_override(obj)
 
 
-def pickled(value: Any, what: str) -> bytes:
-    """Bytes of ``value``; ``TypeError`` naming ``what`` if it cannot be pickled."""
+def pickled(value: Any) -> bytes:
+    """Bytes that ``pickle.loads`` on a worker turns into ``value``."""
     buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def pickled_function(function: Any, what: str) -> bytes:
+    """Bytes of a user's function; ``TypeError`` naming ``what`` if it cannot be pickled."""
     try:
-        _Pickler(buffer).dump(value)
+        return pickled(function)
     except Exception as error:
         raise TypeError(
-            f"compile=False runs {what} on the workers and must send it there, but it cannot be pickled: {error}. Locks, open "
-            "files, sockets and generators do not travel: create them inside the function, or use compile=True, which sends a "
-            "graph instead."
+            f"compile=False runs {what} on the workers and must send it there, but it cannot be "
+            f"pickled: {error}. Locks, open files, sockets and generators do not travel: create "
+            "them inside the function, or use compile=True, which sends a graph instead."
         ) from error
-    return buffer.getvalue()
 
 
 def _overload(namespace: str, name: str, overload: str) -> Any:
@@ -58,3 +71,52 @@ def _packet(namespace: str, name: str) -> Any:
 
 def _same(value: Any) -> Any:
     return value
+
+
+# -- graphs ----------------------------------------------------------------------------------------
+
+
+class _Ref:
+    """Stands for a node in the arguments of another."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return _Ref, (self.name,)
+
+
+def _encoded(module: torch.fx.GraphModule) -> tuple[list[Any], dict[str, Any]]:
+    """(nodes, attributes): attributes are constants and the graphs of branches and loop bodies."""
+    nodes = []
+    attributes = {}
+    for node in module.graph.nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda other: _Ref(other.name))
+        nodes.append((node.op, node.target, args, kwargs, node.name))
+        if node.op == "get_attr":
+            attributes[node.target] = operator.attrgetter(node.target)(module)
+    return nodes, attributes
+
+
+def _decoded(nodes: list[Any], attributes: dict[str, Any]) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    made: dict[str, torch.fx.Node] = {}
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, _Ref):
+            return made[value.name]
+        if isinstance(value, tuple):
+            return tuple([resolve(item) for item in value])
+        if isinstance(value, list):
+            return [resolve(item) for item in value]
+        if isinstance(value, dict):
+            return {key: resolve(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(resolve(value.start), resolve(value.stop), resolve(value.step))
+        return value
+
+    for op, target, args, kwargs, name in nodes:
+        made[name] = graph.create_node(op, target, resolve(args), resolve(kwargs), name)
+    return torch.fx.GraphModule(attributes, graph)

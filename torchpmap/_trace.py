@@ -35,6 +35,7 @@ from torchpmap._replication import is_random, varying_nodes
 __all__ = ["Traced", "TracedInput", "Untraceable", "trace"]
 
 _aten = torch.ops.aten
+_COLLECTIVE_NAMESPACES = ("_c10d_functional", "torchpmap")
 
 
 def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
@@ -129,7 +130,26 @@ class _Capture(TorchDispatchMode):
             return func(*args, **kwargs)
         if func not in (_aten.lift_fresh.default, _aten.lift_fresh_copy.default):
             args, kwargs = pytree.tree_map(self.substitute, (args, kwargs))
+        if func.namespace in _COLLECTIVE_NAMESPACES:
+            args = pytree.tree_map(self._without_value, args)
         return func(*args, **kwargs)
+
+    def _without_value(self, value: Any) -> Any:
+        """Hide that a number is known: torch would compute the operation now, here, on one device."""
+        from torch._subclasses.fake_tensor import FakeTensor
+        from torch.fx.experimental.proxy_tensor import (
+            get_proxy_mode,
+            get_proxy_slot,
+            track_tensor_tree,
+        )
+
+        mode = get_proxy_mode()
+        if not isinstance(value, FakeTensor) or value.constant is None or mode is None:
+            return value
+        unknown = self._make_fake(tuple(value.shape), value.dtype)
+        proxy = get_proxy_slot(value, mode.tracer).proxy
+        track_tensor_tree(unknown, proxy, constant=None, tracer=mode.tracer)
+        return unknown
 
 
 def _is_real(value: Any) -> bool:
@@ -210,9 +230,6 @@ def trace(
     )
     for node in graph.graph.nodes:
         node.meta.clear()  # fake tensors do not travel
-    # unpickling retraces the graph's code with this tracer: make_fx's own needs modules that a worker may not have imported
-    graph.graph._tracer_cls = None
-    graph._tracer_cls = None
     graph.graph.lint()
     graph.recompile()
     return traced

@@ -35,11 +35,10 @@ def vmap(
 
     Args:
         fun: the function of one row.
-        in_axes: the dim of every argument that is mapped: an int, None for an argument that all
-            rows share, or a tuple of these with one entry per positional argument; an entry may be
-            a container that is a prefix of its argument. Keyword arguments are mapped over dim 0.
-        out_axes: where the mapped dim goes in every output; None returns a value that does not
-            depend on the row, without the dim. A prefix of the outputs.
+        in_axes: the mapped dim of every argument: an int, None for an argument that all rows
+            share, or a tuple of these, one per positional argument, each a prefix of it. Keyword
+            arguments are mapped over dim 0.
+        out_axes: where the mapped dim goes in every output (a prefix); None for a shared value.
         axis_name: name by which collectives inside ``fun`` reach across the rows.
         axis_size: number of rows; needed only when no argument is mapped.
         randomness: "different" or "same" random numbers in all rows, or "error".
@@ -48,29 +47,28 @@ def vmap(
         A function of the batched arguments.
 
     Raises:
-        ValueError: the mapped dims do not exist or have different sizes, an axis specification is
-            not a prefix, or ``out_axes`` is None for an output that differs from row to row.
+        ValueError: mapped dims do not exist or differ in size, axes are no prefix, or a shared
+            output differs from row to row.
 
     Example:
         >>> import torch, torchpmap as tp
         >>> tp.vmap(lambda x: x / tp.psum(x, "j"), axis_name="j")(torch.tensor([1.0, 3.0]))
         tensor([0.2500, 0.7500])
-        >>> tp.vmap(lambda x, w: w @ x, in_axes=(1, None))(torch.ones(3, 5), torch.ones(2, 3)).shape
-        torch.Size([5, 2])
+        >>> tp.vmap(lambda x, y: x @ y, (1, None))(torch.eye(2), torch.tensor([3.0, 4.0]))
+        tensor([3., 4.])
 
     Source: jax.vmap; checked in tests/test_vmap.py.
     """
     _tree.check_axis_spec(in_axes, "vmap in_axes")
     _tree.check_axis_spec(out_axes, "vmap out_axes")
+    spec = tuple(in_axes) if isinstance(in_axes, list) else in_axes
 
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = _tree.flatten_call(args, kwargs)
         leaves = [torch.tensor(x) if isinstance(x, np.ndarray | np.generic) else x for x in leaves]
-        spec = tuple(in_axes) if isinstance(in_axes, list) else in_axes
         axes = _tree.broadcast_axes((spec, 0), (args, kwargs), what="vmap in_axes")
         size = _size(fun, leaves, axes, structure, len(args), axis_size)
-
         output = _Output(out_axes, axis_name)
 
         def rows(index: torch.Tensor, *row: Any) -> list[torch.Tensor]:
@@ -80,8 +78,8 @@ def vmap(
                 return output.take(fun(*row_args, **row_kwargs), index.device)
 
         index = torch.arange(size, device=_device(leaves))
-        stacked = torch.func.vmap(rows, (0, *axes), randomness=randomness)(index, *leaves)
-        return output.joined(stacked)
+        all_rows = torch.func.vmap(rows, (0, *axes), randomness=randomness)
+        return output.joined(all_rows(index, *leaves))
 
     return mapped
 

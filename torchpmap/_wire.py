@@ -100,6 +100,8 @@ class FrameReader:
 
     def into(self, target: memoryview) -> None:
         """Fill ``target`` (large payloads go straight to their place)."""
+        if not len(target):  # and perhaps not writable
+            return
         have = min(len(target), self._end - self._start)
         target[:have] = self._view[self._start : self._start + have]
         self._start += have
@@ -144,8 +146,11 @@ def unpack_ints(body: memoryview) -> list[int]:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    flat = tensor.detach().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    if not tensor.numel():
+        return memoryview(b"")
+    # a dim of size 1 counts as contiguous with any stride, but only stride 1 can be seen as bytes
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def put_frame(seq: int, handle: int, tensor: torch.Tensor) -> list[Buffer]:

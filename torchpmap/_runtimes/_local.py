@@ -48,6 +48,7 @@ from torchpmap._runtimes._supervise import (
     Verdict,
 )
 from torchpmap._runtimes._worker import CUT
+from torchpmap._shipping import pickled
 from torchpmap._wire import frame, pack_ints, put_frame
 
 __all__ = ["LocalRuntime"]
@@ -163,7 +164,7 @@ class LocalRuntime:
         return Handle(handle, seq, team)
 
     def define(self, team: Team, definition: Definition, groups: dict[str, RankPartition]) -> None:
-        body = pickle.dumps(definition)
+        body = pickled(definition)
         self.make_groups(groups)
         leader, *others = team.ranks
         while True:

@@ -1,0 +1,352 @@
+"""What a call costs: dispatch, leaves, round trip, collective, fetch and first call, against JAX on the same cores.
+
+See README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+# read when jax is imported; more virtual devices than are used cost nothing
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
+
+import numpy as np
+import torch
+from _harness import Check, Result, environment, interleave, print_checks, print_table
+
+import torchpmap as tp
+
+try:
+    import jax
+except ImportError:
+    jax = None
+
+Mapped = Callable[[Any], Any]
+
+CHAIN = 1000
+LEAVES = 100
+MEGABYTE = 1 << 20
+CHAINED, PER_LEAF, SYNC, PSUM, FETCH, FIRST = SECTIONS = (
+    "chained",
+    "per leaf",
+    "sync",
+    "psum",
+    "fetch",
+    "first call",
+)
+TITLES = {
+    CHAINED: f"chained calls: y = f(y), {CHAIN} times, then wait (per call)",
+    PER_LEAF: f"one more leaf: ({LEAVES}-leaf list - 1 leaf) / {LEAVES - 1}, chained (per call)",
+    SYNC: "round trip: f(y), then wait (per call)",
+    PSUM: "psum: f(y), then wait (per call)",
+    FETCH: "fetch a computed 64 MB result to the host",
+    FIRST: "first call of an MLP training step in a fresh process",
+}
+
+
+# -- contenders ------------------------------------------------------------------------------------------------------------
+
+
+class Library(Protocol):
+    """How one contender maps a function; its results can be passed on to the next call as they are."""
+
+    def map(self, fun: Callable[[Any], Any], num_devices: int) -> Mapped:
+        """``fun``, mapped over the first ``num_devices`` devices with the axis name "i"."""
+
+    def psum(self, x: Any) -> Any:
+        """The sum over the axis, inside a mapped function."""
+
+    def block(self, tree: Any) -> Any:
+        """Wait for every leaf."""
+
+    def fetch(self, value: Any) -> np.ndarray:
+        """The whole value in host memory."""
+
+
+class Torchpmap:
+    """``torchpmap.pmap`` with its defaults."""
+
+    def map(self, fun: Callable[[Any], Any], num_devices: int) -> Mapped:
+        return tp.pmap(fun, axis_name="i", devices=tp.devices()[:num_devices])
+
+    def psum(self, x: Any) -> Any:
+        return tp.psum(x, "i")
+
+    def block(self, tree: Any) -> Any:
+        return tp.block_until_ready(tree)
+
+    def fetch(self, value: Any) -> np.ndarray:
+        return value.numpy()
+
+
+class JaxPmap:
+    """``jax.pmap``."""
+
+    def map(self, fun: Callable[[Any], Any], num_devices: int) -> Mapped:
+        return jax.pmap(fun, axis_name="i", devices=jax.devices()[:num_devices])
+
+    def psum(self, x: Any) -> Any:
+        return jax.lax.psum(x, "i")
+
+    def block(self, tree: Any) -> Any:
+        return jax.block_until_ready(tree)
+
+    def fetch(self, value: Any) -> np.ndarray:
+        return np.asarray(value)
+
+
+class JaxShardMap(JaxPmap):
+    """``jax.jit(jax.shard_map(...))``; the function sees blocks of one row."""
+
+    def map(self, fun: Callable[[Any], Any], num_devices: int) -> Mapped:
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_devices]), ("i",))
+        rows = jax.sharding.PartitionSpec("i")
+        return jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=rows, out_specs=rows))
+
+
+def libraries() -> dict[str, Library]:
+    """The contenders by name, torchpmap first."""
+    found: dict[str, Library] = {"torchpmap": Torchpmap()}
+    if jax is not None:
+        found |= {"jax.pmap": JaxPmap(), "jax.shard_map": JaxShardMap()}
+    return found
+
+
+# -- one round of one contender --------------------------------------------------------------------------------------------
+
+
+class Loop:
+    """A mapped function whose result is its next argument."""
+
+    def __init__(self, library: Library, fun: Mapped, start: Any, num_devices: int) -> None:
+        self.library = library
+        self.mapped = library.map(fun, num_devices)
+        self.value = start
+        self.synced(3)  # compiled on every device, and the value is where the next call wants it
+
+    def chained(self, calls: int) -> dict[str, float]:
+        """Seconds per call, until the results are there and until the last call returned."""
+        mapped, value = self.mapped, self.value
+        start = time.perf_counter()
+        for _ in range(calls):
+            value = mapped(value)
+        issued = time.perf_counter()
+        self.value = self.library.block(value)
+        done = time.perf_counter()
+        return {"total": (done - start) / calls, "calls return": (issued - start) / calls}
+
+    def synced(self, calls: int) -> float:
+        """Seconds per call that is waited for."""
+        mapped, block, value = self.mapped, self.library.block, self.value
+        start = time.perf_counter()
+        for _ in range(calls):
+            value = block(mapped(value))
+        self.value = value
+        return (time.perf_counter() - start) / calls
+
+
+def double(x: Any) -> Any:
+    return x * 2
+
+
+def double_all(xs: list[Any]) -> list[Any]:
+    return [x * 2 for x in xs]
+
+
+def zeros(num_devices: int, size: int) -> np.ndarray:
+    return np.zeros((num_devices, size), np.float32)  # doubling and summing them is never inf
+
+
+def chained_sample(library: Library, num_devices: int) -> Any:
+    loop = Loop(library, double, zeros(num_devices, 3), num_devices)
+    return lambda: loop.chained(CHAIN)
+
+
+def per_leaf_sample(library: Library, num_devices: int) -> Any:
+    one = Loop(library, double_all, [zeros(num_devices, 3)], num_devices)
+    many = Loop(library, double_all, [zeros(num_devices, 3)] * LEAVES, num_devices)
+
+    def sample() -> dict[str, float]:
+        few, lots = one.chained(300), many.chained(100)
+        return {metric: (lots[metric] - few[metric]) / (LEAVES - 1) for metric in few}
+
+    return sample
+
+
+def sync_sample(library: Library, num_devices: int) -> Any:
+    loop = Loop(library, double, zeros(num_devices, 3), num_devices)
+    return lambda: {"total": loop.synced(300)}
+
+
+def psum_sample(library: Library, num_devices: int) -> Any:
+    # every call is waited for: some ten pipelined collectives can deadlock jax on few cores
+    small = Loop(library, library.psum, zeros(num_devices, 1), num_devices)
+    large = Loop(library, library.psum, zeros(num_devices, MEGABYTE // 4), num_devices)
+    return lambda: {"4 B": small.synced(100), "1 MB": large.synced(10)}
+
+
+def fetch_sample(library: Library, num_devices: int) -> Any:
+    loop = Loop(library, double, zeros(num_devices, 64 * MEGABYTE // 4 // num_devices), num_devices)
+
+    def sample() -> dict[str, float]:
+        loop.synced(1)  # a new value: jax keeps what was fetched
+        start = time.perf_counter()
+        loop.library.fetch(loop.value)
+        return {"64 MB": time.perf_counter() - start}
+
+    return sample
+
+
+def copy_samples() -> dict[str, Any]:
+    """The same bytes by ``memcpy``, into memory that is in use already and into new memory."""
+    source = np.ones(64 * MEGABYTE // 4, np.float32)
+    target = np.zeros_like(source)
+
+    def timed(copy: Callable[[], Any]) -> dict[str, float]:
+        start = time.perf_counter()
+        copy()
+        return {"64 MB": time.perf_counter() - start}
+
+    return {
+        "memcpy": lambda: timed(lambda: np.copyto(target, source)),
+        "memcpy to new memory": lambda: timed(source.copy),
+    }
+
+
+# -- first call ------------------------------------------------------------------------------------------------------------
+
+
+def first_call(num_devices: int, mode: str, cache: str) -> dict[str, float]:
+    """Run one fresh process on an Inductor cache directory."""
+    finished = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("_first_call.py")), str(num_devices), mode],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+def first_call_sample(num_devices: int, modes: Sequence[str]) -> Any:
+    def sample() -> dict[str, float]:
+        found = {}
+        for mode in modes:
+            with tempfile.TemporaryDirectory() as cache:
+                for state in ("cold", "warm"):  # the second run finds what the first one left
+                    times = first_call(num_devices, mode, cache)
+                    if mode == "ready":
+                        found[f"{state} cache: call, workers ready"] = times["call"]
+                        found[f"{state} cache: until workers ready"] = times["start"]
+                    else:
+                        found[f"{state} cache: init to result"] = times["total"]
+        return found
+
+    return sample
+
+
+# -- the run ---------------------------------------------------------------------------------------------------------------
+
+# section -> (sample, numbers of devices, rounds, rounds of a quick run, unit)
+STEADY: dict[str, tuple[Callable[[Library, int], Any], tuple[int, ...], int, int, str]] = {
+    CHAINED: (chained_sample, (2, 4, 8), 15, 5, "us"),
+    PER_LEAF: (per_leaf_sample, (2, 4), 15, 5, "us"),
+    SYNC: (sync_sample, (2, 4), 15, 5, "us"),
+    PSUM: (psum_sample, (2, 4), 15, 3, "us"),
+    FETCH: (fetch_sample, (2,), 11, 3, "ms"),
+}
+
+
+def measure(sections: Sequence[str], quick: bool) -> list[Result]:
+    """Run the sections; the pool is started anew for each number of devices, outside of what is timed."""
+    results: list[Result] = []
+    for num_devices in (2, 4, 8):
+        mine = [name for name in STEADY if name in sections and num_devices in STEADY[name][1]]
+        if not mine:
+            continue
+        tp.init(num_devices)
+        for name in mine:
+            prepare, _, full_rounds, quick_rounds, unit = STEADY[name]
+            contenders = {
+                label: prepare(library, num_devices) for label, library in libraries().items()
+            }
+            if name == FETCH:
+                contenders |= copy_samples()
+            rounds = quick_rounds if quick else full_rounds
+            results += interleave(TITLES[name], num_devices, contenders, rounds=rounds, unit=unit)
+            print(".", end="", flush=True, file=sys.stderr)
+    tp.shutdown()
+    if FIRST in sections:
+        modes = ("overlapped",) if quick else ("overlapped", "ready")
+        contenders = {f"{n} devices": first_call_sample(n, modes) for n in (4, 1)}
+        results += interleave(
+            TITLES[FIRST], None, contenders, rounds=1 if quick else 3, unit="s", warm_ups=0
+        )
+    print(file=sys.stderr)
+    return sorted(results, key=lambda result: list(TITLES.values()).index(result.section))
+
+
+def bars(results: Sequence[Result]) -> list[Check]:
+    """What should hold on a quiet machine, as far as it was measured."""
+    ratios = {
+        (CHAINED, "total", 4): ("jax.pmap", 0.6),
+        (SYNC, "total", 2): ("jax.pmap", 2.0),
+        (FIRST, "cold cache: init to result", None): ("1 devices", 1.3),
+        (FIRST, "warm cache: init to result", None): ("1 devices", 1.3),
+        (FIRST, "cold cache: call, workers ready", None): ("1 devices", 1.3),
+        (FIRST, "warm cache: call, workers ready", None): ("1 devices", 1.3),
+    }
+    checks = []
+    for result in results:
+        (section,) = (name for name, title in TITLES.items() if title == result.section)
+        devices = f"{result.num_devices} devices, " if result.num_devices else ""
+        label = f"{section}, {devices}{result.metric}"
+        other, bar = ratios.get((section, result.metric, result.num_devices), ("", 0.0))
+        if other in result.seconds:
+            checks.append(Check(f"{label}, x {other}", result.ratio(other), bar))
+        if (section, result.metric, result.num_devices) == (PER_LEAF, "total", 2):
+            checks.append(Check(f"{label}, us", result.median("torchpmap") * 1e6, 3.0))
+    return checks
+
+
+def main() -> None:
+    """Parse the command line, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few rounds, below a minute")
+    parser.add_argument("--check", action="store_true", help="print PASS or FAIL for each bar")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="SECTION")
+    parser.add_argument("--output", type=Path, help="write everything as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    started = environment()
+    print(", ".join(f"{key} {value}" for key, value in started.items()))
+    if jax is None:
+        print("jax is not installed: only torchpmap is measured")
+    results = measure(options.only, options.quick)
+    print_table(results)
+    if options.check:
+        print_checks(bars(results))
+    if options.output:
+        report = {
+            "environment": started,
+            "load_average_at_end": os.getloadavg()[0],
+            "garbage_collection": "disabled inside timed loops",
+            "results": [result.to_json() for result in results],
+        }
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"\nwritten to {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Settings of all tests: a cheap pool, reproducible random cases, and no test may leave anything behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+os.environ.setdefault("TORCHPMAP_WARM", "0")  # few tests compile; before torchpmap is imported
+
+import hypothesis
+import pytest
+from _support import SCALE, known_pids, stat, wait_for
+
+import torchpmap as tp
+from torchpmap import _current
+
+hypothesis.settings.register_profile(
+    "reproducible", derandomize=True, deadline=None, database=None, print_blob=True
+)
+hypothesis.settings.load_profile("reproducible")
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest) -> int:
+    """A running pool, kept from test to test; its size: ``parametrize("pool", [2], indirect=True)``."""
+    num_devices: int = getattr(request, "param", 4)
+    tp.init(num_devices)
+    return num_devices
+
+
+@dataclass
+class _Inventory:
+    """What is there of the things that a test could leave behind."""
+
+    runtime: Any
+    processes: set[str]
+    threads: set[threading.Thread]
+    fds: list[str]
+
+    @classmethod
+    def take(cls) -> _Inventory:
+        return cls(_current._runtime, _processes(), _our_threads(), os.listdir("/proc/self/fd"))
+
+    def left_behind(self) -> list[str]:
+        """What is new, apart from a pool and its helpers."""
+        found = [f"process {pid}" for pid in _processes() - self.processes if _is_ours(pid)]
+        expected = 1 if _current._runtime is None else 2  # monitor, and the starter for a moment
+        threads = [thread for thread in _our_threads() - self.threads if thread.is_alive()]
+        found += [f"thread {thread.name}" for thread in threads[expected - 1 :]]
+        if _current._runtime is self.runtime and len(os.listdir("/proc/self/fd")) > len(self.fds):
+            found += [_describe(fd) for fd in os.listdir("/proc/self/fd") if fd not in self.fds]
+        return found
+
+
+def _processes() -> set[str]:
+    return {name for name in os.listdir("/proc") if name.isdigit()}
+
+
+def _our_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("torchpmap-")}
+
+
+def _is_ours(pid: str) -> bool:
+    """Whether a process is a child of this one or of the fork server, and no part of the present pool."""
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    found = stat(pid)
+    return (
+        found is not None
+        and found[1] in (os.getpid(), server)
+        and int(pid) not in (server, tracker, *known_pids())
+    )
+
+
+def _describe(fd: str) -> str:
+    try:
+        return f"descriptor {fd}: {os.readlink(f'/proc/self/fd/{fd}')}"
+    except OSError:
+        return f"descriptor {fd}: closed meanwhile"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test after which processes, threads or descriptors are left that were not there before."""
+    before = _Inventory.take()
+    yield
+    if before.left_behind():
+        gc.collect()
+        if not wait_for(lambda: not before.left_behind(), 2):
+            pytest.fail(f"left behind: {', '.join(before.left_behind())}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pool_ends_with_the_session() -> Iterator[None]:
+    yield
+    tp.shutdown()
+    left = [t.name for t in threading.enumerate() if t.name.startswith("torchpmap-")]
+    assert not left, f"threads after shutdown: {left} (time scale {SCALE})"

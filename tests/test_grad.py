@@ -1,0 +1,145 @@
+"""Covers: _grad.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchpmap._grad import grad, value_and_grad
+
+X = torch.tensor([1.0, 2.0, 3.0])
+
+
+def product(a: Any, b: Any, scale: Any = 1.0) -> Any:
+    return (a * b).sum() * scale
+
+
+def test_value_and_grad_puts_the_value_first() -> None:
+    value, gradient = value_and_grad(lambda x: (x**2).sum())(X)
+    assert value.item() == 14.0
+    assert gradient.tolist() == [2.0, 4.0, 6.0]
+
+
+def test_grad() -> None:
+    assert grad(lambda x: (x**3).sum())(X).tolist() == [3.0, 12.0, 27.0]
+
+
+@pytest.mark.parametrize(
+    ("argnums", "expected"),
+    [
+        (0, [4.0, 5.0, 6.0]),
+        (1, [1.0, 2.0, 3.0]),
+        (-1, [1.0, 2.0, 3.0]),
+        ((1, 0), ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0])),
+        ([0], ([4.0, 5.0, 6.0],)),
+    ],
+)
+def test_argnums(argnums: Any, expected: Any) -> None:
+    got = grad(product, argnums)(X, X + 3)
+    if isinstance(expected, tuple):
+        assert isinstance(got, tuple)
+        assert tuple(g.tolist() for g in got) == expected
+    else:
+        assert got.tolist() == expected
+
+
+def test_has_aux() -> None:
+    def f(x: torch.Tensor) -> Any:
+        return (x**2).sum(), {"twice": x * 2, "note": "text", "none": None, "count": 3}
+
+    gradient, aux = grad(f, has_aux=True)(X)
+    (value, same), again = value_and_grad(f, has_aux=True)(X)
+    assert gradient.tolist() == again.tolist() == [2.0, 4.0, 6.0]
+    assert value.item() == 14.0
+    for found in (aux, same):
+        assert found["twice"].tolist() == [2.0, 4.0, 6.0]
+        assert not found["twice"].requires_grad
+        assert (found["note"], found["none"], found["count"]) == ("text", None, 3)
+
+
+def test_pytree_arguments_with_empty_leaves() -> None:
+    gradient = grad(lambda p: p["w"] * p["b"][0])({"b": [torch.tensor(3.0), None], "w": 2.0})
+    assert gradient["w"].item() == 3.0
+    assert gradient["b"][0].item() == 2.0
+    assert gradient["b"][1] is None
+
+
+def test_keyword_arguments_pass_through() -> None:
+    seen = {}
+
+    def f(x: torch.Tensor, *, mode: str, y: torch.Tensor) -> torch.Tensor:
+        seen["mode"] = mode
+        return (x * y).sum()
+
+    assert grad(f)(X, mode="fast", y=X).tolist() == X.tolist()
+    assert seen == {"mode": "fast"}
+
+
+def test_python_floats_and_numpy_arrays() -> None:
+    gradient = grad(lambda x: x**2)(3.0)
+    assert (gradient.item(), gradient.dtype) == (6.0, torch.get_default_dtype())
+    gradient = grad(lambda x: (x * x).sum())(np.ones(2))
+    assert (gradient.tolist(), gradient.dtype) == ([2.0, 2.0], torch.float64)
+
+
+def test_constant_function_has_zero_gradient() -> None:
+    assert grad(lambda x: 3.0)(X).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_nested() -> None:
+    assert grad(grad(grad(lambda x: x**4)))(2.0).item() == 48.0
+    rows = torch.func.vmap(grad(lambda x: (x**2).sum()))(torch.ones(2, 3))
+    assert rows.tolist() == [[2.0] * 3] * 2
+
+
+def test_decorator_keeps_the_name() -> None:
+    @grad
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        """Doc."""
+        return x.sum()
+
+    assert (loss.__name__, loss.__doc__) == ("loss", "Doc.")
+    assert loss(X).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("f", "args", "text"),
+    [
+        (
+            lambda x: x * 1.0,
+            (3,),
+            r"grad requires real- or complex-valued inputs .* but got int64\.",
+        ),
+        (lambda x: x * 1.0, (True,), "but got bool"),
+        (lambda x: x.sum(), (torch.arange(3),), "but got int64"),
+        (lambda x: x, ("text",), "grad requires tensors, numpy arrays or Python numbers, but got"),
+        (lambda x: x, (X,), r"scalar-output functions\. Output had shape: \(3,\)\."),
+        (lambda x: [x.sum()], (X,), r"scalar-output functions\. Output was \["),
+        (lambda x: x.sum() * 1j, (X,), "grad requires real-valued outputs .* but got complex64"),
+        (lambda x: x.argmax(), (X,), "grad requires real-valued outputs .* but got int64"),
+    ],
+)
+def test_type_errors(f: Any, args: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        grad(f)(*args)
+
+
+def test_argnums_out_of_range() -> None:
+    text = (
+        r"argnums=2 requires at least 3 positional arguments to be passed by the caller, but got "
+        r"only 1 positional arguments\."
+    )
+    with pytest.raises(TypeError, match=text):
+        grad(lambda x: x, argnums=2)(1.0)
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        grad(lambda x: x, argnums="x")  # type: ignore[arg-type]
+
+
+def test_missing_aux() -> None:
+    with pytest.raises(
+        TypeError, match="expected function with aux output to return a two-element"
+    ):
+        grad(lambda x: x.sum(), has_aux=True)(X)

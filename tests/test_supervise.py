@@ -1,0 +1,325 @@
+"""Covers: _runtimes/_supervise.py. No process is started: events go in, actions come out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from torchpmap._runtimes._supervise import (
+    Close,
+    Cut,
+    Deadline,
+    Drain,
+    Drained,
+    Exited,
+    Failed,
+    Kill,
+    Phase,
+    Ready,
+    Regroup,
+    Report,
+    Respawn,
+    Supervisor,
+    Verdict,
+)
+
+
+def user(rank: int, seq: int = 1) -> Failed:
+    return Failed(rank, seq, False, b"", f"rank {rank}")
+
+
+def communication(rank: int, seq: int = 1) -> Failed:
+    return Failed(rank, seq, True, b"", f"rank {rank}")
+
+
+def death(rank: int) -> Exited:
+    return Exited(rank, -9, 1000 + rank)
+
+
+def supervisor(*events, size=3, **settings) -> Supervisor:
+    """A supervisor that has seen these events."""
+    result = Supervisor(size, **settings)
+    for event in events:
+        result.on(event)
+    return result
+
+
+EVERYONE = (Drained(0), Drained(1), Drained(2))
+ALL_READY = (Ready(0, 1), Ready(1, 1), Ready(2, 1))
+
+TRANSITIONS = {
+    "a failure drains all": ([], user(1), [Cut(0, (0, 1, 2)), Drain((0, 1, 2))], Phase.DRAINING),
+    "a second failure changes nothing": ([user(1)], user(2), [], Phase.DRAINING),
+    "a death drains the others": ([], death(1), [Cut(0, (0, 2)), Drain((0, 2))], Phase.DRAINING),
+    "some drained": ([user(1), Drained(0)], Drained(1), [], Phase.DRAINING),
+    "drained twice counts once": ([user(1), Drained(0), Drained(0)], Drained(0), [], Phase.DRAINING),
+    "all drained": ([user(1), Drained(0), Drained(2)], Drained(1), [Regroup(1)], Phase.REBUILDING),
+    "the dead need not drain": (
+        [death(1), Drained(0)],
+        Drained(2),
+        [Respawn((1,)), Regroup(1)],
+        Phase.REBUILDING,
+    ),
+    "a death while draining frees those that wait for it": (
+        [user(1)],
+        death(2),
+        [Cut(0, (0, 1))],
+        Phase.DRAINING,
+    ),
+    "the last one that was to drain dies": (
+        [user(1), Drained(0), Drained(1)],
+        death(2),
+        [Cut(0, (0, 1)), Respawn((2,)), Regroup(1)],
+        Phase.REBUILDING,
+    ),
+    "everybody dies": (
+        [death(0), death(1)],
+        death(2),
+        [Cut(0, ()), Respawn((0, 1, 2)), Regroup(1)],
+        Phase.REBUILDING,
+    ),
+    "a death is noticed once": ([death(1)], death(1), [], Phase.DRAINING),
+    "ready of some": ([user(1), *EVERYONE], Ready(0, 1), [], Phase.REBUILDING),
+    "ready of all": (
+        [user(1, seq=7), *EVERYONE, Ready(0, 1), Ready(2, 1)],
+        Ready(1, 1),
+        [Report(Verdict((user(1, seq=7),), ()))],
+        Phase.HEALTHY,
+    ),
+    "ready of an older epoch": (
+        [user(1), *EVERYONE, *ALL_READY, user(1), *EVERYONE, Ready(0, 2), Ready(1, 2)],
+        Ready(2, 1),
+        [],
+        Phase.REBUILDING,
+    ),
+    "ready while healthy": ([], Ready(0, 0), [], Phase.HEALTHY),
+    "drained while healthy": ([], Drained(0), [], Phase.HEALTHY),
+    "drained while rebuilding": ([user(1), *EVERYONE], Drained(0), [], Phase.REBUILDING),
+    "a failure while rebuilding is only noted": (
+        [user(1), *EVERYONE],
+        communication(0),
+        [],
+        Phase.REBUILDING,
+    ),
+    "a death while rebuilding drains again": (
+        [user(1), *EVERYONE, Ready(0, 1)],
+        death(2),
+        [Cut(1, (0, 1)), Drain((0, 1))],
+        Phase.DRAINING,
+    ),
+    "deadline of a drain": ([user(1), Drained(0)], Deadline(), [Kill((1, 2))], Phase.DRAINING),
+    "deadline does not kill the dead": ([death(1), Drained(0)], Deadline(), [Kill((2,))], Phase.DRAINING),
+    "deadline of a rebuild": (
+        [user(1), *EVERYONE, Ready(2, 1)],
+        Deadline(),
+        [Kill((0, 1))],
+        Phase.REBUILDING,
+    ),
+    "deadline while healthy": ([], Deadline(), [], Phase.HEALTHY),
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "actions", "phase"), TRANSITIONS.values(), ids=TRANSITIONS.keys()
+)
+def test_transition(before, event, actions, phase):
+    tested = supervisor(*before)
+    assert tested.on(event) == actions
+    assert tested.phase is phase
+
+
+def test_next_incident_starts_afresh():
+    tested = supervisor(user(1), *EVERYONE, *ALL_READY)
+    assert tested.on(death(0)) == [Cut(1, (1, 2)), Drain((1, 2))]
+    tested.on(Drained(1))
+    assert tested.on(Drained(2)) == [Respawn((0,)), Regroup(2)]
+    for rank in (0, 1):
+        tested.on(Ready(rank, 2))
+    assert tested.on(Ready(2, 2)) == [Report(Verdict((), (death(0),)))]
+
+
+def test_gives_up_after_max_attempts():
+    tested = Supervisor(2, max_attempts=2, phase=Phase.REBUILDING, epoch=1)
+    for attempt in (1, 2):
+        tested.on(death(1))
+        assert tested.on(Drained(0)) == [Respawn((1,)), Regroup(attempt + 1)]
+    tested.on(death(1))
+    (close,) = tested.on(Drained(0))
+    assert close == Close(Verdict((), (death(1),) * 3))
+    assert tested.phase is Phase.CLOSED
+    for event in (user(0), death(0), Drained(0), Ready(0, 3), Deadline()):
+        assert tested.on(event) == []
+
+
+def test_attempts_are_counted_per_incident():
+    tested = Supervisor(1, max_attempts=1)
+    for epoch in range(1, 10):
+        assert tested.on(death(0)) == [Cut(epoch - 1, ()), Drain(()), Respawn((0,)), Regroup(epoch)]
+        assert tested.on(Ready(0, epoch)) == [Report(Verdict((), (death(0),)))]
+
+
+CAUSES = {
+    "user error over death": ([death(0), user(2)], user(2)),
+    "user error over communication": ([communication(0, 1), user(2, 5)], user(2, 5)),
+    "death over communication": ([communication(0), death(2)], death(2)),
+    "earliest user error": ([user(0, 5), user(2, 4)], user(2, 4)),
+    "lowest rank of equally early ones": ([user(2, 4), user(1, 4)], user(1, 4)),
+    "lowest rank of the dead": ([death(2), death(1)], death(1)),
+    "earliest communication error": ([communication(0, 5), communication(1, 4)], communication(1, 4)),
+}
+
+
+@pytest.mark.parametrize(("events", "cause"), CAUSES.values(), ids=CAUSES.keys())
+def test_cause(events, cause):
+    failures = tuple(e for e in events if isinstance(e, Failed))
+    verdict = Verdict(failures, tuple(e for e in events if isinstance(e, Exited)))
+    assert verdict.cause is cause
+    assert set(verdict.consequences) == set(events) - {cause}
+
+
+def test_first_seq_is_the_earliest_failed_call():
+    assert Verdict((user(0, 9), communication(1, 8)), (death(2),)).first_seq == 8
+    assert Verdict((), (death(2),)).first_seq is None
+
+
+class Pool(RuleBasedStateMachine):
+    """The supervisor against a model of a pool whose workers fail and die at any moment."""
+
+    @initialize(size=st.integers(1, 4), max_attempts=st.integers(1, 3), starting=st.booleans())
+    def start(self, size, max_attempts, starting):
+        self.size = size
+        self.max_attempts = max_attempts
+        self.tested = Supervisor(size, max_attempts)
+        if starting:
+            self.tested = Supervisor(size, max_attempts, phase=Phase.REBUILDING, epoch=1)
+        self.epoch = self.tested.epoch
+        self.alive = set(range(size))
+        self.to_drain = set()
+        self.to_join = set(range(size)) if starting else set()
+        self.events = []
+        self.attempts = 0
+        self.seq = 0
+        self.reports = 0
+        self.incidents = int(starting)
+        self.closed = False
+
+    def happens(self, event):
+        """Feed an event and carry out what is asked for, as the runtime would."""
+        was_healthy = self.tested.phase is Phase.HEALTHY
+        if isinstance(event, Failed | Exited) and not self.closed:
+            self.events.append(event)
+            self.incidents += was_healthy
+        actions = self.tested.on(event)
+        assert not (self.closed and actions), "a closed pool asks for nothing"
+        for action in actions:
+            match action:
+                case Cut(epoch=epoch, ranks=ranks):
+                    assert epoch == self.epoch, "a cut of another epoch would hit innocent calls"
+                    assert set(ranks) == self.alive
+                case Drain(ranks=ranks):
+                    assert set(ranks) == self.alive
+                    self.to_drain = set(ranks)
+                    self.to_join = set()
+                case Kill(ranks=ranks):
+                    assert set(ranks) == self.to_drain | self.to_join
+                    assert ranks
+                case Respawn(ranks=ranks):
+                    assert not self.alive & set(ranks), "only the dead are started again"
+                    self.alive |= set(ranks)
+                case Regroup(epoch=epoch):
+                    assert self.alive == set(range(self.size)), "regrouping waits for every rank"
+                    assert not self.to_drain, "regrouping while calls of the last epoch run"
+                    assert epoch == self.epoch + 1
+                    self.epoch = epoch
+                    self.to_join = set(self.alive)
+                    self.attempts += 1
+                case Report(verdict=verdict):
+                    self.check(verdict)
+                    self.reports += 1
+                    self.attempts = 0
+                case Close(verdict=verdict):
+                    assert self.attempts == self.max_attempts
+                    self.check(verdict)
+                    self.closed = True
+
+    def check(self, verdict):
+        """The verdict names everything since the last one, and the right thing as its cause."""
+        events, self.events = self.events, []
+        assert [*verdict.failures] == [e for e in events if isinstance(e, Failed)]
+        assert [*verdict.deaths] == [e for e in events if isinstance(e, Exited)]
+        if events:
+            rules = [
+                lambda e: isinstance(e, Failed) and not e.communication,
+                lambda e: isinstance(e, Exited),
+                lambda e: True,
+            ]
+            strongest = next(r for r in rules if any(map(r, events)))
+            assert strongest(verdict.cause)
+            assert len(verdict.consequences) == len(events) - 1
+
+    @rule(data=st.data(), is_communication=st.booleans())
+    def call_fails(self, data, is_communication):
+        if self.alive:
+            self.seq += 1
+            rank = data.draw(st.sampled_from(sorted(self.alive)))
+            self.happens(Failed(rank, self.seq, is_communication, b"", ""))
+
+    @rule(data=st.data())
+    def worker_exits(self, data):
+        if self.alive:
+            rank = data.draw(st.sampled_from(sorted(self.alive)))
+            self.alive.discard(rank)
+            self.to_drain.discard(rank)
+            self.to_join.discard(rank)
+            self.happens(Exited(rank, -9, 0))
+
+    @precondition(lambda self: self.to_drain)
+    @rule(data=st.data())
+    def rank_drains(self, data):
+        rank = data.draw(st.sampled_from(sorted(self.to_drain)))
+        self.to_drain.discard(rank)
+        self.happens(Drained(rank))
+
+    @precondition(lambda self: self.to_join)
+    @rule(data=st.data())
+    def rank_joins(self, data):
+        rank = data.draw(st.sampled_from(sorted(self.to_join)))
+        self.to_join.discard(rank)
+        self.happens(Ready(rank, self.epoch))
+
+    @rule(data=st.data())
+    def stale_ready(self, data):
+        rank = data.draw(st.integers(0, self.size - 1))
+        before = self.reports
+        self.happens(Ready(rank, self.epoch - 1))
+        assert self.reports == before
+
+    @rule()
+    def deadline(self):
+        self.happens(Deadline())
+
+    @invariant()
+    def healthy_only_when_settled(self):
+        if not hasattr(self, "tested"):
+            return
+        assert (self.tested.phase is Phase.CLOSED) == self.closed
+        if self.tested.phase is Phase.HEALTHY:
+            assert self.alive == set(range(self.size))
+            assert not self.to_drain
+            assert not self.to_join
+            assert not self.events
+        if not self.closed:
+            waiting = self.tested.phase is not Phase.HEALTHY
+            assert self.reports + waiting == self.incidents, "one report per incident"
+
+    @invariant()
+    def never_stuck(self):
+        """Whatever the phase, somebody's answer or end is awaited: a repair cannot stop for nothing."""
+        if hasattr(self, "tested") and not self.closed and self.tested.phase is not Phase.HEALTHY:
+            assert self.to_drain or self.to_join
+
+
+TestPool = Pool.TestCase
+TestPool.settings = settings(max_examples=150, stateful_step_count=40)

@@ -1,0 +1,120 @@
+"""Covers: _vmap.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchpmap import _axes
+from torchpmap._collectives import axis_index, psum
+from torchpmap._vmap import vmap
+
+X = torch.arange(6.0).reshape(2, 3)
+V = torch.tensor([1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("in_axes", "out_axes", "expected"),
+    [
+        (0, 0, X * 2),
+        (1, 0, X.T * 2),
+        (-1, 0, X.T * 2),
+        (0, 1, X.T * 2),
+        (1, -1, X * 2),
+        ((1,), 1, X * 2),
+        ([0], 0, X * 2),
+    ],
+)
+def test_axes(in_axes: Any, out_axes: Any, expected: torch.Tensor) -> None:
+    assert torch.equal(vmap(lambda x: x * 2, in_axes, out_axes)(X), expected)
+
+
+def test_axes_are_tree_prefixes() -> None:
+    def f(t: Any, y: torch.Tensor, n: int) -> Any:
+        return {"a": t["x"] + y, "b": (t["k"] * n, y)}
+
+    out = vmap(f, ({"x": 1, "k": None}, 0, None), {"a": 0, "b": (None, 0)})(
+        {"x": X, "k": torch.tensor(5.0)}, V, 2
+    )
+    assert torch.equal(out["a"], X.T + V[:, None])
+    assert out["b"][0].item() == 10.0
+    assert torch.equal(out["b"][1], V)
+
+
+def test_keyword_arguments_are_mapped_over_dim_0() -> None:
+    assert torch.equal(vmap(lambda x, *, y: x * y, in_axes=1)(X, y=V), X.T * V[:, None])
+
+
+def test_numpy_numbers_and_none() -> None:
+    x, y, z = vmap(lambda x: (x, 3, None))(np.arange(2))
+    assert (x.tolist(), y.tolist(), z) == ([0, 1], [3, 3], None)
+    assert vmap(lambda x, n: x if n is None else None)(V, None).tolist() == V.tolist()
+
+
+def test_named_axis() -> None:
+    assert vmap(lambda x: x / psum(x, "j"), axis_name="j")(V).tolist() == (V / 6).tolist()
+    assert vmap(lambda: axis_index("j"), axis_name="j", axis_size=3)().tolist() == [0, 1, 2]
+    assert _axes.bound() == ()
+
+
+def test_unnamed_axis_is_transparent() -> None:
+    f = vmap(vmap(lambda x: psum(x, "j")), axis_name="j")
+    assert f(X).tolist() == X.sum(0).expand(2, 3).tolist()
+
+
+def test_out_axes_none_is_checked_per_level() -> None:
+    assert vmap(lambda x: psum(x, "j"), axis_name="j", out_axes=None)(V).item() == 6.0
+    # Batched by the outer vmap only, which torch.func.vmap's own check refuses.
+    f = vmap(vmap(lambda x: psum(x, "j"), axis_name="j", out_axes=None))
+    assert f(X).tolist() == [3.0, 12.0]
+    text = r"mapped output \(axis_name=j\) but out_axes is None: output\['b'\] differs"
+    with pytest.raises(ValueError, match=text):
+        vmap(lambda x: {"a": 1, "b": x}, axis_name="j", out_axes=None)(V)
+
+
+def test_under_torch_func() -> None:
+    f = vmap(lambda x: psum(x**2, "j"), axis_name="j", out_axes=None)
+    assert torch.func.grad(f)(V).tolist() == [2.0, 4.0, 6.0]
+    assert torch.func.hessian(f)(V).tolist() == (2 * torch.eye(3)).tolist()
+    _, tangent = torch.func.jvp(f, (V,), (V,))
+    assert tangent.item() == 28.0
+
+
+def test_randomness() -> None:
+    torch.manual_seed(0)
+    different = vmap(lambda x: torch.rand(()), axis_size=4, in_axes=None)(0)
+    assert len(set(different.tolist())) == 4
+    same = vmap(lambda x: x * 0 + torch.rand(()), randomness="same")(V)
+    assert len(set(same.tolist())) == 1
+
+
+def test_keeps_the_name() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        """Doc."""
+        return x
+
+    assert (vmap(f).__name__, vmap(f).__doc__) == ("f", "Doc.")
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda: vmap(abs)(3.0), ValueError, "along axis 0, .* its rank should be at least 1"),
+        (lambda: vmap(abs, in_axes=2)(X), ValueError, "along axis 2, .* but is only 2"),
+        (lambda: vmap(abs, in_axes=None)(X), ValueError, "at least one non-None value in in_axes"),
+        (lambda: vmap(lambda: 1)(), ValueError, "must be passed at least one argument"),
+        (lambda: vmap(lambda x, y: x)(X, V), ValueError, "vmap got inconsistent sizes"),
+        (lambda: vmap(abs, axis_size=5)(X), ValueError, "axis_size 5 doesn't match received"),
+        (lambda: vmap(abs, in_axes=(0, 0))(X), ValueError, "vmap in_axes"),
+        (lambda: vmap(abs, in_axes=0.5), TypeError, "vmap in_axes must be an int, None, or"),
+        (lambda: vmap(abs, out_axes=(0, 0))(X), ValueError, "vmap out_axes"),
+        (lambda: vmap(abs, out_axes=3)(X), ValueError, "axis 3 is out of bounds"),
+        (lambda: vmap(lambda x: "text")(X), TypeError, "output is 'text' of type str"),
+    ],
+)
+def test_errors(call: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        call()
