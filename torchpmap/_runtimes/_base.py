@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torchpmap._devices import Device
     from torchpmap._groups import RankPartition
     from torchpmap._program import EagerCall, EagerReport
+    from torchpmap._wire import Stream
 
 __all__ = ["Handle", "Runtime", "Team"]
 
@@ -20,12 +21,12 @@ __all__ = ["Handle", "Runtime", "Team"]
 class Team:
     """The ranks that hold a value or run a call together, in axis order (interned per runtime: compared by identity)."""
 
-    __slots__ = ("ranks", "released", "runtime", "sockets")
+    __slots__ = ("ranks", "released", "runtime", "streams")
 
     def __init__(self, runtime: Runtime, ranks: tuple[int, ...]) -> None:
         self.runtime = runtime
         self.ranks = ranks
-        self.sockets: list[Any] = []
+        self.streams: list[Stream] = []
         self.released: deque[int] = deque()
         """Handles whose last reference died (any thread appends, the sender of the next frame takes)."""
 

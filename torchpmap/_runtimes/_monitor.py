@@ -17,10 +17,11 @@ import pickle
 import selectors
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torchpmap import _wire
+from torchpmap._devices import Device
 from torchpmap._runtimes._process import WorkerProcess
 from torchpmap._runtimes._supervise import Drained, Event, Exited, Failed, Ready
 
@@ -61,11 +62,14 @@ class Monitor:
     """Owns the reading side; ``watch``/``forget`` may be called from any thread."""
 
     def __init__(
-        self, device_type: str, on_event: Callable[[Event], None], on_idle: Callable[[], None]
+        self,
+        devices: Sequence[Device],
+        on_event: Callable[[Event], None],
+        on_idle: Callable[[], None],
     ) -> None:
         self.pending: dict[int, Pending] = {}
         """Requests by seq: callers add, the monitor removes; guarded by the interpreter (single dict operations)."""
-        self._device_type = device_type
+        self._devices = devices
         self._on_event = on_event
         self._on_idle = on_idle
         self._selector = selectors.DefaultSelector()
@@ -229,7 +233,7 @@ class Monitor:
             *lines, rest = (self._partial.pop(fd, b"") + read).split(b"\n")
             if rest:
                 self._partial[fd] = rest
-            prefix = f"[{self._device_type}:{worker.rank}] "
+            prefix = f"[{self._devices[worker.rank]}] "
             try:
                 for line in lines:
                     stream.write(prefix + line.decode(errors="replace") + "\n")

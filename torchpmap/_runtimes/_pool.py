@@ -1,0 +1,253 @@
+"""The worker processes of one host, sending to them in one order, and their repair.
+
+One lock, the *send lock*, is what gives all ranks the same order of commands, and with it the same
+order of collectives.  Nothing is awaited while it is held; the sockets' buffers are the only bound on
+how far commands run ahead.
+
+Failures are noticed by the monitor thread and judged by ``Supervisor``.  What cannot wait (cutting
+the groups, so that nobody stays blocked) the monitor does at once; the repair itself (drain, respawn,
+regroup) is carried out by the next caller that needs the pool, under the repair lock.  From the first
+sign of a failure until then ``broken`` keeps everybody from sending.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from torchpmap import _wire
+from torchpmap._devices import Device, threads_per_device
+from torchpmap._errors import RuntimeClosed
+from torchpmap._groups import RankPartition
+from torchpmap._runtimes._losses import Losses, exception_of
+from torchpmap._runtimes._monitor import Monitor, Pending
+from torchpmap._runtimes._process import WorkerProcess
+from torchpmap._runtimes._supervise import (
+    Action,
+    Close,
+    Cut,
+    Deadline,
+    Drain,
+    Event,
+    Kill,
+    Phase,
+    Regroup,
+    Report,
+    Respawn,
+    Supervisor,
+)
+from torchpmap._runtimes._worker import CUT
+from torchpmap._wire import frame
+
+__all__ = ["Pool"]
+
+_REPAIR_PATIENCE_S = 30.0
+"""How long a rank may take to drain or regroup before it is killed; a busy one is merely slow."""
+_STOP_PATIENCE_S = 1.0
+
+
+class Pool:
+    """One worker per device (owner: the runtime, which must call ``close``)."""
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        timeout_s: float,
+        *,
+        on_idle: Callable[[], None],
+        on_repaired: Callable[[set[int]], None],
+    ) -> None:
+        """``on_idle``: called by the monitor now and then; ``on_repaired``: with the ranks that have
+        new workers, by the repairing thread, before others may send again."""
+        self._devices = tuple(devices)
+        self._timeout_s = timeout_s
+        self._on_repaired = on_repaired
+        self._store_fd = os.memfd_create("torchpmap-store", os.MFD_CLOEXEC)  # a file with no name
+        self.send_lock = threading.Lock()
+        self.seq = 0  # number of the last command; guarded by the send lock
+        self._groups: dict[str, RankPartition] = {}  # guarded by the send lock
+        self._state_lock = threading.Lock()  # guards _supervisor
+        self._supervisor = Supervisor(len(devices), phase=Phase.REBUILDING, epoch=1)
+        self._actions: queue.SimpleQueue[Action] = queue.SimpleQueue()  # monitor -> repairer
+        self._repair_lock = threading.RLock()  # held by the thread that performs _actions
+        self._drain_seq = 0  # last command before the repair; written by the repairer
+        self._completed: dict[int, int] = {}  # of replaced workers; written by the repairer
+        self.losses = Losses(self._devices)
+        self.broken = True
+        """Whether commands must wait (set by the monitor, cleared by the repairer)."""
+        self.closed_because: str | None = None
+        self._monitor = Monitor(self._devices, self._on_event, on_idle)
+        self.workers = {rank: self._new_worker(rank) for rank in range(len(devices))}
+        # in the background: the fork server may still be importing, and the caller has a function
+        # to trace meanwhile
+        self._starter = threading.Thread(
+            target=self._start_all, name="torchpmap-starter", daemon=True
+        )
+        self._starter.start()
+        self._actions.put(Regroup(1))
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def acquire(self) -> None:
+        """Take the send lock with the pool in working order, repairing it first if need be."""
+        while True:
+            self.send_lock.acquire()
+            if not self.broken:
+                return
+            self.send_lock.release()
+            self.repair()
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        """``acquire`` for the block."""
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.send_lock.release()
+
+    def tell(self, ranks: Sequence[int], kind: int, body: bytes) -> None:
+        """Send a command without an answer (send lock held)."""
+        self.seq += 1
+        message = (frame(kind, self.seq, body),)
+        for rank in ranks:
+            self.workers[rank].stream.send(message)
+
+    def expect(
+        self, seq: int, ranks: Sequence[int], targets: dict[int, memoryview] | None = None
+    ) -> Pending:
+        """Register a request before it is sent (send lock held)."""
+        pending = self._monitor.pending[seq] = Pending(seq, ranks, targets)
+        if self.broken:  # since we took the lock: the monitor may have missed this one
+            self._monitor.interrupt(seq)
+        return pending
+
+    def ask(
+        self, bodies: dict[int, bytes], kind: int, targets: dict[int, memoryview] | None = None
+    ) -> Pending:
+        """Send a request, with a body per rank."""
+        with self.sending():
+            self.seq += 1
+            pending = self.expect(self.seq, tuple(bodies), targets)
+            for rank, body in bodies.items():
+                self.workers[rank].stream.send((frame(kind, self.seq, body),))
+        return pending
+
+    def make_groups(self, groups: dict[str, RankPartition]) -> None:
+        for name, partition in groups.items():
+            if name not in self._groups:
+                with self.sending():
+                    self._groups[name] = partition
+                    body = pickle.dumps((name, partition))
+                    self.tell(tuple(self.workers), _wire.GROUP, body)
+
+    # -- failure and repair ------------------------------------------------------------------------
+
+    def _on_event(self, event: Event) -> None:
+        """Judge an event (monitor thread)."""
+        with self._state_lock:
+            was_healthy = self._supervisor.phase is Phase.HEALTHY
+            actions = self._supervisor.on(event)
+            self.broken = self.broken or self._supervisor.phase is not Phase.HEALTHY
+        for action in actions:
+            if isinstance(action, Cut):
+                self._cut(action)
+            else:
+                self._actions.put(action)
+        if was_healthy and self.broken:
+            self._monitor.interrupt_all()
+
+    def _cut(self, cut: Cut) -> None:
+        for rank in cut.ranks:
+            with contextlib.suppress(OSError):
+                self.workers[rank].control.send(CUT.pack(cut.epoch))
+
+    def repair(self) -> None:
+        """Carry out what the supervisor wants until the pool works (or is closed: raises)."""
+        with self._repair_lock:
+            while self.broken:
+                if self.closed_because is not None:
+                    raise RuntimeClosed(self.closed_because)
+                try:
+                    action = self._actions.get(timeout=_REPAIR_PATIENCE_S)
+                except queue.Empty:
+                    self._on_event(Deadline())
+                    continue
+                self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Drain(ranks=ranks):
+                with self.send_lock:
+                    self._drain_seq = self.seq
+                    self.tell(ranks, _wire.DRAIN, b"")
+            case Kill(ranks=ranks):
+                for rank in ranks:
+                    self.workers[rank].kill()
+            case Respawn(ranks=ranks):
+                for rank in ranks:
+                    self._replace(rank)
+            case Regroup(epoch=epoch):
+                with self.send_lock:
+                    message = (frame(_wire.REGROUP, epoch, pickle.dumps(self._groups)),)
+                    for worker in self.workers.values():
+                        worker.stream.send(message)
+            case Report(verdict=verdict):
+                self.losses.note(verdict, self._drain_seq, self._completed)
+                self._on_repaired({death.rank for death in verdict.deaths})
+                with self._state_lock:  # unless the next failure is already there
+                    self.broken = self._supervisor.phase is not Phase.HEALTHY
+            case Close(verdict=verdict):
+                cause = exception_of(verdict, self._devices)
+                self.close(f"the workers cannot be started or repaired: {cause}")
+                raise cause
+
+    # -- processes ---------------------------------------------------------------------------------
+
+    def _new_worker(self, rank: int) -> WorkerProcess:
+        device_type = self._devices[rank].platform
+        threads = threads_per_device(len(self._devices))
+        return WorkerProcess(rank, device_type, threads, self._timeout_s, self._store_fd)
+
+    def _start_all(self) -> None:
+        for worker in self.workers.values():
+            worker.start()
+            self._monitor.watch(worker)
+
+    def _replace(self, rank: int) -> None:
+        old = self.workers[rank]
+        self._completed[rank] = old.completed
+        self._monitor.forget(old)
+        old.close(0)
+        new = self._new_worker(rank)
+        new.start()
+        self.workers[rank] = new
+        self._monitor.watch(new)
+
+    def close(self, because: str) -> None:
+        """End all workers; idempotent."""
+        with self._repair_lock:
+            if self.closed_because is not None:
+                return
+            self.closed_because = because
+            self.broken = True
+        with self._state_lock:
+            self._supervisor.phase = Phase.CLOSED
+        self._monitor.interrupt_all()
+        self._starter.join()
+        for worker in self.workers.values():
+            self._monitor.forget(worker)
+            worker.stream.send((frame(_wire.STOP, 0),))
+        self._monitor.stop()
+        for worker in self.workers.values():
+            worker.close(_STOP_PATIENCE_S)
+        os.close(self._store_fd)
+
+    def abandon(self, because: str) -> None:
+        """In a forked child: the workers are the parent's; never touch them again."""
+        self.closed_because = because
+        self.broken = True
