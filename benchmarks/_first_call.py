@@ -1,11 +1,13 @@
 """One fresh process of the "first call" section of ``dispatch.py``; prints its times as JSON.
 
-``python _first_call.py NUM_DEVICES {overlapped,ready}``.  ``overlapped`` does what a program does: choose the devices,
-call.  ``ready`` first waits until every worker has answered, so that starting the pool and the call are timed apart.
+``python _first_call.py NUM_DEVICES {overlapped,ready}``.  ``overlapped`` does what a program does:
+choose the devices, call.  ``ready`` waits in between until every worker has answered, so that
+starting the pool and the call are timed apart.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -31,7 +33,7 @@ def loss(parameters: Parameters, x: torch.Tensor, y: torch.Tensor) -> torch.Tens
 def step(
     parameters: Parameters, x: torch.Tensor, y: torch.Tensor
 ) -> tuple[Parameters, torch.Tensor]:
-    """One data-parallel step of gradient descent; gradients and loss are averaged over the devices."""
+    """One data-parallel step of gradient descent: gradients and loss are averaged."""
     value, gradients = tp.value_and_grad(loss)(parameters, x, y)
     gradients = tp.pmean(gradients, "i")
     updated = [
@@ -44,8 +46,7 @@ def main(num_devices: int, mode: str) -> dict[str, float]:
     """Time the parts of a first call in seconds."""
     torch.manual_seed(0)
     parameters = [
-        (torch.randn(m, n) / m**0.5, torch.zeros(n))
-        for m, n in zip(SIZES[:-1], SIZES[1:], strict=True)
+        (torch.randn(m, n) / m**0.5, torch.zeros(n)) for m, n in itertools.pairwise(SIZES)
     ]
     x, y = torch.randn(num_devices, ROWS, SIZES[0]), torch.randn(num_devices, ROWS, SIZES[-1])
     train = tp.pmap(step, axis_name="i", in_axes=(None, 0, 0), out_axes=None)

@@ -1,4 +1,4 @@
-"""Interleaved timing: every contender is measured in every round, so that a busy moment hits all of them alike."""
+"""Interleaved timing: each round measures every contender, so a busy moment hits all alike."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Result:
     """None where the contenders themselves differ in it."""
     unit: str
     seconds: dict[str, list[float]]
-    """Contender -> one number per round; the first contender is the one that is compared with the others."""
+    """Contender -> one number per round; the first contender is compared with the others."""
 
     def median(self, name: str) -> float:
         """The median over the rounds."""
@@ -84,7 +84,7 @@ def interleave(
     unit: str,
     warm_ups: int = 1,
 ) -> list[Result]:
-    """Measure A B C A B C ..., and give one result per metric; ``warm_ups`` rounds before them do not count."""
+    """Measure A B C A B C ...: one result per metric; ``warm_ups`` rounds before do not count."""
     collected: dict[str, dict[str, list[float]]] = {}
     for number in range(-warm_ups, rounds):
         for name, sample in contenders.items():
@@ -100,7 +100,7 @@ def interleave(
 
 @contextlib.contextmanager
 def no_gc() -> Iterator[None]:
-    """No cyclic garbage collection inside; what was there before is collected first, outside the timed loop."""
+    """No cyclic garbage collection inside; old garbage is collected before."""
     gc.collect()
     gc.disable()
     try:
@@ -155,7 +155,7 @@ def print_table(results: Sequence[Result]) -> None:
 
 
 def print_checks(checks: Sequence[Check]) -> None:
-    """Print every bar with PASS or FAIL; a busy machine fails some, so nothing else follows from it."""
+    """Print every bar with PASS or FAIL; nothing else follows, as a busy machine fails some."""
     print("\nbars")
     for check in checks:
         verdict = "PASS" if check.value <= check.bar else "FAIL"

@@ -1,4 +1,4 @@
-"""What a call costs: dispatch, leaves, round trip, collective, fetch and first call, against JAX on the same cores.
+"""What a call costs: dispatch, leaves, round trip, psum, fetch, first call; with JAX beside it.
 
 See README.md beside this file.
 """
@@ -55,11 +55,11 @@ TITLES = {
 }
 
 
-# -- contenders ------------------------------------------------------------------------------------------------------------
+# -- contenders ------------------------------------------------------------------------------------
 
 
 class Library(Protocol):
-    """How one contender maps a function; its results can be passed on to the next call as they are."""
+    """How one contender maps a function; results can be passed on to the next call as they are."""
 
     def map(self, fun: Callable[[Any], Any], num_devices: int) -> Mapped:
         """``fun``, mapped over the first ``num_devices`` devices with the axis name "i"."""
@@ -123,7 +123,7 @@ def libraries() -> dict[str, Library]:
     return found
 
 
-# -- one round of one contender --------------------------------------------------------------------------------------------
+# -- one round of one contender --------------------------------------------------------------------
 
 
 class Loop:
@@ -224,7 +224,7 @@ def copy_samples() -> dict[str, Any]:
     }
 
 
-# -- first call ------------------------------------------------------------------------------------------------------------
+# -- first call ------------------------------------------------------------------------------------
 
 
 def first_call(num_devices: int, mode: str, cache: str) -> dict[str, float]:
@@ -256,7 +256,7 @@ def first_call_sample(num_devices: int, modes: Sequence[str]) -> Any:
     return sample
 
 
-# -- the run ---------------------------------------------------------------------------------------------------------------
+# -- the run ---------------------------------------------------------------------------------------
 
 # section -> (sample, numbers of devices, rounds, rounds of a quick run, unit)
 STEADY: dict[str, tuple[Callable[[Library, int], Any], tuple[int, ...], int, int, str]] = {
@@ -269,7 +269,7 @@ STEADY: dict[str, tuple[Callable[[Library, int], Any], tuple[int, ...], int, int
 
 
 def measure(sections: Sequence[str], quick: bool) -> list[Result]:
-    """Run the sections; the pool is started anew for each number of devices, outside of what is timed."""
+    """Run the sections; a pool per number of devices is started outside of what is timed."""
     results: list[Result] = []
     for num_devices in (2, 4, 8):
         mine = [name for name in STEADY if name in sections and num_devices in STEADY[name][1]]
@@ -289,7 +289,10 @@ def measure(sections: Sequence[str], quick: bool) -> list[Result]:
     tp.shutdown()
     if FIRST in sections:
         modes = ("overlapped",) if quick else ("overlapped", "ready")
-        contenders = {f"{n} devices": first_call_sample(n, modes) for n in (4, 1)}
+        contenders = {
+            "4 devices": first_call_sample(4, modes),
+            "1 device": first_call_sample(1, modes),
+        }
         results += interleave(
             TITLES[FIRST], None, contenders, rounds=1 if quick else 3, unit="s", warm_ups=0
         )
@@ -302,10 +305,10 @@ def bars(results: Sequence[Result]) -> list[Check]:
     ratios = {
         (CHAINED, "total", 4): ("jax.pmap", 0.6),
         (SYNC, "total", 2): ("jax.pmap", 2.0),
-        (FIRST, "cold cache: init to result", None): ("1 devices", 1.3),
-        (FIRST, "warm cache: init to result", None): ("1 devices", 1.3),
-        (FIRST, "cold cache: call, workers ready", None): ("1 devices", 1.3),
-        (FIRST, "warm cache: call, workers ready", None): ("1 devices", 1.3),
+        (FIRST, "cold cache: init to result", None): ("1 device", 1.3),
+        (FIRST, "warm cache: init to result", None): ("1 device", 1.3),
+        (FIRST, "cold cache: call, workers ready", None): ("1 device", 1.3),
+        (FIRST, "warm cache: call, workers ready", None): ("1 device", 1.3),
     }
     checks = []
     for result in results:

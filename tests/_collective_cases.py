@@ -225,6 +225,13 @@ def unused_leaves(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
+def unused_extremes(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    leaf = x.detach().clone().requires_grad_()
+    out = pmax({"a": leaf * 2, "b": w, "c": leaf * 3, "d": w.to(torch.int64)}, "i")
+    (gradient,) = torch.autograd.grad(w * out["a"] + out["b"], leaf)
+    return gradient
+
+
 def weighted(collective: Callable[[Any], Any]) -> Callable[..., Any]:
     """grad of sum(w * collective(x)) for x, the transpose of the collective applied to w."""
     return grad(lambda x, w: (w * collective(x)).sum())
@@ -271,6 +278,11 @@ GRADIENTS: dict[str, Case] = {
         lambda x, w: func.jvp(lambda x: pmax(x, "i"), (x,), (w,)),
         (TIES, W),
         (same(4.0), same(55.0)),
+    ),
+    "pmax_tree": (
+        grad(lambda t, w: (lambda a, b: w * a + w * b.sum())(*pmax((t["a"], t["b"]), "i"))),
+        ({"a": X, "b": TWO}, W),
+        {"a": T([0.0, 0, 0, 1111]), "b": T([[0.0, 0], [0, 0], [0, 0], [1111, 1111]])},
     ),
     "pmax_second_order": (func.hessian(lambda x: pmax(x, "i") ** 3), (X,), T([0.0, 0, 0, 96])),
     "ppermute": (weighted(lambda x: ppermute(x, "i", RING)), (X, W), T([10.0, 100, 1000, 1])),
@@ -322,6 +334,7 @@ GRADIENTS: dict[str, Case] = {
 AUTOGRAD: dict[str, Case] = {
     "backward": (backward, (X, W), 2222 * X),
     "second_order": (second_order, (X,), same(960.0)),
+    "unused_extremes": (unused_extremes, (X, W), T([0.0, 0, 0, 2222])),
     "unused_leaves": (unused_leaves, (X, W), same(2222.0)),
 }
 

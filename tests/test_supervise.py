@@ -175,7 +175,7 @@ CAUSES = {
 def test_cause(events, cause):
     failures = tuple(e for e in events if isinstance(e, Failed))
     verdict = Verdict(failures, tuple(e for e in events if isinstance(e, Exited)))
-    assert verdict.cause is cause
+    assert verdict.cause == cause
     assert set(verdict.consequences) == set(events) - {cause}
 
 

@@ -186,9 +186,14 @@ def _describe(leaf: Any, path: str, options: Options) -> tuple[tuple[int, ...] |
     if leaf is None or isinstance(leaf, Static):
         return None, "none"
     if isinstance(leaf, torch.Tensor):
+        if leaf.layout is not torch.strided:
+            raise TypeError(
+                f"{options.prefix}: argument {path} has the layout {leaf.layout}, but only dense tensors can be put on devices. "
+                "Pass .to_dense(), or its parts."
+            )
         return tuple(leaf.shape), str(leaf.dtype)
     if isinstance(leaf, np.ndarray | np.generic):
-        if leaf.dtype.kind not in "biufc":
+        if leaf.dtype.kind not in "biufc" or leaf.dtype in (np.longdouble, np.clongdouble):
             raise TypeError(
                 f"{options.prefix}: argument {path} is a numpy array of dtype {leaf.dtype}, which torch has no tensors of."
             )

@@ -192,7 +192,7 @@ class Permute(Primitive):
 
 def apply(primitive: Primitive, index: torch.Tensor | None, xs: Tensors) -> list[torch.Tensor]:
     """Run ``primitive`` on every tensor; ``index`` is that of a vmapped axis, else None."""
-    return list(_Linear.apply(primitive, index, *xs))
+    return list(_Linear.apply(primitive, index, *xs)) if xs else []
 
 
 class _Linear(torch.autograd.Function):
@@ -235,7 +235,7 @@ class _Linear(torch.autograd.Function):
 def _apply_present(primitive: Primitive, index: Any, values: Sequence[Any]) -> tuple[Any, ...]:
     """Apply to the derivatives that exist; a leaf without one stays without."""
     present = [value for value in values if value is not None]
-    results = iter(apply(primitive, index, present) if present else ())
+    results = iter(apply(primitive, index, present))
     return tuple(None if value is None else next(results) for value in values)
 
 
@@ -257,17 +257,21 @@ class _Extremum:
         wide = take(raw.widened(x, self.op), tuple(range(self.lead)))
         return raw.narrowed(wide, self.op, x.dtype)
 
-    def summed(self, x: torch.Tensor, indices: Tensors) -> torch.Tensor:
-        """The sum over all that the extreme is taken over."""
-        x = x.sum(tuple(range(self.lead))) if self.lead else x
+    def summed(self, xs: Tensors, indices: Tensors) -> Tensors:
+        """The sums over all that the extreme is taken over."""
+        if self.lead:
+            xs = [x.sum(tuple(range(self.lead))) for x in xs]
         for scope, index in zip(self.scopes, indices, strict=True):
-            (x,) = apply(AllReduce(scope), index, [x])
-        return x
+            xs = apply(AllReduce(scope), index, xs)
+        return xs
 
-    def share(self, x: torch.Tensor, value: torch.Tensor, indices: Tensors) -> torch.Tensor:
+    def shares(self, xs: Tensors, extremes: Tensors, indices: Tensors) -> Tensors:
         """The weight of every element in the derivative: 1 / holders for a holder, else 0."""
-        holds = ((x == value) | (torch.isnan(x) & torch.isnan(value))).to(x.dtype)
-        return holds / self.summed(holds, indices)
+        holds = [
+            ((x == y) | (torch.isnan(x) & torch.isnan(y))).to(x.dtype)
+            for x, y in zip(xs, extremes, strict=True)
+        ]
+        return [h / n for h, n in zip(holds, self.summed(holds, indices), strict=True)]
 
 
 def extreme(
@@ -299,29 +303,34 @@ class _Extreme(torch.autograd.Function):
         _save(ctx, *inputs[1:], *output)
 
     @staticmethod
-    def _saved(ctx: Any) -> tuple[_Extremum, Tensors, list[tuple[torch.Tensor, torch.Tensor]]]:
-        how, saved = ctx.how, ctx.saved_tensors
-        indices, operands = saved[: len(how.scopes)], saved[len(how.scopes) :]
-        half = len(operands) // 2
-        return how, indices, list(zip(operands[:half], operands[half:], strict=True))
-
-    @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        how, indices, pairs = _Extreme._saved(ctx)
-        whole = replace(how, lead=0)
-        grads = [
-            None if g is None else how.share(x, y, indices) * whole.summed(g, indices)
-            for (x, y), g in zip(pairs, cotangents, strict=True)
-        ]
-        return None, *(None for _ in indices), *grads
+        def pulled(how: _Extremum, gs: Tensors, shares: Tensors, indices: Tensors) -> Tensors:
+            totals = replace(how, lead=0).summed(gs, indices)
+            return [share * total for share, total in zip(shares, totals, strict=True)]
+
+        skipped = [None] * (1 + len(ctx.how.scopes))
+        return *skipped, *_Extreme._derivative(ctx, cotangents, pulled)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        how, indices, pairs = _Extreme._saved(ctx)
-        return tuple(
-            None if t is None else how.summed(how.share(x, y, indices) * t, indices)
-            for (x, y), t in zip(pairs, tangents[1 + len(indices) :], strict=True)
-        )
+        def pushed(how: _Extremum, ts: Tensors, shares: Tensors, indices: Tensors) -> Tensors:
+            return how.summed([s * t for s, t in zip(shares, ts, strict=True)], indices)
+
+        return _Extreme._derivative(ctx, tangents[1 + len(ctx.how.scopes) :], pushed)
+
+    @staticmethod
+    def _derivative(
+        ctx: Any, values: Sequence[Any], rule: Callable[..., Tensors]
+    ) -> tuple[Any, ...]:
+        """Apply ``rule`` to the derivatives that exist."""
+        how, count = ctx.how, len(ctx.how.scopes)
+        indices, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        present = [k for k, value in enumerate(values) if value is not None]
+        xs, extremes = ([saved[k + start] for k in present] for start in (0, len(values)))
+        shares = how.shares(xs, extremes, indices)
+        results = rule(how, [values[k] for k in present], shares, indices)
+        found = dict(zip(present, results, strict=True))
+        return tuple(found.get(k) for k in range(len(values)))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], how: _Extremum, *tensors: Any) -> Any:

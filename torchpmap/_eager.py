@@ -87,6 +87,8 @@ class EagerPlan:
                     f"{_summary(first)}, {device} returned {_summary(report)}. All devices must return the same structure, shapes "
                     "and dtypes to be stacked."
                 )
+            if report.written is not None:
+                raise RuntimeError(report.written)
             if report.used_randomness:
                 raise NotImplementedError(
                     f"{self._prefix}: the function draws random numbers, and random streams per device are not supported yet. "

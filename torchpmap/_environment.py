@@ -4,17 +4,20 @@ JAX bakes closed-over values into the program at the first call and never looks 
 attributes that the function's code can reach are noted by identity; when one is rebound, the function is traced again.
 (In-place changes of tensors are noticed separately, without a new trace.)
 
-It follows plain functions, partials, bound methods, modules (``torch.nn``), instances, lists, tuples and dicts, a few levels deep.
+It follows plain functions, partials, bound methods, modules (``torch.nn``), instances, classes, lists, tuples and dicts, a few
+levels deep.  numpy arrays count no versions: their contents are compared.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = ["Environment"]
@@ -82,19 +85,28 @@ def _references(value: Any, depth: int, seen: set[int]) -> Iterator[_Reference]:
             yield from _references(inner, depth - 1, seen)
     elif isinstance(value, torch.nn.Module):
         yield from _module(value, depth, seen)
+    elif isinstance(value, np.ndarray):
+        read = functools.partial(_contents, value)
+        yield read, read()
+    elif isinstance(value, type):
+        for cls in value.__mro__:
+            if not _is_foreign(cls.__module__):
+                yield from _watch_dict(vars(cls), _plain(vars(cls)), depth, seen)
     elif isinstance(value, dict):
+        yield functools.partial(len, value), len(value)
         yield from _watch_dict(value, list(value), depth, seen)
     elif isinstance(value, list | tuple):
+        yield functools.partial(len, value), len(value)
         for position in range(len(value)):
             yield from _watch(functools.partial(_item, value, position), depth, seen)
-    elif hasattr(value, "__dict__") and not isinstance(
-        value, type | types.ModuleType | torch.Tensor
-    ):
+    elif hasattr(value, "__dict__") and not isinstance(value, types.ModuleType | torch.Tensor):
         wrapped = getattr(value, "__wrapped__", None)
         if wrapped is not None:
             yield from _references(wrapped, depth - 1, seen)
         if not _is_foreign(type(value).__module__):
+            yield functools.partial(len, vars(value)), len(vars(value))
             yield from _watch_dict(vars(value), list(vars(value)), depth, seen)
+            yield from _references(type(value), depth - 1, seen)
 
 
 def _function(function: types.FunctionType, depth: int, seen: set[int]) -> Iterator[_Reference]:
@@ -126,20 +138,33 @@ def _names(code: types.CodeType) -> Iterator[str]:
 def _module(module: torch.nn.Module, depth: int, seen: set[int]) -> Iterator[_Reference]:
     for inner in module.modules():
         seen.add(id(inner))
-        for table in (inner._parameters, inner._buffers, inner._modules):
+        for table in (inner._parameters, inner._buffers, inner._modules, *_hooks(inner)):
+            yield functools.partial(len, table), len(table)
             for name in table:
                 yield functools.partial(table.get, name, _MISSING), table[name]
         state = vars(inner)
-        plain = [
-            name
-            for name, value in state.items()
-            if isinstance(value, bool | int | float | str | torch.Tensor)
-        ]
-        yield from _watch_dict(state, plain, depth, seen)
+        yield from _watch_dict(state, _plain(state), depth, seen)
+        yield from _references(type(inner), depth - 1, seen)
+
+
+def _hooks(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def _plain(table: Mapping[str, Any]) -> list[str]:
+    """Names of the values that are data, not code."""
+    data = bool | int | float | complex | str | torch.Tensor | np.ndarray | np.generic
+    return [name for name, value in table.items() if isinstance(value, data)]
+
+
+def _contents(array: np.ndarray[Any, Any]) -> bytes:
+    if array.dtype.hasobject:
+        return b""
+    return hashlib.blake2b(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).digest()
 
 
 def _watch_dict(
-    table: dict[Any, Any], names: list[Any], depth: int, seen: set[int]
+    table: Mapping[Any, Any], names: list[Any], depth: int, seen: set[int]
 ) -> Iterator[_Reference]:
     for name in names:
         yield from _watch(functools.partial(table.get, name, _MISSING), depth, seen)

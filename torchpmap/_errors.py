@@ -134,6 +134,19 @@ def call_prefix(kind: str, name: str, in_axes: Any, axis_name: Hashable | None) 
     return f"{kind}({name}, in_axes={short.repr(in_axes)}{axis})(<inputs>)"
 
 
+def lost_write(tensor: torch.Tensor, how: str = "") -> str:
+    """Return the message about an in-place write to a tensor that the function closes over."""
+    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return (
+        f"the function writes in place to a captured {kind} of type {dtype}{list(tensor.shape)}"
+        f"{how}; each device works on its own copy, so the write would be lost. Pass the tensor as "
+        "an argument and return its new value (for a module: torch.func.functional_call with its "
+        "parameters and buffers; BatchNorm: .eval(), or return the buffers; an optimizer: update "
+        "the parameters functionally and return them)."
+    )
+
+
 def pack_exception(exc: BaseException, *, limit: int = 64 * 1024) -> bytes:
     """Turn any exception into bytes for ``unpack_exception``; never raises, whatever it holds.
 

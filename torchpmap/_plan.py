@@ -30,19 +30,21 @@ captured tensor that requires grad."""
 class Captured:
     """A tensor the function closes over: sent when first needed, and again when it has changed."""
 
-    __slots__ = ("_handle", "_layout", "_seen", "tensor")
+    __slots__ = ("_handle", "_kept", "_layout", "_seen", "tensor")
 
     def __init__(self, tensor: torch.Tensor, layout: Layout) -> None:
         self.tensor = tensor
         self._layout = layout
         self._seen: Any = None
         self._handle: Handle | None = None
+        self._kept: torch.Tensor | None = None  # while it lives, no other value gets its address
 
     def handle(self) -> Handle:
         seen = version_of(self.tensor)
         if self._handle is None or seen != self._seen:
             self._handle = place(self.tensor, self._layout)
             self._seen = seen
+            self._kept = None if type(self.tensor) is ShardedTensor else self.tensor.detach()
         return self._handle
 
 

@@ -52,6 +52,7 @@ __all__ = ["Pmapped", "pmap"]
 _MAX_PREPARED = 4096
 """Prepared calls a function keeps; statics or shapes that never repeat would fill memory."""
 
+_DATA = (torch.Tensor, np.ndarray)
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _plan_ids = itertools.count(1)
 _missing_compiler_warned = False
@@ -68,6 +69,32 @@ class _Prepared:
     in_place: bool
     """Whether the key says that every block is where the plan wants it."""
     donated: tuple[int, ...]
+    paths: tuple[str, ...]
+
+
+class _Method:
+    """A bound method that does not keep its instance alive (its plans live as long as the instance)."""
+
+    def __init__(
+        self, fun: Callable[..., Any], instance: Any, forget: Callable[[Any], Any]
+    ) -> None:
+        functools.update_wrapper(self, fun, updated=())
+        self._fun = fun
+        self._instance = weakref.ref(instance, forget)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return types.MethodType(self._fun, self._instance())
+
+    @__wrapped__.setter
+    def __wrapped__(self, _: Any) -> None:
+        """What ``update_wrapper`` sets is the function without its instance."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return types.MethodType, (self._fun, self._instance())
 
 
 class Pmapped:
@@ -82,23 +109,29 @@ class Pmapped:
         self._prepared: dict[Hashable, _Prepared] = {}
         self._environment = Environment(fun)
         self._warned: set[str] = set()
-        self._bound_methods: weakref.WeakKeyDictionary[Any, Pmapped] = weakref.WeakKeyDictionary()
+        self._plans: dict[Hashable, Plan | EagerPlan] = {}
+        self._bound_methods: dict[int, Pmapped] = {}
+        """By id of the instance: equal instances need not be the same."""
 
     def __repr__(self) -> str:
         return f"<pmap of {self._options.name} over axis {self._options.axis_name!r}>"
+
+    def __reduce__(self) -> Any:
+        return Pmapped, (self._fun, self._options)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
             return self
         if 0 in self._options.static_argnums:  # the caller counts self, as in JAX
             return types.MethodType(self, instance)
-        try:
-            bound = self._bound_methods.get(instance)
-            if bound is None:
-                method = types.MethodType(self._fun, weakref.proxy(instance))
-                bound = self._bound_methods[instance] = Pmapped(method, self._options)
-        except TypeError:  # not hashable, or takes no weak references
-            return Pmapped(types.MethodType(self._fun, instance), self._options)
+        key = id(instance)
+        bound = self._bound_methods.get(key)
+        if bound is None:
+            try:
+                method = _Method(self._fun, instance, lambda _: self._bound_methods.pop(key, None))
+            except TypeError:  # takes no weak references
+                return Pmapped(types.MethodType(self._fun, instance), self._options)
+            bound = self._bound_methods[key] = Pmapped(method, self._options)
         return bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,6 +164,8 @@ class Pmapped:
         held: list[Handle]
         if len(leaves) != len(prepared.positions):
             leaves = [leaves[position] for position in prepared.positions]
+        if prepared.donated:
+            self._refuse_aliased_donation(prepared, leaves)
         if prepared.in_place:
             held = [leaf._handle for leaf in leaves]
             for handle in held:
@@ -163,6 +198,7 @@ class Pmapped:
 
     def _forget(self, runtime: Runtime) -> None:
         self._prepared.clear()
+        self._plans.clear()
         self._runtime = runtime
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> _Prepared:
@@ -183,6 +219,7 @@ class Pmapped:
         self._environment.refresh()  # after tracing: what the function itself rebinds must not count as a change
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
+            self._plans.clear()
         self._prepared[key] = prepared
         return prepared
 
@@ -207,22 +244,24 @@ class Pmapped:
     def _plan_for(self, bound: Bound, devices: tuple[Device, ...]) -> _Prepared:
         options = self._options
         template: list[Input | Constant] = []
+        kinds: list[Hashable] = []
         positions: list[int] = []
         layouts: list[Layout] = []
         for position, (leaf, axis) in enumerate(zip(bound.leaves, bound.axes, strict=True)):
             if leaf is None or isinstance(leaf, Static):
                 template.append(Constant(leaf.value if isinstance(leaf, Static) else None))
+                kinds.append(leaf)
                 continue
             shape, dtype = _shape_and_dtype(leaf)
             positions.append(position)
             template.append(Input(axis))
+            kinds.append(axis)
             layouts.append(
                 replicated_layout(shape, dtype, devices)
                 if axis is None
                 else row_layout(shape, dtype, devices, axis, options.axis_name)
             )
         donated = tuple(k for k, position in enumerate(positions) if bound.donated[position])
-        self._refuse_aliased_donation(bound, positions, donated)
         program = Program(
             self._fun,
             options.name,
@@ -237,18 +276,21 @@ class Pmapped:
             and bound.leaves[position]._layout.same_place(layout)
             for position, layout in zip(positions, layouts, strict=True)
         )
-        plan = self._make_plan(program, tuple(layouts), devices)
-        return _Prepared(plan, tuple(positions), tuple(layouts), in_place, donated)
+        # arrays, tensors and ShardedTensors of one shape are different calls, but the same program
+        kind = (bound.structure, _ambient(), tuple(kinds), tuple(layouts))
+        plan = self._plans.get(kind)
+        if plan is None or not plan.holds():
+            plan = self._plans[kind] = self._make_plan(program, tuple(layouts), devices)
+        paths = tuple(bound.paths[position] for position in positions)
+        return _Prepared(plan, tuple(positions), tuple(layouts), in_place, donated, paths)
 
-    def _refuse_aliased_donation(
-        self, bound: Bound, positions: Sequence[int], donated: Sequence[int]
-    ) -> None:
-        for position in donated:
-            for other in positions:
-                if other != position and bound.leaves[other] is bound.leaves[position]:
+    def _refuse_aliased_donation(self, prepared: _Prepared, leaves: Sequence[Any]) -> None:
+        for position in prepared.donated:
+            for other, leaf in enumerate(leaves):
+                if other != position and leaf is leaves[position] and isinstance(leaf, _DATA):
                     raise ValueError(
-                        f"{self._options.prefix}: argument {bound.paths[position]} is donated, but the same tensor is also "
-                        f"argument {bound.paths[other]}. Donate it once and pass it once, or pass a copy."
+                        f"{self._options.prefix}: argument {prepared.paths[position]} is donated, but the same tensor is also "
+                        f"argument {prepared.paths[other]}. Donate it once and pass it once, or pass a copy."
                     )
 
     def _make_plan(
@@ -275,7 +317,7 @@ class Pmapped:
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, UserWarning, stacklevel=7)
+            warnings.warn(text, UserWarning, stacklevel=6)  # the line of the call
 
     def _trace(
         self, program: Program, layouts: tuple[Layout, ...], devices: tuple[Device, ...]
@@ -404,7 +446,7 @@ def _usable(backend: Backend | None, devices: tuple[Device, ...]) -> Backend:
             "torchpmap: no C++ compiler was found (g++ or clang++, or the one named by CXX), so mapped functions run as traced "
             "graphs, without Inductor: right, but slower. Install one, or pass compile={'backend': 'eager'} to silence this.",
             UserWarning,
-            stacklevel=8,
+            stacklevel=7,
         )
     return EAGER
 

@@ -15,6 +15,7 @@ import torch
 
 from torchpmap import _collectives
 from torchpmap._axes import Axis, Partition, bind, recording, subgroup_name
+from torchpmap._errors import lost_write
 from torchpmap._structure import Structure, flatten
 from torchpmap._tree import OUT_AXES_HINT, broadcast_axes, canonical_axis
 
@@ -158,7 +159,7 @@ class EagerCall:
     name: str
     function_id: int
     function: bytes | None
-    """The pickled ``Program``; None for a worker that has it."""
+    """The pickled ``Program`` and list of the tensors it closes over; None for a worker that has them."""
     handles: tuple[int, ...]
     ranks: tuple[int, ...]
     group: str
@@ -183,6 +184,8 @@ class EagerReport:
     """Leaf path and how far the value differs between devices (``check_replicated``)."""
     requires_grad: bool
     used_randomness: bool
+    written: str | None
+    """What the function wrote in place and did not get as an argument."""
     collectives: tuple[tuple, ...]
     """Signatures of the collectives that ran, in order."""
 
@@ -190,6 +193,7 @@ class EagerReport:
 def run_eager_call(
     call: EagerCall,
     program: Program,
+    captured: Sequence[torch.Tensor],
     blocks: Sequence[torch.Tensor],
     index: torch.Tensor,
     ensure_group: Callable[[str, tuple[tuple[int, ...], ...]], None],
@@ -206,7 +210,13 @@ def run_eager_call(
         block.clone() for block in blocks
     ]  # the function may write to its arguments; the stored values stay
     generator = torch.default_generator.get_state()
-    with recording() as collectives, bind(axis), torch.enable_grad():
+    before = [(tensor.data_ptr(), tensor._version) for tensor in captured]
+    with (
+        recording() as collectives,
+        bind(axis),
+        torch.enable_grad(),
+        torch.autograd.set_multithreading_enabled(False),  # axes are bound per thread
+    ):
         outcome = program.run(own)
         used = tuple(collectives)
         stored = [
@@ -226,8 +236,18 @@ def run_eager_call(
         ),
         outcome.requires_grad,
         not torch.equal(generator, torch.default_generator.get_state()),
+        _written(captured, before),
         used,
     )
     return report, [
         block.detach().to(index.device).contiguous() for block in stored if block is not None
     ]
+
+
+def _written(
+    captured: Sequence[torch.Tensor], before: Sequence[tuple[int, int]]
+) -> str | None:
+    for tensor, state in zip(captured, before, strict=True):
+        if (tensor.data_ptr(), tensor._version) != state:
+            return lost_write(tensor)
+    return None

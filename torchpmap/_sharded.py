@@ -203,6 +203,17 @@ class ShardedTensor(torch.Tensor):
             return _fetch_row(layout, handle, index % size)
         return super().__getitem__(index)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        layout, _ = self._alive()
+        if self.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "a ShardedTensor that requires grad cannot be written to in place; do it under torch.no_grad(), or use an "
+                "out-of-place operation."
+            )
+        host = self.gather()
+        host[index] = value
+        self._handle = store(layout, host)
+
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter((self if self.requires_grad else self.gather()).unbind(0))
 

@@ -21,7 +21,13 @@ __all__ = ["pickled", "pickled_function"]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined]
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            self._tensors.append(obj)
         if isinstance(obj, torch.fx.GraphModule):
             return _decoded, _encoded(obj)
         if isinstance(obj, torch._ops.OpOverload):
@@ -45,14 +51,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined]
 def pickled(value: Any) -> bytes:
     """Bytes that ``pickle.loads`` on a worker turns into ``value``."""
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
+    _Pickler(buffer, []).dump(value)
     return buffer.getvalue()
 
 
 def pickled_function(function: Any, what: str) -> bytes:
-    """Bytes of a user's function; ``TypeError`` naming ``what`` if it cannot be pickled."""
+    """Bytes of (a user's function, the tensors it closes over); ``TypeError`` naming ``what`` if it cannot be pickled."""
+    buffer = io.BytesIO()
+    tensors: list[torch.Tensor] = []  # filled while the function is written, itself written after it
     try:
-        return pickled(function)
+        _Pickler(buffer, tensors).dump((function, tensors))
+        return buffer.getvalue()
     except Exception as error:
         raise TypeError(
             f"compile=False runs {what} on the workers and must send it there, but it cannot be "

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from torchpmap._axes import Axis, Partition, bind, subgroup_name
 from torchpmap._collectives import pbroadcast
+from torchpmap._errors import lost_write
 from torchpmap._replication import is_random, varying_nodes
 
 __all__ = ["Traced", "TracedInput", "Untraceable", "trace"]
@@ -393,14 +394,7 @@ def _refuse_lost_writes(graph: torch.fx.GraphModule, capture: _Capture) -> None:
     for node, real in zip(capture.nodes, capture.captured, strict=True):
         writer = written.get(node.meta["val"].untyped_storage()._cdata)
         if writer is not None:
-            kind = "parameter" if isinstance(real, torch.nn.Parameter) else "tensor"
-            raise RuntimeError(
-                f"the function writes in place to a captured {kind} of type "
-                f"{str(real.dtype).removeprefix('torch.')}{list(real.shape)} ({writer.target}); each device works on its own copy, "
-                "so the write would be lost. Pass the tensor as an argument and return its new value "
-                "(for a module: torch.func.functional_call with its parameters and buffers; BatchNorm: .eval(), or return the "
-                "buffers; an optimizer: update the parameters functionally and return them)."
-            )
+            raise RuntimeError(lost_write(real, f" ({writer.target})"))
 
 
 def _refuse_lost_gradients(graph: torch.fx.GraphModule, leftover: Sequence[torch.Tensor]) -> None:

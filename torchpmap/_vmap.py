@@ -47,8 +47,7 @@ def vmap(
         A function of the batched arguments.
 
     Raises:
-        ValueError: mapped dims do not exist or differ in size, axes are no prefix, or a shared
-            output differs from row to row.
+        ValueError: bad mapped dims or axes, or a shared output that differs from row to row.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -78,8 +77,8 @@ def vmap(
                 return output.take(fun(*row_args, **row_kwargs), index.device)
 
         index = torch.arange(size, device=_device(leaves))
-        all_rows = torch.func.vmap(rows, (0, *axes), randomness=randomness)
-        return output.joined(all_rows(index, *leaves))
+        over_rows = torch.func.vmap(rows, (0, *axes), randomness=randomness)
+        return output.joined(over_rows(index, *leaves))
 
     return mapped
 

@@ -92,7 +92,7 @@ class _Worker:
         self.groups = groups
         self.values: dict[int, torch.Tensor] = {}
         self.plans: dict[int, tuple[str, Runner]] = {}
-        self.functions: dict[int, Program] = {}
+        self.functions: dict[int, bytes] = {}
         self.index_tensors: dict[int, torch.Tensor] = {}
         self.failed = False
         sock = birth.command.socket()
@@ -187,10 +187,14 @@ class _Worker:
         call: EagerCall = pickle.loads(self.reader.body(length))
         self.doing = call.name
         if call.function is not None:
-            self.functions[call.function_id] = pickle.loads(call.function)
+            self.functions[call.function_id] = call.function
+        program: Program
+        # anew for every call: what the last one wrote to the function's surroundings must not be seen
+        program, captured = pickle.loads(self.functions[call.function_id])
         report, stored = run_eager_call(
             call,
-            self.functions[call.function_id],
+            program,
+            captured,
             [self.values[handle] for handle in call.handles],
             self.index(call.ranks),
             self.groups.ensure,

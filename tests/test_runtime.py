@@ -1,0 +1,394 @@
+"""Covers: _current.py and _runtimes/ as long as nothing fails (test_faults.py has the rest)."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from _support import EAGER, known_pids, num_fds, rss_bytes, stat, wait_for, worker_pids
+
+import torchpmap as tp
+from torchpmap import _current
+
+TWO = pytest.mark.parametrize("pool", [2], indirect=True)
+pytestmark = pytest.mark.usefixtures("pool")
+
+
+def live_tensors(num_devices):
+    """Number of tensors of 12,345 elements on every device, asked without making one."""
+
+    def count(x):
+        marked = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.numel() == 12345]
+        return torch.tensor(len(marked))
+
+    return tp.pmap(count, compile=False)(torch.zeros(num_devices)).tolist()
+
+
+# -- order and volume ------------------------------------------------------------------------------
+
+
+def test_calls_run_in_the_order_they_were_made():
+    append = tp.pmap(lambda x, k: x * 3 + k, in_axes=(0, None), compile=EAGER)
+    x = expected = torch.arange(4)
+    for k in range(200):
+        x = append(x, torch.tensor(k % 5))
+        expected = expected * 3 + k % 5
+    assert torch.equal(x.cpu(), expected)
+
+
+@TWO
+def test_thousand_unawaited_collectives(pool):
+    step = tp.pmap(lambda x: tp.psum(x, "i") / 2 + 1, "i", compile=EAGER)
+    x = torch.tensor([0.0, 2.0])
+    for _ in range(1000):
+        x = step(x)
+    assert x.tolist() == [1001.0, 1001.0]
+
+
+@TWO
+def test_resources_are_flat_over_20_000_calls(pool):
+    step = tp.pmap(lambda x: x + 1, compile=EAGER)
+    pids = [os.getpid(), *worker_pids(pool)]
+
+    def usage():
+        assert known_pids() == pids[1:]
+        return [(num_fds(pid), rss_bytes(pid)) for pid in pids]
+
+    x = torch.zeros(2)
+    for calls in range(1, 20_001):
+        x = step(x)
+        if calls == 4000:
+            assert x.tolist() == [4000, 4000]
+            before = usage()
+    assert x.tolist() == [20_000, 20_000]
+    for (fds, rss), (fds_before, rss_before) in zip(usage(), before, strict=True):
+        assert fds == fds_before
+        assert (rss - rss_before) / 16_000 < 64, "bytes per call"
+
+
+# -- what the workers hold -------------------------------------------------------------------------
+
+
+@TWO
+def test_value_is_freed_with_its_last_reference(pool):
+    make = tp.pmap(lambda x: x.expand(12345) + 1, compile=EAGER)
+    before = live_tensors(pool)
+    y = make(torch.zeros(2))
+    same = y.detach()
+    assert live_tensors(pool) == [n + 1 for n in before]
+    del y
+    assert live_tensors(pool) == [n + 1 for n in before]
+    del same
+    assert wait_for(lambda: live_tensors(pool) == before)
+
+
+@TWO
+def test_value_is_freed_although_no_call_follows(pool):
+    y = tp.pmap(lambda x: x.expand(12345) + 1, compile=EAGER)(torch.zeros(2))
+    y.block_until_ready()
+    team = y._handle.team
+    del y
+    assert team.released
+    assert wait_for(lambda: not team.released, 3)
+
+
+@TWO
+def test_donated_value_is_freed(pool):
+    before = live_tensors(pool)
+    x = tp.device_put_sharded([torch.zeros(12345)] * 2, tp.devices())
+    y = tp.pmap(lambda x: x + 1, donate_argnums=0, compile=EAGER)(x)
+    assert live_tensors(pool) == [n + 1 for n in before]
+    assert x.is_deleted()
+    del y
+
+
+@TWO
+def test_plan_of_a_dropped_function_is_forgotten(pool):
+    captured = torch.ones(12345)
+
+    def use():
+        f = tp.pmap(lambda x: (x + captured).sum(), compile=EAGER)
+        return f(torch.zeros(2)).tolist()
+
+    runtime = _current.runtime()
+    gc.collect()
+    assert wait_for(lambda: not runtime._retired, 3)
+    plans = len(runtime._definitions)
+    before = live_tensors(pool)
+    assert use() == [12345, 12345]
+    gc.collect()
+    assert wait_for(lambda: live_tensors(pool) == before, 3)
+    assert wait_for(lambda: len(runtime._definitions) == plans, 3)
+
+
+@TWO
+def test_uncompiled_functions_do_not_pile_up(pool):
+    def call(tensor):
+        return tp.pmap(lambda x: x + tensor.sum(), compile=False)(torch.zeros(2)).tolist()
+
+    before = live_tensors(pool)
+    for k in range(100):
+        assert call(torch.full((12345,), k)) == [12345 * k] * 2
+    assert max(live_tensors(pool)) - max(before) < 50
+
+
+# -- output ----------------------------------------------------------------------------------------
+
+
+@TWO
+def test_prints_arrive_before_the_call_returns(pool, capsys):
+    def speak(x):
+        print("I have", int(x))
+        print("oh", file=sys.stderr)
+        os.write(1, b"from C\n")
+        return x
+
+    tp.pmap(speak, compile=False)(torch.tensor([7, 8]))
+    captured = capsys.readouterr()
+    assert sorted(captured.out.splitlines()) == [
+        *("[cpu:0] I have 7", "[cpu:0] from C", "[cpu:1] I have 8", "[cpu:1] from C")
+    ]
+    assert sorted(captured.err.splitlines()) == ["[cpu:0] oh", "[cpu:1] oh"]
+
+
+@TWO
+def test_long_output_arrives_whole(pool, capsys):
+    def speak(x):
+        for k in range(20_000):
+            print(k)
+        return x
+
+    tp.pmap(speak, compile=False)(torch.zeros(2))
+    lines = capsys.readouterr().out.splitlines()
+    for device in ("[cpu:0] ", "[cpu:1] "):
+        mine = [line.removeprefix(device) for line in lines if line.startswith(device)]
+        assert mine == [str(k) for k in range(20_000)]
+
+
+@TWO
+def test_output_without_a_newline_arrives(pool, capsys):
+    def speak(x):
+        print("no newline", end="")
+        return x
+
+    tp.pmap(speak, compile=False)(torch.zeros(2))
+    assert capsys.readouterr().out.count("no newline") == 2
+
+
+@TWO
+def test_output_survives_a_broken_stdout(pool, monkeypatch):
+    class Broken:
+        def write(self, text):
+            raise ArithmeticError("no")
+
+        def flush(self):
+            raise ArithmeticError("no")
+
+    speak = tp.pmap(lambda x: print("lost") or x, compile=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Broken())
+        speak(torch.zeros(2))
+    assert speak(torch.ones(2)).tolist() == [1, 1]
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+@TWO
+def test_eight_threads_call_the_same_and_different_functions(pool):
+    shared = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
+    barrier = threading.Barrier(8)
+    errors = []
+
+    def work(k):
+        try:
+            own = tp.pmap(lambda x: tp.pmax(x, "i") * k, "i", compile=EAGER if k % 2 else False)
+            barrier.wait(30)
+            for step in range(15):
+                x = torch.tensor([float(step), 1000.0 * k])
+                total = step + 1000.0 * k
+                y = shared(x)
+                assert own(x).tolist() == [max(step, 1000.0 * k) * k] * 2
+                assert y.tolist() == [total, total]
+                assert float(shared(y)[1]) == 2 * total
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+@TWO
+def test_big_transfers_in_both_directions_at_once(pool):
+    """Neither side may wait for the other to read: 32 MB in and out of two workers from four threads."""
+    double = tp.pmap(lambda x: x * 2, compile=EAGER)
+    errors = []
+
+    def work(k):
+        try:
+            for _ in range(3):
+                x = torch.full((2, 1 << 20), float(k))
+                assert torch.equal(double(x).cpu(), 2 * x)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+# -- beginning and end -----------------------------------------------------------------------------
+
+
+def test_init_with_the_same_devices_keeps_the_pool():
+    before = worker_pids()
+    x = tp.device_put_sharded([torch.tensor(k) for k in range(4)], tp.devices())
+    tp.init(num_devices=4)
+    assert worker_pids() == before
+    assert x.tolist() == [0, 1, 2, 3]
+
+
+def test_init_with_other_devices_starts_a_new_pool():
+    f = tp.pmap(lambda x: x + 1, compile=EAGER)
+    old = f(torch.zeros(4))
+    pids = worker_pids()
+    tp.init(num_devices=2)
+    assert wait_for(lambda: not any(map(stat, pids)))
+    assert tp.device_count() == 2
+    for use in (
+        lambda: old.cpu(),
+        lambda: f(old),
+        lambda: old[0],
+        lambda: old.block_until_ready(),
+        lambda: tp.pmap(lambda x: x, compile=False)(old),
+        lambda: old + 1,
+    ):
+        with pytest.raises(tp.RuntimeClosed, match=r"shut down"):
+            use()
+    assert old.shape == (4,)
+    assert f(torch.zeros(2)).tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"requires 4 logical devices, but only 2"):
+        f(torch.zeros(4))
+
+
+def test_shutdown_is_idempotent_and_a_later_call_starts_a_new_pool():
+    f = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
+    old, pids = f(torch.ones(4)), worker_pids()
+    fds = num_fds()
+    tp.shutdown()
+    tp.shutdown()
+    assert wait_for(lambda: not any(map(stat, pids)))
+    assert num_fds() < fds
+    with pytest.raises(tp.RuntimeClosed):
+        old.cpu()
+    tp.init(4)
+    assert f(torch.ones(4)).tolist() == [4, 4, 4, 4]
+    assert not set(worker_pids()) & set(pids)
+    assert num_fds() == fds
+
+
+def test_shutdown_does_not_wait_for_queued_calls():
+    f = tp.pmap(lambda x: torch.ops.aten.mm(x, x), compile=EAGER)
+    x = f(torch.eye(512).expand(4, 512, 512))
+    for _ in range(2000):
+        x = f(x)
+    start = time.monotonic()
+    tp.shutdown()
+    assert time.monotonic() - start < 4
+
+
+def test_shutdown_interrupts_a_waiting_thread():
+    f = tp.pmap(lambda x: time.sleep(30) or x, compile=False)
+    errors = []
+
+    def wait():
+        try:
+            f(torch.zeros(4))
+        except BaseException as error:
+            errors.append(error)
+
+    assert worker_pids()
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert wait_for(lambda: _current.runtime()._monitor.pending)
+    tp.shutdown()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert isinstance(errors[0], tp.RuntimeClosed)
+
+
+def in_a_forked_child(function):
+    """(exit status, what ``function`` returned or raised) of ``function`` run in an ``os.fork`` child."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            answer = repr(function())
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writer, answer.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        answer = stream.read()
+    return os.waitpid(pid, 0)[1], answer
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_forked_child_is_told_and_the_parent_goes_on():
+    f = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
+    y = f(torch.ones(4))
+    pids = worker_pids()
+
+    def reset():
+        tp.shutdown()
+        return tp.shutdown()
+
+    uses = {
+        "call": lambda: f(torch.ones(4)),
+        "new function": lambda: tp.pmap(lambda x: x * 2, compile=EAGER)(torch.ones(4)),
+        "uncompiled": lambda: tp.pmap(lambda x: x * 2, compile=False)(torch.ones(4)),
+        "old value": lambda: y.cpu(),
+        "place": lambda: tp.replicate(torch.ones(3)),
+    }
+    for name, use in uses.items():
+        status, answer = in_a_forked_child(use)
+        assert status == 0
+        assert answer.startswith("RuntimeClosed: this process was forked from the one that"), name
+    assert in_a_forked_child(reset) == (0, "None")
+    assert y.tolist() == [4, 4, 4, 4]
+    assert f(y).tolist() == [16, 16, 16, 16]
+    assert worker_pids() == pids
+
+
+def test_import_starts_and_opens_nothing():
+    code = """
+import os, sys, threading
+import torch, numpy, cloudpickle
+before = len(os.listdir("/proc/self/fd")), threading.active_count(), set(sys.modules)
+import torchpmap
+import multiprocessing.forkserver, multiprocessing.resource_tracker
+assert before[:2] == (len(os.listdir("/proc/self/fd")), threading.active_count())
+assert multiprocessing.forkserver._forkserver._forkserver_pid is None
+assert multiprocessing.resource_tracker._resource_tracker._pid is None
+print(sorted(m for m in set(sys.modules) - before[2] if m.startswith(("torch._dynamo", "torch._inductor"))))
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    print("no children")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("[]\nno children\n", "")

@@ -1,0 +1,236 @@
+"""Covers: _wire.py, over real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchpmap import _wire
+from torchpmap._wire import FrameReader, Stream, frame, pack_ints, put_frame, unpack_ints
+
+
+@contextmanager
+def connection(size=1 << 16):
+    """(our end, reader of the other end)."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, FrameReader(theirs, size)
+
+
+@contextmanager
+def sending(end, *payloads):
+    """Send from a second thread, then close: payloads may be larger than the socket takes."""
+
+    def send():
+        for payload in payloads:
+            end.sendall(payload)
+        end.close()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def read_frames(reader):
+    frames = []
+    while True:
+        try:
+            length, kind, seq = reader.header()
+        except EOFError:
+            return frames
+        frames.append((kind, seq, bytes(reader.body(length))))
+
+
+FRAMES = st.lists(
+    st.tuples(
+        st.integers(0, 200), st.integers(-(2**62), 2**62), st.binary(max_size=60).map(lambda b: 7 * b)
+    ),
+    max_size=8,
+)
+
+
+@given(frames=FRAMES, cuts=st.lists(st.integers(0, 2000), max_size=6), size=st.integers(24, 200))
+def test_frames_arrive_however_the_bytes_are_cut(frames, cuts, size):
+    stream = b"".join(frame(kind, seq, body) for kind, seq, body in frames)
+    edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    pieces = [stream[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    with connection(size) as (end, reader):
+        for piece in pieces:
+            end.sendall(piece)
+        end.close()
+        assert read_frames(reader) == frames
+
+
+def test_huge_frame_grows_the_buffer():
+    body = bytes(range(256)) * (1 << 14)
+    with connection() as (end, reader), sending(end, frame(5, 1, body), frame(6, 2, b"next")):
+        assert read_frames(reader) == [(5, 1, body), (6, 2, b"next")]
+
+
+@pytest.mark.parametrize("length", [0, 1, 23, 24, 30, 30 + 99])
+def test_end_in_the_middle_of_a_frame(length):
+    with connection() as (end, reader):
+        end.sendall(frame(1, 1, b"123456") + frame(2, 2, bytes(100)))
+        assert reader.header() == (6, 1, 1)
+        assert bytes(reader.body(6)) == b"123456"
+        assert reader.buffered
+    with connection() as (end, reader):
+        end.sendall((frame(1, 1, b"123456") + frame(2, 2, bytes(100)))[:length])
+        end.close()
+        whole = [(1, 1, b"123456")] if length >= 30 else []
+        assert read_until_eof(reader) == whole
+
+
+def read_until_eof(reader):
+    frames = []
+    with pytest.raises(EOFError):
+        while True:
+            length, kind, seq = reader.header()
+            frames.append((kind, seq, bytes(reader.body(length))))
+    return frames
+
+
+def test_end_in_the_middle_of_a_payload():
+    with connection() as (end, reader):
+        end.sendall(bytes(10))
+        end.close()
+        with pytest.raises(EOFError):
+            reader.into(memoryview(bytearray(11)))
+
+
+@pytest.mark.parametrize("size", [0, 1, 24, 100, 1 << 20])
+def test_payload_goes_straight_to_its_place(size):
+    payload = bytes(k % 251 for k in range(size))
+    target = bytearray(size)
+    messages = (frame(9, 3, payload), frame(10, 4, b"next"))
+    with connection(64) as (end, reader), sending(end, *messages):
+        assert reader.header() == (size, 9, 3)
+        reader.into(memoryview(target))
+        assert target == payload
+        assert read_frames(reader) == [(10, 4, b"next")]
+
+
+def test_buffered_tells_what_a_poll_would_not():
+    with connection() as (end, reader):
+        assert not reader.buffered
+        end.sendall(frame(1, 1) + frame(2, 2))
+        reader.header()
+        assert reader.buffered
+        reader.header()
+        assert not reader.buffered
+
+
+@pytest.mark.parametrize("sizes", [(10,), (10, 20), (24, 1 << 17), (1 << 17, 3, 1 << 17)])
+def test_stream_sends_buffers_in_order(sizes):
+    buffers = [bytes([k]) * size for k, size in enumerate(sizes)]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        received = bytearray()
+        reader = threading.Thread(target=lambda: received.extend(theirs.makefile("rb").read()))
+        reader.start()
+        Stream(ours).send(buffers)
+        ours.close()
+        reader.join()
+    assert received == b"".join(buffers)
+
+
+def test_stream_ignores_a_peer_that_is_gone():
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.close()
+        for _ in range(3):
+            Stream(ours).send((b"x" * 100,))
+
+
+@given(values=st.lists(st.integers(-(2**63), 2**63 - 1)))
+def test_integers_round_trip(values):
+    assert unpack_ints(memoryview(pack_ints(*values))) == values
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+# Those with a name in torch are sent; a bits or quantized dtype holds nothing that torch can make.
+SENT = [dtype for dtype in _wire._DTYPES if not str(dtype).startswith(("torch.q", "torch.bits"))]
+SHAPES = [(), (1,), (3,), (0,), (2, 0, 3), (4, 3, 2), (1, 1, 1, 1, 5)]
+
+
+def example(shape, dtype):
+    """A tensor of any dtype, of random bytes (of 0 and 1 for bool: other bytes are no bools)."""
+    tensor = torch.empty(shape, dtype=dtype)
+    flat = tensor.reshape(-1)
+    if flat.numel():
+        flat.view(torch.uint8).random_(0, 2 if dtype == torch.bool else 256)
+    return tensor
+
+
+def same_bits(a, b):
+    return a.shape == b.shape and a.dtype == b.dtype and _bytes(a) == _bytes(b)
+
+
+def _bytes(tensor):
+    flat = tensor.contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+
+
+def round_trip(tensor):
+    with connection() as (end, reader), sending(end, *map(bytes, put_frame(5, 77, tensor))):
+        length, kind, seq = reader.header()
+        assert (kind, seq) == (_wire.PUT, 5)
+        (handle,) = unpack_ints(reader.body(8))
+        assert handle == 77
+        received = _wire.read_tensor(reader)
+        with pytest.raises(EOFError):
+            reader.header()  # the length announced is the length sent
+        return received
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", SENT, ids=str)
+def test_tensor_round_trip(dtype):
+    torch.manual_seed(0)
+    for shape in SHAPES:
+        tensor = example(shape, dtype)
+        assert same_bits(round_trip(tensor), tensor), shape
+
+
+def test_every_ordinary_dtype_is_sent():
+    assert {
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint16, torch.uint32, torch.uint64, torch.float16, torch.bfloat16),
+        *(torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+    } <= set(SENT)
+
+
+VIEWS = {
+    "transposed": torch.arange(6.0).reshape(2, 3).T,
+    "strided": torch.arange(10)[::3],
+    "expanded": torch.tensor(3.0).expand(4, 2),
+    "conjugated": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    "negated": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+    "requires grad": torch.ones(3, requires_grad=True),
+    "parameter": torch.nn.Parameter(torch.ones(3)),
+    "offset": torch.arange(10.0)[4:],
+}
+
+
+@pytest.mark.parametrize("tensor", VIEWS.values(), ids=VIEWS.keys())
+def test_view_arrives_as_its_values(tensor):
+    received = round_trip(tensor)
+    assert torch.equal(received, tensor.detach().resolve_conj().resolve_neg())
+    assert not received.requires_grad
+    assert received.is_contiguous()
+
+
+def test_large_tensor():
+    tensor = torch.arange(1 << 20)
+    assert torch.equal(round_trip(tensor), tensor)
