@@ -89,4 +89,9 @@ gradient = tp.pmap(tp.grad(coupled), axis_name="i")(v)
 print("gradient of psum(x) ** 2, summed over the four devices:", gradient.tolist())
 torch.testing.assert_close(gradient.cpu(), torch.full((4,), 4 * 2 * v.sum().item()))
 
+# Only the device that holds the largest value can change the maximum.
+gradient = tp.pmap(tp.grad(lambda x: tp.pmax(x, "i")), axis_name="i")(v)
+print("gradient of pmax(x), summed over the four devices:", gradient.tolist())
+torch.testing.assert_close(gradient.cpu(), torch.tensor([0.0, 0.0, 0.0, 4.0]))
+
 print("ok")

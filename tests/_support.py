@@ -40,7 +40,7 @@ def worker_pids(num_devices: int = 4) -> list[int]:
 def known_pids() -> list[int]:
     """Process ids of the current pool as the controller knows them; empty without a pool."""
     runtime = _current._runtime
-    workers = {} if runtime is None or runtime.closed else runtime._workers
+    workers = {} if runtime is None or runtime.closed else runtime._pool.workers
     return [worker.process.pid for worker in workers.values()]
 
 

@@ -21,6 +21,7 @@ def run(name: str, *arguments: str) -> str:
     command = [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / name), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert "Warning" not in result.stderr, result.stderr
     return result.stdout
 
 
@@ -37,7 +38,8 @@ def test_compose_prints_what_plain_torch_computes():
     lines = run("compose.py").splitlines()
     assert "w = [2.0, -3.0, 0.5], b = 1.00" in lines
     assert "16 patches on 4 devices: values from 0.0 to 1.0" in lines
-    assert lines[-2].endswith("[80.0, 80.0, 80.0, 80.0]")
+    assert lines[-3].endswith("[80.0, 80.0, 80.0, 80.0]")
+    assert lines[-2].endswith("[0.0, 0.0, 0.0, 4.0]")
     assert lines[-1] == "ok"
 
 

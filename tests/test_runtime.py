@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from _support import EAGER, known_pids, num_fds, rss_bytes, stat, wait_for, worker_pids
+from _support import EAGER, SCALE, known_pids, num_fds, rss_bytes, stat, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap import _current
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.usefixtures("pool")
 
 
 def live_tensors(num_devices):
-    """Number of tensors of 12,345 elements on every device, asked without making one."""
+    """Number of values of 12,345 elements (views and their bases once) that every device holds."""
 
     def count(x):
         marked = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.numel() == 12345]
-        return torch.tensor(len(marked))
+        return torch.tensor(len({o.untyped_storage().data_ptr() for o in marked}))
 
     return tp.pmap(count, compile=False)(torch.zeros(num_devices)).tolist()
 
@@ -106,6 +106,18 @@ def test_donated_value_is_freed(pool):
     assert live_tensors(pool) == [n + 1 for n in before]
     assert x.is_deleted()
     del y
+
+
+@TWO
+def test_values_do_not_pile_up_between_compiled_calls(pool):
+    """Neither uncompiled calls nor transfers alone may keep what nobody references."""
+    f = tp.pmap(lambda x: x.expand(12345) + 1, compile=False)
+    for _ in range(50):
+        f(torch.zeros(2))
+    assert max(live_tensors(pool)) < 10
+    for _ in range(50):
+        tp.replicate(torch.zeros(12345))
+    assert max(live_tensors(pool)) < 10
 
 
 @TWO
@@ -301,13 +313,27 @@ def test_shutdown_is_idempotent_and_a_later_call_starts_a_new_pool():
 
 
 def test_shutdown_does_not_wait_for_queued_calls():
-    f = tp.pmap(lambda x: torch.ops.aten.mm(x, x), compile=EAGER)
-    x = f(torch.eye(512).expand(4, 512, 512))
-    for _ in range(2000):
-        x = f(x)
+    """Also when the sockets are full: a thread runs ahead until sending blocks."""
+    f = tp.pmap(lambda x: x @ x, compile=EAGER)
+    lock = _current.runtime()._pool.send_lock
+    errors = []
+
+    def run_ahead(x):
+        try:
+            while True:
+                f(x)
+        except (tp.RuntimeClosed, ValueError) as error:  # the next use started a pool of another size
+            errors.append(error)
+
+    x = f(torch.eye(768).expand(4, 768, 768))
+    thread = threading.Thread(target=run_ahead, args=(x,))
+    thread.start()
+    assert wait_for(lambda: all(lock.locked() for _ in range(1000)), 10)
     start = time.monotonic()
     tp.shutdown()
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 3 * SCALE
+    thread.join(5)
+    assert len(errors) == 1
 
 
 def test_shutdown_interrupts_a_waiting_thread():
@@ -323,7 +349,7 @@ def test_shutdown_interrupts_a_waiting_thread():
     assert worker_pids()
     thread = threading.Thread(target=wait)
     thread.start()
-    assert wait_for(lambda: _current.runtime()._monitor.pending)
+    assert wait_for(lambda: _current.runtime()._pool._monitor.pending)
     tp.shutdown()
     thread.join(5)
     assert not thread.is_alive()

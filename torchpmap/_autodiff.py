@@ -26,7 +26,7 @@ _REMEDY = (
 class _NotYet(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, prefix: str, outputs: Sequence[tuple[Layout, Handle]], anchor: torch.Tensor
+        ctx: Any, prefix: str, outputs: Sequence[tuple[Layout, Handle]], *sources: torch.Tensor
     ) -> Any:
         ctx.prefix = prefix
         results = tuple(make_sharded(layout, handle) for layout, handle in outputs)
@@ -42,9 +42,11 @@ class _NotYet(torch.autograd.Function):
         )
 
 
-def not_yet_differentiable(outputs: Sequence[tuple[Layout, Handle]], prefix: str) -> list[Any]:
-    """Outputs that require grad as they should, and whose backward raises."""
-    return list(_NotYet.apply(prefix, outputs, torch.zeros((), requires_grad=True)))
+def not_yet_differentiable(
+    outputs: Sequence[tuple[Layout, Handle]], prefix: str, sources: Sequence[torch.Tensor]
+) -> list[Any]:
+    """Outputs that require grad as they should, and whose backward (to ``sources``) raises."""
+    return list(_NotYet.apply(prefix, outputs, torch.zeros((), requires_grad=True), *sources))
 
 
 def refuse_transforms(leaves: Sequence[Any], prefix: str) -> None:

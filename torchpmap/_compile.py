@@ -10,6 +10,7 @@ every artifact there and load it in milliseconds.
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,7 +123,9 @@ def have_cpp_compiler() -> bool:
 def compile_definition(definition: Definition, index: torch.Tensor) -> Runner:
     """The runner of a definition on this device: block tensors in, block tensors out."""
     leading = (index,) if definition.uses_index else ()
-    compiled = _compile(definition, leading, index.device)
+    with warnings.catch_warnings():  # under python -W error, torch's own deprecations would end it
+        warnings.simplefilter("ignore", DeprecationWarning)
+        compiled = _compile(definition, leading, index.device)
     if not leading:
         return compiled
 
@@ -138,7 +141,7 @@ def _compile(
     graph, backend = definition.graph, definition.backend
     if backend == EAGER:
         return graph.forward
-    examples = [
+    examples: list[Any] = [
         *leading,
         *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in definition.inputs),
     ]
@@ -157,9 +160,7 @@ def _compile(
     return function(graph, examples, **extra)
 
 
-def _inductor(
-    graph: torch.fx.GraphModule, examples: list[torch.Tensor], backend: Backend
-) -> Runner:
+def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend) -> Runner:
     from torch._inductor import list_mode_options, standalone_compile
 
     patches = dict(_PATCHES)

@@ -6,6 +6,7 @@ Asking for the devices only starts the fork server, in the background; workers s
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 
 from torchpmap._config import Config, config
@@ -86,7 +87,7 @@ def runtime() -> Runtime:
         return current
     with _lock:
         if _runtime is None or (_runtime.closed and _planned is None):
-            _start(devices())
+            _start(tuple(devices()))
         elif _runtime.closed:
             _restart_or_raise(_runtime)
         assert _runtime is not None
@@ -109,10 +110,21 @@ def _start(wanted: tuple[Device, ...]) -> None:
     from torchpmap._runtimes._local import LocalRuntime
 
     global _runtime
+    _refuse_launcher()
     _preload()
     atexit.unregister(shutdown)
     atexit.register(shutdown)
     _runtime = LocalRuntime(len(wanted), wanted[0].platform, config.timeout)
+
+
+def _refuse_launcher() -> None:
+    """Under torchrun every process would be a program of its own: its sums would silently miss the rest."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        raise NotImplementedError(
+            f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} started by torchrun (or a similar "
+            "launcher), which torchpmap does not support yet. Run the script with plain python: torchpmap starts one worker "
+            "per device itself."
+        )
 
 
 def _preload() -> None:

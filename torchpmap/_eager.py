@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+from torchpmap._axes import Signature
 from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
 from torchpmap._errors import CollectiveMismatch
 from torchpmap._layout import stacked_layout
-from torchpmap._plan import Called
+from torchpmap._plan import Called, Captured
 from torchpmap._program import EagerCall, EagerReport, Program, not_replicated
 from torchpmap._runtimes._base import Handle
 from torchpmap._shipping import pickled_function
@@ -27,6 +28,7 @@ class EagerPlan:
 
     def __init__(self, program: Program, devices: tuple[Device, ...], prefix: str) -> None:
         self._program = program
+        self.captured: tuple[Captured, ...] = ()  # they are part of the pickled function
         self._devices = devices
         self._prefix = prefix
         self._ranks = tuple(device.id for device in devices)
@@ -113,10 +115,10 @@ class EagerPlan:
             )
 
 
-def _nth(collectives: Sequence[tuple], place: int) -> str:
+def _nth(collectives: Sequence[Signature], place: int) -> str:
     if place >= len(collectives):
         return "none (it returned)"
-    name, how, _, shape, dtype = collectives[place]
+    name, how, _, shape, dtype = cast(tuple[Any, ...], collectives[place])
     return f"{name}{f' ({how})' if how else ''} of {str(dtype).removeprefix('torch.')}{list(shape)}"
 
 

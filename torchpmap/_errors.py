@@ -26,12 +26,17 @@ import io
 import pickle
 import reprlib
 import signal
+import sys
 import traceback
+import warnings
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
+
+_PACKAGE = str(Path(__file__).parent)
 
 
 class PmapError(RuntimeError):
@@ -102,6 +107,16 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the user's code that led here, however deep inside the package we are."""
+    level = 2
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, UserWarning, stacklevel=level)
 
 
 def exit_reason(exitcode: int | None) -> str:

@@ -16,10 +16,12 @@ import datetime
 import os
 import socket
 import threading
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch.distributed.distributed_c10d import GroupName
 
 __all__ = ["Groups", "RankPartition"]
 
@@ -58,8 +60,8 @@ class Groups:
         before = _socket_fds()
         store = dist.PrefixStore(f"{self.epoch}/{name}/{members[0]}", self._store)
         group = self._make(store, members.index(self._rank), len(members))
-        group._set_group_name(name)
-        _register_process_group(name, group)
+        group._set_group_name(GroupName(name))
+        _register_process_group(GroupName(name), group)
         self._groups[name] = group
         with self._lock:
             self._sockets.extend(_connected(_socket_fds() - before))
@@ -81,9 +83,10 @@ class Groups:
             group._set_default_backend(kinds.GLOO)
         return group
 
-    def _gloo_options(self) -> dist.ProcessGroupGloo._Options:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+    def _gloo_options(self) -> Any:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(interface="lo")]
         options._timeout = self._timeout
         return options
 
@@ -108,7 +111,7 @@ class Groups:
             self._sockets.clear()
         for name, group in self._groups.items():
             if group is not None:
-                _unregister_process_group(name)
+                _unregister_process_group(GroupName(name))
                 if self._device.type == "cuda":
                     group.abort()
         self._groups.clear()

@@ -86,7 +86,7 @@ def _target(device: Any) -> Device | tuple[Device, ...] | NamedSharding:
 
 def _map(tree: Any, layout: Any) -> Any:
     leaves, structure = flatten(tree)
-    placed = []
+    placed: list[Any] = []
     for leaf, path in zip(leaves, structure.paths("x"), strict=True):
         if leaf is None:
             placed.append(None)
@@ -141,7 +141,7 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
                 f"shards must have one structure, but shard 0 has {structure} and shard {k} has {other}."
             )
     chosen = tuple(devices)
-    results = []
+    results: list[Any] = []
     for path, *parts in zip(
         structure.paths("shards[k]"), *(leaves for leaves, _ in flat), strict=True
     ):
@@ -231,7 +231,7 @@ def unreplicate(x: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if isinstance(leaf, ShardedTensor) and leaf.is_fully_replicated:
-            return leaf.gather()
+            return leaf.to_host()
         return leaf[0]
 
     leaves, structure = flatten(x)
@@ -254,7 +254,7 @@ def device_get(x: Any) -> Any:
     def fetch(leaf: Any) -> Any:
         if not isinstance(leaf, ShardedTensor):
             return leaf
-        host = leaf.gather()
+        host = leaf.to_host()
         try:
             return host.numpy()
         except TypeError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
 from torchpmap._eager import EagerPlan
 from torchpmap._environment import Environment
-from torchpmap._errors import TraceError
+from torchpmap._errors import TraceError, warn
 from torchpmap._layout import Layout, replicated_layout, row_layout, stacked_layout
 from torchpmap._plan import Captured, Plan, host_tensor, place, version_of
 from torchpmap._program import Constant, Input, Outcome, Program
@@ -186,7 +185,9 @@ class Pmapped:
         if prepared.donated:
             self._consume(prepared, leaves)
         if wants_grad or (depends_on_parameter and torch.is_grad_enabled()):
-            return tree(not_yet_differentiable(outputs, self._options.prefix))
+            sources = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            sources += [captured.tensor for captured in plan.captured]
+            return tree(not_yet_differentiable(outputs, self._options.prefix, sources))
         return tree([make_sharded(layout, handle) for layout, handle in outputs])
 
     def _consume(self, prepared: _Prepared, leaves: list[Any]) -> None:
@@ -317,7 +318,7 @@ class Pmapped:
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, UserWarning, stacklevel=6)  # the line of the call
+            warn(text)
 
     def _trace(
         self, program: Program, layouts: tuple[Layout, ...], devices: tuple[Device, ...]
@@ -418,7 +419,7 @@ def _ambient() -> Hashable:
 
 
 def _leaf_key(leaf: Any) -> Hashable:
-    kind = type(leaf)
+    kind: Any = type(leaf)
     if isinstance(leaf, torch.Tensor):
         return kind, leaf.shape, leaf.dtype
     if isinstance(leaf, np.ndarray | np.generic):
@@ -442,11 +443,9 @@ def _usable(backend: Backend | None, devices: tuple[Device, ...]) -> Backend:
         return backend
     if not _missing_compiler_warned:
         _missing_compiler_warned = True
-        warnings.warn(
+        warn(
             "torchpmap: no C++ compiler was found (g++ or clang++, or the one named by CXX), so mapped functions run as traced "
             "graphs, without Inductor: right, but slower. Install one, or pass compile={'backend': 'eager'} to silence this.",
-            UserWarning,
-            stacklevel=7,
         )
     return EAGER
 

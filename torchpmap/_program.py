@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from torchpmap import _collectives
-from torchpmap._axes import Axis, Partition, bind, recording, subgroup_name
+from torchpmap._axes import Axis, Partition, Signature, bind, recording, subgroup_name
 from torchpmap._errors import lost_write
 from torchpmap._structure import Structure, flatten
 from torchpmap._tree import OUT_AXES_HINT, broadcast_axes, canonical_axis
@@ -186,7 +186,7 @@ class EagerReport:
     used_randomness: bool
     written: str | None
     """What the function wrote in place and did not get as an argument."""
-    collectives: tuple[tuple, ...]
+    collectives: tuple[Signature, ...]
     """Signatures of the collectives that ran, in order."""
 
 

@@ -156,13 +156,13 @@ class ShardedTensor(torch.Tensor):
 
     # -- to the host -------------------------------------------------------------------------------------------------------
 
-    def gather(self) -> torch.Tensor:
+    def to_host(self) -> torch.Tensor:
         """The whole value as a plain CPU tensor (a copy)."""
         return gather(*self._alive())
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         """The whole value as a plain CPU tensor."""
-        return self.gather() if not self.requires_grad else self * 1
+        return self.to_host() if not self.requires_grad else self * 1
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
         """The whole value as a numpy array."""
@@ -170,11 +170,11 @@ class ShardedTensor(torch.Tensor):
             raise RuntimeError(
                 "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
             )
-        return self.gather().numpy()
+        return self.to_host().numpy()
 
     def tolist(self) -> Any:
         """The whole value as (nested lists of) Python numbers."""
-        return self.gather().tolist()
+        return self.to_host().tolist()
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As ``torch.Tensor.to``; a device argument, also ``"cpu"``, gathers."""
@@ -189,7 +189,7 @@ class ShardedTensor(torch.Tensor):
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __dlpack__(self, *, stream: Any = None, **kwargs: Any) -> Any:
-        return self.gather().__dlpack__(stream=stream, **kwargs)
+        return self.to_host().__dlpack__(stream=stream, **kwargs)
 
     def __dlpack_device__(self) -> Any:
         return torch.empty(0).__dlpack_device__()
@@ -210,23 +210,24 @@ class ShardedTensor(torch.Tensor):
                 "a ShardedTensor that requires grad cannot be written to in place; do it under torch.no_grad(), or use an "
                 "out-of-place operation."
             )
-        host = self.gather()
+        host = self.to_host()
         host[index] = value
         self._handle = store(layout, host)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter((self if self.requires_grad else self.gather()).unbind(0))
+        return iter((self if self.requires_grad else self.to_host()).unbind(0))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # a pickle may be read where these devices do not exist
-        return _identity, (self.gather().requires_grad_(self.requires_grad),)
+        return _identity, (self.to_host().requires_grad_(self.requires_grad),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        copy = make_sharded(*self._alive()).requires_grad_(self.requires_grad)
+        copy = make_sharded(*self._alive())
+        copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
         return copy
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout = self._layout
         if layout is None:
             return f"ShardedTensor(shape={list(self.shape)}, deleted by {self._consumed_by})"
@@ -239,7 +240,7 @@ class ShardedTensor(torch.Tensor):
             where = f"{layout.sharding.spec} on {where}"
         if self.numel() > _REPR_MOVES_UP_TO:
             return f"ShardedTensor(shape={list(self.shape)}, dtype={self.dtype}, {where})"
-        numbers = repr(self.gather())[len("tensor(") : -1]
+        numbers = repr(self.to_host())[len("tensor(") : -1]
         return f"ShardedTensor({numbers}, {where})"
 
     __str__ = __repr__
@@ -247,7 +248,9 @@ class ShardedTensor(torch.Tensor):
     # -- torch operations --------------------------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if (
             func in _SHARING
@@ -261,7 +264,7 @@ class ShardedTensor(torch.Tensor):
             if type(value) is not ShardedTensor:
                 return value
             if id(value) not in gathered:
-                gathered[id(value)] = value.gather()
+                gathered[id(value)] = value.to_host()
             return gathered[id(value)]
 
         host_args, host_kwargs = pytree.tree_map(to_host, (args, kwargs))
@@ -273,13 +276,13 @@ class ShardedTensor(torch.Tensor):
 
 def make_sharded(layout: Layout, handle: Handle) -> ShardedTensor:
     """A tensor that names the blocks of ``handle``."""
-    tensor = _wrap(ShardedTensor, layout.shape, dtype=layout.dtype, device=_CPU)
+    tensor: ShardedTensor = _wrap(ShardedTensor, layout.shape, dtype=layout.dtype, device=_CPU)
     tensor._layout = layout
     tensor._handle = handle
     return tensor
 
 
-_wrap = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_wrap = torch.Tensor._make_wrapper_subclass
 _CPU = torch.device("cpu")
 
 

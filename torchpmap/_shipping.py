@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 __all__ = ["pickled", "pickled_function"]
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined]
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors
@@ -30,6 +30,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined]
             self._tensors.append(obj)
         if isinstance(obj, torch.fx.GraphModule):
             return _decoded, _encoded(obj)
+        if isinstance(obj, torch.memory_format | torch.layout):
+            # their own pickle looks for a module that has a "torch" and may find the user's script
+            return getattr, (torch, str(obj).removeprefix("torch."))
         if isinstance(obj, torch._ops.OpOverload):
             namespace, name = obj._schema.name.split("::")
             return _overload, (namespace, name, obj._overloadname)
@@ -97,12 +100,16 @@ class _Ref:
         return _Ref, (self.name,)
 
 
+def _ref(node: torch.fx.Node) -> _Ref:
+    return _Ref(node.name)
+
+
 def _encoded(module: torch.fx.GraphModule) -> tuple[list[Any], dict[str, Any]]:
     """(nodes, attributes): attributes are constants and the graphs of branches and loop bodies."""
     nodes = []
     attributes = {}
     for node in module.graph.nodes:
-        args, kwargs = map_arg((node.args, node.kwargs), lambda other: _Ref(other.name))
+        args, kwargs = map_arg((node.args, node.kwargs), _ref)  # type: ignore[arg-type]
         nodes.append((node.op, node.target, args, kwargs, node.name))
         if node.op == "get_attr":
             attributes[node.target] = operator.attrgetter(node.target)(module)

@@ -16,6 +16,7 @@ torch's tracing machinery (and with it Dynamo and SymPy, 1.5 s of imports) is im
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import sys
 import traceback
@@ -260,13 +261,10 @@ def _replicated(
     varying = varying_nodes(tracer.graph, inputs, axis.group or "")
 
     def settle(block: torch.Tensor) -> torch.Tensor:
-        slot = get_proxy_slot(block, tracer, None)
-        constant = slot is None  # made before any traced input was touched
-        return (
-            block
-            if constant or slot.proxy.node not in varying
-            else pbroadcast(block.detach(), axis.name, 0)
-        )
+        slot: Any = get_proxy_slot(block, tracer, None)
+        if slot is None or slot.proxy.node not in varying:  # None: no traced input was touched
+            return block
+        return pbroadcast(block.detach(), axis.name, 0)
 
     return [(settle(block) if same else block, same) for block, same in results]
 
@@ -285,6 +283,10 @@ def _ambient(device: torch.device) -> Iterator[None]:
     """Single-threaded autograd (modes are per thread), ``torch.compile``d inner functions inlined, factory calls on ``device``."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        # torch logs, with a traceback on stderr, the shape errors that it then raises
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        stack.callback(setattr, log, "disabled", log.disabled)
+        log.disabled = True
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
         if device.type != "cpu":
@@ -354,7 +356,7 @@ def _users_line(error: BaseException) -> str:
 
 def _output_nodes(graph: torch.fx.GraphModule) -> Sequence[torch.fx.Node]:
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    return output.args[0]  # type: ignore[return-value]
+    return output.args[0]
 
 
 def _placeholders(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
@@ -422,9 +424,8 @@ def _protect_inputs(graph: torch.fx.GraphModule) -> None:
             with graph.graph.inserting_after(last):
                 copy = graph.graph.call_function(torch.ops.aten.clone.default, (node,))
             copy.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(
-                copy, delete_user_cb=lambda user, copy=copy: user is not copy
-            )
+            node.replace_all_uses_with(copy)
+            copy.replace_input_with(copy, node)
 
 
 def _drop_detaches(graph: torch.fx.GraphModule) -> None:

@@ -150,7 +150,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     # a dim of size 1 counts as contiguous with any stride, but only stride 1 can be seen as bytes
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def put_frame(seq: int, handle: int, tensor: torch.Tensor) -> list[Buffer]:
@@ -182,7 +182,7 @@ class InheritedFd:
         self.fd = fd
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _receive_fd, (reduction.DupFd(self.fd),)  # type: ignore[attr-defined]
+        return _receive_fd, (reduction.DupFd(self.fd),)
 
     def socket(self) -> socket.socket:
         return socket.socket(fileno=self.fd)

@@ -86,6 +86,7 @@ class LocalRuntime:
 
     def put(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
         with self._pool.sending():
+            self._free(team)
             seq, handle = self._number(1)
             previous, buffers = None, []
             for stream, block in zip(team.streams, blocks, strict=True):
@@ -119,6 +120,7 @@ class LocalRuntime:
 
     def run_eagerly(self, team: Team, call: EagerCall) -> tuple[list[EagerReport], int, int]:
         with self._pool.sending():
+            self._free(team)
             seq, first = self._number(_EAGER_OUTPUTS)
             pending = self._pool.expect(seq, team.ranks)
             bodies: dict[bool, bytes] = {}
@@ -202,6 +204,12 @@ class LocalRuntime:
         if retired:
             self._pool.tell(tuple(self._pool.workers), _wire.FORGET, pack_ints(*retired))
 
+    def _free(self, team: Team) -> None:
+        """Send which values nobody uses any more (send lock held); ``execute`` sends it with the call."""
+        released = _take(team.released)
+        if released:
+            self._pool.tell(team.ranks, _wire.FREE, pack_ints(*released))
+
     def _flush_released(self) -> None:
         """Free what nobody uses although no call comes (monitor: must not wait for the lock)."""
         teams = tuple(self._teams.values())
@@ -211,9 +219,7 @@ class LocalRuntime:
             try:
                 self._forget_retired()
                 for team in teams:
-                    released = _take(team.released)
-                    if released:
-                        self._pool.tell(team.ranks, _wire.FREE, pack_ints(*released))
+                    self._free(team)
             finally:
                 self._pool.send_lock.release()
 

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchpmap._devices import Device
-from torchpmap._errors import ShardLost, WorkerDied, exit_reason, unpack_exception
+from torchpmap._errors import (
+    CallTimeout,
+    CollectiveMismatch,
+    PmapError,
+    ShardLost,
+    WorkerDied,
+    exit_reason,
+    unpack_exception,
+)
 from torchpmap._runtimes._supervise import Exited, Verdict
 
 __all__ = ["Losses", "exception_of"]
@@ -79,6 +87,8 @@ def exception_of(verdict: Verdict, devices: Sequence[Device]) -> BaseException:
     if isinstance(cause, Exited):
         text = _obituary(devices[cause.rank], cause)
         error = WorkerDied(text, rank=cause.rank, exitcode=cause.exitcode)
+    elif cause.communication:
+        error = _failed_collective(unpack_exception(cause.packed, where=cause.where))
     else:
         error = unpack_exception(cause.packed, where=cause.where)
     for other in verdict.consequences:
@@ -87,6 +97,23 @@ def exception_of(verdict: Verdict, devices: Sequence[Device]) -> BaseException:
         elif not other.communication:
             error.add_note(f"also {other.where}: {unpack_exception(other.packed, where='')!r}")
     return error
+
+
+def _failed_collective(error: BaseException) -> PmapError:
+    """A collective failed and nobody is to blame: no exception of the function's, no death."""
+    text = str(error)
+    if "imeout" in text or "imed out" in text:
+        failed: PmapError = CallTimeout(
+            "a collective waited longer than torchpmap.config.timeout for the other devices; either one of them is very slow, or "
+            f"(compile=False) it does not run the same collectives: {text}"
+        )
+    else:
+        failed = CollectiveMismatch(
+            "a collective failed without a cause on any device, as it does when devices do not run the same collectives on "
+            f"tensors of the same shape (compile=False): {text}"
+        )
+    failed.__cause__ = error
+    return failed
 
 
 def _obituary(device: Device, death: Exited) -> str:

@@ -133,8 +133,7 @@ class Monitor:
         for _, fileobj in self._sources(worker):
             if fileobj in self._selector.get_map():
                 self._selector.unregister(fileobj)
-        self._output(worker)
-        self._errors(worker)
+        self._rest(worker)
 
     def _sources(
         self, worker: WorkerProcess
@@ -166,8 +165,7 @@ class Monitor:
             self._complete(worker, seq)
         elif kind == _wire.REPLY:
             report = bytes(worker.reader.body(length))
-            self._output(worker)  # what the call printed comes before its result
-            self._errors(worker)
+            self._rest(worker)  # what the call printed comes before its result
             pending = self.pending.get(seq)
             if pending is not None:
                 pending.replies[rank] = report
@@ -202,22 +200,26 @@ class Monitor:
         for _, fileobj in self._sources(worker):
             if fileobj in self._selector.get_map():
                 self._selector.unregister(fileobj)
-        self._output(worker)
-        self._errors(worker)
+        self._rest(worker)
         worker.process.join()
         last_words = worker.last_words.decode(errors="replace")
         self._on_event(Exited(worker.rank, worker.process.exitcode, worker.pid, last_words))
 
     # -- output ------------------------------------------------------------------------------------------------------------
 
-    def _output(self, worker: WorkerProcess) -> None:
-        self._print(worker, worker.output, sys.stdout)
+    def _output(self, worker: WorkerProcess, *, to_the_end: bool = False) -> None:
+        self._print(worker, worker.output, sys.stdout, to_the_end)
 
-    def _errors(self, worker: WorkerProcess) -> None:
-        read = self._print(worker, worker.errors, sys.stderr)
+    def _errors(self, worker: WorkerProcess, *, to_the_end: bool = False) -> None:
+        read = self._print(worker, worker.errors, sys.stderr, to_the_end)
         worker.last_words = (worker.last_words + read)[-_LAST_WORDS_BYTES:]
 
-    def _print(self, worker: WorkerProcess, fd: int, stream: Any) -> bytes:
+    def _rest(self, worker: WorkerProcess) -> None:
+        """Print what was written so far, also a last line that has no end yet."""
+        self._output(worker, to_the_end=True)
+        self._errors(worker, to_the_end=True)
+
+    def _print(self, worker: WorkerProcess, fd: int, stream: Any, to_the_end: bool) -> bytes:
         read = b""
         while True:
             try:
@@ -229,15 +231,17 @@ class Monitor:
                     self._selector.unregister(fd)
                 break
             read += chunk
-        if read:
-            *lines, rest = (self._partial.pop(fd, b"") + read).split(b"\n")
-            if rest:
-                self._partial[fd] = rest
-            prefix = f"[{self._devices[worker.rank]}] "
-            try:
-                for line in lines:
-                    stream.write(prefix + line.decode(errors="replace") + "\n")
+        *lines, rest = (self._partial.pop(fd, b"") + read).split(b"\n")
+        if rest and to_the_end:
+            lines.append(rest)
+        elif rest:
+            self._partial[fd] = rest
+        prefix = f"[{self._devices[worker.rank]}] "
+        try:
+            for line in lines:
+                stream.write(prefix + line.decode(errors="replace") + "\n")
+            if lines:
                 stream.flush()
-            except (OSError, ValueError, AttributeError):
-                pass  # the user's stream is closed or absent: output has nowhere to go
+        except Exception:
+            pass  # the user's stream is closed, absent or broken; this thread must live
         return read

@@ -17,6 +17,7 @@ import os
 import pickle
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from torchpmap import _wire
@@ -241,10 +242,11 @@ class Pool:
         self._starter.join()
         for worker in self.workers.values():
             self._monitor.forget(worker)
-            worker.stream.send((frame(_wire.STOP, 0),))
+            worker.hang_up()
         self._monitor.stop()
+        deadline = time.monotonic() + _STOP_PATIENCE_S
         for worker in self.workers.values():
-            worker.close(_STOP_PATIENCE_S)
+            worker.close(max(0.0, deadline - time.monotonic()))
         os.close(self._store_fd)
 
     def abandon(self, because: str) -> None:

@@ -7,6 +7,7 @@ workers get graphs or pickled functions and never need it, so ``_GuardlessPopen`
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import socket
@@ -26,15 +27,22 @@ _PRELOAD = "torchpmap._runtimes._template"
 def preload() -> None:
     """Start the fork server in the background (returns at once); its imports run while the caller goes on."""
     torch.multiprocessing.get_context("forkserver")  # registers torch's reductions
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     wanted = list(server._preload_modules)
     if _PRELOAD not in wanted:
         forkserver.set_forkserver_preload([*wanted, "torch", _PRELOAD])
     forkserver.ensure_running()
 
 
+def _close_fds(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
 class _GuardlessPopen(popen_forkserver.Popen):
     """``popen_forkserver.Popen`` whose child does not import the user's main module."""
+
+    _fds: list[int]
 
     def _launch(self, process_obj: Any) -> None:
         prepare = spawn.get_preparation_data(process_obj._name)
@@ -47,18 +55,22 @@ class _GuardlessPopen(popen_forkserver.Popen):
             reduction.dump(process_obj, buffer)
         finally:
             context.set_spawning_popen(None)
-        self.sentinel, writer = forkserver.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+        self.sentinel, writer = forkserver.connect_to_new_process(self._fds)
         parent_writer = os.dup(writer)  # the child polls this to learn that its parent is gone
-        self.finalizer = util.Finalize(self, util.close_fds, (parent_writer, self.sentinel))
+        self.finalizer = util.Finalize(self, _close_fds, (parent_writer, self.sentinel))
         with open(writer, "wb", closefd=True) as stream:
             stream.write(buffer.getbuffer())
-        self.pid = forkserver.read_signed(self.sentinel)  # type: ignore[attr-defined]
+        self.pid = forkserver.read_signed(self.sentinel)
 
 
 class _Process(context.ForkServerProcess):
+    # the default start method *inside* the worker: with "forkserver", any lock that a library makes
+    # there (tqdm's, while Inductor compiles) is a named semaphore, reported as leaked at exit
+    _start_method = "fork"
+
     @staticmethod
     def _Popen(process_obj: Any) -> _GuardlessPopen:
-        return _GuardlessPopen(process_obj)  # type: ignore[call-arg]
+        return _GuardlessPopen(process_obj)
 
 
 class WorkerProcess:
@@ -117,6 +129,11 @@ class WorkerProcess:
 
     def kill(self) -> None:
         self.process.kill()
+
+    def hang_up(self) -> None:
+        """Let the worker end after what it was sent (a frame would have to wait for room in the socket)."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
 
     def close(self, grace_s: float) -> None:
         """Reap the process (started before; killed if it does not end within ``grace_s``) and close our ends."""

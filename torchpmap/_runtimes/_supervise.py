@@ -162,7 +162,8 @@ class Verdict:
 
     @property
     def consequences(self) -> tuple[Failed | Exited, ...]:
-        return tuple(e for e in (*self.deaths, *self.failures) if e is not self.cause)
+        events: tuple[Failed | Exited, ...] = (*self.deaths, *self.failures)
+        return tuple(event for event in events if event is not self.cause)
 
 
 @dataclass

@@ -1,0 +1,443 @@
+"""Covers: _pmap.py: what can be mapped, how it is compiled, and what happens when it cannot be traced."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import traceback
+import warnings
+import weakref
+
+import pytest
+import torch
+from _support import EAGER
+
+import torchpmap as tp
+from torchpmap import _pmap
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+X = torch.arange(4.0)
+
+
+@pytest.fixture(params=[EAGER, False], ids=["graph", "python"])
+def mode(request):
+    return request.param
+
+
+def double(x):
+    """Twice."""
+    return x * 2
+
+
+# Functions ---------------------------------------------------------------------------------------
+
+
+class Scaler:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, x):
+        return x * self.scale
+
+    def method(self, x):
+        return x * self.scale
+
+    @classmethod
+    def build(cls, x):
+        return cls(2).method(x)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        double,
+        lambda x: x * 2,
+        functools.partial(torch.mul, 2),
+        functools.partial(lambda x, k: x * k, k=2),
+        Scaler(2),
+        Scaler(2).method,
+        Scaler.build,
+        Scaler(2).__call__,
+    ],
+    ids="function lambda partial partial2 callable method classmethod bound_call".split(),
+)
+def test_any_callable(mode, fun):
+    assert tp.pmap(fun, compile=mode)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_builtin_functions(mode):
+    assert tp.pmap(torch.neg, compile=mode)(X).tolist() == (-X).tolist()
+    assert tp.pmap(torch.ops.aten.sin.default, compile=mode)(X).tolist() == X.sin().tolist()
+
+
+def test_modules(mode):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
+    x = torch.arange(24.0).reshape(4, 2, 3) / 24
+    with torch.no_grad():
+        torch.testing.assert_close(tp.pmap(module, compile=mode)(x).to_host(), module(x))
+        torch.testing.assert_close(tp.pmap(module.forward, compile=mode)(x).to_host(), module(x))
+
+
+def test_looks_like_the_function():
+    f = tp.pmap(double)
+    assert f.__wrapped__ is double
+    assert (f.__name__, f.__doc__, f.__module__) == ("double", "Twice.", __name__)
+    assert repr(tp.pmap(double, "i")) == "<pmap of double over axis 'i'>"
+    assert repr(tp.pmap(functools.partial(double))) == "<pmap of double over axis None>"
+
+
+def test_decorators(mode):
+    @tp.pmap
+    def plain(x):
+        return x * 2
+
+    @tp.pmap(axis_name="i", compile=mode)
+    def named(x):
+        return x / tp.psum(x, "i")
+
+    @functools.partial(tp.pmap, axis_name="i", compile=mode)
+    def partial(x):
+        return tp.psum(x, "i")
+
+    assert plain.__name__ == "plain"
+    assert named(X + 1).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert partial(X).tolist() == [6.0] * 4
+    assert tp.pmap(double, "i", compile=mode)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
+    with pytest.raises(TypeError, match="takes from 0 to 2 positional arguments but 3"):
+        tp.pmap(double, "i", 0)
+
+
+def make_class(mode):
+    class Model:
+        def __init__(self, scale):
+            self.scale = scale
+
+        def __eq__(self, other):
+            return type(other) is type(self)
+
+        @tp.pmap(axis_name="i", compile=mode)
+        def mapped(self, x):
+            assert type(self).__name__ == "Model"
+            return tp.psum(x, "i") * self.scale
+
+        @tp.pmap(static_broadcasted_argnums=0, in_axes=(None, 0), compile=mode)
+        def static_self(self, x):
+            return x + self.scale
+
+        __hash__ = object.__hash__
+
+    return Model
+
+
+def test_methods(mode):
+    cls = make_class(mode)
+    one, two = cls(1.0), cls(2.0)  # equal, and not the same
+    assert one.mapped(X).tolist() == [6.0] * 4
+    assert two.mapped(X).tolist() == [12.0] * 4
+    assert two.static_self(X).tolist() == [2.0, 3.0, 4.0, 5.0]
+    two.scale = torch.tensor(3.0)
+    assert two.mapped(X).tolist() == [18.0] * 4
+    assert cls.mapped.__name__ == one.mapped.__name__ == "mapped"
+    assert one.mapped is one.mapped
+
+
+def test_methods_of_unhashable_instances_are_traced_once():
+    traces = []
+    note = traces.append  # a list that grows would be a reason to trace again
+
+    @dataclasses.dataclass
+    class Model:
+        scale: float
+
+        @tp.pmap(compile=EAGER)
+        def mapped(self, x):
+            note(self.scale)
+            return x * self.scale
+
+    one, two = Model(2.0), Model(3.0)
+    for _ in range(3):
+        assert one.mapped(X).tolist() == (X * 2).tolist()
+        assert two.mapped(X).tolist() == (X * 3).tolist()
+    assert traces == [2.0, 3.0]
+
+
+def test_methods_do_not_keep_their_instance():
+    model = make_class(EAGER)(2.0)
+    model.mapped(X)
+    there = weakref.ref(model)
+    del model
+    gc.collect()
+    assert there() is None
+
+
+def test_methods_of_modules(mode):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 2)
+
+        @tp.pmap(axis_name="i", compile=mode)
+        def forward(self, x):
+            return tp.pmean(self.linear(x), "i").detach()
+
+    model = Model()
+    x = torch.arange(8.0).reshape(4, 2)
+    expected = model.linear(x).mean(0).detach()
+    torch.testing.assert_close(model(x).to_host(), expected.expand(4, 2))
+    with torch.no_grad():
+        model.linear.weight.mul_(2)
+    expected = model.linear(x).mean(0).detach()
+    torch.testing.assert_close(model(x).to_host(), expected.expand(4, 2))
+
+
+def test_classes_with_slots(mode):
+    class Slotted:
+        __slots__ = ("scale",)
+
+        @tp.pmap(compile=mode)
+        def mapped(self, x):
+            return x * self.scale
+
+    instance = Slotted()
+    instance.scale = 3
+    assert instance.mapped(X).tolist() == (X * 3).tolist()
+
+
+# Compiling ---------------------------------------------------------------------------------------
+
+
+def recording_backend(calls):
+    def backend(graph, example_inputs, **extra):
+        calls.append(extra)
+        return graph.forward
+
+    return backend
+
+
+def scaling_backend(graph, example_inputs, **extra):
+    def run(*inputs):
+        return [output * extra["options"]["scale"] for output in graph(*inputs)]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "compile",
+    [
+        True,
+        {},
+        EAGER,
+        {"backend": "aot_eager"},
+        {"mode": "default"},
+        {"options": {"max_fusion_size": 4}},
+        {"backend": "inductor", "mode": "max-autotune-no-cudagraphs"},
+    ],
+    ids=str,
+)
+def test_compile_vocabulary(compile):
+    assert tp.pmap(double, compile=compile)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_callable_backends_get_the_graph_and_the_options():
+    f = tp.pmap(double, compile={"backend": scaling_backend, "options": {"scale": 10}})
+    assert f(X).tolist() == [0.0, 20.0, 40.0, 60.0]
+
+
+def test_without_a_cpp_compiler(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(_pmap, "_missing_compiler_warned", False)
+    with pytest.warns(UserWarning, match=r"no C\+\+ compiler was found") as record:
+        assert tp.pmap(double)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
+    assert [warning.filename for warning in record] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tp.pmap(lambda x: x * 3)(X).tolist() == [0.0, 3.0, 6.0, 9.0]
+
+
+def test_inner_functions_that_are_compiled_by_torch(mode):
+    inner = torch.compile(lambda x: x.sin() * 2, backend="eager")
+    expected = (X.sin() * 2).tolist()
+    assert tp.pmap(lambda x: inner(x), compile=mode)(X).tolist() == expected
+    assert tp.pmap(inner, compile=mode)(X).tolist() == expected
+
+
+# What cannot be traced ---------------------------------------------------------------------------
+
+
+def branch(x):
+    if x > 1:
+        return x
+    return -x
+
+
+def item(x):
+    return x * int(x.item())
+
+
+def nonzero(x):
+    return x.view(1).nonzero().sum() + x
+
+
+def numpy(x):
+    return torch.as_tensor(x.numpy() * 2)
+
+
+def loop(x):
+    while x < 10:
+        x = x * 2
+    return x
+
+
+@pytest.mark.parametrize(
+    ("fun", "line", "expected"),
+    [
+        (branch, "if x > 1:", [-0.0, -1.0, 2.0, 3.0]),
+        (item, "return x * int(x.item())", [0.0, 1.0, 4.0, 9.0]),
+        (nonzero, "return x.view(1).nonzero().sum() + x", [0.0, 1.0, 2.0, 3.0]),
+        (numpy, "return torch.as_tensor(x.numpy() * 2)", [0.0, 2.0, 4.0, 6.0]),
+    ],
+    ids=["branch", "item", "nonzero", "numpy"],
+)
+def test_falls_back_with_one_warning_that_names_the_line(fun, line, expected):
+    number = fun.__code__.co_firstlineno + 1
+    f = tp.pmap(fun)
+    with pytest.warns(UserWarning) as record:
+        assert f(X).tolist() == expected
+        here = traceback.extract_stack()[-1].lineno - 1
+        assert f(X).tolist() == expected
+        assert f(X.double()).tolist() == expected
+    (warning,) = record
+    text = str(warning.message)
+    assert text.startswith(
+        f"pmap({fun.__name__}, in_axes=0)(<inputs>): running without tracing (as compile=False), which is "
+        f"slower, because of {__file__}:{number} `{line}`: the "
+    )
+    assert (warning.filename, warning.lineno) == (__file__, here)
+    with pytest.raises(tp.TraceError, match=rf"fullgraph=True.*{__file__}:{number}") as error:
+        tp.pmap(fun, fullgraph=True)(X)
+    assert error.value.__cause__ is not None
+
+
+def test_loops_on_values_fall_back():
+    with pytest.warns(UserWarning, match="while x < 10"):
+        assert tp.pmap(loop)(X + 1).tolist() == [16.0, 16.0, 12.0, 16.0]
+
+
+# Exceptions of the user --------------------------------------------------------------------------
+
+
+class CustomError(Exception):
+    def __init__(self, value, other):
+        super().__init__(value)
+        self.other = other
+
+
+def test_exceptions_while_tracing_are_the_users_own():
+    def fails(x):
+        raise CustomError("boom", 7)
+
+    with pytest.raises(CustomError, match="boom") as error:
+        tp.pmap(fails, compile=EAGER)(X)
+    assert error.value.other == 7
+    assert error.traceback[-1].name == "fails"
+    assert str(error.traceback[-1].path) == __file__
+    assert tp.pmap(double, compile=EAGER)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_shape_errors_are_torchs_own_and_point_at_the_line(capfd, caplog):
+    def fails(x):
+        return x @ torch.ones(5, 2)
+
+    with pytest.raises(RuntimeError, match=r"\[3, 3\] X \[5, 2\]") as error:
+        tp.pmap(fails, compile=EAGER)(torch.ones(4, 3, 3))
+    assert capfd.readouterr().err == ""
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    frames = [frame.name for frame in error.traceback if str(frame.path) == __file__]
+    assert frames[-1] == "fails"
+
+
+def test_exceptions_on_a_device_keep_their_type():
+    def fails(x):
+        if x == 2:
+            raise KeyError("boom")
+        return x
+
+    with pytest.raises(KeyError, match="boom") as error:
+        tp.pmap(fails, compile=False)(X)
+    assert any("cpu:2" in note for note in error.value.__notes__)
+    assert "in fails" in str(error.value.__cause__)
+    assert tp.pmap(double, compile=False)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+# What is not there yet ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: x + torch.randn(()),
+        lambda x: torch.nn.functional.dropout(x, 0.5),
+        lambda x: torch.rand_like(x),
+        lambda x: x + torch.randperm(3).sum(),
+        lambda x: torch.empty(2).normal_() + x,
+        lambda x: torch.bernoulli(x / 4),
+    ],
+    ids=["randn", "dropout", "rand_like", "randperm", "normal_", "bernoulli"],
+)
+def test_randomness_raises_with_the_remedy(mode, draw):
+    with pytest.raises(NotImplementedError, match="draws random numbers.*Draw them outside"):
+        tp.pmap(draw, compile=mode)(X)
+
+
+def test_pmap_inside_pmap_raises():
+    inner = tp.pmap(double, compile=EAGER)
+    with pytest.raises(NotImplementedError, match=r"pmap inside a mapped function.*torchpmap\.vmap"):
+        tp.pmap(lambda x: inner(x), compile=EAGER)(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f: torch.func.grad(lambda x: f(x).sum())(X),
+        lambda f: torch.func.vmap(f)(torch.ones(2, 4)),
+        lambda f: torch.func.jvp(f, (X,), (X,)),
+        lambda f: torch.func.jacrev(f)(X),
+        lambda f: tp.grad(lambda x: f(x).sum())(X),
+        lambda f: tp.vmap(f)(torch.ones(2, 4)),
+    ],
+    ids="grad vmap jvp jacrev tp.grad tp.vmap".split(),
+)
+def test_transforms_around_pmap_raise(mode, transformed):
+    with pytest.raises(NotImplementedError, match="around a pmapped function is not supported yet"):
+        transformed(tp.pmap(double, compile=mode))
+
+
+def test_backward_through_pmap_raises(mode):
+    w = torch.ones(4, requires_grad=True)
+    loss = tp.pmap(double, compile=mode)(w).sum()
+    with pytest.raises(NotImplementedError, match="differentiating through pmap from outside"):
+        loss.backward()
+    assert w.grad is None
+    captured = torch.tensor(2.0, requires_grad=True)
+    out = tp.pmap(lambda x: x * captured, compile=mode)(X)
+    assert out.requires_grad
+    with pytest.raises(NotImplementedError, match="differentiating through pmap from outside"):
+        out.sum().backward()
+    if mode:
+        with pytest.raises(NotImplementedError, match="differentiating through pmap from outside"):
+            torch.autograd.grad(out.sum(), captured)
+    with pytest.raises(NotImplementedError, match="differentiating through pmap from outside"):
+        torch.autograd.grad(tp.pmap(double, compile=mode)(w).sum(), w)
+
+
+def test_results_do_not_require_grad_where_nothing_does(mode):
+    w = torch.ones(4, requires_grad=True)
+    f = tp.pmap(double, compile=mode)
+    assert not f(X).requires_grad
+    assert not f(w.detach()).requires_grad
+    with torch.no_grad():
+        assert not f(w).requires_grad
+    assert f(w).requires_grad
+    assert not tp.pmap(lambda x: x > 1, compile=mode)(w).requires_grad
