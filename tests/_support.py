@@ -20,7 +20,7 @@ SCALE = float(os.environ.get("TORCHPMAP_TEST_SCALE", "1"))
 
 
 def wait_for(predicate: Callable[[], object], seconds: float = 2.0) -> bool:
-    """Poll until ``predicate`` is true; False if it still is not after ``seconds`` (times SCALE)."""
+    """Poll until ``predicate`` is true; False if it is not after ``seconds`` (times SCALE)."""
     end = time.monotonic() + seconds * SCALE
     pause = 0.0005
     while not predicate():
@@ -37,11 +37,17 @@ def worker_pids(num_devices: int = 4) -> list[int]:
     return ask(torch.zeros(num_devices)).tolist()
 
 
-def known_pids() -> list[int]:
-    """Process ids of the current pool as the controller knows them; empty without a pool."""
+def known_pids() -> list[int | None]:
+    """Process ids of the current pool as the controller knows them; None: not running now."""
     runtime = _current._runtime
     workers = {} if runtime is None or runtime.closed else runtime._pool.workers
-    return [worker.process.pid for worker in workers.values()]
+    found: list[int | None] = []
+    for worker in workers.values():
+        try:
+            found.append(worker.process.pid)
+        except ValueError:  # being replaced
+            found.append(None)
+    return found
 
 
 def stat(pid: int | str) -> tuple[str, int, int] | None:

@@ -1,4 +1,4 @@
-"""Settings of all tests: a cheap pool, reproducible random cases, and no test may leave anything behind."""
+"""Settings of all tests: a cheap pool, reproducible cases, and no test leaves anything behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("reproducible")
 
 @pytest.fixture
 def pool(request: pytest.FixtureRequest) -> int:
-    """A running pool, kept from test to test; its size: ``parametrize("pool", [2], indirect=True)``."""
+    """A running pool, kept between tests; its size: ``parametrize("pool", [2], indirect=True)``."""
     num_devices: int = getattr(request, "param", 4)
     tp.init(num_devices)
     return num_devices
@@ -66,7 +66,7 @@ def _our_threads() -> set[threading.Thread]:
 
 
 def _is_ours(pid: str) -> bool:
-    """Whether a process is a child of this one or of the fork server, and no part of the present pool."""
+    """Whether a process is a child of this one or the fork server, but not of the present pool."""
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
     found = stat(pid)
@@ -86,7 +86,7 @@ def _describe(fd: str) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fail a test after which processes, threads or descriptors are left that were not there before."""
+    """Fail a test after which there are more processes, threads or descriptors than before."""
     before = _Inventory.take()
     yield
     if before.left_behind():

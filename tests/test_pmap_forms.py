@@ -1,4 +1,4 @@
-"""Covers: _pmap.py: what can be mapped, how it is compiled, and what happens when it cannot be traced."""
+"""Covers: _pmap.py: what can be mapped, how it is compiled, what happens if it is not traceable."""
 
 from __future__ import annotations
 
@@ -61,7 +61,16 @@ class Scaler:
         Scaler.build,
         Scaler(2).__call__,
     ],
-    ids="function lambda partial partial2 callable method classmethod bound_call".split(),
+    ids=[
+        "function",
+        "lambda",
+        "partial",
+        "partial2",
+        "callable",
+        "method",
+        "classmethod",
+        "bound_call",
+    ],
 )
 def test_any_callable(mode, fun):
     assert tp.pmap(fun, compile=mode)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
@@ -263,6 +272,13 @@ def test_inner_functions_that_are_compiled_by_torch(mode):
     assert tp.pmap(inner, compile=mode)(X).tolist() == expected
 
 
+def test_control_flow_operators(mode):
+    def f(x):
+        return torch.cond(x.sum() > 2, lambda x: x * 10, lambda x: x - 1, (x,)) * tp.psum(1, "i")
+
+    assert tp.pmap(f, "i", compile=mode)(X).tolist() == [-4.0, 0.0, 4.0, 120.0]
+
+
 # What cannot be traced ---------------------------------------------------------------------------
 
 
@@ -303,7 +319,8 @@ def loop(x):
 def test_falls_back_with_one_warning_that_names_the_line(fun, line, expected):
     number = fun.__code__.co_firstlineno + 1
     f = tp.pmap(fun)
-    with pytest.warns(UserWarning) as record:
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
         assert f(X).tolist() == expected
         here = traceback.extract_stack()[-1].lineno - 1
         assert f(X).tolist() == expected
@@ -311,8 +328,8 @@ def test_falls_back_with_one_warning_that_names_the_line(fun, line, expected):
     (warning,) = record
     text = str(warning.message)
     assert text.startswith(
-        f"pmap({fun.__name__}, in_axes=0)(<inputs>): running without tracing (as compile=False), which is "
-        f"slower, because of {__file__}:{number} `{line}`: the "
+        f"pmap({fun.__name__}, in_axes=0)(<inputs>): running without tracing (as compile=False), "
+        f"which is slower, because of {__file__}:{number} `{line}`: the "
     )
     assert (warning.filename, warning.lineno) == (__file__, here)
     with pytest.raises(tp.TraceError, match=rf"fullgraph=True.*{__file__}:{number}") as error:
@@ -387,13 +404,15 @@ def test_exceptions_on_a_device_keep_their_type():
     ids=["randn", "dropout", "rand_like", "randperm", "normal_", "bernoulli"],
 )
 def test_randomness_raises_with_the_remedy(mode, draw):
-    with pytest.raises(NotImplementedError, match="draws random numbers.*Draw them outside"):
+    with pytest.raises(NotImplementedError, match=r"draws random numbers.*Draw them outside"):
         tp.pmap(draw, compile=mode)(X)
 
 
 def test_pmap_inside_pmap_raises():
     inner = tp.pmap(double, compile=EAGER)
-    with pytest.raises(NotImplementedError, match=r"pmap inside a mapped function.*torchpmap\.vmap"):
+    with pytest.raises(
+        NotImplementedError, match=r"pmap inside a mapped function.*torchpmap\.vmap"
+    ):
         tp.pmap(lambda x: inner(x), compile=EAGER)(torch.ones(4, 4))
 
 
@@ -407,7 +426,7 @@ def test_pmap_inside_pmap_raises():
         lambda f: tp.grad(lambda x: f(x).sum())(X),
         lambda f: tp.vmap(f)(torch.ones(2, 4)),
     ],
-    ids="grad vmap jvp jacrev tp.grad tp.vmap".split(),
+    ids=["grad", "vmap", "jvp", "jacrev", "tp.grad", "tp.vmap"],
 )
 def test_transforms_around_pmap_raise(mode, transformed):
     with pytest.raises(NotImplementedError, match="around a pmapped function is not supported yet"):

@@ -242,7 +242,7 @@ def test_eight_threads_call_the_same_and_different_functions(pool):
 
 @TWO
 def test_big_transfers_in_both_directions_at_once(pool):
-    """Neither side may wait for the other to read: 32 MB in and out of two workers from four threads."""
+    """Neither side may wait for the other to read: 8 MB in and out, from four threads."""
     double = tp.pmap(lambda x: x * 2, compile=EAGER)
     errors = []
 
@@ -322,7 +322,7 @@ def test_shutdown_does_not_wait_for_queued_calls():
         try:
             while True:
                 f(x)
-        except (tp.RuntimeClosed, ValueError) as error:  # the next use started a pool of another size
+        except (tp.RuntimeClosed, ValueError) as error:  # ValueError: the next pool is smaller
             errors.append(error)
 
     x = f(torch.eye(768).expand(4, 768, 768))
@@ -357,7 +357,7 @@ def test_shutdown_interrupts_a_waiting_thread():
 
 
 def in_a_forked_child(function):
-    """(exit status, what ``function`` returned or raised) of ``function`` run in an ``os.fork`` child."""
+    """(exit status, what ``function`` returned or raised) in an ``os.fork`` child."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -410,7 +410,8 @@ import multiprocessing.forkserver, multiprocessing.resource_tracker
 assert before[:2] == (len(os.listdir("/proc/self/fd")), threading.active_count())
 assert multiprocessing.forkserver._forkserver._forkserver_pid is None
 assert multiprocessing.resource_tracker._resource_tracker._pid is None
-print(sorted(m for m in set(sys.modules) - before[2] if m.startswith(("torch._dynamo", "torch._inductor"))))
+heavy = ("torch._dynamo", "torch._inductor")
+print(sorted(m for m in set(sys.modules) - before[2] if m.startswith(heavy)))
 try:
     os.waitpid(-1, os.WNOHANG)
 except ChildProcessError:

@@ -54,7 +54,12 @@ TRANSITIONS = {
     "a second failure changes nothing": ([user(1)], user(2), [], Phase.DRAINING),
     "a death drains the others": ([], death(1), [Cut(0, (0, 2)), Drain((0, 2))], Phase.DRAINING),
     "some drained": ([user(1), Drained(0)], Drained(1), [], Phase.DRAINING),
-    "drained twice counts once": ([user(1), Drained(0), Drained(0)], Drained(0), [], Phase.DRAINING),
+    "drained twice counts once": (
+        [user(1), Drained(0), Drained(0)],
+        Drained(0),
+        [],
+        Phase.DRAINING,
+    ),
     "all drained": ([user(1), Drained(0), Drained(2)], Drained(1), [Regroup(1)], Phase.REBUILDING),
     "the dead need not drain": (
         [death(1), Drained(0)],
@@ -97,11 +102,11 @@ TRANSITIONS = {
     "ready while healthy": ([], Ready(0, 0), [], Phase.HEALTHY),
     "drained while healthy": ([], Drained(0), [], Phase.HEALTHY),
     "drained while rebuilding": ([user(1), *EVERYONE], Drained(0), [], Phase.REBUILDING),
-    "a failure while rebuilding is only noted": (
-        [user(1), *EVERYONE],
+    "a failure while rebuilding drains again": (
+        [user(1), *EVERYONE, Ready(1, 1)],
         communication(0),
-        [],
-        Phase.REBUILDING,
+        [Cut(1, (0, 1, 2)), Drain((0, 1, 2))],
+        Phase.DRAINING,
     ),
     "a death while rebuilding drains again": (
         [user(1), *EVERYONE, Ready(0, 1)],
@@ -110,7 +115,12 @@ TRANSITIONS = {
         Phase.DRAINING,
     ),
     "deadline of a drain": ([user(1), Drained(0)], Deadline(), [Kill((1, 2))], Phase.DRAINING),
-    "deadline does not kill the dead": ([death(1), Drained(0)], Deadline(), [Kill((2,))], Phase.DRAINING),
+    "deadline does not kill the dead": (
+        [death(1), Drained(0)],
+        Deadline(),
+        [Kill((2,))],
+        Phase.DRAINING,
+    ),
     "deadline of a rebuild": (
         [user(1), *EVERYONE, Ready(2, 1)],
         Deadline(),
@@ -167,7 +177,10 @@ CAUSES = {
     "earliest user error": ([user(0, 5), user(2, 4)], user(2, 4)),
     "lowest rank of equally early ones": ([user(2, 4), user(1, 4)], user(1, 4)),
     "lowest rank of the dead": ([death(2), death(1)], death(1)),
-    "earliest communication error": ([communication(0, 5), communication(1, 4)], communication(1, 4)),
+    "earliest communication error": (
+        [communication(0, 5), communication(1, 4)],
+        communication(1, 4),
+    ),
 }
 
 
@@ -316,7 +329,7 @@ class Pool(RuleBasedStateMachine):
 
     @invariant()
     def never_stuck(self):
-        """Whatever the phase, somebody's answer or end is awaited: a repair cannot stop for nothing."""
+        """Somebody's answer or end is awaited: a repair cannot wait for nothing."""
         if hasattr(self, "tested") and not self.closed and self.tested.phase is not Phase.HEALTHY:
             assert self.to_drain or self.to_join
 

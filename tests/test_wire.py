@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -41,18 +42,21 @@ def sending(end, *payloads):
 
 
 def read_frames(reader):
+    """All whole frames up to the end of the stream."""
     frames = []
     while True:
         try:
             length, kind, seq = reader.header()
+            frames.append((kind, seq, bytes(reader.body(length))))
         except EOFError:
             return frames
-        frames.append((kind, seq, bytes(reader.body(length))))
 
 
 FRAMES = st.lists(
     st.tuples(
-        st.integers(0, 200), st.integers(-(2**62), 2**62), st.binary(max_size=60).map(lambda b: 7 * b)
+        st.integers(0, 200),
+        st.integers(-(2**62), 2**62),
+        st.binary(max_size=60).map(lambda b: 7 * b),
     ),
     max_size=8,
 )
@@ -62,7 +66,7 @@ FRAMES = st.lists(
 def test_frames_arrive_however_the_bytes_are_cut(frames, cuts, size):
     stream = b"".join(frame(kind, seq, body) for kind, seq, body in frames)
     edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
-    pieces = [stream[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [stream[a:b] for a, b in pairwise(edges)]
     with connection(size) as (end, reader):
         for piece in pieces:
             end.sendall(piece)
@@ -87,16 +91,7 @@ def test_end_in_the_middle_of_a_frame(length):
         end.sendall((frame(1, 1, b"123456") + frame(2, 2, bytes(100)))[:length])
         end.close()
         whole = [(1, 1, b"123456")] if length >= 30 else []
-        assert read_until_eof(reader) == whole
-
-
-def read_until_eof(reader):
-    frames = []
-    with pytest.raises(EOFError):
-        while True:
-            length, kind, seq = reader.header()
-            frames.append((kind, seq, bytes(reader.body(length))))
-    return frames
+        assert read_frames(reader) == whole
 
 
 def test_end_in_the_middle_of_a_payload():
@@ -183,7 +178,7 @@ def _bytes(tensor):
 
 def round_trip(tensor):
     with connection() as (end, reader), sending(end, *map(bytes, put_frame(5, 77, tensor))):
-        length, kind, seq = reader.header()
+        _, kind, seq = reader.header()
         assert (kind, seq) == (_wire.PUT, 5)
         (handle,) = unpack_ints(reader.body(8))
         assert handle == 77

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from collections.abc import Iterable
 
 from torchpmap._config import Config, config
 from torchpmap._devices import Device, default_device_type, default_num_devices, enumerate_devices
@@ -15,6 +16,7 @@ from torchpmap._errors import RuntimeClosed
 from torchpmap._runtimes._base import Runtime
 
 __all__ = [
+    "check_devices",
     "default_backend",
     "device_count",
     "devices",
@@ -166,6 +168,17 @@ def devices(backend: str | None = None) -> list[Device]:
             f"Call torchpmap.init(device_type={backend!r}) first."
         )
     return found
+
+
+def check_devices(chosen: Iterable[Device]) -> None:
+    """Raise ``ValueError`` for a device that is not in use, as of a pool of another size."""
+    known = devices()
+    for device in chosen:
+        if device not in known:
+            raise ValueError(
+                f"{device!r} is not in use; the devices in use are {known[0]} to {known[-1]}. Choose from torchpmap.devices(), "
+                "or call torchpmap.init() first."
+            )
 
 
 def local_devices(process_index: int | None = None, backend: str | None = None) -> list[Device]:

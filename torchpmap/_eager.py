@@ -7,6 +7,7 @@ reports which collectives it ran, and results are given out only if all reports 
 from __future__ import annotations
 
 import hashlib
+import linecache
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -50,6 +51,8 @@ class EagerPlan:
             tuple(handle.id for handle in held),
             self._ranks,
             self._group,
+            # entries without a modification time are of no file: notebook cells, for example
+            tuple(item for item in linecache.cache.items() if len(item[1]) == 4 and not item[1][1]),
         )
         runtime.make_groups({self._group: (self._ranks,)})
         reports, first, seq = runtime.run_eagerly(team, call)

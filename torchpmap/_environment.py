@@ -14,6 +14,7 @@ import functools
 import hashlib
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ _MAX_WATCHED = 20_000
 _MISSING = object()
 _FOREIGN = ("torch", "torchpmap", "numpy", "builtins", *sys.stdlib_module_names)
 """Packages whose functions and instances do not change under a user's feet."""
+_NAMESPACES = ("types", "argparse")
+"""But these have instances that hold nothing except a user's values."""
 
 
 class Environment:
@@ -86,27 +89,40 @@ def _references(value: Any, depth: int, seen: set[int]) -> Iterator[_Reference]:
     elif isinstance(value, torch.nn.Module):
         yield from _module(value, depth, seen)
     elif isinstance(value, np.ndarray):
-        read = functools.partial(_contents, value)
-        yield read, read()
+        yield functools.partial(_contents, value), _contents(value)
     elif isinstance(value, type):
         for cls in value.__mro__:
             if not _is_foreign(cls.__module__):
+                yield functools.partial(len, vars(cls)), len(vars(cls))
                 yield from _watch_dict(vars(cls), _plain(vars(cls)), depth, seen)
     elif isinstance(value, dict):
         yield functools.partial(len, value), len(value)
         yield from _watch_dict(value, list(value), depth, seen)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, set | frozenset):
+        yield functools.partial(_members, value), _members(value)
+    elif isinstance(value, list | tuple | deque):
         yield functools.partial(len, value), len(value)
         for position in range(len(value)):
             yield from _watch(functools.partial(_item, value, position), depth, seen)
-    elif hasattr(value, "__dict__") and not isinstance(value, types.ModuleType | torch.Tensor):
+    elif not isinstance(value, types.ModuleType | torch.Tensor):
         wrapped = getattr(value, "__wrapped__", None)
         if wrapped is not None:
             yield from _references(wrapped, depth - 1, seen)
-        if not _is_foreign(type(value).__module__):
-            yield functools.partial(len, vars(value)), len(vars(value))
-            yield from _watch_dict(vars(value), list(vars(value)), depth, seen)
-            yield from _references(type(value), depth - 1, seen)
+        module = type(value).__module__
+        if not _is_foreign(module) or module in _NAMESPACES:
+            yield from _instance(value, depth, seen)
+
+
+def _instance(value: Any, depth: int, seen: set[int]) -> Iterator[_Reference]:
+    if hasattr(value, "__dict__"):
+        yield functools.partial(len, vars(value)), len(vars(value))
+        yield from _watch_dict(vars(value), list(vars(value)), depth, seen)
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__"):
+                yield from _watch(functools.partial(getattr, value, name, _MISSING), depth, seen)
+    yield from _references(type(value), depth - 1, seen)
 
 
 def _function(function: types.FunctionType, depth: int, seen: set[int]) -> Iterator[_Reference]:
@@ -138,17 +154,19 @@ def _names(code: types.CodeType) -> Iterator[str]:
 def _module(module: torch.nn.Module, depth: int, seen: set[int]) -> Iterator[_Reference]:
     for inner in module.modules():
         seen.add(id(inner))
-        for table in (inner._parameters, inner._buffers, inner._modules, *_hooks(inner)):
+        for table in _tables(inner):
             yield functools.partial(len, table), len(table)
             for name in table:
                 yield functools.partial(table.get, name, _MISSING), table[name]
         state = vars(inner)
+        yield functools.partial(len, state), len(state)
         yield from _watch_dict(state, _plain(state), depth, seen)
         yield from _references(type(inner), depth - 1, seen)
 
 
-def _hooks(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
-    return module._forward_pre_hooks, module._forward_hooks
+def _tables(module: torch.nn.Module) -> tuple[Mapping[Any, Any], ...]:
+    members = module._parameters, module._buffers, module._modules
+    return *members, module._forward_pre_hooks, module._forward_hooks
 
 
 def _plain(table: Mapping[str, Any]) -> list[str]:
@@ -157,10 +175,14 @@ def _plain(table: Mapping[str, Any]) -> list[str]:
     return [name for name, value in table.items() if isinstance(value, data)]
 
 
+def _members(value: set[Any] | frozenset[Any]) -> int:
+    return hash(frozenset(value))
+
+
 def _contents(array: np.ndarray[Any, Any]) -> bytes:
     if array.dtype.hasobject:
         return b""
-    return hashlib.blake2b(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).digest()
+    return hashlib.blake2b(array.tobytes()).digest()
 
 
 def _watch_dict(

@@ -16,6 +16,8 @@ import datetime
 import os
 import socket
 import threading
+import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,8 +27,13 @@ from torch.distributed.distributed_c10d import GroupName
 
 __all__ = ["Groups", "RankPartition"]
 
-RankPartition = tuple[tuple[int, ...], ...]
+RankTuple = tuple[int, ...]
+RankPartition = tuple[RankTuple, ...]
 """Disjoint tuples of ranks; a rank's group is the tuple that holds it, its place there is its rank in the group."""
+
+
+_CONNECT_TIMEOUT = datetime.timedelta(seconds=10)
+"""For a peer that came and died before it was connected."""
 
 
 class Groups:
@@ -39,38 +46,82 @@ class Groups:
             store_path, -1
         )  # -1: the store does not remove its file, ours has no name
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._lock = threading.Lock()  # guards _sockets and was_cut
+        self._lock = threading.Lock()  # guards _sockets, epoch, _cut_epoch and _cut
         self._sockets: list[socket.socket] = []
+        self._cut_epoch = 0  # the latest; the order to cut an epoch may come before its start
+        self._cut = threading.Event()
         self._groups: dict[str, dist.ProcessGroup | None] = {}
         self.epoch = 0
-        self.was_cut = False
 
     def ensure(self, name: str, partition: RankPartition) -> None:
         """Make this rank's group of ``partition`` under ``name``; every member must do the same."""
         if name in self._groups:
             return
-        if self.was_cut:
-            raise RuntimeError(
-                f"the process groups of epoch {self.epoch} are gone: another device failed"
-            )
         members = next((part for part in partition if self._rank in part), None)
         if members is None:
             self._groups[name] = None
             return
-        before = _socket_fds()
         store = dist.PrefixStore(f"{self.epoch}/{name}/{members[0]}", self._store)
-        group = self._make(store, members.index(self._rank), len(members))
+        self._meet(store, members)
+        before = _open_sockets()
+        group = self._connect(store, members)
         group._set_group_name(GroupName(name))
         _register_process_group(GroupName(name), group)
         self._groups[name] = group
         with self._lock:
-            self._sockets.extend(_connected(_socket_fds() - before))
+            new = [fd for link, fd in _open_sockets().items() if link not in before]
+            self._sockets.extend(_connected(new))
+            if self._cut.is_set():  # meanwhile
+                self._shut_down()
+
+    def _meet(self, store: dist.Store, members: RankTuple) -> None:
+        """Wait for all members, until ``cut``: once Gloo waits for a peer, nothing can stop it."""
+        self._refuse_if_cut()
+        store.set(f"here/{self._rank}", "")
+        keys = [f"here/{member}" for member in members]
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        pause = 0.0002
+        while not store.check(keys):
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"process group of the ranks {list(members)}: not all came within {self._timeout}"
+                )
+            self._cut.wait(pause)
+            pause = min(2 * pause, 0.01)
+            self._refuse_if_cut()
+
+    def _refuse_if_cut(self) -> None:
+        if self._cut.is_set():
+            raise RuntimeError(
+                f"the process groups of epoch {self.epoch} are gone: another device failed"
+            )
+
+    def _connect(self, store: dist.Store, members: RankTuple) -> dist.ProcessGroup:
+        """Make the group, until ``cut``: Gloo cannot be stopped while it connects, but left behind."""
+        result: list[dist.ProcessGroup | Exception] = []
+
+        def make() -> None:
+            try:
+                result.append(self._make(store, members.index(self._rank), len(members)))
+            except Exception as error:
+                result.append(error)
+
+        thread = threading.Thread(target=make, name="torchpmap-connect", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.01)
+            self._refuse_if_cut()
+        (group,) = result
+        if isinstance(group, Exception):
+            raise RuntimeError(f"process group of the ranks {list(members)}: {group}") from group
+        return group
 
     def _make(self, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
         group = dist.ProcessGroup(store, rank, size)
         gloo = dist.ProcessGroupGloo(
             dist.PrefixStore("gloo", store), rank, size, self._gloo_options()
         )
+        gloo._set_default_timeout(self._timeout)
         kinds = dist.ProcessGroup.BackendType
         group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
         if self._device.type == "cuda":
@@ -87,26 +138,29 @@ class Groups:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(interface="lo")]
-        options._timeout = self._timeout
+        options._timeout = min(self._timeout, _CONNECT_TIMEOUT)
         return options
 
     def cut(self, epoch: int) -> None:
-        """Free this rank from any collective of ``epoch``; a late cut of an older epoch does nothing."""
+        """Free this rank from any collective up to ``epoch``; a late cut of an older epoch does nothing."""
         with self._lock:
-            if epoch != self.epoch:
+            self._cut_epoch = max(self._cut_epoch, epoch)
+            if epoch < self.epoch:
                 return
-            self.was_cut = True
-            for connection in self._sockets:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+            self._cut.set()
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        for connection in self._sockets:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def drop(self) -> None:
         """Let go of all groups: peers that wait for this rank fail within milliseconds instead of at their timeout."""
         with self._lock:
-            self.was_cut = True
+            self._cut.set()
+            self._shut_down()
             for connection in self._sockets:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
                 connection.close()
             self._sockets.clear()
         for name, group in self._groups.items():
@@ -121,23 +175,29 @@ class Groups:
         self.drop()
         with self._lock:
             self.epoch = epoch
-            self.was_cut = False
+            if epoch > self._cut_epoch:
+                self._cut.clear()
 
 
-def _socket_fds() -> set[int]:
-    found = set()
+def _open_sockets() -> dict[str, int]:
+    """Identity and descriptor of every socket; the number alone is used again after a close."""
+    found = {}
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is gone by now
-            if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
-                found.add(int(entry))
+            link = os.readlink(f"/proc/self/fd/{entry}")
+            if link.startswith("socket:"):
+                found[link] = int(entry)
     return found
 
 
-def _connected(fds: set[int]) -> list[socket.socket]:
+def _connected(fds: Iterable[int]) -> list[socket.socket]:
     """Duplicates of those of ``fds`` that have a peer."""
     found = []
     for fd in fds:
-        duplicate = socket.socket(fileno=os.dup(fd))
+        try:
+            duplicate = socket.socket(fileno=os.dup(fd))
+        except OSError:  # closed by now: that of an attempt left behind
+            continue
         try:
             duplicate.getpeername()
         except OSError:

@@ -132,9 +132,11 @@ def general_layout(shape: Sequence[int], dtype: torch.dtype, sharding: NamedShar
 
 
 def _row_dim(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
-    """The dim that is cut into rows of one, if that is all the sharding does."""
-    block = sharding.shard_shape(shape)
-    cut = [dim for dim, (whole, part) in enumerate(zip(shape, block, strict=True)) if whole != part]
-    if len(cut) == 1 and block[cut[0]] == 1 and shape[cut[0]] == sharding.mesh.size:
-        return cut[0]
+    """The dim whose row k is what the k-th device of the mesh holds, if there is one."""
+    indices = sharding.devices_indices_map(shape).values()
+    for dim, size in enumerate(shape):
+        if size == sharding.mesh.size and all(
+            index[dim] == slice(k, k + 1) for k, index in enumerate(indices)
+        ):
+            return dim
     return None

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpmap._current import check_devices
 from torchpmap._current import devices as all_devices
 from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
@@ -75,9 +76,14 @@ def device_put(x: Any, device: Device | Sequence[Device] | NamedSharding | None 
 def _target(device: Any) -> Device | tuple[Device, ...] | NamedSharding:
     if device is None:
         return all_devices()[0]
-    if isinstance(device, Device | NamedSharding):
+    if isinstance(device, Device):
+        check_devices([device])
+        return device
+    if isinstance(device, NamedSharding):
+        check_devices(device.mesh.devices.flat)
         return device
     if isinstance(device, list | tuple) and device and all(isinstance(d, Device) for d in device):
+        check_devices(device)
         return tuple(device)
     raise TypeError(
         f"device_put takes a torchpmap Device, a non-empty list of them or a NamedSharding, but got {device!r}."
@@ -133,6 +139,7 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
         raise ValueError(
             f"len(shards) = {len(shards)} must equal len(devices) = {len(devices)}, and there must be at least one."
         )
+    check_devices(devices)
     flat = [flatten(shard) for shard in shards]
     structure = flat[0][1]
     for k, (_, other) in enumerate(flat):
@@ -205,6 +212,7 @@ def replicate(x: Any, devices: Sequence[Device] | None = None) -> Any:
     Source: ``flax.jax_utils.replicate``, which adds a leading dim instead: that is ``device_put_replicated``.
     """
     chosen = tuple(all_devices() if devices is None else devices)
+    check_devices(chosen)
     return _map(x, lambda shape, dtype, path: replicated_layout(shape, dtype, chosen))
 
 

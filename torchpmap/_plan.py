@@ -52,8 +52,9 @@ def version_of(tensor: torch.Tensor) -> Any:
     """Something that differs after an in-place write, a ``.data`` swap or, for a ``ShardedTensor``, a new value."""
     if isinstance(tensor, ShardedTensor):
         return tensor._handle
-    version = 0 if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), version
+    if tensor.is_inference():
+        return object()  # it counts no versions: never known to be unchanged
+    return tensor.data_ptr(), tensor._version
 
 
 @dataclass(frozen=True, eq=False)

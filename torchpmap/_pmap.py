@@ -31,6 +31,7 @@ from torchpmap._arguments import (
 )
 from torchpmap._autodiff import not_yet_differentiable, refuse_transforms
 from torchpmap._compile import EAGER, Backend, Definition, have_cpp_compiler, parse_compile
+from torchpmap._current import check_devices
 from torchpmap._current import devices as all_devices
 from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
@@ -41,7 +42,7 @@ from torchpmap._layout import Layout, replicated_layout, row_layout, stacked_lay
 from torchpmap._plan import Captured, Plan, host_tensor, place, version_of
 from torchpmap._program import Constant, Input, Outcome, Program
 from torchpmap._runtimes._base import Handle, Runtime
-from torchpmap._sharded import ShardedTensor, closed_pool, make_sharded
+from torchpmap._sharded import ShardedTensor, check_open, closed_pool, make_sharded
 from torchpmap._structure import flatten_call
 from torchpmap._trace import TracedInput, Untraceable, trace
 from torchpmap._tree import check_axis_spec
@@ -164,7 +165,7 @@ class Pmapped:
         if len(leaves) != len(prepared.positions):
             leaves = [leaves[position] for position in prepared.positions]
         if prepared.donated:
-            self._refuse_aliased_donation(prepared, leaves)
+            self._refuse_aliased_donation(prepared.paths, prepared.donated, leaves)
         if prepared.in_place:
             held = [leaf._handle for leaf in leaves]
             for handle in held:
@@ -212,7 +213,7 @@ class Pmapped:
             )
         for leaf in leaves:
             if type(leaf) is ShardedTensor:
-                leaf._alive()
+                check_open(leaf)
         chosen = options.devices
         bound = bind(self._fun, options, args, kwargs, None if chosen is None else len(chosen))
         devices = self._choose_devices(bound.size)
@@ -233,6 +234,7 @@ class Pmapped:
                     f"passed to pmap. Got axis_size={size}, num_local_devices={len(options.devices)} "
                     f"(devices={list(options.devices)})."
                 )
+            check_devices(options.devices)
             return options.devices
         available = all_devices(options.platform)
         if size > len(available):
@@ -263,6 +265,9 @@ class Pmapped:
                 else row_layout(shape, dtype, devices, axis, options.axis_name)
             )
         donated = tuple(k for k, position in enumerate(positions) if bound.donated[position])
+        paths = tuple(bound.paths[position] for position in positions)
+        travelling = [bound.leaves[position] for position in positions]
+        self._refuse_aliased_donation(paths, donated, travelling)  # before anything is sent
         program = Program(
             self._fun,
             options.name,
@@ -273,25 +278,25 @@ class Pmapped:
             options.check_replicated,
         )
         in_place = all(
-            type(bound.leaves[position]) is ShardedTensor
-            and bound.leaves[position]._layout.same_place(layout)
-            for position, layout in zip(positions, layouts, strict=True)
+            type(leaf) is ShardedTensor and leaf._alive()[0].same_place(layout)
+            for leaf, layout in zip(travelling, layouts, strict=True)
         )
         # arrays, tensors and ShardedTensors of one shape are different calls, but the same program
         kind = (bound.structure, _ambient(), tuple(kinds), tuple(layouts))
         plan = self._plans.get(kind)
         if plan is None or not plan.holds():
             plan = self._plans[kind] = self._make_plan(program, tuple(layouts), devices)
-        paths = tuple(bound.paths[position] for position in positions)
         return _Prepared(plan, tuple(positions), tuple(layouts), in_place, donated, paths)
 
-    def _refuse_aliased_donation(self, prepared: _Prepared, leaves: Sequence[Any]) -> None:
-        for position in prepared.donated:
+    def _refuse_aliased_donation(
+        self, paths: Sequence[str], donated: Sequence[int], leaves: Sequence[Any]
+    ) -> None:
+        for position in donated:
             for other, leaf in enumerate(leaves):
                 if other != position and leaf is leaves[position] and isinstance(leaf, _DATA):
                     raise ValueError(
-                        f"{self._options.prefix}: argument {prepared.paths[position]} is donated, but the same tensor is also "
-                        f"argument {prepared.paths[other]}. Donate it once and pass it once, or pass a copy."
+                        f"{self._options.prefix}: argument {paths[position]} is donated, but the same tensor is also "
+                        f"argument {paths[other]}. Donate it once and pass it once, or pass a copy."
                     )
 
     def _make_plan(
@@ -591,6 +596,10 @@ def _options(
 def _device_list(devices: Sequence[Device] | None) -> tuple[Device, ...] | None:
     if devices is None:
         return None
+    if not isinstance(devices, Iterable):
+        raise TypeError(
+            f"'devices' argument to pmap must be a sequence of torchpmap devices, but got {devices!r}."
+        )
     chosen = tuple(devices)
     if not chosen:
         raise ValueError("'devices' argument to pmap must be non-empty, or None.")

@@ -6,6 +6,7 @@ The same ``Program`` is traced in the controller (``_trace``) and, with ``compil
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -163,12 +164,13 @@ class EagerCall:
     handles: tuple[int, ...]
     ranks: tuple[int, ...]
     group: str
+    sources: tuple[tuple[str, Any], ...]
+    """Source lines that are in no file (notebook cells), for tracebacks; travels with the function."""
     first_output: int = 0
 
     def placed(self, first_output: int, *, without_function: bool) -> EagerCall:
-        return replace(
-            self, first_output=first_output, function=None if without_function else self.function
-        )
+        placed = replace(self, first_output=first_output)
+        return replace(placed, function=None, sources=()) if without_function else placed
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,7 @@ def run_eager_call(
         ensure_group(name, tuple(tuple(call.ranks[k] for k in part) for part in partition))
         return name
 
+    linecache.cache.update(call.sources)
     axis = Axis(program.axis_name, len(call.ranks), index, call.group, subgroup)
     own = [
         block.clone() for block in blocks
@@ -244,9 +247,7 @@ def run_eager_call(
     ]
 
 
-def _written(
-    captured: Sequence[torch.Tensor], before: Sequence[tuple[int, int]]
-) -> str | None:
+def _written(captured: Sequence[torch.Tensor], before: Sequence[tuple[int, int]]) -> str | None:
     for tensor, state in zip(captured, before, strict=True):
         if (tensor.data_ptr(), tensor._version) != state:
             return lost_write(tensor)

@@ -219,7 +219,7 @@ class ShardedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # a pickle may be read where these devices do not exist
-        return _identity, (self.to_host().requires_grad_(self.requires_grad),)
+        return self.to_host().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         copy = make_sharded(*self._alive())
@@ -244,6 +244,9 @@ class ShardedTensor(torch.Tensor):
         return f"ShardedTensor({numbers}, {where})"
 
     __str__ = __repr__
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else str(self), format_spec)
 
     # -- torch operations --------------------------------------------------------------------------------------------------
 
@@ -284,10 +287,6 @@ def make_sharded(layout: Layout, handle: Handle) -> ShardedTensor:
 
 _wrap = torch.Tensor._make_wrapper_subclass
 _CPU = torch.device("cpu")
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _write_back(

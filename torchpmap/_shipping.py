@@ -40,7 +40,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             namespace, name = obj._qualified_op_name.split("::")
             return _packet, (namespace, name)
         if isinstance(obj, torch._ops.HigherOrderOperator):
-            return getattr, (torch.ops.higher_order, obj._name)
+            return operator.attrgetter(f"ops.higher_order.{obj._name}"), (torch,)
         if isinstance(obj, torch._ops._OpNamespace):
             return getattr, (torch.ops, obj.name)
         if isinstance(obj, type(torch.ops)):
@@ -61,7 +61,9 @@ def pickled(value: Any) -> bytes:
 def pickled_function(function: Any, what: str) -> bytes:
     """Bytes of (a user's function, the tensors it closes over); ``TypeError`` naming ``what`` if it cannot be pickled."""
     buffer = io.BytesIO()
-    tensors: list[torch.Tensor] = []  # filled while the function is written, itself written after it
+    tensors: list[
+        torch.Tensor
+    ] = []  # filled while the function is written, itself written after it
     try:
         _Pickler(buffer, tensors).dump((function, tensors))
         return buffer.getvalue()

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torchpmap._axes import Axis, Partition, bind, subgroup_name
@@ -154,6 +155,16 @@ class _Capture(TorchDispatchMode):
         return unknown
 
 
+class _KeepData(TorchFunctionMode):
+    """``tensor.data = ...`` is no operation that a dispatch mode sees: it would leave the caller's tensor without its data."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        setter = func.__name__ == "__set__" and func.__self__ is torch.Tensor.data
+        if setter and _is_real(args[0]):
+            raise RuntimeError(lost_write(args[0], " (.data)"))
+        return func(*args, **(kwargs or {}))
+
+
 def _is_real(value: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -195,7 +206,7 @@ def trace(
 
     def flat(index: torch.Tensor, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
-        with capture, bind(axis), torch.enable_grad():
+        with capture, _KeepData(), bind(axis), torch.enable_grad():
             results = [(capture.substitute(block), same) for block, same in body(blocks)]
             if any(same for _, same in results):
                 results = _replicated(results, [True, *(i.varying for i in inputs)], axis)
@@ -278,6 +289,10 @@ def _finish(block: torch.Tensor, given: set[int]) -> torch.Tensor:
 # -- ambient state ---------------------------------------------------------------------------------------------------------
 
 
+def _drop(record: logging.LogRecord) -> bool:
+    return False
+
+
 @contextlib.contextmanager
 def _ambient(device: torch.device) -> Iterator[None]:
     """Single-threaded autograd (modes are per thread), ``torch.compile``d inner functions inlined, factory calls on ``device``."""
@@ -285,8 +300,8 @@ def _ambient(device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         # torch logs, with a traceback on stderr, the shape errors that it then raises
         log = logging.getLogger("torch._subclasses.fake_tensor")
-        stack.callback(setattr, log, "disabled", log.disabled)
-        log.disabled = True
+        log.addFilter(_drop)
+        stack.callback(log.removeFilter, _drop)
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
         if device.type != "cpu":

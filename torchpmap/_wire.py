@@ -17,7 +17,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from multiprocessing import reduction
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,6 +41,13 @@ DEFINE, CALL, PUT, FREE, EAGER, GROUP, FETCH, SYNC, DRAIN, REGROUP, FORGET, STOP
 # worker -> controller
 READY, DONE, DATA, REPLY, FAILED, DRAINED = range(101, 107)
 
+EAGER_OUTPUTS = 1 << 20
+"""Handles reserved for the outputs of a call whose outputs are not known yet."""
+
+MAX_FUNCTIONS = 16
+"""Functions of uncompiled calls that a worker keeps; another one is sent again."""
+
+T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 
 _DTYPES: tuple[torch.dtype, ...] = tuple(
@@ -130,6 +137,13 @@ class FrameReader:
             if not got:
                 raise EOFError
             self._end += got
+
+
+def keep_latest(kept: dict[int, T], key: int, value: T) -> None:
+    """Add to what both sides keep, and drop, of the functions sent: both must do the same in the same order."""
+    kept.setdefault(key, value)
+    if len(kept) > MAX_FUNCTIONS:
+        del kept[next(iter(kept))]
 
 
 def frame(kind: int, seq: int, body: Buffer = b"") -> bytes:

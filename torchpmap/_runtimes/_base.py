@@ -49,8 +49,10 @@ class Runtime(Protocol):
     """One pool of devices.  Every method may be called from any thread."""
 
     devices: tuple[Device, ...]
-    scarred: bool
-    """Whether values were lost since the start: only then do callers ``check`` what they pass on."""
+
+    @property
+    def scarred(self) -> bool:
+        """Whether values may be lost: only then do callers ``check`` what they pass on."""
 
     @property
     def closed(self) -> bool:

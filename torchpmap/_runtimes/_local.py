@@ -29,23 +29,20 @@ from torchpmap._wire import frame, pack_ints, put_frame
 
 __all__ = ["LocalRuntime"]
 
-_EAGER_OUTPUTS = 1 << 20
-"""Handles reserved for the outputs of a call whose outputs are not known yet."""
-
 
 class LocalRuntime:
     """Controller side of one pool of worker processes (see ``Runtime`` for the interface)."""
 
     def __init__(self, num_devices: int, device_type: str, timeout_s: float) -> None:
         self.devices = enumerate_devices(num_devices, device_type)
-        self.scarred = False
+        self._has_losses = False
         self.forked = False
         """Whether this object is a copy in a forked child of the process that owns the workers."""
         # guarded by the pool's send lock:
         self._next_handle = 1
         self._teams: dict[tuple[int, ...], Team] = {}
         self._definitions: dict[int, tuple[tuple[int, ...], bytes]] = {}
-        self._shipped: set[tuple[int, int]] = set()  # (rank, function id)
+        self._shipped: dict[int, dict[int, None]] = {}  # rank -> ids of the functions it keeps
         # appended to by finalizers in any thread, emptied under the send lock:
         self._retired: deque[int] = deque()
         self._pool = Pool(
@@ -99,12 +96,17 @@ class LocalRuntime:
         body = pickled(definition)
         self.make_groups(groups)
         leader, *others = team.ranks
+        deaths = 0
         while True:
             pending = self._pool.ask({leader: body}, _wire.DEFINE)
             if pending.wait():
                 break
             self._pool.repair()
-            error = self._pool.losses.of_command(pending.seq)
+            losses = self._pool.losses
+            error = losses.of_command(pending.seq)
+            if error is None and losses.died_in(pending.seq, leader):
+                deaths += 1  # once may be a coincidence
+                error = losses.of_value(pending.seq, (leader,)) if deaths > 1 else None
             if error is not None:
                 raise error
         with self._pool.sending():
@@ -121,20 +123,26 @@ class LocalRuntime:
     def run_eagerly(self, team: Team, call: EagerCall) -> tuple[list[EagerReport], int, int]:
         with self._pool.sending():
             self._free(team)
-            seq, first = self._number(_EAGER_OUTPUTS)
+            seq, first = self._number(_wire.EAGER_OUTPUTS)
             pending = self._pool.expect(seq, team.ranks)
             bodies: dict[bool, bytes] = {}
             for rank, stream in zip(team.ranks, team.streams, strict=True):
-                known = (rank, call.function_id) in self._shipped
+                shipped = self._shipped.setdefault(rank, {})
+                known = call.function_id in shipped
                 if known not in bodies:
                     bodies[known] = pickle.dumps(call.placed(first, without_function=known))
                 stream.send((frame(_wire.EAGER, seq, bodies[known]),))
-                self._shipped.add((rank, call.function_id))
-        if not pending.wait():
-            self._pool.repair()
-            error = self._pool.losses.of_value(seq, team.ranks)
-            raise error or RuntimeClosed("the call was interrupted by a repair of the pool")
-        return [pickle.loads(pending.replies[rank]) for rank in team.ranks], first, seq
+                _wire.keep_latest(shipped, call.function_id, None)
+        try:
+            if not pending.wait():
+                self._pool.repair()
+                error = self._pool.losses.of_value(seq, team.ranks)
+                raise error or RuntimeClosed("the call was interrupted by a repair of the pool")
+            reports = [pickle.loads(pending.replies[rank]) for rank in team.ranks]
+        except BaseException:
+            team.released.append(-first)  # what some ranks may have stored
+            raise
+        return reports, first, seq
 
     def fetch(self, handle: Handle, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
         ranks = handle.team.ranks
@@ -143,24 +151,36 @@ class LocalRuntime:
             ranks[place]: pack_ints(handle.id, dim, position)
             for place, dim, position, _ in requests
         }
-        self._insist(handle, lambda: self._pool.ask(bodies, _wire.FETCH, targets))
+        self._insist(
+            handle, tuple(bodies), lambda: self._pool.ask(bodies, _wire.FETCH, targets)
+        )
 
     def block(self, handle: Handle) -> None:
         if not self._is_computed(handle):
-            self._insist(handle, lambda: self._sync(handle.team))
+            self._insist(handle, handle.team.ranks, lambda: self._sync(handle.team))
 
     def is_ready(self, handle: Handle) -> bool:
+        if self._pool.broken and not self.closed:
+            return False  # a repair would have to be waited for
         if self._is_computed(handle):
             return True
-        if not self._pool.broken:
-            self._sync(handle.team)  # so that asking again will tell
+        self._sync(handle.team)  # so that asking again will tell
         return False
 
+    @property
+    def scarred(self) -> bool:
+        return self._pool.broken or self._has_losses
+
     def check(self, handle: Handle) -> None:
+        self._check(handle, handle.team.ranks)
+
+    def _check(self, handle: Handle, ranks: Sequence[int]) -> None:
         if self._pool.closed_because is not None:
             raise RuntimeClosed(self._pool.closed_because)
         if self.scarred:
-            error = self._pool.losses.of_value(handle.seq, handle.team.ranks)
+            if self._pool.broken:  # what it costs is known after the repair
+                self._pool.repair()
+            error = self._pool.losses.of_value(handle.seq, ranks)
             if error is not None:
                 raise error
 
@@ -186,10 +206,12 @@ class LocalRuntime:
     def _sync(self, team: Team) -> Pending:
         return self._pool.ask(dict.fromkeys(team.ranks, b""), _wire.SYNC)
 
-    def _insist(self, handle: Handle, ask: Callable[[], Pending]) -> None:
-        """Ask about a value, again after a repair, until its answer or its failure is there."""
+    def _insist(
+        self, handle: Handle, ranks: Sequence[int], ask: Callable[[], Pending]
+    ) -> None:
+        """Ask ``ranks`` about a value, again after a repair, until it answers or is known to be lost there."""
         while True:
-            self.check(handle)
+            self._check(handle, ranks)
             if ask().wait():
                 return
             self._pool.repair()
@@ -225,9 +247,9 @@ class LocalRuntime:
 
     def _restore(self, new_ranks: set[int]) -> None:
         """After a repair: give new workers the plans of the old ones."""
-        self.scarred = bool(self._pool.losses)
+        self._has_losses = bool(self._pool.losses)
         with self._pool.send_lock:
-            self._shipped = {pair for pair in self._shipped if pair[0] not in new_ranks}
+            self._shipped.clear()  # some were skipped behind the failure
             for team in self._teams.values():
                 team.streams = [self._pool.workers[rank].stream for rank in team.ranks]
             for ranks, body in self._definitions.values():

@@ -71,6 +71,11 @@ class Losses:
                 return exception_of(verdict, self._devices)
         return None
 
+    def died_in(self, seq: int, rank: int) -> bool:
+        """Whether ``rank`` died before it had answered command ``seq``."""
+        death = self._deaths.get(rank)
+        return death is not None and death.completed < seq <= death.last
+
     def _lost(self, rank: int, cause: BaseException) -> ShardLost:
         lost = ShardLost(
             f"the shard on device {self._devices[rank]} is lost: {cause}. Values that do not live "

@@ -121,9 +121,14 @@ class Monitor:
                     os.read(self._wake_reader, 4096)
                     while self._commands:
                         self._commands.pop(0)()
-                elif key.fileobj in self._selector.get_map():  # not forgotten meanwhile
+                elif self._is_watched(key):  # not forgotten meanwhile
                     source, worker = key.data
                     source(worker)
+
+    def _is_watched(self, key: selectors.SelectorKey) -> bool:
+        """Whether it is still this registration: a new worker may have got the descriptor's number."""
+        present = self._selector.get_map().get(key.fileobj)
+        return present is not None and present.data is key.data
 
     def _register(self, worker: WorkerProcess) -> None:
         for source, fileobj in self._sources(worker):

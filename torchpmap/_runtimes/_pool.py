@@ -157,8 +157,7 @@ class Pool:
         for action in actions:
             if isinstance(action, Cut):
                 self._cut(action)
-            else:
-                self._actions.put(action)
+            self._actions.put(action)
         if was_healthy and self.broken:
             self._monitor.interrupt_all()
 
@@ -182,6 +181,8 @@ class Pool:
 
     def _perform(self, action: Action) -> None:
         match action:
+            case Cut():
+                self._cut(action)  # again: a worker that is started only now has missed it
             case Drain(ranks=ranks):
                 with self.send_lock:
                     self._drain_seq = self.seq
@@ -194,9 +195,8 @@ class Pool:
                     self._replace(rank)
             case Regroup(epoch=epoch):
                 with self.send_lock:
-                    message = (frame(_wire.REGROUP, epoch, pickle.dumps(self._groups)),)
-                    for worker in self.workers.values():
-                        worker.stream.send(message)
+                    body = pickle.dumps((epoch, self._groups))
+                    self.tell(tuple(self.workers), _wire.REGROUP, body)
             case Report(verdict=verdict):
                 self.losses.note(verdict, self._drain_seq, self._completed)
                 self._on_repaired({death.rank for death in verdict.deaths})

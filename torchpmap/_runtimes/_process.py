@@ -28,7 +28,7 @@ def preload() -> None:
     """Start the fork server in the background (returns at once); its imports run while the caller goes on."""
     torch.multiprocessing.get_context("forkserver")  # registers torch's reductions
     server: Any = forkserver._forkserver
-    wanted = list(server._preload_modules)
+    wanted = [name for name in server._preload_modules if name != "__main__"]  # its default
     if _PRELOAD not in wanted:
         forkserver.set_forkserver_preload([*wanted, "torch", _PRELOAD])
     forkserver.ensure_running()

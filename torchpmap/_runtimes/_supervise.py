@@ -3,7 +3,7 @@
 ::
 
     HEALTHY --Failed/Exited--> DRAINING --all drained or dead--> REBUILDING --all ready--> HEALTHY
-       ^                          |  deadline: kill                  |  death: again, at most ``max_attempts``
+       ^                          |  deadline: kill                  |  Failed/Exited: again, at most ``max_attempts``
        +--------------------------+----------------------------------+------> CLOSED
 
 * DRAINING: every surviving rank first works off (or skips) what was sent before, because a rank blocked in a collective with
@@ -203,7 +203,7 @@ class Supervisor:
 
     def _failed(self, event: Failed) -> list[Action]:
         self._failures.append(event)
-        return self._drain() if self.phase is Phase.HEALTHY else []
+        return [] if self.phase is Phase.DRAINING else self._drain()
 
     def _exited(self, event: Exited) -> list[Action]:
         if event.rank in self._dead:

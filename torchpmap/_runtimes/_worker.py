@@ -35,7 +35,7 @@ import torch
 
 from torchpmap import _wire
 from torchpmap._compile import Runner, compile_definition
-from torchpmap._errors import pack_exception
+from torchpmap._errors import ShardLost, pack_exception
 from torchpmap._groups import Groups, RankPartition
 from torchpmap._program import EagerCall, Program, run_eager_call
 from torchpmap._wire import FrameReader, InheritedFd, Stream, frame
@@ -43,6 +43,10 @@ from torchpmap._wire import FrameReader, InheritedFd, Stream, frame
 __all__ = ["Birth", "main"]
 
 CUT = struct.Struct("<q")  # epoch
+_HARMLESS = (_wire.PUT, _wire.FREE, _wire.FORGET, _wire.DEFINE)
+"""What a rank does also after a failure: skipping it would leave a gap, and it involves no other rank."""
+_COMMUNICATION = ("gloo", "process group", "Connection closed", "NCCL")
+"""Words in the messages of failed collectives."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ class _Worker:
                     return
                 self.supervised(kind, seq, length)
                 continue
-            if self.failed and kind not in (_wire.PUT, _wire.FREE, _wire.FORGET):
+            if self.failed and kind not in _HARMLESS:
                 self.reader.body(length)
                 continue
             try:
@@ -137,9 +141,9 @@ class _Worker:
         values = self.values
         plan_id, out, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
         for handle in handles[num_inputs:]:
-            values.pop(handle, None)
+            self.release(handle)
         self.doing, run = self.plans[plan_id]
-        for result in run(*[values[handle] for handle in handles[:num_inputs]]):
+        for result in run(*self.stored(handles[:num_inputs])):
             values[out] = result
             out += 1
 
@@ -150,12 +154,29 @@ class _Worker:
 
     def free(self, seq: int, length: int) -> None:
         for handle in self.reader.body(length).cast("q").tolist():
+            self.release(handle)
+
+    def release(self, handle: int) -> None:
+        """Forget a value; ``-first`` stands for all outputs of an uncompiled call, however many."""
+        if handle >= 0:
             self.values.pop(handle, None)
+            return
+        outputs = range(-handle, -handle + _wire.EAGER_OUTPUTS)
+        for stored in [stored for stored in self.values if stored in outputs]:
+            del self.values[stored]
+
+    def stored(self, handles: Sequence[int]) -> list[torch.Tensor]:
+        try:
+            return [self.values[handle] for handle in handles]
+        except KeyError:  # this process is younger than the value
+            raise ShardLost(
+                "an argument is lost: it lived on a device whose worker died. Compute or load it again."
+            ) from None
 
     def fetch(self, seq: int, length: int) -> None:
         """Send a stored tensor, or one row of it: handle, dim (-1: all of it), position."""
         handle, dim, position = struct.unpack("<3q", self.reader.body(length))
-        tensor = self.values[handle]
+        (tensor,) = self.stored([handle])
         if dim >= 0:
             tensor = tensor.select(dim, position)
         tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
@@ -173,7 +194,8 @@ class _Worker:
         definition = pickle.loads(self.reader.body(length))
         self.doing = f"compiling {definition.name}"
         index = self.index(definition.ranks)
-        self.plans[definition.plan_id] = (definition.name, compile_definition(definition, index))
+        runner = compile_definition(definition, index)
+        self.plans[definition.plan_id] = (f"running {definition.name}", runner)
         self.reply(seq, None)
 
     def index(self, ranks: Sequence[int]) -> torch.Tensor:
@@ -185,9 +207,9 @@ class _Worker:
 
     def eager(self, seq: int, length: int) -> None:
         call: EagerCall = pickle.loads(self.reader.body(length))
-        self.doing = call.name
+        self.doing = f"running {call.name}"
         if call.function is not None:
-            self.functions[call.function_id] = call.function
+            _wire.keep_latest(self.functions, call.function_id, call.function)
         program: Program
         # anew for every call: what the last one wrote to the function's surroundings must not be seen
         program, captured = pickle.loads(self.functions[call.function_id])
@@ -195,7 +217,7 @@ class _Worker:
             call,
             program,
             captured,
-            [self.values[handle] for handle in call.handles],
+            self.stored(call.handles),
             self.index(call.ranks),
             self.groups.ensure,
         )
@@ -220,10 +242,10 @@ class _Worker:
     # -- failure and repair ------------------------------------------------------------------------------------------------
 
     def fail(self, seq: int, error: BaseException) -> None:
-        communication = self.groups.was_cut or _is_communication(error)
+        communication = _is_communication(error)
         self.groups.drop()
         self.failed = True
-        where = f"on device {self.device.type}:{self.rank} (rank {self.rank}, pid {os.getpid()}) while running {self.doing}"
+        where = f"on device {self.device.type}:{self.rank} (rank {self.rank}, pid {os.getpid()}) while {self.doing}"
         _flush()
         body = pickle.dumps((communication, pack_exception(error), where))
         self.stream.send([frame(_wire.FAILED, seq, body)])
@@ -234,26 +256,32 @@ class _Worker:
             self.stream.send([frame(_wire.DRAINED, seq)])
             return
         assert kind == _wire.REGROUP, f"unknown frame {kind}"
-        groups: dict[str, RankPartition] = pickle.loads(body)
+        epoch: int
+        groups: dict[str, RankPartition]
+        epoch, groups = pickle.loads(body)
         self.failed = False
-        self.groups.renew(seq)
+        self.functions.clear()  # the controller sends them again
+        self.groups.renew(epoch)
         try:
             for name, partition in groups.items():
                 self.groups.ensure(name, partition)
         except Exception as error:
             self.fail(seq, error)
         else:
-            self.stream.send([frame(_wire.READY, seq)])
+            self.stream.send([frame(_wire.READY, epoch)])
 
 
-def _is_communication(error: BaseException) -> bool:
+def _is_communication(error: BaseException | None) -> bool:
     """Whether an exception comes from a collective, so that another rank may be the cause."""
-    if isinstance(error, torch.distributed.DistError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        "gloo" in text or "process group" in text or "Connection closed" in text
-    )
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, torch.distributed.DistError) or (
+            type(error) is RuntimeError and any(word in str(error) for word in _COMMUNICATION)
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _listen(control: socket.socket, groups: Groups) -> None:

@@ -1,0 +1,28 @@
+"""See what the running pool is asked to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchpmap import _current
+
+_METHODS = ("put", "define", "execute", "run_eagerly", "fetch", "block")
+
+
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """A list that grows by ``(method, last argument)`` whenever the pool is used."""
+    runtime = _current.runtime()
+    calls: list[tuple[str, Any]] = []
+    for name in _METHODS:
+        monkeypatch.setattr(runtime, name, _noting(calls, name, getattr(runtime, name)))
+    return calls
+
+
+def _noting(calls: list[tuple[str, Any]], name: str, method: Any) -> Any:
+    def noting(*args: Any) -> Any:
+        calls.append((name, args[-1]))
+        return method(*args)
+
+    return noting

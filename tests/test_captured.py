@@ -1,0 +1,364 @@
+"""Covers: _plan.py, _environment.py: a function sees the present outside and never writes to it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+import torch
+from _spies import asked
+from _support import EAGER
+
+import torchpmap as tp
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+X = torch.arange(4.0)
+ONES = torch.ones(4)
+
+
+@pytest.fixture(params=[EAGER, False], ids=["graph", "python"])
+def mode(request):
+    return request.param
+
+
+class Traces:
+    """Counts how often a function body ran; has no attributes that ``_environment`` would watch."""
+
+    __slots__ = ("n",)
+
+    def __init__(self):
+        self.n = 0
+
+    def note(self):
+        self.n += 1
+
+
+# What the function sees of the outside is never stale --------------------------------------------
+
+SCALE = 1.0
+ARRAY = np.float32(1.0)
+
+
+class Settings:
+    scale = 1.0
+
+
+def reads_global(x):
+    return x * SCALE
+
+
+def check_follows(f, change, expected):
+    """Call, change the outside, call: the result is always that of the present."""
+    assert f(ONES).flatten().tolist() == [1.0] * 4
+    for value in expected:
+        change(value)
+        for _ in range(2):
+            assert f(ONES).flatten().tolist() == [value] * 4
+
+
+def test_globals(mode, monkeypatch):
+    f = tp.pmap(lambda x: x * SCALE * torch.as_tensor(ARRAY), compile=mode)
+    check_follows(f, lambda v: monkeypatch.setitem(globals(), "SCALE", v), [2.0, 3.0, 1.0])
+    check_follows(f, lambda v: monkeypatch.setitem(globals(), "ARRAY", np.float32(v)), [2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    "compile",
+    [
+        EAGER,
+        pytest.param(
+            False,
+            marks=pytest.mark.xfail(
+                reason="functions of importable modules go to the workers by name"
+            ),
+        ),
+    ],
+    ids=["graph", "python"],
+)
+def test_globals_of_imported_functions(compile, monkeypatch):
+    f = tp.pmap(reads_global, compile=compile)
+    check_follows(f, lambda v: monkeypatch.setitem(globals(), "SCALE", v), [2.0, 3.0, 1.0])
+
+
+class Derived(Settings):
+    pass
+
+
+def test_class_attributes(monkeypatch):
+    f = tp.pmap(lambda x: x * Settings.scale, compile=EAGER)
+    check_follows(f, lambda v: monkeypatch.setattr(Settings, "scale", v), [2.0, 1.0])
+    instance = Derived()
+    f = tp.pmap(lambda x: x * instance.scale, compile=EAGER)
+    check_follows(f, lambda v: monkeypatch.setattr(Settings, "scale", v), [2.0, 1.0])
+    check_follows(f, lambda v: monkeypatch.setattr(Derived, "scale", v, raising=False), [3.0, 4.0])
+
+
+def test_attributes_of_modules_and_namespaces(mode):
+    settings = argparse.Namespace(inner=types.SimpleNamespace(scale=1.0))
+    f = tp.pmap(lambda x: x * settings.inner.scale, compile=mode)
+    check_follows(f, lambda v: setattr(settings.inner, "scale", v), [2.0, 1.0])
+    check_follows_inner = tp.pmap(lambda x: x * settings.inner.scale, compile=mode)
+    check_follows(
+        check_follows_inner,
+        lambda v: setattr(settings, "inner", types.SimpleNamespace(scale=v)),
+        [3.0],
+    )
+
+
+def test_slots(mode):
+    @dataclasses.dataclass(slots=True)
+    class Options:
+        scale: float
+
+    options = Options(1.0)
+    f = tp.pmap(lambda x: x * options.scale, compile=mode)
+    check_follows(f, lambda v: setattr(options, "scale", v), [2.0, 1.0])
+
+
+def test_cells(mode):
+    scale = 1.0
+    helper = lambda x: x * scale  # noqa: E731
+    f = tp.pmap(lambda x: helper(x), compile=mode)
+
+    def change(value):
+        nonlocal scale
+        scale = value
+
+    check_follows(f, change, [2.0, -0.0, 1.0])
+
+    def swap(value):
+        nonlocal helper
+        helper = lambda x: x * value  # noqa: E731
+
+    check_follows(f, swap, [5.0])
+
+
+def test_containers(mode):
+    items, table = [1.0], {"a": 1.0}
+    f = tp.pmap(lambda x: x * sum(items) * sum(table.values()), compile=mode)
+    check_follows(f, lambda v: items.__setitem__(0, v), [2.0, 1.0])
+    check_follows(f, lambda v: items.append(v - sum(items)), [2.0, 5.0])
+    items[:] = [1.0]
+    check_follows(f, lambda v: table.__setitem__(str(v), v - sum(table.values())), [2.0, 5.0])
+    del table["5.0"]
+    assert f(ONES).tolist() == [2.0] * 4
+
+
+def test_numpy_arrays(mode):
+    array = np.ones(1, np.float32)
+    f = tp.pmap(lambda x: x * torch.as_tensor(array), compile=mode)
+    check_follows(f, lambda v: array.fill(v), [2.0, 3.0, 1.0])
+
+
+def test_tensors_changed_in_place(mode):
+    w = torch.ones(1)
+    f = tp.pmap(lambda x: x * w, compile=mode)
+    check_follows(f, lambda v: w.fill_(v), [2.0, 3.0, 1.0])
+    check_follows(f, lambda v: w.view(1).data.copy_(torch.tensor([v])) and w.add_(0), [4.0, 1.0])
+
+
+def test_tensors_changed_under_inference_mode(mode):
+    with torch.inference_mode():
+        w = torch.ones(1)
+    f = tp.pmap(lambda x: x * w, compile=mode)
+
+    def change(value):
+        with torch.inference_mode():
+            w.fill_(value)
+
+    check_follows(f, change, [2.0, 1.0])
+
+
+def test_data_swapped(mode):
+    w = torch.nn.Parameter(torch.ones(1000))
+    f = tp.pmap(lambda x: x * w.detach()[0], compile=mode)
+
+    def change(value):
+        before = w.data_ptr()
+        for _ in range(100):  # the address of freed memory is soon used again
+            w.data = torch.full((1000,), value)
+            if w.data_ptr() == before:
+                break
+
+    check_follows(f, change, [2.0, 3.0, 1.0])
+
+
+def test_sharded_tensors_changed_in_place(mode):
+    w = tp.replicate(torch.ones(1))
+    f = tp.pmap(lambda x: x * w, compile=mode)
+    check_follows(f, lambda v: w.fill_(v), [2.0, 3.0, 1.0])
+    w.delete()
+    with pytest.raises((RuntimeError, TypeError), match=r"deleted by delete\(\)"):
+        f(ONES)
+
+
+def test_parameters_of_modules(mode):
+    module = torch.nn.Linear(1, 1, bias=False)
+    module.register_buffer("shift", torch.zeros(1))
+    f = tp.pmap(lambda x: (module(x) + module.shift).detach(), compile=mode)
+    x = torch.ones(4, 1)
+
+    def check(value):
+        for _ in range(2):
+            assert f(x).flatten().tolist() == [value] * 4
+
+    with torch.no_grad():
+        module.weight.fill_(2.0)
+        check(2.0)
+        module.weight.data = torch.full((1, 1), 3.0)
+        check(3.0)
+        module.load_state_dict({"weight": torch.full((1, 1), 4.0), "shift": torch.zeros(1)})
+        check(4.0)
+        module.load_state_dict(
+            {"weight": torch.full((1, 1), 5.0), "shift": torch.ones(1)}, assign=True
+        )
+        check(6.0)
+        module.weight = torch.nn.Parameter(torch.full((1, 1), 7.0))
+        check(8.0)
+        module.shift = torch.full((1,), 10.0)
+        check(17.0)
+        torch.optim.SGD([module.weight], 1.0).step()
+        check(17.0)
+        module.register_forward_hook(lambda module, args, out: out * 2)
+        check(24.0)
+
+
+def test_modes_and_members_of_modules(mode):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Identity()])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x * (2 if self.training else 1)
+
+    class Ten(torch.nn.Module):
+        def forward(self, x):
+            return x * 10
+
+    model = Model()
+    f = tp.pmap(model, compile=mode)
+    assert f(ONES).tolist() == [2.0] * 4
+    model.eval()
+    assert f(ONES).tolist() == [1.0] * 4
+    model.layers.append(Ten())
+    assert f(ONES).tolist() == [10.0] * 4
+
+
+def test_values_that_were_read_are_looked_at_again():
+    w = torch.tensor(1.0)
+    traces = Traces()
+
+    def f(x):
+        traces.note()
+        return x * (2 if float(w) > 0 else 3)
+
+    g = tp.pmap(f, compile=EAGER)
+    assert [g(ONES).tolist(), g(ONES).tolist()] == [[2.0] * 4] * 2
+    assert traces.n == 1
+    w.neg_()
+    assert g(ONES).tolist() == [3.0] * 4
+    w.data = torch.tensor(5.0)
+    assert g(ONES).tolist() == [2.0] * 4
+
+
+def test_unchanged_captured_tensors_are_sent_once(monkeypatch):
+    w = torch.ones(1)
+    f = tp.pmap(lambda x: x * w, compile=EAGER)
+    f(ONES)
+    x = tp.device_put(ONES, tp.devices())
+    calls = asked(monkeypatch)
+    f(x)
+    assert [name for name, _ in calls] == ["execute"]
+    w.add_(1)
+    assert f(x).flatten().tolist() == [2.0] * 4
+    assert [name for name, _ in calls] == ["execute", "put", "execute", "fetch"]
+
+
+# Writes that would be lost -----------------------------------------------------------------------
+
+
+def test_writes_to_captured_tensors_raise(mode):
+    total = torch.zeros(2)
+
+    def f(x):
+        total.add_(x)
+        return total
+
+    g = tp.pmap(f, compile=mode)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"writes in place to a captured tensor of type float32\[2\]"
+        ):
+            g(ONES)
+    assert total.tolist() == [0.0, 0.0]
+
+
+def test_replacing_the_data_of_captured_tensors_raises(mode):
+    w = torch.nn.Parameter(torch.ones(2))
+
+    def f(x):
+        w.data = w.data - x
+        return w * 1
+
+    with pytest.raises(RuntimeError, match="writes in place to a captured parameter"):
+        tp.pmap(f, compile=mode)(ONES)
+    assert w.tolist() == [1.0, 1.0]
+
+
+def test_batch_norm(mode):
+    norm = torch.nn.BatchNorm1d(3)
+    x = torch.arange(24.0).reshape(4, 2, 3)
+    with pytest.raises(RuntimeError, match=r"writes in place to a captured.*BatchNorm: \.eval\(\)"):
+        tp.pmap(norm, compile=mode)(x)
+    assert norm.running_mean.tolist() == [0.0] * 3
+    assert norm.num_batches_tracked == 0
+    norm.eval()
+    torch.testing.assert_close(
+        tp.pmap(norm, compile=mode)(x).cpu(), norm(x.view(8, 3)).view(4, 2, 3)
+    )
+    norm.train()
+
+    def f(buffers, x):
+        state = {**dict(norm.named_parameters()), **buffers}
+        y = torch.func.functional_call(norm, state, (x,))
+        return y, tp.pmean(buffers["running_mean"], "i")
+
+    buffers = dict(norm.named_buffers())
+    _, mean = tp.pmap(f, "i", in_axes=(None, 0), out_axes=(0, None), compile=mode)(buffers, x)
+    torch.testing.assert_close(mean.cpu(), 0.1 * x.mean((0, 1)))
+    assert norm.running_mean.tolist() == [0.0] * 3
+
+
+def test_optimizer_step_on_captured_parameters(mode):
+    w = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+
+    def f(x):
+        loss = (w * x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    with pytest.raises(RuntimeError, match=r"writes in place to a captured parameter.*optimizer"):
+        tp.pmap(f, compile=mode)(X)
+    assert w.tolist() == [1.0, 1.0]
+    assert w.grad is None
+
+
+def test_gradients_left_behind_raise():
+    w = torch.nn.Parameter(torch.ones(2))
+
+    def f(x):
+        (w * x).sum().backward()
+        return x
+
+    with pytest.raises(RuntimeError, match=r"leaves a gradient on a captured parameter.*\.grad"):
+        tp.pmap(f, compile=EAGER)(X)
+    assert w.grad is None

@@ -1,0 +1,109 @@
+"""Covers: _compile.py, without a pool."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx import symbolic_trace
+
+from torchpmap import _compile
+from torchpmap._compile import (
+    EAGER,
+    INDUCTOR,
+    Backend,
+    Definition,
+    compile_definition,
+    have_cpp_compiler,
+    parse_compile,
+)
+
+
+def backend(graph, examples, **extra):
+    backend.seen = examples, extra
+    return graph.forward
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, INDUCTOR),
+        (False, None),
+        ({}, INDUCTOR),
+        ({"backend": "inductor"}, INDUCTOR),
+        ({"backend": "eager"}, EAGER),
+        ({"mode": "default"}, Backend("inductor", None, "default")),
+        (
+            {"options": {"b": 1, "a": 2}},
+            Backend("inductor", None, None, (("a", 2), ("b", 1))),
+        ),
+        ({"backend": "aot_eager"}, Backend("aot_eager")),
+        ({"backend": backend, "mode": "default"}, Backend("backend", backend, "default")),
+    ],
+)
+def test_vocabulary(value, expected):
+    found = parse_compile(value)
+    assert found == expected
+    assert hash(found) == hash(expected)
+
+
+def test_inductor_is_recognised():
+    assert INDUCTOR.is_inductor
+    assert parse_compile({"mode": "reduce-overhead"}).is_inductor
+    assert not EAGER.is_inductor
+    assert not Backend("inductor", backend).is_inductor
+
+
+def definition(backend, uses_index):
+    def with_index(index, x):
+        return (x + index,)
+
+    def without(x):
+        return (x * 2,)
+
+    graph = symbolic_trace(with_index if uses_index else without)
+    inputs = (((2,), torch.float32),)
+    return Definition(1, "f", graph, uses_index, (0, 1), inputs, backend)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [EAGER, INDUCTOR, Backend("aot_eager"), Backend("mine", backend)],
+    ids=lambda b: b.name,
+)
+@pytest.mark.parametrize("uses_index", [False, True])
+def test_runners_take_blocks(chosen, uses_index):
+    run = compile_definition(definition(chosen, uses_index), torch.tensor(3))
+    (out,) = run(torch.ones(2))
+    assert out.tolist() == ([4.0, 4.0] if uses_index else [2.0, 2.0])
+
+
+def test_backends_get_examples_mode_and_options():
+    compile_definition(definition(Backend("mine", backend, "fast"), True), torch.tensor(3))
+    (index, example), extra = backend.seen
+    assert index == 3
+    assert (example.shape, example.dtype) == ((2,), torch.float32)
+    assert extra == {"mode": "fast"}
+    chosen = Backend("mine", backend, None, (("a", 1),))
+    compile_definition(definition(chosen, False), torch.tensor(3))
+    assert backend.seen[1] == {"options": {"a": 1}}
+
+
+def test_inductor_takes_options():
+    unknown = Backend("inductor", None, None, (("no_such_option", 1),))
+    with pytest.raises(AttributeError, match="no_such_option"):
+        compile_definition(definition(unknown, False), torch.tensor(0))
+
+
+def test_the_compiler_is_looked_for_where_inductor_looks(monkeypatch):
+    from torch._inductor import config
+
+    looked = []
+    monkeypatch.setattr("shutil.which", lambda name: looked.append(name))
+    monkeypatch.setattr(config.cpp, "cxx", ("mine", None, "g++"))
+    assert not have_cpp_compiler()
+    assert looked == ["mine", "g++"]
+    monkeypatch.setattr(config.cpp, "cxx", "only")
+    assert not have_cpp_compiler()
+    assert looked[-1] == "only"
+    monkeypatch.setattr(_compile.shutil, "which", lambda name: name == "only")
+    assert have_cpp_compiler()

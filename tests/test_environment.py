@@ -1,0 +1,225 @@
+"""Covers: _environment.py: which changes outside a function are noticed."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from torchpmap._environment import Environment
+
+VALUE = 1
+
+
+def reads_global():
+    return VALUE
+
+
+def calls_another():
+    return reads_global()
+
+
+def watched(fun):
+    environment = Environment(fun)
+    assert environment.changed()  # nothing is known yet
+    environment.refresh()
+    assert not environment.changed()
+    return environment
+
+
+def noticed(fun, change):
+    """Whether a change is noticed once, and not again after a refresh."""
+    environment = watched(fun)
+    change()
+    found = environment.changed()
+    environment.refresh()
+    assert not environment.changed()
+    return found
+
+
+# Where names lead --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fun", [reads_global, calls_another, lambda: [calls_another() for _ in "a"]]
+)
+def test_globals(fun, monkeypatch):
+    assert noticed(fun, lambda: monkeypatch.setitem(globals(), "VALUE", 2))
+    assert not noticed(fun, lambda: monkeypatch.setitem(globals(), "OTHER", 2))
+    assert noticed(fun, lambda: monkeypatch.delitem(globals(), "VALUE"))
+
+
+def test_cells_and_defaults():
+    value, later = 1, [1]
+
+    def outer(x, table=later):
+        def inner():
+            return value, table
+
+        return inner
+
+    def change():
+        nonlocal value
+        value += 1
+
+    assert noticed(outer, change)
+    assert noticed(outer, lambda: later.append(2))
+    assert noticed(outer, lambda: later.clear())
+
+
+def test_unassigned_cells():
+    def f():
+        return value
+
+    environment = watched(f)
+    value = 1
+    assert environment.changed()
+
+
+def test_partials_methods_and_wrappers():
+    table = {"a": 1}
+
+    class Owner:
+        def __init__(self):
+            self.value = 1
+
+        def method(self):
+            return self.value
+
+        def __call__(self):
+            return self.value
+
+    @functools.wraps(reads_global)
+    def wrapper():
+        return 0
+
+    owner = Owner()
+    assert noticed(functools.partial(reads_global, table), lambda: table.update(a=2))
+    assert noticed(functools.partial(reads_global, x=table), lambda: table.update(b=2))
+    assert noticed(functools.partial(owner.method), lambda: setattr(owner, "value", 2))
+    assert noticed(owner, lambda: setattr(owner, "value", 3))
+    assert noticed(owner.method, lambda: setattr(owner, "new", 3))
+    assert noticed(owner.method, lambda: setattr(Owner, "new", 3))
+    environment = watched(wrapper)
+    globals()["VALUE"] += 1
+    assert environment.changed()
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ([1], lambda v: v.append(2)),
+        ([1, 2], lambda v: v.__setitem__(0, 2)),
+        ([1, 2], lambda v: v.pop()),
+        ({"a": 1}, lambda v: v.update(a=2)),
+        ({"a": 1}, lambda v: v.update(b=2)),
+        ({"a": 1}, lambda v: v.pop("a")),
+        (collections.OrderedDict(a=1), lambda v: v.update(a=2)),
+        (([1],), lambda v: v[0].append(1)),
+        ({1, 2}, lambda v: v.add(3)),
+        ({1, 2}, lambda v: v.symmetric_difference_update({2, 3})),
+        (collections.deque([1]), lambda v: v.append(3)),
+        (types.SimpleNamespace(a=1), lambda v: setattr(v, "a", 2)),
+        (argparse.Namespace(a=1), lambda v: setattr(v, "b", 2)),
+        (np.zeros(3), lambda v: v.fill(1)),
+        (np.zeros((2, 3))[:, ::2], lambda v: v.fill(1)),
+        (torch.nn.Linear(1, 1), lambda v: setattr(v, "weight", torch.nn.Parameter(v.weight + 1))),
+        (torch.nn.Linear(1, 1), lambda v: v.eval()),
+        (torch.nn.Linear(1, 1), lambda v: v.register_buffer("b", torch.ones(1))),
+        (torch.nn.Linear(1, 1), lambda v: v.register_forward_hook(print)),
+        (torch.nn.Linear(1, 1), lambda v: setattr(v, "scale", 2)),
+        (torch.nn.Sequential(torch.nn.Identity()), lambda v: v.append(torch.nn.Identity())),
+        (torch.nn.Sequential(torch.nn.Dropout(0.5)), lambda v: setattr(v[0], "p", 0.1)),
+    ],
+    ids=str,
+)
+def test_values(value, change):
+    assert noticed(lambda: value, lambda: change(value))
+
+
+def test_slots_and_class_attributes():
+    @dataclasses.dataclass(slots=True)
+    class Options:
+        rate: float
+
+    class Base:
+        rate = 1.0
+
+    class Derived(Base):
+        pass
+
+    options, instance = Options(1.0), Derived()
+    assert noticed(lambda: options, lambda: setattr(options, "rate", 2.0))
+    assert noticed(lambda: Derived, lambda: setattr(Base, "rate", 2.0))
+    assert noticed(lambda: instance, lambda: setattr(Base, "rate", 3.0))
+    assert noticed(lambda: instance, lambda: setattr(Derived, "rate", 3.0))
+
+
+def test_attributes_of_users_modules():
+    module = types.ModuleType("users_module")
+    module.rate = 1
+    fun = eval("lambda: settings.rate", {"settings": module})
+    assert noticed(fun, lambda: setattr(module, "rate", 2))
+    assert not noticed(fun, lambda: setattr(module, "other", 2))
+
+
+# What is no change -------------------------------------------------------------------------------
+
+
+def test_equal_constants_are_the_same():
+    table = {"a": 1000, "b": "text" * 10, "c": 2.5}
+    fun = lambda: table  # noqa: E731
+    environment = watched(fun)
+    table["a"] = int("1000")
+    table["b"] = "".join(["text"] * 10)
+    table["c"] = float("2.5")
+    assert not environment.changed()
+    for same in (1000.0, True):
+        table["a"] = same
+        assert environment.changed()
+
+
+def test_in_place_changes_of_tensors_are_noticed_elsewhere():
+    w, module = torch.ones(1), torch.nn.Linear(1, 1)
+
+    def change():
+        w.add_(1)
+        with torch.no_grad():
+            module.weight.add_(1)
+
+    assert not noticed(lambda: (w, module), change)
+
+
+def test_what_the_function_itself_made_is_no_change():
+    cache = {}
+
+    def f():
+        cache["x"] = cache.get("x", 0) + 1
+
+    environment = Environment(f)
+    f()
+    environment.refresh()
+    assert not environment.changed()
+
+
+def test_foreign_code_is_not_followed(monkeypatch):
+    assert not noticed(
+        torch.nn.functional.relu, lambda: monkeypatch.setattr(torch, "q", 1, raising=False)
+    )
+    environment = watched(lambda: (torch.sin, np.sin, functools.reduce))
+    assert len(environment._watched) < 5
+
+
+def test_cycles_and_large_structures_end():
+    loop = []
+    loop.append(loop)
+    watched(lambda: loop)
+    many = list(range(50_000))
+    environment = watched(lambda: many)
+    assert len(environment._watched) <= 20_000

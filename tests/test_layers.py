@@ -1,0 +1,127 @@
+"""Covers: the order of the modules, the public names, and the sizes of files and functions."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchpmap as tp
+
+PACKAGE = Path(tp.__file__).parent
+
+# A module imports only modules above it.
+MODULES = """
+_errors _config _structure _tree _devices _mesh _layout
+_axes _collectives_raw _collectives_primitives _collectives_operands
+_collectives_reduce _collectives_move _collectives
+_grad _vmap
+_replication _trace _environment _program _shipping _compile _arguments
+_groups _wire
+_runtimes _runtimes._base _runtimes._supervise _runtimes._losses _runtimes._worker
+_runtimes._template _runtimes._process _runtimes._monitor _runtimes._pool _runtimes._local
+_current _sharded _plan _eager _placement _autodiff _pmap
+"""
+ORDER = MODULES.split()
+
+LONG_FILES = {"_pmap.py"}
+LONG_FUNCTIONS = {"pmap", "trace", "_trace"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imports(name: str) -> set[str]:
+    """Modules of the package that a module imports, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(SOURCES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = {f"torchpmap.{other}" for other in SOURCES}
+            found |= (inner & modules) or {node.module}
+    return {
+        module.removeprefix("torchpmap").removeprefix(".")
+        for module in found
+        if module.split(".")[0] == "torchpmap"
+    }
+
+
+def test_every_module_has_its_place():
+    assert len(ORDER) == len(set(ORDER))
+    assert set(ORDER) == set(SOURCES) - {""}
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_imports_point_upwards(name):
+    above = set(ORDER[: ORDER.index(name)])
+    assert imports(name) <= above
+
+
+def test_the_package_imports_only_its_modules():
+    assert imports("") <= set(ORDER)
+
+
+def test_public_names():
+    public = {
+        name
+        for name, value in vars(tp).items()
+        if not name.startswith("_") and not isinstance(value, type(sys))
+    }
+    assert tp.__all__ == sorted(tp.__all__)
+    assert set(tp.__all__) == public
+    assert tp.P is tp.PartitionSpec
+    for name in tp.__all__:
+        value = getattr(tp, name)
+        if callable(value) and value is not tp.config:
+            assert (value.__doc__ or "").strip(), f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_declared_names_exist(name):
+    module = __import__(f"torchpmap.{name}".rstrip("."), fromlist=["x"])
+    for exported in getattr(module, "__all__", ()):
+        assert hasattr(module, exported)
+
+
+def test_files_are_short():
+    long = {p.name for p in SOURCES.values() if len(p.read_text().splitlines()) > 500}
+    assert long == LONG_FILES
+
+
+def test_functions_are_short():
+    long = {
+        node.name
+        for path in SOURCES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 60
+    }
+    assert long == LONG_FUNCTIONS
+
+
+def test_sources_are_ascii():
+    for path in (*SOURCES.values(), *Path(__file__).parent.rglob("*.py")):
+        assert path.read_text().isascii(), path
+
+
+def test_importing_starts_nothing():
+    code = """
+import os, sys, threading
+import torchpmap
+heavy = {"torch._dynamo", "torch._inductor", "sympy", "jax"} & set(sys.modules)
+assert not heavy, heavy
+assert threading.active_count() == 1
+children = open(f"/proc/self/task/{os.getpid()}/children").read()
+assert children == "", children
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

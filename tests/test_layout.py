@@ -1,0 +1,123 @@
+"""Covers: _layout.py."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import pytest
+import torch
+
+from torchpmap._devices import Device
+from torchpmap._layout import (
+    _interned,
+    general_layout,
+    replicated_layout,
+    row_layout,
+    stacked_layout,
+)
+from torchpmap._mesh import NamedSharding, PartitionSpec, make_mesh
+
+CPUS = tuple(Device(i, "cpu") for i in range(4))
+F32 = torch.float32
+
+
+def sharding(shape, names, *entries):
+    return NamedSharding(make_mesh(shape, names, devices=CPUS), PartitionSpec(*entries))
+
+
+def test_rows():
+    layout = row_layout([3, 4], F32, CPUS, 1, "i")
+    assert (layout.shape, layout.block_shape, layout.dim) == ((3, 4), (3, 1), 1)
+    assert layout.ranks == (0, 1, 2, 3)
+    assert [index[1] for index in layout.slices] == [slice(k, k + 1) for k in range(4)]
+    assert not layout.is_replicated
+    assert layout.sharding.spec == PartitionSpec(None, "i")
+    assert row_layout((4,), F32, CPUS, 0, None).sharding.spec == PartitionSpec("devices")
+
+
+def test_replicated():
+    layout = replicated_layout((3, 4), F32, CPUS[1:])
+    assert (layout.block_shape, layout.dim, layout.is_replicated) == ((3, 4), None, True)
+    assert layout.slices == ((slice(None), slice(None)),) * 3
+    assert layout.ranks == (1, 2, 3)
+
+
+def test_stacked():
+    assert stacked_layout((3, 1), F32, 1, CPUS, "i") is row_layout((3, 4), F32, CPUS, 1, "i")
+    assert stacked_layout((3, 1), F32, None, CPUS, "i") is replicated_layout((3, 1), F32, CPUS)
+
+
+def test_interned_while_somebody_has_them():
+    assert row_layout((4, 2), F32, CPUS, 0, "i") is row_layout([4, 2], F32, CPUS, 0, "i")
+    kinds = [
+        row_layout((4, 4), F32, CPUS, 0, "i"),
+        row_layout((4, 4), F32, CPUS, 1, "i"),
+        row_layout((4, 4), F32, CPUS, 0, "j"),
+        row_layout((4, 4), torch.float64, CPUS, 0, "i"),
+        row_layout((4, 4), F32, CPUS[::-1], 0, "i"),
+        replicated_layout((4, 4), F32, CPUS),
+        general_layout((4, 4), F32, sharding((2, 2), ("x", "y"), "x", "y")),
+    ]
+    assert len({id(kind) for kind in kinds}) == len(kinds)
+    del kinds
+    gc.collect()
+    before = len(_interned)
+    layout = row_layout((4, 77), F32, CPUS, 0, "only here")
+    assert len(_interned) == before + 1
+    del layout
+    assert len(_interned) == before
+
+
+PLACES = {
+    "rows": [
+        lambda: row_layout((4, 4), F32, CPUS, 0, "i"),
+        lambda: row_layout((4, 4), F32, CPUS, 0, "j"),
+        lambda: general_layout((4, 4), F32, sharding((4,), ("x",), "x")),
+        lambda: general_layout((4, 4), F32, sharding((2, 2), ("x", "y"), ("x", "y"))),
+    ],
+    "columns": [
+        lambda: row_layout((4, 4), F32, CPUS, 1, "i"),
+        lambda: general_layout((4, 4), F32, sharding((4,), ("x",), None, "x")),
+    ],
+    "reversed": [lambda: row_layout((4, 4), F32, CPUS[::-1], 0, "i")],
+    "replicated": [
+        lambda: replicated_layout((4, 4), F32, CPUS),
+        lambda: general_layout((4, 4), F32, sharding((4,), ("x",))),
+        lambda: general_layout((4, 4), F32, sharding((2, 2), ("x", "y"))),
+    ],
+    "two": [lambda: row_layout((2, 4), F32, CPUS[:2], 0, "i")],
+    "halves": [lambda: general_layout((4, 4), F32, sharding((2,), ("x",), "x"))],
+    "quarters": [
+        lambda: general_layout((4, 4), F32, sharding((2, 2), ("x", "y"), "x", "y")),
+        lambda: general_layout((4, 4), F32, sharding((2, 2), ("a", "b"), "a", "b")),
+    ],
+    "other quarters": [lambda: general_layout((4, 4), F32, sharding((2, 2), ("x", "y"), "y", "x"))],
+    "half and copy": [lambda: general_layout((4, 4), F32, sharding((2, 2), ("x", "y"), "x"))],
+    "swapped rows": [lambda: general_layout((4, 4), F32, sharding((2, 2), ("x", "y"), ("y", "x")))],
+    "other dtype": [lambda: row_layout((4, 4), torch.float64, CPUS, 0, "i")],
+}
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.product(PLACES, repeat=2)))
+def test_same_place(a, b):
+    for one, other in itertools.product(PLACES[a], PLACES[b]):
+        assert one().same_place(other()) == (a == b)
+
+
+def test_on_one_device_all_layouts_of_a_shape_are_one_place():
+    one = CPUS[2:3]
+    assert row_layout((1, 3), F32, one, 0, "i").same_place(replicated_layout((1, 3), F32, one))
+    assert not row_layout((1, 3), F32, one, 0, "i").same_place(
+        row_layout((1, 3), F32, CPUS[:1], 0, "i")
+    )
+
+
+def test_general_layouts_know_when_they_are_rows():
+    rows = general_layout((4, 2), F32, sharding((4,), ("x",), "x"))
+    assert rows.dim == 0
+    assert general_layout((8, 2), F32, sharding((4,), ("x",), "x")).dim is None
+    assert general_layout((2, 4), F32, sharding((4,), ("x",), None, "x")).dim == 1
+    assert general_layout((2, 2), F32, sharding((2, 2), ("x", "y"), "x")).dim is None
+    with pytest.raises(ValueError, match="partitioned 4 times"):
+        general_layout((6, 2), F32, sharding((4,), ("x",), "x"))

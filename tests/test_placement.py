@@ -1,0 +1,298 @@
+"""Covers: _placement.py and the device queries of _current.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from _arrays import Foreign
+from _spies import asked
+from _support import EAGER
+
+import torchpmap as tp
+from torchpmap import NamedSharding, P, make_mesh
+
+pytestmark = pytest.mark.usefixtures("pool")
+X = torch.arange(8.0).reshape(4, 2)
+
+
+def placed(value):
+    """Per device: its part of the value."""
+    return {shard.device.id: shard.data.tolist() for shard in value.addressable_shards}
+
+
+# device_put --------------------------------------------------------------------------------------
+
+
+def test_on_one_device():
+    device = tp.devices()[2]
+    x = tp.device_put(X, device)
+    assert placed(x) == {2: X.tolist()}
+    assert x.devices() == {device}
+    assert tp.device_put(X).devices() == {tp.devices()[0]}
+
+
+def test_rows_on_a_list_of_devices():
+    devices = tp.devices()[::-1]
+    x = tp.device_put(X, devices)
+    assert placed(x) == {3 - k: [X[k].tolist()] for k in range(4)}
+    assert x.tolist() == X.tolist()
+    assert placed(tp.device_put(X[:2], tuple(devices[:2]))) == {3: [[0.0, 1.0]], 2: [[2.0, 3.0]]}
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "spec", "pieces"),
+    [
+        ((4,), ("x",), P("x"), {k: X[k : k + 1] for k in range(4)}),
+        ((2,), ("x",), P("x"), {k: X[2 * k : 2 * k + 2] for k in range(2)}),
+        ((2,), ("x",), P(None, "x"), {k: X[:, k : k + 1] for k in range(2)}),
+        ((4,), ("x",), P(), dict.fromkeys(range(4), X)),
+        ((2, 2), ("x", "y"), P("x"), {k: X[k // 2 * 2 :][:2] for k in range(4)}),
+        (
+            (2, 2),
+            ("x", "y"),
+            P("x", "y"),
+            {k: X[k // 2 * 2 :][:2, k % 2 :][:, :1] for k in range(4)},
+        ),
+        ((2, 2), ("x", "y"), P(("x", "y")), {k: X[k : k + 1] for k in range(4)}),
+        ((2, 2), ("x", "y"), P(("y", "x")), {0: X[:1], 1: X[2:3], 2: X[1:2], 3: X[3:]}),
+    ],
+)
+def test_named_shardings(shape, names, spec, pieces):
+    sharding = NamedSharding(make_mesh(shape, names, devices=tp.devices()), spec)
+    x = tp.device_put(X, sharding)
+    assert placed(x) == {k: piece.tolist() for k, piece in pieces.items()}
+    assert x.tolist() == X.tolist()
+    assert x.is_fully_replicated == (spec == P())
+    assert [tuple(row.tolist()) for row in x] == [tuple(row) for row in X.tolist()]
+    assert [x[k].tolist() for k in range(-4, 4)] == X.tolist() * 2
+    f = tp.pmap(lambda x: x * 1, compile=EAGER)
+    assert f(x).tolist() == X.tolist()
+
+
+def test_trees_scalars_and_dtypes():
+    tree = {
+        "tensor": X.to(torch.bfloat16),
+        "array": np.arange(4, dtype=np.uint16),
+        "number": 3.5,
+        "scalar": np.float16(2),
+        "none": None,
+        "parameter": torch.nn.Parameter(X),
+        "foreign": Foreign(torch.arange(3)),
+        "nested": [(True,)],
+    }
+    out = tp.device_put(tree, tp.devices()[1])
+    assert list(out) == list(tree)
+    assert out["none"] is None
+    dtypes = {key: leaf.dtype for key, leaf in out.items() if isinstance(leaf, torch.Tensor)}
+    assert dtypes == {
+        "tensor": torch.bfloat16,
+        "array": torch.uint16,
+        "number": torch.float32,
+        "scalar": torch.float16,
+        "parameter": torch.float32,
+        "foreign": torch.int64,
+    }
+    assert out["parameter"].requires_grad
+    assert out["parameter"].is_leaf
+    assert not out["tensor"].requires_grad
+    assert out["nested"][0][0].item() is True
+    assert out["array"].tolist() == [0, 1, 2, 3]
+
+
+def test_the_source_is_copied():
+    x, array = X.clone(), X.numpy().copy()
+    there = tp.device_put([x, array], tp.devices())
+    x.fill_(-1)
+    array[:] = -1
+    assert there[0].tolist() == there[1].tolist() == X.tolist()
+
+
+def test_what_is_already_there_does_not_move(monkeypatch):
+    x = tp.device_put(X, tp.devices())
+    calls = asked(monkeypatch)
+    again = tp.device_put(x, tp.devices())
+    by_mesh = tp.device_put(x, NamedSharding(make_mesh((4,), ("q",), devices=tp.devices()), P("q")))
+    assert calls == []
+    assert by_mesh.sharding.spec == P("q")
+    x.delete()
+    assert again.tolist() == by_mesh.tolist() == X.tolist()
+    tp.device_put(again, tp.devices()[::-1])
+    assert [name for name, _ in calls].count("put") == 1
+
+
+def test_empty_values():
+    assert tp.device_put(torch.empty(4, 0), tp.devices()).tolist() == [[]] * 4
+    assert tp.replicate(torch.empty(0)).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (
+            lambda: tp.device_put(X, "cpu:0"),
+            TypeError,
+            "a torchpmap Device, a non-empty list of them or a NamedSharding, but got 'cpu:0'",
+        ),
+        (lambda: tp.device_put(X, []), TypeError, r"a non-empty list of them .* but got \[\]"),
+        (lambda: tp.device_put(X, [0]), TypeError, r"but got \[0\]"),
+        (
+            lambda: tp.device_put({"a": X[:3]}, tp.devices()),
+            ValueError,
+            r"x\['a'\] must have 4 rows, but its shape is \[3, 2\].*use torchpmap\.replicate",
+        ),
+        (lambda: tp.device_put(1.0, tp.devices()), ValueError, r"x must have 4 rows, .* is \[\]"),
+        (
+            lambda: tp.device_put("text"),
+            TypeError,
+            r"x has type str, which cannot be put on a device",
+        ),
+        (lambda: tp.device_put([np.array(["a"])]), TypeError, "can't convert"),
+        (
+            lambda: tp.device_put(X[:3], mesh_sharding("x")),
+            ValueError,
+            r"axis 0 is partitioned 2 times \(by mesh axis 'x'\), but the dimension size is 3",
+        ),
+        (
+            lambda: tp.device_put(X[0], mesh_sharding(None, "x")),
+            ValueError,
+            r"only valid for values of rank at least 2, but was applied to a value of rank 1",
+        ),
+        (lambda: tp.device_put(X, tp.Device(9, "cpu")), ValueError, r"cpu:9\) is not in use"),
+        (
+            lambda: tp.device_put(X[:2], [tp.Device(0, "cpu"), tp.Device(9, "cpu")]),
+            ValueError,
+            r"cpu:9\) is not in use",
+        ),
+        (lambda: tp.replicate(X, [tp.Device(0, "cuda")]), ValueError, r"cuda:0\) is not in use"),
+        (lambda: tp.replicate(X, []), ValueError, "at least one device"),
+        (
+            lambda: tp.device_put_sharded([X], tp.devices()),
+            ValueError,
+            r"len\(shards\) = 1 must equal len\(devices\) = 4",
+        ),
+        (lambda: tp.device_put_sharded([], []), ValueError, "there must be at least one"),
+        (
+            lambda: tp.device_put_sharded([X, {"a": X}], tp.devices()[:2]),
+            ValueError,
+            "shards must have one structure, but shard 0 has .* and shard 1 has",
+        ),
+        (
+            lambda: tp.device_put_sharded([{"a": X}, {"a": X[:3]}], tp.devices()[:2]),
+            ValueError,
+            r"must agree in shape and dtype, but shards\[k\]\['a'\] has",
+        ),
+    ],
+)
+def test_errors(call, kind, text, monkeypatch):
+    calls = asked(monkeypatch)
+    with pytest.raises(kind, match=text):
+        call()
+    assert calls == []
+
+
+def mesh_sharding(*entries):
+    return NamedSharding(make_mesh((2,), ("x",), devices=tp.devices()), P(*entries))
+
+
+# The others --------------------------------------------------------------------------------------
+
+
+def test_device_put_sharded():
+    devices = tp.devices()[2:]
+    out = tp.device_put_sharded([{"a": X, "b": None}, {"b": None, "a": X + 1}], devices)
+    assert out["b"] is None
+    assert placed(out["a"]) == {2: [X.tolist()], 3: [(X + 1).tolist()]}
+    numbers = tp.device_put_sharded([1, 2], devices)
+    assert numbers.tolist() == [1, 2]
+    rows = tp.device_put_sharded(list(tp.device_put(X, tp.devices())), tp.devices())
+    assert rows.tolist() == X.tolist()
+
+
+def test_device_put_replicated():
+    out = tp.device_put_replicated({"w": X[0], "n": 7}, tp.devices()[:3])
+    assert out["w"].tolist() == [[0.0, 1.0]] * 3
+    assert placed(out["n"]) == {0: [7], 1: [7], 2: [7]}
+
+
+def test_replicate_and_unreplicate():
+    tree = {"w": X, "b": [None, 2.0]}
+    out = tp.replicate(tree)
+    assert placed(out["w"]) == dict.fromkeys(range(4), X.tolist())
+    assert out["w"].is_fully_replicated
+    assert placed(tp.replicate(X, tp.devices()[1:3])) == {1: X.tolist(), 2: X.tolist()}
+    back = tp.unreplicate(out)
+    assert type(back["w"]) is torch.Tensor
+    assert back["w"].tolist() == X.tolist()
+    assert back["b"][0] is None
+    assert back["b"][1].item() == 2.0
+    stacked = tp.device_put_replicated(X[0], tp.devices())
+    assert tp.unreplicate(stacked).tolist() == X[0].tolist()
+    assert tp.unreplicate([X, "text"])[0].tolist() == X[0].tolist()
+
+
+def test_device_get():
+    x = tp.device_put(X, tp.devices())
+    marker = object()
+    out = tp.device_get({"a": x, "b": [marker, 3, X], "c": tp.device_put(1), "d": None})
+    assert type(out["a"]) is np.ndarray
+    np.testing.assert_array_equal(out["a"], X.numpy(), strict=True)
+    assert out["b"][0] is marker
+    assert out["b"][2] is X
+    assert (out["c"], out["d"]) == (1, None)
+    half = tp.device_get(tp.device_put(torch.ones(2, dtype=torch.bfloat16)))
+    assert type(half) is torch.Tensor
+    assert half.dtype == torch.bfloat16
+    assert tp.device_get(x.requires_grad_()).tolist() == X.tolist()
+
+
+def test_block_until_ready(monkeypatch):
+    f = tp.pmap(lambda x: torch.linalg.matrix_power(x, 100), compile=EAGER)
+    tree = {"a": f(torch.zeros(4, 99, 99)), "b": [f(torch.zeros(2, 99, 99)), None, 3, X]}
+    calls = asked(monkeypatch)
+    assert tp.block_until_ready(tree) is tree
+    assert [name for name, _ in calls] == ["block", "block"]
+    assert tree["a"].is_ready()
+    assert tree["b"][0].is_ready()
+
+
+def test_block_until_ready_raises_what_the_computation_raised():
+    f = tp.pmap(lambda x: torch.linalg.cholesky(x), compile=EAGER)
+    bad = f(-torch.eye(2).expand(4, 2, 2))
+    with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
+        tp.block_until_ready([bad])
+    assert f(torch.eye(2).expand(4, 2, 2)).tolist() == torch.eye(2).expand(4, 2, 2).tolist()
+
+
+# Devices -----------------------------------------------------------------------------------------
+
+
+def test_devices():
+    devices = tp.devices()
+    assert [str(device) for device in devices] == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+    assert tp.devices("cpu") == tp.local_devices() == tp.local_devices(0, "cpu") == devices
+    assert tp.device_count() == tp.local_device_count() == tp.device_count("cpu") == 4
+    assert (tp.process_index(), tp.process_count(), tp.default_backend()) == (0, 1, "cpu")
+    devices.clear()
+    assert tp.device_count() == 4
+    with pytest.raises(ValueError, match="Unknown process_index 1"):
+        tp.local_devices(1)
+    with pytest.raises(RuntimeError, match="Unknown backend: 'tpu' requested"):
+        tp.device_count("tpu")
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+def test_values_of_an_ended_pool(pool):
+    x = tp.device_put(X[:2], tp.devices())
+    tp.init(3)
+    assert tp.device_count() == 3
+    for use in (
+        lambda: x + 1,
+        lambda: tp.pmap(lambda x: x, compile=EAGER)(x),
+        lambda: tp.device_get(x),
+        lambda: x[0],
+        lambda: x.block_until_ready(),
+    ):
+        with pytest.raises(tp.RuntimeClosed):
+            use()
+    assert x.shape == (2, 2)

@@ -1,0 +1,57 @@
+"""Covers: _replication.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx import Graph
+
+from torchpmap._replication import is_random, varying_nodes
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+@pytest.fixture
+def graph():
+    return Graph()
+
+
+def test_what_depends_on_a_varying_input_varies(graph):
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    only_w = graph.call_function(aten.sin.default, (w,))
+    both = graph.call_function(aten.add.Tensor, (only_w, x))
+    listed = graph.call_function(aten.cat.default, ([w, both],))
+    named = graph.call_function(aten.mul.Tensor, (w,), {"other": x})
+    assert varying_nodes(graph, {x}, "g") == {x, both, listed, named}
+    assert varying_nodes(graph, set(), "g") == set()
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (c10d.all_reduce.default, ("sum", "g")),
+        (c10d.all_gather_into_tensor.default, (4, "g")),
+    ],
+)
+def test_reductions_over_the_axis_make_equal(graph, target, args):
+    x = graph.placeholder("x")
+    reduced = graph.call_function(target, (x, *args))
+    waited = graph.call_function(c10d.wait_tensor.default, (reduced,))
+    again = graph.call_function(aten.add.Tensor, (waited, x))
+    assert varying_nodes(graph, {x}, "g") == {x, again}
+    assert varying_nodes(graph, {x}, "another group") == {x, reduced, waited, again}
+
+
+def test_other_collectives_do_not(graph):
+    x = graph.placeholder("x")
+    scattered = graph.call_function(c10d.reduce_scatter_tensor.default, (x, "sum", 4, "g"))
+    assert varying_nodes(graph, {x}, "g") == {x, scattered}
+
+
+def test_random_numbers_vary(graph):
+    drawn = graph.call_function(aten.rand.default, ([2],))
+    made = graph.call_function(aten.zeros.default, ([2],))
+    added = graph.call_function(aten.add.Tensor, (drawn, made))
+    assert [is_random(node) for node in (drawn, made, added)] == [True, False, False]
+    assert varying_nodes(graph, set(), "g") == {drawn, added}

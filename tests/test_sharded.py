@@ -1,0 +1,341 @@
+"""Covers: _sharded.py: a ShardedTensor is a torch.Tensor whose data is elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import io
+import operator
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from _spies import asked
+from _support import EAGER
+
+import torchpmap as tp
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+ROWS = torch.arange(8.0).reshape(4, 2)
+
+
+def same(result, expected, kind=torch.Tensor):
+    assert type(result) is kind
+    torch.testing.assert_close(result, torch.as_tensor(expected), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.fixture
+def y():
+    """Four rows on four devices."""
+    return tp.pmap(lambda x: x + 0, "i", compile=EAGER)(ROWS)
+
+
+@pytest.fixture
+def columns():
+    return tp.pmap(lambda x: x + 0, in_axes=0, out_axes=1, compile=EAGER)(ROWS)
+
+
+LAYOUTS = {
+    "rows": lambda: tp.device_put(ROWS, tp.devices()),
+    "columns": lambda: tp.pmap(lambda x: x, in_axes=1, out_axes=1, compile=EAGER)(ROWS),
+    "replicated": lambda: tp.replicate(ROWS),
+    "reversed": lambda: tp.device_put(ROWS, tp.devices()[::-1]),
+    "on one": lambda: tp.device_put(ROWS, tp.devices()[2]),
+    "2x2": lambda: tp.device_put(
+        ROWS,
+        tp.NamedSharding(tp.make_mesh((2, 2), ("x", "y"), devices=tp.devices()), tp.P("x", "y")),
+    ),
+}
+any_layout = pytest.mark.parametrize("put", LAYOUTS.values(), ids=LAYOUTS)
+
+
+# What it says of itself --------------------------------------------------------------------------
+
+
+def test_is_a_tensor_without_moving_data(y, monkeypatch):
+    calls = asked(monkeypatch)
+    assert isinstance(y, torch.Tensor)
+    assert isinstance(y, tp.ShardedTensor)
+    assert (y.shape, y.dtype, y.ndim, len(y)) == ((4, 2), torch.float32, 2, 4)
+    assert (y.numel(), y.nbytes, y.device, y.layout) == (8, 32, torch.device("cpu"), torch.strided)
+    assert y.is_floating_point()
+    assert not y.requires_grad
+    assert y.is_leaf
+    assert hash(y) == hash(y)
+    assert y.sharding.spec == tp.P("i")
+    assert y.devices() == set(tp.devices())
+    assert not y.is_deleted()
+    assert y.is_fully_addressable
+    assert calls == []
+
+
+def test_repr(y, columns):
+    where = "cpu:0 cpu:1 cpu:2 cpu:3"
+    assert repr(y) == (
+        "ShardedTensor([[0., 1.],\n        [2., 3.],\n        [4., 5.],\n        [6., 7.]], "
+        f"rows of dim 0 on {where})"
+    )
+    assert str(y) == f"{y}" == repr(y)
+    assert repr(columns).endswith(f", rows of dim 1 on {where})")
+    assert repr(tp.replicate(torch.tensor(2))) == f"ShardedTensor(2, replicated on {where})"
+    assert repr(LAYOUTS["2x2"]()).endswith(f"PartitionSpec('x', 'y') on {where})")
+    y.delete()
+    assert repr(y) == "ShardedTensor(shape=[4, 2], deleted by delete())"
+
+
+def test_repr_of_large_values_moves_nothing(monkeypatch):
+    large = tp.device_put(torch.zeros(4, 300, dtype=torch.int16), tp.devices())
+    calls = asked(monkeypatch)
+    where = "rows of dim 0 on cpu:0 cpu:1 cpu:2 cpu:3"
+    assert repr(large) == f"ShardedTensor(shape=[4, 300], dtype=torch.int16, {where})"
+    assert calls == []
+
+
+@any_layout
+def test_shards_are_the_pieces(put):
+    x = put()
+    shards = x.addressable_shards
+    indices = x.sharding.devices_indices_map(x.shape)
+    assert [shard.device for shard in shards] == list(x.sharding.mesh.devices.flat)
+    for number, shard in enumerate(shards):
+        assert shard.index == indices[shard.device]
+        same(shard.data, ROWS[shard.index])
+        same(x.addressable_data(number), ROWS[shard.index])
+    replicas = [shard.replica_id for shard in shards]
+    assert replicas == (list(range(len(shards))) if x.is_fully_replicated else [0] * len(shards))
+    with pytest.raises(IndexError):
+        x.addressable_data(len(shards))
+
+
+def test_waiting(y):
+    assert y.block_until_ready() is y
+    assert y.is_ready()
+    slow = tp.pmap(lambda x: torch.linalg.matrix_power(x, 500), compile=EAGER)(
+        torch.zeros(4, 200, 200)
+    )
+    slow.block_until_ready()
+    assert slow.is_ready()
+
+
+# To the host -------------------------------------------------------------------------------------
+
+
+@any_layout
+def test_to_the_host(put):
+    x = put()
+    same(x.cpu(), ROWS)
+    same(x.to("cpu"), ROWS)
+    same(x.to(torch.float64), ROWS.double())
+    same(x.to("cpu", torch.int32), ROWS.int())
+    same(x.double(), ROWS.double())
+    assert x.tolist() == ROWS.tolist()
+    np.testing.assert_array_equal(x.numpy(), ROWS.numpy(), strict=True)
+    np.testing.assert_array_equal(np.asarray(x), ROWS.numpy(), strict=True)
+    assert np.asarray(x, dtype=np.int8).dtype == np.int8
+    same(torch.from_dlpack(x), ROWS)
+    np.testing.assert_array_equal(np.from_dlpack(x), ROWS.numpy())
+    assert x.__dlpack_device__() == torch.ones(1).__dlpack_device__()
+
+
+def test_arrays_are_copies(y):
+    array = y.numpy()
+    array[:] = -1
+    np.asarray(y)[:] = -2
+    torch.from_dlpack(y).fill_(-3)
+    same(y.cpu(), ROWS)
+    with pytest.raises(ValueError, match="always a copy"):
+        np.array(y, copy=False)
+
+
+def test_scalars():
+    x = tp.device_put(torch.tensor(3))
+    assert (int(x), float(x), bool(x), x.item(), complex(x)) == (3, 3.0, True, 3, 3 + 0j)
+    assert [10, 20, 30, 40][x] == 40
+    assert f"{x:d} {x}" == "3 3"
+    assert f"{tp.replicate(torch.tensor(0.12345)):.3f}" == "0.123"
+    assert f"{tp.replicate(torch.ones(4))}".startswith("ShardedTensor([1., 1., 1., 1.]")
+    assert len(tp.pmap(lambda x: x, compile=EAGER)(torch.ones(4))) == 4
+    with pytest.raises(TypeError, match="0-d tensor"):
+        len(x)
+    with pytest.raises(RuntimeError, match="Tensor with 4 elements cannot be converted"):
+        tp.replicate(torch.ones(4)).item()
+
+
+@pytest.mark.parametrize("function", [np.sum, np.mean, np.sin, np.transpose, np.linalg.norm])
+def test_numpy_functions(y, function):
+    np.testing.assert_allclose(function(np.asarray(y)), function(ROWS.numpy()))
+    np.testing.assert_allclose(function(y.numpy()), function(ROWS.numpy()))
+
+
+def test_numpy_accepts_it(y):
+    np.testing.assert_array_equal(np.concatenate([y, y]), np.concatenate([ROWS, ROWS]))
+    np.testing.assert_array_equal(np.stack([y, y])[1], ROWS)
+    np.testing.assert_array_equal(y, ROWS)
+    np.testing.assert_allclose(np.interp(y, [0, 10], [0, 20]), ROWS * 2)
+
+
+# Indexing ----------------------------------------------------------------------------------------
+
+
+@any_layout
+def test_rows(put):
+    x = put()
+    for index in (0, 3, -1, -4):
+        same(x[index], ROWS[index])
+    for index in (4, -5):
+        with pytest.raises(IndexError, match=f"index {index} is out of bounds for dimension 0"):
+            x[index]
+
+
+def test_a_row_comes_from_its_device_alone(y, columns, monkeypatch):
+    replicated = tp.replicate(ROWS)
+    calls = asked(monkeypatch)
+    y[2]
+    replicated[3]
+    columns[1]
+    moved = [
+        [(place, dim, index, tuple(target.shape)) for place, dim, index, target in requests]
+        for _, requests in calls
+    ]
+    assert moved[0] == [(2, 0, 0, (2,))]
+    assert moved[1] == [(0, 0, 3, (2,))]
+    assert len(moved[2]) == 4
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        slice(1, 3),
+        slice(None, None, 2),
+        (0, 1),
+        (-1, slice(None)),
+        None,
+        torch.tensor([3, 0]),
+        np.array([1, 2]),
+        [0, 2],
+        torch.tensor([True, False, True, False]),
+        (slice(None), None, 0),
+        True,
+        np.int64(2),
+        torch.tensor(1),
+    ],
+    ids=repr,
+)
+def test_indexing(y, index):
+    same(y[index], ROWS[index])
+
+
+def test_indexing_with_a_sharded_tensor(y):
+    where = tp.replicate(torch.tensor([3, 1]))
+    same(y[where], ROWS[[3, 1]])
+    same(ROWS[where], ROWS[[3, 1]])
+    mask = tp.device_put(torch.tensor([True, False, True, False]), tp.devices())
+    same(y[mask], ROWS[[0, 2]])
+
+
+def test_iteration_moves_the_data_once(y, monkeypatch):
+    calls = asked(monkeypatch)
+    for row, expected in zip(y, ROWS, strict=True):
+        same(row, expected)
+    first, *_, last = y
+    same(first, ROWS[0])
+    same(last, ROWS[-1])
+    assert [name for name, _ in calls] == ["fetch", "fetch"]
+    assert 3.0 in y
+    assert 9.0 not in y
+
+
+# Copies and pickles ------------------------------------------------------------------------------
+
+
+def test_pickles_are_plain_tensors(y):
+    same(pickle.loads(pickle.dumps(y)), ROWS)
+    again = pickle.loads(pickle.dumps({"a": y.requires_grad_()}))["a"]
+    assert again.requires_grad
+    file = io.BytesIO()
+    torch.save({"y": y.detach()}, file)
+    file.seek(0)
+    same(torch.load(file)["y"], ROWS)
+
+
+def test_copies(y):
+    twin = copy.deepcopy({"y": y, "again": y})
+    assert twin["y"] is twin["again"]
+    assert twin["y"] is not y
+    y.delete()
+    assert twin["y"].tolist() == ROWS.tolist()
+    with pytest.raises(TypeError, match="made by pmap"):
+        tp.ShardedTensor([1, 2])
+
+
+# Moving and deleting -----------------------------------------------------------------------------
+
+
+def test_feeding_back_moves_nothing(y, monkeypatch):
+    f = tp.pmap(lambda x, w: x * w.sum(), in_axes=(0, None), compile=EAGER)
+    w = tp.replicate(torch.ones(3))
+    f(y, w)
+    calls = asked(monkeypatch)
+    z = y
+    for _ in range(3):
+        z = f(z, w)
+    assert [name for name, _ in calls] == ["execute"] * 3
+    assert z.tolist() == (ROWS * 27).tolist()
+
+
+def test_deleted_values_say_so(y):
+    twin = y.detach()
+    y.delete()
+    y.delete()
+    assert y.is_deleted()
+    assert (y.shape, y.dtype, len(y)) == ((4, 2), torch.float32, 4)
+    uses = [
+        lambda: y + 1,
+        lambda: y[0],
+        lambda: y[0:1],
+        lambda: list(y),
+        lambda: y.numpy(),
+        lambda: np.asarray(y),
+        lambda: y.tolist(),
+        lambda: y.cpu(),
+        lambda: y.to("cpu"),
+        lambda: y.sum().item(),
+        lambda: y.sharding,
+        lambda: y.devices(),
+        lambda: y.addressable_shards,
+        lambda: y.addressable_data(0),
+        lambda: y.is_fully_replicated,
+        lambda: y.block_until_ready(),
+        lambda: y.is_ready(),
+        lambda: y.clone(),
+        lambda: y.add_(1),
+        lambda: operator.setitem(y, 0, 1.0),
+        lambda: pickle.dumps(y),
+        lambda: copy.deepcopy(y),
+        lambda: torch.from_dlpack(y),
+        lambda: torch.equal(y, ROWS),
+        lambda: tp.pmap(lambda x: x, compile=EAGER)(y),
+        lambda: tp.pmap(lambda x: x, compile=False)(y),
+        lambda: tp.device_get(y),
+        lambda: tp.device_put(y, tp.devices()),
+        lambda: tp.unreplicate(y),
+        lambda: tp.block_until_ready([y]),
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match=r"type float32\[4, 2\] has been deleted by delete"):
+            use()
+    same(twin.cpu(), ROWS)
+
+
+def test_matplotlib_plots_it(y):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots()
+    (line, _) = axes.plot(y)
+    np.testing.assert_array_equal(line.get_ydata(), ROWS[:, 0])
+    axes.scatter(y[:, 0], y[:, 1])
+    axes.imshow(y)
+    pyplot.close(figure)

@@ -1,0 +1,257 @@
+"""Covers: _sharded.py: torch operations on ShardedTensors, in place and under autograd."""
+
+from __future__ import annotations
+
+import copy
+import operator
+
+import numpy as np
+import pytest
+import torch
+from _spies import asked
+from _support import EAGER
+
+import torchpmap as tp
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+ROWS = torch.arange(8.0).reshape(4, 2)
+
+
+def same(result, expected, kind=torch.Tensor):
+    assert type(result) is kind
+    torch.testing.assert_close(result, torch.as_tensor(expected), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.fixture
+def y():
+    """Four rows on four devices."""
+    return tp.pmap(lambda x: x + 0, "i", compile=EAGER)(ROWS)
+
+
+@pytest.fixture
+def columns():
+    return tp.pmap(lambda x: x + 0, in_axes=0, out_axes=1, compile=EAGER)(ROWS)
+
+
+LAYOUTS = {
+    "rows": lambda: tp.device_put(ROWS, tp.devices()),
+    "columns": lambda: tp.pmap(lambda x: x, in_axes=1, out_axes=1, compile=EAGER)(ROWS),
+    "replicated": lambda: tp.replicate(ROWS),
+    "reversed": lambda: tp.device_put(ROWS, tp.devices()[::-1]),
+    "on one": lambda: tp.device_put(ROWS, tp.devices()[2]),
+    "2x2": lambda: tp.device_put(
+        ROWS,
+        tp.NamedSharding(tp.make_mesh((2, 2), ("x", "y"), devices=tp.devices()), tp.P("x", "y")),
+    ),
+}
+any_layout = pytest.mark.parametrize("put", LAYOUTS.values(), ids=LAYOUTS)
+
+
+# Operations --------------------------------------------------------------------------------------
+
+UNARY = [
+    operator.neg,
+    abs,
+    torch.sin,
+    torch.sum,
+    torch.mean,
+    torch.amax,
+    torch.argmax,
+    torch.Tensor.t,
+    lambda x: x.T,
+    lambda x: x.view(-1),
+    lambda x: x.reshape(2, 4),
+    lambda x: x.unsqueeze(1),
+    lambda x: x.flatten().chunk(2)[1],
+    lambda x: x.permute(1, 0).contiguous(),
+    lambda x: x.expand(3, 4, 2),
+    lambda x: x.std(dim=0),
+    lambda x: torch.linalg.qr(x)[1],
+    lambda x: torch.nn.functional.relu(x - 3),
+    lambda x: torch.nn.functional.pad(x, (1, 1)),
+    lambda x: torch.einsum("ij,kj->ik", x, x),
+    lambda x: torch.cat([x, x], dim=1),
+    lambda x: torch.stack([x, x]),
+    lambda x: torch.where(x > 3, x, -x),
+    lambda x: x.sort(descending=True).values,
+    lambda x: x.topk(1).indices,
+    lambda x: torch.nn.Linear(2, 1, bias=False).requires_grad_(False)(x) * 0,
+    lambda x: torch.compile(lambda a: a * 2 + 1, backend="eager")(x.cpu()),
+]
+
+
+@any_layout
+@pytest.mark.parametrize("function", UNARY)
+def test_operations(put, function):
+    same(function(put()), function(ROWS))
+
+
+BINARY = [
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.truediv,
+    operator.pow,
+    operator.mod,
+    operator.eq,
+    operator.ne,
+    operator.lt,
+    operator.ge,
+    torch.maximum,
+]
+
+
+@pytest.mark.parametrize("function", BINARY)
+def test_operators(y, function):
+    for other in (ROWS + 1, torch.ones(2), torch.tensor(2.0)):
+        same(function(y, other), function(ROWS, other))
+        same(function(other, y), function(other, ROWS))
+    if function is not torch.maximum:
+        same(function(y, 2), function(ROWS, 2))
+    same(function(y, LAYOUTS["columns"]()), function(ROWS, ROWS))
+    same(function(y, y), function(ROWS, ROWS))
+
+
+def test_operators_with_numpy(y):
+    array = ROWS.numpy() + 1
+    same(y + torch.from_numpy(array), ROWS + ROWS + 1)
+    assert np.asarray(y + 1).tolist() == (ROWS + 1).tolist()
+    same(2 - y, 2 - ROWS)
+    same(y @ y.T, ROWS @ ROWS.T)
+    same(ROWS.T @ y, ROWS.T @ ROWS)
+
+
+def test_equality(y):
+    assert torch.equal(y, ROWS)
+    assert torch.equal(y, LAYOUTS["replicated"]())
+    assert not torch.equal(y, ROWS + 1)
+    assert torch.allclose(y, ROWS)
+    torch.testing.assert_close(y, ROWS)
+    torch.testing.assert_close(ROWS, y)
+    torch.testing.assert_close({"a": y}, {"a": LAYOUTS["columns"]()})
+    with pytest.raises(AssertionError, match="Mismatched elements: 8 / 8"):
+        torch.testing.assert_close(y, ROWS + 1)
+
+
+def test_detach_and_clone_move_nothing(y, monkeypatch):
+    calls = asked(monkeypatch)
+    for twin in (y.detach(), y.clone(), y.data, copy.deepcopy(y), torch.clone(y)):
+        assert type(twin) is tp.ShardedTensor
+        assert twin.sharding == y.sharding
+    assert calls == []
+    twin = y.clone()
+    twin.add_(1)
+    same(y.cpu(), ROWS)
+    y.delete()
+    same(twin.cpu(), ROWS + 1)
+
+
+# In place ----------------------------------------------------------------------------------------
+
+
+@any_layout
+def test_in_place(put):
+    x = put()
+    sharding = x.sharding
+    other = x.clone()
+    alias = x
+    x += 1
+    assert x is alias
+    assert x.mul_(2) is x
+    x.add_(x)
+    torch.add(x, 1, out=x)
+    x.sub_(LAYOUTS["columns"]())
+    expected = (ROWS + 1) * 4 + 1 - ROWS
+    same(x.cpu(), expected)
+    assert x.sharding == sharding
+    blocks = [shard.data for shard in x.addressable_shards]
+    for shard, block in zip(x.addressable_shards, blocks, strict=True):
+        same(block, expected[shard.index])
+    same(other.cpu(), ROWS)
+    assert tp.pmap(lambda x: x * 1, compile=EAGER)(x).tolist() == expected.tolist()
+
+
+@any_layout
+def test_items_are_assigned(put):
+    x, expected = put(), ROWS.clone()
+    for index, value in (
+        (0, 10.0),
+        (slice(1, 3), torch.tensor([5.0, 6.0])),
+        ((slice(None), 1), -1),
+        (expected > 5, 100.0),
+        ((3, 0), tp.device_put(7.0)),
+        ([1, 3], LAYOUTS["rows"]()[1]),
+        (..., ROWS * 2),
+    ):
+        x[index] = value
+        expected[index] = value
+        same(x.cpu(), expected)
+    with pytest.raises(IndexError):
+        x[9] = 0
+
+
+def test_out_and_foreach():
+    x = LAYOUTS["rows"]()
+    torch.sin(ROWS, out=x)
+    same(x.cpu(), ROWS.sin())
+    z = LAYOUTS["columns"]()
+    torch._foreach_add_([x, z], 1.0)
+    same(x.cpu(), ROWS.sin() + 1)
+    same(z.cpu(), ROWS + 1)
+    with pytest.raises(RuntimeError):
+        x.unsqueeze_(0)
+    with pytest.raises(RuntimeError):
+        x.resize_(2, 2)
+    assert x.shape == x.cpu().shape == (4, 2)
+
+
+def test_optimizers_step_on_it():
+    w = LAYOUTS["rows"]().requires_grad_()
+    optimizer = torch.optim.SGD([w], lr=0.5, momentum=0.9)
+    expected = ROWS.clone().requires_grad_()
+    reference = torch.optim.SGD([expected], lr=0.5, momentum=0.9)
+    for _ in range(2):
+        for parameter, opt in ((w, optimizer), (expected, reference)):
+            opt.zero_grad()
+            (parameter**2).sum().backward()
+            opt.step()
+    assert type(w) is tp.ShardedTensor
+    same(w.detach().cpu(), expected.detach())
+
+
+# Gradients of what is done on the host -----------------------------------------------------------
+
+
+def test_backward(y):
+    y.requires_grad_()
+    ((y * ROWS).sum() + y[1].sum() + y.view(-1)[0]).backward()
+    expected = ROWS.clone()
+    expected[1] += 1
+    expected[0, 0] += 1
+    same(y.grad, expected)
+    with pytest.raises(RuntimeError, match="requires grad cannot be written to in place"):
+        y[0] = 1.0
+    with pytest.raises(RuntimeError, match="requires grad"):
+        y.add_(1)
+    with pytest.raises(RuntimeError, match=r"Use tensor\.detach\(\)\.numpy\(\)"):
+        y.numpy()
+    np.testing.assert_array_equal(y.numpy(force=True), ROWS)
+    with torch.no_grad():
+        y[0] = 1.0
+    assert y[0].tolist() == [1.0, 1.0]
+    host = y.cpu()
+    assert host.requires_grad
+    assert sum(row.sum() for row in y).requires_grad
+
+
+def test_functional_transforms(y):
+    def f(x):
+        return (x**2).sum()
+
+    same(torch.func.grad(f)(y), 2 * ROWS)
+    same(torch.func.vmap(lambda row: row * row.sum())(y), ROWS * ROWS.sum(1, keepdim=True))
+    same(torch.func.jvp(f, (y,), (ROWS,))[1], 2 * (ROWS * ROWS).sum())
+    same(torch.func.jacrev(f)(y), 2 * ROWS)
+    same(torch.func.vmap(torch.func.grad(f))(y), 2 * ROWS)
+    same(torch.func.vjp(torch.sin, y)[1](ROWS)[0], ROWS.cos() * ROWS)

@@ -1,0 +1,150 @@
+"""Covers: _shipping.py: what travels to the workers, checked by loading it in another process."""
+
+from __future__ import annotations
+
+import operator
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+import torchpmap as tp
+from torchpmap._shipping import pickled, pickled_function
+from torchpmap._trace import TracedInput, trace
+
+ops = torch.ops
+
+
+def there_and_back(value):
+    return pickle.loads(pickled(value))
+
+
+# Functions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        torch.ops.aten.add.Tensor,
+        torch.ops.aten.add,
+        torch.ops.aten,
+        torch.ops,
+        torch.ops.higher_order.cond,
+        torch.ops._c10d_functional.all_reduce.default,
+        torch.sin,
+        torch.float32,
+        torch.Size([1, 2]),
+    ],
+    ids=str,
+)
+def test_operators_travel_by_name(op):
+    assert there_and_back(op) is op or there_and_back(op) == op
+
+
+def test_functions_that_mention_torch_ops():
+    def f(x):
+        return ops.aten.mul.Tensor(x, 2) + torch.ops.aten.sin(x)
+
+    (again, tensors) = pickle.loads(pickled_function(f, "f()"))
+    assert tensors == []
+    x = torch.rand(3)
+    torch.testing.assert_close(again(x), f(x))
+
+
+def test_compiled_functions_travel_as_the_function_inside():
+    f = torch.compile(lambda x: x * 2, backend="eager")
+    again = there_and_back(f)
+    assert not hasattr(again, "_torchdynamo_orig_callable")
+    assert again(3) == 6
+
+
+def test_captured_tensors_are_listed_and_are_the_same_objects():
+    w, module = torch.ones(2), torch.nn.Linear(2, 1)
+    f, tensors = pickle.loads(pickled_function(lambda x: module(x * w) + w.sum(), "f()"))
+    (inner,) = [
+        cell.cell_contents for cell in f.__closure__ if type(cell.cell_contents) is torch.Tensor
+    ]
+    assert any(inner is t for t in tensors)
+    assert sum(isinstance(t, torch.nn.Parameter) for t in tensors) == 2
+
+
+def test_what_cannot_travel_is_named():
+    lock = threading.Lock()
+    with pytest.raises(
+        TypeError, match=r"runs step\(\) on the workers.*cannot pickle '_thread\.lock'"
+    ) as e:
+        pickled_function(lambda x: lock, "step()")
+    assert "or use compile=True" in str(e.value)
+    assert e.value.__cause__ is not None
+
+
+def test_another_process_can_load_it():
+    scale = torch.tensor(3.0)
+    packed = pickled_function(lambda x: torch.ops.aten.mul.Tensor(x, scale), "f()")
+    code = """
+import pickle, sys, torch
+f, (scale,) = pickle.load(sys.stdin.buffer)
+assert f(torch.ones(2)).tolist() == [3.0, 3.0]
+"""
+    subprocess.run([sys.executable, "-c", code], input=packed, check=True, timeout=60)
+
+
+# Graphs ------------------------------------------------------------------------------------------
+
+
+def some_graph():
+    graph = Graph()
+    x = graph.placeholder("x")
+    w = graph.get_attr("w")
+    parts = graph.call_function(torch.ops.aten.split.Tensor, (x, 1))
+    first = graph.call_function(operator.getitem, (parts, 0))
+    joined = graph.call_function(torch.ops.aten.cat.default, ([first, w, first],), {"dim": 0})
+    sliced = graph.call_function(operator.getitem, (joined, slice(None, None, 2)))
+    graph.output((sliced, [joined, None], {"a": first}))
+    return GraphModule({"w": torch.tensor([5.0])}, graph)
+
+
+def test_graphs_travel_as_nodes():
+    module = some_graph()
+    again = there_and_back(module)
+    assert [(n.op, n.target, n.name) for n in again.graph.nodes] == [
+        (n.op, n.target, n.name) for n in module.graph.nodes
+    ]
+    again.graph.lint()
+    x = torch.tensor([1.0, 2.0])
+    assert again(x)[0].tolist() == module(x)[0].tolist() == [1.0, 1.0]
+    assert again(x)[1][0].tolist() == [1.0, 5.0, 1.0]
+    assert again(x)[2]["a"].tolist() == [1.0]
+
+
+def test_loading_a_graph_runs_nothing():
+    graph = Graph()
+    total = graph.call_function(
+        torch.ops._c10d_functional.all_reduce.default, (1, "sum", "no such group")
+    )
+    graph.output((total,))
+    again = there_and_back(GraphModule({}, graph))
+    assert len(list(again.graph.nodes)) == 2
+
+
+def test_traced_graphs_with_branches_travel():
+    def body(blocks):
+        (x,) = blocks
+        y = torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
+        return [(tp.psum(y, "i") if y.dim() > 3 else y, False)]
+
+    traced = trace(
+        body,
+        [TracedInput((2,), torch.float32, True)],
+        axis_name="i",
+        axis_size=4,
+        group="g",
+        device=torch.device("cpu"),
+    )
+    again = there_and_back(traced.graph)
+    assert again(torch.ones(2))[0].tolist() == [2.0, 2.0]
+    assert again(-torch.ones(2))[0].tolist() == [-2.0, -2.0]
