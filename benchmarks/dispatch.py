@@ -334,6 +334,8 @@ def main() -> None:
     torch.set_num_threads(1)
     started = environment()
     print(", ".join(f"{key} {value}" for key, value in started.items()))
+    if started["load_average"] > 0.5:
+        print("this machine is busy: trust ratios only, and run it again when it is not")
     if jax is None:
         print("jax is not installed: only torchpmap is measured")
     results = measure(options.only, options.quick)

@@ -41,10 +41,12 @@ class _Inventory:
     processes: set[str]
     threads: set[threading.Thread]
     fds: list[str]
+    helpers: tuple[int | None, int | None]
 
     @classmethod
     def take(cls) -> _Inventory:
-        return cls(_current._runtime, _processes(), _our_threads(), os.listdir("/proc/self/fd"))
+        fds = os.listdir("/proc/self/fd")
+        return cls(_current._runtime, _processes(), _our_threads(), fds, _helpers())
 
     def left_behind(self) -> list[str]:
         """What is new, apart from a pool and its helpers."""
@@ -52,8 +54,10 @@ class _Inventory:
         expected = 1 if _current._runtime is None else 2  # monitor, and the starter for a moment
         threads = [thread for thread in _our_threads() - self.threads if thread.is_alive()]
         found += [f"thread {thread.name}" for thread in threads[expected - 1 :]]
-        if _current._runtime is self.runtime and len(os.listdir("/proc/self/fd")) > len(self.fds):
-            found += [_describe(fd) for fd in os.listdir("/proc/self/fd") if fd not in self.fds]
+        if _current._runtime is self.runtime and _helpers() == self.helpers:
+            fds = os.listdir("/proc/self/fd")
+            if len(fds) > len(self.fds):
+                found += [_describe(fd) for fd in fds if fd not in self.fds]
         return found
 
 
@@ -67,14 +71,20 @@ def _our_threads() -> set[threading.Thread]:
 
 def _is_ours(pid: str) -> bool:
     """Whether a process is a child of this one or the fork server, but not of the present pool."""
-    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    server, tracker = _helpers()
     found = stat(pid)
     return (
         found is not None
         and found[1] in (os.getpid(), server)
         and int(pid) not in (server, tracker, *known_pids())
     )
+
+
+def _helpers() -> tuple[int | None, int | None]:
+    """Process ids of the fork server and the resource tracker of multiprocessing."""
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    return server, tracker
 
 
 def _describe(fd: str) -> str:

@@ -99,11 +99,11 @@ def test_the_compiler_is_looked_for_where_inductor_looks(monkeypatch):
 
     looked = []
     monkeypatch.setattr("shutil.which", lambda name: looked.append(name))
-    monkeypatch.setattr(config.cpp, "cxx", ("mine", None, "g++"))
-    assert not have_cpp_compiler()
-    assert looked == ["mine", "g++"]
-    monkeypatch.setattr(config.cpp, "cxx", "only")
-    assert not have_cpp_compiler()
-    assert looked[-1] == "only"
-    monkeypatch.setattr(_compile.shutil, "which", lambda name: name == "only")
-    assert have_cpp_compiler()
+    with config.patch({"cpp.cxx": ("mine", None, "g++")}):
+        assert not have_cpp_compiler()
+        assert looked == ["mine", "g++"]
+    with config.patch({"cpp.cxx": "only"}):
+        assert not have_cpp_compiler()
+        assert looked[-1] == "only"
+        monkeypatch.setattr(_compile.shutil, "which", lambda name: name == "only")
+        assert have_cpp_compiler()

@@ -144,10 +144,13 @@ def test_uncompiled_functions_do_not_pile_up(pool):
     def call(tensor):
         return tp.pmap(lambda x: x + tensor.sum(), compile=False)(torch.zeros(2)).tolist()
 
-    before = live_tensors(pool)
-    for k in range(100):
-        assert call(torch.full((12345,), k)) == [12345 * k] * 2
-    assert max(live_tensors(pool)) - max(before) < 50
+    pids = worker_pids(pool)
+    for k in range(60):
+        if k == 20:
+            before = [rss_bytes(pid) for pid in pids]
+        assert call(torch.full((1 << 18,), k)) == [k << 18] * 2
+    growth = [rss_bytes(pid) - b for pid, b in zip(pids, before, strict=True)]
+    assert max(growth) < 20 << 20, "of 40 MB that were sent"
 
 
 # -- output ----------------------------------------------------------------------------------------

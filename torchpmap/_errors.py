@@ -237,7 +237,8 @@ def _pickled(exc: BaseException, type_name: str, text: str, limit: int) -> bytes
 def _rebuilt(pickled: bytes, type_name: str) -> Exception:
     exc, args = pickle.loads(pickled)
     # Not BaseException: SystemExit of a worker must not end the caller's program.
-    if not isinstance(exc, Exception) or _type_name(type(exc)) != type_name:
+    # By the last part of the name: a class made in a function has lost the rest of it over there.
+    if not isinstance(exc, Exception) or type(exc).__name__ != type_name.rpartition(".")[2]:
         raise TypeError(f"{type_name} was rebuilt as {type(exc)}")
     BaseException.__setattr__(exc, "args", args)
     return exc

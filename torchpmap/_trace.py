@@ -19,6 +19,7 @@ import contextlib
 import logging
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from torchpmap._replication import is_random, varying_nodes
 
 __all__ = ["Traced", "TracedInput", "Untraceable", "trace"]
 
+_lock = threading.RLock()  # make_fx keeps its state in globals: one trace at a time
 _aten = torch.ops.aten
 _COLLECTIVE_NAMESPACES = ("_c10d_functional", "torchpmap")
 
@@ -215,7 +217,7 @@ def trace(
 
     arguments = [_fake(fake_mode, (), torch.int64, device)]
     arguments += [_fake(fake_mode, i.shape, i.dtype, device) for i in inputs]
-    with fake_mode, _ambient(device), _clean_grads(capture) as leftover:
+    with _lock, fake_mode, _ambient(device), _clean_grads(capture) as leftover:
         try:
             graph = make_fx(flat, decomposition_table=_DECOMPOSED)(*arguments)
         except Exception as error:

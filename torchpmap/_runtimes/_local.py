@@ -151,9 +151,7 @@ class LocalRuntime:
             ranks[place]: pack_ints(handle.id, dim, position)
             for place, dim, position, _ in requests
         }
-        self._insist(
-            handle, tuple(bodies), lambda: self._pool.ask(bodies, _wire.FETCH, targets)
-        )
+        self._insist(handle, tuple(bodies), lambda: self._pool.ask(bodies, _wire.FETCH, targets))
 
     def block(self, handle: Handle) -> None:
         if not self._is_computed(handle):
@@ -206,9 +204,7 @@ class LocalRuntime:
     def _sync(self, team: Team) -> Pending:
         return self._pool.ask(dict.fromkeys(team.ranks, b""), _wire.SYNC)
 
-    def _insist(
-        self, handle: Handle, ranks: Sequence[int], ask: Callable[[], Pending]
-    ) -> None:
+    def _insist(self, handle: Handle, ranks: Sequence[int], ask: Callable[[], Pending]) -> None:
         """Ask ``ranks`` about a value, again after a repair, until it answers or is known to be lost there."""
         while True:
             self._check(handle, ranks)
