@@ -1,6 +1,7 @@
 """torchpmap: SPMD programming for PyTorch.
 
-``pmap`` maps a function over the devices of a machine; named-axis collectives work inside it, also under ``torch.func``::
+``pmap`` maps a function over the devices of a machine; named-axis collectives work inside it, also
+under ``torch.func``::
 
     import torch, torchpmap as tp
 

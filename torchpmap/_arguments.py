@@ -1,4 +1,6 @@
-"""From the arguments of a call to leaves with axes: statics, prefixes, names, the axis size (pure; all misuse ends here)."""
+"""From the arguments of a call to leaves with axes: statics, prefixes, names, the axis size (pure;
+all misuse ends here).
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Static:
-    """A static argument; equal only to the same value of the same type (1, 1.0 and True are three)."""
+    """A static argument; equal only to the same value of the same type (not 1 to 1.0 or True)."""
 
     value: Hashable
 
@@ -92,9 +94,10 @@ def split_statics(
     for number in options.static_argnums:
         if not -len(args) <= number < len(args):
             raise ValueError(
-                f"pmapped function has static_broadcasted_argnums={options.static_argnums} but was called with only {len(args)} "
-                f"positional argument{'s' * (len(args) != 1)}. All static broadcasted arguments must be passed positionally "
-                "(or be named in static_broadcasted_argnames)."
+                f"pmapped function has static_broadcasted_argnums={options.static_argnums} but was "
+                f"called with only {len(args)} positional argument{'s' * (len(args) != 1)}. All "
+                "static broadcasted arguments must be passed positionally (or be named in "
+                "static_broadcasted_argnames)."
             )
         positional[number] = _static(args[number], f"index {number % len(args)}", options)
     keywords = {
@@ -109,8 +112,9 @@ def _static(value: Any, which: str, options: Options) -> Static:
         hash(value)
     except TypeError:
         raise ValueError(
-            "Non-hashable static arguments are not supported, as this can lead to unexpected cache-misses. Static argument "
-            f"({which}) of type {type(value)} for function {options.name} is non-hashable."
+            "Non-hashable static arguments are not supported, as this can lead to unexpected "
+            f"cache-misses. Static argument ({which}) of type {type(value)} for function "
+            f"{options.name} is non-hashable."
         ) from None
     return Static(value)
 
@@ -122,7 +126,9 @@ def bind(
     kwargs: dict[str, Any],
     num_devices: int | None,
 ) -> Bound:
-    """Check a call (statics already wrapped) against the options; raises before anything is traced or sent."""
+    """Check a call (statics already wrapped) against the options; raises before anything is traced
+    or sent.
+    """
     names = argument_names(fun, len(args))
     leaves, structure = flatten_call(args, kwargs)
     paths = structure.call_paths(names)
@@ -136,12 +142,13 @@ def bind(
         size = num_devices if options.devices is not None else None
     if size is None:
         raise ValueError(
-            f"{options.prefix}: pmap requires at least one argument with a mapped axis. Map an argument (in_axes), or give "
-            "axis_size or devices."
+            f"{options.prefix}: pmap requires at least one argument with a mapped axis. Map an "
+            "argument (in_axes), or give axis_size or devices."
         )
     if size == 0:
         raise ValueError(
-            f"{options.prefix}: the mapped axis has size 0, but a program needs at least one device."
+            f"{options.prefix}: the mapped axis has size 0, but a program needs at least one "
+            "device."
         )
     canonical = tuple(
         None if axis is None or shape is None else axis % len(shape)
@@ -160,8 +167,8 @@ def _positional_axes(
         unknown = sorted(set(spec) - set(names) - set(kwargs))
         if unknown:
             raise ValueError(
-                f"{options.prefix}: in_axes names {unknown[0]!r}, but the arguments of this call are "
-                f"{', '.join([*names, *kwargs])}."
+                f"{options.prefix}: in_axes names {unknown[0]!r}, but the arguments of this call "
+                f"are {', '.join([*names, *kwargs])}."
             )
         spec = tuple(spec.get(name, 0) for name in names)
     if isinstance(spec, tuple) and len(spec) == len(args):
@@ -188,14 +195,15 @@ def _describe(leaf: Any, path: str, options: Options) -> tuple[tuple[int, ...] |
     if isinstance(leaf, torch.Tensor):
         if leaf.layout is not torch.strided:
             raise TypeError(
-                f"{options.prefix}: argument {path} has the layout {leaf.layout}, but only dense tensors can be put on devices. "
-                "Pass .to_dense(), or its parts."
+                f"{options.prefix}: argument {path} has the layout {leaf.layout}, but only dense "
+                "tensors can be put on devices. Pass .to_dense(), or its parts."
             )
         return tuple(leaf.shape), str(leaf.dtype)
     if isinstance(leaf, np.ndarray | np.generic):
         if leaf.dtype.kind not in "biufc" or leaf.dtype in (np.longdouble, np.clongdouble):
             raise TypeError(
-                f"{options.prefix}: argument {path} is a numpy array of dtype {leaf.dtype}, which torch has no tensors of."
+                f"{options.prefix}: argument {path} is a numpy array of dtype {leaf.dtype}, which "
+                "torch has no tensors of."
             )
         return tuple(leaf.shape), str(leaf.dtype)
     if isinstance(leaf, bool | int | float | complex):
@@ -203,9 +211,11 @@ def _describe(leaf: Any, path: str, options: Options) -> tuple[tuple[int, ...] |
     if hasattr(leaf, "__dlpack__"):
         return tuple(leaf.shape), str(leaf.dtype)
     raise TypeError(
-        f"{options.prefix}: argument {path} has type {type(leaf).__name__}, but a mapped function takes tensors, numpy arrays, "
-        "numbers and None (in any pytree). Make it static (static_broadcasted_argnums or static_broadcasted_argnames), or close "
-        "over it; a torch.nn.Module is passed as dict(module.named_parameters()) with torch.func.functional_call."
+        f"{options.prefix}: argument {path} has type {type(leaf).__name__}, but a mapped function "
+        "takes tensors, numpy arrays, numbers and None (in any pytree). Make it static "
+        "(static_broadcasted_argnums or static_broadcasted_argnames), or close over it; a "
+        "torch.nn.Module is passed as dict(module.named_parameters()) with "
+        "torch.func.functional_call."
     )
 
 
@@ -221,7 +231,7 @@ def _donated(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return flags
 
 
-# -- checks at wrap time ---------------------------------------------------------------------------------------------------
+# -- checks at wrap time ---------------------------------------------------------------------------
 
 
 def check_function(fun: Any) -> None:
@@ -232,7 +242,8 @@ def check_function(fun: Any) -> None:
         raise TypeError(f"Expected a function, got a generator function: {fun!r}")
     if inspect.iscoroutinefunction(inner):
         raise TypeError(
-            f"Expected a function, got a coroutine function: {fun!r}. pmap calls are asynchronous by themselves."
+            f"Expected a function, got a coroutine function: {fun!r}. pmap calls are asynchronous "
+            "by themselves."
         )
 
 
@@ -241,8 +252,9 @@ def check_axis_name(axis_name: Any) -> None:
         return
     if isinstance(axis_name, int | tuple | list):
         raise TypeError(
-            f"pmap: axis_name must be a string or another hashable object that is not an int, tuple or list (ints mean positional "
-            f"dims and tuples several axes in the collectives), but got {axis_name!r}."
+            "pmap: axis_name must be a string or another hashable object that is not an int, "
+            "tuple or list (ints mean positional dims and tuples several axes in the "
+            f"collectives), but got {axis_name!r}."
         )
     hash(axis_name)
 
@@ -250,9 +262,10 @@ def check_axis_name(axis_name: Any) -> None:
 def check_in_axes(in_axes: Any) -> None:
     if isinstance(in_axes, list):
         raise ValueError(
-            "pytree structure error: different types at key path\n    pmap in_axes\nAt that key path, the prefix pytree pmap "
-            "in_axes has a subtree of type\n    <class 'list'>\nbut at the same key path the full pytree has a subtree of "
-            f"different type\n    <class 'tuple'>.{IN_AXES_HINT}"
+            "pytree structure error: different types at key path\n    pmap in_axes\nAt that key "
+            "path, the prefix pytree pmap in_axes has a subtree of type\n    <class 'list'>\nbut "
+            "at the same key path the full pytree has a subtree of different type\n    <class "
+            f"'tuple'>.{IN_AXES_HINT}"
         )
     if isinstance(in_axes, Mapping):
         for entry in in_axes.values():
@@ -272,6 +285,7 @@ def as_tuple(value: Any, what: str, kind: type) -> tuple[Any, ...]:
     )
     if items is None or not all(type(item) is kind for item in items):
         raise TypeError(
-            f"pmap: {what} must be {kind.__name__} or an iterable of {kind.__name__}, but got {value!r}."
+            f"pmap: {what} must be {kind.__name__} or an iterable of {kind.__name__}, but got "
+            f"{value!r}."
         )
     return items

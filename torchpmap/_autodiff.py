@@ -1,7 +1,8 @@
-"""What a mapped function says to those who differentiate it from outside: not yet, rather than a wrong value.
+"""What a mapped function says to those who differentiate it from outside: not yet, rather than a
+wrong value.
 
-Gradients *inside* a mapped function are complete.  From outside, results that would depend on something differentiable carry a
-backward that raises, and function transforms raise at the call.
+Gradients *inside* a mapped function are complete.  From outside, results that would depend on
+something differentiable carry a backward that raises, and function transforms raise at the call.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torchpmap._sharded import make_sharded
 __all__ = ["not_yet_differentiable", "refuse_transforms"]
 
 _REMEDY = (
-    "Differentiate inside the mapped function (pmap(torchpmap.value_and_grad(loss), ...)) and return the gradients; to use the "
-    "value only, call it under torch.no_grad() or detach the arguments."
+    "Differentiate inside the mapped function (pmap(torchpmap.value_and_grad(loss), ...)) and "
+    "return the gradients; to use the value only, call it under torch.no_grad() or detach the "
+    "arguments."
 )
 
 
@@ -38,7 +40,8 @@ class _NotYet(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(
-            f"{ctx.prefix}: differentiating through pmap from outside is not supported yet. {_REMEDY}"
+            f"{ctx.prefix}: differentiating through pmap from outside is not supported yet. "
+            f"{_REMEDY}"
         )
 
 

@@ -1,10 +1,11 @@
 """Graph -> function that runs on one device.
 
-``compile=`` speaks ``torch.compile``'s vocabulary: Inductor with a mode and options, ``"eager"`` (the traced graph as it is),
-any registered backend name, or a callable that takes ``(graph_module, example_inputs)``.
+``compile=`` speaks ``torch.compile``'s vocabulary: Inductor with a mode and options, ``"eager"``
+(the traced graph as it is), any registered backend name, or a callable that takes ``(graph_module,
+example_inputs)``.
 
-Inductor's code is shared between the workers of a host through its own caches: the first worker compiles, the others find
-every artifact there and load it in milliseconds.
+Inductor's code is shared between the workers of a host through its own caches: the first worker
+compiles, the others find every artifact there and load it in milliseconds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ __all__ = [
 
 Runner = Callable[..., Sequence[torch.Tensor]]
 
-# a plan's inputs have the sizes it was compiled for: checking each of them again costs 0.4 us per leaf and call
+# a plan's inputs have the sizes it was compiled for: checking each of them again costs 0.4 us per
+# leaf and call
 _PATCHES = {"size_asserts": False, "alignment_asserts": False}
 
 _KEYS = ("backend", "mode", "options")
@@ -75,8 +77,8 @@ def parse_compile(value: Any) -> Backend | None:
         return None
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"compile must be True, False or a dict with the keys {', '.join(_KEYS)} (as torch.compile's arguments), "
-            f"but got {value!r}."
+            f"compile must be True, False or a dict with the keys {', '.join(_KEYS)} (as "
+            f"torch.compile's arguments), but got {value!r}."
         )
     unknown = sorted(set(value) - set(_KEYS))
     if unknown:
@@ -113,7 +115,9 @@ def _check_registered(name: str) -> None:
 
 
 def have_cpp_compiler() -> bool:
-    """Whether Inductor can build its CPU kernels here (its own choice of compiler: ``CXX``, ``g++``, ``clang++``)."""
+    """Whether Inductor can build its CPU kernels here (its own choice of compiler: ``CXX``,
+    ``g++``, ``clang++``).
+    """
     from torch._inductor import config
 
     candidates = config.cpp.cxx if isinstance(config.cpp.cxx, list | tuple) else (config.cpp.cxx,)

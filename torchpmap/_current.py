@@ -1,6 +1,8 @@
-"""The runtime of this process: started by ``init`` or by first use, ended by ``shutdown`` or at exit.
+"""The runtime of this process: started by ``init`` or by first use, ended by ``shutdown`` or at
+exit.
 
-Asking for the devices only starts the fork server, in the background; workers start with the first value or call.
+Asking for the devices only starts the fork server, in the background; workers start with the first
+value or call.
 """
 
 from __future__ import annotations
@@ -35,14 +37,18 @@ _planned: tuple[Device, ...] | None = None
 
 
 def init(num_devices: int | None = None, device_type: str | None = None) -> None:
-    """Choose the devices and start their workers; a running pool of another size or kind is ended first.
+    """Choose the devices and start their workers; a running pool of another size or kind is ended
+    first.
 
-    Calling it is optional: the first use of torchpmap does the same with defaults.  Values of an ended pool are gone.
+    Calling it is optional: the first use of torchpmap does the same with defaults.  Values of an
+    ended pool are gone.
 
     Args:
-        num_devices: number of devices; default: ``TORCHPMAP_NUM_DEVICES``, else all GPUs, else one per usable CPU core
-            (at most 8).  CPU devices are processes, so more of them than cores is allowed.
-        device_type: ``"cpu"`` or ``"cuda"``; default: ``TORCHPMAP_DEVICE_TYPE``, else ``"cuda"`` if there is a GPU.
+        num_devices: number of devices; default: ``TORCHPMAP_NUM_DEVICES``, else all GPUs, else one
+            per usable CPU core (at most 8).  CPU devices are processes, so more of them than cores
+            is allowed.
+        device_type: ``"cpu"`` or ``"cuda"``; default: ``TORCHPMAP_DEVICE_TYPE``, else ``"cuda"`` if
+            there is a GPU.
 
     Raises:
         ValueError: an illegal number or kind, or fewer GPUs than asked for.
@@ -70,7 +76,8 @@ def init(num_devices: int | None = None, device_type: str | None = None) -> None
 
 
 def shutdown() -> None:
-    """End the workers; idempotent, and done at exit if it is not called.  The next use starts a new pool.
+    """End the workers; idempotent, and done at exit if it is not called.  The next use starts a new
+    pool.
 
     Values that lived on the workers are gone: using one raises ``RuntimeClosed``.
     """
@@ -97,18 +104,19 @@ def runtime() -> Runtime:
 
 
 def _restart_or_raise(ended: Runtime) -> None:
-    """A pool that could not be repaired is replaced; one that belongs to the parent process is not."""
+    """A pool that could not be repaired is replaced, but not one of the parent process."""
     error = getattr(ended, "forked", False)
     if error:
         raise RuntimeClosed(
-            "this process was forked from the one that owns the torchpmap devices; use torchpmap in the parent, or start this "
-            "process with spawn or forkserver."
+            "this process was forked from the one that owns the torchpmap devices; use torchpmap "
+            "in the parent, or start this process with spawn or forkserver."
         )
     _start(ended.devices)
 
 
 def _start(wanted: tuple[Device, ...]) -> None:
-    # the runtimes import multiprocessing's and torch's process machinery: not needed before the first start
+    # the runtimes import multiprocessing's and torch's process machinery: not needed before the
+    # first start
     from torchpmap._runtimes._local import LocalRuntime
 
     global _runtime
@@ -120,12 +128,14 @@ def _start(wanted: tuple[Device, ...]) -> None:
 
 
 def _refuse_launcher() -> None:
-    """Under torchrun every process would be a program of its own: its sums would silently miss the rest."""
+    """Under torchrun every process would be a program of its own: its sums would silently miss the
+    rest.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
         raise NotImplementedError(
-            f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} started by torchrun (or a similar "
-            "launcher), which torchpmap does not support yet. Run the script with plain python: torchpmap starts one worker "
-            "per device itself."
+            f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} started by "
+            "torchrun (or a similar launcher), which torchpmap does not support yet. Run the "
+            "script with plain python: torchpmap starts one worker per device itself."
         )
 
 
@@ -164,8 +174,8 @@ def devices(backend: str | None = None) -> list[Device]:
         found = list(_planned)
     if backend is not None and backend != found[0].platform:
         raise RuntimeError(
-            f"Unknown backend: {backend!r} requested, but the devices in use are of type {found[0].platform!r}. "
-            f"Call torchpmap.init(device_type={backend!r}) first."
+            f"Unknown backend: {backend!r} requested, but the devices in use are of type "
+            f"{found[0].platform!r}. Call torchpmap.init(device_type={backend!r}) first."
         )
     return found
 
@@ -176,13 +186,14 @@ def check_devices(chosen: Iterable[Device]) -> None:
     for device in chosen:
         if device not in known:
             raise ValueError(
-                f"{device!r} is not in use; the devices in use are {known[0]} to {known[-1]}. Choose from torchpmap.devices(), "
-                "or call torchpmap.init() first."
+                f"{device!r} is not in use; the devices in use are {known[0]} to {known[-1]}. "
+                "Choose from torchpmap.devices(), or call torchpmap.init() first."
             )
 
 
 def local_devices(process_index: int | None = None, backend: str | None = None) -> list[Device]:
-    """Return the devices of one controller process (this one by default); with one controller, all of them.
+    """Return the devices of one controller process (this one by default); with one controller, all
+    of them.
 
     Raises:
         ValueError: there is no such process.

@@ -1,7 +1,8 @@
 """``compile=False``: the Python function itself runs on every worker, and the call waits for it.
 
-Nothing guarantees here that all devices run the same collectives, and Gloo answers a mismatch with wrong numbers.  So every rank
-reports which collectives it ran, and results are given out only if all reports agree.
+Nothing guarantees here that all devices run the same collectives, and Gloo answers a mismatch with
+wrong numbers.  So every rank reports which collectives it ran, and results are given out only if
+all reports agree.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ __all__ = ["EagerPlan"]
 
 
 class EagerPlan:
-    """How to run one program uncompiled; prepared like a ``Plan``, but its outputs are known only afterwards."""
+    """How to run one program uncompiled; prepared like a ``Plan``, but its outputs are known only
+    afterwards.
+    """
 
     def __init__(self, program: Program, devices: tuple[Device, ...], prefix: str) -> None:
         self._program = program
@@ -88,16 +91,18 @@ class EagerPlan:
                 first.dims,
             ):
                 raise ValueError(
-                    f"{self._prefix}: devices returned different kinds of results: {self._devices[0]} returned "
-                    f"{_summary(first)}, {device} returned {_summary(report)}. All devices must return the same structure, shapes "
-                    "and dtypes to be stacked."
+                    f"{self._prefix}: devices returned different kinds of results: "
+                    f"{self._devices[0]} returned {_summary(first)}, {device} returned "
+                    f"{_summary(report)}. All devices must return the same structure, shapes and "
+                    "dtypes to be stacked."
                 )
             if report.written is not None:
                 raise RuntimeError(report.written)
             if report.used_randomness:
                 raise NotImplementedError(
-                    f"{self._prefix}: the function draws random numbers, and random streams per device are not supported yet. "
-                    "Draw them outside and pass them as an argument, for example torch.randn(num_devices, ...)."
+                    f"{self._prefix}: the function draws random numbers, and random streams per "
+                    "device are not supported yet. Draw them outside and pass them as an argument, "
+                    "for example torch.randn(num_devices, ...)."
                 )
         for path, difference in first.differences:
             if difference != 0:
@@ -111,9 +116,10 @@ class EagerPlan:
             length = min(len(report.collectives), len(first))
             place = next((k for k in range(length) if report.collectives[k] != first[k]), length)
             raise CollectiveMismatch(
-                f"{self._prefix}: devices ran different collectives, so the result would be wrong. Collective number {place + 1}:\n"
-                f"  {self._devices[0]}: {_nth(first, place)}\n  {device}: {_nth(report.collectives, place)}\n"
-                "Every device must run the same collectives in the same order: do not put one under a condition on a device's own "
+                f"{self._prefix}: devices ran different collectives, so the result would be wrong. "
+                f"Collective number {place + 1}:\n  {self._devices[0]}: {_nth(first, place)}\n  "
+                f"{device}: {_nth(report.collectives, place)}\nEvery device must run the same "
+                "collectives in the same order: do not put one under a condition on a device's own "
                 "values or axis index."
             )
 

@@ -1,11 +1,13 @@
 """What a function reads from outside itself, watched so that a traced graph is never stale.
 
-JAX bakes closed-over values into the program at the first call and never looks again.  Here the cells, globals, defaults and
-attributes that the function's code can reach are noted by identity; when one is rebound, the function is traced again.
-(In-place changes of tensors are noticed separately, without a new trace.)
+JAX bakes closed-over values into the program at the first call and never looks again.  Here the
+cells, globals, defaults and attributes that the function's code can reach are noted by identity;
+when one is rebound, the function is traced again. (In-place changes of tensors are noticed
+separately, without a new trace.)
 
-It follows plain functions, partials, bound methods, modules (``torch.nn``), instances, classes, lists, tuples and dicts, a few
-levels deep.  numpy arrays count no versions: their contents are compared.
+It follows plain functions, partials, bound methods, modules (``torch.nn``), instances, classes,
+lists, tuples and dicts, a few levels deep.  numpy arrays count no versions: their contents are
+compared.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""Process groups of one worker, by name: made, cut from another thread, dropped, made again in the next epoch.
+"""Process groups of one worker, by name: made, cut from another thread, dropped, made again in the
+next epoch.
 
-Groups are plain ``c10d`` groups registered under a *name* that is equal on all ranks, so that compiled graphs (which hold only
-the name) survive a rebuilt group.  They are made directly instead of with ``torch.distributed.new_group`` because that sorts
-its ranks, numbers its names, and needs a default group.
+Groups are plain ``c10d`` groups registered under a *name* that is equal on all ranks, so that
+compiled graphs (which hold only the name) survive a rebuilt group.  They are made directly instead
+of with ``torch.distributed.new_group`` because that sorts its ranks, numbers its names, and needs a
+default group.
 
-A rank that waits in a Gloo collective for a rank that will not come can be freed neither by ``abort()`` nor by a signal (torch
-2.13: Gloo overrides neither abort nor shutdown).  What works is shutting down the group's *connected* sockets, found as the
-descriptors that appeared while the group was made; the listening socket must be left alone (closing it aborts the process).
+A rank that waits in a Gloo collective for a rank that will not come can be freed neither by
+``abort()`` nor by a signal (torch 2.13: Gloo overrides neither abort nor shutdown).  What works is
+shutting down the group's *connected* sockets, found as the descriptors that appeared while the
+group was made; the listening socket must be left alone (closing it aborts the process).
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ __all__ = ["Groups", "RankPartition"]
 
 RankTuple = tuple[int, ...]
 RankPartition = tuple[RankTuple, ...]
-"""Disjoint tuples of ranks; a rank's group is the tuple that holds it, its place there is its rank in the group."""
+"""Disjoint tuples of ranks; a rank's group is the tuple that holds it, its place there is its rank
+in the group.
+"""
 
 
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=10)
@@ -37,7 +42,9 @@ _CONNECT_TIMEOUT = datetime.timedelta(seconds=10)
 
 
 class Groups:
-    """Named process groups of this process (one writer: the main thread; ``cut`` may come from any thread)."""
+    """Named process groups of this process (one writer: the main thread; ``cut`` may come from any
+    thread).
+    """
 
     def __init__(self, rank: int, device: torch.device, store_path: str, timeout_s: float) -> None:
         self._rank = rank
@@ -84,7 +91,8 @@ class Groups:
         while not store.check(keys):
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"process group of the ranks {list(members)}: not all came within {self._timeout}"
+                    f"process group of the ranks {list(members)}: not all came within "
+                    f"{self._timeout}"
                 )
             self._cut.wait(pause)
             pause = min(2 * pause, 0.01)
@@ -97,7 +105,7 @@ class Groups:
             )
 
     def _connect(self, store: dist.Store, members: RankTuple) -> dist.ProcessGroup:
-        """Make the group, until ``cut``: Gloo cannot be stopped while it connects, but left behind."""
+        """Make the group, until ``cut``: Gloo cannot be stopped in connecting, but left behind."""
         result: list[dist.ProcessGroup | Exception] = []
 
         def make() -> None:
@@ -142,7 +150,9 @@ class Groups:
         return options
 
     def cut(self, epoch: int) -> None:
-        """Free this rank from any collective up to ``epoch``; a late cut of an older epoch does nothing."""
+        """Free this rank from any collective up to ``epoch``; a late cut of an older epoch does
+        nothing.
+        """
         with self._lock:
             self._cut_epoch = max(self._cut_epoch, epoch)
             if epoch < self.epoch:
@@ -156,7 +166,9 @@ class Groups:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def drop(self) -> None:
-        """Let go of all groups: peers that wait for this rank fail within milliseconds instead of at their timeout."""
+        """Let go of all groups: peers that wait for this rank fail within milliseconds instead of
+        at their timeout.
+        """
         with self._lock:
             self._cut.set()
             self._shut_down()

@@ -1,7 +1,8 @@
 """What a value on the workers looks like: its logical shape and which block each rank holds.
 
-A block has as many dims as the whole value.  Layouts are interned: the key of a call compares them by identity, so asking "is
-this argument where the plan wants it" costs one dictionary lookup however many leaves there are.
+A block has as many dims as the whole value.  Layouts are interned: the key of a call compares them
+by identity, so asking "is this argument where the plan wants it" costs one dictionary lookup
+however many leaves there are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ DEFAULT_AXIS_NAME = "devices"
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Layout:
-    """Shape, dtype and placement of a sharded value (compared by identity; made by the functions below)."""
+    """Shape, dtype and placement of a sharded value (compared by identity; made by the functions
+    below).
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -31,7 +34,9 @@ class Layout:
     """In mesh order; ``ranks`` are their ids."""
     ranks: tuple[int, ...]
     dim: int | None
-    """The dim whose index k lives on the k-th device; None if every device holds everything (or for a general sharding)."""
+    """The dim whose index k lives on the k-th device; None if every device holds everything (or for
+    a general sharding).
+    """
     is_replicated: bool
 
     @property
@@ -91,7 +96,9 @@ def stacked_layout(
     devices: tuple[Device, ...],
     axis_name: Hashable,
 ) -> Layout:
-    """The layout of a value whose blocks (of size 1 in ``dim``) are stacked along ``dim``; None: all blocks are equal."""
+    """The layout of a value whose blocks (of size 1 in ``dim``) are stacked along ``dim``; None:
+    all blocks are equal.
+    """
     if dim is None:
         return replicated_layout(block_shape, dtype, devices)
     shape = (*block_shape[:dim], len(devices), *block_shape[dim + 1 :])

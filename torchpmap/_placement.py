@@ -37,8 +37,8 @@ def device_put(x: Any, device: Device | Sequence[Device] | NamedSharding | None 
 
     Args:
         x: tensor, numpy array, number, or a pytree of them.
-        device: a device (the whole value goes there), a list of devices (row k of dim 0 goes to the k-th), a ``NamedSharding``, or
-            None for the first device.
+        device: a device (the whole value goes there), a list of devices (row k of dim 0 goes to the
+            k-th), a ``NamedSharding``, or None for the first device.
 
     Returns:
         The same structure.  A ShardedTensor that is already there is not moved.
@@ -65,8 +65,9 @@ def device_put(x: Any, device: Device | Sequence[Device] | NamedSharding | None 
             return replicated_layout(shape, dtype, (target,))
         if not shape or shape[0] != len(target):
             raise ValueError(
-                f"device_put onto {len(target)} devices puts row k of dim 0 on the k-th, so {path} must have {len(target)} rows, "
-                f"but its shape is {list(shape)}. For a copy on every device use torchpmap.replicate."
+                f"device_put onto {len(target)} devices puts row k of dim 0 on the k-th, so {path} "
+                f"must have {len(target)} rows, but its shape is {list(shape)}. For a copy on "
+                "every device use torchpmap.replicate."
             )
         return row_layout(shape, dtype, target, 0, None)
 
@@ -86,7 +87,8 @@ def _target(device: Any) -> Device | tuple[Device, ...] | NamedSharding:
         check_devices(device)
         return tuple(device)
     raise TypeError(
-        f"device_put takes a torchpmap Device, a non-empty list of them or a NamedSharding, but got {device!r}."
+        "device_put takes a torchpmap Device, a non-empty list of them or a NamedSharding, but "
+        f"got {device!r}."
     )
 
 
@@ -117,7 +119,8 @@ def _host(leaf: Any, path: str) -> torch.Tensor:
 
 
 def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
-    """Return a list of per-device values as ShardedTensors: value k becomes row k, on the k-th device.
+    """Return a list of per-device values as ShardedTensors: value k becomes row k, on the k-th
+    device.
 
     device_put_sharded: n x T[*s] -> T[n, *s]
 
@@ -137,7 +140,8 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
     """
     if not shards or len(shards) != len(devices):
         raise ValueError(
-            f"len(shards) = {len(shards)} must equal len(devices) = {len(devices)}, and there must be at least one."
+            f"len(shards) = {len(shards)} must equal len(devices) = {len(devices)}, and there must "
+            "be at least one."
         )
     check_devices(devices)
     flat = [flatten(shard) for shard in shards]
@@ -145,7 +149,8 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
     for k, (_, other) in enumerate(flat):
         if other != structure:
             raise ValueError(
-                f"shards must have one structure, but shard 0 has {structure} and shard {k} has {other}."
+                f"shards must have one structure, but shard 0 has {structure} and shard {k} has "
+                f"{other}."
             )
     chosen = tuple(devices)
     results: list[Any] = []
@@ -162,7 +167,8 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
         kinds = {(tuple(value.shape), value.dtype) for value in values}
         if len(kinds) != 1:
             raise ValueError(
-                f"the shards must agree in shape and dtype, but {path} has {sorted(map(str, kinds))}."
+                f"the shards must agree in shape and dtype, but {path} has "
+                f"{sorted(map(str, kinds))}."
             )
         shape, dtype = kinds.pop()
         layout = row_layout((len(chosen), *shape), dtype, chosen, 0, None)
@@ -193,7 +199,8 @@ def device_put_replicated(x: Any, devices: Sequence[Device]) -> Any:
 
 
 def replicate(x: Any, devices: Sequence[Device] | None = None) -> Any:
-    """Return ``x`` with an equal copy on every device and no new dim; pass it on with ``in_axes=None``.
+    """Return ``x`` with an equal copy on every device and no new dim; pass it on with
+    ``in_axes=None``.
 
     replicate: T[*s] -> T[*s] on every device
 
@@ -209,7 +216,8 @@ def replicate(x: Any, devices: Sequence[Device] | None = None) -> Any:
         >>> tp.pmap(lambda w, x: w.sum() * x, in_axes=(None, 0))(w, torch.arange(4.0)).tolist()
         [0.0, 3.0, 6.0, 9.0]
 
-    Source: ``flax.jax_utils.replicate``, which adds a leading dim instead: that is ``device_put_replicated``.
+    Source: ``flax.jax_utils.replicate``, which adds a leading dim instead: that is
+        ``device_put_replicated``.
     """
     chosen = tuple(all_devices() if devices is None else devices)
     check_devices(chosen)
@@ -222,8 +230,8 @@ def unreplicate(x: Any) -> Any:
     unreplicate: replicated T[*s] -> T[*s];  stacked T[n, *s] -> T[*s] (row 0)
 
     Args:
-        x: pytree; values of ``replicate`` and of ``out_axes=None`` are fetched as they are, stacked ones (one row per device)
-            give row 0.
+        x: pytree; values of ``replicate`` and of ``out_axes=None`` are fetched as they are, stacked
+            ones (one row per device) give row 0.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -249,7 +257,8 @@ def unreplicate(x: Any) -> Any:
 def device_get(x: Any) -> Any:
     """Return a pytree with every ShardedTensor fetched to the host; other leaves are left alone.
 
-    device_get: T[*s] on the devices -> numpy array [*s] (dtypes that numpy lacks, such as bfloat16: a CPU tensor)
+    device_get: T[*s] on the devices -> numpy array [*s] (dtypes that numpy lacks, such as bfloat16:
+    a CPU tensor)
 
     Example:
         >>> import torch, torchpmap as tp

@@ -1,6 +1,8 @@
-"""The frozen result of preparing a call: everything about one (function, shapes, layouts) that can be decided once.
+"""The frozen result of preparing a call: everything about one (function, shapes, layouts) that can
+be decided once.
 
-    leaves of a call --Placement--> handles --Plan--> one frame to the workers --> handles --> ShardedTensors
+    leaves of a call --Placement--> handles --Plan--> one frame to the workers --> handles -->
+    ShardedTensors
 
 A ``Plan`` belongs to one runtime; dropping it makes the workers forget it.
 """
@@ -23,8 +25,9 @@ from torchpmap._structure import Structure
 __all__ = ["Called", "Captured", "Plan", "host_tensor", "place", "version_of"]
 
 Called = tuple[list[tuple[Layout, Handle]], Callable[[list[Any]], Any], bool]
-"""What starting a program gives: layout and handle per output, how to make the tree of them, and whether they depend on a
-captured tensor that requires grad."""
+"""What starting a program gives: layout and handle per output, how to make the tree of them, and
+whether they depend on a captured tensor that requires grad.
+"""
 
 
 class Captured:
@@ -49,7 +52,9 @@ class Captured:
 
 
 def version_of(tensor: torch.Tensor) -> Any:
-    """Something that differs after an in-place write, a ``.data`` swap or, for a ``ShardedTensor``, a new value."""
+    """Something that differs after an in-place write, a ``.data`` swap or, for a ``ShardedTensor``,
+    a new value.
+    """
     if isinstance(tensor, ShardedTensor):
         return tensor._handle
     if tensor.is_inference():
@@ -119,7 +124,9 @@ class Plan:
 
 
 def place(value: Any, layout: Layout) -> Handle:
-    """The handle of ``value`` laid out as ``layout``: its own if it is there already, else it is (re)sent."""
+    """The handle of ``value`` laid out as ``layout``: its own if it is there already, else it is
+    (re)sent.
+    """
     if type(value) is ShardedTensor:
         handle = check_open(value)
         here = value._layout
@@ -131,7 +138,9 @@ def place(value: Any, layout: Layout) -> Handle:
 
 
 def host_tensor(value: Any) -> torch.Tensor:
-    """A tensor, numpy array or number as a CPU tensor, without a copy where possible; dtypes are kept."""
+    """A tensor, numpy array or number as a CPU tensor, without a copy where possible; dtypes are
+    kept.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().cpu() if value.device.type != "cpu" else value.detach()
     if isinstance(value, np.ndarray):

@@ -1,7 +1,8 @@
 """``pmap``: the front end.  A call is looked up, or prepared once, and then only followed.
 
 __call__ -> key -> _Prepared           the hot path
-              \\-> _prepare             bind arguments, choose devices, trace, make the plan, compile
+              \\-> _prepare             bind arguments, choose devices, trace, make the plan,
+              compile
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class _Prepared:
 
 
 class _Method:
-    """A bound method that does not keep its instance alive (its plans live as long as the instance)."""
+    """A bound method that does not keep its instance alive (its plans live as long as the
+    instance).
+    """
 
     def __init__(
         self, fun: Callable[..., Any], instance: Any, forget: Callable[[Any], Any]
@@ -157,7 +160,7 @@ class Pmapped:
             prepared = self._prepare(args, kwargs, key)
         return self._run(prepared, leaves, runtime)
 
-    # -- the hot path ------------------------------------------------------------------------------------------------------
+    # -- the hot path ------------------------------------------------------------------------------
 
     def _run(self, prepared: _Prepared, leaves: list[Any], runtime: Runtime) -> Any:
         plan = prepared.plan
@@ -177,7 +180,7 @@ class Pmapped:
                 place(leaf, layout) for leaf, layout in zip(leaves, prepared.layouts, strict=True)
             ]
             wants_grad = torch.is_grad_enabled() and any(
-                [leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
+                leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)
             )
         if runtime.scarred:
             for handle in held:
@@ -196,7 +199,7 @@ class Pmapped:
             if type(leaves[position]) is ShardedTensor:
                 leaves[position]._consume(f"{self._options.prefix}, which it was donated to")
 
-    # -- the first call of a kind ------------------------------------------------------------------------------------------
+    # -- the first call of a kind ------------------------------------------------------------------
 
     def _forget(self, runtime: Runtime) -> None:
         self._prepared.clear()
@@ -209,7 +212,8 @@ class Pmapped:
         refuse_transforms(leaves, options.prefix)
         if _axes.bound():
             raise NotImplementedError(
-                f"{options.prefix}: a pmap inside a mapped function is not supported yet. Use torchpmap.vmap for the inner map."
+                f"{options.prefix}: a pmap inside a mapped function is not supported yet. Use "
+                "torchpmap.vmap for the inner map."
             )
         for leaf in leaves:
             if type(leaf) is ShardedTensor:
@@ -218,7 +222,8 @@ class Pmapped:
         bound = bind(self._fun, options, args, kwargs, None if chosen is None else len(chosen))
         devices = self._choose_devices(bound.size)
         prepared = self._plan_for(bound, devices)
-        self._environment.refresh()  # after tracing: what the function itself rebinds must not count as a change
+        # after tracing: what the function itself rebinds must not count as a change
+        self._environment.refresh()
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
             self._plans.clear()
@@ -230,17 +235,19 @@ class Pmapped:
         if options.devices is not None:
             if size != len(options.devices):
                 raise ValueError(
-                    f"{options.prefix}: Leading axis size of input to pmapped function must equal the number of local devices "
-                    f"passed to pmap. Got axis_size={size}, num_local_devices={len(options.devices)} "
-                    f"(devices={list(options.devices)})."
+                    f"{options.prefix}: Leading axis size of input to pmapped function must equal "
+                    f"the number of local devices passed to pmap. Got axis_size={size}, "
+                    f"num_local_devices={len(options.devices)} (devices={list(options.devices)})."
                 )
             check_devices(options.devices)
             return options.devices
         available = all_devices(options.platform)
         if size > len(available):
             raise ValueError(
-                f"{options.prefix}: compiling computation that requires {size} logical devices, but only {len(available)} devices "
-                f"are available. Call torchpmap.init(num_devices={size}), or map fewer rows and torchpmap.vmap over the rest."
+                f"{options.prefix}: compiling computation that requires {size} logical devices, "
+                f"but only {len(available)} devices are available. Call "
+                f"torchpmap.init(num_devices={size}), or map fewer rows and torchpmap.vmap over "
+                "the rest."
             )
         return tuple(available[:size])
 
@@ -295,8 +302,9 @@ class Pmapped:
             for other, leaf in enumerate(leaves):
                 if other != position and leaf is leaves[position] and isinstance(leaf, _DATA):
                     raise ValueError(
-                        f"{self._options.prefix}: argument {paths[position]} is donated, but the same tensor is also "
-                        f"argument {paths[other]}. Donate it once and pass it once, or pass a copy."
+                        f"{self._options.prefix}: argument {paths[position]} is donated, but the "
+                        f"same tensor is also argument {paths[other]}. Donate it once and pass it "
+                        "once, or pass a copy."
                     )
 
     def _make_plan(
@@ -309,13 +317,14 @@ class Pmapped:
             except Untraceable as verdict:
                 if options.fullgraph:
                     raise TraceError(
-                        f"{options.prefix}: fullgraph=True, but the function cannot be traced: at {verdict.where}: "
-                        f"{verdict.reason}. Use torch.where, torch.cond or a static argument, or drop fullgraph to run it "
-                        "without tracing."
+                        f"{options.prefix}: fullgraph=True, but the function cannot be traced: at "
+                        f"{verdict.where}: {verdict.reason}. Use torch.where, torch.cond or a "
+                        "static argument, or drop fullgraph to run it without tracing."
                     ) from verdict.__cause__
                 self._warn_once(
-                    f"{options.prefix}: running without tracing (as compile=False), which is slower, because of {verdict.where}: "
-                    f"{verdict.reason}. Use torch.where, torch.cond or a static argument to compile it, or pass compile=False to "
+                    f"{options.prefix}: running without tracing (as compile=False), which is "
+                    f"slower, because of {verdict.where}: {verdict.reason}. Use torch.where, "
+                    "torch.cond or a static argument to compile it, or pass compile=False to "
                     "silence this warning."
                 )
         return EagerPlan(program, devices, options.prefix)
@@ -390,8 +399,9 @@ class Pmapped:
     def _refuse_randomness(self, is_random: bool) -> None:
         if is_random:
             raise NotImplementedError(
-                f"{self._options.prefix}: the function draws random numbers, and random streams per device are not supported yet. "
-                "Draw them outside and pass them as an argument, for example torch.randn(num_devices, ...)."
+                f"{self._options.prefix}: the function draws random numbers, and random streams "
+                "per device are not supported yet. Draw them outside and pass them as an argument, "
+                "for example torch.randn(num_devices, ...)."
             )
 
 
@@ -449,8 +459,9 @@ def _usable(backend: Backend | None, devices: tuple[Device, ...]) -> Backend:
     if not _missing_compiler_warned:
         _missing_compiler_warned = True
         warn(
-            "torchpmap: no C++ compiler was found (g++ or clang++, or the one named by CXX), so mapped functions run as traced "
-            "graphs, without Inductor: right, but slower. Install one, or pass compile={'backend': 'eager'} to silence this.",
+            "torchpmap: no C++ compiler was found (g++ or clang++, or the one named by CXX), so "
+            "mapped functions run as traced graphs, without Inductor: right, but slower. Install "
+            "one, or pass compile={'backend': 'eager'} to silence this.",
         )
     return EAGER
 
@@ -473,42 +484,52 @@ def pmap(
     randomness: str = "different",
     check_replicated: bool = False,
 ) -> Any:
-    """Return ``fun`` mapped over devices: device k runs it on row k of the mapped arguments, all at once.
+    """Return ``fun`` mapped over devices: device k runs it on row k of the mapped arguments, all at
+    once.
 
     (fun: rows -> results) -> (stacked rows -> ShardedTensors stacked the same way)
-    Backward: inside ``fun`` use ``torchpmap.grad`` or ``torch.func``; differentiating through the mapped function from outside
-    is not supported yet and raises.
+    Backward: inside ``fun`` use ``torchpmap.grad`` or ``torch.func``; differentiating through the
+    mapped function from outside is not supported yet and raises.
 
-    Calls return at once; a result waits when its numbers are needed.  ``fun`` is traced once per kind of arguments, compiled by
-    Inductor on one device and loaded by the others.  It must be pure: in-place writes to arguments stay inside, and writes to
-    captured tensors raise.  Closed-over tensors and modules may change between calls; their current values are used.
+    Calls return at once; a result waits when its numbers are needed.  ``fun`` is traced once per
+    kind of arguments, compiled by Inductor on one device and loaded by the others.  It must be
+    pure: in-place writes to arguments stay inside, and writes to captured tensors raise.
+    Closed-over tensors and modules may change between calls; their current values are used.
 
     Args:
-        fun: function of tensors, numpy arrays, numbers and pytrees of them.  Left out, ``pmap(...)`` is a decorator.
+        fun: function of tensors, numpy arrays, numbers and pytrees of them.  Left out,
+            ``pmap(...)`` is a decorator.
         axis_name: name of the mapped axis for the collectives; hashable, not an int, tuple or list.
-        in_axes: an int or None per positional argument (or one for all): the dim that is mapped, negative counts from the back;
-            None passes the whole value to every device.  Each entry may be a pytree prefix of its argument; a dict gives
-            entries by parameter name.  Keyword arguments are mapped over dim 0 unless such a dict names them.
-        out_axes: as in_axes, for the outputs: where the new dim of stacked results goes; None returns one unstacked value, that
-            of the first device (made equal on all devices).
-        static_broadcasted_argnums: positions of arguments that are plain hashable Python values; each new value traces again.
+        in_axes: an int or None per positional argument (or one for all): the dim that is mapped,
+            negative counts from the back; None passes the whole value to every device.  Each entry
+            may be a pytree prefix of its argument; a dict gives entries by parameter name.  Keyword
+            arguments are mapped over dim 0 unless such a dict names them.
+        out_axes: as in_axes, for the outputs: where the new dim of stacked results goes; None
+            returns one unstacked value, that of the first device (made equal on all devices).
+        static_broadcasted_argnums: positions of arguments that are plain hashable Python values;
+            each new value traces again.
         static_broadcasted_argnames: names of keyword arguments that are so.
-        devices: the devices to run on, in axis order; exactly as many as rows.  Default: the first ones of ``tp.devices()``.
+        devices: the devices to run on, in axis order; exactly as many as rows.  Default: the first
+            ones of ``tp.devices()``.
         backend: ``"cpu"`` or ``"cuda"``.
         axis_size: size of the axis where no argument is mapped; otherwise it is checked.
-        donate_argnums: positions of arguments whose memory on the devices is given up with the call.
+        donate_argnums: positions of arguments whose memory on the devices is given up with the
+            call.
         donate_argnames: names of keyword arguments that are so.
-        compile: True (Inductor), False (run ``fun`` itself in Python on every device), or a dict of ``torch.compile``'s
-            ``backend``, ``mode`` and ``options``; ``{"backend": "eager"}`` runs the traced graph uncompiled.
+        compile: True (Inductor), False (run ``fun`` itself in Python on every device), or a dict of
+            ``torch.compile``'s ``backend``, ``mode`` and ``options``; ``{"backend": "eager"}`` runs
+            the traced graph uncompiled.
         fullgraph: raise instead of falling back to ``compile=False`` when ``fun`` cannot be traced.
         randomness: reserved; random numbers inside ``fun`` raise for now.
-        check_replicated: raise if an output with out axis None differs between devices (makes the call wait).
+        check_replicated: raise if an output with out axis None differs between devices (makes the
+            call wait).
 
     Returns:
         The mapped function; ``__wrapped__`` is ``fun``.
 
     Raises:
-        TypeError, ValueError: misuse, before anything is sent.  What ``fun`` raises is raised with its own type.
+        TypeError, ValueError: misuse, before anything is sent.  What ``fun`` raises is raised with
+        its own type.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -565,8 +586,8 @@ def _options(
     donate_names = as_tuple(donate_argnames, "donate_argnames", str)
     if set(static) & set(donate) or set(static_names) & set(donate_names):
         raise ValueError(
-            f"pmap: static_broadcasted_argnums {list(static or static_names)} and donate_argnums {list(donate or donate_names)} "
-            "cannot intersect."
+            f"pmap: static_broadcasted_argnums {list(static or static_names)} and donate_argnums "
+            f"{list(donate or donate_names)} cannot intersect."
         )
     if randomness not in ("different", "same", "error"):
         raise ValueError(
@@ -598,7 +619,8 @@ def _device_list(devices: Sequence[Device] | None) -> tuple[Device, ...] | None:
         return None
     if not isinstance(devices, Iterable):
         raise TypeError(
-            f"'devices' argument to pmap must be a sequence of torchpmap devices, but got {devices!r}."
+            "'devices' argument to pmap must be a sequence of torchpmap devices, but got "
+            f"{devices!r}."
         )
     chosen = tuple(devices)
     if not chosen:
@@ -606,7 +628,8 @@ def _device_list(devices: Sequence[Device] | None) -> tuple[Device, ...] | None:
     for device in chosen:
         if not isinstance(device, Device):
             raise TypeError(
-                f"'devices' argument to pmap must hold torchpmap devices (torchpmap.devices()), but got {device!r}."
+                "'devices' argument to pmap must hold torchpmap devices (torchpmap.devices()), "
+                f"but got {device!r}."
             )
     if len(set(chosen)) != len(chosen):
         raise ValueError(

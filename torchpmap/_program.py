@@ -1,7 +1,8 @@
 """What one device does in a mapped call: take its rows, call the function, lay out what it returns.
 
-The same ``Program`` is traced in the controller (``_trace``) and, with ``compile=False``, run as it is on every worker
-(``run_eager_call``), so both modes follow the same rules and raise the same errors.
+The same ``Program`` is traced in the controller (``_trace``) and, with ``compile=False``, run as it
+is on every worker (``run_eager_call``), so both modes follow the same rules and raise the same
+errors.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Input:
-    """A leaf that arrives as a block; ``dim`` is the mapped dim (of size 1 in the block), None for an unmapped leaf."""
+    """A leaf that arrives as a block; ``dim`` is the mapped dim (of size 1 in the block), None for
+    an unmapped leaf.
+    """
 
     dim: int | None
 
@@ -115,7 +118,9 @@ class Program:
         return Outcome(structure, tuple(blocks), tuple(dims), tuple(checks.values()), tuple(checks))
 
     def _difference(self, value: torch.Tensor) -> torch.Tensor:
-        """The largest distance of any device's value from the first device's; infinite where only one of them is NaN."""
+        """The largest distance of any device's value from the first device's; infinite where only
+        one of them is NaN.
+        """
         first = _collectives.pbroadcast(value, self.axis_name, 0)
         unequal = (value != first) & ~((value != value) & (first != first))
         wide = torch.complex128 if value.is_complex() else torch.float64
@@ -138,19 +143,20 @@ def _as_tensor(value: Any, path: str) -> torch.Tensor:
         except TypeError as error:
             raise TypeError(f"{path} is {value!r}, which has no tensor dtype: {error}") from error
     raise TypeError(
-        f"{path} has type {type(value).__name__}, but a mapped function must return tensors, numpy arrays, numbers or None "
-        "(in any pytree)."
+        f"{path} has type {type(value).__name__}, but a mapped function must return tensors, numpy "
+        "arrays, numbers or None (in any pytree)."
     )
 
 
 def not_replicated(prefix: str, path: str, difference: float) -> str:
     return (
-        f"{prefix}: out_axes is None for {path}, but its value differs between devices (largest difference {difference:g}). "
-        "Reduce it over the axis (for example with pmean), or give it an out axis."
+        f"{prefix}: out_axes is None for {path}, but its value differs between devices (largest "
+        f"difference {difference:g}). Reduce it over the axis (for example with pmean), or give it "
+        "an out axis."
     )
 
 
-# -- compile=False ---------------------------------------------------------------------------------------------------------
+# -- compile=False ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -160,12 +166,15 @@ class EagerCall:
     name: str
     function_id: int
     function: bytes | None
-    """The pickled ``Program`` and list of the tensors it closes over; None for a worker that has them."""
+    """The pickled ``Program`` and list of the tensors it closes over; None for a worker that has
+    them.
+    """
     handles: tuple[int, ...]
     ranks: tuple[int, ...]
     group: str
     sources: tuple[tuple[str, Any], ...]
-    """Source lines that are in no file (notebook cells), for tracebacks; travels with the function."""
+    """Source lines that are in no file (notebook cells), for tracebacks; travels with the function.
+    """
     first_output: int = 0
 
     def placed(self, first_output: int, *, without_function: bool) -> EagerCall:

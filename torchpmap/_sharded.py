@@ -1,11 +1,12 @@
 """``ShardedTensor``: a tensor whose data lives on the devices of the pool.
 
-It is a ``torch.Tensor`` subclass without storage here.  Its state is a layout (what the value is and who holds which block) and a
-handle (the name of the blocks on the workers; the last reference frees them).  Values are immutable: an in-place operation makes
-a new value and lets this tensor name it.
+It is a ``torch.Tensor`` subclass without storage here.  Its state is a layout (what the value is
+and who holds which block) and a handle (the name of the blocks on the workers; the last reference
+frees them).  Values are immutable: an in-place operation makes a new value and lets this tensor
+name it.
 
-An operation gathers the operands first and runs on the host; only what needs no data (``detach``, ``clone``) or little of it
-(``x[i]`` moves one row) is cheaper than that.
+An operation gathers the operands first and runs on the host; only what needs no data (``detach``,
+``clone``) or little of it (``x[i]`` moves one row) is cheaper than that.
 """
 
 from __future__ import annotations
@@ -48,11 +49,13 @@ class Shard:
 
 
 class ShardedTensor(torch.Tensor):
-    """A ``torch.Tensor`` whose data lives on the devices (not ``torch.distributed``'s class of the same name).
+    """A ``torch.Tensor`` whose data lives on the devices (not ``torch.distributed``'s class of the
+    same name).
 
-    Results of ``pmap`` and of ``device_put`` are of this class.  ``shape``, ``dtype``, ``len`` and ``repr`` need no data;
-    every torch function works on it, gathering the operands to the host first.  Handing it to a mapped function again moves
-    nothing when it is already laid out as needed.  The workers free it when the last reference dies.
+    Results of ``pmap`` and of ``device_put`` are of this class.  ``shape``, ``dtype``, ``len`` and
+    ``repr`` need no data; every torch function works on it, gathering the operands to the host
+    first.  Handing it to a mapped function again moves nothing when it is already laid out as
+    needed.  The workers free it when the last reference dies.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -80,7 +83,7 @@ class ShardedTensor(torch.Tensor):
             "a ShardedTensor is made by pmap or by torchpmap.device_put, not by calling the class"
         )
 
-    # -- where it is -------------------------------------------------------------------------------------------------------
+    # -- where it is -------------------------------------------------------------------------------
 
     @property
     def sharding(self) -> NamedSharding:
@@ -114,11 +117,11 @@ class ShardedTensor(torch.Tensor):
         return shards
 
     def addressable_data(self, index: int) -> torch.Tensor:
-        """The block of the ``index``-th device, as a CPU tensor; ``IndexError`` if there is none."""
+        """The block of the ``index``-th device as a CPU tensor; ``IndexError`` if there is none."""
         layout, handle = self._alive()
         return _fetch_blocks(layout, handle, [range(len(layout.ranks))[index]])[0]
 
-    # -- when it is --------------------------------------------------------------------------------------------------------
+    # -- when it is --------------------------------------------------------------------------------
 
     def block_until_ready(self) -> ShardedTensor:
         """Wait until the value is computed and return it; raises what its computation raised."""
@@ -132,7 +135,9 @@ class ShardedTensor(torch.Tensor):
         return handle.team.runtime.is_ready(handle)
 
     def delete(self) -> None:
-        """Free the value on the devices now; using it afterwards raises ``RuntimeError``.  Idempotent."""
+        """Free the value on the devices now; using it afterwards raises ``RuntimeError``.
+        Idempotent.
+        """
         self._consume("delete()")
 
     def is_deleted(self) -> bool:
@@ -149,12 +154,13 @@ class ShardedTensor(torch.Tensor):
         if layout is None or handle is None:
             kind = str(self.dtype).removeprefix("torch.")
             raise RuntimeError(
-                f"this ShardedTensor of type {kind}{list(self.shape)} has been deleted by {self._consumed_by}; its memory on the "
-                "devices is gone. Use the result of that call, or do not donate the argument."
+                f"this ShardedTensor of type {kind}{list(self.shape)} has been deleted by "
+                f"{self._consumed_by}; its memory on the devices is gone. Use the result of that "
+                "call, or do not donate the argument."
             )
         return layout, handle
 
-    # -- to the host -------------------------------------------------------------------------------------------------------
+    # -- to the host -------------------------------------------------------------------------------
 
     def to_host(self) -> torch.Tensor:
         """The whole value as a plain CPU tensor (a copy)."""
@@ -168,7 +174,8 @@ class ShardedTensor(torch.Tensor):
         """The whole value as a numpy array."""
         if self.requires_grad and not force:
             raise RuntimeError(
-                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() "
+                "instead."
             )
         return self.to_host().numpy()
 
@@ -207,8 +214,8 @@ class ShardedTensor(torch.Tensor):
         layout, _ = self._alive()
         if self.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
-                "a ShardedTensor that requires grad cannot be written to in place; do it under torch.no_grad(), or use an "
-                "out-of-place operation."
+                "a ShardedTensor that requires grad cannot be written to in place; do it under "
+                "torch.no_grad(), or use an out-of-place operation."
             )
         host = self.to_host()
         host[index] = value
@@ -248,7 +255,7 @@ class ShardedTensor(torch.Tensor):
     def __format__(self, format_spec: str) -> str:
         return format(self.item() if self.dim() == 0 else str(self), format_spec)
 
-    # -- torch operations --------------------------------------------------------------------------------------------------
+    # -- torch operations --------------------------------------------------------------------------
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -296,7 +303,9 @@ def _write_back(
     gathered: dict[int, torch.Tensor],
     result: Any,
 ) -> Any:
-    """After an in-place operation on gathered copies: store them again, and let the written tensors name the new values."""
+    """After an in-place operation on gathered copies: store them again, and let the written tensors
+    name the new values.
+    """
     originals: dict[int, ShardedTensor] = {}
     for position, argument in enumerate(func._schema.arguments):
         written = argument.alias_info is not None and argument.alias_info.is_write
@@ -307,14 +316,15 @@ def _write_back(
             host, layout = gathered[id(target)], target._alive()[0]
             if tuple(host.shape) != layout.shape or host.dtype != layout.dtype:
                 raise RuntimeError(
-                    f"{func} would change the shape or dtype of a ShardedTensor in place; use the out-of-place operation."
+                    f"{func} would change the shape or dtype of a ShardedTensor in place; use the "
+                    "out-of-place operation."
                 )
             target._handle = store(layout, host)
             originals[id(host)] = target
     return pytree.tree_map(lambda value: originals.get(id(value), value), result)
 
 
-# -- moving data -----------------------------------------------------------------------------------------------------------
+# -- moving data -----------------------------------------------------------------------------------
 
 
 def team_of(layout: Layout) -> Team:
@@ -361,7 +371,9 @@ def _fetch_blocks(layout: Layout, handle: Handle, places: Sequence[int]) -> list
 
 
 def _fetch_row(layout: Layout, handle: Handle, row: int) -> torch.Tensor:
-    """``x[row]``: from the device that holds it, or from the first if all do; else the whole value is fetched."""
+    """``x[row]``: from the device that holds it, or from the first if all do; else the whole value
+    is fetched.
+    """
     target = torch.empty(layout.shape[1:], dtype=layout.dtype)
     if layout.dim == 0:
         request = (row, 0, 0, target)
@@ -383,6 +395,7 @@ def check_open(tensor: ShardedTensor) -> Handle:
 
 def closed_pool() -> RuntimeClosed:
     return RuntimeClosed(
-        "a ShardedTensor of a pool that was shut down cannot be used; its data went with the workers. Fetch what must "
-        "survive (torchpmap.device_get) before torchpmap.shutdown() or torchpmap.init() with other devices."
+        "a ShardedTensor of a pool that was shut down cannot be used; its data went with the "
+        "workers. Fetch what must survive (torchpmap.device_get) before torchpmap.shutdown() or "
+        "torchpmap.init() with other devices."
     )

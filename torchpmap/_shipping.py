@@ -1,10 +1,12 @@
 """Pickles for the workers: graphs (every plan) and Python functions (``compile=False`` only).
 
-Graphs travel as lists of nodes.  ``torch.fx``'s own pickle is generated code that is traced again when it is loaded; an
-operation on constants alone is *executed* by that, which for a collective means waiting for peers that will not come.
+Graphs travel as lists of nodes.  ``torch.fx``'s own pickle is generated code that is traced again
+when it is loaded; an operation on constants alone is *executed* by that, which for a collective
+means waiting for peers that will not come.
 
-Functions go through cloudpickle, which takes lambdas, closures and everything defined in ``__main__``.  What it lacks are
-``torch.ops`` objects, which go by name, and functions wrapped by ``torch.compile``, which go as the function inside.
+Functions go through cloudpickle, which takes lambdas, closures and everything defined in
+``__main__``.  What it lacks are ``torch.ops`` objects, which go by name, and functions wrapped by
+``torch.compile``, which go as the function inside.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def pickled(value: Any) -> bytes:
 
 
 def pickled_function(function: Any, what: str) -> bytes:
-    """Bytes of (a user's function, the tensors it closes over); ``TypeError`` naming ``what`` if it cannot be pickled."""
+    """Bytes of (a user's function, the tensors it closes over); ``TypeError`` naming ``what`` if it
+    cannot be pickled.
+    """
     buffer = io.BytesIO()
     tensors: list[
         torch.Tensor

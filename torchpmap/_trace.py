@@ -1,16 +1,19 @@
 """Function + shapes -> one rank-independent graph.
 
-``trace`` runs a program once on fake tensors under ``make_fx``.  functorch levels, autograd, ``.backward()`` and the
-collectives dissolve into one flat ATen + collective-op graph in which the axis index is an input and process groups are
-names, so every device can run the same graph.
+``trace`` runs a program once on fake tensors under ``make_fx``.  functorch levels, autograd,
+``.backward()`` and the collectives dissolve into one flat ATen + collective-op graph in which the
+axis index is an input and process groups are names, so every device can run the same graph.
 
-Real tensors the program closes over (parameters, buffers, globals) are met by ``_Capture``, which turns each into a further
-input of the graph: a baked-in value would go stale when the caller changes it.
+Real tensors the program closes over (parameters, buffers, globals) are met by ``_Capture``, which
+turns each into a further input of the graph: a baked-in value would go stale when the caller
+changes it.
 
-Errors of the user's code leave ``trace`` untouched.  What cannot be expressed as a graph (control flow on values, shapes that
-depend on values) leaves it as ``Untraceable``, which names the user's line.
+Errors of the user's code leave ``trace`` untouched.  What cannot be expressed as a graph (control
+flow on values, shapes that depend on values) leaves it as ``Untraceable``, which names the user's
+line.
 
-torch's tracing machinery (and with it Dynamo and SymPy, 1.5 s of imports) is imported at the first trace, not with the package.
+torch's tracing machinery (and with it Dynamo and SymPy, 1.5 s of imports) is imported at the first
+trace, not with the package.
 """
 
 from __future__ import annotations
@@ -51,14 +54,18 @@ def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
 _DECOMPOSED = {_aten._efficientzerotensor.default: _zeros}
 
 Body = Callable[[Sequence[torch.Tensor]], Sequence[tuple[torch.Tensor, bool]]]
-"""Takes one block per input; returns the output blocks, each with whether it must be the same on all devices."""
+"""Takes one block per input; returns the output blocks, each with whether it must be the same on
+all devices.
+"""
 
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 
 
-class Untraceable(Exception):  # noqa: N818 - a verdict, not an error: the front end decides what it means
-    """The program cannot become a graph: ``reason``, met at ``where`` (``file:line``) in the user's code."""
+class Untraceable(Exception):  # a verdict, not an error: the front end decides what it means
+    """The program cannot become a graph: ``reason``, met at ``where`` (``file:line``) in the user's
+    code.
+    """
 
     def __init__(self, reason: str, where: str) -> None:
         super().__init__(f"{where}: {reason}")
@@ -77,11 +84,15 @@ class Traced:
     captured: tuple[torch.Tensor, ...]
     """Real tensors met in closures, in placeholder order."""
     pinned: tuple[torch.Tensor, ...]
-    """Real tensors whose *value* the Python code read (``.item()``): the graph holds only while they stay unchanged."""
+    """Real tensors whose *value* the Python code read (``.item()``): the graph holds only while
+    they stay unchanged.
+    """
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     groups: dict[str, Partition]
-    """Process groups the collectives name besides the axis' own: group name -> partition of axis indices."""
+    """Process groups the collectives name besides the axis' own: group name -> partition of axis
+    indices.
+    """
     is_random: bool
 
 
@@ -140,7 +151,7 @@ class _Capture(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _without_value(self, value: Any) -> Any:
-        """Hide that a number is known: torch would compute the operation now, here, on one device."""
+        """Hide that a number is known: torch would run the operation now, here, alone."""
         from torch._subclasses.fake_tensor import FakeTensor
         from torch.fx.experimental.proxy_tensor import (
             get_proxy_mode,
@@ -158,7 +169,9 @@ class _Capture(TorchDispatchMode):
 
 
 class _KeepData(TorchFunctionMode):
-    """``tensor.data = ...`` is no operation that a dispatch mode sees: it would leave the caller's tensor without its data."""
+    """``tensor.data = ...`` is no operation that a dispatch mode sees: it would leave the caller's
+    tensor without its data.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         setter = func.__name__ == "__set__" and func.__self__ is torch.Tensor.data
@@ -192,7 +205,7 @@ def trace(
     group: str,
     device: torch.device,
 ) -> Traced:
-    """Trace ``body`` over fake blocks with the axis bound; nothing real runs and nothing is sent."""
+    """Trace ``body`` over fake blocks with the axis bound; nothing runs or is sent."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -283,12 +296,14 @@ def _replicated(
 
 
 def _finish(block: torch.Tensor, given: set[int]) -> torch.Tensor:
-    """A stored value is contiguous, detached and shares no memory with an input (inputs may be freed or donated)."""
+    """A stored value is contiguous, detached and shares no memory with an input (inputs may be
+    freed or donated).
+    """
     block = block.detach().contiguous()
     return block.clone() if block.untyped_storage()._cdata in given else block
 
 
-# -- ambient state ---------------------------------------------------------------------------------------------------------
+# -- ambient state ---------------------------------------------------------------------------------
 
 
 def _drop(record: logging.LogRecord) -> bool:
@@ -297,7 +312,9 @@ def _drop(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _ambient(device: torch.device) -> Iterator[None]:
-    """Single-threaded autograd (modes are per thread), ``torch.compile``d inner functions inlined, factory calls on ``device``."""
+    """Single-threaded autograd (modes are per thread), ``torch.compile``d inner functions inlined,
+    factory calls on ``device``.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         # torch logs, with a traceback on stderr, the shape errors that it then raises
@@ -313,7 +330,8 @@ def _ambient(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _clean_grads(capture: _Capture) -> Iterator[list[torch.Tensor]]:
-    """``loss.backward()`` inside the program sets ``.grad`` of captured parameters to traced tensors: take them off again.
+    """``loss.backward()`` inside the program sets ``.grad`` of captured parameters to traced
+    tensors: take them off again.
 
     Yields a list that holds, afterwards, every gradient that was left on a captured leaf.
     """
@@ -328,11 +346,13 @@ def _clean_grads(capture: _Capture) -> Iterator[list[torch.Tensor]]:
                 real.grad = capture.grads_before[id(real)]
 
 
-# -- what cannot be traced -------------------------------------------------------------------------------------------------
+# -- what cannot be traced -------------------------------------------------------------------------
 
 _UNTRACEABLE = re.compile(
-    r"trying to get value out of a tracing tensor|data-dependent|[Cc]annot access data pointer of Tensor"
-    r"|numpy\(\) is not supported for tensor subclasses|\.tolist\(\) is not supported for tensor subclasses"
+    r"trying to get value out of a tracing tensor|data-dependent|[Cc]annot access data pointer of "
+    r"Tensor"
+    r"|numpy\(\) is not supported for tensor subclasses|\.tolist\(\) is not supported for tensor "
+    r"subclasses"
 )
 
 
@@ -351,7 +371,10 @@ def _untraceable(error: BaseException) -> Untraceable | None:
     elif isinstance(error, kinds):
         reason = f"the value of a traced tensor is needed ({text})"
     elif isinstance(error, RuntimeError | TypeError) and _UNTRACEABLE.search(text):
-        reason = "the value of a traced tensor is needed (a Python `if`, `while`, `int()`, `.item()` or `.numpy()` on it)"
+        reason = (
+            "the value of a traced tensor is needed (a Python `if`, `while`, `int()`, `.item()` or "
+            "`.numpy()` on it)"
+        )
     else:
         return None
     return Untraceable(reason, _users_line(error))
@@ -368,7 +391,7 @@ def _users_line(error: BaseException) -> str:
     return "<unknown line>"
 
 
-# -- graph passes ----------------------------------------------------------------------------------------------------------
+# -- graph passes ----------------------------------------------------------------------------------
 
 
 def _output_nodes(graph: torch.fx.GraphModule) -> Sequence[torch.fx.Node]:
@@ -381,7 +404,9 @@ def _placeholders(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
 
 
 def _order_placeholders(graph: torch.fx.GraphModule, captured: Sequence[torch.fx.Node]) -> None:
-    """Captured placeholders were created where they were met: put them behind the index, before the inputs."""
+    """Captured placeholders were created where they were met: put them behind the index, before the
+    inputs.
+    """
     index = _placeholders(graph)[0]
     for node in reversed(captured):
         index.append(node)
@@ -417,7 +442,9 @@ def _refuse_lost_writes(graph: torch.fx.GraphModule, capture: _Capture) -> None:
 
 
 def _refuse_lost_gradients(graph: torch.fx.GraphModule, leftover: Sequence[torch.Tensor]) -> None:
-    """A gradient that nothing in the (dead-code-free) graph computes any more was neither returned nor used."""
+    """A gradient that nothing in the (dead-code-free) graph computes any more was neither returned
+    nor used.
+    """
     alive = {
         value.untyped_storage()._cdata
         for node in graph.graph.nodes
@@ -425,9 +452,9 @@ def _refuse_lost_gradients(graph: torch.fx.GraphModule, leftover: Sequence[torch
     }
     if any(grad.untyped_storage()._cdata not in alive for grad in leftover):
         raise RuntimeError(
-            "the function calls .backward() and leaves a gradient on a captured parameter without using it; the devices work on "
-            "copies of the caller's parameters, so the gradient would be lost. Return the .grad tensors, or use "
-            "torchpmap.value_and_grad."
+            "the function calls .backward() and leaves a gradient on a captured parameter without "
+            "using it; the devices work on copies of the caller's parameters, so the gradient "
+            "would be lost. Return the .grad tensors, or use torchpmap.value_and_grad."
         )
 
 

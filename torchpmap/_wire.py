@@ -5,9 +5,9 @@ One stream socket per worker carries both directions::
     controller --- DEFINE CALL PUT FREE EAGER GROUP FETCH SYNC DRAIN REGROUP FORGET STOP ---> worker
     controller <-- READY DONE DATA REPLY FAILED DRAINED ------------------------------ worker
 
-A frame is a fixed header (``length`` of the body in bytes, ``kind``, ``seq``: the number of the command it is or answers)
-and a body: 64-bit integers for the hot kinds, a pickle for the rare ones, raw tensor bytes for data.  Pickles travel only
-over these inherited, unnamed sockets.
+A frame is a fixed header (``length`` of the body in bytes, ``kind``, ``seq``: the number of the
+command it is or answers) and a body: 64-bit integers for the hot kinds, a pickle for the rare ones,
+raw tensor bytes for data.  Pickles travel only over these inherited, unnamed sockets.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ class FrameReader:
 
 
 def keep_latest(kept: dict[int, T], key: int, value: T) -> None:
-    """Add to what both sides keep, and drop, of the functions sent: both must do the same in the same order."""
+    """Add to what both sides keep, and drop, of the functions sent: both must do the same in the
+    same order.
+    """
     kept.setdefault(key, value)
     if len(kept) > MAX_FUNCTIONS:
         del kept[next(iter(kept))]

@@ -19,7 +19,9 @@ __all__ = ["Handle", "Runtime", "Team"]
 
 
 class Team:
-    """The ranks that hold a value or run a call together, in axis order (interned per runtime: compared by identity)."""
+    """The ranks that hold a value or run a call together, in axis order (interned per runtime:
+    compared by identity).
+    """
 
     __slots__ = ("ranks", "released", "runtime", "streams")
 
@@ -28,7 +30,9 @@ class Team:
         self.ranks = ranks
         self.streams: list[Stream] = []
         self.released: deque[int] = deque()
-        """Handles whose last reference died (any thread appends, the sender of the next frame takes)."""
+        """Handles whose last reference died (any thread appends, the sender of the next frame
+        takes).
+        """
 
 
 class Handle:
@@ -65,7 +69,9 @@ class Runtime(Protocol):
         """Store one CPU tensor per rank of the team."""
 
     def define(self, team: Team, definition: Definition, groups: dict[str, RankPartition]) -> None:
-        """Compile a plan: one rank first, the others load what it built.  Returns when the first is done."""
+        """Compile a plan: one rank first, the others load what it built.  Returns when the first is
+        done.
+        """
 
     def make_groups(self, groups: dict[str, RankPartition]) -> None:
         """Make sure that process groups of these names exist on all ranks."""
@@ -82,10 +88,14 @@ class Runtime(Protocol):
         """Start a plan on stored values; (handle id of the first output, seq).  Does not wait."""
 
     def run_eagerly(self, team: Team, call: EagerCall) -> tuple[list[EagerReport], int, int]:
-        """Run a Python function on every rank and wait; (one report per rank, handle id of the first output, seq)."""
+        """Run a Python function on every rank and wait; (one report per rank, handle id of the
+        first output, seq).
+        """
 
     def fetch(self, handle: Handle, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
-        """Copy blocks here: (place in the team, dim or -1, position, CPU tensor to fill) per request; waits."""
+        """Copy blocks here: (place in the team, dim or -1, position, CPU tensor to fill) per
+        request; waits.
+        """
 
     def block(self, handle: Handle) -> None:
         """Wait until a value is computed; raise what its call raised."""

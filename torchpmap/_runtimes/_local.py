@@ -205,7 +205,9 @@ class LocalRuntime:
         return self._pool.ask(dict.fromkeys(team.ranks, b""), _wire.SYNC)
 
     def _insist(self, handle: Handle, ranks: Sequence[int], ask: Callable[[], Pending]) -> None:
-        """Ask ``ranks`` about a value, again after a repair, until it answers or is known to be lost there."""
+        """Ask ``ranks`` about a value, again after a repair, until it answers or is known to be
+        lost there.
+        """
         while True:
             self._check(handle, ranks)
             if ask().wait():
@@ -223,7 +225,9 @@ class LocalRuntime:
             self._pool.tell(tuple(self._pool.workers), _wire.FORGET, pack_ints(*retired))
 
     def _free(self, team: Team) -> None:
-        """Send which values nobody uses any more (send lock held); ``execute`` sends it with the call."""
+        """Send which values nobody uses any more (send lock held); ``execute`` sends it with the
+        call.
+        """
         released = _take(team.released)
         if released:
             self._pool.tell(team.ranks, _wire.FREE, pack_ints(*released))

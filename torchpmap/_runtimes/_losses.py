@@ -1,8 +1,8 @@
 """What failures cost: which calls are poisoned, which shards are gone, and the exception for each.
 
-Values are numbered by the command (``seq``) that made them.  A failure poisons all commands from the
-earliest one that failed to the last one sent before the repair; a death loses everything the rank
-held.  What was complete elsewhere stays valid.
+Values are numbered by the command (``seq``) that made them.  A failure poisons all commands from
+the earliest one that failed to the last one sent before the repair; a death loses everything the
+rank held.  What was complete elsewhere stays valid.
 """
 
 from __future__ import annotations
@@ -109,13 +109,14 @@ def _failed_collective(error: BaseException) -> PmapError:
     text = str(error)
     if "imeout" in text or "imed out" in text:
         failed: PmapError = CallTimeout(
-            "a collective waited longer than torchpmap.config.timeout for the other devices; either one of them is very slow, or "
-            f"(compile=False) it does not run the same collectives: {text}"
+            "a collective waited longer than torchpmap.config.timeout for the other devices; "
+            "either one of them is very slow, or (compile=False) it does not run the same "
+            f"collectives: {text}"
         )
     else:
         failed = CollectiveMismatch(
-            "a collective failed without a cause on any device, as it does when devices do not run the same collectives on "
-            f"tensors of the same shape (compile=False): {text}"
+            "a collective failed without a cause on any device, as it does when devices do not run "
+            f"the same collectives on tensors of the same shape (compile=False): {text}"
         )
     failed.__cause__ = error
     return failed

@@ -6,8 +6,8 @@
     sentinels      --> deaths    --> on_event
     output pipes   --> lines     --> sys.stdout / sys.stderr, prefixed with the device
 
-It never sends on a command socket and never takes the send lock: a sender may be blocked on a worker that is itself blocked
-sending to us, and only reading resolves that.
+It never sends on a command socket and never takes the send lock: a sender may be blocked on a
+worker that is itself blocked sending to us, and only reading resolves that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _FLUSH_INTERVAL_S = 0.5
 
 
 class Pending:
-    """A request to several ranks, waited for by one caller (filled by the monitor, or interrupted by a repair)."""
+    """A request to several ranks, waited for by one caller (filled by the monitor, or interrupted
+    by a repair).
+    """
 
     __slots__ = ("_lock", "interrupted", "missing", "replies", "seq", "targets")
 
@@ -68,7 +70,9 @@ class Monitor:
         on_idle: Callable[[], None],
     ) -> None:
         self.pending: dict[int, Pending] = {}
-        """Requests by seq: callers add, the monitor removes; guarded by the interpreter (single dict operations)."""
+        """Requests by seq: callers add, the monitor removes; guarded by the interpreter (single
+        dict operations).
+        """
         self._devices = devices
         self._on_event = on_event
         self._on_idle = on_idle
@@ -109,7 +113,7 @@ class Monitor:
         self._commands.append(command)
         os.write(self._wake_writer, b"!")
 
-    # -- the thread --------------------------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stopped:
@@ -126,7 +130,7 @@ class Monitor:
                     source(worker)
 
     def _is_watched(self, key: selectors.SelectorKey) -> bool:
-        """Whether it is still this registration: a new worker may have got the descriptor's number."""
+        """Whether it is still this registration: descriptors' numbers are used again."""
         present = self._selector.get_map().get(key.fileobj)
         return present is not None and present.data is key.data
 
@@ -210,7 +214,7 @@ class Monitor:
         last_words = worker.last_words.decode(errors="replace")
         self._on_event(Exited(worker.rank, worker.process.exitcode, worker.pid, last_words))
 
-    # -- output ------------------------------------------------------------------------------------------------------------
+    # -- output ------------------------------------------------------------------------------------
 
     def _output(self, worker: WorkerProcess, *, to_the_end: bool = False) -> None:
         self._print(worker, worker.output, sys.stdout, to_the_end)

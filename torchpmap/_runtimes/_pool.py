@@ -1,13 +1,13 @@
 """The worker processes of one host, sending to them in one order, and their repair.
 
 One lock, the *send lock*, is what gives all ranks the same order of commands, and with it the same
-order of collectives.  Nothing is awaited while it is held; the sockets' buffers are the only bound on
-how far commands run ahead.
+order of collectives.  Nothing is awaited while it is held; the sockets' buffers are the only bound
+on how far commands run ahead.
 
 Failures are noticed by the monitor thread and judged by ``Supervisor``.  What cannot wait (cutting
-the groups, so that nobody stays blocked) the monitor does at once; the repair itself (drain, respawn,
-regroup) is carried out by the next caller that needs the pool, under the repair lock.  From the first
-sign of a failure until then ``broken`` keeps everybody from sending.
+the groups, so that nobody stays blocked) the monitor does at once; the repair itself (drain,
+respawn, regroup) is carried out by the next caller that needs the pool, under the repair lock.
+From the first sign of a failure until then ``broken`` keeps everybody from sending.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ class Pool:
         on_idle: Callable[[], None],
         on_repaired: Callable[[set[int]], None],
     ) -> None:
-        """``on_idle``: called by the monitor now and then; ``on_repaired``: with the ranks that have
-        new workers, by the repairing thread, before others may send again."""
+        """``on_idle``: called by the monitor now and then; ``on_repaired``: with the ranks that
+        have new workers, by the repairing thread, before others may send again.
+        """
         self._devices = tuple(devices)
         self._timeout_s = timeout_s
         self._on_repaired = on_repaired

@@ -1,8 +1,9 @@
 """Start one worker through ``torch.multiprocessing``'s fork server, without the ``__main__`` guard.
 
-The fork server is preloaded with torch and this package (see ``_template``), so a worker is forked in milliseconds.  Usual
-``multiprocessing`` children re-import the user's main module, which is why scripts need ``if __name__ == "__main__"``; our
-workers get graphs or pickled functions and never need it, so ``_GuardlessPopen`` leaves it out of what the child prepares.
+The fork server is preloaded with torch and this package (see ``_template``), so a worker is forked
+in milliseconds.  Usual ``multiprocessing`` children re-import the user's main module, which is why
+scripts need ``if __name__ == "__main__"``; our workers get graphs or pickled functions and never
+need it, so ``_GuardlessPopen`` leaves it out of what the child prepares.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _PRELOAD = "torchpmap._runtimes._template"
 
 
 def preload() -> None:
-    """Start the fork server in the background (returns at once); its imports run while the caller goes on."""
+    """Start the fork server in the background (returns at once); its imports run while the caller
+    goes on.
+    """
     torch.multiprocessing.get_context("forkserver")  # registers torch's reductions
     server: Any = forkserver._forkserver
     wanted = [name for name in server._preload_modules if name != "__main__"]  # its default
@@ -84,7 +87,9 @@ class WorkerProcess:
     ) -> None:
         self.rank = rank
         self.completed = 0
-        """Highest seq the worker has answered: it is done with everything up to there (written by the monitor)."""
+        """Highest seq the worker has answered: it is done with everything up to there (written by
+        the monitor).
+        """
         self.last_words = b""
         """The tail of its stderr (written by the monitor)."""
         self.socket, self._command = socket.socketpair()
@@ -131,12 +136,16 @@ class WorkerProcess:
         self.process.kill()
 
     def hang_up(self) -> None:
-        """Let the worker end after what it was sent (a frame would have to wait for room in the socket)."""
+        """Let the worker end after what it was sent (a frame would have to wait for room in the
+        socket).
+        """
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
 
     def close(self, grace_s: float) -> None:
-        """Reap the process (started before; killed if it does not end within ``grace_s``) and close our ends."""
+        """Reap the process (started before; killed if it does not end within ``grace_s``) and close
+        our ends.
+        """
         self.process.join(grace_s)
         if self.process.is_alive():
             self.process.kill()

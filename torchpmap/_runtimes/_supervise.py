@@ -3,16 +3,20 @@
 ::
 
     HEALTHY --Failed/Exited--> DRAINING --all drained or dead--> REBUILDING --all ready--> HEALTHY
-       ^                          |  deadline: kill                  |  Failed/Exited: again, at most ``max_attempts``
-       +--------------------------+----------------------------------+------> CLOSED
+       ^                          |  deadline: kill                  |  Failed/Exited: again, at
+       most ``max_attempts`` +--------------------------+----------------------------------+------>
+       CLOSED
 
-* DRAINING: every surviving rank first works off (or skips) what was sent before, because a rank blocked in a collective with
-  the failed one reports a *consequence*, often before the cause arrives.  Only when all have answered is the cause chosen.
-* The cause is, in this order: an exception of the user's code (earliest call, lowest rank), a death, a communication error.
-* A rank that drained without failing has completed all its calls, so only calls from the earliest reported failure on are
-  poisoned, and only values with a shard on a dead rank are lost.
+* DRAINING: every surviving rank first works off (or skips) what was sent before, because a rank
+  blocked in a collective with the failed one reports a *consequence*, often before the cause
+  arrives.  Only when all have answered is the cause chosen.
+* The cause is, in this order: an exception of the user's code (earliest call, lowest rank), a
+  death, a communication error.
+* A rank that drained without failing has completed all its calls, so only calls from the earliest
+  reported failure on are poisoned, and only values with a shard on a dead rank are lost.
 
-No clock, no sockets, no processes here: ``_local`` performs the actions and feeds back what happens.
+No clock, no sockets, no processes here: ``_local`` performs the actions and feeds back what
+happens.
 """
 
 from __future__ import annotations
@@ -46,12 +50,14 @@ class Phase(enum.Enum):
     CLOSED = "closed"
 
 
-# -- events ----------------------------------------------------------------------------------------------------------------
+# -- events ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A call raised on ``rank``; ``communication`` when the exception came from a collective and may be a consequence."""
+    """A call raised on ``rank``; ``communication`` when the exception came from a collective and
+    may be a consequence.
+    """
 
     rank: int
     seq: int
@@ -93,12 +99,14 @@ class Deadline:
 Event = Failed | Exited | Drained | Ready | Deadline
 
 
-# -- actions ---------------------------------------------------------------------------------------------------------------
+# -- actions ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Break the connections of the groups of ``epoch`` on ``ranks``, so that nobody waits for a rank that will not come."""
+    """Break the connections of the groups of ``epoch`` on ``ranks``, so that nobody waits for a
+    rank that will not come.
+    """
 
     epoch: int
     ranks: tuple[int, ...]
@@ -148,7 +156,9 @@ class Verdict:
 
     @property
     def first_seq(self) -> int | None:
-        """The earliest call that did not complete on a surviving rank; later ones are poisoned with it."""
+        """The earliest call that did not complete on a surviving rank; later ones are poisoned with
+        it.
+        """
         return min((f.seq for f in self.failures), default=None)
 
     @property

@@ -1,7 +1,8 @@
-"""Imported by the fork server before it forks the first worker: pays the imports (and one compilation) once for all.
+"""Imported by the fork server before it forks the first worker: pays the imports (and one
+compilation) once for all.
 
-Importing this module is the point of it: ``multiprocessing`` preloads modules, it does not call functions.  It must start no
-thread and must never touch CUDA, or forked workers would be broken.
+Importing this module is the point of it: ``multiprocessing`` preloads modules, it does not call
+functions.  It must start no thread and must never touch CUDA, or forked workers would be broken.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import contextlib
 import ctypes
 import os
 
-# Inductor would start a pool of compile processes, and probe the C++ compiler four times (6 s) for vector instructions that
-# /proc/cpuinfo tells already.
+# Inductor would start a pool of compile processes, and probe the C++ compiler four times (6 s) for
+# vector instructions that /proc/cpuinfo tells already.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
@@ -35,7 +36,9 @@ def _keep_memory() -> None:
 
 
 def _warm_up() -> None:
-    """Compile one small function, so that every worker is born with Inductor's modules and tables in memory."""
+    """Compile one small function, so that every worker is born with Inductor's modules and tables
+    in memory.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     graph = make_fx(lambda x: (x * 2 + 1,))(torch.empty(3))

@@ -2,17 +2,19 @@
 
 Two threads::
 
-    main     command socket --> frames in order: define, call, put, fetch, ... --> answers on the same socket
-    control  control socket --> "cut epoch e": free the main thread from a collective; end of file: leave at once
+    main     command socket --> frames in order: define, call, put, fetch, ... --> answers on the
+    same socket control  control socket --> "cut epoch e": free the main thread from a collective;
+    end of file: leave at once
 
-``values`` (handle -> tensor) and ``plans`` belong to the main thread alone; ``Groups`` guards what both threads touch.
+``values`` (handle -> tensor) and ``plans`` belong to the main thread alone; ``Groups`` guards what
+both threads touch.
 
-An exception in a call never ends the worker.  It drops its process groups *first* (peers blocked in a collective with it then
-fail in milliseconds), reports, and skips every further call until the controller starts a new epoch: what was queued behind a
-failed call could mean anything.
+An exception in a call never ends the worker.  It drops its process groups *first* (peers blocked in
+a collective with it then fail in milliseconds), reports, and skips every further call until the
+controller starts a new epoch: what was queued behind a failed call could mean anything.
 
-The controller may die in any way, also by SIGKILL while this process holds the GIL in C code: the lifeline is a pipe nobody
-writes to, armed to deliver SIGTERM when its other end closes.
+The controller may die in any way, also by SIGKILL while this process holds the GIL in C code: the
+lifeline is a pipe nobody writes to, armed to deliver SIGTERM when its other end closes.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ __all__ = ["Birth", "main"]
 
 CUT = struct.Struct("<q")  # epoch
 _HARMLESS = (_wire.PUT, _wire.FREE, _wire.FORGET, _wire.DEFINE)
-"""What a rank does also after a failure: skipping it would leave a gap, and it involves no other rank."""
+"""What a rank does also after a failure: skipping it would leave a gap, and it involves no other
+rank.
+"""
 _COMMUNICATION = ("gloo", "process group", "Connection closed", "NCCL")
 """Words in the messages of failed collectives."""
 
@@ -80,11 +84,10 @@ def main(birth: Birth) -> None:
     threading.Thread(
         target=_listen, args=(birth.control.socket(), groups), name="torchpmap-control", daemon=True
     ).start()
-    try:
+    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
         _Worker(birth, device, groups).serve()
-    except (EOFError, ConnectionResetError, BrokenPipeError):
-        pass
-    # a process with a group in flight or a user's thread alive may hang in interpreter shutdown: leave directly
+    # a process with a group in flight or a user's thread alive may hang in interpreter shutdown:
+    # leave directly
     _flush()
     os._exit(0)
 
@@ -135,7 +138,7 @@ class _Worker:
             except BaseException as error:
                 self.fail(seq, error)
 
-    # -- hot path ----------------------------------------------------------------------------------------------------------
+    # -- hot path ----------------------------------------------------------------------------------
 
     def call(self, seq: int, length: int) -> None:
         values = self.values
@@ -170,7 +173,8 @@ class _Worker:
             return [self.values[handle] for handle in handles]
         except KeyError:  # this process is younger than the value
             raise ShardLost(
-                "an argument is lost: it lived on a device whose worker died. Compute or load it again."
+                "an argument is lost: it lived on a device whose worker died. Compute or load it "
+                "again."
             ) from None
 
     def fetch(self, seq: int, length: int) -> None:
@@ -188,7 +192,7 @@ class _Worker:
             torch.cuda.synchronize()
         self.stream.send([frame(_wire.DONE, seq)])
 
-    # -- rare frames -------------------------------------------------------------------------------------------------------
+    # -- rare frames -------------------------------------------------------------------------------
 
     def define(self, seq: int, length: int) -> None:
         definition = pickle.loads(self.reader.body(length))
@@ -199,7 +203,7 @@ class _Worker:
         self.reply(seq, None)
 
     def index(self, ranks: Sequence[int]) -> torch.Tensor:
-        """This rank's position among the ranks of a plan, as data: graphs are the same everywhere."""
+        """This rank's position among the ranks of a plan, as data: all run one graph."""
         position = ranks.index(self.rank)
         if position not in self.index_tensors:
             self.index_tensors[position] = torch.tensor(position, device=self.device)
@@ -211,7 +215,8 @@ class _Worker:
         if call.function is not None:
             _wire.keep_latest(self.functions, call.function_id, call.function)
         program: Program
-        # anew for every call: what the last one wrote to the function's surroundings must not be seen
+        # anew for every call: what the last one wrote to the function's surroundings must not be
+        # seen
         program, captured = pickle.loads(self.functions[call.function_id])
         report, stored = run_eager_call(
             call,
@@ -239,13 +244,14 @@ class _Worker:
         _flush()
         self.stream.send([frame(_wire.REPLY, seq, cloudpickle.dumps(report))])
 
-    # -- failure and repair ------------------------------------------------------------------------------------------------
+    # -- failure and repair ------------------------------------------------------------------------
 
     def fail(self, seq: int, error: BaseException) -> None:
         communication = _is_communication(error)
         self.groups.drop()
         self.failed = True
-        where = f"on device {self.device.type}:{self.rank} (rank {self.rank}, pid {os.getpid()}) while {self.doing}"
+        who = f"(rank {self.rank}, pid {os.getpid()})"
+        where = f"on device {self.device.type}:{self.rank} {who} while {self.doing}"
         _flush()
         body = pickle.dumps((communication, pack_exception(error), where))
         self.stream.send([frame(_wire.FAILED, seq, body)])
@@ -306,7 +312,9 @@ def _arm_lifeline(fd: int) -> None:
 
 
 def _redirect_output(birth: Birth) -> None:
-    """Everything written to stdout and stderr, also from C, travels to the controller, which prints it where the user looks."""
+    """Everything written to stdout and stderr, also from C, travels to the controller, which prints
+    it where the user looks.
+    """
     os.dup2(birth.output.fd, 1)
     os.dup2(birth.errors.fd, 2)
     birth.output.close()
