@@ -23,11 +23,11 @@ _replication _trace _environment _program _shipping _compile _arguments
 _groups _wire
 _runtimes _runtimes._base _runtimes._supervise _runtimes._losses _runtimes._worker
 _runtimes._template _runtimes._process _runtimes._monitor _runtimes._pool _runtimes._local
-_current _sharded _plan _eager _placement _autodiff _pmap
+_current _sharded _plan _eager _placement _autodiff _prepare _pmap
 """
 ORDER = MODULES.split()
 
-LONG_FILES = {"_pmap.py"}
+LONG_FILES: set[str] = set()
 LONG_FUNCTIONS = {"pmap", "trace", "_trace"}
 
 

@@ -4,15 +4,16 @@ all misuse ends here).
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchpmap._compile import Backend
+from torchpmap._compile import Backend, parse_compile
 from torchpmap._devices import Device
 from torchpmap._errors import call_prefix
 from torchpmap._structure import Structure
@@ -234,7 +235,7 @@ def _donated(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 # -- checks at wrap time ---------------------------------------------------------------------------
 
 
-def check_function(fun: Any) -> None:
+def check_function(fun: Any) -> Callable[..., Any]:
     if not callable(fun):
         raise TypeError(f"Expected a callable value, got {fun!r}")
     inner = inspect.unwrap(fun) if inspect.isfunction(fun) else fun
@@ -245,6 +246,7 @@ def check_function(fun: Any) -> None:
             f"Expected a function, got a coroutine function: {fun!r}. pmap calls are asynchronous "
             "by themselves."
         )
+    return fun
 
 
 def check_axis_name(axis_name: Any) -> None:
@@ -289,3 +291,87 @@ def as_tuple(value: Any, what: str, kind: type) -> tuple[Any, ...]:
             f"{value!r}."
         )
     return items
+
+
+def name_of(fun: Any) -> str:
+    if isinstance(fun, functools.partial):
+        return name_of(fun.func)
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
+def make_options(
+    name: str,
+    axis_name: Hashable | None,
+    in_axes: Any,
+    out_axes: Any,
+    static_broadcasted_argnums: Any,
+    static_broadcasted_argnames: Any,
+    devices: Sequence[Device] | None,
+    backend: str | None,
+    axis_size: int | None,
+    donate_argnums: Any,
+    donate_argnames: Any,
+    compile: Any,
+    fullgraph: bool,
+    randomness: str,
+    check_replicated: bool,
+) -> Options:
+    check_axis_name(axis_name)
+    check_in_axes(in_axes)
+    check_axis_spec(out_axes, "pmap out_axes")
+    static = as_tuple(static_broadcasted_argnums, "static_broadcasted_argnums", int)
+    donate = as_tuple(donate_argnums, "donate_argnums", int)
+    static_names = as_tuple(static_broadcasted_argnames, "static_broadcasted_argnames", str)
+    donate_names = as_tuple(donate_argnames, "donate_argnames", str)
+    if set(static) & set(donate) or set(static_names) & set(donate_names):
+        raise ValueError(
+            f"pmap: static_broadcasted_argnums {list(static or static_names)} and donate_argnums "
+            f"{list(donate or donate_names)} cannot intersect."
+        )
+    if randomness not in ("different", "same", "error"):
+        raise ValueError(
+            f"pmap: randomness must be 'different', 'same' or 'error', but got {randomness!r}."
+        )
+    if axis_size is not None and (type(axis_size) is not int or axis_size < 1):
+        raise ValueError(f"pmap: axis_size must be a positive int, but got {axis_size!r}.")
+    return Options(
+        name=name,
+        axis_name=axis_name,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        static_argnums=static,
+        static_argnames=static_names,
+        donate_argnums=donate,
+        donate_argnames=donate_names,
+        devices=_device_list(devices),
+        platform=backend,
+        axis_size=axis_size,
+        backend=parse_compile(compile),
+        fullgraph=fullgraph,
+        randomness=randomness,
+        check_replicated=check_replicated,
+    )
+
+
+def _device_list(devices: Sequence[Device] | None) -> tuple[Device, ...] | None:
+    if devices is None:
+        return None
+    if not isinstance(devices, Iterable):
+        raise TypeError(
+            "'devices' argument to pmap must be a sequence of torchpmap devices, but got "
+            f"{devices!r}."
+        )
+    chosen = tuple(devices)
+    if not chosen:
+        raise ValueError("'devices' argument to pmap must be non-empty, or None.")
+    for device in chosen:
+        if not isinstance(device, Device):
+            raise TypeError(
+                "'devices' argument to pmap must hold torchpmap devices (torchpmap.devices()), "
+                f"but got {device!r}."
+            )
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(
+            f"'devices' argument to pmap must not repeat a device, but got {list(chosen)}."
+        )
+    return chosen

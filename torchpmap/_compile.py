@@ -10,6 +10,7 @@ compiles, the others find every artifact there and load it in milliseconds.
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -167,7 +168,10 @@ def _compile(
 def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend) -> Runner:
     from torch._inductor import list_mode_options, standalone_compile
 
-    patches = dict(_PATCHES)
+    patches: dict[str, Any] = dict(_PATCHES)
+    if all(example.device.type == "cpu" for example in examples):
+        # threads that wait for g++: this worker compiles, and the others wait for what it builds
+        patches["compile_threads"] = min(8, len(os.sched_getaffinity(0)))
     if backend.mode is not None:
         patches |= list_mode_options(backend.mode, dynamic=False)
     patches |= dict(backend.options)

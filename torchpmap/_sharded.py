@@ -286,7 +286,10 @@ class ShardedTensor(torch.Tensor):
 
 def make_sharded(layout: Layout, handle: Handle) -> ShardedTensor:
     """A tensor that names the blocks of ``handle``."""
-    tensor: ShardedTensor = _wrap(ShardedTensor, layout.shape, dtype=layout.dtype, device=_CPU)
+    # by position: keywords cost 0.15 us each time
+    tensor: ShardedTensor = _wrap(
+        ShardedTensor, layout.shape, None, None, None, layout.dtype, torch.strided, _CPU
+    )
     tensor._layout = layout
     tensor._handle = handle
     return tensor

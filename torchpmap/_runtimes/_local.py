@@ -237,6 +237,8 @@ class LocalRuntime:
         teams = tuple(self._teams.values())
         if self._pool.broken or not (self._retired or any(team.released for team in teams)):
             return
+        if self._pool.waits:
+            return  # a worker may be sending a large answer, which only this thread reads
         if self._pool.send_lock.acquire(blocking=False):
             try:
                 self._forget_retired()

@@ -139,6 +139,11 @@ class Pool:
                 self.workers[rank].stream.send((frame(kind, self.seq, body),))
         return pending
 
+    @property
+    def waits(self) -> bool:
+        """Whether a request is unanswered."""
+        return bool(self._monitor.pending)
+
     def make_groups(self, groups: dict[str, RankPartition]) -> None:
         for name, partition in groups.items():
             if name not in self._groups:

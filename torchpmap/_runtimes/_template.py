@@ -5,11 +5,16 @@ Importing this module is the point of it: ``multiprocessing`` preloads modules, 
 functions.  It must start no thread and must never touch CUDA, or forked workers would be broken.
 """
 
+# ruff: noqa: E402 - what is set first must be set before the imports
+
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
+
+gc.disable()  # what is made below stays: looking through it again and again takes 0.8 s
 
 # Inductor would start a pool of compile processes, and probe the C++ compiler four times (6 s) for
 # vector instructions that /proc/cpuinfo tells already.
@@ -51,3 +56,5 @@ _keep_memory()
 if config.warm and have_cpp_compiler():
     with contextlib.suppress(Exception):  # a worker that compiles for real reports what is wrong
         _warm_up()
+gc.freeze()  # workers need not look through it either, and its pages stay shared
+gc.enable()

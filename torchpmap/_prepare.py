@@ -1,0 +1,308 @@
+"""The first call of a kind: choose devices, trace, make the plan, compile.
+
+What comes out is kept by key in ``_pmap`` and only followed from then on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpmap import _axes
+from torchpmap._arguments import Bound, Options, Static, bind
+from torchpmap._autodiff import refuse_transforms
+from torchpmap._compile import EAGER, Backend, Definition, have_cpp_compiler
+from torchpmap._current import check_devices
+from torchpmap._current import devices as all_devices
+from torchpmap._current import runtime as current_runtime
+from torchpmap._devices import Device
+from torchpmap._eager import EagerPlan
+from torchpmap._errors import TraceError, warn
+from torchpmap._layout import Layout, replicated_layout, row_layout, stacked_layout
+from torchpmap._plan import Captured, Plan, host_tensor, version_of
+from torchpmap._program import Constant, Input, Outcome, Program
+from torchpmap._sharded import ShardedTensor, check_open
+from torchpmap._structure import flatten_call
+from torchpmap._trace import TracedInput, Untraceable, trace
+
+__all__ = ["Preparation", "Prepared", "ambient", "refuse_aliased_donation"]
+
+_DATA = (torch.Tensor, np.ndarray)
+_plan_ids = itertools.count(1)
+_missing_compiler_warned = False
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """One key's answer: what to run and where each leaf of the call goes."""
+
+    plan: Plan | EagerPlan
+    positions: tuple[int, ...]
+    """Leaves that travel as blocks."""
+    layouts: tuple[Layout, ...]
+    in_place: bool
+    """Whether the key says that every block is where the plan wants it."""
+    donated: tuple[int, ...]
+    paths: tuple[str, ...]
+
+
+class Preparation:
+    """The plans of one mapped function, by what they were made for."""
+
+    def __init__(self, fun: Callable[..., Any], options: Options) -> None:
+        self._fun = fun
+        self._options = options
+        self._plans: dict[Hashable, Plan | EagerPlan] = {}
+        self._warned: set[str] = set()
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        self._plans.clear()
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
+        """Check a call (statics already wrapped) and find or make its plan."""
+        options = self._options
+        leaves, _ = flatten_call(args, kwargs)
+        refuse_transforms(leaves, options.prefix)
+        if _axes.bound():
+            raise NotImplementedError(
+                f"{options.prefix}: a pmap inside a mapped function is not supported yet. Use "
+                "torchpmap.vmap for the inner map."
+            )
+        for leaf in leaves:
+            if type(leaf) is ShardedTensor:
+                check_open(leaf)
+        chosen = options.devices
+        bound = bind(self._fun, options, args, kwargs, None if chosen is None else len(chosen))
+        return self._plan_for(bound, self._choose_devices(bound.size))
+
+    def _choose_devices(self, size: int) -> tuple[Device, ...]:
+        options = self._options
+        if options.devices is not None:
+            if size != len(options.devices):
+                raise ValueError(
+                    f"{options.prefix}: Leading axis size of input to pmapped function must equal "
+                    f"the number of local devices passed to pmap. Got axis_size={size}, "
+                    f"num_local_devices={len(options.devices)} (devices={list(options.devices)})."
+                )
+            check_devices(options.devices)
+            return options.devices
+        available = all_devices(options.platform)
+        if size > len(available):
+            raise ValueError(
+                f"{options.prefix}: compiling computation that requires {size} logical devices, "
+                f"but only {len(available)} devices are available. Call "
+                f"torchpmap.init(num_devices={size}), or map fewer rows and torchpmap.vmap over "
+                "the rest."
+            )
+        return tuple(available[:size])
+
+    def _plan_for(self, bound: Bound, devices: tuple[Device, ...]) -> Prepared:
+        options = self._options
+        template: list[Input | Constant] = []
+        kinds: list[Hashable] = []
+        positions: list[int] = []
+        layouts: list[Layout] = []
+        for position, (leaf, axis) in enumerate(zip(bound.leaves, bound.axes, strict=True)):
+            if leaf is None or isinstance(leaf, Static):
+                template.append(Constant(leaf.value if isinstance(leaf, Static) else None))
+                kinds.append(leaf)
+                continue
+            shape, dtype = _shape_and_dtype(leaf)
+            positions.append(position)
+            template.append(Input(axis))
+            kinds.append(axis)
+            layouts.append(
+                replicated_layout(shape, dtype, devices)
+                if axis is None
+                else row_layout(shape, dtype, devices, axis, options.axis_name)
+            )
+        donated = tuple(k for k, position in enumerate(positions) if bound.donated[position])
+        paths = tuple(bound.paths[position] for position in positions)
+        travelling = [bound.leaves[position] for position in positions]
+        refuse_aliased_donation(
+            options.prefix, paths, donated, travelling
+        )  # before anything is sent
+        program = Program(
+            self._fun,
+            options.name,
+            bound.structure,
+            tuple(template),
+            options.out_axes,
+            options.axis_name,
+            options.check_replicated,
+        )
+        in_place = all(
+            type(leaf) is ShardedTensor and leaf._alive()[0].same_place(layout)
+            for leaf, layout in zip(travelling, layouts, strict=True)
+        )
+        # arrays, tensors and ShardedTensors of one shape are different calls, but the same program
+        kind = (bound.structure, ambient(), tuple(kinds), tuple(layouts))
+        plan = self._plans.get(kind)
+        if plan is None or not plan.holds():
+            plan = self._plans[kind] = self._make_plan(program, tuple(layouts), devices)
+        return Prepared(plan, tuple(positions), tuple(layouts), in_place, donated, paths)
+
+    def _make_plan(
+        self, program: Program, layouts: tuple[Layout, ...], devices: tuple[Device, ...]
+    ) -> Plan | EagerPlan:
+        options = self._options
+        if options.backend is not None:
+            try:
+                return self._trace(program, layouts, devices)
+            except Untraceable as verdict:
+                if options.fullgraph:
+                    raise TraceError(
+                        f"{options.prefix}: fullgraph=True, but the function cannot be traced: at "
+                        f"{verdict.where}: {verdict.reason}. Use torch.where, torch.cond or a "
+                        "static argument, or drop fullgraph to run it without tracing."
+                    ) from verdict.__cause__
+                self._warn_once(
+                    f"{options.prefix}: running without tracing (as compile=False), which is "
+                    f"slower, because of {verdict.where}: {verdict.reason}. Use torch.where, "
+                    "torch.cond or a static argument to compile it, or pass compile=False to "
+                    "silence this warning."
+                )
+        return EagerPlan(program, devices, options.prefix)
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warn(text)
+
+    def _trace(
+        self, program: Program, layouts: tuple[Layout, ...], devices: tuple[Device, ...]
+    ) -> Plan:
+        options, runtime = self._options, current_runtime()
+        outcomes: list[Outcome] = []
+
+        def body(blocks: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
+            outcomes.append(program.run(blocks))
+            return outcomes[-1].demands()
+
+        ranks = tuple(device.id for device in devices)
+        group = f"ranks:{','.join(map(str, ranks))}"
+        traced = trace(
+            body,
+            [
+                TracedInput(layout.block_shape, layout.dtype, not layout.is_replicated)
+                for layout in layouts
+            ],
+            axis_name=options.axis_name,
+            axis_size=len(devices),
+            group=group,
+            device=devices[0].torch_device
+            if devices[0].platform == "cpu"
+            else torch.device("cuda", 0),
+        )
+        (outcome,) = outcomes
+        self._refuse_randomness(traced.is_random)
+        plan_id = next(_plan_ids)
+        captured = tuple(
+            Captured(tensor, replicated_layout(tensor.shape, tensor.dtype, devices))
+            for tensor in traced.captured
+        )
+        inputs = (
+            *((tuple(t.shape), t.dtype) for t in traced.captured),
+            *((i.block_shape, i.dtype) for i in layouts),
+        )
+        backend = _usable(options.backend, devices)
+        groups = {group: (ranks,)} | {
+            name: tuple(tuple(ranks[k] for k in part) for part in partition)
+            for name, partition in traced.groups.items()
+        }
+        team = runtime.team(ranks)
+        definition = Definition(
+            plan_id, options.name, traced.graph, traced.uses_index, ranks, inputs, backend
+        )
+        runtime.define(team, definition, groups)
+        return Plan(
+            id=plan_id,
+            prefix=options.prefix,
+            team=team,
+            captured=captured,
+            pinned=tuple((tensor, version_of(tensor)) for tensor in traced.pinned),
+            outputs=_output_layouts(
+                outcome, traced.shapes, traced.dtypes, devices, options.axis_name
+            ),
+            structure=outcome.structure,
+            nones=tuple(k for k, block in enumerate(outcome.blocks) if block is None),
+            requires_grad=outcome.requires_grad and any(t.requires_grad for t in traced.captured),
+            num_checks=len(outcome.checks),
+            checked=outcome.checked,
+        )
+
+    def _refuse_randomness(self, is_random: bool) -> None:
+        if is_random:
+            raise NotImplementedError(
+                f"{self._options.prefix}: the function draws random numbers, and random streams "
+                "per device are not supported yet. Draw them outside and pass them as an argument, "
+                "for example torch.randn(num_devices, ...)."
+            )
+
+
+def refuse_aliased_donation(
+    prefix: str, paths: Sequence[str], donated: Sequence[int], leaves: Sequence[Any]
+) -> None:
+    """Raise if a donated tensor is passed twice; ``donated`` are places among ``leaves``."""
+    for position in donated:
+        for other, leaf in enumerate(leaves):
+            if other != position and leaf is leaves[position] and isinstance(leaf, _DATA):
+                raise ValueError(
+                    f"{prefix}: argument {paths[position]} is donated, but the "
+                    f"same tensor is also argument {paths[other]}. Donate it once and pass it "
+                    "once, or pass a copy."
+                )
+
+
+def _output_layouts(
+    outcome: Outcome,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    devices: tuple[Device, ...],
+    axis_name: Hashable,
+) -> tuple[Layout, ...]:
+    dims = [
+        dim for block, dim in zip(outcome.blocks, outcome.dims, strict=True) if block is not None
+    ]
+    dims += [None] * len(outcome.checks)
+    return tuple(
+        stacked_layout(shape, dtype, dim, devices, axis_name)
+        for shape, dtype, dim in zip(shapes, dtypes, dims, strict=True)
+    )
+
+
+def ambient() -> Hashable:
+    """Settings of the calling thread that change what a function computes."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        kinds = ("cpu", "cuda")
+        autocast = tuple(
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
+        )
+        return torch.get_default_dtype(), autocast
+    return torch.get_default_dtype()
+
+
+def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    tensor = leaf if isinstance(leaf, torch.Tensor) else host_tensor(leaf)
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _usable(backend: Backend | None, devices: tuple[Device, ...]) -> Backend:
+    global _missing_compiler_warned
+    assert backend is not None
+    if not backend.is_inductor or devices[0].platform != "cpu" or have_cpp_compiler():
+        return backend
+    if not _missing_compiler_warned:
+        _missing_compiler_warned = True
+        warn(
+            "torchpmap: no C++ compiler was found (g++ or clang++, or the one named by CXX), so "
+            "mapped functions run as traced graphs, without Inductor: right, but slower. Install "
+            "one, or pass compile={'backend': 'eager'} to silence this.",
+        )
+    return EAGER
