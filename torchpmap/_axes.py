@@ -57,6 +57,7 @@ _bound: ContextVar[tuple[Axis, ...]] = ContextVar("torchpmap_axes", default=())
 
 # Per process: autograd may run a backward pass, and so its collectives, on threads of its own.
 _recorder: list[Signature] | None = None
+_before: Callable[[Signature], None] | None = None
 
 
 @contextmanager
@@ -97,16 +98,23 @@ def subgroup_name(group: str, partition: Partition) -> str:
 
 def record(signature: Signature) -> None:
     """Note a collective that runs now, outside a trace; every rank must note the same sequence."""
+    if _before is not None:
+        _before(signature)
     if _recorder is not None:
         _recorder.append(signature)
 
 
 @contextmanager
-def recording() -> Iterator[list[Signature]]:
-    """Collect the signatures of the collectives that run in the block."""
-    global _recorder
-    outer, _recorder = _recorder, []
+def recording(
+    before: Callable[[Signature], None] | None = None,
+) -> Iterator[list[Signature]]:
+    """Collect the signatures of the collectives that run in the block; ``before`` is told each
+    before it runs.
+    """
+    global _recorder, _before
+    outer = _recorder, _before
+    _recorder, _before = [], before
     try:
         yield _recorder
     finally:
-        _recorder = outer
+        _recorder, _before = outer

@@ -7,6 +7,7 @@ errors.
 
 from __future__ import annotations
 
+import hashlib
 import linecache
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import torch
 
 from torchpmap import _collectives
 from torchpmap._axes import Axis, Partition, Signature, bind, recording, subgroup_name
-from torchpmap._errors import lost_write
+from torchpmap._errors import CollectiveMismatch, lost_write
 from torchpmap._structure import Structure, flatten
 from torchpmap._tree import OUT_AXES_HINT, broadcast_axes, canonical_axis
 
@@ -211,8 +212,12 @@ def run_eager_call(
 ) -> tuple[EagerReport, list[torch.Tensor]]:
     """Run a program op by op on this device; (report, blocks to store)."""
 
+    def agree(signature: Signature) -> None:
+        _agree(signature, call)
+
     def subgroup(partition: Partition) -> str:
         name = subgroup_name(call.group, partition)
+        agree(("groups", name))  # making them waits for all
         ensure_group(name, tuple(tuple(call.ranks[k] for k in part) for part in partition))
         return name
 
@@ -224,12 +229,13 @@ def run_eager_call(
     generator = torch.default_generator.get_state()
     before = [(tensor.data_ptr(), tensor._version) for tensor in captured]
     with (
-        recording() as collectives,
+        recording(agree) as collectives,
         bind(axis),
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),  # axes are bound per thread
     ):
         outcome = program.run(own)
+        agree(("return",))
         used = tuple(collectives)
         stored = [
             _collectives.pbroadcast(block.detach(), program.axis_name, 0)
@@ -261,3 +267,28 @@ def _written(captured: Sequence[torch.Tensor], before: Sequence[tuple[int, int]]
         if (tensor.data_ptr(), tensor._version) != state:
             return lost_write(tensor)
     return None
+
+
+_SIGNATURE_BYTES = 256
+
+
+def _agree(signature: Signature, call: EagerCall) -> None:
+    """Compare with all devices what comes next, and raise on all of them if it differs.
+
+    Gloo does not: it would return wrong numbers, or wait for a device that does something else.
+    """
+    digest = hashlib.blake2b(repr(signature).encode(), digest_size=16).digest()
+    text = " ".join(str(part) for k, part in enumerate(signature) if k != 2)  # not the group
+    mine = bytearray((digest + text.encode())[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES, b" "))
+    sent = torch.frombuffer(mine, dtype=torch.uint8).unsqueeze(0)
+    c10d = torch.ops._c10d_functional
+    theirs = c10d.wait_tensor(c10d.all_gather_into_tensor(sent, len(call.ranks), call.group))
+    if bool((theirs == sent).all()):
+        return
+    rows = [bytes(row.tolist())[16:].decode(errors="replace").rstrip() for row in theirs]
+    table = "\n".join(f"  rank {rank}: {row}" for rank, row in zip(call.ranks, rows, strict=True))
+    raise CollectiveMismatch(
+        f"{call.name}: devices run different collectives, so the result would be "
+        f"wrong:\n{table}\nEvery device must run the same collectives in the same order: do not "
+        "put one under a condition on a device's own values or axis index."
+    )
