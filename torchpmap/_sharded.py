@@ -70,6 +70,8 @@ class ShardedTensor(torch.Tensor):
     Source: ``jax.Array`` as ``jax.pmap`` returns it.
     """
 
+    __slots__ = ("_consumed_by", "_handle", "_layout")
+
     _layout: Layout | None
     """None once the value was donated or deleted: no call accepts it then."""
     _handle: Handle | None

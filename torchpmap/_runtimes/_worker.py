@@ -29,8 +29,10 @@ import socket
 import struct
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -141,14 +143,12 @@ class _Worker:
     # -- hot path ----------------------------------------------------------------------------------
 
     def call(self, seq: int, length: int) -> None:
-        values = self.values
         plan_id, out, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
-        for handle in handles[num_inputs:]:
-            self.release(handle)
+        if len(handles) > num_inputs:
+            self.release(handles[num_inputs:])
         self.doing, run = self.plans[plan_id]
-        for result in run(*self.stored(handles[:num_inputs])):
-            values[out] = result
-            out += 1
+        results = run(*self.stored(handles[:num_inputs]))
+        self.values.update(zip(range(out, out + len(results)), results, strict=True))
 
     def put(self, seq: int, length: int) -> None:
         (handle,) = struct.unpack("<q", self.reader.body(8))
@@ -156,21 +156,19 @@ class _Worker:
         self.values[handle] = tensor if self.device.type == "cpu" else tensor.to(self.device)
 
     def free(self, seq: int, length: int) -> None:
-        for handle in self.reader.body(length).cast("q").tolist():
-            self.release(handle)
+        self.release(self.reader.body(length).cast("q").tolist())
 
-    def release(self, handle: int) -> None:
-        """Forget a value; ``-first`` stands for all outputs of an uncompiled call, however many."""
-        if handle >= 0:
-            self.values.pop(handle, None)
-            return
-        outputs = range(-handle, -handle + _wire.EAGER_OUTPUTS)
-        for stored in [stored for stored in self.values if stored in outputs]:
-            del self.values[stored]
+    def release(self, handles: list[int]) -> None:
+        """Forget values; ``-first`` stands for all outputs of an uncompiled call, however many."""
+        deque(map(self.values.pop, handles, repeat(None)), maxlen=0)  # a loop in C: leaves are many
+        for first in [-handle for handle in handles if handle < 0]:
+            outputs = range(first, first + _wire.EAGER_OUTPUTS)
+            for stored in [stored for stored in self.values if stored in outputs]:
+                del self.values[stored]
 
     def stored(self, handles: Sequence[int]) -> list[torch.Tensor]:
         try:
-            return [self.values[handle] for handle in handles]
+            return list(map(self.values.__getitem__, handles))
         except KeyError:  # this process is younger than the value
             raise ShardLost(
                 "an argument is lost: it lived on a device whose worker died. Compute or load it "
