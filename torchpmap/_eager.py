@@ -1,8 +1,8 @@
 """``compile=False``: the Python function itself runs on every worker, and the call waits for it.
 
 Nothing guarantees here that all devices run the same collectives, and Gloo answers a mismatch with
-wrong numbers.  So every rank reports which collectives it ran, and results are given out only if
-all reports agree.
+wrong numbers.  So the ranks compare every collective before it runs (see ``_program``), and what
+they returned is compared before it is given out.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from __future__ import annotations
 import hashlib
 import linecache
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-from torchpmap._axes import Signature
 from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
-from torchpmap._errors import CollectiveMismatch
 from torchpmap._layout import stacked_layout
 from torchpmap._plan import Called, Captured
-from torchpmap._program import EagerCall, EagerReport, Program, not_replicated
+from torchpmap._program import EagerCall, EagerReport, Program, no_randomness, not_replicated
 from torchpmap._runtimes._base import Handle
 from torchpmap._shipping import pickled_function
 
@@ -81,7 +79,6 @@ class EagerPlan:
 
     def _check(self, reports: Sequence[EagerReport]) -> None:
         """Raise unless all devices did the same."""
-        self._check_collectives(reports)
         first = reports[0]
         for report, device in zip(reports, self._devices, strict=True):
             if (report.structure, report.shapes, report.dtypes, report.dims) != (
@@ -99,36 +96,10 @@ class EagerPlan:
             if report.written is not None:
                 raise RuntimeError(report.written)
             if report.used_randomness:
-                raise NotImplementedError(
-                    f"{self._prefix}: the function draws random numbers, and random streams per "
-                    "device are not supported yet. Draw them outside and pass them as an argument, "
-                    "for example torch.randn(num_devices, ...)."
-                )
+                raise NotImplementedError(no_randomness(self._prefix))
         for path, difference in first.differences:
             if difference != 0:
                 raise ValueError(not_replicated(self._prefix, path, difference))
-
-    def _check_collectives(self, reports: Sequence[EagerReport]) -> None:
-        first = reports[0].collectives
-        for report, device in zip(reports, self._devices, strict=True):
-            if report.collectives == first:
-                continue
-            length = min(len(report.collectives), len(first))
-            place = next((k for k in range(length) if report.collectives[k] != first[k]), length)
-            raise CollectiveMismatch(
-                f"{self._prefix}: devices ran different collectives, so the result would be wrong. "
-                f"Collective number {place + 1}:\n  {self._devices[0]}: {_nth(first, place)}\n  "
-                f"{device}: {_nth(report.collectives, place)}\nEvery device must run the same "
-                "collectives in the same order: do not put one under a condition on a device's own "
-                "values or axis index."
-            )
-
-
-def _nth(collectives: Sequence[Signature], place: int) -> str:
-    if place >= len(collectives):
-        return "none (it returned)"
-    name, how, _, shape, dtype = cast(tuple[Any, ...], collectives[place])
-    return f"{name}{f' ({how})' if how else ''} of {str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def _summary(report: EagerReport) -> str:

@@ -25,7 +25,7 @@ from torchpmap._eager import EagerPlan
 from torchpmap._errors import TraceError, warn
 from torchpmap._layout import Layout, replicated_layout, row_layout, stacked_layout
 from torchpmap._plan import Captured, Plan, host_tensor, version_of
-from torchpmap._program import Constant, Input, Outcome, Program
+from torchpmap._program import Constant, Input, Outcome, Program, no_randomness
 from torchpmap._sharded import ShardedTensor, check_open
 from torchpmap._structure import flatten_call
 from torchpmap._trace import TracedInput, Untraceable, trace
@@ -201,7 +201,8 @@ class Preparation:
             else torch.device("cuda", 0),
         )
         (outcome,) = outcomes
-        self._refuse_randomness(traced.is_random)
+        if traced.is_random:
+            raise NotImplementedError(no_randomness(options.prefix))
         plan_id = next(_plan_ids)
         captured = tuple(
             Captured(tensor, replicated_layout(tensor.shape, tensor.dtype, devices))
@@ -236,14 +237,6 @@ class Preparation:
             num_checks=len(outcome.checks),
             checked=outcome.checked,
         )
-
-    def _refuse_randomness(self, is_random: bool) -> None:
-        if is_random:
-            raise NotImplementedError(
-                f"{self._options.prefix}: the function draws random numbers, and random streams "
-                "per device are not supported yet. Draw them outside and pass them as an argument, "
-                "for example torch.randn(num_devices, ...)."
-            )
 
 
 def refuse_aliased_donation(

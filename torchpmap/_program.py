@@ -29,6 +29,7 @@ __all__ = [
     "Input",
     "Outcome",
     "Program",
+    "no_randomness",
     "not_replicated",
     "run_eager_call",
 ]
@@ -149,6 +150,14 @@ def _as_tensor(value: Any, path: str) -> torch.Tensor:
     )
 
 
+def no_randomness(prefix: str) -> str:
+    return (
+        f"{prefix}: the function draws random numbers, and random streams per device are not "
+        "supported yet. Draw them outside and pass them as an argument, for example "
+        "torch.randn(num_devices, ...)."
+    )
+
+
 def not_replicated(prefix: str, path: str, difference: float) -> str:
     return (
         f"{prefix}: out_axes is None for {path}, but its value differs between devices (largest "
@@ -198,8 +207,6 @@ class EagerReport:
     used_randomness: bool
     written: str | None
     """What the function wrote in place and did not get as an argument."""
-    collectives: tuple[Signature, ...]
-    """Signatures of the collectives that ran, in order."""
 
 
 def run_eager_call(
@@ -229,14 +236,13 @@ def run_eager_call(
     generator = torch.default_generator.get_state()
     before = [(tensor.data_ptr(), tensor._version) for tensor in captured]
     with (
-        recording(agree) as collectives,
+        recording(agree),
         bind(axis),
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),  # axes are bound per thread
     ):
         outcome = program.run(own)
         agree(("return",))
-        used = tuple(collectives)
         stored = [
             _collectives.pbroadcast(block.detach(), program.axis_name, 0)
             if block is not None and dim is None
@@ -255,7 +261,6 @@ def run_eager_call(
         outcome.requires_grad,
         not torch.equal(generator, torch.default_generator.get_state()),
         _written(captured, before),
-        used,
     )
     return report, [
         block.detach().to(index.device).contiguous() for block in stored if block is not None
