@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count, repeat
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,9 @@ class Plan:
             mine = [captured.handle() for captured in self.captured]
             handles = [*(handle.id for handle in mine), *handles]
         first, seq = team.runtime.execute(team, self.id, handles, len(self.outputs))
-        outputs = [(layout, Handle(first + k, seq, team)) for k, layout in enumerate(self.outputs)]
+        # map and zip: trees have hundreds of leaves, and a Python loop costs 0.1 us for each
+        handles_out = map(Handle, count(first), repeat(seq), repeat(team))
+        outputs = list(zip(self.outputs, handles_out))  # noqa: B905 - one of them is endless
         if self.num_checks:
             outputs = self._check_replicated(outputs)
         return outputs, self.tree, self.requires_grad
