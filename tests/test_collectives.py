@@ -52,7 +52,7 @@ def arguments(name: str, rank: int) -> Any:
 
 
 def run_cases() -> dict[str, Any]:
-    rank = int(_axes.lookup("i").index)
+    rank = int(_axes.lookup("i")[0].index)
     return {name: CASES[name][0](*arguments(name, rank)) for name in NAMES}
 
 
@@ -76,7 +76,7 @@ def trace(f: Any, args: Any, axis: Axis) -> tuple[torch.fx.GraphModule, list[Any
 
 
 def run_traced() -> dict[str, Any]:
-    axis = _axes.lookup("i")
+    (axis,) = _axes.lookup("i")
     results = {}
     for name in NAMES:
         args = arguments(name, int(axis.index))
@@ -88,7 +88,7 @@ def run_traced() -> dict[str, Any]:
 
 
 def every_dtype() -> dict[str, Any]:
-    rank = int(_axes.lookup("i").index)
+    rank = int(_axes.lookup("i")[0].index)
     results: dict[str, Any] = {}
     for dtype in DTYPES:
         x = dtype_rows(dtype)[rank]
@@ -303,7 +303,8 @@ def test_every_message_is_waited_for() -> None:
     names = operations(grad(lambda x: f(x).sum()), torch.ones(4))
     sent = [n for n in names if n.startswith(("_c10d", "torchpmap")) and "wait" not in n]
     waits = [n for n in names if "wait_tensor" in n]
-    assert "torchpmap.ppermute.default" in sent
+    sent.remove("torchpmap.ppermute.default")  # waits by itself, in the forward pass
+    sent.remove("torchpmap.ppermute.default")  # and in the backward pass
     assert len(sent) == len(waits)
     assert not any("item" in n or "local_scalar" in n for n in names)
 

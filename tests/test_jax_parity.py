@@ -76,27 +76,8 @@ PENDING: dict[str, str] = {
         "differentiating through pmap from outside is not supported yet",
     ),
     **dict.fromkeys(
-        (
-            "vp_in1_out1",
-            "vp_in_None",
-            "vp_axes11",
-            "vp_psum_ji",
-            "vp_psum_j",
-        ),
+        ("vp_in1_out1", "vp_in_None", "vp_axes11"),
         "vmap around pmap is not supported yet",
-    ),
-    **dict.fromkeys(
-        (
-            "np_outer",
-            "np_both",
-            "np_pure",
-            "np_axis_index_ij",
-            "np_grad_inside",
-            "np_cookbook_rows_cols",
-            "np_all_to_all_ij",
-            "np_ppermute_inner",
-        ),
-        "pmap inside pmap is not supported yet",
     ),
 }
 

@@ -116,7 +116,7 @@ def test_on_one_device_all_layouts_of_a_shape_are_one_place():
 def test_general_layouts_know_when_they_are_rows():
     rows = general_layout((4, 2), F32, sharding((4,), ("x",), "x"))
     assert rows.dim == 0
-    assert general_layout((8, 2), F32, sharding((4,), ("x",), "x")).dim is None
+    assert general_layout((8, 2), F32, sharding((4,), ("x",), "x")).dim == 0
     assert general_layout((2, 4), F32, sharding((4,), ("x",), None, "x")).dim == 1
     assert general_layout((2, 2), F32, sharding((2, 2), ("x", "y"), "x")).dim is None
     with pytest.raises(ValueError, match="partitioned 4 times"):

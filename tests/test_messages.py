@@ -344,13 +344,6 @@ CALLING = {
         "pmap(f, in_axes=0)(<inputs>): the mapped axis has size 0, but a program needs at least "
         "one device.",
     ),
-    "more rows than devices": (
-        ValueError,
-        lambda: tp.pmap(f)(ones(9)),
-        "pmap(f, in_axes=0)(<inputs>): compiling computation that requires 9 logical devices, but "
-        "only 4 devices are available. Call torchpmap.init(num_devices=9), or map fewer rows and "
-        "torchpmap.vmap over the rest.",
-    ),
     "fewer devices than rows": (
         ValueError,
         lambda: tp.pmap(f, devices=tp.devices()[:2])(ones(4)),

@@ -342,6 +342,26 @@ def test_outputs_of_other_layouts(mode):
     same(out[3], x.to(torch.complex64))
 
 
+def test_a_compiled_permutation_is_not_overwritten_while_it_travels():
+    right, left = [(0, 1), (1, 2), (2, 3)], [(1, 0), (2, 1), (3, 2)]
+
+    def diffuse(u):
+        for _ in range(3):
+            before, after = tp.ppermute(u[-1:], "i", right), tp.ppermute(u[:1], "i", left)
+            u = u + 0.25 * (torch.cat([before, u[:-1]]) - 2 * u + torch.cat([u[1:], after]))
+        return u
+
+    u = torch.tensor([2.0, -1.0, 2.5, -0.5, 3.0, 0.0, 3.5, 0.5, 4.0, 1.0]).repeat(2)
+    expected = torch.nn.functional.pad(u, (3, 3))  # the ends are zero, as where nobody sends
+    for _ in range(3):
+        inner = expected[1:-1] + 0.25 * (expected[:-2] - 2 * expected[1:-1] + expected[2:])
+        expected = torch.cat([expected[:1], inner, expected[-1:]])
+        expected[:3] = expected[-3:] = 0
+    diffused = tp.pmap(diffuse, axis_name="i")
+    for _ in range(20):
+        torch.testing.assert_close(diffused(u.reshape(4, 5)).cpu().flatten(), expected[3:-3])
+
+
 def test_compiled_by_inductor():
     def f(params, x):
         loss, grads = tp.value_and_grad(lambda p: ((x @ p["w"] + p["b"]) ** 2).mean())(params)

@@ -408,12 +408,11 @@ def test_randomness_raises_with_the_remedy(mode, draw):
         tp.pmap(draw, compile=mode)(X)
 
 
-def test_pmap_inside_pmap_raises():
-    inner = tp.pmap(double, compile=EAGER)
-    with pytest.raises(
-        NotImplementedError, match=r"pmap inside a mapped function.*torchpmap\.vmap"
-    ):
-        tp.pmap(lambda x: inner(x), compile=EAGER)(torch.ones(4, 4))
+def test_pmap_inside_pmap_maps_on_the_device():
+    inner = tp.pmap(lambda x: x / tp.psum(x, ("i", "j")), "j", compile=EAGER)
+    x = torch.arange(1.0, 9.0).reshape(2, 4)
+    got = tp.pmap(lambda row: inner(row), "i", compile=EAGER)(x)
+    torch.testing.assert_close(got.cpu(), x / 36)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torchpmap as tp
+from torchpmap._axes import bind
 from torchpmap._trace import TracedInput, Untraceable, trace
 
 aten = torch.ops.aten
@@ -17,8 +18,9 @@ F32 = torch.float32
 def traced(body, *shapes, same=False, varying=True, size=4):
     """Trace a function of one tensor per shape that returns one tensor or a tuple of them."""
 
-    def blocks(inputs):
-        out = body(*inputs)
+    def blocks(inputs, axis):
+        with bind(axis):
+            out = body(*inputs)
         return [(block, same) for block in (out if isinstance(out, tuple) else (out,))]
 
     return trace(

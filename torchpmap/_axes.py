@@ -1,8 +1,9 @@
 """The named axes that are bound right now, and the record of the collectives that ran over them.
 
-A mapped axis is either a *process axis* (one OS process per index; collectives travel through a
-process group) or a *vmapped axis* (the indices are a batch dimension of ``torch.func.vmap``;
-collectives are plain arithmetic). User code sees only its name.
+A mapped axis has up to two parts: a *process axis* (one OS process per index; collectives travel
+through a process group) and a *vmapped axis* (the indices are a batch dimension of
+``torch.func.vmap``; collectives are plain arithmetic). Sixteen rows on four devices are a process
+axis of 4 times a vmapped axis of 4, in this order. User code sees only the name.
 
 The axis index is always a tensor, never a Python int. Over a process axis this keeps the traced
 graph the same on every device; over a vmapped axis the index is ``arange(size)``, batched by
@@ -12,6 +13,7 @@ reduces over, with no bookkeeping of levels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +24,7 @@ import torch
 __all__ = [
     "Axis",
     "Partition",
+    "Parts",
     "Signature",
     "bind",
     "bound",
@@ -40,7 +43,7 @@ Signature = tuple[Hashable, ...]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Axis:
-    """One bound axis; compared by identity, because an inner axis may reuse an outer one's name."""
+    """One part of a bound axis; compared by identity: names may be reused by an inner axis."""
 
     name: Hashable
     size: int
@@ -52,8 +55,11 @@ class Axis:
     """Names the process group that holds this device in a partition of a process axis."""
 
 
+Parts = tuple[Axis, ...]
+"""All parts of one bound axis, the slowest first; they share its name."""
+
 # Per thread: a thread that user code starts inside a mapped function begins with no axes.
-_bound: ContextVar[tuple[Axis, ...]] = ContextVar("torchpmap_axes", default=())
+_bound: ContextVar[tuple[Parts, ...]] = ContextVar("torchpmap_axes", default=())
 
 # Per process: autograd may run a backward pass, and so its collectives, on threads of its own.
 _recorder: list[Signature] | None = None
@@ -61,30 +67,31 @@ _before: Callable[[Signature], None] | None = None
 
 
 @contextmanager
-def bind(axis: Axis) -> Iterator[Axis]:
-    """Make ``axis`` visible to collectives in the block; the innermost binding of a name wins."""
-    token = _bound.set((*_bound.get(), axis))
+def bind(*parts: Axis) -> Iterator[Parts]:
+    """Make an axis visible to collectives in the block; the innermost binding of a name wins."""
+    token = _bound.set((*_bound.get(), parts))
     try:
-        yield axis
+        yield parts
     finally:
         _bound.reset(token)
 
 
-def bound() -> tuple[Axis, ...]:
+def bound() -> tuple[Parts, ...]:
     """Every bound axis, outermost first."""
     return _bound.get()
 
 
-def lookup(name: Hashable) -> Axis:
+def lookup(name: Hashable) -> Parts:
     """The innermost axis of that name, or a ``NameError`` that says what is bound."""
-    for axis in reversed(_bound.get()):
-        if axis.name == name:
-            return axis
+    for parts in reversed(_bound.get()):
+        if parts[0].name == name:
+            return parts
     raise NameError(_unbound(name))
 
 
 def _unbound(name: Hashable) -> str:
-    here = ", ".join(f"{axis.name!r} (size {axis.size})" for axis in _bound.get()) or "nothing"
+    sizes = ((parts[0].name, math.prod(part.size for part in parts)) for parts in _bound.get())
+    here = ", ".join(f"{bound_name!r} (size {size})" for bound_name, size in sizes) or "nothing"
     return (
         f"unbound axis name: {name}. Bound here: {here}. Name the axis where the function is "
         f"mapped: pmap(f, axis_name={name!r}) or vmap(f, axis_name={name!r})."

@@ -115,7 +115,7 @@ def resolve(
     if len(set(names)) < len(names):
         raise ValueError(f"{what}: repeated axis in axis_name={axis_name!r}")
     dims = [n for n in names if positional and isinstance(n, int) and not isinstance(n, bool)]
-    axes = tuple(_axes.lookup(name) for name in names if name not in dims)
+    axes = tuple(part for name in names if name not in dims for part in _axes.lookup(name))
     if groups is None:
         return Over(what, axes, tuple(dims), None, tuple(_place(axis, None) for axis in axes))
     if dims:

@@ -138,8 +138,7 @@ def permute(x: torch.Tensor, pairs: Pairs, group: str) -> torch.Tensor:
     sources, destinations = [s for s, _ in pairs], [d for _, d in pairs]
 
     def run(carried: torch.Tensor) -> torch.Tensor:
-        sent = torch.ops.torchpmap.ppermute(carried, sources, destinations, group)
-        return _c10d.wait_tensor(sent)
+        return torch.ops.torchpmap.ppermute(carried, sources, destinations, group)
 
     return _moved(x, run)
 
@@ -234,10 +233,11 @@ def _ppermute_run(
         if destination == rank:
             receives[source] = 1
     rows = x.contiguous().unsqueeze(0)[: sum(sends)]
-    received = _c10d.all_to_all_single(rows, receives, sends, group)
+    # waits here: compilers know of torch's own collectives that their input is still being read, but
+    # of this one they do not, and would write the next value over it
+    received = _c10d.wait_tensor(_c10d.all_to_all_single(rows, receives, sends, group))
     if sum(receives):
-        return received.squeeze(0)  # still in flight: the caller waits for it
-    _c10d.wait_tensor(received)
+        return received.squeeze(0)
     return torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 

@@ -34,8 +34,8 @@ class Layout:
     """In mesh order; ``ranks`` are their ids."""
     ranks: tuple[int, ...]
     dim: int | None
-    """The dim whose index k lives on the k-th device; None if every device holds everything (or for
-    a general sharding).
+    """The dim that is cut into equal blocks of rows, the k-th on the k-th device; None if every
+    device holds everything (or for a general sharding).
     """
     is_replicated: bool
 
@@ -76,7 +76,7 @@ def row_layout(
     dim: int,
     axis_name: Hashable,
 ) -> Layout:
-    """Row k of ``dim`` lives on the k-th device."""
+    """The rows of ``dim``, in equal blocks, live on the devices in order."""
     return _intern(
         tuple(shape), dtype, devices, dim, DEFAULT_AXIS_NAME if axis_name is None else axis_name
     )
@@ -96,12 +96,12 @@ def stacked_layout(
     devices: tuple[Device, ...],
     axis_name: Hashable,
 ) -> Layout:
-    """The layout of a value whose blocks (of size 1 in ``dim``) are stacked along ``dim``; None:
-    all blocks are equal.
+    """The layout of a value whose blocks are concatenated along ``dim``; None: all blocks are
+    equal.
     """
     if dim is None:
         return replicated_layout(block_shape, dtype, devices)
-    shape = (*block_shape[:dim], len(devices), *block_shape[dim + 1 :])
+    shape = (*block_shape[:dim], len(devices) * block_shape[dim], *block_shape[dim + 1 :])
     return row_layout(shape, dtype, devices, dim, axis_name)
 
 
@@ -139,11 +139,12 @@ def general_layout(shape: Sequence[int], dtype: torch.dtype, sharding: NamedShar
 
 
 def _row_dim(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
-    """The dim whose row k is what the k-th device of the mesh holds, if there is one."""
+    """The dim whose k-th block is what the k-th device of the mesh holds, if there is one."""
     indices = sharding.devices_indices_map(shape).values()
-    for dim, size in enumerate(shape):
-        if size == sharding.mesh.size and all(
-            index[dim] == slice(k, k + 1) for k, index in enumerate(indices)
+    block_shape = sharding.shard_shape(shape)
+    for dim, rows in enumerate(block_shape):
+        if rows * sharding.mesh.size == shape[dim] and all(
+            index[dim] == slice(k * rows, (k + 1) * rows) for k, index in enumerate(indices)
         ):
             return dim
     return None

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpmap import _axes
 from torchpmap._arguments import (
     Options,
     Static,
@@ -106,6 +107,8 @@ class Pmapped:
         options = self._options
         if options.static_argnums or options.static_argnames:
             args, kwargs = split_statics(options, args, kwargs)
+        if _axes.bound():  # inside a mapped function: all rows on this device
+            return self._preparation.run_here(args, kwargs)
         leaves, structure = flatten_call(args, kwargs)
         key = (
             structure,

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap import _axes
 from torchpmap._arguments import Bound, Options, Static, bind
 from torchpmap._autodiff import refuse_transforms
+from torchpmap._axes import Axis
 from torchpmap._compile import EAGER, Backend, Definition, have_cpp_compiler
 from torchpmap._current import check_devices
 from torchpmap._current import devices as all_devices
@@ -69,11 +69,6 @@ class Preparation:
         options = self._options
         leaves, _ = flatten_call(args, kwargs)
         refuse_transforms(leaves, options.prefix)
-        if _axes.bound():
-            raise NotImplementedError(
-                f"{options.prefix}: a pmap inside a mapped function is not supported yet. Use "
-                "torchpmap.vmap for the inner map."
-            )
         for leaf in leaves:
             if type(leaf) is ShardedTensor:
                 check_open(leaf)
@@ -81,42 +76,68 @@ class Preparation:
         bound = bind(self._fun, options, args, kwargs, None if chosen is None else len(chosen))
         return self._plan_for(bound, self._choose_devices(bound.size))
 
+    def run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call with all its rows on the device it is made on."""
+        options = self._options
+        chosen = options.devices
+        bound = bind(self._fun, options, args, kwargs, None if chosen is None else len(chosen))
+        if chosen is not None:
+            self._check_rows(bound.size, chosen)
+        program, positions = self._program(bound, bound.size)
+        leaves = [bound.leaves[position] for position in positions]
+        blocks = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
+        outcome = program.run(blocks, None)
+        return outcome.structure.unflatten(list(outcome.blocks))
+
     def _choose_devices(self, size: int) -> tuple[Device, ...]:
+        """As many devices as can have equally many rows each; a given list is taken as it is."""
         options = self._options
         if options.devices is not None:
-            if size != len(options.devices):
-                raise ValueError(
-                    f"{options.prefix}: Leading axis size of input to pmapped function must equal "
-                    f"the number of local devices passed to pmap. Got axis_size={size}, "
-                    f"num_local_devices={len(options.devices)} (devices={list(options.devices)})."
-                )
+            self._check_rows(size, options.devices)
             check_devices(options.devices)
             return options.devices
         available = all_devices(options.platform)
-        if size > len(available):
-            raise ValueError(
-                f"{options.prefix}: compiling computation that requires {size} logical devices, "
-                f"but only {len(available)} devices are available. Call "
-                f"torchpmap.init(num_devices={size}), or map fewer rows and torchpmap.vmap over "
-                "the rest."
-            )
-        return tuple(available[:size])
+        most = min(size, len(available))
+        return tuple(available[: next(n for n in range(most, 0, -1) if size % n == 0)])
 
-    def _plan_for(self, bound: Bound, devices: tuple[Device, ...]) -> Prepared:
+    def _check_rows(self, size: int, devices: tuple[Device, ...]) -> None:
+        if size != len(devices):
+            raise ValueError(
+                f"{self._options.prefix}: Leading axis size of input to pmapped function must "
+                f"equal the number of local devices passed to pmap. Got axis_size={size}, "
+                f"num_local_devices={len(devices)} (devices={list(devices)})."
+            )
+
+    def _program(self, bound: Bound, lanes: int) -> tuple[Program, tuple[int, ...]]:
+        """The program of a call, and which of its leaves travel as blocks."""
         options = self._options
         template: list[Input | Constant] = []
-        kinds: list[Hashable] = []
         positions: list[int] = []
-        layouts: list[Layout] = []
         for position, (leaf, axis) in enumerate(zip(bound.leaves, bound.axes, strict=True)):
             if leaf is None or isinstance(leaf, Static):
                 template.append(Constant(leaf.value if isinstance(leaf, Static) else None))
-                kinds.append(leaf)
-                continue
-            shape, dtype = _shape_and_dtype(leaf)
-            positions.append(position)
-            template.append(Input(axis))
-            kinds.append(axis)
+            else:
+                positions.append(position)
+                template.append(Input(axis))
+        program = Program(
+            self._fun,
+            options.name,
+            bound.structure,
+            tuple(template),
+            options.out_axes,
+            options.axis_name,
+            options.check_replicated,
+            lanes,
+        )
+        return program, tuple(positions)
+
+    def _plan_for(self, bound: Bound, devices: tuple[Device, ...]) -> Prepared:
+        options = self._options
+        program, positions = self._program(bound, bound.size // len(devices))
+        layouts: list[Layout] = []
+        for position in positions:
+            axis = bound.axes[position]
+            shape, dtype = _shape_and_dtype(bound.leaves[position])
             layouts.append(
                 replicated_layout(shape, dtype, devices)
                 if axis is None
@@ -128,25 +149,25 @@ class Preparation:
         refuse_aliased_donation(
             options.prefix, paths, donated, travelling
         )  # before anything is sent
-        program = Program(
-            self._fun,
-            options.name,
-            bound.structure,
-            tuple(template),
-            options.out_axes,
-            options.axis_name,
-            options.check_replicated,
-        )
         in_place = all(
             type(leaf) is ShardedTensor and leaf._alive()[0].same_place(layout)
             for leaf, layout in zip(travelling, layouts, strict=True)
         )
         # arrays, tensors and ShardedTensors of one shape are different calls, but the same program
-        kind = (bound.structure, ambient(), tuple(kinds), tuple(layouts))
+        constants = tuple(leaf for leaf in bound.leaves if leaf is None or isinstance(leaf, Static))
+        kind = (
+            bound.structure,
+            ambient(),
+            positions,
+            constants,
+            tuple(layouts),
+            tuple(bound.axes),
+            program.lanes,
+        )
         plan = self._plans.get(kind)
         if plan is None or not plan.holds():
             plan = self._plans[kind] = self._make_plan(program, tuple(layouts), devices)
-        return Prepared(plan, tuple(positions), tuple(layouts), in_place, donated, paths)
+        return Prepared(plan, positions, tuple(layouts), in_place, donated, paths)
 
     def _make_plan(
         self, program: Program, layouts: tuple[Layout, ...], devices: tuple[Device, ...]
@@ -180,9 +201,10 @@ class Preparation:
     ) -> Plan:
         options, runtime = self._options, current_runtime()
         outcomes: list[Outcome] = []
+        several = len(devices) > 1 or program.lanes == 1
 
-        def body(blocks: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
-            outcomes.append(program.run(blocks))
+        def body(blocks: Sequence[torch.Tensor], axis: Axis) -> list[tuple[torch.Tensor, bool]]:
+            outcomes.append(program.run(blocks, axis if several else None))
             return outcomes[-1].demands()
 
         ranks = tuple(device.id for device in devices)

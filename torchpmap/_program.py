@@ -1,7 +1,11 @@
 """What one device does in a mapped call: take its rows, call the function, lay out what it returns.
 
+A device with several rows runs the function once, under ``torch.func.vmap`` over its rows: its
+*lanes*.  A mapped axis is then a process axis (the devices) times a vmapped axis (the lanes).  With
+no process axis all rows are lanes of the calling process.
+
 The same ``Program`` is traced in the controller (``_trace``) and, with ``compile=False``, run as it
-is on every worker (``run_eager_call``), so both modes follow the same rules and raise the same
+is on every worker (``run_eager_call``), so all modes follow the same rules and raise the same
 errors.
 """
 
@@ -37,8 +41,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Input:
-    """A leaf that arrives as a block; ``dim`` is the mapped dim (of size 1 in the block), None for
-    an unmapped leaf.
+    """A leaf that arrives as a block; ``dim`` is the mapped dim (as big as there are lanes), None
+    for an unmapped leaf.
     """
 
     dim: int | None
@@ -90,13 +94,56 @@ class Program:
     out_axes: Any
     axis_name: Hashable
     check_replicated: bool
+    lanes: int
+    """Rows per device."""
 
-    def run(self, blocks: Sequence[torch.Tensor]) -> Outcome:
-        given = iter(blocks)
-        values = [
-            leaf.value if isinstance(leaf, Constant) else _row(next(given), leaf.dim)
-            for leaf in self.leaves
+    def run(self, blocks: Sequence[torch.Tensor], process_axis: Axis | None) -> Outcome:
+        """Run on one device's blocks; the devices are the indices of ``process_axis``, if there are
+        several.
+        """
+        if process_axis is None or self.lanes > 1:
+            return self._run_lanes(blocks, process_axis)
+        dims = [leaf.dim for leaf in self.leaves if isinstance(leaf, Input)]
+        rows = [
+            block if dim is None else block.squeeze(dim)
+            for block, dim in zip(blocks, dims, strict=True)
         ]
+        with bind(process_axis):
+            outcome = self._run_row(rows)
+        stacked = [
+            value if value is None or dim is None else value.unsqueeze(dim)
+            for value, dim in zip(outcome.blocks, outcome.dims, strict=True)
+        ]
+        return replace(outcome, blocks=tuple(stacked))
+
+    def _run_lanes(self, blocks: Sequence[torch.Tensor], process_axis: Axis | None) -> Outcome:
+        outer = () if process_axis is None else (process_axis,)
+        outcomes: list[Outcome] = []
+
+        def run_row(index: torch.Tensor, *rows: torch.Tensor) -> list[torch.Tensor]:
+            with bind(*outer, Axis(self.axis_name, self.lanes, index, None)):
+                outcomes.append(self._run_row(rows))
+            return [tensor for tensor, _ in outcomes[-1].demands()]
+
+        devices = [tensor.device for tensor in (*blocks, *(axis.index for axis in outer))]
+        index = torch.arange(self.lanes, device=devices[0] if devices else None)
+        dims = [leaf.dim for leaf in self.leaves if isinstance(leaf, Input)]
+        over_lanes = torch.func.vmap(run_row, (0, *dims), randomness="different")
+        lanes_first = iter(over_lanes(index, *blocks))
+        (outcome,) = outcomes
+        stacked: list[torch.Tensor | None] = []
+        for value, dim in zip(outcome.blocks, outcome.dims, strict=True):
+            rows = None if value is None else next(lanes_first)
+            if rows is not None:  # one value for all devices is the one of the first row
+                rows = rows[0] if dim is None else rows.movedim(0, dim)
+            stacked.append(rows)
+        checks = tuple(rows[0] for rows in lanes_first)
+        return replace(outcome, blocks=tuple(stacked), checks=checks)
+
+    def _run_row(self, rows: Sequence[torch.Tensor]) -> Outcome:
+        """Call the function on one row; the stacked dims of the result are not there yet."""
+        given = iter(rows)
+        values = [leaf.value if isinstance(leaf, Constant) else next(given) for leaf in self.leaves]
         args, kwargs = self.structure.unflatten(values)
         return self._lay_out(self.fun(*args, **kwargs))
 
@@ -112,7 +159,6 @@ class Program:
             dim = None
             if tensor is not None and axis is not None:
                 dim = canonical_axis(axis, tensor.dim() + 1, what="pmap out_axes", path=path)
-                tensor = tensor.unsqueeze(dim)
             elif tensor is not None and self.check_replicated:
                 checks[path] = self._difference(tensor.detach())
             blocks.append(tensor)
@@ -130,10 +176,6 @@ class Program:
         worst = torch.where(unequal, distance, torch.zeros_like(distance)).flatten()
         worst = torch.cat([worst, worst.new_zeros(1)]).amax()  # an empty value differs nowhere
         return _collectives.pmax(worst, self.axis_name)
-
-
-def _row(block: torch.Tensor, dim: int | None) -> torch.Tensor:
-    return block if dim is None else block.squeeze(dim)
 
 
 def _as_tensor(value: Any, path: str) -> torch.Tensor:
@@ -229,7 +271,7 @@ def run_eager_call(
         return name
 
     linecache.cache.update(call.sources)
-    axis = Axis(program.axis_name, len(call.ranks), index, call.group, subgroup)
+    process_axis = Axis(program.axis_name, len(call.ranks), index, call.group, subgroup)
     own = [
         block.clone() for block in blocks
     ]  # the function may write to its arguments; the stored values stay
@@ -237,18 +279,18 @@ def run_eager_call(
     before = [(tensor.data_ptr(), tensor._version) for tensor in captured]
     with (
         recording(agree),
-        bind(axis),
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),  # axes are bound per thread
     ):
-        outcome = program.run(own)
+        outcome = program.run(own, process_axis)
         agree(("return",))
-        stored = [
-            _collectives.pbroadcast(block.detach(), program.axis_name, 0)
-            if block is not None and dim is None
-            else block
-            for block, dim in zip(outcome.blocks, outcome.dims, strict=True)
-        ]
+        with bind(process_axis):
+            stored = [
+                _collectives.pbroadcast(block.detach(), program.axis_name, 0)
+                if block is not None and dim is None
+                else block
+                for block, dim in zip(outcome.blocks, outcome.dims, strict=True)
+            ]
     report = EagerReport(
         outcome.structure,
         tuple(None if block is None else tuple(block.shape) for block in stored),

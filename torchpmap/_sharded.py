@@ -381,7 +381,8 @@ def _fetch_row(layout: Layout, handle: Handle, row: int) -> torch.Tensor:
     """
     target = torch.empty(layout.shape[1:], dtype=layout.dtype)
     if layout.dim == 0:
-        request = (row, 0, 0, target)
+        rows = layout.shape[0] // len(layout.ranks)
+        request = (row // rows, 0, row % rows, target)
     elif layout.is_replicated:
         request = (0, 0, row, target)
     else:

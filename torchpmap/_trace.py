@@ -53,9 +53,9 @@ def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
 # torch 2.13: on fake tensors it puts a meta device into the graph; seen in vmap(hessian(x ** 3))
 _DECOMPOSED = {_aten._efficientzerotensor.default: _zeros}
 
-Body = Callable[[Sequence[torch.Tensor]], Sequence[tuple[torch.Tensor, bool]]]
-"""Takes one block per input; returns the output blocks, each with whether it must be the same on
-all devices.
+Body = Callable[[Sequence[torch.Tensor], Axis], Sequence[tuple[torch.Tensor, bool]]]
+"""Takes one block per input, and the axis of the devices; returns the output blocks, each with
+whether it must be the same on all devices.
 """
 
 _HERE = str(Path(__file__).parent)
@@ -205,7 +205,7 @@ def trace(
     group: str,
     device: torch.device,
 ) -> Traced:
-    """Trace ``body`` over fake blocks with the axis bound; nothing runs or is sent."""
+    """Trace ``body`` over fake blocks; nothing runs or is sent."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -221,9 +221,9 @@ def trace(
 
     def flat(index: torch.Tensor, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
-        with capture, _KeepData(), bind(axis), torch.enable_grad():
-            results = [(capture.substitute(block), same) for block, same in body(blocks)]
-            if any(same for _, same in results):
+        with capture, _KeepData(), torch.enable_grad():
+            results = [(capture.substitute(block), same) for block, same in body(blocks, axis)]
+            if axis_size > 1 and any(same for _, same in results):
                 results = _replicated(results, [True, *(i.varying for i in inputs)], axis)
         given = {t.untyped_storage()._cdata for t in (index, *blocks, *capture.stand_ins.values())}
         return tuple(_finish(block, given) for block, _ in results)
@@ -290,7 +290,8 @@ def _replicated(
         slot: Any = get_proxy_slot(block, tracer, None)
         if slot is None or slot.proxy.node not in varying:  # None: no traced input was touched
             return block
-        return pbroadcast(block.detach(), axis.name, 0)
+        with bind(axis):
+            return pbroadcast(block.detach(), axis.name, 0)
 
     return [(settle(block) if same else block, same) for block, same in results]
 

@@ -152,7 +152,7 @@ def _size(
 
 def _device(leaves: list[Any]) -> torch.device | None:
     """Where the index lives: with the arguments, else with the enclosing axis."""
-    for tensor in [*leaves, *(axis.index for axis in reversed(_axes.bound()))]:
+    for tensor in [*leaves, *(parts[0].index for parts in reversed(_axes.bound()))]:
         if isinstance(tensor, torch.Tensor):
             return tensor.device
     return None
