@@ -233,7 +233,7 @@ def _ppermute_run(
         if destination == rank:
             receives[source] = 1
     rows = x.contiguous().unsqueeze(0)[: sum(sends)]
-    # waits here: compilers know of torch's own collectives that their input is still being read, but
+    # waits here: compilers know of torch's own collectives that their input is still being read;
     # of this one they do not, and would write the next value over it
     received = _c10d.wait_tensor(_c10d.all_to_all_single(rows, receives, sends, group))
     if sum(receives):
