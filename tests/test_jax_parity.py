@@ -52,34 +52,7 @@ TAKES_NUMPY = {"pmap_args", "collectives", "grad_inside", "errors"}
 NUM_INDUCTOR = 8
 
 # What does not pass yet: "case id" in every mode, or "case id[mode]" in one, and why.
-PENDING: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "go_sin",
-            "go_w_psum_sq",
-            "go_psum_out_None",
-            "go_varying_out_None",
-            "go_in_None_weighted",
-            "go_closed_over",
-            "go_params_tree",
-            "go_axes_1_1",
-            "go_jvp",
-            "go_vjp",
-            "go_jacfwd",
-            "go_jacrev_ppermute",
-            "go_linear_transpose",
-            "go_has_aux",
-            "go_all_gather",
-            "go_grad_of_grad",
-            "go_checkpoint_of_pmap",
-        ),
-        "differentiating through pmap from outside is not supported yet",
-    ),
-    **dict.fromkeys(
-        ("vp_in1_out1", "vp_in_None", "vp_axes11"),
-        "vmap around pmap is not supported yet",
-    ),
-}
+PENDING: dict[str, str] = {}
 
 
 def _compiled_sample() -> list[Case]:

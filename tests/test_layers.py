@@ -19,16 +19,16 @@ _errors _config _structure _tree _devices _mesh _layout
 _axes _collectives_raw _collectives_primitives _collectives_operands
 _collectives_reduce _collectives_move _collectives
 _grad _vmap
-_replication _trace _environment _program _shipping _compile _arguments
+_replication _split _capture _trace _environment _program _shipping _compile _arguments
 _groups _wire
 _runtimes _runtimes._base _runtimes._supervise _runtimes._losses _runtimes._worker
 _runtimes._template _runtimes._process _runtimes._monitor _runtimes._pool _runtimes._local
-_current _sharded _plan _eager _placement _autodiff _prepare _pmap
+_current _sharded _plan _eager _placement _lowering _autodiff _prepare _pmap
 """
 ORDER = MODULES.split()
 
 LONG_FILES: set[str] = set()
-LONG_FUNCTIONS = {"pmap", "trace", "_trace"}
+LONG_FUNCTIONS = {"pmap", "trace"}
 
 
 def module_name(path: Path) -> str:

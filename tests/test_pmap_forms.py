@@ -14,7 +14,7 @@ import torch
 from _support import EAGER
 
 import torchpmap as tp
-from torchpmap import _prepare
+from torchpmap import _lowering
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -256,7 +256,7 @@ def test_callable_backends_get_the_graph_and_the_options():
 
 def test_without_a_cpp_compiler(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr(_prepare, "_missing_compiler_warned", False)
+    monkeypatch.setattr(_lowering, "_missing_compiler_warned", False)
     with pytest.warns(UserWarning, match=r"no C\+\+ compiler was found") as record:
         assert tp.pmap(double)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
     assert [warning.filename for warning in record] == [__file__]
@@ -413,41 +413,6 @@ def test_pmap_inside_pmap_maps_on_the_device():
     x = torch.arange(1.0, 9.0).reshape(2, 4)
     got = tp.pmap(lambda row: inner(row), "i", compile=EAGER)(x)
     torch.testing.assert_close(got.cpu(), x / 36)
-
-
-@pytest.mark.parametrize(
-    "transformed",
-    [
-        lambda f: torch.func.grad(lambda x: f(x).sum())(X),
-        lambda f: torch.func.vmap(f)(torch.ones(2, 4)),
-        lambda f: torch.func.jvp(f, (X,), (X,)),
-        lambda f: torch.func.jacrev(f)(X),
-        lambda f: tp.grad(lambda x: f(x).sum())(X),
-        lambda f: tp.vmap(f)(torch.ones(2, 4)),
-    ],
-    ids=["grad", "vmap", "jvp", "jacrev", "tp.grad", "tp.vmap"],
-)
-def test_transforms_around_pmap_raise(mode, transformed):
-    with pytest.raises(NotImplementedError, match="around a pmapped function is not supported yet"):
-        transformed(tp.pmap(double, compile=mode))
-
-
-def test_backward_through_pmap_raises(mode):
-    w = torch.ones(4, requires_grad=True)
-    loss = tp.pmap(double, compile=mode)(w).sum()
-    with pytest.raises(NotImplementedError, match="differentiating through pmap from outside"):
-        loss.backward()
-    assert w.grad is None
-    captured = torch.tensor(2.0, requires_grad=True)
-    out = tp.pmap(lambda x: x * captured, compile=mode)(X)
-    assert out.requires_grad
-    with pytest.raises(NotImplementedError, match="differentiating through pmap from outside"):
-        out.sum().backward()
-    if mode:
-        with pytest.raises(NotImplementedError, match="differentiating through pmap from outside"):
-            torch.autograd.grad(out.sum(), captured)
-    with pytest.raises(NotImplementedError, match="differentiating through pmap from outside"):
-        torch.autograd.grad(tp.pmap(double, compile=mode)(w).sum(), w)
 
 
 def test_results_do_not_require_grad_where_nothing_does(mode):

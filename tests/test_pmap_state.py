@@ -54,7 +54,7 @@ def counted(f, **options):
         ([X, X + 1, -X], [1, 1, 1]),
         ([X.numpy(), X, lambda: tp.device_put(X, tp.devices())], [1, 1, 1]),
         ([lambda: tp.device_put(X, tp.devices()), X.numpy(), lambda: tp.replicate(X)], [1, 1, 1]),
-        ([X, torch.nn.Parameter(X), X], [1, 1, 1]),
+        ([X, torch.nn.Parameter(X), X], [1, 2, 2]),  # the second is its gradient's
         ([X, X.double(), X, X.double().numpy()], [1, 2, 2, 2]),
         ([X, X.view(4, 1), X, X.view(4, 1)], [1, 2, 2, 2]),
         ([X, X[:3], X, X[:2], X[:3]], [1, 2, 2, 3, 3]),

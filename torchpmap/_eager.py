@@ -15,7 +15,7 @@ from typing import Any
 from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
 from torchpmap._layout import stacked_layout
-from torchpmap._plan import Called, Captured
+from torchpmap._plan import Called
 from torchpmap._program import EagerCall, EagerReport, Program, no_randomness, not_replicated
 from torchpmap._runtimes._base import Handle
 from torchpmap._shipping import pickled_function
@@ -30,7 +30,7 @@ class EagerPlan:
 
     def __init__(self, program: Program, devices: tuple[Device, ...], prefix: str) -> None:
         self._program = program
-        self.captured: tuple[Captured, ...] = ()  # they are part of the pickled function
+        self.requires_grad = False  # known when it has run
         self._devices = devices
         self._prefix = prefix
         self._ranks = tuple(device.id for device in devices)

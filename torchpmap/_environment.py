@@ -45,6 +45,10 @@ class Environment:
         """Note the present state."""
         self._watched = list(_limited(_references(self._fun, _MAX_DEPTH, set())))
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among them."""
+        return [value for _, value in self._watched or () if isinstance(value, torch.Tensor)]
+
     def changed(self) -> bool:
         """Whether a reference leads to something else than when it was noted."""
         if not self._watched:

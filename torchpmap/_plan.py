@@ -10,13 +10,15 @@ A ``Plan`` belongs to one runtime; dropping it makes the workers forget it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import count, repeat
+from dataclasses import dataclass, field
+from itertools import count, islice, repeat
 from typing import Any
 
 import numpy as np
 import torch
 
+from torchpmap._axes import Partition
+from torchpmap._compile import Definition
 from torchpmap._layout import Layout
 from torchpmap._program import not_replicated
 from torchpmap._runtimes._base import Handle, Team
@@ -34,11 +36,11 @@ whether they depend on a captured tensor that requires grad.
 class Captured:
     """A tensor the function closes over: sent when first needed, and again when it has changed."""
 
-    __slots__ = ("_handle", "_kept", "_layout", "_seen", "tensor")
+    __slots__ = ("_handle", "_kept", "_seen", "layout", "tensor")
 
     def __init__(self, tensor: torch.Tensor, layout: Layout) -> None:
         self.tensor = tensor
-        self._layout = layout
+        self.layout = layout
         self._seen: Any = None
         self._handle: Handle | None = None
         self._kept: torch.Tensor | None = None  # while it lives, no other value gets its address
@@ -46,7 +48,7 @@ class Captured:
     def handle(self) -> Handle:
         seen = version_of(self.tensor)
         if self._handle is None or seen != self._seen:
-            self._handle = place(self.tensor, self._layout)
+            self._handle = place(self.tensor, self.layout)
             self._seen = seen
             self._kept = None if type(self.tensor) is ShardedTensor else self.tensor.detach()
         return self._handle
@@ -65,9 +67,11 @@ def version_of(tensor: torch.Tensor) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A compiled program on a team of devices."""
+    """A program for a team of devices, which compile it when it first runs."""
 
-    id: int
+    definition: Definition
+    groups: dict[str, Partition]
+    """The process groups it uses: name -> ranks."""
     prefix: str
     """The call as messages name it."""
     team: Team
@@ -85,27 +89,47 @@ class Plan:
     """Trailing outputs that measure how far outputs declared replicated differ between devices."""
     checked: tuple[str, ...]
     """Their leaf paths."""
+    is_passing: bool = False
+    """Whether it closes over tensors that a transform around the call is tracing."""
+    writes_inputs: bool = False
+    """Whether it writes in place to (its copies of) inputs."""
+    undefined: list[bool] = field(default_factory=lambda: [True])
+    """Empty once the workers know it."""
+    num_residuals: int = 0
+    """Trailing outputs that only a gradient needs; they stay where they are."""
 
     def holds(self) -> bool:
         """Whether what tracing baked in is still true."""
+        if self.is_passing:
+            return False
         return not self.pinned or all(
             version_of(tensor) == version for tensor, version in self.pinned
         )
 
     def call(self, held: Sequence[Handle]) -> Called:
         """Start the program on stored blocks; the outputs are promised, not awaited."""
-        team = self.team
-        handles = [handle.id for handle in held]
         if self.captured:
-            mine = [captured.handle() for captured in self.captured]
-            handles = [*(handle.id for handle in mine), *handles]
-        first, seq = team.runtime.execute(team, self.id, handles, len(self.outputs))
+            held = [*(captured.handle() for captured in self.captured), *held]
+        return self.start_checked(held), self.tree, self.requires_grad
+
+    def start_checked(self, held: Sequence[Handle]) -> list[tuple[Layout, Handle]]:
+        """Run on all inputs, captured ones first."""
+        outputs, _ = self.start(held)
+        return self._check_replicated(outputs) if self.num_checks else outputs
+
+    def start(self, held: Sequence[Handle]) -> tuple[list[tuple[Layout, Handle]], list[Handle]]:
+        """Run on all inputs; gives outputs (with the checks) and residuals."""
+        team = self.team
+        if self.undefined:
+            team.runtime.define(team, self.definition, self.groups)
+            self.undefined.clear()
+        handles = [handle.id for handle in held]
+        num_outputs = len(self.outputs) + self.num_residuals
+        first, seq = team.runtime.execute(team, self.definition.plan_id, handles, num_outputs)
         # map and zip: trees have hundreds of leaves, and a Python loop costs 0.1 us for each
         handles_out = map(Handle, count(first), repeat(seq), repeat(team))
         outputs = list(zip(self.outputs, handles_out))  # noqa: B905 - one of them is endless
-        if self.num_checks:
-            outputs = self._check_replicated(outputs)
-        return outputs, self.tree, self.requires_grad
+        return outputs, list(islice(handles_out, self.num_residuals))
 
     def _check_replicated(
         self, outputs: list[tuple[Layout, Handle]]
@@ -123,7 +147,8 @@ class Plan:
         return self.structure.unflatten(leaves)
 
     def __del__(self) -> None:
-        self.team.runtime.forget(self.id)
+        if not self.undefined:
+            self.team.runtime.forget(self.definition.plan_id)
 
 
 def place(value: Any, layout: Layout) -> Handle:

@@ -24,15 +24,22 @@ from torchpmap._arguments import (
     name_of,
     split_statics,
 )
-from torchpmap._autodiff import not_yet_differentiable
+from torchpmap._autodiff import (
+    apply_operation,
+    is_transformed,
+    no_derivative,
+    without_derivative,
+)
 from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
+from torchpmap._eager import EagerPlan
 from torchpmap._environment import Environment
 from torchpmap._plan import place
 from torchpmap._prepare import Preparation, Prepared, ambient, refuse_aliased_donation
 from torchpmap._runtimes._base import Handle, Runtime
 from torchpmap._sharded import ShardedTensor, closed_pool, make_sharded
 from torchpmap._structure import flatten_call
+from torchpmap._trace import Untraceable
 
 __all__ = ["Pmapped", "pmap"]
 
@@ -40,6 +47,23 @@ _MAX_PREPARED = 4096
 """Prepared calls a function keeps; statics or shapes that never repeat would fill memory."""
 
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+def _is_traced() -> bool:
+    """Whether somebody around the caller makes a graph of what he does (make_fx, export, fake
+    tensors): the call then becomes part of it.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    key = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(kind) for kind in (key.PROXY, key.FAKE))
+
+
+def _any_requires_grad(leaves: list[Any]) -> bool:
+    try:
+        return any(map(_requires_grad, leaves))
+    except TypeError:  # arrays and numbers are among them
+        return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 class _Method:
@@ -107,7 +131,7 @@ class Pmapped:
         options = self._options
         if options.static_argnums or options.static_argnames:
             args, kwargs = split_statics(options, args, kwargs)
-        if _axes.bound():  # inside a mapped function: all rows on this device
+        if _axes.bound() or _is_traced():  # all rows on the device of the caller
             return self._preparation.run_here(args, kwargs)
         leaves, structure = flatten_call(args, kwargs)
         key = (
@@ -124,13 +148,16 @@ class Pmapped:
         if runtime is not self._runtime or self._environment.changed():
             self._forget(runtime)
         prepared = self._prepared.get(key)
-        if prepared is None or not prepared.plan.holds():
-            if len(self._prepared) >= _MAX_PREPARED:
-                self._forget(runtime)
-            prepared = self._prepared[key] = self._preparation.prepare(args, kwargs)
-            # after tracing: what the function itself rebinds must not count as a change
-            self._environment.refresh()
-        return self._run(prepared, leaves, runtime)
+        if prepared is not None and prepared.plan.holds():
+            return self._run(prepared, leaves, runtime)
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._forget(runtime)
+        prepared = self._prepared[key] = self._preparation.prepare(args, kwargs)
+        # after tracing: what the function itself rebinds must not count as a change
+        self._environment.refresh()
+        result = self._run(prepared, leaves, runtime)
+        self._environment.refresh()  # gradients are traced when it runs
+        return result
 
     def _forget(self, runtime: Runtime) -> None:
         self._prepared.clear()
@@ -146,30 +173,48 @@ class Pmapped:
             leaves = [leaves[position] for position in prepared.positions]
         if prepared.donated:
             refuse_aliased_donation(self._options.prefix, prepared.paths, prepared.donated, leaves)
+        if is_transformed() or (
+            torch.is_grad_enabled() and (plan.requires_grad or _any_requires_grad(leaves))
+        ):
+            return self._run_differentiated(prepared, leaves)
         if prepared.in_place:
             held = [leaf._handle for leaf in leaves]
             for handle in held:
                 if handle.team.runtime is not runtime:
                     raise closed_pool()
-            wants_grad = torch.is_grad_enabled() and any(map(_requires_grad, leaves))
         else:
             held = [
                 place(leaf, layout) for leaf, layout in zip(leaves, prepared.layouts, strict=True)
             ]
-            wants_grad = torch.is_grad_enabled() and any(
-                leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)
-            )
         if runtime.scarred:
             for handle in held:
                 runtime.check(handle)
         outputs, tree, depends_on_parameter = plan.call(held)
+        if depends_on_parameter and torch.is_grad_enabled():
+            return self._run_differentiated(prepared, leaves, (outputs, tree))
         if prepared.donated:
             self._consume(prepared, leaves)
-        if wants_grad or (depends_on_parameter and torch.is_grad_enabled()):
-            sources = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            sources += [captured.tensor for captured in plan.captured]
-            return tree(not_yet_differentiable(outputs, self._options.prefix, sources))
         return tree([make_sharded(layout, handle) for layout, handle in outputs])
+
+    def _run_differentiated(self, prepared: Prepared, leaves: list[Any], done: Any = None) -> Any:
+        """The call as part of what transforms or ``backward()`` differentiate; donation would take
+        away what they need, and is left for calls that nobody differentiates.
+        """
+        plan = prepared.plan
+        if isinstance(plan, EagerPlan) and done is None and not is_transformed():
+            held = [
+                place(leaf, layout) for leaf, layout in zip(leaves, prepared.layouts, strict=True)
+            ]
+            done = plan.call(held)[:2]
+        try:
+            operation = self._preparation.operation(prepared)
+        except Untraceable as verdict:
+            if done is None:
+                raise NotImplementedError(no_derivative(self._options.prefix, verdict)) from verdict
+            outputs, tree = done
+            return tree(without_derivative(outputs, self._options.prefix, verdict))
+        results = apply_operation(operation, leaves, None if done is None else done[0])
+        return (operation.plan.tree if done is None else done[1])(results)
 
     def _consume(self, prepared: Prepared, leaves: list[Any]) -> None:
         for position in prepared.donated:  # places among the leaves that travel

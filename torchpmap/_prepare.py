@@ -5,7 +5,6 @@ What comes out is kept by key in ``_pmap`` and only followed from then on.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,27 +13,25 @@ import numpy as np
 import torch
 
 from torchpmap._arguments import Bound, Options, Static, bind
-from torchpmap._autodiff import refuse_transforms
-from torchpmap._axes import Axis
-from torchpmap._compile import EAGER, Backend, Definition, have_cpp_compiler
+from torchpmap._autodiff import Primal, is_transformed
+from torchpmap._compile import EAGER
 from torchpmap._current import check_devices
 from torchpmap._current import devices as all_devices
-from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
 from torchpmap._eager import EagerPlan
+from torchpmap._environment import Environment
 from torchpmap._errors import TraceError, warn
-from torchpmap._layout import Layout, replicated_layout, row_layout, stacked_layout
-from torchpmap._plan import Captured, Plan, host_tensor, version_of
-from torchpmap._program import Constant, Input, Outcome, Program, no_randomness
+from torchpmap._layout import Layout, replicated_layout, row_layout
+from torchpmap._lowering import Target, lower
+from torchpmap._plan import Plan, host_tensor
+from torchpmap._program import Constant, Input, Program
 from torchpmap._sharded import ShardedTensor, check_open
 from torchpmap._structure import flatten_call
-from torchpmap._trace import TracedInput, Untraceable, trace
+from torchpmap._trace import Untraceable
 
 __all__ = ["Preparation", "Prepared", "ambient", "refuse_aliased_donation"]
 
 _DATA = (torch.Tensor, np.ndarray)
-_plan_ids = itertools.count(1)
-_missing_compiler_warned = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +46,8 @@ class Prepared:
     """Whether the key says that every block is where the plan wants it."""
     donated: tuple[int, ...]
     paths: tuple[str, ...]
+    program: Program
+    devices: tuple[Device, ...]
 
 
 class Preparation:
@@ -58,17 +57,18 @@ class Preparation:
         self._fun = fun
         self._options = options
         self._plans: dict[Hashable, Plan | EagerPlan] = {}
+        self._operations: dict[Plan | EagerPlan, Primal] = {}
         self._warned: set[str] = set()
 
     def clear(self) -> None:
         """Forget all plans."""
         self._plans.clear()
+        self._operations.clear()
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         """Check a call (statics already wrapped) and find or make its plan."""
         options = self._options
         leaves, _ = flatten_call(args, kwargs)
-        refuse_transforms(leaves, options.prefix)
         for leaf in leaves:
             if type(leaf) is ShardedTensor:
                 check_open(leaf)
@@ -166,8 +166,32 @@ class Preparation:
         )
         plan = self._plans.get(kind)
         if plan is None or not plan.holds():
+            if plan is not None:
+                self._operations.pop(plan, None)
             plan = self._plans[kind] = self._make_plan(program, tuple(layouts), devices)
-        return Prepared(plan, positions, tuple(layouts), in_place, donated, paths)
+        return Prepared(plan, positions, tuple(layouts), in_place, donated, paths, program, devices)
+
+    def operation(self, prepared: Prepared) -> Primal:
+        """The call as transforms see it."""
+        found = self._operations.get(prepared.plan)
+        if found is None:
+            target = self._target(prepared.devices)
+            found = Primal(target, prepared.program, prepared.layouts, prepared.plan)
+            self._operations[prepared.plan] = found
+        return found
+
+    def _target(self, devices: tuple[Device, ...]) -> Target:
+        options = self._options
+        backend = EAGER if options.backend is None else options.backend
+        return Target(options.prefix, options.name, devices, options.axis_name, backend)
+
+    def _outside(self) -> frozenset[int]:
+        """Ids of tensors within reach of the function that transforms around the call trace."""
+        if not is_transformed():
+            return frozenset()
+        environment = Environment(self._fun)
+        environment.refresh()
+        return frozenset(map(id, environment.tensors()))
 
     def _make_plan(
         self, program: Program, layouts: tuple[Layout, ...], devices: tuple[Device, ...]
@@ -175,7 +199,7 @@ class Preparation:
         options = self._options
         if options.backend is not None:
             try:
-                return self._trace(program, layouts, devices)
+                return lower(self._target(devices), program.run, layouts, self._outside())
             except Untraceable as verdict:
                 if options.fullgraph:
                     raise TraceError(
@@ -196,70 +220,6 @@ class Preparation:
             self._warned.add(text)
             warn(text)
 
-    def _trace(
-        self, program: Program, layouts: tuple[Layout, ...], devices: tuple[Device, ...]
-    ) -> Plan:
-        options, runtime = self._options, current_runtime()
-        outcomes: list[Outcome] = []
-        several = len(devices) > 1 or program.lanes == 1
-
-        def body(blocks: Sequence[torch.Tensor], axis: Axis) -> list[tuple[torch.Tensor, bool]]:
-            outcomes.append(program.run(blocks, axis if several else None))
-            return outcomes[-1].demands()
-
-        ranks = tuple(device.id for device in devices)
-        group = f"ranks:{','.join(map(str, ranks))}"
-        traced = trace(
-            body,
-            [
-                TracedInput(layout.block_shape, layout.dtype, not layout.is_replicated)
-                for layout in layouts
-            ],
-            axis_name=options.axis_name,
-            axis_size=len(devices),
-            group=group,
-            device=devices[0].torch_device
-            if devices[0].platform == "cpu"
-            else torch.device("cuda", 0),
-        )
-        (outcome,) = outcomes
-        if traced.is_random:
-            raise NotImplementedError(no_randomness(options.prefix))
-        plan_id = next(_plan_ids)
-        captured = tuple(
-            Captured(tensor, replicated_layout(tensor.shape, tensor.dtype, devices))
-            for tensor in traced.captured
-        )
-        inputs = (
-            *((tuple(t.shape), t.dtype) for t in traced.captured),
-            *((i.block_shape, i.dtype) for i in layouts),
-        )
-        backend = _usable(options.backend, devices)
-        groups = {group: (ranks,)} | {
-            name: tuple(tuple(ranks[k] for k in part) for part in partition)
-            for name, partition in traced.groups.items()
-        }
-        team = runtime.team(ranks)
-        definition = Definition(
-            plan_id, options.name, traced.graph, traced.uses_index, ranks, inputs, backend
-        )
-        runtime.define(team, definition, groups)
-        return Plan(
-            id=plan_id,
-            prefix=options.prefix,
-            team=team,
-            captured=captured,
-            pinned=tuple((tensor, version_of(tensor)) for tensor in traced.pinned),
-            outputs=_output_layouts(
-                outcome, traced.shapes, traced.dtypes, devices, options.axis_name
-            ),
-            structure=outcome.structure,
-            nones=tuple(k for k, block in enumerate(outcome.blocks) if block is None),
-            requires_grad=outcome.requires_grad and any(t.requires_grad for t in traced.captured),
-            num_checks=len(outcome.checks),
-            checked=outcome.checked,
-        )
-
 
 def refuse_aliased_donation(
     prefix: str, paths: Sequence[str], donated: Sequence[int], leaves: Sequence[Any]
@@ -273,23 +233,6 @@ def refuse_aliased_donation(
                     f"same tensor is also argument {paths[other]}. Donate it once and pass it "
                     "once, or pass a copy."
                 )
-
-
-def _output_layouts(
-    outcome: Outcome,
-    shapes: Sequence[tuple[int, ...]],
-    dtypes: Sequence[torch.dtype],
-    devices: tuple[Device, ...],
-    axis_name: Hashable,
-) -> tuple[Layout, ...]:
-    dims = [
-        dim for block, dim in zip(outcome.blocks, outcome.dims, strict=True) if block is not None
-    ]
-    dims += [None] * len(outcome.checks)
-    return tuple(
-        stacked_layout(shape, dtype, dim, devices, axis_name)
-        for shape, dtype, dim in zip(shapes, dtypes, dims, strict=True)
-    )
 
 
 def ambient() -> Hashable:
@@ -306,18 +249,3 @@ def ambient() -> Hashable:
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], torch.dtype]:
     tensor = leaf if isinstance(leaf, torch.Tensor) else host_tensor(leaf)
     return tuple(tensor.shape), tensor.dtype
-
-
-def _usable(backend: Backend | None, devices: tuple[Device, ...]) -> Backend:
-    global _missing_compiler_warned
-    assert backend is not None
-    if not backend.is_inductor or devices[0].platform != "cpu" or have_cpp_compiler():
-        return backend
-    if not _missing_compiler_warned:
-        _missing_compiler_warned = True
-        warn(
-            "torchpmap: no C++ compiler was found (g++ or clang++, or the one named by CXX), so "
-            "mapped functions run as traced graphs, without Inductor: right, but slower. Install "
-            "one, or pass compile={'backend': 'eager'} to silence this.",
-        )
-    return EAGER

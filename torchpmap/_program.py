@@ -102,7 +102,8 @@ class Program:
         several.
         """
         if process_axis is None or self.lanes > 1:
-            return self._run_lanes(blocks, process_axis)
+            alone = process_axis is None or process_axis.size == 1
+            return self._run_lanes(blocks, None if alone else process_axis)
         dims = [leaf.dim for leaf in self.leaves if isinstance(leaf, Input)]
         rows = [
             block if dim is None else block.squeeze(dim)
@@ -135,7 +136,7 @@ class Program:
         for value, dim in zip(outcome.blocks, outcome.dims, strict=True):
             rows = None if value is None else next(lanes_first)
             if rows is not None:  # one value for all devices is the one of the first row
-                rows = rows[0] if dim is None else rows.movedim(0, dim)
+                rows = _FirstRow.apply(rows) if dim is None else rows.movedim(0, dim)
             stacked.append(rows)
         checks = tuple(rows[0] for rows in lanes_first)
         return replace(outcome, blocks=tuple(stacked), checks=checks)
@@ -176,6 +177,32 @@ class Program:
         worst = torch.where(unequal, distance, torch.zeros_like(distance)).flatten()
         worst = torch.cat([worst, worst.new_zeros(1)]).amax()  # an empty value differs nowhere
         return _collectives.pmax(worst, self.axis_name)
+
+
+class _FirstRow(torch.autograd.Function):
+    """[lanes, *s] -> [*s]: the first of rows that are declared equal.
+
+    Each accounts for an equal part of the derivative, as each device does where a device has one
+    row.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: torch.Tensor) -> torch.Tensor:
+        return rows[0].clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        ctx.lanes = inputs[0].shape[0]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+        return (cotangent / ctx.lanes).expand(ctx.lanes, *cotangent.shape)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent[0].clone()
 
 
 def _as_tensor(value: Any, path: str) -> torch.Tensor:

@@ -4,7 +4,7 @@
 ``.backward()`` and the collectives dissolve into one flat ATen + collective-op graph in which the
 axis index is an input and process groups are names, so every device can run the same graph.
 
-Real tensors the program closes over (parameters, buffers, globals) are met by ``_Capture``, which
+Real tensors the program closes over (parameters, buffers, globals) are met by ``_capture``, which
 turns each into a further input of the graph: a baked-in value would go stale when the caller
 changes it.
 
@@ -24,26 +24,27 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-import torch.utils._pytree as pytree
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchpmap._axes import Axis, Partition, bind, subgroup_name
+from torchpmap._capture import Capture, KeepData, Substitute, clean_grads, is_real
 from torchpmap._collectives import pbroadcast
 from torchpmap._errors import lost_write
 from torchpmap._replication import is_random, varying_nodes
+from torchpmap._split import Halves, split
 
 __all__ = ["Traced", "TracedInput", "Untraceable", "trace"]
 
 _lock = threading.RLock()  # make_fx keeps its state in globals: one trace at a time
 _aten = torch.ops.aten
-_COLLECTIVE_NAMESPACES = ("_c10d_functional", "torchpmap")
 
 
 def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
@@ -94,96 +95,12 @@ class Traced:
     indices.
     """
     is_random: bool
-
-
-class _Capture(TorchDispatchMode):
-    """Gives every real tensor that meets a traced operation a placeholder of its own."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, make_fake: Callable[[Sequence[int], torch.dtype], torch.Tensor]) -> None:
-        super().__init__()
-        self._make_fake = make_fake
-        self.captured: list[torch.Tensor] = []
-        self.nodes: list[torch.fx.Node] = []
-        self.pinned: list[torch.Tensor] = []
-        self.stand_ins: dict[int, torch.Tensor] = {}
-        self.grads_before: dict[int, torch.Tensor | None] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # torch.cond and friends run Dynamo on their branches
-
-    def substitute(self, value: Any) -> Any:
-        """The stand-in of a real tensor; anything else is left alone."""
-        if not _is_real(value):
-            return value
-        stand_in = self.stand_ins.get(id(value))
-        return self._add(value) if stand_in is None else stand_in
-
-    def _add(self, real: torch.Tensor) -> torch.Tensor:
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
-
-        mode = get_proxy_mode()
-        assert mode is not None
-        stand_in = self._make_fake(tuple(real.shape), real.dtype)
-        proxy = mode.tracer.create_proxy("placeholder", f"captured_{len(self.nodes)}", (), {})
-        track_tensor_tree(stand_in, proxy, constant=None, tracer=mode.tracer)
-        proxy.node.meta["val"] = stand_in
-        self.nodes.append(proxy.node)
-        self.captured.append(real)  # also keeps id(real) from being reused
-        self.stand_ins[id(real)] = stand_in
-        if real.is_leaf and real.requires_grad:
-            self.grads_before[id(real)] = real.grad
-            real.grad = None  # .backward() in the traced function starts from no gradient
-        return stand_in
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is _aten._local_scalar_dense.default:
-            if _is_real(args[0]):
-                self.pinned.append(args[0])
-            return func(*args, **kwargs)
-        if func not in (_aten.lift_fresh.default, _aten.lift_fresh_copy.default):
-            args, kwargs = pytree.tree_map(self.substitute, (args, kwargs))
-        if func.namespace in _COLLECTIVE_NAMESPACES:
-            args = pytree.tree_map(self._without_value, args)
-        return func(*args, **kwargs)
-
-    def _without_value(self, value: Any) -> Any:
-        """Hide that a number is known: torch would run the operation now, here, alone."""
-        from torch._subclasses.fake_tensor import FakeTensor
-        from torch.fx.experimental.proxy_tensor import (
-            get_proxy_mode,
-            get_proxy_slot,
-            track_tensor_tree,
-        )
-
-        mode = get_proxy_mode()
-        if not isinstance(value, FakeTensor) or value.constant is None or mode is None:
-            return value
-        unknown = self._make_fake(tuple(value.shape), value.dtype)
-        proxy = get_proxy_slot(value, mode.tracer).proxy
-        track_tensor_tree(unknown, proxy, constant=None, tracer=mode.tracer)
-        return unknown
-
-
-class _KeepData(TorchFunctionMode):
-    """``tensor.data = ...`` is no operation that a dispatch mode sees: it would leave the caller's
-    tensor without its data.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        setter = func.__name__ == "__set__" and func.__self__ is torch.Tensor.data
-        if setter and _is_real(args[0]):
-            raise RuntimeError(lost_write(args[0], " (.data)"))
-        return func(*args, **(kwargs or {}))
-
-
-def _is_real(value: Any) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    """Shape and dtype of the placeholders behind the index."""
+    halves: Halves | None
+    """The graph in two, if that was asked for."""
+    writes_inputs: bool
+    """Whether the function writes in place to an argument, or to its copy of a closure."""
 
 
 @dataclass(frozen=True)
@@ -204,8 +121,15 @@ def trace(
     axis_size: int,
     group: str,
     device: torch.device,
+    outside: Collection[int] = (),
+    split_at: tuple[int, int] | None = None,
 ) -> Traced:
-    """Trace ``body`` over fake blocks; nothing runs or is sent."""
+    """Trace ``body`` over fake blocks; nothing runs or is sent.
+
+    ``outside``: ids of tensors the function closes over that transforms around the call are
+    tracing.  ``split_at``: number of outputs of the forward half, and of trailing inputs that are
+    cotangents.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -217,20 +141,30 @@ def trace(
         groups[name] = partition
         return name
 
-    capture = _Capture(lambda shape, dtype: _fake(fake_mode, shape, dtype, device))
+    capture = Capture(lambda shape, dtype: _fake(fake_mode, shape, dtype, device))
 
     def flat(index: torch.Tensor, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
-        with capture, _KeepData(), torch.enable_grad():
+        with capture, KeepData(), Substitute(outer), torch.enable_grad():
             results = [(capture.substitute(block), same) for block, same in body(blocks, axis)]
             if axis_size > 1 and any(same for _, same in results):
                 results = _replicated(results, [True, *(i.varying for i in inputs)], axis)
         given = {t.untyped_storage()._cdata for t in (index, *blocks, *capture.stand_ins.values())}
         return tuple(_finish(block, given) for block, _ in results)
 
-    arguments = [_fake(fake_mode, (), torch.int64, device)]
-    arguments += [_fake(fake_mode, i.shape, i.dtype, device) for i in inputs]
-    with _lock, fake_mode, _ambient(device), _clean_grads(capture) as leftover:
+    depth = _depth()
+
+    def outer(tensor: torch.Tensor) -> torch.Tensor:
+        return capture.outer(tensor) if _is_outer(tensor, depth, outside) else tensor
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_lock)
+        stack.enter_context(_no_transforms(depth))
+        arguments = [_fake(fake_mode, (), torch.int64, device)]
+        arguments += [_fake(fake_mode, i.shape, i.dtype, device) for i in inputs]
+        stack.enter_context(fake_mode)
+        stack.enter_context(_ambient(device))
+        leftover = stack.enter_context(clean_grads(capture))
         try:
             graph = make_fx(flat, decomposition_table=_DECOMPOSED)(*arguments)
         except Exception as error:
@@ -242,10 +176,13 @@ def trace(
     _refuse_lost_gradients(graph, leftover)
     _refuse_lost_writes(graph, capture)
     _order_placeholders(graph, capture.nodes)
-    _protect_inputs(graph)
+    writes_inputs = _protect_inputs(graph)
     _drop_detaches(graph)
     uses_index = _drop_unused_index(graph)
     outputs = [node.meta["val"] for node in _output_nodes(graph)]
+    halves = None
+    if split_at is not None:
+        halves = split(graph, *split_at)
     traced = Traced(
         graph=graph,
         uses_index=uses_index,
@@ -255,12 +192,25 @@ def trace(
         dtypes=tuple(output.dtype for output in outputs),
         groups=groups,
         is_random=any(is_random(node) for node in graph.graph.nodes),
+        inputs=_input_kinds(graph)[uses_index:],
+        halves=halves,
+        writes_inputs=writes_inputs,
     )
+    for module in (graph, *((halves.forward, halves.backward) if halves else ())):
+        _finish_graph(module)
+    return traced
+
+
+def _input_kinds(graph: torch.fx.GraphModule) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    values = [node.meta["val"] for node in _placeholders(graph)]
+    return tuple((tuple(value.shape), value.dtype) for value in values)
+
+
+def _finish_graph(graph: torch.fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         node.meta.clear()  # fake tensors do not travel
     graph.graph.lint()
     graph.recompile()
-    return traced
 
 
 def _fake(
@@ -304,6 +254,53 @@ def _finish(block: torch.Tensor, given: set[int]) -> torch.Tensor:
     return block.clone() if block.untyped_storage()._cdata in given else block
 
 
+# -- transforms around the call --------------------------------------------------------------------
+
+
+def _depth() -> int:
+    """How many function transforms are active."""
+    top = torch._C._functorch.peek_interpreter_stack()
+    return 0 if top is None else top.level()
+
+
+@contextlib.contextmanager
+def _no_transforms(depth: int) -> Iterator[None]:
+    """The function is traced for itself; what transforms do with it is decided outside."""
+    with contextlib.ExitStack() as stack:
+        if depth:
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if forward_ad._current_level >= 0:
+            # torch.func.jvp would enter a second level of forward_ad, which there cannot be; inside
+            # another jvp it uses the first
+            from torch._functorch import eager_transforms
+
+            stack.enter_context(patch.object(eager_transforms, "JVP_NESTING", 1))
+        yield
+
+
+def _is_outer(tensor: torch.Tensor, depth: int, outside: Collection[int]) -> bool:
+    """Whether a transform around the call, and not one inside the function, is tracing this
+    tensor.
+    """
+    functorch = torch._C._functorch
+    if not depth or not functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    level = functorch.maybe_get_level(tensor)
+    if id(tensor) in outside or level > _depth():
+        return True
+    base = tensor
+    while functorch.is_functorch_wrapped_tensor(base):
+        base = functorch.get_unwrapped(base)
+    if level <= depth and is_real(base):
+        raise NotImplementedError(
+            "a tensor that the mapped function closes over meets function transforms both around "
+            "the call and inside the function; pass it to the function as an argument."
+        )
+    return False
+
+
 # -- ambient state ---------------------------------------------------------------------------------
 
 
@@ -327,24 +324,6 @@ def _ambient(device: torch.device) -> Iterator[None]:
         if device.type != "cpu":
             stack.enter_context(device)
         yield
-
-
-@contextlib.contextmanager
-def _clean_grads(capture: _Capture) -> Iterator[list[torch.Tensor]]:
-    """``loss.backward()`` inside the program sets ``.grad`` of captured parameters to traced
-    tensors: take them off again.
-
-    Yields a list that holds, afterwards, every gradient that was left on a captured leaf.
-    """
-    leftover: list[torch.Tensor] = []
-    try:
-        yield leftover
-    finally:
-        for real in capture.captured:
-            if id(real) in capture.grads_before:
-                if real.grad is not None:
-                    leftover.append(real.grad)
-                real.grad = capture.grads_before[id(real)]
 
 
 # -- what cannot be traced -------------------------------------------------------------------------
@@ -434,7 +413,7 @@ def _written_storages(graph: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
     return written
 
 
-def _refuse_lost_writes(graph: torch.fx.GraphModule, capture: _Capture) -> None:
+def _refuse_lost_writes(graph: torch.fx.GraphModule, capture: Capture) -> None:
     written = _written_storages(graph)
     for node, real in zip(capture.nodes, capture.captured, strict=True):
         writer = written.get(node.meta["val"].untyped_storage()._cdata)
@@ -459,8 +438,11 @@ def _refuse_lost_gradients(graph: torch.fx.GraphModule, leftover: Sequence[torch
         )
 
 
-def _protect_inputs(graph: torch.fx.GraphModule) -> None:
-    """An in-place write to an input works on a copy: the stored value may be used again."""
+def _protect_inputs(graph: torch.fx.GraphModule) -> bool:
+    """An in-place write to an input works on a copy: the stored value may be used again; returns
+    whether there is one.
+    """
+    found = False
     written = _written_storages(graph)
     placeholders = _placeholders(graph)
     last = placeholders[-1]
@@ -471,6 +453,8 @@ def _protect_inputs(graph: torch.fx.GraphModule) -> None:
             copy.meta["val"] = node.meta["val"]
             node.replace_all_uses_with(copy)
             copy.replace_input_with(copy, node)
+            found = True
+    return found
 
 
 def _drop_detaches(graph: torch.fx.GraphModule) -> None:

@@ -1,0 +1,409 @@
+"""Covers: _autodiff.py, _split.py: gradients, tangents and batches through pmap from outside.
+
+Expectations are torch's own, for the function that the mapped one stands for.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import torchpmap as tp
+from torchpmap._current import runtime
+
+pytestmark = [
+    pytest.mark.usefixtures("pool"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
+]
+
+EAGER = {"backend": "eager"}
+X = torch.tensor([0.5, -1.0, 2.0, 1.5])
+Y = torch.arange(12.0).reshape(4, 3) / 7
+W = torch.tensor([[0.5, -0.25, 1.0], [2.0, 0.0, -1.0], [0.125, 1.0, 0.5]])
+
+
+@pytest.fixture(params=[EAGER, False], ids=["graph", "python"])
+def mode(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def has_no_failed_pair(mapped: Any) -> bool:
+    """Whether gradients took the cheap way wherever it was tried."""
+    operations = mapped._preparation._operations.values()
+    return all(pair is not None for o in operations for pair in o._pairs.values())
+
+
+def same(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got.cpu() if hasattr(got, "cpu") else got, expected)
+
+
+# (mapped function of one row, whole function of all rows)
+ROWS = "rows"
+
+
+def scaled_by_the_sum(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * tp.psum(x**2, ROWS)
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "no collective": (lambda x: (x**3).sum(), lambda x: (x**3).sum(1)),
+    "psum": (scaled_by_the_sum, lambda x: x.sin() * (x**2).sum(0)),
+    "pmean": (lambda x: x / (1 + tp.pmean(x**2, ROWS)), lambda x: x / (1 + (x**2).mean(0))),
+    "pmax": (lambda x: x * tp.pmax(x, ROWS), lambda x: x * x.amax(0)),
+    "all_gather": (
+        lambda x: tp.all_gather(x, ROWS).cos().sum(0) * x,
+        lambda x: x.cos().sum(0) * x,
+    ),
+    "ppermute": (
+        lambda x: x * tp.ppermute(x, ROWS, [(k, (k + 1) % 4) for k in range(4)]),
+        lambda x: x * x.roll(1, 0),
+    ),
+    "psum_scatter": (
+        lambda x: tp.psum_scatter(torch.stack([x, x**2, x**3, x]), ROWS),
+        lambda x: torch.stack([x, x**2, x**3, x], 1).sum(0),
+    ),
+    "gradient inside": (
+        lambda x: tp.grad(lambda v: (v**4).sum())(x) * tp.psum(x, ROWS),
+        lambda x: 4 * x**3 * x.sum(0),
+    ),
+}
+
+
+@pytest.fixture(params=PROGRAMS)
+def program(request: pytest.FixtureRequest, mode: Any) -> Iterator[tuple[Any, Any]]:
+    row, whole = PROGRAMS[request.param]
+    mapped = tp.pmap(row, ROWS, compile=mode)
+    yield mapped, whole
+    assert has_no_failed_pair(mapped)
+
+
+def test_reverse_mode(program: Any) -> None:
+    mapped, whole = program
+    same(
+        torch.func.grad(lambda x: (mapped(x) ** 2).sum())(Y),
+        torch.func.grad(lambda x: (whole(x) ** 2).sum())(Y),
+    )
+    mine, other = Y.clone().requires_grad_(), Y.clone().requires_grad_()
+    (mapped(mine) ** 2).sum().backward()
+    (whole(other) ** 2).sum().backward()
+    same(mine.grad, other.grad)
+    assert type(mine.grad) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "transform", [torch.func.jacrev, torch.func.jacfwd], ids=["jacrev", "jacfwd"]
+)
+def test_jacobians(program: Any, transform: Any) -> None:
+    mapped, whole = program
+    same(transform(mapped)(Y), torch.func.jacrev(whole)(Y))
+
+
+def test_batches(program: Any) -> None:
+    mapped, whole = program
+    batch = torch.stack([Y, Y + 1, -Y])
+    expected = torch.stack([whole(y) for y in batch])
+    same(torch.func.vmap(mapped)(batch), expected)
+    same(torch.func.vmap(mapped, 1, -1)(batch.movedim(0, 1)), expected.movedim(0, -1))
+
+
+def test_second_order(program: Any) -> None:
+    mapped, whole = program
+    x = Y[:, :1].clone()
+    same(
+        torch.func.hessian(lambda x: mapped(x).sum())(x),
+        torch.func.hessian(lambda x: whole(x).sum())(x),
+    )
+    mine, other = (x.clone().requires_grad_() for _ in range(2))
+    for function, point in ((mapped, mine), (whole, other)):
+        (gradient,) = torch.autograd.grad(function(point).sum(), point, create_graph=True)
+        (gradient**2).sum().backward()
+    same(mine.grad, other.grad)
+
+
+def test_gradients_of_batches_and_batches_of_gradients(mode: Any) -> None:
+    mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * (x**2).sum(0)
+
+    batch = torch.stack([Y, Y + 1])
+    for function in (torch.func.vmap(torch.func.grad(lambda x: mapped(x).sum())),):
+        same(function(batch), torch.func.vmap(torch.func.grad(lambda x: whole(x).sum()))(batch))
+    total = torch.func.grad(lambda b: (torch.func.vmap(mapped)(b) ** 2).sum())
+    same(total(batch), torch.func.grad(lambda b: (torch.func.vmap(whole)(b) ** 2).sum())(batch))
+
+
+# What is differentiated --------------------------------------------------------------------------
+
+
+def test_unmapped_arguments_get_the_sum(mode: Any) -> None:
+    mapped = tp.pmap(lambda w, x: torch.tanh(w @ x), in_axes=(None, 0), compile=mode)
+    got = torch.func.grad(lambda w, x: mapped(w, x).sum(), argnums=(0, 1))(W, Y)
+    expected = torch.func.grad(lambda w, x: torch.tanh(x @ w.T).sum(), argnums=(0, 1))(W, Y)
+    same(got[0], expected[0])
+    same(got[1], expected[1])
+
+
+def test_axes_other_than_the_first(mode: Any) -> None:
+    mapped = tp.pmap(lambda x: x**3, in_axes=-1, out_axes=1, compile=mode)
+    weights = torch.arange(12.0).reshape(3, 4)
+    same(
+        torch.func.grad(lambda x: (mapped(x) * weights).sum())(Y.T.contiguous()),
+        3 * Y.T**2 * weights,
+    )
+
+
+def test_trees_integers_and_none(mode: Any) -> None:
+    def f(tree: Any, k: torch.Tensor) -> Any:
+        return {"y": tree["a"] * k, "n": None, "k": k + 1, "b": tree["b"]}
+
+    mapped = tp.pmap(f, compile=mode)
+    k = torch.arange(4)
+
+    def loss(a: torch.Tensor) -> torch.Tensor:
+        out = mapped({"a": a, "b": None}, k)
+        assert out["n"] is None
+        assert out["b"] is None
+        assert out["k"].dtype == torch.int64
+        return (out["y"] * out["k"]).sum()
+
+    same(torch.func.grad(loss)(X), (k * (k + 1)).float())
+
+
+def test_closures_get_the_sum(mode: Any) -> None:
+    w = torch.tensor(2.0)
+
+    def mapped(w: torch.Tensor) -> torch.Tensor:
+        return tp.pmap(lambda x: (w * x).sin(), compile=mode)(X).sum()
+
+    same(torch.func.grad(mapped)(w), (X * (w * X).cos()).sum())
+    same(torch.func.grad(torch.func.grad(mapped))(w), -(X**2 * (w * X).sin()).sum())
+    same(
+        torch.func.vmap(mapped)(torch.tensor([1.0, 2.0])),
+        torch.stack([X.sin(), (2 * X).sin()]).sum(1),
+    )
+    same(torch.func.jvp(mapped, (w,), (torch.ones(()),))[1], (X * (w * X).cos()).sum())
+
+
+def test_one_function_sees_every_new_closure() -> None:
+    holder = [torch.tensor(0.0)]
+    mapped = tp.pmap(lambda x: x * holder[0] ** 2, compile=EAGER)
+
+    def loss(w: torch.Tensor) -> torch.Tensor:
+        holder[0] = w
+        return mapped(X).sum()
+
+    for value in (1.0, 3.0, 5.0):
+        same(torch.func.grad(loss)(torch.tensor(value)), 2 * value * X.sum())
+
+
+def test_modules(mode: Any) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    mapped = tp.pmap(lambda x: module(x).square().sum(), compile=mode)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    reference = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    reference.load_state_dict(module.state_dict())
+    other = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        other.zero_grad()
+        mapped(Y).mean().backward()
+        (reference(Y).square().sum() / 4).backward()
+        optimizer.step()
+        other.step()
+    assert has_no_failed_pair(mapped)
+    for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+        same(mine.detach(), theirs.detach())
+
+
+def test_functional_call(mode: Any) -> None:
+    module = torch.nn.Linear(3, 2)
+    mapped = tp.pmap(lambda x: module(x).sum(), compile=mode)
+
+    def loss(parameters: Any) -> torch.Tensor:
+        with torch.nn.utils.stateless._reparametrize_module(module, parameters):
+            return mapped(Y).sum()
+
+    parameters = {"weight": W[:2].clone(), "bias": torch.zeros(2)}
+    got = torch.func.grad(loss)(parameters)
+    same(got["weight"], Y.sum(0).expand(2, 3))
+    same(got["bias"], torch.full((2,), 4.0))
+
+
+def test_custom_functions_with_closures(mode: Any) -> None:
+    class Twice(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Any, w: Any) -> Any:
+            return x * w
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, g: Any) -> Any:
+            x, w = ctx.saved_tensors
+            return 2 * g * w, 3 * g * x  # not the derivative, to be recognised
+
+    w = torch.tensor(5.0, requires_grad=True)
+    x = X.clone().requires_grad_()
+    tp.pmap(lambda x: Twice.apply(x, w), compile=mode)(x).sum().backward()
+    same(x.grad, torch.full((4,), 10.0))
+    same(w.grad, 3 * X.sum())
+
+
+def test_stopped_gradients_stay_stopped(mode: Any) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            frozen = x * 2
+        return x.detach() * x + frozen * x
+
+    same(torch.func.grad(lambda x: tp.pmap(f, compile=mode)(x).sum())(X), 3 * X)
+
+
+def test_values_declared_equal(mode: Any) -> None:
+    mean = tp.pmap(lambda x: tp.pmean(x, ROWS), ROWS, out_axes=None, compile=mode)
+    same(torch.func.grad(lambda x: mean(x) ** 2)(X), X.mean() / 2 * torch.ones(4))
+    rows = torch.arange(8.0)  # two rows per device
+    same(torch.func.grad(lambda x: mean(x) ** 2)(rows), rows.mean() / 4 * torch.ones(8))
+
+
+def test_more_rows_than_devices(mode: Any) -> None:
+    mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
+    rows = torch.linspace(-1, 1, 12)
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * (x**2).sum()
+
+    same(
+        torch.func.grad(lambda x: (mapped(x) ** 2).sum())(rows),
+        torch.func.grad(lambda x: (whole(x) ** 2).sum())(rows),
+    )
+
+
+def test_in_place_writes_inside(mode: Any) -> None:
+    def f(x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        buffer += x.detach()
+        y = x * 2
+        y *= x
+        return y * buffer
+
+    x, buffer = X.clone().requires_grad_(), torch.ones(4)
+    mapped = tp.pmap(f, compile=mode)
+    mapped(x, buffer).sum().backward()
+    assert has_no_failed_pair(mapped)
+    same(x.grad, 4 * X * (1 + X))
+    assert buffer.tolist() == [1.0] * 4
+
+
+def test_sharded_arguments_get_sharded_gradients(mode: Any) -> None:
+    x = tp.device_put(Y, tp.devices()).requires_grad_()
+    tp.pmap(lambda x: (x**2).sum(), compile=mode)(x).sum().backward()
+    assert type(x.grad) is tp.ShardedTensor
+    same(x.grad, 2 * Y)
+
+
+def test_checkpoint(mode: Any) -> None:
+    mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
+    x = X.clone().requires_grad_()
+    torch.utils.checkpoint.checkpoint(mapped, x, use_reentrant=False).sum().backward()
+    same(x.grad, torch.func.grad(lambda x: (x.sin() * (x**2).sum()).sum())(X))
+
+
+def test_forward_mode_of_torch(mode: Any) -> None:
+    from torch.autograd import forward_ad
+
+    mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
+    tangent = torch.tensor([1.0, 0.5, -1.0, 2.0])
+    with forward_ad.dual_level():
+        _, got = forward_ad.unpack_dual(mapped(forward_ad.make_dual(X, tangent)))
+    expected = torch.func.jvp(lambda x: x.sin() * (x**2).sum(), (X,), (tangent,))[1]
+    same(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, of X
+def test_linearize(mode: Any) -> None:
+    mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
+    _, push = torch.func.linearize(mapped, X)
+    tangent = torch.tensor([1.0, 0.5, -1.0, 2.0])
+    same(push(tangent), torch.func.jvp(lambda x: x.sin() * (x**2).sum(), (X,), (tangent,))[1])
+
+
+# How --------------------------------------------------------------------------------------------
+
+
+def test_the_forward_pass_is_not_computed_again() -> None:
+    traced: list[int] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        traced.append(1)
+        return (x.sin() ** 2).sum()
+
+    mapped = tp.pmap(f, compile=EAGER)
+    x = Y.clone().requires_grad_()
+    for _ in range(3):
+        mapped(x).sum().backward()
+    assert len(traced) == 2  # the function, and the function with its gradient
+    same(x.grad, 3 * (2 * Y).sin())
+
+
+def test_residuals_are_freed() -> None:
+    mapped = tp.pmap(lambda x: (x.sin() ** 2).sum(), compile=EAGER)
+    x = tp.device_put(Y, tp.devices()).requires_grad_()
+    mapped(x).sum().backward()
+    gc.collect()
+    team = runtime().team(tuple(range(4)))
+    before = team.runtime._next_handle  # type: ignore[attr-defined]
+    out = mapped(x).sum()
+    made = team.runtime._next_handle - before  # type: ignore[attr-defined]
+    team.released.clear()
+    out.backward()
+    del out
+    gc.collect()
+    assert made > 2  # an output and residuals
+    assert len(team.released) >= made
+
+
+def test_gradients_of_functions_that_cannot_be_traced() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x > 0 else x
+
+    mapped = tp.pmap(f, compile=False)
+    x = X.clone().requires_grad_()
+    out = mapped(x)
+    same(out.detach(), torch.where(X > 0, 2 * X, X))
+    assert out.requires_grad
+    text = r"cannot be differentiated or batched from outside.*return x \* 2 if x > 0.*torch\.where"
+    with pytest.raises(NotImplementedError, match=text):
+        out.sum().backward()
+    with pytest.raises(NotImplementedError, match=text):
+        torch.func.grad(lambda x: mapped(x).sum())(X)
+
+
+def test_donation_is_left_for_calls_that_nobody_differentiates() -> None:
+    mapped = tp.pmap(lambda x: x * 2, donate_argnums=0, compile=EAGER)
+    x = tp.device_put(X, tp.devices()).requires_grad_()
+    mapped(x).sum().backward()
+    assert not x.is_deleted()
+    with torch.no_grad():
+        mapped(x)
+    assert x.is_deleted()
+
+
+def test_compiled_by_inductor() -> None:
+    mapped = tp.pmap(
+        lambda w, x: torch.tanh(w @ x) * tp.psum(x, ROWS).sum(), ROWS, in_axes=(None, 0)
+    )
+    got = torch.func.grad(lambda w: (mapped(w, Y) ** 2).sum())(W)
+
+    def whole(w: torch.Tensor) -> torch.Tensor:
+        return ((torch.tanh(Y @ w.T) * Y.sum()) ** 2).sum()
+
+    same(got, torch.func.grad(whole)(W))

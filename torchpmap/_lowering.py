@@ -1,0 +1,209 @@
+"""A body and the layouts of its inputs -> a ``Plan`` that the workers hold.
+
+A *body* is what one device does, as a function of its blocks: a ``Program``, or a derivative of one
+(see ``_autodiff``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchpmap._axes import Axis, Partition
+from torchpmap._compile import EAGER, Backend, Definition, have_cpp_compiler
+from torchpmap._current import runtime as current_runtime
+from torchpmap._devices import Device
+from torchpmap._errors import warn
+from torchpmap._layout import Layout, replicated_layout, stacked_layout
+from torchpmap._plan import Captured, Plan, version_of
+from torchpmap._program import Outcome, no_randomness
+from torchpmap._runtimes._base import Team
+from torchpmap._structure import flatten
+from torchpmap._trace import Traced, TracedInput, trace
+
+__all__ = ["Body", "Pair", "Target", "lower", "lower_pair"]
+
+Body = Callable[[Sequence[torch.Tensor], Axis], Outcome]
+
+_plan_ids = itertools.count(1)
+_missing_compiler_warned = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where bodies are lowered to."""
+
+    prefix: str
+    """The call as messages name it."""
+    name: str
+    devices: tuple[Device, ...]
+    axis_name: Hashable
+    backend: Backend
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(device.id for device in self.devices)
+
+    @property
+    def group(self) -> str:
+        return f"ranks:{','.join(map(str, self.ranks))}"
+
+    @property
+    def team(self) -> Team:
+        return current_runtime().team(self.ranks)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A function and its gradient, in two plans: the first leaves residuals for the second."""
+
+    forward: Plan
+    backward: Plan
+    """Takes the residuals, then the cotangents."""
+
+
+def lower(
+    target: Target, body: Body, layouts: Sequence[Layout], outside: Collection[int] = ()
+) -> Plan:
+    """Trace and compile; ``outside``: ids of tensors that transforms around the call trace."""
+    traced, outcome = _trace(target, body, layouts, outside, None)
+    captured = tuple(
+        Captured(tensor, replicated_layout(tensor.shape, tensor.dtype, target.devices))
+        for tensor in traced.captured
+    )
+    definition = _definition(target, traced.graph, traced.inputs, traced.uses_index)
+    return Plan(
+        definition=definition,
+        groups=_groups(target, traced),
+        prefix=target.prefix,
+        team=target.team,
+        captured=captured,
+        pinned=tuple((tensor, version_of(tensor)) for tensor in traced.pinned),
+        outputs=_output_layouts(target, outcome, traced),
+        structure=outcome.structure,
+        nones=tuple(k for k, block in enumerate(outcome.blocks) if block is None),
+        requires_grad=outcome.requires_grad and any(t.requires_grad for t in traced.captured),
+        num_checks=len(outcome.checks),
+        checked=outcome.checked,
+        writes_inputs=traced.writes_inputs,
+        is_passing=any(map(torch._C._functorch.is_functorch_wrapped_tensor, traced.captured)),
+    )
+
+
+def lower_pair(
+    target: Target, body: Body, layouts: Sequence[Layout], num_outputs: int, num_cotangents: int
+) -> Pair:
+    """Lower a body that takes cotangents as its last inputs, and returns outputs and then
+    gradients, to two plans.
+    """
+    traced, outcome = _trace(target, body, layouts, (), (num_outputs, num_cotangents))
+    halves = traced.halves
+    assert halves is not None
+    if traced.captured:
+        raise RuntimeError(f"{target.prefix}: a closure is not among its inputs")
+    outputs = _output_layouts(target, outcome, traced)
+    count = halves.num_residuals
+    forward_inputs = traced.inputs[: len(traced.inputs) - num_cotangents]
+
+    def half(graph: torch.fx.GraphModule, backward: bool) -> Plan:
+        mine = outputs[num_outputs:] if backward else outputs[:num_outputs]
+        inputs = halves.backward_inputs if backward else forward_inputs
+        uses_index = traced.uses_index and not backward
+        return Plan(
+            definition=_definition(target, graph, inputs, uses_index),
+            groups=_groups(target, traced),
+            prefix=target.prefix,
+            team=target.team,
+            captured=(),
+            pinned=(),
+            outputs=mine,
+            structure=flatten(list(mine))[1],
+            nones=(),
+            requires_grad=False,
+            num_checks=0,
+            checked=(),
+            num_residuals=0 if backward else count,
+        )
+
+    return Pair(half(halves.forward, False), half(halves.backward, True))
+
+
+def _trace(
+    target: Target,
+    body: Body,
+    layouts: Sequence[Layout],
+    outside: Collection[int],
+    split_at: tuple[int, int] | None,
+) -> tuple[Traced, Outcome]:
+    outcomes: list[Outcome] = []
+
+    def demands(blocks: Sequence[torch.Tensor], axis: Axis) -> list[tuple[torch.Tensor, bool]]:
+        outcomes.append(body(blocks, axis))
+        return outcomes[-1].demands()
+
+    first = target.devices[0]
+    traced = trace(
+        demands,
+        [
+            TracedInput(layout.block_shape, layout.dtype, not layout.is_replicated)
+            for layout in layouts
+        ],
+        axis_name=target.axis_name,
+        axis_size=len(target.devices),
+        group=target.group,
+        device=first.torch_device if first.platform == "cpu" else torch.device("cuda", 0),
+        outside=outside,
+        split_at=split_at,
+    )
+    if traced.is_random:
+        raise NotImplementedError(no_randomness(target.prefix))
+    (outcome,) = outcomes
+    return traced, outcome
+
+
+def _definition(
+    target: Target,
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    uses_index: bool,
+) -> Definition:
+    backend = _usable(target.backend, target.devices)
+    number = next(_plan_ids)
+    return Definition(number, target.name, graph, uses_index, target.ranks, tuple(inputs), backend)
+
+
+def _groups(target: Target, traced: Traced) -> dict[str, Partition]:
+    """The process groups that the collectives of a graph name, as ranks."""
+    ranks = target.ranks
+    return {target.group: (ranks,)} | {
+        name: tuple(tuple(ranks[k] for k in part) for part in partition)
+        for name, partition in traced.groups.items()
+    }
+
+
+def _output_layouts(target: Target, outcome: Outcome, traced: Traced) -> tuple[Layout, ...]:
+    dims = [
+        dim for block, dim in zip(outcome.blocks, outcome.dims, strict=True) if block is not None
+    ]
+    dims += [None] * len(outcome.checks)
+    return tuple(
+        stacked_layout(shape, dtype, dim, target.devices, target.axis_name)
+        for shape, dtype, dim in zip(traced.shapes, traced.dtypes, dims, strict=True)
+    )
+
+
+def _usable(backend: Backend, devices: tuple[Device, ...]) -> Backend:
+    global _missing_compiler_warned
+    if not backend.is_inductor or devices[0].platform != "cpu" or have_cpp_compiler():
+        return backend
+    if not _missing_compiler_warned:
+        _missing_compiler_warned = True
+        warn(
+            "torchpmap: no C++ compiler was found (g++ or clang++, or the one named by CXX), so "
+            "mapped functions run as traced graphs, without Inductor: right, but slower. Install "
+            "one, or pass compile={'backend': 'eager'} to silence this.",
+        )
+    return EAGER
