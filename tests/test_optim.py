@@ -437,6 +437,25 @@ def test_arguments_survive_optimizers_that_write_to_gradients():
     assert (grads.tolist(), params.tolist()) == ([5.0, -5.0], [0.0, 0.0])
 
 
+def test_optimizers_that_are_not_torchs_in_vmap():
+    params, grads = torch.ones(2, 3), torch.tensor([[1.0] * 3, [-1.0] * 3])
+    optimizer = tp.optim.functional(Lion)
+    out, state = run(tp.vmap(optimizer.init), tp.vmap(optimizer.update), params, [grads, grads])
+    torch.testing.assert_close(out, torch.tensor([[0.85] * 3, [1.15] * 3]))
+    assert state["steps"].tolist() == [2, 2]
+
+
+def test_a_specification_of_the_parameters_fits_the_state():
+    params = {"w": torch.ones(2, 3), "b": torch.ones(4)}
+    axes = {"w": 0, "b": None}
+    optimizer = functional("Adam", {"lr": 0.1})
+    state = tp.vmap(optimizer.init, (axes,), axes)(params)
+    assert [state[k]["step"].shape for k in "wb"] == [(2,), ()]
+    out, state = tp.vmap(optimizer.update, (axes, axes, axes), (axes, axes))(params, state, params)
+    torch.testing.assert_close(out, {"w": torch.full((2, 3), 0.9), "b": torch.full((4,), 0.9)})
+    assert [state[k]["step"].tolist() for k in "wb"] == [[1.0, 1.0], 1.0]
+
+
 # Gradients through the step -----------------------------------------------------------------------
 
 DIFFERENTIABLE = [

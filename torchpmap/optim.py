@@ -50,8 +50,7 @@ def functional(optimizer: Callable[..., Optimizer], **hyperparameters: Any) -> F
         >>> import torch, torchpmap as tp
         >>> optimizer = tp.optim.functional(torch.optim.SGD, lr=0.5, momentum=0.9)
         >>> params = {"w": torch.tensor([1.0, 2.0])}
-        >>> state = optimizer.init(params)
-        >>> optimizer.update({"w": torch.ones(2)}, state, params)
+        >>> optimizer.update({"w": torch.ones(2)}, optimizer.init(params), params)
         ({'w': tensor([0.5000, 1.5000])}, {'w': {'momentum_buffer': tensor([1., 1.])}})
         >>> groups = tp.optim.functional(
         ...     lambda params: torch.optim.AdamW(
@@ -255,8 +254,7 @@ def _step(optimizer: Optimizer) -> None:
 
 
 def _step_on_unknown(optimizer: Optimizer) -> None:
-    # Counters are float32, and as tensors are computed with in float32, where 1 - 0.999**step has
-    # only 4 of the digits that it has in a Python float.
+    # Tensor counters would be computed with in float32, where 1 - 0.999**step has only 4 digits.
     counters = {}
     for p, entries in optimizer.state.items():
         step = entries.get("step")
@@ -272,11 +270,10 @@ def _step_on_unknown(optimizer: Optimizer) -> None:
 
 
 class _TensorNumbers(TorchFunctionMode):
-    """Lets ``alpha=`` and ``value=`` be tensors whose value is unknown.
+    """Lets ``alpha=`` and ``value=`` be tensors whose value is unknown."""
 
-    Delete when no optimizer passes a tensor (``lr``, its step counter) as a number; in torch 2.13
-    SGD, Adagrad, RMSprop, Adadelta and Muon do.
-    """
+    # Delete when no optimizer passes a tensor (lr, its step counter) as a number; in torch 2.13
+    # SGD, Adagrad, RMSprop, Adadelta and Muon do.
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()
