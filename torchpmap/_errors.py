@@ -157,8 +157,8 @@ def lost_write(tensor: torch.Tensor, how: str = "") -> str:
         f"the function writes in place to a captured {kind} of type {dtype}{list(tensor.shape)}"
         f"{how}; each device works on its own copy, so the write would be lost. Pass the tensor as "
         "an argument and return its new value (for a module: torch.func.functional_call with its "
-        "parameters and buffers; BatchNorm: .eval(), or return the buffers; an optimizer: update "
-        "the parameters functionally and return them)."
+        "parameters and buffers; BatchNorm: .eval(), or return the buffers; an optimizer: "
+        "torchpmap.optim, and return parameters and state)."
     )
 
 
