@@ -24,6 +24,7 @@ _groups _wire
 _runtimes _runtimes._base _runtimes._supervise _runtimes._losses _runtimes._worker
 _runtimes._template _runtimes._process _runtimes._monitor _runtimes._pool _runtimes._local
 _current _sharded _plan _eager _placement _autodiff _prepare _pmap
+_threefry _random_keys _random_continuous _random_integers _random_choices random
 """
 ORDER = MODULES.split()
 

@@ -9,6 +9,7 @@ under ``torch.func``::
     normalize(torch.arange(4.0))
 """
 
+from torchpmap import random as random
 from torchpmap._collectives import (
     all_gather,
     all_to_all,
