@@ -19,6 +19,7 @@ _errors _config _structure _tree _devices _mesh _layout
 _axes _collectives_raw _collectives_primitives _collectives_operands
 _collectives_reduce _collectives_move _collectives
 _grad _vmap
+_threefry _random_keys _random_continuous _random_integers _random_choices random _streams
 _replication _split _capture _trace _environment _program _shipping _compile _arguments
 _groups _wire
 _runtimes _runtimes._base _runtimes._supervise _runtimes._losses _runtimes._worker

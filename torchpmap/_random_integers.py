@@ -1,0 +1,238 @@
+"""Integers and coins drawn with a key: bernoulli, rademacher and randint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpmap._random_continuous import as_tensor, between, check_broadcast
+from torchpmap._threefry import (
+    MASK,
+    Words,
+    hashed_counts,
+    one_key,
+    random_bits,
+    rounded,
+    static_shape,
+)
+
+__all__ = ["bernoulli", "rademacher", "randint"]
+
+_NUMBERS = (int, np.integer)
+_MIN64, _MAX64 = -(2**63), 2**63 - 1
+_RANGES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
+
+def bernoulli(
+    key: torch.Tensor, p: float | torch.Tensor = 0.5, shape: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Draw True with probability ``p``.
+
+    bernoulli: (int64[2], float) -> bool[*shape]
+
+    Args:
+        key: the key.
+        p: the probability; a number, or a floating-point tensor that broadcasts to ``shape``. The
+            values of a tensor are not checked.
+        shape: shape of the result; by default that of ``p``.
+
+    Returns:
+        The draws, exactly those of JAX.
+
+    Raises:
+        TypeError: ``p`` is not floating-point, or the key is no key.
+        ValueError: the number ``p`` is not between 0 and 1, ``p`` does not broadcast to ``shape``,
+            or there is more than one key.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.random.bernoulli(tp.random.key(0), 0.9, (4,))
+        tensor([False, False,  True,  True])
+
+    Source: jax.random.bernoulli; checked in tests/test_random.py.
+    """
+    words = one_key("bernoulli", key)
+    if isinstance(p, float):
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"bernoulli: got p={p}, expected a probability between 0 and 1.")
+        shape = static_shape("bernoulli", () if shape is None else shape)
+        number = rounded(p, torch.float32)
+        return between("bernoulli", words, shape, torch.float32, 0.0, 1.0) < number
+    if isinstance(p, int) or not as_tensor(p, key).is_floating_point():
+        raise TypeError(
+            f"bernoulli: got p of type {type(p).__name__}, expected a float or a floating-point "
+            "tensor."
+        )
+    chances = as_tensor(p, key)
+    shape = static_shape("bernoulli", chances.shape if shape is None else shape)
+    check_broadcast("bernoulli", "p", chances.shape, shape)
+    return between("bernoulli", words, shape, chances.dtype, 0.0, 1.0) < chances
+
+
+def rademacher(
+    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.int32
+) -> torch.Tensor:
+    """Draw 1 and -1, equally likely.
+
+    rademacher: int64[2] -> number[*shape]
+
+    Args:
+        key: the key.
+        shape: shape of the result.
+        dtype: a signed dtype.
+
+    Returns:
+        The signs, exactly those of JAX.
+
+    Raises:
+        TypeError: the dtype has no sign, or the key is no key.
+        ValueError: a negative size, or more than one key.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.random.rademacher(tp.random.key(1), (5,)).tolist()
+        [1, -1, 1, -1, -1]
+
+    Source: jax.random.rademacher; checked in tests/test_random.py.
+    """
+    if not dtype.is_signed:
+        raise TypeError(f"rademacher: got dtype {dtype}, expected one that can hold -1.")
+    one_key("rademacher", key)
+    shape = static_shape("rademacher", shape)
+    return 2 * bernoulli(key, 0.5, shape).to(dtype) - 1
+
+
+def randint(
+    key: torch.Tensor,
+    shape: Sequence[int],
+    minval: int | torch.Tensor,
+    maxval: int | torch.Tensor,
+    dtype: torch.dtype = torch.int32,
+) -> torch.Tensor:
+    """Draw integers from minval to maxval - 1.
+
+    randint: (int64[2], int, int) -> int[*shape]
+
+    The draws are a remainder of twice as many random bits as the dtype has, so that all integers
+    are equally likely but for one part in 2**32 in the worst case.
+
+    Args:
+        key: the key.
+        shape: shape of the result.
+        minval: the smallest integer; a number, or an integer tensor that broadcasts to ``shape``.
+        maxval: one more than the largest, likewise. It is clipped to the range of the dtype, and so
+            is ``minval``. Where a tensor is not above ``minval``, ``minval`` is drawn.
+        dtype: int8, int16, int32, int64 or uint8. As in JAX, int64 gives other draws than the
+            others, which agree.
+
+    Returns:
+        The integers, exactly those of JAX.
+
+    Raises:
+        TypeError: the dtype is not one of these, a bound is not an integer, or the key is no key.
+        ValueError: the number ``minval`` is not below ``maxval``, bounds that do not broadcast to
+            ``shape``, or more than one key.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.random.randint(tp.random.key(0), (6,), 1, 7).tolist()
+        [4, 5, 4, 6, 1, 3]
+
+    Source: jax.random.randint; checked in tests/test_random.py.
+    """
+    words = one_key("randint", key)
+    if dtype not in _RANGES:
+        raise TypeError(f"randint: got dtype {dtype}, expected int8, int16, int32, int64 or uint8.")
+    shape = static_shape("randint", shape)
+    if isinstance(minval, _NUMBERS) and isinstance(maxval, _NUMBERS) and minval >= maxval:
+        raise ValueError(
+            f"randint: got minval={minval} and maxval={maxval}, expected minval < maxval."
+        )
+    info = torch.iinfo(dtype)
+    low, _ = _clipped("minval", minval, key, shape, info)
+    high, is_above = _clipped("maxval", maxval, key, shape, info)
+    # A span of 2**64 wraps to 0, which stands for it.
+    span = torch.where(high > low, high - low + is_above, 1)
+    unsigned = _Unsigned64 if dtype == torch.int64 else _Unsigned32
+    return (low + _offset(unsigned, words, shape, span)).to(dtype)
+
+
+class _Unsigned32:
+    """Arithmetic modulo 2**32 on numbers held in int64."""
+
+    width = 32
+
+    @staticmethod
+    def remainder(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+        return x % divisor
+
+    @staticmethod
+    def multiply_add(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        # In halves: the product of two words would overflow int64.
+        upper = ((x * (y >> 16)) & MASK) << 16
+        return (upper + x * (y & 0xFFFF) + z) & MASK
+
+
+class _Unsigned64:
+    """Arithmetic modulo 2**64 on numbers held in int64, whose operators wrap; 0 stands for 2**64
+    where a divisor is meant.
+    """
+
+    width = 64
+
+    @staticmethod
+    def remainder(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+        small = torch.where(divisor > 0, divisor, 1)
+        quotient = ((x >> 1) & _MAX64) // small << 1
+        rest = x - quotient * small  # below 2 * divisor
+        rest = torch.where(_not_below(rest, small), rest - small, rest)
+        return torch.where(divisor > 0, rest, torch.where(_not_below(x, divisor), x - divisor, x))
+
+    @staticmethod
+    def multiply_add(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return x * y + z
+
+
+def _offset(
+    unsigned: type[_Unsigned32] | type[_Unsigned64],
+    key: Words,
+    shape: tuple[int, ...],
+    span: torch.Tensor,
+) -> torch.Tensor:
+    """The remainder by ``span`` of twice as many random bits as the arithmetic has."""
+    first, second = hashed_counts(key, (2,))
+    higher, lower = (
+        unsigned.remainder(random_bits((first[i], second[i]), unsigned.width, shape), span)
+        for i in (0, 1)
+    )
+    zero = torch.zeros_like(span)
+    power = unsigned.remainder(zero + 2 ** (unsigned.width // 2), span)
+    power = unsigned.remainder(unsigned.multiply_add(power, power, zero), span)
+    return unsigned.remainder(unsigned.multiply_add(higher, power, lower), span)
+
+
+def _not_below(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Comparison as unsigned 64-bit numbers."""
+    return (x ^ _MIN64) >= (y ^ _MIN64)
+
+
+def _clipped(
+    name: str, value: Any, key: torch.Tensor, shape: tuple[int, ...], info: torch.iinfo
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A bound within the range of the dtype, in int64, and whether it was above."""
+    if isinstance(value, _NUMBERS):
+        held = min(max(int(value), info.min), info.max)
+        found = torch.full((), held, dtype=torch.int64, device=key.device)
+        return found, torch.full_like(found, int(value) > info.max)
+    tensor = as_tensor(value, key)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.uint64:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise TypeError(
+            f"randint: got {name} of dtype {dtype}, expected an integer, at most int64."
+        )
+    check_broadcast("randint", name, tensor.shape, shape)
+    wide = tensor.to(torch.int64)
+    return wide.clamp(info.min, info.max), (wide > info.max).to(torch.int64)

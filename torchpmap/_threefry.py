@@ -1,0 +1,151 @@
+"""The bits of ``torchpmap.random``: the Threefry-2x32 hash in plain tensor operations.
+
+A key is two 32-bit words, and random bits are the hash of a counter under the key; there is no
+state anywhere.  Only arithmetic on integers is used, so that the same numbers come out eagerly,
+batched by ``vmap``, traced, compiled, and on every device.
+
+Words are held in int64.  What does not work: uint32, for which torch 2.13 has neither addition, nor
+shifts, comparisons, ``%``, ``arange``, ``gather`` or ``index_select``; and int32, whose right shift
+copies the sign and whose overflow is undefined in C++.
+
+Sources: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011; the layout
+of the counters is that of JAX with ``jax_threefry_partitionable=True``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+__all__ = [
+    "MASK",
+    "Number",
+    "Words",
+    "hashed_counts",
+    "one_key",
+    "random_bits",
+    "rounded",
+    "static_shape",
+    "threefry2x32",
+    "unit_interval",
+]
+
+MASK = 0xFFFFFFFF
+Words: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Number: TypeAlias = int | float
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA
+
+# dtype -> (random bits that are drawn, bits of the stored mantissa)
+_PRECISION = {
+    torch.bfloat16: (8, 7),
+    torch.float16: (16, 10),
+    torch.float32: (32, 23),
+    torch.float64: (64, 52),
+}
+
+
+def threefry2x32(key: Words, counts: Words) -> Words:
+    """The 20-round hash of ``counts`` under ``key``; only the low 32 bits of all words count."""
+    schedule = (*key, key[0] ^ key[1] ^ _PARITY)
+    x0 = counts[0] + schedule[0]
+    x1 = (counts[1] + schedule[1]) & MASK
+    for i in range(5):
+        for distance in _ROTATIONS[i % 2]:
+            # x0 is never masked: it grows by less than 2**32 a step, and only its low bits are
+            # used. The left shift stays below 2**61.
+            x0 = x0 + x1
+            x1 = (((x1 << distance) | (x1 >> (32 - distance))) ^ x0) & MASK
+        x0 = x0 + schedule[(i + 1) % 3]
+        x1 = (x1 + (schedule[(i + 2) % 3] + (i + 1))) & MASK
+    return x0 & MASK, x1
+
+
+def hashed_counts(key: Words, shape: tuple[int, ...]) -> Words:
+    """The hash of 0, 1, 2, ... in row-major order: two words of the given shape."""
+    size = math.prod(shape)
+    low = torch.arange(size, dtype=torch.int64, device=key[0].device).reshape(shape)
+    if size <= MASK + 1:
+        return threefry2x32(key, (torch.zeros_like(key[0]), low))
+    return threefry2x32(key, (low >> 32, low & MASK))
+
+
+def random_bits(key: Words, width: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """int64[*shape] whose low ``width`` bits are random; the others are 0."""
+    high, low = hashed_counts(key, shape)
+    if width == 64:
+        return (high << 32) | low
+    mixed = high ^ low
+    return mixed if width == 32 else mixed & ((1 << width) - 1)
+
+
+def unit_interval(key: Words, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Multiples of 2**-mantissa in [0, 1), all equally likely."""
+    width, mantissa = _PRECISION[dtype]
+    if width == 64:
+        high, low = hashed_counts(key, shape)
+        leading = (high << (mantissa - 32)) | (low >> (64 - mantissa))
+    else:
+        leading = random_bits(key, width, shape) >> (width - mantissa)
+    return leading.to(dtype) * 2.0**-mantissa
+
+
+def rounded(value: Number, dtype: torch.dtype) -> float:
+    """The number of the dtype nearest to ``value``, by arithmetic on Python numbers alone.
+
+    A constant must not depend on whether a compiler keeps the rounding of a tensor in between.
+    """
+    value = float(value)
+    if not math.isfinite(value) or dtype == torch.float64:
+        return value
+    bits = _PRECISION[dtype][1] + 1
+    fraction, exponent = math.frexp(value)
+    return math.ldexp(round(math.ldexp(fraction, bits)), exponent - bits)
+
+
+def one_key(function: str, key: torch.Tensor) -> Words:
+    """The two words of a key, which must be a single one."""
+    example = "torchpmap.random.key(0)"
+    if not isinstance(key, torch.Tensor):
+        raise TypeError(
+            f"{function}: got a key of type {type(key).__name__}, expected a tensor. Make a key "
+            f"from a seed: {example}."
+        )
+    if key.dtype != torch.int64:
+        name = str(key.dtype).removeprefix("torch.")
+        raise TypeError(
+            f"{function}: got a key of dtype {name}, expected int64. Make a key with {example}, or "
+            "convert the two 32-bit words of jax.random.key_data with .to(torch.int64)."
+        )
+    if key.shape != (2,):
+        shape = tuple(key.shape)
+        batch = len(shape) > 1 and shape[-1] == 2
+        raise ValueError(
+            f"{function}: got {'a batch of keys' if batch else 'a key'} of shape {shape}, expected "
+            + (
+                "one key, of shape (2,). Map the function over the batch: "
+                f"torchpmap.vmap(lambda key: torchpmap.random.{function}(key, ...))(keys)."
+                if batch
+                else f"shape (2,). Make a key with {example}."
+            )
+        )
+    return key[0], key[1]
+
+
+def static_shape(function: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """``shape`` as a tuple of sizes."""
+    if isinstance(shape, int | np.integer):
+        raise TypeError(
+            f"{function}: got shape {shape}, expected a tuple of sizes: shape=({shape},)."
+        )
+    sizes = tuple(shape)
+    if not all(isinstance(size, int | np.integer | torch.SymInt) for size in sizes):
+        raise TypeError(f"{function}: got shape {shape!r}, expected a tuple of ints.")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"{function}: got shape {sizes}, expected no negative size.")
+    return sizes

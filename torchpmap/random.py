@@ -1,0 +1,44 @@
+"""Random numbers from explicit keys, bit-exact with ``jax.random``.
+
+A key is a plain tensor, int64[2].  Every function is a pure function of the key and the other
+arguments: it works eagerly and inside ``pmap``, ``vmap``, ``grad`` and ``torch.compile``, on every
+device, and gives the same numbers there.  ``split`` and ``fold_in`` derive new keys::
+
+    key = tp.random.key(0)
+    keys = tp.random.split(key, tp.device_count())
+    tp.pmap(lambda key: tp.random.normal(key, (3,)))(keys)
+"""
+
+from torchpmap._random_choices import categorical, choice, permutation
+from torchpmap._random_continuous import (
+    exponential,
+    gumbel,
+    laplace,
+    logistic,
+    normal,
+    truncated_normal,
+    uniform,
+)
+from torchpmap._random_integers import bernoulli, rademacher, randint
+from torchpmap._random_keys import PRNGKey, bits, fold_in, key, split
+
+__all__ = [
+    "PRNGKey",
+    "bernoulli",
+    "bits",
+    "categorical",
+    "choice",
+    "exponential",
+    "fold_in",
+    "gumbel",
+    "key",
+    "laplace",
+    "logistic",
+    "normal",
+    "permutation",
+    "rademacher",
+    "randint",
+    "split",
+    "truncated_normal",
+    "uniform",
+]
