@@ -9,7 +9,8 @@ under ``torch.func``::
     normalize(torch.arange(4.0))
 """
 
-from torchpmap import optim, random
+from torchpmap import optim as optim
+from torchpmap import random as random
 from torchpmap._collectives import (
     all_gather,
     all_to_all,

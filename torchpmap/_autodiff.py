@@ -424,7 +424,7 @@ def apply_operation(
     ``done``: what it gave, if it has run already.
     """
     arguments = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
-    tensors = [*arguments, *(captured.tensor for captured in operation.captured)]
+    tensors = [*arguments, *(captured.value() for captured in operation.captured)]
     if done is not None:
         return list(_Mapped.apply(_Call(operation, start=lambda _: done), *tensors))
     wanted: tuple[int, ...] = ()

@@ -16,9 +16,10 @@ from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
 from torchpmap._layout import stacked_layout
 from torchpmap._plan import Called
-from torchpmap._program import EagerCall, EagerReport, Program, no_randomness, not_replicated
+from torchpmap._program import EagerCall, EagerReport, Program, no_stream, not_replicated
 from torchpmap._runtimes._base import Handle
 from torchpmap._shipping import pickled_function
+from torchpmap._streams import draw_key, peek_key
 
 __all__ = ["EagerPlan"]
 
@@ -54,6 +55,7 @@ class EagerPlan:
             self._group,
             # entries without a modification time are of no file: notebook cells, for example
             tuple(item for item in linecache.cache.items() if len(item[1]) == 4 and not item[1][1]),
+            tuple(peek_key().tolist()),
         )
         runtime.make_groups({self._group: (self._ranks,)})
         reports, first, seq = runtime.run_eagerly(team, call)
@@ -63,6 +65,8 @@ class EagerPlan:
         ]
         self._check(reports)
         report = reports[0]
+        if report.used_key:
+            draw_key()  # the next call gets another one
         layouts = [
             stacked_layout(shape, dtype, dim, self._devices, self._program.axis_name)
             for shape, dtype, dim in zip(report.shapes, report.dtypes, report.dims, strict=True)
@@ -95,8 +99,9 @@ class EagerPlan:
                 )
             if report.written is not None:
                 raise RuntimeError(report.written)
-            if report.used_randomness:
-                raise NotImplementedError(no_randomness(self._prefix))
+            if report.used_generator:
+                drawn = "with one of torch's other functions"
+                raise NotImplementedError(no_stream(self._prefix, drawn))
         for path, difference in first.differences:
             if difference != 0:
                 raise ValueError(not_replicated(self._prefix, path, difference))

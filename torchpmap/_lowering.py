@@ -18,8 +18,8 @@ from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
 from torchpmap._errors import warn
 from torchpmap._layout import Layout, replicated_layout, stacked_layout
-from torchpmap._plan import Captured, Plan, version_of
-from torchpmap._program import Outcome, no_randomness
+from torchpmap._plan import Captured, Drawn, Plan, version_of
+from torchpmap._program import Outcome, no_stream
 from torchpmap._runtimes._base import Team
 from torchpmap._structure import flatten
 from torchpmap._trace import Traced, TracedInput, trace
@@ -42,6 +42,8 @@ class Target:
     devices: tuple[Device, ...]
     axis_name: Hashable
     backend: Backend
+    seed: torch.Tensor
+    """Stands for the key of a call (see ``_streams``)."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -71,7 +73,9 @@ def lower(
     """Trace and compile; ``outside``: ids of tensors that transforms around the call trace."""
     traced, outcome = _trace(target, body, layouts, outside, None)
     captured = tuple(
-        Captured(tensor, replicated_layout(tensor.shape, tensor.dtype, target.devices))
+        (Drawn if tensor is target.seed else Captured)(
+            tensor, replicated_layout(tensor.shape, tensor.dtype, target.devices)
+        )
         for tensor in traced.captured
     )
     definition = _definition(target, traced.graph, traced.inputs, traced.uses_index)
@@ -158,8 +162,8 @@ def _trace(
         outside=outside,
         split_at=split_at,
     )
-    if traced.is_random:
-        raise NotImplementedError(no_randomness(target.prefix))
+    if traced.random is not None:
+        raise NotImplementedError(no_stream(target.prefix, f"with {traced.random}"))
     (outcome,) = outcomes
     return traced, outcome
 

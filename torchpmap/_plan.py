@@ -23,9 +23,10 @@ from torchpmap._layout import Layout
 from torchpmap._program import not_replicated
 from torchpmap._runtimes._base import Handle, Team
 from torchpmap._sharded import ShardedTensor, check_open, gather, store
+from torchpmap._streams import draw_key
 from torchpmap._structure import Structure
 
-__all__ = ["Called", "Captured", "Plan", "host_tensor", "place", "version_of"]
+__all__ = ["Called", "Captured", "Drawn", "Plan", "host_tensor", "place", "version_of"]
 
 Called = tuple[list[tuple[Layout, Handle]], Callable[[list[Any]], Any], bool]
 """What starting a program gives: layout and handle per output, how to make the tree of them, and
@@ -45,6 +46,10 @@ class Captured:
         self._handle: Handle | None = None
         self._kept: torch.Tensor | None = None  # while it lives, no other value gets its address
 
+    def value(self) -> torch.Tensor:
+        """What a call takes."""
+        return self.tensor
+
     def handle(self) -> Handle:
         seen = version_of(self.tensor)
         if self._handle is None or seen != self._seen:
@@ -52,6 +57,18 @@ class Captured:
             self._seen = seen
             self._kept = None if type(self.tensor) is ShardedTensor else self.tensor.detach()
         return self._handle
+
+
+class Drawn(Captured):
+    """The key for the random numbers of a call: another one each time."""
+
+    __slots__ = ()
+
+    def value(self) -> torch.Tensor:
+        return draw_key()
+
+    def handle(self) -> Handle:
+        return place(self.value(), self.layout)
 
 
 def version_of(tensor: torch.Tensor) -> Any:

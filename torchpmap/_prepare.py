@@ -26,6 +26,7 @@ from torchpmap._lowering import Target, lower
 from torchpmap._plan import Plan, host_tensor
 from torchpmap._program import Constant, Input, Program
 from torchpmap._sharded import ShardedTensor, check_open
+from torchpmap._streams import are_active, draw_key, new_seed
 from torchpmap._structure import flatten_call
 from torchpmap._trace import Untraceable
 
@@ -59,6 +60,7 @@ class Preparation:
         self._plans: dict[Hashable, Plan | EagerPlan] = {}
         self._operations: dict[Plan | EagerPlan, Primal] = {}
         self._warned: set[str] = set()
+        self._seed = new_seed()
 
     def clear(self) -> None:
         """Forget all plans."""
@@ -86,7 +88,7 @@ class Preparation:
         program, positions = self._program(bound, bound.size)
         leaves = [bound.leaves[position] for position in positions]
         blocks = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
-        outcome = program.run(blocks, None)
+        outcome = program.run(blocks, None, None if are_active() else draw_key())
         return outcome.structure.unflatten(list(outcome.blocks))
 
     def _choose_devices(self, size: int) -> tuple[Device, ...]:
@@ -128,6 +130,8 @@ class Preparation:
             options.axis_name,
             options.check_replicated,
             lanes,
+            options.randomness,
+            self._seed,
         )
         return program, tuple(positions)
 
@@ -183,7 +187,7 @@ class Preparation:
     def _target(self, devices: tuple[Device, ...]) -> Target:
         options = self._options
         backend = EAGER if options.backend is None else options.backend
-        return Target(options.prefix, options.name, devices, options.axis_name, backend)
+        return Target(options.prefix, options.name, devices, options.axis_name, backend, self._seed)
 
     def _outside(self) -> frozenset[int]:
         """Ids of tensors within reach of the function that transforms around the call trace."""

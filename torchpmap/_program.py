@@ -23,6 +23,7 @@ import torch
 from torchpmap import _collectives
 from torchpmap._axes import Axis, Partition, Signature, bind, recording, subgroup_name
 from torchpmap._errors import CollectiveMismatch, lost_write
+from torchpmap._streams import streams
 from torchpmap._structure import Structure, flatten
 from torchpmap._tree import OUT_AXES_HINT, broadcast_axes, canonical_axis
 
@@ -33,7 +34,7 @@ __all__ = [
     "Input",
     "Outcome",
     "Program",
-    "no_randomness",
+    "no_stream",
     "not_replicated",
     "run_eager_call",
 ]
@@ -67,6 +68,8 @@ class Outcome:
     """How far values declared the same differ between devices (``check_replicated``)."""
     checked: tuple[str, ...]
     """Their leaf paths."""
+    draws: int = 0
+    """How often random numbers were drawn."""
 
     def demands(self) -> list[tuple[torch.Tensor, bool]]:
         """Every block that is an output, with whether it must be made the same on all devices."""
@@ -96,11 +99,21 @@ class Program:
     check_replicated: bool
     lanes: int
     """Rows per device."""
+    randomness: str
+    seed: torch.Tensor
+    """Stands for the key of a call."""
 
-    def run(self, blocks: Sequence[torch.Tensor], process_axis: Axis | None) -> Outcome:
+    def run(
+        self,
+        blocks: Sequence[torch.Tensor],
+        process_axis: Axis | None,
+        key: torch.Tensor | None = None,
+    ) -> Outcome:
         """Run on one device's blocks; the devices are the indices of ``process_axis``, if there are
-        several.
+        several.  ``key``: of this call, instead of ``seed``.
         """
+        if key is not None:
+            return replace(self, seed=key).run(blocks, process_axis)
         if process_axis is None or self.lanes > 1:
             alone = process_axis is None or process_axis.size == 1
             return self._run_lanes(blocks, None if alone else process_axis)
@@ -129,7 +142,7 @@ class Program:
         devices = [tensor.device for tensor in (*blocks, *(axis.index for axis in outer))]
         index = torch.arange(self.lanes, device=devices[0] if devices else None)
         dims = [leaf.dim for leaf in self.leaves if isinstance(leaf, Input)]
-        over_lanes = torch.func.vmap(run_row, (0, *dims), randomness="different")
+        over_lanes = torch.func.vmap(run_row, (0, *dims), randomness=self.randomness)
         lanes_first = iter(over_lanes(index, *blocks))
         (outcome,) = outcomes
         stacked: list[torch.Tensor | None] = []
@@ -146,7 +159,11 @@ class Program:
         given = iter(rows)
         values = [leaf.value if isinstance(leaf, Constant) else next(given) for leaf in self.leaves]
         args, kwargs = self.structure.unflatten(values)
-        return self._lay_out(self.fun(*args, **kwargs))
+        row = _collectives.axis_index(self.axis_name)
+        with streams(self.seed, row, self.randomness) as active:
+            returned = self.fun(*args, **kwargs)
+        draws = 0 if active is None else active.draws
+        return replace(self._lay_out(returned), draws=draws)
 
     def _lay_out(self, returned: Any) -> Outcome:
         values, structure = flatten(returned)
@@ -219,11 +236,11 @@ def _as_tensor(value: Any, path: str) -> torch.Tensor:
     )
 
 
-def no_randomness(prefix: str) -> str:
+def no_stream(prefix: str, drawn: str) -> str:
     return (
-        f"{prefix}: the function draws random numbers, and random streams per device are not "
-        "supported yet. Draw them outside and pass them as an argument, for example "
-        "torch.randn(num_devices, ...)."
+        f"{prefix}: the function draws random numbers {drawn}, for which there are no streams per "
+        "device. Use torch.rand, randn, randint, randperm, normal, bernoulli, their *_like and "
+        "in-place forms, dropout, or torchpmap.random."
     )
 
 
@@ -254,6 +271,8 @@ class EagerCall:
     sources: tuple[tuple[str, Any], ...]
     """Source lines that are in no file (notebook cells), for tracebacks; travels with the function.
     """
+    key: tuple[int, ...] = (0, 0)
+    """For random numbers."""
     first_output: int = 0
 
     def placed(self, first_output: int, *, without_function: bool) -> EagerCall:
@@ -273,7 +292,9 @@ class EagerReport:
     differences: tuple[tuple[str, float], ...]
     """Leaf path and how far the value differs between devices (``check_replicated``)."""
     requires_grad: bool
-    used_randomness: bool
+    used_key: bool
+    used_generator: bool
+    """Whether random numbers were drawn otherwise."""
     written: str | None
     """What the function wrote in place and did not get as an argument."""
 
@@ -309,7 +330,7 @@ def run_eager_call(
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),  # axes are bound per thread
     ):
-        outcome = program.run(own, process_axis)
+        outcome = program.run(own, process_axis, torch.tensor(call.key, device=index.device))
         agree(("return",))
         with bind(process_axis):
             stored = [
@@ -328,6 +349,7 @@ def run_eager_call(
             for path, check in zip(outcome.checked, outcome.checks, strict=True)
         ),
         outcome.requires_grad,
+        outcome.draws > 0,
         not torch.equal(generator, torch.default_generator.get_state()),
         _written(captured, before),
     )

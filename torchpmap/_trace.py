@@ -94,7 +94,8 @@ class Traced:
     """Process groups the collectives name besides the axis' own: group name -> partition of axis
     indices.
     """
-    is_random: bool
+    random: str | None
+    """An operation that draws from a generator, which devices do not share."""
     inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     """Shape and dtype of the placeholders behind the index."""
     halves: Halves | None
@@ -191,7 +192,7 @@ def trace(
         shapes=tuple(tuple(output.shape) for output in outputs),
         dtypes=tuple(output.dtype for output in outputs),
         groups=groups,
-        is_random=any(is_random(node) for node in graph.graph.nodes),
+        random=next((str(node.target) for node in graph.graph.nodes if is_random(node)), None),
         inputs=_input_kinds(graph)[uses_index:],
         halves=halves,
         writes_inputs=writes_inputs,
