@@ -17,12 +17,11 @@ import torch
 from torchpmap._collectives_move import (
     all_gather,
     all_to_all,
-    ppermute,
-    pshuffle,
     psum_scatter,
     pswapaxes,
 )
-from torchpmap._collectives_operands import AxisName, resolve
+from torchpmap._collectives_operands import AxisName, Groups, resolve
+from torchpmap._collectives_permute import ppermute, pshuffle
 from torchpmap._collectives_reduce import pbroadcast, pmax, pmean, pmin, psum
 
 __all__ = [

@@ -20,7 +20,7 @@ from torchpmap._collectives_operands import (
     permutation,
     resolve,
 )
-from torchpmap._collectives_primitives import AllReduce, extreme
+from torchpmap._collectives_primitives import AllReduce
 from torchpmap._collectives_raw import ReduceOp, narrowed, widened
 
 __all__ = ["pbroadcast", "pmax", "pmean", "pmin", "psum"]
@@ -233,11 +233,11 @@ def _extremum(op: ReduceOp, x: Any, axis_name: AxisName, groups: Groups) -> Any:
     if not over.axes and not over.dims:
         return x
 
-    def reduce(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def reduce(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         for x in xs:
             if x.is_complex():
                 raise TypeError(f"p{op} does not accept dtype {x.dtype}: it has no order")
         front = [x.movedim(over.dims_of(x), tuple(range(len(over.dims)))) for x in xs]
-        return extreme(op, over.places, front, lead=len(over.dims))
+        return over.extreme(op, front)
 
     return map_leaves(over, x, reduce)
