@@ -13,21 +13,31 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from torchpmap._axes import Axis, Partition
-from torchpmap._collectives_primitives import AllGather, Primitive, Scope, apply, extreme
+from torchpmap._collectives_primitives import AllGather, Place, Primitive, Scope, apply, extreme
 from torchpmap._collectives_raw import ReduceOp
 
-__all__ = ["Along", "Scattered", "Tensors", "cuts", "entry", "gathered", "merged_lead", "pick", "whole"]
+__all__ = [
+    "Along",
+    "Scattered",
+    "Tensors",
+    "cuts",
+    "entry",
+    "gathered",
+    "merged_lead",
+    "pick",
+    "whole",
+]
 
 Tensors = Sequence[torch.Tensor]
 
 
-class Along(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Along:
     """One axis, whole or cut."""
 
     scope: Scope
@@ -35,9 +45,18 @@ class Along(NamedTuple):
     """That of a vmapped axis."""
 
     @property
+    def place(self) -> Place:
+        return self.scope, self.index
+
+    @property
     def size(self) -> int:
         """Members of one group."""
         return self.scope.size
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether values leave the process."""
+        return self.scope.group is not None
 
     def run(self, primitive: Callable[[Scope], Primitive], xs: Tensors) -> Tensors:
         return apply(primitive(self.scope), self.index, xs)
@@ -98,6 +117,11 @@ class Scattered:
         """Members of one group."""
         return len(self.partition[0])
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether values leave the process."""
+        return any(axis.is_sent for axis in self.axes)
+
     def run(self, primitive: Callable[[Scope], Primitive], xs: Tensors) -> Tensors:
         how = primitive(Scope(self.size, None))
         return [self._own(rows, how.along, how.replicates) for rows in gathered(self.axes, xs)]
@@ -135,7 +159,7 @@ def gathered(axes: Sequence[Along | Scattered], xs: Tensors) -> Tensors:
 
 def merged_lead(axes: Sequence[Along | Scattered], stack: torch.Tensor) -> torch.Tensor:
     """One leading dim per axis as one dim."""
-    return stack.reshape(math.prod(axis.size for axis in axes), *stack.shape[len(axes) :])
+    return stack.reshape((math.prod(axis.size for axis in axes), *stack.shape[len(axes) :]))
 
 
 # What follows looks up by tensor, never by a Python int: the graph is the same on every device.

@@ -107,8 +107,13 @@ def psum_scatter(
         return x
 
     def scatter(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        slices = [_summands(over, x, scatter_dimension, tiled) for x in xs]
-        return over.fold(ReduceScatter, slices)
+        ys: Sequence[torch.Tensor] = [_summands(over, x, scatter_dimension, tiled) for x in xs]
+        left = list(range(len(over.steps)))  # one leading dim each
+        for k in over.order:
+            place = left.index(k)
+            ys = over.steps[k].run(ReduceScatter, [y.movedim(place, 0) for y in ys])
+            left.remove(k)
+        return ys
 
     return map_leaves(over, x, scatter)
 
@@ -237,12 +242,10 @@ def _slices(over: Over, x: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:
     if tiled:
         x = x.unflatten(dim, (over.size, x.shape[dim] // over.size))
     front = x.movedim(dim, 0)
-    return front.reshape(*over.sizes, *front.shape[1:])
+    return front.reshape((*over.sizes, *front.shape[1:]))
 
 
-def _merged(
-    stacks: Sequence[torch.Tensor], dims: Sequence[int], tiled: bool
-) -> list[torch.Tensor]:
+def _merged(stacks: Sequence[torch.Tensor], dims: Sequence[int], tiled: bool) -> list[torch.Tensor]:
     """The leading dim becomes the dim, or part of it."""
     placed = [y.movedim(0, d) for y, d in zip(stacks, dims, strict=True)]
     if not tiled:

@@ -75,16 +75,21 @@ class Over:
             total = total * axis.size + axis.index
         return total
 
+    @property
+    def order(self) -> list[int]:
+        """The steps in an order that sends little: sums within a process come first."""
+        return sorted(range(len(self.steps)), key=lambda k: self.steps[k].is_sent)
+
     def fold(self, primitive: Callable[[Scope], Primitive], xs: Tensors) -> Tensors:
-        """Run a primitive over one axis after the other, slowest first."""
-        for step in self.steps:
-            xs = step.run(primitive, xs)
+        """Run a primitive that keeps the shape over one axis after the other."""
+        for k in self.order:
+            xs = self.steps[k].run(primitive, xs)
         return xs
 
     def extreme(self, op: ReduceOp, xs: Tensors) -> Tensors:
         """Max or min over the axes and as many leading dims as there are positional axes."""
         if self.scattered is None:
-            return extreme(op, self.along, xs, lead=len(self.dims))
+            return extreme(op, [axis.place for axis in self.along], xs, lead=len(self.dims))
         return self.scattered.extreme(op, xs)
 
     def dims_of(self, x: torch.Tensor) -> tuple[int, ...]:
@@ -119,7 +124,7 @@ def resolve(
         axis_name: a name, or several.
         groups: ``axis_index_groups`` as the user gave it.
         positional: ints are dims of the operand.
-        equal: groups must have one size.
+        equal: groups must have one size, and the order of their indices counts.
     """
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if len(set(names)) < len(names):
@@ -138,9 +143,7 @@ def resolve(
     return replace(over, along=(), scattered=Scattered(over.along, partition, over.index()))
 
 
-def _partition(
-    what: str, groups: Any, axis_name: AxisName, size: int, equal: bool
-) -> Partition:
+def _partition(what: str, groups: Any, axis_name: AxisName, size: int, equal: bool) -> Partition:
     partition = tuple(tuple(operator.index(k) for k in part) for part in groups if len(part))
     if sorted(k for part in partition for k in part) != list(range(size)):
         raise ValueError(
@@ -152,7 +155,7 @@ def _partition(
             f"axis_index_groups of {what} must all have the same size, because every device's "
             f"result has the same shape, but got {[list(part) for part in partition]}"
         )
-    return partition
+    return partition if equal else tuple(tuple(sorted(part)) for part in partition)
 
 
 def permutation(what: str, perm: Iterable[tuple[int, int]], over: Over) -> Pairs:

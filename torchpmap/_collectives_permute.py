@@ -102,7 +102,7 @@ class _Shift:
     scope: Scope
     pairs: Pairs
     lanes: torch.Tensor
-    """Which of its values this device sends, [values]; one that has fewer to send repeats lane 0."""
+    """Those of its values that this device sends; one with fewer to send repeats lane 0."""
 
     def run(self, xs: Tensors) -> Tensors:
         return apply(Permute(self.scope, self.pairs), None, [pick(x, self.lanes) for x in xs])
@@ -153,11 +153,11 @@ def _route(over: Over, pairs: Pairs) -> _Route:
 
     start, shifts = {0: 0}, []
     end = num_lanes
-    for shift, leaving in sent.items():
+    for shift, rows in sent.items():
         assert crossed is not None
-        shifts.append(_shift(over.axes[crossed], shift, leaving))
+        shifts.append(_shift(over.axes[crossed], shift, rows))
         start[shift] = end
-        end += max(map(len, leaving))
+        end += max(map(len, rows))
     choice = {k: start[got[k][0]] + got[k][1] if k in got else end for k in range(over.size)}
     lanes = tuple(axis for k, axis in enumerate(over.along) if k != crossed)
     return _Route(lanes, tuple(shifts), entry(over.index(), choice))
