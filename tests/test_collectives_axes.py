@@ -25,9 +25,11 @@ from _axis_models import (
     transposed,
 )
 from _spmd import Run, spmd
+from _support import EAGER
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import torchpmap as tp
 from torchpmap import _axes
 from torchpmap._axes import Axis
 from torchpmap._collectives import (
@@ -406,7 +408,7 @@ def run_record(world_name: str, name: str) -> Any:
         ("folded", "psum-neighbours", []),
         ("folded", "psum-singles", []),
         ("folded", "psum-whole", [("all_reduce", "axis", (2, 3))]),
-        ("folded", "psum-strided", [("all_reduce", "axis", (2, 3, 2))]),
+        ("folded", "psum-strided", [("all_reduce", "axis", (2, 2, 3))]),
         ("folded", "psum-halves", [("all_reduce", "axis[2,3|0,1]", (2, 3))]),
         ("folded", "psum-uneven", [("all_reduce", "axis[0|1,2,3]", (2, 3))]),
         ("folded", "psum-scattered", [("all_gather", "axis", (2, 2, 3))]),
@@ -418,3 +420,51 @@ def test_no_more_is_sent_than_must_be(
 ) -> None:
     for calls in run(run_record, world_name, name):
         assert calls == sent
+
+
+# --- whole calls ----------------------------------------------------------------------------------
+
+CALLED = [
+    *("psum-scattered", "psum-uneven", "pmean-uneven_mixed", "all_gather-two_orders"),
+    *("psum_scatter_tiled-scattered", "all_to_all-halves", "ppermute-ring", "ppermute-partial"),
+]
+
+
+@pytest.mark.parametrize("compile", [EAGER, False])
+def test_more_rows_than_devices(compile: Any, pool: int) -> None:
+    for name in CALLED:
+        case = LINEAR[name]
+        x, w = linear_inputs(case)
+        f = tp.pmap(value_and_pullback(case, "i"), axis_name="i", compile=compile)
+        check_linear(case, *(y.cpu() for y in f(x, w)))
+    groups = UNEVEN["uneven_mixed"]
+    extreme = tp.value_and_grad(lambda x: pmax(x, "i", axis_index_groups=groups).sum())
+    value, slope = tp.pmap(extreme, axis_name="i", compile=compile)(TIES[:, 0])
+    assert value.tolist() == [3, 3, 3, 3, 2, 2, 3, 2]
+    assert slope.tolist() == [1.5, 2, 0, 1.5, 0, 1.5, 0, 0]
+
+
+def test_compiled(pool: int) -> None:
+    ring, groups = PERMUTATIONS["ring"], UNEVEN["uneven_mixed"]
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return ppermute(psum(x, "i", axis_index_groups=groups), "i", ring)
+
+    got = tp.pmap(f, axis_name="i", fullgraph=True)(torch.arange(float(N)))
+    assert got.tolist() == [16, 9, 3, 3, 9, 16, 16, 9]
+
+
+def test_pmap_in_pmap(pool: int) -> None:
+    """Eight rows on four devices, each with two columns: three parts, in either order of names."""
+    groups = [[0, 3, 15], [1, 2, 5, 6, 7], [4, 8, 9, 10, 11, 12, 13, 14]]
+    x = torch.arange(16.0).reshape(8, 2)
+
+    def f(x: torch.Tensor) -> Any:
+        rows_first = psum(x, ("rows", "columns"), axis_index_groups=groups)
+        return rows_first, ppermute(x, ("columns", "rows"), [(k, (k + 1) % 16) for k in range(16)])
+
+    g = tp.pmap(tp.pmap(f, axis_name="columns"), axis_name="rows", compile=EAGER)
+    summed, moved = g(x)
+    total = {k: float(sum(group)) for group in groups for k in group}
+    assert summed.flatten().tolist() == [total[k] for k in range(16)]
+    assert torch.equal(moved.cpu().T.flatten(), x.T.flatten().roll(1))

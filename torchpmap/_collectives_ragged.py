@@ -59,8 +59,8 @@ def ragged_all_to_all(
     Raises:
         NameError: the axis is not bound.
         TypeError, ValueError: dtypes or shapes do not fit, or bad groups.
-        IndexError: where it runs (RuntimeError if compiled): a slice leaves its tensor, or
-            ``recv_sizes`` are wrong.
+        IndexError, RuntimeError: where it runs: a slice leaves its tensor, or ``recv_sizes`` are
+            wrong.
 
     Example:
         >>> import torch, torchpmap as tp
