@@ -197,7 +197,7 @@ def run_extremes(world_name: str, groups: Any) -> Any:
     return apply(world_name, lambda i, *xs: extremes(i, groups, *xs), TIES, COTANGENTS, TANGENTS)
 
 
-@pytest.mark.parametrize("world_name", [*ON_PROCESSES, "two"])
+@pytest.mark.parametrize("world_name", ["folded", "vmapped_process", "two"])
 def test_extremes_share_ties_within_a_group(world_name: str, run: Run) -> None:
     x, w, t = TIES.numpy(), COTANGENTS.numpy(), TANGENTS.numpy()
     for groups in (*UNEVEN.values(), *(EVEN[k] for k in ("scattered", "strided", "singles")), None):
