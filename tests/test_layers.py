@@ -16,8 +16,8 @@ PACKAGE = Path(tp.__file__).parent
 # A module imports only modules above it.
 MODULES = """
 _errors _config _structure _tree _devices _mesh _layout
-_axes _collectives_raw _collectives_primitives _collectives_operands
-_collectives_reduce _collectives_move _collectives
+_axes _collectives_raw _collectives_primitives _collectives_groups _collectives_operands
+_collectives_reduce _collectives_move _collectives_permute _collectives_ragged _collectives
 _grad _vmap
 _threefry _random_keys _random_continuous _random_integers _random_choices random _streams
 _replication _split _capture _trace _environment _program _shipping _compile _arguments

@@ -5,40 +5,56 @@ Each works on a pytree leaf by leaf, over a process axis, a vmapped axis, or a t
 
     _collectives_raw          plain tensors over a process group: dtypes, messages
     _collectives_primitives   derivative and batching rules
-    _collectives_operands     axis names, groups, leaves
+    _collectives_groups       several axes, groups
+    _collectives_operands     names, leaves
     _collectives_reduce       psum pmean pmax pmin pbroadcast
-    _collectives_move         all_gather psum_scatter all_to_all ppermute pshuffle pswapaxes
+    _collectives_move         all_gather psum_scatter all_to_all pswapaxes
+    _collectives_permute      ppermute pshuffle
+    _collectives_ragged       ragged_all_to_all
+
+For code that runs both mapped and unmapped there are ``axis_bound`` and the reductions that leave
+out what is not bound, ``psum_if_bound`` and relatives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from torchpmap import _axes
 from torchpmap._collectives_move import (
     all_gather,
     all_to_all,
-    ppermute,
-    pshuffle,
     psum_scatter,
     pswapaxes,
 )
-from torchpmap._collectives_operands import AxisName, resolve
+from torchpmap._collectives_operands import AxisName, Groups, resolve
+from torchpmap._collectives_permute import ppermute, pshuffle
+from torchpmap._collectives_ragged import ragged_all_to_all
 from torchpmap._collectives_reduce import pbroadcast, pmax, pmean, pmin, psum
 
 __all__ = [
     "all_gather",
     "all_to_all",
+    "axis_bound",
     "axis_index",
     "axis_size",
     "pbroadcast",
     "pmax",
+    "pmax_if_bound",
     "pmean",
+    "pmean_if_bound",
     "pmin",
+    "pmin_if_bound",
     "ppermute",
     "pshuffle",
     "psum",
+    "psum_if_bound",
     "psum_scatter",
     "pswapaxes",
+    "ragged_all_to_all",
 ]
 
 
@@ -89,3 +105,138 @@ def axis_index(axis_name: AxisName) -> torch.Tensor:
     Source: jax.lax.axis_index, which gives int32; checked in tests/test_collectives.py.
     """
     return resolve("axis_index", axis_name).index()
+
+
+def axis_bound(axis_name: AxisName) -> bool:
+    """Return whether ``axis_name`` is bound here, so that collectives over it work.
+
+    axis_bound: -> bool
+
+    Args:
+        axis_name: a name, or a tuple of names, which must all be bound. None is never bound, so
+            that a module can have ``axis_name=None`` for "not mapped".
+
+    Returns:
+        True inside a function mapped over that name, also while it is traced.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> def standardized(x):
+        ...     return x / tp.axis_size("i") if tp.axis_bound("i") else x
+        >>> standardized(torch.tensor(8.0)).item()
+        8.0
+        >>> tp.pmap(standardized, axis_name="i")(torch.full((4,), 8.0)).tolist()
+        [2.0, 2.0, 2.0, 2.0]
+
+    Source: kfac_jax.utils.in_pmap; checked in tests/test_if_bound.py.
+    """
+    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+    known = {parts[0].name for parts in _axes.bound()}
+    return all(name is not None and name in known for name in names)
+
+
+def psum_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
+    """Sum ``x`` over ``axis_name`` where it is bound; anywhere else, over this one device.
+
+    psum_if_bound: number[*s] per device -> number[*s] per device
+    Backward: that of ``psum``, or the identity.
+
+    Args:
+        x: as for ``psum``; dtypes do not depend on what is bound.
+        axis_name: a name, or a tuple of names, of which those not bound are left out. None is never
+            bound.
+        axis_index_groups: as for ``psum``; unused where no name is bound.
+
+    Returns:
+        As ``psum``.
+
+    Raises:
+        ValueError: as ``psum``.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> def normalize(x):
+        ...     return x / tp.psum_if_bound(x.sum(), "i")
+        >>> normalize(torch.tensor([1.0, 3.0])).tolist()
+        [0.25, 0.75]
+        >>> tp.pmap(normalize, axis_name="i")(torch.ones(4, 1)).tolist()
+        [[0.25], [0.25], [0.25], [0.25]]
+
+    Source: kfac_jax.utils.psum_if_pmap; checked in tests/test_if_bound.py.
+    """
+    return _if_bound(psum, x, axis_name, axis_index_groups)
+
+
+def pmean_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
+    """Average ``x`` over ``axis_name`` where it is bound; anywhere else, over this one device.
+
+    pmean_if_bound: number[*s] per device -> inexact[*s] per device
+    Backward: that of ``pmean``, or the identity.
+
+    Args, Returns and Raises: as ``psum_if_bound``.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> def centered(x):
+        ...     return x - tp.pmean_if_bound(x.mean(), "i")
+        >>> centered(torch.tensor([1.0, 3.0])).tolist()
+        [-1.0, 1.0]
+        >>> tp.pmap(centered, axis_name="i")(torch.arange(4.0)).tolist()
+        [-1.5, -0.5, 0.5, 1.5]
+
+    Source: kfac_jax.utils.pmean_if_pmap; checked in tests/test_if_bound.py.
+    """
+    return _if_bound(pmean, x, axis_name, axis_index_groups)
+
+
+def pmax_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
+    """Take the maximum of ``x`` over ``axis_name`` where it is bound; anywhere else it is ``x``.
+
+    pmax_if_bound: real[*s] per device -> real[*s] per device
+    Backward: that of ``pmax``, or the identity.
+
+    Args, Returns and Raises: as ``psum_if_bound``; complex numbers have no order.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.pmax_if_bound(torch.tensor(2.0), "i").item()
+        2.0
+        >>> f = tp.pmap(lambda x: tp.pmax_if_bound(x, "i"), axis_name="i")
+        >>> f(torch.arange(4.0)).tolist()
+        [3.0, 3.0, 3.0, 3.0]
+
+    Source: kfac_jax.utils.wrap_if_pmap; checked in tests/test_if_bound.py.
+    """
+    return _if_bound(pmax, x, axis_name, axis_index_groups)
+
+
+def pmin_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
+    """Take the minimum of ``x`` over ``axis_name`` where it is bound; anywhere else it is ``x``.
+
+    pmin_if_bound: real[*s] per device -> real[*s] per device
+    Backward: that of ``pmin``, or the identity.
+
+    Args, Returns and Raises: as ``psum_if_bound``; complex numbers have no order.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.pmin_if_bound(torch.tensor(2.0), "i").item()
+        2.0
+        >>> f = tp.pmap(lambda x: tp.pmin_if_bound(x, "i"), axis_name="i")
+        >>> f(torch.arange(4.0)).tolist()
+        [0.0, 0.0, 0.0, 0.0]
+
+    Source: kfac_jax.utils.wrap_if_pmap; checked in tests/test_if_bound.py.
+    """
+    return _if_bound(pmin, x, axis_name, axis_index_groups)
+
+
+def _if_bound(collective: Callable[..., Any], x: Any, axis_name: AxisName, groups: Groups) -> Any:
+    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+    bound = tuple(name for name in names if _is_dim(name) or axis_bound(name))
+    named = [name for name in bound if not _is_dim(name)]
+    return collective(x, bound, axis_index_groups=groups if named else None)
+
+
+def _is_dim(name: Any) -> bool:
+    return isinstance(name, int) and not isinstance(name, bool)

@@ -1,4 +1,4 @@
-"""Data movement over named axes: all_gather, psum_scatter, all_to_all, ppermute and relatives.
+"""Exchanges over named axes: all_gather, psum_scatter, all_to_all and pswapaxes.
 
 The primitives know one stacked leading dim per axis; here it is cut out of, and put back into, the
 dims the user names. A tuple of axes of sizes (4, 2) is one dim of 8 = 4 * 2 rows, row-major.
@@ -6,22 +6,16 @@ dims the user names. A tuple of axes of sizes (4, 2) is one dim of 8 = 4 * 2 row
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from torchpmap._collectives_operands import (
-    AxisName,
-    Groups,
-    Over,
-    map_leaves,
-    permutation,
-    resolve,
-)
-from torchpmap._collectives_primitives import AllGather, AllToAll, Permute, ReduceScatter, apply
+from torchpmap._collectives_groups import gathered, merged_lead
+from torchpmap._collectives_operands import AxisName, Groups, Over, map_leaves, resolve
+from torchpmap._collectives_primitives import AllToAll, ReduceScatter
 
-__all__ = ["all_gather", "all_to_all", "ppermute", "pshuffle", "psum_scatter", "pswapaxes"]
+__all__ = ["all_gather", "all_to_all", "psum_scatter", "pswapaxes"]
 
 
 def all_gather(
@@ -66,7 +60,7 @@ def all_gather(
 
     def gather(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         dims = [over.dim(axis, x.dim() if tiled else x.dim() + 1) for x in xs]
-        return _merged(over, _gathered(over, xs), dims, tiled)
+        return _merged(gathered(over.steps, xs), dims, tiled)
 
     return map_leaves(over, x, gather)
 
@@ -113,8 +107,13 @@ def psum_scatter(
         return x
 
     def scatter(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        slices = [_summands(over, x, scatter_dimension, tiled) for x in xs]
-        return over.fold(ReduceScatter, slices)
+        ys: Sequence[torch.Tensor] = [_summands(over, x, scatter_dimension, tiled) for x in xs]
+        left = list(range(len(over.steps)))  # one leading dim each
+        for k in over.order:
+            place = left.index(k)
+            ys = over.steps[k].run(ReduceScatter, [y.movedim(place, 0) for y in ys])
+            left.remove(k)
+        return ys
 
     return map_leaves(over, x, scatter)
 
@@ -165,92 +164,12 @@ def all_to_all(
     def exchange(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         dims = [over.dim(concat_axis, x.dim()) for x in xs]
         ys = [_parcels(over, x, split_axis, axis_name, tiled) for x in xs]
-        for k, (scope, index) in enumerate(over.places):
-            received = apply(AllToAll(scope), index, [y.movedim(k, 0) for y in ys])
+        for k, step in enumerate(over.steps):
+            received = step.run(AllToAll, [y.movedim(k, 0) for y in ys])
             ys = [y.movedim(0, k) for y in received]
-        return _merged(over, ys, dims, tiled)
+        return _merged([merged_lead(over.steps, y) for y in ys], dims, tiled)
 
     return map_leaves(over, x, exchange)
-
-
-def ppermute(x: Any, axis_name: AxisName, perm: Iterable[tuple[int, int]]) -> Any:
-    """Send ``x`` from device to device as ``perm`` says; a device nobody sends to gets zeros.
-
-    ppermute: any[*s] per device -> any[*s] per device
-    Backward: ppermute of the cotangents with sources and destinations swapped.
-
-    Args:
-        x: tensor or pytree; same shapes and dtypes on every device.
-        axis_name: name of a bound axis or a tuple of names, whose row-major index ``perm`` uses.
-            Over a tuple every device receives everything and keeps its part.
-        perm: (source, destination) pairs, each device at most once on either side; negative indices
-            count from the end.
-
-    Returns:
-        Same structure, shapes and dtypes as ``x``.
-
-    Raises:
-        NameError: the axis is not bound.
-        IndexError: an index is not on the axis.
-        ValueError: a source or destination occurs twice.
-
-    Example:
-        >>> import torch, torchpmap as tp
-        >>> ring = [(0, 1), (1, 2), (2, 3), (3, 0)]
-        >>> f = tp.pmap(lambda x: tp.ppermute(x, "i", ring), axis_name="i")
-        >>> f(torch.arange(4.0)).tolist()
-        [3.0, 0.0, 1.0, 2.0]
-
-    Source: jax.lax.ppermute under jax.pmap; checked in tests/test_collectives.py.
-    """
-    over = resolve("ppermute", axis_name)
-    pairs = permutation("ppermute", perm, over)
-    if not over.axes:
-        return x
-    if len(over.axes) == 1:
-        return map_leaves(over, x, lambda xs: over.fold(lambda s: Permute(s, pairs), xs))
-
-    def select(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        source_of = {d: s for s, d in pairs}
-        source = over.entry([source_of.get(k, -1) for k in range(over.size)])
-        row = source.clamp(min=0).reshape(1)
-        everything = [_flat(over, y) for y in _gathered(over, xs)]
-        rows = [y.index_select(0, row).squeeze(0) for y in everything]
-        return [torch.where(source >= 0, y, torch.zeros_like(y)) for y in rows]
-
-    return map_leaves(over, x, select)
-
-
-def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int]) -> Any:
-    """Give device k the ``x`` of device ``perm[k]``.
-
-    pshuffle: any[*s] per device -> any[*s] per device
-    Backward: pshuffle of the cotangents with the inverse permutation.
-
-    Args:
-        x: tensor or pytree; same shapes and dtypes on every device.
-        axis_name: name of a bound axis or a tuple of names.
-        perm: a permutation of the axis indices.
-
-    Returns:
-        Same structure, shapes and dtypes as ``x``.
-
-    Raises:
-        NameError: the axis is not bound.
-        ValueError: ``perm`` is not a permutation.
-
-    Example:
-        >>> import torch, torchpmap as tp
-        >>> f = tp.pmap(lambda x: tp.pshuffle(x, "i", [3, 2, 1, 0]), axis_name="i")
-        >>> f(torch.arange(4.0)).tolist()
-        [3.0, 2.0, 1.0, 0.0]
-
-    Source: jax.lax.pshuffle; checked in tests/test_collectives.py.
-    """
-    perm = list(perm)
-    if set(perm) != set(range(len(perm))):
-        raise ValueError(f"`perm` does not represent a permutation: {perm}")
-    return ppermute(x, axis_name, zip(perm, range(len(perm)), strict=True))
 
 
 def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Groups = None) -> Any:
@@ -319,28 +238,16 @@ def _parcels(
 
 
 def _slices(over: Over, x: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:
-    """Bring the slices of ``dim`` to the front: one leading dim per axis."""
+    """Bring the slices of ``dim`` to the front: one leading dim per step."""
     if tiled:
         x = x.unflatten(dim, (over.size, x.shape[dim] // over.size))
-    return x.movedim(dim, 0).unflatten(0, over.sizes)
+    front = x.movedim(dim, 0)
+    return front.reshape((*over.sizes, *front.shape[1:]))
 
 
-def _merged(
-    over: Over, stacks: Sequence[torch.Tensor], dims: Sequence[int], tiled: bool
-) -> list[torch.Tensor]:
-    """Undo ``_slices``: one leading dim per axis becomes the dim, or part of it."""
-    placed = [_flat(over, y).movedim(0, d) for y, d in zip(stacks, dims, strict=True)]
+def _merged(stacks: Sequence[torch.Tensor], dims: Sequence[int], tiled: bool) -> list[torch.Tensor]:
+    """The leading dim becomes the dim, or part of it."""
+    placed = [y.movedim(0, d) for y, d in zip(stacks, dims, strict=True)]
     if not tiled:
         return placed
     return [y.flatten(d, d + 1) for y, d in zip(placed, dims, strict=True)]
-
-
-def _flat(over: Over, stack: torch.Tensor) -> torch.Tensor:
-    return stack.flatten(0, len(over.axes) - 1)
-
-
-def _gathered(over: Over, xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Everyone's tensors, with one leading dim per axis."""
-    for scope, index in reversed(over.places):
-        xs = apply(AllGather(scope), index, xs)
-    return xs

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ import torch
 
 from torchpmap import _axes, _tree
 from torchpmap._axes import Axis, Partition
-from torchpmap._collectives_primitives import Place, Primitive, Scope, apply
-from torchpmap._collectives_raw import Pairs
+from torchpmap._collectives_groups import Along, Scattered, Tensors, cuts, entry, whole
+from torchpmap._collectives_primitives import Primitive, Scope, extreme
+from torchpmap._collectives_raw import Pairs, ReduceOp
 
 __all__ = ["NUMBERS", "AxisName", "Groups", "Over", "map_leaves", "permutation", "resolve"]
 
@@ -25,7 +26,6 @@ AxisName = Hashable | tuple[Hashable, ...] | list[Hashable]
 Groups = Sequence[Sequence[int]] | np.ndarray | None
 
 NUMBERS = (bool, int, float, complex)
-Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +37,21 @@ class Over:
     axes: tuple[Axis, ...]
     dims: tuple[int, ...]
     partition: Partition | None
-    places: tuple[Place, ...]
+    """Groups of the row-major index over the axes."""
+    along: tuple[Along, ...]
+    """The axes that take part, one after the other."""
+    scattered: Scattered | None
+    """Instead of ``along``, for groups that no cuts of the axes make."""
+
+    @property
+    def steps(self) -> tuple[Along | Scattered, ...]:
+        """What a collective runs over in turn, slowest first."""
+        return self.along if self.scattered is None else (self.scattered,)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Members of one group along every axis."""
-        return tuple(scope.size for scope, _ in self.places)
+        """Members of one group in every step."""
+        return tuple(step.size for step in self.steps)
 
     @property
     def size(self) -> int:
@@ -54,12 +63,7 @@ class Over:
         if self.partition is None or len({len(part) for part in self.partition}) == 1:
             return self.size
         sizes = {member: len(part) for part in self.partition for member in part}
-        return self.entry([sizes[k] for k in range(len(sizes))])
-
-    def entry(self, table: list[int]) -> torch.Tensor:
-        """The entry of this device, looked up by tensor: the graph is the same on every device."""
-        row = self.index().reshape(1)  # as a scalar, torch would ask for its value
-        return torch.tensor(table, device=row.device).index_select(0, row).squeeze(0)
+        return entry(self.index(), sizes)
 
     def index(self) -> torch.Tensor:
         """Row-major index over the axes; ``(i, j)`` of sizes (4, 2): i * 2 + j."""
@@ -71,11 +75,22 @@ class Over:
             total = total * axis.size + axis.index
         return total
 
+    @property
+    def order(self) -> list[int]:
+        """The steps in an order that sends little: sums within a process come first."""
+        return sorted(range(len(self.steps)), key=lambda k: self.steps[k].is_sent)
+
     def fold(self, primitive: Callable[[Scope], Primitive], xs: Tensors) -> Tensors:
-        """Run a primitive over one axis after the other, slowest first."""
-        for scope, index in self.places:
-            xs = apply(primitive(scope), index, xs)
+        """Run a primitive that keeps the shape over one axis after the other."""
+        for k in self.order:
+            xs = self.steps[k].run(primitive, xs)
         return xs
+
+    def extreme(self, op: ReduceOp, xs: Tensors) -> Tensors:
+        """Max or min over the axes and as many leading dims as there are positional axes."""
+        if self.scattered is None:
+            return extreme(op, [axis.place for axis in self.along], xs, lead=len(self.dims))
+        return self.scattered.extreme(op, xs)
 
     def dims_of(self, x: torch.Tensor) -> tuple[int, ...]:
         """The positional axes as dims of ``x``."""
@@ -109,7 +124,7 @@ def resolve(
         axis_name: a name, or several.
         groups: ``axis_index_groups`` as the user gave it.
         positional: ints are dims of the operand.
-        equal: groups must have one size.
+        equal: groups must have one size, and the order of their indices counts.
     """
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if len(set(names)) < len(names):
@@ -117,41 +132,30 @@ def resolve(
     dims = [n for n in names if positional and isinstance(n, int) and not isinstance(n, bool)]
     axes = tuple(part for name in names if name not in dims for part in _axes.lookup(name))
     if groups is None:
-        return Over(what, axes, tuple(dims), None, tuple(_place(axis, None) for axis in axes))
+        return Over(what, axes, tuple(dims), None, tuple(whole(axis) for axis in axes), None)
     if dims:
         raise ValueError("axis_index_groups only supported for sums over just named axes")
-    if len(axes) != 1:
-        raise NotImplementedError(
-            f"{what}: axis_index_groups cuts one axis into groups, but got {axis_name!r}. "
-            "Give a single axis name."
-        )
-    partition = _partition(what, groups, axes[0], equal)
-    return Over(what, axes, (), partition, (_place(axes[0], partition),))
+    partition = _partition(what, groups, axis_name, math.prod(axis.size for axis in axes), equal)
+    along = cuts(axes, partition) if axes else ()
+    if along is not None:
+        return Over(what, axes, (), partition, along, None)
+    over = Over(what, axes, (), partition, tuple(whole(axis) for axis in axes), None)
+    return replace(over, along=(), scattered=Scattered(over.along, partition, over.index()))
 
 
-def _partition(what: str, groups: Any, axis: Axis, equal: bool) -> Partition:
-    partition = tuple(tuple(operator.index(k) for k in part) for part in groups)
-    if sorted(k for part in partition for k in part) != list(range(axis.size)):
+def _partition(what: str, groups: Any, axis_name: AxisName, size: int, equal: bool) -> Partition:
+    partition = tuple(tuple(operator.index(k) for k in part) for part in groups if len(part))
+    if sorted(k for part in partition for k in part) != list(range(size)):
         raise ValueError(
-            f"axis_index_groups must cover all indices exactly once: axis {axis.name!r} has the "
-            f"indices 0 to {axis.size - 1}, but {what} got {[list(part) for part in partition]}"
+            f"axis_index_groups must cover all indices exactly once: axis {axis_name!r} has the "
+            f"indices 0 to {size - 1}, but {what} got {[list(part) for part in partition]}"
         )
     if equal and len({len(part) for part in partition}) > 1:
         raise ValueError(
             f"axis_index_groups of {what} must all have the same size, because every device's "
             f"result has the same shape, but got {[list(part) for part in partition]}"
         )
-    return partition
-
-
-def _place(axis: Axis, partition: Partition | None) -> Place:
-    size = axis.size if partition is None else len(partition[0])
-    if axis.group is None:
-        return Scope(size, None, partition), axis.index
-    if partition is None:
-        return Scope(size, axis.group), None
-    assert axis.subgroup is not None
-    return Scope(size, axis.subgroup(partition)), None
+    return partition if equal else tuple(tuple(sorted(part)) for part in partition)
 
 
 def permutation(what: str, perm: Iterable[tuple[int, int]], over: Over) -> Pairs:

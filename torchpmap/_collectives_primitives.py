@@ -284,6 +284,8 @@ def extreme(
     axes together: taken one axis after the other, two holders on device 0 and one on device 1 would
     get 1/4, 1/4 and 1/2.
     """
+    if not places and not lead:
+        return list(xs)
     how = _Extremum(op, lead, tuple(scope for scope, _ in places))
     return list(_Extreme.apply(how, *(index for _, index in places), *xs))
 

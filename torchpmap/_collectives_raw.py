@@ -66,6 +66,8 @@ _WIDER = {
     torch.float8_e4m3fnuz: torch.float32,
     torch.float8_e5m2: torch.float32,
     torch.float8_e5m2fnuz: torch.float32,
+    torch.float8_e8m0fnu: torch.float32,
+    torch.complex32: torch.complex64,
 }
 
 # Flipping the top bit of an uint64 makes an int64 that compares in the same order.

@@ -204,7 +204,10 @@ def pbroadcast(x: Any, axis_name: AxisName, source: int) -> Any:
         sums = over.fold(AllReduce, masked)
         return [narrowed(y, "sum", x.dtype) for x, y in zip(xs, sums, strict=True)]
 
-    return map_leaves(over, x, broadcast) if over.axes else x
+    def constant(leaf: Any) -> Any:
+        return leaf if isinstance(leaf, NUMBERS) else over.as_tensor(leaf)
+
+    return map_leaves(over, x, broadcast, constant) if over.axes else x
 
 
 def _sum(over: Over, xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -233,11 +236,16 @@ def _extremum(op: ReduceOp, x: Any, axis_name: AxisName, groups: Groups) -> Any:
     if not over.axes and not over.dims:
         return x
 
-    def reduce(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        for x in xs:
-            if x.is_complex():
-                raise TypeError(f"p{op} does not accept dtype {x.dtype}: it has no order")
-        front = [x.movedim(over.dims_of(x), tuple(range(len(over.dims)))) for x in xs]
-        return extreme(op, over.places, front, lead=len(over.dims))
+    def front(x: torch.Tensor) -> torch.Tensor:
+        if x.is_complex():
+            raise TypeError(f"p{op} does not accept dtype {x.dtype}: it has no order")
+        return x.movedim(over.dims_of(x), tuple(range(len(over.dims))))
 
-    return map_leaves(over, x, reduce)
+    def constant(leaf: Any) -> Any:
+        given = front(over.as_tensor(leaf))
+        if isinstance(leaf, NUMBERS) and not over.dims:
+            return leaf
+        (result,) = extreme(op, (), [given], lead=len(over.dims))
+        return result
+
+    return map_leaves(over, x, lambda xs: over.extreme(op, [front(x) for x in xs]), constant)

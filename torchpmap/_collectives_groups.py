@@ -1,0 +1,199 @@
+"""How a collective runs over one axis or several, perhaps cut into groups of indices.
+
+Groups are groups of the row-major index over all axes. Most are a product of cuts of the single
+axes: over sizes (2, 2), [[0, 1], [2, 3]] is (each index of the first) x (all of the second). Then
+the collective runs over one axis after the other, each cut by itself (``Along``), and nothing
+leaves its group. For all others (``Scattered``) every device gets everything, works out what the
+whole axis would get, and takes its own: more is sent, but any groups will do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from torchpmap._axes import Axis, Partition
+from torchpmap._collectives_primitives import AllGather, Place, Primitive, Scope, apply, extreme
+from torchpmap._collectives_raw import ReduceOp
+
+__all__ = [
+    "Along",
+    "Scattered",
+    "Tensors",
+    "cuts",
+    "entry",
+    "gathered",
+    "merged_lead",
+    "pick",
+    "whole",
+]
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Along:
+    """One axis, whole or cut."""
+
+    scope: Scope
+    index: torch.Tensor | None
+    """That of a vmapped axis."""
+
+    @property
+    def place(self) -> Place:
+        return self.scope, self.index
+
+    @property
+    def size(self) -> int:
+        """Members of one group."""
+        return self.scope.size
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether values leave the process."""
+        return self.scope.group is not None
+
+    def run(self, primitive: Callable[[Scope], Primitive], xs: Tensors) -> Tensors:
+        return apply(primitive(self.scope), self.index, xs)
+
+
+def whole(axis: Axis) -> Along:
+    """All indices of an axis."""
+    return Along(Scope(axis.size, axis.group), axis.index if axis.group is None else None)
+
+
+def cut(axis: Axis, groups: Partition) -> Along | None:
+    """An axis cut into groups; None if every index is alone, so that there is nothing to do."""
+    if groups == (tuple(range(axis.size)),):
+        return whole(axis)
+    if len(groups) == axis.size:
+        return None
+    size = len(groups[0])
+    if axis.group is None:
+        return Along(Scope(size, None, groups), axis.index)
+    assert axis.subgroup is not None
+    return Along(Scope(size, axis.subgroup(groups)), None)
+
+
+def cuts(axes: Sequence[Axis], partition: Partition) -> tuple[Along, ...] | None:
+    """The axes, each cut by itself, if the groups are the product of such cuts.
+
+    (0, 2), (1, 3) over sizes (2, 2) are (0, 0) (1, 0) and (0, 1) (1, 1): the first axis whole, the
+    second in single indices.
+    """
+    sizes = tuple(axis.size for axis in axes)
+    found: list[dict[frozenset[int], tuple[int, ...]]] = [{} for _ in axes]
+    for group in partition:
+        per_axis = [place.tolist() for place in np.unravel_index(group, sizes)]
+        distinct = [tuple(dict.fromkeys(places)) for places in per_axis]
+        if list(itertools.product(*distinct)) != list(zip(*per_axis, strict=True)):
+            return None
+        for known, places in zip(found, distinct, strict=True):
+            if known.setdefault(frozenset(places), places) != places:  # one set in two orders
+                return None
+    if any(sum(map(len, known)) != size for known, size in zip(found, sizes, strict=True)):
+        return None  # groups overlap along an axis
+    along = (cut(axis, tuple(known.values())) for axis, known in zip(axes, found, strict=True))
+    return tuple(step for step in along if step is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class Scattered:
+    """Groups over several axes that are no product of cuts of each."""
+
+    axes: tuple[Along, ...]
+    """All of them, whole."""
+    partition: Partition
+    index: torch.Tensor
+    """Row-major over the axes."""
+
+    @property
+    def size(self) -> int:
+        """Members of one group."""
+        return len(self.partition[0])
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether values leave the process."""
+        return any(axis.is_sent for axis in self.axes)
+
+    def run(self, primitive: Callable[[Scope], Primitive], xs: Tensors) -> Tensors:
+        how = primitive(Scope(self.size, None))
+        return [self._own(rows, how.along, how.replicates) for rows in gathered(self.axes, xs)]
+
+    def extreme(self, op: ReduceOp, xs: Tensors) -> Tensors:
+        def along(rows: torch.Tensor) -> torch.Tensor:
+            (result,) = extreme(op, (), [rows], lead=1)
+            return result
+
+        return [self._own(rows, along, replicates=True) for rows in gathered(self.axes, xs)]
+
+    def _own(
+        self,
+        rows: torch.Tensor,
+        along: Callable[[torch.Tensor], torch.Tensor],
+        replicates: bool,
+    ) -> torch.Tensor:
+        """What this device gets, from the rows of all."""
+        given = rows.unbind(0)
+        results = [along(torch.stack([given[k] for k in group])) for group in self.partition]
+        if replicates:
+            group_of = {k: g for g, group in enumerate(self.partition) for k in group}
+            return pick(torch.stack(results), entry(self.index, group_of))
+        members = [k for group in self.partition for k in group]
+        place_of = {k: place for place, k in enumerate(members)}
+        return pick(torch.cat(results), entry(self.index, place_of))
+
+
+def gathered(axes: Sequence[Along | Scattered], xs: Tensors) -> Tensors:
+    """Everyone's tensors, with one leading dim per axis made into one."""
+    for axis in reversed(axes):
+        xs = axis.run(AllGather, xs)
+    return [merged_lead(axes, x) for x in xs]
+
+
+def merged_lead(axes: Sequence[Along | Scattered], stack: torch.Tensor) -> torch.Tensor:
+    """One leading dim per axis as one dim."""
+    return stack.reshape((math.prod(axis.size for axis in axes), *stack.shape[len(axes) :]))
+
+
+# What follows looks up by tensor, never by a Python int: the graph is the same on every device.
+
+
+def entry(index: torch.Tensor, table: dict[int, int]) -> torch.Tensor:
+    """``table[index]``."""
+    values = torch.tensor([table[k] for k in range(len(table))], device=index.device)
+    return pick(values, index)
+
+
+def pick(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``rows[index]`` for an index of no dims (one row) or one."""
+    # as a scalar, torch would ask for its value
+    found = _take(rows, index.reshape(-1))
+    return found if index.dim() else found.squeeze(0)
+
+
+# Under vmap, torch 2.13 does not index these; integers of their width it does.
+_INDEXED_AS = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.complex32: torch.int32,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+}
+
+
+def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    carried = _INDEXED_AS.get(rows.dtype)
+    if carried is None:
+        return rows.index_select(0, index)
+    return rows.view(carried).index_select(0, index).view(rows.dtype)

@@ -1,0 +1,171 @@
+"""Permutations over named axes: ppermute and pshuffle.
+
+One axis is permuted as it is. Over several, for example over the devices and the rows that each of
+them holds, most values stay on their device. Those that do not travel by *shift*: all that go from
+any device p to device p + 1 are one message, all that go from p to p + 2 the next. A ring of 16
+rows on 4 devices sends one row per device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpmap._axes import Axis
+from torchpmap._collectives_groups import Along, Tensors, entry, gathered, pick
+from torchpmap._collectives_operands import AxisName, Over, map_leaves, permutation, resolve
+from torchpmap._collectives_primitives import Permute, Scope, apply
+from torchpmap._collectives_raw import Pairs
+
+__all__ = ["ppermute", "pshuffle"]
+
+
+def ppermute(x: Any, axis_name: AxisName, perm: Iterable[tuple[int, int]]) -> Any:
+    """Send ``x`` from device to device as ``perm`` says; a device nobody sends to gets zeros.
+
+    ppermute: any[*s] per device -> any[*s] per device
+    Backward: ppermute of the cotangents with sources and destinations swapped.
+
+    Args:
+        x: tensor or pytree; same shapes and dtypes on every device.
+        axis_name: name of a bound axis or a tuple of names, whose row-major index ``perm`` uses.
+            Only rows that change device are sent.
+        perm: (source, destination) pairs, each device at most once on either side; negative indices
+            count from the end.
+
+    Returns:
+        Same structure, shapes and dtypes as ``x``.
+
+    Raises:
+        NameError: the axis is not bound.
+        IndexError: an index is not on the axis.
+        ValueError: a source or destination occurs twice.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> ring = [(0, 1), (1, 2), (2, 3), (3, 0)]
+        >>> f = tp.pmap(lambda x: tp.ppermute(x, "i", ring), axis_name="i")
+        >>> f(torch.arange(4.0)).tolist()
+        [3.0, 0.0, 1.0, 2.0]
+
+    Source: jax.lax.ppermute under jax.pmap; checked in tests/test_collectives.py.
+    """
+    over = resolve("ppermute", axis_name)
+    pairs = permutation("ppermute", perm, over)
+    if not over.axes:
+        return x
+    if len(over.axes) == 1:
+        return map_leaves(over, x, lambda xs: over.fold(lambda s: Permute(s, pairs), xs))
+    return map_leaves(over, x, lambda xs: _route(over, pairs).run(xs))
+
+
+def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int]) -> Any:
+    """Give device k the ``x`` of device ``perm[k]``.
+
+    pshuffle: any[*s] per device -> any[*s] per device
+    Backward: pshuffle of the cotangents with the inverse permutation.
+
+    Args:
+        x: tensor or pytree; same shapes and dtypes on every device.
+        axis_name: name of a bound axis or a tuple of names.
+        perm: a permutation of the axis indices.
+
+    Returns:
+        Same structure, shapes and dtypes as ``x``.
+
+    Raises:
+        NameError: the axis is not bound.
+        ValueError: ``perm`` is not a permutation.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> f = tp.pmap(lambda x: tp.pshuffle(x, "i", [3, 2, 1, 0]), axis_name="i")
+        >>> f(torch.arange(4.0)).tolist()
+        [3.0, 2.0, 1.0, 0.0]
+
+    Source: jax.lax.pshuffle; checked in tests/test_collectives.py.
+    """
+    perm = list(perm)
+    if set(perm) != set(range(len(perm))):
+        raise ValueError(f"`perm` does not represent a permutation: {perm}")
+    return ppermute(x, axis_name, zip(perm, range(len(perm)), strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class _Shift:
+    """One message: values of devices p for devices p + shift."""
+
+    scope: Scope
+    pairs: Pairs
+    lanes: torch.Tensor
+    """Those of its values that this device sends; one with fewer to send repeats lane 0."""
+
+    def run(self, xs: Tensors) -> Tensors:
+        return apply(Permute(self.scope, self.pairs), None, [pick(x, self.lanes) for x in xs])
+
+
+@dataclass(frozen=True, eq=False)
+class _Route:
+    """How values move over several axes: one is the devices, the others together are their lanes.
+
+    Every lane picks one of its candidates: all lanes of its device, what arrives here with every
+    shift, and zeros.
+    """
+
+    lanes: tuple[Along, ...]
+    shifts: tuple[_Shift, ...]
+    choice: torch.Tensor
+    """The place of this lane's value among the candidates."""
+
+    def run(self, xs: Tensors) -> Tensors:
+        here = gathered(self.lanes, xs)
+        arrived = [shift.run(here) for shift in self.shifts]
+        nothing = [torch.zeros_like(x[:1]) for x in here]
+        candidates = zip(here, *arrived, nothing, strict=True)
+        return [pick(torch.cat(given), self.choice) for given in candidates]
+
+
+def _route(over: Over, pairs: Pairs) -> _Route:
+    sizes = [axis.size for axis in over.axes]
+    across = [k for k, axis in enumerate(over.axes) if axis.group is not None]
+    crossed = max(across, key=sizes.__getitem__, default=None)
+    grid = np.arange(over.size).reshape(sizes)  # row-major index by [device, lane]
+    grid = grid[None] if crossed is None else np.moveaxis(grid, crossed, 0)
+    grid = grid.reshape(len(grid), -1)
+    num_devices, num_lanes = grid.shape
+    place_of = {int(k): place for place, k in np.ndenumerate(grid)}
+
+    sent: dict[int, list[list[int]]] = {}  # shift -> per device, the lanes it sends
+    got: dict[int, tuple[int, int]] = {}  # destination -> (shift, place in that message)
+    for source, destination in pairs:
+        (device, lane), (to, _) = place_of[source], place_of[destination]
+        shift = (to - device) % num_devices
+        if shift:
+            leaving = sent.setdefault(shift, [[] for _ in range(num_devices)])[device]
+            got[destination] = shift, len(leaving)
+            leaving.append(lane)
+        else:
+            got[destination] = 0, lane
+
+    start, shifts = {0: 0}, []
+    end = num_lanes
+    for shift, rows in sent.items():
+        assert crossed is not None
+        shifts.append(_shift(over.axes[crossed], shift, rows))
+        start[shift] = end
+        end += max(map(len, rows))
+    choice = {k: start[got[k][0]] + got[k][1] if k in got else end for k in range(over.size)}
+    lanes = tuple(axis for k, axis in enumerate(over.along) if k != crossed)
+    return _Route(lanes, tuple(shifts), entry(over.index(), choice))
+
+
+def _shift(devices: Axis, shift: int, leaving: list[list[int]]) -> _Shift:
+    count = max(map(len, leaving))
+    padded = [lanes + [0] * (count - len(lanes)) for lanes in leaving]
+    table = torch.tensor(padded, device=devices.index.device)
+    pairs = tuple((k, (k + shift) % devices.size) for k, lanes in enumerate(leaving) if lanes)
+    return _Shift(Scope(devices.size, devices.group), pairs, pick(table, devices.index))
