@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import torchpmap as tp
 from torchpmap._grad import grad, value_and_grad
 
 X = torch.tensor([1.0, 2.0, 3.0])
@@ -143,3 +144,22 @@ def test_missing_aux() -> None:
         TypeError, match="expected function with aux output to return a two-element"
     ):
         grad(lambda x: x.sum(), has_aux=True)(X)
+
+
+@pytest.mark.usefixtures("pool")
+@pytest.mark.parametrize("reduce", [lambda v: v, lambda v: tp.pmean(v, "i")], ids=["own", "mean"])
+def test_mean_over_gives_the_gradient_of_the_mean(reduce: Any) -> None:
+    w, x = torch.tensor([1.0, 2.0]), torch.arange(8.0).reshape(4, 2)
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return reduce((w * x).sum() ** 2), x.sum()
+
+    f = tp.value_and_grad(loss, has_aux=True, mean_over="i")
+    mapped = tp.pmap(f, "i", in_axes=(None, 0), out_axes=0, compile={"backend": "eager"})
+    (value, aux), gradient = mapped(w, x)
+    losses = (x @ w) ** 2
+    torch.testing.assert_close(value.cpu(), losses.mean().expand(4))
+    torch.testing.assert_close(gradient.cpu(), (2 * (x @ w)[:, None] * x).mean(0).expand(4, 2))
+    torch.testing.assert_close(aux.cpu(), x.sum(1))
+    with pytest.raises(NameError, match="unbound axis name: i"):
+        f(w, x[0])

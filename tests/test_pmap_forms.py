@@ -388,24 +388,7 @@ def test_exceptions_on_a_device_keep_their_type():
     assert tp.pmap(double, compile=False)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
-# What is not there yet ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda x: x + torch.randn(()),
-        lambda x: torch.nn.functional.dropout(x, 0.5),
-        lambda x: torch.rand_like(x),
-        lambda x: x + torch.randperm(3).sum(),
-        lambda x: torch.empty(2).normal_() + x,
-        lambda x: torch.bernoulli(x / 4),
-    ],
-    ids=["randn", "dropout", "rand_like", "randperm", "normal_", "bernoulli"],
-)
-def test_randomness_raises_with_the_remedy(mode, draw):
-    with pytest.raises(NotImplementedError, match=r"draws random numbers.*Draw them outside"):
-        tp.pmap(draw, compile=mode)(X)
+# Inside and around other transforms ---------------------------------------------------------------
 
 
 def test_pmap_inside_pmap_maps_on_the_device():

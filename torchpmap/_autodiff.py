@@ -1,295 +1,29 @@
-"""``pmap`` as a primitive: what function transforms and ``backward()`` around a call do with it.
+"""What function transforms and ``backward()`` around a call of a mapped function do with it.
 
-An ``Operation`` is a mapped program as a function of all its tensors, those it closes over
-included.  Its derivatives and its batched form are operations again, lowered to plans of their
-own, so every order and nesting of transforms ends on the workers::
-
-    Operation --pulled(wanted, given)--> primals, cotangents -> cotangents of the primals
-              --pushed(given)----------> primals, tangents   -> tangents of the outputs
-              --batched(which, size)---> the same with one more dim, behind the others
-
-One ``torch.autograd.Function``, ``_Mapped``, calls them as torch's transforms ask for them.  The
-first gradient is cheaper: the forward plan leaves what the backward plan needs (its residuals) on
-the workers, and nothing is computed twice.  Where that gradient is transformed again, the
-transformed operation is computed from the primals.
-
-The bodies are traced anew for each operation, with ``torch.func`` around the user's function: a
-lowered graph has lost what ``detach`` and ``no_grad`` said.
+One ``torch.autograd.Function``, ``_Mapped``, calls operations (see ``_operations``) as torch's
+transforms ask for them.  The first gradient is cheaper: the forward plan leaves what the backward
+plan needs (its residuals) on the workers, and nothing is computed twice.  Where that gradient is
+transformed again, the transformed operation is computed from the primals.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from torchpmap._axes import Axis
-from torchpmap._capture import Substitute
-from torchpmap._collectives_primitives import AllReduce, Scope, apply
-from torchpmap._compile import EAGER
-from torchpmap._eager import EagerPlan
-from torchpmap._layout import Layout, replicated_layout, row_layout
-from torchpmap._lowering import Body, Pair, Target, lower, lower_pair
-from torchpmap._plan import Plan, host_tensor, place
-from torchpmap._program import Outcome, Program
+from torchpmap._layout import Layout
+from torchpmap._lowering import Pair
+from torchpmap._operations import Operation, Outputs, Primal, Tensors, is_inexact
+from torchpmap._plan import Called, host_tensor, place
 from torchpmap._runtimes._base import Handle
 from torchpmap._sharded import ShardedTensor, gather, make_sharded
-from torchpmap._structure import flatten
+from torchpmap._streams import batched_key
 from torchpmap._trace import Untraceable
 
-__all__ = ["Primal", "apply_operation", "is_transformed"]
-
-Tensors = Sequence[torch.Tensor]
-Outputs = list[tuple[Layout, Handle]]
-
-
-class Operation:
-    """A body and the layouts of its inputs, lowered when it first runs."""
-
-    def __init__(self, target: Target, body: Body, layouts: Sequence[Layout]) -> None:
-        self.target = target
-        self.body = body
-        self.layouts = tuple(layouts)
-        self._plan: Plan | None = None
-        self._derived: dict[Any, Operation] = {}
-        self.mirrored: tuple[int, ...] = ()
-        """For a gradient, the inputs that its outputs belong to."""
-        self._pairs: dict[Any, Pair | None] = {}
-
-    @property
-    def plan(self) -> Plan:
-        if self._plan is None:
-            self._plan = lower(self.target, self.body, self.layouts)
-        return self._plan
-
-    @property
-    def outputs(self) -> tuple[Layout, ...]:
-        return self.plan.outputs
-
-    def start(self, tensors: Tensors) -> Outputs:
-        """Run on tensors that no transform is tracing."""
-        outputs, _, _ = self.plan.call(self.placed(tensors))
-        return outputs
-
-    def placed(self, tensors: Tensors) -> list[Handle]:
-        return [place(x, layout) for x, layout in zip(tensors, self.layouts, strict=True)]
-
-    def differentiable_inputs(self) -> tuple[int, ...]:
-        return tuple(k for k, layout in enumerate(self.layouts) if _is_inexact(layout.dtype))
-
-    def differentiable_outputs(self) -> tuple[int, ...]:
-        return tuple(k for k, layout in enumerate(self.outputs) if _is_inexact(layout.dtype))
-
-    def pulled(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Operation:
-        """(inputs, cotangents of the outputs ``given``) -> cotangents of the inputs ``wanted``."""
-        operation = self._derive(
-            ("pulled", wanted, given),
-            lambda: self._pull(wanted, given, keep_outputs=False),
-            [*self.layouts, *(self.outputs[k] for k in given)],
-        )
-        operation.mirrored = wanted
-        return operation
-
-    def pushed(self, given: tuple[int, ...]) -> Operation:
-        """(inputs, tangents of the inputs ``given``) -> tangents of the inexact outputs."""
-        return self._derive(
-            ("pushed", given),
-            lambda: self._push(given),
-            [*self.layouts, *(self.layouts[k] for k in given)],
-        )
-
-    def batched(self, which: tuple[bool, ...], size: int) -> Operation:
-        """The operation for many values at once of the inputs ``which``, along a new last dim."""
-        layouts = [
-            _with_dim(layout, size) if batched else layout
-            for layout, batched in zip(self.layouts, which, strict=True)
-        ]
-        operation = self._derive(("batched", which, size), lambda: self._batch(which), layouts)
-        operation.mirrored = self.mirrored
-        return operation
-
-    def pair(self, wanted: tuple[int, ...]) -> Pair | None:
-        """Forward and backward plans for cotangents of all inexact outputs."""
-        if wanted not in self._pairs:
-            given = self.differentiable_outputs()
-            body = self._pull(wanted, given, keep_outputs=True)
-            layouts = [*self.layouts, *(self.outputs[k] for k in given)]
-            numbers = len(self.outputs), len(given)
-            self._pairs[wanted] = None
-            # what has no derivative may still run: the error is raised when one is asked for
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                self._pairs[wanted] = lower_pair(self.target, body, layouts, *numbers)
-        return self._pairs[wanted]
-
-    def _derive(self, key: Any, body: Callable[[], Body], layouts: Sequence[Layout]) -> Operation:
-        if key not in self._derived:
-            self._derived[key] = Operation(self.target, body(), layouts)
-        return self._derived[key]
-
-    # -- bodies of derived operations --------------------------------------------------------------
-
-    def _pull(self, wanted: tuple[int, ...], given: tuple[int, ...], *, keep_outputs: bool) -> Body:
-        count = len(self.layouts)
-
-        def pull(blocks: Tensors, axis: Axis) -> Outcome:
-            primals, cotangents = blocks[:count], blocks[count:]
-            outcomes: list[Outcome] = []
-
-            def function(*xs: torch.Tensor) -> Any:
-                outcomes.append(self.body(_filled(primals, wanted, xs), axis))
-                outputs = _present(outcomes[-1])
-                return tuple(outputs[k][0] for k in given), [block for block, _ in outputs]
-
-            pulled: Any = torch.func.vjp(function, *(primals[k] for k in wanted), has_aux=True)
-            _, pull_back, outputs = pulled
-            dims = [dim for _, dim in _present(outcomes[-1])]
-            # of one value for all devices, each device accounts for an equal part (as in jax)
-            shares = [
-                x / axis.size if dims[k] is None else x
-                for k, x in zip(given, cotangents, strict=True)
-            ]
-            layouts = [self.layouts[k] for k in wanted]
-            gradients = _summed(pull_back(tuple(shares)), layouts, axis)
-            kept = list(zip(outputs, dims, strict=True)) if keep_outputs else []
-            return _outcome(
-                [*kept, *zip(gradients, (layout.dim for layout in layouts), strict=True)]
-            )
-
-        return pull
-
-    def _push(self, given: tuple[int, ...]) -> Body:
-        count = len(self.layouts)
-
-        def push(blocks: Tensors, axis: Axis) -> Outcome:
-            primals, tangents = blocks[:count], blocks[count:]
-            dims: list[int | None] = []
-
-            def function(*xs: torch.Tensor) -> Any:
-                outcome = self.body(_filled(primals, given, xs), axis)
-                outputs = [(x, dim) for x, dim in _present(outcome) if _is_inexact(x.dtype)]
-                dims[:] = [dim for _, dim in outputs]
-                return tuple(x for x, _ in outputs)
-
-            originals = tuple(primals[k] for k in given)
-            pushed: Any = torch.func.jvp(function, originals, tuple(tangents))
-            return _outcome(list(zip(pushed[1], dims, strict=True)))
-
-        return push
-
-    def _batch(self, which: tuple[bool, ...]) -> Body:
-        def batch(blocks: Tensors, axis: Axis) -> Outcome:
-            dims: list[int | None] = []
-
-            def function(*xs: torch.Tensor) -> Any:
-                outputs = _present(self.body(xs, axis))
-                dims[:] = [dim for _, dim in outputs]
-                return tuple(x for x, _ in outputs)
-
-            in_dims = tuple(-1 if batched else None for batched in which)
-            over_batch = torch.func.vmap(function, in_dims, -1, randomness="different")
-            return _outcome(list(zip(over_batch(*blocks), dims, strict=True)))
-
-        return batch
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def _filled(values: Tensors, positions: Sequence[int], replacements: Tensors) -> list[torch.Tensor]:
-    filled = list(values)
-    for position, replacement in zip(positions, replacements, strict=True):
-        filled[position] = replacement
-    return filled
-
-
-def _present(outcome: Outcome) -> list[tuple[torch.Tensor, int | None]]:
-    """Output blocks with their stacked dim (None: one value for all), without the None leaves."""
-    pairs = zip(outcome.blocks, outcome.dims, strict=True)
-    return [(block, dim) for block, dim in pairs if block is not None]
-
-
-def _outcome(outputs: Sequence[tuple[torch.Tensor, int | None]]) -> Outcome:
-    blocks, dims = tuple(x for x, _ in outputs), tuple(dim for _, dim in outputs)
-    return Outcome(flatten(list(range(len(outputs))))[1], blocks, dims, (), ())
-
-
-def _summed(gradients: Tensors, layouts: Sequence[Layout], axis: Axis) -> list[torch.Tensor]:
-    """The gradient of an input that all devices share is the sum of theirs."""
-    shared = [k for k, layout in enumerate(layouts) if layout.dim is None]
-    if axis.size == 1 or not shared:
-        return list(gradients)
-    primitive = AllReduce(Scope(axis.size, axis.group))
-    sums = apply(primitive, None, [gradients[k] for k in shared])
-    summed = dict(zip(shared, sums, strict=True))
-    return [summed.get(k, gradient) for k, gradient in enumerate(gradients)]
-
-
-def _with_dim(layout: Layout, size: int) -> Layout:
-    shape = (*layout.shape, size)
-    if layout.dim is None:
-        return replicated_layout(shape, layout.dtype, layout.devices)
-    return row_layout(shape, layout.dtype, layout.devices, layout.dim, None)
-
-
-# -- the user's program ----------------------------------------------------------------------------
-
-
-class Primal(Operation):
-    """A mapped program; its inputs are its arguments and then the tensors it closes over."""
-
-    def __init__(
-        self, target: Target, program: Program, layouts: Sequence[Layout], plan: Plan | EagerPlan
-    ) -> None:
-        self._program = program
-        self._num_arguments = len(layouts)
-        self.eager = plan if isinstance(plan, EagerPlan) else None
-        if isinstance(plan, EagerPlan):  # derivatives need a graph, also of what runs without one
-            target = replace(target, backend=EAGER)
-            plan = lower(target, program.run, layouts)
-        self.captured = plan.captured
-        layouts = [*layouts, *(captured.layout for captured in plan.captured)]
-        super().__init__(target, self._body, layouts)
-        self._plan = plan
-
-    def _body(self, blocks: Tensors, axis: Axis) -> Outcome:
-        count = self._num_arguments
-        given = {
-            id(captured.tensor): block
-            for captured, block in zip(self.captured, blocks[count:], strict=True)
-        }
-        missing = set(given)
-
-        def find(tensor: torch.Tensor) -> torch.Tensor:
-            missing.discard(id(tensor))
-            return given.get(id(tensor), tensor)
-
-        if self.plan.writes_inputs:  # a transform lets nobody write to what it did not make
-            blocks = [block.clone() for block in blocks]
-        with Substitute(find):
-            outcome = self._program.run(blocks[:count], axis)
-        if missing:
-            raise RuntimeError(other_closures(self.target.prefix))
-        return outcome
-
-    def placed(self, tensors: Tensors) -> list[Handle]:
-        """Captured tensors that have not changed are on the devices already."""
-        count = self._num_arguments
-        arguments = zip(tensors[:count], self.layouts[:count], strict=True)
-        closures = zip(tensors[count:], self.captured, strict=True)
-        return [place(x, layout) for x, layout in arguments] + [
-            captured.handle() if x is captured.tensor else place(x, captured.layout)
-            for x, captured in closures
-        ]
-
-    def start(self, tensors: Tensors) -> Outputs:
-        held = self.placed(tensors)
-        count = self._num_arguments
-        return self.plan.start_checked([*held[count:], *held[:count]])
+__all__ = ["apply_operation", "is_transformed", "no_derivative", "without_derivative"]
 
 
 # -- the function that torch's transforms see ------------------------------------------------------
@@ -373,7 +107,7 @@ class _Mapped(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
-        ctx.mark_non_differentiable(*(x for x in output if not _is_inexact(x.dtype)))
+        ctx.mark_non_differentiable(*(x for x in output if not is_inexact(x.dtype)))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
@@ -404,11 +138,14 @@ class _Mapped(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: torch.Tensor) -> Any:
         _, *dims = in_dims
-        which = tuple(dim is not None for dim in dims)
         moved = [
             x if dim is None else x.movedim(dim, -1) for x, dim in zip(tensors, dims, strict=True)
         ]
-        results = _Mapped.apply(call.batched(which, info.batch_size), *moved)
+        which = [dim is not None for dim in dims]
+        for k in call.operation.keys:
+            if not which[k]:
+                moved[k], which[k] = batched_key(moved[k], info)
+        results = _Mapped.apply(call.batched(tuple(which), info.batch_size), *moved)
         return results, tuple(result.dim() - 1 for result in results)
 
 
@@ -418,15 +155,19 @@ def is_transformed() -> bool:
 
 
 def apply_operation(
-    operation: Primal, leaves: Sequence[Any], done: Outputs | None = None
+    operation: Primal, leaves: Sequence[Any], done: Called | None = None
 ) -> list[torch.Tensor]:
     """Call an operation so that transforms and ``backward()`` reach its arguments and closures;
     ``done``: what it gave, if it has run already.
     """
     arguments = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
-    tensors = [*arguments, *(captured.value() for captured in operation.captured)]
+    closures = [captured.value() for captured in operation.captured]
+    tensors = [*arguments, *closures]
     if done is not None:
-        return list(_Mapped.apply(_Call(operation, start=lambda _: done), *tensors))
+        for k in operation.keys:
+            assert done.key is not None
+            tensors[k] = done.key
+        return list(_Mapped.apply(_Call(operation, start=lambda _: done.outputs), *tensors))
     wanted: tuple[int, ...] = ()
     if _is_pulled() and operation.differentiable_outputs() and not operation.plan.num_checks:
         wanted = tuple(k for k in operation.differentiable_inputs() if _is_traced(tensors[k]))
@@ -454,7 +195,7 @@ class _Underivable(torch.autograd.Function):
     def forward(ctx: Any, text: str, outputs: Outputs, _: torch.Tensor) -> Any:
         ctx.text = text
         results = tuple(make_sharded(layout, handle) for layout, handle in outputs)
-        ctx.mark_non_differentiable(*(x for x in results if not _is_inexact(x.dtype)))
+        ctx.mark_non_differentiable(*(x for x in results if not is_inexact(x.dtype)))
         return results
 
     @staticmethod
@@ -466,14 +207,6 @@ def without_derivative(outputs: Outputs, prefix: str, verdict: Untraceable) -> l
     """Outputs that require grad as they should, and whose backward raises."""
     anchor = torch.zeros((), requires_grad=True)
     return list(_Underivable.apply(no_derivative(prefix, verdict), outputs, anchor))
-
-
-def other_closures(prefix: str) -> str:
-    return (
-        f"{prefix}: the function closes over other tensors now, when its derivative is traced, "
-        "than when it was called (for example, a module whose parameters were swapped for the "
-        "call). Pass them as arguments."
-    )
 
 
 def no_derivative(prefix: str, verdict: Untraceable) -> str:

@@ -46,6 +46,7 @@ class EagerPlan:
         team = runtime.team(self._ranks)
         function = pickled_function(self._program, f"{self._program.name}()")
         function_id = int.from_bytes(hashlib.blake2b(function, digest_size=7).digest(), "little")
+        key = peek_key()
         call = EagerCall(
             self._program.name,
             function_id,
@@ -55,7 +56,7 @@ class EagerPlan:
             self._group,
             # entries without a modification time are of no file: notebook cells, for example
             tuple(item for item in linecache.cache.items() if len(item[1]) == 4 and not item[1][1]),
-            tuple(peek_key().tolist()),
+            tuple(key.tolist()),
         )
         runtime.make_groups({self._group: (self._ranks,)})
         reports, first, seq = runtime.run_eagerly(team, call)
@@ -79,7 +80,7 @@ class EagerPlan:
                 leaves.insert(position, None)
             return report.structure.unflatten(leaves)
 
-        return list(zip(layouts, outputs, strict=True)), tree, report.requires_grad
+        return Called(list(zip(layouts, outputs, strict=True)), tree, report.requires_grad, key)
 
     def _check(self, reports: Sequence[EagerReport]) -> None:
         """Raise unless all devices did the same."""

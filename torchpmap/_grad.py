@@ -11,19 +11,27 @@ import numpy as np
 import torch
 
 from torchpmap import _tree
+from torchpmap._collectives_operands import AxisName
+from torchpmap._collectives_reduce import pmean
 
 __all__ = ["grad", "value_and_grad"]
 
 
 def grad(
-    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    mean_over: AxisName = (),
 ) -> Callable[..., Any]:
     """Return a function that computes the gradient of ``fun``.
 
     grad: (fun: (*args) -> float[]) -> (*args) -> gradient, with the structure of the argument
 
     Inside a mapped function the gradient is the one of the *sum* of all devices' results, as the
-    transpose of psum is psum: ``grad`` of ``psum(loss)`` is n times the gradient of one loss.
+    transpose of psum is psum: ``grad`` of ``psum(loss)`` is n times the gradient of one loss, and
+    ``grad`` of ``pmean(loss)`` is that of the own loss alone.  For weights that all devices share,
+    ``mean_over`` gives what is meant: the gradient of the mean.
 
     Args:
         fun: returns a real scalar, or with ``has_aux`` a pair (scalar, anything).
@@ -31,6 +39,9 @@ def grad(
             pytree of floating-point or complex tensors. Python floats become tensors. Other
             arguments, and all keyword arguments, pass through.
         has_aux: whether ``fun`` returns a pair.
+        mean_over: names of mapped axes along which the arguments are the same; the gradient is then
+            that of the mean, over these axes, of what ``fun`` returns, whether or not ``fun``
+            averages itself.
 
     Returns:
         A function of the same arguments that returns the gradient, a tuple of gradients where
@@ -46,10 +57,13 @@ def grad(
         >>> f = tp.pmap(tp.grad(lambda x: tp.psum(x**2, "i")), axis_name="i")
         >>> f(torch.arange(4.0)).tolist()
         [0.0, 8.0, 16.0, 24.0]
+        >>> mean = tp.grad(lambda w, x: tp.pmean(w * x, "i"), mean_over="i")
+        >>> tp.pmap(mean, "i", in_axes=(None, 0))(torch.tensor(2.0), torch.arange(4.0)).tolist()
+        [1.5, 1.5, 1.5, 1.5]
 
     Source: jax.grad; checked in tests/test_grad.py.
     """
-    both = value_and_grad(fun, argnums, has_aux)
+    both = value_and_grad(fun, argnums, has_aux, mean_over=mean_over)
 
     @functools.wraps(fun)
     def gradient(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +74,11 @@ def grad(
 
 
 def value_and_grad(
-    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    mean_over: AxisName = (),
 ) -> Callable[..., Any]:
     """Return a function that computes ``fun`` and its gradient.
 
@@ -70,6 +88,7 @@ def value_and_grad(
         fun: returns a real scalar, or with ``has_aux`` a pair (scalar, anything).
         argnums: as for ``grad``.
         has_aux: whether ``fun`` returns a pair.
+        mean_over: as for ``grad``; the value is the mean, too (aux stays what it is).
 
     Returns:
         A function of the same arguments that returns the pair (value, gradient); with ``has_aux``
@@ -103,6 +122,9 @@ def value_and_grad(
             return fun(*full, **kwargs)
 
         grads, value, aux = _differentiate(of_leaves, leaves, has_aux)
+        if mean_over != ():
+            # each device's gradient is that of the sum: the mean of these is that of the mean
+            value, grads = pmean((value, grads), mean_over)
         gradients = structure.unflatten(grads)
         return (value, aux) if has_aux else value, gradients[0] if single else gradients
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,10 +28,17 @@ from torchpmap._structure import Structure
 
 __all__ = ["Called", "Captured", "Drawn", "Plan", "host_tensor", "place", "version_of"]
 
-Called = tuple[list[tuple[Layout, Handle]], Callable[[list[Any]], Any], bool]
-"""What starting a program gives: layout and handle per output, how to make the tree of them, and
-whether they depend on a captured tensor that requires grad.
-"""
+
+class Called(NamedTuple):
+    """What starting a program gives."""
+
+    outputs: list[tuple[Layout, Handle]]
+    tree: Callable[[list[Any]], Any]
+    """Makes of them what the function returns."""
+    requires_grad: bool
+    """Whether they depend on a captured tensor that requires grad."""
+    key: torch.Tensor | None = None
+    """That of the random numbers, where it is not an input."""
 
 
 class Captured:
@@ -127,7 +134,7 @@ class Plan:
         """Start the program on stored blocks; the outputs are promised, not awaited."""
         if self.captured:
             held = [*(captured.handle() for captured in self.captured), *held]
-        return self.start_checked(held), self.tree, self.requires_grad
+        return Called(self.start_checked(held), self.tree, self.requires_grad)
 
     def start_checked(self, held: Sequence[Handle]) -> list[tuple[Layout, Handle]]:
         """Run on all inputs, captured ones first."""

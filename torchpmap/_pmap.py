@@ -34,7 +34,7 @@ from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
 from torchpmap._eager import EagerPlan
 from torchpmap._environment import Environment
-from torchpmap._plan import place
+from torchpmap._plan import Called, place
 from torchpmap._prepare import Preparation, Prepared, ambient, refuse_aliased_donation
 from torchpmap._runtimes._base import Handle, Runtime
 from torchpmap._sharded import ShardedTensor, closed_pool, make_sharded
@@ -189,14 +189,16 @@ class Pmapped:
         if runtime.scarred:
             for handle in held:
                 runtime.check(handle)
-        outputs, tree, depends_on_parameter = plan.call(held)
-        if depends_on_parameter and torch.is_grad_enabled():
-            return self._run_differentiated(prepared, leaves, (outputs, tree))
+        called = plan.call(held)
+        if called.requires_grad and torch.is_grad_enabled():
+            return self._run_differentiated(prepared, leaves, called)
         if prepared.donated:
             self._consume(prepared, leaves)
-        return tree([make_sharded(layout, handle) for layout, handle in outputs])
+        return called.tree([make_sharded(layout, handle) for layout, handle in called.outputs])
 
-    def _run_differentiated(self, prepared: Prepared, leaves: list[Any], done: Any = None) -> Any:
+    def _run_differentiated(
+        self, prepared: Prepared, leaves: list[Any], done: Called | None = None
+    ) -> Any:
         """The call as part of what transforms or ``backward()`` differentiate; donation would take
         away what they need, and is left for calls that nobody differentiates.
         """
@@ -205,16 +207,15 @@ class Pmapped:
             held = [
                 place(leaf, layout) for leaf, layout in zip(leaves, prepared.layouts, strict=True)
             ]
-            done = plan.call(held)[:2]
+            done = plan.call(held)
         try:
             operation = self._preparation.operation(prepared)
         except Untraceable as verdict:
             if done is None:
                 raise NotImplementedError(no_derivative(self._options.prefix, verdict)) from verdict
-            outputs, tree = done
-            return tree(without_derivative(outputs, self._options.prefix, verdict))
-        results = apply_operation(operation, leaves, None if done is None else done[0])
-        return (operation.plan.tree if done is None else done[1])(results)
+            return done.tree(without_derivative(done.outputs, self._options.prefix, verdict))
+        results = apply_operation(operation, leaves, done)
+        return (operation.plan.tree if done is None else done.tree)(results)
 
     def _consume(self, prepared: Prepared, leaves: list[Any]) -> None:
         for position in prepared.donated:  # places among the leaves that travel

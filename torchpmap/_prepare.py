@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torchpmap._arguments import Bound, Options, Static, bind
-from torchpmap._autodiff import Primal, is_transformed
+from torchpmap._autodiff import is_transformed
 from torchpmap._compile import EAGER
 from torchpmap._current import check_devices
 from torchpmap._current import devices as all_devices
@@ -23,8 +23,10 @@ from torchpmap._environment import Environment
 from torchpmap._errors import TraceError, warn
 from torchpmap._layout import Layout, replicated_layout, row_layout
 from torchpmap._lowering import Target, lower
+from torchpmap._operations import Primal
 from torchpmap._plan import Plan, host_tensor
 from torchpmap._program import Constant, Input, Program
+from torchpmap._retraces import Retraces
 from torchpmap._sharded import ShardedTensor, check_open
 from torchpmap._streams import are_active, draw_key, new_seed
 from torchpmap._structure import flatten_call
@@ -61,6 +63,7 @@ class Preparation:
         self._operations: dict[Plan | EagerPlan, Primal] = {}
         self._warned: set[str] = set()
         self._seed = new_seed()
+        self._retraces = Retraces()
 
     def clear(self) -> None:
         """Forget all plans."""
@@ -172,6 +175,7 @@ class Preparation:
         if plan is None or not plan.holds():
             if plan is not None:
                 self._operations.pop(plan, None)
+            self._note_trace(bound)
             plan = self._plans[kind] = self._make_plan(program, tuple(layouts), devices)
         return Prepared(plan, positions, tuple(layouts), in_place, donated, paths, program, devices)
 
@@ -219,6 +223,12 @@ class Preparation:
                 )
         return EagerPlan(program, devices, options.prefix)
 
+    def _note_trace(self, bound: Bound) -> None:
+        kinds = {path: _kind(leaf) for path, leaf in zip(bound.paths, bound.leaves, strict=True)}
+        complaint = self._retraces.note(kinds)
+        if complaint is not None:
+            warn(f"{self._options.prefix}: {complaint}")
+
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
@@ -253,3 +263,12 @@ def ambient() -> Hashable:
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], torch.dtype]:
     tensor = leaf if isinstance(leaf, torch.Tensor) else host_tensor(leaf)
     return tuple(tensor.shape), tensor.dtype
+
+
+def _kind(leaf: Any) -> str:
+    if leaf is None:
+        return "None"
+    if isinstance(leaf, Static):
+        return f"the static value {leaf.value!r}"
+    shape, dtype = _shape_and_dtype(leaf)
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

@@ -4,7 +4,7 @@ torch's generators are state that every device would have for itself.  Inside a 
 random functions of torch draw from explicit keys instead: one key per call, from the caller's
 generator, and from it a key per function drawn from and per row::
 
-    key of the call -- fold_in(number of the draw) -- fold_in(row) -- fold_in(row of an inner vmap)
+    key of the call -- (number of the draw, row) -- fold_in(row of an inner vmap)
 
 So the numbers of a row depend on ``torch.manual_seed``, on the row's index and on nothing else: not
 on how many devices there are, how the rows lie on them, or whether the function is compiled.
@@ -25,10 +25,16 @@ from torchpmap._random_choices import permutation
 from torchpmap._random_continuous import exponential, normal, uniform
 from torchpmap._random_integers import bernoulli, randint
 from torchpmap._random_keys import fold_in
+from torchpmap._threefry import threefry2x32
 
-__all__ = ["Streams", "are_active", "draw_key", "new_seed", "peek_key", "streams"]
+__all__ = ["Streams", "are_active", "batched_key", "draw_key", "new_seed", "peek_key", "streams"]
 
 _WORD = 2**32
+# torch's own text
+_ERROR_MODE = (
+    "vmap: called random operation while in randomness error mode. Please either use the 'same' or "
+    "'different' randomness flags on vmap or perform the randomness operation out of vmap"
+)
 _Sample = Callable[..., torch.Tensor]
 
 
@@ -83,13 +89,28 @@ class Streams(TorchFunctionMode):
                 f"{name} got a generator inside a mapped function; its state would be lost. Leave "
                 "it out (torch.manual_seed decides), or use torchpmap.random with a key."
             )
-        key = fold_in(self._key, self.draws)
+        row = self._row if self._randomness == "different" else None
+        draw = torch.full_like(self._key[0], self.draws)
+        # one hash for both: each is some hundred operations to compile
+        key = torch.stack(
+            threefry2x32(
+                (self._key[0], self._key[1]), (draw, torch.zeros_like(draw) if row is None else row)
+            )
+        )
         self.draws += 1
-        if self._randomness == "different" and self._row is not None:
-            key = fold_in(key, self._row)
         for index in _vmapped_rows(self._row):
             key = fold_in(key, index)
         return key
+
+
+def batched_key(key: torch.Tensor, info: Any) -> tuple[torch.Tensor, bool]:
+    """The key of a call for all rows of a vmap around it, and whether it has them as a last dim."""
+    if info.randomness == "error":
+        raise RuntimeError(_ERROR_MODE)
+    if info.randomness == "same":
+        return key, False
+    rows = torch.arange(info.batch_size)
+    return torch.func.vmap(fold_in, (None, 0), -1)(key, rows), True
 
 
 def _vmapped_rows(row: torch.Tensor | None) -> Iterator[torch.Tensor]:
@@ -101,11 +122,7 @@ def _vmapped_rows(row: torch.Tensor | None) -> Iterator[torch.Tensor]:
             continue
         vmapped = _functorch.CVmapInterpreterPtr(interpreter)
         if vmapped.randomness() == kind.Error:
-            raise RuntimeError(
-                "vmap: called random operation while in randomness error mode. Please either use "
-                "the 'same' or 'different' randomness flags on vmap or perform the randomness "
-                "operation out of vmap"
-            )
+            raise RuntimeError(_ERROR_MODE)
         if vmapped.randomness() == kind.Different:
             index = torch.arange(vmapped.batchSize(), device=None if row is None else row.device)
             while _functorch.is_functorch_wrapped_tensor(index):
@@ -163,8 +180,8 @@ def _integers(key: torch.Tensor, shape: Any, dtype: torch.dtype, low: int, high:
 
 
 def _randint(streams: Streams, func: Any, *args: Any, **options: Any) -> torch.Tensor:
-    names = ("low", "high", "size") if len(args) > 2 or "low" in options else ("high", "size")
-    given = dict(zip(names, args, strict=False))
+    both = len(args) + ("size" in options) > 2 or "low" in options
+    given = dict(zip(("low", "high", "size") if both else ("high", "size"), args, strict=False))
     given |= {name: options.pop(name) for name in ("low", "high", "size") if name in options}
     dtype = options.pop("dtype", None) or torch.int64
     key = streams.next_key(func, options.pop("generator", None))

@@ -199,8 +199,8 @@ def namespace() -> dict[str, Any]:
     names: dict[str, Any] = {
         name: getattr(jnp, name)
         for name in (
-            *("uint8 uint16 uint32 uint64 int8 int16 int32 int64".split()),
-            *("bfloat16 float16 float32 float64".split()),
+            *(["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]),
+            *(["bfloat16", "float16", "float32", "float64"]),
         )
     }
     public = [*CONTINUOUS, "split", "fold_in", "bits", "uniform", "truncated_normal"]
