@@ -24,7 +24,7 @@ _retraces _replication _split _capture _trace _environment _program _shipping _c
 _groups _wire
 _runtimes _runtimes._base _runtimes._supervise _runtimes._losses _runtimes._worker
 _runtimes._template _runtimes._process _runtimes._monitor _runtimes._pool _runtimes._local
-_current _sharded _plan _eager _placement _lowering _operations _autodiff _prepare _pmap
+_current _sharded _plan _eager _placement _lowering _operations _autodiff _prepare _lowered _pmap
 _optim_checks optim
 """
 ORDER = MODULES.split()

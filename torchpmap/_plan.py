@@ -141,12 +141,17 @@ class Plan:
         outputs, _ = self.start(held)
         return self._check_replicated(outputs) if self.num_checks else outputs
 
+    def define(self) -> None:
+        """Make the workers compile it, if they have not."""
+        if self.undefined:
+            self.team.runtime.define(self.team, self.definition, self.groups)
+            self.undefined.clear()
+
     def start(self, held: Sequence[Handle]) -> tuple[list[tuple[Layout, Handle]], list[Handle]]:
         """Run on all inputs; gives outputs (with the checks) and residuals."""
         team = self.team
         if self.undefined:
-            team.runtime.define(team, self.definition, self.groups)
-            self.undefined.clear()
+            self.define()
         handles = [handle.id for handle in held]
         num_outputs = len(self.outputs) + self.num_residuals
         first, seq = team.runtime.execute(team, self.definition.plan_id, handles, num_outputs)

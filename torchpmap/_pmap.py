@@ -34,6 +34,8 @@ from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
 from torchpmap._eager import EagerPlan
 from torchpmap._environment import Environment
+from torchpmap._errors import TraceError
+from torchpmap._lowered import Lowered
 from torchpmap._plan import Called, place
 from torchpmap._prepare import Preparation, Prepared, ambient, refuse_aliased_donation
 from torchpmap._runtimes._base import Handle, Runtime
@@ -158,6 +160,25 @@ class Pmapped:
         result = self._run(prepared, leaves, runtime)
         self._environment.refresh()  # gradients are traced when it runs
         return result
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Trace the call, without compiling or running it; tensors on the meta device will do as
+        arguments.
+
+        Raises:
+            TypeError, ValueError: as the call itself.
+            TraceError: the function cannot be traced, or is not to be (``compile=False``).
+        """
+        options = self._options
+        if options.static_argnums or options.static_argnames:
+            args, kwargs = split_statics(options, args, kwargs)
+        prepared = self._preparation.prepare(args, kwargs)
+        if isinstance(prepared.plan, EagerPlan):
+            raise TraceError(f"{options.prefix}: it runs as Python code: there is no graph to show")
+        structure = flatten_call(args, kwargs)[1]
+        return Lowered(
+            prepared.plan, structure, prepared.positions, prepared.paths, prepared.layouts
+        )
 
     def _forget(self, runtime: Runtime) -> None:
         self._prepared.clear()
