@@ -383,6 +383,8 @@ def test_gradients_of_functions_that_cannot_be_traced() -> None:
     text = r"cannot be differentiated or batched from outside.*return x \* 2 if x > 0.*torch\.where"
     with pytest.raises(NotImplementedError, match=text):
         out.sum().backward()
+    with pytest.raises(NotImplementedError, match=text):  # x is not "unused"
+        torch.autograd.grad(mapped(x).sum(), x, allow_unused=True)
     with pytest.raises(NotImplementedError, match=text):
         torch.func.grad(lambda x: mapped(x).sum())(X)
 

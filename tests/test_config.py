@@ -17,7 +17,7 @@ def _clean_environment(monkeypatch):
 
 
 def test_defaults():
-    assert Config.from_env({}) == Config() == Config(None, None, True, 1800.0)
+    assert Config.from_env({}) == Config() == Config(None, None, True, 1800.0, "local")
 
 
 def test_environment():
@@ -26,9 +26,10 @@ def test_environment():
         "TORCHPMAP_DEVICE_TYPE": " cpu ",
         "TORCHPMAP_WARM": "0",
         "TORCHPMAP_TIMEOUT": " 2.5 ",
+        "TORCHPMAP_RUNTIME": "inline",
         "TORCHPMAP_OTHER": "x",
     }
-    assert Config.from_env(environ) == Config(6, "cpu", False, 2.5)
+    assert Config.from_env(environ) == Config(6, "cpu", False, 2.5, "inline")
     assert Config.from_env(environ, num_devices=2).num_devices == 2
     assert Config.from_env({"TORCHPMAP_NUM_DEVICES": ""}).num_devices is None
 
@@ -52,6 +53,7 @@ TIME = "must be a number of seconds above 0, but got"
         ("TIMEOUT", "inf", f"{TIME} inf."),
         ("TIMEOUT", "nan", f"{TIME} nan."),
         ("TIMEOUT", "soon", f"{TIME} 'soon'."),
+        ("RUNTIME", "remote", "must be 'local' or 'inline', but got 'remote'."),
     ],
 )
 def test_bad_environment(variable, text, message):
@@ -73,6 +75,7 @@ def test_bad_environment(variable, text, message):
         ("timeout", -1, f"{TIME} -1."),
         ("timeout", True, f"{TIME} True."),
         ("timeout", None, f"{TIME} None."),
+        ("runtime", "remote", "must be 'local' or 'inline', but got 'remote'."),
     ],
 )
 def test_bad_value(name, value, message):
@@ -123,6 +126,17 @@ def test_environment_is_read_late_and_reported_by_name(monkeypatch):
         settings.snapshot()
 
 
+def test_the_runtime_is_read_once_and_again_after_a_change(monkeypatch):
+    settings = Settings()
+    assert not settings.is_inline
+    monkeypatch.setenv("TORCHPMAP_RUNTIME", "inline")
+    assert not settings.is_inline
+    settings.reset()
+    assert settings.is_inline
+    settings.runtime = "local"
+    assert not settings.is_inline
+
+
 def test_unknown_setting():
     settings = Settings()
     text = "no setting 'devices'; settings are num_devices, device_type, warm, timeout"
@@ -137,7 +151,8 @@ def test_repr():
     settings = Settings()
     settings.num_devices = 2
     assert repr(settings) == (
-        "<torchpmap settings: Config(num_devices=2, device_type=None, warm=True, timeout=1800.0)>"
+        "<torchpmap settings: Config(num_devices=2, device_type=None, warm=True, timeout=1800.0, "
+        "runtime='local')>"
     )
 
 

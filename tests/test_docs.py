@@ -56,15 +56,17 @@ def test_block_runs_and_prints_what_the_page_says(
 
 def docstrings():
     finder = doctest.DocTestFinder(exclude_empty=True)
-    for name in tp.__all__:
-        for test in finder.find(getattr(tp, name), f"torchpmap.{name}"):
+    public = [(f"torchpmap.{name}", getattr(tp, name)) for name in tp.__all__]
+    public += [(f"torchpmap.debug.{name}", getattr(tp.debug, name)) for name in tp.debug.__all__]
+    for name, value in public:
+        for test in finder.find(value, name):
             if test.examples:
                 yield pytest.param(test, id=test.name)
 
 
 @pytest.mark.parametrize("test", list(docstrings()))
 def test_docstring_example(test):
-    test.globs.update(torch=torch, tp=tp)
+    test.globs.update(torch=torch, tp=tp, print=print)  # not the print of torchpmap.debug
     report = io.StringIO()
     failures = doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=report.write)
     assert failures.failed == 0, report.getvalue()

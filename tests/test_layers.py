@@ -15,17 +15,20 @@ PACKAGE = Path(tp.__file__).parent
 
 # A module imports only modules above it.
 MODULES = """
-_errors _config _structure _tree _devices _mesh _layout
+_errors _config _inline _structure _tree _devices _mesh _layout
 _axes _collectives_raw _collectives_primitives _collectives_groups _collectives_operands
 _collectives_reduce _collectives_move _collectives_permute _collectives_ragged _collectives
+_effects
 _grad _vmap
 _threefry _random_keys _random_continuous _random_integers _random_choices random _streams
 _retraces _replication _split _capture _trace _environment _program _shipping _compile _arguments
 _groups _wire
 _runtimes _runtimes._base _runtimes._supervise _runtimes._losses _runtimes._worker
 _runtimes._template _runtimes._process _runtimes._monitor _runtimes._pool _runtimes._local
-_current _sharded _plan _eager _placement _lowering _operations _autodiff _prepare _lowered _pmap
+_current _sharded _plan _eager _placement _serial _inline_call
+_lowering _operations _autodiff _prepare _lowered _pmap
 _optim_checks optim
+_check _picture debug
 """
 ORDER = MODULES.split()
 

@@ -9,6 +9,7 @@ under ``torch.func``::
     normalize(torch.arange(4.0))
 """
 
+from torchpmap import debug as debug
 from torchpmap import optim as optim
 from torchpmap import random as random
 from torchpmap._collectives import (

@@ -192,7 +192,7 @@ def _is_traced(tensor: torch.Tensor) -> bool:
 
 class _Underivable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, text: str, outputs: Outputs, _: torch.Tensor) -> Any:
+    def forward(ctx: Any, text: str, outputs: Outputs, *_: torch.Tensor) -> Any:
         ctx.text = text
         results = tuple(make_sharded(layout, handle) for layout, handle in outputs)
         ctx.mark_non_differentiable(*(x for x in results if not is_inexact(x.dtype)))
@@ -203,10 +203,13 @@ class _Underivable(torch.autograd.Function):
         raise NotImplementedError(ctx.text)
 
 
-def without_derivative(outputs: Outputs, prefix: str, verdict: Untraceable) -> list[torch.Tensor]:
-    """Outputs that require grad as they should, and whose backward raises."""
-    anchor = torch.zeros((), requires_grad=True)
-    return list(_Underivable.apply(no_derivative(prefix, verdict), outputs, anchor))
+def without_derivative(
+    outputs: Outputs, prefix: str, verdict: Untraceable, leaves: Sequence[Any]
+) -> list[torch.Tensor]:
+    """Outputs that require grad as they should, and whose backward to any of ``leaves`` raises."""
+    sources = [torch.zeros((), requires_grad=True)]  # there may be closures that require grad
+    sources += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return list(_Underivable.apply(no_derivative(prefix, verdict), outputs, *sources))
 
 
 def no_derivative(prefix: str, verdict: Untraceable) -> str:

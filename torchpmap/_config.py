@@ -1,7 +1,8 @@
 """Settings: what ``tp.config`` was told, else the environment (``TORCHPMAP_*``), else the default.
 
-They are read when the runtime starts, so a change counts from the next start on. Every value is
-checked where it is set; a bad environment variable is reported at the start, by name.
+They are read when the runtime starts, so a change counts from the next start on (``runtime``: from
+the next call on). Every value is checked where it is set; a bad environment variable is reported at
+the start, by name.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 MAX_DEVICES = 256
 DEVICE_TYPES = ("cpu", "cuda")
+RUNTIMES = ("local", "inline")
 DEFAULT_TIMEOUT_S = 1800.0
 
 
@@ -27,12 +29,15 @@ class Config:
         warm: compile one dummy function in the fork server, so that the first compiled call of
             every worker is fast.
         timeout: longest time that a collective may wait, in seconds.
+        runtime: ``"local"`` (one worker process per device) or ``"inline"`` (mapped functions run
+            in the calling process, see ``torchpmap.debug.fake_pmap``).
     """
 
     num_devices: int | None = None
     device_type: str | None = None
     warm: bool = True
     timeout: float = DEFAULT_TIMEOUT_S
+    runtime: str = "local"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -71,11 +76,24 @@ class Settings:
     device_type: str | None
     warm: bool
     timeout: float
+    runtime: str
 
-    __slots__ = ("_set",)
+    __slots__ = ("_is_inline", "_set")
 
     def __init__(self) -> None:
         object.__setattr__(self, "_set", {})
+        object.__setattr__(self, "_is_inline", None)
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether ``runtime`` is ``"inline"``; asked at every call, so the environment is read only
+        once (and again after ``reset``).
+        """
+        known: bool | None = self._is_inline
+        if known is None:
+            known = self.runtime == "inline"
+            object.__setattr__(self, "_is_inline", known)
+        return known
 
     def snapshot(self) -> Config:
         """Return the settings that a runtime started now would use."""
@@ -84,6 +102,7 @@ class Settings:
     def reset(self) -> None:
         """Forget every assignment."""
         self._set.clear()
+        object.__setattr__(self, "_is_inline", None)
 
     def __getattr__(self, name: str) -> Any:
         if name not in _CHECKS:
@@ -94,6 +113,7 @@ class Settings:
         if name not in _CHECKS:
             raise AttributeError(_unknown(name))
         self._set[name] = getattr(Config(**{name: value}), name)
+        object.__setattr__(self, "_is_inline", None)
 
     def __dir__(self) -> list[str]:
         return [*_CHECKS, "reset", "snapshot"]
@@ -147,11 +167,18 @@ def _check_timeout(name: str, value: Any) -> float:
     return float(value)
 
 
+def _check_runtime(name: str, value: Any) -> str:
+    if value not in RUNTIMES:
+        raise ValueError(f"{name} must be 'local' or 'inline', but got {value!r}.")
+    return str(value)
+
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "num_devices": _check_num_devices,
     "device_type": _check_device_type,
     "warm": _check_warm,
     "timeout": _check_timeout,
+    "runtime": _check_runtime,
 }
 
 config = Settings()

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterable
 
+from torchpmap import _inline
 from torchpmap._config import Config, config
 from torchpmap._devices import Device, default_device_type, default_num_devices, enumerate_devices
 from torchpmap._errors import RuntimeClosed
@@ -72,7 +73,8 @@ def init(num_devices: int | None = None, device_type: str | None = None) -> None
             return
         shutdown()
         _planned = wanted
-        _start(wanted)
+        if not _inline.active():
+            _start(wanted)
 
 
 def shutdown() -> None:
@@ -118,10 +120,11 @@ def _start(wanted: tuple[Device, ...]) -> None:
     # the runtimes import multiprocessing's and torch's process machinery: not needed before the
     # first start
     from torchpmap._runtimes._local import LocalRuntime
+    from torchpmap._runtimes._process import preload
 
     global _runtime
     _refuse_launcher()
-    _preload()
+    preload()
     atexit.unregister(shutdown)
     atexit.register(shutdown)
     _runtime = LocalRuntime(len(wanted), wanted[0].platform, config.timeout)
@@ -140,9 +143,11 @@ def _refuse_launcher() -> None:
 
 
 def _preload() -> None:
-    from torchpmap._runtimes._process import preload
+    """Let the fork server's imports begin, unless no workers will be wanted."""
+    if not _inline.active():
+        from torchpmap._runtimes._process import preload
 
-    preload()
+        preload()
 
 
 def _enumerate(settings: Config) -> tuple[Device, ...]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Environment"]
+__all__ = ["Environment", "parameters"]
 
 _MAX_DEPTH = 6
 _MAX_WATCHED = 20_000
@@ -58,6 +58,14 @@ class Environment:
             if now is not expected and not _same_constant(now, expected):
                 return True
         return False
+
+
+def parameters(fun: Callable[..., Any]) -> list[torch.Tensor]:
+    """The leaf tensors that require grad, of those that a function can reach."""
+    environment = Environment(fun)
+    environment.refresh()
+    leaves = [tensor for tensor in environment.tensors() if tensor.is_leaf and tensor.requires_grad]
+    return list({id(leaf): leaf for leaf in leaves}.values())
 
 
 _Reference = tuple[Callable[[], Any], Any]

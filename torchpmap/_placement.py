@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpmap import _inline
 from torchpmap._current import check_devices
 from torchpmap._current import devices as all_devices
 from torchpmap._current import runtime as current_runtime
@@ -101,7 +102,12 @@ def _map(tree: Any, layout: Any) -> Any:
             continue
         value = leaf if isinstance(leaf, torch.Tensor) else _host(leaf, path)
         wanted = layout(tuple(value.shape), value.dtype, path)
-        result = make_sharded(wanted, place(value, wanted))
+        if _inline.active():
+            result: torch.Tensor = host_tensor(value.cpu()).clone()
+            if wanted.is_replicated:
+                _inline.note_replicated(result)
+        else:
+            result = make_sharded(wanted, place(value, wanted))
         placed.append(
             result.requires_grad_()
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
@@ -172,11 +178,15 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
             )
         shape, dtype = kinds.pop()
         layout = row_layout((len(chosen), *shape), dtype, chosen, 0, None)
-        team = current_runtime().team(layout.ranks)
-        results.append(
-            make_sharded(layout, team.runtime.put(team, [value.unsqueeze(0) for value in values]))
-        )
+        results.append(_put_rows(layout, values))
     return structure.unflatten(results)
+
+
+def _put_rows(layout: Layout, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    if _inline.active():
+        return torch.stack(list(rows))
+    team = current_runtime().team(layout.ranks)
+    return make_sharded(layout, team.runtime.put(team, [row.unsqueeze(0) for row in rows]))
 
 
 def device_put_replicated(x: Any, devices: Sequence[Device]) -> Any:
@@ -248,7 +258,7 @@ def unreplicate(x: Any) -> Any:
             return leaf
         if isinstance(leaf, ShardedTensor) and leaf.is_fully_replicated:
             return leaf.to_host()
-        return leaf[0]
+        return leaf if _inline.is_replicated(leaf) else leaf[0]
 
     leaves, structure = flatten(x)
     return structure.unflatten([first(leaf) for leaf in leaves])

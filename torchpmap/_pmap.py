@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap import _axes
+from torchpmap import _axes, _inline
 from torchpmap._arguments import (
     Options,
     Static,
@@ -135,6 +135,8 @@ class Pmapped:
             args, kwargs = split_statics(options, args, kwargs)
         if _axes.bound() or _is_traced():  # all rows on the device of the caller
             return self._preparation.run_here(args, kwargs)
+        if _inline.active():
+            return self._preparation.run_inline(args, kwargs)
         leaves, structure = flatten_call(args, kwargs)
         key = (
             structure,
@@ -234,7 +236,9 @@ class Pmapped:
         except Untraceable as verdict:
             if done is None:
                 raise NotImplementedError(no_derivative(self._options.prefix, verdict)) from verdict
-            return done.tree(without_derivative(done.outputs, self._options.prefix, verdict))
+            return done.tree(
+                without_derivative(done.outputs, self._options.prefix, verdict, leaves)
+            )
         results = apply_operation(operation, leaves, done)
         return (operation.plan.tree if done is None else done.tree)(results)
 

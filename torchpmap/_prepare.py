@@ -21,6 +21,7 @@ from torchpmap._devices import Device
 from torchpmap._eager import EagerPlan
 from torchpmap._environment import Environment
 from torchpmap._errors import TraceError, warn
+from torchpmap._inline_call import call_inline
 from torchpmap._layout import Layout, replicated_layout, row_layout
 from torchpmap._lowering import Target, lower
 from torchpmap._operations import Primal
@@ -93,6 +94,19 @@ class Preparation:
         blocks = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
         outcome = program.run(blocks, None, None if are_active() else draw_key())
         return outcome.structure.unflatten(list(outcome.blocks))
+
+    def run_inline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call in this process, after the checks that the devices' own calls get."""
+        options = self._options
+        chosen = options.devices
+        bound = bind(self._fun, options, args, kwargs, None if chosen is None else len(chosen))
+        self._choose_devices(bound.size)  # for its errors
+        program, positions = self._program(bound, bound.size)
+        leaves = [bound.leaves[position] for position in positions]
+        donated = [k for k, position in enumerate(positions) if bound.donated[position]]
+        paths = [bound.paths[position] for position in positions]
+        refuse_aliased_donation(options.prefix, paths, donated, leaves)
+        return call_inline(program, leaves, options.prefix)
 
     def _choose_devices(self, size: int) -> tuple[Device, ...]:
         """As many devices as can have equally many rows each; a given list is taken as it is."""

@@ -22,6 +22,7 @@ import torch
 
 from torchpmap import _collectives
 from torchpmap._axes import Axis, Partition, Signature, bind, recording, subgroup_name
+from torchpmap._effects import difference
 from torchpmap._errors import CollectiveMismatch, lost_write
 from torchpmap._streams import streams
 from torchpmap._structure import Structure, flatten
@@ -178,22 +179,10 @@ class Program:
             if tensor is not None and axis is not None:
                 dim = canonical_axis(axis, tensor.dim() + 1, what="pmap out_axes", path=path)
             elif tensor is not None and self.check_replicated:
-                checks[path] = self._difference(tensor.detach())
+                checks[path] = difference(tensor.detach(), self.axis_name)
             blocks.append(tensor)
             dims.append(dim)
         return Outcome(structure, tuple(blocks), tuple(dims), tuple(checks.values()), tuple(checks))
-
-    def _difference(self, value: torch.Tensor) -> torch.Tensor:
-        """The largest distance of any device's value from the first device's; infinite where only
-        one of them is NaN.
-        """
-        first = _collectives.pbroadcast(value, self.axis_name, 0)
-        unequal = (value != first) & ~((value != value) & (first != first))
-        wide = torch.complex128 if value.is_complex() else torch.float64
-        distance = (value.to(wide) - first.to(wide)).abs().nan_to_num(nan=float("inf"))
-        worst = torch.where(unequal, distance, torch.zeros_like(distance)).flatten()
-        worst = torch.cat([worst, worst.new_zeros(1)]).amax()  # an empty value differs nowhere
-        return _collectives.pmax(worst, self.axis_name)
 
 
 class _FirstRow(torch.autograd.Function):

@@ -34,6 +34,9 @@ __all__ = [
     "unpack_ints",
 ]
 
+PLAIN_LINE = "\x1e"
+"""What starts a line of output that the controller prints without saying where it is from."""
+
 HEADER = struct.Struct("<QQq")  # body bytes, kind, seq
 
 # controller -> worker

@@ -18,6 +18,7 @@ import torch
 from torchpmap import _wire
 from torchpmap._compile import Definition
 from torchpmap._devices import enumerate_devices
+from torchpmap._effects import prints
 from torchpmap._errors import RuntimeClosed
 from torchpmap._groups import RankPartition
 from torchpmap._program import EagerCall, EagerReport
@@ -94,6 +95,8 @@ class LocalRuntime:
 
     def define(self, team: Team, definition: Definition, groups: dict[str, RankPartition]) -> None:
         body = pickled(definition)
+        if prints(definition.graph):
+            self._pool.expect_output()
         self.make_groups(groups)
         leader, *others = team.ranks
         deaths = 0

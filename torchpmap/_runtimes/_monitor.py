@@ -73,6 +73,10 @@ class Monitor:
         """Requests by seq: callers add, the monitor removes; guarded by the interpreter (single
         dict operations).
         """
+        self.prompt = False
+        """Whether plans print: then what they printed comes before their results (set by any
+        thread).
+        """
         self._devices = devices
         self._on_event = on_event
         self._on_idle = on_idle
@@ -165,6 +169,8 @@ class Monitor:
     def _answer(self, worker: WorkerProcess) -> None:
         length, kind, seq = worker.reader.header()
         rank = worker.rank
+        if self.prompt:
+            self._rest(worker)
         if kind == _wire.DONE:
             self._complete(worker, seq)
         elif kind == _wire.DATA:
@@ -248,7 +254,9 @@ class Monitor:
         prefix = f"[{self._devices[worker.rank]}] "
         try:
             for line in lines:
-                stream.write(prefix + line.decode(errors="replace") + "\n")
+                text = line.decode(errors="replace")
+                own = text.startswith(_wire.PLAIN_LINE)
+                stream.write((text[1:] if own else prefix + text) + "\n")
             if lines:
                 stream.flush()
         except Exception:

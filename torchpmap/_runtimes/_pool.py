@@ -139,6 +139,10 @@ class Pool:
                 self.workers[rank].stream.send((frame(kind, self.seq, body),))
         return pending
 
+    def expect_output(self) -> None:
+        """Plans print from now on."""
+        self._monitor.prompt = True
+
     @property
     def waits(self) -> bool:
         """Whether a request is unanswered."""

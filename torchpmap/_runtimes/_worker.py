@@ -39,6 +39,7 @@ import torch
 
 from torchpmap import _wire
 from torchpmap._compile import Runner, compile_definition
+from torchpmap._effects import mark_lines
 from torchpmap._errors import ShardLost, pack_exception
 from torchpmap._groups import Groups, RankPartition
 from torchpmap._program import EagerCall, Program, run_eager_call
@@ -76,6 +77,7 @@ def main(birth: Birth) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
     _arm_lifeline(birth.lifeline.fd)
     _redirect_output(birth)
+    mark_lines(_wire.PLAIN_LINE)
     if birth.device_type == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = _nth_visible_gpu(
             birth.rank

@@ -1,0 +1,507 @@
+"""Covers: debug.py, _inline.py and _inline_call.py: mapped functions in the calling process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from _arrays import Foreign
+from _spies import asked
+from _support import EAGER
+
+import torchpmap as tp
+from torchpmap import _current, _inline
+
+X = torch.arange(4.0)
+
+NOTHING_STARTS = """
+import os, threading
+import torch, torchpmap as tp
+
+def step(w, x, n, *, y):
+    return tp.psum(w * x, "i") + y, n
+
+with tp.debug.fake_pmap():
+    tp.init(num_devices=4)
+    w = tp.replicate(torch.tensor(2.0))
+    f = tp.pmap(step, "i", in_axes=(None, 0, None), out_axes=(0, None))
+    result, n = f(w, tp.device_put(torch.arange(4.0), tp.devices()), 3, y=torch.ones(4))
+    assert result.tolist() == [13.0] * 4 and type(result) is torch.Tensor
+    assert tp.unreplicate(n).item() == 3
+assert threading.active_count() == 1
+children = open(f"/proc/self/task/{os.getpid()}/children").read()
+assert children == "", children
+"""
+
+
+@pytest.fixture
+def inline():
+    with tp.debug.fake_pmap():
+        yield
+
+
+def total(x):
+    return tp.psum(x, "i")
+
+
+# Where it runs -----------------------------------------------------------------------------------
+
+
+def test_no_process_is_started():
+    subprocess.run([sys.executable, "-c", NOTHING_STARTS], check=True, timeout=60)
+
+
+def test_the_environment_chooses_it():
+    code = NOTHING_STARTS.replace("with tp.debug.fake_pmap():", "if True:")
+    subprocess.run(
+        ["/usr/bin/env", "TORCHPMAP_RUNTIME=inline", sys.executable, "-c", code],
+        check=True,
+        timeout=60,
+    )
+
+
+def test_a_running_pool_is_not_used(pool, monkeypatch):
+    calls = asked(monkeypatch)
+    f = tp.pmap(total, "i")
+    with tp.debug.fake_pmap():
+        assert f(X).tolist() == [6.0] * 4
+    assert calls == []
+    assert type(f(X)) is tp.ShardedTensor
+
+
+def test_setting(monkeypatch, pool):
+    calls = asked(monkeypatch)
+    tp.config.runtime = "inline"
+    try:
+        assert type(tp.pmap(total, "i")(X)) is torch.Tensor
+    finally:
+        tp.config.reset()
+    assert calls == []
+
+
+def test_decorator():
+    @tp.debug.fake_pmap()
+    def run():
+        return tp.pmap(total, "i")(X)
+
+    for _ in range(2):
+        assert type(run()) is torch.Tensor
+
+
+def test_ends_with_the_block_also_after_an_error(pool):
+    with pytest.raises(ZeroDivisionError), tp.debug.fake_pmap():
+        tp.pmap(lambda x: 1 / 0)(X)
+    assert type(tp.pmap(lambda x: x, compile=False)(X)) is tp.ShardedTensor
+
+
+def test_other_threads_are_not_affected(inline):
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(_inline.active()))
+    thread.start()
+    thread.join()
+    assert seen == [False]
+    assert _inline.active()
+
+
+# What a call gives -------------------------------------------------------------------------------
+
+
+def test_axes_and_kinds_of_arguments(inline):
+    @tp.pmap(axis_name="i", in_axes=({"w": None, "v": 1}, 0, None), out_axes={"a": 1, "b": 0})
+    def f(tree, row, number, *, extra):
+        return {"a": tree["w"] * row + tree["v"], "b": number + extra["z"]}
+
+    w, v, row = torch.tensor([1.0, 2.0]), torch.arange(8.0).reshape(2, 4), np.arange(4.0)
+    result = f({"w": w, "v": v}, row, 2.5, extra={"z": Foreign(X)})
+    expected = w[:, None] * X + v
+    assert result["a"].dtype == torch.float32  # a row of the array is a scalar: it widens nothing
+    assert result["a"].tolist() == expected.tolist()
+    assert result["b"].tolist() == [2.5, 3.5, 4.5, 5.5]
+
+
+def test_more_rows_than_devices(inline):
+    x = torch.arange(23.0)
+    assert tp.pmap(total, "i")(x).tolist() == [253.0] * 23
+
+
+def test_statics_retrace_nothing_and_stay_python(inline):
+    seen = []
+
+    def noting(x, k):
+        seen.append(k)
+        return x * k
+
+    f = tp.pmap(noting, static_broadcasted_argnums=1)
+    assert f(X, 2).tolist() == [0.0, 2.0, 4.0, 6.0]
+    assert f(X, 3).tolist() == [0.0, 3.0, 6.0, 9.0]
+    assert seen == [2, 3]
+
+
+def test_sharded_arguments_are_gathered(pool):
+    rows = tp.pmap(lambda x: x + 1, compile=False)(X)
+    with tp.debug.fake_pmap():
+        assert tp.pmap(total, "i")(rows).tolist() == [10.0] * 4
+
+
+def test_donated_arguments_stay(pool):
+    rows = tp.pmap(lambda x: x + 1, compile=False)(X)
+    with tp.debug.fake_pmap():
+        tp.pmap(lambda x: x * 2, donate_argnums=0)(rows)
+    assert rows.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_out_axes_none_is_the_first_rows_value(inline):
+    first, reduced = tp.pmap(lambda x: (x, tp.pmax(x, "i")), "i", out_axes=None)(X + 5)
+    assert first.item() == 5.0
+    assert reduced.item() == 8.0
+    rows = tp.pmap(lambda x: x.sum(), out_axes=None)(torch.ones(4, 3))
+    assert tp.unreplicate(rows).item() == 3.0
+
+
+def test_replicate_and_unreplicate_are_inverse(inline):
+    value = torch.tensor([1.0, 2.0])
+    copy = tp.replicate({"w": value, "n": 3})
+    value.zero_()
+    assert tp.unreplicate(copy)["w"].tolist() == [1.0, 2.0]
+    assert tp.unreplicate(copy)["n"].item() == 3
+    stacked = tp.device_put_replicated(
+        torch.tensor([1.0, 2.0]), [tp.Device(0, "cpu"), tp.Device(1, "cpu")]
+    )
+    assert stacked.tolist() == [[1.0, 2.0], [1.0, 2.0]]
+    assert tp.unreplicate(stacked).tolist() == [1.0, 2.0]
+
+
+def test_results_are_new_tensors(inline):
+    w = torch.ones(3)
+    same, captured = tp.pmap(lambda x: (x, w))(X)
+    same.add_(1)
+    captured.add_(1)
+    assert X.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert w.tolist() == [1.0] * 3
+
+
+def test_arguments_may_be_written_to(inline):
+    array, tensor = np.zeros(4), torch.zeros(4)
+    result = tp.pmap(lambda a, b: a.add_(1) + b.add_(2))(array, tensor)
+    assert result.tolist() == [3.0] * 4
+    assert array.tolist() == tensor.tolist() == [0.0] * 4
+
+
+def test_nested(inline):
+    inner = tp.pmap(lambda x: tp.psum(x, ("i", "j")) + tp.axis_index("j"), "j")
+    result = tp.pmap(inner, "i")(torch.arange(6.0).reshape(2, 3))
+    assert result.tolist() == [[15.0, 16.0, 17.0]] * 2
+
+
+# Derivatives around a call -----------------------------------------------------------------------
+
+
+# loss = sum_k (w S x_k) = w S^2, with S = sum_k x_k
+
+
+def loss(w, x):
+    return tp.pmap(lambda w, x: tp.psum(w * x, "i") * x, "i", in_axes=(None, 0))(w, x).sum()
+
+
+W = torch.tensor(3.0)  # X sums to 6
+
+
+def test_backward(inline):
+    w, x = W.clone().requires_grad_(), X.clone().requires_grad_()
+    loss(w, x).backward()
+    assert w.grad.item() == 36.0
+    assert x.grad.tolist() == [36.0] * 4
+
+
+def test_backward_to_captured_parameters(inline):
+    layer = torch.nn.Linear(4, 1, bias=False)
+    tp.pmap(lambda k: layer(X * k).sum())(torch.tensor([1.0, 2.0])).sum().backward()
+    assert layer.weight.grad.tolist() == [[0.0, 3.0, 6.0, 9.0]]
+
+
+def test_backward_to_a_sharded_argument(pool):
+    x = tp.device_put(X, tp.devices()).requires_grad_()
+    with tp.debug.fake_pmap():
+        loss(W, x).backward()
+    assert x.grad.tolist() == [36.0] * 4
+
+
+def test_functional_transforms(inline):
+    assert torch.func.grad(loss)(W, X).item() == 36.0
+    assert torch.func.jacrev(loss, 1)(W, X).tolist() == [36.0] * 4
+    assert torch.func.jvp(lambda x: loss(W, x), (X,), (torch.ones(4),))[1].item() == 144.0
+    assert torch.func.hessian(loss, 1)(W, X).tolist() == [[6.0] * 4] * 4
+    assert torch.func.vmap(loss, (0, None))(torch.arange(3.0), X).tolist() == [0.0, 36.0, 72.0]
+
+
+# What raises -------------------------------------------------------------------------------------
+
+
+def both_ways(call, kind):
+    """The texts of the error on the devices and in this process."""
+    texts = []
+    for inline in (False, True):
+        with pytest.raises(kind) as info, _inline.chosen(inline):
+            call()
+        texts.append(str(info.value))
+    return texts
+
+
+MISUSE = {
+    "axis sizes": (lambda: tp.pmap(lambda x, y: x)(X, torch.zeros(3)), ValueError),
+    "rows and devices": (
+        lambda: tp.pmap(lambda x: x, devices=tp.devices()[:2])(X),
+        ValueError,
+    ),
+    "unknown device": (
+        lambda: tp.pmap(lambda x: x, devices=[tp.Device(99, "cpu")])(X[:1]),
+        ValueError,
+    ),
+    "backend": (lambda: tp.pmap(lambda x: x, backend="cuda")(X), RuntimeError),
+    "argument type": (lambda: tp.pmap(lambda x: x)("rows"), TypeError),
+    "static": (lambda: tp.pmap(lambda x, k: x, static_broadcasted_argnums=1)(X, []), ValueError),
+    "donated twice": (lambda: tp.pmap(lambda x, y: x, donate_argnums=0)(X, X), ValueError),
+    "out axes": (lambda: tp.pmap(lambda x: x, out_axes=3)(X), ValueError),
+    "output type": (lambda: tp.pmap(lambda x: "rows")(X), TypeError),
+    "axis name": (lambda: tp.pmap(lambda x: tp.psum(x, "j"), "i")(X), NameError),
+    "users error": (lambda: tp.pmap(lambda x: {}["key"])(X), KeyError),
+    "no stream": (
+        lambda: tp.pmap(lambda x: x + torch.poisson(x), compile=False)(X),
+        NotImplementedError,
+    ),
+    "not replicated": (
+        lambda: tp.pmap(lambda x: {"y": x}, out_axes=None, check_replicated=True)(X),
+        ValueError,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_errors_are_those_of_the_devices(pool, name):
+    on_devices, here = both_ways(*MISUSE[name])
+    assert here == on_devices
+
+
+def test_replicated_is_checked_through_transforms(inline):
+    f = tp.pmap(lambda x: tp.psum(x, "i"), "i", out_axes=None, check_replicated=True)
+    assert torch.func.grad(f)(X).tolist() == [1.0] * 4
+    g = tp.pmap(lambda x: x, out_axes=None, check_replicated=True)
+    with pytest.raises(ValueError, match=r"out_axes is None for .*\(largest difference 3\)"):
+        torch.func.grad(g)(X)
+    with pytest.raises(ValueError, match=r"\(largest difference 6\)"):
+        torch.func.vmap(g)(torch.stack([X, 2 * X]))
+
+
+def test_lost_writes_raise_before_they_happen(inline):
+    total = torch.zeros(3)
+
+    def f(x):
+        total.add_(x)
+        return x
+
+    with pytest.raises(RuntimeError, match=r"writes in place to a captured tensor of type float32"):
+        tp.pmap(f)(X)
+    assert total.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("serial", [False, True], ids=["lanes", "serial"])
+def test_random_numbers_are_those_of_the_devices(pool, serial):
+    f = tp.pmap(lambda x: (x + torch.rand(2), torch.randn(())), compile=EAGER)
+    torch.manual_seed(0)
+    expected = [f(X), f(X), torch.rand(3)]
+    torch.manual_seed(0)
+    with tp.debug.fake_pmap(serial=serial):
+        results = [f(X), f(X), torch.rand(3)]
+    torch.testing.assert_close(
+        [(a.cpu(), b.cpu()) for a, b in expected[:2]], results[:2], rtol=0, atol=1e-6
+    )
+    assert torch.equal(expected[2], results[2])
+    assert not torch.equal(results[0][0], results[1][0])
+
+
+def test_generators_without_streams_are_put_back(inline):
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    with pytest.raises(NotImplementedError, match="for which there are no streams per device"):
+        tp.pmap(torch.poisson)(X)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def backward_inside(x):
+    w = torch.ones((), requires_grad=True)
+    (w * x).backward()
+    return w.grad
+
+
+def write_to_shared(x, shared):
+    return shared.add_(x)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, s: x.item(),
+        lambda x, s: x if x > 0 else -x,
+        lambda x, s: x.numpy(),
+        lambda x, s: x.nonzero(),
+        lambda x, s: backward_inside(x),
+        write_to_shared,
+    ],
+    ids=["item", "if", "numpy", "nonzero", "backward", "write"],
+)
+def test_what_lanes_cannot_do_comes_with_advice(inline, fun):
+    with pytest.raises(RuntimeError) as info:
+        tp.pmap(fun, in_axes=(0, None))(X, torch.zeros(()))
+    (note,) = info.value.__notes__
+    assert note.startswith("This call runs in the calling process (torchpmap.debug.fake_pmap")
+    assert "torch.where for `if`" in note
+    assert note.endswith("torchpmap.debug.fake_pmap(serial=True).")
+
+
+def test_other_errors_come_without(inline):
+    with pytest.raises(RuntimeError) as info:
+        tp.pmap(lambda x: x @ torch.ones(3))(torch.ones(4, 2))
+    assert not hasattr(info.value, "__notes__")
+
+
+def test_a_closed_pools_values_raise(pool):
+    rows = tp.pmap(lambda x: x, compile=False)(X)
+    tp.shutdown()
+    with tp.debug.fake_pmap(), pytest.raises(tp.RuntimeClosed):
+        tp.pmap(lambda x: x)(rows)
+    assert _current._runtime is None
+
+
+# One row after the other --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def serial():
+    with tp.debug.fake_pmap(serial=True):
+        yield
+
+
+def test_rows_are_plain_python(serial):
+    def f(x, k):
+        w = torch.tensor(2.0, requires_grad=True)
+        (w * x).backward()
+        if x.item() > 1:
+            x = x * 10
+        return tp.psum(x, "i"), w.grad, k, tp.axis_index("i").item()
+
+    results = tp.pmap(f, "i", in_axes=(0, None), out_axes=(None, 0, 0, 0))(X, 7)
+    assert results[0].item() == 51.0
+    assert [r.tolist() for r in results[1:]] == [[0.0, 1.0, 2.0, 3.0], [7] * 4, [0, 1, 2, 3]]
+
+
+def test_rows_run_in_order_between_collectives(serial):
+    events = []
+
+    def f(x):
+        events.append(("before", int(x)))
+        total = tp.psum(x, "i")
+        events.append(("after", int(x)))
+        return total
+
+    tp.pmap(f, "i")(torch.arange(3))
+    assert events == [(when, k) for when in ("before", "after") for k in range(3)]
+
+
+def test_a_rows_error_names_the_row(serial):
+    with pytest.raises(ZeroDivisionError) as info:
+        tp.pmap(lambda x: 1 / (tp.psum(x, "i").item() - 6 + x.item() - 2), "i")(X)
+    assert info.value.__notes__ == ["in row 2 of 4, axis 'i'"]
+
+
+def test_rows_in_different_collectives_raise(serial):
+    def f(x):
+        if x < 2:
+            return tp.psum(x, "i")
+        if x < 3:
+            return x
+        return tp.ppermute(x, "i", [(0, 1)])
+
+    with pytest.raises(tp.CollectiveMismatch) as info:
+        tp.pmap(f, "i")(X)
+    assert str(info.value) == (
+        "rows run different collectives, so the result would be wrong:\n"
+        "  row 0: all_reduce sum of float32[]\n"
+        "  row 1: all_reduce sum of float32[]\n"
+        "  row 2: returned\n"
+        "  row 3: ppermute [0] [1] of float32[]\n"
+        "Every row must run the same collectives in the same order: do not put one under a "
+        "condition on a row's own values or axis index."
+    )
+
+
+def test_rows_with_different_results_raise(serial):
+    with pytest.raises(ValueError, match=r"of \['int64\[0\]'\], row 1 .* of \['int64\[1\]'\]"):
+        tp.pmap(lambda x: torch.zeros(int(x), dtype=torch.int64))(torch.arange(2))
+
+
+def test_serial_rows_refuse_outside_derivatives(serial):
+    text = r"under fake_pmap\(serial=True\) a mapped function cannot be differentiated from outside"
+    x = X.clone().requires_grad_()
+    result = tp.pmap(total, "i")(x)
+    assert result.tolist() == [6.0] * 4
+    with pytest.raises(NotImplementedError, match=text):
+        result.sum().backward()
+    with pytest.raises(NotImplementedError, match=text):
+        torch.func.grad(loss)(W, X)
+    with torch.no_grad():
+        assert not tp.pmap(total, "i")(x).requires_grad
+
+
+def test_autocast_reaches_the_rows(serial):
+    with torch.autocast("cpu", torch.bfloat16):
+        y = tp.pmap(lambda x: x @ x)(torch.ones(2, 3, 3))
+    assert y.dtype == torch.bfloat16
+
+
+# breakpoint --------------------------------------------------------------------------------------
+
+STOPS = """
+import torch, torchpmap as tp
+
+def f(x):
+    y = x * 2
+    tp.debug.breakpoint(INDEX)
+    return tp.psum(y, "i")
+
+with tp.debug.fake_pmap(SERIAL):
+    print("result", tp.pmap(f, "i")(torch.arange(4.0)).tolist())
+"""
+
+
+@pytest.mark.parametrize(
+    ("serial", "seen"),
+    [("serial=True", "(Pdb) tensor(4.)"), ("", "(Pdb) BatchedTensor(lvl=1, bdim=0, value=")],
+)
+def test_breakpoint_stops_in_the_callers_process(serial, seen):
+    code = STOPS.replace("INDEX", "2").replace("SERIAL", serial)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, input="p y\ncontinue\n", capture_output=True, text=True, timeout=60, check=True
+    )
+    assert seen in done.stdout
+    assert done.stdout.count("-> return tp.psum") + done.stdout.count("-> tp.debug") <= 1
+    assert done.stdout.endswith("result [12.0, 12.0, 12.0, 12.0]\n")
+    assert ("All rows of 'i' (size 4) run at once" in done.stdout) is (serial == "")
+
+
+def test_breakpoint_elsewhere_says_what_to_do(pool):
+    def f(x):
+        tp.debug.breakpoint()
+        return x
+
+    text = r"out of a debugger's reach; run it under torchpmap.debug.fake_pmap\(serial=True\)"
+    for compile in (False, EAGER):
+        with pytest.raises(RuntimeError, match=text):
+            tp.pmap(f, compile=compile)(X)
+    with pytest.raises(RuntimeError, match=r"outside a mapped function; use Python's breakpoint\("):
+        f(X)

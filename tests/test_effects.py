@@ -1,0 +1,333 @@
+"""Covers: _effects.py, through debug.print and debug.assert_replicated, in every way to run."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from _support import EAGER
+
+import torchpmap as tp
+
+pytestmark = [
+    pytest.mark.usefixtures("pool"),
+    # torch builds its forward-mode rules with torch.jit.script, at the first jvp of a process.
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
+]
+
+X = torch.arange(4.0)
+WAYS = {"graph": EAGER, "python": False, "lanes": True, "serial": True}
+
+
+@pytest.fixture(params=WAYS)
+def run(request, capsys):
+    """Map, call and wait, in one way; what was printed, with the results."""
+    way = request.param
+
+    def run(fun, *args, **options):
+        here = tp.debug.fake_pmap(serial=way == "serial")
+        with here if way in ("lanes", "serial") else nullcontext():
+            result = tp.pmap(fun, compile=WAYS[way], **options)(*args)
+            tp.block_until_ready(result)
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        return result, printed.out
+
+    return run
+
+
+# print -------------------------------------------------------------------------------------------
+
+
+def test_one_line_per_index_in_order(run):
+    def f(x):
+        tp.debug.print("x={} and {twice:.2f}", x, twice=x * 2)
+        return tp.psum(x, "i")
+
+    result, printed = run(f, X, axis_name="i")
+    assert result.tolist() == [6.0] * 4
+    assert printed == "".join(f"[i={k}] x={k}.0 and {2 * k}.00\n" for k in range(4))
+
+
+def test_more_rows_than_devices(run):
+    def f(x):
+        tp.debug.print("{}", x)
+        return x
+
+    _, printed = run(f, torch.arange(8))
+    assert printed == "".join(f"[{k}] {k}\n" for k in range(8))
+
+
+def test_every_call_prints(run):
+    def f(x):
+        tp.debug.print("{}", x.sum())
+        return x
+
+    for start in (0, 10):
+        _, printed = run(f, torch.arange(start, start + 4), axis_name="i")
+        assert printed == "".join(f"[i={k}] {start + k}\n" for k in range(4))
+
+
+def test_prints_stay_in_order_and_alive(run):
+    """Nothing that a print shows is used otherwise."""
+
+    def f(x):
+        tp.debug.print("first")
+        tp.debug.print("second {}", tp.psum(x.sin() * 0, "i"))
+        tp.debug.print("third {}", x)
+        return x + 1
+
+    _, printed = run(f, torch.arange(2), axis_name="i")
+    lines = ["[i={}] first", "[i={}] second 0.0", "[i={}] third {}"]
+    assert printed.splitlines() == [line.format(k, k) for line in lines for k in range(2)]
+
+
+def test_trees_conversions_and_constants(run):
+    def f(x):
+        tp.debug.print("{0} {1!r} {2:>4} {{}} {t} {s!s}", 7, "text", "r", t={"a": (x, 2)}, s=x)
+        return x
+
+    _, printed = run(f, torch.arange(2))
+    assert printed == "".join(
+        f"[{k}] 7 'text'    r {{}} {{'a': (tensor({k}), 2)}} tensor({k})\n" for k in range(2)
+    )
+
+
+def test_lines_of_a_matrix_stay_together(run):
+    def f(x):
+        tp.debug.print("{}", x)
+        return x
+
+    _, printed = run(f, torch.eye(4).reshape(2, 2, 4), axis_name="i")
+    assert printed == (
+        "[i=0] tensor([[1., 0., 0., 0.],\n"
+        "              [0., 1., 0., 0.]])\n"
+        "[i=1] tensor([[0., 0., 1., 0.],\n"
+        "              [0., 0., 0., 1.]])\n"
+    )
+
+
+def test_inner_axes_have_indices_too(run):
+    def f(x):
+        tp.vmap(lambda y: tp.debug.print("{}", y) or y, axis_name="j")(x)
+        torch.func.vmap(lambda y: tp.debug.print("row {}", y) or y)(x)
+        return x
+
+    _, printed = run(f, torch.arange(6).reshape(2, 3), axis_name="i")
+    named = [f"[i={k // 3}, j={k % 3}] {k}" for k in range(6)]
+    assert printed.splitlines() == [*named, *(f"[i={k // 3}] row {k}" for k in range(6))]
+
+
+def test_values_once_under_derivatives(run):
+    def square(x):
+        tp.debug.print("x={}", x)
+        return tp.psum(x**2, "i")
+
+    def f(x):
+        slope = tp.grad(square)(x)
+        tangent = torch.func.jvp(square, (x,), (x,))[1]
+        curvature = torch.func.hessian(square)(x)
+        return slope, tangent, curvature
+
+    (slope, tangent, curvature), printed = run(f, torch.arange(2.0), axis_name="i")
+    assert slope.tolist() == [0.0, 4.0]
+    assert tangent.tolist() == [2.0, 2.0]
+    assert curvature.tolist() == [4.0, 4.0]
+    assert printed == "[i=0] x=0.0\n[i=1] x=1.0\n" * 3
+
+
+@pytest.mark.parametrize("compile", [EAGER, True], ids=["graph", "inductor"])
+def test_derivatives_from_outside_print_once_and_keep_checks(capsys, compile):
+    def f(x):
+        tp.debug.print("x={}", x)
+        tp.debug.assert_replicated(x > 9, "i")
+        return tp.psum(x**2, "i")
+
+    mapped = tp.pmap(f, "i", compile=compile)
+    x = X.clone().requires_grad_()
+    mapped(x).sum().backward()
+    assert x.grad.tolist() == [0.0, 8.0, 16.0, 24.0]
+    assert capsys.readouterr().out == "".join(f"[i={k}] x={k}.0\n" for k in range(4))
+    with pytest.raises(ValueError, match="assert_replicated: x differs"):
+        mapped(x * 4).sum().backward()
+
+
+def test_unordered(run):
+    def f(x):
+        tp.debug.print("{}", x, ordered=False)
+        return x
+
+    _, printed = run(f, X, axis_name="i")
+    assert sorted(printed.splitlines()) == [f"[i={k}] {k}.0" for k in range(4)]
+
+
+def test_captured_values_are_those_of_the_call(run):
+    w = torch.tensor(1.0)
+
+    def f(x):
+        tp.debug.print("{}", w)
+        return x
+
+    assert run(f, X)[1].splitlines() == [f"[{k}] 1.0" for k in range(4)]
+    w.fill_(2.0)
+    assert run(f, X)[1].splitlines() == [f"[{k}] 2.0" for k in range(4)]
+
+
+def test_users_own_prints_still_say_where_they_are_from(capsys):
+    def f(x):
+        print("mine", flush=True)
+        tp.debug.print("ours")
+        return x
+
+    tp.pmap(f, compile=False)(torch.zeros(2)).block_until_ready()
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines) == ["[0] ours", "[1] ours", "[cpu:0] mine", "[cpu:1] mine"]
+
+
+def test_outside_a_mapped_function(capsys):
+    tp.debug.print("x={}", torch.tensor(3.0))
+    tp.vmap(lambda x: tp.debug.print("{}", x) or x, axis_name="j")(torch.arange(2))
+    assert capsys.readouterr().out == "x=3.0\n[j=0] 0\n[j=1] 1\n"
+
+
+def test_compiled(capfd):
+    def f(x):
+        def loss(x):
+            tp.debug.print("loss of {}", x)
+            return (x * x).sum()
+
+        tp.debug.print("sum {}", tp.psum(x.sum(), "i"))
+        y = tp.grad(loss)(x)
+        tp.debug.assert_replicated(tp.pmax(y, "i"), "i")
+        return y
+
+    x = torch.arange(8.0).reshape(4, 2)
+    assert tp.pmap(f, "i")(x).tolist() == (2 * x).tolist()
+    printed = capfd.readouterr()
+    assert printed.out.splitlines() == [
+        *(f"[i={k}] sum 28.0" for k in range(4)),
+        *(f"[i={k}] loss of tensor([{2 * k}., {2 * k + 1}.])" for k in range(4)),
+    ]
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda x: tp.debug.print(x), TypeError, "the first argument is a format string, but got"),
+        (lambda x: tp.debug.print("x", x), ValueError, r"does not use argument 0. Write \{\}"),
+        (lambda x: tp.debug.print("x", y=x), ValueError, "does not use argument y"),
+        (
+            lambda x: tp.debug.print("{} {}", x),
+            IndexError,
+            "asks for argument 1, but the arguments are 0",
+        ),
+        (lambda x: tp.debug.print("{y}"), KeyError, "asks for argument 'y', but .* are none"),
+        (
+            lambda x: tp.debug.print("{:.2f}", x),
+            TypeError,
+            r"the format '.2f' is one of numbers, but the value has shape \[3\]",
+        ),
+    ],
+    ids=["not text", "unused", "unused name", "missing", "missing name", "format of many"],
+)
+def test_misuse(run, call, kind, text):
+    with pytest.raises(kind, match=text):
+        run(call, torch.ones(4, 3))
+
+
+def test_print_under_a_condition_is_a_mismatch():
+    def f(x):
+        if x > 1:
+            tp.debug.print("{}", x)
+        return x
+
+    with pytest.raises(tp.CollectiveMismatch, match="rank 2: print"):
+        tp.pmap(f, compile=False)(X)
+
+
+# assert_replicated -------------------------------------------------------------------------------
+
+
+def test_replicated_values_pass(run):
+    def f(w, x):
+        nan = tp.psum(x, "i") * float("nan")
+        state = {"w": w, "n": 3, "none": None, "nan": nan, "flag": w > 0, "empty": w.new_zeros(0)}
+        tp.debug.assert_replicated(state, "i")
+        return x
+
+    result, _ = run(f, torch.ones(3), X, axis_name="i", in_axes=(None, 0))
+    assert result.tolist() == X.tolist()
+
+
+@pytest.mark.parametrize(
+    ("value", "difference"),
+    [
+        (lambda x: x, "3"),
+        (lambda x: x.to(torch.int64) * 2, "6"),
+        (lambda x: x > 2, "1"),
+        (lambda x: torch.complex(x, x * 0), "3"),
+        (lambda x: torch.where(x == 1, float("nan"), 0.0), "inf"),
+        (lambda x: torch.stack([x * 0, x * x]), "9"),
+    ],
+    ids=["float", "int", "bool", "complex", "nan", "vector"],
+)
+def test_different_values_raise(run, value, difference):
+    def f(x):
+        tp.debug.assert_replicated({"w": tp.psum(x, "i"), "b": [value(x)]}, "i")
+        return x
+
+    with pytest.raises(ValueError, match="assert_replicated") as info:
+        run(f, X, axis_name="i")
+    assert str(info.value) == (
+        "assert_replicated: x['b'][0] differs between devices of axis 'i' (largest difference "
+        f"{difference}). Reduce it over the axis, for example with pmean."
+    )
+
+
+def test_the_pool_goes_on_after_a_failed_check():
+    def f(x):
+        tp.debug.assert_replicated(x, "i")
+        return x
+
+    f = tp.pmap(f, "i", compile=EAGER)
+    with pytest.raises(ValueError, match="assert_replicated: x differs"):
+        f(X).block_until_ready()
+    assert f(torch.ones(4)).tolist() == [1.0] * 4
+
+
+def test_checks_inside_derivatives_and_batches(run):
+    def loss(x, k):
+        tp.debug.assert_replicated(x * k, "i")
+        return x**2
+
+    def f(x):
+        return tp.vmap(lambda k: tp.grad(loss)(x, k))(torch.tensor([0.0, 1.0, 2.0]))
+
+    result, _ = run(f, torch.ones(4), axis_name="i")
+    assert result.tolist() == [[2.0] * 3] * 4
+    with pytest.raises(ValueError, match="largest difference 6"):
+        run(f, X, axis_name="i")
+
+
+def test_unbound_axis(run):
+    with pytest.raises(NameError, match="unbound axis name: j"):
+        run(lambda x: tp.debug.assert_replicated(x, "j"), X, axis_name="i")
+
+
+def test_copies_on_the_devices():
+    w = tp.replicate({"w": torch.ones(3)})
+    tp.debug.assert_replicated((w, 3, torch.zeros(2)))
+    cut = tp.pmap(lambda x: x, "i", compile=False)(X)
+    with pytest.raises(ValueError, match=r"x\['y'\] is PartitionSpec\('i',\), so devices hold"):
+        tp.debug.assert_replicated({"y": cut})
+
+
+def test_copies_that_differ():
+    one, other = torch.ones(3), torch.tensor([1.0, 1.5, 1.0])
+    layout = tp.replicate(one)._alive()[0]
+    team = tp._current.runtime().team(layout.ranks)
+    broken = tp._sharded.make_sharded(layout, team.runtime.put(team, [one, one, other, one]))
+    with pytest.raises(ValueError, match=r"x differs between devices \(largest difference 0.5\)"):
+        tp.debug.assert_replicated(broken)

@@ -1,0 +1,396 @@
+"""One mapped function, computed in three ways and compared: what ``torchpmap.debug.check_pmap``
+does.
+
+    serial    row by row in plain Python, collectives by meeting (``_serial``)
+    vmapped   all rows as lanes in the calling process (``_inline_call``)
+    pmapped   on the devices, compiled as ``compile`` says
+
+The three share the rules of the collectives and little else, so a number that differs points at the
+function (it depends on something that it should not), or at a bug of one way.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpmap import _inline
+from torchpmap._arguments import Bound, Options, Static, split_statics
+from torchpmap._arguments import bind as bind_arguments
+from torchpmap._axes import Axis, bind
+from torchpmap._environment import parameters
+from torchpmap._inline_call import KeepCaptured, is_limit_of_lanes
+from torchpmap._plan import host_tensor
+from torchpmap._pmap import Pmapped
+from torchpmap._serial import run_rows
+from torchpmap._streams import peek_key, streams
+from torchpmap._structure import Structure, flatten
+from torchpmap._tree import OUT_AXES_HINT, broadcast_axes, canonical_axis
+
+__all__ = ["CheckReport", "check"]
+
+_TOLERANCES = {
+    torch.float16: (1e-2, 1e-3),
+    torch.bfloat16: (2e-2, 1e-2),
+    torch.float32: (1e-4, 1e-5),
+    torch.float64: (1e-7, 1e-9),
+    torch.complex64: (1e-4, 1e-5),
+    torch.complex128: (1e-7, 1e-9),
+}
+"""(rtol, atol) by dtype: ways add in different orders; other dtypes must be equal."""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What ``check_pmap`` compared, and that it was equal.
+
+    Args:
+        name: of the function.
+        num_outputs: leaves of its result.
+        num_gradients: floating-point leaves of its arguments that have a gradient.
+        values: the ways whose values were compared.
+        gradients: the ways whose gradients were compared.
+        skipped: what could not be compared, and why.
+        largest_difference: between any two numbers that should be equal.
+    """
+
+    name: str
+    num_outputs: int
+    num_gradients: int
+    values: tuple[str, ...]
+    gradients: tuple[str, ...]
+    skipped: tuple[tuple[str, str], ...]
+    largest_difference: float
+
+    def __str__(self) -> str:
+        what = f"largest difference {self.largest_difference:.3g}"
+        lines = [f"check_pmap({self.name}): equal, {what}"]
+        lines.append(f"  values ({self.num_outputs}): {', '.join(self.values)}")
+        if len(self.gradients) > 1:
+            lines.append(f"  gradients ({self.num_gradients}): {', '.join(self.gradients)}")
+        lines += [f"  not compared: {what}, because: {why}" for what, why in self.skipped]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What one way computed."""
+
+    way: str
+    structure: Structure
+    outputs: list[torch.Tensor | None]
+    gradients: list[torch.Tensor | None] | None
+    """Per leaf of the arguments; None if this way has none."""
+    no_gradients_because: str = ""
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A function and the arguments of one call of it."""
+
+    fun: Callable[..., Any]
+    options: Options
+    bound: Bound
+    differentiated: tuple[int, ...]
+    """Leaves that gradients are taken to."""
+    generator: torch.Tensor
+    """State of torch's generator: random numbers are the same in every way."""
+
+    def leaves(self) -> list[Any]:
+        """The arguments, as copies that nothing else can write to."""
+        return [
+            leaf.detach().clone().requires_grad_(position in self.differentiated)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for position, leaf in enumerate(self.bound.leaves)
+        ]
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        values = [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
+        args, kwargs = self.bound.structure.unflatten(values)
+        return args, kwargs
+
+    def gradients(
+        self, outputs: Sequence[Any], weights: Sequence[torch.Tensor | None], leaves: Sequence[Any]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the weighted sum of all floating-point outputs."""
+        pairs = [
+            (output, weight)
+            for output, weight in zip(outputs, weights, strict=True)
+            if weight is not None and output.requires_grad
+        ]
+        inputs = [leaves[position] for position in self.differentiated]
+        found: list[torch.Tensor | None] = [None] * len(leaves)
+        given: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        if pairs:
+            given = torch.autograd.grad(
+                [output for output, _ in pairs],
+                inputs,
+                [weight for _, weight in pairs],
+                allow_unused=True,
+            )
+        for position, grad in zip(self.differentiated, given, strict=True):
+            found[position] = torch.zeros_like(leaves[position]) if grad is None else grad
+        return found
+
+
+def check(
+    fun: Callable[..., Any],
+    options: Options,
+    args: tuple[Any, ...],
+    rtol: float | None,
+    atol: float | None,
+    gradients: bool,
+) -> CheckReport:
+    """Compute in three ways and compare; raises ``AssertionError`` where they differ."""
+    problem = _problem(fun, options, args, gradients)
+    reference = _serial(problem)
+    answers, skipped = [reference], []
+    try:
+        with _inline.chosen(True):
+            answers.append(_mapped(problem, "vmapped"))
+    except Exception as error:
+        if not is_limit_of_lanes(error):
+            raise
+        skipped.append(("vmapped", str(error).partition("\n")[0]))
+    with _inline.chosen(False):
+        pmapped = _mapped(problem, "pmapped")
+    answers.append(pmapped)
+    if problem.differentiated and pmapped.gradients is None:
+        skipped.append(("the gradients of pmapped", pmapped.no_gradients_because))
+    largest = 0.0
+    compare = _Comparison(options.name, rtol, atol)
+    for answer in answers[1:]:
+        largest = max(largest, _compare(compare, problem, reference, answer))
+    return CheckReport(
+        options.name,
+        sum(output is not None for output in reference.outputs),
+        len(problem.differentiated),
+        tuple(answer.way for answer in answers),
+        tuple(a.way for a in answers if a.gradients is not None) if problem.differentiated else (),
+        tuple(skipped),
+        largest,
+    )
+
+
+def _problem(
+    fun: Callable[..., Any], options: Options, args: tuple[Any, ...], gradients: bool
+) -> _Problem:
+    args, _ = split_statics(options, args, {})
+    chosen = options.devices
+    bound = bind_arguments(fun, options, args, {}, None if chosen is None else len(chosen))
+    leaves = [
+        _host(leaf) if isinstance(leaf, torch.Tensor | np.ndarray) else leaf
+        for leaf in bound.leaves
+    ]
+    floating = [
+        k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _is_real(leaf)
+    ]
+    return _Problem(
+        fun,
+        options,
+        replace(bound, leaves=leaves),
+        tuple(floating if gradients else ()),
+        torch.default_generator.get_state(),
+    )
+
+
+def _host(value: Any) -> torch.Tensor:
+    """A plain CPU tensor without history."""
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else host_tensor(value)
+
+
+def _is_real(value: torch.Tensor | None) -> bool:
+    return value is not None and value.is_floating_point()
+
+
+# -- the ways --------------------------------------------------------------------------------------
+
+
+def _mapped(problem: _Problem, way: str) -> _Answer:
+    torch.default_generator.set_state(problem.generator)
+    leaves = problem.leaves()
+    args, kwargs = problem.arguments(leaves)
+    outputs, structure = flatten(Pmapped(problem.fun, problem.options)(*args, **kwargs))
+    found, why = None, ""
+    if problem.differentiated:
+        weights = [
+            _weight(k, y.shape, y.dtype) if _is_real(y) else None for k, y in enumerate(outputs)
+        ]
+        try:
+            found = problem.gradients(outputs, weights, leaves)
+        except NotImplementedError as error:
+            if way != "pmapped":
+                raise
+            why = str(error)
+    values = [None if y is None else _host(y) for y in outputs]
+    return _Answer(way, structure, values, found, why)
+
+
+def _weight(number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The same numbers for output ``number`` in every way and every run."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+
+
+@dataclass(frozen=True)
+class _Row:
+    structure: Structure
+    outputs: list[torch.Tensor | None]
+    dims: list[int | None]
+    gradients: list[torch.Tensor | None]
+
+
+def _serial(problem: _Problem) -> _Answer:
+    options, bound = problem.options, problem.bound
+    rows = run_rows(
+        functools.partial(_serial_row, problem, peek_key()),
+        options.axis_name,
+        bound.size,
+        parameters(problem.fun),
+    )
+    for number, row in enumerate(rows):
+        if row.structure != rows[0].structure:
+            raise ValueError(
+                f"{options.prefix}: rows return different structures: row 0 returned "
+                f"{rows[0].structure} and row {number} {row.structure}."
+            )
+    outputs = [
+        _joined([row.outputs[k] for row in rows], dim, lambda parts: parts[0])
+        for k, dim in enumerate(rows[0].dims)
+    ]
+    gradients = [
+        _joined([row.gradients[k] for row in rows], axis, lambda parts: torch.stack(parts).sum(0))
+        for k, axis in enumerate(bound.axes)
+    ]
+    return _Answer("serial", rows[0].structure, outputs, gradients)
+
+
+def _joined(
+    parts: list[torch.Tensor | None], dim: int | None, join: Callable[[list[Any]], torch.Tensor]
+) -> torch.Tensor | None:
+    if parts[0] is None:
+        return None
+    return join(parts) if dim is None else torch.stack([p for p in parts if p is not None], dim)
+
+
+def _serial_row(problem: _Problem, key: torch.Tensor, row: int, axis: Axis) -> _Row:
+    options, bound = problem.options, problem.bound
+    leaves = [
+        leaf.detach().select(dim, row).clone().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor) and dim is not None
+        else leaf
+        for leaf, dim in zip(problem.leaves(), bound.axes, strict=True)
+    ]
+    # the function may write to its arguments, which leaves that require grad do not allow
+    given = [
+        leaf.clone()
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if leaf is None or isinstance(leaf, Static)
+        else host_tensor(leaf)
+        for leaf in leaves
+    ]
+    args, kwargs = problem.arguments(given)
+    random_numbers = streams(key, axis.index, options.randomness)
+    with (
+        bind(axis),
+        random_numbers,
+        KeepCaptured([leaf for leaf in given if isinstance(leaf, torch.Tensor)]),
+    ):
+        returned = problem.fun(*args, **kwargs)
+    values, structure = flatten(returned)
+    outputs = [None if value is None else torch.as_tensor(value) for value in values]
+    axes = broadcast_axes(options.out_axes, returned, what="pmap out_axes", hint=OUT_AXES_HINT)
+    dims: list[int | None] = []
+    weights: list[torch.Tensor | None] = []
+    for number, (output, out_axis) in enumerate(zip(outputs, axes, strict=True)):
+        dim, weight = None, None
+        if output is not None and out_axis is not None:
+            path = structure.paths(f"the output of {options.name}")[number]
+            dim = canonical_axis(out_axis, output.dim() + 1, what="pmap out_axes", path=path)
+        if output is not None and output.is_floating_point():
+            weight = _row_weight(number, output, dim, row, bound.size)
+        dims.append(dim)
+        weights.append(weight)
+    gradients = problem.gradients(outputs, weights, leaves)
+    detached = [None if output is None else output.detach().clone() for output in outputs]
+    return _Row(structure, detached, dims, gradients)
+
+
+def _row_weight(
+    number: int, output: torch.Tensor, dim: int | None, row: int, size: int
+) -> torch.Tensor:
+    if dim is None:  # each row accounts for an equal part of the one value (as in jax)
+        return _weight(number, output.shape, output.dtype) / size
+    shape = [*output.shape[:dim], size, *output.shape[dim:]]
+    return _weight(number, shape, output.dtype).select(dim, row)
+
+
+# -- comparing -------------------------------------------------------------------------------------
+
+
+def _compare(compare: _Comparison, problem: _Problem, reference: _Answer, answer: _Answer) -> float:
+    if answer.structure != reference.structure:
+        raise AssertionError(
+            f"check_pmap({compare.name}): the structure of the result differs: serial gives "
+            f"{reference.structure} and {answer.way} gives {answer.structure}."
+        )
+    largest = 0.0
+    paths = reference.structure.paths(f"the output of {compare.name}")
+    for path, expected, got in zip(paths, reference.outputs, answer.outputs, strict=True):
+        if expected is not None and got is not None:
+            largest = max(largest, compare(path, answer.way, expected, got))
+    if answer.gradients is not None and reference.gradients is not None:
+        for k in problem.differentiated:
+            path = f"the gradient to argument {problem.bound.paths[k]}"
+            expected, got = reference.gradients[k], answer.gradients[k]
+            assert expected is not None
+            assert got is not None
+            largest = max(largest, compare(path, answer.way, expected, got))
+    return largest
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    name: str
+    rtol: float | None
+    atol: float | None
+
+    def __call__(self, path: str, way: str, expected: torch.Tensor, got: torch.Tensor) -> float:
+        """The largest difference; raises if it is too large."""
+        expected, got = _host(expected), _host(got)
+        kinds = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (expected, got)]
+        if kinds[0] != kinds[1]:
+            raise AssertionError(
+                f"check_pmap({self.name}): {path} differs: serial gives {kinds[0]} and {way} gives "
+                f"{kinds[1]}."
+            )
+        if not expected.numel():
+            return 0.0
+        rtol, atol = _TOLERANCES.get(expected.dtype, (0.0, 0.0))
+        if expected.dtype in _TOLERANCES:
+            rtol = rtol if self.rtol is None else self.rtol
+            atol = atol if self.atol is None else self.atol
+        wide = torch.complex128 if expected.is_complex() else torch.float64
+        a, b = expected.to(wide), got.to(wide)
+        same = (a == b) | ((a != a) & (b != b))
+        distance = torch.where(same, 0.0, (a - b).abs()).nan_to_num(math.inf, math.inf)
+        excess = distance - (atol + rtol * a.abs().nan_to_num(0.0, 0.0))
+        worst = int(excess.argmax())
+        if excess.flatten()[worst] <= 0:
+            return float(distance.max())
+        index = tuple(int(k) for k in np.unravel_index(worst, expected.shape))
+        where = f" at index {index}" if index else ""
+        raise AssertionError(
+            f"check_pmap({self.name}): {path} differs{where}: serial gives "
+            f"{expected[index].item()!r} and {way} gives {got[index].item()!r} (difference "
+            f"{float(distance.flatten()[worst]):g}, allowed {atol:g} + {rtol:g} * |serial|); "
+            f"{int((excess > 0).sum())} of {expected.numel()} elements differ."
+        )

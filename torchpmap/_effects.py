@@ -1,0 +1,341 @@
+"""What a mapped function does besides computing: it prints, and it checks.
+
+Both are operators without results, registered with torch as effects, so that they stay in a traced
+graph, in order, whoever optimizes it (torch.library's effect tokens).  They run where and when the
+values exist: on the workers, also in compiled code.
+
+Above each operator stands an ``autograd.Function``, as above the collectives: under torch.func's
+derivatives it sees the primal values once, and a vmap around it adds a leading dim to what it sees,
+the outermost first.
+
+    devices       ordered: the lines of all devices travel to the first one, which prints them all
+    lanes         one call prints all of them
+    derivatives   values only
+
+An ordered print is a collective: every device must come to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import string
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import _resolve_process_group
+from torch._library.effects import EffectType
+from torch.autograd import forward_ad
+
+from torchpmap import _axes
+from torchpmap._collectives import pbroadcast, pmax
+from torchpmap._structure import flatten
+
+__all__ = [
+    "check_equal",
+    "difference",
+    "distance",
+    "emit",
+    "lines_of",
+    "mark_lines",
+    "prints",
+    "show",
+]
+
+_c10d = torch.ops._c10d_functional
+_SLOT = re.compile("\0(\\d+)\0")
+_AS_REPR = "!r"
+
+_line_start = ""
+
+
+def mark_lines(mark: str) -> None:
+    """In a worker: start every line with ``mark``, so that the controller prints it as it is."""
+    global _line_start
+    _line_start = mark
+
+
+# -- print -----------------------------------------------------------------------------------------
+
+
+class _Template(string.Formatter):
+    """Formats what is known now, and leaves slots for the values of tensors."""
+
+    def __init__(self) -> None:
+        self.specs: list[str] = []
+        self.tensors: list[torch.Tensor] = []
+
+    def add(self, tensor: torch.Tensor, spec: str) -> str:
+        self.tensors.append(tensor.detach())
+        self.specs.append(spec)
+        return f"\0{len(self.specs) - 1}\0"
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        return super().convert_field(self._slotted(value) if conversion else value, conversion)
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if isinstance(value, torch.Tensor) and format_spec and value.dim():
+            raise TypeError(
+                f"debug.print: the format {format_spec!r} is one of numbers, but the value has "
+                f"shape {list(value.shape)}. Leave the format out, or print one element."
+            )
+        return format(self._slotted(value), format_spec)
+
+    def _slotted(self, value: Any) -> Any:
+        leaves, structure = flatten(value)
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return value
+        slots = [_Slot(self, x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        return structure.unflatten(slots)
+
+    def get_value(self, key: Any, args: Any, kwargs: Any) -> Any:
+        if key not in (kwargs if isinstance(key, str) else range(len(args))):
+            error = KeyError if isinstance(key, str) else IndexError
+            raise error(
+                f"debug.print: the format string asks for argument {key!r}, but the arguments are "
+                f"{', '.join(map(str, (*range(len(args)), *kwargs))) or 'none'}."
+            )
+        return super().get_value(key, args, kwargs)
+
+    def check_unused_args(self, used_args: Any, args: Any, kwargs: Any) -> None:
+        unused = [str(k) for k in (*range(len(args)), *kwargs) if k not in used_args]
+        if unused:
+            raise ValueError(
+                f"debug.print: the format string does not use argument {', '.join(unused)}. "
+                "Write {} (or {name}) where a value belongs."
+            )
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor while its surroundings are formatted."""
+
+    template: _Template
+    tensor: torch.Tensor
+
+    def __format__(self, spec: str) -> str:
+        return self.template.add(self.tensor, spec)
+
+    def __repr__(self) -> str:
+        return self.template.add(self.tensor, _AS_REPR)
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """How lines are made of tensors: first an index per name, then a value per slot."""
+
+    template: str
+    specs: tuple[str, ...]
+    names: tuple[str, ...]
+    groups: tuple[str, ...]
+    """Process groups that the lines are collected over, the slowest axis first."""
+    batch: tuple[int, ...] = ()
+    """Leading dims of every tensor: one line for each of their indices."""
+
+
+def show(fmt: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, ordered: bool) -> None:
+    """Print ``fmt.format(*args, **kwargs)`` for every index of all bound axes, when it is known."""
+    formatter = _Template()
+    template = formatter.vformat(fmt, args, kwargs)
+    names, indices, groups = [], [], []
+    for parts in _axes.bound():
+        index = parts[0].index
+        for part in parts[1:]:
+            index = index * part.size + part.index
+        names.append("" if parts[0].name is None else f"{parts[0].name}=")
+        indices.append(index)
+        groups += [part.group for part in parts if part.group is not None]
+    how = _Lines(template, tuple(formatter.specs), tuple(names), tuple(groups) if ordered else ())
+    _Show.apply(how, *indices, *formatter.tensors)
+
+
+class _Show(torch.autograd.Function):
+    @staticmethod
+    def forward(how: _Lines, *tensors: torch.Tensor) -> torch.Tensor:
+        torch.ops.torchpmap.debug_print(
+            how.template, how.specs, how.names, how.batch, how.groups, tensors
+        )
+        return torch.zeros(())  # torch.func wants a tensor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], how: _Lines, *tensors: torch.Tensor) -> Any:
+        size = info.batch_size
+        batched = [
+            x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(tensors, in_dims[1:], strict=True)
+        ]
+        return _Show.apply(replace(how, batch=(size, *how.batch)), *batched), None
+
+
+def lines_of(
+    template: str,
+    specs: Sequence[str],
+    names: Sequence[str],
+    batch: Sequence[int],
+    groups: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+) -> str:
+    """The lines of this device; arguments as of the operator."""
+    lines = []
+    for place in itertools.product(*map(range, batch)):
+        row = [tensor[place] for tensor in tensors]
+        indices, values = row[: len(names)], row[len(names) :]
+        at = ", ".join(f"{name}{int(k)}" for name, k in zip(names, indices, strict=True))
+        texts = _formatted(values, specs)
+        text = _SLOT.sub(functools.partial(_filled, texts), template)
+        head = f"[{at}] " if names else ""
+        lines.append(head + text.replace("\n", "\n" + " " * len(head)))
+    return "\n".join(lines)
+
+
+def _filled(texts: Sequence[str], slot: re.Match[str]) -> str:
+    return texts[int(slot[1])]
+
+
+def _formatted(values: Sequence[torch.Tensor], specs: Sequence[str]) -> list[str]:
+    if forward_ad._current_level >= 0:
+        # torch looks for a tangent to print too, which raises below autograd, as here; what belongs
+        # to this thread, and with it being below autograd, does not reach another one
+        with ThreadPoolExecutor(1) as pool:
+            return list(pool.map(_text, values, specs))
+    return list(map(_text, values, specs))
+
+
+def _text(value: torch.Tensor, spec: str) -> str:
+    return repr(value) if spec == _AS_REPR else format(value, spec)
+
+
+def emit(text: str) -> None:
+    """Print lines where the user looks."""
+    out = sys.stdout
+    out.write("".join(f"{_line_start}{line}\n" for line in text.split("\n")))
+    out.flush()
+
+
+def _print(
+    template: str,
+    specs: Sequence[str],
+    names: Sequence[str],
+    batch: Sequence[int],
+    groups: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+) -> None:
+    text: str | None = lines_of(template, specs, names, batch, groups, tensors)
+    for group in reversed(groups):
+        text = _collected(text, group, tensors[0].device)
+    if text is not None:
+        emit(text)
+
+
+def _collected(text: str | None, group: str, device: torch.device) -> str | None:
+    """The texts of all members on the first of them, None on the others."""
+    _axes.record(("print", "", group))
+    process_group = _resolve_process_group(group)  # type: ignore[arg-type]
+    size, first = process_group.size(), process_group.rank() == 0
+    data = torch.frombuffer(bytearray((text or "").encode() + b"\0"), dtype=torch.uint8).to(device)
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        every = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, size, group))
+        return every.cpu()
+
+    lengths = gathered(torch.tensor([len(data)], device=device)).tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: len(data)] = data
+    rows = gathered(padded).view(size, -1)
+    if not first:
+        return None
+    texts = [bytes(row[: n - 1].tolist()).decode() for row, n in zip(rows, lengths, strict=True)]
+    return "\n".join(texts)
+
+
+def prints(graph: torch.fx.GraphModule) -> bool:
+    """Whether a graph has a print in it."""
+    return any(node.target is torch.ops.torchpmap.debug_print.default for node in graph.graph.nodes)
+
+
+# -- check -----------------------------------------------------------------------------------------
+
+
+def difference(value: torch.Tensor, axis_name: Any) -> torch.Tensor:
+    """The largest distance of any device's value from the first device's; infinite where only one
+    of them is NaN.
+    """
+    return pmax(distance(value, pbroadcast(value, axis_name, 0)), axis_name)
+
+
+def distance(value: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """The largest distance of two elements; infinite where only one of them is NaN."""
+    unequal = (value != first) & ~((value != value) & (first != first))
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    apart = (value.to(wide) - first.to(wide)).abs().nan_to_num(nan=float("inf"))
+    worst = torch.where(unequal, apart, torch.zeros_like(apart)).flatten()
+    return torch.cat([worst, worst.new_zeros(1)]).amax()  # an empty value differs nowhere
+
+
+def check_equal(distance: torch.Tensor, message: str) -> None:
+    """Raise ``ValueError(message)``, with the distance in it, when that is known and is not 0."""
+    _Check.apply(message, distance)
+
+
+class _Check(torch.autograd.Function):
+    @staticmethod
+    def forward(message: str, distance: torch.Tensor) -> torch.Tensor:
+        torch.ops.torchpmap.debug_check(distance, message)
+        return torch.zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], message: str, distance: torch.Tensor) -> Any:
+        return _Check.apply(message, distance.amax(in_dims[1])), None
+
+
+def _check(distance: torch.Tensor, message: str) -> None:
+    worst = float(distance)
+    if worst != 0:
+        raise ValueError(message.replace("{distance}", f"{worst:g}"))
+
+
+# -- operators -------------------------------------------------------------------------------------
+
+_library = torch.library.Library("torchpmap", "FRAGMENT")
+for _schema, _run in (
+    (
+        "debug_print(str template, str[] specs, str[] names, int[] batch, str[] groups, "
+        "Tensor[] tensors) -> ()",
+        _print,
+    ),
+    ("debug_check(Tensor distance, str message) -> ()", _check),
+):
+    _name = _schema.partition("(")[0]
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    _library.impl(_name, lambda *_: None, "Meta")
+    _library._register_effectful_op(f"torchpmap::{_name}", EffectType.ORDERED)

@@ -1,0 +1,220 @@
+"""A mapped call in the calling process: its rows are lanes of ``torch.func.vmap``, or run one
+after the other.
+
+It keeps what the devices promise: the caller's tensors stay as they are, whatever the function
+writes; results share no memory with anything; lost writes raise; random numbers are the same.
+
+What lanes cannot do is what ``torch.func.vmap`` cannot: a Python value of one row (``.item()``,
+``if x > 0``), and ``.backward()``.  torch's error says so; ``_HINT`` adds what to do about it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchpmap._axes import Axis
+from torchpmap._environment import parameters
+from torchpmap._errors import lost_write
+from torchpmap._inline import note_replicated, serial
+from torchpmap._plan import host_tensor
+from torchpmap._program import Input, Outcome, Program, no_stream, not_replicated
+from torchpmap._serial import run_rows
+from torchpmap._sharded import ShardedTensor
+from torchpmap._streams import draw_key, peek_key
+
+__all__ = ["KeepCaptured", "call_inline", "is_limit_of_lanes"]
+
+_HINT = (
+    "This call runs in the calling process (torchpmap.debug.fake_pmap, or the runtime 'inline'), "
+    "all rows at once under torch.func.vmap, where a value of a single row does not exist. Write "
+    "torch.where for `if`, torchpmap.grad or torch.func for .backward(), torchpmap.debug.print to "
+    "look at values, y = y + x for an in-place write to what all rows share; or run the rows one "
+    "after the other with torchpmap.debug.fake_pmap(serial=True)."
+)
+
+_LIMITS = re.compile(
+    r"vmap|functorch|function transform|does not have a grad_fn|doesn't match the broadcast shape"
+    r"|[Cc]annot access (storage|data pointer)|[Bb]atch norm got a batched tensor"
+)
+
+
+def is_limit_of_lanes(error: BaseException) -> bool:
+    """Whether torch raised this because all rows run at once."""
+    return isinstance(error, RuntimeError | TypeError) and _LIMITS.search(str(error)) is not None
+
+
+def call_inline(program: Program, leaves: Sequence[Any], prefix: str) -> Any:
+    """Run a program whose lanes are all rows of a call; plain tensors, stacked as ``out_axes``
+    says.
+    """
+    blocks = [_own(leaf) for leaf in leaves]
+    generator = torch.default_generator.get_state()
+    with temporarily_clear_interpreter_stack():  # also where a vmap around forbids to draw
+        program = replace(program, seed=peek_key())
+    outcome = _one_by_one(program, blocks, prefix) if serial() else _as_lanes(program, blocks)
+    if not torch.equal(generator, torch.default_generator.get_state()):
+        torch.default_generator.set_state(generator)
+        raise NotImplementedError(no_stream(prefix, "with one of torch's other functions"))
+    if outcome.draws:
+        with temporarily_clear_interpreter_stack():
+            draw_key()  # the next call gets another one
+    for path, check in zip(outcome.checked, outcome.checks, strict=True):
+        difference = _largest(check)
+        if difference != 0:
+            raise ValueError(not_replicated(prefix, path, difference))
+    results = [
+        None if block is None else block.clone(memory_format=torch.contiguous_format)
+        for block in outcome.blocks
+    ]
+    for result, dim in zip(results, outcome.dims, strict=True):
+        if result is not None and dim is None:
+            note_replicated(result)
+    return outcome.structure.unflatten(results)
+
+
+def _as_lanes(program: Program, blocks: Sequence[torch.Tensor]) -> Outcome:
+    try:
+        # single-threaded: axes are bound per thread
+        with torch.autograd.set_multithreading_enabled(False), KeepCaptured(blocks):
+            return program.run(blocks, None)
+    except Exception as error:
+        if is_limit_of_lanes(error):
+            error.add_note(_HINT)
+        raise
+
+
+def _one_by_one(program: Program, blocks: Sequence[torch.Tensor], prefix: str) -> Outcome:
+    """Every row as if it were the only one of its device."""
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, blocks)):
+        raise NotImplementedError(_not_differentiable(prefix))
+    num_rows, program = program.lanes, replace(program, lanes=1)
+    dims = [leaf.dim for leaf in program.leaves if isinstance(leaf, Input)]
+
+    def run_row(row: int, axis: Axis) -> Outcome:
+        mine = [
+            block.detach().clone() if dim is None else block.detach().narrow(dim, row, 1).clone()
+            for block, dim in zip(blocks, dims, strict=True)
+        ]
+        with KeepCaptured(mine):
+            return program.run(mine, axis)
+
+    outcomes = run_rows(run_row, program.axis_name, num_rows, parameters(program.fun))
+    first = outcomes[0]
+    for row, outcome in enumerate(outcomes):
+        if _kinds(outcome) != _kinds(first):
+            raise ValueError(
+                f"{prefix}: rows returned different kinds of results: row 0 returned "
+                f"{_kinds(first)}, row {row} returned {_kinds(outcome)}. All rows must return the "
+                "same structure, shapes and dtypes to be stacked."
+            )
+    wants_grad = torch.is_grad_enabled() and (
+        first.requires_grad or any(block.requires_grad for block in blocks)
+    )
+    stacked: list[torch.Tensor | None] = []
+    for place, dim in enumerate(first.dims):
+        rows = [outcome.blocks[place] for outcome in outcomes]
+        whole = rows[0] if dim is None else torch.cat([r for r in rows if r is not None], dim)
+        whole = None if whole is None else whole.detach()
+        if whole is not None and wants_grad and (whole.is_floating_point() or whole.is_complex()):
+            whole = _NotDifferentiable.apply(torch.zeros((), requires_grad=True), whole, prefix)
+        stacked.append(whole)
+    return replace(first, blocks=tuple(stacked))
+
+
+def _kinds(outcome: Outcome) -> str:
+    kinds: list[str | None] = []
+    for block, dim in zip(outcome.blocks, outcome.dims, strict=True):
+        if block is None:
+            kinds.append(None)
+        else:
+            row = block if dim is None else block.select(dim, 0)
+            kinds.append(f"{str(row.dtype).removeprefix('torch.')}{list(row.shape)}")
+    return f"{outcome.structure} of {kinds}"
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    """Gives a value that requires grad, and whose backward raises rather than miss a row's part."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, value: torch.Tensor, prefix: str) -> torch.Tensor:
+        ctx.prefix = prefix
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(_not_differentiable(ctx.prefix))
+
+
+def _not_differentiable(prefix: str) -> str:
+    return (
+        f"{prefix}: under fake_pmap(serial=True) a mapped function cannot be differentiated from "
+        "outside, because its rows run one after the other. Use fake_pmap() without serial, or "
+        "differentiate inside the mapped function."
+    )
+
+
+def _own(leaf: Any) -> torch.Tensor:
+    """A copy of an argument: the function may write to it."""
+    if type(leaf) is ShardedTensor:
+        return leaf.cpu()
+    return (leaf if isinstance(leaf, torch.Tensor) else host_tensor(leaf)).clone()
+
+
+def _largest(check: torch.Tensor) -> float:
+    """The number in a tensor, through the function transforms around the call (of a batch of them
+    the largest).
+    """
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(check):
+        check = functorch.get_unwrapped(check)
+    return float(check.max())
+
+
+class KeepCaptured(TorchDispatchMode):
+    """Refuses, before it happens, an in-place write to a tensor that was there before the call."""
+
+    def __init__(self, blocks: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._inside: set[int] = set()
+        for block in blocks:
+            self._note(block)
+
+    def _note(self, value: Any) -> None:
+        functorch = torch._C._functorch
+        while isinstance(value, torch.Tensor) and functorch.is_functorch_wrapped_tensor(value):
+            value = functorch.get_unwrapped(value)
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(tensor, torch.Tensor) and type(tensor) is not ShardedTensor:
+                self._inside.add(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        views = False
+        for position, argument in enumerate(func._schema.arguments):
+            alias = argument.alias_info
+            if alias is None:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            views = views or not alias.is_write
+            if alias.is_write:
+                self._check(value, func)
+        result = func(*args, **kwargs)
+        if not views:  # a view is inside exactly if its base is
+            self._note(result)
+        return result
+
+    def _check(self, value: Any, func: Any) -> None:
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if (
+                isinstance(tensor, torch.Tensor)
+                and type(tensor) is not ShardedTensor
+                and tensor.untyped_storage()._cdata not in self._inside
+            ):
+                raise RuntimeError(lost_write(tensor, f" ({func})"))

@@ -1,0 +1,300 @@
+"""The rows of a mapped call one after the other, as plain Python, with collectives between them.
+
+Every row has a thread of its own, and one of them runs at a time, always the first that can: a row
+runs until it reaches a collective, then the next one does, and the last to arrive lets all go on.
+
+    row 0  ....all_reduce              ......return
+    row 1                ....all_reduce            ......return
+                                       | values of all rows are known: each gets its result
+
+The collectives' rules for derivatives are the ones of the devices, but nothing else is: no vmap, no
+trace, no compiler, no process group.  ``_Collectives`` gives every process-group operation the
+meaning that its documentation has, on the values of all rows.  So results are an independent check
+of the other ways to run a function, and inside it everything that Python can do works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchpmap._axes import Axis, Partition, subgroup_name
+from torchpmap._effects import emit, lines_of
+from torchpmap._errors import CollectiveMismatch
+
+__all__ = ["run_rows"]
+
+_GROUP = "rows"
+_c10d = torch.ops._c10d_functional
+
+Tensors = list[torch.Tensor]
+T = TypeVar("T")
+
+
+class _Abandoned(BaseException):
+    """Ends a row because another one failed; no ``except Exception`` of the user's may stop it."""
+
+
+def run_rows(
+    run_row: Callable[[int, Axis], T],
+    axis_name: Hashable,
+    size: int,
+    leaves: Sequence[torch.Tensor],
+) -> list[T]:
+    """Call ``run_row(index, axis)`` for every index of an axis, which ``run_row`` is to bind; what
+    they return, in order.
+
+    Args:
+        run_row: runs one row.
+        axis_name: name of the axis.
+        size: number of rows.
+        leaves: parameters that rows share; each row has its own ``.grad`` of them, None at first.
+
+    Raises:
+        CollectiveMismatch: rows wait for each other in different collectives.
+        What a row raises, with a note that names the row.
+    """
+    meeting = _Meeting(size, leaves)
+    results: dict[int, T] = {}
+    autocast = _autocast()
+
+    def subgroup(partition: Partition) -> str:
+        name = subgroup_name(_GROUP, partition)
+        meeting.groups[name] = partition
+        return name
+
+    def run(row: int) -> None:
+        with meeting.turn:
+            try:
+                meeting.await_turn(row)
+                meeting.grads = [None] * len(leaves)
+                with _around_a_row(meeting, row, autocast):
+                    axis = Axis(axis_name, size, torch.tensor(row), _GROUP, subgroup)
+                    results[row] = run_row(row, axis)
+            except _Abandoned:
+                pass
+            except BaseException as error:
+                meeting.fail(error, f"in row {row} of {size}, axis {axis_name!r}")
+            else:
+                meeting.end(row)
+
+    threads = [
+        # a thread begins without context variables: those of the caller are copied
+        threading.Thread(
+            target=contextvars.copy_context().run, args=(run, row), name=f"row-{row}", daemon=True
+        )
+        for row in range(size)
+    ]
+    grads = meeting.grads
+    with _forward_mode():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    meeting.grads = grads
+    if meeting.failure is not None:
+        raise meeting.failure
+    return [results[row] for row in range(size)]
+
+
+@contextlib.contextmanager
+def _around_a_row(
+    meeting: _Meeting, row: int, autocast: list[tuple[str, torch.dtype]]
+) -> Iterator[None]:
+    """Settings that belong to a thread."""
+    with contextlib.ExitStack() as stack:
+        for kind, dtype in autocast:
+            stack.enter_context(torch.autocast(kind, dtype))
+        # single-threaded: axes are bound per thread
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(_Collectives(meeting, row))
+        yield
+
+
+@contextlib.contextmanager
+def _forward_mode() -> Iterator[None]:
+    """Keep torch's level of forward-mode derivatives open while rows run.
+
+    There is one level per process, opened by the outermost ``jvp`` and closed at its end; rows take
+    turns inside theirs.  Where it is open already, as it is here, ``jvp`` leaves it alone.
+    """
+    from torch._functorch.eager_transforms import jvp_increment_nesting
+
+    with jvp_increment_nesting():
+        if forward_ad._current_level >= 0:
+            yield
+        else:
+            with forward_ad.dual_level():
+                yield
+
+
+def _autocast() -> list[tuple[str, torch.dtype]]:
+    kinds = ("cpu", "cuda")
+    return [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
+
+
+@dataclass
+class _Meeting:
+    """Where rows wait for each other; everything is guarded by ``turn``, which the row that runs
+    holds.
+    """
+
+    size: int
+    leaves: Sequence[torch.Tensor]
+    turn: threading.Condition = field(default_factory=threading.Condition)
+    groups: dict[str, Partition] = field(default_factory=dict)
+    failure: BaseException | None = None
+    _waiting: dict[int, tuple[str, Hashable, Any]] = field(default_factory=dict)
+    """Row -> group, what it wants to do, and its operand."""
+    _given: dict[int, list[Any]] = field(default_factory=dict)
+    """Row -> the operands of its group."""
+    _ended: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.groups[_GROUP] = (tuple(range(self.size)),)
+
+    @property
+    def grads(self) -> list[torch.Tensor | None]:
+        """The gradients of the row that runs."""
+        return [leaf.grad for leaf in self.leaves]
+
+    @grads.setter
+    def grads(self, grads: list[torch.Tensor | None]) -> None:
+        for leaf, grad in zip(self.leaves, grads, strict=True):
+            leaf.grad = grad
+
+    def members(self, row: int, group: str) -> tuple[int, ...]:
+        """The rows of a group, in the order of their ranks in it."""
+        return next(part for part in self.groups[group] if row in part)
+
+    def exchange(self, row: int, group: str, what: Hashable, value: Any) -> list[Any]:
+        """Wait until all members want to do ``what``; their operands, in rank order."""
+        self._waiting[row] = (group, what, value)
+        members = self.members(row, group)
+        present = [self._waiting.get(member, ("", None, value)) for member in members]
+        if all(waiting[:2] == (group, what) for waiting in present):
+            for member in members:
+                del self._waiting[member]
+                self._given[member] = [operand for _, _, operand in present]
+        grads = self.grads
+        self._pass_on()
+        self.await_turn(row)
+        self.grads = grads
+        return self._given.pop(row)
+
+    def await_turn(self, row: int) -> None:
+        """Wait until ``row`` is the first of the rows that can run."""
+
+        def can_run(other: int) -> bool:
+            return other not in self._waiting and other not in self._ended
+
+        self.turn.wait_for(
+            lambda: self.failure is not None or (can_run(row) and not any(map(can_run, range(row))))
+        )
+        if self.failure is not None:
+            raise _Abandoned
+
+    def end(self, row: int) -> None:
+        self._ended.add(row)
+        self._pass_on()
+
+    def fail(self, error: BaseException, where: str) -> None:
+        if self.failure is None:
+            error.add_note(where)
+            self.failure = error
+        self.turn.notify_all()
+
+    def _pass_on(self) -> None:
+        """Let another row run; fail if none ever can."""
+        self.turn.notify_all()
+        if not self._waiting or len(self._waiting) + len(self._ended) < self.size:
+            return
+        table = "\n".join(f"  row {row}: {self._doing(row)}" for row in range(self.size))
+        self.failure = CollectiveMismatch(
+            f"rows run different collectives, so the result would be wrong:\n{table}\nEvery row "
+            "must run the same collectives in the same order: do not put one under a condition on "
+            "a row's own values or axis index."
+        )
+
+    def _doing(self, row: int) -> str:
+        return str(self._waiting[row][1]) if row in self._waiting else "returned"
+
+
+class _Collectives(TorchDispatchMode):
+    """Runs process-group operations between the rows."""
+
+    def __init__(self, meeting: _Meeting, row: int) -> None:
+        super().__init__()
+        self._meeting = meeting
+        self._row = row
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace not in ("_c10d_functional", "torchpmap"):
+            return func(*args, **(kwargs or {}))
+        if func is _c10d.wait_tensor.default:  # results are there already
+            return args[0]
+        if func is torch.ops.torchpmap.debug_print.default:
+            return self._print(args)
+        if func is torch.ops.torchpmap.debug_check.default:
+            return func(*args)
+        if func not in _MEANINGS:
+            raise NotImplementedError(f"{func} between rows that run one after the other")
+        value, *how, group = args
+        place = self._meeting.members(self._row, group).index(self._row)
+        name = func._schema.name.partition("::")[2]
+        dtype = str(value.dtype).removeprefix("torch.")
+        what = f"{name} {' '.join(map(str, how))} of {dtype}{list(value.shape)}"
+        operands = self._meeting.exchange(self._row, group, what, value)
+        return _MEANINGS[func](operands, place, *how)
+
+    def _print(self, args: Any) -> None:
+        text = lines_of(*args)
+        for group in args[4]:
+            texts = self._meeting.exchange(self._row, group, "print", text)
+            if self._row != self._meeting.members(self._row, group)[0]:
+                return
+            text = "\n".join(texts)
+        emit(text)
+
+
+def _all_reduce(values: Tensors, place: int, op: str) -> torch.Tensor:
+    rows = torch.stack(values)
+    if op == "sum":
+        return rows.sum(0, dtype=rows.dtype)
+    return rows.amax(0) if op == "max" else rows.amin(0)
+
+
+def _all_gather(values: Tensors, place: int, size: int) -> torch.Tensor:
+    return torch.cat(values)
+
+
+def _reduce_scatter(values: Tensors, place: int, op: str, size: int) -> torch.Tensor:
+    return _all_reduce(values, place, op).chunk(size)[place].clone()
+
+
+def _all_to_all(values: Tensors, place: int, receives: list[int], sends: list[int]) -> torch.Tensor:
+    return torch.cat([value.split(sends)[place] for value in values])
+
+
+def _ppermute(
+    values: Tensors, place: int, sources: list[int], destinations: list[int]
+) -> torch.Tensor:
+    source = dict(zip(destinations, sources, strict=True)).get(place)
+    return torch.zeros_like(values[0]) if source is None else values[source].clone()
+
+
+_MEANINGS: dict[Any, Callable[..., torch.Tensor]] = {
+    _c10d.all_reduce.default: _all_reduce,
+    _c10d.all_gather_into_tensor.default: _all_gather,
+    _c10d.reduce_scatter_tensor.default: _reduce_scatter,
+    _c10d.all_to_all_single.default: _all_to_all,
+    torch.ops.torchpmap.ppermute.default: _ppermute,
+}

@@ -1,0 +1,297 @@
+"""Finding out what a mapped function does, and whether it does it right (``torchpmap.debug``)."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import pdb
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from torchpmap import _axes, _effects, _inline
+from torchpmap._check import CheckReport, check
+from torchpmap._picture import picture
+from torchpmap._pmap import Pmapped, pmap
+from torchpmap._sharded import ShardedTensor
+from torchpmap._structure import flatten
+
+__all__ = [
+    "CheckReport",
+    "assert_replicated",
+    "breakpoint",
+    "check_pmap",
+    "fake_pmap",
+    "print",
+    "visualize_sharding",
+]
+
+
+@contextmanager
+def fake_pmap(*, serial: bool = False) -> Iterator[None]:
+    """Run every ``pmap`` of the block in the calling process, with collectives that give the true
+    results; a decorator too.
+
+    All rows run at once, as lanes of ``torch.func.vmap``; nothing is traced, compiled or sent, and
+    no worker is started.  Every exception has its ordinary traceback, results are plain tensors,
+    and ``.backward()``, ``torch.func.grad`` and ``vmap`` around a mapped function work.  Calls are
+    checked, and misuse raises, as on the devices.  Donated arguments stay usable.  For the calling
+    thread only; ``tp.config.runtime = "inline"`` or ``TORCHPMAP_RUNTIME=inline`` is the same for
+    the whole program.
+
+    Inside the mapped function no Python value of one row exists (``.item()``, ``if x > 0``,
+    ``.backward()``): torch raises, with a note that says what to do.  With ``serial=True`` it does.
+
+    Args:
+        serial: run the rows one after the other, as plain Python (one thread per row, one of which
+            runs at a time; rows wait for each other at collectives).  Everything that works in
+            Python works inside then, but the result cannot be differentiated from outside.
+
+    Returns:
+        A context manager.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> normalize = tp.pmap(lambda x: x / tp.psum(x, "i"), axis_name="i")
+        >>> with tp.debug.fake_pmap():
+        ...     print(normalize(torch.tensor([1.0, 2.0, 3.0, 4.0])))
+        tensor([0.1000, 0.2000, 0.3000, 0.4000])
+        >>> with tp.debug.fake_pmap(serial=True):
+        ...     y = tp.pmap(lambda x: print("row", x.item()))(torch.arange(2.0))
+        row 0.0
+        row 1.0
+
+    Source: ``chex.fake_pmap``; checked in tests/test_debug.py and, with every program that JAX was
+        asked about, in tests/test_jax_parity.py.
+    """
+    with _inline.chosen(True, serial=serial):
+        yield
+
+
+def check_pmap(
+    fun: Callable[..., Any],
+    *args: Any,
+    axis_name: Hashable | None = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    rtol: float | None = None,
+    atol: float | None = None,
+    gradients: bool = True,
+    **options: Any,
+) -> CheckReport:
+    """Compute ``pmap(fun)(*args)`` in three ways and compare the values and the gradients.
+
+    *serial*: row by row in plain Python, rows meeting at collectives; *vmapped*: as under
+    ``fake_pmap``; *pmapped*: on the devices, compiled.  The gradients are those of a fixed random
+    weighted sum of all floating-point outputs, to all floating-point tensors among the arguments.
+    What a way cannot do (``.item()`` in lanes) is skipped and said so in the report.
+
+    Args:
+        fun: the function of one row, or what ``pmap`` made of one (then without further options).
+        args: the arguments of the mapped function.
+        axis_name, in_axes, out_axes, options: as of ``pmap``.
+        rtol: relative tolerance of floating-point numbers; default: by dtype, 1e-4 for float32.
+        atol: absolute tolerance; default: by dtype, 1e-5 for float32.
+        gradients: whether to compare gradients too.
+
+    Returns:
+        A report; ``print`` it.
+
+    Raises:
+        AssertionError: two ways differ; the text names the first leaf that does, the way, the index
+            of the worst element and both numbers.
+        What ``fun`` or ``pmap`` raises.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> def center(w, x):
+        ...     return w * (x - tp.pmean(x, "i"))
+        >>> w, x = torch.tensor(2.0), torch.arange(4.0)
+        >>> print(tp.debug.check_pmap(center, w, x, axis_name="i", in_axes=(None, 0)))
+        check_pmap(center): equal, largest difference ...
+          values (1): serial, vmapped, pmapped
+          gradients (2): serial, vmapped, pmapped
+
+    Source: checked in tests/test_check_pmap.py against programs whose ways differ by construction.
+    """
+    mapped = fun
+    if not isinstance(mapped, Pmapped):
+        mapped = pmap(fun, axis_name, in_axes=in_axes, out_axes=out_axes, **options)
+    elif options or axis_name is not None or in_axes != 0 or out_axes != 0:
+        raise TypeError(
+            "check_pmap: a function that is mapped already brings its own options; pass the plain "
+            "function with options, or the mapped one without."
+        )
+    return check(mapped._fun, mapped._options, args, rtol, atol, gradients)
+
+
+def print(fmt: str, *args: Any, ordered: bool = True, **kwargs: Any) -> None:
+    """Print ``fmt.format(*args, **kwargs)`` once for every index of the mapped axis, with the
+    values that the call has, also in compiled code.
+
+    A line starts with the index of its device, ``[i=2]``; under a ``vmap`` inside there is a line
+    for every row.  Under ``grad`` it prints the values, once.
+
+    Args:
+        fmt: a format string as of ``str.format``; every argument must be used.
+        args, kwargs: tensors, pytrees of them, or anything else, which is formatted at once.
+        ordered: print in the order of the index: the lines travel to the first device, so every
+            device must come to this print.  Otherwise each device prints when it gets there.
+
+    Raises:
+        TypeError, ValueError, IndexError, KeyError: the format does not fit its arguments.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> @tp.pmap(axis_name="i")
+        ... def f(x):
+        ...     tp.debug.print("x = {}, square {square:.2f}", x, square=x**2)
+        ...     return tp.psum(x, "i")
+        >>> with tp.debug.fake_pmap():
+        ...     y = f(torch.arange(3.0))
+        [i=0] x = 0.0, square 0.00
+        [i=1] x = 1.0, square 1.00
+        [i=2] x = 2.0, square 4.00
+
+    Source: ``jax.debug.print``; checked in tests/test_effects.py.
+    """
+    if not isinstance(fmt, str):
+        raise TypeError(f"debug.print: the first argument is a format string, but got {fmt!r}.")
+    _effects.show(fmt, args, kwargs, ordered=ordered)
+
+
+def assert_replicated(x: Any, axis_name: Hashable | None = None) -> None:
+    """Raise on all devices if a value differs between the devices of an axis.
+
+    Inside a mapped function it compares when the values are known, also in compiled code: the error
+    comes with the results of the call.  Outside, it compares the copies that the devices hold of
+    replicated ShardedTensors.  NaN equals NaN.
+
+    Args:
+        x: tensor or pytree of tensors; Python values are the same everywhere.
+        axis_name: name of the axis, or several; None outside a mapped function.
+
+    Raises:
+        ValueError: a leaf differs; names it and the largest difference.
+        NameError: the axis is not bound.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> @tp.pmap(axis_name="i")
+        ... def step(w, x):
+        ...     w = w - tp.pmean(w * x, "i")
+        ...     tp.debug.assert_replicated({"w": w}, "i")
+        ...     return w
+        >>> step(torch.ones(4), torch.arange(4.0)).tolist()
+        [-0.5, -0.5, -0.5, -0.5]
+
+    Source: checked in tests/test_effects.py.
+    """
+    leaves, structure = flatten(x)
+    for leaf, path in zip(leaves, structure.paths("x"), strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if axis_name is None:
+            _assert_equal_copies(leaf, path)
+            continue
+        message = (
+            f"assert_replicated: {path} differs between devices of axis {axis_name!r} (largest "
+            "difference {distance}). Reduce it over the axis, for example with pmean."
+        )
+        _effects.check_equal(_effects.difference(leaf.detach(), axis_name), message)
+
+
+def _assert_equal_copies(leaf: torch.Tensor, path: str) -> None:
+    if not isinstance(leaf, ShardedTensor):
+        return
+    if not leaf.is_fully_replicated:
+        raise ValueError(
+            f"assert_replicated: {path} is {leaf._alive()[0].sharding.spec}, so devices hold "
+            "different parts of it. Pass a replicated value, or give the name of the axis inside "
+            "the mapped function."
+        )
+    first, *others = (shard.data for shard in leaf.addressable_shards)
+    for copy in others:
+        distance = _effects.distance(copy, first)
+        if float(distance) != 0:
+            raise ValueError(
+                f"assert_replicated: {path} differs between devices (largest difference "
+                f"{float(distance):g})."
+            )
+
+
+def breakpoint(index: int = 0) -> None:
+    """Stop in the debugger inside a mapped function, for one index of its axis.
+
+    It needs ``fake_pmap``: elsewhere the function is traced, or runs in another process.  With
+    ``fake_pmap(serial=True)`` it stops in the row ``index`` alone, where tensors are plain ones.
+    With ``fake_pmap()`` all rows run at once, so it stops once, and tensors show all rows.
+    ``PYTHONBREAKPOINT`` chooses the debugger, as for Python's own ``breakpoint()``.
+
+    Args:
+        index: index along the axis of the row to stop in.
+
+    Raises:
+        RuntimeError: not under ``fake_pmap``, or not inside a mapped function.
+
+    Source: ``jax.debug.breakpoint``; checked in tests/test_debug.py.
+    """
+    axes = _axes.bound()
+    if not axes or not _inline.active():
+        where = "outside a mapped function; use Python's breakpoint()"
+        if axes:
+            where = (
+                "in a function that runs on the devices, out of a debugger's reach; run it under "
+                "torchpmap.debug.fake_pmap(serial=True)"
+            )
+        raise RuntimeError(f"torchpmap.debug.breakpoint was called {where}.")
+    rows = [axis for parts in axes for axis in parts if axis.group is not None]
+    if any(int(axis.index) != index for axis in rows):
+        return
+    if not rows:
+        names = ", ".join(f"{parts[0].name!r} (size {parts[0].size})" for parts in axes)
+        builtins.print(
+            f"All rows of {names} run at once: tensors show all of them. "
+            "fake_pmap(serial=True) stops in one row."
+        )
+    if os.environ.get("PYTHONBREAKPOINT") or sys.breakpointhook is not sys.__breakpointhook__:
+        sys.breakpointhook()
+    else:
+        pdb.Pdb().set_trace(sys._getframe(1))
+
+
+def visualize_sharding(x: torch.Tensor) -> None:
+    """Print which device holds what part of a tensor.
+
+    Args:
+        x: a ShardedTensor; of any other tensor it prints where it is.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.debug.visualize_sharding(tp.pmap(lambda x: x)(torch.zeros(4, 2)))
+        float32[4, 2], cut along dim 0
+          +-------+
+        0 | cpu:0 |
+          +-------+
+        1 | cpu:1 |
+          +-------+
+        2 | cpu:2 |
+          +-------+
+        3 | cpu:3 |
+          +-------+
+        >>> tp.debug.visualize_sharding(tp.replicate(torch.zeros(2)))
+        float32[2], replicated
+        +-------------------------+
+        | cpu:0 cpu:1 cpu:2 cpu:3 |
+        +-------------------------+
+
+    Source: ``jax.debug.visualize_array_sharding``; checked in tests/test_picture.py.
+    """
+    if isinstance(x, ShardedTensor):
+        builtins.print(picture(x._alive()[0]))
+    else:
+        dtype = str(x.dtype).removeprefix("torch.")
+        builtins.print(f"{dtype}{list(x.shape)}, in this process ({x.device})")
