@@ -1,0 +1,148 @@
+"""Train 64 small networks at once: pmap over the devices, vmap over the networks of a device.
+
+    python examples/ensembles.py [--devices 4] [--steps 300] [--no-compile]
+
+Each member has its own first weights, its own learning rate and its own weighting of the data (the
+Bayesian bootstrap). One call trains all of them by one step of Adam. The parameters and Adam's
+state are donated: they never leave the devices, and each step reuses their memory.
+
+Where there is data, the mean of the members must be better than the average member; where there is
+none, their spread must say so. A picture of both is written to ``outputs/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import torchpmap as tp
+
+MEMBERS, HIDDEN = 64, 16
+BOTH = ("devices", "members")
+
+Params = dict[str, Tensor]
+optimizer = tp.optim.functional(torch.optim.Adam)
+
+
+def truth(x: Tensor) -> Tensor:
+    return torch.sin(3 * x) + 0.5 * x
+
+
+def make_data() -> tuple[Tensor, Tensor]:
+    """Return 60 noisy values of the function, none of them between 0 and 1."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.cat([torch.linspace(-2, 0, 40), torch.linspace(1, 2, 20)])
+    return x, truth(x) + 0.2 * torch.randn(len(x), generator=random)
+
+
+def initialize(key: Tensor) -> tuple[Params, dict[str, Any], Tensor]:
+    """Return one member's parameters, state of Adam, and weights of the 60 data points."""
+    first, shift, middle, last, points = tp.random.split(key, 5)
+    params = {
+        "w1": tp.random.normal(first, (1, HIDDEN)) * 2,
+        "b1": tp.random.uniform(shift, (HIDDEN,), minval=-2, maxval=2),
+        "w2": tp.random.normal(middle, (HIDDEN, HIDDEN)) / HIDDEN**0.5,
+        "b2": torch.zeros(HIDDEN),
+        "w3": tp.random.normal(last, (HIDDEN, 1)) / HIDDEN**0.5,
+    }
+    return params, optimizer.init(params), tp.random.exponential(points, (60,))
+
+
+def predict(params: Params, x: Tensor) -> Tensor:
+    hidden = torch.tanh(x[:, None] @ params["w1"] + params["b1"])
+    hidden = torch.tanh(hidden @ params["w2"] + params["b2"])
+    return (hidden @ params["w3"])[:, 0]
+
+
+class Prediction(NamedTuple):
+    """Of the ensemble at the points x, and the mean squared error of the average member."""
+
+    mean: Tensor
+    spread: Tensor
+    members_error: Tensor
+
+
+def train(num_devices: int, num_steps: int, compile: Any = True) -> tuple[Params, Any]:
+    """Return the parameters, [device, member, ...], and ``ask(params, x) -> Prediction``."""
+    x_data, y_data = make_data()
+
+    def loss(params: Params, weights: Tensor) -> Tensor:
+        return (weights * (predict(params, x_data) - y_data) ** 2).mean()
+
+    def step(params: Params, state: Any, weights: Tensor, lr: Tensor) -> tuple[Params, Any]:
+        grads = tp.grad(loss)(params, weights)
+        return optimizer.update(grads, state, params, lr=lr)
+
+    def summarize(params: Params, x: Tensor) -> Prediction:
+        y = predict(params, x)
+        mean = tp.pmean(y, BOTH)
+        spread = tp.pmean((y - mean) ** 2, BOTH).sqrt()
+        return Prediction(mean, spread, tp.pmean(((y - truth(x)) ** 2).mean(), BOTH))
+
+    mapped = {"axis_name": "devices", "devices": tp.devices()[:num_devices], "compile": compile}
+    train_all = tp.pmap(tp.vmap(step, axis_name="members"), donate_argnums=(0, 1), **mapped)
+    summarize_all = tp.vmap(summarize, axis_name="members", in_axes=(0, None), out_axes=None)
+    ask = tp.pmap(summarize_all, in_axes=(0, None), out_axes=None, **mapped)
+
+    grid = (num_devices, MEMBERS // num_devices)
+    keys = tp.random.split(tp.random.key(0), MEMBERS).reshape(*grid, 2)
+    rates = torch.logspace(-2.5, -1.5, MEMBERS).reshape(grid)
+    start = tp.pmap(tp.vmap(initialize), **{**mapped, "compile": False})  # runs only once
+    params, state, weights = start(keys)
+    rates = tp.device_put(rates, tp.devices()[:num_devices])
+    for _ in range(num_steps):
+        params, state = train_all(params, state, weights, rates)
+    return params, ask
+
+
+def draw(x: Tensor, prediction: Prediction, path: Path) -> None:
+    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    axes = figure.subplots()
+    mean, spread = prediction.mean.cpu(), prediction.spread.cpu()
+    axes.fill_between(x, mean - 2 * spread, mean + 2 * spread, alpha=0.25, label="2 x spread")
+    axes.plot(x, mean, label="mean of 64 networks")
+    axes.plot(x, truth(x), "k--", linewidth=1, label="truth")
+    axes.plot(*make_data(), "k.", markersize=4, label="data")
+    axes.set(xlabel="x", ylabel="y")
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train an ensemble on every device.")
+    parser.add_argument("--devices", type=int, default=4, help="a divisor of 64")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--no-compile", action="store_true", help="run operation by operation")
+    parser.add_argument("--output", type=Path, default=Path("outputs"), help="folder for the PNG")
+    args = parser.parse_args()
+
+    tp.init(num_devices=args.devices)
+    params, ask = train(args.devices, args.steps, not args.no_compile)
+    print(f"{MEMBERS} networks on {len(params['w1'].devices())} devices")
+
+    seen = torch.cat([torch.linspace(-2, 0, 81), torch.linspace(1, 2, 41)])
+    mean, spread, members_error = ask(params, seen)
+    error = ((mean.cpu() - truth(seen)) ** 2).mean()
+    print(f"squared error: average member {members_error:.4f}, ensemble {error:.4f}")
+    assert error < 0.8 * members_error.cpu()
+    # The average member is worse than the ensemble by exactly the variance between the members.
+    torch.testing.assert_close(members_error.cpu(), error + (spread.cpu() ** 2).mean())
+
+    gap = ask(params, torch.linspace(0.3, 0.7, 21)).spread.mean().item()
+    print(f"spread of the members: {spread.mean():.3f} near data, {gap:.3f} far from it")
+    assert gap > 2 * spread.mean().item()
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    x = torch.linspace(-2.2, 2.2, 200)
+    draw(x, ask(params, x), args.output / "ensembles.png")
+    print(f"wrote {args.output}/ensembles.png")
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()
