@@ -115,7 +115,7 @@ def draw(x: Tensor, prediction: Prediction, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train an ensemble on every device.")
-    parser.add_argument("--devices", type=int, default=4, help="a divisor of 64")
+    parser.add_argument("--devices", type=int, default=4, choices=(1, 2, 4, 8, 16, 32, 64))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--no-compile", action="store_true", help="run operation by operation")
     parser.add_argument("--output", type=Path, default=Path("outputs"), help="folder for the PNG")

@@ -139,7 +139,7 @@ def test_ensembles_train_the_same_networks_on_one_and_four_devices():
 
 
 def test_mcmc_chains_command_line_finds_the_known_moments():
-    lines = run("mcmc_chains.py", "--devices", "2", "--no-compile").splitlines()
+    lines = run("mcmc_chains.py", "--devices", "2", "--samples", "250", "--no-compile").splitlines()
     assert lines[0] == "16 chains on 2 devices"
     assert lines[-1] == "ok"
 
