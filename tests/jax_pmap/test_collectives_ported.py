@@ -150,8 +150,10 @@ def test_collectives_with_trees_of_different_dtypes(n: int) -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int16, torch.int64, torch.bool]
-    + [torch.uint8, torch.complex64],
+    [
+        *(torch.float16, torch.bfloat16, torch.float64, torch.complex64),
+        *(torch.int8, torch.uint8, torch.int16, torch.int64, torch.bool),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("concat_axis", [0, 1])
