@@ -1,4 +1,4 @@
-"""Covers: arguments, axes, statics, constants, caches and error texts of pmap, as JAX tests them."""
+"""Covers: arguments, axes, statics, constants, caches and errors of pmap, as JAX tests them."""
 
 from __future__ import annotations
 

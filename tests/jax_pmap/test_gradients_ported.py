@@ -288,7 +288,7 @@ def test_psum_zero_cotangents() -> None:
 
 @pytest.mark.xfail(
     raises=RuntimeError,
-    reason="torch's internal assert: jvp of grad of a psum of two leaves of which one has a tangent",
+    reason="torch asserts: jvp of grad of a psum of two leaves, one of them with a tangent",
 )
 def test_psum_zero_cotangents_forward() -> None:
     """testPsumZeroCotangents, in forward mode."""
