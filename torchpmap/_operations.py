@@ -185,8 +185,10 @@ class Operation:
 
             in_dims = tuple(-1 if batched else None for batched in which)
             # keys have the batch dim where the rows are to draw different numbers
-            over_batch = torch.func.vmap(function, in_dims, -1, randomness="same")
-            return _outcome(list(zip(over_batch(*blocks), dims, strict=True)))
+            # out_dims=-1 of an output that is not batched reads out of bounds in torch 2.13.
+            over_batch = torch.func.vmap(function, in_dims, 0, randomness="same")
+            results = [x.movedim(0, -1) for x in over_batch(*blocks)]
+            return _outcome(list(zip(results, dims, strict=True)))
 
         return batch
 
