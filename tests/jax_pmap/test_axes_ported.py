@@ -75,10 +75,20 @@ def test_vmap_of_pmap_non_leading_axis() -> None:
 def test_vmap_of_pmap_tuple() -> None:
     f = pmap(lambda *xs: (xs[0] * 2, (xs[1] + 1, xs[2])))
     x, y, z = sample(4, 3, 5), sample(4, 5, seed=1), sample(4, seed=2)
-    got = tp.vmap(f, in_axes=(2, 1, None), out_axes=(2, (1, None)))(x, y, z)
+    got = tp.vmap(f, in_axes=(2, 1, None), out_axes=(2, (1, 0)))(x, y, z)
     same(got[0], 2 * x)
     same(got[1][0], y + 1)
-    same(got[1][1], z)
+    same(got[1][1], z.expand(5, 4))
+
+
+@pytest.mark.xfail(
+    raises=ValueError, reason="under vmap every output of a mapped function counts as batched"
+)
+def test_vmap_of_pmap_tuple_unmapped() -> None:
+    """testVmapOfPmapTuple with an output that no batched argument reaches."""
+    x, z = sample(4, 5), sample(4, seed=2)
+    f = tp.vmap(pmap(lambda x, z: (x * 2, z + 1)), in_axes=(1, None), out_axes=(1, None))
+    same(f(x, z)[1], z + 1)
 
 
 def test_axis_name_shadowing_with_vmap() -> None:
