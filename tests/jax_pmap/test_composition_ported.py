@@ -19,7 +19,7 @@ def jit(f: Any) -> Any:
 
 
 around = pytest.mark.xfail(
-    run=False,  # it would stop in the middle of a message and leave a pool that nobody can use
+    run=False,  # half a Plan is left, whose __del__ raises and can end the test session
     reason="torch.compile around a mapped function traces the front end: InternalTorchDynamoError",
 )
 
