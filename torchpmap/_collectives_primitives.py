@@ -202,8 +202,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        primitive, index, *_ = inputs
+        primitive, index, *xs = inputs
         ctx.primitive = primitive
+        ctx.kinds = [(x.shape, x.dtype, x.device) for x in xs]
         ctx.set_materialize_grads(False)
         _save(ctx, index)
 
@@ -215,7 +216,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _primitive: None, _index: None, *tangents: torch.Tensor | None) -> Any:
         (index,) = ctx.saved_tensors
-        return _apply_present(ctx.primitive, index, tangents)
+        # torch 2.13 fails inside where some outputs have a tangent and others None
+        given = [
+            torch.zeros(shape, dtype=dtype, device=device) if tangent is None else tangent
+            for tangent, (shape, dtype, device) in zip(tangents, ctx.kinds, strict=True)
+        ]
+        return _apply_present(ctx.primitive, index, given)
 
     @staticmethod
     def vmap(

@@ -176,7 +176,7 @@ class Plan:
         return self.structure.unflatten(leaves)
 
     def __del__(self) -> None:
-        if not self.undefined:
+        if not getattr(self, "undefined", True):  # it may never have been finished
             self.team.runtime.forget(self.definition.plan_id)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._compile import _disable_dynamo
+from torch.compiler import is_dynamo_compiling
 
 from torchpmap import _axes, _inline
 from torchpmap._arguments import (
@@ -49,6 +51,16 @@ _MAX_PREPARED = 4096
 """Prepared calls a function keeps; statics or shapes that never repeat would fill memory."""
 
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+@_disable_dynamo
+def _outside_dynamo(mapped: Pmapped, *args: Any, **kwargs: Any) -> Any:
+    """A call in a function that ``torch.compile`` compiles: between its graphs, untouched."""
+    from torch._dynamo import trace_rules
+
+    for name in ("_sharded", "_runtimes", "_wire"):  # nor what operations on the results do
+        trace_rules.add(f"torchpmap.{name}")
+    return mapped(*args, **kwargs)
 
 
 def _is_traced() -> bool:
@@ -130,6 +142,8 @@ class Pmapped:
         return bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return _outside_dynamo(self, *args, **kwargs)
         options = self._options
         if options.static_argnums or options.static_argnames:
             args, kwargs = split_statics(options, args, kwargs)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpmap import _axes
 from torchpmap._arguments import Bound, Options, Static, bind
 from torchpmap._autodiff import is_transformed
 from torchpmap._compile import EAGER
@@ -85,10 +86,13 @@ class Preparation:
     def run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call with all its rows on the device it is made on."""
         options = self._options
+        if options.devices is not None and _axes.bound():
+            raise ValueError(
+                f"{options.prefix}: a pmap inside a mapped function runs on the device that it is "
+                "met on, and cannot have devices. Leave them out, or give them to the outer pmap."
+            )
         chosen = options.devices
         bound = bind(self._fun, options, args, kwargs, None if chosen is None else len(chosen))
-        if chosen is not None:
-            self._check_rows(bound.size, chosen)
         program, positions = self._program(bound, bound.size)
         leaves = [bound.leaves[position] for position in positions]
         blocks = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]

@@ -144,7 +144,12 @@ class Program:
         index = torch.arange(self.lanes, device=devices[0] if devices else None)
         dims = [leaf.dim for leaf in self.leaves if isinstance(leaf, Input)]
         over_lanes = torch.func.vmap(run_row, (0, *dims), randomness=self.randomness)
-        lanes_first = iter(over_lanes(index, *blocks))
+        try:
+            lanes_first = iter(over_lanes(index, *blocks))
+        except RuntimeError as error:
+            if "functorch" in str(error) or "vmap" in str(error):
+                error.add_note(_LANES_NOTE.format(lanes=self.lanes))
+            raise
         (outcome,) = outcomes
         stacked: list[torch.Tensor | None] = []
         for value, dim in zip(outcome.blocks, outcome.dims, strict=True):
@@ -183,6 +188,13 @@ class Program:
             blocks.append(tensor)
             dims.append(dim)
         return Outcome(structure, tuple(blocks), tuple(dims), tuple(checks.values()), tuple(checks))
+
+
+_LANES_NOTE = (
+    "{lanes} rows run at once on each device, under torch.func.vmap, because there are more rows "
+    "than devices. What vmap cannot do (.item(), .backward(), requires_grad_(), writing a row's "
+    "value into a shared tensor) works with one row per device, or with torchpmap.grad."
+)
 
 
 class _FirstRow(torch.autograd.Function):

@@ -205,7 +205,8 @@ class ShardedTensor(torch.Tensor):
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         layout, handle = self._alive()
-        if type(index) is int and not self.requires_grad and layout.shape:
+        traced = torch._C._len_torch_dispatch_stack()  # then it has to be an operation
+        if type(index) is int and not self.requires_grad and layout.shape and not traced:
             size = layout.shape[0]
             if not -size <= index < size:
                 raise IndexError(f"index {index} is out of bounds for dimension 0 with size {size}")

@@ -347,7 +347,6 @@ def test_nested_pmaps(dtype: torch.dtype) -> None:
     same(copy, x)
 
 
-@pytest.mark.xfail(reason="devices= of a pmap inside a mapped function is ignored without a word")
 def test_nested_pmaps_error() -> None:
     with pytest.raises(ValueError, match="devices"):
         nested_sums(torch.float32, devices=tp.devices()[:3])(counting(2, 3))

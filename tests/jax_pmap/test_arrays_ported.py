@@ -57,9 +57,6 @@ def test_arrays(reverse: bool) -> None:
         lambda x, y: x + y.sum(0),
         pytest.param(
             lambda x, y: x + y[0],
-            marks=pytest.mark.xfail(
-                raises=UserWarning, reason="indexing a captured result ends the trace"
-            ),
         ),
     ],
     ids=["whole", "sum", "index"],

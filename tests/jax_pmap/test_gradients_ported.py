@@ -286,10 +286,6 @@ def test_psum_zero_cotangents() -> None:
     check_grads(lambda a, b: mapped({"used": a, "other": b}), used, other)
 
 
-@pytest.mark.xfail(
-    raises=RuntimeError,
-    reason="torch asserts: jvp of grad of a psum of two leaves, one of them with a tangent",
-)
 def test_psum_zero_cotangents_forward() -> None:
     """testPsumZeroCotangents, in forward mode."""
 
