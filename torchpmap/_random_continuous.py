@@ -144,11 +144,12 @@ def truncated_normal(
     sqrt2 = rounded(math.sqrt(2), dtype)
     ends = [torch.erf(limit / sqrt2) for limit in (below, above)]
     u = between("truncated_normal", words, shape, dtype, *ends)
-    # The polynomial is no good to differentiate; the inverse function itself lends its derivatives.
-    exact = torch.erfinv(u)
-    inside = exact.isfinite()
-    slope = torch.where(inside, exact - exact.detach(), 0.0)
-    drawn = (_erfinv(u.detach()) + slope) * sqrt2
+    # The polynomial is no good to differentiate: the function itself lends its derivatives, where
+    # it has any (rounding may have made u 1 or -1).
+    value, inside = u.detach(), u.detach().abs() < 1
+    exact = torch.erfinv(torch.where(inside, u, 0.0))
+    drawn = _erfinv(value) + (exact - exact.detach())
+    drawn = torch.where(inside, drawn, value * math.inf) * sqrt2
     # Rounding must not leave the open interval.
     infinity = torch.full_like(below, math.inf)
     first = torch.nextafter(below.detach(), infinity)
@@ -211,8 +212,7 @@ def gumbel(
 
     Source: jax.random.gumbel; checked in tests/test_random.py.
     """
-    u = _unit("gumbel", key, shape, dtype, _smallest(dtype))
-    return -torch.log(-torch.log(u))
+    return -torch.log(-torch.log(_positive("gumbel", key, shape, dtype)))
 
 
 def laplace(
@@ -243,7 +243,7 @@ def laplace(
     """
     check_dtype("laplace", dtype)
     u = _unit("laplace", key, shape, dtype, -1.0 + torch.finfo(dtype).eps / 2)
-    return torch.sign(u) * -torch.log1p(-torch.abs(u))
+    return torch.sign(u) * torch.log1p(-torch.abs(u))
 
 
 def logistic(
@@ -272,7 +272,7 @@ def logistic(
 
     Source: jax.random.logistic; checked in tests/test_random.py.
     """
-    u = _unit("logistic", key, shape, dtype, _smallest(dtype))
+    u = _positive("logistic", key, shape, dtype)
     return torch.log(u) - torch.log1p(-u)
 
 
@@ -335,9 +335,12 @@ def _unit(
     return between(function, words, static_shape(function, shape), dtype, minval, 1.0)
 
 
-def _smallest(dtype: torch.dtype) -> float:
-    """The smallest normal number; 0 for what has none, which is refused later."""
-    return torch.finfo(dtype).tiny if dtype.is_floating_point else 0.0
+def _positive(
+    function: str, key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Uniform numbers of which none is 0: from the smallest normal number on."""
+    # JAX adds that number to all of them, but XLA folds the addition away, as float16 shows.
+    return _unit(function, key, shape, dtype, 0.0).clamp_min(torch.finfo(dtype).tiny)
 
 
 def _check_order(function: str, name: str, low: Bound, other: str, high: Bound) -> None:
