@@ -46,6 +46,8 @@ def keys() -> list[str]:
         "vmap(lambda i: fold_in(key(2), i))(array([0, 1, 2, 3], int32))",
         "vmap(fold_in)(split(key(2), 3), array([7, 8, 9], int32))",
         "vmap(lambda k: fold_in(k, 6))(split(key(2), 3))",
+        "vmap(lambda i: bits(fold_in(key(21), i), (3,)))(array([0, 1, 2, 3], int32))",
+        "vmap(lambda i: normal(fold_in(key(21), i), (3,)))(array([0, 1, 2, 3], int32))",
     ]
 
 
