@@ -91,8 +91,8 @@ def choice(
         shape: shape of the picks.
         replace: whether the same may be picked again.
         p: the probabilities, a vector of numbers that need not sum to 1; by default all are equal.
-            The values of a tensor or array are not checked: with ``replace=False`` at least as many must be
-            above 0 as are picked.
+            The values of a tensor or array are not checked: with ``replace=False`` at least as many
+            must be above 0 as are picked.
         axis: the dim along which ``a`` is picked from.
 
     Returns:
