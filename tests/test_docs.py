@@ -56,12 +56,11 @@ def test_block_runs_and_prints_what_the_page_says(
 
 def docstrings():
     finder = doctest.DocTestFinder(exclude_empty=True)
-    public = [(f"torchpmap.{name}", getattr(tp, name)) for name in tp.__all__]
-    public += [(f"torchpmap.debug.{name}", getattr(tp.debug, name)) for name in tp.debug.__all__]
-    for name, value in public:
-        for test in finder.find(value, name):
-            if test.examples:
-                yield pytest.param(test, id=test.name)
+    for module in (tp, tp.debug, tp.random):
+        for name in module.__all__:
+            for test in finder.find(getattr(module, name), f"{module.__name__}.{name}"):
+                if test.examples:
+                    yield pytest.param(test, id=test.name)
 
 
 @pytest.mark.parametrize("test", list(docstrings()))

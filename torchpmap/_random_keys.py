@@ -67,7 +67,7 @@ def key(
         >>> tp.random.key(42)
         tensor([ 0, 42])
         >>> tp.random.uniform(tp.random.key(42))
-        tensor(0.4303)
+        tensor(0.4887)
 
     Source: jax.random.key; checked in tests/test_random.py.
     """
@@ -117,7 +117,7 @@ def split(key: torch.Tensor, num: int | Sequence[int] = 2) -> torch.Tensor:
         >>> keys = tp.random.split(tp.random.key(0), 4)
         >>> draw = tp.pmap(lambda key: tp.random.randint(key, (), 0, 100))
         >>> draw(keys).tolist()
-        [89, 65, 11, 60]
+        [91, 22, 59, 67]
 
     Source: jax.random.split; checked in tests/test_random.py.
     """
@@ -163,8 +163,8 @@ def fold_in(key: torch.Tensor, data: SupportsIndex | torch.Tensor) -> torch.Tens
         tensor([ 928981903, 3453687069])
         >>> def draw(x, key):
         ...     return x + tp.random.normal(tp.random.fold_in(key, tp.axis_index("i")))
-        >>> tp.pmap(draw, "i", in_axes=(0, None))(torch.zeros(4), key)
-        [1.0041, -0.1764, -0.7457, 1.5035]
+        >>> tp.pmap(draw, "i", in_axes=(0, None))(torch.zeros(4), key).cpu()
+        tensor([ 1.0040, -2.4425,  1.2956, -0.6219])
 
     Source: jax.random.fold_in; checked in tests/test_random.py.
     """
@@ -211,7 +211,7 @@ def bits(
     Example:
         >>> import torch, torchpmap as tp
         >>> tp.random.bits(tp.random.key(0), (3,)).tolist()
-        [4070199207, 4202968722, 3427323969]
+        [4070199207, 4202968722, 1427181096]
 
     Source: jax.random.bits; checked in tests/test_random.py.
     """

@@ -58,12 +58,24 @@ def threefry2x32(key: Words, counts: Words) -> Words:
     for i in range(5):
         for distance in _ROTATIONS[i % 2]:
             # x0 is never masked: it grows by less than 2**32 a step, and only its low bits are
-            # used. The left shift stays below 2**61.
+            # used. The product stays below 2**61; with what was shifted out it is a rotation.
             x0 = x0 + x1
-            x1 = (((x1 << distance) | (x1 >> (32 - distance))) ^ x0) & MASK
+            turned = torch.add(x1 >> (32 - distance), x1, alpha=1 << distance)
+            x1 = _stored((turned ^ x0) & MASK)
         x0 = x0 + schedule[(i + 1) % 3]
         x1 = (x1 + (schedule[(i + 2) % 3] + (i + 1))) & MASK
     return x0 & MASK, x1
+
+
+def _stored(x: torch.Tensor) -> torch.Tensor:
+    """``x`` itself, which Inductor computes once.
+
+    Inductor (torch 2.13) writes a value that is used three times out three times, unless it is
+    already stored; over 20 rounds that is an exponential number of terms, and compiling one draw
+    took ten times as long. A value of which a strided view is taken is stored. All rounds still
+    become one kernel that needs no further memory, and elsewhere the view costs next to nothing.
+    """
+    return x.as_strided(x.shape, x.stride())
 
 
 def hashed_counts(key: Words, shape: tuple[int, ...]) -> Words:

@@ -46,6 +46,8 @@ def keys() -> list[str]:
         "vmap(lambda i: fold_in(key(2), i))(array([0, 1, 2, 3], int32))",
         "vmap(fold_in)(split(key(2), 3), array([7, 8, 9], int32))",
         "vmap(lambda k: fold_in(k, 6))(split(key(2), 3))",
+        "vmap(lambda i: bits(fold_in(key(21), i), (3,)))(array([0, 1, 2, 3], int32))",
+        "vmap(lambda i: normal(fold_in(key(21), i), (3,)))(array([0, 1, 2, 3], int32))",
     ]
 
 
@@ -73,7 +75,7 @@ def floats() -> list[str]:
         "uniform(key(6), (3,), float32, array([0.1, 0.2, 0.3], float32), array(0.7, float32))",
         "uniform(key(6), (3,), minval=array([1, 2, 3], int32), maxval=7)",
         "vmap(uniform)(split(key(6), 4))",
-        "vmap(lambda k, hi: uniform(k, (3,), maxval=hi))(split(key(6), 2), array([2.0, 3.3], float32))",
+        "vmap(lambda k, x: uniform(k, (3,), maxval=x))(split(key(6)), array([2, 3.3], float32))",
     ]
     for name in CONTINUOUS:
         found += [f"{name}(key({seed}), (5,))" for seed in (0, -1, 2**32 - 1)]
