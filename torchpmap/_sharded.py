@@ -5,8 +5,8 @@ and who holds which block) and a handle (the name of the blocks on the workers; 
 frees them).  Values are immutable: an in-place operation makes a new value and lets this tensor
 name it.
 
-An operation gathers the operands first and runs on the host; only what needs no data (``detach``,
-``clone``) or little of it (``x[i]`` moves one row) is cheaper than that.
+Operations that can run block by block do so on the workers, and their results stay there; the
+others gather the operands and run on the host.
 """
 
 from __future__ import annotations
@@ -22,15 +22,32 @@ import torch.utils._pytree as pytree
 from torchpmap._current import runtime
 from torchpmap._devices import Device
 from torchpmap._errors import RuntimeClosed
-from torchpmap._layout import Layout
+from torchpmap._layout import Layout, spread_layout
 from torchpmap._mesh import NamedSharding
-from torchpmap._runtimes._base import Handle, Team
+from torchpmap._runtimes._base import Handle
+from torchpmap._sharded_arguments import is_composite, operands_of, written_by
+from torchpmap._sharded_gathers import note_gather
+from torchpmap._sharded_operations import Operation, operation_for, start
+from torchpmap._sharded_views import check_writable, is_linked, link_alias, link_view, write
+from torchpmap._transfer import fetch_blocks, fetch_row, gather, store
 
 __all__ = ["Shard", "ShardedTensor", "make_sharded", "store"]
 
 _aten = torch.ops.aten
 _SHARING = frozenset({_aten.detach.default, _aten.alias.default, _aten.clone.default})
 """Operations whose result is the same immutable value: nothing moves."""
+
+_TURNING = {
+    _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.squeeze_.dim: _aten.squeeze.dim,
+    _aten.squeeze_.dims: _aten.squeeze.dims,
+    _aten.t_.default: _aten.t.default,
+    _aten.transpose_.default: _aten.transpose.int,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+}
+"""In-place operations that change the shape, and what gives the value."""
+
+_ANY_FORMAT = (None, torch.contiguous_format, torch.preserve_format)
 
 _REPR_MOVES_UP_TO = 1000
 """Elements that ``repr`` fetches to show; a larger value is described without its numbers."""
@@ -53,9 +70,10 @@ class ShardedTensor(torch.Tensor):
     same name).
 
     Results of ``pmap`` and of ``device_put`` are of this class.  ``shape``, ``dtype``, ``len`` and
-    ``repr`` need no data; every torch function works on it, gathering the operands to the host
-    first.  Handing it to a mapped function again moves nothing when it is already laid out as
-    needed.  The workers free it when the last reference dies.
+    ``repr`` need no data.  Every torch function works on it: on the devices if it can be done block
+    by block, or ends in a sum, maximum or the like over all rows, else on the host.  Handing it
+    to a mapped function again moves nothing when it is already laid out as needed.  The workers
+    free it when the last reference dies.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -63,14 +81,16 @@ class ShardedTensor(torch.Tensor):
         >>> y
         ShardedTensor([0., 2., 4., 6.], rows of dim 0 on cpu:0 cpu:1 cpu:2 cpu:3)
         >>> y[3], y.sum()
-        (tensor(6.), tensor(12.))
+        (tensor(6.), ShardedTensor(12., replicated on cpu:0 cpu:1 cpu:2 cpu:3))
+        >>> (y + 1).sharding == y.sharding
+        True
         >>> [shard.data for shard in y.addressable_shards[:2]]
         [tensor([0.]), tensor([2.])]
 
     Source: ``jax.Array`` as ``jax.pmap`` returns it.
     """
 
-    __slots__ = ("_consumed_by", "_handle", "_layout")
+    __slots__ = ("_aliases", "_consumed_by", "_handle", "_layout", "_view", "_views")
 
     _layout: Layout | None
     """None once the value was donated or deleted: no call accepts it then."""
@@ -110,7 +130,7 @@ class ShardedTensor(torch.Tensor):
     def addressable_shards(self) -> list[Shard]:
         """The blocks, fetched, in mesh order."""
         layout, handle = self._alive()
-        blocks = _fetch_blocks(layout, handle, range(len(layout.ranks)))
+        blocks = fetch_blocks(layout, handle, range(len(layout.ranks)))
         seen: dict[str, int] = {}
         shards = []
         for device, index, block in zip(layout.devices, layout.slices, blocks, strict=True):
@@ -121,7 +141,7 @@ class ShardedTensor(torch.Tensor):
     def addressable_data(self, index: int) -> torch.Tensor:
         """The block of the ``index``-th device as a CPU tensor; ``IndexError`` if there is none."""
         layout, handle = self._alive()
-        return _fetch_blocks(layout, handle, [range(len(layout.ranks))[index]])[0]
+        return fetch_blocks(layout, handle, [range(len(layout.ranks))[index]])[0]
 
     # -- when it is --------------------------------------------------------------------------------
 
@@ -170,7 +190,9 @@ class ShardedTensor(torch.Tensor):
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         """The whole value as a plain CPU tensor."""
-        return self.to_host() if not self.requires_grad else self * 1
+        if self.requires_grad and torch.is_grad_enabled():
+            return _ToHost.apply(self)
+        return self.to_host()
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
         """The whole value as a numpy array."""
@@ -186,7 +208,15 @@ class ShardedTensor(torch.Tensor):
         return self.to_host().tolist()
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As ``torch.Tensor.to``; a device argument, also ``"cpu"``, gathers."""
+        """As ``torch.Tensor.to``; a device argument, also ``"cpu"``, gathers, and so does a tensor
+        on the host.
+        """
+        given = [*args, *kwargs.values()]
+        like = [value for value in given if isinstance(value, torch.Tensor)]
+        if any(type(value) is ShardedTensor for value in like):
+            return super().to(*args, **kwargs)
+        if not like and torch._C._nn._parse_to(*args, **kwargs)[0] is None:
+            return super().to(*args, **kwargs)
         return self.cpu().to(*args, **kwargs)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -210,7 +240,9 @@ class ShardedTensor(torch.Tensor):
             size = layout.shape[0]
             if not -size <= index < size:
                 raise IndexError(f"index {index} is out of bounds for dimension 0 with size {size}")
-            return _fetch_row(layout, handle, index % size)
+            row = fetch_row(layout, handle, index % size)
+            if row is not None:
+                return row
         return super().__getitem__(index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -220,9 +252,11 @@ class ShardedTensor(torch.Tensor):
                 "a ShardedTensor that requires grad cannot be written to in place; do it under "
                 "torch.no_grad(), or use an out-of-place operation."
             )
+        check_writable(self)
         host = self.to_host()
+        note_gather(_aten.index_put_.default, host.nbytes)
         host[index] = value
-        self._handle = store(layout, host)
+        write(self, store(layout, host), make_sharded, _settled)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter((self if self.requires_grad else self.to_host()).unbind(0))
@@ -265,26 +299,22 @@ class ShardedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            func in _SHARING
-            and type(args[0]) is ShardedTensor
-            and not (kwargs.get("memory_format") or 0)
-        ):
-            return make_sharded(*args[0]._alive())
-        gathered: dict[int, torch.Tensor] = {}
-
-        def to_host(value: Any) -> Any:
-            if type(value) is not ShardedTensor:
-                return value
-            if id(value) not in gathered:
-                gathered[id(value)] = value.to_host()
-            return gathered[id(value)]
-
-        host_args, host_kwargs = pytree.tree_map(to_host, (args, kwargs))
-        result = func(*host_args, **host_kwargs)
-        if not func._schema.is_mutable:
-            return result
-        return _write_back(func, args, kwargs, gathered, result)
+        if func in _SHARING and kwargs.get("memory_format") in _ANY_FORMAT:
+            twin = make_sharded(*args[0]._alive())
+            if func is not _aten.clone.default and not _is_taken_as_grad():
+                link_alias(twin, args[0], make_sharded)
+            return twin
+        if func is _aten.is_same_size.default:
+            return args[0].shape == args[1].shape
+        if is_composite(func):  # without autograd above, nothing has taken it apart
+            return func.decompose(*args, **kwargs)
+        if func in _TURNING:
+            return _turned(args[0], func, args[1:])
+        for target in written_by(func, args, kwargs):
+            if type(target) is ShardedTensor:
+                check_writable(target)
+        found = operation_for(cls, func, args, kwargs)
+        return _on_host(func, args, kwargs) if found is None else _on_devices(*found, func, args)
 
 
 def make_sharded(layout: Layout, handle: Handle) -> ShardedTensor:
@@ -302,6 +332,102 @@ _wrap = torch.Tensor._make_wrapper_subclass
 _CPU = torch.device("cpu")
 
 
+def _turned(target: ShardedTensor, func: Any, args: Sequence[Any]) -> ShardedTensor:
+    """``transpose_`` and its kind: the tensor gets another shape."""
+    if is_linked(target):
+        raise RuntimeError(
+            f"{func} would change the shape of a ShardedTensor that shares its values with views "
+            "or detached tensors; use the out-of-place operation."
+        )
+    result = _TURNING[func](make_sharded(*target._alive()), *args)
+    with torch._C._DisableTorchDispatch():
+        func(target, *args)
+    target._layout, target._handle = result._alive()
+    return target
+
+
+def _is_taken_as_grad() -> bool:
+    """Whether ``tensor.grad`` is being set to a gradient nobody else has: torch does not copy it,
+    but it may be a view here of what is no view in torch, where an expanded gradient is copied.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().endswith("AccumulateGrad")
+
+
+def _on_devices(operation: Operation, operands: list[Any], func: Any, args: Sequence[Any]) -> Any:
+    """Start an operation on the workers; the tensors are promised."""
+    made = operation.blueprint
+    started = start(operation, ShardedTensor, operands)
+    if made.written:
+        written = [operands[position] for position in made.written]
+        for target, (_, handle) in zip(written, started, strict=True):
+            write(target, handle, make_sharded, _settled)
+        return made.result(written)
+    results = [make_sharded(layout, handle) for layout, handle in started]
+    if func.is_view:
+        link_view(results, args[0], func, args[1:])
+    return made.result(results)
+
+
+def _on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation here, on gathered operands."""
+    operands = operands_of(ShardedTensor, args, kwargs)
+    if func is not _aten._local_scalar_dense.default:
+        note_gather(func, sum(operand.nbytes for operand in operands))
+    gathered = {id(operand): operand.to_host() for operand in operands}
+    host_args, host_kwargs = pytree.tree_map(
+        lambda value: gathered.get(id(value), value), (args, kwargs)
+    )
+    result = func(*host_args, **host_kwargs)
+    if func._schema.is_mutable:
+        return _write_back(func, args, kwargs, gathered, result)
+    return _view_of(args[0], func, args[1:], result) if func.is_view else result
+
+
+def _view_of(parent: ShardedTensor, func: Any, args: Sequence[Any], result: Any) -> Any:
+    """A view is put on the devices again, where a write to it can reach ``parent``."""
+    layout = parent._alive()[0]
+    leaves, spec = pytree.tree_flatten(result)
+    views = []
+    for leaf in leaves:
+        wanted = spread_layout(leaf.shape, leaf.dtype, layout.devices)
+        views.append(make_sharded(wanted, store(wanted, leaf)))
+    link_view(views, parent, func, args)
+    return pytree.tree_unflatten(views, spec)
+
+
+def _settled(layout: Layout, value: Any) -> Handle:
+    """The handle of a value in a given layout."""
+    if type(value) is ShardedTensor:
+        here, handle = value._alive()
+        if here.same_place(layout):
+            return handle
+        value = gather(here, handle)
+    return store(layout, value)
+
+
+class _ToHost(torch.autograd.Function):
+    """The whole value on the host, differentiably."""
+
+    @staticmethod
+    def forward(value: ShardedTensor) -> torch.Tensor:
+        return value.to_host()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.cpu()
+
+
 def _write_back(
     func: Any,
     args: Sequence[Any],
@@ -313,83 +439,21 @@ def _write_back(
     name the new values.
     """
     originals: dict[int, ShardedTensor] = {}
-    for position, argument in enumerate(func._schema.arguments):
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for target in value if isinstance(value, list | tuple) else (value,):
-            if not written or type(target) is not ShardedTensor or id(target) not in gathered:
-                continue
-            host, layout = gathered[id(target)], target._alive()[0]
-            if tuple(host.shape) != layout.shape or host.dtype != layout.dtype:
-                raise RuntimeError(
-                    f"{func} would change the shape or dtype of a ShardedTensor in place; use the "
-                    "out-of-place operation."
-                )
-            target._handle = store(layout, host)
-            originals[id(host)] = target
+    for target in written_by(func, args, kwargs):
+        if type(target) is not ShardedTensor:
+            continue
+        host, layout = gathered[id(target)], target._alive()[0]
+        if tuple(host.shape) != layout.shape or host.dtype != layout.dtype:
+            raise RuntimeError(
+                f"{func} would change the shape or dtype of a ShardedTensor in place; use the "
+                "out-of-place operation."
+            )
+        write(target, store(layout, host), make_sharded, _settled)
+        originals[id(host)] = target
     return pytree.tree_map(lambda value: originals.get(id(value), value), result)
 
 
-# -- moving data -----------------------------------------------------------------------------------
-
-
-def team_of(layout: Layout) -> Team:
-    """The team that holds values of a layout, in the running pool."""
-    return runtime().team(layout.ranks)
-
-
-def store(layout: Layout, value: torch.Tensor) -> Handle:
-    """Send a host tensor to the devices as ``layout`` says."""
-    team = team_of(layout)
-    value = value.detach()
-    if value.device.type != "cpu":
-        value = value.cpu()
-    if layout.is_replicated:
-        return team.runtime.put(team, [value] * len(layout.ranks))
-    return team.runtime.put(team, [value[index] for index in layout.slices])
-
-
-def gather(layout: Layout, handle: Handle) -> torch.Tensor:
-    """Fetch a whole value."""
-    if layout.is_replicated:
-        return _fetch_blocks(layout, handle, [0])[0]
-    whole = torch.empty(layout.shape, dtype=layout.dtype)
-    parts = [whole[index] for index in layout.slices]
-    direct = all(part.is_contiguous() for part in parts)
-    targets = (
-        parts if direct else [torch.empty(layout.block_shape, dtype=layout.dtype) for _ in parts]
-    )
-    handle.team.runtime.fetch(
-        handle, [(place, -1, 0, target) for place, target in enumerate(targets)]
-    )
-    if not direct:
-        for part, target in zip(parts, targets, strict=True):
-            part.copy_(target)
-    return whole
-
-
-def _fetch_blocks(layout: Layout, handle: Handle, places: Sequence[int]) -> list[torch.Tensor]:
-    blocks = [torch.empty(layout.block_shape, dtype=layout.dtype) for _ in places]
-    handle.team.runtime.fetch(
-        handle, [(place, -1, 0, block) for place, block in zip(places, blocks, strict=True)]
-    )
-    return blocks
-
-
-def _fetch_row(layout: Layout, handle: Handle, row: int) -> torch.Tensor:
-    """``x[row]``: from the device that holds it, or from the first if all do; else the whole value
-    is fetched.
-    """
-    target = torch.empty(layout.shape[1:], dtype=layout.dtype)
-    if layout.dim == 0:
-        rows = layout.shape[0] // len(layout.ranks)
-        request = (row // rows, 0, row % rows, target)
-    elif layout.is_replicated:
-        request = (0, 0, row, target)
-    else:
-        return gather(layout, handle)[row]
-    handle.team.runtime.fetch(handle, [request])
-    return target
+# -- the pool it belongs to ------------------------------------------------------------------------
 
 
 def check_open(tensor: ShardedTensor) -> Handle:

@@ -17,15 +17,18 @@ from torchpmap._check import CheckReport, check
 from torchpmap._picture import picture
 from torchpmap._pmap import Pmapped, pmap
 from torchpmap._sharded import ShardedTensor
+from torchpmap._sharded_gathers import Gather, report_gathers
 from torchpmap._structure import flatten
 
 __all__ = [
     "CheckReport",
+    "Gather",
     "assert_replicated",
     "breakpoint",
     "check_pmap",
     "fake_pmap",
     "print",
+    "report_gathers",
     "visualize_sharding",
 ]
 

@@ -1,0 +1,339 @@
+"""Covers: _sharded_operations.py, _sharded_gathers.py: plans of operations on ShardedTensors, their
+errors, settings, gradients and reports.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _sharded_values import HERE, HOST, WHOLE, fetched_bytes, numbers, on_devices, where
+from _spies import asked
+from _support import EAGER, wait_for
+
+import torchpmap as tp
+from torchpmap import _current, _sharded_operations
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+
+# Plans -------------------------------------------------------------------------------------------
+
+
+def defined(calls):
+    return sum(name == "define" for name, _ in calls)
+
+
+def test_one_plan_for_all_numbers(monkeypatch):
+    values = on_devices()
+    values.x.mul(0.5)
+    calls = asked(monkeypatch)
+    for number in (0.25, -0.0, 0.0, math.inf, 1e300, 3.5):
+        result = values.x.mul(number)
+        torch.testing.assert_close(result.cpu(), HERE.x.mul(number), equal_nan=True)
+        assert torch.equal(result.cpu().signbit(), HERE.x.mul(number).signbit())
+    assert defined(calls) == 0
+    for number in (True, 2, 2.0, 2j):  # but the kind of number decides the dtype
+        assert (values.ints * number).dtype == (HERE.ints * number).dtype
+
+
+def test_a_number_is_sent_once(monkeypatch):
+    values = on_devices()
+    values.x.mul(0.125)
+    calls = asked(monkeypatch)
+    for _ in range(3):
+        values.y.mul(0.125)
+    assert [name for name, _ in calls] == ["execute"] * 3
+
+
+def test_kept_plans_are_bounded(monkeypatch):
+    values = on_devices()
+    monkeypatch.setattr(_sharded_operations, "_MAX_OPERATIONS", 8)
+    monkeypatch.setattr(_sharded_operations, "_MAX_NUMBERS", 8)
+    known = _current.runtime()._definitions
+    before = len(known)
+    for size in range(1, 40):
+        values.flat.expand(size, 4)
+        values.flat + size
+    assert len(_sharded_operations._known.operations) <= 8
+    assert len(_sharded_operations._known.numbers) <= 8
+    assert wait_for(lambda: len(known) <= before + 8)
+    torch.testing.assert_close((values.flat + 39).cpu(), HERE.flat + 39)
+
+
+def test_results_are_freed_on_the_devices():
+    def alive(x):
+        import gc
+
+        marked = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.numel() == 65432]
+        return torch.tensor(len(marked))
+
+    count = tp.pmap(alive, compile=False)
+    ask = torch.zeros(4)
+    x = tp.device_put(torch.zeros(4, 65432), tp.devices())
+    assert count(ask).tolist() == [1] * 4
+    for _ in range(20):
+        x = (x + 1).clamp(0, 3)
+    assert count(ask).tolist() == [1] * 4
+    x += 1
+    x[:, None]
+    assert count(ask).tolist() == [1] * 4
+    del x
+    assert count(ask).tolist() == [0] * 4
+
+
+def test_results_feed_mapped_functions_without_a_move(monkeypatch):
+    f = tp.pmap(lambda row, w: row @ w, in_axes=(0, None), compile=EAGER)
+    values = on_devices()
+    f(values.x, values.w)
+    calls = asked(monkeypatch)
+    result = f(values.x * 2, values.w + 1)
+    assert {name for name, _ in calls} <= {"define", "execute", "put"}
+    assert [what for name, what in calls if name == "put" and what[0].numel() > 1] == []
+    torch.testing.assert_close(result.cpu(), (HERE.x * 2) @ (HERE.w + 1))
+
+
+def test_some_of_the_devices(monkeypatch):
+    chosen = tp.devices()[1:3]
+    x = tp.device_put(torch.arange(4.0).reshape(2, 2), chosen)
+    calls = asked(monkeypatch)
+    result = (x - x.mean(0)).sum(0) + x.amax()
+    assert fetched_bytes(calls) == 0
+    assert result.devices() == set(chosen)
+    assert result.tolist() == [3.0, 3.0]
+    one = tp.device_put(torch.arange(3.0), tp.devices()[2])
+    assert (one.flip(0).cumsum(0) - one.sort().values).tolist() == [2.0, 2.0, 1.0]
+    assert one.cumsum(0).devices() == {tp.devices()[2]}
+    mixed = x.sum(1) * one[:2]  # on different devices
+    assert where(mixed) == HOST
+    assert mixed.tolist() == [0.0, 5.0]
+
+
+def test_axes_of_a_larger_mesh(monkeypatch):
+    mesh = tp.make_mesh((2, 2), ("a", "b"), devices=tp.devices())
+    both = tp.NamedSharding(mesh, tp.P(None, ("a", "b")))
+    x = tp.device_put(numbers(2, 4, 3), both)
+    calls = asked(monkeypatch)
+    result = (x + 1).sum(0)
+    assert fetched_bytes(calls) == 0
+    assert result.sharding.spec == tp.P(("a", "b"))
+    assert result.sharding.mesh == mesh
+    torch.testing.assert_close(result.cpu(), (numbers(2, 4, 3) + 1).sum(0))
+    blocks = tp.device_put(numbers(2, 4), tp.NamedSharding(mesh, tp.P("a", "b")))
+    assert where(blocks + 1) == HOST  # cut along two dims
+    torch.testing.assert_close((blocks + 1).cpu(), numbers(2, 4) + 1)
+
+
+# Errors ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda v: v.x + v.rows,
+        lambda v: v.x @ v.rows,
+        lambda v: v.x.view(5, 5),
+        lambda v: v.x.sum(7),
+        lambda v: v.x.permute(0, 1),
+        lambda v: torch.cat([v.x, v.rows]),
+        lambda v: v.ints.add(1, alpha=0.5),
+        lambda v: v.bytes.fill_(300),
+        lambda v: v.ints**-1,
+        lambda v: v.ints.div_(2),
+        lambda v: v.bias.add_(v.x),
+        lambda v: v.x.expand(5, 2, 3),
+        lambda v: v.x.select(1, 4),
+        lambda v: v.x.softmax(5),
+        lambda v: ~v.x,
+    ],
+)
+def test_errors_are_torchs_own_and_nothing_is_gathered(function, monkeypatch):
+    def error_of(values):
+        try:
+            return function(values)
+        except Exception as error:
+            return type(error), str(error)
+
+    expected = error_of(HERE)
+    assert type(expected) is tuple
+    values = on_devices()
+    calls = asked(monkeypatch)
+    assert error_of(values) == expected
+    assert {name for name, _ in calls} <= {"execute", "define"}  # as of x.view() in x @ rows
+    assert values.x.sum().item() == HERE.x.sum().item()
+
+
+def test_a_closed_pool_says_so():
+    values = on_devices()
+    tp.shutdown()
+    for function in (lambda v: v.x + 1, lambda v: v.x.sum(), lambda v: v.x.cumsum(0)):
+        with pytest.raises(tp.RuntimeClosed, match="shut down"):
+            function(values)
+
+
+def test_an_error_on_the_devices_is_raised_where_the_result_is_used():
+    result = tp.device_put(torch.arange(4), tp.devices()) // tp.replicate(torch.tensor(0))
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        result.cpu()
+
+
+# Settings ----------------------------------------------------------------------------------------
+
+
+def test_the_default_dtype_of_this_process_counts():
+    values = on_devices()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (values.ints / 2).dtype == torch.float64
+        assert where(values.x / 2) == 0
+        assert (values.x / 2).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (values.ints / 2).dtype == torch.float32
+
+
+def test_random_numbers_are_those_of_this_process():
+    values = on_devices()
+    torch.manual_seed(3)
+    expected = F.dropout(HERE.x, 0.5), torch.rand_like(HERE.x), HERE.x.clone().normal_()
+    torch.manual_seed(3)
+    results = F.dropout(values.x, 0.5), torch.rand_like(values.x), values.x.clone().normal_()
+    for result, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.cpu(), right)
+
+
+def test_inference_mode(monkeypatch):
+    values = on_devices()
+    calls = asked(monkeypatch)
+    with torch.inference_mode():
+        result = F.linear(values.x, values.w.T).reshape(4, 10).softmax(1)
+    assert fetched_bytes(calls) == 0
+    expected = F.linear(HERE.x, HERE.w.T).reshape(4, 10).softmax(1)
+    torch.testing.assert_close(result.cpu(), expected)
+
+
+def test_autocast():
+    values = on_devices()
+    with torch.autocast("cpu", torch.bfloat16):
+        result = values.x @ values.w
+        expected = HERE.x @ HERE.w
+    assert where(result) == 0
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result.cpu(), expected)
+
+
+# Gradients ---------------------------------------------------------------------------------------
+
+LOSSES = {
+    "product": lambda x, w: (x * w).sum(),
+    "mean": lambda x, w: (x * w).mean(),
+    "matmul": lambda x, w: (x @ w.T).relu().sum(),
+    "softmax": lambda x, w: ((x @ w.T).softmax(-1) ** 2).sum(),
+    "norm": lambda x, w: (x + w[0]).norm(),
+    "layer norm": lambda x, w: (F.layer_norm(x, (3,), w[0], w[1]) ** 2).sum(),
+    "slices": lambda x, w: (x[:, 0] * x[:, 1] + x[:, :, 1:].sum((1, 2))[:, None]).sum() + w.sum(),
+    "max": lambda x, w: (x * w).amax((0, 2)).sum(),
+    "logsumexp": lambda x, w: (x * w).logsumexp(0).sum(),
+    "reshape": lambda x, w: (x.reshape(4, 6).T * 2).T.unflatten(1, (2, 3)).mul(w).sum(),
+    "cat": lambda x, w: (torch.cat([x, x * w], 1) ** 2).sum(),
+    "unbind": lambda x, w: (torch.stack(x.unbind(1), 1) * w).square().sum(),
+    "double": lambda x, w: (x.double() * w).sum(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_gradients_land_where_the_tensors_are(loss, monkeypatch):
+    x, w = HERE.x.clone().requires_grad_(), numbers(2, 3).requires_grad_()
+    loss(x, w).backward()
+    values = on_devices()
+    there = values.x.requires_grad_()
+    weight = tp.replicate(w.detach()).requires_grad_()
+    calls = asked(monkeypatch)
+    result = loss(there, weight)
+    result.backward()
+    assert fetched_bytes(calls) == 0
+    assert where(there.grad) == 0
+    assert where(weight.grad) == WHOLE
+    torch.testing.assert_close(there.grad.cpu(), x.grad)
+    torch.testing.assert_close(weight.grad.cpu(), w.grad)
+    loss(there, weight).backward()  # gradients add up
+    torch.testing.assert_close(there.grad.cpu(), 2 * x.grad)
+
+
+def test_gradient_of_a_parameter_on_the_host():
+    layer = torch.nn.Linear(3, 2)
+    (layer(on_devices().x) ** 2).sum().backward()
+    grads = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    (layer(HERE.x) ** 2).sum().backward()
+    for grad, parameter in zip(grads, layer.parameters(), strict=True):
+        torch.testing.assert_close(grad.cpu(), parameter.grad)
+
+
+def test_gradient_through_the_host(monkeypatch):
+    x = on_devices().x.requires_grad_()
+    host = x.cpu()
+    assert type(host) is torch.Tensor
+    (host**2).sum().backward()
+    torch.testing.assert_close(x.grad.cpu(), 2 * HERE.x)
+
+
+def test_second_derivatives():
+    x = on_devices().x.requires_grad_()
+    (first,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert where(second) == 0
+    torch.testing.assert_close(second.cpu(), 6 * HERE.x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Adam(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+    ],
+    ids=["SGD", "Adam", "AdamW"],
+)
+def test_optimizers_step_on_the_devices(make, monkeypatch):
+    here, there = HERE.x.clone().requires_grad_(), on_devices().x.requires_grad_()
+    first, second = make([here]), make([there])
+    for step in range(4):
+        calls = asked(monkeypatch)
+        for parameter, optimizer in ((here, first), (there, second)):
+            optimizer.zero_grad()
+            ((parameter - 1) ** 2).mean().backward()
+            optimizer.step()
+        assert fetched_bytes(calls) == 0
+        if step > 1:  # what changes from step to step are numbers
+            assert defined(calls) == 0
+        monkeypatch.undo()
+    torch.testing.assert_close(there.detach().cpu(), here.detach())
+
+
+# Reports -----------------------------------------------------------------------------------------
+
+
+def test_gathers_are_reported():
+    values = on_devices()
+    with tp.debug.report_gathers() as outer:
+        values.x.sum().item()
+        print(values.x * 2)
+        with tp.debug.report_gathers() as inner:
+            values.x.cumsum(0)
+            torch.cat([values.x, values.y, values.x])
+        values.flat.flip(0)
+    assert [(g.name, g.num_bytes) for g in inner] == [
+        ("aten.cumsum.default", 96),
+        ("aten.cat.default", 192),
+    ]
+    assert outer[:2] == inner
+    assert [g.name for g in outer[2:]] == ["aten.flip.default"]
+    line = outer[2].where.rpartition(":")
+    assert line[0] == __file__
+    assert "values.flat.flip(0)" in Path(__file__).read_text().splitlines()[int(line[2]) - 1]
+    values.x.cumsum(0)
+    assert len(outer) == 3

@@ -1,0 +1,302 @@
+"""Covers: _sharded_views.py: views of ShardedTensors share their values, as torch's views do."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from _sharded_values import HERE, fetched_bytes, numbers, on_devices
+from _spies import asked
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchpmap as tp
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+BLOCKWISE = {
+    "transpose": lambda x: x.transpose(0, 2),
+    "permute": lambda x: x.permute(2, 0, 1),
+    "mT": lambda x: x.mT,
+    "index": lambda x: x[:, 1],
+    "negative index": lambda x: x[..., -1],
+    "slice": lambda x: x[:, :, 1:],
+    "step": lambda x: x[:, :, ::2],
+    "narrow": lambda x: x.narrow(2, 1, 2),
+    "newaxis": lambda x: x[:, None],
+    "squeeze": lambda x: x[:, :1].squeeze(1),
+    "flatten": lambda x: x.flatten(1),
+    "view": lambda x: x.view(4, 3, 2),
+    "unbind": lambda x: x.unbind(1)[1],
+    "split": lambda x: x.split([1, 2], 2)[1],
+    "chunk": lambda x: x.chunk(2, 1)[0],
+    "diagonal": lambda x: x.diagonal(0, 1, 2),
+    "bits": lambda x: x.view(torch.float32),
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "expand to itself": lambda x: x.expand(4, 2, 3),
+    "view of a view": lambda x: x.transpose(1, 2)[:, 1].unsqueeze(0),
+    "view of a detached": lambda x: x.detach().mT.detach()[:, 0],
+}
+
+ACROSS = {
+    "rows": lambda x: x[1:3],
+    "every other row": lambda x: x[::2],
+    "row": lambda x: x.select(0, 2),
+    "unbind": lambda x: x.unbind()[3],
+    "flatten": lambda x: x.transpose(0, 1)[0].view(torch.int32),
+    "diagonal": lambda x: x.diagonal(0, 0, 1),
+    "as_strided": lambda x: x.as_strided((3, 2), (6, 1), 1),
+}
+
+
+@pytest.mark.parametrize("view", (BLOCKWISE | ACROSS).values(), ids=BLOCKWISE | ACROSS)
+def test_a_write_to_a_view_is_a_write_to_the_tensor(view):
+    here, there = HERE.x.clone(), on_devices().x
+    plain, part = view(here), view(there)
+    for x in (plain, part):
+        x.add_(10)
+        x[...] = x * 2
+    torch.testing.assert_close(part.cpu(), plain)
+    torch.testing.assert_close(there.cpu(), here)
+    for shard in there.addressable_shards:
+        torch.testing.assert_close(shard.data, here[shard.index])
+
+
+@pytest.mark.parametrize("view", (BLOCKWISE | ACROSS).values(), ids=BLOCKWISE | ACROSS)
+def test_a_write_to_the_tensor_is_a_write_to_its_views(view):
+    there = on_devices().x
+    part = view(there)
+    for write in (
+        lambda x: x.mul_(3),
+        lambda x: x[0].shape,
+        lambda x: x.__setitem__((slice(1, 3), 0), 7.0),
+        lambda x: x.copy_(numbers(4, 2, 3).flip(2)),
+        lambda x: x.cumsum_(0),
+    ):
+        write(there)
+        torch.testing.assert_close(part.cpu(), view(there).cpu())
+
+
+@pytest.mark.parametrize("view", BLOCKWISE.values(), ids=BLOCKWISE)
+def test_writes_through_blockwise_views_stay_on_the_devices(view, monkeypatch):
+    there = on_devices().x
+    part = view(there)
+    calls = asked(monkeypatch)
+    part.mul_(2)
+    there.add_(1)
+    assert fetched_bytes(calls) == 0
+
+
+def test_siblings_and_aliases_see_each_others_writes():
+    x = on_devices().x
+    alias, columns, row = x.detach(), x[:, 1], x.mT
+    deeper = row[:, 0]
+    columns.zero_()
+    expected = HERE.x.clone()
+    expected[:, 1] = 0
+    for tensor, right in (
+        (x, expected),
+        (alias, expected),
+        (row, expected.mT),
+        (deeper, expected[:, :, 0]),
+    ):
+        torch.testing.assert_close(tensor.cpu(), right)
+    alias.fill_(5)
+    assert {value for t in (x, columns, row, deeper) for value in t.cpu().flatten().tolist()} == {5}
+    x.delete()
+    deeper.fill_(6)  # what is gone is left alone
+    assert set(row.cpu()[:, 0].flatten().tolist()) == {6}
+    assert set(alias.cpu().flatten().tolist()) == {5}
+
+
+def test_copies_are_independent():
+    x = on_devices().x
+    twins = [
+        x.clone(),
+        x.contiguous().clone(),
+        x + 0,
+        x.mT.clone(),
+        x[0],
+        x.cpu(),
+        x.reshape(24) + 0,
+    ]
+    before = [twin.clone().cpu() for twin in twins]
+    x.fill_(9)
+    for twin, right in zip(twins, before, strict=True):
+        torch.testing.assert_close(twin.cpu(), right)
+
+
+def test_mapped_functions_see_writes_through_views():
+    f = tp.pmap(lambda row: row * 1, compile={"backend": "eager"})
+    x = on_devices().x
+    f(x)
+    x[:, 1].zero_()
+    expected = HERE.x.clone()
+    expected[:, 1].zero_()
+    assert f(x).tolist() == expected.tolist()
+
+
+def test_a_detached_tensor_does_not_keep_the_other_alive():
+    x = on_devices().x
+    alias = x.detach()
+    gone = weakref.ref(x)
+    del x
+    gc.collect()
+    assert gone() is None
+    assert (alias + 1).tolist() == (HERE.x + 1).tolist()
+
+
+def test_a_detached_view_keeps_no_graph_alive():
+    x = on_devices().x.requires_grad_()
+    result = x * 2
+    part = result[:, 1].detach()
+    gone = weakref.ref(result)  # which would hold the graph
+    del result
+    gc.collect()
+    assert gone() is None
+    assert part.add_(1).tolist() == (HERE.x[:, 1] * 2 + 1).tolist()
+
+
+def test_what_cannot_be_written_raises():
+    x = on_devices().x
+    wide = x[:, :, :1].expand(4, 2, 3)
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        wide.add_(1)
+    windows = x.unfold(2, 2, 1)
+    torch.testing.assert_close(windows.cpu(), HERE.x.unfold(2, 2, 1))
+    message = r"made by aten\.unfold\.default cannot be written to in place; \.clone\(\) the view"
+    with pytest.raises(RuntimeError, match=message):
+        windows.add_(1)
+    with pytest.raises(RuntimeError, match=message):
+        x[:, 0].add_(1)
+    del wide, windows
+    gc.collect()
+    x[:, 0].add_(1)
+    assert x[0, 0].tolist() == (HERE.x[0, 0] + 1).tolist()
+
+
+def test_recorded_gradients_forbid_writes_through_views():
+    message = "cannot be written to in place while it is a view, or has views"
+    x = on_devices().x.requires_grad_()
+    result = x * 2
+    part = result[:, 0]
+    with pytest.raises(RuntimeError, match=message):
+        part.mul_(2)
+    with pytest.raises(RuntimeError, match=message):
+        result.mul_(2)
+    result.detach()
+    with torch.no_grad():
+        part.zero_()
+    expected = HERE.x * 2
+    expected[:, 0] = 0
+    torch.testing.assert_close(result.detach().cpu(), expected)
+    with pytest.raises(RuntimeError, match="a view of a leaf Variable that requires grad"):
+        x[:, 0].add_(1)
+    lone = x * 2
+    lone.mul_(3)
+    lone.sum().backward()
+    assert set(x.grad.cpu().flatten().tolist()) == {6.0}
+
+
+def test_shapes_change_in_place():
+    here, there = HERE.x.clone(), on_devices().x
+    for change in (
+        lambda x: x.transpose_(0, 2),
+        lambda x: x.unsqueeze_(1),
+        lambda x: x.squeeze_(1).unsqueeze_(-1),
+        lambda x: x.squeeze_(),
+        lambda x: x[0].shape and x.transpose_(-1, -2),
+        lambda x: x.mul_(2),
+    ):
+        change(here)
+        assert change(there) is there
+        assert there.shape == here.shape
+        torch.testing.assert_close(there.cpu(), here)
+        torch.testing.assert_close((there + 1).sum(0).cpu(), (here + 1).sum(0))
+    f = tp.pmap(lambda x: x * 1, in_axes=1, out_axes=1, compile={"backend": "eager"})
+    torch.testing.assert_close(f(there).cpu(), here)
+    view = there[0]
+    alias = there.detach()
+    with pytest.raises(RuntimeError, match=r"aten.transpose_.default would change the shape"):
+        there.transpose_(0, 1)
+    assert view.shape == here[0].shape
+    del alias, view
+    gc.collect()
+    assert there.transpose_(0, 1).shape == here.transpose_(0, 1).shape
+
+
+def test_recurrent_layers():
+    gru = torch.nn.GRU(3, 2, batch_first=True)
+    rows = numbers(4, 5, 3)
+    expected = gru(rows)
+    results = gru(tp.device_put(rows, tp.devices()))
+    for result, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.cpu(), right)
+
+
+def test_gradients_are_no_views():
+    x = on_devices().x.requires_grad_()
+    for expected in (1, 2):
+        x.sum().backward()
+        assert set(x.grad.cpu().flatten().tolist()) == {expected}
+    x.grad.zero_()
+    x.grad[:, 0] += 1
+    assert x.grad.sum().item() == 12
+
+
+def test_initialisation_and_buffers():
+    """What modules do with the tensors they own."""
+    torch.manual_seed(0)
+    expected = torch.nn.init.xavier_uniform_(torch.empty(4, 6))
+    w = tp.device_put(torch.zeros(4, 6), tp.devices())
+    torch.manual_seed(0)
+    torch.nn.init.xavier_uniform_(w)
+    torch.testing.assert_close(w.cpu(), expected)
+    w.data.mul_(2)
+    w.data[1] = 0
+    torch.testing.assert_close(w.cpu()[[0, 2, 3]], expected[[0, 2, 3]] * 2)
+    assert w[1].tolist() == [0] * 6
+
+
+VIEWS = [
+    lambda x: x.transpose(0, 1),
+    lambda x: x.mT,
+    lambda x: x.select(0, 1).unsqueeze(0).expand(1, 4, 4),
+    lambda x: x[:, 1:3],
+    lambda x: x[1:3],
+    lambda x: x.unsqueeze(1).squeeze(1),
+    lambda x: x.detach(),
+    lambda x: x.diagonal(0, -1, -2).unsqueeze(1),
+]
+WRITES = [
+    lambda x: x.add_(1),
+    lambda x: x.mul_(-2),
+    lambda x: x.zero_(),
+    lambda x: x.copy_(x.flip(0)),
+    lambda x: x.clamp_(-3, 3),
+    lambda x: x.__setitem__(0, 5.0),
+]
+steps = st.tuples(
+    st.booleans(), st.integers(0, 5), st.integers(0, len(VIEWS) - 1), st.integers(0, 5)
+)
+
+
+@settings(max_examples=80)
+@given(st.lists(steps, min_size=2, max_size=6), st.booleans())
+def test_random_views_and_writes(program, whole):
+    """Whatever is written to whichever view, all tensors stay what torch's are."""
+    plain = [numbers(4, 4, 4)]
+    there = [tp.replicate(plain[0]) if whole else tp.device_put(plain[0], tp.devices())]
+    for takes_view, number, view, write in program:
+        number %= len(plain)
+        for tensors in (plain, there):
+            target = tensors[number]
+            if takes_view and target.ndim == 3 and target.shape[0] > 2 and target.shape[1] > 2:
+                tensors.append(VIEWS[view](target))
+            else:
+                WRITES[write](target)
+    for tensor, right in zip(there, plain, strict=True):
+        torch.testing.assert_close(tensor.cpu(), right)

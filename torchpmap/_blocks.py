@@ -1,0 +1,45 @@
+"""What a device does around an operation on its blocks; graphs of operations name these."""
+
+from __future__ import annotations
+
+import torch
+
+from torchpmap import _collectives_raw as raw
+from torchpmap._rules_signature import Combine
+
+__all__ = ["combined", "cut", "stored"]
+
+
+def cut(whole: torch.Tensor, dim: int, size: int, index: torch.Tensor) -> torch.Tensor:
+    """This device's block of a value that it holds whole."""
+    rows = whole.shape[dim] // size
+    return whole.narrow(dim, int(index) * rows, rows)
+
+
+def combined(
+    part: torch.Tensor, kind: Combine, size: int, group: str, order: float | None
+) -> torch.Tensor:
+    """The whole of partial results, on every device; ``order`` is that of a norm."""
+    if kind == "sum" or kind == "max" or kind == "min":
+        return raw.all_reduce(part, kind, group)
+    if kind == "mean":
+        return raw.all_reduce(part / size, "sum", group)
+    parts = raw.all_gather(part, size, group)
+    if kind == "prod":
+        return parts.prod(0, dtype=part.dtype)
+    if kind == "logsumexp":
+        return parts.logsumexp(0)
+    assert kind == "norm", kind
+    return torch.linalg.vector_norm(parts, 2 if order is None else order, dim=0)
+
+
+def stored(block: torch.Tensor) -> torch.Tensor:
+    """A block as it is kept: contiguous, and not a part of something larger.
+
+    It may share its memory with another value, as a reshaped one does: values are immutable.
+    """
+    block = block.resolve_conj().resolve_neg()
+    alone = block.untyped_storage().nbytes() == block.numel() * block.itemsize
+    if alone and block.is_contiguous():
+        return block
+    return block.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,258 @@
+"""Signatures of operations that compute: elementwise, reductions, along a dim, products, layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchpmap._rules_signature import Call, Combine, Labels, Rule, Signature
+
+__all__ = ["COMPUTE", "aligned", "dims_of", "elementwise", "numbered"]
+
+
+def elementwise(call: Call) -> Signature | None:
+    """Dims are aligned from the back, as broadcasting does: label -1 is the last dim."""
+    shape = call.results[0]
+    if any(other != shape for other in call.results):
+        return None
+    return Signature(
+        {operand.position: aligned(operand.shape, shape) for operand in call.operands},
+        (tuple(range(-len(shape), 0)),) * len(call.results),
+    )
+
+
+def aligned(shape: Sequence[int], whole: Sequence[int]) -> tuple[int | None, ...]:
+    """Labels, from the back, of the dims that a shape shares with what it is broadcast to."""
+    return tuple(
+        k if -k <= len(whole) and shape[k] == whole[k] else None for k in range(-len(shape), 0)
+    )
+
+
+def numbered(ndim: int, mixed: set[int]) -> Labels:
+    """Every dim its own number, but those in ``mixed``."""
+    return tuple(None if dim in mixed else dim for dim in range(ndim))
+
+
+def dims_of(value: Any, ndim: int) -> set[int]:
+    """An argument that names one or several dims, counted from the front."""
+    named = value if isinstance(value, list | tuple) else (value,)
+    size = max(ndim, 1)
+    for dim in named:
+        if not -size <= dim < size:  # not every operation checks it on meta tensors
+            raise IndexError(
+                "Dimension out of range (expected to be in range of "
+                f"[{-size}, {size - 1}], but got {dim})"
+            )
+    return {dim % size for dim in named}
+
+
+# -- reductions ------------------------------------------------------------------------------------
+
+_BY_ORDER: dict[Any, Combine] = {0: "sum", math.inf: "max", -math.inf: "min"}
+"""How norms of parts become that of the whole; for all other orders it is the norm again."""
+
+
+def _reduction(combine: Combine | None) -> Rule:
+    def rule(call: Call) -> Signature | None:
+        x, dim = call.arguments["self"], call.arguments.get("dim")
+        every = dim is None or dim == []
+        dims = set(range(x.ndim)) if every else dims_of(dim, x.ndim)
+        kind = combine
+        if kind == "norm":
+            order = call.arguments["ord"] if "ord" in call.arguments else call.arguments["p"]
+            kind = _BY_ORDER.get(order, "norm")
+        if len(call.results) > 1:
+            kind = None  # values with their places
+        kept = numbered(x.ndim, dims)
+        if not call.arguments.get("keepdim"):
+            kept = tuple(label for label in kept if label is not None)
+        count = len(call.results)
+        if any(len(shape) != len(kept) for shape in call.results):
+            return None
+        return Signature({x.position: numbered(x.ndim, set())}, (kept,) * count, (kind,) * count)
+
+    return rule
+
+
+_REDUCTIONS: dict[Combine | None, str] = {
+    "sum": "sum nansum count_nonzero",
+    "mean": "mean",
+    "max": "amax max any",
+    "min": "amin min all",
+    "prod": "prod",
+    "norm": "linalg_vector_norm norm",
+    "logsumexp": "logsumexp",
+    None: "aminmax argmax argmin kthvalue median mode nanmedian std std_mean var var_mean",
+}
+
+
+# -- along some dims -------------------------------------------------------------------------------
+
+
+def _along(call: Call) -> Signature | None:
+    """What mixes elements along ``dim`` or ``dims`` alone; other operands have the same dims."""
+    named = call.arguments["dim"] if "dim" in call.arguments else call.arguments["dims"]
+    if named is None or named == []:
+        return None  # roll() of the flat values
+    ndim = len(call.results[0])
+    alike = [operand for operand in call.operands if operand.ndim == ndim]
+    shapes = [*(operand.shape for operand in alike), *call.results]
+    uneven = {dim for dim in range(ndim) if len({shape[dim] for shape in shapes}) > 1}
+    labels = numbered(ndim, dims_of(named, ndim) | uneven)
+    return Signature(
+        dict.fromkeys([o.position for o in alike], labels), (labels,) * len(shapes[len(alike) :])
+    )
+
+
+def _indexed(call: Call) -> Signature | None:
+    """``index_select`` and its kind: as above, with a 1-d index that is whole everywhere."""
+    signature = _along(call)
+    if signature is not None:
+        signature.operands.pop(call.arguments["index"].position, None)
+    return signature
+
+
+def _index(call: Call) -> Signature | None:
+    """``x[:, index]`` with tensors of integers, whole everywhere."""
+    x, indices = call.arguments["self"], call.arguments["indices"]
+    taken = [dim for dim, index in enumerate(indices) if index is not None]
+    num_new = len(call.results[0]) - (x.ndim - len(taken))
+    labels = numbered(x.ndim, set(taken))
+    rest = [label for label in labels if label is not None]
+    adjacent = taken == list(range(taken[0], taken[-1] + 1))
+    at = taken[0] if adjacent else 0
+    return Signature({x.position: labels}, ((*rest[:at], *(None,) * num_new, *rest[at:]),))
+
+
+def _trailing(num_dims: int | Callable[[Call], int]) -> Rule:
+    """Operations on the last dims, one by one for all others."""
+
+    def rule(call: Call) -> Signature | None:
+        core = num_dims if isinstance(num_dims, int) else num_dims(call)
+        batch = call.operands[0].shape[: call.operands[0].ndim - core]
+        shapes = [*(operand.shape for operand in call.operands), *call.results]
+        if any(shape[: len(batch)] != batch for shape in shapes):
+            return None
+        return Signature(
+            {o.position: _leading(len(batch), o.ndim) for o in call.operands},
+            tuple(_leading(len(batch), len(shape)) for shape in call.results),
+        )
+
+    return rule
+
+
+def _leading(num_batch: int, ndim: int) -> Labels:
+    return (*range(num_batch), *(None,) * (ndim - num_batch))
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+def _product(left: str, right: str, result: str, names: tuple[str, str]) -> Rule:
+    def rule(call: Call) -> Signature | None:
+        first, second = (call.arguments[name] for name in names)
+        operands: dict[int, Labels] = {first.position: tuple(left), second.position: tuple(right)}
+        bias = call.arguments.get("self") if "self" not in names else None
+        if bias is not None:
+            shared = aligned(bias.shape, call.results[0])
+            operands[bias.position] = tuple(None if k is None else result[k] for k in shared)
+        # every device would add the bias to its partial sums
+        return Signature(operands, (tuple(result),), ("sum" if bias is None else None,))
+
+    return rule
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+def _layer_norm(call: Call) -> Signature | None:
+    x = call.arguments["input"]
+    num_batch = x.ndim - len(call.arguments["normalized_shape"])
+    names = [name for name in ("grad_out", "input", "mean", "rstd") if name in call.arguments]
+    rows = [call.arguments[name] for name in names]
+    # the gradients of weight and bias are sums over the batch
+    num_rows = 1 if "grad_out" in names else 3
+    return _batched(call, rows, num_batch, num_rows)
+
+
+def _convolution(call: Call) -> Signature | None:
+    names = [name for name in ("grad_output", "input") if name in call.arguments]
+    rows = [call.arguments[name] for name in names]
+    if rows[0].ndim != call.arguments["weight"].ndim:
+        return None
+    return _batched(call, rows, 1, 1)
+
+
+def _batched(call: Call, rows: Sequence[Any], num_batch: int, num_rows: int) -> Signature:
+    """Operands and results with a batch in front; the other results are sums over the batch."""
+    count = len(call.results)
+    return Signature(
+        {operand.position: _leading(num_batch, operand.ndim) for operand in rows},
+        tuple(
+            _leading(num_batch if k < num_rows else 0, len(shape))
+            for k, shape in enumerate(call.results)
+        ),
+        tuple(None if k < num_rows else "sum" for k in range(count)),
+    )
+
+
+def _embedding(call: Call) -> Signature | None:
+    indices = call.arguments["indices"]
+    labels = numbered(indices.ndim, set())
+    return Signature({indices.position: labels}, ((*labels, None),))
+
+
+def _embedding_backward(call: Call) -> Signature | None:
+    if call.arguments["scale_grad_by_freq"]:
+        return None  # needs how often an index occurs on all devices
+    grad, indices = call.arguments["grad_output"], call.arguments["indices"]
+    labels = numbered(indices.ndim, set())
+    return Signature(
+        {indices.position: labels, grad.position: (*labels, None)}, ((None, None),), ("sum",)
+    )
+
+
+def _table() -> dict[str, Rule]:
+    table: dict[str, Rule] = {
+        "addmm": _product("ik", "kj", "ij", ("mat1", "mat2")),
+        "addmv": _product("ik", "k", "i", ("mat", "vec")),
+        "baddbmm": _product("bik", "bkj", "bij", ("batch1", "batch2")),
+        "bmm": _product("bik", "bkj", "bij", ("self", "mat2")),
+        "constant_pad_nd": _trailing(lambda call: len(call.arguments["pad"]) // 2),
+        "convolution": _convolution,
+        "convolution_backward": _convolution,
+        "dot": _product("k", "k", "", ("self", "tensor")),
+        "embedding": _embedding,
+        "embedding_dense_backward": _embedding_backward,
+        "index": _index,
+        "mm": _product("ik", "kj", "ij", ("self", "mat2")),
+        "mv": _product("ik", "k", "i", ("self", "vec")),
+        "native_layer_norm": _layer_norm,
+        "native_layer_norm_backward": _layer_norm,
+        "vdot": _product("k", "k", "", ("self", "other")),
+    }
+    for kind, names in _REDUCTIONS.items():
+        table |= dict.fromkeys(names.split(), _reduction(kind))
+    return (
+        table
+        | dict.fromkeys(_ALONG.split(), _along)
+        | dict.fromkeys(_INDEXED.split(), _indexed)
+        | dict.fromkeys(_ON_MATRICES.split(), _trailing(2))
+    )
+
+
+_ALONG = (
+    "_log_softmax _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data cummax "
+    "cummin cumprod cumsum flip gather glu glu_backward logcumsumexp roll scatter scatter_add "
+    "scatter_reduce sort topk"
+)
+_INDEXED = "index_add index_copy index_fill index_select"
+_ON_MATRICES = (
+    "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _linalg_det _linalg_slogdet avg_pool2d "
+    "avg_pool2d_backward linalg_cholesky_ex linalg_inv_ex linalg_qr max_pool2d_with_indices "
+    "max_pool2d_with_indices_backward tril triu"
+)
+
+COMPUTE = _table()
+"""Rule by name of the operation, without the ``_`` of its in-place form."""

@@ -1,0 +1,170 @@
+"""The arguments of an operation: by name, with a slot for every tensor on the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+__all__ = [
+    "Slot",
+    "Unsupported",
+    "call",
+    "filled",
+    "is_composite",
+    "operands_of",
+    "plain",
+    "positional",
+    "slotted",
+    "written_by",
+    "written_slots",
+]
+
+_aten = torch.ops.aten
+_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "device": (None, torch.device("cpu")),
+    "layout": (None, torch.strided),
+    "memory_format": (None, torch.contiguous_format, torch.preserve_format),
+    "pin_memory": (None, False),
+}
+"""Arguments that blocks do not get, and the values with which they mean nothing."""
+
+_ZEROS = {
+    _aten.empty_like.default: _aten.zeros_like.default,
+    _aten.new_empty.default: _aten.new_zeros.default,
+}
+
+
+class Unsupported(Exception):  # a verdict: the caller gathers
+    """The call cannot run on the devices."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for an operand in the arguments."""
+
+    position: int
+
+
+def slotted(
+    named: dict[str, Any], operands: Sequence[Any], slots: frozenset[str]
+) -> dict[str, Any]:
+    """The arguments with a ``Slot`` for every operand."""
+    positions = iter(range(len(operands)))
+    remaining = iter(operands)
+    upcoming = next(remaining, None)
+
+    def slot(value: Any, is_number: bool) -> Any:
+        nonlocal upcoming
+        if isinstance(value, torch.Tensor) or (is_number and value is upcoming):
+            assert value is upcoming
+            upcoming = next(remaining, None)
+            return Slot(next(positions))
+        if isinstance(value, list | tuple):
+            return [slot(item, False) for item in value]
+        return value
+
+    numbers = (bool, int, float, complex)
+    return {
+        name: slot(value, name in slots and isinstance(value, numbers))
+        for name, value in named.items()
+    }
+
+
+def plain(func: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Without the arguments that say where and how tensors are kept."""
+    for name, harmless in _SETTINGS.items():
+        if name in arguments and arguments.pop(name) not in harmless:
+            raise Unsupported
+    if func is _aten.new_empty_strided.default:
+        empty = torch.empty(arguments["size"], device="meta")
+        if list(empty.stride()) != list(arguments.pop("stride")):
+            raise Unsupported
+        func = _aten.new_empty.default
+    # what one device finds in fresh memory is not what another finds
+    return _ZEROS.get(func, func), arguments
+
+
+def filled(arguments: dict[str, Any], values: Sequence[Any]) -> dict[str, Any]:
+    """The arguments with ``values`` for the operands."""
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, Slot):
+            return values[value.position]
+        if isinstance(value, list):
+            return [fill(item) for item in value]
+        return value
+
+    return {name: fill(value) for name, value in arguments.items()}
+
+
+def positional(func: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments."""
+    schema = func._schema.arguments
+    last = max(
+        (k for k, a in enumerate(schema) if a.name in arguments and not a.kwarg_only), default=-1
+    )
+    args = tuple(arguments.get(a.name, a.default_value) for a in schema[: last + 1])
+    return args, {a.name: arguments[a.name] for a in schema[last + 1 :] if a.name in arguments}
+
+
+def call(func: Any, arguments: dict[str, Any]) -> Any:
+    """Run an operation on arguments by name."""
+    args, kwargs = positional(func, arguments)
+    return func(*args, **kwargs)
+
+
+def written_slots(func: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
+    """The operands that an operation writes to."""
+    positions: list[int] = []
+    for argument in func._schema.arguments:
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = arguments.get(argument.name)
+        for item in value if isinstance(value, list) else (value,):
+            if isinstance(item, Slot):
+                positions.append(item.position)
+    return tuple(positions)
+
+
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether an operation is defined by others."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+@cache
+def _written_names(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes to."""
+    written: list[Any] = []
+    for position, name in _written_names(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        written.extend(value if isinstance(value, list | tuple) else (value,))
+    return written
+
+
+def operands_of(kind: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The distinct tensors of ``kind`` among the arguments."""
+    found: dict[int, Any] = {}
+
+    def visit(value: Any) -> None:
+        if type(value) is kind:
+            found[id(value)] = value
+        elif isinstance(value, list | tuple):
+            for item in value:
+                visit(item)
+
+    visit([*args, *kwargs.values()])
+    return list(found.values())

@@ -1,0 +1,81 @@
+"""Reports of the operations on sharded tensors that bring data to the host."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+__all__ = ["Gather", "note_gather", "report_gathers"]
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+
+_reports: ContextVar[tuple[list[Gather], ...]] = ContextVar("torchpmap_gathers", default=())
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One operation that was done on the host."""
+
+    where: str
+    """``file:line`` of the caller; an operation of a backward pass names the line that started it.
+    """
+    name: str
+    """The ATen operation."""
+    num_bytes: int
+    """How much was fetched for it."""
+
+
+@contextlib.contextmanager
+def report_gathers() -> Iterator[list[Gather]]:
+    """List the operations on ShardedTensors that fetch their operands and run on the host.
+
+    In a ``with`` block, the list grows by one ``Gather`` per such operation.  Asking for the
+    numbers (``numpy()``, ``item()``, ``print``) is not an operation and is not listed.
+
+    Returns:
+        A context manager that gives the list.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> x = tp.device_put(torch.arange(4.0), tp.devices()[:4])
+        >>> with tp.debug.report_gathers() as gathers:
+        ...     y = (x * 2).sum()  # stays on the devices
+        ...     z = x.cumsum(0)  # needs all rows at once
+        >>> [(gather.name, gather.num_bytes) for gather in gathers]
+        [('aten.cumsum.default', 16)]
+
+    Source: torchpmap's own; counted by the tests in tests/test_sharded_blocks.py.
+    """
+    gathers: list[Gather] = []
+    token = _reports.set((*_reports.get(), gathers))
+    try:
+        yield gathers
+    finally:
+        _reports.reset(token)
+
+
+def note_gather(func: Any, num_bytes: int) -> None:
+    """Add an operation to the reports that are being collected."""
+    reports = _reports.get()
+    if reports:
+        gather = Gather(_call_site(), str(func), num_bytes)
+        for report in reports:
+            report.append(gather)
+
+
+def _call_site() -> str:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith((_HERE, _TORCH)):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "<unknown line>"

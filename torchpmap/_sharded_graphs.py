@@ -1,0 +1,415 @@
+"""From a call of one operation to the graph that every device runs on its blocks.
+
+The operation runs first on meta tensors: its errors are torch's own, raised here before anything is
+sent, and shapes and dtypes of the results are known.  The graph is written down directly; there is
+nothing to trace.  Running it on meta blocks shows that blocks come out as the layouts say.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torchpmap._blocks import combined, cut, stored
+from torchpmap._compile import EAGER, Definition
+from torchpmap._groups import RankPartition
+from torchpmap._layout import Layout, general_layout, replicated_layout, row_layout
+from torchpmap._mesh import NamedSharding, PartitionSpec
+from torchpmap._rules import rule_of
+from torchpmap._rules_signature import Call, Operand, Placement, place
+from torchpmap._sharded_arguments import (
+    Slot,
+    Unsupported,
+    call,
+    filled,
+    plain,
+    positional,
+    slotted,
+    written_slots,
+)
+
+__all__ = ["Blueprint", "blueprint"]
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What is known of a kind of call before it runs."""
+
+    definition: Definition
+    groups: dict[str, RankPartition]
+    inputs: tuple[Layout | None, ...]
+    """Where an operand on the host goes; None for a Python number."""
+    outputs: tuple[Layout, ...]
+    written: tuple[int, ...]
+    """If the operation writes: the operand whose new value an output is."""
+    leaves: tuple[int | None, ...]
+    """Output number, or None, per leaf of what the operation returns."""
+    spec: pytree.TreeSpec
+    reduces: bool
+    """Whether the first operand is cut, and a result is not."""
+    func: Any
+    arguments: dict[str, Any]
+    checks_numbers: bool
+    """Whether a number may be out of range of an integer dtype."""
+
+    def check_numbers(self, operands: Sequence[Any]) -> None:
+        """Raise what torch raises for numbers that do not suit integers, such as 300 for uint8."""
+        values = [
+            torch.ones((1,) * value.ndim, dtype=value.dtype)
+            if isinstance(value, torch.Tensor)
+            else value
+            for value in operands
+        ]
+        with _disable_current_modes(), torch.no_grad():
+            call(self.func, filled(self.arguments, values))
+
+    def result(self, values: Sequence[Any]) -> Any:
+        """What the operation returns, made of its outputs."""
+        return pytree.tree_unflatten(
+            [None if k is None else values[k] for k in self.leaves], self.spec
+        )
+
+
+def blueprint(
+    func: Any,
+    named: dict[str, Any],
+    operands: Sequence[Any],
+    layouts: Sequence[Layout | None],
+    slots: frozenset[str],
+    prefer: Layout | None,
+) -> Blueprint:
+    """Decide how a call runs on the devices.
+
+    Args:
+        func: the ATen operation.
+        named: its arguments by name.
+        operands: tensors, and numbers given to arguments in ``slots``, in the order of ``named``.
+        layouts: of the operands that are on the devices.
+        slots: names of arguments whose numbers are operands.
+        prefer: layout for the result if all operands are whole.
+
+    Raises:
+        Unsupported: the call must be gathered.
+        What torch raises for such arguments.
+    """
+    present = [layout for layout in layouts if layout is not None]
+    ranks = present[0].ranks
+    if any(x.ranks != ranks or not (x.is_replicated or x.dim is not None) for x in present):
+        raise Unsupported
+    if _is_random(func):
+        raise Unsupported
+    func, arguments = plain(func, slotted(named, operands, slots))
+    trial = _try(func, arguments, operands)
+    call = _described(func, arguments, trial, layouts, len(ranks))
+    placement = place(call, rule_of(func), None if prefer is None else prefer.dim)
+    if placement is None:
+        raise Unsupported
+    return _Drawing(func, arguments, operands, layouts, trial, call, placement, prefer).finished()
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A call on meta tensors."""
+
+    values: list[Any]
+    """Meta tensors and numbers, per operand."""
+    written: tuple[int, ...]
+    leaves: tuple[int | None, ...]
+    spec: pytree.TreeSpec
+    results: tuple[torch.Tensor, ...]
+
+
+def _try(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> _Trial:
+    """Run a call on meta tensors of the whole shapes."""
+    values = [_meta(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in operands]
+    result = _on_meta(func, arguments, values)
+    leaves, spec = pytree.tree_flatten(result)
+    if any(not (leaf is None or isinstance(leaf, torch.Tensor)) for leaf in leaves):
+        raise Unsupported
+    written = written_slots(func, arguments)
+    for position in written:
+        if (values[position].shape, values[position].dtype) != (
+            operands[position].shape,
+            operands[position].dtype,
+        ):
+            raise RuntimeError(
+                f"{func} would change the shape or dtype of a ShardedTensor in place; use the "
+                "out-of-place operation."
+            )
+    if written:
+        places = {id(values[position]): k for k, position in enumerate(written)}
+        if any(leaf is not None and id(leaf) not in places for leaf in leaves):
+            raise Unsupported
+        numbers_of = tuple(None if leaf is None else places[id(leaf)] for leaf in leaves)
+        return _Trial(values, written, numbers_of, spec, tuple(values[k] for k in written))
+    results = tuple(leaf for leaf in leaves if leaf is not None)
+    if not results:
+        raise Unsupported
+    count = itertools.count()
+    numbers_of = tuple(None if leaf is None else next(count) for leaf in leaves)
+    return _Trial(values, (), numbers_of, spec, results)
+
+
+def _on_meta(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> Any:
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            return call(func, filled(arguments, values))
+        except NotImplementedError:
+            raise Unsupported from None
+        except Exception as error:
+            if rule_of(func) is not None:  # others need numbers to go on
+                _raise_as_on_host(func, arguments, values, error)
+            raise Unsupported from None
+
+
+def _raise_as_on_host(
+    func: Any, arguments: dict[str, Any], values: Sequence[Any], error: Exception
+) -> None:
+    """Raise what a call raises on the host; on meta tensors some errors have another text."""
+    try:
+        zeros = [
+            torch.zeros(value.shape, dtype=value.dtype)
+            if isinstance(value, torch.Tensor)
+            else value
+            for value in values
+        ]
+    except RuntimeError:  # they do not fit
+        raise error from None
+    call(func, filled(arguments, zeros))
+
+
+def _described(
+    func: Any,
+    arguments: dict[str, Any],
+    trial: _Trial,
+    layouts: Sequence[Layout | None],
+    num_devices: int,
+) -> Call:
+    described = {
+        position: Operand(
+            position,
+            tuple(value.shape),
+            None if layout is None else layout.dim,
+            position in trial.written,
+            value.itemsize,
+        )
+        for position, (value, layout) in enumerate(zip(trial.values, layouts, strict=True))
+        if isinstance(value, torch.Tensor)
+    }
+    defaults = {
+        argument.name: argument.default_value
+        for argument in func._schema.arguments
+        if argument.has_default_value()
+    }
+    values = [described.get(position, value) for position, value in enumerate(trial.values)]
+    return Call(
+        func,
+        defaults | filled(arguments, values),
+        tuple(described.values()),
+        tuple(tuple(result.shape) for result in trial.results),
+        num_devices,
+    )
+
+
+class _Drawing:
+    """Writes the graph of a call."""
+
+    def __init__(
+        self,
+        func: Any,
+        arguments: dict[str, Any],
+        operands: Sequence[Any],
+        layouts: Sequence[Layout | None],
+        trial: _Trial,
+        call: Call,
+        placement: Placement,
+        prefer: Layout | None,
+    ) -> None:
+        self.func, self.arguments, self.trial = func, arguments, trial
+        self.call, self.placement, self.layouts = call, placement, layouts
+        present = [layout for layout in layouts if layout is not None]
+        cut_ones = [layout for layout in present if layout.dim is not None]
+        # whose devices and axis name the results have
+        self.model = (cut_ones or ([prefer] if prefer is not None else present))[0]
+        self.ranks = self.model.ranks
+        self.group = f"ranks:{','.join(map(str, self.ranks))}"
+        self.graph = torch.fx.Graph()
+        self.index = self.graph.placeholder("index")
+        self.outputs = self._output_layouts()
+        self.inputs = self._input_layouts(operands)
+
+    def finished(self) -> Blueprint:
+        self._check_blocks()
+        blocks = self._blocks()
+        outputs = [self.graph.call_function(stored, (block,)) for block in self._results(blocks)]
+        self.graph.output(tuple(outputs))
+        uses_index = bool(self.index.users)
+        if not uses_index:
+            self.graph.erase_node(self.index)
+        collective = any(kind not in (None, "equal") for kind in self.placement.combine)
+        several = len(self.ranks) > 1
+        integers = any(
+            isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex())
+            for x in (*self.trial.values, *self.trial.results)
+        )
+        return Blueprint(
+            definition=Definition(
+                0,
+                str(self.func),
+                torch.fx.GraphModule({}, self.graph),
+                uses_index,
+                self.ranks,
+                (),
+                EAGER,
+            ),
+            groups={self.group: (self.ranks,)} if collective and several else {},
+            inputs=self.inputs,
+            outputs=self.outputs,
+            written=self.trial.written,
+            leaves=self.trial.leaves,
+            spec=self.trial.spec,
+            reduces=any(kind is not None for kind in self.placement.combine)
+            and self.layouts[0] is not None,
+            func=self.func,
+            arguments=self.arguments,
+            checks_numbers=integers and None in self.inputs,
+        )
+
+    # -- layouts
+
+    def _output_layouts(self) -> tuple[Layout, ...]:
+        if self.trial.written:
+            kept = [self.layouts[position] for position in self.trial.written]
+            if any(layout is None for layout in kept):
+                raise Unsupported  # it writes to a tensor on the host
+            return tuple(layout for layout in kept if layout is not None)
+        return tuple(
+            self._layout(result.shape, result.dtype, dim)
+            for result, dim in zip(self.trial.results, self.placement.results, strict=True)
+        )
+
+    def _input_layouts(self, operands: Sequence[Any]) -> tuple[Layout | None, ...]:
+        return tuple(
+            layout
+            or (
+                self._layout(value.shape, value.dtype, self.placement.operands[position])
+                if isinstance(value, torch.Tensor)
+                else None
+            )
+            for position, (value, layout) in enumerate(zip(operands, self.layouts, strict=True))
+        )
+
+    def _layout(self, shape: Sequence[int], dtype: torch.dtype, dim: int | None) -> Layout:
+        model = self.model
+        if dim is None:
+            return replicated_layout(shape, dtype, model.devices)
+        mesh = model.sharding.mesh
+        if len(mesh.axis_names) == 1:
+            return row_layout(shape, dtype, model.devices, dim, mesh.axis_names[0])
+        assert model.dim is not None
+        spec = PartitionSpec(*[None] * dim, model.sharding.spec[model.dim])
+        return general_layout(shape, dtype, NamedSharding(mesh, spec))
+
+    # -- the graph
+
+    def _block_shape(self, shape: Sequence[int], dim: int | None) -> list[int]:
+        block = list(shape)
+        if dim is not None:
+            block[dim] //= len(self.ranks)
+        return block
+
+    def _block_call(self) -> tuple[Any, dict[str, Any]]:
+        """The operation on blocks: the same but for sizes."""
+        placement = self.placement
+        shape = self._block_shape(self.call.results[0], placement.results[0])
+        if placement.as_view:
+            return _aten.view.default, {"self": Slot(0), "size": shape}
+        if placement.size is not None:
+            return self.func, self.arguments | {placement.size: shape}
+        return self.func, self.arguments
+
+    def _check_blocks(self) -> None:
+        func, arguments = self._block_call()
+        blocks = [
+            _meta(self._block_shape(value.shape, self.placement.operands[k]), value.dtype)
+            if isinstance(value, torch.Tensor)
+            else value
+            for k, value in enumerate(self.trial.values)
+        ]
+        try:
+            made = _on_meta(func, arguments, blocks)
+        except Exception as error:
+            raise Unsupported from error
+        if self.trial.written:
+            made = [blocks[position] for position in self.trial.written]
+        leaves = [leaf for leaf in pytree.tree_leaves(made) if leaf is not None]
+        expected = [
+            (self._block_shape(result.shape, dim), result.dtype)
+            for result, dim in zip(self.trial.results, self._result_dims(), strict=True)
+        ]
+        if [(list(leaf.shape), leaf.dtype) for leaf in leaves] != expected:
+            raise Unsupported
+
+    def _result_dims(self) -> Sequence[int | None]:
+        if self.trial.written:
+            return [self.placement.operands[position] for position in self.trial.written]
+        return self.placement.results
+
+    def _blocks(self) -> list[Any]:
+        """Per operand, what the operation gets on a device."""
+        graph, blocks = self.graph, list[Any]()
+        inputs = [graph.placeholder(f"operand_{k}") for k in range(len(self.inputs))]
+        for k, (node, layout) in enumerate(zip(inputs, self.inputs, strict=True)):
+            if layout is None:
+                blocks.append(graph.call_function(_aten._local_scalar_dense.default, (node,)))
+                continue
+            dim = self.placement.operands[k]
+            if dim is not None and layout.is_replicated:
+                node = graph.call_function(cut, (node, dim, len(self.ranks), self.index))
+            if k in self.trial.written:  # the stored value may be used again
+                node = graph.call_function(_aten.clone.default, (node,))
+            blocks.append(node)
+        return blocks
+
+    def _results(self, blocks: Sequence[Any]) -> list[torch.fx.Node]:
+        func, arguments = self._block_call()
+        args, kwargs = positional(func, filled(arguments, blocks))
+        node = self.graph.call_function(func, args, kwargs)
+        if self.trial.written:
+            return [blocks[position] for position in self.trial.written]
+        parts = [node]
+        if not self.trial.spec.is_leaf():
+            parts = [
+                self.graph.call_function(operator.getitem, (node, place))
+                for place, leaf in enumerate(self.trial.leaves)
+                if leaf is not None
+            ]
+        arguments = self.call.arguments
+        order = arguments.get("ord", arguments.get("p"))
+        return [
+            part
+            if kind is None or kind == "equal" or len(self.ranks) == 1
+            else self.graph.call_function(
+                combined, (part, kind, len(self.ranks), self.group, order)
+            )
+            for part, kind in zip(parts, self.placement.combine, strict=True)
+        ]
+
+
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags or any(
+        argument.name == "generator" for argument in func._schema.arguments
+    )
+
+
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,0 +1,258 @@
+"""Operations on sharded tensors, run on the devices that hold the data.
+
+    func, args --key--> Operation --> one frame to the workers --> handles
+         +------------> _prepare: rule -> placement -> graph of one operation -> workers
+
+An ``Operation`` is a plan of a single ATen operation: it is made once per kind of call (operation,
+layouts, structure, arguments that are not tensors) and only followed from then on.  Python numbers
+of elementwise operations are inputs, so a learning rate that changes makes no new plan.
+
+What cannot run block by block gives no plan: the caller gathers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from torchpmap._layout import Layout
+from torchpmap._rules import rule_of
+from torchpmap._rules_compute import elementwise
+from torchpmap._runtimes._base import Handle, Runtime, Team
+from torchpmap._sharded_arguments import Unsupported
+from torchpmap._sharded_graphs import Blueprint, blueprint
+from torchpmap._transfer import store_on
+
+__all__ = ["Operation", "operation_for", "start"]
+
+_MAX_OPERATIONS = 1024
+_MAX_NUMBERS = 1024
+_MAX_REDUCED = 256
+
+_aten = torch.ops.aten
+_ids = itertools.count(-1, -1)  # below zero: those of mapped functions are above
+_lock = threading.RLock()
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+_HOST = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """One kind of operation, known to the workers."""
+
+    id: int
+    team: Team
+    blueprint: Blueprint
+
+    def __del__(self) -> None:
+        self.team.runtime.forget(self.id)
+
+
+class _Known:
+    """What is kept for one runtime."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.operations: dict[Hashable, Operation | None] = {}
+        """None: known to need a gather.  Least recently used first."""
+        self.numbers: dict[Hashable, Handle] = {}
+        self.reduced: dict[Hashable, Layout] = {}
+        """(ranks, shape) -> layout of the last value of that shape whose sum may be differentiated:
+        the gradient, a broadcast number, is laid out alike.
+        """
+
+    def number(self, team: Team, value: bool | int | float | complex) -> Handle:
+        """A Python number on the devices."""
+        if self.runtime.scarred:  # a worker may be younger than the number
+            self.numbers.clear()
+        key = (team, type(value), repr(value))
+        handle = self.numbers.get(key)
+        if handle is None:
+            tensor = torch.tensor(value, dtype=_DTYPES[type(value)])
+            handle = team.runtime.put(team, [tensor] * len(team.ranks))
+        return _keep(self.numbers, key, handle, _MAX_NUMBERS)
+
+
+_known: _Known | None = None
+
+
+def _keep(kept: dict[Any, Any], key: Hashable, value: Any, most: int) -> Any:
+    """Make ``key`` the most recently used of at most ``most``."""
+    kept.pop(key, None)
+    kept[key] = value
+    while len(kept) > most:
+        kept.pop(next(iter(kept)), None)
+    return value
+
+
+def _known_of(runtime: Runtime) -> _Known:
+    global _known
+    if _known is None or _known.runtime is not runtime:
+        _known = _Known(runtime)
+    return _known
+
+
+# -- the key of a call -----------------------------------------------------------------------------
+
+
+@cache
+def _number_slots(func: Any) -> frozenset[str]:
+    """Arguments whose Python numbers are inputs, not part of the key."""
+    if rule_of(func) is not elementwise:
+        return frozenset()
+    kinds = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
+    return frozenset(a.name for a in func._schema.arguments if str(a.type) in kinds)
+
+
+@cache
+def _argument_names(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+class _Scan:
+    """Takes the arguments of a call apart: ``operands`` are the tensors and numbers that are
+    inputs, and ``argument`` gives what is left, as part of a key.
+    """
+
+    def __init__(self, kind: Any, slots: frozenset[str]) -> None:
+        self.kind = kind
+        self.slots = slots
+        self.operands: list[Any] = []
+
+    def argument(self, name: str, value: Any) -> Hashable:
+        if type(value) in _DTYPES and name in self.slots and _is_portable(value):
+            self.operands.append(value)
+            return name, type(value)
+        return name, self.part(value)
+
+    def part(self, value: Any) -> Hashable:
+        kind = type(value)
+        if kind is self.kind:
+            self.operands.append(value)
+            return value._alive()[0]
+        if kind in _HOST:
+            if value.device.type != "cpu" or value.layout is not torch.strided:
+                raise Unsupported
+            self.operands.append(value)
+            return "host", tuple(value.shape), value.dtype
+        if kind is list or kind is tuple:
+            return tuple([self.part(item) for item in value])
+        if kind in _DTYPES:
+            return kind, repr(value)  # 0.0 and -0.0 are equal, and so are 1 and True
+        if value is None or kind in _PLAIN:
+            return value
+        raise Unsupported
+
+
+_PLAIN = (str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _is_portable(value: Any) -> bool:
+    return type(value) is not int or -(2**63) <= value < 2**63
+
+
+# -- making and following operations ---------------------------------------------------------------
+
+
+def operation_for(
+    kind: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Operation, list[Any]] | None:
+    """The plan of a call and its operands; None if the call must be gathered.
+
+    Raises:
+        RuntimeClosed: an operand belongs to a pool that is closed.
+        What torch raises for such shapes, dtypes and arguments.
+    """
+    scan = _Scan(kind, _number_slots(func))
+    try:
+        parts = tuple(map(scan.argument, _argument_names(func), args))
+        named = tuple([scan.argument(*item) for item in kwargs.items()])
+    except Unsupported:
+        return None
+    if not _same_default_dtype(scan.operands):
+        return None
+    handle = next(operand._handle for operand in scan.operands if type(operand) is kind)
+    runtime = handle.team.runtime
+    if runtime.closed or runtime.scarred:
+        for operand in scan.operands:
+            if type(operand) is kind:
+                runtime.check(operand._handle)
+    known = _known_of(runtime)
+    prefer = _preferred(known, func, args, scan)
+    key = (func, parts, named, prefer)
+    if key in known.operations:
+        operation = _keep(known.operations, key, known.operations[key], _MAX_OPERATIONS)
+    else:
+        with _lock:
+            operation = _prepare(known, scan, func, args, kwargs, prefer)
+            _keep(known.operations, key, operation, _MAX_OPERATIONS)
+    return None if operation is None else (operation, scan.operands)
+
+
+def _prepare(
+    known: _Known,
+    scan: _Scan,
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    prefer: Layout | None,
+) -> Operation | None:
+    named = dict(zip(_argument_names(func), args, strict=False)) | kwargs
+    layouts = [o._layout if type(o) is scan.kind else None for o in scan.operands]
+    try:
+        made = blueprint(func, named, scan.operands, layouts, scan.slots, prefer)
+    except Unsupported:
+        return None
+    if made.checks_numbers:
+        made.check_numbers(scan.operands)
+    team = known.runtime.team(made.definition.ranks)
+    definition = replace(made.definition, plan_id=next(_ids))
+    known.runtime.define(team, definition, made.groups)
+    return Operation(definition.plan_id, team, made)
+
+
+def start(operation: Operation, kind: Any, operands: Sequence[Any]) -> list[tuple[Layout, Handle]]:
+    """Run an operation on the workers: layout and handle of every result; does not wait."""
+    made, team = operation.blueprint, operation.team
+    runtime = team.runtime
+    known = _known_of(runtime)
+    if made.checks_numbers:
+        made.check_numbers(operands)
+    held: list[Handle] = []
+    for operand, layout in zip(operands, made.inputs, strict=True):
+        if type(operand) is kind:
+            held.append(operand._handle)
+        elif layout is None:
+            held.append(known.number(team, operand))
+        else:
+            held.append(store_on(team, layout, operand))
+    if made.reduces and operands[0].requires_grad:
+        layout = operands[0]._layout
+        _keep(known.reduced, (layout.ranks, layout.shape), layout, _MAX_REDUCED)
+    first, seq = runtime.execute(
+        team, operation.id, [handle.id for handle in held], len(made.outputs)
+    )
+    return [(layout, Handle(first + k, seq, team)) for k, layout in enumerate(made.outputs)]
+
+
+def _preferred(known: _Known, func: Any, args: Sequence[Any], scan: _Scan) -> Layout | None:
+    """In a backward pass, the layout for a whole value that is expanded."""
+    if func is not _aten.expand.default or torch._C._current_graph_task_id() == -1:
+        return None
+    layout: Layout = scan.operands[0]._layout
+    return known.reduced.get((layout.ranks, tuple(args[1]))) if layout.is_replicated else None
+
+
+def _same_default_dtype(operands: Sequence[Any]) -> bool:
+    """Whether workers, whose default dtype is float32, promote these as this process does."""
+    return torch.get_default_dtype() is torch.float32 or all(
+        operand.is_floating_point() or operand.is_complex()
+        for operand in operands
+        if isinstance(operand, torch.Tensor)
+    )

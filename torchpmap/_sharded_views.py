@@ -1,0 +1,257 @@
+"""In-place writes and the tensors that must see them.
+
+In torch, ``y = x.T`` and ``y = x.detach()`` share the memory of ``x``: a write to one is a write to
+all.  Values on the devices are immutable, so here the tensors are linked instead, and a write
+computes the new value of every tensor linked to the written one: views above it by the operation
+that puts a part back (``select_scatter`` for ``select``), views below it by taking the view again.
+
+    x  <--view-- y = x.T  <--view-- z = y[0]        z.add_(1): y from z, x from y
+    x  --alias-- d = x.detach()                     d has the handle of x
+
+A view keeps what it is a view of alive, as in torch; aliases know each other weakly (an alias must
+not keep the graph of gradients alive that it was detached from).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from torchpmap._layout import Layout
+from torchpmap._runtimes._base import Handle
+
+__all__ = ["check_writable", "is_linked", "link_alias", "link_view", "write"]
+
+_aten = torch.ops.aten
+Make = Callable[[Layout, Handle], Any]
+"""Gives a tensor of a value."""
+
+Settle = Callable[[Layout, Any], Handle]
+"""Gives the handle of a value laid out as a layout says."""
+
+
+@dataclass(frozen=True, eq=False)
+class _View:
+    """How a tensor was taken from another."""
+
+    parent: Any
+    func: Any
+    args: tuple[Any, ...]
+    """Behind the parent."""
+    number: int
+    """Which of the results it is."""
+
+    def take(self, parent: torch.Tensor) -> Any:
+        result = self.func(parent, *self.args)
+        return result if isinstance(result, torch.Tensor) else result[self.number]
+
+
+def link_view(results: Sequence[Any], parent: Any, func: Any, args: Sequence[Any]) -> None:
+    """Note that ``results`` are views of ``parent``."""
+    children = [child for child in getattr(parent, "_views", ()) if child() is not None]
+    for number, result in enumerate(results):
+        result._view = _View(parent, func, tuple(args), number)
+        children.append(weakref.ref(result))
+    parent._views = children
+
+
+def link_alias(twin: Any, original: Any, make: Make) -> None:
+    """Note that two tensors are one value, now and after every write.
+
+    A twin of a view is a view, of a twin: the parent itself may hold a graph of gradients.
+    """
+    view = getattr(original, "_view", None)
+    if view is not None and view.parent._layout is not None:
+        parent = make(view.parent._layout, view.parent._handle)
+        link_alias(parent, view.parent, make)
+        twin._view = replace(view, parent=parent)
+        parent._views = [weakref.ref(twin)]
+    aliases = getattr(original, "_aliases", None)
+    if aliases is None:
+        aliases = original._aliases = [weakref.ref(original)]
+    aliases[:] = [alias for alias in aliases if alias() is not None]
+    aliases.append(weakref.ref(twin))
+    twin._aliases = aliases
+
+
+def _aliases(tensor: Any) -> list[Any]:
+    """The living tensors of one value, the given one first."""
+    others = [alias() for alias in getattr(tensor, "_aliases", ())]
+    return [tensor, *(o for o in others if o is not None and o is not tensor)]
+
+
+def _views(tensor: Any) -> Iterator[Any]:
+    for reference in getattr(tensor, "_views", ()):
+        view = reference()
+        if view is not None and view._layout is not None:
+            yield view
+
+
+def _neighbours(tensor: Any) -> Iterator[Any]:
+    """What a tensor is linked to by views."""
+    yield from _views(tensor)
+    view = getattr(tensor, "_view", None)
+    if view is not None and view.parent._layout is not None:
+        yield view.parent
+
+
+def _linked(tensor: Any) -> list[Any]:
+    """All tensors that a write to ``tensor`` changes, itself first."""
+    found = {id(tensor): tensor}
+    waiting = [tensor]
+    while waiting:
+        here = waiting.pop()
+        for other in (*_aliases(here), *_neighbours(here)):
+            if id(other) not in found:
+                found[id(other)] = other
+                waiting.append(other)
+    return list(found.values())
+
+
+def is_linked(tensor: Any) -> bool:
+    """Whether a write to ``tensor`` changes others too."""
+    return len(_linked(tensor)) > 1
+
+
+def check_writable(target: Any) -> None:
+    """Raise ``RuntimeError`` if a write to ``target`` could not reach all it must."""
+    linked = _linked(target)
+    if all(next(_neighbours(tensor), None) is None for tensor in linked):
+        return
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in linked):
+        raise RuntimeError(
+            "a ShardedTensor cannot be written to in place while it is a view, or has views, and "
+            "gradients are recorded through them; use an out-of-place operation, .clone() the view "
+            "first, or write under torch.no_grad()."
+        )
+    for tensor in linked:
+        view = getattr(tensor, "_view", None)
+        if view is None or view.parent._layout is None:
+            continue
+        if view.func not in _BACK:
+            raise RuntimeError(
+                f"a ShardedTensor that is or has a view made by {view.func} cannot be written to "
+                "in place; .clone() the view first, or use an out-of-place operation."
+            )
+        if view.func is _aten.expand.default and view.parent.numel() != tensor.numel():
+            raise RuntimeError(
+                "unsupported operation: more than one element of the written-to tensor refers to "
+                "a single memory location. Please clone() the tensor before performing the "
+                "operation."
+            )
+
+
+def write(target: Any, handle: Handle, make: Make, settle: Settle) -> None:
+    """Give ``target`` a new value, and with it every tensor linked to it."""
+    done: set[int] = set()
+
+    def spread(tensor: Any, value: Handle) -> None:
+        alike = [alias for alias in _aliases(tensor) if alias._layout is not None]
+        for alias in alike:
+            alias._handle = value
+            done.add(id(alias))
+        for alias in alike:
+            for view in _views(alias):
+                if id(view) not in done:
+                    taken = view._view.take(make(alias._layout, value))
+                    spread(view, settle(view._layout, taken))
+            own = getattr(alias, "_view", None)
+            if own is not None and own.parent._layout is not None and id(own.parent) not in done:
+                parent = own.parent
+                whole = make(parent._layout, parent._handle)
+                back = _BACK[own.func](own, whole, make(alias._layout, value))
+                spread(parent, settle(parent._layout, back))
+
+    with torch.no_grad():
+        spread(target, handle)
+
+
+# -- from a view back to what it was taken of ------------------------------------------------------
+
+Back = Callable[[_View, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Takes the view, the old whole and the new part; gives the new whole."""
+
+
+def _argument(view: _View, position: int, default: Any) -> Any:
+    return view.args[position] if position < len(view.args) else default
+
+
+def _reshape(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return part.reshape(whole.shape)
+
+
+def _again(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return view.func(part, *view.args)
+
+
+def _permute(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    order = [dim % whole.ndim for dim in view.args[0]]
+    return part.permute([order.index(dim) for dim in range(whole.ndim)])
+
+
+def _select(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return torch.select_scatter(whole, part, view.args[0], view.args[1])
+
+
+def _unbind(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return torch.select_scatter(whole, part, _argument(view, 0, 0), view.number)
+
+
+def _slice(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    dim, start, end, step = (_argument(view, k, d) for k, d in enumerate((0, None, None, 1)))
+    return torch.slice_scatter(whole, part, dim, start, end, step)
+
+
+def _split(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    sizes, dim = view.args[0], _argument(view, 1, 0)
+    start = view.number * sizes if isinstance(sizes, int) else sum(sizes[: view.number])
+    return torch.slice_scatter(whole, part, dim, start, start + part.shape[dim])
+
+
+def _diagonal(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return torch.diagonal_scatter(whole, part, *view.args)
+
+
+def _as_strided(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return torch.as_strided_scatter(whole, part, *view.args)
+
+
+def _as_dtype(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return part.view(whole.dtype)
+
+
+def _as_complex(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(part)
+
+
+def _as_real(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(part)
+
+
+_BACK: dict[Any, Back] = {
+    _aten._conj.default: _again,
+    _aten._reshape_alias.default: _reshape,
+    _aten.as_strided.default: _as_strided,
+    _aten.diagonal.default: _diagonal,
+    _aten.expand.default: _reshape,
+    _aten.permute.default: _permute,
+    _aten.select.int: _select,
+    _aten.slice.Tensor: _slice,
+    _aten.split.Tensor: _split,
+    _aten.split_with_sizes.default: _split,
+    _aten.squeeze.default: _reshape,
+    _aten.squeeze.dim: _reshape,
+    _aten.squeeze.dims: _reshape,
+    _aten.t.default: _again,
+    _aten.transpose.int: _again,
+    _aten.unbind.int: _unbind,
+    _aten.unsqueeze.default: _reshape,
+    _aten.view.default: _reshape,
+    _aten.view.dtype: _as_dtype,
+    _aten.view_as_complex.default: _as_real,
+    _aten.view_as_real.default: _as_complex,
+}
