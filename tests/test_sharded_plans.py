@@ -5,6 +5,8 @@ errors, settings, gradients and reports.
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from _sharded_values import HERE, HOST, WHOLE, fetched_bytes, numbers, on_devices, where
 from _spies import asked
-from _support import EAGER, wait_for
+from _support import EAGER, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap import _current, _sharded_operations
@@ -178,6 +180,19 @@ def test_an_error_on_the_devices_is_raised_where_the_result_is_used():
     result = tp.device_put(torch.arange(4), tp.devices()) // tp.replicate(torch.tensor(0))
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         result.cpu()
+
+
+def test_operations_after_the_death_of_a_worker():
+    values = on_devices()
+    assert (values.x.mul(0.75) + values.x.sum()).cpu().isfinite().all()  # its plans and numbers
+    victim = worker_pids()[1]
+    os.kill(victim, signal.SIGKILL)
+    assert wait_for(lambda: _current.runtime()._pool.broken)
+    with pytest.raises(tp.ShardLost, match="cpu:1"):
+        values.x.mul(0.75)
+    fresh = on_devices()
+    result = fresh.x.mul(0.75) + fresh.x.sum()
+    torch.testing.assert_close(result.cpu(), HERE.x * 0.75 + HERE.x.sum())
 
 
 # Settings ----------------------------------------------------------------------------------------
