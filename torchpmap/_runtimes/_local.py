@@ -237,6 +237,8 @@ class LocalRuntime:
 
     def _flush_released(self) -> None:
         """Free what nobody uses although no call comes (monitor: must not wait for the lock)."""
+        if "_pool" not in vars(self):  # the monitor runs before the pool is finished
+            return
         teams = tuple(self._teams.values())
         if self._pool.broken or not (self._retired or any(team.released for team in teams)):
             return
