@@ -7,6 +7,7 @@ __call__ --key--> Prepared      the hot path
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -47,6 +48,10 @@ from torchpmap._trace import Untraceable
 
 __all__ = ["Pmapped", "pmap"]
 
+_BEHIND_RESULTS = tuple(
+    f"torchpmap.{name}"
+    for name in ("_sharded", "_rules", "_blocks", "_transfer", "_runtimes", "_wire")
+)
 _MAX_PREPARED = 4096
 """Prepared calls a function keeps; statics or shapes that never repeat would fill memory."""
 
@@ -58,8 +63,9 @@ def _outside_dynamo(mapped: Pmapped, *args: Any, **kwargs: Any) -> Any:
     """A call in a function that ``torch.compile`` compiles: between its graphs, untouched."""
     from torch._dynamo import trace_rules
 
-    for name in ("_sharded", "_runtimes", "_wire"):  # nor what operations on the results do
-        trace_rules.add(f"torchpmap.{name}")
+    for name in list(sys.modules):  # nor what operations on the results do
+        if name.startswith(_BEHIND_RESULTS):
+            trace_rules.add(name)
     return mapped(*args, **kwargs)
 
 
