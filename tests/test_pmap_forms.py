@@ -407,3 +407,17 @@ def test_results_do_not_require_grad_where_nothing_does(mode):
         assert not f(w).requires_grad
     assert f(w).requires_grad
     assert not tp.pmap(lambda x: x > 1, compile=mode)(w).requires_grad
+
+
+def test_what_vmap_cannot_do_comes_with_advice():
+    def f(x):
+        y = x.detach().requires_grad_()
+        (y**2).backward()
+        return y.grad
+
+    assert tp.pmap(f, compile=EAGER)(X).tolist() == (2 * X).tolist()
+    with pytest.raises(RuntimeError) as caught:
+        tp.pmap(f, compile=EAGER)(torch.ones(8))
+    (note,) = caught.value.__notes__
+    assert "2 rows run at once on each device" in note
+    assert "with torchpmap.grad" in note

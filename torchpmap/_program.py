@@ -115,9 +115,15 @@ class Program:
         """
         if key is not None:
             return replace(self, seed=key).run(blocks, process_axis)
-        if process_axis is None or self.lanes > 1:
-            alone = process_axis is None or process_axis.size == 1
-            return self._run_lanes(blocks, None if alone else process_axis)
+        if process_axis is None:
+            return self._run_lanes(blocks, None)
+        if self.lanes > 1:
+            try:
+                return self._run_lanes(blocks, None if process_axis.size == 1 else process_axis)
+            except RuntimeError as error:
+                if "functorch" in str(error) or "vmap" in str(error):
+                    error.add_note(_LANES_NOTE.format(lanes=self.lanes))
+                raise
         dims = [leaf.dim for leaf in self.leaves if isinstance(leaf, Input)]
         rows = [
             block if dim is None else block.squeeze(dim)
@@ -144,12 +150,7 @@ class Program:
         index = torch.arange(self.lanes, device=devices[0] if devices else None)
         dims = [leaf.dim for leaf in self.leaves if isinstance(leaf, Input)]
         over_lanes = torch.func.vmap(run_row, (0, *dims), randomness=self.randomness)
-        try:
-            lanes_first = iter(over_lanes(index, *blocks))
-        except RuntimeError as error:
-            if "functorch" in str(error) or "vmap" in str(error):
-                error.add_note(_LANES_NOTE.format(lanes=self.lanes))
-            raise
+        lanes_first = iter(over_lanes(index, *blocks))
         (outcome,) = outcomes
         stacked: list[torch.Tensor | None] = []
         for value, dim in zip(outcome.blocks, outcome.dims, strict=True):
