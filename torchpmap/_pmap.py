@@ -303,8 +303,8 @@ def pmap(
     once.
 
     (fun: rows -> results) -> (stacked rows -> ShardedTensors stacked the same way)
-    Backward: inside ``fun`` use ``torchpmap.grad`` or ``torch.func``; differentiating through the
-    mapped function from outside is not supported yet and raises.
+    Backward: ``torch.func`` and ``backward()`` reach through the mapped function, and run on the
+    devices; shared arguments and closures get the sum over the rows.
 
     Calls return at once; a result waits when its numbers are needed.  ``fun`` is traced once per
     kind of arguments, compiled by Inductor on one device and loaded by the others.  It must be
@@ -325,7 +325,7 @@ def pmap(
             each new value traces again.
         static_broadcasted_argnames: names of keyword arguments that are so.
         devices: the devices to run on, in axis order; exactly as many as rows.  Default: the first
-            ones of ``tp.devices()``.
+            ones of ``tp.devices()``, with several rows on each where there are more rows.
         backend: ``"cpu"`` or ``"cuda"``.
         axis_size: size of the axis where no argument is mapped; otherwise it is checked.
         donate_argnums: positions of arguments whose memory on the devices is given up with the
@@ -335,7 +335,8 @@ def pmap(
             ``torch.compile``'s ``backend``, ``mode`` and ``options``; ``{"backend": "eager"}`` runs
             the traced graph uncompiled.
         fullgraph: raise instead of falling back to ``compile=False`` when ``fun`` cannot be traced.
-        randomness: reserved; random numbers inside ``fun`` raise for now.
+        randomness: whether torch's random functions inside ``fun`` give every row "different"
+            numbers or the "same", or are an "error".
         check_replicated: raise if an output with out axis None differs between devices (makes the
             call wait).
 
