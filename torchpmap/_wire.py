@@ -2,8 +2,8 @@
 
 One stream socket per worker carries both directions::
 
-    controller --- DEFINE CALL PUT FREE EAGER GROUP FETCH SYNC DRAIN REGROUP FORGET STOP ---> worker
-    controller <-- READY DONE DATA REPLY FAILED DRAINED ------------------------------ worker
+    controller --- DEFINE CALL PUT FREE EAGER GROUP FORGET STOP FETCH SYNC RING ... ---> worker
+    controller <-- READY DONE DATA REPLY FAILED DRAINED ------------------------------- worker
 
 A frame is a fixed header (``length`` of the body in bytes, ``kind``, ``seq``: the number of the
 command it is or answers) and a body: 64-bit integers for the hot kinds, a pickle for the rare ones,
@@ -40,7 +40,8 @@ PLAIN_LINE = "\x1e"
 HEADER = struct.Struct("<QQq")  # body bytes, kind, seq
 
 # controller -> worker
-DEFINE, CALL, PUT, FREE, EAGER, GROUP, FETCH, SYNC, DRAIN, REGROUP, FORGET, STOP = range(1, 13)
+DEFINE, CALL, PUT, FREE, EAGER, GROUP, FORGET, STOP = range(1, 9)
+FETCH, SYNC, RING, DRAIN, REGROUP = range(11, 16)
 # worker -> controller
 READY, DONE, DATA, REPLY, FAILED, DRAINED = range(101, 107)
 

@@ -23,7 +23,6 @@ from torchpmap._errors import RuntimeClosed
 from torchpmap._groups import RankPartition
 from torchpmap._program import EagerCall, EagerReport
 from torchpmap._runtimes._base import Handle, Team
-from torchpmap._runtimes._monitor import Pending
 from torchpmap._runtimes._pool import Pool
 from torchpmap._shipping import pickled
 from torchpmap._wire import frame, pack_ints, put_frame
@@ -154,18 +153,22 @@ class LocalRuntime:
             ranks[place]: pack_ints(handle.id, dim, position)
             for place, dim, position, _ in requests
         }
-        self._insist(handle, tuple(bodies), lambda: self._pool.ask(bodies, _wire.FETCH, targets))
+        self._insist(
+            handle, tuple(bodies), lambda: self._pool.ask(bodies, _wire.FETCH, targets).wait()
+        )
 
     def block(self, handle: Handle) -> None:
-        if not self._is_computed(handle):
-            self._insist(handle, handle.team.ranks, lambda: self._sync(handle.team))
+        if self._pool.prints or not self._is_computed(handle):
+            ranks = handle.team.ranks
+            self._insist(handle, ranks, lambda: self._pool.wait_for(handle.seq, ranks))
 
     def is_ready(self, handle: Handle) -> bool:
         if self._pool.broken and not self.closed:
             return False  # a repair would have to be waited for
         if self._is_computed(handle):
             return True
-        self._sync(handle.team)  # so that asking again will tell
+        if self.devices[0].platform != "cpu":  # so that asking again will tell
+            self._pool.ask(dict.fromkeys(handle.team.ranks, b""), _wire.SYNC)
         return False
 
     @property
@@ -201,19 +204,16 @@ class LocalRuntime:
     def _is_computed(self, handle: Handle) -> bool:
         """Whether every rank is known to be done with the value's command, and it succeeded."""
         self.check(handle)
-        workers = self._pool.workers
-        return all(workers[rank].completed >= handle.seq for rank in handle.team.ranks)
+        return self._pool.has_reached(handle.seq, handle.team.ranks)
 
-    def _sync(self, team: Team) -> Pending:
-        return self._pool.ask(dict.fromkeys(team.ranks, b""), _wire.SYNC)
-
-    def _insist(self, handle: Handle, ranks: Sequence[int], ask: Callable[[], Pending]) -> None:
+    def _insist(self, handle: Handle, ranks: Sequence[int], ask: Callable[[], bool]) -> None:
         """Ask ``ranks`` about a value, again after a repair, until it answers or is known to be
         lost there.
         """
         while True:
             self._check(handle, ranks)
-            if ask().wait():
+            if ask():
+                self._check(handle, ranks)  # a failure may have come and gone before we asked
                 return
             self._pool.repair()
 

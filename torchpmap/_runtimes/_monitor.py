@@ -172,19 +172,19 @@ class Monitor:
         if self.prompt:
             self._rest(worker)
         if kind == _wire.DONE:
-            self._complete(worker, seq)
+            self._complete(rank, seq)
         elif kind == _wire.DATA:
             pending = self.pending.get(seq)
             target = pending.targets[rank] if pending is not None else memoryview(bytearray(length))
             worker.reader.into(target)
-            self._complete(worker, seq)
+            self._complete(rank, seq)
         elif kind == _wire.REPLY:
             report = bytes(worker.reader.body(length))
             self._rest(worker)  # what the call printed comes before its result
             pending = self.pending.get(seq)
             if pending is not None:
                 pending.replies[rank] = report
-            self._complete(worker, seq)
+            self._complete(rank, seq)
         elif kind == _wire.FAILED:
             communication, packed, where = pickle.loads(worker.reader.body(length))
             self._on_event(Failed(rank, seq, communication, packed, where))
@@ -194,11 +194,10 @@ class Monitor:
             assert kind == _wire.READY, f"unknown frame {kind}"
             self._on_event(Ready(rank, seq))
 
-    def _complete(self, worker: WorkerProcess, seq: int) -> None:
-        worker.completed = seq
+    def _complete(self, rank: int, seq: int) -> None:
         pending = self.pending.get(seq)
         if pending is not None:
-            pending.missing.discard(worker.rank)
+            pending.missing.discard(rank)
             if not pending.missing and self.pending.pop(seq, None) is not None:
                 pending.release(interrupted=False)
 

@@ -27,6 +27,7 @@ from torchpmap._groups import RankPartition
 from torchpmap._runtimes._losses import Losses, exception_of
 from torchpmap._runtimes._monitor import Monitor, Pending
 from torchpmap._runtimes._process import WorkerProcess
+from torchpmap._runtimes._progress import Progress
 from torchpmap._runtimes._supervise import (
     Action,
     Close,
@@ -49,6 +50,8 @@ __all__ = ["Pool"]
 _REPAIR_PATIENCE_S = 30.0
 """How long a rank may take to drain or regroup before it is killed; a busy one is merely slow."""
 _STOP_PATIENCE_S = 1.0
+_SHORT_SLEEP_MS = 2
+"""Worth more than telling the workers to ring, which takes some 30 us."""
 
 
 class Pool:
@@ -70,6 +73,8 @@ class Pool:
         self._on_repaired = on_repaired
         self._store_fd = os.memfd_create("torchpmap-store", os.MFD_CLOEXEC)  # a file with no name
         self.send_lock = threading.Lock()
+        self._progress = Progress(len(devices))
+        self._waiting = threading.Lock()  # held by the thread that sleeps until the bell rings
         self.seq = 0  # number of the last command; guarded by the send lock
         self._groups: dict[str, RankPartition] = {}  # guarded by the send lock
         self._state_lock = threading.Lock()  # guards _supervisor
@@ -139,9 +144,41 @@ class Pool:
                 self.workers[rank].stream.send((frame(kind, self.seq, body),))
         return pending
 
+    @property
+    def prints(self) -> bool:
+        """Whether plans print: the monitor sees to it that their output comes before their
+        results.
+        """
+        return self._monitor.prompt
+
     def expect_output(self) -> None:
         """Plans print from now on."""
         self._monitor.prompt = True
+
+    def has_reached(self, seq: int, ranks: Sequence[int]) -> bool:
+        """Whether all of ``ranks`` are known to be done with everything up to command ``seq``."""
+        return self._progress.reached(seq, ranks)
+
+    def wait_for(self, seq: int, ranks: Sequence[int]) -> bool:
+        """Wait until ``ranks`` are done with everything up to command ``seq``; False when a failure
+        came first.
+        """
+        if self.prints or not self._waiting.acquire(blocking=False):
+            return self.ask(dict.fromkeys(ranks, b""), _wire.SYNC).wait()
+        progress = self._progress
+        try:
+            if progress.wait(seq, ranks, _SHORT_SLEEP_MS):
+                return True
+            with self.sending():
+                epoch = self._supervisor.epoch
+                self.tell(ranks, _wire.RING, b"")
+                seq = self.seq
+            while not progress.wait(seq, ranks, None):
+                if self.broken or self._supervisor.epoch != epoch:
+                    return False
+            return True
+        finally:
+            self._waiting.release()
 
     @property
     def waits(self) -> bool:
@@ -169,7 +206,11 @@ class Pool:
                 self._cut(action)
             self._actions.put(action)
         if was_healthy and self.broken:
-            self._monitor.interrupt_all()
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        self._monitor.interrupt_all()
+        self._progress.ring()
 
     def _cut(self, cut: Cut) -> None:
         for rank in cut.ranks:
@@ -222,7 +263,9 @@ class Pool:
     def _new_worker(self, rank: int) -> WorkerProcess:
         device_type = self._devices[rank].platform
         threads = threads_per_device(len(self._devices))
-        return WorkerProcess(rank, device_type, threads, self._timeout_s, self._store_fd)
+        return WorkerProcess(
+            rank, device_type, threads, self._timeout_s, self._store_fd, self._progress
+        )
 
     def _start_all(self) -> None:
         for worker in self.workers.values():
@@ -231,7 +274,7 @@ class Pool:
 
     def _replace(self, rank: int) -> None:
         old = self.workers[rank]
-        self._completed[rank] = old.completed
+        self._completed[rank] = self._progress[rank]
         self._monitor.forget(old)
         old.close(0)
         new = self._new_worker(rank)
@@ -248,7 +291,7 @@ class Pool:
             self.broken = True
         with self._state_lock:
             self._supervisor.phase = Phase.CLOSED
-        self._monitor.interrupt_all()
+        self._wake_all()
         self._starter.join()
         for worker in self.workers.values():
             self._monitor.forget(worker)
@@ -258,6 +301,10 @@ class Pool:
         for worker in self.workers.values():
             worker.close(max(0.0, deadline - time.monotonic()))
         os.close(self._store_fd)
+        if self._waiting.acquire(
+            blocking=False
+        ):  # else a thread wakes only now, and needs the bell
+            self._progress.close()
 
     def abandon(self, because: str) -> None:
         """In a forked child: the workers are the parent's; never touch them again."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.multiprocessing
 
+from torchpmap._runtimes._progress import Progress
 from torchpmap._runtimes._worker import Birth, main
 from torchpmap._wire import FrameReader, InheritedFd, Stream
 
@@ -83,13 +84,15 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, rank: int, device_type: str, num_threads: int, timeout_s: float, store_fd: int
+        self,
+        rank: int,
+        device_type: str,
+        num_threads: int,
+        timeout_s: float,
+        store_fd: int,
+        progress: Progress,
     ) -> None:
         self.rank = rank
-        self.completed = 0
-        """Highest seq the worker has answered: it is done with everything up to there (written by
-        the monitor).
-        """
         self.last_words = b""
         """The tail of its stderr (written by the monitor)."""
         self.socket, self._command = socket.socketpair()
@@ -101,6 +104,7 @@ class WorkerProcess:
         os.set_blocking(self.errors, False)
         self.stream = Stream(self.socket)
         self.reader = FrameReader(self.socket)
+        memory, bell = progress.inherited()
         birth = Birth(
             rank=rank,
             device_type=device_type,
@@ -112,6 +116,8 @@ class WorkerProcess:
             output=InheritedFd(self._output),
             errors=InheritedFd(self._errors),
             store=InheritedFd(store_fd),
+            progress=memory,
+            bell=bell,
         )
         self.process = _Process(
             target=main, args=(birth,), name=f"torchpmap-{device_type}:{rank}", daemon=True

@@ -43,6 +43,7 @@ from torchpmap._effects import mark_lines
 from torchpmap._errors import ShardLost, pack_exception
 from torchpmap._groups import Groups, RankPartition
 from torchpmap._program import EagerCall, Program, run_eager_call
+from torchpmap._runtimes._progress import WorkerProgress
 from torchpmap._wire import FrameReader, InheritedFd, Stream, frame
 
 __all__ = ["Birth", "main"]
@@ -70,6 +71,8 @@ class Birth:
     output: InheritedFd
     errors: InheritedFd
     store: InheritedFd
+    progress: InheritedFd
+    bell: InheritedFd
 
 
 def main(birth: Birth) -> None:
@@ -106,6 +109,7 @@ class _Worker:
         self.functions: dict[int, bytes] = {}
         self.index_tensors: dict[int, torch.Tensor] = {}
         self.failed = False
+        self.progress = WorkerProgress(birth.rank, birth.progress, birth.bell)
         sock = birth.command.socket()
         self.stream = Stream(sock)
         self.reader = FrameReader(sock)
@@ -118,12 +122,14 @@ class _Worker:
             _wire.FREE: self.free,
             _wire.FETCH: self.fetch,
             _wire.SYNC: self.sync,
+            _wire.RING: self.ring,
             _wire.DEFINE: self.define,
             _wire.EAGER: self.eager,
             _wire.GROUP: self.group,
             _wire.FORGET: self.forget,
         }
         torch.set_grad_enabled(False)
+        calls_are_done = self.device.type == "cpu"  # when they return
         while True:
             length, kind, seq = self.reader.header()
             handler = handlers.get(kind)
@@ -137,6 +143,8 @@ class _Worker:
                 continue
             try:
                 handler(seq, length)
+                if calls_are_done:
+                    self.progress.note(seq)
             except (EOFError, ConnectionResetError, BrokenPipeError):
                 raise
             except BaseException as error:
@@ -188,9 +196,17 @@ class _Worker:
         self.stream.send([_wire.HEADER.pack(len(payload), _wire.DATA, seq), payload])
 
     def sync(self, seq: int, length: int) -> None:
+        self.synchronize(seq)
+        self.stream.send([frame(_wire.DONE, seq)])
+
+    def ring(self, seq: int, length: int) -> None:
+        self.synchronize(seq)
+        self.progress.ring()
+
+    def synchronize(self, seq: int) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        self.stream.send([frame(_wire.DONE, seq)])
+        self.progress.note(seq)
 
     # -- rare frames -------------------------------------------------------------------------------
 

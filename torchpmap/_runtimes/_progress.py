@@ -1,0 +1,110 @@
+"""How far every worker has come: one number per rank in memory they all share, and a bell.
+
+A worker writes the number of each command it is done with.  A thread of the controller that waits
+writes what it waits for, and sleeps; whoever makes that true rings.  So a value that is there costs
+no message, and one that is not costs a single wake-up, of the thread that waits for it.
+
+::
+
+    controller:  wanted = 7; until all numbers >= 7: sleep until the bell rings
+    worker:      numbers[rank] = 7; if all numbers >= wanted: ring
+
+Nothing orders these stores and loads of different processors, so once in a great while each side
+misses what the other has just written.  Therefore the first sleep is short, and before a long one
+the worker is *told* to ring (``RING``), which cannot be missed.  A ring too many does no harm: the
+numbers, and the pool after a failure, say what has happened.  Only one thread may sleep, because
+whoever wakes takes the ring away from the others.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+from collections.abc import Sequence
+
+from torchpmap._wire import InheritedFd
+
+__all__ = ["Progress", "WorkerProgress"]
+
+_NOBODY_WAITS = 2**62
+
+
+class Progress:
+    """The controller's side (any thread; the owner must call ``close``)."""
+
+    def __init__(self, size: int) -> None:
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._bell, select.POLLIN)
+        self._fd = os.memfd_create("torchpmap-progress", os.MFD_CLOEXEC)
+        os.truncate(self._fd, 8 * (size + 2))
+        self._memory = mmap.mmap(self._fd, 8 * (size + 2))
+        # one per rank; then the command somebody waits for, and a bit for each rank it is of
+        self._numbers = memoryview(self._memory).cast("q")
+        self._numbers[-2] = _NOBODY_WAITS
+
+    def inherited(self) -> tuple[InheritedFd, InheritedFd]:
+        """What ``WorkerProgress`` is made of."""
+        return InheritedFd(self._fd), InheritedFd(self._bell)
+
+    def __getitem__(self, rank: int) -> int:
+        """The last command that ``rank`` is done with."""
+        return self._numbers[rank]
+
+    def reached(self, seq: int, ranks: Sequence[int]) -> bool:
+        """Whether all of ``ranks`` are done with everything up to command ``seq``."""
+        numbers = self._numbers
+        return all(numbers[rank] >= seq for rank in ranks)
+
+    def wait(self, seq: int, ranks: Sequence[int], patience_ms: int | None) -> bool:
+        """``reached``, after sleeping if need be (a spurious ring ends the sleep too)."""
+        numbers = self._numbers
+        numbers[-1] = sum([1 << rank for rank in ranks])
+        numbers[-2] = seq
+        try:
+            if not self.reached(seq, ranks) and self._poll.poll(patience_ms):
+                os.eventfd_read(self._bell)
+        finally:
+            numbers[-2] = _NOBODY_WAITS
+        return self.reached(seq, ranks)
+
+    def ring(self) -> None:
+        """Wake the thread that sleeps, or the next one."""
+        os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Give back the memory and the bell (nobody sleeps, and nobody will); the numbers stay as
+        they are.
+        """
+        shared, memory = self._numbers, self._memory
+        self._numbers = memoryview(bytearray(shared)).cast("q")
+        shared.release()
+        memory.close()
+        os.close(self._bell)
+        os.close(self._fd)
+
+
+class WorkerProgress:
+    """A worker's side."""
+
+    def __init__(self, rank: int, memory: InheritedFd, bell: InheritedFd) -> None:
+        self._rank = rank
+        self._numbers = memoryview(mmap.mmap(memory.fd, 0)).cast("q")
+        self._bell = bell.fd
+
+    def note(self, seq: int) -> None:
+        """Everything up to command ``seq`` is done."""
+        numbers = self._numbers
+        numbers[self._rank] = seq
+        if seq >= numbers[-2]:
+            self._ring_if_last(numbers[-2], numbers[-1])
+
+    def _ring_if_last(self, wanted: int, ranks: int) -> None:
+        numbers = self._numbers
+        if all(numbers[k] >= wanted for k in range(ranks.bit_length()) if ranks >> k & 1):
+            self.ring()
+
+    def ring(self) -> None:
+        """Wake the thread of the controller that waits."""
+        os.eventfd_write(self._bell, 1)
