@@ -15,7 +15,7 @@ PACKAGE = Path(tp.__file__).parent
 
 # A module imports only modules above it.
 MODULES = """
-_errors _config _inline _structure _tree _devices _mesh _layout
+_errors _config _launcher _inline _structure _tree _devices _mesh _layout
 _axes _collectives_raw _collectives_primitives _collectives_groups _collectives_operands
 _collectives_reduce _collectives_move _collectives_permute _collectives_ragged _collectives
 _effects
@@ -24,6 +24,7 @@ _threefry _random_keys _random_continuous _random_integers _random_choices rando
 _retraces _replication _split _capture _trace _environment _program _shipping _compile _arguments
 _groups _wire
 _runtimes _runtimes._base _runtimes._supervise _runtimes._losses _runtimes._progress
+_runtimes._rendezvous _runtimes._torchrun
 _runtimes._worker _runtimes._template _runtimes._process _runtimes._monitor _runtimes._pool
 _runtimes._local
 _current _transfer _rules_signature _rules_compute _rules_shape _rules _blocks _sharded_arguments

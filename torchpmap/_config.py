@@ -15,7 +15,7 @@ from typing import Any
 
 MAX_DEVICES = 256
 DEVICE_TYPES = ("cpu", "cuda")
-RUNTIMES = ("local", "inline")
+RUNTIMES = ("auto", "local", "torchrun", "inline")
 DEFAULT_TIMEOUT_S = 1800.0
 
 
@@ -29,15 +29,17 @@ class Config:
         warm: compile one dummy function in the fork server, so that the first compiled call of
             every worker is fast.
         timeout: longest time that a collective may wait, in seconds.
-        runtime: ``"local"`` (one worker process per device) or ``"inline"`` (mapped functions run
-            in the calling process, see ``torchpmap.debug.fake_pmap``).
+        runtime: ``"local"`` (one worker process per device), ``"torchrun"`` (this process is one of
+            several that a launcher started, and owns one device) or ``"inline"`` (mapped functions
+            run in the calling process, see ``torchpmap.debug.fake_pmap``); ``"auto"`` is
+            ``"torchrun"`` in a process of a launcher, else ``"local"``.
     """
 
     num_devices: int | None = None
     device_type: str | None = None
     warm: bool = True
     timeout: float = DEFAULT_TIMEOUT_S
-    runtime: str = "local"
+    runtime: str = "auto"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -169,7 +171,8 @@ def _check_timeout(name: str, value: Any) -> float:
 
 def _check_runtime(name: str, value: Any) -> str:
     if value not in RUNTIMES:
-        raise ValueError(f"{name} must be 'local' or 'inline', but got {value!r}.")
+        legal = "'auto', 'local', 'torchrun' or 'inline'"
+        raise ValueError(f"{name} must be {legal}, but got {value!r}.")
     return str(value)
 
 

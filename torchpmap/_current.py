@@ -8,14 +8,15 @@ value or call.
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 
 from torchpmap import _inline
 from torchpmap._config import Config, config
 from torchpmap._devices import Device, default_device_type, default_num_devices, enumerate_devices
 from torchpmap._errors import RuntimeClosed
+from torchpmap._launcher import Place, found_place
 from torchpmap._runtimes._base import Runtime
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
 _lock = threading.RLock()  # guards _runtime and _planned
 _runtime: Runtime | None = None
 _planned: tuple[Device, ...] | None = None
+_place: Place | None = None  # of this process, if _planned are the devices of several
 
 
 def init(num_devices: int | None = None, device_type: str | None = None) -> None:
@@ -63,9 +65,10 @@ def init(num_devices: int | None = None, device_type: str | None = None) -> None
     global _runtime, _planned
     settings = config.snapshot()
     wanted = _enumerate(
-        Config(
-            num_devices if num_devices is not None else settings.num_devices,
-            device_type if device_type is not None else settings.device_type,
+        replace(
+            settings,
+            num_devices=num_devices if num_devices is not None else settings.num_devices,
+            device_type=device_type if device_type is not None else settings.device_type,
         )
     )
     with _lock:
@@ -106,53 +109,70 @@ def runtime() -> Runtime:
 
 
 def _restart_or_raise(ended: Runtime) -> None:
-    """A pool that could not be repaired is replaced, but not one of the parent process."""
-    error = getattr(ended, "forked", False)
-    if error:
+    """A pool that could not be repaired is replaced, but not one of the parent process, nor what
+    other processes take part in.
+    """
+    if getattr(ended, "forked", False):
         raise RuntimeClosed(
             "this process was forked from the one that owns the torchpmap devices; use torchpmap "
             "in the parent, or start this process with spawn or forkserver."
         )
+    if _place is not None:
+        ended.insist()
     _start(ended.devices)
 
 
 def _start(wanted: tuple[Device, ...]) -> None:
     # the runtimes import multiprocessing's and torch's process machinery: not needed before the
     # first start
-    from torchpmap._runtimes._local import LocalRuntime
-    from torchpmap._runtimes._process import preload
-
     global _runtime
-    _refuse_launcher()
-    preload()
     atexit.unregister(shutdown)
+    if _place is not None:
+        from torchpmap._runtimes._torchrun import TorchrunRuntime
+
+        _runtime = TorchrunRuntime(_place, wanted[0].platform, config.timeout)
+    else:
+        from torchpmap._runtimes._local import LocalRuntime
+        from torchpmap._runtimes._process import preload
+
+        preload()
+        _runtime = LocalRuntime(len(wanted), wanted[0].platform, config.timeout)
     atexit.register(shutdown)
-    _runtime = LocalRuntime(len(wanted), wanted[0].platform, config.timeout)
-
-
-def _refuse_launcher() -> None:
-    """Under torchrun every process would be a program of its own: its sums would silently miss the
-    rest.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
-        raise NotImplementedError(
-            f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} started by "
-            "torchrun (or a similar launcher), which torchpmap does not support yet. Run the "
-            "script with plain python: torchpmap starts one worker per device itself."
-        )
 
 
 def _preload() -> None:
     """Let the fork server's imports begin, unless no workers will be wanted."""
-    if not _inline.active():
+    if _place is None and not _inline.active():
         from torchpmap._runtimes._process import preload
 
         preload()
 
 
 def _enumerate(settings: Config) -> tuple[Device, ...]:
+    global _place
     kind = settings.device_type or default_device_type()
+    _place = _wanted_place(settings)
+    if _place is not None:
+        if settings.num_devices not in (None, _place.size):
+            raise ValueError(
+                f"{settings.num_devices} devices were asked for, but {_place.launcher} started "
+                f"{_place.size} processes, and each has one. Start that many processes, or leave "
+                "num_devices out."
+            )
+        return tuple(Device(rank, kind, rank) for rank in range(_place.size))
     return enumerate_devices(settings.num_devices or default_num_devices(kind), kind)
+
+
+def _wanted_place(settings: Config) -> Place | None:
+    if settings.runtime not in ("auto", "torchrun"):
+        return None
+    place = found_place()
+    if place is None and settings.runtime == "torchrun":
+        raise ValueError(
+            "the runtime 'torchrun' needs a launcher: no RANK and WORLD_SIZE (nor the variables of "
+            "srun or mpirun) are set. Start the script with torchrun, or use the runtime 'local'."
+        )
+    return place
 
 
 def devices(backend: str | None = None) -> list[Device]:
@@ -205,9 +225,16 @@ def local_devices(process_index: int | None = None, backend: str | None = None) 
 
     Source: ``jax.local_devices``.
     """
-    if process_index not in (None, 0):
+    found = devices(backend)
+    if process_index is None:
+        process_index = _own_index()
+    if process_index not in {device.process_index for device in found}:
         raise ValueError(f"Unknown process_index {process_index}")
-    return devices(backend)
+    return [device for device in found if device.process_index == process_index]
+
+
+def _own_index() -> int:
+    return 0 if _place is None else _place.rank
 
 
 def device_count(backend: str | None = None) -> int:
@@ -227,15 +254,17 @@ def local_device_count(backend: str | None = None) -> int:
 
 
 def process_index(backend: str | None = None) -> int:
-    """Return the number of this controller process: 0, as there is one.
+    """Return the number of this controller process: its rank, if a launcher started several; else
+    0.
 
     Source: ``jax.process_index``.
     """
-    return devices(backend)[0].process_index
+    devices(backend)
+    return _own_index()
 
 
 def process_count(backend: str | None = None) -> int:
-    """Return the number of controller processes: 1.
+    """Return the number of controller processes: 1, unless a launcher started several.
 
     Source: ``jax.process_count``.
     """

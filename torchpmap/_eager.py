@@ -29,12 +29,19 @@ class EagerPlan:
     afterwards.
     """
 
-    def __init__(self, program: Program, devices: tuple[Device, ...], prefix: str) -> None:
+    def __init__(
+        self,
+        program: Program,
+        devices: tuple[Device, ...],
+        axis_devices: tuple[Device, ...],
+        prefix: str,
+    ) -> None:
         self._program = program
         self.requires_grad = False  # known when it has run
         self._devices = devices
+        self._axis_devices = axis_devices
         self._prefix = prefix
-        self._ranks = tuple(device.id for device in devices)
+        self._ranks = tuple(device.id for device in axis_devices)
         self._group = f"ranks:{','.join(map(str, self._ranks))}"
 
     def holds(self) -> bool:
@@ -43,7 +50,7 @@ class EagerPlan:
     def call(self, held: Sequence[Handle]) -> Called:
         """Run the function on stored blocks and wait for all devices."""
         runtime = current_runtime()
-        team = runtime.team(self._ranks)
+        team = runtime.team(tuple(device.id for device in self._devices))
         function = pickled_function(self._program, f"{self._program.name}()")
         function_id = int.from_bytes(hashlib.blake2b(function, digest_size=7).digest(), "little")
         key = peek_key()
@@ -69,7 +76,13 @@ class EagerPlan:
         if report.used_key:
             draw_key()  # the next call gets another one
         layouts = [
-            stacked_layout(shape, dtype, dim, self._devices, self._program.axis_name)
+            stacked_layout(
+                shape,
+                dtype,
+                dim,
+                self._axis_devices if dim is None else self._devices,
+                self._program.axis_name,
+            )
             for shape, dtype, dim in zip(report.shapes, report.dtypes, report.dims, strict=True)
             if shape is not None and dtype is not None
         ]
@@ -85,7 +98,7 @@ class EagerPlan:
     def _check(self, reports: Sequence[EagerReport]) -> None:
         """Raise unless all devices did the same."""
         first = reports[0]
-        for report, device in zip(reports, self._devices, strict=True):
+        for report, device in zip(reports, self._axis_devices, strict=True):
             if (report.structure, report.shapes, report.dtypes, report.dims) != (
                 first.structure,
                 first.shapes,
@@ -94,7 +107,7 @@ class EagerPlan:
             ):
                 raise ValueError(
                     f"{self._prefix}: devices returned different kinds of results: "
-                    f"{self._devices[0]} returned {_summary(first)}, {device} returned "
+                    f"{self._axis_devices[0]} returned {_summary(first)}, {device} returned "
                     f"{_summary(report)}. All devices must return the same structure, shapes and "
                     "dtypes to be stacked."
                 )

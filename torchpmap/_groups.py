@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import GroupName
 
-__all__ = ["Groups", "RankPartition"]
+__all__ = ["Groups", "RankPartition", "is_communication"]
 
 RankTuple = tuple[int, ...]
 RankPartition = tuple[RankTuple, ...]
@@ -46,12 +46,19 @@ class Groups:
     thread).
     """
 
-    def __init__(self, rank: int, device: torch.device, store_path: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        store: dist.Store,
+        timeout_s: float,
+        address: str | None = None,
+    ) -> None:
+        """``address``: of this host, where others reach it; None if all ranks are on this host."""
         self._rank = rank
         self._device = device
-        self._store = dist.FileStore(
-            store_path, -1
-        )  # -1: the store does not remove its file, ours has no name
+        self._store = store
+        self._address = address
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._lock = threading.Lock()  # guards _sockets, epoch, _cut_epoch and _cut
         self._sockets: list[socket.socket] = []
@@ -145,7 +152,11 @@ class Groups:
     def _gloo_options(self) -> Any:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._devices = [gloo.create_device(interface="lo")]
+        options._devices = [
+            gloo.create_device(interface="lo")
+            if self._address is None
+            else gloo.create_device(hostname=self._address)
+        ]
         options._timeout = min(self._timeout, _CONNECT_TIMEOUT)
         return options
 
@@ -217,3 +228,20 @@ def _connected(fds: Iterable[int]) -> list[socket.socket]:
         else:
             found.append(duplicate)
     return found
+
+
+_COMMUNICATION = ("gloo", "process group", "Connection closed", "NCCL")
+"""Words in the messages of failed collectives."""
+
+
+def is_communication(error: BaseException | None) -> bool:
+    """Whether an exception comes from a collective, so that another rank may be the cause."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, dist.DistError) or (
+            type(error) is RuntimeError and any(word in str(error) for word in _COMMUNICATION)
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -40,6 +40,9 @@ class Target:
     """The call as messages name it."""
     name: str
     devices: tuple[Device, ...]
+    """Where the blocks of this process are."""
+    axis_devices: tuple[Device, ...]
+    """The devices of the axis, in its order: the same, unless there are several processes."""
     axis_name: Hashable
     backend: Backend
     seed: torch.Tensor
@@ -47,7 +50,7 @@ class Target:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(device.id for device in self.devices)
+        return tuple(device.id for device in self.axis_devices)
 
     @property
     def group(self) -> str:
@@ -55,7 +58,15 @@ class Target:
 
     @property
     def team(self) -> Team:
-        return current_runtime().team(self.ranks)
+        return current_runtime().team(tuple(device.id for device in self.devices))
+
+    @property
+    def is_one_process(self) -> bool:
+        return len(self.devices) == len(self.axis_devices)
+
+    def is_same(self, layout: Layout) -> bool:
+        """Whether all devices of the axis are known to hold the same block."""
+        return layout.is_replicated and len(layout.ranks) == len(self.axis_devices)
 
 
 @dataclass(frozen=True)
@@ -148,17 +159,17 @@ def _trace(
         outcomes.append(body(blocks, axis))
         return outcomes[-1].demands()
 
-    first = target.devices[0]
     traced = trace(
         demands,
         [
-            TracedInput(layout.block_shape, layout.dtype, not layout.is_replicated)
+            TracedInput(layout.block_shape, layout.dtype, not target.is_same(layout))
             for layout in layouts
         ],
         axis_name=target.axis_name,
-        axis_size=len(target.devices),
+        axis_size=len(target.axis_devices),
         group=target.group,
-        device=first.torch_device if first.platform == "cpu" else torch.device("cuda", 0),
+        device=current_runtime().device,
+        same_closures=target.is_one_process,
         outside=outside,
         split_at=split_at,
     )
@@ -194,7 +205,13 @@ def _output_layouts(target: Target, outcome: Outcome, traced: Traced) -> tuple[L
     ]
     dims += [None] * len(outcome.checks)
     return tuple(
-        stacked_layout(shape, dtype, dim, target.devices, target.axis_name)
+        stacked_layout(
+            shape,
+            dtype,
+            dim,
+            target.axis_devices if dim is None else target.devices,
+            target.axis_name,
+        )
         for shape, dtype, dim in zip(traced.shapes, traced.dtypes, dims, strict=True)
     )
 

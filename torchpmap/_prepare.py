@@ -6,7 +6,7 @@ What comes out is kept by key in ``_pmap`` and only followed from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torchpmap import _axes
 from torchpmap._arguments import Bound, Options, Static, bind
 from torchpmap._autodiff import is_transformed
 from torchpmap._compile import EAGER
-from torchpmap._current import check_devices
+from torchpmap._current import check_devices, process_count, process_index
 from torchpmap._current import devices as all_devices
 from torchpmap._devices import Device
 from torchpmap._eager import EagerPlan
@@ -52,7 +52,17 @@ class Prepared:
     donated: tuple[int, ...]
     paths: tuple[str, ...]
     program: Program
+    spread: Spread
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Which devices a call runs on."""
+
     devices: tuple[Device, ...]
+    """Where this process has its rows."""
+    axis_devices: tuple[Device, ...]
+    """Those of the axis, in its order: of all processes."""
 
 
 class Preparation:
@@ -74,14 +84,12 @@ class Preparation:
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         """Check a call (statics already wrapped) and find or make its plan."""
-        options = self._options
         leaves, _ = flatten_call(args, kwargs)
         for leaf in leaves:
             if type(leaf) is ShardedTensor:
                 check_open(leaf)
-        chosen = options.devices
-        bound = bind(self._fun, options, args, kwargs, None if chosen is None else len(chosen))
-        return self._plan_for(bound, self._choose_devices(bound.size))
+        bound = self._bind(args, kwargs, spans=any(map(_spans, leaves)))
+        return self._plan_for(bound, self._choose_devices(bound.size, leaves))
 
     def run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call with all its rows on the device it is made on."""
@@ -91,8 +99,7 @@ class Preparation:
                 f"{options.prefix}: a pmap inside a mapped function runs on the device that it is "
                 "met on, and cannot have devices. Leave them out, or give them to the outer pmap."
             )
-        chosen = options.devices
-        bound = bind(self._fun, options, args, kwargs, None if chosen is None else len(chosen))
+        bound = self._bind(args, kwargs)
         program, positions = self._program(bound, bound.size)
         leaves = [bound.leaves[position] for position in positions]
         blocks = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
@@ -102,9 +109,8 @@ class Preparation:
     def run_inline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call in this process, after the checks that the devices' own calls get."""
         options = self._options
-        chosen = options.devices
-        bound = bind(self._fun, options, args, kwargs, None if chosen is None else len(chosen))
-        self._choose_devices(bound.size)  # for its errors
+        bound = self._bind(args, kwargs)
+        self._choose_devices(bound.size, ())  # for its errors
         program, positions = self._program(bound, bound.size)
         leaves = [bound.leaves[position] for position in positions]
         donated = [k for k, position in enumerate(positions) if bound.donated[position]]
@@ -112,16 +118,34 @@ class Preparation:
         refuse_aliased_donation(options.prefix, paths, donated, leaves)
         return call_inline(program, leaves, options.prefix)
 
-    def _choose_devices(self, size: int) -> tuple[Device, ...]:
-        """As many devices as can have equally many rows each; a given list is taken as it is."""
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, spans: bool = False) -> Bound:
         options = self._options
+        processes = 1 if spans else process_count()
+        if processes > 1 and options.axis_size is not None:  # it is that of all processes
+            options = replace(options, axis_size=options.axis_size // processes)
+        chosen = options.devices
+        num_devices = None if chosen is None else len(chosen if spans else _here(chosen))
+        return bind(self._fun, options, args, kwargs, num_devices)
+
+    def _choose_devices(self, size: int, leaves: Sequence[Any]) -> Spread:
+        """As many devices as can have equally many rows each; a given list is taken as it is.
+
+        Beside other processes the rows are those of this process, on its devices, unless an
+        argument has the rows of all.
+        """
+        options = self._options
+        spans = any(map(_spans, leaves))
         if options.devices is not None:
-            self._check_rows(size, options.devices)
+            mine = options.devices if spans else _here(options.devices)
+            self._check_rows(size, mine)
             check_devices(options.devices)
-            return options.devices
+            return Spread(mine, options.devices)
         available = all_devices(options.platform)
+        if process_count() > 1 and not spans:
+            return Spread(_here(available), tuple(available))
         most = min(size, len(available))
-        return tuple(available[: next(n for n in range(most, 0, -1) if size % n == 0)])
+        devices = tuple(available[: next(n for n in range(most, 0, -1) if size % n == 0)])
+        return Spread(devices, devices)
 
     def _check_rows(self, size: int, devices: tuple[Device, ...]) -> None:
         if size != len(devices):
@@ -156,15 +180,15 @@ class Preparation:
         )
         return program, tuple(positions)
 
-    def _plan_for(self, bound: Bound, devices: tuple[Device, ...]) -> Prepared:
-        options = self._options
+    def _plan_for(self, bound: Bound, spread: Spread) -> Prepared:
+        options, devices = self._options, spread.devices
         program, positions = self._program(bound, bound.size // len(devices))
         layouts: list[Layout] = []
         for position in positions:
             axis = bound.axes[position]
             shape, dtype = _shape_and_dtype(bound.leaves[position])
             layouts.append(
-                replicated_layout(shape, dtype, devices)
+                _shared_layout(bound.leaves[position], shape, dtype, spread)
                 if axis is None
                 else row_layout(shape, dtype, devices, axis, options.axis_name)
             )
@@ -194,22 +218,30 @@ class Preparation:
             if plan is not None:
                 self._operations.pop(plan, None)
             self._note_trace(bound)
-            plan = self._plans[kind] = self._make_plan(program, tuple(layouts), devices)
-        return Prepared(plan, positions, tuple(layouts), in_place, donated, paths, program, devices)
+            plan = self._plans[kind] = self._make_plan(program, tuple(layouts), spread)
+        return Prepared(plan, positions, tuple(layouts), in_place, donated, paths, program, spread)
 
     def operation(self, prepared: Prepared) -> Primal:
         """The call as transforms see it."""
         found = self._operations.get(prepared.plan)
         if found is None:
-            target = self._target(prepared.devices)
+            target = self._target(prepared.spread)
             found = Primal(target, prepared.program, prepared.layouts, prepared.plan)
             self._operations[prepared.plan] = found
         return found
 
-    def _target(self, devices: tuple[Device, ...]) -> Target:
+    def _target(self, spread: Spread) -> Target:
         options = self._options
         backend = EAGER if options.backend is None else options.backend
-        return Target(options.prefix, options.name, devices, options.axis_name, backend, self._seed)
+        return Target(
+            options.prefix,
+            options.name,
+            spread.devices,
+            spread.axis_devices,
+            options.axis_name,
+            backend,
+            self._seed,
+        )
 
     def _outside(self) -> frozenset[int]:
         """Ids of tensors within reach of the function that transforms around the call trace."""
@@ -220,12 +252,12 @@ class Preparation:
         return frozenset(map(id, environment.tensors()))
 
     def _make_plan(
-        self, program: Program, layouts: tuple[Layout, ...], devices: tuple[Device, ...]
+        self, program: Program, layouts: tuple[Layout, ...], spread: Spread
     ) -> Plan | EagerPlan:
         options = self._options
         if options.backend is not None:
             try:
-                return lower(self._target(devices), program.run, layouts, self._outside())
+                return lower(self._target(spread), program.run, layouts, self._outside())
             except Untraceable as verdict:
                 if options.fullgraph:
                     raise TraceError(
@@ -239,7 +271,7 @@ class Preparation:
                     "torch.cond or a static argument to compile it, or pass compile=False to "
                     "silence this warning."
                 )
-        return EagerPlan(program, devices, options.prefix)
+        return EagerPlan(program, spread.devices, spread.axis_devices, options.prefix)
 
     def _note_trace(self, bound: Bound) -> None:
         kinds = {path: _kind(leaf) for path, leaf in zip(bound.paths, bound.leaves, strict=True)}
@@ -251,6 +283,27 @@ class Preparation:
         if text not in self._warned:
             self._warned.add(text)
             warn(text)
+
+
+def _here(devices: Sequence[Device]) -> tuple[Device, ...]:
+    mine = process_index()
+    return tuple(device for device in devices if device.process_index == mine)
+
+
+def _spans(leaf: Any) -> bool:
+    """Whether a value has rows in other processes too."""
+    return type(leaf) is ShardedTensor and not (
+        leaf.is_fully_replicated or leaf.is_fully_addressable
+    )
+
+
+def _shared_layout(leaf: Any, shape: tuple[int, ...], dtype: torch.dtype, spread: Spread) -> Layout:
+    """Where an unmapped argument goes: what all devices are known to share stays so."""
+    is_known = type(leaf) is ShardedTensor and leaf.is_fully_replicated
+    layout = replicated_layout(shape, dtype, spread.axis_devices)
+    if is_known and leaf._alive()[0].same_place(layout):
+        return layout
+    return replicated_layout(shape, dtype, _here(spread.axis_devices))
 
 
 def refuse_aliased_donation(

@@ -29,7 +29,7 @@ from torchpmap._sharded_arguments import is_composite, operands_of, written_by
 from torchpmap._sharded_gathers import note_gather
 from torchpmap._sharded_operations import Operation, operation_for, start
 from torchpmap._sharded_views import check_writable, is_linked, link_alias, link_view, write
-from torchpmap._transfer import fetch_blocks, fetch_row, gather, store
+from torchpmap._transfer import fetch_blocks, fetch_row, gather, places_here, store
 
 __all__ = ["Shard", "ShardedTensor", "make_sharded", "store"]
 
@@ -119,7 +119,8 @@ class ShardedTensor(torch.Tensor):
     @property
     def is_fully_addressable(self) -> bool:
         """Whether every block is in reach of this process: always, with one controller."""
-        return True
+        layout = self._alive()[0]
+        return len(places_here(layout)) == len(layout.devices)
 
     @property
     def is_fully_replicated(self) -> bool:
@@ -128,20 +129,22 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def addressable_shards(self) -> list[Shard]:
-        """The blocks, fetched, in mesh order."""
+        """The blocks in reach of this process, fetched, in mesh order."""
         layout, handle = self._alive()
-        blocks = fetch_blocks(layout, handle, range(len(layout.ranks)))
+        here = places_here(layout)
+        blocks = dict(zip(here, fetch_blocks(layout, handle, here), strict=True))
         seen: dict[str, int] = {}
         shards = []
-        for device, index, block in zip(layout.devices, layout.slices, blocks, strict=True):
+        for place, (device, index) in enumerate(zip(layout.devices, layout.slices, strict=True)):
             replica = seen[str(index)] = seen.get(str(index), -1) + 1
-            shards.append(Shard(device, index, replica, block))
+            if place in blocks:
+                shards.append(Shard(device, index, replica, blocks[place]))
         return shards
 
     def addressable_data(self, index: int) -> torch.Tensor:
         """The block of the ``index``-th device as a CPU tensor; ``IndexError`` if there is none."""
         layout, handle = self._alive()
-        return fetch_blocks(layout, handle, [range(len(layout.ranks))[index]])[0]
+        return fetch_blocks(layout, handle, [places_here(layout)[index]])[0]
 
     # -- when it is --------------------------------------------------------------------------------
 
@@ -282,7 +285,8 @@ class ShardedTensor(torch.Tensor):
             where = f"rows of dim {layout.dim} on {where}"
         else:
             where = f"{layout.sharding.spec} on {where}"
-        if self.numel() > _REPR_MOVES_UP_TO:
+        is_here = layout.is_replicated or self.is_fully_addressable
+        if self.numel() > _REPR_MOVES_UP_TO or not is_here:
             return f"ShardedTensor(shape={list(self.shape)}, dtype={self.dtype}, {where})"
         numbers = repr(self.to_host())[len("tensor(") : -1]
         return f"ShardedTensor({numbers}, {where})"

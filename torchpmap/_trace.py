@@ -122,12 +122,14 @@ def trace(
     axis_size: int,
     group: str,
     device: torch.device,
+    same_closures: bool = True,
     outside: Collection[int] = (),
     split_at: tuple[int, int] | None = None,
 ) -> Traced:
     """Trace ``body`` over fake blocks; nothing runs or is sent.
 
-    ``outside``: ids of tensors the function closes over that transforms around the call are
+    ``same_closures``: whether all devices are given the same values for what the function closes
+    over.  ``outside``: ids of tensors the function closes over that transforms around the call are
     tracing.  ``split_at``: number of outputs of the forward half, and of trailing inputs that are
     cotangents.
     """
@@ -149,7 +151,9 @@ def trace(
         with capture, KeepData(), Substitute(outer), torch.enable_grad():
             results = [(capture.substitute(block), same) for block, same in body(blocks, axis)]
             if axis_size > 1 and any(same for _, same in results):
-                results = _replicated(results, [True, *(i.varying for i in inputs)], axis)
+                varying = [True, *(i.varying for i in inputs)]
+                closures = [] if same_closures else list(capture.nodes)
+                results = _replicated(results, varying, closures, axis)
         given = {t.untyped_storage()._cdata for t in (index, *blocks, *capture.stand_ins.values())}
         return tuple(_finish(block, given) for block, _ in results)
 
@@ -225,7 +229,10 @@ def _fake(
 
 
 def _replicated(
-    results: Sequence[tuple[torch.Tensor, bool]], varying_arguments: Sequence[bool], axis: Axis
+    results: Sequence[tuple[torch.Tensor, bool]],
+    varying_arguments: Sequence[bool],
+    varying_closures: Sequence[Any],
+    axis: Axis,
 ) -> list[tuple[torch.Tensor, bool]]:
     """Broadcast from the first device what must be the same everywhere and may not be."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
@@ -235,6 +242,7 @@ def _replicated(
     tracer = mode.tracer
     arguments = [node for node in tracer.graph.nodes if node.op == "placeholder"]
     inputs = {node for node, varies in zip(arguments, varying_arguments, strict=False) if varies}
+    inputs |= set(varying_closures)
     varying = varying_nodes(tracer.graph, inputs, axis.group or "")
 
     def settle(block: torch.Tensor) -> torch.Tensor:

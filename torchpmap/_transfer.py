@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from torchpmap._current import runtime
+from torchpmap._current import process_index, runtime
 from torchpmap._layout import Layout
 from torchpmap._runtimes._base import Handle, Team
 
-__all__ = ["fetch_blocks", "fetch_row", "gather", "store", "store_on", "team_of"]
+__all__ = ["fetch_blocks", "fetch_row", "gather", "places_here", "store", "store_on", "team_of"]
 
 
 def team_of(layout: Layout) -> Team:
@@ -36,7 +36,7 @@ def store_on(team: Team, layout: Layout, value: torch.Tensor) -> Handle:
 def gather(layout: Layout, handle: Handle) -> torch.Tensor:
     """Fetch a whole value."""
     if layout.is_replicated:
-        return fetch_blocks(layout, handle, [0])[0]
+        return fetch_blocks(layout, handle, [_first_here(layout)])[0]
     whole = torch.empty(layout.shape, dtype=layout.dtype)
     parts = [whole[index] for index in layout.slices]
     direct = all(part.is_contiguous() for part in parts)
@@ -50,6 +50,17 @@ def gather(layout: Layout, handle: Handle) -> torch.Tensor:
         for part, target in zip(parts, targets, strict=True):
             part.copy_(target)
     return whole
+
+
+def places_here(layout: Layout) -> list[int]:
+    """Which of a layout's devices belong to this process: all, with one controller."""
+    here = process_index()
+    return [place for place, device in enumerate(layout.devices) if device.process_index == here]
+
+
+def _first_here(layout: Layout) -> int:
+    """Of equal blocks the nearest."""
+    return next(iter(places_here(layout)), 0)
 
 
 def fetch_blocks(layout: Layout, handle: Handle, places: Sequence[int]) -> list[torch.Tensor]:
@@ -69,7 +80,7 @@ def fetch_row(layout: Layout, handle: Handle, row: int) -> torch.Tensor | None:
         rows = layout.shape[0] // len(layout.ranks)
         place, position = row // rows, row % rows
     elif layout.is_replicated:
-        place, position = 0, row
+        place, position = _first_here(layout), row
     else:
         return None
     target = torch.empty(layout.shape[1:], dtype=layout.dtype)

@@ -53,6 +53,8 @@ class Runtime(Protocol):
     """One pool of devices.  Every method may be called from any thread."""
 
     devices: tuple[Device, ...]
+    device: torch.device
+    """Where tensors are inside plans."""
 
     @property
     def scarred(self) -> bool:
@@ -102,6 +104,9 @@ class Runtime(Protocol):
 
     def is_ready(self, handle: Handle) -> bool:
         """Whether a value is known to be computed, without waiting."""
+
+    def insist(self) -> None:
+        """Raise ``RuntimeClosed`` if the runtime was closed."""
 
     def close(self) -> None:
         """End the workers; idempotent."""

@@ -35,6 +35,8 @@ class LocalRuntime:
 
     def __init__(self, num_devices: int, device_type: str, timeout_s: float) -> None:
         self.devices = enumerate_devices(num_devices, device_type)
+        # each worker sees one GPU
+        self.device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
         self._has_losses = False
         self.forked = False
         """Whether this object is a copy in a forked child of the process that owns the workers."""
@@ -178,9 +180,12 @@ class LocalRuntime:
     def check(self, handle: Handle) -> None:
         self._check(handle, handle.team.ranks)
 
-    def _check(self, handle: Handle, ranks: Sequence[int]) -> None:
+    def insist(self) -> None:
         if self._pool.closed_because is not None:
             raise RuntimeClosed(self._pool.closed_because)
+
+    def _check(self, handle: Handle, ranks: Sequence[int]) -> None:
+        self.insist()
         if self.scarred:
             if self._pool.broken:  # what it costs is known after the repair
                 self._pool.repair()

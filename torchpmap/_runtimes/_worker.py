@@ -41,7 +41,7 @@ from torchpmap import _wire
 from torchpmap._compile import Runner, compile_definition
 from torchpmap._effects import mark_lines
 from torchpmap._errors import ShardLost, pack_exception
-from torchpmap._groups import Groups, RankPartition
+from torchpmap._groups import Groups, RankPartition, is_communication
 from torchpmap._program import EagerCall, Program, run_eager_call
 from torchpmap._runtimes._progress import WorkerProgress
 from torchpmap._wire import FrameReader, InheritedFd, Stream, frame
@@ -53,8 +53,6 @@ _HARMLESS = (_wire.PUT, _wire.FREE, _wire.FORGET, _wire.DEFINE)
 """What a rank does also after a failure: skipping it would leave a gap, and it involves no other
 rank.
 """
-_COMMUNICATION = ("gloo", "process group", "Connection closed", "NCCL")
-"""Words in the messages of failed collectives."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,9 @@ def main(birth: Birth) -> None:
         )  # graphs say cuda:0 on every rank
     device = torch.device("cuda", 0) if birth.device_type == "cuda" else torch.device("cpu")
     torch.set_num_threads(birth.num_threads)
-    groups = Groups(birth.rank, device, birth.store.path(), birth.timeout_s)
+    # -1: the store does not remove its file, which has no name
+    store = torch.distributed.FileStore(birth.store.path(), -1)
+    groups = Groups(birth.rank, device, store, birth.timeout_s)
     threading.Thread(
         target=_listen, args=(birth.control.socket(), groups), name="torchpmap-control", daemon=True
     ).start()
@@ -263,7 +263,7 @@ class _Worker:
     # -- failure and repair ------------------------------------------------------------------------
 
     def fail(self, seq: int, error: BaseException) -> None:
-        communication = _is_communication(error)
+        communication = is_communication(error)
         self.groups.drop()
         self.failed = True
         who = f"(rank {self.rank}, pid {os.getpid()})"
@@ -291,19 +291,6 @@ class _Worker:
             self.fail(seq, error)
         else:
             self.stream.send([frame(_wire.READY, epoch)])
-
-
-def _is_communication(error: BaseException | None) -> bool:
-    """Whether an exception comes from a collective, so that another rank may be the cause."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, torch.distributed.DistError) or (
-            type(error) is RuntimeError and any(word in str(error) for word in _COMMUNICATION)
-        ):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _listen(control: socket.socket, groups: Groups) -> None:

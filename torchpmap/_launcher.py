@@ -1,0 +1,133 @@
+"""Whether a launcher started this process as one of several, and what it said about them.
+
+torchrun, SLURM's ``srun`` and the ``mpirun``s tell every process its number in variables of their
+own; here they become one ``Place``.  Pure: an environment in, a place or None out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Place", "found_place"]
+
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One process among those that a launcher started together."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Among the processes on this host."""
+    local_size: int
+    host: str
+    """Where process 0 can be reached."""
+    port: int
+    launcher: str
+
+    def environment(self) -> dict[str, str]:
+        """The variables that ``torch.distributed`` reads."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def found_place(environ: Mapping[str, str] = os.environ) -> Place | None:
+    """The place of this process; None if no launcher started it.
+
+    Raises:
+        ValueError: a launcher's variables are incomplete or no numbers.
+    """
+    for launcher, find in _LAUNCHERS.items():
+        numbers = find(environ)
+        if numbers is not None:
+            return _place(launcher, numbers, environ)
+    return None
+
+
+def _torchrun(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        return None
+    local = environ.get("LOCAL_RANK", environ["RANK"])
+    return environ["RANK"], environ["WORLD_SIZE"], local, environ.get("LOCAL_WORLD_SIZE", "")
+
+
+def _srun(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    # a batch script has SLURM_PROCID too; only what srun starts has a number of tasks of its step
+    if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
+        return None
+    if environ["SLURM_STEP_NUM_TASKS"] == "1":  # an interactive shell
+        return None
+    per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return (
+        environ["SLURM_PROCID"],
+        environ["SLURM_STEP_NUM_TASKS"],
+        environ.get("SLURM_LOCALID", "0"),
+        per_node.group() if per_node else "",
+    )
+
+
+def _open_mpi(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    prefix = "OMPI_COMM_WORLD_"
+    if prefix + "RANK" not in environ or prefix + "SIZE" not in environ:
+        return None
+    rank = environ[prefix + "RANK"]
+    local = environ.get(prefix + "LOCAL_RANK", rank)
+    return rank, environ[prefix + "SIZE"], local, environ.get(prefix + "LOCAL_SIZE", "")
+
+
+def _hydra(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """MPICH, Intel MPI and others."""
+    if "PMI_RANK" not in environ or "PMI_SIZE" not in environ:
+        return None
+    local = environ.get("MPI_LOCALRANKID", environ["PMI_RANK"])
+    return environ["PMI_RANK"], environ["PMI_SIZE"], local, environ.get("MPI_LOCALNRANKS", "")
+
+
+_LAUNCHERS = {"torchrun": _torchrun, "srun": _srun, "mpirun": _open_mpi, "mpiexec": _hydra}
+
+
+def _place(launcher: str, numbers: tuple[str, ...], environ: Mapping[str, str]) -> Place:
+    try:
+        rank, size, local_rank = (int(text) for text in numbers[:3])
+        local_size = int(numbers[3]) if numbers[3] else size
+        port = int(environ.get("MASTER_PORT", DEFAULT_PORT))
+    except ValueError as error:
+        raise ValueError(
+            f"the variables that {launcher} sets say rank {numbers[0]!r} of {numbers[1]!r}, local "
+            f"rank {numbers[2]!r}, but these must be whole numbers: {error}."
+        ) from None
+    if not 0 <= rank < size or not 0 <= local_rank < local_size:
+        raise ValueError(
+            f"the variables that {launcher} sets say rank {rank} of {size}, local rank "
+            f"{local_rank} of {local_size}, but a rank is below its count."
+        )
+    host = environ.get("MASTER_ADDR") or _first_host(environ)
+    if host is None:
+        if size > 1 and local_size < size:
+            raise ValueError(
+                f"{launcher} started {size} processes on several hosts, but nothing says where "
+                "rank 0 is. Set MASTER_ADDR to its host name (and MASTER_PORT to a free port)."
+            )
+        host = "127.0.0.1"
+    return Place(rank, size, local_rank, local_size, host, port, launcher)
+
+
+def _first_host(environ: Mapping[str, str]) -> str | None:
+    """The first of SLURM's hosts: ``node[07-09,12],gpu3`` -> ``node07``."""
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST")
+    if not hosts:
+        return None
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", hosts)
+    assert match is not None
+    return match[1] + (match[2] or "")

@@ -1,0 +1,329 @@
+"""The runtime of a process that a launcher started beside others: everybody is a controller.
+
+Each process owns one device and runs plans in place, on its own blocks; the collectives in them
+reach the other processes.  All processes run the same program, so each knows what the others hold.
+Before a plan runs for the first time the processes compare it (see ``Rendezvous``); later calls
+cost nothing beyond the compiled code.
+
+A process that fails in a plan drops its groups, so that the others fail at once instead of waiting
+for it, and they learn from the store who was first.  Nothing is repaired: the launcher restarts
+the job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torchpmap._compile import Definition, Runner, compile_definition
+from torchpmap._devices import Device, num_cuda_devices
+from torchpmap._errors import RuntimeClosed, WorkerError
+from torchpmap._groups import Groups, RankPartition, is_communication
+from torchpmap._launcher import Place
+from torchpmap._program import EagerCall, EagerReport, Program, run_eager_call
+from torchpmap._runtimes._base import Handle, Team
+from torchpmap._runtimes._rendezvous import Rendezvous
+
+__all__ = ["TorchrunRuntime"]
+
+
+class _Freed:
+    """What a team's ``released`` is here: values are freed as soon as nobody refers to them."""
+
+    def __init__(self, values: dict[int, torch.Tensor]) -> None:
+        self._values = values
+
+    def append(self, handle: int) -> None:
+        if handle in self._values:
+            del self._values[handle]
+
+
+class TorchrunRuntime:
+    """One process of several (see ``Runtime`` for the interface)."""
+
+    scarred = False
+    """Values are lost only with the whole job."""
+
+    def __init__(self, place: Place, device_type: str, timeout_s: float) -> None:
+        self.devices = tuple(Device(rank, device_type, rank) for rank in range(place.size))
+        self.rank = place.rank
+        self.device = _own_device(place, device_type)
+        self._closed_because: str | None = None
+        self._lock = threading.RLock()  # one call at a time: collectives have one order
+        self._seq = 0
+        self._next_handle = 1
+        self._values: dict[int, torch.Tensor] = {}
+        self._plans: dict[int, Runner] = {}
+        self._teams: dict[tuple[int, ...], Team] = {}
+        self._rendezvous = Rendezvous(place, device_type, timeout_s)
+        self._groups = Groups(
+            place.rank, self.device, self._rendezvous.store, timeout_s, self._rendezvous.address
+        )
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._uncaught
+
+    @property
+    def closed(self) -> bool:
+        return self._closed_because is not None
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """How this process reaches the others besides collectives."""
+        self.insist()
+        return self._rendezvous
+
+    def team(self, ranks: tuple[int, ...]) -> Team:
+        team = self._teams.get(ranks)
+        if team is None:
+            team = self._teams[ranks] = Team(self, ranks)
+            team.released = _Freed(self._values)  # type: ignore[assignment]
+        return team
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def put(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
+        with self._lock:
+            self.insist()
+            handle = self._number(1)
+            if self.rank in team.ranks:
+                block = blocks[team.ranks.index(self.rank)].detach()
+                # a copy: the caller may write to what he gave
+                copy = torch.empty(block.shape, dtype=block.dtype, device=self.device)
+                self._values[handle] = copy.copy_(block)
+            return Handle(handle, self._seq, team)
+
+    def fetch(self, handle: Handle, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
+        self.insist()
+        for place, dim, position, target in requests:
+            ranks = handle.team.ranks
+            rank = ranks[min(place, len(ranks) - 1)]  # of what all hold the team is this process
+            if rank != self.rank:
+                raise RuntimeError(
+                    f"the block on device {self.devices[rank]} belongs to another process (rank "
+                    f"{rank}; this is rank {self.rank}). Use addressable_shards for the blocks "
+                    "here, or torchpmap.multihost.all_gather for the whole value in every process."
+                )
+            value = self._values[handle.id]
+            target.copy_(value.select(dim, position) if dim >= 0 else value)
+
+    def block(self, handle: Handle) -> None:
+        self.insist()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def is_ready(self, handle: Handle) -> bool:
+        return not self.closed
+
+    def check(self, handle: Handle) -> None:
+        self.insist()
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def define(self, team: Team, definition: Definition, groups: dict[str, RankPartition]) -> None:
+        ranks = definition.ranks
+        with self._lock:
+            self.insist()
+            if self.rank not in ranks:
+                raise ValueError(
+                    f"{definition.name}: this process (rank {self.rank}) has none of the devices "
+                    f"{', '.join(str(self.devices[rank]) for rank in ranks)}; only the processes "
+                    "that do may call it."
+                )
+            try:
+                if len(ranks) > 1:
+                    text = _described(definition)
+                    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+                    self._rendezvous.agree(ranks, digest, text, definition.name)
+                self.make_groups(groups)
+                index = torch.tensor(ranks.index(self.rank), device=self.device)
+                with _plain(), torch.no_grad():
+                    self._plans[definition.plan_id] = compile_definition(definition, index)
+            except Exception as error:
+                raise self._failed(error) from None
+
+    def make_groups(self, groups: dict[str, RankPartition]) -> None:
+        for name, partition in groups.items():
+            self._groups.ensure(name, partition)
+
+    def forget(self, plan_id: int) -> None:
+        self._plans.pop(plan_id, None)
+
+    def execute(
+        self, team: Team, plan_id: int, inputs: Sequence[int], num_outputs: int
+    ) -> tuple[int, int]:
+        with self._lock:
+            self.insist()
+            run, values = self._plans[plan_id], self._values
+            blocks = [values[handle] for handle in inputs]
+            graded = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)
+            try:
+                if _is_plain():
+                    results = run(*blocks)
+                else:
+                    with _plain():
+                        results = run(*blocks)
+            except Exception as error:
+                raise self._failed(error) from None
+            finally:
+                torch._C._set_grad_enabled(graded)
+            first = self._number(num_outputs)
+            values.update(zip(range(first, first + num_outputs), results, strict=True))
+            return first, self._seq
+
+    def run_eagerly(self, team: Team, call: EagerCall) -> tuple[list[EagerReport], int, int]:
+        with self._lock:
+            self.insist()
+            assert call.function is not None
+            program: Program
+            # a copy, as the workers of the local runtime have: what it writes to must not be seen
+            program, captured = pickle.loads(call.function)
+            blocks = [self._values[handle] for handle in call.handles]
+            index = torch.tensor(call.ranks.index(self.rank), device=self.device)
+            try:
+                with _plain():
+                    report, stored = run_eager_call(
+                        call, program, captured, blocks, index, self._ensure
+                    )
+                reports = self._gathered(call, report)
+            except Exception as error:
+                raise self._failed(error) from None
+            first = self._number(len(stored))
+            self._values.update(enumerate(stored, first))
+            return reports, first, self._seq
+
+    def _gathered(self, call: EagerCall, report: EagerReport) -> list[EagerReport]:
+        if len(call.ranks) == 1:
+            return [report]
+        packed = self._rendezvous.exchange(call.ranks, cloudpickle.dumps(report), call.name)
+        return [pickle.loads(each) for each in packed]
+
+    def _ensure(self, name: str, partition: RankPartition) -> None:
+        self.make_groups({name: partition})
+
+    def _number(self, num_handles: int) -> int:
+        self._seq += 1
+        first = self._next_handle
+        self._next_handle += num_handles
+        return first
+
+    # -- failure and end ---------------------------------------------------------------------------
+
+    def insist(self) -> None:
+        """Raise if the runtime was closed."""
+        if self._closed_because is not None:
+            raise RuntimeClosed(self._closed_because)
+
+    def _failed(self, error: Exception) -> Exception:
+        """What to raise for an exception of a call; the others are told, and wait no longer."""
+        if is_communication(error):
+            try:
+                self._rendezvous.raise_cause()
+            except WorkerError as cause:
+                error = cause
+            except Exception:  # the store is gone too
+                pass
+        self._report(error)
+        self._groups.drop()
+        self._closed_because = (
+            "a mapped call failed in this process, so the others cannot go on with it: "
+            f"{type(error).__name__}: {error}. End the program, and let the launcher restart it."
+        )
+        return error
+
+    def _report(self, error: BaseException) -> None:
+        lines = traceback.format_exception(error)
+        self._rendezvous.report_cause("".join(lines))
+
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException, where: TracebackType | None
+    ) -> None:
+        """``sys.excepthook``: the others, and torchrun, learn what ended this process."""
+        if not self.closed:
+            self._report(error.with_traceback(where))
+            self._groups.drop()
+            self._closed_because = f"this process failed: {kind.__name__}: {error}"
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            try:
+                raise error.with_traceback(where)  # it reads the one that is being handled
+            except BaseException as handled:
+                get_error_handler().record_exception(handled)
+            error.with_traceback(where)
+        self._previous_hook(kind, error, where)
+
+    def close(self) -> None:
+        failed = self.closed
+        if self._closed_because is None:
+            self._closed_because = "the runtime was shut down (torchpmap.shutdown)"
+        if sys.excepthook == self._uncaught:
+            sys.excepthook = self._previous_hook
+        self._groups.drop()
+        self._rendezvous.leave(failed=failed)
+        self._values.clear()
+
+
+def _own_device(place: Place, device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    visible = num_cuda_devices()
+    number = place.local_rank if visible > 1 else 0  # some launchers show each process its own
+    if number >= visible:
+        raise ValueError(
+            f"local rank {place.local_rank} has no GPU: {visible} are visible, and each process "
+            "needs one. Start fewer processes per host, or use TORCHPMAP_DEVICE_TYPE=cpu."
+        )
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def _is_plain() -> bool:
+    functorch, stack = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack
+    return not functorch() and not stack()
+
+
+class _plain:
+    """Outside all transforms and modes of the caller: what runs are the devices' own values."""
+
+    def __enter__(self) -> None:
+        self._contexts = [temporarily_clear_interpreter_stack(), _disable_current_modes()]
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*exception)
+
+
+def _described(definition: Definition) -> str:
+    """A plan as text, equal for all processes that would run the same."""
+    inputs = ", ".join(_kind(*given) for given in definition.inputs)
+    backend = definition.backend
+    lines: Iterable[str] = [
+        f"{definition.name}({inputs}) on {len(definition.ranks)} devices",
+        f"compile: {backend.name} {backend.mode} {backend.options}",
+        *str(definition.graph.graph).replace("cuda:", "cuda ").splitlines(),
+    ]
+    constants = {
+        name: value
+        for name, value in sorted(vars(definition.graph).items())
+        if isinstance(value, torch.Tensor)
+    }
+    return "\n".join([*lines, *(f"{name} = {value!r}" for name, value in constants.items())])
+
+
+def _kind(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
