@@ -17,7 +17,7 @@ def _clean_environment(monkeypatch):
 
 
 def test_defaults():
-    assert Config.from_env({}) == Config() == Config(None, None, True, 1800.0, "local")
+    assert Config.from_env({}) == Config() == Config(None, None, True, 1800.0, "auto")
 
 
 def test_environment():
@@ -53,7 +53,7 @@ TIME = "must be a number of seconds above 0, but got"
         ("TIMEOUT", "inf", f"{TIME} inf."),
         ("TIMEOUT", "nan", f"{TIME} nan."),
         ("TIMEOUT", "soon", f"{TIME} 'soon'."),
-        ("RUNTIME", "remote", "must be 'local' or 'inline', but got 'remote'."),
+        ("RUNTIME", "remote", "must be 'auto', 'local', 'torchrun' or 'inline', but got 'remote'."),
     ],
 )
 def test_bad_environment(variable, text, message):
@@ -75,7 +75,7 @@ def test_bad_environment(variable, text, message):
         ("timeout", -1, f"{TIME} -1."),
         ("timeout", True, f"{TIME} True."),
         ("timeout", None, f"{TIME} None."),
-        ("runtime", "remote", "must be 'local' or 'inline', but got 'remote'."),
+        ("runtime", "remote", "must be 'auto', 'local', 'torchrun' or 'inline', but got 'remote'."),
     ],
 )
 def test_bad_value(name, value, message):
@@ -152,7 +152,7 @@ def test_repr():
     settings.num_devices = 2
     assert repr(settings) == (
         "<torchpmap settings: Config(num_devices=2, device_type=None, warm=True, timeout=1800.0, "
-        "runtime='local')>"
+        "runtime='auto')>"
     )
 
 
