@@ -7,15 +7,22 @@ a call that was made before.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import fcntl
+import hashlib
+import itertools
 import os
+import pickle
 import socket
 import struct
 import time
+import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -28,12 +35,34 @@ from torchpmap._errors import (
 )
 from torchpmap._launcher import Place
 
-__all__ = ["Rendezvous"]
+__all__ = ["Rendezvous", "Waiting"]
 
 _LONGEST_PAUSE_S = 0.01
+_POSTED_AFTER_S = 1.0
+"""How long a process waits before it says so."""
 _LEAVING_S = 60.0
 """How long the process that keeps the store waits at its end for the others."""
+_RULE = (
+    "All processes must make the same mapped calls, with arguments of the same shapes and dtypes, "
+    "in the same order."
+)
 _SIOCGIFADDR = 0x8915
+
+
+_joined_by_us = False
+_failed = False
+_starts = itertools.count()
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a process posts when it has waited for a while: enough to see that it waits in vain."""
+
+    ranks: tuple[int, ...]
+    turn: int
+    what: str
+    calls: dict[tuple[int, ...], int]
+    """How many calls with collectives it has begun, per axis."""
 
 
 class Rendezvous:
@@ -43,119 +72,187 @@ class Rendezvous:
         self.place = place
         self._timeout_s = timeout_s
         self.address = None if place.local_size == place.size else _route_to(place.host)
-        self._owns_group = not dist.is_initialized()
-        if self._owns_group:
+        if not dist.is_initialized():
             _join(place, device_type, timeout_s, self.address)
         store = dist.distributed_c10d._get_default_store()
-        # a restarted job must not read what the one before left in the agent's store
+        # the agent's store remembers what the job before a restart, or the runtime before, left
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store: dist.Store = dist.PrefixStore(f"torchpmap/{attempt}", store)
+        self.store: dist.Store = dist.PrefixStore(f"torchpmap/{attempt}/{next(_starts)}", store)
+        self.calls: Counter[tuple[int, ...]] = Counter()
+        """Calls with collectives that were begun, per axis (written by the runtime)."""
         self._turns: Counter[tuple[int, ...]] = Counter()
 
     # -- agreement ---------------------------------------------------------------------------------
 
     def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
-        """What every one of ``ranks`` gives, in their order; all must come, for the same turn.
+        """What every one of ``ranks`` gives, in their order; all must come, to do ``what``.
 
         Raises:
             WorkerError: another process failed.
-            CallTimeout: somebody did not come; ``what`` says for what.
+            CollectiveMismatch: another process does something else, or has ended its program.
+            CallTimeout: somebody did not come.
         """
         ranks = tuple(ranks)
         turn = self._turns[ranks]
         self._turns[ranks] += 1
-        name = ",".join(map(str, ranks))
-        keys = [f"turn/{name}/{turn}/{rank}" for rank in ranks]
-        with self._store_failures():
-            self.store.set(f"turn/{name}/{turn}/{self.place.rank}", mine)  # type: ignore[arg-type]
-            self.wait(keys, ranks, what)
-            found = [self.store.get(key) for key in keys]
+        prefix = f"turn/{','.join(map(str, ranks))}/{turn}"
+        keys = [f"{prefix}/{rank}" for rank in ranks]
+        with _store_failures():
+            packed: Any = pickle.dumps((what, mine))
+            self.store.set(f"{prefix}/{self.place.rank}", packed)
+            self._wait(keys, Waiting(ranks, turn, what, dict(self.calls)))
+            found = [pickle.loads(self.store.get(key)) for key in keys]
             # whoever is in this turn has read the one before
-            self.store.delete_key(f"turn/{name}/{turn - 1}/{self.place.rank}")
-        return found
+            self.store.delete_key(f"{prefix.rsplit('/', 1)[0]}/{turn - 1}/{self.place.rank}")
+        if len({their for their, _ in found}) > 1:
+            raise CollectiveMismatch(_disagreement(ranks, [their for their, _ in found], what))
+        return [theirs for _, theirs in found]
 
-    def agree(self, ranks: Sequence[int], digest: bytes, text: str, what: str) -> None:
-        """Raise on all of ``ranks`` unless they have the same ``digest``; ``text`` says what it is
-        of.
-        """
+    def agree(self, ranks: Sequence[int], text: str, what: str) -> None:
+        """Raise on all of ``ranks`` unless they have the same ``text``."""
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         digests = self.exchange(ranks, digest, what)
-        if len(set(digests)) == 1:
-            return
-        texts = [text.decode() for text in self.exchange(ranks, text.encode(), what)]
-        raise CollectiveMismatch(_disagreement(ranks, texts, what))
+        if len(set(digests)) > 1:
+            texts = self.exchange(ranks, text.encode(), what)
+            raise CollectiveMismatch(_disagreement(ranks, [t.decode() for t in texts], what))
 
-    def wait(self, keys: Sequence[str], ranks: Sequence[int], what: str) -> None:
-        """Wait for keys, one by each of ``ranks``."""
-        deadline = time.monotonic() + self._timeout_s
-        pause = 0.0002
-        while not self.store.check(list(keys)):
-            self.raise_cause()
-            missing = [
-                rank for rank, key in zip(ranks, keys, strict=True) if not self.store.check([key])
-            ]
-            gone = [rank for rank in missing if self.store.check([f"left/{rank}"])]
-            if gone:
+    @contextlib.contextmanager
+    def in_turn(self, ranks: Sequence[int], what: str) -> Iterator[None]:
+        """On every host the first of ``ranks`` does the block before the others."""
+        ranks = tuple(ranks)
+        here = [r for r in ranks if r // self.place.local_size == self._host]
+        key = f"built/{','.join(map(str, ranks))}/{self._turns[ranks]}/{here[0]}"
+        with _store_failures():
+            if here[0] != self.place.rank:
+                self._wait([key], Waiting((here[0],), -1, what, dict(self.calls)))
+            yield
+            if here[0] == self.place.rank and len(here) > 1:
+                self.store.set(key, "")
+
+    @property
+    def _host(self) -> int:
+        return self.place.rank // self.place.local_size
+
+    def _wait(self, keys: Sequence[str], waiting: Waiting) -> None:
+        """Wait for keys, one of each rank of ``waiting``."""
+        begin, pause, posted = time.monotonic(), 0.0002, False
+        try:
+            while not self.store.check(list(keys)):
+                self.raise_cause()
+                waited = time.monotonic() - begin
+                if waited > _POSTED_AFTER_S:
+                    if not posted:
+                        self.store.set(f"waiting/{self.place.rank}", _packed(waiting))
+                        posted = True
+                    self._refuse_to_wait_in_vain(keys, waiting, waited)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+        finally:
+            if posted:
+                with contextlib.suppress(dist.DistError):
+                    self.store.delete_key(f"waiting/{self.place.rank}")
+
+    def _refuse_to_wait_in_vain(self, keys: Sequence[str], waiting: Waiting, waited: float) -> None:
+        by_rank = zip(waiting.ranks, keys, strict=True)
+        missing = [rank for rank, key in by_rank if not self.store.check([key])]
+        for rank in missing:
+            if self.store.check([f"left/{rank}"]):
                 raise CollectiveMismatch(
-                    f"{what}: rank {gone[0]} has ended its program and will not come. All "
-                    "processes must make the same mapped calls in the same order."
+                    f"{waiting.what}: rank {rank} has ended its program and will not come. {_RULE}"
                 )
-            if time.monotonic() > deadline:
-                raise CallTimeout(
-                    f"{what}: rank {', '.join(map(str, missing))} did not come within "
-                    f"torchpmap.config.timeout ({self._timeout_s:g} s). All processes must make "
-                    "the same mapped calls in the same order."
+            other = self.waiting_of(rank)
+            if other is not None and self._is_crossed(other) and waiting.turn >= 0:
+                raise CollectiveMismatch(
+                    f"{waiting.what}: rank {rank} waits for this process (rank {self.place.rank}) "
+                    f"in another call: {other.what}. {_RULE}"
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        if missing and waited > self._timeout_s:
+            raise CallTimeout(
+                f"{waiting.what}: rank {', '.join(map(str, missing))} did not come within "
+                f"torchpmap.config.timeout ({self._timeout_s:g} s). {_RULE}"
+            )
 
-    # -- failure -----------------------------------------------------------------------------------
+    def waiting_of(self, rank: int) -> Waiting | None:
+        """What another process waits for, if it has for a while."""
+        key = f"waiting/{rank}"
+        try:
+            return pickle.loads(self.store.get(key)) if self.store.check([key]) else None
+        except dist.DistError:  # it was just taken back
+            return None
 
-    def report_cause(self, text: str) -> None:
+    def _is_crossed(self, other: Waiting) -> bool:
+        """Whether it waits for this process, which has not come yet."""
+        return self.place.rank in other.ranks and other.turn >= self._turns[other.ranks]
+
+    def deadlock(self, running: tuple[int, ...], what: str) -> str | None:
+        """Why a call with collectives, in progress over the ranks ``running``, will never end, if
+        that is certain: somebody who has not begun it waits for this process to come elsewhere.
+        """
+        for rank in running:
+            if rank == self.place.rank:
+                continue
+            other = self.waiting_of(rank)
+            if (
+                other is not None
+                and self._is_crossed(other)
+                and other.calls.get(running, 0) < self.calls[running]
+            ):
+                return (
+                    f"{what}: rank {self.place.rank} runs it, but rank {rank} has not come to it, "
+                    f"and waits for rank {self.place.rank} in another call: {other.what}. {_RULE}"
+                )
+        return None
+
+    # -- failure and end ---------------------------------------------------------------------------
+
+    def report_cause(self, error: BaseException) -> None:
         """Tell the others why this process fails, unless somebody failed before."""
+        text = "".join(traceback.format_exception(error))
+        is_mismatch = isinstance(error, CollectiveMismatch)
         with contextlib.suppress(Exception):  # they may be gone, and the store with them
             if self.store.add("failures", 1) == 1:
-                self.store.set("cause", f"{self.place.rank}\n{text}")
+                cause = (self.place.rank, is_mismatch, str(error) if is_mismatch else text)
+                self.store.set("cause", _packed(cause))
 
     def raise_cause(self) -> None:
-        """Raise ``WorkerError`` if another process has reported a cause."""
+        """Raise if another process has reported a cause."""
         if not self.store.check(["cause"]):
             return
-        rank, text = self.store.get("cause").decode().split("\n", 1)
-        if int(rank) == self.place.rank:
+        rank, is_mismatch, text = pickle.loads(self.store.get("cause"))
+        if rank == self.place.rank:
             return
+        if is_mismatch:
+            raise CollectiveMismatch(text)
         last = text.strip().rsplit("\n", 1)[-1]
         error = WorkerError(f"rank {rank} failed first: {last}")
         error.__cause__ = RemoteTraceback(f"on rank {rank}:\n{text}")
         raise error
 
-    @contextlib.contextmanager
-    def _store_failures(self):  # type: ignore[no-untyped-def]
-        try:
-            yield
-        except dist.DistError as error:
-            raise PmapError(
-                "the store of torch.distributed is gone: the process that keeps it (rank 0, or "
-                f"torchrun's agent) has ended: {error}"
-            ) from error
-
-    # -- end ---------------------------------------------------------------------------------------
-
     def leave(self, *, failed: bool) -> None:
-        """Say that this process makes no more calls; whoever keeps the store stays until all
-        have said so.
-        """
+        """Say that this process makes no more calls here."""
+        global _failed
+        _failed = _failed or failed
         with contextlib.suppress(Exception):
             self.store.set(f"left/{self.place.rank}", "")
-            keeps_store = self.place.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
-            if keeps_store and self._owns_group and not failed:
-                keys = [f"left/{rank}" for rank in range(self.place.size)]
-                self.store.wait(keys, datetime.timedelta(seconds=_LEAVING_S))
-        if self._owns_group and dist.is_initialized() and not failed:
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group()
+
+
+def _packed(value: Any) -> Any:  # the stores take bytes, but are annotated otherwise
+    return pickle.dumps(value)
+
+
+@contextlib.contextmanager
+def _store_failures() -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        raise PmapError(
+            "the store of torch.distributed is gone: the process that keeps it (rank 0, or "
+            f"torchrun's agent) has ended: {error}"
+        ) from error
 
 
 def _join(place: Place, device_type: str, timeout_s: float, address: str | None) -> None:
+    """Make the default process group; it is kept until the process ends."""
     for name, value in place.environment().items():
         os.environ.setdefault(name, value)
     interface = "lo" if address is None else _interface_of(address)
@@ -165,6 +262,20 @@ def _join(place: Place, device_type: str, timeout_s: float, address: str | None)
         "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=timeout_s),
     )
+    atexit.register(_end, place)
+
+
+def _end(place: Place) -> None:
+    """Whoever keeps the store stays until the others need it no more."""
+    if _failed or not dist.is_initialized():
+        return
+    with contextlib.suppress(Exception):
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"torchpmap/ended/{place.rank}", "")
+        if place.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+            keys = [f"torchpmap/ended/{rank}" for rank in range(place.size)]
+            store.wait(keys, datetime.timedelta(seconds=_LEAVING_S))
+        dist.destroy_process_group()
 
 
 def _route_to(host: str) -> str:
@@ -201,6 +312,5 @@ def _disagreement(ranks: Sequence[int], texts: Sequence[str], what: str) -> str:
     ]
     return (
         f"{what}: the processes are about to run different programs, which would hang or give "
-        "wrong numbers:\n" + "\n".join(rows) + "\nAll processes must make the same mapped calls, "
-        "with arguments of the same shapes and dtypes, in the same order."
+        "wrong numbers:\n" + "\n".join(rows) + f"\n{_RULE}"
     )

@@ -12,15 +12,17 @@ the job.
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import json
 import os
 import pickle
 import sys
 import threading
-import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -29,14 +31,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchpmap._compile import Definition, Runner, compile_definition
 from torchpmap._devices import Device, num_cuda_devices
-from torchpmap._errors import RuntimeClosed, WorkerError
+from torchpmap._errors import CollectiveMismatch, RuntimeClosed, WorkerError
 from torchpmap._groups import Groups, RankPartition, is_communication
 from torchpmap._launcher import Place
 from torchpmap._program import EagerCall, EagerReport, Program, run_eager_call
 from torchpmap._runtimes._base import Handle, Team
 from torchpmap._runtimes._rendezvous import Rendezvous
+from torchpmap._runtimes._watch import Watch
 
 __all__ = ["TorchrunRuntime"]
+
+
+_COMMUNICATING = ("_c10d_functional", "torchpmap")
+"""Namespaces of operators in graphs."""
 
 
 class _Freed:
@@ -48,6 +55,15 @@ class _Freed:
     def append(self, handle: int) -> None:
         if handle in self._values:
             del self._values[handle]
+
+
+class _Defined(NamedTuple):
+    """A plan that this process has compiled."""
+
+    runner: Runner
+    name: str
+    axis: tuple[int, ...] | None
+    """The ranks that its collectives wait for; None if there are none."""
 
 
 class TorchrunRuntime:
@@ -65,12 +81,14 @@ class TorchrunRuntime:
         self._seq = 0
         self._next_handle = 1
         self._values: dict[int, torch.Tensor] = {}
-        self._plans: dict[int, Runner] = {}
+        self._plans: dict[int, _Defined] = {}
         self._teams: dict[tuple[int, ...], Team] = {}
         self._rendezvous = Rendezvous(place, device_type, timeout_s)
         self._groups = Groups(
             place.rank, self.device, self._rendezvous.store, timeout_s, self._rendezvous.address
         )
+        self._watch = Watch(self._rendezvous, self._groups)
+        self._recorded: BaseException | None = None
         self._previous_hook = sys.excepthook
         sys.excepthook = self._uncaught
 
@@ -143,15 +161,21 @@ class TorchrunRuntime:
                 )
             try:
                 if len(ranks) > 1:
-                    text = _described(definition)
-                    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-                    self._rendezvous.agree(ranks, digest, text, definition.name)
+                    self._rendezvous.agree(ranks, _described(definition), definition.name)
                 self.make_groups(groups)
                 index = torch.tensor(ranks.index(self.rank), device=self.device)
-                with _plain(), torch.no_grad():
-                    self._plans[definition.plan_id] = compile_definition(definition, index)
+                with self._in_turn(definition), _plain(), torch.no_grad():
+                    runner = compile_definition(definition, index)
+                axis = ranks if _communicates(definition) else None
+                self._plans[definition.plan_id] = _Defined(runner, definition.name, axis)
             except Exception as error:
                 raise self._failed(error) from None
+
+    def _in_turn(self, definition: Definition) -> AbstractContextManager[None]:
+        """What one process of a host has compiled, the others find in Inductor's cache."""
+        if definition.backend.is_inductor and len(definition.ranks) > 1:
+            return self._rendezvous.in_turn(definition.ranks, definition.name)
+        return nullcontext()
 
     def make_groups(self, groups: dict[str, RankPartition]) -> None:
         for name, partition in groups.items():
@@ -165,8 +189,11 @@ class TorchrunRuntime:
     ) -> tuple[int, int]:
         with self._lock:
             self.insist()
-            run, values = self._plans[plan_id], self._values
+            defined, values = self._plans[plan_id], self._values
+            run = defined.runner
             blocks = [values[handle] for handle in inputs]
+            if defined.axis is not None:
+                self._watch.begin(defined.axis, defined.name)
             graded = torch.is_grad_enabled()
             torch._C._set_grad_enabled(False)
             try:
@@ -178,6 +205,7 @@ class TorchrunRuntime:
             except Exception as error:
                 raise self._failed(error) from None
             finally:
+                self._watch.running = None
                 torch._C._set_grad_enabled(graded)
             first = self._number(num_outputs)
             values.update(zip(range(first, first + num_outputs), results, strict=True))
@@ -192,14 +220,18 @@ class TorchrunRuntime:
             program, captured = pickle.loads(call.function)
             blocks = [self._values[handle] for handle in call.handles]
             index = torch.tensor(call.ranks.index(self.rank), device=self.device)
+            self._watch.begin(call.ranks, call.name)
             try:
                 with _plain():
                     report, stored = run_eager_call(
                         call, program, captured, blocks, index, self._ensure
                     )
+                self._watch.running = None
                 reports = self._gathered(call, report)
             except Exception as error:
                 raise self._failed(error) from None
+            finally:
+                self._watch.running = None
             first = self._number(len(stored))
             self._values.update(enumerate(stored, first))
             return reports, first, self._seq
@@ -230,12 +262,15 @@ class TorchrunRuntime:
         """What to raise for an exception of a call; the others are told, and wait no longer."""
         if is_communication(error):
             try:
+                self._watch.raise_verdict()
                 self._rendezvous.raise_cause()
-            except WorkerError as cause:
+            except (WorkerError, CollectiveMismatch) as cause:
                 error = cause
             except Exception:  # the store is gone too
                 pass
-        self._report(error)
+        if not isinstance(error, WorkerError):
+            self._record(error)  # now: torchrun takes the earliest for the cause
+        self._rendezvous.report_cause(error)
         self._groups.drop()
         self._closed_because = (
             "a mapped call failed in this process, so the others cannot go on with it: "
@@ -243,26 +278,30 @@ class TorchrunRuntime:
         )
         return error
 
-    def _report(self, error: BaseException) -> None:
-        lines = traceback.format_exception(error)
-        self._rendezvous.report_cause("".join(lines))
+    def _record(self, error: BaseException) -> None:
+        """Leave torchrun a note of why this process fails."""
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ or error is self._recorded:
+            return
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        self._recorded, where = error, error.__traceback__
+        try:
+            raise error  # it reads the one that is being handled
+        except BaseException as handled:
+            get_error_handler().record_exception(handled)
+        error.with_traceback(where)
+        if isinstance(error, WorkerError):
+            _note_as_later(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
 
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, where: TracebackType | None
     ) -> None:
         """``sys.excepthook``: the others, and torchrun, learn what ended this process."""
         if not self.closed:
-            self._report(error.with_traceback(where))
+            self._rendezvous.report_cause(error.with_traceback(where))
             self._groups.drop()
             self._closed_because = f"this process failed: {kind.__name__}: {error}"
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            try:
-                raise error.with_traceback(where)  # it reads the one that is being handled
-            except BaseException as handled:
-                get_error_handler().record_exception(handled)
-            error.with_traceback(where)
+        self._record(error)
         self._previous_hook(kind, error, where)
 
     def close(self) -> None:
@@ -271,9 +310,21 @@ class TorchrunRuntime:
             self._closed_because = "the runtime was shut down (torchpmap.shutdown)"
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._previous_hook
+        self._watch.stop()
         self._groups.drop()
         self._rendezvous.leave(failed=failed)
         self._values.clear()
+
+
+def _note_as_later(file: Path) -> None:
+    """Torchrun takes the earliest failure for the cause, counts in whole seconds, and this is the
+    consequence of another one.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        note = json.loads(file.read_text())
+        extra = note["message"]["extraInfo"]
+        extra["timestamp"] = str(int(extra["timestamp"]) + 1)
+        file.write_text(json.dumps(note))
 
 
 def _own_device(place: Place, device_type: str) -> torch.device:
@@ -306,6 +357,12 @@ class _plain:
     def __exit__(self, *exception: Any) -> None:
         for context in reversed(self._contexts):
             context.__exit__(*exception)
+
+
+def _communicates(definition: Definition) -> bool:
+    """Whether a plan waits for the other processes."""
+    nodes = definition.graph.graph.nodes
+    return any(getattr(node.target, "namespace", "") in _COMMUNICATING for node in nodes)
 
 
 def _described(definition: Definition) -> str:
