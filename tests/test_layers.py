@@ -29,7 +29,7 @@ _runtimes._worker _runtimes._template _runtimes._process _runtimes._monitor _run
 _runtimes._local
 _current _transfer _rules_signature _rules_compute _rules_shape _rules _blocks _sharded_arguments
 _sharded_graphs _sharded_operations _sharded_gathers _sharded_views
-_sharded _plan _eager _placement _serial _inline_call
+_sharded _plan _eager _placement _spanning _serial _inline_call
 _lowering _operations _autodiff _prepare _lowered _pmap
 _optim_checks optim
 _check _picture debug

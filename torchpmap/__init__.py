@@ -69,6 +69,7 @@ from torchpmap._placement import (
 )
 from torchpmap._pmap import pmap
 from torchpmap._sharded import Shard, ShardedTensor
+from torchpmap._spanning import from_dtensor, global_view, local_view, to_dtensor
 from torchpmap._vmap import vmap
 
 P = PartitionSpec
@@ -105,10 +106,13 @@ __all__ = [
     "device_put_replicated",
     "device_put_sharded",
     "devices",
+    "from_dtensor",
+    "global_view",
     "grad",
     "init",
     "local_device_count",
     "local_devices",
+    "local_view",
     "make_mesh",
     "pbroadcast",
     "pmap",
@@ -129,6 +133,7 @@ __all__ = [
     "ragged_all_to_all",
     "replicate",
     "shutdown",
+    "to_dtensor",
     "unreplicate",
     "value_and_grad",
     "vmap",

@@ -25,6 +25,7 @@ __all__ = [
     "device_count",
     "devices",
     "init",
+    "is_launched",
     "local_device_count",
     "local_devices",
     "process_count",
@@ -231,6 +232,12 @@ def local_devices(process_index: int | None = None, backend: str | None = None) 
     if process_index not in {device.process_index for device in found}:
         raise ValueError(f"Unknown process_index {process_index}")
     return [device for device in found if device.process_index == process_index]
+
+
+def is_launched() -> bool:
+    """Whether a launcher started this process, so that it owns one device."""
+    devices()
+    return _place is not None
 
 
 def _own_index() -> int:

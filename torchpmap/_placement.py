@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchpmap import _inline
-from torchpmap._current import check_devices
+from torchpmap._current import check_devices, local_devices
 from torchpmap._current import devices as all_devices
 from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
@@ -19,6 +19,7 @@ from torchpmap._plan import host_tensor, place
 from torchpmap._runtimes._base import Handle
 from torchpmap._sharded import ShardedTensor, make_sharded
 from torchpmap._structure import flatten
+from torchpmap._transfer import check_equal_everywhere, places_here
 
 __all__ = [
     "block_until_ready",
@@ -46,7 +47,8 @@ def device_put(x: Any, device: Device | Sequence[Device] | NamedSharding | None 
 
     Raises:
         TypeError: ``device`` is something else, or a leaf is no tensor, array or number.
-        ValueError: a shape does not divide over the devices.
+        ValueError: a shape does not divide over the devices; or the devices are of several
+            processes, and these do not all give the same value.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -77,7 +79,7 @@ def device_put(x: Any, device: Device | Sequence[Device] | NamedSharding | None 
 
 def _target(device: Any) -> Device | tuple[Device, ...] | NamedSharding:
     if device is None:
-        return all_devices()[0]
+        return local_devices()[0]
     if isinstance(device, Device):
         check_devices([device])
         return device
@@ -95,13 +97,22 @@ def _target(device: Any) -> Device | tuple[Device, ...] | NamedSharding:
 
 def _map(tree: Any, layout: Any) -> Any:
     leaves, structure = flatten(tree)
+    paths = structure.paths("x")
+    values = [
+        leaf if leaf is None or isinstance(leaf, torch.Tensor) else _host(leaf, path)
+        for leaf, path in zip(leaves, paths, strict=True)
+    ]
+    layouts = [
+        None if value is None else layout(tuple(value.shape), value.dtype, path)
+        for value, path in zip(values, paths, strict=True)
+    ]
+    if not _inline.active():
+        _check_spanning(paths, values, layouts)
     placed: list[Any] = []
-    for leaf, path in zip(leaves, structure.paths("x"), strict=True):
-        if leaf is None:
+    for leaf, value, wanted in zip(leaves, values, layouts, strict=True):
+        if value is None or wanted is None:
             placed.append(None)
             continue
-        value = leaf if isinstance(leaf, torch.Tensor) else _host(leaf, path)
-        wanted = layout(tuple(value.shape), value.dtype, path)
         if _inline.active():
             result: torch.Tensor = host_tensor(value.cpu()).clone()
             if wanted.is_replicated:
@@ -114,6 +125,22 @@ def _map(tree: Any, layout: Any) -> Any:
             else result
         )
     return structure.unflatten(placed)
+
+
+def _check_spanning(
+    paths: Sequence[str],
+    values: Sequence[torch.Tensor | None],
+    layouts: Sequence[Layout | None],
+) -> None:
+    """What several processes put on the devices of all must be the same value."""
+    spanning = {
+        path: value
+        for path, value, layout in zip(paths, values, layouts, strict=True)
+        if value is not None and layout is not None and type(value) is not ShardedTensor
+        if len(places_here(layout)) < len(layout.devices)
+    }
+    if spanning:
+        check_equal_everywhere(spanning)
 
 
 def _host(leaf: Any, path: str) -> torch.Tensor:

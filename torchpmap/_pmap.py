@@ -42,7 +42,7 @@ from torchpmap._lowered import Lowered
 from torchpmap._plan import Called, place
 from torchpmap._prepare import Preparation, Prepared, ambient, refuse_aliased_donation
 from torchpmap._runtimes._base import Handle, Runtime
-from torchpmap._sharded import ShardedTensor, closed_pool, make_sharded
+from torchpmap._sharded import ShardedTensor, closed_pool, make_sharded, spans_processes
 from torchpmap._structure import flatten_call
 from torchpmap._trace import Untraceable
 
@@ -271,7 +271,7 @@ class Pmapped:
 def _leaf_key(leaf: Any) -> Hashable:
     kind: Any = type(leaf)
     if isinstance(leaf, torch.Tensor):
-        return kind, leaf.shape, leaf.dtype
+        return kind, leaf.shape, leaf.dtype, spans_processes(leaf)
     if isinstance(leaf, np.ndarray | np.generic):
         return kind, leaf.shape, leaf.dtype
     if kind is Static:

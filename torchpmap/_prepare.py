@@ -29,7 +29,7 @@ from torchpmap._operations import Primal
 from torchpmap._plan import Plan, host_tensor
 from torchpmap._program import Constant, Input, Program
 from torchpmap._retraces import Retraces
-from torchpmap._sharded import ShardedTensor, check_open
+from torchpmap._sharded import ShardedTensor, check_open, spans_processes
 from torchpmap._streams import are_active, draw_key, new_seed
 from torchpmap._structure import flatten_call
 from torchpmap._trace import Untraceable
@@ -88,7 +88,7 @@ class Preparation:
         for leaf in leaves:
             if type(leaf) is ShardedTensor:
                 check_open(leaf)
-        bound = self._bind(args, kwargs, spans=any(map(_spans, leaves)))
+        bound = self._bind(args, kwargs, spans=any(map(spans_processes, leaves)))
         return self._plan_for(bound, self._choose_devices(bound.size, leaves))
 
     def run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,7 +134,7 @@ class Preparation:
         argument has the rows of all.
         """
         options = self._options
-        spans = any(map(_spans, leaves))
+        spans = any(map(spans_processes, leaves))
         if options.devices is not None:
             mine = options.devices if spans else _here(options.devices)
             self._check_rows(size, mine)
@@ -288,13 +288,6 @@ class Preparation:
 def _here(devices: Sequence[Device]) -> tuple[Device, ...]:
     mine = process_index()
     return tuple(device for device in devices if device.process_index == mine)
-
-
-def _spans(leaf: Any) -> bool:
-    """Whether a value has rows in other processes too."""
-    return type(leaf) is ShardedTensor and not (
-        leaf.is_fully_replicated or leaf.is_fully_addressable
-    )
 
 
 def _shared_layout(leaf: Any, shape: tuple[int, ...], dtype: torch.dtype, spread: Spread) -> Layout:

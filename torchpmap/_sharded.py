@@ -31,7 +31,7 @@ from torchpmap._sharded_operations import Operation, operation_for, start
 from torchpmap._sharded_views import check_writable, is_linked, link_alias, link_view, write
 from torchpmap._transfer import fetch_blocks, fetch_row, gather, places_here, store
 
-__all__ = ["Shard", "ShardedTensor", "make_sharded", "store"]
+__all__ = ["Shard", "ShardedTensor", "make_sharded", "spans_processes", "store"]
 
 _aten = torch.ops.aten
 _SHARING = frozenset({_aten.detach.default, _aten.alias.default, _aten.clone.default})
@@ -319,6 +319,16 @@ class ShardedTensor(torch.Tensor):
                 check_writable(target)
         found = operation_for(cls, func, args, kwargs)
         return _on_host(func, args, kwargs) if found is None else _on_devices(*found, func, args)
+
+
+def spans_processes(value: Any) -> bool:
+    """Whether a value has rows in other processes too, also as function transforms see it."""
+    functorch = torch._C._functorch
+    while isinstance(value, torch.Tensor) and functorch.is_functorch_wrapped_tensor(value):
+        value = functorch.get_unwrapped(value)
+    return type(value) is ShardedTensor and not (
+        value.is_fully_replicated or value.is_fully_addressable
+    )
 
 
 def make_sharded(layout: Layout, handle: Handle) -> ShardedTensor:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from torchpmap._current import process_index, runtime
+from torchpmap._current import devices, process_index, runtime
 from torchpmap._layout import Layout
 from torchpmap._runtimes._base import Handle, Team
 
-__all__ = ["fetch_blocks", "fetch_row", "gather", "places_here", "store", "store_on", "team_of"]
+__all__ = [
+    "check_equal_everywhere",
+    "fetch_blocks",
+    "fetch_row",
+    "gather",
+    "places_here",
+    "store",
+    "store_on",
+    "team_of",
+]
 
 
 def team_of(layout: Layout) -> Team:
@@ -61,6 +71,29 @@ def places_here(layout: Layout) -> list[int]:
 def _first_here(layout: Layout) -> int:
     """Of equal blocks the nearest."""
     return next(iter(places_here(layout)), 0)
+
+
+def check_equal_everywhere(values: Mapping[str, torch.Tensor]) -> None:
+    """Raise ``ValueError`` in all processes unless all give the same values, by path."""
+    ranks = [device.id for device in devices()]
+    digests = [_digest(value) for value in values.values()]
+    everybody = runtime().exchange(ranks, b"".join(digests), f"comparing {', '.join(values)}")
+    for place, path in enumerate(values):
+        theirs = [them[16 * place : 16 * place + 16] for them in everybody]
+        different = [rank for rank, one in zip(ranks, theirs, strict=True) if one != theirs[0]]
+        if different:
+            raise ValueError(
+                f"{path} must be the same in all processes, but rank {different[0]} has another "
+                f"value than rank {ranks[0]}. Make them equal (torchpmap.multihost.broadcast), or "
+                "give each process its own rows, as mapped arguments."
+            )
+
+
+def _digest(value: torch.Tensor) -> bytes:
+    value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    kind = f"{value.dtype}{tuple(value.shape)}".encode()
+    data = value.view(-1).view(torch.uint8).numpy().data if value.numel() else b""
+    return hashlib.blake2b(data, digest_size=16, key=kind[:64]).digest()
 
 
 def fetch_blocks(layout: Layout, handle: Handle, places: Sequence[int]) -> list[torch.Tensor]:

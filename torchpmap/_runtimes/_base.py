@@ -105,6 +105,9 @@ class Runtime(Protocol):
     def is_ready(self, handle: Handle) -> bool:
         """Whether a value is known to be computed, without waiting."""
 
+    def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
+        """What the processes of ``ranks`` give, in their order; all must call it."""
+
     def insist(self) -> None:
         """Raise ``RuntimeClosed`` if the runtime was closed."""
 

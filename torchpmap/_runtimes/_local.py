@@ -180,6 +180,9 @@ class LocalRuntime:
     def check(self, handle: Handle) -> None:
         self._check(handle, handle.team.ranks)
 
+    def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
+        return [mine]
+
     def insist(self) -> None:
         if self._pool.closed_because is not None:
             raise RuntimeClosed(self._pool.closed_because)

@@ -96,11 +96,13 @@ class TorchrunRuntime:
     def closed(self) -> bool:
         return self._closed_because is not None
 
-    @property
-    def rendezvous(self) -> Rendezvous:
-        """How this process reaches the others besides collectives."""
-        self.insist()
-        return self._rendezvous
+    def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
+        with self._lock:
+            self.insist()
+            try:
+                return self._rendezvous.exchange(ranks, mine, what)
+            except Exception as error:
+                raise self._failed(error) from None
 
     def team(self, ranks: tuple[int, ...]) -> Team:
         team = self._teams.get(ranks)

@@ -1,0 +1,244 @@
+"""ShardedTensors that span processes: from host-local ones and from DTensors, and back.
+
+Where a launcher started several processes, a mapped call takes and gives the rows of its own
+process.  A ``ShardedTensor`` over the devices of all processes is the *global view* of the same
+data; a mapped call that is given one works on all rows, as with one controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpmap._current import devices as all_devices
+from torchpmap._current import is_launched, local_devices, process_count
+from torchpmap._current import runtime as current_runtime
+from torchpmap._layout import Layout, general_layout, replicated_layout, row_layout
+from torchpmap._mesh import Mesh, NamedSharding, PartitionSpec
+from torchpmap._plan import host_tensor
+from torchpmap._sharded import ShardedTensor, make_sharded
+from torchpmap._structure import flatten
+from torchpmap._transfer import check_equal_everywhere, fetch_blocks, places_here
+
+__all__ = ["from_dtensor", "global_view", "local_view", "to_dtensor"]
+
+
+def global_view(x: Any) -> Any:
+    """Return the rows of all processes as one value that spans them; every process must call it.
+
+    global_view: [k, *s] in each of n processes -> [n*k, *s] over all devices
+
+    Nothing is sent: each process gives its own rows (of the dim that is cut; dim 0 of host
+    tensors).  A value that is replicated must be equal in all processes, and is checked.  With one
+    process ShardedTensors stay as they are.
+
+    Args:
+        x: ShardedTensor, tensor, array, or a pytree of them; equal shapes in all processes.
+
+    Raises:
+        ValueError: a replicated value differs between processes.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> y = tp.global_view(tp.pmap(lambda x: x * 2)(torch.arange(4.0)))
+        >>> y.shape, y.is_fully_addressable  # with one process
+        (torch.Size([4]), True)
+
+    Source: ``jax.experimental.multihost_utils.host_local_array_to_global_array``.
+    """
+    leaves, structure = flatten(x)
+    paths = structure.paths("x")
+    return structure.unflatten(
+        [_global(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+    )
+
+
+def local_view(x: Any) -> Any:
+    """Return the rows of this process of values that span processes; the inverse of
+    ``global_view``.
+
+    local_view: [n*k, *s] over all devices -> [k, *s] on the device of this process
+
+    Raises:
+        ValueError: a value is cut otherwise than into equal blocks of rows.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.local_view(tp.global_view(torch.arange(4.0))).tolist()  # with one process
+        [0.0, 1.0, 2.0, 3.0]
+
+    Source: ``jax.experimental.multihost_utils.global_array_to_host_local_array``.
+    """
+    leaves, structure = flatten(x)
+    return structure.unflatten([_local(leaf) for leaf in leaves])
+
+
+def _global(leaf: Any, path: str) -> Any:
+    if leaf is None or (type(leaf) is ShardedTensor and process_count() == 1):
+        return leaf
+    everywhere = tuple(all_devices())
+    if type(leaf) is not ShardedTensor:
+        value = host_tensor(leaf)
+        if not value.dim():
+            raise ValueError(f"{path} has no dims, so there are no rows of it to put together.")
+        shape = (value.shape[0] * process_count(), *value.shape[1:])
+        if process_count() == 1:
+            return _stored(_rows_or_whole(shape, value.dtype, everywhere), value)
+        return _stored(row_layout(shape, value.dtype, everywhere, 0, None), value)
+    layout, _ = leaf._alive()
+    if not leaf.is_fully_addressable:
+        return leaf
+    block = leaf.to_host()
+    if layout.dim is None:
+        check_equal_everywhere({path: block})
+        return _stored(replicated_layout(layout.shape, layout.dtype, everywhere), block)
+    shape = (
+        *layout.shape[: layout.dim],
+        layout.shape[layout.dim] * process_count(),
+        *layout.shape[layout.dim + 1 :],
+    )
+    name = layout.sharding.mesh.axis_names[0]
+    return _stored(row_layout(shape, layout.dtype, everywhere, layout.dim, name), block)
+
+
+def _rows_or_whole(shape: Any, dtype: torch.dtype, devices: Any) -> Layout:
+    fits = shape[0] and shape[0] % len(devices) == 0
+    chosen = devices if fits else devices[:1]
+    return row_layout(shape, dtype, chosen, 0, None)
+
+
+def _local(leaf: Any) -> Any:
+    if type(leaf) is not ShardedTensor or leaf.is_fully_addressable:
+        return leaf
+    layout, handle = leaf._alive()
+    here = tuple(local_devices())
+    if layout.is_replicated:
+        return _stored(replicated_layout(layout.shape, layout.dtype, here), leaf.to_host())
+    if layout.dim is None:
+        raise ValueError(
+            f"a value laid out as {layout.sharding.spec} over {layout.sharding.mesh} has no rows "
+            "of one process; use addressable_shards for its blocks here."
+        )
+    (block,) = fetch_blocks(layout, handle, places_here(layout))
+    name = layout.sharding.mesh.axis_names[0]
+    return _stored(row_layout(block.shape, layout.dtype, here, layout.dim, name), block)
+
+
+def _stored(layout: Layout, value: torch.Tensor) -> ShardedTensor:
+    """A value in a layout, of which ``value`` is the block of every process (or all of it, with
+    one).
+    """
+    team = current_runtime().team(layout.ranks)
+    if process_count() == 1 and not layout.is_replicated:
+        return make_sharded(layout, team.runtime.put(team, [value[i] for i in layout.slices]))
+    return make_sharded(layout, team.runtime.put(team, [value] * len(layout.ranks)))
+
+
+# -- DTensor ---------------------------------------------------------------------------------------
+
+
+def to_dtensor(x: ShardedTensor) -> Any:
+    """Return a ``torch.distributed.tensor.DTensor`` of the same blocks on the same mesh; every
+    process must call it.
+
+    to_dtensor: ShardedTensor[*s] -> DTensor[*s]
+
+    A host-local value is seen globally first (``global_view``).  Each axis of the mesh becomes a
+    mesh dim: ``Shard(d)`` where it cuts dim d, else ``Replicate()``.
+
+    Raises:
+        RuntimeError: this process was not started by a launcher: a DTensor needs a process for
+            every device.
+        ValueError: one dim is cut over several mesh axes in another order than the mesh's.
+
+    Source: ``torch.distributed.tensor.DTensor.from_local``.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    _insist_on_processes("to_dtensor")
+    x = global_view(x)
+    layout, handle = x._alive()
+    sharding = layout.sharding
+    names = sharding.mesh.axis_names
+    cuts: dict[Hashable, int] = {}
+    for dim, entry in enumerate(sharding.spec):
+        parts = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        if list(parts) != sorted(parts, key=names.index):
+            raise ValueError(
+                f"dim {dim} is cut over the mesh axes {parts}, but a DTensor cuts in the order of "
+                f"its mesh: {names}. Move it to a sharding that names them in that order."
+            )
+        cuts.update(dict.fromkeys(parts, dim))
+    (block,) = fetch_blocks(layout, handle, places_here(layout))
+    placements = [Shard(cuts[name]) if name in cuts else Replicate() for name in names]
+    whole = torch.empty(layout.shape, device="meta")
+    return DTensor.from_local(
+        block.to(current_runtime().device),
+        _device_mesh(sharding.mesh),
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def from_dtensor(x: Any) -> ShardedTensor:
+    """Return a ShardedTensor of the same blocks on the same mesh as a DTensor's.
+
+    from_dtensor: DTensor[*s] -> ShardedTensor[*s] that spans its processes
+
+    Raises:
+        RuntimeError: this process was not started by a launcher.
+        TypeError: ``x`` is no DTensor.
+        ValueError: a placement is ``Partial`` (redistribute it first), or a dim does not divide.
+
+    Source: ``torch.distributed.tensor.DTensor.to_local``.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    _insist_on_processes("from_dtensor")
+    if not isinstance(x, DTensor):
+        raise TypeError(f"from_dtensor takes a DTensor, but got {type(x).__name__}.")
+    by_rank = {device.id: device for device in all_devices()}
+    ranks = x.device_mesh.mesh
+    names = x.device_mesh.mesh_dim_names or [f"dim_{k}" for k in range(ranks.dim())]
+    grid = np.array([by_rank[int(rank)] for rank in ranks.flatten()], dtype=object)
+    mesh = Mesh(grid.reshape(tuple(ranks.shape)), tuple(names))
+    entries: list[list[Hashable]] = [[] for _ in range(x.dim())]
+    for name, placement in zip(names, x.placements, strict=True):
+        if isinstance(placement, Shard):
+            entries[placement.dim % x.dim()].append(name)
+        elif not placement.is_replicate():
+            raise ValueError(
+                f"the DTensor has the placement {placement}: its value is not there yet. "
+                "Redistribute it to Shard or Replicate first."
+            )
+    spec = PartitionSpec(*(tuple(entry) or None for entry in entries))
+    layout = general_layout(tuple(x.shape), x.dtype, NamedSharding(mesh, spec))
+    return _stored(layout, x.to_local().detach())
+
+
+_device_meshes: dict[Mesh, Any] = {}
+
+
+def _device_mesh(mesh: Mesh) -> Any:
+    """Making one makes process groups: once for each mesh."""
+    if mesh not in _device_meshes:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        ids = torch.tensor([device.id for device in mesh.devices.flat]).view(mesh.devices.shape)
+        names = tuple(map(str, mesh.axis_names))
+        kind = mesh.devices.flat[0].platform
+        _device_meshes[mesh] = DeviceMesh(kind, ids, mesh_dim_names=names)
+    return _device_meshes[mesh]
+
+
+def _insist_on_processes(what: str) -> None:
+    if not is_launched():
+        raise RuntimeError(
+            f"{what}: a DTensor needs one process per device, but this process drives all devices "
+            "itself. Start the script with torchrun."
+        )
