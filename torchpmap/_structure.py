@@ -29,6 +29,7 @@ _MAX_STRUCTURES = 4096
 _MAX_LEAF_TYPES = 256
 _STR = {str}
 _structures: dict[Hashable, Structure] = {}
+_flat_calls: dict[int, Structure] = {}  # of so many arguments that are leaves
 _leaf_types: set[type] = set()
 _num_registered = 0
 
@@ -141,7 +142,15 @@ def unflatten(leaves: Sequence[Any], structure: Structure) -> Any:
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
     """Flatten the arguments of a call; the order of keyword arguments does not matter."""
-    return flatten((args, kwargs))
+    if kwargs or not _leaf_types.issuperset(map(type, args)):
+        return flatten((args, kwargs))
+    structure = _flat_calls.get(len(args))
+    if structure is None or len(pytree.SUPPORTED_NODES) != _num_registered:
+        found = flatten((args, kwargs))  # it may find out that a type is no leaf any more
+        if _leaf_types.issuperset(map(type, args)):
+            _flat_calls[len(args)] = found[1]
+        return found
+    return list(args), structure
 
 
 def leaf_paths(tree: Any, name: str) -> list[str]:

@@ -42,6 +42,10 @@ from torchpmap._runtimes._watch import Watch
 __all__ = ["TorchrunRuntime"]
 
 
+_is_transformed = torch._C._are_functorch_transforms_active
+_num_modes = torch._C._len_torch_dispatch_stack
+_set_grad_enabled = torch._C._set_grad_enabled
+
 _COMMUNICATING = ("_c10d_functional", "torchpmap")
 """Namespaces of operators in graphs."""
 
@@ -190,28 +194,34 @@ class TorchrunRuntime:
         self, team: Team, plan_id: int, inputs: Sequence[int], num_outputs: int
     ) -> tuple[int, int]:
         with self._lock:
-            self.insist()
-            defined, values = self._plans[plan_id], self._values
-            run = defined.runner
+            if self._closed_because is not None:
+                self.insist()
+            runner, name, axis = self._plans[plan_id]
+            values = self._values
             blocks = [values[handle] for handle in inputs]
-            if defined.axis is not None:
-                self._watch.begin(defined.axis, defined.name)
+            if axis is not None:
+                self._watch.begin(axis, name)
             graded = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(False)
+            if graded:
+                _set_grad_enabled(False)
             try:
-                if _is_plain():
-                    results = run(*blocks)
-                else:
+                if _is_transformed() or _num_modes():
                     with _plain():
-                        results = run(*blocks)
+                        results = runner(*blocks)
+                else:
+                    results = runner(*blocks)
             except Exception as error:
                 raise self._failed(error) from None
             finally:
-                self._watch.running = None
-                torch._C._set_grad_enabled(graded)
-            first = self._number(num_outputs)
-            values.update(zip(range(first, first + num_outputs), results, strict=True))
-            return first, self._seq
+                if graded:
+                    _set_grad_enabled(True)
+                if axis is not None:
+                    self._watch.running = None
+            self._seq = seq = self._seq + 1
+            first = self._next_handle
+            self._next_handle = first + num_outputs
+            values.update(zip(range(first, self._next_handle), results, strict=True))
+            return first, seq
 
     def run_eagerly(self, team: Team, call: EagerCall) -> tuple[list[EagerReport], int, int]:
         with self._lock:
@@ -341,11 +351,6 @@ def _own_device(place: Place, device_type: str) -> torch.device:
         )
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
-
-
-def _is_plain() -> bool:
-    functorch, stack = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack
-    return not functorch() and not stack()
 
 
 class _plain:
