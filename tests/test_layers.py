@@ -16,7 +16,7 @@ PACKAGE = Path(tp.__file__).parent
 # A module imports only modules above it.
 MODULES = """
 _errors _config _launcher _inline _structure _tree _devices _mesh _layout
-_axes _collectives_raw _collectives_primitives _collectives_groups _collectives_operands
+_axes _grid _collectives_raw _collectives_primitives _collectives_groups _collectives_operands
 _collectives_reduce _collectives_move _collectives_permute _collectives_ragged _collectives
 _effects
 _grad _vmap
@@ -30,7 +30,7 @@ _runtimes._local
 _current _transfer _rules_signature _rules_compute _rules_shape _rules _blocks _sharded_arguments
 _sharded_graphs _sharded_operations _sharded_gathers _sharded_views
 _sharded _plan _eager _placement _spanning _serial _inline_call
-_lowering _operations _autodiff _prepare _lowered _pmap
+_lowering _operations _autodiff _nested _prepare _lowered _pmap
 _optim_checks optim
 _check _picture debug
 """

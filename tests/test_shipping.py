@@ -134,7 +134,7 @@ def test_traced_graphs_with_branches_travel():
     def body(blocks, axis):
         (x,) = blocks
         y = torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
-        return [(y, False)]
+        return [(y, ())]
 
     traced = trace(
         body,

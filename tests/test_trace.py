@@ -21,7 +21,10 @@ def traced(body, *shapes, same=False, varying=True, size=4):
     def blocks(inputs, axis):
         with bind(axis):
             out = body(*inputs)
-        return [(block, same) for block in (out if isinstance(out, tuple) else (out,))]
+        return [
+            (block, (axis,) if same else ())
+            for block in (out if isinstance(out, tuple) else (out,))
+        ]
 
     return trace(
         blocks,

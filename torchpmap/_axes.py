@@ -5,6 +5,10 @@ through a process group) and a *vmapped axis* (the indices are a batch dimension
 ``torch.func.vmap``; collectives are plain arithmetic). Sixteen rows on four devices are a process
 axis of 4 times a vmapped axis of 4, in this order. User code sees only the name.
 
+Axes that share the devices, as those of a ``pmap`` of a ``pmap``, are the dims of a *mesh*: a grid
+of all devices, which are one axis themselves. The process part of such an axis is a dim of the
+mesh; its groups are lines of the grid.
+
 The axis index is always a tensor, never a Python int. Over a process axis this keeps the traced
 graph the same on every device; over a vmapped axis the index is ``arange(size)``, batched by
 exactly that ``vmap``, and being batched is how a collective recognises the functorch level it
@@ -13,12 +17,14 @@ reduces over, with no bookkeeping of levels.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 __all__ = [
@@ -28,7 +34,10 @@ __all__ = [
     "Signature",
     "bind",
     "bound",
+    "joined",
     "lookup",
+    "mesh_axes",
+    "peers",
     "record",
     "recording",
     "subgroup_name",
@@ -53,6 +62,27 @@ class Axis:
     """Name of the process group; None for a vmapped axis."""
     subgroup: Callable[[Partition], str] | None = None
     """Names the process group that holds this device in a partition of a process axis."""
+    line: Line | None = None
+    """For an axis of a mesh."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Line:
+    """Where an axis of a mesh lies in the axis of all devices."""
+
+    whole: Axis
+    sizes: tuple[int, ...]
+    """Of the mesh; its row-major order is that of ``whole``."""
+    dims: tuple[int, ...]
+    """Dims of the mesh that the axis runs over, the first the slowest."""
+
+    @property
+    def partition(self) -> Partition:
+        """Indices of ``whole``, line by line: over sizes (2, 3), dims (0,) are 0 3 | 1 4 | 2 5."""
+        grid = np.arange(self.whole.size).reshape(self.sizes)
+        size = math.prod(self.sizes[dim] for dim in self.dims)
+        last = range(len(self.sizes) - len(self.dims), len(self.sizes))
+        return tuple(map(tuple, np.moveaxis(grid, self.dims, last).reshape(-1, size).tolist()))
 
 
 Parts = tuple[Axis, ...]
@@ -101,6 +131,59 @@ def _unbound(name: Hashable) -> str:
 def subgroup_name(group: str, partition: Partition) -> str:
     """The name of the groups that ``partition`` cuts ``group`` into, the same on every rank."""
     return f"{group}[{'|'.join(','.join(map(str, part)) for part in partition)}]"
+
+
+def mesh_axes(
+    whole: Axis, sizes: Sequence[int], names: Sequence[Hashable]
+) -> tuple[Axis | None, ...]:
+    """An axis of all devices as the axes of a mesh, or as it is if that has one dim; a dim of size
+    1 of several is no axis.
+    """
+    if len(sizes) == 1:
+        return (whole,)
+    return tuple(
+        None if size == 1 else _axis_of(Line(whole, tuple(sizes), (dim,)), name)
+        for dim, (size, name) in enumerate(zip(sizes, names, strict=True))
+    )
+
+
+def joined(axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """The axes, neighbours of one mesh as one axis: what runs over it is sent once."""
+    found: list[Axis] = []
+    for _, group in itertools.groupby(axes, lambda axis: axis.line and axis.line.whole):
+        first, *others = group
+        if first.line is None or not others:
+            found += [first, *others]
+        else:
+            dims = [dim for axis in (first, *others) if axis.line for dim in axis.line.dims]
+            line = Line(first.line.whole, first.line.sizes, tuple(dims))
+            found.append(_axis_of(line, first.name))
+    return tuple(found)
+
+
+def peers(axis: Axis) -> Partition:
+    """The indices of all devices, each with those it shares a process axis with."""
+    return (tuple(range(axis.size)),) if axis.line is None else axis.line.partition
+
+
+def _axis_of(line: Line, name: Hashable) -> Axis:
+    whole, partition = line.whole, line.partition
+    assert whole.group is not None
+    if partition == (tuple(range(whole.size)),):
+        return Axis(name, whole.size, whole.index, whole.group, whole.subgroup)
+    ordered = whole.subgroup
+    assert ordered is not None
+
+    def subgroup(groups: Partition) -> str:
+        return ordered(tuple(tuple(row[k] for k in group) for row in partition for group in groups))
+
+    size = len(partition[0])
+    index: torch.Tensor | int = 0
+    for dim in line.dims:  # device 5 of a mesh of (2, 4): 5 // 4 = 1 along dim 0, 5 % 4 along dim 1
+        place = whole.index // math.prod(line.sizes[dim + 1 :])
+        index = index * line.sizes[dim] + (place % line.sizes[dim] if dim else place)
+    assert isinstance(index, torch.Tensor)
+    return Axis(name, size, index, ordered(partition), subgroup, line)
 
 
 def record(signature: Signature) -> None:

@@ -79,7 +79,7 @@ def axis_size(axis_name: AxisName) -> int:
 
     Source: jax.lax.axis_size; checked in tests/test_collectives.py.
     """
-    return resolve("axis_size", axis_name).size
+    return resolve("axis_size", axis_name, sends=False).size
 
 
 def axis_index(axis_name: AxisName) -> torch.Tensor:
@@ -104,7 +104,7 @@ def axis_index(axis_name: AxisName) -> torch.Tensor:
 
     Source: jax.lax.axis_index, which gives int32; checked in tests/test_collectives.py.
     """
-    return resolve("axis_index", axis_name).index()
+    return resolve("axis_index", axis_name, sends=False).index()
 
 
 def axis_bound(axis_name: AxisName) -> bool:

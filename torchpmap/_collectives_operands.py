@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchpmap import _axes, _tree
-from torchpmap._axes import Axis, Partition
+from torchpmap._axes import Axis, Partition, joined
 from torchpmap._collectives_groups import Along, Scattered, Tensors, cuts, entry, whole
 from torchpmap._collectives_primitives import Primitive, Scope, extreme
 from torchpmap._collectives_raw import Pairs, ReduceOp
@@ -80,16 +80,27 @@ class Over:
         """The steps in an order that sends little: sums within a process come first."""
         return sorted(range(len(self.steps)), key=lambda k: self.steps[k].is_sent)
 
+    @property
+    def reductions(self) -> Sequence[Along | Scattered]:
+        """The steps of a reduction, for which order does not count: what is sent is sent once."""
+        if self.partition is not None:
+            return [self.steps[k] for k in self.order]
+        local = [axis for axis in self.axes if axis.group is None]
+        sent = joined([axis for axis in self.axes if axis.group is not None])
+        return [whole(axis) for axis in (*local, *sent)]
+
     def fold(self, primitive: Callable[[Scope], Primitive], xs: Tensors) -> Tensors:
         """Run a primitive that keeps the shape over one axis after the other."""
-        for k in self.order:
-            xs = self.steps[k].run(primitive, xs)
+        for step in self.reductions:
+            xs = step.run(primitive, xs)
         return xs
 
     def extreme(self, op: ReduceOp, xs: Tensors) -> Tensors:
         """Max or min over the axes and as many leading dims as there are positional axes."""
         if self.scattered is None:
-            return extreme(op, [axis.place for axis in self.along], xs, lead=len(self.dims))
+            steps = self.along if self.partition is not None else self.reductions
+            places = [axis.place for axis in steps if isinstance(axis, Along)]
+            return extreme(op, places, xs, lead=len(self.dims))
         return self.scattered.extreme(op, xs)
 
     def dims_of(self, x: torch.Tensor) -> tuple[int, ...]:
@@ -116,6 +127,7 @@ def resolve(
     *,
     positional: bool = False,
     equal: bool = False,
+    sends: bool = True,
 ) -> Over:
     """Look the names up and check the groups.
 
@@ -125,12 +137,15 @@ def resolve(
         groups: ``axis_index_groups`` as the user gave it.
         positional: ints are dims of the operand.
         equal: groups must have one size, and the order of their indices counts.
+        sends: whether anything is to be sent; axes of a mesh are then taken together.
     """
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if len(set(names)) < len(names):
         raise ValueError(f"{what}: repeated axis in axis_name={axis_name!r}")
     dims = [n for n in names if positional and isinstance(n, int) and not isinstance(n, bool)]
     axes = tuple(part for name in names if name not in dims for part in _axes.lookup(name))
+    if sends:
+        axes = joined(axes)
     if groups is None:
         return Over(what, axes, tuple(dims), None, tuple(whole(axis) for axis in axes), None)
     if dims:

@@ -8,6 +8,7 @@ rows on 4 devices sends one row per device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._axes import Axis
+from torchpmap._axes import Axis, joined
 from torchpmap._collectives_groups import Along, Tensors, entry, gathered, pick
 from torchpmap._collectives_operands import AxisName, Over, map_leaves, permutation, resolve
 from torchpmap._collectives_primitives import Permute, Scope, apply
@@ -131,12 +132,15 @@ class _Route:
 
 def _route(over: Over, pairs: Pairs) -> _Route:
     sizes = [axis.size for axis in over.axes]
-    across = [k for k, axis in enumerate(over.axes) if axis.group is not None]
-    crossed = max(across, key=sizes.__getitem__, default=None)
+    crossed = [k for k, axis in enumerate(over.axes) if axis.group is not None]
+    devices = joined([over.axes[k] for k in crossed])
+    if len(devices) > 1:  # what is not sent is gathered
+        crossed = [max(crossed, key=sizes.__getitem__)]
+        devices = (over.axes[crossed[0]],)
+    num_devices = math.prod(sizes[k] for k in crossed)
     grid = np.arange(over.size).reshape(sizes)  # row-major index by [device, lane]
-    grid = grid[None] if crossed is None else np.moveaxis(grid, crossed, 0)
-    grid = grid.reshape(len(grid), -1)
-    num_devices, num_lanes = grid.shape
+    grid = np.moveaxis(grid, crossed, range(len(crossed))).reshape(num_devices, -1)
+    num_lanes = grid.shape[1]
     place_of = {int(k): place for place, k in np.ndenumerate(grid)}
 
     sent: dict[int, list[list[int]]] = {}  # shift -> per device, the lanes it sends
@@ -154,12 +158,11 @@ def _route(over: Over, pairs: Pairs) -> _Route:
     start, shifts = {0: 0}, []
     end = num_lanes
     for shift, rows in sent.items():
-        assert crossed is not None
-        shifts.append(_shift(over.axes[crossed], shift, rows))
+        shifts.append(_shift(devices[0], shift, rows))
         start[shift] = end
         end += max(map(len, rows))
     choice = {k: start[got[k][0]] + got[k][1] if k in got else end for k in range(over.size)}
-    lanes = tuple(axis for k, axis in enumerate(over.along) if k != crossed)
+    lanes = tuple(axis for k, axis in enumerate(over.along) if k not in crossed)
     return _Route(lanes, tuple(shifts), entry(over.index(), choice))
 
 

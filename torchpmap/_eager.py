@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchpmap._current import runtime as current_runtime
-from torchpmap._devices import Device
-from torchpmap._layout import stacked_layout
+from torchpmap._grid import Grid
 from torchpmap._plan import Called
 from torchpmap._program import EagerCall, EagerReport, Program, no_stream, not_replicated
 from torchpmap._runtimes._base import Handle
@@ -29,19 +28,12 @@ class EagerPlan:
     afterwards.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        devices: tuple[Device, ...],
-        axis_devices: tuple[Device, ...],
-        prefix: str,
-    ) -> None:
+    def __init__(self, program: Program, grid: Grid, prefix: str) -> None:
         self._program = program
         self.requires_grad = False  # known when it has run
-        self._devices = devices
-        self._axis_devices = axis_devices
+        self._grid = grid
         self._prefix = prefix
-        self._ranks = tuple(device.id for device in axis_devices)
+        self._ranks = grid.ranks
         self._group = f"ranks:{','.join(map(str, self._ranks))}"
 
     def holds(self) -> bool:
@@ -50,7 +42,7 @@ class EagerPlan:
     def call(self, held: Sequence[Handle]) -> Called:
         """Run the function on stored blocks and wait for all devices."""
         runtime = current_runtime()
-        team = runtime.team(tuple(device.id for device in self._devices))
+        team = runtime.team(tuple(device.id for device in self._grid.devices))
         function = pickled_function(self._program, f"{self._program.name}()")
         function_id = int.from_bytes(hashlib.blake2b(function, digest_size=7).digest(), "little")
         key = peek_key()
@@ -76,14 +68,8 @@ class EagerPlan:
         if report.used_key:
             draw_key()  # the next call gets another one
         layouts = [
-            stacked_layout(
-                shape,
-                dtype,
-                dim,
-                self._axis_devices if dim is None else self._devices,
-                self._program.axis_name,
-            )
-            for shape, dtype, dim in zip(report.shapes, report.dtypes, report.dims, strict=True)
+            self._grid.stacked(shape, dtype, cut)
+            for shape, dtype, cut in zip(report.shapes, report.dtypes, report.cuts, strict=True)
             if shape is not None and dtype is not None
         ]
         nones = [k for k, shape in enumerate(report.shapes) if shape is None]
@@ -98,16 +84,17 @@ class EagerPlan:
     def _check(self, reports: Sequence[EagerReport]) -> None:
         """Raise unless all devices did the same."""
         first = reports[0]
-        for report, device in zip(reports, self._axis_devices, strict=True):
-            if (report.structure, report.shapes, report.dtypes, report.dims) != (
+        devices = self._grid.axis_devices
+        for report, device in zip(reports, devices, strict=True):
+            if (report.structure, report.shapes, report.dtypes, report.cuts) != (
                 first.structure,
                 first.shapes,
                 first.dtypes,
-                first.dims,
+                first.cuts,
             ):
                 raise ValueError(
                     f"{self._prefix}: devices returned different kinds of results: "
-                    f"{self._axis_devices[0]} returned {_summary(first)}, {device} returned "
+                    f"{devices[0]} returned {_summary(first)}, {device} returned "
                     f"{_summary(report)}. All devices must return the same structure, shapes and "
                     "dtypes to be stacked."
                 )

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import re
 import string
 import sys
@@ -193,16 +194,30 @@ def lines_of(
     tensors: Sequence[torch.Tensor],
 ) -> str:
     """The lines of this device; arguments as of the operator."""
-    lines = []
+    return "\n".join(text for _, text in _entries(template, specs, names, batch, tensors))
+
+
+_Entries = list[tuple[list[int], str]]
+"""Indices along the axes, and what is printed there."""
+
+
+def _entries(
+    template: str,
+    specs: Sequence[str],
+    names: Sequence[str],
+    batch: Sequence[int],
+    tensors: Sequence[torch.Tensor],
+) -> _Entries:
+    entries = []
     for place in itertools.product(*map(range, batch)):
         row = [tensor[place] for tensor in tensors]
-        indices, values = row[: len(names)], row[len(names) :]
-        at = ", ".join(f"{name}{int(k)}" for name, k in zip(names, indices, strict=True))
+        indices, values = [int(k) for k in row[: len(names)]], row[len(names) :]
+        at = ", ".join(f"{name}{k}" for name, k in zip(names, indices, strict=True))
         texts = _formatted(values, specs)
         text = _SLOT.sub(functools.partial(_filled, texts), template)
         head = f"[{at}] " if names else ""
-        lines.append(head + text.replace("\n", "\n" + " " * len(head)))
-    return "\n".join(lines)
+        entries.append((indices, head + text.replace("\n", "\n" + " " * len(head))))
+    return entries
 
 
 def _filled(texts: Sequence[str], slot: re.Match[str]) -> str:
@@ -237,19 +252,21 @@ def _print(
     groups: Sequence[str],
     tensors: Sequence[torch.Tensor],
 ) -> None:
-    text: str | None = lines_of(template, specs, names, batch, groups, tensors)
+    entries = _entries(template, specs, names, batch, tensors)
     for group in reversed(groups):
-        text = _collected(text, group, tensors[0].device)
-    if text is not None:
-        emit(text)
+        entries = _collected(entries, group, tensors[0].device)
+    if len(groups) > 1:  # of one group, the devices are in order as they are
+        entries.sort(key=lambda entry: entry[0])
+    if entries:
+        emit("\n".join(text for _, text in entries))
 
 
-def _collected(text: str | None, group: str, device: torch.device) -> str | None:
-    """The texts of all members on the first of them, None on the others."""
+def _collected(entries: _Entries, group: str, device: torch.device) -> _Entries:
+    """The entries of all members on the first of them, none on the others."""
     _axes.record(("print", "", group))
     process_group = _resolve_process_group(group)  # type: ignore[arg-type]
     size, first = process_group.size(), process_group.rank() == 0
-    data = torch.frombuffer(bytearray((text or "").encode() + b"\0"), dtype=torch.uint8).to(device)
+    data = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(device)
 
     def gathered(x: torch.Tensor) -> torch.Tensor:
         every = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, size, group))
@@ -260,9 +277,10 @@ def _collected(text: str | None, group: str, device: torch.device) -> str | None
     padded[: len(data)] = data
     rows = gathered(padded).view(size, -1)
     if not first:
-        return None
-    texts = [bytes(row[: n - 1].tolist()).decode() for row, n in zip(rows, lengths, strict=True)]
-    return "\n".join(texts)
+        return []
+    return [
+        e for row, n in zip(rows, lengths, strict=True) for e in json.loads(bytes(row[:n].tolist()))
+    ]
 
 
 def prints(graph: torch.fx.GraphModule) -> bool:

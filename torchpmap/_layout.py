@@ -136,12 +136,16 @@ def _intern(
     return layout
 
 
-def general_layout(shape: Sequence[int], dtype: torch.dtype, sharding: NamedSharding) -> Layout:
-    """Any named sharding (raises ``ValueError`` if the shape does not divide)."""
+def general_layout(
+    shape: Sequence[int], dtype: torch.dtype, sharding: NamedSharding, *, stacked: bool = False
+) -> Layout:
+    """Any named sharding (raises ``ValueError`` if the shape does not divide); ``stacked``: over
+    mesh axes of one device too, a value counts as rows of the devices and not as replicated.
+    """
     shape = tuple(shape)
     sharding.shard_shape(shape)
     devices = tuple(sharding.mesh.devices.flat)
-    if sharding.is_fully_replicated:
+    if sharding.is_fully_replicated and not stacked:
         return replicated_layout(shape, dtype, devices)
     key = (shape, dtype, devices, sharding)
     layout = _interned.get(key)

@@ -7,7 +7,7 @@ A *body* is what one device does, as a function of its blocks: a ``Program``, or
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,8 @@ from torchpmap._compile import EAGER, Backend, Definition, have_cpp_compiler
 from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
 from torchpmap._errors import warn
-from torchpmap._layout import Layout, replicated_layout, stacked_layout
+from torchpmap._grid import Grid
+from torchpmap._layout import Layout, replicated_layout
 from torchpmap._plan import Captured, Drawn, Plan, version_of
 from torchpmap._program import Outcome, no_stream
 from torchpmap._runtimes._base import Team
@@ -39,18 +40,18 @@ class Target:
     prefix: str
     """The call as messages name it."""
     name: str
-    devices: tuple[Device, ...]
-    """Where the blocks of this process are."""
-    axis_devices: tuple[Device, ...]
-    """The devices of the axis, in its order: the same, unless there are several processes."""
-    axis_name: Hashable
+    grid: Grid
     backend: Backend
     seed: torch.Tensor
     """Stands for the key of a call (see ``_streams``)."""
 
     @property
+    def devices(self) -> tuple[Device, ...]:
+        return self.grid.devices
+
+    @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(device.id for device in self.axis_devices)
+        return self.grid.ranks
 
     @property
     def group(self) -> str:
@@ -59,14 +60,6 @@ class Target:
     @property
     def team(self) -> Team:
         return current_runtime().team(tuple(device.id for device in self.devices))
-
-    @property
-    def is_one_process(self) -> bool:
-        return len(self.devices) == len(self.axis_devices)
-
-    def is_same(self, layout: Layout) -> bool:
-        """Whether all devices of the axis are known to hold the same block."""
-        return layout.is_replicated and len(layout.ranks) == len(self.axis_devices)
 
 
 @dataclass(frozen=True)
@@ -155,21 +148,25 @@ def _trace(
 ) -> tuple[Traced, Outcome]:
     outcomes: list[Outcome] = []
 
-    def demands(blocks: Sequence[torch.Tensor], axis: Axis) -> list[tuple[torch.Tensor, bool]]:
-        outcomes.append(body(blocks, axis))
-        return outcomes[-1].demands()
+    def demands(
+        blocks: Sequence[torch.Tensor], axis: Axis
+    ) -> list[tuple[torch.Tensor, tuple[Axis, ...]]]:
+        outcome = body(blocks, axis)
+        outcomes.append(outcome)
+        outputs = [(block, target.grid.shared_along(cut, axis)) for block, cut in outcome.outputs]
+        return [*outputs, *((check, ()) for check in outcome.checks)]
 
     traced = trace(
         demands,
         [
-            TracedInput(layout.block_shape, layout.dtype, not target.is_same(layout))
+            TracedInput(layout.block_shape, layout.dtype, not target.grid.is_same(layout))
             for layout in layouts
         ],
-        axis_name=target.axis_name,
-        axis_size=len(target.axis_devices),
+        axis_name=target.grid.names[0],
+        axis_size=len(target.ranks),
         group=target.group,
         device=current_runtime().device,
-        same_closures=target.is_one_process,
+        same_closures=target.grid.is_one_process,
         outside=outside,
         split_at=split_at,
     )
@@ -200,19 +197,12 @@ def _groups(target: Target, traced: Traced) -> dict[str, Partition]:
 
 
 def _output_layouts(target: Target, outcome: Outcome, traced: Traced) -> tuple[Layout, ...]:
-    dims = [
-        dim for block, dim in zip(outcome.blocks, outcome.dims, strict=True) if block is not None
-    ]
-    dims += [None] * len(outcome.checks)
+    grid = target.grid
+    cuts = [cut for _, cut in outcome.outputs]
+    cuts += [(None,) * len(grid.sizes)] * len(outcome.checks)
     return tuple(
-        stacked_layout(
-            shape,
-            dtype,
-            dim,
-            target.axis_devices if dim is None else target.devices,
-            target.axis_name,
-        )
-        for shape, dtype, dim in zip(traced.shapes, traced.dtypes, dims, strict=True)
+        grid.stacked(shape, dtype, cut)
+        for shape, dtype, cut in zip(traced.shapes, traced.dtypes, cuts, strict=True)
     )
 
 

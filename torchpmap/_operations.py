@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
-from torchpmap._axes import Axis
+from torchpmap._axes import Axis, joined
 from torchpmap._capture import Substitute
 from torchpmap._collectives_primitives import AllReduce, Scope, apply
 from torchpmap._compile import EAGER
 from torchpmap._eager import EagerPlan
-from torchpmap._layout import Layout, replicated_layout, row_layout
+from torchpmap._grid import Cut, Grid
+from torchpmap._layout import Layout
 from torchpmap._lowering import Body, Pair, Target, lower, lower_pair
 from torchpmap._plan import Drawn, Plan, place
 from torchpmap._program import Outcome, Program
@@ -98,7 +99,7 @@ class Operation:
     def batched(self, which: tuple[bool, ...], size: int) -> Operation:
         """The operation for many values at once of the inputs ``which``, along a new last dim."""
         layouts = [
-            _with_dim(layout, size) if batched else layout
+            self.target.grid.extended(layout, size) if batched else layout
             for layout, batched in zip(self.layouts, which, strict=True)
         ]
         operation = self._derive(("batched", which, size), lambda: self._batch(which), layouts)
@@ -127,7 +128,7 @@ class Operation:
     # -- bodies of derived operations --------------------------------------------------------------
 
     def _pull(self, wanted: tuple[int, ...], given: tuple[int, ...], *, keep_outputs: bool) -> Body:
-        count = len(self.layouts)
+        count, grid = len(self.layouts), self.target.grid
 
         def pull(blocks: Tensors, axis: Axis) -> Outcome:
             primals, cotangents = blocks[:count], blocks[count:]
@@ -135,23 +136,21 @@ class Operation:
 
             def function(*xs: torch.Tensor) -> Any:
                 outcomes.append(self.body(_filled(primals, wanted, xs), axis))
-                outputs = _present(outcomes[-1])
+                outputs = outcomes[-1].outputs
                 return tuple(outputs[k][0] for k in given), [block for block, _ in outputs]
 
             pulled: Any = torch.func.vjp(function, *(primals[k] for k in wanted), has_aux=True)
             _, pull_back, outputs = pulled
-            dims = [dim for _, dim in _present(outcomes[-1])]
+            cuts = [cut for _, cut in outcomes[-1].outputs]
             # of one value for all devices, each device accounts for an equal part (as in jax)
             shares = [
-                x / axis.size if dims[k] is None else x
+                x / grid.copies(cuts[k]) if None in cuts[k] else x
                 for k, x in zip(given, cotangents, strict=True)
             ]
-            layouts = [self.layouts[k] for k in wanted]
-            gradients = _summed(pull_back(tuple(shares)), layouts, axis)
-            kept = list(zip(outputs, dims, strict=True)) if keep_outputs else []
-            return _outcome(
-                [*kept, *zip(gradients, (layout.dim for layout in layouts), strict=True)]
-            )
+            cuts_in = [grid.cut_of(self.layouts[k]) for k in wanted]
+            gradients = _summed(pull_back(tuple(shares)), cuts_in, grid, axis)
+            kept = list(zip(outputs, cuts, strict=True)) if keep_outputs else []
+            return _outcome([*kept, *zip(gradients, cuts_in, strict=True)])
 
         return pull
 
@@ -160,27 +159,27 @@ class Operation:
 
         def push(blocks: Tensors, axis: Axis) -> Outcome:
             primals, tangents = blocks[:count], blocks[count:]
-            dims: list[int | None] = []
+            cuts: list[Cut] = []
 
             def function(*xs: torch.Tensor) -> Any:
                 outcome = self.body(_filled(primals, given, xs), axis)
-                outputs = [(x, dim) for x, dim in _present(outcome) if is_inexact(x.dtype)]
-                dims[:] = [dim for _, dim in outputs]
+                outputs = [(x, cut) for x, cut in outcome.outputs if is_inexact(x.dtype)]
+                cuts[:] = [cut for _, cut in outputs]
                 return tuple(x for x, _ in outputs)
 
             originals = tuple(primals[k] for k in given)
             pushed: Any = torch.func.jvp(function, originals, tuple(tangents))
-            return _outcome(list(zip(pushed[1], dims, strict=True)))
+            return _outcome(list(zip(pushed[1], cuts, strict=True)))
 
         return push
 
     def _batch(self, which: tuple[bool, ...]) -> Body:
         def batch(blocks: Tensors, axis: Axis) -> Outcome:
-            dims: list[int | None] = []
+            cuts: list[Cut] = []
 
             def function(*xs: torch.Tensor) -> Any:
-                outputs = _present(self.body(xs, axis))
-                dims[:] = [dim for _, dim in outputs]
+                outputs = self.body(xs, axis).outputs
+                cuts[:] = [cut for _, cut in outputs]
                 return tuple(x for x, _ in outputs)
 
             in_dims = tuple(-1 if batched else None for batched in which)
@@ -188,7 +187,7 @@ class Operation:
             # out_dims=-1 of an output that is not batched reads out of bounds in torch 2.13.
             over_batch = torch.func.vmap(function, in_dims, 0, randomness="same")
             results = [x.movedim(0, -1) for x in over_batch(*blocks)]
-            return _outcome(list(zip(results, dims, strict=True)))
+            return _outcome(list(zip(results, cuts, strict=True)))
 
         return batch
 
@@ -204,33 +203,23 @@ def _filled(values: Tensors, positions: Sequence[int], replacements: Tensors) ->
     return filled
 
 
-def _present(outcome: Outcome) -> list[tuple[torch.Tensor, int | None]]:
-    """Output blocks with their stacked dim (None: one value for all), without the None leaves."""
-    pairs = zip(outcome.blocks, outcome.dims, strict=True)
-    return [(block, dim) for block, dim in pairs if block is not None]
+def _outcome(outputs: Sequence[tuple[torch.Tensor, Cut]]) -> Outcome:
+    blocks, cuts = tuple(x for x, _ in outputs), tuple(cut for _, cut in outputs)
+    return Outcome(flatten(list(range(len(outputs))))[1], blocks, cuts, (), ())
 
 
-def _outcome(outputs: Sequence[tuple[torch.Tensor, int | None]]) -> Outcome:
-    blocks, dims = tuple(x for x, _ in outputs), tuple(dim for _, dim in outputs)
-    return Outcome(flatten(list(range(len(outputs))))[1], blocks, dims, (), ())
-
-
-def _summed(gradients: Tensors, layouts: Sequence[Layout], axis: Axis) -> list[torch.Tensor]:
-    """The gradient of an input that all devices share is the sum of theirs."""
-    shared = [k for k, layout in enumerate(layouts) if layout.dim is None]
-    if axis.size == 1 or not shared:
-        return list(gradients)
-    primitive = AllReduce(Scope(axis.size, axis.group))
-    sums = apply(primitive, None, [gradients[k] for k in shared])
-    summed = dict(zip(shared, sums, strict=True))
-    return [summed.get(k, gradient) for k, gradient in enumerate(gradients)]
-
-
-def _with_dim(layout: Layout, size: int) -> Layout:
-    shape = (*layout.shape, size)
-    if layout.dim is None:
-        return replicated_layout(shape, layout.dtype, layout.devices)
-    return row_layout(shape, layout.dtype, layout.devices, layout.dim, None)
+def _summed(gradients: Tensors, cuts: Sequence[Cut], grid: Grid, axis: Axis) -> list[torch.Tensor]:
+    """The gradient of an input that devices share is the sum of theirs."""
+    summed = list(gradients)
+    for cut in dict.fromkeys(tuple(dim is None for dim in cut) for cut in cuts):
+        alike = [k for k, own in enumerate(cuts) if tuple(dim is None for dim in own) == cut]
+        for along in joined(grid.shared_along(cuts[alike[0]], axis)):
+            if along.size > 1:
+                primitive = AllReduce(Scope(along.size, along.group))
+                sums = apply(primitive, None, [summed[k] for k in alike])
+                for k, total in zip(alike, sums, strict=True):
+                    summed[k] = total
+    return summed
 
 
 # -- the user's program ----------------------------------------------------------------------------

@@ -120,7 +120,8 @@ class Pmapped:
         self._fun = fun
         self._options = options
         self._runtime: Runtime | None = None
-        self._preparation = Preparation(fun, options)
+        inner = fun._preparation if isinstance(fun, Pmapped) else None
+        self._preparation: Preparation = Preparation(fun, options, inner)
         self._prepared: dict[Hashable, Prepared] = {}
         self._environment = Environment(fun)
         self._bound_methods: dict[int, Pmapped] = {}

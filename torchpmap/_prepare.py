@@ -5,6 +5,7 @@ What comes out is kept by key in ``_pmap`` and only followed from then on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,9 +23,11 @@ from torchpmap._devices import Device
 from torchpmap._eager import EagerPlan
 from torchpmap._environment import Environment
 from torchpmap._errors import TraceError, warn
+from torchpmap._grid import Grid
 from torchpmap._inline_call import call_inline
-from torchpmap._layout import Layout, replicated_layout, row_layout
+from torchpmap._layout import Layout, replicated_layout
 from torchpmap._lowering import Target, lower
+from torchpmap._nested import bind_inner, counts_of_list, cuts_of, device_counts
 from torchpmap._operations import Primal
 from torchpmap._plan import Plan, host_tensor
 from torchpmap._program import Constant, Input, Program
@@ -52,25 +55,19 @@ class Prepared:
     donated: tuple[int, ...]
     paths: tuple[str, ...]
     program: Program
-    spread: Spread
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Which devices a call runs on."""
-
-    devices: tuple[Device, ...]
-    """Where this process has its rows."""
-    axis_devices: tuple[Device, ...]
-    """Those of the axis, in its order: of all processes."""
+    grid: Grid
 
 
 class Preparation:
     """The plans of one mapped function, by what they were made for."""
 
-    def __init__(self, fun: Callable[..., Any], options: Options) -> None:
+    def __init__(
+        self, fun: Callable[..., Any], options: Options, inner: Preparation | None = None
+    ) -> None:
+        """``inner``: that of ``fun``, if it is mapped itself."""
         self._fun = fun
         self._options = options
+        self._inner = inner
         self._plans: dict[Hashable, Plan | EagerPlan] = {}
         self._operations: dict[Plan | EagerPlan, Primal] = {}
         self._warned: set[str] = set()
@@ -89,7 +86,20 @@ class Preparation:
             if type(leaf) is ShardedTensor:
                 check_open(leaf)
         bound = self._bind(args, kwargs, spans=any(map(spans_processes, leaves)))
-        return self._plan_for(bound, self._choose_devices(bound.size, leaves))
+        levels = self._levels(bound)
+        return self._plan_for(levels, self._choose_devices(levels, leaves))
+
+    def _levels(self, bound: Bound) -> list[_Level]:
+        """This call, and those of mapped functions directly inside it that can share devices."""
+        levels = [_Level(self, bound)]
+        inner = self._inner if process_count() == 1 else None
+        while inner is not None:
+            found = bind_inner(inner._fun, inner._options, levels[-1].bound)
+            if found is None:
+                break
+            levels.append(_Level(inner, found))
+            inner = inner._inner
+        return levels
 
     def run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call with all its rows on the device it is made on."""
@@ -110,7 +120,7 @@ class Preparation:
         """The call in this process, after the checks that the devices' own calls get."""
         options = self._options
         bound = self._bind(args, kwargs)
-        self._choose_devices(bound.size, ())  # for its errors
+        self._choose_devices(self._levels(bound), ())  # for its errors
         program, positions = self._program(bound, bound.size)
         leaves = [bound.leaves[position] for position in positions]
         donated = [k for k, position in enumerate(positions) if bound.donated[position]]
@@ -127,7 +137,7 @@ class Preparation:
         num_devices = None if chosen is None else len(chosen if spans else _here(chosen))
         return bind(self._fun, options, args, kwargs, num_devices)
 
-    def _choose_devices(self, size: int, leaves: Sequence[Any]) -> Spread:
+    def _choose_devices(self, levels: Sequence[_Level], leaves: Sequence[Any]) -> Grid:
         """As many devices as can have equally many rows each; a given list is taken as it is.
 
         Beside other processes the rows are those of this process, on its devices, unless an
@@ -135,25 +145,34 @@ class Preparation:
         """
         options = self._options
         spans = any(map(spans_processes, leaves))
+        sizes = [level.bound.size for level in levels]
+        names = tuple(level.preparation._options.axis_name for level in levels)
         if options.devices is not None:
             mine = options.devices if spans else _here(options.devices)
-            self._check_rows(size, mine)
+            counts = counts_of_list(sizes, len(mine))
+            if counts is None:
+                raise ValueError(self._wrong_number(sizes, mine))
             check_devices(options.devices)
-            return Spread(mine, options.devices)
-        available = all_devices(options.platform)
+            if len(mine) < len(options.devices):
+                counts = (len(options.devices),)
+            return Grid(mine, options.devices, counts, names)
+        available = tuple(all_devices(options.platform))
         if process_count() > 1 and not spans:
-            return Spread(_here(available), tuple(available))
-        most = min(size, len(available))
-        devices = tuple(available[: next(n for n in range(most, 0, -1) if size % n == 0)])
-        return Spread(devices, devices)
+            return Grid(_here(available), available, (len(available),), names)
+        counts = device_counts(sizes, len(available))
+        devices = available[: math.prod(counts)]
+        return Grid(devices, devices, counts, names)
 
-    def _check_rows(self, size: int, devices: tuple[Device, ...]) -> None:
-        if size != len(devices):
-            raise ValueError(
-                f"{self._options.prefix}: Leading axis size of input to pmapped function must "
-                f"equal the number of local devices passed to pmap. Got axis_size={size}, "
-                f"num_local_devices={len(devices)} (devices={list(devices)})."
-            )
+    def _wrong_number(self, sizes: Sequence[int], devices: tuple[Device, ...]) -> str:
+        text = (
+            f"{self._options.prefix}: Leading axis size of input to pmapped function must "
+            f"equal the number of local devices passed to pmap. Got axis_size={sizes[0]}, "
+            f"num_local_devices={len(devices)} (devices={list(devices)})."
+        )
+        if len(sizes) == 1:
+            return text
+        product = " * ".join(map(str, sizes))
+        return f"{text} For a pmap of a pmap, {product} = {math.prod(sizes)} devices will do too."
 
     def _program(self, bound: Bound, lanes: int) -> tuple[Program, tuple[int, ...]]:
         """The program of a call, and which of its leaves travel as blocks."""
@@ -180,17 +199,16 @@ class Preparation:
         )
         return program, tuple(positions)
 
-    def _plan_for(self, bound: Bound, spread: Spread) -> Prepared:
-        options, devices = self._options, spread.devices
-        program, positions = self._program(bound, bound.size // len(devices))
+    def _plan_for(self, levels: Sequence[_Level], grid: Grid) -> Prepared:
+        options, bound = self._options, levels[0].bound
+        program, positions = _program_of(levels, grid)
         layouts: list[Layout] = []
-        for position in positions:
-            axis = bound.axes[position]
+        for position, cut in zip(positions, cuts_of([x.bound for x in levels]), strict=True):
             shape, dtype = _shape_and_dtype(bound.leaves[position])
             layouts.append(
-                _shared_layout(bound.leaves[position], shape, dtype, spread)
-                if axis is None
-                else row_layout(shape, dtype, devices, axis, options.axis_name)
+                grid.layout(shape, dtype, cut)
+                if any(dim is not None for dim in cut)
+                else _shared_layout(bound.leaves[position], shape, dtype, grid)
             )
         donated = tuple(k for k, position in enumerate(positions) if bound.donated[position])
         paths = tuple(bound.paths[position] for position in positions)
@@ -211,37 +229,30 @@ class Preparation:
             constants,
             tuple(layouts),
             tuple(bound.axes),
-            program.lanes,
+            grid.sizes,
+            program.all_lanes,
         )
         plan = self._plans.get(kind)
         if plan is None or not plan.holds():
             if plan is not None:
                 self._operations.pop(plan, None)
             self._note_trace(bound)
-            plan = self._plans[kind] = self._make_plan(program, tuple(layouts), spread)
-        return Prepared(plan, positions, tuple(layouts), in_place, donated, paths, program, spread)
+            plan = self._plans[kind] = self._make_plan(program, tuple(layouts), grid)
+        return Prepared(plan, positions, tuple(layouts), in_place, donated, paths, program, grid)
 
     def operation(self, prepared: Prepared) -> Primal:
         """The call as transforms see it."""
         found = self._operations.get(prepared.plan)
         if found is None:
-            target = self._target(prepared.spread)
+            target = self._target(prepared.grid)
             found = Primal(target, prepared.program, prepared.layouts, prepared.plan)
             self._operations[prepared.plan] = found
         return found
 
-    def _target(self, spread: Spread) -> Target:
+    def _target(self, grid: Grid) -> Target:
         options = self._options
         backend = EAGER if options.backend is None else options.backend
-        return Target(
-            options.prefix,
-            options.name,
-            spread.devices,
-            spread.axis_devices,
-            options.axis_name,
-            backend,
-            self._seed,
-        )
+        return Target(options.prefix, options.name, grid, backend, self._seed)
 
     def _outside(self) -> frozenset[int]:
         """Ids of tensors within reach of the function that transforms around the call trace."""
@@ -252,12 +263,12 @@ class Preparation:
         return frozenset(map(id, environment.tensors()))
 
     def _make_plan(
-        self, program: Program, layouts: tuple[Layout, ...], spread: Spread
+        self, program: Program, layouts: tuple[Layout, ...], grid: Grid
     ) -> Plan | EagerPlan:
         options = self._options
         if options.backend is not None:
             try:
-                return lower(self._target(spread), program.run, layouts, self._outside())
+                return lower(self._target(grid), program.run, layouts, self._outside())
             except Untraceable as verdict:
                 if options.fullgraph:
                     raise TraceError(
@@ -271,7 +282,7 @@ class Preparation:
                     "torch.cond or a static argument to compile it, or pass compile=False to "
                     "silence this warning."
                 )
-        return EagerPlan(program, spread.devices, spread.axis_devices, options.prefix)
+        return EagerPlan(program, grid, options.prefix)
 
     def _note_trace(self, bound: Bound) -> None:
         kinds = {path: _kind(leaf) for path, leaf in zip(bound.paths, bound.leaves, strict=True)}
@@ -285,18 +296,41 @@ class Preparation:
             warn(text)
 
 
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """One of the axes that share the devices."""
+
+    preparation: Preparation
+    bound: Bound
+
+
+def _program_of(levels: Sequence[_Level], grid: Grid) -> tuple[Program, tuple[int, ...]]:
+    """The program of a call with those inside it, and which of its leaves travel as blocks."""
+    inner: Program | None = None
+    for depth in reversed(range(1, len(levels))):
+        level = levels[depth]
+        program, _ = level.preparation._program(level.bound, level.bound.size // grid.sizes[depth])
+        inner = replace(program, inner=inner, is_inner=True)
+    outermost = levels[0]
+    lanes = outermost.bound.size // grid.sizes_here[0]
+    program, positions = outermost.preparation._program(outermost.bound, lanes)
+    if inner is not None:
+        program = replace(program, inner=inner, mesh=grid.sizes)
+    return program, positions
+
+
 def _here(devices: Sequence[Device]) -> tuple[Device, ...]:
     mine = process_index()
     return tuple(device for device in devices if device.process_index == mine)
 
 
-def _shared_layout(leaf: Any, shape: tuple[int, ...], dtype: torch.dtype, spread: Spread) -> Layout:
+def _shared_layout(leaf: Any, shape: tuple[int, ...], dtype: torch.dtype, grid: Grid) -> Layout:
     """Where an unmapped argument goes: what all devices are known to share stays so."""
     is_known = type(leaf) is ShardedTensor and leaf.is_fully_replicated
-    layout = replicated_layout(shape, dtype, spread.axis_devices)
+    layout = replicated_layout(shape, dtype, grid.axis_devices)
     if is_known and leaf._alive()[0].same_place(layout):
         return layout
-    return replicated_layout(shape, dtype, _here(spread.axis_devices))
+    return replicated_layout(shape, dtype, _here(grid.axis_devices))
 
 
 def refuse_aliased_donation(

@@ -4,6 +4,9 @@ A device with several rows runs the function once, under ``torch.func.vmap`` ove
 *lanes*.  A mapped axis is then a process axis (the devices) times a vmapped axis (the lanes).  With
 no process axis all rows are lanes of the calling process.
 
+A function that is mapped itself may share the devices with its caller, each axis being one dim of a
+mesh: its program is then the ``inner`` one, and both take part of their rows each.
+
 The same ``Program`` is traced in the controller (``_trace``) and, with ``compile=False``, run as it
 is on every worker (``run_eager_call``), so all modes follow the same rules and raise the same
 errors.
@@ -14,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +25,20 @@ import numpy as np
 import torch
 
 from torchpmap import _collectives
-from torchpmap._axes import Axis, Partition, Signature, bind, recording, subgroup_name
+from torchpmap._axes import (
+    Axis,
+    Partition,
+    Signature,
+    bind,
+    joined,
+    mesh_axes,
+    recording,
+    subgroup_name,
+)
 from torchpmap._effects import difference
 from torchpmap._errors import CollectiveMismatch, lost_write
-from torchpmap._streams import streams
+from torchpmap._grid import Cut, shifted
+from torchpmap._streams import Streams, streams, within
 from torchpmap._structure import Structure, flatten
 from torchpmap._tree import OUT_AXES_HINT, broadcast_axes, canonical_axis
 
@@ -63,8 +77,10 @@ class Outcome:
 
     structure: Structure
     blocks: tuple[torch.Tensor | None, ...]
-    dims: tuple[int | None, ...]
-    """Per leaf: the stacked dim, or None for a value that is the same on all devices."""
+    cuts: tuple[Cut, ...]
+    """Per leaf, and per axis that devices are shared among: the stacked dim, or None for a value
+    that is the same on all devices along it.
+    """
     checks: tuple[torch.Tensor, ...]
     """How far values declared the same differ between devices (``check_replicated``)."""
     checked: tuple[str, ...]
@@ -72,14 +88,16 @@ class Outcome:
     draws: int = 0
     """How often random numbers were drawn."""
 
-    def demands(self) -> list[tuple[torch.Tensor, bool]]:
-        """Every block that is an output, with whether it must be made the same on all devices."""
-        blocks = [
-            (block, dim is None)
-            for block, dim in zip(self.blocks, self.dims, strict=True)
-            if block is not None
-        ]
-        return [*blocks, *((check, False) for check in self.checks)]
+    @property
+    def dims(self) -> tuple[int | None, ...]:
+        """Per leaf, what the cut says of the outermost axis."""
+        return tuple(cut[0] for cut in self.cuts)
+
+    @property
+    def outputs(self) -> list[tuple[torch.Tensor, Cut]]:
+        """Every block that is an output."""
+        pairs = zip(self.blocks, self.cuts, strict=True)
+        return [(block, cut) for block, cut in pairs if block is not None]
 
     @property
     def requires_grad(self) -> bool:
@@ -103,6 +121,26 @@ class Program:
     randomness: str
     seed: torch.Tensor
     """Stands for the key of a call."""
+    inner: Program | None = None
+    """What ``fun`` does, if it is mapped itself and shares the devices."""
+    mesh: tuple[int, ...] = ()
+    """With an inner program: devices along this axis, and along those inside."""
+    is_inner: bool = False
+
+    @property
+    def levels(self) -> tuple[Program, ...]:
+        """This program and those inside it."""
+        return (self,) if self.inner is None else (self, *self.inner.levels)
+
+    @property
+    def all_lanes(self) -> tuple[int, ...]:
+        """Rows per device along every axis."""
+        return tuple(level.lanes for level in self.levels)
+
+    def axes(self, process_axis: Axis) -> tuple[Axis | None, ...]:
+        """The axis of all devices as one per level; None where there is one device along it."""
+        names = [level.axis_name for level in self.levels]
+        return mesh_axes(process_axis, self.mesh or (process_axis.size,), names)
 
     def run(
         self,
@@ -116,10 +154,17 @@ class Program:
         if key is not None:
             return replace(self, seed=key).run(blocks, process_axis)
         if process_axis is None:
-            return self._run_lanes(blocks, None)
+            return self._run_lanes(blocks, None, ())
+        return self._run_level(blocks, self.axes(process_axis))
+
+    def _run_level(self, blocks: Sequence[torch.Tensor], axes: Sequence[Axis | None]) -> Outcome:
+        process_axis, *inside = axes
+        if process_axis is None:
+            return self._run_lanes(blocks, None, inside)
         if self.lanes > 1:
             try:
-                return self._run_lanes(blocks, None if process_axis.size == 1 else process_axis)
+                outer = None if process_axis.size == 1 else process_axis
+                return self._run_lanes(blocks, outer, inside)
             except RuntimeError as error:
                 if "functorch" in str(error) or "vmap" in str(error):
                     error.add_note(_LANES_NOTE.format(lanes=self.lanes))
@@ -130,21 +175,27 @@ class Program:
             for block, dim in zip(blocks, dims, strict=True)
         ]
         with bind(process_axis):
-            outcome = self._run_row(rows)
+            outcome = self._run_row(rows, inside)
         stacked = [
             value if value is None or dim is None else value.unsqueeze(dim)
             for value, dim in zip(outcome.blocks, outcome.dims, strict=True)
         ]
         return replace(outcome, blocks=tuple(stacked))
 
-    def _run_lanes(self, blocks: Sequence[torch.Tensor], process_axis: Axis | None) -> Outcome:
+    def _run_lanes(
+        self,
+        blocks: Sequence[torch.Tensor],
+        process_axis: Axis | None,
+        inside: Sequence[Axis | None],
+    ) -> Outcome:
         outer = () if process_axis is None else (process_axis,)
         outcomes: list[Outcome] = []
 
         def run_row(index: torch.Tensor, *rows: torch.Tensor) -> list[torch.Tensor]:
             with bind(*outer, Axis(self.axis_name, self.lanes, index, None)):
-                outcomes.append(self._run_row(rows))
-            return [tensor for tensor, _ in outcomes[-1].demands()]
+                outcome = self._run_row(rows, inside)
+            outcomes.append(outcome)
+            return [*(block for block, _ in outcome.outputs), *outcome.checks]
 
         devices = [tensor.device for tensor in (*blocks, *(axis.index for axis in outer))]
         index = torch.arange(self.lanes, device=devices[0] if devices else None)
@@ -161,23 +212,53 @@ class Program:
         checks = tuple(rows[0] for rows in lanes_first)
         return replace(outcome, blocks=tuple(stacked), checks=checks)
 
-    def _run_row(self, rows: Sequence[torch.Tensor]) -> Outcome:
+    def _run_row(self, rows: Sequence[torch.Tensor], inside: Sequence[Axis | None]) -> Outcome:
         """Call the function on one row; the stacked dims of the result are not there yet."""
+        row = _collectives.axis_index(self.axis_name)
+        numbers: AbstractContextManager[Streams | None] = (
+            within(row, self.randomness)
+            if self.is_inner
+            else streams(self.seed, row, self.randomness)
+        )
+        with numbers as active:
+            outcome = self._call(rows) if self.inner is None else self._run_inner(rows, inside)
+        return replace(outcome, draws=0 if active is None else active.draws)
+
+    def _call(self, rows: Sequence[torch.Tensor]) -> Outcome:
         given = iter(rows)
         values = [leaf.value if isinstance(leaf, Constant) else next(given) for leaf in self.leaves]
         args, kwargs = self.structure.unflatten(values)
-        row = _collectives.axis_index(self.axis_name)
-        with streams(self.seed, row, self.randomness) as active:
-            returned = self.fun(*args, **kwargs)
-        draws = 0 if active is None else active.draws
-        return replace(self._lay_out(returned), draws=draws)
+        return self._lay_out(self.fun(*args, **kwargs))
+
+    def _run_inner(self, rows: Sequence[torch.Tensor], inside: Sequence[Axis | None]) -> Outcome:
+        assert self.inner is not None
+        outcome = self.inner._run_level(rows, inside)
+        returned = outcome.structure.unflatten(list(outcome.blocks))
+        laid_out = self._lay_out(returned)
+        cuts = [
+            (cut[0], *shifted(inner, cut[0]))
+            for cut, inner in zip(laid_out.cuts, outcome.cuts, strict=True)
+        ]
+        own = iter(laid_out.checks)
+        checks = [
+            _of_all(next(own), cut[1:], inside)
+            for block, cut in zip(laid_out.blocks, cuts, strict=True)
+            if self.check_replicated and block is not None and cut[0] is None
+        ]
+        checks += [_collectives.pmax(check, self.axis_name) for check in outcome.checks]
+        return replace(
+            laid_out,
+            cuts=tuple(cuts),
+            checks=tuple(checks),
+            checked=(*laid_out.checked, *outcome.checked),
+        )
 
     def _lay_out(self, returned: Any) -> Outcome:
         values, structure = flatten(returned)
         axes = broadcast_axes(self.out_axes, returned, what="pmap out_axes", hint=OUT_AXES_HINT)
         paths = structure.paths(f"the output of {self.name}")
         blocks: list[torch.Tensor | None] = []
-        dims: list[int | None] = []
+        cuts: list[Cut] = []
         checks: dict[str, torch.Tensor] = {}
         for value, axis, path in zip(values, axes, paths, strict=True):
             tensor = None if value is None else _as_tensor(value, path)
@@ -187,8 +268,22 @@ class Program:
             elif tensor is not None and self.check_replicated:
                 checks[path] = difference(tensor.detach(), self.axis_name)
             blocks.append(tensor)
-            dims.append(dim)
-        return Outcome(structure, tuple(blocks), tuple(dims), tuple(checks.values()), tuple(checks))
+            cuts.append((dim,))
+        return Outcome(structure, tuple(blocks), tuple(cuts), tuple(checks.values()), tuple(checks))
+
+
+def _of_all(check: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torch.Tensor:
+    """The largest of what devices along inner axes found; along an axis that gives the value of its
+    first device, what that found.
+    """
+    for dim, axis in zip(cut, axes, strict=True):
+        if axis is not None:
+            with bind(axis):
+                if dim is None:
+                    check = _collectives.pbroadcast(check, axis.name, 0)
+                else:
+                    check = _collectives.pmax(check, axis.name)
+    return check
 
 
 _LANES_NOTE = (
@@ -290,7 +385,7 @@ class EagerReport:
     shapes: tuple[tuple[int, ...] | None, ...]
     """Per leaf of the structure; None for a None leaf."""
     dtypes: tuple[torch.dtype | None, ...]
-    dims: tuple[int | None, ...]
+    cuts: tuple[Cut, ...]
     differences: tuple[tuple[str, float], ...]
     """Leaf path and how far the value differs between devices (``check_replicated``)."""
     requires_grad: bool
@@ -334,18 +429,16 @@ def run_eager_call(
     ):
         outcome = program.run(own, process_axis, torch.tensor(call.key, device=index.device))
         agree(("return",))
-        with bind(process_axis):
-            stored = [
-                _collectives.pbroadcast(block.detach(), program.axis_name, 0)
-                if block is not None and dim is None
-                else block
-                for block, dim in zip(outcome.blocks, outcome.dims, strict=True)
-            ]
+        axes = program.axes(process_axis)
+        stored = [
+            None if block is None else _settled(block, cut, axes)
+            for block, cut in zip(outcome.blocks, outcome.cuts, strict=True)
+        ]
     report = EagerReport(
         outcome.structure,
         tuple(None if block is None else tuple(block.shape) for block in stored),
         tuple(None if block is None else block.dtype for block in stored),
-        outcome.dims,
+        outcome.cuts,
         tuple(
             (path, float(check))
             for path, check in zip(outcome.checked, outcome.checks, strict=True)
@@ -358,6 +451,15 @@ def run_eager_call(
     return report, [
         block.detach().to(index.device).contiguous() for block in stored if block is not None
     ]
+
+
+def _settled(block: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torch.Tensor:
+    """The block, where it is declared the same along an axis, of the first device."""
+    same = [a for a, dim in zip(axes, cut, strict=True) if dim is None and a is not None]
+    for axis in joined(same):
+        with bind(axis):
+            block = _collectives.pbroadcast(block.detach(), axis.name, 0)
+    return block
 
 
 def _written(captured: Sequence[torch.Tensor], before: Sequence[tuple[int, int]]) -> str | None:

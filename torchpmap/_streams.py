@@ -4,7 +4,7 @@ torch's generators are state that every device would have for itself.  Inside a 
 random functions of torch draw from explicit keys instead: one key per call, from the caller's
 generator, and from it a key per function drawn from and per row::
 
-    key of the call -- (number of the draw, row) -- fold_in(row of an inner vmap)
+    key of the call -- (number of the draw, row) -- fold_in(row of an inner pmap or vmap)
 
 So the numbers of a row depend on ``torch.manual_seed``, on the row's index and on nothing else: not
 on how many devices there are, how the rows lie on them, or whether the function is compiled.
@@ -27,7 +27,16 @@ from torchpmap._random_integers import bernoulli, randint
 from torchpmap._random_keys import fold_in
 from torchpmap._threefry import threefry2x32
 
-__all__ = ["Streams", "are_active", "batched_key", "draw_key", "new_seed", "peek_key", "streams"]
+__all__ = [
+    "Streams",
+    "are_active",
+    "batched_key",
+    "draw_key",
+    "new_seed",
+    "peek_key",
+    "streams",
+    "within",
+]
 
 _WORD = 2**32
 # torch's own text
@@ -69,6 +78,8 @@ class Streams(TorchFunctionMode):
         self._key = key
         self._row = row
         self._randomness = randomness
+        self.inside: list[tuple[torch.Tensor, str]] = []
+        """Index and randomness of the axes that share the devices with this one."""
         self.draws = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,9 +109,18 @@ class Streams(TorchFunctionMode):
             )
         )
         self.draws += 1
-        for index in _vmapped_rows(self._row):
+        for index in self._rows_inside():
             key = fold_in(key, index)
         return key
+
+    def _rows_inside(self) -> Iterator[torch.Tensor]:
+        """The index along every inner axis whose rows draw different numbers."""
+        for row, randomness in self.inside:
+            if randomness == "error":
+                raise RuntimeError(_ERROR_MODE)
+            if randomness == "different":
+                yield row
+        yield from _vmapped_rows([self._row, *(row for row, _ in self.inside)])
 
 
 def batched_key(key: torch.Tensor, info: Any) -> tuple[torch.Tensor, bool]:
@@ -113,18 +133,21 @@ def batched_key(key: torch.Tensor, info: Any) -> tuple[torch.Tensor, bool]:
     return torch.func.vmap(fold_in, (None, 0), -1)(key, rows), True
 
 
-def _vmapped_rows(row: torch.Tensor | None) -> Iterator[torch.Tensor]:
-    """The index along every vmap inside the mapped function whose rows draw different numbers."""
+def _vmapped_rows(rows: list[torch.Tensor | None]) -> Iterator[torch.Tensor]:
+    """The index along every vmap inside the mapped function whose rows draw different numbers;
+    ``rows``: indices along mapped axes, whose own vmaps do not count.
+    """
     kind = _functorch.RandomnessType
-    own = _functorch.maybe_get_level(row) if row is not None else -1
+    own = {_functorch.maybe_get_level(row) for row in rows if row is not None}
+    device = None if rows[0] is None else rows[0].device
     for interpreter in _functorch.get_interpreter_stack() or ():
-        if interpreter.key() != _functorch.TransformType.Vmap or interpreter.level() == own:
+        if interpreter.key() != _functorch.TransformType.Vmap or interpreter.level() in own:
             continue
         vmapped = _functorch.CVmapInterpreterPtr(interpreter)
         if vmapped.randomness() == kind.Error:
             raise RuntimeError(_ERROR_MODE)
         if vmapped.randomness() == kind.Different:
-            index = torch.arange(vmapped.batchSize(), device=None if row is None else row.device)
+            index = torch.arange(vmapped.batchSize(), device=device)
             while _functorch.is_functorch_wrapped_tensor(index):
                 index = _functorch.get_unwrapped(index)
             yield _functorch._add_batch_dim(index, 0, interpreter.level())
@@ -323,3 +346,14 @@ def streams(
         return
     with Streams(key, row, randomness) as active:
         yield active
+
+
+@contextmanager
+def within(row: torch.Tensor, randomness: str) -> Iterator[None]:
+    """In the block, numbers depend on the index along one more mapped axis too."""
+    (active,) = (m for m in _get_current_function_mode_stack() if isinstance(m, Streams))
+    active.inside.append((row, randomness))
+    try:
+        yield
+    finally:
+        active.inside.pop()

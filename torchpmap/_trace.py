@@ -34,11 +34,10 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchpmap._axes import Axis, Partition, bind, subgroup_name
+from torchpmap._axes import Axis, Partition, peers, subgroup_name
 from torchpmap._capture import Capture, KeepData, Substitute, clean_grads, is_real
-from torchpmap._collectives import pbroadcast
 from torchpmap._errors import lost_write
-from torchpmap._replication import is_random, varying_nodes
+from torchpmap._replication import is_random, replicated
 from torchpmap._split import Halves, split
 
 __all__ = ["Traced", "TracedInput", "Untraceable", "trace"]
@@ -54,9 +53,9 @@ def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
 # torch 2.13: on fake tensors it puts a meta device into the graph; seen in vmap(hessian(x ** 3))
 _DECOMPOSED = {_aten._efficientzerotensor.default: _zeros}
 
-Body = Callable[[Sequence[torch.Tensor], Axis], Sequence[tuple[torch.Tensor, bool]]]
-"""Takes one block per input, and the axis of the devices; returns the output blocks, each with
-whether it must be the same on all devices.
+Body = Callable[[Sequence[torch.Tensor], Axis], Sequence[tuple[torch.Tensor, Sequence[Axis]]]]
+"""Takes one block per input, and the axis of the devices; returns the output blocks, each with the
+axes along which it must be the same on all devices: that one, or some of a mesh of it.
 """
 
 _HERE = str(Path(__file__).parent)
@@ -150,12 +149,11 @@ def trace(
         axis = Axis(axis_name, axis_size, index, group, subgroup)
         with capture, KeepData(), Substitute(outer), torch.enable_grad():
             results = [(capture.substitute(block), same) for block, same in body(blocks, axis)]
-            if axis_size > 1 and any(same for _, same in results):
-                varying = [True, *(i.varying for i in inputs)]
-                closures = [] if same_closures else list(capture.nodes)
-                results = _replicated(results, varying, closures, axis)
+            varying = [True, *(i.varying for i in inputs)]
+            closures = [] if same_closures else list(capture.nodes)
+            settled = replicated(results, varying, closures, {group: peers(axis), **groups})
         given = {t.untyped_storage()._cdata for t in (index, *blocks, *capture.stand_ins.values())}
-        return tuple(_finish(block, given) for block, _ in results)
+        return tuple(_finish(block, given) for block in settled)
 
     depth = _depth()
 
@@ -195,7 +193,7 @@ def trace(
         pinned=tuple(capture.pinned),
         shapes=tuple(tuple(output.shape) for output in outputs),
         dtypes=tuple(output.dtype for output in outputs),
-        groups=groups,
+        groups={name: groups[name] for name in _names_in(graph) if name in groups},
         random=next((str(node.target) for node in graph.graph.nodes if is_random(node)), None),
         inputs=_input_kinds(graph)[uses_index:],
         halves=halves,
@@ -204,6 +202,24 @@ def trace(
     for module in (graph, *((halves.forward, halves.backward) if halves else ())):
         _finish_graph(module)
     return traced
+
+
+def _names_in(graph: torch.fx.GraphModule) -> list[str]:
+    """Every text among the arguments of a graph, and of the graphs inside it, once."""
+    found: dict[str, None] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, str):
+            found[value] = None
+        elif isinstance(value, list | tuple):
+            for item in value:
+                visit(item)
+
+    for module in graph.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                visit([*node.args, *node.kwargs.values()])
+    return list(found)
 
 
 def _input_kinds(graph: torch.fx.GraphModule) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
@@ -226,33 +242,6 @@ def _fake(
     with _disable_current_modes():
         meta = torch.empty(shape, dtype=dtype, device="meta")
         return FakeTensor(mode, meta, device)
-
-
-def _replicated(
-    results: Sequence[tuple[torch.Tensor, bool]],
-    varying_arguments: Sequence[bool],
-    varying_closures: Sequence[Any],
-    axis: Axis,
-) -> list[tuple[torch.Tensor, bool]]:
-    """Broadcast from the first device what must be the same everywhere and may not be."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-
-    mode = get_proxy_mode()
-    assert mode is not None
-    tracer = mode.tracer
-    arguments = [node for node in tracer.graph.nodes if node.op == "placeholder"]
-    inputs = {node for node, varies in zip(arguments, varying_arguments, strict=False) if varies}
-    inputs |= set(varying_closures)
-    varying = varying_nodes(tracer.graph, inputs, axis.group or "")
-
-    def settle(block: torch.Tensor) -> torch.Tensor:
-        slot: Any = get_proxy_slot(block, tracer, None)
-        if slot is None or slot.proxy.node not in varying:  # None: no traced input was touched
-            return block
-        with bind(axis):
-            return pbroadcast(block.detach(), axis.name, 0)
-
-    return [(settle(block) if same else block, same) for block, same in results]
 
 
 def _finish(block: torch.Tensor, given: set[int]) -> torch.Tensor:
