@@ -1,0 +1,833 @@
+"""Covers: _grid.py, _nested.py, and the meshes of _axes.py: a pmap of a pmap shares the devices."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from _axis_models import (
+    EVEN,
+    LINEAR,
+    UNEVEN,
+    N,
+    everyone,
+    extreme_shares,
+    grouped,
+    transposed,
+)
+from _support import EAGER
+
+import torchpmap as tp
+from torchpmap._nested import counts_of_list, device_counts
+
+MODES = [EAGER, False]
+modes = pytest.mark.parametrize("mode", MODES, ids=["graph", "python"])
+NAMES = ("rows", "cols")
+
+
+@pytest.fixture(autouse=True)
+def devices(request: pytest.FixtureRequest) -> int:
+    num_devices: int = getattr(request, "param", 8)
+    tp.init(num_devices)
+    tp.block_until_ready(tp.replicate(torch.zeros(())))  # nothing is starting any more
+    return num_devices
+
+
+def on(num_devices: int) -> Any:
+    return pytest.mark.parametrize("devices", [num_devices], indirect=True)
+
+
+def nested(f: Callable[..., Any], inner: dict[str, Any] | None = None, **outer: Any) -> Any:
+    return tp.pmap(tp.pmap(f, "cols", **(inner or {})), "rows", **{"compile": EAGER, **outer})
+
+
+def on_rows(f: Callable[..., Any], inner: dict[str, Any] | None = None, **outer: Any) -> Any:
+    """The same, without a mesh: the inner axis is where the outer one is."""
+    mapped = tp.pmap(f, "cols", **(inner or {}))
+    return tp.pmap(lambda *args: mapped(*args), "rows", **{"compile": EAGER, **outer})
+
+
+def sample(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=generator).to(torch.float64)
+
+
+def mesh_of(y: Any) -> dict[Any, int]:
+    return dict(y.sharding.mesh.shape)
+
+
+def same(got: Any, expected: Any) -> None:
+    np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=1e-12, atol=1e-12)
+
+
+# --- which devices --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "counts"),
+    [
+        ((2, 4), (2, 4)),
+        ((4, 4), (4, 2)),  # not (2, 4): the outer axis first
+        ((3, 3), (3, 1)),
+        ((16, 2), (8, 1)),
+        ((6, 4), (2, 4)),  # not (3, 2) or (6, 1): more devices first
+        ((9, 4), (3, 2)),
+        ((1, 8), (1, 8)),
+        ((11, 7), (1, 7)),
+        ((11, 13), (1, 1)),
+        ((2, 2, 4), (2, 2, 2)),
+        ((12,), (6,)),
+    ],
+    ids=str,
+)
+def test_device_counts(sizes: tuple[int, ...], counts: tuple[int, ...]) -> None:
+    assert device_counts(sizes, 8) == counts
+
+
+def test_counts_of_a_list() -> None:
+    assert counts_of_list((2, 3), 2) == (2, 1)
+    assert counts_of_list((2, 3), 6) == (2, 3)
+    assert counts_of_list((2, 3, 2), 6) == (2, 3, 1)
+    assert counts_of_list((1, 3), 1) == (1, 1)
+    assert [counts_of_list((2, 3), n) for n in (1, 3, 4, 5, 12)] == [None] * 5
+
+
+@modes
+def test_rows_and_columns_have_a_device_each(mode: Any) -> None:
+    x = torch.arange(24.0).reshape(2, 4, 3)
+    y = nested(lambda x: x * 2, compile=mode)(x)
+    mesh = tp.make_mesh((2, 4), NAMES, devices=tp.devices())
+    assert y.sharding == tp.NamedSharding(mesh, tp.P("rows", "cols"))
+    assert y.devices() == set(tp.devices())
+    for place, shard in enumerate(y.addressable_shards):
+        row, column = divmod(place, 4)
+        assert shard.device == tp.devices()[place]
+        assert torch.equal(shard.data, 2 * x[row : row + 1, column : column + 1])
+
+
+@pytest.mark.parametrize("backend", [EAGER, True], ids=["graph", "Inductor"])
+def test_processes(backend: Any) -> None:
+    ids = nested(lambda x: torch.tensor(os.getpid()), compile=False)(torch.zeros(2, 4))
+    assert len(set(ids.flatten().tolist())) == 8
+    total = nested(lambda x: tp.psum(x.sin(), NAMES), compile=backend)(torch.ones(2, 4).double())
+    same(total, 8 * torch.ones(2, 4).double().sin())
+
+
+@modes
+@pytest.mark.parametrize(
+    ("inner_axes", "outer_axes", "spec", "shape"),
+    [
+        ((0, 0), (0, 0), ("rows", "cols"), (2, 4, 5)),
+        ((1, 1), (0, 0), ("rows", None, "cols"), (2, 5, 4)),
+        ((-1, -1), (1, 1), (None, "rows", "cols"), (5, 2, 4)),
+        ((0, -1), (-1, 1), (None, "rows", "cols"), (5, 2, 4)),
+        ((0, 0), (2, -1), ("cols", None, "rows"), (4, 5, 2)),
+        ((1, 0), (1, 1), ("cols", "rows"), (4, 2, 5)),
+    ],
+    ids=str,
+)
+def test_axes_in_front_and_behind(
+    inner_axes: Any, outer_axes: Any, spec: Any, shape: Any, mode: Any
+) -> None:
+    x = sample(2, 4, 5)
+    inner = dict(zip(("in_axes", "out_axes"), inner_axes, strict=True))
+    outer = dict(zip(("in_axes", "out_axes"), outer_axes, strict=True))
+
+    def placed(x: torch.Tensor, cols: int, rows: int) -> torch.Tensor:
+        """[2, 4, 5] with the mapped dims where they belong."""
+        columns = x.movedim(1, cols + 1 if cols >= 0 else cols)  # behind the rows
+        return columns.movedim(0, rows)
+
+    given = placed(x, inner_axes[0], outer_axes[0])
+    got = nested(lambda x: x + 100 * tp.axis_index("rows"), inner, compile=mode, **outer)(given)
+    wanted = placed(x + 100 * torch.arange(2.0)[:, None, None], inner_axes[1], outer_axes[1])
+    assert tuple(got.shape) == shape
+    assert got.sharding.spec == tp.P(*spec)
+    same(got, wanted)
+
+
+@modes
+def test_shared_arguments_and_results(mode: Any) -> None:
+    x, w, v = sample(2, 4), sample(4, seed=1), sample(3, seed=2)
+    f = nested(
+        lambda x, w, v: (x * w, tp.psum(x, NAMES), tp.psum(x, "rows"), tp.psum(x * v, "cols")),
+        {"in_axes": (0, 0, None), "out_axes": (0, None, 0, None)},
+        in_axes=(0, None, None),
+        out_axes=(0, None, None, 0),
+        compile=mode,
+    )
+    product, total, columns, rows = f(x, w, v)
+    same(product, x * w)
+    same(total, x.sum())
+    same(columns, x.sum(0))
+    same(rows, x.sum(1)[:, None] * v)
+    assert total.is_fully_replicated
+    assert columns.sharding.spec == tp.P("cols")
+    assert rows.sharding.spec == tp.P("rows")
+    assert len(columns.devices()) == len(rows.devices()) == 8
+
+
+@modes
+@on(8)
+@pytest.mark.parametrize("inner", [0, None])
+@pytest.mark.parametrize("outer", [0, None])
+def test_out_axes_none_is_the_value_of_the_first(outer: Any, inner: Any, mode: Any) -> None:
+    """On all devices, although nothing made it the same; also of several rows on a device."""
+    for shape in ((2, 4), (4, 4), (9, 4)):
+        x = sample(*shape, 2)
+        y = nested(lambda x: x + 1, {"out_axes": inner}, out_axes=outer, compile=mode)(x)
+        wanted = x + 1
+        wanted = wanted[:, 0] if inner is None else wanted
+        wanted = wanted[0] if outer is None else wanted
+        same(y, wanted)
+        for shard in y.addressable_shards:
+            same(shard.data, wanted[shard.index])
+
+
+@modes
+def test_what_does_not_fit_is_folded(mode: Any) -> None:
+    def f(x: torch.Tensor) -> Any:
+        index = tp.axis_index("rows"), tp.axis_index("cols"), tp.axis_index(("cols", "rows"))
+        moved = tp.ppermute(x, ("cols", "rows"), [(0, 1), (1, 5), (5, 0)])
+        sums = [tp.psum(x, name) for name in ("rows", "cols", NAMES)]
+        return index, moved, sums, tp.all_gather(x, "cols"), tp.all_gather(x, NAMES)
+
+    for rows, columns, counts in (
+        *((4, 4, (4, 2)), (3, 3, (3, 1)), (16, 2, (8, 1)), (9, 4, (3, 2)), (1, 8, (1, 8))),
+        *((8, 1, (8, 1)), (6, 4, (2, 4)), (11, 3, (1, 3))),
+    ):
+        x = sample(rows, columns)
+        (of_rows, of_columns, swapped), moved, sums, across, all_values = nested(f, compile=mode)(x)
+        assert mesh_of(moved) == dict(zip(NAMES, counts, strict=True))
+        assert [d.id for d in moved.sharding.mesh.devices.flat] == list(range(np.prod(counts)))
+        grid = np.indices((rows, columns))
+        same(of_rows, grid[0])
+        same(of_columns, grid[1])
+        same(swapped, grid[1] * rows + grid[0])
+        flat = x.T.flatten()
+        wanted = torch.zeros_like(flat)
+        wanted[[1, 5, 0]] = flat[[0, 1, 5]]
+        same(moved, wanted.reshape(columns, rows).T)
+        same(sums[0], x.sum(0).expand(rows, columns))
+        same(sums[1], x.sum(1)[:, None].expand(rows, columns))
+        same(sums[2], x.sum().expand(rows, columns))
+        same(across, x[:, None].expand(rows, columns, columns))
+        same(all_values, x.flatten().expand(rows, columns, -1))
+
+
+@modes
+def test_given_devices(mode: Any) -> None:
+    x = sample(2, 3)
+    for count, mesh in ((2, (2, 1)), (6, (2, 3))):
+        chosen = tp.devices()[::-1][:count]
+        y = nested(lambda x: x - tp.psum(x, "cols"), devices=chosen, compile=mode)(x)
+        same(y, x - x.sum(1, keepdim=True))
+        assert list(y.sharding.mesh.devices.flat) == chosen
+        assert y.sharding.mesh.devices.shape == mesh
+    with pytest.raises(ValueError, match=r"equal the number of local devices.*axis_size=2.*") as e:
+        nested(lambda x: x, devices=tp.devices()[:4], compile=mode)(x)
+    assert str(e.value).endswith("For a pmap of a pmap, 2 * 3 = 6 devices will do too.")
+    inner = {"devices": tp.devices()[:3]}
+    with pytest.raises(ValueError, match="a pmap inside a mapped function runs on the device"):
+        nested(lambda x: x, inner, compile=mode)(x)
+
+
+def test_results_are_arguments_where_they_are() -> None:
+    f = nested(lambda x: tp.pmean(x, "cols") + 1)
+    x = sample(2, 4)
+    y = f(x)
+    with tp.debug.report_gathers() as gathers:
+        z = f(f(y))
+    assert not gathers
+    same(z, x.mean(1, keepdim=True).expand(2, 4) + 3)
+    prepared = [p for p in f._prepared.values() if p.in_place]
+    assert len(prepared) == 1
+
+
+def test_names_need_not_be_there_or_differ() -> None:
+    x = sample(2, 4)
+    unnamed = tp.pmap(tp.pmap(lambda x: x + 1), compile=EAGER)(x)
+    same(unnamed, x + 1)
+    assert mesh_of(unnamed) == {"devices0": 2, "devices1": 4}
+    hidden = tp.pmap(tp.pmap(lambda x: tp.psum(x, "i"), "i"), "i", compile=EAGER)(x)
+    same(hidden, x.sum(1, keepdim=True).expand(2, 4))
+    assert mesh_of(hidden) == {"devices0": 2, "i": 4}
+
+
+@modes
+def test_three_levels(mode: Any) -> None:
+    x = sample(2, 2, 2, 3)
+
+    def f(x: torch.Tensor) -> Any:
+        sums = [tp.psum(x, names) for names in ("a", "b", "c", ("a", "c"), ("c", "b"))]
+        return *sums, tp.all_gather(x, ("c", "a")), tp.axis_index(("b", "c", "a"))
+
+    g = tp.pmap(tp.pmap(tp.pmap(f, "c", in_axes=-1), "b"), "a", compile=mode)
+    *sums, gathered, index = g(x.movedim(2, 3))
+    assert mesh_of(gathered) == {"a": 2, "b": 2, "c": 2}
+    for got, dims in zip(sums, (0, 1, 2, (0, 2), (1, 2)), strict=True):
+        same(got, x.sum(dims, keepdim=True).expand_as(x))
+    a, b, c = np.indices((2, 2, 2))
+    same(index, b * 4 + c * 2 + a)
+    same(gathered[1, 0, 1], x[:, 0].transpose(0, 1).reshape(4, 3))
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Nest:
+    """How the eight rows of ``_axis_models`` lie in the argument of a pmap of a pmap."""
+
+    num_devices: int
+    shape: tuple[int, int]
+    mesh: tuple[int, int]
+    axis_name: Any
+
+    def argument(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.axis_name == ("rows", "cols"):
+            return rows.reshape(*self.shape, *rows.shape[1:])
+        if self.axis_name == ("cols", "rows"):
+            return rows.reshape(*self.shape[::-1], *rows.shape[1:]).transpose(0, 1)
+        if self.axis_name == "rows":
+            return rows.unsqueeze(1).repeat_interleave(self.shape[1], 1)
+        return rows.unsqueeze(0).repeat_interleave(self.shape[0], 0)
+
+    def rows(self, result: torch.Tensor) -> list[torch.Tensor]:
+        """What the eight rows got, once for each time they are there."""
+        if self.axis_name == ("rows", "cols"):
+            return [result.flatten(0, 1)]
+        if self.axis_name == ("cols", "rows"):
+            return [result.transpose(0, 1).flatten(0, 1)]
+        return list(result.unbind(1 if self.axis_name == "rows" else 0))
+
+
+NESTS = {
+    "both": Nest(8, (2, 4), (2, 4), ("rows", "cols")),
+    "both, swapped": Nest(8, (2, 4), (2, 4), ("cols", "rows")),
+    "both, folded": Nest(4, (2, 4), (2, 2), ("rows", "cols")),
+    "both, folded and swapped": Nest(4, (2, 4), (2, 2), ("cols", "rows")),
+    "columns": Nest(8, (1, 8), (1, 8), "cols"),
+    "columns, folded": Nest(8, (2, 8), (2, 4), "cols"),
+    "rows, folded": Nest(6, (8, 3), (2, 3), "rows"),
+}
+nests = pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
+
+
+def check_nest(nest: Nest, result: torch.Tensor) -> None:
+    assert tuple(mesh_of(result).values()) == nest.mesh
+
+
+@nests
+def test_collectives(nest: Nest) -> None:
+    """Every collective with every kind of groups and permutation, and its transpose."""
+    tp.init(nest.num_devices)
+    inputs = {
+        name: (x := sample(N, *case.shape), sample(*case.model(x.numpy()).shape, seed=1))
+        for name, case in LINEAR.items()
+    }
+
+    def all_cases(given: dict[str, Any]) -> dict[str, Any]:
+        results = {}
+        for name, (x, w) in given.items():
+            case = LINEAR[name]
+            value, pull = torch.func.vjp(lambda x, case=case: case.run(x, nest.axis_name), x)
+            results[name] = value, *pull(w)
+        return results
+
+    given = {name: tuple(map(nest.argument, pair)) for name, pair in inputs.items()}
+    for name, (value, pulled) in nested(all_cases)(given).items():
+        check_nest(nest, value)
+        x, w = (t.numpy() for t in inputs[name])
+        for rows in nest.rows(value.cpu()):
+            np.testing.assert_allclose(rows, LINEAR[name].model(x), rtol=1e-12, err_msg=name)
+        for rows in nest.rows(pulled.cpu()):
+            expected = transposed(LINEAR[name], w)
+            np.testing.assert_allclose(rows, expected, rtol=1e-12, err_msg=name)
+
+
+SOME = [
+    *("psum-whole", "psum-scattered", "psum-uneven", "pmean-uneven_mixed", "pbroadcast5"),
+    *("all_gather-two_orders", "psum_scatter_tiled-scattered", "all_to_all-halves"),
+    *("pswapaxes-whole", "ppermute-ring", "ppermute-partial", "pshuffle"),
+]
+
+
+@pytest.mark.parametrize("name", ["both", "both, folded and swapped", "columns, folded"])
+@pytest.mark.parametrize("mode", [False, True], ids=["python", "Inductor"])
+def test_some_collectives_in_other_modes(name: str, mode: Any) -> None:
+    nest = NESTS[name]
+    tp.init(nest.num_devices)
+    inputs = {case: sample(N, *LINEAR[case].shape) for case in SOME}
+    given = {case: nest.argument(x) for case, x in inputs.items()}
+    f = nested(
+        lambda given: {case: LINEAR[case].run(x, nest.axis_name) for case, x in given.items()},
+        compile=mode,
+    )
+    for case, value in f(given).items():
+        for rows in nest.rows(value.cpu()):
+            expected = LINEAR[case].model(inputs[case].numpy())
+            np.testing.assert_allclose(rows, expected, rtol=1e-12, err_msg=case)
+
+
+TIES = torch.tensor([[3.0, 1], [3, 1], [2, 1], [3, 0], [0, 0], [2, 5], [2, 5], [-1, 5]]).double()
+
+
+@nests
+def test_extremes_share_ties(nest: Nest) -> None:
+    tp.init(nest.num_devices)
+    w = sample(N, 2, seed=3)
+    cut = {"whole": None, "scattered": EVEN["scattered"], "uneven": UNEVEN["uneven_mixed"]}
+
+    def f(x: torch.Tensor, w: torch.Tensor) -> Any:
+        results = {}
+        for name, groups in cut.items():
+            for take in (tp.pmax, tp.pmin):
+                reduce = functools.partial(take, axis_name=nest.axis_name, axis_index_groups=groups)
+                value, pull = torch.func.vjp(reduce, x)
+                results[name, take.__name__] = value, *pull(w)
+        return results
+
+    got = nested(f)(nest.argument(TIES), nest.argument(w))
+    for (name, op), results in got.items():
+        take = np.max if op == "pmax" else np.min
+        groups = cut[name]
+        value = grouped(everyone(lambda rows, take=take: take(rows, 0)), groups)(TIES.numpy())
+        total = grouped(everyone(lambda rows: rows.sum(0)), groups)(w.numpy())
+        expected = value, extreme_shares(TIES.numpy(), groups, take) * total
+        for result, wanted in zip(results, expected, strict=True):
+            for rows in nest.rows(result.cpu()):
+                np.testing.assert_allclose(rows, wanted, err_msg=f"{op} {name}")
+
+
+@modes
+def test_collectives_over_one_of_two_axes(mode: Any) -> None:
+    """Each row, or column, is on its own, on devices of its own."""
+
+    def f(x: torch.Tensor) -> Any:
+        pairs, uneven = [[0, 2], [3, 1]], [[0, 1, 3], [2]]
+        return {
+            "gathered": tp.all_gather(x, "cols", axis_index_groups=pairs),
+            "tiled": tp.all_gather(x, "rows", axis=1, tiled=True),
+            "uneven": tp.pmean(x, "cols", axis_index_groups=uneven),
+            "scattered": tp.psum_scatter(x, "cols"),
+            "exchanged": tp.all_to_all(x, "cols", 0, 1),
+            "swapped": tp.pswapaxes(x[:2], "rows", 0),
+            "partial": tp.ppermute(x, "cols", [(0, 3), (3, 1)]),
+            "shuffled": tp.pshuffle(x, "rows", [1, 0]),
+            "sent": tp.pbroadcast(x, "cols", -1),
+            "largest": tp.pmax(x, "rows"),
+        }
+
+    x = sample(2, 4, 4, 3)
+    a = x.numpy()
+    got = nested(f, compile=mode)(x)
+    same(
+        got["gathered"], np.stack([a[:, [[0, 2], [3, 1], [0, 2], [3, 1]][c]] for c in range(4)], 1)
+    )
+    same(got["tiled"], np.broadcast_to(np.concatenate(list(a), 2), (2, 4, 4, 6)))
+    of_three = a[:, [0, 1, 3]].mean(1)
+    same(got["uneven"], np.stack([of_three, of_three, a[:, 2], of_three], 1))
+    same(got["scattered"], a.sum(1))
+    same(got["exchanged"], a.transpose(0, 2, 3, 1))
+    same(got["swapped"], a[:, :, :2].transpose(2, 1, 0, 3))
+    partial = np.zeros_like(a)
+    partial[:, 3], partial[:, 1] = a[:, 0], a[:, 3]
+    same(got["partial"], partial)
+    same(got["shuffled"], a[::-1])
+    same(got["sent"], np.broadcast_to(a[:, 3:], a.shape))
+    same(got["largest"], np.broadcast_to(a.max(0), a.shape))
+
+
+def test_over_both_axes_one_message_is_sent() -> None:
+    f = nested(lambda x: (tp.psum(x, NAMES), tp.pmax(x, NAMES), tp.all_gather(x, NAMES)))
+    lowered = f.lower(torch.zeros(2, 4))
+    assert [name for name, _ in lowered.cost().collectives] == [
+        *("all_reduce", "all_reduce", "all_gather_into_tensor")
+    ]
+    assert list(lowered._plan.groups) == ["ranks:0,1,2,3,4,5,6,7"]
+    folded = f.lower(torch.zeros(9, 4))  # 3 * 2 devices, with rows and columns on each
+    assert [name for name, _ in folded.cost().collectives][:2] == ["all_reduce", "all_reduce"]
+
+
+def test_along_one_axis_only_its_devices_meet() -> None:
+    lowered = nested(lambda x: tp.psum(x, "cols")).lower(torch.zeros(2, 4))
+    groups = lowered._plan.groups
+    assert ((0, 1, 2, 3), (4, 5, 6, 7)) in groups.values()
+    assert len(groups) == 2  # that, and all devices
+
+
+def test_ragged() -> None:
+    operand = torch.tensor([[[1, 2, 2], [3, 4, 0]], [[5, 6, 6], [7, 8, 0]]])
+    output = torch.zeros(2, 2, 4, dtype=torch.int64)
+    table = [[[0, 1], [0, 1]], [[1, 2], [1, 1]], [[0, 0], [1, 2]], [[1, 1], [2, 1]]]
+    given = [torch.tensor(x).expand(2, 2, 2) for x in table]
+    f = nested(lambda *xs: tp.ragged_all_to_all(*xs, axis_name="cols"))
+    got = f(operand, output, *given)
+    assert got.tolist() == [[[1, 3, 0, 0], [2, 2, 4, 0]], [[5, 7, 0, 0], [6, 6, 8, 0]]]
+
+
+# --- derivatives from outside ---------------------------------------------------------------------
+
+
+def model(w: torch.Tensor, x: torch.Tensor) -> Any:
+    """Per row and column, of x [3]: with a sum over each axis, and over both."""
+    y = (x * w).sin()
+    return y / tp.psum(y.exp(), "rows"), tp.psum(y * x, "cols"), tp.pmean(y, NAMES)
+
+
+def whole_model(w: torch.Tensor, x: torch.Tensor) -> Any:
+    """The same of x [r, c, 3]."""
+    y = (x * w).sin()
+    columns = (y * x).sum(1)
+    return y / y.exp().sum(0), columns, y.mean((0, 1))
+
+
+def mapped_model(mode: Any) -> Any:
+    return nested(
+        model,
+        {"in_axes": (None, 0), "out_axes": (0, None, None)},
+        in_axes=(None, 0),
+        out_axes=(0, 0, None),
+        compile=mode,
+    )
+
+
+def scalar(f: Any, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return sum((y.to("cpu") * (k + 1)).cos().sum() for k, y in enumerate(f(w, x)))
+
+
+shapes = pytest.mark.parametrize("shape", [(2, 4), (9, 4)], ids=str)
+
+
+@modes
+@shapes
+def test_backward(mode: Any, shape: tuple[int, int]) -> None:
+    f = mapped_model(mode)
+    given = []
+    for function in (f, whole_model):
+        w, x = sample(3).requires_grad_(), (sample(*shape, 3, seed=1) / 3).requires_grad_()
+        scalar(function, w, x).backward()
+        given.append((w.grad, x.grad))
+    (got_w, got_x), (w, x) = given
+    same(got_w, w)
+    same(got_x, x)
+
+
+@modes
+def test_transforms(mode: Any) -> None:
+    f = mapped_model(mode)
+    w, x = sample(3), sample(2, 4, 3, seed=1) / 3
+    tangents = sample(3, seed=2), sample(2, 4, 3, seed=3)
+
+    def compared(transform: Callable[[Any], Any]) -> None:
+        for got, wanted in zip(transform(f), transform(whole_model), strict=True):
+            same(got.detach(), wanted)
+
+    compared(lambda g: torch.func.grad(functools.partial(scalar, g), (0, 1))(w, x))
+    compared(lambda g: torch.func.jvp(g, (w, x), tangents)[1])
+    cotangents = tuple(sample(*y.shape, seed=4) for y in whole_model(w, x))
+    compared(lambda g: torch.func.vjp(g, w, x)[1](cotangents))
+    compared(lambda g: torch.func.vmap(g, (0, None))(torch.stack([w, 2 * w]), x))
+    compared(lambda g: torch.func.jacrev(g)(w, x))
+    compared(lambda g: torch.func.jacfwd(g)(w, x))
+    compared(lambda g: torch.func.hessian(functools.partial(scalar, g))(w, x))
+
+
+def test_gradients_lie_as_the_arguments_do() -> None:
+    x = sample(2, 4)
+    f = nested(lambda x: x**2)
+    y = f(x)  # on the devices
+    (slope,) = torch.func.vjp(lambda y: f(y), y)[1](f(y))
+    same(slope, 2 * x**2 * x**4)
+    assert slope.sharding == y.sharding
+
+
+def test_backward_to_closures() -> None:
+    w = sample(3).requires_grad_()
+    x = sample(2, 4, 3, seed=1)
+    nested(lambda x: tp.psum((x * w).sin().sum(), "cols"))(x).sum().backward()
+    expected = (4 * (x * w.detach()).cos() * x).sum((0, 1))  # every column has the sum of all
+    same(w.grad, expected)
+
+
+def test_backward_inside() -> None:
+    def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        w = w.clone().requires_grad_()
+        (w * x).sum().sin().backward()
+        return tp.psum(w.grad, NAMES)
+
+    w, x = sample(3), sample(2, 4, 3, seed=1)
+    got = nested(f, {"in_axes": (None, 0), "out_axes": None}, in_axes=(None, 0), out_axes=None)(
+        w, x
+    )
+    same(got, ((x @ w).cos()[..., None] * x).sum((0, 1)))
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+def draws(x: torch.Tensor) -> Any:
+    first = torch.randn(2)
+    inside = tp.vmap(lambda x: torch.rand(()) + 0 * x, axis_name="k")(x)
+    return first, inside, torch.nn.functional.dropout(torch.ones(5), 0.5)
+
+
+@modes
+@pytest.mark.parametrize("inner", ["different", "same"])
+@pytest.mark.parametrize("outer", ["different", "same"])
+@pytest.mark.parametrize("shape", [(2, 4), (9, 4), (8, 1)], ids=str)
+def test_random_numbers_do_not_depend_on_the_mesh(
+    shape: tuple[int, int], outer: str, inner: str, mode: Any
+) -> None:
+    x = torch.zeros(*shape, 3)
+
+    def drawn(make: Any) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        f = make(draws, {"randomness": inner}, randomness=outer, compile=mode)
+        return [torch.cat([y.to("cpu") for y in f(x)], -1) for _ in range(2)]
+
+    got, wanted = drawn(nested), drawn(on_rows)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(got[0], got[1])
+    rows = {tuple(row.tolist()) for row in got[0].flatten(0, 1)}
+    assert len(rows) == (shape[0] if outer == "different" else 1) * (
+        shape[1] if inner == "different" else 1
+    )
+    with tp.debug.fake_pmap():
+        for a, b in zip(got, drawn(nested), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@modes
+def test_refused_random_numbers(mode: Any) -> None:
+    x = torch.zeros(2, 4)
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        nested(lambda x: torch.rand(()), {"randomness": "error"}, compile=mode)(x)
+    with pytest.raises(RuntimeError, match="randomness='error' was given"):
+        nested(lambda x: torch.rand(()), randomness="error", compile=mode)(x)
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@modes
+@pytest.mark.parametrize("shape", [(2, 4), (9, 4)], ids=str)
+def test_check_replicated(shape: tuple[int, int], mode: Any) -> None:
+    x = torch.arange(float(np.prod(shape))).reshape(shape)
+    checked = {"out_axes": None, "check_replicated": True}
+
+    def over(name: Any, inner: Any, **outer: Any) -> Any:
+        return nested(lambda x: tp.psum(x, name), inner, compile=mode, **outer)(x)
+
+    same(over(NAMES, checked, **checked), x.sum())
+    same(over("cols", checked), x.sum(1))
+    same(over("rows", {}, **checked), x.sum(0))
+    with pytest.raises(ValueError, match=r"None for the output of .*largest difference"):
+        over("rows", checked)
+    with pytest.raises(ValueError, match=r"None for the output of .*largest difference"):
+        over("cols", {}, **checked)
+    with pytest.raises(ValueError, match="out_axes is None"):
+        over((), checked, **checked)
+
+    def only_first_column(x: torch.Tensor) -> torch.Tensor:  # is the same in all rows
+        return torch.where(tp.axis_index("cols") == 0, 1.0, x)
+
+    f = nested(only_first_column, {"out_axes": None}, compile=mode, **checked)
+    same(f(x), 1.0)  # what the inner call gives is the value of its first column
+
+
+@modes
+def test_statics_keywords_and_none(mode: Any) -> None:
+    def f(x: torch.Tensor, k: str, y: Any = None, *, scale: torch.Tensor) -> Any:
+        assert k == "double"
+        assert y is None
+        return {"x": 2 * x * scale, "none": None}
+
+    x, scale = sample(2, 4), sample(2, 4, seed=1)
+    inner = {"static_broadcasted_argnums": 1}
+    got = nested(f, inner, static_broadcasted_argnums=1, compile=mode)(
+        x, "double", None, scale=scale
+    )
+    same(got["x"], 2 * x * scale)
+    assert got["none"] is None
+    assert mesh_of(got["x"]) == {"rows": 2, "cols": 4}
+
+
+def test_kinds_of_arguments() -> None:
+    x = sample(2, 4)
+    f = nested(lambda tree, y: tree["x"] + tree["n"] * y, {"in_axes": ({"x": 0, "n": None}, 0)},
+               in_axes=({"x": 0, "n": None}, 0))  # fmt: skip
+    got = f({"x": x.numpy(), "n": 3}, x.to(torch.float32))
+    same(got, 4 * x)
+    assert mesh_of(got) == {"rows": 2, "cols": 4}
+    on_the_devices = tp.device_put(x, tp.devices()[3])
+    same(f({"x": on_the_devices, "n": 3}, got), x + 12 * x)
+
+
+@modes
+def test_what_does_not_fit_leaf_by_leaf_runs_on_the_rows(mode: Any) -> None:
+    """A static tuple of the outer call is two numbers to the inner one."""
+    x = sample(2, 4)
+    f = nested(
+        lambda x, pair: x * pair[0] + pair[1],
+        {"in_axes": (0, None)},
+        static_broadcasted_argnums=1,
+        compile=mode,
+    )
+    got = f(x, (2, 1))
+    same(got, 2 * x + 1)
+    assert mesh_of(got) == {"rows": 2}
+
+
+@modes
+def test_misuse_of_the_inner_call_is_reported(mode: Any) -> None:
+    x = sample(2, 4)
+    with pytest.raises(ValueError, match="pmap in_axes"):
+        nested(lambda x: x, {"in_axes": (0, 0)}, compile=mode)(x)
+    with pytest.raises(ValueError, match=r"axis_size"):
+        nested(lambda x: x, {"axis_size": 3}, compile=mode)(x)
+    with pytest.raises(ValueError, match="out_axes"):
+        nested(lambda x: x, {"out_axes": 3}, compile=mode)(x)
+    with pytest.raises(TypeError, match="must return tensors"):
+        nested(lambda x: "text", compile=mode)(x)
+    with pytest.raises(KeyError, match="mine"):
+        nested(lambda x: {}["mine"], compile=mode)(x)
+
+
+def test_errors_of_the_inner_call_name_it() -> None:
+    with pytest.raises(NameError, match=r"Bound here: 'rows' \(size 2\), 'cols' \(size 4\)"):
+        nested(lambda x: tp.psum(x, "k"))(sample(2, 4))
+
+
+@pytest.mark.parametrize("mode", [EAGER, True, False], ids=["graph", "Inductor", "python"])
+def test_control_flow_on_values(mode: Any) -> None:
+    """With one row and one column on each device, Python sees values."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return tp.psum(x * 10 if x.item() > 3 else x, "cols")
+
+    x = torch.arange(8.0).reshape(2, 4)
+    with pytest.warns(match="running without tracing") if mode is not False else nothing():
+        got = nested(f, compile=mode)(x)
+    same(got, torch.where(x > 3, 10 * x, x).sum(1, keepdim=True).expand(2, 4))
+    if mode is not False:
+        with pytest.raises(tp.TraceError, match="fullgraph=True"):
+            nested(f, compile=mode, fullgraph=True)(x)
+
+
+def nothing() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+@modes
+def test_mismatched_collectives_are_found(mode: Any) -> None:
+    if mode is not False:
+        pytest.skip("a graph is the same on all devices")
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return tp.psum(x, "cols") if int(tp.axis_index("rows")) else x
+
+    with pytest.raises(tp.CollectiveMismatch, match="devices run different collectives"):
+        nested(f, compile=False)(torch.zeros(2, 4))
+
+
+def test_donation() -> None:
+    x = tp.device_put(sample(2, 4), tp.devices()[0])
+    f = nested(lambda x: x + 1, {"donate_argnums": 0}, donate_argnums=0)
+    y = f(x)
+    same(f(y), sample(2, 4) + 2)
+    with pytest.raises(RuntimeError, match="donated"):
+        y.cpu()
+    z = nested(lambda x: x + 1, {"donate_argnums": 0})
+    kept = z(sample(2, 4))
+    z(kept)
+    same(kept, sample(2, 4) + 1)  # donation of the inner call means nothing, as in jax
+
+
+def test_fake_pmap_gives_the_same() -> None:
+    x = sample(9, 4, 3) / 3
+    wanted = mapped_model(EAGER)(sample(3), x)
+    for serial in (False, True):
+        with tp.debug.fake_pmap(serial=serial):
+            for got, y in zip(mapped_model(EAGER)(sample(3), x), wanted, strict=True):
+                same(got, y)
+    with tp.debug.fake_pmap():
+        chosen = nested(lambda x: x, devices=tp.devices()[:8])(sample(2, 4))
+        same(chosen, sample(2, 4))
+
+
+def test_three_ways_agree() -> None:
+    f = nested(lambda x: tp.psum(x.sin(), "rows") / tp.pmax(x, NAMES).exp())
+    report = tp.debug.check_pmap(f, sample(2, 4) / 3)
+    assert report.values == ("serial", "vmapped", "pmapped")
+    assert report.gradients == report.values
+
+
+def test_lowered() -> None:
+    f = nested(lambda w, x: tp.psum(w @ x, "cols"), {"in_axes": (None, 0)}, in_axes=(None, 0))
+    meta = torch.empty(5, 3, device="meta"), torch.empty(2, 4, 3, 2, device="meta")
+    lowered = f.lower(*meta)
+    assert lowered.in_layouts["w"].is_replicated
+    assert lowered.in_layouts["x"].block_shape == (1, 1, 3, 2)
+    (out,) = lowered.out_layouts
+    assert (out.shape, out.block_shape) == ((2, 4, 5, 2), (1, 1, 5, 2))
+    assert lowered.cost().flops == 2 * 5 * 3 * 2
+    w, x = torch.ones(5, 3), torch.ones(2, 4, 3, 2)
+    same(lowered.compile()(w, x), torch.full((2, 4, 5, 2), 12.0))
+
+
+@modes
+def test_prints_are_in_order(mode: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        tp.debug.print("x = {}\nor so", x)
+        return x
+
+    for shape in ((2, 4), (9, 4)):
+        capfd.readouterr()
+        tp.block_until_ready(
+            nested(f, compile=mode)(torch.arange(float(np.prod(shape))).reshape(shape))
+        )
+        lines = [line for line in capfd.readouterr().out.splitlines() if line]
+        assert [line.strip() for line in lines[1::2]] == ["or so"] * int(np.prod(shape))
+        assert lines[::2] == [
+            f"[rows={r}, cols={c}] x = {float(r * shape[1] + c)}"
+            for r in range(shape[0])
+            for c in range(shape[1])
+        ]
+
+
+def test_assert_replicated() -> None:
+    def f(x: torch.Tensor, name: Any) -> torch.Tensor:
+        y = tp.psum(x, "cols")
+        tp.debug.assert_replicated(y, name)
+        return y
+
+    x = torch.arange(8.0).reshape(2, 4)
+    options: dict[str, Any] = {"static_broadcasted_argnums": 1}
+    mapped = nested(f, options, **options)
+    same(mapped(x, "cols"), x.sum(1, keepdim=True).expand(2, 4))
+    for name in ("rows", NAMES):
+        with pytest.raises(ValueError, match="differs between devices of axis"):
+            tp.block_until_ready(mapped(x, name))
+
+
+def test_a_plan_is_made_once_per_kind() -> None:
+    traces = []
+    f = nested(lambda x: traces.append(1) or x + 1)
+    for k in range(3):
+        same(f(sample(2, 4) + k), sample(2, 4) + k + 1)
+    assert len(traces) == 1
+    f(f(sample(2, 4)))
+    assert len(traces) == 1  # where the argument lies makes no other program
+    f(sample(4, 4))
+    assert len(traces) == 2
