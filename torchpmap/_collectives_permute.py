@@ -134,9 +134,7 @@ def _route(over: Over, pairs: Pairs) -> _Route:
     sizes = [axis.size for axis in over.axes]
     crossed = [k for k, axis in enumerate(over.axes) if axis.group is not None]
     devices = joined([over.axes[k] for k in crossed])
-    if len(devices) > 1:  # what is not sent is gathered
-        crossed = [max(crossed, key=sizes.__getitem__)]
-        devices = (over.axes[crossed[0]],)
+    assert len(devices) <= 1  # process axes are of one mesh
     num_devices = math.prod(sizes[k] for k in crossed)
     grid = np.arange(over.size).reshape(sizes)  # row-major index by [device, lane]
     grid = np.moveaxis(grid, crossed, range(len(crossed))).reshape(num_devices, -1)

@@ -325,8 +325,9 @@ def pmap(
         static_broadcasted_argnums: positions of arguments that are plain hashable Python values;
             each new value traces again.
         static_broadcasted_argnames: names of keyword arguments that are so.
-        devices: the devices to run on, in axis order; exactly as many as rows.  Default: the first
-            ones of ``tp.devices()``, with several rows on each where there are more rows.
+        devices: the devices to run on, in axis order; exactly as many as rows (of a ``pmap`` of a
+            ``pmap``: or as rows and columns, row-major).  Default: the first ones of
+            ``tp.devices()``, with several rows on each where there are more rows.
         backend: ``"cpu"`` or ``"cuda"``.
         axis_size: size of the axis where no argument is mapped; otherwise it is checked.
         donate_argnums: positions of arguments whose memory on the devices is given up with the
