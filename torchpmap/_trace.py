@@ -144,7 +144,7 @@ def trace(
         groups[name] = partition
         return name
 
-    capture = Capture(lambda shape, dtype: _fake(fake_mode, shape, dtype, device))
+    capture = Capture(lambda shape, dtype: _fake(fake_mode, shape, dtype, device), device)
 
     def flat(index: torch.Tensor, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
