@@ -15,7 +15,7 @@ torch tensors, and numpy arrays for a third of the programs.
 
 Programs run op by op in the workers (``eager``), traced (``graph``), in this process (``inline``:
 all rows at once, ``serial``: one after the other), and a few through Inductor: all of them with
-``TORCHPMAP_TEST_ALL=1`` in the environment, which takes half an hour.
+``TORCHPMAP_TEST_ALL=1`` in the environment, which takes twenty minutes.
 """
 
 from __future__ import annotations
