@@ -22,11 +22,11 @@ import torch
 
 from torchpmap import _collectives
 from torchpmap._axes import Axis, Partition, Signature, bind, recording, subgroup_name
-from torchpmap._custom_rules import transformable_operations
 from torchpmap._effects import difference
 from torchpmap._errors import CollectiveMismatch, lost_write
 from torchpmap._streams import streams
 from torchpmap._structure import Structure, flatten
+from torchpmap._transform_rules import TransformRules
 from torchpmap._tree import OUT_AXES_HINT, broadcast_axes, canonical_axis
 
 __all__ = [
@@ -168,7 +168,7 @@ class Program:
         values = [leaf.value if isinstance(leaf, Constant) else next(given) for leaf in self.leaves]
         args, kwargs = self.structure.unflatten(values)
         row = _collectives.axis_index(self.axis_name)
-        with streams(self.seed, row, self.randomness) as active, transformable_operations():
+        with streams(self.seed, row, self.randomness) as active, TransformRules():
             returned = self.fun(*args, **kwargs)
         draws = 0 if active is None else active.draws
         return replace(self._lay_out(returned), draws=draws)

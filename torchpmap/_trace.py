@@ -171,7 +171,9 @@ def trace(
         stack.enter_context(_ambient(device))
         leftover = stack.enter_context(clean_grads(capture))
         try:
-            graph = make_fx(flat, decomposition_table=_DECOMPOSED)(*arguments)
+            graph = make_fx(
+                flat, decomposition_table=_DECOMPOSED, _disable_torch_fn_metadata_mode=True
+            )(*arguments)
         except Exception as error:
             verdict = _untraceable(error)
             if verdict is None:

@@ -1,14 +1,19 @@
-"""Function transforms of operations made with ``torch.library.custom_op``.
+"""Rules of function transforms that torch 2.13 lacks or has wrong, for code in mapped functions.
 
-torch 2.13 puts the rules of ``register_autograd`` into an ``autograd.Function`` of the old kind,
-which ``torch.func.grad`` refuses, and forward mode takes such an operation for a constant
-(https://github.com/pytorch/pytorch/issues/170834).  In mapped functions it is replaced, under
-transforms, by a function of the new kind with the same rules.  To be deleted when torch does so.
+*Operations made with* ``torch.library.custom_op``: torch puts what ``register_autograd`` was given
+into an ``autograd.Function`` of the old kind, which ``torch.func.grad`` refuses, and forward mode
+takes such an operation for a constant (https://github.com/pytorch/pytorch/issues/170834).  Under
+transforms a function of the new kind, with the same rules, takes its place.
+
+``torch.cond`` *under* ``vmap``: where vmaps are nested, torch takes a batch dim of the outer one
+for one of the inner (https://github.com/pytorch/pytorch/pull/195323).  Both branches are computed,
+and each row gets its own, as in JAX.
+
+To be deleted, each, when torch has it right.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -16,32 +21,55 @@ import torch.utils._pytree as pytree
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["transformable_operations"]
+__all__ = ["TransformRules"]
+
+_functorch: Any = torch._C._functorch
 
 
-def transformable_operations() -> contextlib.AbstractContextManager[object]:
-    """While it is entered, transforms know the derivatives of the user's operations."""
-    if any(map(_is_users, tuple(OPDEFS.values()))):
-        return _Rules()
-    return contextlib.nullcontext()
+class TransformRules(TorchFunctionMode):
+    """While it is entered, the rules here are in force."""
 
-
-class _Rules(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _is_differentiated():
+        if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
+        if not torch._C._are_functorch_transforms_active():
+            return func(*args, **kwargs)
+        if func is torch.ops.higher_order.cond:
+            return _cond(*args, **kwargs)
         definition = _definition(func)
-        if definition is None or not _is_users(definition):
+        if definition is None or not _is_users(definition) or not _is_differentiated():
             return func(*args, **kwargs)
         with self:  # what the rules call, and the same operation under the other transforms
             return _apply(definition, args, kwargs)
 
 
+# -- torch.cond ------------------------------------------------------------------------------------
+
+
+def _cond(condition: Any, on_true: Any, on_false: Any, operands: Any) -> Any:
+    levels = [level.key() for level in _functorch.get_interpreter_stack() or ()]
+    num_vmaps = levels.count(_functorch.TransformType.Vmap)
+    if num_vmaps == 0 or (num_vmaps == 1 and not _is_batched(condition)):
+        return torch.ops.higher_order.cond(condition, on_true, on_false, operands)
+    chosen, other = on_true(*operands), on_false(*operands)
+    return pytree.tree_map(lambda yes, no: torch.where(condition, yes, no), chosen, other)
+
+
+def _is_batched(tensor: torch.Tensor) -> bool:
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False
+
+
+# -- torch.library.custom_op -----------------------------------------------------------------------
+
+
 def _is_differentiated() -> bool:
-    functorch = torch._C._functorch
-    stack = functorch.get_interpreter_stack() or ()
-    return any(level.key() != functorch.TransformType.Vmap for level in stack)
+    stack = _functorch.get_interpreter_stack() or ()
+    return any(level.key() != _functorch.TransformType.Vmap for level in stack)
 
 
 def _is_users(definition: CustomOpDef) -> bool:
@@ -129,7 +157,7 @@ class _Function(torch.autograd.Function):
         try:  # as the rule knows it: one entry, or list of entries, per positional argument
             ctx.needs_input_grad = call.arguments(needed[:-1])[0]
             given = pytree.tree_unflatten(cotangents, call.results)
-            with _Rules():  # torch calls backward functions outside of all modes
+            with TransformRules():  # torch calls backward functions outside of all modes
                 gradients = rule(ctx, *(given if isinstance(given, tuple) else (given,)))
         finally:
             ctx.needs_input_grad = needed
