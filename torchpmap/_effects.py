@@ -229,15 +229,9 @@ def emit(text: str) -> None:
     out.flush()
 
 
-def _print(
-    template: str,
-    specs: Sequence[str],
-    names: Sequence[str],
-    batch: Sequence[int],
-    groups: Sequence[str],
-    tensors: Sequence[torch.Tensor],
-) -> None:
-    text: str | None = lines_of(template, specs, names, batch, groups, tensors)
+def _print(*arguments: Any) -> None:
+    text: str | None = lines_of(*arguments)
+    *_, groups, tensors = arguments
     for group in reversed(groups):
         text = _collected(text, group, tensors[0].device)
     if text is not None:
