@@ -389,6 +389,34 @@ def test_gradients_of_functions_that_cannot_be_traced() -> None:
         torch.func.grad(lambda x: mapped(x).sum())(X)
 
 
+def test_outputs_that_nothing_batched_reaches() -> None:
+    f = tp.pmap(lambda x, z: (x * tp.psum(x, "i"), tp.psum(z, "i")), "i", compile=EAGER)
+    x, z = torch.arange(8.0).reshape(2, 4), torch.arange(4.0)
+    sums = x * x.sum(1, keepdim=True), torch.full((4,), 6.0)
+    for got, expected in zip(torch.func.vmap(f, (0, None), (0, None))(x, z), sums, strict=True):
+        same(got, expected)
+    # tp.vmap: torch's takes the dim of an outer vmap for its own where out_dims is None
+    twice = tp.vmap(tp.vmap(f, (0, None), (0, None)), (None, 0), (None, 0))
+    many = torch.stack([z, z + 1, z + 2])
+    first, second = twice(x, many)
+    same(first, sums[0])
+    same(second, torch.tensor([6.0, 10.0, 14.0]).unsqueeze(1).expand(3, 4))
+
+
+def test_gradients_that_nothing_batched_reaches() -> None:
+    f = tp.pmap(lambda x, z: (x * x, tp.psum(z * z, "i")), "i", compile=EAGER)
+    x, z = torch.arange(8.0).reshape(2, 4), torch.arange(4.0)
+
+    def gradient(x):
+        return torch.func.grad(lambda z: f(x, z)[1].sum())(z)
+
+    same(torch.func.vmap(gradient, 0, None)(x), 4 * 2 * z)
+    tangent = torch.func.vmap(lambda t: torch.func.jvp(f, (x[0], z), (t, z))[1], 0, (0, None))
+    of_x, of_z = tangent(x)
+    same(of_x, 2 * x[0] * x)
+    same(of_z, torch.full((4,), 2 * 14.0))
+
+
 def test_donation_is_left_for_calls_that_nobody_differentiates() -> None:
     mapped = tp.pmap(lambda x: x * 2, donate_argnums=0, compile=EAGER)
     x = tp.device_put(X, tp.devices()).requires_grad_()

@@ -14,13 +14,15 @@ float64 for its float32, where the program's own inputs or constants were that w
 torch tensors, and numpy arrays for a third of the programs.
 
 Programs run op by op in the workers (``eager``), traced (``graph``), in this process (``inline``:
-all rows at once, ``serial``: one after the other), and a few through Inductor.
+all rows at once, ``serial``: one after the other), and a few through Inductor: all of them with
+``TORCHPMAP_TEST_ALL=1`` in the environment, which takes twenty minutes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +63,7 @@ NUM_DEVICES = 4
 # Families whose arrays go straight into a pmapped function, which takes numpy arrays too.
 TAKES_NUMPY = {"pmap_args", "collectives", "grad_inside", "errors"}
 NUM_INDUCTOR = 8
+TEST_ALL = os.environ.get("TORCHPMAP_TEST_ALL") == "1"
 
 # What does not pass yet: "case id" in every mode on the devices, or "case id[mode]", and why.
 PENDING: dict[str, str] = {}
@@ -124,7 +127,12 @@ def _run(case: Case, mode: str) -> Any:
     return values.fetch(result)
 
 
-@pytest.mark.parametrize(("case", "mode"), [p for mode in IN_FULL for p in _params(CASES, mode)])
+def _everything() -> list[Any]:
+    full = [p for mode in IN_FULL for p in _params(CASES, mode)]
+    return full + _params(CASES if TEST_ALL else _compiled_sample(), "inductor")
+
+
+@pytest.mark.parametrize(("case", "mode"), _everything())
 def test_same_as_jax(case: Case, mode: str) -> None:
     if values.must_raise(case):
         with pytest.raises(Exception) as caught:  # noqa: PT011  (the types are compared below)
@@ -133,11 +141,6 @@ def test_same_as_jax(case: Case, mode: str) -> None:
         assert isinstance(caught.value, values.acceptable_errors(case)), repr(caught.value)
     else:
         values.check(_run(case, mode), values.expectation(case), values.widened(case))
-
-
-@pytest.mark.parametrize(("case", "mode"), _params(_compiled_sample(), "inductor"))
-def test_same_as_jax_compiled(case: Case, mode: str) -> None:
-    values.check(_run(case, mode), values.expectation(case), values.widened(case))
 
 
 GOOD = {"a": np.array([1.0, 2.0], np.float32), "b": (np.array(3, np.int32), None)}

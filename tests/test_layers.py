@@ -21,8 +21,8 @@ _collectives_reduce _collectives_move _collectives_permute _collectives_ragged _
 _effects
 _grad _vmap
 _threefry _random_keys _random_continuous _random_integers _random_choices random _streams
-_retraces _replication _split _capture _trace _environment _program _shipping _compile _arguments
-_groups _wire
+_retraces _replication _split _environment _custom_ops _transform_rules _capture _trace
+_program _shipping _compile _arguments _groups _wire
 _runtimes _runtimes._base _runtimes._supervise _runtimes._losses _runtimes._progress
 _runtimes._rendezvous _runtimes._watch _runtimes._torchrun
 _runtimes._worker _runtimes._template _runtimes._process _runtimes._monitor _runtimes._pool

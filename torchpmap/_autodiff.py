@@ -145,8 +145,11 @@ class _Mapped(torch.autograd.Function):
         for k in call.operation.keys:
             if not which[k]:
                 moved[k], which[k] = batched_key(moved[k], info)
-        results = _Mapped.apply(call.batched(tuple(which), info.batch_size), *moved)
-        return results, tuple(result.dim() - 1 for result in results)
+        batched = call.batched(tuple(which), info.batch_size)
+        results = _Mapped.apply(batched, *moved)
+        reached = batched.operation.batched_outputs()
+        pairs = zip(results, reached, strict=True)
+        return results, tuple(result.dim() - 1 if has else None for result, has in pairs)
 
 
 def is_transformed() -> bool:

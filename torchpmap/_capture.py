@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchpmap._custom_ops import expand, is_hidden
 from torchpmap._errors import lost_write
 
 __all__ = ["Capture", "KeepData", "Substitute", "clean_grads", "is_real"]
@@ -28,9 +29,14 @@ class Capture(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, make_fake: Callable[[Sequence[int], torch.dtype], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        make_fake: Callable[[Sequence[int], torch.dtype], torch.Tensor],
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self._make_fake = make_fake
+        self._device = device
         self.captured: list[torch.Tensor] = []
         self.nodes: list[torch.fx.Node] = []
         self.pinned: list[torch.Tensor] = []
@@ -86,6 +92,9 @@ class Capture(TorchDispatchMode):
             return func(*args, **kwargs)
         if func not in (_aten.lift_fresh.default, _aten.lift_fresh_copy.default):
             args, kwargs = pytree.tree_map(self.substitute, (args, kwargs))
+        if isinstance(func, torch._ops.OpOverload) and is_hidden(func):
+            with self:
+                return expand(func, self._device.type, args, kwargs)
         if func.namespace in _COLLECTIVE_NAMESPACES:
             args = pytree.tree_map(self._without_value, args)
         return func(*args, **kwargs)

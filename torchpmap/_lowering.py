@@ -15,6 +15,7 @@ import torch
 from torchpmap._axes import Axis, Partition
 from torchpmap._compile import EAGER, Backend, Definition, have_cpp_compiler
 from torchpmap._current import runtime as current_runtime
+from torchpmap._custom_ops import Implementations
 from torchpmap._devices import Device
 from torchpmap._errors import warn
 from torchpmap._grid import Grid
@@ -83,13 +84,16 @@ def lower(
         for tensor in traced.captured
     )
     definition = _definition(target, traced.graph, traced.inputs, traced.uses_index)
+    implementations = Implementations(traced.graph)
+    pinned = (*traced.pinned, *implementations.tensors())
     return Plan(
         definition=definition,
         groups=_groups(target, traced),
         prefix=target.prefix,
         team=target.team,
         captured=captured,
-        pinned=tuple((tensor, version_of(tensor)) for tensor in traced.pinned),
+        pinned=tuple((tensor, version_of(tensor)) for tensor in pinned),
+        implementations=implementations or None,
         outputs=_output_layouts(target, outcome, traced),
         structure=outcome.structure,
         nones=tuple(k for k, block in enumerate(outcome.blocks) if block is None),

@@ -102,9 +102,18 @@ class Operation:
             self.target.grid.extended(layout, size) if batched else layout
             for layout, batched in zip(self.layouts, which, strict=True)
         ]
-        operation = self._derive(("batched", which, size), lambda: self._batch(which), layouts)
+        key = ("batched", which, size)
+        operation = self._derive(key, lambda: _Batched(self.body, which), layouts)
         operation.mirrored = self.mirrored
         return operation
+
+    def batched_outputs(self) -> tuple[bool, ...]:
+        """Which outputs of a batched operation depend on a batched input, and have its dim."""
+        assert isinstance(self.body, _Batched)
+        if self.body.reached is None:
+            _ = self.plan  # tracing tells
+        assert self.body.reached is not None
+        return self.body.reached
 
     def pair(self, wanted: tuple[int, ...]) -> Pair | None:
         """Forward and backward plans for cotangents of all inexact outputs."""
@@ -173,23 +182,43 @@ class Operation:
 
         return push
 
-    def _batch(self, which: tuple[bool, ...]) -> Body:
-        def batch(blocks: Tensors, axis: Axis) -> Outcome:
-            cuts: list[Cut] = []
 
-            def function(*xs: torch.Tensor) -> Any:
-                outputs = self.body(xs, axis).outputs
-                cuts[:] = [cut for _, cut in outputs]
-                return tuple(x for x, _ in outputs)
+class _Batched:
+    """A body for many values at once of the inputs ``which``."""
 
-            in_dims = tuple(-1 if batched else None for batched in which)
-            # keys have the batch dim where the rows are to draw different numbers
-            # out_dims=-1 of an output that is not batched reads out of bounds in torch 2.13.
-            over_batch = torch.func.vmap(function, in_dims, 0, randomness="same")
-            results = [x.movedim(0, -1) for x in over_batch(*blocks)]
-            return _outcome(list(zip(results, cuts, strict=True)))
+    def __init__(self, body: Body, which: tuple[bool, ...]) -> None:
+        self._body = body
+        self._in_dims = tuple(-1 if batched else None for batched in which)
+        self.reached: tuple[bool, ...] | None = None
+        """Whether each output is batched (known when it has run)."""
 
-        return batch
+    def __call__(self, blocks: Tensors, axis: Axis) -> Outcome:
+        found: list[tuple[torch.Tensor, Cut]] = []
+
+        def function(*xs: torch.Tensor) -> Any:
+            found[:] = self._body(xs, axis).outputs
+            self.reached = tuple(_is_batched(x) for x, _ in found)
+            # the others are no business of this vmap, and leave it through ``found``
+            return tuple(x for (x, _), reached in zip(found, self.reached, strict=True) if reached)
+
+        # keys have the batch dim where the rows are to draw different numbers
+        # out_dims=-1 of an output that is not batched reads out of bounds in torch 2.13.
+        over_batch = torch.func.vmap(function, self._in_dims, 0, randomness="same")
+        batched = iter(over_batch(*blocks))
+        assert self.reached is not None
+        return _outcome(
+            [
+                (next(batched).movedim(0, -1) if reached else x, cut)
+                for (x, cut), reached in zip(found, self.reached, strict=True)
+            ]
+        )
+
+
+def _is_batched(x: torch.Tensor) -> bool:
+    """Whether the innermost vmap has taken rows of what this was computed from."""
+    functorch = torch._C._functorch
+    level = functorch.peek_interpreter_stack().level()
+    return functorch.is_batchedtensor(x) and functorch.maybe_get_level(x) == level
 
 
 def is_inexact(dtype: torch.dtype) -> bool:

@@ -19,6 +19,7 @@ import torch
 
 from torchpmap._axes import Partition
 from torchpmap._compile import Definition
+from torchpmap._custom_ops import Implementations
 from torchpmap._layout import Layout
 from torchpmap._program import not_replicated
 from torchpmap._runtimes._base import Handle, Team
@@ -121,10 +122,14 @@ class Plan:
     """Empty once the workers know it."""
     num_residuals: int = 0
     """Trailing outputs that only a gradient needs; they stay where they are."""
+    implementations: Implementations | None = None
+    """Of the user's own operations in it, which the workers have copies of."""
 
     def holds(self) -> bool:
         """Whether what tracing baked in is still true."""
         if self.is_passing:
+            return False
+        if self.implementations is not None and self.implementations.changed():
             return False
         return not self.pinned or all(
             version_of(tensor) == version for tensor, version in self.pinned

@@ -40,6 +40,7 @@ from torchpmap._errors import CollectiveMismatch, lost_write
 from torchpmap._grid import Cut, shifted
 from torchpmap._streams import Streams, streams, within
 from torchpmap._structure import Structure, flatten
+from torchpmap._transform_rules import TransformRules
 from torchpmap._tree import OUT_AXES_HINT, broadcast_axes, canonical_axis
 
 __all__ = [
@@ -228,7 +229,9 @@ class Program:
         given = iter(rows)
         values = [leaf.value if isinstance(leaf, Constant) else next(given) for leaf in self.leaves]
         args, kwargs = self.structure.unflatten(values)
-        return self._lay_out(self.fun(*args, **kwargs))
+        with TransformRules():
+            returned = self.fun(*args, **kwargs)
+        return self._lay_out(returned)
 
     def _run_inner(self, rows: Sequence[torch.Tensor], inside: Sequence[Axis | None]) -> Outcome:
         assert self.inner is not None

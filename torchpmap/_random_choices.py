@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchpmap._random_continuous import (
@@ -16,12 +15,10 @@ from torchpmap._random_continuous import (
     gumbel,
     uniform,
 )
-from torchpmap._random_integers import randint
+from torchpmap._random_integers import INTEGERS, randint
 from torchpmap._threefry import MASK, Words, hashed_counts, one_key, random_bits, static_shape
 
 __all__ = ["categorical", "choice", "permutation"]
-
-_NUMBERS = (int, np.integer)
 
 
 def permutation(
@@ -55,7 +52,7 @@ def permutation(
     Source: jax.random.permutation; checked in tests/test_random.py.
     """
     words = one_key("permutation", key)
-    if isinstance(x, _NUMBERS):
+    if isinstance(x, INTEGERS):
         if x < 0:
             raise ValueError(f"permutation: got x={x}, expected how many numbers, 0 or more.")
         return _shuffled(words, torch.arange(x, device=key.device), 0)
@@ -116,7 +113,7 @@ def choice(
     """
     one_key("choice", key)
     shape = static_shape("choice", shape)
-    values = None if isinstance(a, _NUMBERS) else as_tensor(a, key)
+    values = None if isinstance(a, INTEGERS) else as_tensor(a, key)
     if values is not None:
         if values.dim() == 0:
             raise TypeError("choice: got a of shape (), expected an int or a tensor with a dim.")

@@ -19,9 +19,10 @@ from torchpmap._threefry import (
     static_shape,
 )
 
-__all__ = ["bernoulli", "rademacher", "randint"]
+__all__ = ["INTEGERS", "bernoulli", "rademacher", "randint"]
 
-_NUMBERS = (int, np.integer)
+INTEGERS = (int, np.integer)
+"""Types of integers that are no tensors."""
 _MIN64, _MAX64 = -(2**63), 2**63 - 1
 _RANGES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
@@ -147,7 +148,7 @@ def randint(
     if dtype not in _RANGES:
         raise TypeError(f"randint: got dtype {dtype}, expected int8, int16, int32, int64 or uint8.")
     shape = static_shape("randint", shape)
-    if isinstance(minval, _NUMBERS) and isinstance(maxval, _NUMBERS) and minval >= maxval:
+    if isinstance(minval, INTEGERS) and isinstance(maxval, INTEGERS) and minval >= maxval:
         raise ValueError(
             f"randint: got minval={minval} and maxval={maxval}, expected minval < maxval."
         )
@@ -223,7 +224,7 @@ def _clipped(
     name: str, value: Any, key: torch.Tensor, shape: tuple[int, ...], info: torch.iinfo
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A bound within the range of the dtype, in int64, and whether it was above."""
-    if isinstance(value, _NUMBERS):
+    if isinstance(value, INTEGERS):
         held = min(max(int(value), info.min), info.max)
         found = torch.full((), held, dtype=torch.int64, device=key.device)
         return found, torch.full_like(found, int(value) > info.max)

@@ -5,45 +5,66 @@ when it is loaded; an operation on constants alone is *executed* by that, which 
 means waiting for peers that will not come.
 
 Functions go through cloudpickle, which takes lambdas, closures and everything defined in
-``__main__``.  What it lacks are ``torch.ops`` objects, which go by name, and functions wrapped by
-``torch.compile``, which go as the function inside.
+``__main__``.  What it lacks are ``torch.ops`` objects, which go by name (the user's own with what
+defines them: see ``_custom_ops``), and functions wrapped by ``torch.compile``, which go as the
+function inside.
 """
 
 from __future__ import annotations
 
 import io
 import operator
+import types
 from typing import Any
 
 import cloudpickle
 import torch
+from torch._library.custom_ops import CustomOpDef
 from torch.fx.node import map_arg
 
+from torchpmap._custom_ops import HiddenOperation, mentioned, reduced, source
+
 __all__ = ["pickled", "pickled_function"]
+
+_NO_LOCKS = (
+    "Locks, open files, sockets and generators do not travel: create them inside the function"
+)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors
+        self.names: set[str] = set()
+        """Attributes and globals that the pickled functions mention."""
+        self.mentions_ops = False
+        self.definitions: list[str] = []
+        """The user's operations whose functions were met."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
             self._tensors.append(obj)
+        if isinstance(obj, types.CodeType):
+            self.names.update(obj.co_names)
+            self.mentions_ops |= "ops" in obj.co_names
         if isinstance(obj, torch.fx.GraphModule):
             return _decoded, _encoded(obj)
         if isinstance(obj, torch.memory_format | torch.layout):
             # their own pickle looks for a module that has a "torch" and may find the user's script
             return getattr, (torch, str(obj).removeprefix("torch."))
         if isinstance(obj, torch._ops.OpOverload):
-            namespace, name = obj._schema.name.split("::")
-            return _overload, (namespace, name, obj._overloadname)
+            return _overload, (obj._schema.name, obj._overloadname, source(obj.name()))
         if isinstance(obj, torch._ops.OpOverloadPacket):
-            namespace, name = obj._qualified_op_name.split("::")
-            return _packet, (namespace, name)
+            overload = getattr(obj, obj.overloads()[0])
+            return _packet, (obj._qualified_op_name, source(overload.name()))
+        if isinstance(obj, CustomOpDef):
+            self.definitions.append(obj._qualname)
+            return reduced(obj)
         if isinstance(obj, torch._ops.HigherOrderOperator):
             return operator.attrgetter(f"ops.higher_order.{obj._name}"), (torch,)
         if isinstance(obj, torch._ops._OpNamespace):
+            self.names.add(obj.name)
+            self.mentions_ops = True
             return getattr, (torch.ops, obj.name)
         if isinstance(obj, type(torch.ops)):
             return operator.attrgetter("ops"), (torch,)
@@ -56,7 +77,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 def pickled(value: Any) -> bytes:
     """Bytes that ``pickle.loads`` on a worker turns into ``value``."""
     buffer = io.BytesIO()
-    _Pickler(buffer, []).dump(value)
+    pickler = _Pickler(buffer, [])
+    try:
+        pickler.dump(value)
+    except Exception as error:
+        if not pickler.definitions:
+            raise
+        raise TypeError(
+            f"the workers need the Python functions of {', '.join(pickler.definitions)}, but they "
+            f"cannot be pickled: {error}. {_NO_LOCKS}, or define the operation in a module that "
+            "can be imported."
+        ) from error
     return buffer.getvalue()
 
 
@@ -64,27 +95,56 @@ def pickled_function(function: Any, what: str) -> bytes:
     """Bytes of (a user's function, the tensors it closes over); ``TypeError`` naming ``what`` if it
     cannot be pickled.
     """
-    buffer = io.BytesIO()
-    tensors: list[
-        torch.Tensor
-    ] = []  # filled while the function is written, itself written after it
+    operations: list[Any] = []
     try:
-        _Pickler(buffer, tensors).dump((function, tensors))
-        return buffer.getvalue()
+        while True:
+            buffer = io.BytesIO()
+            tensors: list[torch.Tensor] = []  # filled while the function is written, itself after
+            pickler = _Pickler(buffer, tensors)
+            pickler.dump(_Supplied(operations, (function, tensors)))
+            found = mentioned(pickler.names) if pickler.mentions_ops else []
+            if len(found) == len(operations):
+                return buffer.getvalue()
+            operations = found  # whose own functions may mention more
+    except HiddenOperation as hidden:
+        raise TypeError(f"compile=False runs {what} on the workers, but {hidden}") from None
     except Exception as error:
         raise TypeError(
             f"compile=False runs {what} on the workers and must send it there, but it cannot be "
-            f"pickled: {error}. Locks, open files, sockets and generators do not travel: create "
-            "them inside the function, or use compile=True, which sends a graph instead."
+            f"pickled: {error}. {_NO_LOCKS}, or use compile=True, which sends a graph instead."
         ) from error
 
 
-def _overload(namespace: str, name: str, overload: str) -> Any:
-    return getattr(_packet(namespace, name), overload)
+class _Supplied:
+    """A value, unpickled when the workers know some operations."""
+
+    def __init__(self, operations: list[tuple[str, Any]], value: Any) -> None:
+        self._operations = operations
+        self._value = value
+
+    def __reduce__(self) -> Any:
+        return _supplied, (self._operations, self._value)
 
 
-def _packet(namespace: str, name: str) -> Any:
-    return getattr(getattr(torch.ops, namespace), name)
+def _supplied(operations: list[tuple[str, Any]], value: Any) -> Any:
+    for name, kind in operations:
+        _supply(name, kind)
+    return value
+
+
+def _supply(name: str, kind: Any) -> None:
+    if kind is not None and not isinstance(kind, CustomOpDef):
+        kind.supply(name)
+
+
+def _overload(name: str, overload: str, kind: Any) -> Any:
+    return getattr(_packet(name, kind), overload)
+
+
+def _packet(name: str, kind: Any) -> Any:
+    _supply(name, kind)
+    namespace, _, short = name.partition("::")
+    return getattr(getattr(torch.ops, namespace), short)
 
 
 def _same(value: Any) -> Any:

@@ -143,7 +143,7 @@ def trace(
         groups[name] = partition
         return name
 
-    capture = Capture(lambda shape, dtype: _fake(fake_mode, shape, dtype, device))
+    capture = Capture(lambda shape, dtype: _fake(fake_mode, shape, dtype, device), device)
 
     def flat(index: torch.Tensor, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
@@ -169,7 +169,9 @@ def trace(
         stack.enter_context(_ambient(device))
         leftover = stack.enter_context(clean_grads(capture))
         try:
-            graph = make_fx(flat, decomposition_table=_DECOMPOSED)(*arguments)
+            graph = make_fx(
+                flat, decomposition_table=_DECOMPOSED, _disable_torch_fn_metadata_mode=True
+            )(*arguments)
         except Exception as error:
             verdict = _untraceable(error)
             if verdict is None:

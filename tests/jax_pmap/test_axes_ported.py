@@ -81,9 +81,6 @@ def test_vmap_of_pmap_tuple() -> None:
     same(got[1][1], z.expand(5, 4))
 
 
-@pytest.mark.xfail(
-    raises=ValueError, reason="under vmap every output of a mapped function counts as batched"
-)
 def test_vmap_of_pmap_tuple_unmapped() -> None:
     """testVmapOfPmapTuple with an output that no batched argument reaches."""
     x, z = sample(4, 5), sample(4, seed=2)

@@ -119,19 +119,7 @@ def test_axis_index_in_initial_style() -> None:
     same(pmap(f, "i")(torch.zeros(8, dtype=torch.int64)), expected)
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        4,
-        pytest.param(
-            8,
-            marks=pytest.mark.xfail(
-                raises=torch._dynamo.exc.Unsupported,
-                reason="torch.cond cannot be traced under torch.vmap: two rows per device",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("rows", [4, 8])
 def test_num_replicas_with_switch(rows: int) -> None:
     """test_num_replicas_with_switch: every row takes its own branch."""
 

@@ -1,0 +1,359 @@
+"""Operations that users add to torch (``torch.library``), on workers that import nothing of theirs.
+
+Whatever names such an operation, a graph or a pickled function, brings along what a worker needs
+to know it by (its *source*)::
+
+    torch.library.custom_op in a script, a notebook or a function  its Python functions
+    any Python definition in a module that can be imported         the name of the module
+    C++, loaded by torch.ops.load_library                          the paths of the libraries
+    torch.library.Library, define or impl in a script, a notebook  nothing: it is *hidden*
+
+The functions of a hidden operation went into torch's dispatcher, which does not give them back.
+In a graph its place is taken by what its implementation does (see ``_capture``); as part of a
+Python function it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+from torch._library import custom_ops, simple_registry
+
+from torchpmap._environment import Environment
+
+__all__ = [
+    "HiddenOperation",
+    "Implementations",
+    "expand",
+    "is_hidden",
+    "mentioned",
+    "reduced",
+    "source",
+]
+
+_NATIVE = frozenset({"aten", "prims", "prim", "_c10d_functional", "torchpmap"})
+"""Namespaces of operations that every worker has."""
+
+_Definition = custom_ops.CustomOpDef
+_REGISTERED = re.compile(r"^(\S+?)(?:\[alias\])?: registered at (.*):\d+", re.MULTILINE)
+
+
+class HiddenOperation(TypeError):
+    """A Python function needs an operation whose own functions torch does not give back."""
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module that defines the operation when it is imported."""
+
+    name: str
+
+    def supply(self, operation: str) -> None:
+        try:
+            importlib.import_module(self.name)
+        except ImportError as error:
+            raise ImportError(
+                f"the operation {operation} is defined in the module {self.name!r}, which the "
+                f"devices cannot import: {error}. Put it on the path before the first use of the "
+                "devices, or define the operation with torch.library.custom_op in the script "
+                "itself."
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Libraries:
+    """Shared libraries, one of which may define the operation, and its Python fake function."""
+
+    paths: tuple[str, ...]
+    fake: Callable[..., Any] | None
+
+    def supply(self, operation: str) -> None:
+        for path in self.paths:
+            if path not in torch.ops.loaded_libraries:
+                torch.ops.load_library(path)
+        if self.fake is not None:
+            if operation not in _fakes:
+                torch.library.register_fake(operation, functools.partial(_call_fake, operation))
+            _fakes[operation] = self.fake
+
+
+_fakes: dict[str, Callable[..., Any]] = {}
+
+
+def _call_fake(operation: str, *args: Any, **kwargs: Any) -> Any:
+    return _fakes[operation](*args, **kwargs)
+
+
+def source(operation: str) -> Any:
+    """What a worker needs to know an operation by, picklable; None: nothing.
+
+    Raises ``HiddenOperation`` where it cannot have any.
+    """
+    if operation.partition("::")[0] in _NATIVE:
+        return None
+    definition = custom_ops.OPDEFS.get(operation)
+    if definition is not None:
+        module = _home(definition)
+        return definition if module is None else _Module(module)
+    places = _places(operation)
+    if not _is_python(places["debug"]):
+        fake = _fake(operation)
+        paths = tuple(sorted(torch.ops.loaded_libraries))
+        return _Libraries(paths, None if fake is None else fake.func)
+    module = _module_of(operation, places["debug"])
+    if module is None:
+        raise HiddenOperation(
+            f"the operation {operation} cannot be sent to the devices: torch.library.Library, "
+            "define and impl do not keep its Python functions. Define it with "
+            "torch.library.custom_op, or in a module of its own that can be imported."
+        )
+    return _Module(module)
+
+
+def mentioned(names: set[str]) -> list[tuple[str, Any]]:
+    """(operation, source) of the operations whose namespace and name are among ``names`` (what the
+    code of a function mentions: ``torch.ops.<namespace>.<name>``).
+    """
+    found: list[tuple[str, Any]] = []
+    for qualified in sorted(torch._C._dispatch_get_all_op_names()):
+        namespace, _, name = qualified.partition("::")
+        if namespace in names and name.partition(".")[0] in names:
+            found.append((qualified, source(qualified)))
+    return [(operation, kind) for operation, kind in found if kind is not None]
+
+
+# -- where an operation comes from -----------------------------------------------------------------
+
+
+def _home(definition: _Definition) -> str | None:
+    """The module whose import makes this definition; None if there is none to rely on."""
+    function = definition._init_fn
+    name = function.__module__
+    inside = "<locals>" in getattr(function, "__qualname__", "<locals>")
+    return None if inside or not _is_importable(name) else name
+
+
+def _is_importable(name: str | None) -> bool:
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    module = sys.modules.get(name or "")
+    return module not in (None, sys.modules["__main__"]) and name not in by_value
+
+
+def _places(operation: str) -> dict[str, str]:
+    """Dispatch key -> file of the registration; "debug" stands for the schema's."""
+    found = {}
+    for key, file in _REGISTERED.findall(torch._C._dispatch_dump(operation)):
+        found[key] = file
+    return found
+
+
+def _is_python(file: str) -> bool:
+    return file.endswith(".py") or file.startswith("<")
+
+
+def _module_of(operation: str, file: str) -> str | None:
+    if file == torch.library.__file__:  # define and impl, called as functions
+        file = "" if (fake := _fake(operation)) is None else fake.source.rpartition(":")[0]
+    for name, module in tuple(sys.modules.items()):
+        if getattr(module, "__file__", None) == file and _is_importable(name):
+            return name
+    return None
+
+
+def _fake(operation: str) -> Any:
+    entry = simple_registry.singleton.get(operation)
+    return None if entry is None else entry.fake_impl.kernel
+
+
+# -- hidden operations -----------------------------------------------------------------------------
+
+
+def is_hidden(operation: torch._ops.OpOverload) -> bool:
+    """Whether only the implementation of an operation, not the operation, can go into a graph."""
+    name = operation._schema.name
+    if operation.namespace in _NATIVE or name in custom_ops.OPDEFS:
+        return False
+    places = _places(operation.name())
+    file = places.pop("debug", "")
+    return _is_python(file) and _module_of(name, file) is None
+
+
+def expand(operation: torch._ops.OpOverload, device: str, args: Any, kwargs: Any) -> Any:
+    """Run the Python implementation of a hidden operation on whatever tensors it is given."""
+    if operation._can_decompose():
+        return operation.decompose(*args, **kwargs)
+    key: str = torch._C._dispatch_key_for_device(device)
+    places = _places(operation.name())
+    implementation = places.get(key) or places.get("CompositeExplicitAutograd", "")
+    if not _is_python(implementation):
+        raise TypeError(
+            f"the operation {operation.name()} is declared in Python, but has no implementation in "
+            f"Python for {device} that could take its place in a graph. Declare it in the module "
+            "or library that implements it."
+        )
+    return operation.redispatch(
+        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs
+    )
+
+
+# -- definitions as pickles ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What of a definition is fixed once it is made."""
+
+    name: str
+    schema: str
+    tags: tuple[str, ...]
+    devices: tuple[str | None, ...]
+    autocast: tuple[tuple[str, Any], ...]
+    effect: Any
+    rules: tuple[str, ...]
+
+    @classmethod
+    def of(cls, definition: _Definition) -> _Kind:
+        name = definition._qualname
+        return cls(
+            name,
+            definition._schema,
+            tuple(tag.name for tag in definition._tags),
+            tuple(definition._backend_fns),
+            tuple(definition._autocast_dtype.items()),
+            simple_registry.singleton.find(name).effect.effect,
+            tuple(_rules(definition)),
+        )
+
+
+def _rules(definition: _Definition) -> dict[str, Callable[..., Any]]:
+    rules = {
+        "fake": definition._abstract_fn,
+        "setup_context": definition._setup_context_fn,
+        "backward": definition._backward_fn,
+        "vmap": definition._vmap_fn,
+    }
+    return {name: function for name, function in rules.items() if function is not None}
+
+
+def _kernels(definition: _Definition) -> dict[str | None, Callable[..., Any]]:
+    """The user's functions by device type; torch 2.13 wraps them, and offers no way back."""
+    kernels = {}
+    for device, wrapped in definition._backend_fns.items():
+        inner: Any = inspect.unwrap(wrapped)
+        cells = dict(zip(inner.__code__.co_freevars, inner.__closure__, strict=True))
+        kernels[device] = cells["fn"].cell_contents
+    return kernels
+
+
+def reduced(definition: _Definition) -> tuple[Any, ...]:
+    """The pickle of a definition: it is made, and then given its functions, which may use it."""
+    functions = _kernels(definition), _rules(definition)
+    module = definition._init_fn.__module__
+    home = module if _is_importable(module) else None
+    return _make, (_Kind.of(definition), home), functions, None, None, _fill
+
+
+_made: dict[str, _Definition] = {}  # torch itself keeps only weak references
+
+
+def _make(kind: _Kind, home: str | None) -> _Definition:
+    """The definition on a worker: one that is there, or a new one in its place."""
+    if home is not None:  # its functions may import it, which must not replace what is made here
+        with contextlib.suppress(ImportError):
+            importlib.import_module(home)
+    earlier = custom_ops.OPDEFS.get(kind.name)
+    if earlier is not None and _Kind.of(earlier) == kind:
+        return earlier
+    arguments = torch._C.parse_schema(f"{kind.name}{kind.schema}").arguments
+    definition = torch.library.custom_op(
+        kind.name,
+        _unfilled,
+        mutates_args={a.name for a in arguments if a.alias_info and a.alias_info.is_write},
+        device_types=next(iter(kind.devices), None),
+        schema=kind.schema,
+        tags=tuple(getattr(torch.Tag, tag) for tag in kind.tags),
+    )
+    for device, dtype in kind.autocast:
+        definition.register_autocast(device, dtype)
+    if kind.effect is not None:
+        definition.register_effect(kind.effect)
+    _made[kind.name] = definition
+    return definition
+
+
+def _unfilled(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("the operation was called before its functions had arrived")
+
+
+def _fill(
+    definition: _Definition,
+    functions: tuple[dict[str | None, Callable[..., Any]], dict[str, Callable[..., Any]]],
+) -> None:
+    kernels, rules = functions
+    for device, kernel in kernels.items():
+        definition.register_kernel(device)(kernel)
+    if "fake" in rules:
+        definition.register_fake(rules["fake"])
+    if "backward" in rules:
+        backward, setup_context = rules["backward"], rules.get("setup_context")
+        definition.register_autograd(backward, setup_context=setup_context)
+    if "vmap" in rules:
+        definition.register_vmap(rules["vmap"])
+
+
+# -- what was sent may change ----------------------------------------------------------------------
+
+
+class Implementations:
+    """The Python functions that travel with the operations of a graph, watched for changes."""
+
+    def __init__(self, graph: torch.fx.GraphModule) -> None:
+        sent = any(map(_travels, _operations(graph)))
+        # all of them: one may use another
+        names = [name for name in tuple(custom_ops.OPDEFS) if _travels(name)] if sent else []
+        self._functions = {name: _functions(name) for name in names}
+        self._environments = [Environment(f) for fs in self._functions.values() for f in fs]
+        for environment in self._environments:
+            environment.refresh()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that they read from outside: the workers have copies."""
+        return [tensor for environment in self._environments for tensor in environment.tensors()]
+
+    def __bool__(self) -> bool:
+        return bool(self._functions)
+
+    def changed(self) -> bool:
+        return any(_functions(name) != was for name, was in self._functions.items()) or any(
+            environment.changed() for environment in self._environments
+        )
+
+
+def _operations(graph: torch.fx.GraphModule) -> Iterator[str]:
+    for module in graph.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                if isinstance(node.target, torch._ops.OpOverload):
+                    yield node.target._schema.name
+
+
+def _travels(name: str) -> bool:
+    definition = None if name.startswith("aten::") else custom_ops.OPDEFS.get(name)
+    return definition is not None and _home(definition) is None
+
+
+def _functions(name: str) -> tuple[Callable[..., Any], ...]:
+    definition = custom_ops.OPDEFS.get(name)
+    if definition is None:
+        return ()
+    return (*_kernels(definition).values(), *_rules(definition).values())

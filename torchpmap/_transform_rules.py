@@ -1,0 +1,208 @@
+"""Rules of function transforms that torch 2.13 lacks or has wrong, for code in mapped functions.
+
+*Operations made with* ``torch.library.custom_op``: torch puts what ``register_autograd`` was given
+into an ``autograd.Function`` of the old kind, which ``torch.func.grad`` refuses, and forward mode
+takes such an operation for a constant (https://github.com/pytorch/pytorch/issues/170834).  Under
+transforms a function of the new kind, with the same rules, takes its place.
+
+``torch.cond`` *under* ``vmap``: where vmaps are nested, torch takes a batch dim of the outer one
+for one of the inner (https://github.com/pytorch/pytorch/pull/195323).  Both branches are computed,
+and each row gets its own, as in JAX.
+
+To be deleted, each, when torch has it right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["TransformRules"]
+
+_functorch: Any = torch._C._functorch
+
+
+class TransformRules(TorchFunctionMode):
+    """While it is entered, the rules here are in force."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **kwargs)
+        if not torch._C._are_functorch_transforms_active():
+            return func(*args, **kwargs)
+        if func is torch.ops.higher_order.cond:
+            return _cond(*args, **kwargs)
+        definition = _definition(func)
+        if definition is None or not _is_users(definition) or not _is_differentiated():
+            return func(*args, **kwargs)
+        with self:  # what the rules call, and the same operation under the other transforms
+            return _apply(definition, args, kwargs)
+
+
+# -- torch.cond ------------------------------------------------------------------------------------
+
+
+def _cond(condition: Any, on_true: Any, on_false: Any, operands: Any) -> Any:
+    levels = [level.key() for level in _functorch.get_interpreter_stack() or ()]
+    num_vmaps = levels.count(_functorch.TransformType.Vmap)
+    if num_vmaps == 0 or (num_vmaps == 1 and not _is_batched(condition)):
+        return torch.ops.higher_order.cond(condition, on_true, on_false, operands)
+    chosen, other = on_true(*operands), on_false(*operands)
+    return pytree.tree_map(lambda yes, no: torch.where(condition, yes, no), chosen, other)
+
+
+def _is_batched(tensor: torch.Tensor) -> bool:
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False
+
+
+# -- torch.library.custom_op -----------------------------------------------------------------------
+
+
+def _is_differentiated() -> bool:
+    stack = _functorch.get_interpreter_stack() or ()
+    return any(level.key() != _functorch.TransformType.Vmap for level in stack)
+
+
+def _is_users(definition: CustomOpDef) -> bool:
+    """Whether the rules here apply: torch's own have theirs, and no rule differentiates writes."""
+    package = str(definition._init_fn.__module__).partition(".")[0]
+    return package != "torch" and not definition._opoverload._schema.is_mutable
+
+
+def _definition(func: Any) -> CustomOpDef | None:
+    if isinstance(func, torch._ops.OpOverload):
+        return OPDEFS.get(func._name)
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return OPDEFS.get(func._qualified_op_name)
+    return None
+
+
+def _apply(definition: CustomOpDef, args: Any, kwargs: Any) -> Any:
+    """Call through ``_Function``, which takes and gives tensors and tuples of them only."""
+    given = iter(args)
+    positional, named = [], {}
+    for argument in definition._opoverload._schema.arguments:
+        name = argument.name
+        if argument.kwarg_only:
+            named[name] = kwargs.get(name, argument.default_value)
+        elif name in kwargs:
+            positional.append(kwargs[name])
+        else:
+            positional.append(next(given, argument.default_value))
+    leaves, structure = pytree.tree_flatten((positional, named))
+    call = _Call(definition, structure)
+    results = _Function.apply(*leaves, call)
+    return pytree.tree_unflatten(results, call.results)
+
+
+class _Call:
+    """One use of an operation."""
+
+    def __init__(self, definition: CustomOpDef, structure: pytree.TreeSpec) -> None:
+        self.definition = definition
+        self.structure = structure
+        """Of (positional arguments, keyword arguments)."""
+        self.results = structure
+        """Of what the operation returns (known when it has run)."""
+
+    def arguments(self, leaves: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        positional, named = pytree.tree_unflatten(leaves, self.structure)
+        return tuple(positional), named
+
+    def flat(self, results: Any) -> tuple[Any, ...]:
+        leaves, self.results = pytree.tree_flatten(results)
+        return tuple(leaves)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        *leaves, call = inputs
+        args, kwargs = call.arguments(leaves)
+        return call.flat(call.definition._opoverload(*args, **kwargs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *leaves, call = inputs
+        ctx.custom_call = call
+        setup = call.definition._setup_context_fn
+        if setup is None:
+            return
+        args, kwargs = call.arguments(leaves)
+        result = pytree.tree_unflatten(output, call.results)
+        if kwargs:
+            setup(ctx=ctx, inputs=args, keyword_only_inputs=kwargs, output=result)
+        else:
+            setup(ctx=ctx, inputs=args, output=result)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        call = ctx.custom_call
+        rule = call.definition._backward_fn
+        if rule is None:
+            raise RuntimeError(
+                f"Trying to backward through {call.definition._qualname} but no autograd formula "
+                "was registered. Please use register_autograd to add one."
+            )
+        needed = ctx.needs_input_grad
+        try:  # as the rule knows it: one entry, or list of entries, per positional argument
+            ctx.needs_input_grad = call.arguments(needed[:-1])[0]
+            given = pytree.tree_unflatten(cotangents, call.results)
+            with TransformRules():  # torch calls backward functions outside of all modes
+                gradients = rule(ctx, *(given if isinstance(given, tuple) else (given,)))
+        finally:
+            ctx.needs_input_grad = needed
+        if not isinstance(gradients, tuple):
+            gradients = (gradients,)
+        args, kwargs = call.arguments(list(range(len(needed) - 1)))
+        flat: list[Any] = []
+        for gradient, argument in zip(gradients, args, strict=True):
+            flat += [gradient] if not isinstance(argument, list) else _spread(gradient, argument)
+        return (*flat, *[None] * len(kwargs), None)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        name = ctx.custom_call.definition._qualname
+        raise NotImplementedError(
+            f"forward-mode derivative of {name}: torch.library.custom_op has no rule for it. Use "
+            "reverse mode, or a torch.autograd.Function with a jvp around it."
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        *leaves, call = inputs
+        definition = call.definition
+        args, kwargs = call.arguments(leaves)
+        dims, _ = call.arguments(in_dims[:-1])
+        if definition._vmap_fn is not None:
+            results, out_dims = definition._vmap_fn(info, dims, *args, **kwargs)
+            flat = call.flat(results)
+            spread = pytree.tree_flatten(out_dims, is_leaf=lambda dim: dim is None)[0]
+            return flat, tuple(spread) if len(spread) == len(flat) else tuple(spread * len(flat))
+        rows = [
+            [
+                leaf if dim is None else leaf.select(dim, k)
+                for leaf, dim in zip(leaves, in_dims[:-1], strict=True)
+            ]
+            for k in range(info.batch_size)
+        ]
+        results = [call.flat(_apply_row(call, row)) for row in rows]
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
+
+
+def _apply_row(call: _Call, leaves: list[Any]) -> Any:
+    args, kwargs = call.arguments(leaves)
+    return call.definition._opoverload(*args, **kwargs)
+
+
+def _spread(gradient: Any, places: list[Any]) -> list[Any]:
+    return [None] * len(places) if gradient is None else list(gradient)
