@@ -35,7 +35,7 @@ from torchpmap._errors import (
 )
 from torchpmap._launcher import Place
 
-__all__ = ["Rendezvous", "Waiting"]
+__all__ = ["Rendezvous", "Waiting", "mismatch", "who_has_what"]
 
 _LONGEST_PAUSE_S = 0.01
 _POSTED_AFTER_S = 1.0
@@ -105,16 +105,21 @@ class Rendezvous:
             # whoever is in this turn has read the one before
             self.store.delete_key(f"{prefix.rsplit('/', 1)[0]}/{turn - 1}/{self.place.rank}")
         if len({their for their, _ in found}) > 1:
-            raise CollectiveMismatch(_disagreement(ranks, [their for their, _ in found], what))
+            raise mismatch(ranks, [their for their, _ in found])
         return [theirs for _, theirs in found]
 
     def agree(self, ranks: Sequence[int], text: str, what: str) -> None:
         """Raise on all of ``ranks`` unless they have the same ``text``."""
+        texts = self.differing(ranks, text, what)
+        if texts is not None:
+            raise mismatch(ranks, texts)
+
+    def differing(self, ranks: Sequence[int], text: str, what: str) -> list[str] | None:
+        """Everybody's ``text``, unless all of ``ranks`` have the same."""
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        digests = self.exchange(ranks, digest, what)
-        if len(set(digests)) > 1:
-            texts = self.exchange(ranks, text.encode(), what)
-            raise CollectiveMismatch(_disagreement(ranks, [t.decode() for t in texts], what))
+        if len(set(self.exchange(ranks, digest, what))) == 1:
+            return None
+        return [theirs.decode() for theirs in self.exchange(ranks, text.encode(), what)]
 
     @contextlib.contextmanager
     def in_turn(self, ranks: Sequence[int], what: str) -> Iterator[None]:
@@ -297,8 +302,16 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-def _disagreement(ranks: Sequence[int], texts: Sequence[str], what: str) -> str:
-    """Who has what, and the first line in which they differ."""
+def mismatch(ranks: Sequence[int], texts: Sequence[str]) -> CollectiveMismatch:
+    """What to raise on all of ``ranks`` when they are at different places of the program."""
+    return CollectiveMismatch(
+        "the processes are about to run different programs, which would hang or give wrong "
+        f"numbers:\n{who_has_what(ranks, texts)}\n{_RULE}"
+    )
+
+
+def who_has_what(ranks: Sequence[int], texts: Sequence[str]) -> str:
+    """The ranks by what they have: its first line, and the first line that is not the same."""
     by_text: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         by_text.setdefault(text, []).append(rank)
@@ -306,11 +319,7 @@ def _disagreement(ranks: Sequence[int], texts: Sequence[str], what: str) -> str:
     longest = max(map(len, lines))
     padded = [[*text, *["(nothing)"] * (longest - len(text))] for text in lines]
     place = next(k for k in range(longest) if len({text[k] for text in padded}) > 1)
-    rows = [
+    return "\n".join(
         f"  rank {', '.join(map(str, who))}: {text[0]}" + (f": {text[place]}" if place else "")
         for who, text in zip(by_text.values(), padded, strict=True)
-    ]
-    return (
-        f"{what}: the processes are about to run different programs, which would hang or give "
-        "wrong numbers:\n" + "\n".join(rows) + f"\n{_RULE}"
     )

@@ -18,11 +18,11 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 import torch
@@ -40,6 +40,8 @@ from torchpmap._runtimes._rendezvous import Rendezvous
 from torchpmap._runtimes._watch import Watch
 
 __all__ = ["TorchrunRuntime"]
+
+T = TypeVar("T")
 
 
 _COMMUNICATING = ("_c10d_functional", "torchpmap")
@@ -97,12 +99,23 @@ class TorchrunRuntime:
         return self._closed_because is not None
 
     def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
+        return self.together(lambda rendezvous: rendezvous.exchange(ranks, mine, what))
+
+    def together(self, work: Callable[[Rendezvous], T]) -> T:
+        """Do what needs all processes and is no call of a plan; it fails as a call does."""
         with self._lock:
             self.insist()
             try:
-                return self._rendezvous.exchange(ranks, mine, what)
+                return work(self._rendezvous)
             except Exception as error:
                 raise self._failed(error) from None
+
+    def group_of_all(self) -> str:
+        """Name of a process group of all processes, which carries CPU tensors over Gloo."""
+        ranks = tuple(range(len(self.devices)))
+        name = f"ranks:{','.join(map(str, ranks))}"  # that of a call on all devices
+        self.make_groups({name: (ranks,)})
+        return name
 
     def team(self, ranks: tuple[int, ...]) -> Team:
         team = self._teams.get(ranks)
