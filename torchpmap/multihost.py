@@ -6,16 +6,15 @@ structures, digests) goes through the store that the processes met at, because t
 advance and can say who is missing; tensors go through the process group of all of them, over Gloo
 as bytes, because the store would hold every one of them in a single process.
 
-Each function first compares what the processes are about to do, so that a process that is elsewhere
-in its program is an error that says who is where.  That costs about a millisecond per call: for
-what a training step exchanges, use collectives in a mapped function.
+Each function compares what the processes are about to do, so that a process that is elsewhere in
+its program is an error that says who is where.  That costs about a millisecond per call: for what a
+training step exchanges, use collectives in a mapped function.
 
 With a single process all of it works too, and nothing is sent.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -35,7 +34,7 @@ from torchpmap._multihost_values import (
     opened,
     padded,
 )
-from torchpmap._runtimes._rendezvous import Rendezvous, mismatch, who_has_what
+from torchpmap._runtimes._rendezvous import Rendezvous, who_has_what
 from torchpmap._sharded import ShardedTensor
 from torchpmap._structure import flatten
 
@@ -69,7 +68,7 @@ def barrier(name: str = "") -> None:
     what = f"torchpmap.multihost.barrier({name!r})"
     _refuse_inside(what)
     if process_count() > 1:
-        _together(lambda rendezvous: _agree(rendezvous, what))
+        _together(lambda rendezvous: rendezvous.exchange(_everyone(), b"", what))
 
 
 def broadcast(tree: Any, source: int = 0) -> Any:
@@ -109,11 +108,8 @@ def broadcast(tree: Any, source: int = 0) -> Any:
         tree = opened(parcel.header, what)
         return filled(tree, [value.clone() for value in parcel.tensors])
 
-    def work(rendezvous: Rendezvous) -> bytes:
-        _agree(rendezvous, what)
-        return rendezvous.exchange(range(count), parcel.header, what)[source]
-
-    tree = opened(_together(work), what)
+    headers = _together(lambda rendezvous: rendezvous.exchange(_everyone(), parcel.header, what))
+    tree = opened(headers[source], what)
     tensors = parcel.tensors if process_index() == source else empty(tree)
     return filled(tree, _together(lambda _: _sent_from(source, tensors)))
 
@@ -165,7 +161,7 @@ def all_gather(tree: Any, tiled: bool = False) -> Any:
         ]
 
         def work(rendezvous: Rendezvous) -> list[list[torch.Tensor]]:
-            _agree(rendezvous, "\n".join([what, *kinds]))
+            rendezvous.agree(_everyone(), "\n".join([what, *kinds]), what)
             return _from_all(shares)
 
         gathered = _together(work)
@@ -203,17 +199,14 @@ def assert_equal(tree: Any, message: str = "") -> None:
     ]
     if process_count() == 1:
         return
-    everyone, text = range(process_count()), "\n".join([what, *lines])
-    texts = _together(lambda store: store.differing(everyone, _digest(text), text, what))
+    texts = _together(lambda store: store.differing(_everyone(), "\n".join(lines), what))
     if texts is None:
         return
-    heads, *rows = zip_longest(*(each.splitlines() for each in texts), fillvalue="(nothing)")
-    if set(heads) != {what}:
-        _together(lambda _: _raise(mismatch(everyone, texts)))
+    rows = zip_longest(*(each.splitlines() for each in texts), fillvalue="(nothing)")
     differing = next(row for row in rows if len(set(row)) > 1)
     raise AssertionError(
         f"{message or what}: the processes do not have the same values:\n"
-        f"{who_has_what(everyone, differing)}"
+        f"{who_has_what(_everyone(), differing)}"
     )
 
 
@@ -298,16 +291,8 @@ def _together(work: Callable[[Rendezvous], T]) -> T:
     return cast("TorchrunRuntime", runtime()).together(work)
 
 
-def _agree(rendezvous: Rendezvous, text: str) -> None:
-    rendezvous.agree(range(process_count()), _digest(text), text, text.splitlines()[0])
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+def _everyone() -> range:
+    return range(process_count())
 
 
 # -- tensors ---------------------------------------------------------------------------------------
