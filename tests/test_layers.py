@@ -32,6 +32,7 @@ _sharded_graphs _sharded_operations _sharded_gathers _sharded_views
 _sharded _plan _eager _placement _spanning _serial _inline_call
 _lowering _operations _autodiff _nested _prepare _lowered _pmap
 _optim_checks optim
+_multihost_values multihost
 _check _picture debug
 """
 ORDER = MODULES.split()

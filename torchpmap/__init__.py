@@ -10,6 +10,7 @@ under ``torch.func``::
 """
 
 from torchpmap import debug as debug
+from torchpmap import multihost as multihost
 from torchpmap import optim as optim
 from torchpmap import random as random
 from torchpmap._collectives import (

@@ -57,7 +57,6 @@ class EagerPlan:
             tuple(item for item in linecache.cache.items() if len(item[1]) == 4 and not item[1][1]),
             tuple(key.tolist()),
         )
-        runtime.make_groups({self._group: (self._ranks,)})
         reports, first, seq = runtime.run_eagerly(team, call)
         outputs = [
             Handle(first + k, seq, team)

@@ -125,6 +125,7 @@ class LocalRuntime:
         self._pool.make_groups(groups)
 
     def run_eagerly(self, team: Team, call: EagerCall) -> tuple[list[EagerReport], int, int]:
+        self.make_groups({call.group: (call.ranks,)})
         with self._pool.sending():
             self._free(team)
             seq, first = self._number(_wire.EAGER_OUTPUTS)

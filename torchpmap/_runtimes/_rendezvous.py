@@ -35,13 +35,15 @@ from torchpmap._errors import (
 )
 from torchpmap._launcher import Place
 
-__all__ = ["Rendezvous", "Waiting"]
+__all__ = ["Rendezvous", "Waiting", "mismatch", "who_has_what"]
 
 _LONGEST_PAUSE_S = 0.01
 _POSTED_AFTER_S = 1.0
 """How long a process waits before it says so."""
 _LEAVING_S = 60.0
 """How long the process that keeps the store waits at its end for the others."""
+_LEAVING_FAILED_S = 5.0
+"""The same when it has failed: the others still want to know why."""
 _RULE = (
     "All processes must make the same mapped calls, with arguments of the same shapes and dtypes, "
     "in the same order."
@@ -92,7 +94,7 @@ class Rendezvous:
             CollectiveMismatch: another process does something else, or has ended its program.
             CallTimeout: somebody did not come.
         """
-        ranks = tuple(ranks)
+        wanted, ranks = ranks, tuple(sorted(ranks))  # they may disagree on the order
         turn = self._turns[ranks]
         self._turns[ranks] += 1
         prefix = f"turn/{','.join(map(str, ranks))}/{turn}"
@@ -105,21 +107,28 @@ class Rendezvous:
             # whoever is in this turn has read the one before
             self.store.delete_key(f"{prefix.rsplit('/', 1)[0]}/{turn - 1}/{self.place.rank}")
         if len({their for their, _ in found}) > 1:
-            raise CollectiveMismatch(_disagreement(ranks, [their for their, _ in found], what))
-        return [theirs for _, theirs in found]
+            raise mismatch(ranks, [their for their, _ in found])
+        given = dict(zip(ranks, (theirs for _, theirs in found), strict=True))
+        return [given[rank] for rank in wanted]
 
     def agree(self, ranks: Sequence[int], text: str, what: str) -> None:
         """Raise on all of ``ranks`` unless they have the same ``text``."""
+        ranks = sorted(ranks)  # the error is the same everywhere
+        texts = self.differing(ranks, text, what)
+        if texts is not None:
+            raise mismatch(ranks, texts)
+
+    def differing(self, ranks: Sequence[int], text: str, what: str) -> list[str] | None:
+        """Everybody's ``text``, unless all of ``ranks`` have the same."""
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        digests = self.exchange(ranks, digest, what)
-        if len(set(digests)) > 1:
-            texts = self.exchange(ranks, text.encode(), what)
-            raise CollectiveMismatch(_disagreement(ranks, [t.decode() for t in texts], what))
+        if len(set(self.exchange(ranks, digest, what))) == 1:
+            return None
+        return [theirs.decode() for theirs in self.exchange(ranks, text.encode(), what)]
 
     @contextlib.contextmanager
     def in_turn(self, ranks: Sequence[int], what: str) -> Iterator[None]:
         """On every host the first of ``ranks`` does the block before the others."""
-        ranks = tuple(ranks)
+        ranks = tuple(sorted(ranks))
         here = [r for r in ranks if r // self.place.local_size == self._host]
         key = f"built/{','.join(map(str, ranks))}/{self._turns[ranks]}/{here[0]}"
         with _store_failures():
@@ -157,9 +166,7 @@ class Rendezvous:
         missing = [rank for rank, key in by_rank if not self.store.check([key])]
         for rank in missing:
             if self.store.check([f"left/{rank}"]):
-                raise CollectiveMismatch(
-                    f"{waiting.what}: rank {rank} has ended its program and will not come. {_RULE}"
-                )
+                raise CollectiveMismatch(f"{waiting.what}: {_absent(rank)}")
             other = self.waiting_of(rank)
             if other is not None and self._is_crossed(other) and waiting.turn >= 0:
                 raise CollectiveMismatch(
@@ -228,12 +235,22 @@ class Rendezvous:
         error.__cause__ = RemoteTraceback(f"on rank {rank}:\n{text}")
         raise error
 
+    def raise_absence(self) -> None:
+        """Raise if another process has ended its program."""
+        for rank in range(self.place.size):
+            if rank != self.place.rank and self.store.check([f"left/{rank}"]):
+                raise CollectiveMismatch(_absent(rank))
+
     def leave(self, *, failed: bool) -> None:
         """Say that this process makes no more calls here."""
         global _failed
         _failed = _failed or failed
         with contextlib.suppress(Exception):
             self.store.set(f"left/{self.place.rank}", "")
+
+
+def _absent(rank: int) -> str:
+    return f"rank {rank} has ended its program and will not come. {_RULE}"
 
 
 def _packed(value: Any) -> Any:  # the stores take bytes, but are annotated otherwise
@@ -267,15 +284,17 @@ def _join(place: Place, device_type: str, timeout_s: float, address: str | None)
 
 def _end(place: Place) -> None:
     """Whoever keeps the store stays until the others need it no more."""
-    if _failed or not dist.is_initialized():
+    if not dist.is_initialized():
         return
     with contextlib.suppress(Exception):
         store = dist.distributed_c10d._get_default_store()
         store.set(f"torchpmap/ended/{place.rank}", "")
         if place.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
             keys = [f"torchpmap/ended/{rank}" for rank in range(place.size)]
-            store.wait(keys, datetime.timedelta(seconds=_LEAVING_S))
-        dist.destroy_process_group()
+            limit_s = _LEAVING_FAILED_S if _failed else _LEAVING_S
+            store.wait(keys, datetime.timedelta(seconds=limit_s))
+        if not _failed:
+            dist.destroy_process_group()
 
 
 def _route_to(host: str) -> str:
@@ -297,8 +316,16 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-def _disagreement(ranks: Sequence[int], texts: Sequence[str], what: str) -> str:
-    """Who has what, and the first line in which they differ."""
+def mismatch(ranks: Sequence[int], texts: Sequence[str]) -> CollectiveMismatch:
+    """What to raise on all of ``ranks`` when they are at different places of the program."""
+    return CollectiveMismatch(
+        "the processes are about to run different programs, which would hang or give wrong "
+        f"numbers:\n{who_has_what(ranks, texts)}\n{_RULE}"
+    )
+
+
+def who_has_what(ranks: Sequence[int], texts: Sequence[str]) -> str:
+    """The ranks by what they have: its first line, and the first line that is not the same."""
     by_text: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         by_text.setdefault(text, []).append(rank)
@@ -306,11 +333,7 @@ def _disagreement(ranks: Sequence[int], texts: Sequence[str], what: str) -> str:
     longest = max(map(len, lines))
     padded = [[*text, *["(nothing)"] * (longest - len(text))] for text in lines]
     place = next(k for k in range(longest) if len({text[k] for text in padded}) > 1)
-    rows = [
+    return "\n".join(
         f"  rank {', '.join(map(str, who))}: {text[0]}" + (f": {text[place]}" if place else "")
         for who, text in zip(by_text.values(), padded, strict=True)
-    ]
-    return (
-        f"{what}: the processes are about to run different programs, which would hang or give "
-        "wrong numbers:\n" + "\n".join(rows) + f"\n{_RULE}"
     )

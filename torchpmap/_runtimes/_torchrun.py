@@ -18,11 +18,11 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 import torch
@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchpmap._compile import Definition, Runner, compile_definition
 from torchpmap._devices import Device, num_cuda_devices
-from torchpmap._errors import CollectiveMismatch, RuntimeClosed, WorkerError
+from torchpmap._errors import CollectiveMismatch, RuntimeClosed, WorkerDied, WorkerError
 from torchpmap._groups import Groups, RankPartition, is_communication
 from torchpmap._launcher import Place
 from torchpmap._program import EagerCall, EagerReport, Program, run_eager_call
@@ -41,6 +41,11 @@ from torchpmap._runtimes._watch import Watch
 
 __all__ = ["TorchrunRuntime"]
 
+T = TypeVar("T")
+
+
+_CONSEQUENCES = (WorkerError, WorkerDied)
+"""What is raised where another process failed."""
 
 _is_transformed = torch._C._are_functorch_transforms_active
 _num_modes = torch._C._len_torch_dispatch_stack
@@ -101,12 +106,23 @@ class TorchrunRuntime:
         return self._closed_because is not None
 
     def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
+        return self.together(lambda rendezvous: rendezvous.exchange(ranks, mine, what))
+
+    def together(self, work: Callable[[Rendezvous], T]) -> T:
+        """Do what needs all processes and is no call of a plan; it fails as a call does."""
         with self._lock:
             self.insist()
             try:
-                return self._rendezvous.exchange(ranks, mine, what)
+                return work(self._rendezvous)
             except Exception as error:
                 raise self._failed(error) from None
+
+    def group_of_all(self) -> str:
+        """Name of a process group of all processes, which carries CPU tensors over Gloo."""
+        ranks = tuple(range(len(self.devices)))
+        name = f"ranks:{','.join(map(str, ranks))}"  # that of a call on all devices
+        self.make_groups({name: (ranks,)})
+        return name
 
     def team(self, ranks: tuple[int, ...]) -> Team:
         team = self._teams.get(ranks)
@@ -232,8 +248,9 @@ class TorchrunRuntime:
             program, captured = pickle.loads(call.function)
             blocks = [self._values[handle] for handle in call.handles]
             index = torch.tensor(call.ranks.index(self.rank), device=self.device)
-            self._watch.begin(call.ranks, call.name)
             try:
+                self._meet(call, blocks)
+                self._watch.begin(call.ranks, call.name)
                 with _plain():
                     report, stored = run_eager_call(
                         call, program, captured, blocks, index, self._ensure
@@ -247,6 +264,13 @@ class TorchrunRuntime:
             first = self._number(len(stored))
             self._values.update(enumerate(stored, first))
             return reports, first, self._seq
+
+    def _meet(self, call: EagerCall, blocks: Sequence[torch.Tensor]) -> None:
+        """Nothing else says that the others are at the same call: each of them is agreed on."""
+        if len(call.ranks) > 1:
+            inputs = ", ".join(_kind(block.shape, block.dtype) for block in blocks)
+            self._rendezvous.exchange(call.ranks, b"", f"{call.name}({inputs}), compile=False")
+        self.make_groups({call.group: (call.ranks,)})
 
     def _gathered(self, call: EagerCall, report: EagerReport) -> list[EagerReport]:
         if len(call.ranks) == 1:
@@ -276,11 +300,14 @@ class TorchrunRuntime:
             try:
                 self._watch.raise_verdict()
                 self._rendezvous.raise_cause()
+                self._rendezvous.raise_absence()
             except (WorkerError, CollectiveMismatch) as cause:
                 error = cause
             except Exception:  # the store is gone too
                 pass
-        if not isinstance(error, WorkerError):
+            if is_communication(error):
+                error = _lost(error)
+        if not isinstance(error, _CONSEQUENCES):
             self._record(error)  # now: torchrun takes the earliest for the cause
         self._rendezvous.report_cause(error)
         self._groups.drop()
@@ -302,7 +329,7 @@ class TorchrunRuntime:
         except BaseException as handled:
             get_error_handler().record_exception(handled)
         error.with_traceback(where)
-        if isinstance(error, WorkerError):
+        if isinstance(error, _CONSEQUENCES):
             _note_as_later(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
 
     def _uncaught(
@@ -323,9 +350,19 @@ class TorchrunRuntime:
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._previous_hook
         self._watch.stop()
+        self._rendezvous.leave(failed=failed)  # first: it is why the others' collectives end
         self._groups.drop()
-        self._rendezvous.leave(failed=failed)
         self._values.clear()
+
+
+def _lost(error: BaseException) -> WorkerDied:
+    """What to raise when a collective broke off and nobody said why."""
+    lost = WorkerDied(
+        "the connection to another process of this job broke off, and it did not say why: it was "
+        "killed (for want of memory, perhaps), or its host is gone. The launcher's report names it."
+    )
+    lost.__cause__ = error
+    return lost
 
 
 def _note_as_later(file: Path) -> None:

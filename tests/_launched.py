@@ -1,0 +1,135 @@
+"""Start a script as several processes, as ``torchrun`` does, and read what each rank wrote.
+
+finished = launch(2, "script.py", str(folder))
+assert finished.code == 0, finished.output
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from _support import SCALE
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+LIMIT_S = 100.0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a launched job ended."""
+
+    code: int
+    output: str
+
+
+def launch(
+    num_ranks: int,
+    *command: str,
+    options: tuple[str, ...] = ("--standalone",),
+    environment: Mapping[str, str] | None = None,
+    prefix: tuple[str, ...] = (),
+) -> Finished:
+    """Run ``torchrun --nproc-per-node=num_ranks command`` to its end; a job that does not end is
+    killed, and a failure.
+    """
+    job = Job(num_ranks, *command, options=options, environment=environment, prefix=prefix)
+    return job.wait()
+
+
+class Job:
+    """A launched job that still runs."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *command: str,
+        options: tuple[str, ...] = ("--standalone",),
+        environment: Mapping[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
+    ) -> None:
+        torchrun = (sys.executable, "-m", "torch.distributed.run", *options)
+        self._process = subprocess.Popen(
+            [*prefix, *torchrun, f"--nproc-per-node={num_ranks}", *command],
+            env=_environment(environment or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self) -> Finished:
+        try:
+            output, _ = self._process.communicate(timeout=LIMIT_S * SCALE)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            output, _ = self._process.communicate()
+            raise AssertionError(f"the job hangs; its output so far:\n{output}") from None
+        return Finished(self._process.returncode, output)
+
+
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCHPMAP_", "GLOO_")) and name not in ("MASTER_ADDR", "RANK")
+    }
+    path = os.pathsep.join([str(ROOT), str(TESTS)])
+    return {
+        **inherited,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",  # torchrun would say that it sets it
+        "TORCHPMAP_DEVICE_TYPE": "cpu",
+        "TORCHPMAP_TIMEOUT": "60",
+        **more,
+    }
+
+
+# -- many small cases in one job -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A case ended with an exception."""
+
+    kind: str
+    text: str
+
+
+def run_cases(cases: Mapping[str, Callable[[], Any]], folder: str) -> None:
+    """In a rank: run the cases one after the other, and write down what each gave."""
+    answers: dict[str, Any] = {}
+    for name, case in cases.items():
+        try:
+            answers[name] = case()
+        except Exception as error:
+            answers[name] = Raised(type(error).__name__, str(error))
+    path = Path(folder) / f"rank{os.environ['RANK']}"
+    with path.open("wb") as file:
+        pickle.dump(answers, file)
+
+
+def answers(num_ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """What the ranks of ``run_cases`` wrote."""
+    found = []
+    for rank in range(num_ranks):
+        with (folder / f"rank{rank}").open("rb") as file:
+            found.append(pickle.load(file))
+    return found
+
+
+def host(tree: Any) -> Any:
+    """A tree of results as plain tensors."""
+    return torch.utils._pytree.tree_map(
+        lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, tree
+    )

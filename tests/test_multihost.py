@@ -1,0 +1,126 @@
+"""Covers: torchpmap.multihost with a single process, where nothing is sent (with several:
+test_torchrun.py).
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import torchpmap as tp
+from torchpmap import multihost
+
+
+@pytest.fixture(autouse=True)
+def doubled(pool):
+    """A result on the devices."""
+    return tp.pmap(lambda x: x * 2, compile=False)(torch.arange(4.0))
+
+
+def test_barrier_returns():
+    assert multihost.barrier() is None
+    assert multihost.barrier("with a name") is None
+
+
+def test_broadcast_gives_new_values_of_the_same_kinds():
+    weight = torch.ones(2, requires_grad=True)
+    array = np.arange(3)
+    given = {"w": weight, "a": array, "name": "x", "none": None, "c": torch.tensor(1 + 2j).conj()}
+    got = multihost.broadcast(given)
+    assert list(got) == list(given)
+    assert type(got["w"]) is torch.Tensor
+    assert not got["w"].requires_grad
+    assert isinstance(got["a"], np.ndarray)
+    assert (got["name"], got["none"], got["c"].item()) == ("x", None, 1 - 2j)
+    got["w"].zero_()
+    got["a"][:] = 0
+    assert weight.tolist() == [1, 1]
+    assert array.tolist() == [0, 1, 2]
+
+
+def test_broadcast_of_a_sharded_tensor_is_its_value(doubled):
+    got = multihost.broadcast(doubled)
+    assert type(got) is torch.Tensor
+    assert got.tolist() == [0, 2, 4, 6]
+
+
+def test_broadcast_from_a_process_that_is_not_there():
+    with pytest.raises(IndexError, match=r"broadcast\(source=1\): there is no such process; thei"):
+        multihost.broadcast(1, source=1)
+
+
+def test_broadcast_of_what_cannot_be_pickled():
+    with pytest.raises(ValueError, match="that process cannot give its tree: TypeError"):
+        multihost.broadcast({"x": (n for n in range(3))})
+
+
+def test_all_gather_stacks_one_process():
+    got = multihost.all_gather({"x": torch.ones(2, dtype=torch.int16), "n": 3, "none": None})
+    assert got["x"].tolist() == [[1, 1]]
+    assert got["x"].dtype == torch.int16
+    assert got["n"].tolist() == [3]
+    assert got["none"] is None
+
+
+def test_all_gather_tiled_is_the_identity_and_stacks_numbers():
+    rows = np.arange(6).reshape(3, 2)
+    got = multihost.all_gather((rows, 3.5), tiled=True)
+    assert got[0].tolist() == rows.tolist()
+    assert got[1].tolist() == [3.5]
+
+
+def test_all_gather_of_a_result(doubled):
+    assert multihost.all_gather(doubled).tolist() == [[0, 2, 4, 6]]
+    assert multihost.all_gather(doubled, tiled=True).tolist() == [0, 2, 4, 6]
+
+
+def test_all_gather_wants_data():
+    with pytest.raises(TypeError, match=r"all_gather: tree\['s'\] has type str, but only tensors"):
+        multihost.all_gather({"s": "text"})
+
+
+def test_assert_equal_of_one():
+    multihost.assert_equal({"x": torch.tensor(float("nan")), "s": "text"}, "never shown")
+
+
+def test_local_rows_of_one_is_the_tree():
+    tree = {"x": torch.arange(5), "y": (np.ones((2, 3)), None)}
+    assert multihost.local_rows(tree) is tree
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "text"),
+    [
+        ({"x": 3}, TypeError, "tree['x'] has type int, but only tensors and arrays have rows."),
+        ([torch.ones(())], ValueError, "tree[0] has shape [], which has no such dim."),
+    ],
+)
+def test_local_rows_wants_rows(tree, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        multihost.local_rows(tree)
+
+
+def test_local_rows_of_what_is_divided_already(doubled):
+    with pytest.raises(TypeError, match="tree is a ShardedTensor, whose rows are on their devices"):
+        multihost.local_rows(doubled)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        multihost.barrier,
+        lambda: multihost.broadcast(1),
+        lambda: multihost.all_gather(1),
+        lambda: multihost.assert_equal(1),
+    ],
+)
+def test_inside_a_mapped_function(call):
+    def function(x):
+        call()
+        return x
+
+    with pytest.raises(RuntimeError, match="is for the script around mapped functions, and cannot"):
+        tp.pmap(function, "i", compile={"backend": "eager"})(torch.arange(4.0))

@@ -1,0 +1,168 @@
+"""What the functions of ``multihost`` send: leaves as blocks, trees in two parts, digests."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from torchpmap._current import process_index
+from torchpmap._layout import Layout
+from torchpmap._plan import host_tensor
+from torchpmap._sharded import ShardedTensor
+from torchpmap._structure import flatten
+
+__all__ = ["Parcel", "Share", "as_bytes", "empty", "filled", "fingerprint", "opened", "padded"]
+
+_DATA = (torch.Tensor, np.ndarray)
+_NUMBERS = (bool, int, float, complex, np.generic)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_SHOWN = 6
+"""Elements of a tensor that a message shows."""
+
+
+def fingerprint(leaf: Any) -> str:
+    """Text that is equal for equal leaves, and shows what it can."""
+    if not isinstance(leaf, _DATA):
+        shown = repr(leaf) if isinstance(leaf, _PLAIN) else f"an object {type(leaf).__name__}"
+        exact = pickle.dumps(leaf)
+    else:
+        value = _host(leaf)
+        first = value.reshape(-1)[:_SHOWN].tolist()
+        more = ", ..." if value.numel() > _SHOWN else ""
+        shown = f"{_kind(value.shape, value.dtype)} [{', '.join(map(str, first))}{more}]"
+        exact = as_bytes(value).numpy().tobytes()
+    return f"{shown} (digest {hashlib.blake2b(exact, digest_size=8).hexdigest()})"
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The data of a tensor of any dtype, as one row of bytes (Gloo knows few dtypes)."""
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _host(leaf: Any) -> torch.Tensor:
+    if isinstance(leaf, ShardedTensor):
+        return leaf.to_host()
+    return host_tensor(leaf)
+
+
+def _kind(shape: Sequence[Any], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+def _is_foreign(leaf: Any) -> bool:
+    """Whether a value has blocks in other processes."""
+    return isinstance(leaf, ShardedTensor) and any(
+        device.process_index != process_index() for device in leaf.devices()
+    )
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this process gives of one leaf to ``all_gather``."""
+
+    block: torch.Tensor
+    kind: str
+    """Equal in all processes, as far as shapes must be."""
+    layout: Layout | None
+    """Of a value that is in several processes."""
+    is_tiled: bool
+
+    @classmethod
+    def of(cls, leaf: Any, path: str, tiled: bool) -> Share:
+        if _is_foreign(leaf):
+            layout, _ = leaf._alive()
+            mine = leaf.addressable_shards
+            block = mine[0].data if mine else torch.zeros(layout.block_shape, dtype=layout.dtype)
+            where = " ".join(map(str, layout.devices))
+            return cls(block, f"{_kind(layout.shape, layout.dtype)} on {where}", layout, False)
+        if not isinstance(leaf, (*_DATA, *_NUMBERS)):
+            raise TypeError(
+                f"torchpmap.multihost.all_gather: {path} has type {type(leaf).__name__}, but only "
+                "tensors, arrays and numbers can be gathered. Leave it out, or send it with "
+                "torchpmap.multihost.broadcast."
+            )
+        block = _host(leaf)
+        is_tiled = tiled and block.dim() > 0
+        shape = ["*", *block.shape[1:]] if is_tiled else block.shape
+        return cls(block, _kind(shape, block.dtype), None, is_tiled)
+
+    def joined(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The result of the leaf, from the blocks of all processes."""
+        if self.layout is not None:
+            whole = torch.empty(self.layout.shape, dtype=self.layout.dtype)
+            for device, index in zip(self.layout.devices, self.layout.slices, strict=True):
+                whole[index] = blocks[device.process_index]
+            return whole
+        return torch.cat(list(blocks)) if self.is_tiled else torch.stack(list(blocks))
+
+
+def padded(block: torch.Tensor, rows: int) -> torch.Tensor:
+    """Gloo gathers equal sizes only."""
+    missing = rows - len(block)
+    return torch.cat([block, block.new_zeros(missing, *block.shape[1:])]) if missing else block
+
+
+@dataclass(frozen=True)
+class _Placeholder:
+    """Stands in a pickled tree for data that travels as a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_array: bool
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A tree of one process, for the others."""
+
+    header: bytes
+    """Pickled: the tree with placeholders; or a text, why there is none."""
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, tree: Any) -> Parcel:
+        leaves, structure = flatten(tree)
+        tensors: list[torch.Tensor] = []
+        try:
+            for position, leaf in enumerate(leaves):
+                if isinstance(leaf, _DATA):
+                    value = _host(leaf)
+                    tensors.append(value)
+                    leaves[position] = _Placeholder(
+                        tuple(value.shape), value.dtype, isinstance(leaf, np.ndarray)
+                    )
+            return cls(cloudpickle.dumps((structure.unflatten(leaves), None)), tensors)
+        except Exception as error:  # the others wait for it, so they must learn of it
+            return cls(cloudpickle.dumps((None, f"{type(error).__name__}: {error}")), [])
+
+
+def opened(header: bytes, what: str) -> Any:
+    """The tree with placeholders, as all processes see it."""
+    tree, refusal = pickle.loads(header)
+    if refusal is not None:
+        raise ValueError(f"{what}: that process cannot give its tree: {refusal}")
+    return tree
+
+
+def empty(tree: Any) -> list[torch.Tensor]:
+    """Where the data of a tree with placeholders will be."""
+    kinds = [leaf for leaf in flatten(tree)[0] if isinstance(leaf, _Placeholder)]
+    return [torch.empty(kind.shape, dtype=kind.dtype) for kind in kinds]
+
+
+def filled(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The tree with data in the place of placeholders."""
+    leaves, structure = flatten(tree)
+    data = iter(tensors)
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, _Placeholder):
+            tensor = next(data)
+            leaves[position] = tensor.numpy() if leaf.is_array else tensor
+    return structure.unflatten(leaves)

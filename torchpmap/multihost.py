@@ -1,0 +1,337 @@
+"""What the processes of one job do together besides mapped calls: wait, give, gather, compare.
+
+Under torchrun, srun or mpirun every process runs the same script (see docs/multihost.md), and all
+must call these functions, in the same order.  What is small and of unknown size (names, tree
+structures, digests) goes through the store that the processes met at, because that needs no size in
+advance and can say who is missing; tensors go through the process group of all of them, over Gloo
+as bytes, because the store would hold every one of them in a single process.
+
+Each function compares what the processes are about to do, so that a process that is elsewhere in
+its program is an error that says who is where.  That costs about a millisecond per call: for what a
+training step exchanges, use collectives in a mapped function.
+
+With a single process all of it works too, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+import torch
+
+from torchpmap import _axes
+from torchpmap._current import process_count, process_index, runtime
+from torchpmap._multihost_values import (
+    Parcel,
+    Share,
+    as_bytes,
+    empty,
+    filled,
+    fingerprint,
+    opened,
+    padded,
+)
+from torchpmap._runtimes._rendezvous import Rendezvous, who_has_what
+from torchpmap._sharded import ShardedTensor
+from torchpmap._structure import flatten
+
+if TYPE_CHECKING:
+    from torchpmap._runtimes._torchrun import TorchrunRuntime
+
+__all__ = ["all_gather", "assert_equal", "barrier", "broadcast", "local_rows"]
+
+T = TypeVar("T")
+_DATA = (torch.Tensor, np.ndarray)
+
+_c10d = torch.ops._c10d_functional
+
+
+def barrier(name: str = "") -> None:
+    """Return when every process has called it with the same ``name``.
+
+    Args:
+        name: what the processes meet for; shown in errors.
+
+    Raises:
+        CollectiveMismatch: a process is at another barrier, or elsewhere; the text says who.
+        CallTimeout: a process did not come within ``torchpmap.config.timeout``.
+
+    Example:
+        >>> import torchpmap as tp
+        >>> tp.multihost.barrier("data is on disk")
+
+    Source: ``jax.experimental.multihost_utils.sync_global_devices``, which compares a checksum.
+    """
+    what = f"torchpmap.multihost.barrier({name!r})"
+    _refuse_inside(what)
+    if process_count() > 1:
+        _together(lambda rendezvous: rendezvous.exchange(_everyone(), b"", what))
+
+
+def broadcast(tree: Any, source: int = 0) -> Any:
+    """Return the ``tree`` of process ``source``, in every process.
+
+    broadcast: tree of T[*s] on one process -> tree of T[*s] on every process
+
+    Args:
+        tree: pytree of tensors, arrays and anything that can be pickled.  Only that of ``source``
+            counts: the others may have other shapes, another structure, or pass None.
+        source: number of the process that gives.
+
+    Returns:
+        The same structure.  Tensors come as new CPU tensors, detached, arrays as arrays; a
+        ShardedTensor counts by its value on the host.
+
+    Raises:
+        IndexError: there is no process ``source``.
+        ValueError: (on all processes) the tree of ``source`` cannot be given: a part of it cannot
+            be pickled, or is a ShardedTensor with blocks in other processes.
+        CollectiveMismatch: a process is elsewhere in its program.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.multihost.broadcast({"seed": 7, "w": torch.ones(2)})
+        {'seed': 7, 'w': tensor([1., 1.])}
+
+    Source: ``jax.experimental.multihost_utils.broadcast_one_to_all``, which wants equal shapes.
+    """
+    what = f"torchpmap.multihost.broadcast(source={source})"
+    _refuse_inside(what)
+    count = process_count()
+    if not 0 <= source < count:
+        raise IndexError(f"{what}: there is no such process; their numbers are 0 to {count - 1}.")
+    parcel = Parcel.of(tree) if process_index() == source else Parcel(b"", [])
+    if count == 1:
+        tree = opened(parcel.header, what)
+        return filled(tree, [value.clone() for value in parcel.tensors])
+
+    headers = _together(lambda rendezvous: rendezvous.exchange(_everyone(), parcel.header, what))
+    tree = opened(headers[source], what)
+    tensors = parcel.tensors if process_index() == source else empty(tree)
+    return filled(tree, _together(lambda _: _sent_from(source, tensors)))
+
+
+def all_gather(tree: Any, tiled: bool = False) -> Any:
+    """Return the leaves of all processes, in process order, in every process.
+
+    all_gather: T[*s] per process -> T[n, *s];  tiled: T[k, *s] per process -> T[n * k, *s]
+
+    Args:
+        tree: pytree of tensors, arrays and numbers, of one structure; leaves have the same dtype
+            and shape in every process.  None stays None.
+        tiled: concatenate along dim 0 instead of stacking on a new one; the processes may have
+            different numbers of rows then.  Numbers and tensors of no dims are stacked all the
+            same.
+
+    Returns:
+        The same structure, of detached CPU tensors.  A ShardedTensor with blocks in several
+        processes gives its whole value, whatever ``tiled`` says; one that only this process holds
+        counts by its value on the host.
+
+    Raises:
+        TypeError: a leaf is no tensor, array or number.
+        CollectiveMismatch: structures, shapes or dtypes differ, or a process is elsewhere in its
+            program; the text says who has what.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.multihost.all_gather({"loss": 0.5, "x": torch.arange(2)})
+        {'loss': tensor([0.5000]), 'x': tensor([[0, 1]])}
+        >>> tp.multihost.all_gather(torch.arange(2), tiled=True)
+        tensor([0, 1])
+
+    Source: ``jax.experimental.multihost_utils.process_allgather``.
+    """
+    what = f"torchpmap.multihost.all_gather(tiled={tiled})"
+    _refuse_inside(what)
+    leaves, structure = flatten(tree)
+    present = [
+        (leaf, path)
+        for leaf, path in zip(leaves, structure.paths("tree"), strict=True)
+        if leaf is not None
+    ]
+    shares = [Share.of(leaf, path, tiled) for leaf, path in present]
+    gathered = [[share.block] for share in shares]
+    if process_count() > 1:
+        kinds = [
+            f"{path} is {share.kind}" for (_, path), share in zip(present, shares, strict=True)
+        ]
+
+        def work(rendezvous: Rendezvous) -> list[list[torch.Tensor]]:
+            rendezvous.agree(_everyone(), "\n".join([what, *kinds]), what)
+            return _from_all(shares)
+
+        gathered = _together(work)
+    joined = map(Share.joined, shares, gathered)
+    return structure.unflatten([None if leaf is None else next(joined) for leaf in leaves])
+
+
+def assert_equal(tree: Any, message: str = "") -> None:
+    """Raise, in every process, unless all processes have an equal ``tree``.
+
+    Tensors and arrays are equal if shape, dtype and every bit are (so NaN equals itself, and 0.0 is
+    not -0.0); anything else if it is pickled to the same bytes.  Only digests are sent.
+
+    Args:
+        tree: any pytree.  ShardedTensors count by their value on the host, so one with different
+            blocks in several processes cannot be compared: it is one value.
+        message: begins the error's text.
+
+    Raises:
+        AssertionError: with the path of the first leaf that differs, and which process has what.
+        CollectiveMismatch: a process is elsewhere in its program.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.multihost.assert_equal({"w": torch.ones(2)}, "weights after the first step")
+
+    Source: ``jax.experimental.multihost_utils.assert_equal``.
+    """
+    what = "torchpmap.multihost.assert_equal"
+    _refuse_inside(what)
+    leaves, structure = flatten(tree)
+    lines = [
+        f"{path} = {fingerprint(leaf)}"
+        for path, leaf in zip(structure.paths("tree"), leaves, strict=True)
+    ]
+    if process_count() == 1:
+        return
+    texts = _together(lambda store: store.differing(_everyone(), "\n".join(lines), what))
+    if texts is None:
+        return
+    rows = zip_longest(*(each.splitlines() for each in texts), fillvalue="(nothing)")
+    differing = next(row for row in rows if len(set(row)) > 1)
+    raise AssertionError(
+        f"{message or what}: the processes do not have the same values:\n"
+        f"{who_has_what(_everyone(), differing)}"
+    )
+
+
+def local_rows(tree: Any, dim: int = 0) -> Any:
+    """Return the rows of this process, of values that every process has whole.
+
+    local_rows: T[n * k, *s] -> T[k, *s]: the part of ``process_index()`` of n equal ones
+
+    Args:
+        tree: pytree of tensors and arrays, equal in every process (which is not checked: see
+            ``assert_equal``).
+        dim: the dim to divide.
+
+    Returns:
+        The same structure, of views; with a single process the tree itself.
+
+    Raises:
+        ValueError: the rows do not divide over the processes.
+        TypeError: a leaf has no rows, or is a ShardedTensor, which is divided already.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.multihost.local_rows(torch.arange(4))  # in process 1 of 2: tensor([2, 3])
+        tensor([0, 1, 2, 3])
+
+    Source: the loop over ``jax.process_index()`` in multi-process input pipelines.
+    """
+    count = process_count()
+    leaves, structure = flatten(tree)
+    for leaf, path in zip(leaves, structure.paths("tree"), strict=True):
+        _check_rows(leaf, path, dim, count)
+    if count == 1:
+        return tree
+    return structure.unflatten([_part(leaf, dim, count) for leaf in leaves])
+
+
+def _check_rows(leaf: Any, path: str, dim: int, count: int) -> None:
+    what = f"torchpmap.multihost.local_rows(dim={dim})"
+    if leaf is None:
+        return
+    if isinstance(leaf, ShardedTensor):
+        raise TypeError(
+            f"{what}: {path} is a ShardedTensor, whose rows are on their devices already. Pass it "
+            "to the mapped function as it is, or take the rows of its value on the host "
+            "(torchpmap.multihost.all_gather)."
+        )
+    if not isinstance(leaf, _DATA):
+        raise TypeError(
+            f"{what}: {path} has type {type(leaf).__name__}, but only tensors and arrays have rows."
+        )
+    if not -leaf.ndim <= dim < leaf.ndim:
+        raise ValueError(f"{what}: {path} has shape {list(leaf.shape)}, which has no such dim.")
+    if leaf.shape[dim] % count:
+        raise ValueError(
+            f"{what}: {path} has {leaf.shape[dim]} rows (shape {list(leaf.shape)}), which do not "
+            f"divide over {count} processes. Pad it or drop rows to a multiple of {count}."
+        )
+
+
+def _part(leaf: Any, dim: int, count: int) -> Any:
+    if leaf is None:
+        return None
+    rows = leaf.shape[dim] // count
+    where = [slice(None)] * leaf.ndim
+    where[dim] = slice(process_index() * rows, (process_index() + 1) * rows)
+    return leaf[tuple(where)]
+
+
+# -- agreement -------------------------------------------------------------------------------------
+
+
+def _refuse_inside(what: str) -> None:
+    if _axes.bound():
+        raise RuntimeError(
+            f"{what} is for the script around mapped functions, and cannot be called inside one. "
+            "Use a collective there (torchpmap.all_gather, psum, pbroadcast)."
+        )
+
+
+def _together(work: Callable[[Rendezvous], T]) -> T:
+    # several processes: there is no other runtime for them
+    return cast("TorchrunRuntime", runtime()).together(work)
+
+
+def _everyone() -> range:
+    return range(process_count())
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def _from_all(shares: Sequence[Share]) -> list[list[torch.Tensor]]:
+    """The blocks of all processes, per leaf."""
+    tiled = [share for share in shares if share.is_tiled]
+    if not tiled:
+        return _gathered([share.block for share in shares])
+    counts = torch.tensor([len(share.block) for share in tiled])
+    numbers = zip(*(each.tolist() for each in _gathered([counts])[0]), strict=True)
+    rows = [next(numbers) if share.is_tiled else () for share in shares]
+    sent = [
+        padded(share.block, max(counts)) if share.is_tiled else share.block
+        for share, counts in zip(shares, rows, strict=True)
+    ]
+    return [
+        [block[:count] for block, count in zip(blocks, counts, strict=True)] if counts else blocks
+        for blocks, counts in zip(_gathered(sent), rows, strict=True)
+    ]
+
+
+def _gathered(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Equal shapes on all processes -> per tensor, those of all processes."""
+    count, group = process_count(), cast("TorchrunRuntime", runtime()).group_of_all()
+    under_way = [_c10d.all_gather_into_tensor(as_bytes(tensor), count, group) for tensor in tensors]
+    gathered = [_c10d.wait_tensor(data).reshape(count, -1) for data in under_way]
+    return [
+        [row.clone().view(tensor.dtype).reshape(tensor.shape) for row in data]
+        for tensor, data in zip(tensors, gathered, strict=True)
+    ]
+
+
+def _sent_from(source: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of ``source``; elsewhere only shapes and dtypes count."""
+    group = cast("TorchrunRuntime", runtime()).group_of_all()
+    under_way = [_c10d.broadcast(as_bytes(tensor), source, group) for tensor in tensors]
+    return [
+        _c10d.wait_tensor(data).view(tensor.dtype).reshape(tensor.shape)
+        for tensor, data in zip(tensors, under_way, strict=True)
+    ]
