@@ -109,7 +109,7 @@ class Preparation:
                 f"{options.prefix}: a pmap inside a mapped function runs on the device that it is "
                 "met on, and cannot have devices. Leave them out, or give them to the outer pmap."
             )
-        bound = self._bind(args, kwargs)
+        bound = self._bind(args, kwargs, spans=True)  # all rows are here
         program, positions = self._program(bound, bound.size)
         leaves = [bound.leaves[position] for position in positions]
         blocks = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
@@ -119,7 +119,7 @@ class Preparation:
     def run_inline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call in this process, after the checks that the devices' own calls get."""
         options = self._options
-        bound = self._bind(args, kwargs)
+        bound = self._bind(args, kwargs, spans=True)  # all rows are here
         self._choose_devices(self._levels(bound), ())  # for its errors
         program, positions = self._program(bound, bound.size)
         leaves = [bound.leaves[position] for position in positions]
