@@ -61,6 +61,20 @@ def test_compiled_functions_travel_as_the_function_inside():
     assert again(3) == 6
 
 
+def test_operations_of_this_process_are_themselves_in_it():
+    @torch.library.custom_op("torchpmap_tests_shipping::same", mutates_args=())
+    def same(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    kernel = same._backend_fns[None]
+    by_name = torch.ops.torchpmap_tests_shipping.same.default
+    packed = pickled_function(lambda x: (same, by_name), "f()", here=True)
+    again, _ = pickle.loads(packed)
+    assert again(0)[0] is same
+    assert again(0)[1] is by_name
+    assert same._backend_fns[None] is kernel
+
+
 def test_captured_tensors_are_listed_and_are_the_same_objects():
     w, module = torch.ones(2), torch.nn.Linear(2, 1)
     f, tensors = pickle.loads(pickled_function(lambda x: module(x * w) + w.sum(), "f()"))

@@ -43,7 +43,8 @@ class EagerPlan:
         """Run the function on stored blocks and wait for all devices."""
         runtime = current_runtime()
         team = runtime.team(tuple(device.id for device in self._grid.devices))
-        function = pickled_function(self._program, f"{self._program.name}()")
+        name = f"{self._program.name}()"
+        function = pickled_function(self._program, name, here=runtime.runs_here)
         function_id = int.from_bytes(hashlib.blake2b(function, digest_size=7).digest(), "little")
         key = peek_key()
         call = EagerCall(

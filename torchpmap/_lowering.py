@@ -84,8 +84,9 @@ def lower(
         for tensor in traced.captured
     )
     definition = _definition(target, traced.graph, traced.inputs, traced.uses_index)
-    implementations = Implementations(traced.graph)
-    pinned = (*traced.pinned, *implementations.tensors())
+    runs_here = target.team.runtime.runs_here
+    implementations = None if runs_here else Implementations(traced.graph)
+    pinned = (*traced.pinned, *(implementations.tensors() if implementations else ()))
     return Plan(
         definition=definition,
         groups=_groups(target, traced),

@@ -19,7 +19,7 @@ from typing import Any
 
 import cloudpickle
 import torch
-from torch._library.custom_ops import CustomOpDef
+from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch.fx.node import map_arg
 
 from torchpmap._custom_ops import HiddenOperation, mentioned, reduced, source
@@ -32,9 +32,11 @@ _NO_LOCKS = (
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor], here: bool = False) -> None:
         super().__init__(file)
         self._tensors = tensors
+        self._source = _nothing if here else source
+        self._here = here
         self.names: set[str] = set()
         """Attributes and globals that the pickled functions mention."""
         self.mentions_ops = False
@@ -53,11 +55,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # their own pickle looks for a module that has a "torch" and may find the user's script
             return getattr, (torch, str(obj).removeprefix("torch."))
         if isinstance(obj, torch._ops.OpOverload):
-            return _overload, (obj._schema.name, obj._overloadname, source(obj.name()))
+            return _overload, (obj._schema.name, obj._overloadname, self._source(obj.name()))
         if isinstance(obj, torch._ops.OpOverloadPacket):
             overload = getattr(obj, obj.overloads()[0])
-            return _packet, (obj._qualified_op_name, source(overload.name()))
+            return _packet, (obj._qualified_op_name, self._source(overload.name()))
         if isinstance(obj, CustomOpDef):
+            if self._here:
+                return _defined_here, (obj._qualname,)
             self.definitions.append(obj._qualname)
             return reduced(obj)
         if isinstance(obj, torch._ops.HigherOrderOperator):
@@ -91,18 +95,18 @@ def pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def pickled_function(function: Any, what: str) -> bytes:
+def pickled_function(function: Any, what: str, *, here: bool = False) -> bytes:
     """Bytes of (a user's function, the tensors it closes over); ``TypeError`` naming ``what`` if it
-    cannot be pickled.
+    cannot be pickled.  ``here``: for this process, which knows the user's operations.
     """
     operations: list[Any] = []
     try:
         while True:
             buffer = io.BytesIO()
             tensors: list[torch.Tensor] = []  # filled while the function is written, itself after
-            pickler = _Pickler(buffer, tensors)
+            pickler = _Pickler(buffer, tensors, here)
             pickler.dump(_Supplied(operations, (function, tensors)))
-            found = mentioned(pickler.names) if pickler.mentions_ops else []
+            found = mentioned(pickler.names) if pickler.mentions_ops and not here else []
             if len(found) == len(operations):
                 return buffer.getvalue()
             operations = found  # whose own functions may mention more
@@ -130,6 +134,14 @@ def _supplied(operations: list[tuple[str, Any]], value: Any) -> Any:
     for name, kind in operations:
         _supply(name, kind)
     return value
+
+
+def _defined_here(operation: str) -> CustomOpDef:
+    return OPDEFS[operation]
+
+
+def _nothing(operation: str) -> None:
+    return None
 
 
 def _supply(name: str, kind: Any) -> None:

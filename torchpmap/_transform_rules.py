@@ -163,11 +163,12 @@ class _Function(torch.autograd.Function):
             ctx.needs_input_grad = needed
         if not isinstance(gradients, tuple):
             gradients = (gradients,)
-        args, kwargs = call.arguments(list(range(len(needed) - 1)))
+        num_leaves = len(needed) - 1
+        args, _ = call.arguments(range(num_leaves))
         flat: list[Any] = []
         for gradient, argument in zip(gradients, args, strict=True):
             flat += [gradient] if not isinstance(argument, list) else _spread(gradient, argument)
-        return (*flat, *[None] * len(kwargs), None)
+        return (*flat, *[None] * (num_leaves - len(flat) + 1))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

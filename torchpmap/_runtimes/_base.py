@@ -57,6 +57,10 @@ class Runtime(Protocol):
     """Where tensors are inside plans."""
 
     @property
+    def runs_here(self) -> bool:
+        """Whether plans and functions run in this process, where all that the user defined is."""
+
+    @property
     def scarred(self) -> bool:
         """Whether values may be lost: only then do callers ``check`` what they pass on."""
 

@@ -33,6 +33,8 @@ __all__ = ["LocalRuntime"]
 class LocalRuntime:
     """Controller side of one pool of worker processes (see ``Runtime`` for the interface)."""
 
+    runs_here = False
+
     def __init__(self, num_devices: int, device_type: str, timeout_s: float) -> None:
         self.devices = enumerate_devices(num_devices, device_type)
         # each worker sees one GPU

@@ -78,6 +78,7 @@ class _Defined(NamedTuple):
 class TorchrunRuntime:
     """One process of several (see ``Runtime`` for the interface)."""
 
+    runs_here = True
     scarred = False
     """Values are lost only with the whole job."""
 
