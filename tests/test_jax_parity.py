@@ -26,7 +26,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -102,12 +101,9 @@ def _params(cases: list[Case], mode: str) -> list[Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def devices() -> Iterator[None]:
-    # Workers may be unable to import test modules: what a program calls travels with it.
-    cloudpickle.register_pickle_by_value(lookalike)
     tp.init(num_devices=NUM_DEVICES)
     yield
     tp.shutdown()
-    cloudpickle.unregister_pickle_by_value(lookalike)
 
 
 def _inputs(case: Case) -> dict[str, Any]:
