@@ -39,17 +39,25 @@ def sample(items: Sequence[pytest.Item]) -> set[pytest.Item]:
             tables[item.parent, item.originalname].append(item)  # type: ignore[attr-defined]
     for cells in tables.values():
         (n,) = cells[0].get_closest_marker("sampled").args
-        # names of one parametrization have the same number everywhere
+        # names that are parametrized together have equal columns, which count once
         columns = {
-            tuple(cell.callspec.indices[name] for cell in cells)
-            for name in cells[0].callspec.indices
+            _numbers([cell.callspec.params[name] for cell in cells])
+            for name in cells[0].callspec.params
         }
-        stay = [sum(numbers) % n == 0 for numbers in zip(*columns, strict=True)]
+        stay = [sum(row) % n == 0 for row in zip(*columns, strict=True)]
         for column in columns:
-            lost = set(column) - {k for k, stays in zip(column, stay, strict=True) if stays}
-            assert not lost or len(columns) == 1, f"{cells[0].nodeid}: lost {lost} of a parameter"
+            lost = set(column) - {
+                number for number, stays in zip(column, stay, strict=True) if stays
+            }
+            assert not lost or len(columns) == 1, f"{cells[0].nodeid}: a parameter lost {lost}"
         kept.update(cell for cell, stays in zip(cells, stay, strict=True) if stays)
     return kept
+
+
+def _numbers(values: list[Any]) -> tuple[int, ...]:
+    """Number the different objects in the order in which they come first."""
+    seen: dict[int, int] = {}
+    return tuple(seen.setdefault(id(value), len(seen)) for value in values)
 
 
 def wait_for(predicate: Callable[[], object], seconds: float = 2.0) -> bool:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
-gc.disable()  # until the tests are collected: what is made by then stays
 os.environ.setdefault("TORCHPMAP_WARM", "0")  # of the programs that tests run few compile
 
 import hypothesis
@@ -25,6 +24,8 @@ hypothesis.settings.register_profile(
     "reproducible", derandomize=True, deadline=None, database=None, print_blob=True
 )
 hypothesis.settings.load_profile("reproducible")
+
+gc.disable()  # until the tests are collected: what is made by then stays
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

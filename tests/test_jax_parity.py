@@ -131,6 +131,7 @@ def test_same_as_jax(case: Case, mode: str) -> None:
         values.check(_run(case, mode), values.expectation(case), values.widened(case))
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(("case", "mode"), _params(_compiled_sample(), "inductor"))
 def test_same_as_jax_compiled(case: Case, mode: str) -> None:
     values.check(_run(case, mode), values.expectation(case), values.widened(case))
