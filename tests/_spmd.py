@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 
 from torchpmap import _axes
 from torchpmap._axes import Axis, Partition
+from torchpmap._runtimes._process import preload
 
 GROUP = "axis"
 TIMEOUT_S = 60
@@ -36,7 +37,8 @@ Run = Callable[..., list[Any]]
 @contextmanager
 def spmd(size: int, axis_name: str = "i") -> Iterator[Run]:
     """Start ``size`` processes; yields ``run(function, *args)``, which calls it on all of them."""
-    context = mp.get_context("spawn")
+    preload()  # the fork server of the workers has imported torch: four processes need 8 s else
+    context = mp.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(size):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 import torchpmap as tp
@@ -17,6 +20,44 @@ EAGER = {"backend": "eager"}
 
 SCALE = float(os.environ.get("TORCHPMAP_TEST_SCALE", "1"))
 """Factor on all time bounds, for slow machines."""
+
+TEST_ALL = os.environ.get("TORCHPMAP_TEST_ALL") == "1"
+"""Whether every case of every test runs, also of those marked ``sampled``."""
+
+
+def sample(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """The tests that run by default: of one marked ``sampled(n)``, one case in ``n``.
+
+    Of its parametrizations, which make a table, those cells stay whose numbers add up to a multiple
+    of ``n``. So every value of every parameter stays, and of three or more parameters the pairs of
+    values too; which cells those are changes only with the parameters themselves.
+    """
+    kept = {item for item in items if item.get_closest_marker("sampled") is None}
+    tables: dict[tuple[Any, str], list[Any]] = defaultdict(list)
+    for item in items:
+        if item not in kept:
+            tables[item.parent, item.originalname].append(item)  # type: ignore[attr-defined]
+    for cells in tables.values():
+        (n,) = cells[0].get_closest_marker("sampled").args
+        # names that are parametrized together have equal columns, which count once
+        columns = {
+            _numbers([cell.callspec.params[name] for cell in cells])
+            for name in cells[0].callspec.params
+        }
+        stay = [sum(row) % n == 0 for row in zip(*columns, strict=True)]
+        for column in columns:
+            lost = set(column) - {
+                number for number, stays in zip(column, stay, strict=True) if stays
+            }
+            assert not lost or len(columns) == 1, f"{cells[0].nodeid}: a parameter lost {lost}"
+        kept.update(cell for cell, stays in zip(cells, stay, strict=True) if stays)
+    return kept
+
+
+def _numbers(values: list[Any]) -> tuple[int, ...]:
+    """Number the different objects in the order in which they come first."""
+    seen: dict[int, int] = {}
+    return tuple(seen.setdefault(id(value), len(seen)) for value in values)
 
 
 def wait_for(predicate: Callable[[], object], seconds: float = 2.0) -> bool:

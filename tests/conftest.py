@@ -10,19 +10,46 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
-os.environ.setdefault("TORCHPMAP_WARM", "0")  # few tests compile; before torchpmap is imported
+os.environ.setdefault("TORCHPMAP_WARM", "0")  # of the programs that tests run few compile
 
 import hypothesis
 import pytest
-from _support import SCALE, known_pids, stat, wait_for
+from _support import SCALE, TEST_ALL, known_pids, sample, stat, wait_for
 
 import torchpmap as tp
 from torchpmap import _current
+from torchpmap._runtimes._process import preload
 
 hypothesis.settings.register_profile(
     "reproducible", derandomize=True, deadline=None, database=None, print_blob=True
 )
 hypothesis.settings.load_profile("reproducible")
+
+gc.disable()  # until the tests are collected: what is made by then stays
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what ``sampled`` says, unless everything is wanted or a test was asked for."""
+    asked_for = config.option.keyword or any("::" in argument for argument in config.args)
+    if not TEST_ALL and not asked_for:
+        kept = sample(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server(request: pytest.FixtureRequest) -> None:
+    """Where tests compile, the process from which workers are forked imports Inductor.
+
+    Every worker of every pool would do it else, in some 3 s of computing each.
+    """
+    gc.freeze()  # torch's modules and 6,000 tests need not be looked through again and again
+    gc.enable()
+    if any(item.get_closest_marker("inductor") for item in request.session.items):
+        before = os.environ["TORCHPMAP_WARM"]
+        os.environ["TORCHPMAP_WARM"] = "1"
+        preload()
+        os.environ["TORCHPMAP_WARM"] = before
 
 
 @pytest.fixture

@@ -94,6 +94,7 @@ def test_reverse_mode(program: Any) -> None:
     assert type(mine.grad) is torch.Tensor
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "transform", [torch.func.jacrev, torch.func.jacfwd], ids=["jacrev", "jacfwd"]
 )
@@ -110,6 +111,7 @@ def test_batches(program: Any) -> None:
     same(torch.func.vmap(mapped, 1, -1)(batch.movedim(0, 1)), expected.movedim(0, -1))
 
 
+@pytest.mark.sampled(2)
 def test_second_order(program: Any) -> None:
     mapped, whole = program
     x = Y[:, :1].clone()
@@ -427,6 +429,7 @@ def test_donation_is_left_for_calls_that_nobody_differentiates() -> None:
     assert x.is_deleted()
 
 
+@pytest.mark.inductor
 def test_compiled_by_inductor() -> None:
     mapped = tp.pmap(
         lambda w, x: torch.tanh(w @ x) * tp.psum(x, ROWS).sum(), ROWS, in_axes=(None, 0)

@@ -81,12 +81,9 @@ def on_one_process(world: World, f: Any, *rows: torch.Tensor) -> Any:
     return world.mapped(f, process_axis, *blocks)
 
 
-def run_linear(world_name: str) -> dict[str, Any]:
-    world = ON_PROCESSES[world_name]
-    return {
-        name: on_one_process(world, value_and_pullback(case, world.axis_name), *linear_inputs(case))
-        for name, case in LINEAR.items()
-    }
+def run_linear(world_name: str, name: str) -> Any:
+    world, case = ON_PROCESSES[world_name], LINEAR[name]
+    return on_one_process(world, value_and_pullback(case, world.axis_name), *linear_inputs(case))
 
 
 def run_traced(world_name: str) -> dict[str, Any]:
@@ -142,16 +139,11 @@ def check_linear(case: Case, value: torch.Tensor, pulled: torch.Tensor) -> None:
     np.testing.assert_allclose(pulled.numpy(), transposed(case, w), rtol=1e-12)
 
 
-@pytest.fixture(scope="module", params=ON_PROCESSES)
-def linear(request: pytest.FixtureRequest, run: Run) -> tuple[World, list[dict[str, Any]]]:
-    return ON_PROCESSES[request.param], run(run_linear, request.param)
-
-
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LINEAR)
-def test_on_processes(name: str, linear: tuple[World, list[dict[str, Any]]]) -> None:
-    world, results = linear
-    value, pulled = (world.rows(parts) for parts in zip(*(r[name] for r in results), strict=True))
-    check_linear(LINEAR[name], value, pulled)
+@pytest.mark.parametrize("world_name", ON_PROCESSES)
+def test_on_processes(world_name: str, name: str, run: Run) -> None:
+    check_linear(LINEAR[name], *in_world(run, world_name, run_linear, name))
 
 
 @pytest.mark.parametrize("world_name", VMAPPED)
@@ -444,6 +436,7 @@ def test_more_rows_than_devices(compile: Any, pool: int) -> None:
     assert slope.tolist() == [1.5, 2, 0, 1.5, 0, 3, 0, 0]
 
 
+@pytest.mark.inductor
 def test_compiled(pool: int) -> None:
     ring, groups = PERMUTATIONS["ring"], UNEVEN["uneven_mixed"]
 

@@ -5,7 +5,6 @@ A worker imports nothing of the user's, so what defines an operation travels wit
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from _support import EAGER
+from _support import EAGER, TEST_ALL
 from torch import Tensor
 
 import torchpmap as tp
@@ -63,7 +62,6 @@ library.define("treble(Tensor x) -> Tensor")
 library.impl("treble", lambda x: 3 * x, "CompositeExplicitAutograd")
 torch.library.register_fake("torchpmap_tests_library::treble", torch.empty_like, lib=library)
 
-TEST_ALL = os.environ.get("TORCHPMAP_TEST_ALL") == "1"
 
 X = torch.tensor([1.0, 2.0, 3.0, 4.0])
 

@@ -2,6 +2,10 @@
 
 Every ```python block runs in a fresh namespace that holds ``torch`` and ``tp``, on four CPU
 devices. A ```text block right after it is what it must print; ``...`` in it stands for anything.
+
+The blocks of README.md and one example in eight are compiled as their readers compile them, with
+Inductor. In the others, g++ would take half of the time of all tests: there ``compile=True`` means
+the traced graph as it is. ``TORCHPMAP_TEST_ALL=1`` compiles all.
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from _support import TEST_ALL
 
 import torchpmap as tp
+from torchpmap import _compile
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,6 +35,20 @@ def four_devices():
     tp.init(num_devices=4)
 
 
+@pytest.fixture(autouse=True)
+def compiler(request, monkeypatch):
+    if request.node.get_closest_marker("inductor") is None:
+        monkeypatch.setattr(_compile, "INDUCTOR", _compile.EAGER)
+
+
+def some_compiled(params, always=lambda param: False):
+    """The same test cases, some of them marked to be compiled with Inductor."""
+    for number, param in enumerate(params):
+        compiled = TEST_ALL or number % 8 == 0 or always(param)
+        marks = [pytest.mark.inductor] if compiled else []
+        yield pytest.param(*param.values, id=param.id, marks=marks)
+
+
 def blocks():
     for page in PAGES:
         text = page.read_text()
@@ -38,7 +58,10 @@ def blocks():
             yield pytest.param(name, line, match[1], match[2], id=name)
 
 
-@pytest.mark.parametrize(("name", "line", "code", "expected"), list(blocks()))
+@pytest.mark.parametrize(
+    ("name", "line", "code", "expected"),
+    list(some_compiled(blocks(), lambda param: param.id.startswith("README"))),
+)
 def test_block_runs_and_prints_what_the_page_says(
     name, line, code, expected, tmp_path, monkeypatch
 ):
@@ -63,7 +86,7 @@ def docstrings():
                     yield pytest.param(test, id=test.name)
 
 
-@pytest.mark.parametrize("test", list(docstrings()))
+@pytest.mark.parametrize("test", list(some_compiled(docstrings())))
 def test_docstring_example(test):
     test.globs.update(torch=torch, tp=tp, print=print)  # not the print of torchpmap.debug
     report = io.StringIO()

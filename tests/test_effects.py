@@ -137,6 +137,7 @@ def test_values_once_under_derivatives(run):
     assert printed == "[i=0] x=0.0\n[i=1] x=1.0\n" * 3
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("compile", [EAGER, True], ids=["graph", "inductor"])
 def test_derivatives_from_outside_print_once_and_keep_checks(capsys, compile):
     def f(x):

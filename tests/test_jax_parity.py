@@ -22,16 +22,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
+from _support import TEST_ALL
 from parity import lookalike, values
 from parity.values import Case
 
@@ -63,7 +62,6 @@ NUM_DEVICES = 4
 # Families whose arrays go straight into a pmapped function, which takes numpy arrays too.
 TAKES_NUMPY = {"pmap_args", "collectives", "grad_inside", "errors"}
 NUM_INDUCTOR = 8
-TEST_ALL = os.environ.get("TORCHPMAP_TEST_ALL") == "1"
 
 # What does not pass yet: "case id" in every mode on the devices, or "case id[mode]", and why.
 PENDING: dict[str, str] = {}
@@ -99,18 +97,17 @@ def _params(cases: list[Case], mode: str) -> list[Any]:
         else:
             reason = PENDING.get(key) or PENDING.get(case["id"])
         marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+        if mode == "inductor":
+            marks.append(pytest.mark.inductor)
         params.append(pytest.param(case, mode, id=f"{case['id']}-{mode}", marks=marks))
     return params
 
 
 @pytest.fixture(scope="module", autouse=True)
 def devices() -> Iterator[None]:
-    # Workers may be unable to import test modules: what a program calls travels with it.
-    cloudpickle.register_pickle_by_value(lookalike)
     tp.init(num_devices=NUM_DEVICES)
     yield
     tp.shutdown()
-    cloudpickle.unregister_pickle_by_value(lookalike)
 
 
 def _inputs(case: Case) -> dict[str, Any]:

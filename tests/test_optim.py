@@ -128,6 +128,7 @@ def test_plain_tensors(name, options):
 @pytest.mark.parametrize("pool", [2], indirect=True)
 @pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
 @each
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*running without tracing:UserWarning")
 def test_data_parallel(pool, compile, name, options):
     params, grads = problem(name)
@@ -146,6 +147,7 @@ def test_data_parallel(pool, compile, name, options):
     assert all(isinstance(leaf, tp.ShardedTensor) for leaf in tensors(state))
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("pool", [2], indirect=True)
 def test_with_inductor(pool, name):

@@ -342,6 +342,7 @@ def test_outputs_of_other_layouts(mode):
     same(out[3], x.to(torch.complex64))
 
 
+@pytest.mark.inductor
 def test_a_compiled_permutation_is_not_overwritten_while_it_travels():
     right, left = [(0, 1), (1, 2), (2, 3)], [(1, 0), (2, 1), (3, 2)]
 
@@ -362,6 +363,7 @@ def test_a_compiled_permutation_is_not_overwritten_while_it_travels():
         torch.testing.assert_close(diffused(u.reshape(4, 5)).cpu().flatten(), expected[3:-3])
 
 
+@pytest.mark.inductor
 def test_compiled_by_inductor():
     def f(params, x):
         loss, grads = tp.value_and_grad(lambda p: ((x @ p["w"] + p["b"]) ** 2).mean())(params)

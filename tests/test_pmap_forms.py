@@ -232,6 +232,7 @@ def scaling_backend(graph, example_inputs, **extra):
     return run
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(
     "compile",
     [

@@ -250,6 +250,7 @@ def test_torch_compile_without_graph_breaks():
         assert_all_close(compiled(random.key(seed)), draw_some(random.key(seed)))
 
 
+@pytest.mark.inductor
 @pytest.mark.skipif(not have_cpp_compiler(), reason="no C++ compiler")
 @pytest.mark.parametrize("pool", [2], indirect=True)
 def test_inductor(pool):

@@ -72,6 +72,7 @@ def even_groups(n: int) -> list[list[int]]:
     return [list(range(n))[::2], list(range(n))[1::2]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("grouped", [False, True], ids=["all", "groups"])
 @pytest.mark.parametrize("tiled", [False, True], ids=["stacked", "tiled"])
 @pytest.mark.parametrize("name", ["all_gather", "psum_scatter"])
@@ -121,6 +122,7 @@ def test_pmap_in_axes_grad(n: int) -> None:
         same(g, e)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("out_axis", [0, 1, 2])
 @pytest.mark.parametrize("second", [0, 1, None])
 @pytest.mark.parametrize("first", [0, 1, 2])
