@@ -38,12 +38,13 @@ def launch(
     options: tuple[str, ...] = ("--standalone",),
     environment: Mapping[str, str] | None = None,
     prefix: tuple[str, ...] = (),
+    limit_s: float = LIMIT_S,
 ) -> Finished:
     """Run ``torchrun --nproc-per-node=num_ranks command`` to its end; a job that does not end is
     killed, and a failure.
     """
     job = Job(num_ranks, *command, options=options, environment=environment, prefix=prefix)
-    return job.wait()
+    return job.wait(limit_s)
 
 
 class Job:
@@ -68,9 +69,9 @@ class Job:
             start_new_session=True,
         )
 
-    def wait(self) -> Finished:
+    def wait(self, limit_s: float = LIMIT_S) -> Finished:
         try:
-            output, _ = self._process.communicate(timeout=LIMIT_S * SCALE)
+            output, _ = self._process.communicate(timeout=limit_s * SCALE)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             output, _ = self._process.communicate()

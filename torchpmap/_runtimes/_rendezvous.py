@@ -42,7 +42,7 @@ _POSTED_AFTER_S = 1.0
 """How long a process waits before it says so."""
 _LEAVING_S = 60.0
 """How long the process that keeps the store waits at its end for the others."""
-_LEAVING_FAILED_S = 5.0
+_LEAVING_FAILED_S = 2.0
 """The same when it has failed: the others still want to know why."""
 _RULE = (
     "All processes must make the same mapped calls, with arguments of the same shapes and dtypes, "
@@ -291,8 +291,9 @@ def _end(place: Place) -> None:
         store.set(f"torchpmap/ended/{place.rank}", "")
         if place.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
             keys = [f"torchpmap/ended/{rank}" for rank in range(place.size)]
-            limit_s = _LEAVING_FAILED_S if _failed else _LEAVING_S
-            store.wait(keys, datetime.timedelta(seconds=limit_s))
+            end = time.monotonic() + (_LEAVING_FAILED_S if _failed else _LEAVING_S)
+            while not store.check(keys) and time.monotonic() < end:
+                time.sleep(_LONGEST_PAUSE_S)
         if not _failed:
             dist.destroy_process_group()
 

@@ -116,7 +116,8 @@ class TorchrunRuntime:
             try:
                 return work(self._rendezvous)
             except Exception as error:
-                raise self._failed(error) from None
+                failure = self._failed(error)
+                raise failure from failure.__cause__
 
     def group_of_all(self) -> str:
         """Name of a process group of all processes, which carries CPU tensors over Gloo."""
@@ -192,7 +193,8 @@ class TorchrunRuntime:
                 axis = ranks if _communicates(definition) else None
                 self._plans[definition.plan_id] = _Defined(runner, definition.name, axis)
             except Exception as error:
-                raise self._failed(error) from None
+                failure = self._failed(error)
+                raise failure from failure.__cause__
 
     def _in_turn(self, definition: Definition) -> AbstractContextManager[None]:
         """What one process of a host has compiled, the others find in Inductor's cache."""
@@ -228,7 +230,8 @@ class TorchrunRuntime:
                 else:
                     results = runner(*blocks)
             except Exception as error:
-                raise self._failed(error) from None
+                failure = self._failed(error)
+                raise failure from failure.__cause__
             finally:
                 if graded:
                     _set_grad_enabled(True)
@@ -259,7 +262,8 @@ class TorchrunRuntime:
                 self._watch.running = None
                 reports = self._gathered(call, report)
             except Exception as error:
-                raise self._failed(error) from None
+                failure = self._failed(error)
+                raise failure from failure.__cause__
             finally:
                 self._watch.running = None
             first = self._number(len(stored))
@@ -302,11 +306,10 @@ class TorchrunRuntime:
                 self._watch.raise_verdict()
                 self._rendezvous.raise_cause()
                 self._rendezvous.raise_absence()
+                error = _lost(error)
             except (WorkerError, CollectiveMismatch) as cause:
                 error = cause
             except Exception:  # the store is gone too
-                pass
-            if is_communication(error):
                 error = _lost(error)
         if not isinstance(error, _CONSEQUENCES):
             self._record(error)  # now: torchrun takes the earliest for the cause

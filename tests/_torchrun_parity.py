@@ -1,0 +1,136 @@
+"""The stored programs of tests/parity in every rank of a job of 4 (see test_torchrun_parity.py).
+
+    python -m torch.distributed.run --standalone --nproc-per-node=4 _torchrun_parity.py FOLDER ID...
+
+Programs whose pmap is called on plain values run host-locally: each rank passes the part of the rows
+that is its own, and the parts of the results are put together.  Where a transform is around the
+call, the inputs are values that span the ranks instead.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _launched import Raised, run_cases
+from parity import lookalike, values
+from parity.values import Case
+
+import torchpmap as tp
+from torchpmap import _axes
+from torchpmap._current import runtime
+from torchpmap._structure import flatten
+from torchpmap._tree import broadcast_axes
+
+NUM_RANKS = 4
+GRAPH = {"backend": "eager"}
+SPANNING = {"grad_outside", "pmap_vmap"}
+"""Families with transforms around the mapped function."""
+
+HERE = Path(__file__).parent / "parity"
+CASES: list[Case] = [
+    case
+    for file in ("cases.json", "more_cases.json")
+    for case in json.loads((HERE / file).read_text())["cases"]
+]
+
+
+class Unfit(Exception):
+    """The rows of a program do not divide over the ranks."""
+
+
+def local_pmap(fun: Callable[..., Any], axis_name: Any = None, **options: Any) -> Any:
+    """``jax.pmap`` of values that all ranks have whole: each rank maps its own rows."""
+    mapped = tp.pmap(fun, axis_name, compile=GRAPH, **options)
+    static = options.get("static_broadcasted_argnums", ())
+    static = {static} if isinstance(static, int) else set(static)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _axes.bound():  # a pmap in a mapped function
+            return mapped(*args, **kwargs)
+        moving = tuple(None if k in static else arg for k, arg in enumerate(args))
+        try:
+            mine = _divided(options.get("in_axes", 0), moving)
+            named = _divided(0, (kwargs,))[0]
+        except (ValueError, TypeError, IndexError):
+            return mapped(*args, **kwargs)  # it says what is wrong
+        chosen = [args[k] if k in static else mine[k] for k in range(len(args))]
+        return _joined(options.get("out_axes", 0), mapped(*chosen, **named))
+
+    return call
+
+
+def _divided(in_axes: Any, args: tuple[Any, ...]) -> Any:
+    leaves, structure = flatten(args)
+    prefix = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+    axes = broadcast_axes(prefix, args, what="in_axes")
+    parts = []
+    for leaf, axis in zip(leaves, axes, strict=True):
+        if leaf is None or axis is None:
+            parts.append(leaf)
+        elif leaf.shape[axis] % NUM_RANKS:
+            raise Unfit(f"{leaf.shape[axis]} rows")
+        else:
+            parts.append(tp.multihost.local_rows(leaf, axis))
+    return structure.unflatten(parts)
+
+
+def _joined(out_axes: Any, result: Any) -> Any:
+    leaves, structure = flatten(result)
+    axes = broadcast_axes(out_axes, result, what="out_axes")
+    joined = []
+    for leaf, axis in zip(leaves, axes, strict=True):
+        if leaf is None or axis is None:
+            joined.append(None if leaf is None else leaf.detach().cpu())
+        else:
+            rows = leaf.detach().cpu().movedim(axis, 0)
+            joined.append(tp.multihost.all_gather(rows, tiled=True).movedim(0, axis))
+    return structure.unflatten(joined)
+
+
+def spanning(leaf: Any) -> Any:
+    """A value with its rows on the devices of all ranks, or held by all where they do not fit."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    spec = tp.P("d") if leaf.dim() and leaf.shape[0] % NUM_RANKS == 0 else tp.P()
+    return tp.device_put(leaf, tp.NamedSharding(tp.Mesh(tp.devices(), ("d",)), spec))
+
+
+def run(case: Case) -> Any:
+    inputs = {name: values.decode(value) for name, value in case["inputs"].items()}
+    try:
+        if case["family"] not in SPANNING:
+            return values.fetch(lookalike.run(case["jax_expr"], inputs, local_pmap))
+        inputs = torch.utils._pytree.tree_map(spanning, inputs)
+        pmap = lookalike.pmap_in_mode(GRAPH)
+        return _gathered(lookalike.run(case["jax_expr"], inputs, pmap))
+    except Unfit as unfit:
+        return Raised("Unfit", str(unfit))
+    except Exception as error:
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        return Raised(" ".join(kinds), str(error))
+    finally:
+        if runtime().closed:  # the rank failed in a call, and so did all others
+            tp.shutdown()
+
+
+def _gathered(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: _gathered(item) for name, item in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(map(_gathered, tree))
+    if isinstance(tree, tp.ShardedTensor) and not tree.is_fully_addressable:
+        return tp.multihost.all_gather(tree)
+    return values.fetch(tree)
+
+
+if __name__ == "__main__":
+    wanted = set(sys.argv[2:])
+    run_cases(
+        {case["id"]: lambda case=case: run(case) for case in CASES if case["id"] in wanted},
+        sys.argv[1],
+    )

@@ -1,0 +1,241 @@
+"""Covers: processes of one job that do different things, fail, end early or are killed.
+
+The jobs are in ``_failing_ranks.py``.  Nothing may hang: a process that does not end is killed
+there, and has no exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _launched import ROOT, TESTS, launch
+
+pytestmark = pytest.mark.timeout(600)  # the first test waits for all jobs
+
+DIFFERENT = (
+    "CollectiveMismatch: the processes are about to run different programs, which would hang or "
+    "give wrong numbers:\n"
+)
+RULE = (
+    "All processes must make the same mapped calls, with arguments of the same shapes and dtypes, "
+    "in the same order."
+)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Job -> how each of its processes ended."""
+    folder: Path = tmp_path_factory.mktemp("failing")
+    path = os.pathsep.join([str(ROOT), str(TESTS)])
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHPMAP_")}
+    environment = {**inherited, "PYTHONPATH": path, "TORCHPMAP_DEVICE_TYPE": "cpu"}
+    command = [sys.executable, str(TESTS / "_failing_ranks.py"), str(folder)]
+    subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL)
+    found: dict[str, Any] = pickle.loads((folder / "ended").read_bytes())
+    return found
+
+
+def outputs(processes: Any) -> list[str]:
+    """What each printed, without the prefix that torch gives to lines of uncaught exceptions."""
+    return [re.sub(r"^\[rank\d\]: ?", "", text, flags=re.MULTILINE) for _, text in processes]
+
+
+def test_nothing_hangs(ended):
+    hung = [name for name, processes in ended.items() if any(code is None for code, _ in processes)]
+    assert not hung
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("other_function", ["rank 0, 2: total", "rank 1: largest"]),
+        (
+            "other_shape",
+            [
+                "rank 0: total(float32[1, 2]) on 2 devices",
+                "rank 1: total(float32[1, 3]) on 2 devices",
+            ],
+        ),
+        (
+            "other_number_of_rows",
+            ["rank 0: total(float32[1]) on 2 devices", "rank 1: total(float32[2]) on 2 devices"],
+        ),
+        ("one_untraced", ["rank 0: total", "rank 1: total(float32[1]), compile=False"]),
+        ("one_at_a_barrier", ["rank 0: total", "rank 1: torchpmap.multihost.barrier('loaded')"]),
+        (
+            "other_barriers",
+            [
+                "rank 0, 2: torchpmap.multihost.barrier('loaded')",
+                "rank 1: torchpmap.multihost.barrier('saved')",
+            ],
+        ),
+        (
+            "other_shapes_gathered",
+            [
+                "rank 0: torchpmap.multihost.all_gather(tiled=False): tree['x'] is float32[1]",
+                "rank 1: torchpmap.multihost.all_gather(tiled=False): tree['x'] is float32[2]",
+            ],
+        ),
+    ],
+)
+def test_different_programs_are_the_same_error_everywhere(ended, name, rows):
+    table = "".join(f"  {row}\n" for row in rows)
+    for (code, _), output in zip(ended[name], outputs(ended[name]), strict=True):
+        assert code == 1
+        assert DIFFERENT + table + RULE in output
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        (
+            "other_body",
+            r"rank 0, 1: <lambda>\(float32\[1\]\) on 3 devices: .*aten\.mul.*, 1\.0\)",
+            r"rank 2: <lambda>\(float32\[1\]\) on 3 devices: .*aten\.mul.*, 2\.0\)",
+        ),
+        (
+            "other_devices",
+            r"rank 0: total\(float32\[1\]\) on 2 devices: .*all_reduce.*ranks:0,1",
+            r"rank 1: total\(float32\[1\]\) on 2 devices: .*all_reduce.*ranks:1,0",
+        ),
+    ],
+)
+def test_different_graphs_show_the_first_line_that_differs(ended, name, first, second):
+    pattern = re.escape(DIFFERENT) + f"  {first}.*\n  {second}.*\n" + re.escape(RULE)
+    for (code, _), output in zip(ended[name], outputs(ended[name]), strict=True):
+        assert code == 1
+        assert re.search(pattern, output), output
+
+
+def test_a_known_call_here_and_a_new_one_there(ended):
+    text = (
+        "CollectiveMismatch: total: rank 0 runs it, but rank 1 has not come to it, and waits for "
+        f"rank 0 in another call: total(float32[1]), compile=False. {RULE}"
+    )
+    for (code, _), output in zip(
+        ended["one_untraced_later"], outputs(ended["one_untraced_later"]), strict=True
+    ):
+        assert code == 1
+        assert text in output
+
+
+def test_different_collectives_of_an_untraced_function(ended):
+    table = "  rank 0: all_reduce sum () torch.float32\n  rank 1: all_reduce max () torch.float32\n"
+    for output in outputs(ended["other_collective_untraced"]):
+        assert "CollectiveMismatch: function: devices run different collectives" in output
+        assert table in output
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ended_before_a_new_plan", "CollectiveMismatch: total: rank 1 has ended its program and"),
+        (
+            "ended_before_a_sum",
+            "CollectiveMismatch: rank 1 has ended its program and will not",
+        ),
+    ],
+)
+def test_a_process_that_ended_early(ended, name, text):
+    waiting, gone = ended[name]
+    assert gone.code == 0
+    assert waiting.code == 1
+    assert text in outputs([waiting])[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "culprit", "place"),
+    [
+        ("raised_while_others_sum", 1, "script"),
+        ("first_raised_while_others_sum", 0, "script"),
+        ("raised_while_others_agree", 2, "script"),
+        ("raised_while_others_wait", 2, "script"),
+        ("raised_in_the_function", 1, "function"),
+    ],
+)
+def test_an_exception_on_one_process_is_the_first_thing_the_others_show(
+    ended, name, culprit, place
+):
+    for rank, ((code, _), output) in enumerate(zip(ended[name], outputs(ended[name]), strict=True)):
+        assert code == 1
+        first, *rest = output.split("The above exception was the direct cause of")
+        assert f"ValueError: boom in the {place}" in first
+        assert f'raise ValueError("boom in the {place}")' in first  # its traceback
+        assert bool(rest) == (rank != culprit)
+        if rank != culprit:
+            assert f"on rank {culprit}:\nTraceback" in first
+            last = output.strip().splitlines()[-1]
+            text = f"WorkerError: rank {culprit} failed first: ValueError: boom in the {place}"
+            assert last.endswith(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "victim"), [("killed_while_others_sum", 1), ("first_killed_while_others_sum", 0)]
+)
+def test_a_killed_process_ends_the_others(ended, name, victim):
+    for rank, ((code, _), output) in enumerate(zip(ended[name], outputs(ended[name]), strict=True)):
+        if rank == victim:
+            assert code == -9
+        else:
+            assert code == 1
+            assert "WorkerDied: the connection to another process of this job broke off" in output
+
+
+def test_a_killed_process_that_nobody_is_connected_to_is_missed_in_time(ended):
+    waiting, killed = ended["killed_while_others_agree"]
+    assert killed.code == -9
+    assert waiting.code == 1
+    text = "CallTimeout: total: rank 1 did not come within torchpmap.config.timeout (3 s)."
+    assert text in outputs([waiting])[0]
+
+
+def test_after_a_failure_no_call_is_taken(ended):
+    for output in outputs(ended["used_after_a_failure"]):
+        assert "RuntimeClosed: a mapped call failed in this process, so the others cannot" in output
+        assert "End the program, and let the launcher restart it." in output
+
+
+# -- what torchrun makes of it ---------------------------------------------------------------------
+
+FAILING = """
+import os, signal, sys
+import torch, torchpmap as tp
+add = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile={"backend": "eager"})
+add(torch.ones(1))
+if tp.process_index() == 1:
+    if sys.argv[1] == "raise":
+        raise ValueError("boom")
+    os.kill(os.getpid(), signal.SIGKILL)
+for _ in range(1000):
+    add(torch.ones(1))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "failing.py"
+    path.write_text(FAILING)
+    return str(path)
+
+
+def test_torchrun_reports_the_rank_that_failed_first(script):
+    finished = launch(2, script, "raise")
+    assert finished.code == 1, finished.output
+    report = finished.output.split("Root Cause (first observed failure):")[1]
+    assert re.search(r"rank +: 1 \(local_rank: 1\)", report), finished.output
+    assert "ValueError: boom" in report
+
+
+def test_torchrun_reports_the_rank_that_was_killed(script):
+    finished = launch(2, script, "kill")
+    assert finished.code == 1, finished.output
+    report = finished.output.split("Root Cause (first observed failure):")[1]
+    assert re.search(r"rank +: 1 \(local_rank: 1\)", report), finished.output
+    assert "Signal 9 (SIGKILL) received" in report
