@@ -79,7 +79,7 @@ def test_block_runs_and_prints_what_the_page_says(
 
 def docstrings():
     finder = doctest.DocTestFinder(exclude_empty=True)
-    for module in (tp, tp.debug, tp.multihost, tp.random):
+    for module in (tp, tp.checkpoint, tp.debug, tp.multihost, tp.random):
         for name in module.__all__:
             for test in finder.find(getattr(module, name), f"{module.__name__}.{name}"):
                 if test.examples:

@@ -9,6 +9,7 @@ under ``torch.func``::
     normalize(torch.arange(4.0))
 """
 
+from torchpmap import checkpoint as checkpoint
 from torchpmap import debug as debug
 from torchpmap import multihost as multihost
 from torchpmap import optim as optim
@@ -49,6 +50,7 @@ from torchpmap._current import (
 from torchpmap._devices import Device
 from torchpmap._errors import (
     CallTimeout,
+    CheckpointError,
     CollectiveMismatch,
     PmapError,
     RuntimeClosed,
@@ -79,6 +81,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CallTimeout",
+    "CheckpointError",
     "CollectiveMismatch",
     "Device",
     "Mesh",

@@ -12,6 +12,7 @@ before anything is sent. Everything else is in this tree:
         TraceError           fullgraph=True and the function cannot be traced
         CollectiveMismatch   devices ran different collectives
         CallTimeout          a call took longer than its limit
+        CheckpointError      a checkpoint is damaged, or could not be written
 
 A user's exception keeps its own type. What does not work: ``pickle.dumps(exc)`` alone. The class
 may not be importable, unpickling may raise (a required argument of ``__init__``), ``__str__`` may
@@ -100,6 +101,10 @@ class CollectiveMismatch(PmapError):
 
 class CallTimeout(PmapError):
     """A call did not finish within its time limit."""
+
+
+class CheckpointError(PmapError):
+    """The files of a checkpoint are missing or damaged, or could not be written."""
 
 
 class RemoteTraceback(Exception):

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from torchpmap._errors import (
     CallTimeout,
@@ -78,8 +79,8 @@ class Rendezvous:
             _join(place, device_type, timeout_s, self.address)
         store = dist.distributed_c10d._get_default_store()
         # the agent's store remembers what the job before a restart, or the runtime before, left
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store: dist.Store = dist.PrefixStore(f"torchpmap/{attempt}/{next(_starts)}", store)
+        prefix = f"torchpmap/{_attempt()}/{next(_starts)}"
+        self.store: dist.Store = dist.PrefixStore(prefix, store)
         self.calls: Counter[tuple[int, ...]] = Counter()
         """Calls with collectives that were begun, per axis (written by the runtime)."""
         self._turns: Counter[tuple[int, ...]] = Counter()
@@ -275,11 +276,22 @@ def _join(place: Place, device_type: str, timeout_s: float, address: str | None)
     interface = "lo" if address is None else _interface_of(address)
     if interface is not None:  # else Gloo advertises what the host's name stands for: 127.0.0.1
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=timeout,
+        # torch itself (2.13) takes the agent's store as it is, and a process of a restarted job may
+        # find the address of one that was killed
+        store=dist.PrefixStore(f"attempt/{_attempt()}", store),
+        rank=rank,
+        world_size=size,
     )
     atexit.register(_end, place)
+
+
+def _attempt() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _end(place: Place) -> None:

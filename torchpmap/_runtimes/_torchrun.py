@@ -106,6 +106,12 @@ class TorchrunRuntime:
     def closed(self) -> bool:
         return self._closed_because is not None
 
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """How this process reaches the others besides collectives."""
+        self.insist()
+        return self._rendezvous
+
     def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
         return self.together(lambda rendezvous: rendezvous.exchange(ranks, mine, what))
 

@@ -1,0 +1,681 @@
+"""Covers: checkpoint.py and the modules _checkpoint_*, with worker processes and under torchrun."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from _support import EAGER, worker_pids
+
+import torchpmap as tp
+from torchpmap.checkpoint import ShapeDtypeStruct, latest, load, save
+
+HERE = Path(__file__).parent
+Pair = collections.namedtuple("Pair", "left right")
+WHOLE = torch.arange(32.0).reshape(8, 4)
+
+
+@pytest.fixture(autouse=True)
+def four_devices(pool):
+    """Every test starts with them, whatever the one before did."""
+
+
+def mesh() -> tp.Mesh:
+    return tp.make_mesh((2, 2), ("x", "y"), devices=tp.devices())
+
+
+def put(value: torch.Tensor, *spec) -> tp.ShardedTensor:
+    return tp.device_put(value, tp.NamedSharding(mesh(), tp.P(*spec)))
+
+
+def rows(value: torch.Tensor) -> tp.ShardedTensor:
+    return tp.device_put(value, tp.devices())
+
+
+# -- what goes in comes out ------------------------------------------------------------------------
+
+HOST_LEAVES = {
+    "float": torch.tensor([1.5, -2.0]),
+    "bfloat16": torch.arange(3, dtype=torch.bfloat16),
+    "float8": torch.ones(2).to(torch.float8_e4m3fn),
+    "bool": torch.tensor([True, False]),
+    "int": torch.tensor([2**62]),
+    "complex": torch.tensor([1 + 2j]).conj(),
+    "scalar": torch.tensor(3.0),
+    "empty": torch.zeros(0, 3),
+    "strided": torch.arange(12.0).reshape(3, 4).t()[1:, ::2],
+    "numpy": np.arange(6, dtype=np.int16).reshape(2, 3)[:, ::-1],
+    "numpy_scalar": np.float32(2.5),
+}
+VALUES = [None, True, 7, 2.5, 1 + 2j, "text", b"bytes", 2**100, float("inf")]
+
+
+def same(a, b) -> bool:
+    """Whether two leaves are equal, in type and dtype too."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a.float(), b.float()) and a.shape == b.shape
+    if isinstance(a, np.ndarray | np.generic):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return a == b
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_host_leaves(tmp_path, filled):
+    tree = {"arrays": {k: v for k, v in HOST_LEAVES.items() if k != "complex"}, "values": VALUES}
+    save(tmp_path / "c", tree)
+    found = load(tmp_path / "c", tree if filled else None)
+    assert found.keys() == tree.keys()
+    for name, value in tree["arrays"].items():
+        assert same(found["arrays"][name], value), name
+    assert all(map(same, found["values"], VALUES))
+
+
+def test_complex_conjugated(tmp_path):
+    save(tmp_path / "c", HOST_LEAVES["complex"])
+    assert load(tmp_path / "c").tolist() == [1 - 2j]
+
+
+def test_structure_without_a_tree_to_fill(tmp_path):
+    tree = {
+        "list": [torch.zeros(1), (1, [2, {}])],
+        3: collections.OrderedDict(b=1, a=2),
+        "pair": Pair(left=torch.ones(1), right="r"),
+        "none": None,
+        "nothing": [],
+    }
+    save(tmp_path / "c", tree)
+    found = load(tmp_path / "c")
+    assert list(found) == list(tree)
+    assert found["list"] == [torch.zeros(1), (1, [2, {}])]
+    assert found[3] == {"b": 1, "a": 2}
+    assert found["pair"] == {"left": torch.ones(1), "right": "r"}
+    assert found["none"] is None
+    assert found["nothing"] == []
+    filled = load(tmp_path / "c", tree)
+    assert filled["pair"] == Pair(torch.ones(1), "r")
+    assert type(filled[3]) is collections.OrderedDict
+
+
+@pytest.mark.parametrize("tree", [5, "x", (1, torch.ones(1)), [], {}])
+def test_any_root(tmp_path, tree):
+    save(tmp_path / "c", tree)
+    assert load(tmp_path / "c") == tree
+    assert load(tmp_path / "c", tree) == tree
+
+
+def test_one_tensor(tmp_path):
+    save(tmp_path / "c", torch.arange(2.0))
+    assert torch.equal(load(tmp_path / "c"), torch.arange(2.0))
+    assert torch.equal(load(tmp_path / "c", torch.zeros(2)), torch.arange(2.0))
+
+
+def test_sharded_leaves_come_back_where_they_were(tmp_path):
+    tree = {
+        "rows": rows(WHOLE[:4]),
+        "several": tp.pmap(lambda x: x, compile=EAGER)(WHOLE),
+        "columns": tp.pmap(lambda x: x, in_axes=1, out_axes=1, compile=EAGER)(WHOLE),
+        "copies": tp.replicate(WHOLE),
+        "one": tp.device_put(WHOLE, tp.devices()[2]),
+        "some": tp.device_put(WHOLE[:2], tp.devices()[1:3]),
+        "tiles": put(WHOLE, "y", "x"),
+        "partly": put(WHOLE, None, "y"),
+        "count": tp.replicate(torch.tensor(3)),
+    }
+    whole = {name: value.to_host() for name, value in tree.items()}
+    save(tmp_path / "c", tree)
+    found = load(tmp_path / "c", tree)
+    for name, value in tree.items():
+        assert found[name].sharding == value.sharding, name
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name].to_host(), whole[name]), name
+    found = load(tmp_path / "c")
+    assert all(torch.equal(found[name], whole[name]) for name in tree)
+    total = tp.pmap(lambda x: tp.psum(x, "i"), axis_name="i", compile=EAGER)(
+        load(tmp_path / "c", tree)["rows"]
+    )
+    assert torch.equal(total[0], WHOLE[:4].sum(0))
+
+
+SPECS = [(), ("x",), (None, "x"), ("y", "x"), (("x", "y"),), (None, ("y", "x"))]
+
+
+@pytest.mark.parametrize("saved", SPECS, ids=str)
+def test_resharding(tmp_path, saved):
+    save(tmp_path / "c", {"w": put(WHOLE, *saved)})
+    for spec in SPECS:
+        sharding = tp.NamedSharding(mesh(), tp.P(*spec))
+        found = load(tmp_path / "c", {"w": ShapeDtypeStruct((8, 4), torch.float32, sharding)})["w"]
+        assert found.sharding == sharding or found.is_fully_replicated
+        for shard in found.addressable_shards:
+            assert torch.equal(shard.data, WHOLE[shard.index]), spec
+
+
+def test_another_number_of_devices(tmp_path):
+    save(tmp_path / "c", {"w": rows(WHOLE[:4]), "copies": tp.replicate(WHOLE)})
+    tp.init(2)
+    like = {
+        "w": tp.pmap(lambda x: x, compile=EAGER)(torch.zeros(4, 4)),
+        "copies": tp.replicate(torch.zeros(8, 4)),
+    }
+    found = load(tmp_path / "c", like)
+    assert [s.data.tolist() for s in found["w"].addressable_shards] == [
+        WHOLE[:2].tolist(),
+        WHOLE[2:4].tolist(),
+    ]
+    assert torch.equal(found["copies"].addressable_data(1), WHOLE)
+
+
+def test_placed_as_the_leaf_says(tmp_path):
+    """A sharded value is loaded to the host, and the other way round; like keeps its values."""
+    save(
+        tmp_path / "c", {"a": rows(torch.ones(4)), "b": torch.ones(4), "c": np.ones(4), "d": WHOLE}
+    )
+    like = {
+        "a": np.zeros(4, np.float32),
+        "b": rows(torch.zeros(4)),
+        "c": torch.zeros(4, dtype=torch.float64, device="meta"),
+        "d": torch.nn.Parameter(torch.zeros(8, 4)),
+    }
+    found = load(tmp_path / "c", like)
+    assert same(found["a"], np.ones(4, np.float32))
+    assert type(found["b"]) is tp.ShardedTensor
+    assert found["b"].sharding == like["b"].sharding
+    assert same(found["c"], torch.ones(4, dtype=torch.float64))
+    assert type(found["d"]) is torch.nn.Parameter
+    assert torch.equal(found["d"], WHOLE)
+    assert not like["d"].any()
+    assert not like["b"].to_host().any()
+
+
+def test_requires_grad_is_that_of_the_leaf(tmp_path):
+    save(tmp_path / "c", {"w": tp.replicate(torch.ones(2))})
+    like = {"w": tp.replicate(torch.zeros(2)).requires_grad_()}
+    found = load(tmp_path / "c", like)["w"]
+    (found.sum() * 3).backward()
+    assert found.grad.tolist() == [3.0, 3.0]
+
+
+def test_random_numbers_go_on(tmp_path):
+    drop = tp.pmap(lambda x: x + torch.rand(2), compile=EAGER)
+    torch.manual_seed(3)
+    drop(torch.zeros(4, 1))
+    save(tmp_path / "c", {"rng": torch.get_rng_state()})
+    expected = drop(torch.zeros(4, 1)).tolist(), torch.rand(2).tolist()
+    torch.set_rng_state(load(tmp_path / "c")["rng"])
+    assert (drop(torch.zeros(4, 1)).tolist(), torch.rand(2).tolist()) == expected
+
+
+def test_inline(tmp_path):
+    with tp.debug.fake_pmap():
+        save(tmp_path / "c", {"y": tp.pmap(lambda x: x * 2)(torch.ones(4))})
+        assert torch.equal(load(tmp_path / "c")["y"], torch.full((4,), 2.0))
+
+
+# -- who writes ------------------------------------------------------------------------------------
+
+
+def table(path: Path) -> dict:
+    return json.loads((path / "torchpmap.json").read_text())["checkpoint"]
+
+
+def writers(path: Path, key: str) -> dict[tuple, str]:
+    return {tuple(r["offsets"]): r["file"] for r in table(path)["leaves"][key]["records"]}
+
+
+def test_every_device_writes_its_own_blocks(tmp_path):
+    tree = {"rows": rows(WHOLE[:4]), "tiles": put(WHOLE, "x"), "host": torch.ones(1)}
+    save(tmp_path / "c", tree)
+    assert writers(tmp_path / "c", "rows") == {(k, 0): f"__{k}_0.distcp" for k in range(4)}
+    assert writers(tmp_path / "c", "host") == {(0,): "__host_0.distcp"}
+    tiles = writers(tmp_path / "c", "tiles")
+    assert tiles[0, 0] in ("__0_0.distcp", "__1_0.distcp")
+    assert tiles[4, 0] in ("__2_0.distcp", "__3_0.distcp")
+
+
+def test_copies_are_written_once_and_by_turns(tmp_path):
+    save(tmp_path / "c", {f"w{k}": tp.replicate(torch.ones(10)) for k in range(8)})
+    files = [file for k in range(8) for file in writers(tmp_path / "c", f"w{k}").values()]
+    assert collections.Counter(files) == {f"__{k}_0.distcp": 2 for k in range(4)}
+
+
+def test_large_values_are_copied_in_portions(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchpmap._checkpoint_values._SNAPSHOT_BYTES", 40)
+    tree = {f"w{k}": rows(WHOLE[:4] + k) for k in range(7)}
+    save(tmp_path / "c", tree)
+    found = load(tmp_path / "c")
+    assert all(torch.equal(found[f"w{k}"], WHOLE[:4] + k) for k in range(7))
+
+
+# -- plain torch.distributed.checkpoint ------------------------------------------------------------
+
+READER = """
+import sys, torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+state = {"params": {"w": torch.zeros(8, 4), "layers": [torch.zeros(2), torch.zeros(3)]}, "step": 0}
+dcp.load(state, checkpoint_id=sys.argv[1], no_dist=True)
+assert torch.equal(state["params"]["w"], torch.arange(32.0).reshape(8, 4))
+assert torch.equal(state["params"]["layers"][1], torch.full((3,), 2.0))
+assert state["step"] == 12
+dcp_to_torch_save(sys.argv[1], sys.argv[2])
+assert "torchpmap" not in sys.modules
+"""
+
+
+def test_torch_alone_reads_it(tmp_path):
+    layers = [tp.replicate(torch.ones(2)), torch.full((3,), 2.0)]
+    tree = {"params": {"w": put(WHOLE, "x", "y"), "layers": layers}, "step": 12}
+    tree["values"], tree["mixed"] = ["a", 1], [torch.ones(1), (2, "b")]
+    save(tmp_path / "c", tree)
+    command = [sys.executable, "-c", READER, str(tmp_path / "c"), str(tmp_path / "file.pt")]
+    subprocess.run(command, check=True, timeout=100)
+    found = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert torch.equal(found["params"]["w"], WHOLE)
+    assert torch.equal(found["params"]["layers"][0], torch.ones(2))
+    # what torch takes for one value of a list has names there
+    assert found["values"] == {"0": "a", "1": 1}
+    assert found["mixed"] == [torch.ones(1), {"0": 2, "1": "b"}]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_what_torch_alone_saved(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    state = {"params": {"w": WHOLE, "b": torch.ones(3)}, "step": 4}
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    like = {"params": {"w": put(torch.zeros(8, 4), "x"), "b": torch.zeros(3)}, "step": 0}
+    found = load(tmp_path / "c", like)
+    assert found["params"]["w"].sharding == like["params"]["w"].sharding
+    assert torch.equal(found["params"]["w"].to_host(), WHOLE)
+    assert found["step"] == 4
+    flat = load(tmp_path / "c")
+    assert torch.equal(flat["params.b"], torch.ones(3))
+
+
+# -- asynchronous ----------------------------------------------------------------------------------
+
+
+def test_values_may_change_while_they_are_saved(tmp_path):
+    host, array, given = torch.ones(3), np.ones(3), rows(WHOLE[:4])
+    saving = save(tmp_path / "c", {"a": host, "b": array, "c": given}, asynchronous=True)
+    host.zero_()
+    array[:] = 0
+    tp.pmap(lambda x: x * 0, donate_argnums=0, compile=EAGER)(given).block_until_ready()
+    assert given.is_deleted()
+    assert saving.wait() is None
+    assert saving.done()
+    assert repr(saving) == f"<Saving {tmp_path / 'c'}: complete>"
+    found = load(tmp_path / "c")
+    assert found["a"].tolist() == found["b"].tolist() == [1.0, 1.0, 1.0]
+    assert torch.equal(found["c"], WHOLE[:4])
+
+
+def test_readers_wait_for_a_save_in_progress(tmp_path):
+    save(tmp_path / "step_1", {"w": rows(WHOLE[:4])}, asynchronous=True)
+    assert latest(tmp_path) == tmp_path / "step_1"
+    save(tmp_path / "step_1", {"w": rows(WHOLE[4:])}, asynchronous=True)
+    assert torch.equal(load(tmp_path / "step_1")["w"], WHOLE[4:])
+
+
+@contextmanager
+def files_are_limited_to(num_bytes: int):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+FULL = r"could not be saved: OSError: \[Errno 27\] File too large. What was there before is still"
+
+
+def test_an_error_in_the_background_is_raised_by_wait(tmp_path):
+    save(tmp_path / "c", {"w": torch.ones(3)})
+    with files_are_limited_to(100):
+        saving = save(tmp_path / "c", {"w": torch.zeros(3)}, asynchronous=True)
+        with pytest.raises(tp.CheckpointError, match=FULL):
+            saving.wait()
+    assert repr(saving).endswith("failed>")
+    assert os.listdir(tmp_path) == ["c"]
+    assert load(tmp_path / "c")["w"].tolist() == [1.0, 1.0, 1.0]
+    save(tmp_path / "c", {"w": torch.zeros(3)})  # it is not raised twice
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path):
+    with files_are_limited_to(100):
+        saving = save(tmp_path / "c", {"w": torch.zeros(3)}, asynchronous=True)
+        saving._thread.join()
+    with pytest.raises(tp.CheckpointError, match=FULL) as raised:
+        save(tmp_path / "d", {"w": torch.zeros(3)})
+    assert raised.value.__notes__ == ["in an asynchronous save before this one"]
+    save(tmp_path / "d", {"w": torch.zeros(3)})
+    assert os.listdir(tmp_path) == ["d"]
+
+
+def test_an_error_that_nobody_asked_for_is_printed_at_the_end(tmp_path):
+    code = """
+import resource, sys, torch, torchpmap as tp
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, -1))
+tp.checkpoint.save(sys.argv[1], {"w": torch.zeros(3)}, asynchronous=True)
+"""
+    environment = {**os.environ, "TORCHPMAP_RUNTIME": "inline"}
+    command = [sys.executable, "-c", code, str(tmp_path / "c")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert f"torchpmap: the checkpoint {tmp_path}/c could not be saved: OSError" in done.stderr
+
+
+def limit_of_files(num_bytes: int) -> None:
+    """On device 1."""
+
+    def limit(x):
+        if int(tp.axis_index("i")) == 1:
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+        return x
+
+    tp.pmap(limit, axis_name="i", compile=False)(torch.zeros(4))
+
+
+def test_one_device_cannot_write(tmp_path):
+    save(tmp_path / "c", {"w": rows(WHOLE[:4])})
+    limit_of_files(100)
+    try:
+        with pytest.raises(tp.CheckpointError, match=FULL):
+            save(tmp_path / "c", {"w": rows(WHOLE[:4] + 1)})
+    finally:
+        limit_of_files(-1)
+    assert os.listdir(tmp_path) == ["c"]
+    assert torch.equal(load(tmp_path / "c")["w"], WHOLE[:4])
+
+
+def test_a_worker_is_killed_while_it_writes(tmp_path):
+    save(tmp_path / "c", {"w": rows(torch.zeros(4))})
+    large = rows(torch.ones(4, 4_000_000))
+    pids = worker_pids()
+    saving = save(tmp_path / "c", {"w": large}, asynchronous=True)
+    os.kill(pids[2], signal.SIGKILL)
+    try:
+        saving.wait()
+    except tp.CheckpointError as error:  # unless it was done already
+        assert "the worker process that was writing __2_0.distcp has ended" in str(error)  # noqa: PT017
+        assert load(tmp_path / "c")["w"].tolist() == [0.0] * 4
+    else:
+        assert load(tmp_path / "c")["w"].sum() == 16_000_000
+    assert os.listdir(tmp_path) == ["c"]
+    assert len(worker_pids()) == 4  # after the repair
+
+
+# -- never half of one -----------------------------------------------------------------------------
+
+
+def test_killed_at_any_moment(tmp_path):
+    command = [sys.executable, str(HERE / "_checkpoint_kills.py"), str(tmp_path)]
+    environment = {**os.environ, "TORCHPMAP_RUNTIME": "inline"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) > 10
+
+
+def test_between_the_renames_the_old_one_is_found(tmp_path):
+    save(tmp_path / "step_1", {"step": 1})
+    (tmp_path / "step_1").rename(tmp_path / ".step_1.replaced")
+    assert load(tmp_path / "step_1") == {"step": 1}
+    assert latest(tmp_path) == tmp_path / "step_1"
+    save(tmp_path / "step_1", {"step": 2})
+    assert load(tmp_path / "step_1") == {"step": 2}
+    assert os.listdir(tmp_path) == ["step_1"]
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+def flip(name: str, at: float):
+    def damage(path: Path) -> None:
+        data = bytearray((path / name).read_bytes())
+        data[int(at * len(data))] ^= 4
+        (path / name).write_bytes(data)
+
+    return damage
+
+
+def cut(name: str):
+    return lambda path: os.truncate(path / name, 10)
+
+
+def remove(name: str):
+    return lambda path: (path / name).unlink()
+
+
+DAMAGES = [
+    (flip("__1_0.distcp", 0.5), r"bytes 0 to \d+ of __1_0.distcp have changed since"),
+    (flip("__host_0.distcp", 0.1), r"bytes 0 to \d+ of __host_0.distcp have changed since"),
+    (cut("__1_0.distcp"), r"the file __1_0.distcp has 10 bytes, but \d+ were written"),
+    (remove("__2_0.distcp"), r"the file __2_0.distcp is missing"),
+    (remove(".metadata"), r"the file .metadata is missing"),
+    (remove("torchpmap.json"), r"the file torchpmap.json is missing"),
+    (cut("torchpmap.json"), r"torchpmap.json is not what was written"),
+    (flip("torchpmap.json", 0.5), r"torchpmap.json (has changed|is not what was written)"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[m[:50] for _, m in DAMAGES])
+def test_damage(tmp_path, damage, message):
+    tree = {"w": rows(WHOLE[:4]), "host": torch.ones(5)}
+    save(tmp_path / "step_1", tree)
+    shutil.copytree(tmp_path / "step_1", tmp_path / "step_2")
+    damage(tmp_path / "step_2")
+    expected = rf"(?s)the checkpoint {tmp_path}/step_2 is damaged: {message}.*Load an earlier"
+    for like in (None, tree):
+        with pytest.raises(tp.CheckpointError, match=expected):
+            load(tmp_path / "step_2", like)
+    assert torch.equal(tree["w"].to_host(), WHOLE[:4])  # the pool is as it was
+    assert torch.equal(load(tmp_path / "step_1", tree)["w"].to_host(), WHOLE[:4])
+
+
+def test_later_version(tmp_path):
+    from torchpmap._checkpoint_files import _digest
+
+    save(tmp_path / "c", 1)
+    body = {**table(tmp_path / "c"), "version": 2}
+    text = json.dumps({"digest": _digest(body), "checkpoint": body})
+    (tmp_path / "c" / "torchpmap.json").write_text(text)
+    with pytest.raises(
+        tp.CheckpointError, match=r"is in version 2 .* up to 1. Use a later release"
+    ):
+        load(tmp_path / "c")
+
+
+def test_there_is_no_checkpoint(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*/none: nothing has this name"):
+        load(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match=r"it has no torchpmap.json. Give the folder that"):
+        load(tmp_path)
+
+
+# -- mismatch and misuse ---------------------------------------------------------------------------
+
+SAVED = {"params": {"w": torch.ones(2, 3)}, "step": 4}
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        (
+            {"params": {"w": torch.ones(3, 2)}, "step": 0},
+            r"like\['params'\]\['w'\] is float32\[3, 2\], but 'params.w' in the checkpoint .* is "
+            r"float32\[2, 3\]. Give a tree of the shapes",
+        ),
+        (
+            {"params": {"w": torch.ones(2, 3).bfloat16()}, "step": 0},
+            r"like\['params'\]\['w'\] is bfloat16\[2, 3\], but 'params.w' .* is float32\[2, 3\]",
+        ),
+        (
+            {"params": {"w": 1.0}, "step": 0},
+            r"like\['params'\]\['w'\] is a Python float, but 'params.w' .* is float32\[2, 3\]",
+        ),
+        (
+            {"params": {"w": torch.ones(2, 3)}, "step": torch.tensor(0)},
+            r"like\['step'\] is int64\[\], but 'step' .* is a Python int",
+        ),
+        (
+            {"params": {"w": torch.ones(2, 3)}, "step": 0.0},
+            r"like\['step'\] is a Python float, but 'step' .* is a Python int",
+        ),
+        (
+            {"params": {"w": torch.ones(2, 3), "b": torch.ones(3)}, "step": 0},
+            r"another structure: the checkpoint lacks like\['params'\]\['b'\] \('params.b'\)\. ",
+        ),
+        (
+            {"params": {"w": torch.ones(2, 3)}},
+            r"has another structure: like has no place for 'step' of the checkpoint\. Give a tree",
+        ),
+    ],
+)
+def test_mismatch(tmp_path, like, message):
+    save(tmp_path / "c", SAVED)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "c", like)
+
+
+def test_a_shape_that_does_not_divide(tmp_path):
+    save(tmp_path / "c", {"w": torch.ones(3)})
+    sharding = tp.NamedSharding(mesh(), tp.P("x"))
+    with pytest.raises(ValueError, match="evenly divide the shape") as raised:
+        load(tmp_path / "c", {"w": ShapeDtypeStruct((3,), torch.float32, sharding)})
+    assert raised.value.__notes__ == ["in like['w']"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "kind", "message"),
+    [
+        ({"f": len}, TypeError, r"tree\['f'\] has type builtin_function_or_method, but what can"),
+        ({"s": torch.ones(2).to_sparse()}, TypeError, r"tree\['s'\] has type Tensor, but .* dense"),
+        ({"o": np.array(["a"])}, TypeError, r"tree\['o'\] is an array of dtype <U1, which torch"),
+        ({(1, 2): 3}, TypeError, r"the dict tree has the key \(1, 2\), but the keys must be"),
+        ({"a": {"b": 1}, "a.b": 2}, ValueError, r"tree\['a'\]\['b'\] and tree\['a.b'\] would both"),
+        ({"a": {1: 1, "1": 2}}, ValueError, r"would both be saved as 'a.1'. Rename one"),
+    ],
+)
+def test_what_cannot_be_saved(tmp_path, tree, kind, message):
+    with pytest.raises(kind, match=message):
+        save(tmp_path / "c", tree)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_donated_value(tmp_path):
+    value = rows(torch.ones(4))
+    tp.pmap(lambda x: x, donate_argnums=0, compile=EAGER)(value)
+    with pytest.raises(RuntimeError, match="has been deleted by pmap"):
+        save(tmp_path / "c", {"w": value})
+    assert os.listdir(tmp_path) == []
+
+
+def test_other_files_are_left_alone(tmp_path):
+    (tmp_path / "mine").write_text("x")
+    for path in (tmp_path, tmp_path / "mine"):
+        with pytest.raises(FileExistsError, match="exists and is no checkpoint, so it is not repl"):
+            save(path, 1)
+    assert (tmp_path / "mine").read_text() == "x"
+
+
+def test_parents_are_made(tmp_path):
+    save(str(tmp_path / "a" / "b"), 1)
+    assert load(tmp_path / "a" / "b") == 1
+
+
+@pytest.mark.parametrize("compile", [EAGER, False])
+def test_inside_a_mapped_function(tmp_path, compile):
+    with pytest.raises(RuntimeError, match=r"checkpoint.save was called inside a mapped function"):
+        tp.pmap(lambda x: save(tmp_path / "c", x), compile=compile)(torch.ones(4))
+
+
+# -- latest ----------------------------------------------------------------------------------------
+
+
+def test_latest_goes_by_number(tmp_path):
+    assert latest(tmp_path / "none") is None
+    assert latest(tmp_path) is None
+    for name in ("step_9", "step_10", "best", "5"):
+        save(tmp_path / name, 1)
+    (tmp_path / "step_11").mkdir()
+    (tmp_path / "notes_12").write_text("")
+    (tmp_path / ".step_13.saving").mkdir()
+    assert latest(tmp_path) == tmp_path / "step_10"
+
+
+def test_latest_passes_over_what_is_damaged(tmp_path):
+    for step in (1, 2):
+        save(tmp_path / f"step_{step}", {"w": rows(WHOLE[:4])})
+    (tmp_path / "step_2" / "__3_0.distcp").unlink()
+    with pytest.warns(
+        UserWarning, match=r"passes over step_2: .* the file __3_0.distcp is missing"
+    ):
+        assert latest(tmp_path) == tmp_path / "step_1"
+
+
+# -- torchrun --------------------------------------------------------------------------------------
+
+
+def torchrun(script: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [*options, str(HERE / script), str(folder)]
+    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
+
+
+@pytest.mark.timeout(300)
+def test_two_controllers(tmp_path):
+    tree = {"rows": rows(WHOLE[:2].reshape(4, 2)), "shared": tp.replicate(torch.arange(1.0, 4.0))}
+    save(tmp_path / "local", {**tree, "step": 5, "copies": torch.tensor([5.0, 6.0])})
+    done = torchrun("_torchrun_checkpoint.py", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("passed") == 8, done.stdout
+    like = {
+        "rows": rows(torch.zeros(4, 2)),
+        "columns": tp.pmap(lambda x: x, in_axes=1, out_axes=1, compile=EAGER)(
+            torch.zeros(3, 4, dtype=torch.int64)
+        ),
+        "shared": tp.replicate(torch.zeros(3)),
+        "spread": torch.zeros(6, dtype=torch.bfloat16),
+        "own": torch.tensor(0.0),
+        "host": np.zeros(3, np.int64),
+        "step": 0,
+    }
+    found = load(tmp_path / "both", like)
+    assert found["rows"].sharding == like["rows"].sharding
+    assert found["rows"].tolist() == torch.arange(8.0).reshape(4, 2).tolist()
+    assert found["columns"].tolist() == torch.arange(12).reshape(3, 4).tolist()
+    assert found["shared"].tolist() == [2.0, 2.0, 2.0]
+    assert found["spread"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert (found["own"].item(), found["host"].tolist(), found["step"]) == (3.0, [0, 1, 2], 7)
+
+
+@pytest.mark.timeout(300)
+def test_elastic_restart(tmp_path):
+    """Rank 1 is killed at step 8 and the job resumes at 6; the losses are those of a whole run."""
+    done = torchrun("_torchrun_elastic.py", tmp_path, "--max-restarts=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second, whole = (
+        (tmp_path / name).read_text().splitlines()
+        for name in ("attempt_0", "attempt_1", "uninterrupted")
+    )
+    assert (first[0], second[0], whole[0]) == ("start 0", "start 6", "start 0")
+    assert not (tmp_path / "attempt_2").exists()
+    assert len(whole) == 11
+    assert first[1:] == whole[1:9]  # the steps 0 to 7
+    assert second[1:] == whole[7:]  # 6 to 9, from step 6 on bit by bit

@@ -1,0 +1,127 @@
+"""The other controllers that take part in a checkpoint; there are none beside worker processes.
+
+All of it goes through the store of the job (see ``Rendezvous``): a collective in the thread that
+saves in the background would meet those of the main program.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from torchpmap import _inline
+from torchpmap._config import config
+from torchpmap._current import process_count
+from torchpmap._current import runtime as current_runtime
+from torchpmap._errors import CallTimeout
+
+if TYPE_CHECKING:
+    from torchpmap._runtimes._torchrun import TorchrunRuntime
+
+__all__ = ["Peers", "peers"]
+
+_PAUSE_S = 0.005
+"""A file is on disk after as long, at best."""
+
+
+class Peers(Protocol):
+    """This process and the other controllers."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this one."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def exchange(self, mine: Any, what: str) -> list[Any]:
+        """What all processes give, by rank; only in the main program."""
+
+    def settle(self, mine: Any, decide: Callable[[list[Any]], str | None], what: str) -> str | None:
+        """Rank 0 decides by what all give, and all get its answer: what went wrong, if anything
+        did.  In any thread, but one call after the other.
+        """
+
+
+class _Alone:
+    rank = 0
+    size = 1
+
+    def exchange(self, mine: Any, what: str) -> list[Any]:
+        return [mine]
+
+    def settle(self, mine: Any, decide: Callable[[list[Any]], str | None], what: str) -> str | None:
+        return decide([mine])
+
+
+class _Beside:
+    """One of several controllers."""
+
+    def __init__(self, runtime: TorchrunRuntime) -> None:
+        self._runtime = runtime
+        self._rendezvous = rendezvous = runtime.rendezvous
+        self._turn = 0
+        self.rank, self.size = rendezvous.place.rank, rendezvous.place.size
+
+    def exchange(self, mine: Any, what: str) -> list[Any]:
+        given = self._runtime.exchange(range(self.size), pickle.dumps(mine), what)
+        return [pickle.loads(each) for each in given]
+
+    def settle(self, mine: Any, decide: Callable[[list[Any]], str | None], what: str) -> str | None:
+        turn = f"checkpoint/{self._turn}"
+        self._turn += 1
+        store = self._rendezvous.store
+        if self.rank > 0:
+            store.set(f"{turn}/{self.rank}", _packed(mine))
+            self._wait([f"{turn}/answer"], what)
+            answer: str | None = pickle.loads(store.get(f"{turn}/answer"))
+            return answer
+        answer = "rank 0 failed"
+        try:
+            answer = decide(self._collected(turn, mine, what))
+        finally:
+            store.set(f"{turn}/answer", _packed(answer))
+        # whoever is in this turn has read the one before
+        store.delete_key(f"checkpoint/{self._turn - 2}/answer")
+        return answer
+
+    def _collected(self, turn: str, mine: Any, what: str) -> list[Any]:
+        keys = [f"{turn}/{rank}" for rank in range(1, self.size)]
+        self._wait(keys, what)
+        given = [mine, *(pickle.loads(self._rendezvous.store.get(key)) for key in keys)]
+        for key in keys:
+            self._rendezvous.store.delete_key(key)
+        return given
+
+    def _wait(self, keys: list[str], what: str) -> None:
+        # not as the main program waits: that posts what it waits for, so that deadlocks are seen
+        end = time.monotonic() + config.timeout
+        while not self._rendezvous.store.check(keys):
+            self._rendezvous.raise_cause()
+            if time.monotonic() > end:
+                raise CallTimeout(
+                    f"{what}: the other processes did not write their parts within "
+                    f"torchpmap.config.timeout ({config.timeout:g} s)."
+                )
+            time.sleep(_PAUSE_S)
+
+
+def _packed(value: Any) -> Any:  # the stores take bytes, but are annotated otherwise
+    return pickle.dumps(value)
+
+
+_known: tuple[Any, _Beside] | None = None
+
+
+def peers() -> Peers:
+    """The controllers of the running job."""
+    global _known
+    if _inline.active() or process_count() == 1:
+        return _Alone()
+    runtime = cast("TorchrunRuntime", current_runtime())
+    if _known is None or _known[0] is not runtime:
+        _known = runtime, _Beside(runtime)
+    return _known[1]

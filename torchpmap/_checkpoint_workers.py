@@ -1,0 +1,161 @@
+"""What the worker processes do for a checkpoint: write their blocks, and read them.
+
+Both run as calls of ``compile=False`` do, so they come after what was called before.  A worker
+copies the blocks it has to write to the host and returns; a thread of it writes them, and tells the
+controller through a socket of their own how it went:
+
+    controller                          worker k
+    Line.open, listens
+    Snapshot, one per 256 MiB  ------>  copies its blocks
+    the last of them           ------>  connects, starts the thread
+    Line.answers()             <------  (records, None), or (None, what went wrong)
+
+A worker that dies ends its connection, so nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchpmap._axes import Axis
+from torchpmap._checkpoint_files import Record, Region, write_records
+from torchpmap._program import EagerCall, Outcome
+from torchpmap._runtimes._base import Handle, Team
+from torchpmap._structure import flatten
+
+__all__ = ["Answer", "Line", "Restore", "Snapshot", "run_on"]
+
+_AXIS = "checkpoint"
+_pieces: dict[bytes, list[tuple[str, tuple[int, ...], torch.Tensor]]] = {}
+"""In a worker: what it has copied for the save that is being prepared, by the save's token."""
+
+Answer = tuple[list[tuple[str, Record]] | None, str | None]
+"""What was written, or what went wrong."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """How a worker reaches the controller for one save."""
+
+    address: str
+    token: bytes
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Copy blocks; the last call also writes what all calls have copied."""
+
+    line: Address
+    jobs: tuple[tuple[tuple[int, str, tuple[int, ...]], ...], ...]
+    """Per device of the team: which of the given blocks to copy, their keys and offsets."""
+    files: tuple[str | None, ...] = ()
+    """Per device of the team: the file to write now; empty: more calls come."""
+    axis_name = _AXIS
+
+    def axes(self, axis: Axis) -> tuple[Axis]:
+        return (axis,)
+
+    def run(self, blocks: Sequence[torch.Tensor], axis: Axis, key: torch.Tensor) -> Outcome:
+        place = int(axis.index)
+        if self.line.token not in _pieces:
+            _pieces.clear()  # of a save that failed
+        pieces = _pieces.setdefault(self.line.token, [])
+        for position, name, offsets in self.jobs[place]:
+            pieces.append((name, offsets, blocks[position].cpu().contiguous()))
+        if self.files:
+            del _pieces[self.line.token]
+            file = self.files[place]
+            if file is not None:
+                connection = Client(self.line.address, "AF_UNIX")  # does not wait to be accepted
+                connection.send_bytes(file.encode())
+                arguments = (connection, self.line.folder / file, pieces)
+                threading.Thread(target=_write, args=arguments, daemon=True).start()
+        return Outcome(flatten(())[1], (), (), (), ())
+
+
+def _write(connection: Connection, path: Path, pieces: list[Any]) -> None:
+    with connection:
+        try:
+            answer: Answer = (write_records(path, pieces), None)
+        except Exception as error:
+            answer = (None, f"{type(error).__name__}: {error}")
+        connection.send_bytes(pickle.dumps(answer))
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Read blocks from files; they become values of the device."""
+
+    folder: Path
+    regions: tuple[tuple[Region, ...], ...]
+    """Per device of the team, per value."""
+    axis_name = _AXIS
+
+    def axes(self, axis: Axis) -> tuple[Axis]:
+        return (axis,)
+
+    def run(self, blocks: Sequence[torch.Tensor], axis: Axis, key: torch.Tensor) -> Outcome:
+        read = tuple(region.read(self.folder) for region in self.regions[int(axis.index)])
+        return Outcome(flatten(read)[1], read, ((0,),) * len(read), (), ())
+
+
+def run_on(team: Team, program: Snapshot | Restore, handles: Sequence[Handle]) -> list[Handle]:
+    """Run on every device of a team and wait; the values that came out."""
+    group = f"ranks:{','.join(map(str, team.ranks))}"
+    team.runtime.make_groups({group: (team.ranks,)})
+    call = EagerCall(
+        "torchpmap.checkpoint",
+        secrets.randbits(56),
+        pickle.dumps((program, [])),
+        tuple(handle.id for handle in handles),
+        team.ranks,
+        group,
+        (),
+    )
+    reports, first, seq = team.runtime.run_eagerly(team, call)
+    return [Handle(first + k, seq, team) for k in range(len(reports[0].shapes))]
+
+
+class Line:
+    """The controller's end of the connections for one save."""
+
+    def __init__(self, folder: Path, num_writers: int) -> None:
+        # in a folder that only this user can enter
+        self._listener = Listener(family="AF_UNIX", backlog=max(num_writers, 1))
+        self.address = Address(str(self._listener.address), secrets.token_bytes(16), folder)
+        self._connections: list[Connection] = []
+
+    def accept(self, num_writers: int) -> None:
+        """Take the connections of all writers, who have called."""
+        self._connections = [self._listener.accept() for _ in range(num_writers)]
+        self._listener.close()
+
+    def close(self) -> None:
+        self._listener.close()
+        for connection in self._connections:
+            connection.close()
+
+    def answers(self) -> list[Answer]:
+        """What the writers say at their end; waits."""
+        return [_answer(connection) for connection in self._connections]
+
+
+def _answer(connection: Connection) -> Answer:
+    file = "a file"
+    with connection:
+        try:
+            file = connection.recv_bytes().decode()
+            answer: Answer = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return None, f"the worker process that was writing {file} has ended"
+    return answer
