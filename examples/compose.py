@@ -1,6 +1,9 @@
 """pmap together with grad and vmap: a regression, an image filter, a coupled loss.
 
-Run it with ``python examples/compose.py``. Each part is checked against plain torch.
+    python examples/compose.py
+    torchrun --nproc-per-node=2 examples/compose.py
+
+Each part is checked against plain torch. The data are of four rows; a device has two of them.
 """
 
 from __future__ import annotations
@@ -8,20 +11,28 @@ from __future__ import annotations
 import torch
 
 import torchpmap as tp
+from torchpmap.multihost import all_gather, local_rows
 
-tp.init(num_devices=4)
+if tp.process_count() == 1:
+    tp.init(num_devices=2)
 
 Params = dict[str, torch.Tensor]
+
+
+def say(*words: object) -> None:
+    """Print once, not in every process."""
+    if tp.process_index() == 0:
+        print(*words)
 
 
 def squared_error(params: Params, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return ((x @ params["w"] + params["b"] - y) ** 2).mean()
 
 
-# Part 1, linear regression: every device differentiates the loss of its own rows, pmean averages
-# over the devices. in_axes: the parameters go to every device whole (None), the data by rows (0).
-# out_axes: after pmean the loss and the gradients are equal everywhere, so None hands back one copy
-# of each instead of four.
+# Part 1, linear regression: every row of the data is a part of it with a loss of its own, pmean
+# averages over the parts. in_axes: the parameters go to every device whole (None), the data by rows
+# (0). out_axes: after pmean the loss and the gradients are equal everywhere, so None hands back one
+# copy of each instead of four.
 def loss_and_grads(params: Params, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, Params]:
     return tp.pmean(tp.value_and_grad(squared_error)(params, x, y), "devices")
 
@@ -30,24 +41,25 @@ parallel = tp.pmap(loss_and_grads, axis_name="devices", in_axes=(None, 0, 0), ou
 
 torch.manual_seed(0)
 true_w = torch.tensor([2.0, -3.0, 0.5])
-x = torch.randn(4, 25, 3)  # [device, row, feature]
+x = torch.randn(4, 25, 3)  # [part, row, feature]
 y = x @ true_w + 1.0 + 0.01 * torch.randn(4, 25)
 params = {"w": torch.zeros(3), "b": torch.zeros(())}
 
-loss, grads = parallel(params, x, y)
+x_here, y_here = local_rows((x, y))  # under torchrun; all of them in a single process
+loss, grads = parallel(params, x_here, y_here)
 expected_grads, expected_loss = torch.func.grad_and_value(squared_error)(
     params, x.reshape(100, 3), y.reshape(100)
 )
 torch.testing.assert_close(loss.cpu(), expected_loss)
 torch.testing.assert_close(grads["w"].cpu(), expected_grads["w"])
-print(f"loss before training: {loss.item():.4f} (the same as on one device)")
+say(f"loss before training: {loss.item():.4f} (the same as on one device)")
 
 for _ in range(200):
-    loss, grads = parallel(params, x, y)
+    loss, grads = parallel(params, x_here, y_here)
     params = {name: params[name] - 0.1 * grads[name] for name in params}
 
-print(f"loss after training:  {loss.item():.6f}")
-print(f"w = {[round(v, 2) for v in params['w'].tolist()]}, b = {params['b'].item():.2f}")
+say(f"loss after training:  {loss.item():.6f}")
+say(f"w = {[round(v, 2) for v in params['w'].tolist()]}, b = {params['b'].item():.2f}")
 torch.testing.assert_close(params["w"].cpu(), true_w, atol=0.01, rtol=0)
 torch.testing.assert_close(params["b"].cpu(), torch.tensor(1.0), atol=0.01, rtol=0)
 
@@ -68,30 +80,32 @@ filter_image = tp.pmap(
 image = torch.rand(32, 32)
 patches = image.reshape(4, 8, 4, 8).transpose(1, 2).contiguous()  # [row, column, 8, 8]
 kernel = torch.tensor([[0.0, -1.0, 0.0], [-1.0, 5.0, -1.0], [0.0, -1.0, 0.0]])
-sharp = filter_image(patches, kernel)
+sharp = all_gather(filter_image(local_rows(patches), kernel), tiled=True)
 
 plain = torch.nn.functional.conv2d(
     patches.reshape(16, 1, 8, 8), kernel[None, None], padding=1
 ).reshape(4, 4, 8, 8)
 plain = (plain - plain.min()) / (plain.max() - plain.min())
-torch.testing.assert_close(sharp.cpu(), plain)
+torch.testing.assert_close(sharp, plain)
 low, high = sharp.min().item(), sharp.max().item()
-print(f"16 patches on {len(sharp.devices())} devices: values from {low:.1f} to {high:.1f}")
+say(f"16 patches on {tp.device_count()} devices: values from {low:.1f} to {high:.1f}")
 
 
-# Part 3, gradients of a collective: each device has one number, the loss couples all of them.
+# Part 3, gradients of a collective: each row is one number, the loss couples all of them.
 def coupled(x: torch.Tensor) -> torch.Tensor:
     return tp.psum(x, "i") ** 2
 
 
 v = torch.tensor([1.0, 2.0, 3.0, 4.0])
-gradient = tp.pmap(tp.grad(coupled), axis_name="i")(v)
-print("gradient of psum(x) ** 2, summed over the four devices:", gradient.tolist())
-torch.testing.assert_close(gradient.cpu(), torch.full((4,), 4 * 2 * v.sum().item()))
+gradient = tp.pmap(tp.grad(coupled), axis_name="i")(local_rows(v))
+gradient = all_gather(gradient, tiled=True)
+say("gradient of psum(x) ** 2, summed over the four rows:", gradient.tolist())
+torch.testing.assert_close(gradient, torch.full((4,), 4 * 2 * v.sum().item()))
 
-# Only the device that holds the largest value can change the maximum.
-gradient = tp.pmap(tp.grad(lambda x: tp.pmax(x, "i")), axis_name="i")(v)
-print("gradient of pmax(x), summed over the four devices:", gradient.tolist())
-torch.testing.assert_close(gradient.cpu(), torch.tensor([0.0, 0.0, 0.0, 4.0]))
+# Only the row that is the largest value can change the maximum.
+gradient = tp.pmap(tp.grad(lambda x: tp.pmax(x, "i")), axis_name="i")(local_rows(v))
+gradient = all_gather(gradient, tiled=True)
+say("gradient of pmax(x), summed over the four rows:", gradient.tolist())
+torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, 0.0, 4.0]))
 
-print("ok")
+say("ok")

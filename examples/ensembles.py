@@ -1,6 +1,7 @@
 """Train 64 small networks at once: pmap over the devices, vmap over the networks of a device.
 
-    python examples/ensembles.py [--devices 4] [--steps 300] [--no-compile]
+    python examples/ensembles.py [--devices 2] [--steps 300] [--no-compile]
+    torchrun --nproc-per-node=2 examples/ensembles.py
 
 Each member has its own first weights, its own learning rate and its own weighting of the data (the
 Bayesian bootstrap). One call trains all of them by one step of Adam. The parameters and Adam's
@@ -21,6 +22,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import torchpmap as tp
+from torchpmap.multihost import local_rows
 
 MEMBERS, HIDDEN = 64, 16
 BOTH = ("devices", "members")
@@ -93,8 +95,8 @@ def train(num_devices: int, num_steps: int, compile: Any = True) -> tuple[Params
     keys = tp.random.split(tp.random.key(0), MEMBERS).reshape(*grid, 2)
     rates = torch.logspace(-2.5, -1.5, MEMBERS).reshape(grid)
     start = tp.pmap(tp.vmap(initialize), **{**mapped, "compile": False})  # runs only once
-    params, state, weights = start(keys)
-    rates = tp.device_put(rates, tp.devices()[:num_devices])
+    params, state, weights = start(local_rows(keys))
+    rates = tp.device_put(local_rows(rates), tp.local_devices()[:num_devices])
     for _ in range(num_steps):
         params, state = train_all(params, state, weights, rates)
     return params, ask
@@ -103,7 +105,7 @@ def train(num_devices: int, num_steps: int, compile: Any = True) -> tuple[Params
 def draw(x: Tensor, prediction: Prediction, path: Path) -> None:
     figure = Figure(figsize=(7, 3.4), layout="constrained")
     axes = figure.subplots()
-    mean, spread = prediction.mean.cpu(), prediction.spread.cpu()
+    mean, spread = prediction.mean, prediction.spread
     axes.fill_between(x, mean - 2 * spread, mean + 2 * spread, alpha=0.25, label="2 x spread")
     axes.plot(x, mean, label="mean of 64 networks")
     axes.plot(x, truth(x), "k--", linewidth=1, label="truth")
@@ -115,31 +117,36 @@ def draw(x: Tensor, prediction: Prediction, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train an ensemble on every device.")
-    parser.add_argument("--devices", type=int, default=4, choices=(1, 2, 4, 8, 16, 32, 64))
+    parser.add_argument("--devices", type=int, default=2, choices=(1, 2, 4, 8, 16, 32, 64))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--no-compile", action="store_true", help="run operation by operation")
     parser.add_argument("--output", type=Path, default=Path("outputs"), help="folder for the PNG")
     args = parser.parse_args()
 
-    tp.init(num_devices=args.devices)
-    params, ask = train(args.devices, args.steps, not args.no_compile)
-    print(f"{MEMBERS} networks on {len(params['w1'].devices())} devices")
-
+    if tp.process_count() == 1:
+        tp.init(num_devices=args.devices)
+    n = tp.device_count()  # under torchrun: its processes
+    params, ask = train(n, args.steps, not args.no_compile)
     seen = torch.cat([torch.linspace(-2, 0, 81), torch.linspace(1, 2, 41)])
-    mean, spread, members_error = ask(params, seen)
-    error = ((mean.cpu() - truth(seen)) ** 2).mean()
-    print(f"squared error: average member {members_error:.4f}, ensemble {error:.4f}")
-    assert error < 0.8 * members_error.cpu()
-    # The average member is worse than the ensemble by exactly the variance between the members.
-    torch.testing.assert_close(members_error.cpu(), error + (spread.cpu() ** 2).mean())
+    unseen, x = torch.linspace(0.3, 0.7, 21), torch.linspace(-2.2, 2.2, 200)
+    answers = [tp.unreplicate(ask(params, at)) for at in (seen, unseen, x)]  # all take part
+    if tp.process_index() != 0:
+        return  # one process reports
 
-    gap = ask(params, torch.linspace(0.3, 0.7, 21)).spread.mean().item()
+    print(f"{MEMBERS} networks on {n} devices")
+    (mean, spread, members_error), far, picture = answers
+    error = ((mean - truth(seen)) ** 2).mean()
+    print(f"squared error: average member {members_error:.4f}, ensemble {error:.4f}")
+    assert error < 0.8 * members_error
+    # The average member is worse than the ensemble by exactly the variance between the members.
+    torch.testing.assert_close(members_error, error + (spread**2).mean())
+
+    gap = far.spread.mean().item()
     print(f"spread of the members: {spread.mean():.3f} near data, {gap:.3f} far from it")
     assert gap > 2 * spread.mean().item()
 
     args.output.mkdir(parents=True, exist_ok=True)
-    x = torch.linspace(-2.2, 2.2, 200)
-    draw(x, ask(params, x), args.output / "ensembles.png")
+    draw(x, picture, args.output / "ensembles.png")
     print(f"wrote {args.output}/ensembles.png")
     print("ok")
 

@@ -1,7 +1,12 @@
 """First steps: map a function over the devices, see where the result lives, let the devices talk.
 
-Run it with ``python examples/hello_pmap.py``. No launcher and no ``if __name__ == "__main__"`` are
-needed: torchpmap starts one worker process per device by itself. Here the devices are CPU cores.
+    python examples/hello_pmap.py
+    torchrun --nproc-per-node=2 examples/hello_pmap.py
+
+No launcher and no ``if __name__ == "__main__"`` are needed: torchpmap starts one worker process per
+device by itself. Here the devices are two CPU cores. Under torchrun every process runs this file
+and is one device: ``local_rows`` takes its rows of a value that all processes have, ``all_gather``
+puts the results together again. With one process both change nothing.
 """
 
 from __future__ import annotations
@@ -11,53 +16,65 @@ import math
 import torch
 
 import torchpmap as tp
+from torchpmap.multihost import all_gather, local_rows
 
-tp.init(num_devices=4)
+if tp.process_count() == 1:
+    tp.init(num_devices=2)
+
+
+def say(*words: object) -> None:
+    """Print once, not in every process."""
+    if tp.process_index() == 0:
+        print(*words)
 
 
 def check(title: str, result: torch.Tensor, expected: torch.Tensor) -> None:
     """Print the result and stop the program unless it is what plain torch computes."""
-    torch.testing.assert_close(torch.tensor(result.tolist()), expected)
-    print(f"{title}: {result.tolist()}")
+    result = all_gather(result, tiled=True)
+    torch.testing.assert_close(result, expected)
+    say(f"{title}: {result.tolist()}")
 
 
-print("devices:", *tp.devices())
+say("devices:", *tp.devices())
 x = torch.arange(4.0)
 
-# One row of x per device: the function sees a scalar, the four results are stacked again.
-doubled = tp.pmap(lambda x: x * 2)(x)
+# The function sees a scalar, one row of x. Each device has two rows, one after the other, and the
+# four results are stacked again.
+double = tp.pmap(lambda x: x * 2)
+doubled = double(local_rows(x))
 check("doubled", doubled, x * 2)
 
-# The result has not moved: row k is still in the memory of device k.
-print("doubled lives on:", *sorted(str(device) for device in doubled.devices()))
-assert len(doubled.devices()) == 4
+# The result has not moved: its rows are still in the memory of the devices.
+numbers = torch.tensor(sorted(device.id for device in doubled.devices()))
+check("doubled lives on devices", numbers, torch.arange(tp.device_count()))
 
 # It can go straight into the next pmapped function, or be used like any tensor.
-check("doubled again", tp.pmap(lambda x: x * 2)(doubled), x * 4)
+check("doubled again", double(doubled), x * 4)
 check("plus one", doubled + 1, x * 2 + 1)
 
 
-# A named axis lets the devices talk: psum is the sum over all of them.
+# A named axis lets the rows talk: psum is the sum over all of them, wherever they are.
 @tp.pmap(axis_name="i")
 def normalize(x: torch.Tensor) -> torch.Tensor:
     return x / tp.psum(x, "i")
 
 
-check("normalized", normalize(x), x / x.sum())
+check("normalized", normalize(local_rows(x)), x / x.sum())
 
-# Every device knows its place on the axis, and can pass values to its neighbour.
+# Every row knows its place on the axis, and can be passed to a neighbour.
 place = tp.pmap(lambda x: x + 10 * tp.axis_index("i"), axis_name="i")
-check("axis index", place(x), x + 10 * torch.arange(4))
+check("axis index", place(local_rows(x)), x + 10 * torch.arange(4))
 
 ring = [(0, 1), (1, 2), (2, 3), (3, 0)]
-check("rotated", tp.pmap(lambda x: tp.ppermute(x, "i", ring), axis_name="i")(x), x.roll(1))
+rotate = tp.pmap(lambda x: tp.ppermute(x, "i", ring), axis_name="i")
+check("rotated", rotate(local_rows(x)), x.roll(1))
 
 # An argument that every device gets whole has the axis None; a closure works as well.
 weights = torch.tensor([1.0, 10.0, 100.0])
 rows = torch.arange(12.0).reshape(4, 3)
 dot = tp.pmap(lambda row, weights: row @ weights, in_axes=(0, None))
-check("row by row", dot(rows, weights), rows @ weights)
-check("by closure", tp.pmap(lambda row: row @ weights)(rows), rows @ weights)
+check("row by row", dot(local_rows(rows), weights), rows @ weights)
+check("by closure", tp.pmap(lambda row: row @ weights)(local_rows(rows)), rows @ weights)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -66,11 +83,11 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 # Functions are compiled by default. compile=False runs them operation by operation, for debugging.
-grid = torch.linspace(-3, 3, 4000).reshape(4, 1000)
+grid = local_rows(torch.linspace(-3, 3, 4000).reshape(4, 1000))
 compiled = tp.pmap(gelu)(grid)
 eager = tp.pmap(gelu, compile=False)(grid)
 torch.testing.assert_close(torch.as_tensor(compiled.numpy()), torch.as_tensor(eager.numpy()))
 torch.testing.assert_close(torch.as_tensor(compiled.numpy()), gelu(grid))
-print("compiled, eager and plain torch agree on", grid.numel(), "values of gelu")
+say("compiled, eager and plain torch agree on 4000 values of gelu")
 
-print("ok")
+say("ok")

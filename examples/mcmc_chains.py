@@ -1,6 +1,7 @@
 """Sixteen Markov chains over the devices: Hamiltonian Monte Carlo on a known density.
 
-    python examples/mcmc_chains.py [--devices 4] [--samples 500] [--no-compile]
+    python examples/mcmc_chains.py [--devices 2] [--samples 500] [--no-compile]
+    torchrun --nproc-per-node=2 examples/mcmc_chains.py
 
 Each row of the mapped axis is one chain, with a random key of its own. The chains do not talk to
 each other; only the last call does, which compares them (R-hat, Gelman and Rubin 1992) with
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 import torchpmap as tp
+from torchpmap.multihost import all_gather, local_rows
 
 CHAINS, WARM_UP, SAMPLES_PER_CALL = 16, 50, 5
 STEP_SIZE, LEAPFROG_STEPS = 0.25, 5
@@ -91,12 +93,15 @@ def summarize(parts: list[Tensor]) -> Summary:
 
 
 def run(num_samples: int, compile: Any = True) -> tuple[list[Tensor], Tensor, Summary]:
-    """Return samples [chain, sample, coordinate] call by call, accepted shares, and summary."""
+    """Return samples [chain, sample, coordinate] call by call, accepted shares, and summary.
+
+    Under torchrun: those of the chains of this process; the summary is that of all.
+    """
     # compile={"backend": "eager"}: traced, but not worth compiling for a few numbers each.
     traced: Any = {"backend": "eager"} if compile else False
     draw_all = tp.pmap(draw, in_axes=(0, None), compile=traced)
     advance_all = tp.pmap(advance, donate_argnums=0, compile=compile)
-    starts, keys = tp.random.split(tp.random.key(0), 2 * CHAINS).chunk(2)
+    starts, keys = local_rows(tp.random.split(tp.random.key(0), 2 * CHAINS).chunk(2))
     position = tp.pmap(first_position, compile=traced)(starts)
     samples = []
     for call in range((WARM_UP + num_samples) // SAMPLES_PER_CALL):
@@ -109,14 +114,19 @@ def run(num_samples: int, compile: Any = True) -> tuple[list[Tensor], Tensor, Su
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run sixteen Markov chains over the devices.")
-    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=2, help="under torchrun: its processes")
     parser.add_argument("--samples", type=int, default=500, help="of each chain")
     parser.add_argument("--no-compile", action="store_true", help="run operation by operation")
     args = parser.parse_args()
 
-    tp.init(num_devices=args.devices)
+    if tp.process_count() == 1:
+        tp.init(num_devices=args.devices)
     samples, accepted, summary = run(args.samples, not args.no_compile)
-    print(f"{CHAINS} chains on {len(samples[0].devices())} devices")
+    samples, accepted = all_gather((samples, accepted), tiled=True)
+    if tp.process_index() != 0:
+        return  # one process reports
+
+    print(f"{CHAINS} chains on {tp.device_count()} devices")
     for name, value in zip(Summary._fields, summary, strict=True):
         print(f"{name}: {[round(number, 3) for number in value.tolist()]}")
     print(f"accepted in the last call: {accepted.mean().item():.0%}")

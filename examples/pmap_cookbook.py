@@ -1,6 +1,7 @@
 """JAX's Pmap Cookbook, translated: maps, random matrices, psum, nested axes, Rule 30, gradients.
 
-    python examples/pmap_cookbook.py [--devices 4] [--no-compile]
+    python examples/pmap_cookbook.py [--devices 2] [--no-compile]
+    torchrun --nproc-per-node=2 examples/pmap_cookbook.py
 
 Every number is checked against plain torch or NumPy. Eight rows run on any number of devices: on
 four, each device holds two of them. The nested pmaps at the end, and their gradient, are the parts
@@ -19,38 +20,48 @@ import torch
 from torch import Tensor
 
 import torchpmap as tp
+from torchpmap.multihost import all_gather, local_rows
 
 ROWS = 8
 CELLS, GENERATIONS = 40, 20
 Pmap = Callable[..., Any]
 
 
+def say(*words: object) -> None:
+    """Print once, not in every process of torchrun."""
+    if tp.process_index() == 0:
+        print(*words)
+
+
 def check(title: str, result: Tensor, expected: Tensor) -> None:
     """Print the result and stop the program unless it is what plain torch computes."""
-    torch.testing.assert_close(result.cpu(), expected, check_dtype=False)
-    print(f"{title}: {[round(value, 4) for value in result.flatten().tolist()]}")
+    result = all_gather(result, tiled=True)
+    torch.testing.assert_close(result, expected, check_dtype=False)
+    say(f"{title}: {[round(value, 4) for value in result.flatten().tolist()]}")
 
 
 def pure_maps(pmap: Pmap) -> None:
-    check("squares", pmap(lambda x: x**2)(torch.arange(7)), torch.arange(7) ** 2)
-    x, y = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 6.0])
-    check("sums", pmap(torch.add)(x, y), torch.func.vmap(torch.add)(x, y))
+    x = torch.arange(ROWS)
+    squares = pmap(lambda x: x**2)(local_rows(x))
+    check("squares", squares, x**2)
+    check("sums", pmap(torch.add)(*local_rows((x, x / 2))), x + x / 2)
 
     # A result is used like any other tensor, by torch and by NumPy.
-    y = pmap(lambda x: x**2)(torch.arange(ROWS))
-    check("halves", y / 2, torch.arange(ROWS) ** 2 / 2)
-    np.testing.assert_allclose(np.sin(y.numpy()), np.sin(np.arange(ROWS) ** 2), rtol=1e-6)
-    print("eight rows are on:", *sorted(str(device) for device in y.devices()))
+    check("halves", squares / 2, x**2 / 2)
+    here = local_rows(x).numpy()
+    np.testing.assert_allclose(np.sin(squares.numpy()), np.sin(here**2), rtol=1e-6)
+    numbers = torch.tensor(sorted(device.id for device in squares.devices()))
+    check("eight rows are on devices", numbers, torch.arange(tp.device_count()))
 
 
 def random_matrices(pmap: Pmap) -> None:
     # Each matrix is made where it is used; only one number per row comes back to the host. Drawing
     # is a long chain of integer operations: not worth compiling where it is done once.
     keys = tp.random.split(tp.random.key(0), ROWS)
-    matrices = pmap(lambda key: tp.random.normal(key, (200, 300)), compile=False)(keys)
+    matrices = pmap(lambda key: tp.random.normal(key, (200, 300)), compile=False)(local_rows(keys))
     products = pmap(lambda x: x @ x.T)(matrices)
     means = pmap(torch.mean)(products)
-    print("matrices:", list(matrices.shape), "products:", list(products.shape))
+    say("each matrix:", list(matrices.shape[1:]), "each product:", list(products.shape[1:]))
 
     expected = torch.stack([tp.random.normal(key, (200, 300)) for key in keys])
     check("means", means, (expected @ expected.mT).mean((1, 2)))
@@ -58,13 +69,15 @@ def random_matrices(pmap: Pmap) -> None:
 
 def collectives(pmap: Pmap) -> None:
     x = torch.arange(4.0)
-    check("normalized", pmap(lambda x: x / tp.psum(x, "i"), axis_name="i")(x), x / x.sum())
+    check(
+        "normalized", pmap(lambda x: x / tp.psum(x, "i"), axis_name="i")(local_rows(x)), x / x.sum()
+    )
 
     @pmap(axis_name="i")
     def normalize(x: Tensor) -> Tensor:
         return x / tp.psum(x, "i")
 
-    check("by decorator", normalize(x), x / x.sum())
+    check("by decorator", normalize(local_rows(x)), x / x.sum())
 
     @pmap(axis_name="rows")
     @pmap(axis_name="columns")
@@ -73,7 +86,7 @@ def collectives(pmap: Pmap) -> None:
         return x / tp.psum(x, "rows"), x / tp.psum(x, "columns"), x / both
 
     x = torch.arange(8.0).reshape(4, 2)
-    by_row, by_column, by_both = norms(x)
+    by_row, by_column, by_both = norms(local_rows(x))
     check("over the rows", by_row, x / x.sum(0))
     check("over the columns", by_column, x / x.sum(1, keepdim=True))
     check("over both", by_both, x / x.sum())
@@ -93,11 +106,12 @@ def rule_30(pmap: Pmap) -> None:
 
     line = np.zeros(CELLS, dtype=bool)
     line[CELLS // 2] = True
-    pieces = torch.from_numpy(line.reshape(ROWS, -1))
+    pieces = local_rows(torch.from_numpy(line.reshape(ROWS, -1)))
     for generation in range(GENERATIONS + 1):
-        picture = "".join("*" if cell else " " for cell in pieces.flatten().tolist())
+        whole = all_gather(pieces, tiled=True).flatten()
+        picture = "".join("*" if cell else " " for cell in whole.tolist())
         assert picture == "".join(np.where(line, "*", " ")), f"generation {generation} differs"
-        print(picture)
+        say(picture)
         pieces = step(pieces)
         line = np.roll(line, 1) ^ (line | np.roll(line, -1))
 
@@ -119,22 +133,23 @@ def gradients(pmap: Pmap) -> None:
         return -torch.sin(x) * scale
 
     x = torch.arange(8.0, dtype=torch.float64).reshape(4, 2)
-    check("pmap in grad in pmap", outer(x), plain(x))
-    gradient = tp.grad(lambda x: outer(x).sum())(x)
+    check("pmap in grad in pmap", outer(local_rows(x)), plain(x))
+    gradient = tp.grad(lambda x: outer(x).sum())(local_rows(x))
     check("its gradient", gradient, torch.func.grad(lambda x: plain(x).sum())(x))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="JAX's Pmap Cookbook on torch.")
-    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=2, help="under torchrun: its processes")
     parser.add_argument("--no-compile", action="store_true", help="run operation by operation")
     args = parser.parse_args()
 
-    tp.init(num_devices=args.devices)
+    if tp.process_count() == 1:
+        tp.init(num_devices=args.devices)
     pmap = functools.partial(tp.pmap, compile=not args.no_compile)
     for part in (pure_maps, random_matrices, collectives, rule_30, gradients):
         part(pmap)
-    print("ok")
+    say("ok")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,14 @@ import torchpmap as tp
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
-import data_parallel_digits as digits  # noqa: E402  (found through the line above)
+import char_gpt  # noqa: E402  (found through the line above)
+import data_parallel_digits as digits  # noqa: E402
 import ensembles  # noqa: E402
 import mcmc_chains  # noqa: E402
 import wave_equation  # noqa: E402
+
+
+pytestmark = pytest.mark.timeout(250)  # a program runs twice in some tests
 
 
 def run(name: str, *arguments: str) -> str:
@@ -32,26 +37,55 @@ def run(name: str, *arguments: str) -> str:
     return result.stdout
 
 
+def run_by_torchrun(script: Path, *arguments: str) -> str:
+    """Run a program as two processes that torchrun starts; return what they print."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    paths = (str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", ""))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONWARNINGS": "error::UserWarning",
+        "OMP_NUM_THREADS": "1",  # torchrun says so otherwise
+    }
+    result = subprocess.run(
+        [*launcher, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Warning" not in result.stderr, result.stderr
+    return result.stdout
+
+
+def run_both_ways(name: str, *arguments: str) -> str:
+    """Run it by python and by torchrun, which must print the same, and return that."""
+    by_python = run(name, *arguments)
+    assert run_by_torchrun(EXAMPLES / name, *arguments) == by_python
+    return by_python
+
+
 def test_hello_pmap_prints_what_plain_torch_computes():
-    lines = run("hello_pmap.py").splitlines()
+    lines = run_both_ways("hello_pmap.py").splitlines()
     assert "doubled: [0.0, 2.0, 4.0, 6.0]" in lines
-    assert "doubled lives on: cpu:0 cpu:1 cpu:2 cpu:3" in lines
+    assert "doubled lives on devices: [0, 1]" in lines
     assert "axis index: [0.0, 11.0, 22.0, 33.0]" in lines
     assert "rotated: [3.0, 0.0, 1.0, 2.0]" in lines
     assert lines[-1] == "ok"
 
 
 def test_compose_prints_what_plain_torch_computes():
-    lines = run("compose.py").splitlines()
+    lines = run_both_ways("compose.py").splitlines()
     assert "w = [2.0, -3.0, 0.5], b = 1.00" in lines
-    assert "16 patches on 4 devices: values from 0.0 to 1.0" in lines
+    assert "16 patches on 2 devices: values from 0.0 to 1.0" in lines
     assert lines[-3].endswith("[80.0, 80.0, 80.0, 80.0]")
     assert lines[-2].endswith("[0.0, 0.0, 0.0, 4.0]")
     assert lines[-1] == "ok"
 
 
 def test_digits_command_line_trains_and_writes_both_pictures(tmp_path):
-    stdout = run(
+    stdout = run_both_ways(
         "data_parallel_digits.py",
         *("--devices", "2", "--epochs", "1", "--no-compile", "--output", str(tmp_path)),
     )
@@ -84,9 +118,9 @@ def test_digits_refuses_a_batch_that_does_not_divide():
 
 
 def test_pmap_cookbook_draws_rule_30_and_prints_the_numbers_of_jax():
-    lines = run("pmap_cookbook.py", "--devices", "4", "--no-compile").splitlines()
+    lines = run_both_ways("pmap_cookbook.py", "--devices", "2", "--no-compile").splitlines()
     assert lines[-1] == "ok"
-    assert "eight rows are on: cpu:0 cpu:1 cpu:2 cpu:3" in lines
+    assert "eight rows are on devices: [0, 1]" in lines
     # jax.random.normal(key, (200, 300)) for the keys of jax.random.split(PRNGKey(0), 8), jax 0.10.2
     means = "means: [1.5411, 1.6979, 1.5533, 1.3423, 1.4597, 1.6165, 1.4635, 1.4969]"
     assert means in lines
@@ -100,7 +134,7 @@ def test_pmap_cookbook_draws_rule_30_and_prints_the_numbers_of_jax():
 
 def test_wave_equation_command_line_checks_energy_and_writes_its_picture(tmp_path):
     arguments = ("--devices", "2", "--size", "40", "--steps", "60", "--no-compile")
-    lines = run("wave_equation.py", *arguments, "--output", str(tmp_path)).splitlines()
+    lines = run_both_ways("wave_equation.py", *arguments, "--output", str(tmp_path)).splitlines()
     assert lines[0] == "2 blocks and the whole grid agree after 60 steps"
     assert lines[-1] == "ok"
     assert (tmp_path / "wave_equation.png").read_bytes().startswith(b"\x89PNG")
@@ -125,7 +159,7 @@ def test_wave_refuses_a_grid_that_does_not_divide():
 
 def test_ensembles_command_line_beats_its_members_and_writes_its_picture(tmp_path):
     arguments = ("--devices", "2", "--steps", "150", "--no-compile", "--output", str(tmp_path))
-    lines = run("ensembles.py", *arguments).splitlines()
+    lines = run_both_ways("ensembles.py", *arguments).splitlines()
     assert lines[0] == "64 networks on 2 devices"
     assert lines[-1] == "ok"
     assert (tmp_path / "ensembles.png").read_bytes().startswith(b"\x89PNG")
@@ -142,7 +176,8 @@ def test_ensembles_train_the_same_networks_on_one_and_four_devices():
 
 
 def test_mcmc_chains_command_line_finds_the_known_moments():
-    lines = run("mcmc_chains.py", "--devices", "2", "--samples", "250", "--no-compile").splitlines()
+    arguments = ("--devices", "2", "--samples", "250", "--no-compile")
+    lines = run_both_ways("mcmc_chains.py", *arguments).splitlines()
     assert lines[0] == "16 chains on 2 devices"
     assert lines[-1] == "ok"
 
@@ -161,3 +196,98 @@ def test_mcmc_chains_are_the_same_bit_by_bit_on_one_two_and_four_devices(monkeyp
     assert found[1].std() > 0.1
     for n in (2, 4):
         assert torch.equal(found[n], found[1]), n
+
+
+WEIGHTS = """
+import sys
+import torch
+import data_parallel_digits as digits
+import torchpmap as tp
+
+params, history, accuracy = digits.train(epochs=1, compile={"backend": "eager"})
+if tp.process_index() == 0:
+    torch.save((params, history.loss, accuracy), sys.argv[1])
+"""
+
+
+def test_digits_train_the_same_network_under_torchrun(tmp_path):
+    script, results = tmp_path / "weights.py", tmp_path / "weights.pt"
+    script.write_text(WEIGHTS)
+    run_by_torchrun(script, str(results))
+    params, losses, accuracy = torch.load(results)
+    tp.init(num_devices=2)
+    expected_params, history, expected_accuracy = digits.train(2, epochs=1, compile=EAGER)
+    torch.testing.assert_close(params, expected_params, atol=1e-5, rtol=1e-4)
+    assert losses == pytest.approx(history.loss, rel=1e-4)
+    assert accuracy == expected_accuracy
+
+
+SMALL = char_gpt.Sizes(context=16, width=16, heads=2, layers=1, batch=8)
+PASSAGE = char_gpt.Text("the mapped axis of a pmap, and the axes mapped inside. " * 40)
+
+
+@pytest.mark.usefixtures("four_devices")
+def test_char_gpt_trains_the_same_on_one_and_two_devices_in_one_pass_or_two():
+    runs = [
+        char_gpt.train(PASSAGE, n, 12, EAGER, sizes=SMALL, accumulate=passes)
+        for n, passes in ((1, 1), (2, 1), (2, 2))
+    ]
+    (params, losses), *others = runs
+    assert list(losses) == list(range(12))
+    assert losses[11] < 0.95 * losses[0]
+    for other_params, other_losses in others:
+        assert other_losses == pytest.approx(losses, rel=1e-4)
+        torch.testing.assert_close(
+            other_params["to_logits.weight"], params["to_logits.weight"], atol=1e-4, rtol=1e-3
+        )
+
+
+@pytest.mark.usefixtures("four_devices")
+def test_char_gpt_stopped_and_resumed_is_char_gpt_that_went_on(tmp_path):
+    def train(steps: int, n: int = 2, **options):
+        return char_gpt.train(PASSAGE, n, steps, EAGER, sizes=SMALL, **options)
+
+    params, losses = train(6)
+    saved = {"checkpoints": tmp_path, "save_every": 2}
+    _, before = train(5, **saved)  # of which the last step is not saved
+    resumed, after = train(6, **saved, resume=True)
+    assert list(before) == [0, 1, 2, 3, 4]
+    assert list(after) == [4, 5]
+    assert before | after == losses
+    torch.testing.assert_close(resumed, params, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("four_devices")
+def test_char_gpt_in_bf16_follows_float32():
+    losses = {
+        bf16: char_gpt.train(PASSAGE, 2, 4, EAGER, sizes=SMALL, bf16=bf16)[1]
+        for bf16 in (False, True)
+    }
+    assert losses[True] == pytest.approx(losses[False], rel=0.02)
+    assert losses[True] != losses[False]
+
+
+@pytest.mark.usefixtures("four_devices")
+def test_char_gpt_refuses_a_batch_that_does_not_divide():
+    with pytest.raises(ValueError, match="a batch of 8 rows does not divide over 2 devices with 3"):
+        char_gpt.train(PASSAGE, 2, 1, sizes=SMALL, accumulate=3)
+
+
+def test_char_gpt_command_line_writes_text_and_its_picture(tmp_path):
+    sizes = (
+        "--steps",
+        "10",
+        "--width",
+        "32",
+        "--layers",
+        "1",
+        "--batch",
+        "16",
+        "--accumulate",
+        "2",
+    )
+    lines = run_both_ways("char_gpt.py", *sizes, "--no-compile", "--output", str(tmp_path))
+    first, last = re.search(r"loss: ([\d.]+) at first, ([\d.]+) in the end", lines).groups()
+    assert float(last) < float(first)
+    assert lines.endswith("ok\n")
+    assert (tmp_path / "char_gpt.png").read_bytes().startswith(b"\x89PNG")

@@ -191,3 +191,33 @@ def test_vmap_from_outside_says_whether_rows_differ(mode: Any) -> None:
     assert torch.equal(same, same[:1].expand(3, 4))
     with pytest.raises(RuntimeError, match="randomness error mode"):
         torch.func.vmap(f)(batch)
+
+
+def test_attention_without_dropout_draws_nothing_and_differentiates():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 1, 2, 8, 4).double()  # [device, batch, head, position, feature]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (attend(q, k, v) ** 2).sum()
+
+    scores = (q @ k.mT / 2).masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf)
+    plain = scores.softmax(-1) @ v
+    torch.testing.assert_close(tp.pmap(attend, compile=EAGER)(q, k, v).cpu(), plain)
+    grads = tp.pmap(tp.grad(loss, argnums=(0, 2)), compile=EAGER)(q, k, v)
+
+    q, v = q.requires_grad_(), v.requires_grad_()
+    scores = (q @ k.mT / 2).masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf)
+    ((scores.softmax(-1) @ v) ** 2).sum().backward()
+    torch.testing.assert_close(grads[0].cpu(), q.grad)
+    torch.testing.assert_close(grads[1].cpu(), v.grad)
+
+
+def test_dropout_inside_attention_is_refused():
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    with pytest.raises(NotImplementedError, match=r"no streams per device\. Use torch\.rand"):
+        tp.pmap(attend, compile=EAGER)(torch.randn(4, 1, 2, 8, 4))

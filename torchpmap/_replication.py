@@ -40,10 +40,15 @@ def varying_nodes(
 def is_random(node: torch.fx.Node) -> bool:
     """Whether the node draws from a random generator."""
     target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in target.tags
-    )
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":  # attention, which draws only for its dropout
+            given = node.args[position:] or [node.kwargs.get(argument.name, argument.default_value)]
+            return bool(given[0] != 0)
+    return True
 
 
 def replicated(

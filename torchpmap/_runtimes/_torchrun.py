@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -286,8 +287,14 @@ class TorchrunRuntime:
     def _gathered(self, call: EagerCall, report: EagerReport) -> list[EagerReport]:
         if len(call.ranks) == 1:
             return [report]
-        packed = self._rendezvous.exchange(call.ranks, cloudpickle.dumps(report), call.name)
-        return [pickle.loads(each) for each in packed]
+        mine = str(report.structure)
+        packed = self._rendezvous.exchange(call.ranks, cloudpickle.dumps((mine, report)), call.name)
+        found: list[tuple[str, EagerReport]] = [pickle.loads(each) for each in packed]
+        # a class of the script is another class in every process, so structures go by their text
+        return [
+            replace(theirs, structure=report.structure) if text == mine else theirs
+            for text, theirs in found
+        ]
 
     def _ensure(self, name: str, partition: RankPartition) -> None:
         self.make_groups({name: partition})

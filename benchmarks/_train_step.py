@@ -1,0 +1,157 @@
+"""One process of ``train_step.py``: a rank of a contender, which does steps when it is told to.
+
+``python _train_step.py CONTENDER``, for ``torchrun`` and ``ddp`` once per rank by torch's launcher.
+It connects to the address in ``TRAIN_STEP_ADDRESS`` and then waits, without using a core, for the
+name of a model or for a number of steps; it answers with the seconds and the loss of the last step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from char_gpt import GPT, Sizes
+
+RANKS = 2
+BATCHES = 8
+"""Different batches; they come round again."""
+
+Batch = tuple[Tensor, Tensor]
+Steps = Callable[[int], float]
+"""Does a number of steps and returns the loss of the last, of the rows of this process."""
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+class Objective(nn.Module):
+    """A model together with its loss, so that both are compiled as one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(x).flatten(0, -2), y.flatten())
+
+
+def mlp() -> tuple[Objective, list[Batch]]:
+    """Two hidden layers, 1.9 million weights; 256 rows of 784 numbers."""
+    sizes = (784, 1024, 1024, 10)
+    layers: list[nn.Module] = []
+    for m, n in itertools.pairwise(sizes):
+        layers += [nn.Linear(m, n), nn.ReLU()]
+    batches = [(torch.randn(256, 784), torch.randint(10, (256,))) for _ in range(BATCHES)]
+    return Objective(nn.Sequential(*layers[:-1])), batches
+
+
+def gpt() -> tuple[Objective, list[Batch]]:
+    """That of ``examples/char_gpt.py``, 0.6 million weights; 32 rows of 64 characters."""
+    sizes = Sizes()
+    windows = [torch.randint(96, (sizes.batch, sizes.context + 1)) for _ in range(BATCHES)]
+    return Objective(GPT(96, sizes)), [(w[:, :-1], w[:, 1:]) for w in windows]
+
+
+MODELS = {"MLP": mlp, "GPT": gpt}
+
+
+def make(name: str) -> tuple[Objective, Iterator[Batch]]:
+    """The same numbers in every process."""
+    torch.manual_seed(0)
+    model, batches = MODELS[name]()
+    return model, itertools.cycle(batches)
+
+
+# -- contenders ------------------------------------------------------------------------------------
+
+
+def pmapped(name: str) -> Steps:
+    """``torchpmap.pmap`` of the whole step, by the runtime that this process finds itself in."""
+    import torchpmap as tp
+
+    if tp.process_count() == 1:
+        tp.init(RANKS)
+    model, batches = make(name)
+    optimizer = tp.optim.functional(torch.optim.AdamW, lr=1e-3)
+    params = {key: parameter.detach() for key, parameter in model.named_parameters()}
+    state = tp.replicate((params, optimizer.init(params)))
+
+    def loss_of(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return torch.func.functional_call(model, params, (x, y))
+
+    @tp.pmap(axis_name="i", in_axes=(None, 0, 0), out_axes=None, donate_argnums=0)
+    def step(state: Any, x: Tensor, y: Tensor) -> tuple[Any, Tensor]:
+        params, kept = state
+        loss, grads = tp.pmean(tp.value_and_grad(loss_of)(params, x, y), "i")
+        return optimizer.update(grads, kept, params), loss
+
+    def steps(count: int) -> float:
+        nonlocal state
+        for x, y in itertools.islice(batches, count):
+            rows = [part.reshape(RANKS, -1, *part.shape[1:]) for part in (x, y)]
+            state, loss = step(state, *tp.multihost.local_rows(rows))
+        tp.block_until_ready(state)
+        return loss.item()
+
+    return steps
+
+
+def distributed_data_parallel(name: str) -> Steps:
+    """``DistributedDataParallel``, compiled, with the fused AdamW."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    objective, batches = make(name)
+    parallel = nn.parallel.DistributedDataParallel(objective, gradient_as_bucket_view=True)
+    compiled = torch.compile(parallel)
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-3, fused=True)
+
+    def steps(count: int) -> float:
+        for x, y in itertools.islice(batches, count):
+            x, y = (part.chunk(RANKS)[dist.get_rank()] for part in (x, y))
+            loss = compiled(x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return steps
+
+
+CONTENDERS = {"local": pmapped, "torchrun": pmapped, "ddp": distributed_data_parallel}
+
+
+# -- told by the other side ------------------------------------------------------------------------
+
+
+def serve(contender: str, connection: Any) -> None:
+    """Do what arrives: ``str``, a model to prepare; ``int``, steps to do; None, the end."""
+    steps: Steps | None = None
+    while (order := connection.recv()) is not None:
+        if isinstance(order, str):
+            steps = CONTENDERS[contender](order)
+            connection.send(None)
+            continue
+        assert steps is not None
+        start = time.perf_counter()
+        loss = steps(order)
+        connection.send((time.perf_counter() - start, loss))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    host, port = os.environ["TRAIN_STEP_ADDRESS"].rsplit(":", 1)
+    with Client((host, int(port))) as connection:
+        serve(sys.argv[1], connection)

@@ -1,0 +1,161 @@
+"""A data-parallel training step, beside DistributedDataParallel with torch.compile.
+
+See README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from _harness import Check, Result, environment, interleave, print_checks, print_table
+
+# name in the table -> (name that _train_step.py knows, whether every rank is a program of its own)
+OURS = {"local": ("local", False), "torchrun": ("torchrun", True)}
+THEIRS = {"DDP": ("ddp", True)}
+RANKS = 2
+MODELS = {"MLP": 10, "GPT": 5}
+"""Steps in a round."""
+TITLES = {
+    "MLP": "MLP, 1.9 M weights, 256 rows: forward, backward, average, AdamW (per step)",
+    "GPT": "GPT, 0.6 M weights, 32 x 64 characters: forward, backward, average, AdamW (per step)",
+}
+
+
+class Contender:
+    """The processes of one contender; they do nothing until they are told."""
+
+    def __init__(self, name: str, is_launched: bool) -> None:
+        self.loss = math.nan
+        """Of the last step, over all ranks."""
+        worker = str(Path(__file__).with_name("_train_step.py"))
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+        with Listener(("127.0.0.1", 0)) as listener:
+            host, port = listener.address
+            self._process = subprocess.Popen(
+                [sys.executable, *(launcher if is_launched else []), worker, name],
+                env={
+                    **os.environ,
+                    "TRAIN_STEP_ADDRESS": f"{host}:{port}",
+                    "OMP_NUM_THREADS": "1",
+                    "GLOO_SOCKET_IFNAME": "lo",
+                },
+            )
+            self._ranks: list[Connection] = [
+                listener.accept() for _ in range(RANKS if is_launched else 1)
+            ]
+
+    def ask(self, order: str | int) -> list[Any]:
+        """Tell every rank, and wait for the answers."""
+        for rank in self._ranks:
+            rank.send(order)
+        return [rank.recv() for rank in self._ranks]
+
+    def do(self, steps: int) -> float:
+        """Seconds of the slowest rank."""
+        seconds, losses = zip(*self.ask(steps), strict=True)
+        self.loss = sum(losses) / len(losses)
+        return max(seconds)
+
+    def end(self) -> None:
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):  # it may have failed
+                rank.send(None)
+                rank.close()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def started(names: Mapping[str, tuple[str, bool]]) -> Iterator[dict[str, Contender]]:
+    """The contenders, ended afterwards."""
+    contenders: dict[str, Contender] = {}
+    try:
+        for label, (name, is_launched) in names.items():
+            contenders[label] = Contender(name, is_launched)
+        yield contenders
+    finally:
+        for contender in contenders.values():
+            contender.end()
+
+
+def measure(models: Sequence[str], quick: bool) -> list[Result]:
+    """Rounds of steps by all contenders in turn."""
+    results: list[Result] = []
+    with started(OURS | THEIRS) as contenders:
+        for model in models:
+            for contender in contenders.values():
+                contender.ask(model)
+            samples = {label: sample(contenders[label], MODELS[model]) for label in contenders}
+            rounds, title = 5 if quick else 21, TITLES[model]
+            (total,) = interleave(title, RANKS, samples, rounds=rounds, unit="ms", warm_ups=2)
+            insist_on_equal({label: each.loss for label, each in contenders.items()})
+            results += [
+                Result(title, label, RANKS, "ms", {k: total.seconds[k] for k in (label, *THEIRS)})
+                for label in OURS
+            ]
+            print(".", end="", flush=True, file=sys.stderr)
+    print(file=sys.stderr)
+    return results
+
+
+def sample(contender: Contender, steps: int) -> Callable[[], dict[str, float]]:
+    return lambda: {"total": contender.do(steps) / steps}
+
+
+def insist_on_equal(losses: Mapping[str, float]) -> None:
+    """All did the same steps from the same start; else they should not be compared."""
+    expected = next(iter(losses.values()))
+    if not all(math.isclose(loss, expected, rel_tol=0.01) for loss in losses.values()):
+        raise RuntimeError(f"the contenders do not compute the same: losses {losses}")
+
+
+def bars(results: Sequence[Result]) -> list[Check]:
+    """What should hold on a quiet machine: as many steps per second as DDP, or more."""
+    names = {title: model for model, title in TITLES.items()}
+    return [
+        Check(f"{names[result.section]}, {result.metric}: time per step, x DDP", ratio, 1.0)
+        for result in results
+        for ratio in [result.ratio("DDP")]
+    ]
+
+
+def main() -> None:
+    """Parse the command line, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few rounds, about a minute")
+    parser.add_argument("--check", action="store_true", help="print PASS or FAIL for each bar")
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    parser.add_argument("--output", type=Path, help="write everything as JSON")
+    options = parser.parse_args()
+    at_start = environment()
+    print(", ".join(f"{key} {value}" for key, value in at_start.items()))
+    if at_start["load_average"] > 0.5:
+        print("this machine is busy: trust ratios only, and run it again when it is not")
+    results = measure(options.only, options.quick)
+    print_table(results)
+    print("\nthroughput, x DDP")
+    for result in results:
+        print(f"  {result.section.split(',')[0]}, {result.metric}: {1 / result.ratio('DDP'):.2f}")
+    if options.check:
+        print_checks(bars(results))
+    if options.output:
+        report = {
+            "environment": at_start,
+            "load_average_at_end": os.getloadavg()[0],
+            "results": [result.to_json() for result in results],
+        }
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"\nwritten to {options.output}")
+
+
+if __name__ == "__main__":
+    main()
