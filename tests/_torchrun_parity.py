@@ -3,8 +3,8 @@
     python -m torch.distributed.run --standalone --nproc-per-node=4 _torchrun_parity.py FOLDER ID...
 
 Programs whose pmap is called on plain values run host-locally: each rank passes the part of the
-rows that is its own, and the parts of the results are put together.  Where a transform is around the
-call, the inputs are values that span the ranks instead.
+rows that is its own, and the parts of the results are put together.  Where a transform is around
+the call, the inputs are values that span the ranks instead.
 """
 
 from __future__ import annotations
