@@ -209,6 +209,19 @@ def axis_size_is_that_of_all_processes(compile):
     return mapped(lambda: torch.tensor(tp.axis_size(AXIS)), compile, axis_size=4)()
 
 
+@expect_same(torch.tensor([1]))
+def axis_size_on_devices_of_this_process():
+    function = mapped(
+        lambda: torch.tensor(tp.axis_size(AXIS)), axis_size=1, devices=tp.local_devices()
+    )
+    return function()
+
+
+@expect_error(ValueError, "axis_size=5 counts the rows of all processes, but does not divide over")
+def axis_size_that_does_not_divide():
+    return mapped(lambda: torch.tensor(1), axis_size=5)()
+
+
 @in_both_modes(expect_rows([0.0, 2.0, 4.0, 6.0]))
 def gradient_inside_of_a_mean(compile):
     return mapped(tp.grad(lambda x: tp.pmean(x * x, AXIS)), compile)(mine())

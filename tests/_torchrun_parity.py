@@ -1,6 +1,6 @@
 """The stored programs of tests/parity in every rank of a job of 4 (see test_torchrun_parity.py).
 
-    python -m torch.distributed.run --standalone --nproc-per-node=4 _torchrun_parity.py FOLDER ID...
+    torchrun --standalone --nproc-per-node=4 _torchrun_parity.py FOLDER ID...
 
 Programs whose pmap is called on plain values run host-locally: each rank passes the part of the
 rows that is its own, and the parts of the results are put together.  Where a transform is around
@@ -52,11 +52,13 @@ def local_pmap(fun: Callable[..., Any], axis_name: Any = None, **options: Any) -
     def call(*args: Any, **kwargs: Any) -> Any:
         if _axes.bound():  # a pmap in a mapped function
             return mapped(*args, **kwargs)
+        if (options.get("axis_size") or 0) % NUM_RANKS:
+            raise Unfit(f"{options['axis_size']} rows")
         moving = tuple(None if k in static else arg for k, arg in enumerate(args))
         try:
             mine = _divided(options.get("in_axes", 0), moving)
             named = _divided(0, (kwargs,))[0]
-        except (ValueError, TypeError, IndexError):
+        except (ValueError, TypeError, IndexError, AttributeError):
             return mapped(*args, **kwargs)  # it says what is wrong
         chosen = [args[k] if k in static else mine[k] for k in range(len(args))]
         return _joined(options.get("out_axes", 0), mapped(*chosen, **named))

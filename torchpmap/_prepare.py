@@ -130,9 +130,16 @@ class Preparation:
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, spans: bool = False) -> Bound:
         options = self._options
-        processes = 1 if spans else process_count()
-        if processes > 1 and options.axis_size is not None:  # it is that of all processes
-            options = replace(options, axis_size=options.axis_size // processes)
+        size = options.axis_size
+        if size is not None and not spans and process_count() > 1:  # it is that of all processes
+            within = options.devices or all_devices(options.platform)
+            processes = len({device.process_index for device in within})
+            if size % processes:
+                raise ValueError(
+                    f"{options.prefix}: axis_size={size} counts the rows of all processes, but "
+                    f"does not divide over {processes} of them. Make it a multiple of {processes}."
+                )
+            options = replace(options, axis_size=size // processes)
         chosen = options.devices
         num_devices = None if chosen is None else len(chosen if spans else _here(chosen))
         return bind(self._fun, options, args, kwargs, num_devices)
