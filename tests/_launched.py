@@ -129,6 +129,28 @@ def answers(num_ranks: int, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+def check(got: Any, expected: Any, where: str) -> None:
+    """Raise ``AssertionError`` unless a rank got what is expected."""
+    if isinstance(expected, Raised):
+        assert isinstance(got, Raised), f"{where}: {got!r}"
+        assert got.kind == expected.kind, f"{where}: {got}"
+        assert expected.text in got.text, f"{where}: {got}"
+    elif isinstance(expected, torch.Tensor):
+        assert isinstance(got, torch.Tensor), f"{where}: {got!r}"
+        torch.testing.assert_close(got, expected, msg=lambda text: f"{where}: {text}")
+    elif isinstance(expected, list | tuple):
+        assert type(got) is type(expected), f"{where}: {got!r}"
+        assert len(got) == len(expected), f"{where}: {got!r}"
+        for place, (mine, wanted) in enumerate(zip(got, expected, strict=True)):
+            check(mine, wanted, f"{where}[{place}]")
+    elif isinstance(expected, dict):
+        assert got.keys() == expected.keys(), f"{where}: {got!r}"
+        for key, wanted in expected.items():
+            check(got[key], wanted, f"{where}[{key!r}]")
+    else:
+        assert got == expected, where
+
+
 def host(tree: Any) -> Any:
     """A tree of results as plain tensors."""
     return torch.utils._pytree.tree_map(

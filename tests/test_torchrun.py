@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from _launched import TESTS, Raised, answers, launch
+from _launched import TESTS, Raised, answers, check, launch
 from _torchrun_cases import CASES, GRAPH, Case
 
 import torchpmap as tp
@@ -41,27 +41,6 @@ def test_case(results, name, num_ranks):
     case: Case = CASES[name]
     for rank, got in enumerate(results(num_ranks)):
         check(got[name], case.expected(rank, num_ranks), f"rank {rank}")
-
-
-def check(got: Any, expected: Any, where: str) -> None:
-    if isinstance(expected, Raised):
-        assert isinstance(got, Raised), f"{where}: {got!r}"
-        assert got.kind == expected.kind, f"{where}: {got}"
-        assert expected.text in got.text, f"{where}: {got}"
-    elif isinstance(expected, torch.Tensor):
-        assert isinstance(got, torch.Tensor), f"{where}: {got!r}"
-        torch.testing.assert_close(got, expected, msg=lambda text: f"{where}: {text}")
-    elif isinstance(expected, list | tuple):
-        assert type(got) is type(expected), f"{where}: {got!r}"
-        assert len(got) == len(expected), f"{where}: {got!r}"
-        for place, (mine, wanted) in enumerate(zip(got, expected, strict=True)):
-            check(mine, wanted, f"{where}[{place}]")
-    elif isinstance(expected, dict):
-        assert got.keys() == expected.keys(), f"{where}: {got!r}"
-        for key, wanted in expected.items():
-            check(got[key], wanted, f"{where}[{key!r}]")
-    else:
-        assert got == expected, where
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)

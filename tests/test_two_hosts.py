@@ -1,0 +1,124 @@
+"""Covers: processes on two hosts, which here are two network namespaces joined by a cable.
+
+Each has 2 ranks, started by a torchrun of its own; nothing says which interface Gloo is to use.
+Needs root and ``ip``; skipped where namespaces are not allowed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _launched import TESTS, Job, answers, check
+from _torchrun_cases import CASES
+
+pytestmark = pytest.mark.timeout(300)
+
+HOSTS = ("10.213.77.1", "10.213.77.2")
+RANKS_PER_HOST = 2
+NAMES = [
+    "psum-traced",
+    "psum-untraced",
+    "all_gather-traced",
+    "ppermute-traced",
+    "psum_in_groups-traced",
+    "out_axes_none_of_varying_values_is_the_first_rows-traced",
+    "devices_of_this_process-traced",
+    "devices_reversed-traced",
+    "devices_of_some_processes",
+    "counts",
+    "backward",
+    "a_spanning_argument_makes_the_call_global",
+    "data_parallel_training-traced",
+    "through_inductor",
+    "multihost_broadcast",
+    "multihost_all_gather",
+    "multihost_assert_equal",
+]
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[tuple[str, ...]]]:
+    """For each host, what to put before a command to run it there."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command ip (iproute2)")
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make network namespaces")
+    names = [f"tp{os.getpid()}{letter}" for letter in "ab"]
+    cables = [f"v{name}" for name in names]
+    try:
+        try:
+            for name in names:
+                _ip("netns", "add", name)
+            _ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
+            for name, cable, address in zip(names, cables, HOSTS, strict=True):
+                _ip("link", "set", cable, "netns", name)
+                _ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
+                _ip("-n", name, "link", "set", cable, "up")
+                _ip("-n", name, "link", "set", "lo", "up")
+        except OSError as error:
+            pytest.skip(f"network namespaces are not allowed here: {error}")
+        yield [("ip", "netns", "exec", name) for name in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _static(host: int, port: int) -> tuple[str, ...]:
+    return f"--node-rank={host}", f"--master-addr={HOSTS[0]}", f"--master-port={port}"
+
+
+def _c10d(host: int, port: int) -> tuple[str, ...]:
+    return (
+        "--rdzv-backend=c10d",
+        "--rdzv-id=two-hosts",
+        f"--rdzv-endpoint={HOSTS[0]}:{port}",
+        f"--rdzv-conf=is_host={int(host == 0)}",
+        f"--local-addr={HOSTS[host]}",
+    )
+
+
+@pytest.fixture(scope="module", params=[_static, _c10d], ids=["static", "c10d"])
+def results(
+    request: Any, hosts: list[tuple[str, ...]], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("two_hosts")
+    port = _port()
+    jobs = [
+        Job(
+            RANKS_PER_HOST,
+            str(TESTS / "_torchrun_cases.py"),
+            str(folder),
+            *NAMES,
+            options=("--nnodes=2", *request.param(host, port)),
+            prefix=prefix,
+        )
+        for host, prefix in enumerate(hosts)
+    ]
+    for finished in [job.wait() for job in jobs]:
+        assert finished.code == 0, finished.output
+    return answers(2 * RANKS_PER_HOST, folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_case_on_two_hosts(results, name):
+    for rank, got in enumerate(results):
+        check(got[name], CASES[name].expected(rank, len(results)), f"rank {rank}")
