@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from _launched import launch
 from _support import EAGER, worker_pids
 
 import torchpmap as tp
@@ -630,21 +631,13 @@ def test_latest_passes_over_what_is_damaged(tmp_path):
 # -- torchrun --------------------------------------------------------------------------------------
 
 
-def torchrun(script: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [*options, str(HERE / script), str(folder)]
-    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
-
-
 @pytest.mark.timeout(300)
 def test_two_controllers(tmp_path):
     tree = {"rows": rows(WHOLE[:2].reshape(4, 2)), "shared": tp.replicate(torch.arange(1.0, 4.0))}
     save(tmp_path / "local", {**tree, "step": 5, "copies": torch.tensor([5.0, 6.0])})
-    done = torchrun("_torchrun_checkpoint.py", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("passed") == 8, done.stdout
+    done = launch(2, str(HERE / "_torchrun_checkpoint.py"), str(tmp_path))
+    assert done.code == 0, done.output
+    assert done.output.count("passed test_") == 8, done.output
     like = {
         "rows": rows(torch.zeros(4, 2)),
         "columns": tp.pmap(lambda x: x, in_axes=1, out_axes=1, compile=EAGER)(
@@ -668,8 +661,9 @@ def test_two_controllers(tmp_path):
 @pytest.mark.timeout(300)
 def test_elastic_restart(tmp_path):
     """Rank 1 is killed at step 8 and the job resumes at 6; the losses are those of a whole run."""
-    done = torchrun("_torchrun_elastic.py", tmp_path, "--max-restarts=2")
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ("--standalone", "--max-restarts=2")
+    done = launch(2, str(HERE / "_torchrun_elastic.py"), str(tmp_path), options=options)
+    assert done.code == 0, done.output
     first, second, whole = (
         (tmp_path / name).read_text().splitlines()
         for name in ("attempt_0", "attempt_1", "uninterrupted")
