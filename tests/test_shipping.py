@@ -75,6 +75,12 @@ def test_operations_of_this_process_are_themselves_in_it():
     assert same._backend_fns[None] is kernel
 
 
+def test_an_operation_that_nothing_defines_is_named():
+    packed = pickled(torch.ops.aten.sin.default).replace(b"aten::sin", b"atem::sin")
+    with pytest.raises(RuntimeError, match=r"atem::sin is not known on the devices.*load_library"):
+        pickle.loads(packed)
+
+
 def test_captured_tensors_are_listed_and_are_the_same_objects():
     w, module = torch.ones(2), torch.nn.Linear(2, 1)
     f, tensors = pickle.loads(pickled_function(lambda x: module(x * w) + w.sum(), "f()"))

@@ -19,6 +19,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ __all__ = [
 _NATIVE = frozenset({"aten", "prims", "prim", "_c10d_functional", "torchpmap"})
 """Namespaces of operations that every worker has."""
 
+_TORCH = os.path.dirname(torch.__file__)
 _Definition = custom_ops.CustomOpDef
 _REGISTERED = re.compile(r"^(\S+?)(?:\[alias\])?: registered at (.*):\d+", re.MULTILINE)
 
@@ -78,6 +80,8 @@ class _Libraries:
     fake: Callable[..., Any] | None
 
     def supply(self, operation: str) -> None:
+        if operation not in _fakes and torch._C._dispatch_has_kernel(operation):
+            return
         for path in self.paths:
             if path not in torch.ops.loaded_libraries:
                 torch.ops.load_library(path)
@@ -106,11 +110,13 @@ def source(operation: str) -> Any:
         module = _home(definition)
         return definition if module is None else _Module(module)
     places = _places(operation)
-    if not _is_python(places["debug"]):
-        fake = _fake(operation)
+    file = places.get("debug", "")
+    if not _is_python(file):
         paths = tuple(sorted(torch.ops.loaded_libraries))
-        return _Libraries(paths, None if fake is None else fake.func)
-    module = _module_of(operation, places["debug"])
+        fake = _fake(operation)
+        own = fake is not None and not fake.source.startswith(_TORCH)
+        return _Libraries(paths, fake.func if own else None) if paths else None
+    module = _module_of(operation, file)
     if module is None:
         raise HiddenOperation(
             f"the operation {operation} cannot be sent to the devices: torch.library.Library, "

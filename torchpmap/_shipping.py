@@ -156,7 +156,13 @@ def _overload(name: str, overload: str, kind: Any) -> Any:
 def _packet(name: str, kind: Any) -> Any:
     _supply(name, kind)
     namespace, _, short = name.partition("::")
-    return getattr(getattr(torch.ops, namespace), short)
+    try:
+        return getattr(getattr(torch.ops, namespace), short)
+    except AttributeError:
+        raise RuntimeError(
+            f"the operation {name} is not known on the devices. If it is in a shared library, load "
+            "that with torch.ops.load_library, which the devices then do too."
+        ) from None
 
 
 def _same(value: Any) -> Any:
