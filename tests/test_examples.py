@@ -22,7 +22,6 @@ import ensembles  # noqa: E402
 import mcmc_chains  # noqa: E402
 import wave_equation  # noqa: E402
 
-
 pytestmark = pytest.mark.timeout(250)  # a program runs twice in some tests
 
 
