@@ -226,7 +226,8 @@ class Pool:
                 try:
                     action = self._actions.get(timeout=_REPAIR_PATIENCE_S)
                 except queue.Empty:
-                    self._on_event(Deadline())
+                    if not self._starter.is_alive():  # else the workers are not even there yet
+                        self._on_event(Deadline())
                     continue
                 self._perform(action)
 
