@@ -78,9 +78,8 @@ class _Inventory:
     def left_behind(self) -> list[str]:
         """What is new, apart from a pool and its helpers."""
         found = [f"process {pid}" for pid in _processes() - self.processes if _is_ours(pid)]
-        expected = 1 if _current._runtime is None else 2  # monitor, and the starter for a moment
         threads = [thread for thread in _our_threads() - self.threads if thread.is_alive()]
-        found += [f"thread {thread.name}" for thread in threads[expected - 1 :]]
+        found += [f"thread {thread.name}" for thread in threads if thread not in _pool_threads()]
         if _current._runtime is self.runtime and _helpers() == self.helpers:
             fds = os.listdir("/proc/self/fd")
             if len(fds) > len(self.fds):
@@ -94,6 +93,12 @@ def _processes() -> set[str]:
 
 def _our_threads() -> set[threading.Thread]:
     return {t for t in threading.enumerate() if t.name.startswith("torchpmap-")}
+
+
+def _pool_threads() -> tuple[threading.Thread, ...]:
+    """Of the present pool: its monitor, and its starter until the workers are there."""
+    pool = getattr(_current._runtime, "_pool", None)
+    return () if pool is None else (pool._monitor._thread, pool._starter)
 
 
 def _is_ours(pid: str) -> bool:
