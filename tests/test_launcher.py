@@ -57,6 +57,14 @@ def test_srun():
     assert found_place(SRUN) == Place(5, 8, 1, 4, "gpu07", DEFAULT_PORT, "srun")
 
 
+@pytest.mark.parametrize(("node", "count"), [("0", 2), ("1", 2), ("2", 3)])
+def test_tasks_on_each_node_of_srun(node, count):
+    variables = {"SLURM_STEP_TASKS_PER_NODE": "2(x2),3", "SLURM_NODEID": node}
+    place = found_place({**SRUN, **variables})
+    assert place is not None
+    assert place.local_size == count
+
+
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [

@@ -68,13 +68,23 @@ def _srun(environ: Mapping[str, str]) -> tuple[str, ...] | None:
         return None
     if environ["SLURM_STEP_NUM_TASKS"] == "1":  # an interactive shell
         return None
-    per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return (
         environ["SLURM_PROCID"],
         environ["SLURM_STEP_NUM_TASKS"],
         environ.get("SLURM_LOCALID", "0"),
-        per_node.group() if per_node else "",
+        _tasks_here(environ),
     )
+
+
+def _tasks_here(environ: Mapping[str, str]) -> str:
+    """The number of tasks on this node: of ``3(x2),1`` it is 1 on node 2."""
+    counts: list[str] = []
+    for count, times in re.findall(
+        r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    ):
+        counts += [count] * int(times or 1)
+    node = environ.get("SLURM_NODEID", "0")
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else ""
 
 
 def _open_mpi(environ: Mapping[str, str]) -> tuple[str, ...] | None:
