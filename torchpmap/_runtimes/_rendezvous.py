@@ -130,18 +130,16 @@ class Rendezvous:
     def in_turn(self, ranks: Sequence[int], what: str) -> Iterator[None]:
         """On every host the first of ``ranks`` does the block before the others."""
         ranks = tuple(sorted(ranks))
-        here = [r for r in ranks if r // self.place.local_size == self._host]
-        key = f"built/{','.join(map(str, ranks))}/{self._turns[ranks]}/{here[0]}"
+        start = self.place.rank - self.place.local_rank
+        here = [rank for rank in ranks if start <= rank < start + self.place.local_size]
+        prefix = f"built/{','.join(map(str, ranks))}/{self._turns[ranks]}"
         with _store_failures():
-            if here[0] != self.place.rank:
-                self._wait([key], Waiting((here[0],), -1, what, dict(self.calls)))
+            # where hosts do not have consecutive ranks, some wait for a lower rank of another host
+            if here and here[0] < self.place.rank:
+                first = here[0]
+                self._wait([f"{prefix}/{first}"], Waiting((first,), -1, what, dict(self.calls)))
             yield
-            if here[0] == self.place.rank and len(here) > 1:
-                self.store.set(key, "")
-
-    @property
-    def _host(self) -> int:
-        return self.place.rank // self.place.local_size
+            self.store.set(f"{prefix}/{self.place.rank}", "")
 
     def _wait(self, keys: Sequence[str], waiting: Waiting) -> None:
         """Wait for keys, one of each rank of ``waiting``."""
