@@ -325,6 +325,7 @@ def check_nest(nest: Nest, result: torch.Tensor) -> None:
 
 
 @nests
+@pytest.mark.sampled(3)
 def test_collectives(nest: Nest) -> None:
     """Every collective with every kind of groups and permutation, and its transpose."""
     tp.init(nest.num_devices)
@@ -609,6 +610,7 @@ def draws(x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("inner", ["different", "same"])
 @pytest.mark.parametrize("outer", ["different", "same"])
 @pytest.mark.parametrize("shape", [(2, 4), (9, 4), (8, 1)], ids=str)
+@pytest.mark.sampled(3)
 def test_random_numbers_do_not_depend_on_the_mesh(
     shape: tuple[int, int], outer: str, inner: str, mode: Any
 ) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from _launched import TESTS, Raised, answers, check, launch
+from _support import TEST_ALL
 from _torchrun_cases import CASES, GRAPH, Case
 
 import torchpmap as tp
 
-RANKS = [2, 4]
+RANKS = [2, 4] if TEST_ALL else [2]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from _launched import ROOT, TESTS, launch
+from _support import TEST_ALL
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all jobs
 
@@ -233,6 +234,7 @@ def test_torchrun_reports_the_rank_that_failed_first(script):
     assert "ValueError: boom" in report
 
 
+@pytest.mark.skipif(not TEST_ALL, reason="TORCHPMAP_TEST_ALL=1: one more launch")
 def test_torchrun_reports_the_rank_that_was_killed(script):
     finished = launch(2, script, "kill")
     assert finished.code == 1, finished.output

@@ -6,18 +6,18 @@ Covers: the runtime of launched processes, through whole programs; which runs wh
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 from _launched import TESTS, Raised, answers, launch
+from _support import TEST_ALL
 from _torchrun_parity import CASES, NUM_RANKS
 from parity import values
 from parity.values import Case
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for the job
 
-STEP = 1 if os.environ.get("TORCHPMAP_TEST_ALL") == "1" else 6
+STEP = 1 if TEST_ALL else 12
 CHOSEN = sorted(CASES, key=lambda case: case["family"])[::STEP]
 
 PENDING: dict[str, str] = {

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from _launched import TESTS, Job, answers, check
+from _support import TEST_ALL
 from _torchrun_cases import CASES
 
 pytestmark = pytest.mark.timeout(300)
@@ -96,7 +97,10 @@ def _c10d(host: int, port: int) -> tuple[str, ...]:
     )
 
 
-@pytest.fixture(scope="module", params=[_static, _c10d], ids=["static", "c10d"])
+RENDEZVOUS = {"static": _static} | ({"c10d": _c10d} if TEST_ALL else {})
+
+
+@pytest.fixture(scope="module", params=RENDEZVOUS.values(), ids=RENDEZVOUS)
 def results(
     request: Any, hosts: list[tuple[str, ...]], tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:

@@ -330,7 +330,8 @@ class TorchrunRuntime:
         self._groups.drop()
         self._closed_because = (
             "a mapped call failed in this process, so the others cannot go on with it: "
-            f"{type(error).__name__}: {error}. End the program, and let the launcher restart it."
+            f"{type(error).__name__}: {str(error).removesuffix('.')}. End the program, and let the "
+            "launcher restart it."
         )
         return error
 
