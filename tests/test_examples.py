@@ -22,7 +22,7 @@ import ensembles  # noqa: E402
 import mcmc_chains  # noqa: E402
 import wave_equation  # noqa: E402
 
-BY_TORCHRUN_TOO = ("wave_equation.py", "pmap_cookbook.py")
+BY_TORCHRUN_TOO = ("pmap_cookbook.py", "char_gpt.py")
 """Without TORCHPMAP_TEST_ALL=1: it takes two processes, which import and trace, for each."""
 
 pytestmark = pytest.mark.timeout(250)  # a program runs twice in some tests
