@@ -21,7 +21,7 @@ from _axis_models import (
     grouped,
     transposed,
 )
-from _support import EAGER
+from _support import EAGER, TEST_ALL
 
 import torchpmap as tp
 from torchpmap._nested import counts_of_list, device_counts
@@ -318,14 +318,15 @@ NESTS = {
     "rows, folded": Nest(6, (8, 3), (2, 3), "rows"),
 }
 nests = pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
+SOME = list(NESTS) if TEST_ALL else ["both, swapped", "columns, folded", "rows, folded"]
+some_nests = pytest.mark.parametrize("nest", [NESTS[name] for name in SOME], ids=SOME)
 
 
 def check_nest(nest: Nest, result: torch.Tensor) -> None:
     assert tuple(mesh_of(result).values()) == nest.mesh
 
 
-@nests
-@pytest.mark.sampled(3)
+@some_nests
 def test_collectives(nest: Nest) -> None:
     """Every collective with every kind of groups and permutation, and its transpose."""
     tp.init(nest.num_devices)
