@@ -21,7 +21,7 @@ from torchpmap._mesh import Mesh, NamedSharding, PartitionSpec
 from torchpmap._plan import host_tensor
 from torchpmap._sharded import ShardedTensor, make_sharded
 from torchpmap._structure import flatten
-from torchpmap._transfer import check_equal_everywhere, fetch_blocks, places_here
+from torchpmap._transfer import check_equal_everywhere, fetch_blocks, places_here, store, team_of
 
 __all__ = ["from_dtensor", "global_view", "local_view", "to_dtensor"]
 
@@ -131,9 +131,9 @@ def _stored(layout: Layout, value: torch.Tensor) -> ShardedTensor:
     """A value in a layout, of which ``value`` is the block of every process (or all of it, with
     one).
     """
-    team = current_runtime().team(layout.ranks)
-    if process_count() == 1 and not layout.is_replicated:
-        return make_sharded(layout, team.runtime.put(team, [value[i] for i in layout.slices]))
+    if process_count() == 1:
+        return make_sharded(layout, store(layout, value))
+    team = team_of(layout)
     return make_sharded(layout, team.runtime.put(team, [value] * len(layout.ranks)))
 
 

@@ -52,7 +52,6 @@ _RULE = (
 _SIOCGIFADDR = 0x8915
 
 
-_joined_by_us = False
 _failed = False
 _starts = itertools.count()
 

@@ -264,7 +264,7 @@ class TorchrunRuntime:
                 self._watch.begin(call.ranks, call.name)
                 with _plain():
                     report, stored = run_eager_call(
-                        call, program, captured, blocks, index, self._ensure
+                        call, program, captured, blocks, index, self._groups.ensure
                     )
                 self._watch.running = None
                 reports = self._gathered(call, report)
@@ -295,9 +295,6 @@ class TorchrunRuntime:
             replace(theirs, structure=report.structure) if text == mine else theirs
             for text, theirs in found
         ]
-
-    def _ensure(self, name: str, partition: RankPartition) -> None:
-        self.make_groups({name: partition})
 
     def _number(self, num_handles: int) -> int:
         self._seq += 1
