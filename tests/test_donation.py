@@ -10,7 +10,7 @@ import torchpmap as tp
 
 NUM_DEVICES = 2
 ROW_BYTES = 32 * 2**20
-NUM_CALLS = 8
+NUM_CALLS = 16
 SETTLING = 14
 """Calls until the allocator has found the gaps that it uses again and again."""
 
@@ -39,9 +39,9 @@ def growth(compile, donate_argnums):
 
 @pytest.mark.parametrize("compile", MODES.values(), ids=MODES)
 def test_donated_memory_is_used_again(compile):
-    assert max(growth(compile, donate_argnums=0)) < 2 * ROW_BYTES
+    assert max(growth(compile, donate_argnums=0)) < NUM_CALLS // 4 * ROW_BYTES
 
 
 @pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "uncompiled"])
 def test_the_measurement_sees_what_is_not_donated(compile):
-    assert min(growth(compile, donate_argnums=())) > (NUM_CALLS - 4) * ROW_BYTES
+    assert min(growth(compile, donate_argnums=())) > NUM_CALLS * 3 // 4 * ROW_BYTES
