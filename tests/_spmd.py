@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 
 from torchpmap import _axes
 from torchpmap._axes import Axis, Partition
+from torchpmap._config import Config
 from torchpmap._groups import Groups
 from torchpmap._runtimes._process import preload
 
@@ -89,7 +90,8 @@ def _serve(
 ) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(path, -1)
-    groups = Groups(rank, torch.device("cpu"), store, TIMEOUT_S / 3, None, shares_memory)
+    config = Config(timeout=TIMEOUT_S / 3, shared_memory=shares_memory)
+    groups = Groups(rank, torch.device("cpu"), store, config)
 
     def subgroup(partition: Partition) -> str:
         name = _axes.subgroup_name(GROUP, partition)

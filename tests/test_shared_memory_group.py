@@ -149,7 +149,7 @@ def last_lets_go() -> str:
     group = _resolve_process_group(GROUP)
     assert isinstance(group, SharedMemoryGroup)
     if rank == size - 1:
-        group.close()
+        group._meeting.leave()
         return ""
     with pytest.raises(RuntimeError) as caught:
         _c10d.all_reduce(torch.zeros(4), "sum", GROUP)
@@ -253,17 +253,17 @@ def test_ranks_that_do_different_things(size):
     with spmd(size) as run, pytest.raises(RuntimeError) as caught:
         run(one_does_something_else)
     assert (
-        f"process group: the ranks do different things: rank 0 of {size} is in all_gather of "
-        "torch.float32 x 4, rank 1 in sum of torch.float32 x 4"
+        "CollectiveMismatch: rank 0 runs all_gather of torch.float32 x 4, but rank 1 sum of "
+        "torch.float32 x 4. All devices must run the same collectives in the same order."
     ) in str(caught.value)
 
 
 def test_rows_that_one_gives_and_the_other_does_not_expect():
     with spmd(2) as run, pytest.raises(RuntimeError) as caught:
         run(uneven_that_does_not_fit)
-    assert ("process group: rank 1 gives rank 0 8 bytes in all_to_all, which takes 24") in str(
-        caught.value
-    )
+    assert (
+        "CollectiveMismatch: rank 1 gives 8 bytes to rank 0 in all_to_all, but that one expects 24"
+    ) in str(caught.value)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -31,7 +31,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import GroupName
 
-from torchpmap._shared_memory_group import SharedMemoryGroup, connect
+from torchpmap._config import Config
+from torchpmap._shared_memory import Meeting, connect
+from torchpmap._shared_memory_group import SharedMemoryGroup
 
 __all__ = ["Groups", "RankPartition", "is_communication"]
 
@@ -56,23 +58,19 @@ class Groups:
         rank: int,
         device: torch.device,
         store: dist.Store,
-        timeout_s: float,
+        config: Config,
         address: str | None = None,
-        shares_memory: bool = True,
     ) -> None:
-        """``address``: of this host, where others reach it; None if all ranks are on this host.
-
-        ``shares_memory``: whether CPU processes of one host may do without Gloo.
-        """
+        """``address``: of this host, where others reach it; None if all ranks are on this host."""
         self._rank = rank
         self._device = device
         self._store = store
         self._address = address
-        self._shares_memory = shares_memory
-        self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._lock = threading.Lock()  # guards _sockets, _shared, epoch, _cut_epoch and _cut
+        self._shares_memory = device.type == "cpu" and config.shared_memory
+        self._timeout = datetime.timedelta(seconds=config.timeout)
+        self._lock = threading.Lock()  # guards _sockets, _meetings, epoch, _cut_epoch and _cut
         self._sockets: list[socket.socket] = []
-        self._shared: list[SharedMemoryGroup] = []
+        self._meetings: list[Meeting] = []
         self._cut_epoch = 0  # the latest; the order to cut an epoch may come before its start
         self._cut = threading.Event()
         self._groups: dict[str, dist.ProcessGroup | None] = {}
@@ -93,21 +91,19 @@ class Groups:
         self._groups[name] = group
 
     def _share(self, store: dist.Store, members: RankTuple) -> SharedMemoryGroup | None:
-        if self._device.type != "cpu" or not self._shares_memory:
+        if not self._shares_memory:
             return None
-        group = connect(
-            store,
-            members.index(self._rank),
-            len(members),
-            self._timeout.total_seconds(),
-            lambda keys: self._wait(store, keys, members),
+        place, limit_s = members.index(self._rank), self._timeout.total_seconds()
+        meeting = connect(
+            store, members, place, limit_s, lambda keys: self._wait(store, keys, members)
         )
-        if group is not None:
-            with self._lock:
-                self._shared.append(group)
-                if self._cut.is_set():  # meanwhile
-                    group.abort_waiting()
-        return group
+        if meeting is None:
+            return None
+        with self._lock:
+            self._meetings.append(meeting)
+            if self._cut.is_set():  # meanwhile
+                meeting.abort()
+        return SharedMemoryGroup(meeting)
 
     def _connected_group(self, store: dist.Store, members: RankTuple) -> dist.ProcessGroup:
         store.set(f"here/{self._rank}", "")
@@ -204,8 +200,8 @@ class Groups:
             self._shut_down()
 
     def _shut_down(self) -> None:
-        for group in self._shared:
-            group.abort_waiting()
+        for meeting in self._meetings:
+            meeting.abort()
         for connection in self._sockets:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -220,9 +216,9 @@ class Groups:
             for connection in self._sockets:
                 connection.close()
             self._sockets.clear()
-            for shared in self._shared:
-                shared.close()
-            self._shared.clear()
+            for meeting in self._meetings:
+                meeting.leave()
+            self._meetings.clear()
         for name, group in self._groups.items():
             if group is not None:
                 _unregister_process_group(GroupName(name))
