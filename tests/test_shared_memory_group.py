@@ -240,6 +240,12 @@ def test_many_in_a_row(run):
     assert len(set(run(mixture, 300))) == 1
 
 
+def test_without_shared_memory():
+    with spmd(2, shares_memory=False) as run:
+        assert set(run(kind_of_group)) == {"ProcessGroup"}
+        assert all((a == b).all() for a, b in zip(*run(all_gathers, SIZES), strict=True))
+
+
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
