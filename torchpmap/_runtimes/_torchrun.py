@@ -248,7 +248,10 @@ class TorchrunRuntime:
             self._seq = seq = self._seq + 1
             first = self._next_handle
             self._next_handle = first + num_outputs
-            values.update(zip(range(first, self._next_handle), results, strict=True))
+            if num_outputs == 1:
+                (values[first],) = results
+            else:
+                values.update(zip(range(first, self._next_handle), results, strict=True))
             return first, seq
 
     def run_eagerly(self, team: Team, call: EagerCall) -> tuple[list[EagerReport], int, int]:
