@@ -3,8 +3,8 @@
     with spmd(4) as run:
         results = run(function, *args)     # one result per rank
 
-The processes are started once and run any number of functions, which must be importable. Groups are
-Gloo groups made directly over a ``FileStore``, registered under a name as the collectives want it.
+The processes are started once and run any number of functions, which must be importable. They meet
+in a ``FileStore``, and their groups are those that workers make.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
 from torchpmap import _axes
 from torchpmap._axes import Axis, Partition
+from torchpmap._config import Config
+from torchpmap._groups import Groups
 from torchpmap._runtimes._process import preload
 
 GROUP = "axis"
@@ -35,15 +35,18 @@ Run = Callable[..., list[Any]]
 
 
 @contextmanager
-def spmd(size: int, axis_name: str = "i") -> Iterator[Run]:
-    """Start ``size`` processes; yields ``run(function, *args)``, which calls it on all of them."""
+def spmd(size: int, axis_name: str = "i", shares_memory: bool = True) -> Iterator[Run]:
+    """Start ``size`` processes; yields ``run(function, *args)``, which calls it on all of them.
+
+    ``shares_memory``: False for collectives over Gloo.
+    """
     preload()  # the fork server of the workers has imported torch: four processes need 8 s else
     context = mp.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            args = (rank, size, axis_name, str(Path(folder) / "store"), theirs)
+            args = (rank, size, axis_name, shares_memory, str(Path(folder) / "store"), theirs)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -75,26 +78,27 @@ def spmd(size: int, axis_name: str = "i") -> Iterator[Run]:
 def _answer(rank: int, end: Connection) -> tuple[bool, Any]:
     if not end.poll(TIMEOUT_S):
         raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT_S} s")
-    answer: tuple[bool, Any] = torch.load(io.BytesIO(end.recv_bytes()), weights_only=False)
+    try:
+        answer: tuple[bool, Any] = torch.load(io.BytesIO(end.recv_bytes()), weights_only=False)
+    except EOFError:
+        return True, "the process has ended"
     return answer
 
 
-def _serve(rank: int, size: int, axis_name: str, path: str, end: Connection) -> None:
+def _serve(
+    rank: int, size: int, axis_name: str, shares_memory: bool, path: str, end: Connection
+) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(path, size)
-    groups: dict[str, dist.ProcessGroup] = {}  # the registry alone does not keep a group alive
-
-    def make(name: str, partition: Partition) -> str:
-        if name not in groups:
-            members = next(part for part in partition if rank in part)
-            groups[name] = _gloo(store, name, members, rank)
-            _register_process_group(name, groups[name])
-        return name
+    store = dist.FileStore(path, -1)
+    config = Config(timeout=TIMEOUT_S / 3, shared_memory=shares_memory)
+    groups = Groups(rank, torch.device("cpu"), store, config)
 
     def subgroup(partition: Partition) -> str:
-        return make(_axes.subgroup_name(GROUP, partition), partition)
+        name = _axes.subgroup_name(GROUP, partition)
+        groups.ensure(name, partition)
+        return name
 
-    make(GROUP, (tuple(range(size)),))
+    groups.ensure(GROUP, (tuple(range(size)),))
     axis = Axis(axis_name, size, torch.tensor(rank), GROUP, subgroup)
     with suppress(EOFError, BrokenPipeError):  # the test is over
         while True:
@@ -107,18 +111,3 @@ def _serve(rank: int, size: int, axis_name: str, path: str, end: Connection) -> 
             buffer = io.BytesIO()
             torch.save(answer, buffer)  # plain pickle knows neither uint16 nor float8
             end.send_bytes(buffer.getvalue())
-    for name in groups:
-        _unregister_process_group(name)
-
-
-def _gloo(store: dist.Store, name: str, members: tuple[int, ...], rank: int) -> dist.ProcessGroup:
-    place, count = members.index(rank), len(members)
-    store = dist.PrefixStore(f"{name}/{members[0]}", store)
-    timeout = timedelta(seconds=TIMEOUT_S / 3)
-    group = dist.ProcessGroup(store, place, count)
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), place, count, timeout)
-    kind = dist.ProcessGroup.BackendType.GLOO
-    group._register_backend(torch.device("cpu"), kind, gloo)
-    group._set_default_backend(kind)
-    group._set_group_name(name)
-    return group

@@ -17,7 +17,7 @@ def _clean_environment(monkeypatch):
 
 
 def test_defaults():
-    assert Config.from_env({}) == Config() == Config(None, None, True, 1800.0, "auto")
+    assert Config.from_env({}) == Config() == Config(None, None, True, 1800.0, True, "auto")
 
 
 def test_environment():
@@ -26,10 +26,11 @@ def test_environment():
         "TORCHPMAP_DEVICE_TYPE": " cpu ",
         "TORCHPMAP_WARM": "0",
         "TORCHPMAP_TIMEOUT": " 2.5 ",
+        "TORCHPMAP_SHARED_MEMORY": "0",
         "TORCHPMAP_RUNTIME": "inline",
         "TORCHPMAP_OTHER": "x",
     }
-    assert Config.from_env(environ) == Config(6, "cpu", False, 2.5, "inline")
+    assert Config.from_env(environ) == Config(6, "cpu", False, 2.5, False, "inline")
     assert Config.from_env(environ, num_devices=2).num_devices == 2
     assert Config.from_env({"TORCHPMAP_NUM_DEVICES": ""}).num_devices is None
 
@@ -49,6 +50,7 @@ TIME = "must be a number of seconds above 0, but got"
         ("NUM_DEVICES", "4.0", f"{NUM} '4.0'."),
         ("DEVICE_TYPE", "gpu", f"{TYPE} 'gpu'."),
         ("WARM", "yes", "must be 0 or 1, but got 'yes'."),
+        ("SHARED_MEMORY", "no", "must be 0 or 1, but got 'no'."),
         ("TIMEOUT", "0", f"{TIME} 0.0."),
         ("TIMEOUT", "inf", f"{TIME} inf."),
         ("TIMEOUT", "nan", f"{TIME} nan."),
@@ -152,7 +154,7 @@ def test_repr():
     settings.num_devices = 2
     assert repr(settings) == (
         "<torchpmap settings: Config(num_devices=2, device_type=None, warm=True, timeout=1800.0, "
-        "runtime='auto')>"
+        "shared_memory=True, runtime='auto')>"
     )
 
 

@@ -577,6 +577,41 @@ def test_mismatch_never_returns_a_value(pool, function):
     assert eagerly(lambda x: tp.psum(x, "i"))(x).tolist() == [float(x.sum())] * pool
 
 
+# -- the same where processes do not share memory --------------------------------------------------
+
+
+def shares_memory(x):
+    x = tp.psum(x, "i")
+    with open("/proc/self/maps") as maps:
+        return x * 0 + ("memfd:torchpmap-group" in maps.read())
+
+
+@pytest.fixture
+def over_gloo():
+    assert eagerly(shares_memory)(rows).tolist() == [1.0] * N
+    tp.shutdown()
+    tp.config.shared_memory = False
+    tp.init(N)
+    assert eagerly(shares_memory)(rows).tolist() == [0.0] * N
+    yield
+    tp.shutdown()
+    tp.config.reset()
+
+
+OVER_GLOO = {
+    "exception": lambda: test_exception_on_one_device("between", 2),
+    "death": lambda: test_killed_while_the_others_wait_in_a_collective(1),
+    "death in a compiled call": lambda: test_killed_in_a_compiled_call_that_nobody_awaits(),
+    "mismatch": lambda: test_mismatch_never_returns_a_value(N, mismatch_collective),
+}
+
+
+@pytest.mark.usefixtures("over_gloo")
+@pytest.mark.parametrize("check", OVER_GLOO.values(), ids=OVER_GLOO)
+def test_over_gloo(check):
+    check()
+
+
 def within(seconds, function):
     """What ``function`` returns or raises; a call that hangs is ended with its pool."""
     outcome = []

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from _launched import ROOT, TESTS, launch
+from _launched import ROOT, TESTS, Job, launch
 from _support import TEST_ALL
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all jobs
@@ -241,3 +242,39 @@ def test_torchrun_reports_the_rank_that_was_killed(script):
     report = finished.output.split("Root Cause (first observed failure):")[1]
     assert re.search(r"rank +: 1 \(local_rank: 1\)", report), finished.output
     assert "Signal 9 (SIGKILL) received" in report
+
+
+# -- restarts of several agents --------------------------------------------------------------------
+
+RESTARTED = """
+import os, pathlib, signal, sys, time
+import torch, torchpmap as tp
+torch.set_num_threads(1)
+add = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile={"backend": "eager"})
+total = add(torch.ones(1) + tp.process_index()).item()
+count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+died = pathlib.Path(sys.argv[1], "died")
+if not died.exists():
+    if tp.process_index() == 1:
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)  # not in a collective: only the other agent sees a process fail
+pathlib.Path(sys.argv[1], f"rank{tp.process_index()}").write_text(f"{total} {count}")
+"""
+
+
+def test_restart_of_two_agents(tmp_path):
+    """Torchrun tells the processes of the two that they are of different attempts."""
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ("--nnodes=2", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-id=restarted")
+    options = (*options, f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1")
+    jobs = [Job(1, str(script), str(tmp_path), options=options) for _ in range(2)]
+    for finished in [job.wait() for job in jobs]:
+        assert finished.code == 0, finished.output
+    written = [(tmp_path / f"rank{rank}").read_text().split() for rank in range(2)]
+    assert [total for total, _ in written] == ["3.0", "3.0"]
+    assert {count for _, count in written} == {"0", "1"}

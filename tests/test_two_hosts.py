@@ -114,6 +114,8 @@ def results(
             *NAMES,
             options=("--nnodes=2", *request.param(host, port)),
             prefix=prefix,
+            # which they could share here, but hosts cannot
+            environment={"TORCHPMAP_SHARED_MEMORY": "0"},
         )
         for host, prefix in enumerate(hosts)
     ]

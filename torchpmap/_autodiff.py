@@ -56,7 +56,10 @@ class _Call:
             if self._pair is None:
                 outputs = operation.start(tensors)
             else:
-                outputs, self._residuals = self._pair.forward.start(operation.placed(tensors))
+                plan = self._pair.forward
+                handles = plan.start(operation.placed(tensors))
+                outputs = list(zip(plan.outputs, handles))  # noqa: B905 - residuals follow
+                self._residuals = handles[len(plan.outputs) :]
         results: list[torch.Tensor] = [make_sharded(layout, handle) for layout, handle in outputs]
         for position, source in enumerate(operation.mirrored):
             original = tensors[source]
@@ -85,7 +88,7 @@ class _Call:
                     place(cotangents.get(k, _zeros(layout)), layout)
                     for k, layout in zip(inexact, layouts, strict=True)
                 ]
-                gradients, _ = pair.backward.start([*residuals, *held])
+                gradients = pair.backward.start_checked([*residuals, *held])
                 return [gradients[places.index(k)] for k in wanted]
 
         return _Call(operation.pulled(wanted, given), start=shortcut)

@@ -29,6 +29,8 @@ class Config:
         warm: compile one dummy function in the fork server, so that the first compiled call of
             every worker is fast.
         timeout: longest time that a collective may wait, in seconds.
+        shared_memory: whether CPU processes of one host exchange data in memory that they share;
+            otherwise, and where they cannot, they do it over Gloo.
         runtime: ``"local"`` (one worker process per device), ``"torchrun"`` (this process is one of
             several that a launcher started, and owns one device) or ``"inline"`` (mapped functions
             run in the calling process, see ``torchpmap.debug.fake_pmap``); ``"auto"`` is
@@ -39,6 +41,7 @@ class Config:
     device_type: str | None = None
     warm: bool = True
     timeout: float = DEFAULT_TIMEOUT_S
+    shared_memory: bool = True
     runtime: str = "auto"
 
     def __post_init__(self) -> None:
@@ -78,6 +81,7 @@ class Settings:
     device_type: str | None
     warm: bool
     timeout: float
+    shared_memory: bool
     runtime: str
 
     __slots__ = ("_is_inline", "_set")
@@ -134,7 +138,7 @@ def _parsed(name: str, text: str) -> Any:
         match name:
             case "num_devices":
                 return int(text)
-            case "warm":
+            case "warm" | "shared_memory":
                 return {"0": False, "1": True}[text]
             case "timeout":
                 return float(text)
@@ -155,7 +159,7 @@ def _check_device_type(name: str, value: Any) -> str:
     return str(value)
 
 
-def _check_warm(name: str, value: Any) -> bool:
+def _check_flag(name: str, value: Any) -> bool:
     if type(value) is not bool:
         legal = "0 or 1" if name.isupper() else "True or False"
         raise ValueError(f"{name} must be {legal}, but got {value!r}.")
@@ -179,8 +183,9 @@ def _check_runtime(name: str, value: Any) -> str:
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "num_devices": _check_num_devices,
     "device_type": _check_device_type,
-    "warm": _check_warm,
+    "warm": _check_flag,
     "timeout": _check_timeout,
+    "shared_memory": _check_flag,
     "runtime": _check_runtime,
 }
 

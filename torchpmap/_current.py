@@ -131,13 +131,13 @@ def _start(wanted: tuple[Device, ...]) -> None:
     if _place is not None:
         from torchpmap._runtimes._torchrun import TorchrunRuntime
 
-        _runtime = TorchrunRuntime(_place, wanted[0].platform, config.timeout)
+        _runtime = TorchrunRuntime(_place, wanted[0].platform, config.snapshot())
     else:
         from torchpmap._runtimes._local import LocalRuntime
         from torchpmap._runtimes._process import preload
 
         preload()
-        _runtime = LocalRuntime(len(wanted), wanted[0].platform, config.timeout)
+        _runtime = LocalRuntime(len(wanted), wanted[0].platform, config.snapshot())
     atexit.register(shutdown)
 
 

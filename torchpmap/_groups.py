@@ -6,6 +6,9 @@ compiled graphs (which hold only the name) survive a rebuilt group.  They are ma
 of with ``torch.distributed.new_group`` because that sorts its ranks, numbers its names, and needs a
 default group.
 
+CPU processes of one host share memory (see ``_shared_memory_group``); those of several hosts talk
+through Gloo, GPUs through NCCL.
+
 A rank that waits in a Gloo collective for a rank that will not come can be freed neither by
 ``abort()`` nor by a signal (torch 2.13: Gloo overrides neither abort nor shutdown).  What works is
 shutting down the group's *connected* sockets, found as the descriptors that appeared while the
@@ -20,13 +23,17 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import GroupName
+
+from torchpmap._config import Config
+from torchpmap._shared_memory import Meeting, connect
+from torchpmap._shared_memory_group import SharedMemoryGroup
 
 __all__ = ["Groups", "RankPartition", "is_communication"]
 
@@ -51,7 +58,7 @@ class Groups:
         rank: int,
         device: torch.device,
         store: dist.Store,
-        timeout_s: float,
+        config: Config,
         address: str | None = None,
     ) -> None:
         """``address``: of this host, where others reach it; None if all ranks are on this host."""
@@ -59,9 +66,11 @@ class Groups:
         self._device = device
         self._store = store
         self._address = address
-        self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._lock = threading.Lock()  # guards _sockets, epoch, _cut_epoch and _cut
+        self._shares_memory = device.type == "cpu" and config.shared_memory
+        self._timeout = datetime.timedelta(seconds=config.timeout)
+        self._lock = threading.Lock()  # guards _sockets, _meetings, epoch, _cut_epoch and _cut
         self._sockets: list[socket.socket] = []
+        self._meetings: list[Meeting] = []
         self._cut_epoch = 0  # the latest; the order to cut an epoch may come before its start
         self._cut = threading.Event()
         self._groups: dict[str, dist.ProcessGroup | None] = {}
@@ -76,26 +85,45 @@ class Groups:
             self._groups[name] = None
             return
         store = dist.PrefixStore(f"{self.epoch}/{name}/{members[0]}", self._store)
-        self._meet(store, members)
-        before = _open_sockets()
-        group = self._connect(store, members)
+        group = self._share(store, members) or self._connected_group(store, members)
         group._set_group_name(GroupName(name))
         _register_process_group(GroupName(name), group)
         self._groups[name] = group
+
+    def _share(self, store: dist.Store, members: RankTuple) -> SharedMemoryGroup | None:
+        if not self._shares_memory:
+            return None
+        place, limit_s = members.index(self._rank), self._timeout.total_seconds()
+        meeting = connect(
+            store, members, place, limit_s, lambda keys: self._wait(store, keys, members)
+        )
+        if meeting is None:
+            return None
+        with self._lock:
+            self._meetings.append(meeting)
+            if self._cut.is_set():  # meanwhile
+                meeting.abort()
+        return SharedMemoryGroup(meeting)
+
+    def _connected_group(self, store: dist.Store, members: RankTuple) -> dist.ProcessGroup:
+        store.set(f"here/{self._rank}", "")
+        # once Gloo waits for a peer, nothing can stop it
+        self._wait(store, [f"here/{member}" for member in members], members)
+        before = _open_sockets()
+        group = self._connect(store, members)
         with self._lock:
             new = [fd for link, fd in _open_sockets().items() if link not in before]
             self._sockets.extend(_connected(new))
             if self._cut.is_set():  # meanwhile
                 self._shut_down()
+        return group
 
-    def _meet(self, store: dist.Store, members: RankTuple) -> None:
-        """Wait for all members, until ``cut``: once Gloo waits for a peer, nothing can stop it."""
+    def _wait(self, store: dist.Store, keys: Sequence[str], members: RankTuple) -> None:
+        """Wait for keys that the members set, until ``cut``."""
         self._refuse_if_cut()
-        store.set(f"here/{self._rank}", "")
-        keys = [f"here/{member}" for member in members]
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause = 0.0002
-        while not store.check(keys):
+        while not store.check(list(keys)):
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"process group of the ranks {list(members)}: not all came within "
@@ -172,6 +200,8 @@ class Groups:
             self._shut_down()
 
     def _shut_down(self) -> None:
+        for meeting in self._meetings:
+            meeting.abort()
         for connection in self._sockets:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -186,6 +216,9 @@ class Groups:
             for connection in self._sockets:
                 connection.close()
             self._sockets.clear()
+            for meeting in self._meetings:
+                meeting.leave()
+            self._meetings.clear()
         for name, group in self._groups.items():
             if group is not None:
                 _unregister_process_group(GroupName(name))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice, repeat
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -135,16 +135,26 @@ class Plan:
             version_of(tensor) == version for tensor, version in self.pinned
         )
 
+    @property
+    def says_all(self) -> bool:
+        """Whether its outputs are as it promises: without checks, and without gradients to follow
+        from what it closes over.
+        """
+        return not self.num_checks and not self.requires_grad
+
     def call(self, held: Sequence[Handle]) -> Called:
         """Start the program on stored blocks; the outputs are promised, not awaited."""
+        return Called(self._checked(self.run(held)), self.tree, self.requires_grad)
+
+    def run(self, held: Sequence[Handle]) -> list[Handle]:
+        """``start`` with what it closes over."""
         if self.captured:
             held = [*(captured.handle() for captured in self.captured), *held]
-        return Called(self.start_checked(held), self.tree, self.requires_grad)
+        return self.start(held)
 
     def start_checked(self, held: Sequence[Handle]) -> list[tuple[Layout, Handle]]:
-        """Run on all inputs, captured ones first."""
-        outputs, _ = self.start(held)
-        return self._check_replicated(outputs) if self.num_checks else outputs
+        """Run on all inputs, captured ones first; only the outputs."""
+        return self._checked(self.start(held))
 
     def define(self) -> None:
         """Make the workers compile it, if they have not."""
@@ -152,22 +162,21 @@ class Plan:
             self.team.runtime.define(self.team, self.definition, self.groups)
             self.undefined.clear()
 
-    def start(self, held: Sequence[Handle]) -> tuple[list[tuple[Layout, Handle]], list[Handle]]:
-        """Run on all inputs; gives outputs (with the checks) and residuals."""
+    def start(self, held: Sequence[Handle]) -> list[Handle]:
+        """Run on all inputs; gives outputs, then checks, then residuals."""
         team = self.team
         if self.undefined:
             self.define()
         handles = [handle.id for handle in held]
         num_outputs = len(self.outputs) + self.num_residuals
         first, seq = team.runtime.execute(team, self.definition.plan_id, handles, num_outputs)
-        # map and zip: trees have hundreds of leaves, and a Python loop costs 0.1 us for each
-        handles_out = map(Handle, count(first), repeat(seq), repeat(team))
-        outputs = list(zip(self.outputs, handles_out))  # noqa: B905 - one of them is endless
-        return outputs, list(islice(handles_out, self.num_residuals))
+        # map: trees have hundreds of leaves, and a Python loop costs 0.1 us for each
+        return list(map(Handle, range(first, first + num_outputs), repeat(seq), repeat(team)))
 
-    def _check_replicated(
-        self, outputs: list[tuple[Layout, Handle]]
-    ) -> list[tuple[Layout, Handle]]:
+    def _checked(self, handles: list[Handle]) -> list[tuple[Layout, Handle]]:
+        outputs = list(zip(self.outputs, handles))  # noqa: B905 - residuals are left out
+        if not self.num_checks:
+            return outputs
         for path, (layout, handle) in zip(self.checked, outputs[-self.num_checks :], strict=True):
             difference = float(gather(layout, handle))
             if difference != 0:

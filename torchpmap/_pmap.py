@@ -56,6 +56,7 @@ _MAX_PREPARED = 4096
 """Prepared calls a function keeps; statics or shapes that never repeat would fill memory."""
 
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_num_modes = torch._C._len_torch_dispatch_stack
 
 
 @_disable_dynamo
@@ -73,17 +74,12 @@ def _is_traced() -> bool:
     """Whether somebody around the caller makes a graph of what he does (make_fx, export, fake
     tensors): the call then becomes part of it.
     """
-    if not torch._C._len_torch_dispatch_stack():
-        return False
     key = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(kind) for kind in (key.PROXY, key.FAKE))
 
 
 def _any_requires_grad(leaves: list[Any]) -> bool:
-    try:
-        return any(map(_requires_grad, leaves))
-    except TypeError:  # arrays and numbers are among them
-        return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 class _Method:
@@ -154,7 +150,7 @@ class Pmapped:
         options = self._options
         if options.static_argnums or options.static_argnames:
             args, kwargs = split_statics(options, args, kwargs)
-        if _axes.bound() or _is_traced():  # all rows on the device of the caller
+        if _axes.bound() or (_num_modes() and _is_traced()):  # all rows on the device of the caller
             return self._preparation.run_here(args, kwargs)
         if _inline.active():
             return self._preparation.run_inline(args, kwargs)
@@ -211,17 +207,21 @@ class Pmapped:
     # -- the hot path ------------------------------------------------------------------------------
 
     def _run(self, prepared: Prepared, leaves: list[Any], runtime: Runtime) -> Any:
-        plan = prepared.plan
+        plan, in_place = prepared.plan, prepared.in_place
         held: list[Handle]
         if len(leaves) != len(prepared.positions):
             leaves = [leaves[position] for position in prepared.positions]
         if prepared.donated:
             refuse_aliased_donation(self._options.prefix, prepared.paths, prepared.donated, leaves)
         if is_transformed() or (
-            torch.is_grad_enabled() and (plan.requires_grad or _any_requires_grad(leaves))
+            torch.is_grad_enabled()
+            and (
+                plan.requires_grad
+                or (any(map(_requires_grad, leaves)) if in_place else _any_requires_grad(leaves))
+            )
         ):
             return self._run_differentiated(prepared, leaves)
-        if prepared.in_place:
+        if in_place:
             held = [leaf._handle for leaf in leaves]
             for handle in held:
                 if handle.team.runtime is not runtime:
@@ -233,6 +233,12 @@ class Pmapped:
         if runtime.scarred:
             for handle in held:
                 runtime.check(handle)
+        direct = prepared.direct
+        if direct is not None:
+            results = list(map(make_sharded, direct.outputs, direct.run(held)))
+            if prepared.donated:
+                self._consume(prepared, leaves)
+            return direct.tree(results)
         called = plan.call(held)
         if called.requires_grad and torch.is_grad_enabled():
             return self._run_differentiated(prepared, leaves, called)

@@ -52,6 +52,8 @@ class Prepared:
     layouts: tuple[Layout, ...]
     in_place: bool
     """Whether the key says that every block is where the plan wants it."""
+    direct: Plan | None
+    """The plan, if it says all about its outputs."""
     donated: tuple[int, ...]
     paths: tuple[str, ...]
     program: Program
@@ -245,7 +247,10 @@ class Preparation:
                 self._operations.pop(plan, None)
             self._note_trace(bound)
             plan = self._plans[kind] = self._make_plan(program, tuple(layouts), grid)
-        return Prepared(plan, positions, tuple(layouts), in_place, donated, paths, program, grid)
+        direct = plan if isinstance(plan, Plan) and plan.says_all else None
+        return Prepared(
+            plan, positions, tuple(layouts), in_place, direct, donated, paths, program, grid
+        )
 
     def operation(self, prepared: Prepared) -> Primal:
         """The call as transforms see it."""
@@ -344,6 +349,8 @@ def refuse_aliased_donation(
     prefix: str, paths: Sequence[str], donated: Sequence[int], leaves: Sequence[Any]
 ) -> None:
     """Raise if a donated tensor is passed twice; ``donated`` are places among ``leaves``."""
+    if len(set(map(id, leaves))) == len(leaves):
+        return
     for position in donated:
         for other, leaf in enumerate(leaves):
             if other != position and leaf is leaves[position] and isinstance(leaf, _DATA):
@@ -356,7 +363,7 @@ def refuse_aliased_donation(
 
 def ambient() -> Hashable:
     """Settings of the calling thread that change what a function computes."""
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if torch._C._is_any_autocast_enabled():
         kinds = ("cpu", "cuda")
         autocast = tuple(
             (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds

@@ -17,6 +17,7 @@ import torch
 
 from torchpmap import _wire
 from torchpmap._compile import Definition
+from torchpmap._config import Config
 from torchpmap._devices import enumerate_devices
 from torchpmap._effects import prints
 from torchpmap._errors import RuntimeClosed
@@ -35,7 +36,7 @@ class LocalRuntime:
 
     runs_here = False
 
-    def __init__(self, num_devices: int, device_type: str, timeout_s: float) -> None:
+    def __init__(self, num_devices: int, device_type: str, config: Config) -> None:
         self.devices = enumerate_devices(num_devices, device_type)
         # each worker sees one GPU
         self.device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
@@ -50,7 +51,7 @@ class LocalRuntime:
         # appended to by finalizers in any thread, emptied under the send lock:
         self._retired: deque[int] = deque()
         self._pool = Pool(
-            self.devices, timeout_s, on_idle=self._flush_released, on_repaired=self._restore
+            self.devices, config, on_idle=self._flush_released, on_repaired=self._restore
         )
         _live.add(self)
 

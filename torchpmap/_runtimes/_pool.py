@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from torchpmap import _wire
+from torchpmap._config import Config
 from torchpmap._devices import Device, threads_per_device
 from torchpmap._errors import RuntimeClosed
 from torchpmap._groups import RankPartition
@@ -60,7 +61,7 @@ class Pool:
     def __init__(
         self,
         devices: Sequence[Device],
-        timeout_s: float,
+        config: Config,
         *,
         on_idle: Callable[[], None],
         on_repaired: Callable[[set[int]], None],
@@ -69,7 +70,7 @@ class Pool:
         have new workers, by the repairing thread, before others may send again.
         """
         self._devices = tuple(devices)
-        self._timeout_s = timeout_s
+        self._config = config
         self._on_repaired = on_repaired
         self._store_fd = os.memfd_create("torchpmap-store", os.MFD_CLOEXEC)  # a file with no name
         self.send_lock = threading.Lock()
@@ -265,7 +266,7 @@ class Pool:
         device_type = self._devices[rank].platform
         threads = threads_per_device(len(self._devices))
         return WorkerProcess(
-            rank, device_type, threads, self._timeout_s, self._store_fd, self._progress
+            rank, device_type, threads, self._config, self._store_fd, self._progress
         )
 
     def _start_all(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.multiprocessing
 
+from torchpmap._config import Config
 from torchpmap._runtimes._progress import Progress
 from torchpmap._runtimes._worker import Birth, main
 from torchpmap._wire import FrameReader, InheritedFd, Stream
@@ -88,7 +89,7 @@ class WorkerProcess:
         rank: int,
         device_type: str,
         num_threads: int,
-        timeout_s: float,
+        config: Config,
         store_fd: int,
         progress: Progress,
     ) -> None:
@@ -109,7 +110,7 @@ class WorkerProcess:
             rank=rank,
             device_type=device_type,
             num_threads=num_threads,
-            timeout_s=timeout_s,
+            config=config,
             command=InheritedFd(self._command.fileno()),
             control=InheritedFd(self._control.fileno()),
             lifeline=InheritedFd(self._lifeline),

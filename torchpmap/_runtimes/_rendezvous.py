@@ -7,16 +7,10 @@ a call that was made before.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import datetime
-import fcntl
 import hashlib
 import itertools
-import os
 import pickle
-import socket
-import struct
 import time
 import traceback
 from collections import Counter
@@ -25,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from torchpmap._errors import (
     CallTimeout,
@@ -35,24 +28,18 @@ from torchpmap._errors import (
     WorkerError,
 )
 from torchpmap._launcher import Place
+from torchpmap._runtimes._joining import join, leave_at_once, route_to
 
 __all__ = ["Rendezvous", "Waiting", "mismatch", "who_has_what"]
 
 _LONGEST_PAUSE_S = 0.01
 _POSTED_AFTER_S = 1.0
 """How long a process waits before it says so."""
-_LEAVING_S = 60.0
-"""How long the process that keeps the store waits at its end for the others."""
-_LEAVING_FAILED_S = 2.0
-"""The same when it has failed: the others still want to know why."""
 _RULE = (
     "All processes must make the same mapped calls, with arguments of the same shapes and dtypes, "
     "in the same order."
 )
-_SIOCGIFADDR = 0x8915
 
-
-_failed = False
 _starts = itertools.count()
 
 
@@ -73,13 +60,10 @@ class Rendezvous:
     def __init__(self, place: Place, device_type: str, timeout_s: float) -> None:
         self.place = place
         self._timeout_s = timeout_s
-        self.address = None if place.local_size == place.size else _route_to(place.host)
-        if not dist.is_initialized():
-            _join(place, device_type, timeout_s, self.address)
-        store = dist.distributed_c10d._get_default_store()
-        # the agent's store remembers what the job before a restart, or the runtime before, left
-        prefix = f"torchpmap/{_attempt()}/{next(_starts)}"
-        self.store: dist.Store = dist.PrefixStore(prefix, store)
+        self.address = None if place.local_size == place.size else route_to(place.host)
+        store = join(place, device_type, timeout_s, self.address)
+        # it remembers what the runtime before this one left
+        self.store: dist.Store = dist.PrefixStore(str(next(_starts)), store)
         self.calls: Counter[tuple[int, ...]] = Counter()
         """Calls with collectives that were begun, per axis (written by the runtime)."""
         self._turns: Counter[tuple[int, ...]] = Counter()
@@ -241,8 +225,8 @@ class Rendezvous:
 
     def leave(self, *, failed: bool) -> None:
         """Say that this process makes no more calls here."""
-        global _failed
-        _failed = _failed or failed
+        if failed:
+            leave_at_once()
         with contextlib.suppress(Exception):
             self.store.set(f"left/{self.place.rank}", "")
 
@@ -264,66 +248,6 @@ def _store_failures() -> Iterator[None]:
             "the store of torch.distributed is gone: the process that keeps it (rank 0, or "
             f"torchrun's agent) has ended: {error}"
         ) from error
-
-
-def _join(place: Place, device_type: str, timeout_s: float, address: str | None) -> None:
-    """Make the default process group; it is kept until the process ends."""
-    for name, value in place.environment().items():
-        os.environ.setdefault(name, value)
-    interface = "lo" if address is None else _interface_of(address)
-    if interface is not None:  # else Gloo advertises what the host's name stands for: 127.0.0.1
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-        timeout=timeout,
-        # torch itself (2.13) takes the agent's store as it is, and a process of a restarted job may
-        # find the address of one that was killed
-        store=dist.PrefixStore(f"attempt/{_attempt()}", store),
-        rank=rank,
-        world_size=size,
-    )
-    atexit.register(_end, place)
-
-
-def _attempt() -> str:
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def _end(place: Place) -> None:
-    """Whoever keeps the store stays until the others need it no more."""
-    if not dist.is_initialized():
-        return
-    with contextlib.suppress(Exception):
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"torchpmap/ended/{place.rank}", "")
-        if place.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
-            keys = [f"torchpmap/ended/{rank}" for rank in range(place.size)]
-            end = time.monotonic() + (_LEAVING_FAILED_S if _failed else _LEAVING_S)
-            while not store.check(keys) and time.monotonic() < end:
-                time.sleep(_LONGEST_PAUSE_S)
-        if not _failed:
-            dist.destroy_process_group()
-
-
-def _route_to(host: str) -> str:
-    """The address of this host on the way to another one; nothing is sent."""
-    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
-
-
-def _interface_of(address: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode()[:15])
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
 
 
 def mismatch(ranks: Sequence[int], texts: Sequence[str]) -> CollectiveMismatch:

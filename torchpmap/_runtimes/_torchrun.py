@@ -31,6 +31,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchpmap._compile import Definition, Runner, compile_definition
+from torchpmap._config import Config
 from torchpmap._devices import Device, num_cuda_devices
 from torchpmap._errors import CollectiveMismatch, RuntimeClosed, WorkerDied, WorkerError
 from torchpmap._groups import Groups, RankPartition, is_communication
@@ -83,7 +84,7 @@ class TorchrunRuntime:
     scarred = False
     """Values are lost only with the whole job."""
 
-    def __init__(self, place: Place, device_type: str, timeout_s: float) -> None:
+    def __init__(self, place: Place, device_type: str, config: Config) -> None:
         self.devices = tuple(Device(rank, device_type, rank) for rank in range(place.size))
         self.rank = place.rank
         self.device = _own_device(place, device_type)
@@ -94,9 +95,9 @@ class TorchrunRuntime:
         self._values: dict[int, torch.Tensor] = {}
         self._plans: dict[int, _Defined] = {}
         self._teams: dict[tuple[int, ...], Team] = {}
-        self._rendezvous = Rendezvous(place, device_type, timeout_s)
+        self._rendezvous = Rendezvous(place, device_type, config.timeout)
         self._groups = Groups(
-            place.rank, self.device, self._rendezvous.store, timeout_s, self._rendezvous.address
+            place.rank, self.device, self._rendezvous.store, config, self._rendezvous.address
         )
         self._watch = Watch(self._rendezvous, self._groups)
         self._recorded: BaseException | None = None
@@ -127,7 +128,7 @@ class TorchrunRuntime:
                 raise failure from failure.__cause__
 
     def group_of_all(self) -> str:
-        """Name of a process group of all processes, which carries CPU tensors over Gloo."""
+        """Name of a process group of all processes, which carries CPU tensors."""
         ranks = tuple(range(len(self.devices)))
         name = f"ranks:{','.join(map(str, ranks))}"  # that of a call on all devices
         self.make_groups({name: (ranks,)})
@@ -247,7 +248,10 @@ class TorchrunRuntime:
             self._seq = seq = self._seq + 1
             first = self._next_handle
             self._next_handle = first + num_outputs
-            values.update(zip(range(first, self._next_handle), results, strict=True))
+            if num_outputs == 1:
+                (values[first],) = results
+            else:
+                values.update(zip(range(first, self._next_handle), results, strict=True))
             return first, seq
 
     def run_eagerly(self, team: Team, call: EagerCall) -> tuple[list[EagerReport], int, int]:

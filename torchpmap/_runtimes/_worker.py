@@ -39,6 +39,7 @@ import torch
 
 from torchpmap import _wire
 from torchpmap._compile import Runner, compile_definition
+from torchpmap._config import Config
 from torchpmap._effects import mark_lines
 from torchpmap._errors import ShardLost, pack_exception
 from torchpmap._groups import Groups, RankPartition, is_communication
@@ -62,7 +63,7 @@ class Birth:
     rank: int
     device_type: str
     num_threads: int
-    timeout_s: float
+    config: Config
     command: InheritedFd
     control: InheritedFd
     lifeline: InheritedFd
@@ -87,7 +88,7 @@ def main(birth: Birth) -> None:
     torch.set_num_threads(birth.num_threads)
     # -1: the store does not remove its file, which has no name
     store = torch.distributed.FileStore(birth.store.path(), -1)
-    groups = Groups(birth.rank, device, store, birth.timeout_s)
+    groups = Groups(birth.rank, device, store, birth.config)
     threading.Thread(
         target=_listen, args=(birth.control.socket(), groups), name="torchpmap-control", daemon=True
     ).start()

@@ -1,0 +1,287 @@
+"""Covers: _shared_memory_group.py and _groups.py, on processes that no runtime started."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from _spmd import GROUP, Run, spmd
+from torch._C._distributed_c10d import _resolve_process_group
+
+from torchpmap._shared_memory_group import SharedMemoryGroup
+
+SLOT = 1 << 20
+"""Bytes that a rank hands over at once."""
+SIZES = (0, 1, 7, SLOT // 8, SLOT // 8 + 1, 3 * SLOT // 8 + 5)
+REDUCTIONS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8)
+
+_c10d = torch.ops._c10d_functional
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 5])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    with spmd(request.param) as run:
+        yield run
+
+
+def given(rank: int, shape: Any, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Numbers that differ from rank to rank, and whose sums are exact."""
+    numbers = np.random.default_rng(rank).integers(0, 25, shape)
+    return torch.from_numpy(numbers).to(dtype)
+
+
+def stacked(size: int, shape: Any, dtype: torch.dtype = torch.float64) -> np.ndarray:
+    return np.stack([given(rank, shape, dtype).numpy() for rank in range(size)])
+
+
+def me() -> tuple[int, int]:
+    group = _resolve_process_group(GROUP)
+    return group.rank(), group.size()
+
+
+# --- what the processes do ------------------------------------------------------------------------
+
+
+def kind_of_group() -> str:
+    return type(_resolve_process_group(GROUP)).__name__
+
+
+def all_reduces(dtype: torch.dtype, operation: str, sizes: Any) -> list[torch.Tensor]:
+    rank, _ = me()
+    xs = [given(rank, size, dtype) for size in sizes]
+    return [_c10d.wait_tensor(_c10d.all_reduce(x, operation, GROUP)) for x in xs]
+
+
+def all_reduce_of_a_transposed() -> torch.Tensor:
+    x = given(me()[0], (3, 5)).T
+    return _c10d.wait_tensor(_c10d.all_reduce_(x, "sum", GROUP))
+
+
+def all_gathers(sizes: Any) -> list[torch.Tensor]:
+    rank, size = me()
+    xs = [given(rank, (count,)) for count in sizes]
+    return [_c10d.wait_tensor(_c10d.all_gather_into_tensor(x, size, GROUP)) for x in xs]
+
+
+def reduce_scatters(sizes: Any) -> list[torch.Tensor]:
+    rank, size = me()
+    xs = [given(rank, (size * count,)) for count in sizes]
+    return [_c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "sum", size, GROUP)) for x in xs]
+
+
+def all_to_alls(sizes: Any) -> list[torch.Tensor]:
+    rank, size = me()
+    rows = [1] * size
+    xs = [given(rank, (size, count)) for count in sizes]
+    return [_c10d.wait_tensor(_c10d.all_to_all_single(x, rows, rows, GROUP)) for x in xs]
+
+
+def uneven(width: int) -> torch.Tensor:
+    """Rank r gives 2 r + k rows to rank k."""
+    rank, size = me()
+    sent = [2 * rank + k for k in range(size)]
+    taken = [2 * k + rank for k in range(size)]
+    x = given(rank, (sum(sent), width))
+    return _c10d.wait_tensor(_c10d.all_to_all_single(x, taken, sent, GROUP))
+
+
+def uneven_that_does_not_fit() -> None:
+    _, size = me()
+    x = torch.zeros(size, 2)
+    taken = [1] * (size - 1) + [3]
+    _c10d.wait_tensor(_c10d.all_to_all_single(x, taken, [1] * size, GROUP))
+
+
+def broadcasts(sizes: Any) -> list[torch.Tensor]:
+    rank, size = me()
+    xs = [given(rank, count) for count in sizes]
+    return [_c10d.wait_tensor(_c10d.broadcast(x, size - 1, GROUP)) for x in xs]
+
+
+def mixture(steps: int) -> float:
+    """Many operations of many sizes, in an order that is the same on all ranks."""
+    rank, size = me()
+    order = np.random.default_rng(0)
+    total = 0.0
+    for _ in range(steps):
+        count = int(order.integers(1, 4 * SLOT // 8))
+        if order.integers(4):
+            count = 1 + count % 100
+        x = torch.full((count,), float(rank))
+        match order.integers(3):
+            case 0:
+                y = _c10d.wait_tensor(_c10d.all_reduce(x, "sum", GROUP))
+                assert (y == size * (size - 1) / 2).all()
+            case 1:
+                y = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, size, GROUP))
+                assert (y.view(size, -1) == torch.arange(float(size))[:, None]).all()
+            case 2:
+                y = _c10d.wait_tensor(_c10d.all_reduce(x, "max", GROUP))
+                assert (y == size - 1).all()
+        total += float(y[0])
+    return total
+
+
+def one_does_something_else() -> None:
+    rank, size = me()
+    x = torch.zeros(4)
+    if rank == 0:
+        _c10d.all_gather_into_tensor(x, size, GROUP)
+    else:
+        _c10d.all_reduce(x, "sum", GROUP)
+
+
+def last_is_killed() -> None:
+    rank, size = me()
+    if rank == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _c10d.all_reduce(torch.zeros(4), "sum", GROUP)
+
+
+def last_lets_go() -> str:
+    rank, size = me()
+    group = _resolve_process_group(GROUP)
+    assert isinstance(group, SharedMemoryGroup)
+    if rank == size - 1:
+        group._meeting.leave()
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        _c10d.all_reduce(torch.zeros(4), "sum", GROUP)
+    return str(caught.value)
+
+
+def product() -> None:
+    _c10d.all_reduce(torch.zeros(4), "product", GROUP)
+
+
+# --- against NumPy --------------------------------------------------------------------------------
+
+
+def test_processes_of_a_host_share_memory(run):
+    assert set(run(kind_of_group)) == {"SharedMemoryGroup"}
+
+
+@pytest.mark.parametrize("operation", REDUCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_reduce(run, dtype, operation):
+    sizes = SIZES if dtype == torch.float64 else (7, 2 * SLOT + 1)
+    results = run(all_reduces, dtype, operation, sizes)
+    for count, *found in zip(sizes, *results, strict=True):
+        expected = REDUCTIONS[operation].reduce(
+            stacked(len(results), count, dtype), axis=0, dtype=found[0].numpy().dtype
+        )
+        for each in found:
+            np.testing.assert_array_equal(each.numpy(), expected)
+
+
+def test_all_reduce_rounds_alike_on_all_ranks(run):
+    """0.1 and its like add up differently in another order."""
+    first, *others = run(all_reduces, torch.float32, "sum", (5, 3 * SLOT))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_all_reduce_of_a_transposed(run):
+    results = run(all_reduce_of_a_transposed)
+    for each in results:
+        np.testing.assert_array_equal(each, stacked(len(results), (3, 5)).sum(0).T)
+
+
+def test_all_gather(run):
+    results = run(all_gathers, SIZES)
+    for count, *found in zip(SIZES, *results, strict=True):
+        for each in found:
+            np.testing.assert_array_equal(each, stacked(len(results), (count,)).reshape(-1))
+
+
+def test_reduce_scatter(run):
+    results = run(reduce_scatters, SIZES)
+    size = len(results)
+    for count, *found in zip(SIZES, *results, strict=True):
+        total = stacked(size, (size * count,)).sum(0).reshape(size, count)
+        np.testing.assert_array_equal(np.stack(found), total)
+
+
+def test_all_to_all(run):
+    results = run(all_to_alls, SIZES)
+    size = len(results)
+    for count, *found in zip(SIZES, *results, strict=True):
+        everything = stacked(size, (size, count))
+        np.testing.assert_array_equal(np.stack(found), everything.swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("width", [3, SLOT // 20])
+def test_uneven_all_to_all(run, width):
+    results = run(uneven, width)
+    size = len(results)
+    for rank, found in enumerate(results):
+        parts = []
+        for k in range(size):
+            sent = [2 * k + j for j in range(size)]
+            begin = sum(sent[:rank])
+            parts.append(given(k, (sum(sent), width))[begin : begin + sent[rank]])
+        np.testing.assert_array_equal(found, torch.cat(parts))
+
+
+def test_broadcast(run):
+    results = run(broadcasts, SIZES)
+    for count, *found in zip(SIZES, *results, strict=True):
+        for each in found:
+            np.testing.assert_array_equal(each, given(len(results) - 1, count))
+
+
+def test_many_in_a_row(run):
+    assert len(set(run(mixture, 300))) == 1
+
+
+def test_without_shared_memory():
+    with spmd(2, shares_memory=False) as run:
+        assert set(run(kind_of_group)) == {"ProcessGroup"}
+        assert all((a == b).all() for a, b in zip(*run(all_gathers, SIZES), strict=True))
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_reductions_it_does_not_know(run):
+    with pytest.raises(RuntimeError, match="this one cannot reduce with"):
+        run(product)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_do_different_things(size):
+    with spmd(size) as run, pytest.raises(RuntimeError) as caught:
+        run(one_does_something_else)
+    assert (
+        "CollectiveMismatch: rank 0 runs all_gather of torch.float32 x 4, but rank 1 sum of "
+        "torch.float32 x 4. All devices must run the same collectives in the same order."
+    ) in str(caught.value)
+
+
+def test_rows_that_one_gives_and_the_other_does_not_expect():
+    with spmd(2) as run, pytest.raises(RuntimeError) as caught:
+        run(uneven_that_does_not_fit)
+    assert (
+        "CollectiveMismatch: rank 1 gives 8 bytes to rank 0 in all_to_all, but that one expects 24"
+    ) in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_lets_go(size):
+    with spmd(size) as run:
+        *others, _ = run(last_lets_go)
+    assert set(others) == {"process group: another process has left it, or it was cut"}
+
+
+def test_a_rank_that_is_killed():
+    with spmd(3) as run, pytest.raises(RuntimeError) as caught:
+        run(last_is_killed)
+    assert (
+        str(caught.value).count("RuntimeError: process group: another process of it has ended") == 2
+    )

@@ -1,0 +1,145 @@
+"""How a process becomes a member of its job, and how it leaves.
+
+The store of ``torch.distributed``'s default process group is where they meet.  Torchrun's agent
+keeps it where it can, so it outlives the processes, and remembers what those before a restart have
+left.  ``TORCHELASTIC_RESTART_COUNT`` does not tell them apart: only the agent whose own process
+failed counts up (pytorch #108158).  So the processes of one attempt find a name for it themselves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import fcntl
+import os
+import secrets
+import socket
+import struct
+import time
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from torchpmap._errors import CallTimeout
+from torchpmap._launcher import Place
+
+__all__ = ["join", "leave_at_once", "route_to"]
+
+_LONGEST_PAUSE_S = 0.01
+_LEAVING_S = 60.0
+"""How long the process that keeps the store waits at its end for the others."""
+_LEAVING_FAILED_S = 2.0
+"""The same when it has failed: the others still want to know why."""
+_SIOCGIFADDR = 0x8915
+
+_attempt: str | None = None
+_failed = False
+
+
+def join(place: Place, device_type: str, timeout_s: float, address: str | None) -> dist.Store:
+    """The store of this attempt of the job; makes the default process group if there is none (it is
+    kept until the process ends).
+
+    Raises:
+        CallTimeout: not all processes came.
+    """
+    global _attempt
+    if not dist.is_initialized():
+        for name, value in place.environment().items():
+            os.environ.setdefault(name, value)
+        interface = "lo" if address is None else _interface_of(address)
+        if interface is not None:  # else Gloo advertises what the host's name is for: 127.0.0.1
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        _attempt = _attempt_of(store, place, timeout_s)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            timeout=timeout,
+            # torch itself (2.13) takes the store as it is, and a process of a restarted job may
+            # find the address of one that was killed
+            store=dist.PrefixStore(_attempt, store),
+            rank=rank,
+            world_size=size,
+        )
+        atexit.register(_end, place)
+    store = dist.distributed_c10d._get_default_store()
+    if _attempt is None:  # the program made the group
+        _attempt = _attempt_of(store, place, timeout_s)
+    return dist.PrefixStore(f"torchpmap/{_attempt}", store)
+
+
+def _attempt_of(store: dist.Store, place: Place, timeout_s: float) -> str:
+    """A name that all processes which run now agree on, and none that ran before a restart.
+
+    Everybody leaves a name of his own, and rank 0 a list of them.  Who finds his name on the list
+    knows that it is not an old one, and says so; rank 0 makes new lists until everybody has.
+    """
+    store = dist.PrefixStore("torchpmap/attempt", store)
+    mine = secrets.token_hex(8)
+    store.set(f"name/{place.rank}", mine)
+    names = [f"name/{rank}" for rank in range(place.size)]
+    listed: list[str] = []
+    end, pause = time.monotonic() + timeout_s, 0.0002
+    while True:
+        if place.rank == 0 and store.check(names):
+            found = [store.get(name).decode() for name in names]
+            if found != listed:
+                listed = found
+                store.set("list", " ".join(listed))
+            if store.check([f"seen/{name}" for name in listed[1:]]):
+                return mine
+        elif place.rank > 0 and store.check(["list"]):
+            listed = store.get("list").decode().split()
+            if mine in listed:
+                store.set(f"seen/{mine}", "")
+                return listed[0]
+        if time.monotonic() > end:
+            raise CallTimeout(
+                f"not all {place.size} processes of the job came within torchpmap.config.timeout "
+                f"({timeout_s:g} s)."
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def leave_at_once() -> None:
+    """This process has failed: at its end it does not wait for the others."""
+    global _failed
+    _failed = True
+
+
+def _end(place: Place) -> None:
+    """Whoever keeps the store stays until the others need it no more."""
+    if not dist.is_initialized():
+        return
+    with contextlib.suppress(Exception):
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"torchpmap/ended/{place.rank}", "")
+        if place.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+            keys = [f"torchpmap/ended/{rank}" for rank in range(place.size)]
+            end = time.monotonic() + (_LEAVING_FAILED_S if _failed else _LEAVING_S)
+            while not store.check(keys) and time.monotonic() < end:
+                time.sleep(_LONGEST_PAUSE_S)
+        if not _failed:
+            dist.destroy_process_group()
+
+
+def route_to(host: str) -> str:
+    """The address of this host on the way to another one; nothing is sent."""
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _interface_of(address: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None

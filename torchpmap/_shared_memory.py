@@ -1,0 +1,246 @@
+"""Memory that processes of one host share, and how they meet in it.
+
+::
+
+    a line of numbers per rank | aborted | token | bounds, twice | slots and a result, twice
+
+Meeting means to count up a number of one's own, and to wait for those of the others: a few times by
+giving up the core, then asleep (a futex).  Beside the number stands what the rank comes for, so
+that ranks which do different things raise instead of exchanging nonsense.
+
+Stores must become visible in the order in which they are made, and Python has no fence to ask for
+that, so this is for x86-64 on Linux only.  Everywhere else, and between hosts, ``connect`` returns
+None.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import secrets
+import select
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from torchpmap._errors import CallTimeout
+
+__all__ = ["SLOT_BYTES", "Meeting", "connect"]
+
+SLOT_BYTES = 1 << 20
+"""What fits in a slot."""
+_LINE = 8
+"""Numbers of a rank, in a cache line of its own: how often it has met the others, and what for (the
+last two times).
+"""
+_YIELDS = 100
+"""How often a rank gives up the core for another one before it sleeps."""
+_LOOK_AROUND_NS = 50_000_000
+"""How long it sleeps before it makes sure that the others are still there."""
+_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # numbers of x86-64
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_syscall = ctypes.CDLL(None).syscall
+_syscall.restype = ctypes.c_long
+_syscall.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_void_p)
+_look_around = _Timespec(0, _LOOK_AROUND_NS)
+
+
+class _Memory:
+    """The bytes, as numbers and as tensors."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.size = size
+        self._start, total = _extent(size)
+        memory = mmap.mmap(fd, total)
+        self.numbers = memoryview(memory)[: self._start].cast("q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.aborted, self.token = _LINE * size, _LINE * (size + 1)
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def slots(self, turn: int, dtype: torch.dtype) -> torch.Tensor:
+        view = self._views.get((turn, dtype))
+        if view is None:
+            length = (self.size + 1) * SLOT_BYTES
+            start = self._start + turn * length
+            part = self._bytes[start : start + length].view(dtype)
+            view = self._views[turn, dtype] = part.view(self.size + 1, -1)
+        return view
+
+    def bounds(self, turn: int) -> list[memoryview]:
+        width = self.size + 1
+        table = self.numbers[_LINE * (self.size + 2) + turn * self.size * width :]
+        return [table[k * width : (k + 1) * width] for k in range(self.size)]
+
+
+def _extent(size: int) -> tuple[int, int]:
+    """Bytes before the slots, and in all."""
+    numbers = _LINE * (size + 2) + 2 * size * (size + 1)
+    start = -(-8 * numbers // mmap.PAGESIZE) * mmap.PAGESIZE
+    return start, start + 2 * (size + 1) * SLOT_BYTES
+
+
+class Meeting:
+    """One rank's part of the memory; one thread at a time uses it, but any may ``abort``.
+
+    There are two sets of slots, used in turn: who meets the others again has read all it wanted.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], place: int, memory: _Memory, pids: Sequence[int], limit_s: float
+    ) -> None:
+        """``ranks``: how messages name the members; ``place``: of this one among them."""
+        self.ranks = ranks
+        self.place = place
+        self._memory = memory
+        self._numbers = memory.numbers
+        self._mine = _LINE * place
+        self._others = [_LINE * k for k in range(memory.size) if k != place]
+        self._met = 0
+        self._turn = 0
+        self._limit_s = limit_s
+        self._peers = select.poll()
+        self._pidfds = [os.pidfd_open(pid) for pid in pids if pid != os.getpid()]
+        for pidfd in self._pidfds:
+            self._peers.register(pidfd, select.POLLIN)
+
+    def slots(self, dtype: torch.dtype) -> torch.Tensor:
+        """[size + 1, elements]: the next slot of each rank, and one for a result."""
+        self._turn ^= 1
+        return self._memory.slots(self._turn, dtype)
+
+    @property
+    def bounds(self) -> list[memoryview]:
+        """Beside these slots, for each rank: where in what it gives the part of each rank begins,
+        and the last one ends.
+        """
+        return self._memory.bounds(self._turn)
+
+    def meet(self, purpose: int) -> int | None:
+        """Return when all ranks have come; the first that came for another purpose, if any did."""
+        numbers, mine = self._numbers, self._mine
+        self._met = met = self._met + 1
+        beside = 1 + (met & 1)
+        numbers[mine + beside] = purpose
+        numbers[mine] = met
+        self._wake(mine)
+        for theirs in self._others:
+            if numbers[theirs] < met:
+                self._wait(theirs, met)
+            if numbers[theirs + beside] != purpose:
+                return theirs // _LINE
+        return None
+
+    def purpose_of(self, place: int) -> int:
+        """What a rank came for the last time."""
+        return self._numbers[_LINE * place + 1 + (self._met & 1)]
+
+    def _wait(self, theirs: int, met: int) -> None:
+        """Return when a rank has met the others ``met`` times."""
+        numbers = self._numbers
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if numbers[theirs] >= met:
+                return
+        end = time.monotonic() + self._limit_s
+        while (seen := numbers[theirs]) < met:
+            if numbers[self._memory.aborted]:
+                raise RuntimeError("process group: another process has left it, or it was cut")
+            if self._peers.poll(0) and numbers[theirs] < met:
+                raise RuntimeError("process group: another process of it has ended")
+            if time.monotonic() > end:
+                raise CallTimeout(
+                    f"rank {self.ranks[theirs // _LINE]} did not come to a collective within "
+                    f"torchpmap.config.timeout ({self._limit_s:g} s)"
+                )
+            address = self._memory.address + 8 * theirs
+            _syscall(
+                _FUTEX, address, _FUTEX_WAIT, seen & 0xFFFFFFFF, ctypes.addressof(_look_around)
+            )
+
+    def _wake(self, number: int) -> None:
+        """Wake whoever waits for a number to change."""
+        _syscall(_FUTEX, self._memory.address + 8 * number, _FUTEX_WAKE, 0x7FFFFFFF, None)
+
+    def abort(self) -> None:
+        """Make every rank that waits, or will, raise (from any thread)."""
+        self._numbers[self._memory.aborted] = 1
+        for place in range(self._memory.size):
+            self._wake(_LINE * place)
+
+    def leave(self) -> None:
+        """Wait for nobody any more; who waits for this process raises."""
+        self.abort()
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+        self._pidfds.clear()
+
+
+def connect(
+    store: dist.Store,
+    ranks: Sequence[int],
+    place: int,
+    limit_s: float,
+    wait: Callable[[Sequence[str]], None],
+) -> Meeting | None:
+    """Meet the other ``ranks`` for the first time; None, for all, if they cannot share memory.
+
+    ``wait`` waits for keys of the store.
+    """
+    size = len(ranks)
+
+    def exchanged(name: str, *mine: int) -> list[list[int]]:
+        store.set(f"{name}/{place}", " ".join(map(str, mine)))
+        keys = [f"{name}/{k}" for k in range(size)]
+        wait(keys)
+        return [list(map(int, store.get(key).split())) for key in keys]
+
+    fd, memory, token = -1, None, secrets.randbits(62)
+    try:
+        if place == 0 and sys.platform == "linux" and platform.machine() == "x86_64":
+            fd = os.memfd_create("torchpmap-group", os.MFD_CLOEXEC)
+            os.truncate(fd, _extent(size)[1])
+            memory = _Memory(fd, size)
+            memory.numbers[memory.token] = token
+        members = exchanged("member", os.getpid(), fd, token)
+        if place > 0:
+            pid, there, their_token = members[0]
+            memory = _found(pid, there, their_token, size)
+        shares = exchanged("shares", int(memory is not None))
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    if memory is None or not all(mine for (mine,) in shares):
+        return None
+    try:
+        return Meeting(ranks, place, memory, [pid for pid, _, _ in members], limit_s)
+    except ProcessLookupError as error:
+        raise RuntimeError("process group: another process of it has ended") from error
+
+
+def _found(pid: int, fd: int, token: int, size: int) -> _Memory | None:
+    """The memory that another process has made, if it is on this host and lets us."""
+    if fd < 0:
+        return None
+    try:
+        here = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        # in a container of its own, or on another host, the numbers stand for another file
+        if os.fstat(here).st_size != _extent(size)[1]:
+            return None
+        memory = _Memory(here, size)
+        return memory if memory.numbers[memory.token] == token else None
+    finally:
+        os.close(here)
