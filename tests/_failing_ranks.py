@@ -103,6 +103,17 @@ def one_untraced_later(rank: int) -> None:
     tp.pmap(total, "i", compile=False)(torch.ones(1)) if rank == 1 else mapped(torch.ones(1))
 
 
+@job(3)
+def other_order(rank: int) -> None:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * tp.psum(x, "i")
+
+    calls = [warmed_up(), tp.pmap(doubled, "i", compile=GRAPH)]
+    calls[1](torch.ones(1))
+    for call in reversed(calls) if rank == 1 else calls:
+        call(torch.ones(1))
+
+
 @job(2)
 def one_at_a_barrier(rank: int) -> None:
     mapped = tp.pmap(total, "i", compile=GRAPH)

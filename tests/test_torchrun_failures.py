@@ -128,6 +128,21 @@ def test_a_known_call_here_and_a_new_one_there(ended):
         assert text in output
 
 
+def test_known_calls_of_equal_shapes_in_another_order(ended):
+    """Between processes that share memory; whoever sees it first says it for all."""
+    text = (
+        r"CollectiveMismatch: rank (\d) runs sum of torch.float32 x 1 in (\w+), but rank (\d) sum of "
+        r"torch.float32 x 1 in (\w+). All devices must run the same collectives in the same order."
+    )
+    for (code, _), output in zip(ended["other_order"], outputs(ended["other_order"]), strict=True):
+        assert code == 1
+        found = re.search(text, output)
+        assert found is not None, output
+        said = {int(found[1]): found[2], int(found[3]): found[4]}
+        assert said.pop(1) == "doubled"
+        assert set(said.values()) == {"total"}
+
+
 def test_different_collectives_of_an_untraced_function(ended):
     table = "  rank 0: all_reduce sum () torch.float32\n  rank 1: all_reduce max () torch.float32\n"
     for output in outputs(ended["other_collective_untraced"]):

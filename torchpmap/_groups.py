@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from torch.distributed.distributed_c10d import GroupName
 
 from torchpmap._config import Config
-from torchpmap._shared_memory import Meeting, connect
+from torchpmap._shared_memory import Meeting, Occasion, connect
 from torchpmap._shared_memory_group import SharedMemoryGroup
 
 __all__ = ["Groups", "RankPartition", "is_communication"]
@@ -71,6 +71,12 @@ class Groups:
         self._lock = threading.Lock()  # guards _sockets, _meetings, epoch, _cut_epoch and _cut
         self._sockets: list[socket.socket] = []
         self._meetings: list[Meeting] = []
+        self.occasion = Occasion()
+        """The call in progress, where processes are not told what to run but know (written by the
+        runtime).
+        """
+        self.calls: dict[int, str] = {}
+        """The names of such calls (written by the runtime)."""
         self._cut_epoch = 0  # the latest; the order to cut an epoch may come before its start
         self._cut = threading.Event()
         self._groups: dict[str, dist.ProcessGroup | None] = {}
@@ -95,7 +101,12 @@ class Groups:
             return None
         place, limit_s = members.index(self._rank), self._timeout.total_seconds()
         meeting = connect(
-            store, members, place, limit_s, lambda keys: self._wait(store, keys, members)
+            store,
+            members,
+            place,
+            limit_s,
+            self.occasion,
+            lambda keys: self._wait(store, keys, members),
         )
         if meeting is None:
             return None
@@ -103,7 +114,7 @@ class Groups:
             self._meetings.append(meeting)
             if self._cut.is_set():  # meanwhile
                 meeting.abort()
-        return SharedMemoryGroup(meeting)
+        return SharedMemoryGroup(meeting, self.calls)
 
     def _connected_group(self, store: dist.Store, members: RankTuple) -> dist.ProcessGroup:
         store.set(f"here/{self._rank}", "")

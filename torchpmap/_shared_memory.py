@@ -30,13 +30,13 @@ import torch.distributed as dist
 
 from torchpmap._errors import CallTimeout
 
-__all__ = ["SLOT_BYTES", "Meeting", "connect"]
+__all__ = ["SLOT_BYTES", "Meeting", "Occasion", "connect"]
 
 SLOT_BYTES = 1 << 20
 """What fits in a slot."""
 _LINE = 8
-"""Numbers of a rank, in a cache line of its own: how often it has met the others, and what for (the
-last two times).
+"""Numbers of a rank, in a cache line of its own: how often it has met the others, and the last two
+times what for and on which occasion.
 """
 _YIELDS = 100
 """How often a rank gives up the core for another one before it sleeps."""
@@ -90,6 +90,12 @@ def _extent(size: int) -> tuple[int, int]:
     return start, start + 2 * (size + 1) * SLOT_BYTES
 
 
+class Occasion:
+    """The call that a process runs, as a number that all processes give it."""
+
+    number = 0
+
+
 class Meeting:
     """One rank's part of the memory; one thread at a time uses it, but any may ``abort``.
 
@@ -97,7 +103,13 @@ class Meeting:
     """
 
     def __init__(
-        self, ranks: Sequence[int], place: int, memory: _Memory, pids: Sequence[int], limit_s: float
+        self,
+        ranks: Sequence[int],
+        place: int,
+        memory: _Memory,
+        pids: Sequence[int],
+        limit_s: float,
+        occasion: Occasion,
     ) -> None:
         """``ranks``: how messages name the members; ``place``: of this one among them."""
         self.ranks = ranks
@@ -109,6 +121,7 @@ class Meeting:
         self._met = 0
         self._turn = 0
         self._limit_s = limit_s
+        self._occasion = occasion
         self._peers = select.poll()
         self._pidfds = [os.pidfd_open(pid) for pid in pids if pid != os.getpid()]
         for pidfd in self._pidfds:
@@ -127,23 +140,27 @@ class Meeting:
         return self._memory.bounds(self._turn)
 
     def meet(self, purpose: int) -> int | None:
-        """Return when all ranks have come; the first that came for another purpose, if any did."""
-        numbers, mine = self._numbers, self._mine
+        """Return when all ranks have come; the first that came for another purpose or on another
+        occasion, if any did.
+        """
+        numbers, mine, occasion = self._numbers, self._mine, self._occasion.number
         self._met = met = self._met + 1
-        beside = 1 + (met & 1)
+        beside = 1 + 2 * (met & 1)
         numbers[mine + beside] = purpose
+        numbers[mine + beside + 1] = occasion
         numbers[mine] = met
         self._wake(mine)
         for theirs in self._others:
             if numbers[theirs] < met:
                 self._wait(theirs, met)
-            if numbers[theirs + beside] != purpose:
+            if numbers[theirs + beside] != purpose or numbers[theirs + beside + 1] != occasion:
                 return theirs // _LINE
         return None
 
-    def purpose_of(self, place: int) -> int:
-        """What a rank came for the last time."""
-        return self._numbers[_LINE * place + 1 + (self._met & 1)]
+    def purpose_of(self, place: int) -> tuple[int, int]:
+        """What a rank came for the last time, and on which occasion."""
+        beside = _LINE * place + 1 + 2 * (self._met & 1)
+        return self._numbers[beside], self._numbers[beside + 1]
 
     def _wait(self, theirs: int, met: int) -> None:
         """Return when a rank has met the others ``met`` times."""
@@ -191,6 +208,7 @@ def connect(
     ranks: Sequence[int],
     place: int,
     limit_s: float,
+    occasion: Occasion,
     wait: Callable[[Sequence[str]], None],
 ) -> Meeting | None:
     """Meet the other ``ranks`` for the first time; None, for all, if they cannot share memory.
@@ -223,7 +241,7 @@ def connect(
     if memory is None or not all(mine for (mine,) in shares):
         return None
     try:
-        return Meeting(ranks, place, memory, [pid for pid, _, _ in members], limit_s)
+        return Meeting(ranks, place, memory, [pid for pid, _, _ in members], limit_s, occasion)
     except ProcessLookupError as error:
         raise RuntimeError("process group: another process of it has ended") from error
 

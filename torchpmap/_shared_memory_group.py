@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,20 +61,27 @@ _ProcessGroup: Any = dist.ProcessGroup  # annotated with overloads that C++ neve
 class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     """The collectives that ``torch.ops._c10d_functional`` asks a group for."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Meeting, calls: Mapping[int, str]) -> None:
+        """``calls``: names for the numbers of occasions."""
         super().__init__(meeting.place, len(meeting.ranks))
         self._meeting = meeting
+        self._calls = calls
         self._rank, self._size = meeting.place, len(meeting.ranks)
 
     def _meet(self, kind: int) -> None:
         odd = self._meeting.meet(kind)
-        if odd is not None:
-            ranks = self._meeting.ranks
-            raise CollectiveMismatch(
-                f"rank {ranks[self._rank]} runs {_described(kind)}, but rank {ranks[odd]} "
-                f"{_described(self._meeting.purpose_of(odd))}. All devices must run the same "
-                "collectives in the same order."
-            )
+        if odd is None:
+            return
+        what = []
+        for place in (self._rank, odd):
+            number, occasion = self._meeting.purpose_of(place)
+            call = self._calls.get(occasion)
+            what.append(_described(number) + (f" in {call}" if call is not None else ""))
+        ranks = self._meeting.ranks
+        raise CollectiveMismatch(
+            f"rank {ranks[self._rank]} runs {what[0]}, but rank {ranks[odd]} {what[1]}. All "
+            "devices must run the same collectives in the same order."
+        )
 
     def _all_reduce(self, x: torch.Tensor, operation: Any) -> None:
         name, reduce = _reduction(operation)

@@ -13,6 +13,7 @@ the job.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import pickle
@@ -75,6 +76,8 @@ class _Defined(NamedTuple):
     name: str
     axis: tuple[int, ...] | None
     """The ranks that its collectives wait for; None if there are none."""
+    number: int
+    """The same in all processes, and no other plan's."""
 
 
 class TorchrunRuntime:
@@ -192,14 +195,17 @@ class TorchrunRuntime:
                     "that do may call it."
                 )
             try:
+                described = _described(definition)
                 if len(ranks) > 1:
-                    self._rendezvous.agree(ranks, _described(definition), definition.name)
+                    self._rendezvous.agree(ranks, described, definition.name)
                 self.make_groups(groups)
                 index = torch.tensor(ranks.index(self.rank), device=self.device)
                 with self._in_turn(definition), _plain(), torch.no_grad():
                     runner = compile_definition(definition, index)
                 axis = ranks if _communicates(definition) else None
-                self._plans[definition.plan_id] = _Defined(runner, definition.name, axis)
+                number = _number_of(described)
+                self._groups.calls[number] = definition.name
+                self._plans[definition.plan_id] = _Defined(runner, definition.name, axis, number)
             except Exception as error:
                 failure = self._failed(error)
                 raise failure from failure.__cause__
@@ -223,11 +229,12 @@ class TorchrunRuntime:
         with self._lock:
             if self._closed_because is not None:
                 self.insist()
-            runner, name, axis = self._plans[plan_id]
+            runner, name, axis, number = self._plans[plan_id]
             values = self._values
             blocks = [values[handle] for handle in inputs]
             if axis is not None:
                 self._watch.begin(axis, name)
+                self._groups.occasion.number = number
             graded = torch.is_grad_enabled()
             if graded:
                 _set_grad_enabled(False)
@@ -245,6 +252,7 @@ class TorchrunRuntime:
                     _set_grad_enabled(True)
                 if axis is not None:
                     self._watch.running = None
+                    self._groups.occasion.number = 0
             self._seq = seq = self._seq + 1
             first = self._next_handle
             self._next_handle = first + num_outputs
@@ -443,6 +451,10 @@ def _described(definition: Definition) -> str:
         if isinstance(value, torch.Tensor)
     }
     return "\n".join([*lines, *(f"{name} = {value!r}" for name, value in constants.items())])
+
+
+def _number_of(described: str) -> int:
+    return int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "little")
 
 
 def _kind(shape: Sequence[int], dtype: torch.dtype) -> str:
