@@ -131,8 +131,9 @@ def test_a_known_call_here_and_a_new_one_there(ended):
 def test_known_calls_of_equal_shapes_in_another_order(ended):
     """Between processes that share memory; whoever sees it first says it for all."""
     text = (
-        r"CollectiveMismatch: rank (\d) runs sum of torch.float32 x 1 in (\w+), but rank (\d) sum of "
-        r"torch.float32 x 1 in (\w+). All devices must run the same collectives in the same order."
+        r"CollectiveMismatch: rank (\d) runs sum of torch.float32 x 1 in (\w+), but rank (\d) sum "
+        r"of torch.float32 x 1 in (\w+). All devices must run the same collectives in the same "
+        r"order."
     )
     for (code, _), output in zip(ended["other_order"], outputs(ended["other_order"]), strict=True):
         assert code == 1

@@ -88,12 +88,13 @@ def _attempt_of(store: dist.Store, place: Place, timeout_s: float) -> str:
             if found != listed:
                 listed = found
                 store.set("list", " ".join(listed))
-            if store.check([f"seen/{name}" for name in listed[1:]]):
+            # seen on a list of this process: on an old one names of before were seen, too
+            if store.check([f"seen/{mine}/{name}" for name in listed[1:]]):
                 return mine
         elif place.rank > 0 and store.check(["list"]):
             listed = store.get("list").decode().split()
             if mine in listed:
-                store.set(f"seen/{mine}", "")
+                store.set(f"seen/{listed[0]}/{mine}", "")
                 return listed[0]
         if time.monotonic() > end:
             raise CallTimeout(
