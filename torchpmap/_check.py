@@ -25,6 +25,7 @@ from torchpmap._arguments import Bound, Options, Static, split_statics
 from torchpmap._arguments import bind as bind_arguments
 from torchpmap._axes import Axis, bind
 from torchpmap._environment import parameters
+from torchpmap._errors import kind_of
 from torchpmap._inline_call import KeepCaptured, is_limit_of_lanes
 from torchpmap._plan import host_tensor
 from torchpmap._pmap import Pmapped
@@ -366,7 +367,7 @@ class _Comparison:
     def __call__(self, path: str, way: str, expected: torch.Tensor, got: torch.Tensor) -> float:
         """The largest difference; raises if it is too large."""
         expected, got = _host(expected), _host(got)
-        kinds = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (expected, got)]
+        kinds = [kind_of(x.shape, x.dtype) for x in (expected, got)]
         if kinds[0] != kinds[1]:
             raise AssertionError(
                 f"check_pmap({self.name}): {path} differs: serial gives {kinds[0]} and {way} gives "

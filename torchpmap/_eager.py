@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchpmap._current import runtime as current_runtime
+from torchpmap._errors import kind_of
 from torchpmap._grid import Grid
 from torchpmap._plan import Called
 from torchpmap._program import EagerCall, EagerReport, Program, no_stream, not_replicated
@@ -110,7 +111,7 @@ class EagerPlan:
 
 def _summary(report: EagerReport) -> str:
     kinds = [
-        None if shape is None else f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+        None if shape is None or dtype is None else kind_of(shape, dtype)
         for shape, dtype in zip(report.shapes, report.dtypes, strict=True)
     ]
     return f"{report.structure} of {kinds}"

@@ -30,7 +30,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +154,22 @@ def call_prefix(kind: str, name: str, in_axes: Any, axis_name: Hashable | None) 
     return f"{kind}({name}, in_axes={short.repr(in_axes)}{axis})(<inputs>)"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def kind_of(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Return ``"float32[2, 3]"``."""
+    return f"{dtype_name(dtype)}{list(shape)}"
+
+
 def lost_write(tensor: torch.Tensor, how: str = "") -> str:
     """Return the message about an in-place write to a tensor that the function closes over."""
     kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
-    dtype = str(tensor.dtype).removeprefix("torch.")
     return (
-        f"the function writes in place to a captured {kind} of type {dtype}{list(tensor.shape)}"
+        f"the function writes in place to a captured {kind} of type "
+        f"{kind_of(tensor.shape, tensor.dtype)}"
         f"{how}; each device works on its own copy, so the write would be lost. Pass the tensor as "
         "an argument and return its new value (for a module: torch.func.functional_call with its "
         "parameters and buffers; BatchNorm: .eval(), or return the buffers; an optimizer: "

@@ -13,6 +13,7 @@ import torch
 from torchpmap import _tree
 from torchpmap._collectives_operands import AxisName
 from torchpmap._collectives_reduce import pmean
+from torchpmap._errors import dtype_name
 
 __all__ = ["grad", "value_and_grad"]
 
@@ -182,7 +183,7 @@ def _differentiable(leaf: Any) -> torch.Tensor:
     if not tensor.is_floating_point() and not tensor.is_complex():
         raise TypeError(
             "grad requires real- or complex-valued inputs (input dtype that is a sub-dtype of "
-            f"float or complex), but got {_name(tensor.dtype)}."
+            f"float or complex), but got {dtype_name(tensor.dtype)}."
         )
     return tensor
 
@@ -210,10 +211,6 @@ def _scalar(value: Any) -> torch.Tensor:
     if not value.is_floating_point():
         raise TypeError(
             "grad requires real-valued outputs (output dtype that is a sub-dtype of float), but "
-            f"got {_name(value.dtype)}."
+            f"got {dtype_name(value.dtype)}."
         )
     return value
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchpmap._axes import Axis
 from torchpmap._environment import parameters
-from torchpmap._errors import lost_write
+from torchpmap._errors import kind_of, lost_write
 from torchpmap._inline import note_replicated, serial
 from torchpmap._plan import host_tensor
 from torchpmap._program import Input, Outcome, Program, no_stream, not_replicated
@@ -135,7 +135,7 @@ def _kinds(outcome: Outcome) -> str:
             kinds.append(None)
         else:
             row = block if dim is None else block.select(dim, 0)
-            kinds.append(f"{str(row.dtype).removeprefix('torch.')}{list(row.shape)}")
+            kinds.append(kind_of(row.shape, row.dtype))
     return f"{outcome.structure} of {kinds}"
 
 

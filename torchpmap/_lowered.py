@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchpmap._errors import kind_of
 from torchpmap._layout import Layout
 from torchpmap._plan import Plan, place
 from torchpmap._sharded import make_sharded
@@ -122,16 +123,12 @@ class Compiled:
                 raise TypeError(
                     f"{self._plan.prefix}: argument types differ from the types for which this "
                     f"computation was compiled: argument {path} compiled with "
-                    f"{_kind(layout.dtype, layout.shape)} and called with "
-                    f"{_kind(value.dtype, value.shape)}"
+                    f"{kind_of(layout.shape, layout.dtype)} and called with "
+                    f"{kind_of(value.shape, value.dtype)}"
                 )
             held.append(place(value, layout))
         called = self._plan.call(held)
         return called.tree([make_sharded(layout, handle) for layout, handle in called.outputs])
-
-
-def _kind(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def _cost(plan: Plan) -> Cost:

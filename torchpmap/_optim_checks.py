@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer, SparseAdam
 
 from torchpmap import _tree
+from torchpmap._errors import kind_of
 from torchpmap._structure import Node, open_node
 
 __all__ = [
@@ -69,7 +70,7 @@ def subtrees(structure: _tree.Structure, tree: Any, name: str) -> list[Any]:
 
 def kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return kind_of(value.shape, value.dtype)
     return f"of type {type(value).__name__}"
 
 

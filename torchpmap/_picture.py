@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torchpmap._errors import kind_of
 from torchpmap._layout import Layout
 
 __all__ = ["picture"]
@@ -16,8 +17,7 @@ def picture(layout: Layout) -> str:
         bounds = [index.indices(size)[:2] for index, size in zip(part, layout.shape, strict=True)]
         holders.setdefault(tuple(bounds), []).append(str(device))
     blocks = [(tuple(map(_range, part)), " ".join(holders[part])) for part in sorted(holders)]
-    dtype = str(layout.dtype).removeprefix("torch.")
-    head = f"{dtype}{list(layout.shape)}"
+    head = kind_of(layout.shape, layout.dtype)
     cut = [d for d, size in enumerate(layout.block_shape) if size != layout.shape[d]]
     if not cut:
         return f"{head}, replicated\n{_table([[blocks[0][1]]], [], [])}"

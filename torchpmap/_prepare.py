@@ -22,7 +22,7 @@ from torchpmap._current import devices as all_devices
 from torchpmap._devices import Device
 from torchpmap._eager import EagerPlan
 from torchpmap._environment import Environment
-from torchpmap._errors import TraceError, warn
+from torchpmap._errors import TraceError, kind_of, warn
 from torchpmap._grid import Grid
 from torchpmap._inline_call import call_inline
 from torchpmap._layout import Layout, replicated_layout
@@ -383,4 +383,4 @@ def _kind(leaf: Any) -> str:
     if isinstance(leaf, Static):
         return f"the static value {leaf.value!r}"
     shape, dtype = _shape_and_dtype(leaf)
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    return kind_of(shape, dtype)

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchpmap._axes import Axis, Partition, subgroup_name
 from torchpmap._effects import emit, lines_of
-from torchpmap._errors import CollectiveMismatch
+from torchpmap._errors import CollectiveMismatch, kind_of
 
 __all__ = ["run_rows"]
 
@@ -250,8 +250,7 @@ class _Collectives(TorchDispatchMode):
         value, *how, group = args
         place = self._meeting.members(self._row, group).index(self._row)
         name = func._schema.name.partition("::")[2]
-        dtype = str(value.dtype).removeprefix("torch.")
-        what = f"{name} {' '.join(map(str, how))} of {dtype}{list(value.shape)}"
+        what = f"{name} {' '.join(map(str, how))} of {kind_of(value.shape, value.dtype)}"
         operands = self._meeting.exchange(self._row, group, what, value)
         return _MEANINGS[func](operands, place, *how)
 

@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 
 from torchpmap._current import runtime
 from torchpmap._devices import Device
-from torchpmap._errors import RuntimeClosed
+from torchpmap._errors import RuntimeClosed, kind_of
 from torchpmap._layout import Layout, spread_layout
 from torchpmap._mesh import NamedSharding
 from torchpmap._runtimes._base import Handle
@@ -177,9 +177,9 @@ class ShardedTensor(torch.Tensor):
     def _alive(self) -> tuple[Layout, Handle]:
         layout, handle = self._layout, self._handle
         if layout is None or handle is None:
-            kind = str(self.dtype).removeprefix("torch.")
+            kind = kind_of(self.shape, self.dtype)
             raise RuntimeError(
-                f"this ShardedTensor of type {kind}{list(self.shape)} has been deleted by "
+                f"this ShardedTensor of type {kind} has been deleted by "
                 f"{self._consumed_by}; its memory on the devices is gone. Use the result of that "
                 "call, or do not donate the argument."
             )

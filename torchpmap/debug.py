@@ -14,6 +14,7 @@ import torch
 
 from torchpmap import _axes, _effects, _inline
 from torchpmap._check import CheckReport, check
+from torchpmap._errors import kind_of
 from torchpmap._picture import picture
 from torchpmap._pmap import Pmapped, pmap
 from torchpmap._sharded import ShardedTensor
@@ -296,5 +297,4 @@ def visualize_sharding(x: torch.Tensor) -> None:
     if isinstance(x, ShardedTensor):
         builtins.print(picture(x._alive()[0]))
     else:
-        dtype = str(x.dtype).removeprefix("torch.")
-        builtins.print(f"{dtype}{list(x.shape)}, in this process ({x.device})")
+        builtins.print(f"{kind_of(x.shape, x.dtype)}, in this process ({x.device})")

@@ -19,7 +19,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchpmap._compile import Definition, Runner, compile_definition
 from torchpmap._config import Config
 from torchpmap._devices import Device, num_cuda_devices
-from torchpmap._errors import CollectiveMismatch, RuntimeClosed, WorkerDied, WorkerError
+from torchpmap._errors import (
+    CollectiveMismatch,
+    RuntimeClosed,
+    WorkerDied,
+    WorkerError,
+    kind_of,
+)
 from torchpmap._groups import Groups, RankPartition, is_communication
 from torchpmap._launcher import Place
 from torchpmap._program import EagerCall, EagerReport, Program, run_eager_call
@@ -124,11 +130,8 @@ class TorchrunRuntime:
         """Do what needs all processes and is no call of a plan; it fails as a call does."""
         with self._lock:
             self.insist()
-            try:
+            with self._failing():
                 return work(self._rendezvous)
-            except Exception as error:
-                failure = self._failed(error)
-                raise failure from failure.__cause__
 
     def group_of_all(self) -> str:
         """Name of a process group of all processes, which carries CPU tensors."""
@@ -194,7 +197,7 @@ class TorchrunRuntime:
                     f"{', '.join(str(self.devices[rank]) for rank in ranks)}; only the processes "
                     "that do may call it."
                 )
-            try:
+            with self._failing():
                 described = _described(definition)
                 if len(ranks) > 1:
                     self._rendezvous.agree(ranks, described, definition.name)
@@ -206,9 +209,6 @@ class TorchrunRuntime:
                 number = _number_of(described)
                 self._groups.calls[number] = definition.name
                 self._plans[definition.plan_id] = _Defined(runner, definition.name, axis, number)
-            except Exception as error:
-                failure = self._failed(error)
-                raise failure from failure.__cause__
 
     def _in_turn(self, definition: Definition) -> AbstractContextManager[None]:
         """What one process of a host has compiled, the others find in Inductor's cache."""
@@ -271,20 +271,17 @@ class TorchrunRuntime:
             program, captured = pickle.loads(call.function)
             blocks = [self._values[handle] for handle in call.handles]
             index = torch.tensor(call.ranks.index(self.rank), device=self.device)
-            try:
+            with self._failing():
                 self._meet(call, blocks)
                 self._watch.begin(call.ranks, call.name)
-                with _plain():
-                    report, stored = run_eager_call(
-                        call, program, captured, blocks, index, self._groups.ensure
-                    )
-                self._watch.running = None
+                try:
+                    with _plain():
+                        report, stored = run_eager_call(
+                            call, program, captured, blocks, index, self._groups.ensure
+                        )
+                finally:
+                    self._watch.running = None
                 reports = self._gathered(call, report)
-            except Exception as error:
-                failure = self._failed(error)
-                raise failure from failure.__cause__
-            finally:
-                self._watch.running = None
             first = self._number(len(stored))
             self._values.update(enumerate(stored, first))
             return reports, first, self._seq
@@ -292,7 +289,7 @@ class TorchrunRuntime:
     def _meet(self, call: EagerCall, blocks: Sequence[torch.Tensor]) -> None:
         """Nothing else says that the others are at the same call: each of them is agreed on."""
         if len(call.ranks) > 1:
-            inputs = ", ".join(_kind(block.shape, block.dtype) for block in blocks)
+            inputs = ", ".join(kind_of(block.shape, block.dtype) for block in blocks)
             self._rendezvous.exchange(call.ranks, b"", f"{call.name}({inputs}), compile=False")
         self.make_groups({call.group: (call.ranks,)})
 
@@ -320,6 +317,15 @@ class TorchrunRuntime:
         """Raise if the runtime was closed."""
         if self._closed_because is not None:
             raise RuntimeClosed(self._closed_because)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What the block raises ends the job, as in ``execute``."""
+        try:
+            yield
+        except Exception as error:
+            failure = self._failed(error)
+            raise failure from failure.__cause__
 
     def _failed(self, error: Exception) -> Exception:
         """What to raise for an exception of a call; the others are told, and wait no longer."""
@@ -438,7 +444,7 @@ def _communicates(definition: Definition) -> bool:
 
 def _described(definition: Definition) -> str:
     """A plan as text, equal for all processes that would run the same."""
-    inputs = ", ".join(_kind(*given) for given in definition.inputs)
+    inputs = ", ".join(kind_of(*given) for given in definition.inputs)
     backend = definition.backend
     lines: Iterable[str] = [
         f"{definition.name}({inputs}) on {len(definition.ranks)} devices",
@@ -455,7 +461,3 @@ def _described(definition: Definition) -> str:
 
 def _number_of(described: str) -> int:
     return int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "little")
-
-
-def _kind(shape: Sequence[int], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
