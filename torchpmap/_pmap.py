@@ -119,6 +119,7 @@ class Pmapped:
         inner = fun._preparation if isinstance(fun, Pmapped) else None
         self._preparation: Preparation = Preparation(fun, options, inner)
         self._prepared: dict[Hashable, Prepared] = {}
+        self._latest: tuple[Hashable, Prepared | None] = (None, None)
         self._environment = Environment(fun)
         self._bound_methods: dict[int, Pmapped] = {}
         """By id of the instance: equal instances need not be the same."""
@@ -168,8 +169,10 @@ class Pmapped:
         runtime = current_runtime()
         if runtime is not self._runtime or self._environment.changed():
             self._forget(runtime)
-        prepared = self._prepared.get(key)
+        # most calls are like the one before, and to compare keys takes less than to hash one
+        prepared = self._latest[1] if key == self._latest[0] else self._prepared.get(key)
         if prepared is not None and prepared.plan.holds():
+            self._latest = key, prepared
             return self._run(prepared, leaves, runtime)
         if len(self._prepared) >= _MAX_PREPARED:
             self._forget(runtime)
@@ -201,6 +204,7 @@ class Pmapped:
 
     def _forget(self, runtime: Runtime) -> None:
         self._prepared.clear()
+        self._latest = None, None
         self._preparation.clear()
         self._runtime = runtime
 

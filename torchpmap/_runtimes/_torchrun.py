@@ -58,7 +58,6 @@ _CONSEQUENCES = (WorkerError, WorkerDied)
 
 _is_transformed = torch._C._are_functorch_transforms_active
 _num_modes = torch._C._len_torch_dispatch_stack
-_set_grad_enabled = torch._C._set_grad_enabled
 
 _COMMUNICATING = ("_c10d_functional", "torchpmap")
 """Namespaces of operators in graphs."""
@@ -205,6 +204,8 @@ class TorchrunRuntime:
                 index = torch.tensor(ranks.index(self.rank), device=self.device)
                 with self._in_turn(definition), _plain(), torch.no_grad():
                     runner = compile_definition(definition, index)
+                if not definition.backend.is_inductor:  # whose code turns gradients off itself
+                    runner = torch.no_grad()(runner)
                 axis = ranks if _communicates(definition) else None
                 number = _number_of(described)
                 self._groups.calls[number] = definition.name
@@ -235,9 +236,6 @@ class TorchrunRuntime:
             if axis is not None:
                 self._watch.begin(axis, name)
                 self._groups.occasion.number = number
-            graded = torch.is_grad_enabled()
-            if graded:
-                _set_grad_enabled(False)
             try:
                 if _is_transformed() or _num_modes():
                     with _plain():
@@ -248,8 +246,6 @@ class TorchrunRuntime:
                 failure = self._failed(error)
                 raise failure from failure.__cause__
             finally:
-                if graded:
-                    _set_grad_enabled(True)
                 if axis is not None:
                     self._watch.running = None
                     self._groups.occasion.number = 0
