@@ -15,6 +15,7 @@ os.environ.setdefault("TORCHPMAP_WARM", "0")  # of the programs that tests run f
 
 import hypothesis
 import pytest
+import torch
 from _support import SCALE, TEST_ALL, known_pids, sample, stat, wait_for
 
 import torchpmap as tp
@@ -26,6 +27,9 @@ hypothesis.settings.register_profile(
     "reproducible", derandomize=True, deadline=None, database=None, print_blob=True
 )
 hypothesis.settings.load_profile("reproducible")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the cores have test processes, whose threads would wait for another
 
 gc.disable()  # until the tests are collected: what is made by then stays
 

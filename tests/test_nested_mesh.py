@@ -615,7 +615,7 @@ def draws(x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("inner", ["different", "same"])
 @pytest.mark.parametrize("outer", ["different", "same"])
 @pytest.mark.parametrize("shape", [(2, 4), (9, 4), (8, 1)], ids=str)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_random_numbers_do_not_depend_on_the_mesh(
     shape: tuple[int, int], outer: str, inner: str, mode: Any
 ) -> None:
