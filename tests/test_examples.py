@@ -1,4 +1,4 @@
-"""Covers: examples/. Each is run as a program, one as a user runs it; training also by its function."""
+"""Covers: examples/. Each is run as a program, and training also by its function."""
 
 from __future__ import annotations
 
