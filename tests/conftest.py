@@ -50,8 +50,15 @@ LONGEST = (
     "test_faults.py",
     "test_debug.py",
     "test_docs.py",
+    "test_two_hosts.py",
+    "test_autodiff.py",
+    "test_torchrun.py",
+    "test_torchrun_parity.py",
+    "test_runtime.py",
+    "test_optim.py",
+    "test_gradients_ported.py",
 )
-"""Test files that take more than 15 s. They come first, so that no process is left with one."""
+"""Test files that take more than 10 s. They come first, so that no process is left with one."""
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
