@@ -18,8 +18,10 @@ from torchpmap import _current
 EAGER = {"backend": "eager"}
 """``compile=`` of tests that are not about compiling: the traced graph is run as it is."""
 
-SCALE = float(os.environ.get("TORCHPMAP_TEST_SCALE", "1"))
-"""Factor on all time bounds, for slow machines."""
+SCALE = float(
+    os.environ.get("TORCHPMAP_TEST_SCALE") or os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
+)
+"""Factor on all time bounds, for slow machines and for test processes that share one."""
 
 TEST_ALL = os.environ.get("TORCHPMAP_TEST_ALL") == "1"
 """Whether every case of every test runs, also of those marked ``sampled``."""

@@ -8,16 +8,19 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TORCHPMAP_WARM", "0")  # of the programs that tests run few compile
 
 import hypothesis
 import pytest
+import torch
 from _support import SCALE, TEST_ALL, known_pids, sample, stat, wait_for
 
 import torchpmap as tp
 from torchpmap import _current
+from torchpmap._devices import usable_cores
 from torchpmap._runtimes._process import preload
 
 hypothesis.settings.register_profile(
@@ -25,16 +28,62 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("reproducible")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the cores have test processes, whose threads would wait for another
+
 gc.disable()  # until the tests are collected: what is made by then stays
 
 
+MAX_PROCESSES = 4
+"""Each of them has a pool of workers too, and 2 GB."""
+
+LONGEST = (
+    "test_examples.py",
+    "test_nested_mesh.py",
+    "test_contexts.py",
+    "test_jax_parity.py",
+    "test_streams.py",
+    "test_checkpoint.py",
+    "test_random.py",
+    "test_torchrun_failures.py",
+    "test_collectives_axes.py",
+    "test_faults.py",
+    "test_debug.py",
+    "test_docs.py",
+    "test_two_hosts.py",
+    "test_autodiff.py",
+    "test_torchrun.py",
+    "test_torchrun_parity.py",
+    "test_runtime.py",
+    "test_optim.py",
+    "test_gradients_ported.py",
+)
+"""Test files that take more than 10 s. They come first, so that no process is left with one."""
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Test processes by default: one per core, and only this one if part of the suite is asked for.
+
+    A file is all one process's, so that its tests share a pool.
+    """
+    whole = all(Path(argument).is_dir() for argument in config.args)
+    if not whole or config.option.keyword or config.option.capture == "no":
+        return 0
+    return min(usable_cores(), MAX_PROCESSES)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what ``sampled`` says, unless everything is wanted or a test was asked for."""
+    """Leave out what ``sampled`` says, unless everything is wanted or a test was asked for.
+
+    The files that take longest are put first.
+    """
     asked_for = config.option.keyword or any("::" in argument for argument in config.args)
     if not TEST_ALL and not asked_for:
         kept = sample(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture(scope="session", autouse=True)

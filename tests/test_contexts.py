@@ -95,10 +95,6 @@ def test_script_without_a_guard(environment, tmp_path):
     assert run(environment, "script.py", cwd=tmp_path) == PRINTED
 
 
-def test_command_line(environment):
-    assert run(environment, "-c", PROGRAM) == PRINTED
-
-
 def test_standard_input(environment):
     assert run(environment, "-", stdin=PROGRAM) == PRINTED
 
@@ -158,19 +154,16 @@ def test_notebook(environment):
     assert texts[3].endswith("in a cell True\n")
 
 
-def test_exit_with_an_exception_and_a_pending_call(environment):
-    program = (
-        PROGRAM.partition("x = torch")[0]
-        + "y = tp.pmap(double, compile={'backend': 'eager'})(torch.ones(2, 1000))\n"
-    )
+def test_command_line_that_exits_with_an_exception_and_a_pending_call(environment):
+    program = PROGRAM + "y = tp.pmap(double, compile=graph)(torch.ones(2, 1000))\n"
     done = subprocess.run(
-        [sys.executable, "-c", program + "raise SystemExit(7)"],
+        [sys.executable, *FLAGS, "-c", program + "raise SystemExit(7)"],
         capture_output=True,
         text=True,
         timeout=90 * SCALE,
         env=environment,
     )
-    assert (done.returncode, done.stderr) == (7, "")
+    assert (done.returncode, done.stdout, done.stderr) == (7, PRINTED, "")
 
 
 BUSY = {

@@ -9,8 +9,10 @@ from _support import EAGER, rss_bytes, worker_pids
 import torchpmap as tp
 
 NUM_DEVICES = 2
-ROW_BYTES = 32 * 2**20
-NUM_CALLS = 16
+ROW_BYTES = 4 * 2**20
+NUM_CALLS = 128
+"""Many small rows: the allocator leaves up to ten gaps of a row, however many calls there are."""
+
 SETTLING = 14
 """Calls until the allocator has found the gaps that it uses again and again."""
 

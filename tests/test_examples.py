@@ -1,16 +1,21 @@
-"""Covers: examples/. Each program is run as a user runs it; the training also by its function."""
+"""Covers: examples/. Each is run as a program, and training also by its function."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from _support import EAGER, TEST_ALL
+from matplotlib.figure import Figure
 
 import torchpmap as tp
 
@@ -22,13 +27,42 @@ import ensembles  # noqa: E402
 import mcmc_chains  # noqa: E402
 import wave_equation  # noqa: E402
 
-BY_TORCHRUN_TOO = ("pmap_cookbook.py", "char_gpt.py")
-"""Without TORCHPMAP_TEST_ALL=1: it takes two processes, which import and trace, for each."""
+BY_PYTHON = ("hello_pmap.py",)
+"""Without TORCHPMAP_TEST_ALL=1: those which this process runs as ``__main__`` import nothing anew,
+and the present fork server gives them their workers."""
+
+BY_TORCHRUN_TOO = ("pmap_cookbook.py",)
+"""Without TORCHPMAP_TEST_ALL=1: it takes two processes, which import and trace, for each. Training
+by torchrun is in ``test_digits_train_the_same_network_under_torchrun``."""
 
 pytestmark = pytest.mark.timeout(250)  # a program runs twice in some tests
 
 
+@pytest.fixture(scope="module", autouse=True)
+def fonts() -> None:
+    """Matplotlib keeps the fonts open that it has once found."""
+    figure = Figure()
+    figure.suptitle("text and $10^2$")
+    figure.savefig(io.BytesIO())
+
+
 def run(name: str, *arguments: str) -> str:
+    """Run a program, and return what it prints."""
+    if TEST_ALL or name in BY_PYTHON:
+        return run_by_python(name, *arguments)
+    script, printed = str(EXAMPLES / name), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", [script, *arguments])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for unseen in (DeprecationWarning, PendingDeprecationWarning, ResourceWarning):
+                warnings.simplefilter("ignore", unseen)  # as Python does, but for the program's own
+            warnings.filterwarnings("error", category=DeprecationWarning, module="__main__")
+            runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
+def run_by_python(name: str, *arguments: str) -> str:
     # A fall-back to op-by-op execution is a warning, and would be a failure here.
     command = [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / name), *arguments]
     warm = "0" if "--no-compile" in arguments else "1"  # as by default: Inductor is imported once

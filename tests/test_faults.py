@@ -406,8 +406,14 @@ def test_all_workers_killed():
 
 
 def test_all_workers_die_in_a_call():
+    def die(x):
+        try:
+            tp.psum(x, "i")  # all have begun: who had not when the first dies would not do so
+        finally:
+            os._exit(5)
+
     with pytest.raises(tp.WorkerDied, match="exit code 5") as caught:
-        eagerly(lambda x: os._exit(5))(rows)
+        eagerly(die)(rows)
     text = "\n".join([str(caught.value), *caught.value.__notes__])
     for rank in range(N):
         assert f"device cpu:{rank}" in text

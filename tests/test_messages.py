@@ -195,7 +195,9 @@ WRAPPING = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "wrap", "text"), WRAPPING)
+@pytest.mark.parametrize(
+    ("kind", "wrap", "text"), WRAPPING, ids=[text.partition(":")[0] for _, _, text in WRAPPING]
+)
 def test_misuse_when_wrapping(kind, wrap, text, monkeypatch):
     monkeypatch.setattr(_current, "_start", lambda wanted: pytest.fail("a pool was started"))
     with pytest.raises(kind) as error:

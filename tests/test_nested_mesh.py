@@ -21,7 +21,7 @@ from _axis_models import (
     grouped,
     transposed,
 )
-from _support import EAGER, TEST_ALL
+from _support import EAGER
 
 import torchpmap as tp
 from torchpmap._nested import counts_of_list, device_counts
@@ -318,21 +318,25 @@ NESTS = {
     "rows, folded": Nest(6, (8, 3), (2, 3), "rows"),
 }
 nests = pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
-SOME = list(NESTS) if TEST_ALL else ["both, swapped", "columns, folded", "rows, folded"]
-some_nests = pytest.mark.parametrize("nest", [NESTS[name] for name in SOME], ids=SOME)
 
 
 def check_nest(nest: Nest, result: torch.Tensor) -> None:
     assert tuple(mesh_of(result).values()) == nest.mesh
 
 
-@some_nests
-def test_collectives(nest: Nest) -> None:
+PARTS = 7
+"""Of all cases; not a divisor of the ten operations that each kind of groups has."""
+
+
+@nests
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.sampled(PARTS)
+def test_collectives(nest: Nest, part: int) -> None:
     """Every collective with every kind of groups and permutation, and its transpose."""
     tp.init(nest.num_devices)
     inputs = {
         name: (x := sample(N, *case.shape), sample(*case.model(x.numpy()).shape, seed=1))
-        for name, case in LINEAR.items()
+        for name, case in list(LINEAR.items())[part::PARTS]
     }
 
     def all_cases(given: dict[str, Any]) -> dict[str, Any]:
@@ -611,7 +615,7 @@ def draws(x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("inner", ["different", "same"])
 @pytest.mark.parametrize("outer", ["different", "same"])
 @pytest.mark.parametrize("shape", [(2, 4), (9, 4), (8, 1)], ids=str)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_random_numbers_do_not_depend_on_the_mesh(
     shape: tuple[int, int], outer: str, inner: str, mode: Any
 ) -> None:

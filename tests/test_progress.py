@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from _support import wait_for
+from _support import EAGER, wait_for
 
 import torchpmap as tp
 from torchpmap._runtimes._progress import Progress, WorkerProgress
@@ -80,7 +80,7 @@ def test_the_numbers_stay_after_close():
 
 
 def test_many_threads_wait_at_once(pool):
-    mapped = tp.pmap(lambda x: (x @ x).sum(), compile={"backend": "eager"})
+    mapped = tp.pmap(lambda x: (x @ x).sum(), compile=EAGER)
     x = torch.ones(4, 200, 200)
     failed: list[BaseException] = []
 
@@ -101,7 +101,7 @@ def test_many_threads_wait_at_once(pool):
 
 
 def test_a_value_that_is_there_needs_no_message(pool):
-    y = tp.pmap(lambda x: x + 1)(torch.ones(4)).block_until_ready()
+    y = tp.pmap(lambda x: x + 1, compile=EAGER)(torch.ones(4)).block_until_ready()
     workers = y._handle.team.runtime._pool
     sent = workers.seq
     assert wait_for(y.is_ready)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import os
 import subprocess
 import sys
@@ -241,6 +242,18 @@ def test_eight_threads_call_the_same_and_different_functions(pool):
     for thread in threads:
         thread.join()
     assert not errors
+
+
+@TWO
+def test_sources_that_another_thread_adds_while_they_are_looked_through(pool, monkeypatch):
+    class Entry(tuple):
+        def __len__(self):  # is asked for each entry: here the other thread gets its turn
+            linecache.cache[f"<added {len(linecache.cache)}>"] = (0, 1.0, [], "")
+            return super().__len__()
+
+    monkeypatch.setattr(linecache, "cache", {"<entry>": Entry((0, 1.0, [], "")), **linecache.cache})
+    double = tp.pmap(lambda x: x * 2, compile=False)
+    assert double(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
 @TWO

@@ -22,6 +22,11 @@ from torchpmap import _current, _sharded_operations
 pytestmark = pytest.mark.usefixtures("pool")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_losses():
+    tp.shutdown()  # a pool that has lost a worker keeps no numbers on its devices
+
+
 # Plans -------------------------------------------------------------------------------------------
 
 

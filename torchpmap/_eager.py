@@ -55,8 +55,7 @@ class EagerPlan:
             tuple(handle.id for handle in held),
             self._ranks,
             self._group,
-            # entries without a modification time are of no file: notebook cells, for example
-            tuple(item for item in linecache.cache.items() if len(item[1]) == 4 and not item[1][1]),
+            _sources_of_no_file(),
             tuple(key.tolist()),
         )
         reports, first, seq = runtime.run_eagerly(team, call)
@@ -107,6 +106,12 @@ class EagerPlan:
         for path, difference in first.differences:
             if difference != 0:
                 raise ValueError(not_replicated(self._prefix, path, difference))
+
+
+def _sources_of_no_file() -> tuple[tuple[str, Any], ...]:
+    """Entries of ``linecache`` without a modification time: notebook cells, for example."""
+    entries = linecache.cache.copy().items()  # other threads add to it, at every trace
+    return tuple(item for item in entries if len(item[1]) == 4 and not item[1][1])
 
 
 def _summary(report: EagerReport) -> str:

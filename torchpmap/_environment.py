@@ -186,7 +186,7 @@ def _tables(module: torch.nn.Module) -> tuple[Mapping[Any, Any], ...]:
 def _plain(table: Mapping[str, Any]) -> list[str]:
     """Names of the values that are data, not code."""
     data = bool | int | float | complex | str | torch.Tensor | np.ndarray | np.generic
-    return [name for name, value in table.items() if isinstance(value, data)]
+    return [name for name, value in list(table.items()) if isinstance(value, data)]
 
 
 def _members(value: set[Any] | frozenset[Any]) -> int:
