@@ -144,7 +144,7 @@ class Folder:
                     "all hosts share."
                 )
 
-    def commit(self, leaves: dict[str, Any], skeleton: Any, sizes: Mapping[str, int]) -> None:
+    def commit(self, leaves: Mapping[str, Any], skeleton: Any, sizes: Mapping[str, int]) -> None:
         """Write the table, when all else is written, and give the folder its name."""
         # written here, but not waited for: FileSystemWriter.finish syncs before it flushes
         _sync(self.growing / METADATA)

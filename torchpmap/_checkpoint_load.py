@@ -13,9 +13,9 @@ import torch
 from torchpmap import _inline
 from torchpmap._checkpoint_files import Folder
 from torchpmap._checkpoint_peers import peers, together
-from torchpmap._checkpoint_storage import Extent, Table, describe
+from torchpmap._checkpoint_storage import Table, describe
 from torchpmap._checkpoint_tree import Leaf, ShapeDtypeStruct, kind_of, leaves_of, rebuild
-from torchpmap._checkpoint_values import extent, is_own_copy, is_part, moved, whole
+from torchpmap._checkpoint_values import extents, whole
 from torchpmap._checkpoint_workers import Restore, run_on
 from torchpmap._current import check_devices, is_launched, process_index
 from torchpmap._current import runtime as current_runtime
@@ -89,8 +89,6 @@ class _Wanted:
     leaf: Leaf
     layout: Layout | None
     """None: on the host."""
-    extents: tuple[Extent, ...]
-    """What the devices of the layout need (only those here count); on the host, everything."""
 
 
 def _wanted(leaf: Leaf, table: Table) -> _Wanted:
@@ -110,17 +108,9 @@ def _wanted(leaf: Leaf, table: Table) -> _Wanted:
         expected = _expected(leaf)
     if layout is not None:
         check_devices(layout.devices)
-        if not is_own_copy(layout):
-            expected = whole(layout)[0], layout.dtype
+        expected = whole(layout)[0], layout.dtype
     _check(leaf, expected, table)
-    extents: list[Extent] = []
-    for rank, where in zip(layout.ranks, layout.slices, strict=True) if layout else ():
-        offsets, sizes = extent(where, layout.shape)
-        if not is_own_copy(layout) and is_part(layout):
-            assert layout.dim is not None
-            offsets = moved(layout.shape, layout.dim, rank)
-        extents.append((offsets, sizes))
-    return _Wanted(leaf, layout, tuple(extents))
+    return _Wanted(leaf, layout)
 
 
 def _layout_of(like: ShapeDtypeStruct, path: str) -> Layout:
@@ -184,12 +174,13 @@ def _restore(wants: Sequence[_Wanted], table: Table) -> list[Any]:
 def _on_devices(ranks: Sizes, wants: Sequence[_Wanted], table: Table) -> list[Handle]:
     runtime = current_runtime()
     team = runtime.team(ranks)
-    extents = [{want.leaf.key: want.extents[k] for want in wants} for k in range(len(ranks))]
+    found = {want.leaf.key: extents(want.layout) for want in wants if want.layout}
+    parts = [{key: where[rank] for key, where in found.items()} for rank in ranks]
     if not is_launched():
-        return run_on(team, Restore(table.folder, tuple(extents)), [])
+        return run_on(team, Restore(table.folder, tuple(parts)), [])
     blocks: Any = [torch.empty(0)] * len(wants)
     if process_index() in ranks:
-        blocks = table.read(extents[ranks.index(process_index())]).values()
+        blocks = table.read(parts[ranks.index(process_index())]).values()
     return [runtime.put(team, [block] * len(ranks)) for block in blocks]
 
 

@@ -37,7 +37,8 @@ class _Draft:
     folder: Folder
     plans: dict[int, SavePlan]
     metadata: Metadata
-    kinds: dict[str, str]
+    rows: dict[str, dict[str, Any]]
+    """The leaves in the table."""
     skeleton: Any
 
     def commit(self, given: Sequence[Sequence[Answer]]) -> str | None:
@@ -48,7 +49,7 @@ class _Draft:
             if failures:
                 raise CheckpointError(failures[0])
             written = [each for some, _ in answers for each in some or ()]
-            finish(self.folder, self.metadata, self.kinds, self.skeleton, written)
+            finish(self.folder, self.metadata, self.rows, self.skeleton, written)
         except Exception as error:
             self.folder.discard()
             known = isinstance(error, CheckpointError)
@@ -78,8 +79,8 @@ def _agreed(others: Peers, what: str, folder: Folder, tree: Any) -> tuple[_Draft
         if others.rank == 0:
             folder.prepare()
         plans, metadata = planned(tuple(leaves.values()), 0 if is_launched() else HOST)
-        kinds = {key: saved.kind for key, saved in leaves.items()}
-        return _Draft(folder, plans, metadata, kinds, skeleton_of(structure)), leaves
+        rows = {key: saved.row() for key, saved in leaves.items()}
+        return _Draft(folder, plans, metadata, rows, skeleton_of(structure)), leaves
 
     try:
         drafted, leaves = together(others, what, draft)

@@ -29,40 +29,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-)
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchpmap._checkpoint_files import METADATA, TABLE, Folder, broken, read_table
 
-__all__ = ["Extent", "Table", "Written", "describe", "finish", "write", "write_item"]
+__all__ = ["Extent", "Table", "Written", "describe", "finish", "name_of", "write", "write_item"]
 
-Extent = tuple[Sequence[int], Sequence[int]]
+Extent = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a part of a leaf."""
 Written = tuple[WriteResult, int]
 """What was written, and its checksum."""
@@ -71,45 +50,47 @@ _MARK = "torchpmap"  # in ``.metadata``: there was a table beside it
 
 def describe(kind: str, dtype: torch.dtype | None, shape: Sequence[int]) -> str:
     """``float32[2, 3]``, or ``a Python int``."""
-    return f"a Python {kind}" if dtype is None else f"{_name(dtype)}{list(shape)}"
+    return f"a Python {kind}" if dtype is None else f"{name_of(dtype)}{list(shape)}"
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def write_item(
+    key: str, dtype: torch.dtype | None, shape: Sequence[int], extent: Extent
+) -> dcp.WriteItem:
+    """A block of a leaf for a plan; a Python value has no dtype."""
+    if dtype is None:
+        return dcp.WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+    chunk = dcp.ChunkStorageMetadata(*map(torch.Size, extent))
+    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
+    return dcp.WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 # -- saving ----------------------------------------------------------------------------------------
 
 
-def write_item(
-    key: str, dtype: torch.dtype | None, shape: Sequence[int], extent: Extent
-) -> WriteItem:
-    """A block of a leaf for the plan; a Python value has no dtype."""
-    if dtype is None:
-        return WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
-    chunk = ChunkStorageMetadata(*map(torch.Size, extent))
-    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
-    return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
-
-
-class _Values(DefaultSavePlanner):
+class _Values(dcp.DefaultSavePlanner):
     """Gives the writer values by their indices."""
 
+    def __init__(self, values: Mapping[MetadataIndex, Any]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._values = values
+
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.state_dict[index]
+        return self._values[index]
 
 
 def write(
-    folder: Path, writer: int | str, plan: SavePlan, values: Mapping[MetadataIndex, Any]
+    folder: Path, writer: int | str, plan: dcp.SavePlan, values: Mapping[MetadataIndex, Any]
 ) -> list[Written]:
     """Write blocks and Python values to a file that is on disk afterwards."""
     # nothing to copy ahead: the values are on the host
-    storage = FileSystemWriter(folder, per_thread_copy_ahead=0)
+    storage = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
     # the file is named after the writer; nothing else depends on it
     storage.set_up_storage_writer(False, rank=writer, use_collectives=False)
-    planner = _Values(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(values))
-    results = storage.write_data(storage.prepare_local_plan(plan), planner).wait()
+    results = storage.write_data(storage.prepare_local_plan(plan), _Values(values)).wait()
     return [(result, _checksum(folder, result.storage_data)) for result in results]
 
 
@@ -131,7 +112,7 @@ def _checksum(folder: Path, place: _StorageInfo) -> int:
     return zlib.crc32(data)
 
 
-class _Writer(FileSystemWriter):
+class _Writer(dcp.FileSystemWriter):
     """Writes ``.metadata`` for a folder that is to be renamed."""
 
     def __init__(self, folder: Folder) -> None:
@@ -144,47 +125,34 @@ class _Writer(FileSystemWriter):
 
 def finish(
     folder: Folder,
-    metadata: Metadata,
-    kinds: Mapping[str, str],
+    metadata: dcp.Metadata,
+    leaves: Mapping[str, dict[str, Any]],
     skeleton: Any,
     written: Sequence[Written],
 ) -> None:
-    """Write the tables of all that was written, and give the folder its name."""
-    sizes: dict[str, int] = {}
-    for place in (result.storage_data for result, _ in written):
-        end = place.offset + place.length
-        sizes[place.relative_path] = max(end, sizes.get(place.relative_path, 0))
-    folder.check_written(sizes)
+    """Write the tables of all that was written, and give the folder its name.
+
+    ``leaves`` are those of the JSON; their records come in here.
+    """
+    ends: dict[str, int] = {}
+    for result, crc in written:
+        index, place = result.index, result.storage_data
+        record = {"offsets": (), "sizes": (), "file": place.relative_path}
+        stored = metadata.state_dict_metadata[index.fqn]
+        if isinstance(stored, dcp.TensorStorageMetadata):
+            record |= vars(stored.chunks[index.index or 0])
+        record |= {"position": place.offset, "length": place.length, "crc": crc}
+        leaves[index.fqn]["records"].append(record)
+        ends[place.relative_path] = place.offset + place.length  # in the order of the file
+    folder.check_written(ends)
     _Writer(folder).finish(metadata, [[result for result, _ in written]])
-    sums = {result.index: crc for result, crc in written}
-    leaves = {key: _row(key, kind, metadata, sums) for key, kind in kinds.items()}
-    folder.commit(leaves, skeleton, sizes)
-
-
-def _row(
-    key: str, kind: str, metadata: Metadata, sums: Mapping[MetadataIndex, int]
-) -> dict[str, Any]:
-    """A leaf for the table."""
-    stored = metadata.state_dict_metadata[key]
-    shape: Sequence[int] = ()
-    dtype, blocks = "", [(MetadataIndex(key), ChunkStorageMetadata(torch.Size(), torch.Size()))]
-    if isinstance(stored, TensorStorageMetadata):
-        shape, dtype = stored.size, _name(stored.properties.dtype)
-        blocks = [(MetadataIndex(key, chunk.offsets), chunk) for chunk in stored.chunks]
-    records = []
-    for index, chunk in blocks:
-        place = metadata.storage_data[index]
-        record = {"offsets": chunk.offsets, "sizes": chunk.sizes, "file": place.relative_path}
-        record |= {"position": place.offset, "length": place.length, "crc": sums[index]}
-        records.append(record)
-    route = metadata.planner_data[key]
-    return {"kind": kind, "shape": shape, "dtype": dtype, "route": route, "records": records}
+    folder.commit(leaves, skeleton, ends)
 
 
 # -- loading ---------------------------------------------------------------------------------------
 
 
-class _Targets(DefaultLoadPlanner):
+class _Targets(dcp.DefaultLoadPlanner):
     """Gives the reader parts of leaves to fill, by their keys."""
 
     def __init__(self, targets: dict[str, Any]) -> None:
@@ -194,7 +162,7 @@ class _Targets(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self.state_dict[index.fqn]
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
@@ -203,7 +171,7 @@ class Table:
     """What is in a checkpoint and where."""
 
     folder: Path
-    metadata: Metadata
+    metadata: dcp.Metadata
     kinds: dict[str, str]
     """By key: ``tensor``, ``ndarray``, ``numpy scalar`` or the name of a Python type."""
     sums: dict[MetadataIndex, int]
@@ -224,29 +192,22 @@ class Table:
         if found is None:
             return _foreign(folder)
         body, digest = found
-        described: dict[str, STORAGE_TYPES] = {}
-        places: dict[MetadataIndex, _StorageInfo] = {}
-        sums = {}
+        items, places, sums = [], {}, {}
         for key, row in body["leaves"].items():
-            chunks = []
+            dtype = getattr(torch, row["dtype"]) if row["dtype"] else None
             for record in row["records"]:
-                index = MetadataIndex(key, record["offsets"] if row["dtype"] else None)
-                place = (record["file"], record["position"], record["length"])
-                places[index], sums[index] = _StorageInfo(*place), record["crc"]
-                extent = (torch.Size(record[name]) for name in ("offsets", "sizes"))
-                chunks.append(ChunkStorageMetadata(*extent))
-            described[key] = BytesStorageMetadata()
-            if row["dtype"]:
-                properties = TensorProperties(getattr(torch, row["dtype"]))
-                size = torch.Size(row["shape"])
-                described[key] = TensorStorageMetadata(properties, size, chunks)
+                extent = record["offsets"], record["sizes"]
+                items.append(write_item(key, dtype, row["shape"], extent))
+                place = _StorageInfo(record["file"], record["position"], record["length"])
+                places[items[-1].index], sums[items[-1].index] = place, record["crc"]
+        _, metadata = create_default_global_save_plan([dcp.SavePlan(items)])
+        metadata.storage_data = places
         kinds = {key: row["kind"] for key, row in body["leaves"].items()}
-        metadata = Metadata(described, storage_data=places)
         return Table(folder, metadata, kinds, sums, body["tree"], digest)
 
     def describe(self, key: str) -> str:
         stored = self.metadata.state_dict_metadata[key]
-        if isinstance(stored, TensorStorageMetadata):
+        if isinstance(stored, dcp.TensorStorageMetadata):
             return describe(self.kinds[key], stored.properties.dtype, stored.size)
         return describe(self.kinds[key], None, ())
 
@@ -257,32 +218,26 @@ class Table:
             CheckpointError: a block is damaged, or there is none.
         """
         targets: dict[str, Any] = {}
-        items: list[ReadItem] = []
+        items: list[dcp.ReadItem] = []
         for key, extent in extents.items():
             stored = self.metadata.state_dict_metadata[key]
-            if isinstance(stored, TensorStorageMetadata):
-                offsets, sizes = extent or ((0,) * len(stored.size), stored.size)
-                dtype = stored.properties.dtype
-                targets[key] = torch.empty(sizes, dtype=dtype, device="cpu")
-                items += self._items(key, stored, offsets, sizes)
+            if isinstance(stored, dcp.TensorStorageMetadata):
+                offsets, sizes = map(torch.Size, extent or ((0,) * len(stored.size), stored.size))
+                targets[key] = torch.empty(sizes, dtype=stored.properties.dtype, device="cpu")
+                chunk = dcp.ChunkStorageMetadata(offsets, sizes)
+                found = create_read_items_for_chunk_list(key, stored, [chunk])
+                if sum(prod(item.lengths) for item in found) < prod(sizes):
+                    raise broken(self.folder, f"a part of {key} is in none of its files")
+                items += found
             else:
                 nothing, index = torch.Size(), MetadataIndex(key)
                 places = (index, nothing, index, nothing, nothing)
-                items.append(ReadItem(LoadItemType.BYTE_IO, *places))
-        self._check({item.storage_index for item in items})
-        reader = FileSystemReader(self.folder)
+                items.append(dcp.ReadItem(LoadItemType.BYTE_IO, *places))
+        self._check(item.storage_index for item in items)
+        reader = dcp.FileSystemReader(self.folder)
         reader.set_up_storage_reader(self.metadata, is_coordinator=False)
-        reader.read_data(LoadPlan(items), _Targets(targets))
+        reader.read_data(dcp.LoadPlan(items), _Targets(targets))
         return targets
-
-    def _items(
-        self, key: str, stored: TensorStorageMetadata, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> list[ReadItem]:
-        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        items = create_read_items_for_chunk_list(key, stored, [chunk])
-        if sum(prod(item.lengths) for item in items) < prod(sizes):
-            raise broken(self.folder, f"a part of {key} is in none of its files")
-        return items
 
     def _check(self, indices: Iterable[MetadataIndex]) -> None:
         for index in indices:
@@ -300,13 +255,13 @@ class Table:
 def _foreign(folder: Path) -> Table:
     """That of a checkpoint which DCP saved by itself."""
     try:
-        metadata = FileSystemReader(folder).read_metadata()
+        metadata = dcp.FileSystemReader(folder).read_metadata()
     except Exception as error:  # a damaged pickle may raise anything
         raise broken(folder, f"{METADATA} cannot be read: {error}") from error
     if metadata.storage_meta is not None and _MARK in metadata.storage_meta.modules:
         raise broken(folder, f"the file {TABLE} is missing")
     kinds = {
-        key: "tensor" if isinstance(stored, TensorStorageMetadata) else "value"
+        key: "tensor" if isinstance(stored, dcp.TensorStorageMetadata) else "value"
         for key, stored in metadata.state_dict_metadata.items()
     }
     digest = hashlib.blake2b((folder / METADATA).read_bytes(), digest_size=16).hexdigest()

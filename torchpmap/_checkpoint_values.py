@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from torchpmap._checkpoint_storage import Extent, describe, write_item
+from torchpmap._checkpoint_storage import Extent, describe, name_of, write_item
 from torchpmap._checkpoint_tree import VALUES, Leaf, kind_of
 from torchpmap._checkpoint_workers import Line, Snapshot, run_on
 from torchpmap._current import process_count, process_index
@@ -35,10 +35,7 @@ __all__ = [
     "copy_here",
     "copy_on_workers",
     "described",
-    "extent",
-    "is_own_copy",
-    "is_part",
-    "moved",
+    "extents",
     "planned",
     "whole",
 ]
@@ -49,8 +46,6 @@ _SNAPSHOT_BYTES = 256 * 2**20
 """A worker copies its blocks in calls of this size: on a GPU they are there twice for a moment."""
 
 Sizes = tuple[int, ...]
-Blocks = dict[tuple[Sizes, Sizes], list[int]]
-"""Offsets and sizes of the blocks of a leaf, and the ranks that have them."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,8 @@ class Saved:
     shape: Sizes
     dtype: torch.dtype | None
     """None of a Python value."""
-    blocks: Blocks
+    blocks: dict[Extent, list[int]]
+    """The ranks that have each block."""
     host: Any
     """The value, if it is on the host."""
     held: tuple[Layout, Handle] | None = None
@@ -75,6 +71,12 @@ class Saved:
             (write_item(key, self.dtype, self.shape, extent), holders)
             for extent, holders in self.blocks.items()
         ]
+
+    def row(self) -> dict[str, Any]:
+        """As in the table, before anything is written."""
+        dtype = "" if self.dtype is None else name_of(self.dtype)
+        row = {"kind": self.kind, "shape": self.shape, "dtype": dtype}
+        return {**row, "route": self.leaf.route, "records": []}
 
     def describe(self) -> str:
         """One line, equal in all processes that may save together."""
@@ -94,8 +96,11 @@ def described(leaf: Leaf) -> Saved:
     kind, value = kind_of(leaf), leaf.value
     if isinstance(value, ShardedTensor):
         layout, handle = value._alive()
-        if not is_own_copy(layout):
-            shape, blocks = _blocks(layout)
+        if not _is_own_copy(layout):
+            blocks: dict[Extent, list[int]] = {}
+            for rank, extent in extents(layout).items():
+                blocks.setdefault(extent, []).append(rank)
+            shape, _ = whole(layout)
             return Saved(leaf, kind, shape, layout.dtype, blocks, None, (layout, handle))
         value = value.to_host()
     if type(value) in VALUES:
@@ -111,22 +116,16 @@ def described(leaf: Leaf) -> Saved:
     return Saved(leaf, kind, shape, tensor.dtype, {((0,) * len(shape), shape): [HOST]}, tensor)
 
 
-def is_own_copy(layout: Layout) -> bool:
+def _is_own_copy(layout: Layout) -> bool:
     """Whether a value is, beside other controllers, one that each process has for itself."""
     return layout.is_replicated and len(layout.devices) == 1 and process_count() > 1
 
 
-def is_part(layout: Layout) -> bool:
-    """Whether a value is the rows that this controller has of a larger one."""
-    if process_count() == 1:
-        return False
-    here = process_index()
-    return all(device.process_index == here for device in layout.devices)
-
-
 def whole(layout: Layout) -> tuple[Sizes, int | None]:
     """Shape of the value of all controllers, and the dim along which they have parts of it."""
-    if not is_part(layout):
+    here = process_index()
+    is_part = all(device.process_index == here for device in layout.devices)
+    if process_count() == 1 or not is_part or _is_own_copy(layout):
         return layout.shape, None
     dim = layout.dim
     assert dim is not None, "of a layout on one device"
@@ -134,27 +133,21 @@ def whole(layout: Layout) -> tuple[Sizes, int | None]:
     return (*layout.shape[:dim], rows, *layout.shape[dim + 1 :]), dim
 
 
-def _blocks(layout: Layout) -> tuple[Sizes, Blocks]:
+def extents(layout: Layout) -> dict[int, Extent]:
+    """Offsets and sizes of the block of each rank in the value of all controllers."""
     shape, dim = whole(layout)
-    blocks: Blocks = {}
     if dim is not None:
-        for rank in range(process_count()):
-            part = moved(layout.shape, dim, rank), layout.shape
-            blocks.setdefault(part, []).append(rank)
-        return shape, blocks
+        origin, size = (0,) * len(shape), layout.shape[dim]
+        return {
+            rank: ((*origin[:dim], rank * size, *origin[dim + 1 :]), layout.shape)
+            for rank in range(process_count())
+        }
+    found = {}
     for rank, where in zip(layout.ranks, layout.slices, strict=True):
-        blocks.setdefault(extent(where, shape), []).append(rank)
-    return shape, blocks
-
-
-def moved(shape: Sizes, dim: int, rank: int) -> Sizes:
-    return tuple(rank * size if k == dim else 0 for k, size in enumerate(shape))
-
-
-def extent(where: Sequence[slice], shape: Sizes) -> tuple[Sizes, Sizes]:
-    """Offsets and sizes of an index."""
-    ends = [part.indices(size)[:2] for part, size in zip(where, shape, strict=True)]
-    return tuple(start for start, _ in ends), tuple(stop - start for start, stop in ends)
+        ends = [part.indices(size)[:2] for part, size in zip(where, shape, strict=True)]
+        sizes = tuple(stop - start for start, stop in ends)
+        found[rank] = tuple(start for start, _ in ends), sizes
+    return found
 
 
 # -- saving ----------------------------------------------------------------------------------------

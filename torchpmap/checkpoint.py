@@ -5,7 +5,7 @@ Saving is: describe the tree, copy what has to be written, and return; a thread 
 one of every worker, write, and when all have, the folder gets its name.  With several controllers
 each writes what its device has, and rank 0 gives the name.  See ``docs/checkpoint.md``.
 
-``torch.distributed.checkpoint`` is imported by the first save or load (see ``_checkpoint_storage``).
+The first save or load imports ``torch.distributed.checkpoint``: see ``_checkpoint_storage``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class Saving:
         try:
             failure = write()
             if failure is not None:
-                self._error = CheckpointError(_not_saved(self._path, failure))
+                self._error = CheckpointError(
+                    f"the checkpoint {self._path} could not be saved: {failure}. What was there "
+                    "before is still there."
+                )
         except Exception as error:
             self._error = error
 
@@ -92,13 +95,6 @@ def _wait_for_previous() -> None:
 def _report_at_exit() -> None:
     if _saving is not None and _saving._error is not None and not _saving._is_known:
         print(f"torchpmap: {_saving._error}", file=sys.stderr)
-
-
-def _not_saved(path: Path, failure: str) -> str:
-    return (
-        f"the checkpoint {path} could not be saved: {failure}. What was there before is still "
-        "there."
-    )
 
 
 # -- saving ----------------------------------------------------------------------------------------
