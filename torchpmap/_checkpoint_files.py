@@ -146,7 +146,7 @@ class Folder:
 
     def commit(self, leaves: Mapping[str, Any], skeleton: Any, sizes: Mapping[str, int]) -> None:
         """Write the table, when all else is written, and give the folder its name."""
-        # written here, but not waited for: FileSystemWriter.finish syncs before it flushes
+        # FileSystemWriter.finish syncs it before it is flushed
         _sync(self.growing / METADATA)
         files = {**sizes, METADATA: (self.growing / METADATA).stat().st_size}
         body = {"version": _VERSION, "tree": skeleton, "leaves": leaves, "files": files}

@@ -174,14 +174,15 @@ def _restore(wants: Sequence[_Wanted], table: Table) -> list[Any]:
 def _on_devices(ranks: Sizes, wants: Sequence[_Wanted], table: Table) -> list[Handle]:
     runtime = current_runtime()
     team = runtime.team(ranks)
-    found = {want.leaf.key: extents(want.layout) for want in wants if want.layout}
-    parts = [{key: where[rank] for key, where in found.items()} for rank in ranks]
+    places = {want.leaf.key: extents(want.layout) for want in wants if want.layout}
     if not is_launched():
+        parts = ({key: where[rank] for key, where in places.items()} for rank in ranks)
         return run_on(team, Restore(table.folder, tuple(parts)), [])
-    blocks: Any = [torch.empty(0)] * len(wants)
-    if process_index() in ranks:
-        blocks = table.read(parts[ranks.index(process_index())]).values()
-    return [runtime.put(team, [block] * len(ranks)) for block in blocks]
+    handles, here = [], process_index()
+    for key, where in places.items():
+        block = table.read({key: where[here]})[key] if here in ranks else torch.empty(0)
+        handles.append(runtime.put(team, [block] * len(ranks)))
+    return handles
 
 
 def _on_host(value: Any, leaf: Leaf) -> Any:

@@ -2,19 +2,20 @@
 
 DCP plans who writes what (``create_global_plan``), writes the blocks and ``.metadata``
 (``FileSystemWriter``), plans what to read (``create_read_items_for_chunk_list``) and reads the
-blocks (``FileSystemReader``).  Its plans and results are passed on by ours: ``dcp.save`` would do
-it by collectives, and those of a thread that saves would meet those of the program.
+blocks (``FileSystemReader``).  Its plans and results go from process to process as ours do:
+``dcp.save`` uses collectives, which in a thread would meet those of the program.
 
-What is ours, and why:
+What DCP does not do:
 
-* The table is read from JSON, because ``FileSystemReader.read_metadata`` calls ``pickle.load``,
-  which may run code.  Only what DCP saved by itself is read so.
-* Checksums: ``_write_item`` keeps none, and ``read_data`` calls ``torch.load``, which does not
-  check those in its files.
+* ``FileSystemReader.read_metadata`` calls ``pickle.load``, which may run code.  So ``.metadata`` is
+  for others, and ours is read from ``torchpmap.json``; a checkpoint that DCP saved has no other.
+* ``_write_item`` keeps no checksum, and ``read_data`` calls ``torch.load``, which passes over those
+  in the file.  So every block is read once more: when it is written, and before it is loaded.
 * ``DefaultLoadPlanner.load_bytes`` calls ``torch.load(..., weights_only=False)``.
+* ``finish`` syncs ``.metadata`` before it is flushed, and in place: ``Folder`` does the rest.
 
-Importing DCP takes a second or more, so this module, and those that import it, are imported by the
-first save or load of a process; in its main thread, since torch's modules import each other.
+To import DCP takes a second or more.  So this module, and those that import it, are imported when a
+process first saves or loads: in its main thread, as torch's modules import each other in circles.
 """
 
 from __future__ import annotations
