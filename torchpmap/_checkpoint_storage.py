@@ -101,16 +101,17 @@ def _checksum(folder: Path, place: _StorageInfo) -> int:
     Raises:
         CheckpointError: it is not there.
     """
-    name, end = place.relative_path, place.offset + place.length
+    name, left, crc = place.relative_path, place.length, 0
     try:
         with (folder / name).open("rb") as file:
             file.seek(place.offset)
-            data = file.read(place.length)
+            while data := file.read(min(left, 2**24)):  # a block may be half of the memory
+                left, crc = left - len(data), zlib.crc32(data, crc)
     except OSError as error:
         raise broken(folder, f"{name} cannot be read: {error.strerror}") from error
-    if len(data) != place.length:
-        raise broken(folder, f"{name} ends before byte {end}")
-    return zlib.crc32(data)
+    if left:
+        raise broken(folder, f"{name} ends before byte {place.offset + place.length}")
+    return crc
 
 
 class _Writer(dcp.FileSystemWriter):
