@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -304,6 +305,47 @@ def test_what_torch_alone_saved(tmp_path):
     assert found["step"] == 4
     flat = load(tmp_path / "c")
     assert torch.equal(flat["params.b"], torch.ones(3))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: file.unlink(), "__0_0.distcp cannot be read: No such file"),
+        (
+            lambda file: os.truncate(file, 10),
+            r"__0_0.distcp ends before byte \d+\. Load",
+        ),
+    ],
+)
+def test_what_torch_alone_saved_is_damaged(tmp_path, damage, message):
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"w": WHOLE}, checkpoint_id=tmp_path / "c", no_dist=True)
+    damage(tmp_path / "c" / "__0_0.distcp")
+    for like in (None, {"w": put(WHOLE, "x")}):
+        with pytest.raises(tp.CheckpointError, match=f"is damaged: {message}"):
+            load(tmp_path / "c", like)
+
+
+class Runs:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_code_of_a_checkpoint_runs(tmp_path):
+    save(tmp_path / "c", {"w": rows(WHOLE[:4])})
+    metadata = tmp_path / "c" / ".metadata"
+    code = pickle.dumps(Runs(tmp_path / "made"))
+    metadata.write_bytes(code.ljust(metadata.stat().st_size, b"."))
+    assert torch.equal(load(tmp_path / "c")["w"], WHOLE[:4])
+    assert torch.equal(load(tmp_path / "c", {"w": rows(WHOLE[4:])})["w"].to_host(), WHOLE[:4])
+    assert os.listdir(tmp_path) == ["c"]
 
 
 # -- asynchronous ----------------------------------------------------------------------------------

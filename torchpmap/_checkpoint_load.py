@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,42 +11,94 @@ import numpy as np
 import torch
 
 from torchpmap import _inline
-from torchpmap._checkpoint_files import Entry, Region, Table, read_record, region
-from torchpmap._checkpoint_tree import Leaf, ShapeDtypeStruct, kind_of
-from torchpmap._checkpoint_values import extent, is_own_copy, is_part, moved, whole
+from torchpmap._checkpoint_files import Folder
+from torchpmap._checkpoint_peers import peers, together
+from torchpmap._checkpoint_storage import Table, describe
+from torchpmap._checkpoint_tree import Leaf, ShapeDtypeStruct, kind_of, leaves_of, rebuild
+from torchpmap._checkpoint_values import extents, whole
 from torchpmap._checkpoint_workers import Restore, run_on
 from torchpmap._current import check_devices, is_launched, process_index
 from torchpmap._current import runtime as current_runtime
+from torchpmap._errors import CheckpointError
 from torchpmap._layout import Layout, general_layout
 from torchpmap._plan import host_tensor
 from torchpmap._runtimes._base import Handle
 from torchpmap._sharded import ShardedTensor, make_sharded
 
-__all__ = ["Wanted", "restore", "wanted", "whole_value"]
+__all__ = ["load_tree"]
 
 Sizes = tuple[int, ...]
 
 
+def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
+    """See ``torchpmap.checkpoint.load``."""
+    others, what = peers(), f"torchpmap.checkpoint.load({str(path)!r})"
+    folder = Folder(path).find()
+    leaves, structure = leaves_of(like, "like")
+
+    def plan() -> tuple[Table, list[_Wanted]]:
+        table = Table.of(folder)
+        if like is None:
+            return table, []
+        _check_names(table, {leaf.key: leaf.path for leaf in leaves})
+        return table, [_wanted(leaf, table) for leaf in leaves]
+
+    table, wants = together(others, what, plan)
+    digests = others.exchange(table.digest, what)
+    if len(set(digests)) > 1:
+        raise CheckpointError(
+            f"{what}: the processes see different checkpoints: {digests}, by rank. Give the same "
+            "path everywhere, on a file system that all hosts share."
+        )
+    if like is not None:
+        return structure.unflatten(together(others, what, lambda: _restore(wants, table)))
+
+    def everything() -> dict[str, Any]:
+        found = table.read(dict.fromkeys(table.kinds))
+        return {key: _as_kind(value, table.kinds[key]) for key, value in found.items()}
+
+    values = together(others, what, everything)
+    return values if table.skeleton is None else rebuild(table.skeleton, values)
+
+
+def _check_names(table: Table, paths: dict[str, str]) -> None:
+    missing = [f"{path} ({key!r})" for key, path in paths.items() if key not in table.kinds]
+    unknown = [repr(key) for key in table.kinds if key not in paths]
+    if missing or unknown:
+        parts = []
+        if missing:
+            parts.append(f"the checkpoint lacks {_some(missing)}")
+        if unknown:
+            parts.append(f"like has no place for {_some(unknown)} of the checkpoint")
+        raise ValueError(
+            f"torchpmap.checkpoint.load: {table.folder} has another structure: "
+            f"{'; '.join(parts)}. Give a tree of the structure that was saved (load without like= "
+            "shows it)."
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
 @dataclass(frozen=True)
-class Wanted:
+class _Wanted:
     """A leaf to load, and where to put it."""
 
     leaf: Leaf
-    entry: Entry
     layout: Layout | None
     """None: on the host."""
-    regions: tuple[Region, ...]
-    """What the devices of the layout need (only those here count); on the host, everything."""
 
 
-def wanted(leaf: Leaf, table: Table) -> Wanted:
+def _wanted(leaf: Leaf, table: Table) -> _Wanted:
     """Check a leaf of the tree to fill against what is in the checkpoint.
 
     Raises:
         ValueError: shape, dtype or kind differ.
         TypeError: the leaf is of a kind that is not saved.
     """
-    entry, like = table.entries[leaf.key], leaf.value
+    like = leaf.value
     if isinstance(like, ShapeDtypeStruct):
         on_host = like.sharding is None or _inline.active()
         layout = None if on_host else _layout_of(like, leaf.path)
@@ -55,19 +108,9 @@ def wanted(leaf: Leaf, table: Table) -> Wanted:
         expected = _expected(leaf)
     if layout is not None:
         check_devices(layout.devices)
-        if not is_own_copy(layout):
-            expected = whole(layout)[0], layout.dtype
-    _check(leaf, entry, expected, table)
-    if layout is None or not entry.is_array:
-        return Wanted(leaf, entry, layout, ())
-    regions = []
-    for rank, where in zip(layout.ranks, layout.slices, strict=True):
-        offsets, sizes = extent(where, layout.shape)
-        if not is_own_copy(layout) and is_part(layout):
-            assert layout.dim is not None
-            offsets = moved(layout.shape, layout.dim, rank)
-        regions.append(region(table.folder, leaf.key, entry, offsets, sizes))
-    return Wanted(leaf, entry, layout, tuple(regions))
+        expected = whole(layout)[0], layout.dtype
+    _check(leaf, expected, table)
+    return _Wanted(leaf, layout)
 
 
 def _layout_of(like: ShapeDtypeStruct, path: str) -> Layout:
@@ -88,92 +131,67 @@ def _expected(leaf: Leaf) -> tuple[Sizes, torch.dtype] | None:
     return None
 
 
-def _check(
-    leaf: Leaf, entry: Entry, expected: tuple[Sizes, torch.dtype] | None, table: Table
-) -> None:
-    if expected is None:
-        given = type(leaf.value).__name__
-        matches = not entry.is_array and entry.kind in (given, "value")
-        asked = f"a Python {given}"
-    else:
-        shape, dtype = expected
-        asked = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-        matches = entry.is_array and asked == str(entry)
-    if not matches:
+def _check(leaf: Leaf, expected: tuple[Sizes, torch.dtype] | None, table: Table) -> None:
+    shape, dtype = expected or ((), None)
+    asked = describe(type(leaf.value).__name__, dtype, shape)
+    stored = table.describe(leaf.key)
+    if asked != stored and (expected is not None or stored != describe("value", None, ())):
         raise ValueError(
             f"torchpmap.checkpoint.load: {leaf.path} is {asked}, but {leaf.key!r} in the "
-            f"checkpoint {table.folder} is {entry}. Give a tree of the shapes and dtypes that were "
-            "saved (load without like= shows them), and convert what comes back."
+            f"checkpoint {table.folder} is {stored}. Give a tree of the shapes and dtypes that "
+            "were saved (load without like= shows them), and convert what comes back."
         )
 
 
-def whole_value(table: Table, key: str) -> Any:
-    """A whole leaf on the host: a tensor, a numpy array or a Python value."""
-    entry = table.entries[key]
-    if not entry.is_array:
-        buffer = read_record(table.folder, entry.records[0])
-        return torch.load(buffer, map_location="cpu", weights_only=True)
-    tensor = _read(table, key)
-    if entry.kind in ("ndarray", "numpy scalar"):
-        return _to_numpy(tensor, entry.kind)
-    return tensor
+def _as_kind(value: Any, kind: str) -> Any:
+    """A value on the host as it was saved, or as it is wanted."""
+    if kind in ("ndarray", "numpy scalar"):
+        return value.numpy() if kind == "ndarray" else value.numpy()[()]
+    return value
 
 
-def _to_numpy(tensor: torch.Tensor, kind: str) -> Any:
-    return tensor.numpy() if kind == "ndarray" else tensor.numpy()[()]
-
-
-def _read(table: Table, key: str) -> torch.Tensor:
-    entry = table.entries[key]
-    origin = (0,) * len(entry.shape)
-    return region(table.folder, key, entry, origin, entry.shape).read(table.folder)
-
-
-def restore(leaves: Sequence[Wanted], table: Table) -> list[Any]:
+def _restore(wants: Sequence[_Wanted], table: Table) -> list[Any]:
     """Read the leaves; nothing of the tree to fill is changed.
 
     Raises:
         CheckpointError: a block is damaged.
     """
-    values: dict[str, Any] = {}
-    by_team: dict[tuple[int, ...], list[Wanted]] = {}
-    for want in leaves:
+    values = table.read({want.leaf.key: None for want in wants if want.layout is None})
+    by_team: dict[Sizes, list[_Wanted]] = {}
+    for want in wants:
         if want.layout is None:
-            values[want.leaf.key] = _on_host(want, table)
+            values[want.leaf.key] = _on_host(values[want.leaf.key], want.leaf)
         else:
             by_team.setdefault(want.layout.ranks, []).append(want)
-    for ranks, wants in by_team.items():
-        for want, handle in zip(wants, _on_devices(ranks, wants, table), strict=True):
+    for ranks, group in by_team.items():
+        for want, handle in zip(group, _on_devices(ranks, group, table), strict=True):
             assert want.layout is not None
             value = make_sharded(want.layout, handle)
             values[want.leaf.key] = _as_given(value, want.leaf.value)
-    return [values[want.leaf.key] for want in leaves]
+    return [values[want.leaf.key] for want in wants]
 
 
-def _on_devices(ranks: Sizes, wants: Sequence[Wanted], table: Table) -> list[Handle]:
+def _on_devices(ranks: Sizes, wants: Sequence[_Wanted], table: Table) -> list[Handle]:
     runtime = current_runtime()
     team = runtime.team(ranks)
+    places = {want.leaf.key: extents(want.layout) for want in wants if want.layout}
     if not is_launched():
-        regions = tuple(zip(*(want.regions for want in wants), strict=True))
-        return run_on(team, Restore(table.folder, regions), [])
-    handles = []
-    for want in wants:
-        mine = [r for r, rank in zip(want.regions, ranks, strict=True) if rank == process_index()]
-        block = mine[0].read(table.folder) if mine else torch.empty(0)
+        parts = ({key: where[rank] for key, where in places.items()} for rank in ranks)
+        return run_on(team, Restore(table.folder, tuple(parts)), [])
+    handles, here = [], process_index()
+    for key, where in places.items():
+        block = table.read({key: where[here]})[key] if here in ranks else torch.empty(0)
         handles.append(runtime.put(team, [block] * len(ranks)))
     return handles
 
 
-def _on_host(want: Wanted, table: Table) -> Any:
-    like = want.leaf.value
-    if not want.entry.is_array:
-        return whole_value(table, want.leaf.key)
-    tensor = _read(table, want.leaf.key)
+def _on_host(value: Any, leaf: Leaf) -> Any:
+    like = leaf.value
     if isinstance(like, np.ndarray | np.generic):
-        return _to_numpy(tensor, kind_of(want.leaf))
+        return _as_kind(value, kind_of(leaf))
     if isinstance(like, torch.Tensor) and like.device.type != "meta":
-        tensor = tensor.to(like.device)
-    return _as_given(tensor, like)
+        value = value.to(like.device)
+    return _as_given(value, like)
 
 
 def _as_given(value: torch.Tensor, like: Any) -> torch.Tensor:

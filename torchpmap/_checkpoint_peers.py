@@ -9,19 +9,20 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from torchpmap import _inline
 from torchpmap._config import config
 from torchpmap._current import process_count
 from torchpmap._current import runtime as current_runtime
-from torchpmap._errors import CallTimeout
+from torchpmap._errors import CallTimeout, CheckpointError
 
 if TYPE_CHECKING:
     from torchpmap._runtimes._torchrun import TorchrunRuntime
 
-__all__ = ["Peers", "peers"]
+__all__ = ["Peers", "peers", "together"]
 
+_T = TypeVar("_T")
 _PAUSE_S = 0.005
 """A file is on disk after as long, at best."""
 
@@ -125,3 +126,19 @@ def peers() -> Peers:
     if _known is None or _known[0] is not runtime:
         _known = runtime, _Beside(runtime)
     return _known[1]
+
+
+def together(others: Peers, what: str, work: Callable[[], _T]) -> _T:
+    """Do a thing in all processes; if it fails in one, it fails in all."""
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    failures = others.exchange(None if error is None else f"{type(error).__name__}: {error}", what)
+    if error is not None:
+        raise error
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise CheckpointError(f"{what}: rank {rank} failed: {failure}")
+    return result

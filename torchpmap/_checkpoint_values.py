@@ -8,15 +8,17 @@ written by the one of them that has least to write.
 from __future__ import annotations
 
 import hashlib
-import io
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
-import numpy as np
 import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from torchpmap._checkpoint_files import Entry
+from torchpmap._checkpoint_storage import Extent, describe, name_of, write_item
 from torchpmap._checkpoint_tree import VALUES, Leaf, kind_of
 from torchpmap._checkpoint_workers import Line, Snapshot, run_on
 from torchpmap._current import process_count, process_index
@@ -29,16 +31,12 @@ from torchpmap._transfer import fetch_blocks
 
 __all__ = [
     "HOST",
-    "Job",
     "Saved",
     "copy_here",
     "copy_on_workers",
     "described",
-    "extent",
-    "is_own_copy",
-    "is_part",
-    "jobs_of",
-    "moved",
+    "extents",
+    "planned",
     "whole",
 ]
 
@@ -51,15 +49,6 @@ Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A block of a leaf and the ranks that have it."""
-
-    offsets: Sizes
-    sizes: Sizes
-    holders: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Saved:
     """A leaf that is to be saved."""
 
@@ -67,24 +56,35 @@ class Saved:
     kind: str
     shape: Sizes
     dtype: torch.dtype | None
-    pieces: tuple[Piece, ...]
-    host: torch.Tensor | bytes | None
+    """None of a Python value."""
+    blocks: dict[Extent, list[int]]
+    """The ranks that have each block."""
+    host: Any
     """The value, if it is on the host."""
-    held: tuple[Layout, Handle] | None
+    held: tuple[Layout, Handle] | None = None
     """Where it is, if not."""
 
-    def entry(self) -> Entry:
+    def items(self) -> list[tuple[WriteItem, list[int]]]:
+        """What is to be written, and who has it."""
+        key = self.leaf.key
+        return [
+            (write_item(key, self.dtype, self.shape, extent), holders)
+            for extent, holders in self.blocks.items()
+        ]
+
+    def row(self) -> dict[str, Any]:
         """As in the table, before anything is written."""
-        dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        return Entry(self.kind, self.shape, dtype, self.leaf.route, ())
+        dtype = "" if self.dtype is None else name_of(self.dtype)
+        row = {"kind": self.kind, "shape": self.shape, "dtype": dtype}
+        return {**row, "route": self.leaf.route, "records": []}
 
     def describe(self) -> str:
         """One line, equal in all processes that may save together."""
-        text = str(self.entry())
-        if self.host is None:
-            return f"{text} in the blocks {[(p.offsets, p.sizes, p.holders) for p in self.pieces]}"
-        if isinstance(self.host, bytes):
-            return f"{text}: {self.leaf.value!r:.200}"
+        text = describe(self.kind, self.dtype, self.shape)
+        if self.held is not None:
+            return f"{text} in the blocks {self.blocks}"
+        if self.dtype is None:
+            return f"{text}: {self.host!r:.200}"
         if self.host.numel() == 1:
             return f"{text}: {self.host.item()}"
         raw = self.host.contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -96,14 +96,15 @@ def described(leaf: Leaf) -> Saved:
     kind, value = kind_of(leaf), leaf.value
     if isinstance(value, ShardedTensor):
         layout, handle = value._alive()
-        if not is_own_copy(layout):
-            shape, pieces = _pieces(layout)
-            return Saved(leaf, kind, shape, layout.dtype, pieces, None, (layout, handle))
+        if not _is_own_copy(layout):
+            blocks: dict[Extent, list[int]] = {}
+            for rank, extent in extents(layout).items():
+                blocks.setdefault(extent, []).append(rank)
+            shape, _ = whole(layout)
+            return Saved(leaf, kind, shape, layout.dtype, blocks, None, (layout, handle))
         value = value.to_host()
     if type(value) in VALUES:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        return Saved(leaf, kind, (), None, (Piece((), (), (HOST,)),), buffer.getvalue(), None)
+        return Saved(leaf, kind, (), None, {((), ()): [HOST]}, value)
     try:
         tensor = host_tensor(value).resolve_conj().resolve_neg()
     except (TypeError, ValueError) as error:
@@ -112,26 +113,19 @@ def described(leaf: Leaf) -> Saved:
             "torch does not have. Save numbers, or a string."
         ) from error
     shape = tuple(tensor.shape)
-    piece = Piece((0,) * len(shape), shape, (HOST,))
-    return Saved(leaf, kind, shape, tensor.dtype, (piece,), tensor, None)
+    return Saved(leaf, kind, shape, tensor.dtype, {((0,) * len(shape), shape): [HOST]}, tensor)
 
 
-def is_own_copy(layout: Layout) -> bool:
+def _is_own_copy(layout: Layout) -> bool:
     """Whether a value is, beside other controllers, one that each process has for itself."""
     return layout.is_replicated and len(layout.devices) == 1 and process_count() > 1
 
 
-def is_part(layout: Layout) -> bool:
-    """Whether a value is the rows that this controller has of a larger one."""
-    if process_count() == 1:
-        return False
-    here = process_index()
-    return all(device.process_index == here for device in layout.devices)
-
-
 def whole(layout: Layout) -> tuple[Sizes, int | None]:
     """Shape of the value of all controllers, and the dim along which they have parts of it."""
-    if not is_part(layout):
+    here = process_index()
+    is_part = all(device.process_index == here for device in layout.devices)
+    if process_count() == 1 or not is_part or _is_own_copy(layout):
         return layout.shape, None
     dim = layout.dim
     assert dim is not None, "of a layout on one device"
@@ -139,95 +133,72 @@ def whole(layout: Layout) -> tuple[Sizes, int | None]:
     return (*layout.shape[:dim], rows, *layout.shape[dim + 1 :]), dim
 
 
-def _pieces(layout: Layout) -> tuple[Sizes, tuple[Piece, ...]]:
+def extents(layout: Layout) -> dict[int, Extent]:
+    """Offsets and sizes of the block of each rank in the value of all controllers."""
     shape, dim = whole(layout)
     if dim is not None:
-        parts = [
-            Piece(moved(layout.shape, dim, rank), layout.shape, (rank,))
+        origin, size = (0,) * len(shape), layout.shape[dim]
+        return {
+            rank: ((*origin[:dim], rank * size, *origin[dim + 1 :]), layout.shape)
             for rank in range(process_count())
-        ]
-        return shape, tuple(parts)
-    holders: dict[tuple[Sizes, Sizes], list[int]] = {}
+        }
+    found = {}
     for rank, where in zip(layout.ranks, layout.slices, strict=True):
-        holders.setdefault(extent(where, shape), []).append(rank)
-    return shape, tuple(Piece(*extent, tuple(ranks)) for extent, ranks in holders.items())
-
-
-def moved(shape: Sizes, dim: int, rank: int) -> Sizes:
-    return tuple(rank * size if k == dim else 0 for k, size in enumerate(shape))
-
-
-def extent(where: Sequence[slice], shape: Sizes) -> tuple[Sizes, Sizes]:
-    """Offsets and sizes of an index."""
-    ends = [part.indices(size)[:2] for part, size in zip(where, shape, strict=True)]
-    return tuple(start for start, _ in ends), tuple(stop - start for start, stop in ends)
+        ends = [part.indices(size)[:2] for part, size in zip(where, shape, strict=True)]
+        sizes = tuple(stop - start for start, stop in ends)
+        found[rank] = tuple(start for start, _ in ends), sizes
+    return found
 
 
 # -- saving ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Job:
-    """One block that somebody has to write."""
-
-    saved: Saved
-    piece: Piece
-
-
-def jobs_of(leaves: Sequence[Saved], host: int) -> dict[int, list[Job]]:
-    """The blocks that each writer has to write; ``host`` writes what is on the host."""
-    jobs: dict[int, list[Job]] = {}
-    load: Counter[int] = Counter()
-    for saved in leaves:
-        for piece in saved.pieces:
-            holders = [host if holder == HOST else holder for holder in piece.holders]
-            writer = min(holders, key=lambda rank: (load[rank], rank))
-            load[writer] += _num_bytes(saved, piece)
-            jobs.setdefault(writer, []).append(Job(saved, piece))
-    return jobs
+def planned(leaves: Sequence[Saved], host: int) -> tuple[dict[int, SavePlan], Metadata]:
+    """What each writes, by rank, and all of it; ``host`` writes what is on the host."""
+    held: dict[int, list[WriteItem]] = {}
+    for item, holders in (each for saved in leaves for each in saved.items()):
+        for holder in holders:
+            held.setdefault(host if holder == HOST else holder, []).append(item)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    given = [SavePlan(items) for items in held.values()]
+    plans, metadata = planner.create_global_plan(given)  # each block in one of them
+    metadata.planner_data = {saved.leaf.key: saved.leaf.route for saved in leaves}
+    return {rank: plan for rank, plan in zip(held, plans, strict=True) if plan.items}, metadata
 
 
-def _num_bytes(saved: Saved, piece: Piece) -> int:
-    if saved.dtype is None:
-        return 0
-    return int(np.prod(piece.sizes, dtype=np.int64)) * saved.dtype.itemsize
-
-
-def copy_here(jobs: Sequence[Job]) -> list[tuple[str, Sizes, torch.Tensor | bytes]]:
-    """Copies of blocks that this process has."""
-    copies: list[tuple[str, Sizes, torch.Tensor | bytes]] = []
-    for job in jobs:
-        value = job.saved.host
-        if isinstance(value, torch.Tensor):
-            value = value.clone(memory_format=torch.contiguous_format)
-        elif value is None:
-            assert job.saved.held is not None
-            layout, handle = job.saved.held
+def copy_here(plan: SavePlan, leaves: Mapping[str, Saved]) -> dict[MetadataIndex, Any]:
+    """Copies of what this process has to write."""
+    copies = {}
+    for item in plan.items:
+        saved = leaves[item.index.fqn]
+        value = saved.host
+        if saved.held is not None:
+            layout, handle = saved.held
             # a controller beside others has one device, of its own number
             (value,) = fetch_blocks(layout, handle, [layout.ranks.index(process_index())])
-        copies.append((job.saved.leaf.key, job.piece.offsets, value))
+        elif saved.dtype is not None:
+            value = value.clone(memory_format=torch.contiguous_format)
+        copies[item.index] = value
     return copies
 
 
-def copy_on_workers(jobs: dict[int, list[Job]], line: Line, files: dict[int, str]) -> None:
+def copy_on_workers(plans: Mapping[int, SavePlan], leaves: Mapping[str, Saved], line: Line) -> None:
     """Have worker processes copy their blocks and begin to write them."""
-    writer_of = {id(job.piece): rank for rank, given in jobs.items() for job in given}
-    by_team: dict[tuple[int, ...], dict[int, Saved]] = {}
-    for job in (job for given in jobs.values() for job in given):
-        assert job.saved.held is not None
-        by_team.setdefault(job.saved.held[0].ranks, {})[id(job.saved)] = job.saved
-    for ranks, leaves in by_team.items():
-        for part in _portions(list(leaves.values())):
-            todo: list[list[tuple[int, str, Sizes]]] = [[] for _ in ranks]
+    writers = {item.index: rank for rank, plan in plans.items() for item in plan.items}
+    by_team: dict[Sizes, list[Saved]] = {}
+    for saved in leaves.values():
+        if saved.held is not None:
+            by_team.setdefault(saved.held[0].ranks, []).append(saved)
+    for ranks, group in by_team.items():
+        for part in _portions(group):
+            todo: list[list[tuple[int, MetadataIndex]]] = [[] for _ in ranks]
             for position, saved in enumerate(part):
-                for piece in saved.pieces:
-                    place = ranks.index(writer_of[id(piece)])
-                    todo[place].append((position, saved.leaf.key, piece.offsets))
+                for item, _ in saved.items():
+                    todo[ranks.index(writers[item.index])].append((position, item.index))
             snapshot = Snapshot(line.address, tuple(map(tuple, todo)))
             run_on(current_runtime().team(ranks), snapshot, [s.held[1] for s in part if s.held])
-    ranks = tuple(sorted(jobs))
-    names = tuple(files[rank] for rank in ranks)
-    last = Snapshot(line.address, ((),) * len(ranks), names)
+    ranks = tuple(sorted(plans))
+    last = Snapshot(line.address, ((),) * len(ranks), tuple((r, plans[r]) for r in ranks))
     run_on(current_runtime().team(ranks), last, [])
 
 
@@ -235,7 +206,8 @@ def _portions(leaves: Sequence[Saved]) -> list[list[Saved]]:
     portions: list[list[Saved]] = [[]]
     size = 0
     for saved in leaves:
-        num_bytes = max(_num_bytes(saved, piece) for piece in saved.pieces)
+        assert saved.dtype is not None
+        num_bytes = max(prod(sizes) for _, sizes in saved.blocks) * saved.dtype.itemsize
         if portions[-1] and size + num_bytes > _SNAPSHOT_BYTES:
             portions.append([])
             size = 0

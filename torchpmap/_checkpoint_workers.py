@@ -8,7 +8,7 @@ controller through a socket of their own how it went:
     Line.open, listens
     Snapshot, one per 256 MiB  ------>  copies its blocks
     the last of them           ------>  connects, starts the thread
-    Line.answers()             <------  (records, None), or (None, what went wrong)
+    Line.answers()             <------  (what it wrote, None), or (None, what went wrong)
 
 A worker that dies ends its connection, so nobody waits for it.
 """
@@ -18,28 +18,39 @@ from __future__ import annotations
 import pickle
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 
 from torchpmap._axes import Axis
-from torchpmap._checkpoint_files import Record, Region, write_records
+from torchpmap._checkpoint_storage import Extent, Table, Written, write
 from torchpmap._program import EagerCall, Outcome
 from torchpmap._runtimes._base import Handle, Team
 from torchpmap._structure import flatten
 
-__all__ = ["Answer", "Line", "Restore", "Snapshot", "run_on"]
+__all__ = ["Answer", "Line", "Restore", "Snapshot", "attempt", "run_on"]
 
 _AXIS = "checkpoint"
-_pieces: dict[bytes, list[tuple[str, tuple[int, ...], torch.Tensor]]] = {}
+_copies: dict[bytes, dict[MetadataIndex, torch.Tensor]] = {}
 """In a worker: what it has copied for the save that is being prepared, by the save's token."""
 
-Answer = tuple[list[tuple[str, Record]] | None, str | None]
+Answer = tuple[list[Written] | None, str | None]
 """What was written, or what went wrong."""
+
+
+def attempt(
+    folder: Path, writer: int | str, plan: SavePlan, values: Mapping[MetadataIndex, Any]
+) -> Answer:
+    try:
+        return write(folder, writer, plan, values), None
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
@@ -56,10 +67,10 @@ class Snapshot:
     """Copy blocks; the last call also writes what all calls have copied."""
 
     line: Address
-    jobs: tuple[tuple[tuple[int, str, tuple[int, ...]], ...], ...]
-    """Per device of the team: which of the given blocks to copy, their keys and offsets."""
-    files: tuple[str | None, ...] = ()
-    """Per device of the team: the file to write now; empty: more calls come."""
+    todo: tuple[tuple[tuple[int, MetadataIndex], ...], ...]
+    """Per device of the team: which of the given blocks to copy, and what they are."""
+    plans: tuple[tuple[int, SavePlan], ...] = ()
+    """Per device of the team: its rank and what it writes now; empty: more calls come."""
     axis_name = _AXIS
 
     def axes(self, axis: Axis) -> tuple[Axis]:
@@ -67,29 +78,24 @@ class Snapshot:
 
     def run(self, blocks: Sequence[torch.Tensor], axis: Axis, key: torch.Tensor) -> Outcome:
         place = int(axis.index)
-        if self.line.token not in _pieces:
-            _pieces.clear()  # of a save that failed
-        pieces = _pieces.setdefault(self.line.token, [])
-        for position, name, offsets in self.jobs[place]:
-            pieces.append((name, offsets, blocks[position].cpu().contiguous()))
-        if self.files:
-            del _pieces[self.line.token]
-            file = self.files[place]
-            if file is not None:
-                connection = Client(self.line.address, "AF_UNIX")  # does not wait to be accepted
-                connection.send_bytes(file.encode())
-                arguments = (connection, self.line.folder / file, pieces)
-                threading.Thread(target=_write, args=arguments, daemon=True).start()
+        if self.line.token not in _copies:
+            _copies.clear()  # of a save that failed
+        copies = _copies.setdefault(self.line.token, {})
+        for position, index in self.todo[place]:
+            copies[index] = blocks[position].cpu().contiguous()
+        if self.plans:
+            rank, plan = self.plans[place]
+            connection = Client(self.line.address, "AF_UNIX")  # does not wait to be accepted
+            connection.send_bytes(str(rank).encode())
+            del _copies[self.line.token]
+            arguments = (connection, self.line.folder, rank, plan, copies)
+            threading.Thread(target=_write, args=arguments, daemon=True).start()
         return Outcome(flatten(())[1], (), (), (), ())
 
 
-def _write(connection: Connection, path: Path, pieces: list[Any]) -> None:
+def _write(connection: Connection, *arguments: Any) -> None:
     with connection:
-        try:
-            answer: Answer = (write_records(path, pieces), None)
-        except Exception as error:
-            answer = (None, f"{type(error).__name__}: {error}")
-        connection.send_bytes(pickle.dumps(answer))
+        connection.send_bytes(pickle.dumps(attempt(*arguments)))
 
 
 @dataclass(frozen=True)
@@ -97,15 +103,15 @@ class Restore:
     """Read blocks from files; they become values of the device."""
 
     folder: Path
-    regions: tuple[tuple[Region, ...], ...]
-    """Per device of the team, per value."""
+    extents: tuple[dict[str, Extent], ...]
+    """Per device of the team: what it reads of which leaves."""
     axis_name = _AXIS
 
     def axes(self, axis: Axis) -> tuple[Axis]:
         return (axis,)
 
     def run(self, blocks: Sequence[torch.Tensor], axis: Axis, key: torch.Tensor) -> Outcome:
-        read = tuple(region.read(self.folder) for region in self.regions[int(axis.index)])
+        read = tuple(Table.of(self.folder).read(self.extents[int(axis.index)]).values())
         return Outcome(flatten(read)[1], read, ((0,),) * len(read), (), ())
 
 
@@ -151,11 +157,11 @@ class Line:
 
 
 def _answer(connection: Connection) -> Answer:
-    file = "a file"
+    writer = "?"
     with connection:
         try:
-            file = connection.recv_bytes().decode()
+            writer = connection.recv_bytes().decode()
             answer: Answer = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            return None, f"the worker process that was writing {file} has ended"
+            return None, f"the worker process that was writing __{writer}_0.distcp has ended"
     return answer

@@ -4,6 +4,8 @@ not at all.
 Saving is: describe the tree, copy what has to be written, and return; a thread of this process, and
 one of every worker, write, and when all have, the folder gets its name.  With several controllers
 each writes what its device has, and rank 0 gives the name.  See ``docs/checkpoint.md``.
+
+The first save or load imports ``torch.distributed.checkpoint``: see ``_checkpoint_storage``.
 """
 
 from __future__ import annotations
@@ -13,34 +15,18 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 from torchpmap import _axes
-from torchpmap._checkpoint_files import Entry, Folder, Record, Table, write_records
-from torchpmap._checkpoint_load import restore, wanted, whole_value
-from torchpmap._checkpoint_peers import Peers, peers
-from torchpmap._checkpoint_tree import ShapeDtypeStruct, leaves_of, rebuild, skeleton_of
-from torchpmap._checkpoint_values import (
-    HOST,
-    Job,
-    Saved,
-    copy_here,
-    copy_on_workers,
-    described,
-    jobs_of,
-)
-from torchpmap._checkpoint_workers import Answer, Line
-from torchpmap._current import is_launched
+from torchpmap._checkpoint_files import Folder, read_table
+from torchpmap._checkpoint_tree import ShapeDtypeStruct
 from torchpmap._errors import CheckpointError, warn
-from torchpmap._placement import block_until_ready
 
 __all__ = ["Saving", "ShapeDtypeStruct", "latest", "load", "save"]
 
 PathLike = str | os.PathLike[str]
-_T = TypeVar("_T")
 
 
 class Saving:
@@ -48,18 +34,22 @@ class Saving:
 
     def __init__(self, path: Path, write: Callable[[], str | None]) -> None:
         self._path = path
-        self._write = write
         self._error: Exception | None = None
         self._is_known = False
         # not a daemon: a program that ends waits for it
-        self._thread = threading.Thread(target=self._run, name="torchpmap-checkpoint")
+        self._thread = threading.Thread(
+            target=self._run, args=(write,), name="torchpmap-checkpoint"
+        )
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, write: Callable[[], str | None]) -> None:
         try:
-            failure = self._write()
+            failure = write()
             if failure is not None:
-                self._error = CheckpointError(_not_saved(self._path, failure))
+                self._error = CheckpointError(
+                    f"the checkpoint {self._path} could not be saved: {failure}. What was there "
+                    "before is still there."
+                )
         except Exception as error:
             self._error = error
 
@@ -107,13 +97,6 @@ def _report_at_exit() -> None:
         print(f"torchpmap: {_saving._error}", file=sys.stderr)
 
 
-def _not_saved(path: Path, failure: str) -> str:
-    return (
-        f"the checkpoint {path} could not be saved: {failure}. What was there before is still "
-        "there."
-    )
-
-
 # -- saving ----------------------------------------------------------------------------------------
 
 
@@ -157,128 +140,15 @@ def save(path: PathLike, tree: Any, *, asynchronous: bool = False) -> Saving | N
     global _saving
     _refuse_inside("save")
     _finish_previous()
-    folder, others = Folder(path), peers()
-    what = f"torchpmap.checkpoint.save({str(path)!r})"
-    draft = _agreed(others, what, folder, tree)
-    has_workers = not is_launched()
-    jobs = jobs_of(draft.leaves, HOST if has_workers else 0)
-    try:
-        write = _copied(jobs, folder, HOST if has_workers else others.rank)
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-        others.settle([(None, failure)], lambda given: _committed(given, folder, draft), what)
-        raise
-    draft = draft.without_values()
+    from torchpmap._checkpoint_save import begin
 
-    def finish() -> str | None:
-        return others.settle(write(), lambda given: _committed(given, folder, draft), what)
-
+    finish = begin(path, tree)
     if _saving is None:
         atexit.register(_report_at_exit)
-    saving = _saving = Saving(folder.path, finish)
+    saving = _saving = Saving(Path(os.path.abspath(path)), finish)
     if asynchronous:
         return saving
     saving.wait()
-    return None
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """What is going to be saved."""
-
-    entries: dict[str, Entry]
-    """Without records: nothing is written yet."""
-    skeleton: Any
-    leaves: tuple[Saved, ...] = ()
-
-    def without_values(self) -> _Draft:
-        return _Draft(self.entries, self.skeleton)
-
-
-def _agreed(others: Peers, what: str, folder: Folder, tree: Any) -> _Draft:
-    """What to save; nobody goes on unless all processes are about to save the same."""
-
-    def draft() -> _Draft:
-        leaves, structure = leaves_of(tree, "tree")
-        saved = tuple(described(leaf) for leaf in leaves)
-        block_until_ready(tree)
-        if others.rank == 0:
-            folder.prepare()
-        entries = {each.leaf.key: each.entry() for each in saved}
-        return _Draft(entries, skeleton_of(structure), saved)
-
-    try:
-        drafted = _together(others, what, draft)
-        if others.size > 1:
-            lines = {each.leaf.path: each.describe() for each in drafted.leaves}
-            _compare(others.exchange(lines, what), what)
-    except Exception:
-        if others.rank == 0:
-            folder.discard()
-        raise
-    return drafted
-
-
-def _compare(given: Sequence[dict[str, str]], what: str) -> None:
-    for rank, lines in enumerate(given):
-        for path in [*given[0], *lines]:
-            mine, theirs = given[0].get(path, "nothing"), lines.get(path, "nothing")
-            if mine != theirs:
-                raise ValueError(
-                    f"{what}: the processes differ at {path}: rank 0 has {mine}, rank {rank} has "
-                    f"{theirs}. What is no ShardedTensor is saved once, so it must be the same in "
-                    "all processes. To save a value of each, make it a row: "
-                    "torchpmap.device_put(value[None], torchpmap.local_devices())."
-                )
-
-
-def _copied(jobs: dict[int, list[Job]], folder: Folder, mine: int) -> Callable[[], list[Answer]]:
-    """Copy what has to be written; what is returned writes it."""
-    files = {writer: f"__{writer}_0.distcp" for writer in jobs}
-    files[HOST] = "__host_0.distcp"
-    here = jobs.get(mine, [])
-    elsewhere = {writer: given for writer, given in jobs.items() if writer != HOST}
-    line: Line | None = None
-    if mine == HOST and elsewhere:
-        line = Line(folder.growing, len(elsewhere))
-        try:
-            copy_on_workers(elsewhere, line, files)
-            line.accept(len(elsewhere))
-        except BaseException:
-            line.close()
-            raise
-    copies = copy_here(here)
-
-    def write() -> list[Answer]:
-        answers: list[Answer] = []
-        if copies:
-            try:
-                answers.append((write_records(folder.growing / files[mine], copies), None))
-            except Exception as error:
-                answers.append((None, f"{type(error).__name__}: {error}"))
-        return answers if line is None else answers + line.answers()
-
-    return write
-
-
-def _committed(given: Sequence[Sequence[Answer]], folder: Folder, draft: _Draft) -> str | None:
-    """Give the folder its name if all is well; else what is not."""
-    answers = [answer for each in given for answer in each]
-    try:
-        failures = [failure for _, failure in answers if failure is not None]
-        if failures:
-            raise CheckpointError(failures[0])
-        records: dict[str, list[Record]] = {key: [] for key in draft.entries}
-        for written, _ in answers:
-            for key, record in written or ():
-                records[key].append(record)
-        folder.commit(
-            {key: e.with_records(records[key]) for key, e in draft.entries.items()}, draft.skeleton
-        )
-    except Exception as error:
-        folder.discard()
-        known = isinstance(error, CheckpointError)
-        return str(error) if known else f"{type(error).__name__}: {error}"
     return None
 
 
@@ -316,69 +186,9 @@ def load(path: PathLike, like: Any = None) -> Any:
     """
     _refuse_inside("load")
     _wait_for_previous()
-    others, what = peers(), f"torchpmap.checkpoint.load({str(path)!r})"
-    folder = Folder(path).find()
-    leaves, structure = leaves_of(like, "like")
+    from torchpmap._checkpoint_load import load_tree
 
-    def plan() -> tuple[Table, list[Any]]:
-        table = Table.read(folder)
-        if like is None:
-            return table, []
-        _check_names(table, {leaf.key: leaf.path for leaf in leaves})
-        return table, [wanted(leaf, table) for leaf in leaves]
-
-    table, wants = _together(others, what, plan)
-    digests = others.exchange(table.digest, what)
-    if len(set(digests)) > 1:
-        raise CheckpointError(
-            f"{what}: the processes see different checkpoints: {digests}, by rank. Give the same "
-            "path everywhere, on a file system that all hosts share."
-        )
-    if like is not None:
-        return structure.unflatten(_together(others, what, lambda: restore(wants, table)))
-
-    def everything() -> dict[str, Any]:
-        return {key: whole_value(table, key) for key in table.entries}
-
-    values = _together(others, what, everything)
-    return values if table.skeleton is None else rebuild(table.skeleton, values)
-
-
-def _check_names(table: Table, paths: dict[str, str]) -> None:
-    missing = [f"{path} ({key!r})" for key, path in paths.items() if key not in table.entries]
-    unknown = [repr(key) for key in table.entries if key not in paths]
-    if missing or unknown:
-        parts = []
-        if missing:
-            parts.append(f"the checkpoint lacks {_some(missing)}")
-        if unknown:
-            parts.append(f"like has no place for {_some(unknown)} of the checkpoint")
-        raise ValueError(
-            f"torchpmap.checkpoint.load: {table.folder} has another structure: "
-            f"{'; '.join(parts)}. Give a tree of the structure that was saved (load without like= "
-            "shows it)."
-        )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
-
-
-def _together(others: Peers, what: str, work: Callable[[], _T]) -> _T:
-    """Do a thing in all processes; if it fails in one, it fails in all."""
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as caught:
-        error = caught
-    failures = others.exchange(None if error is None else f"{type(error).__name__}: {error}", what)
-    if error is not None:
-        raise error
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise CheckpointError(f"{what}: rank {rank} failed: {failure}")
-    return result
+    return load_tree(path, like)
 
 
 def latest(directory: PathLike) -> Path | None:
@@ -406,7 +216,10 @@ def latest(directory: PathLike) -> Path | None:
     for name in sorted(found, key=lambda name: (found[name], name), reverse=True):
         folder = Folder(root / name).find()
         try:
-            Table.read(folder)
+            if read_table(folder) is None:
+                from torchpmap._checkpoint_storage import Table
+
+                Table.of(folder)
             return root / name
         except FileNotFoundError:
             continue  # something else

@@ -1,0 +1,131 @@
+"""A save: agree on the tree, copy what has to be written, and write it in a thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torchpmap._checkpoint_files import Folder
+from torchpmap._checkpoint_peers import Peers, peers, together
+from torchpmap._checkpoint_storage import finish
+from torchpmap._checkpoint_tree import leaves_of, skeleton_of
+from torchpmap._checkpoint_values import (
+    HOST,
+    Saved,
+    copy_here,
+    copy_on_workers,
+    described,
+    planned,
+)
+from torchpmap._checkpoint_workers import Answer, Line, attempt
+from torchpmap._current import is_launched
+from torchpmap._errors import CheckpointError
+from torchpmap._placement import block_until_ready
+
+__all__ = ["begin"]
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What is going to be saved, without the values."""
+
+    folder: Folder
+    plans: dict[int, SavePlan]
+    metadata: Metadata
+    rows: dict[str, dict[str, Any]]
+    """The leaves in the table."""
+    skeleton: Any
+
+    def commit(self, given: Sequence[Sequence[Answer]]) -> str | None:
+        """Give the folder its name if all is well; else what is not."""
+        answers = [answer for each in given for answer in each]
+        try:
+            failures = [failure for _, failure in answers if failure is not None]
+            if failures:
+                raise CheckpointError(failures[0])
+            written = [each for some, _ in answers for each in some or ()]
+            finish(self.folder, self.metadata, self.rows, self.skeleton, written)
+        except Exception as error:
+            self.folder.discard()
+            known = isinstance(error, CheckpointError)
+            return str(error) if known else f"{type(error).__name__}: {error}"
+        return None
+
+
+def begin(path: str | os.PathLike[str], tree: Any) -> Callable[[], str | None]:
+    """Copy what has to be written; what is returned writes it, and says what went wrong."""
+    others, what = peers(), f"torchpmap.checkpoint.save({str(path)!r})"
+    draft, leaves = _agreed(others, what, Folder(path), tree)
+    try:
+        write = _copied(draft, leaves, others.rank if is_launched() else HOST)
+    except Exception as error:
+        others.settle([(None, f"{type(error).__name__}: {error}")], draft.commit, what)
+        raise
+    return lambda: others.settle(write(), draft.commit, what)
+
+
+def _agreed(others: Peers, what: str, folder: Folder, tree: Any) -> tuple[_Draft, dict[str, Saved]]:
+    """What to save; nobody goes on unless all processes are about to save the same."""
+
+    def draft() -> tuple[_Draft, dict[str, Saved]]:
+        found, structure = leaves_of(tree, "tree")
+        leaves = {leaf.key: described(leaf) for leaf in found}
+        block_until_ready(tree)
+        if others.rank == 0:
+            folder.prepare()
+        plans, metadata = planned(tuple(leaves.values()), 0 if is_launched() else HOST)
+        rows = {key: saved.row() for key, saved in leaves.items()}
+        return _Draft(folder, plans, metadata, rows, skeleton_of(structure)), leaves
+
+    try:
+        drafted, leaves = together(others, what, draft)
+        if others.size > 1:
+            lines = {saved.leaf.path: saved.describe() for saved in leaves.values()}
+            _compare(others.exchange(lines, what), what)
+    except Exception:
+        if others.rank == 0:
+            folder.discard()
+        raise
+    return drafted, leaves
+
+
+def _compare(given: Sequence[dict[str, str]], what: str) -> None:
+    for rank, lines in enumerate(given):
+        for path in [*given[0], *lines]:
+            mine, theirs = given[0].get(path, "nothing"), lines.get(path, "nothing")
+            if mine != theirs:
+                raise ValueError(
+                    f"{what}: the processes differ at {path}: rank 0 has {mine}, rank {rank} has "
+                    f"{theirs}. What is no ShardedTensor is saved once, so it must be the same in "
+                    "all processes. To save a value of each, make it a row: "
+                    "torchpmap.device_put(value[None], torchpmap.local_devices())."
+                )
+
+
+def _copied(draft: _Draft, leaves: dict[str, Saved], mine: int) -> Callable[[], list[Answer]]:
+    """Copy what has to be written; what is returned writes it."""
+    growing = draft.folder.growing
+    here = draft.plans.get(mine)
+    elsewhere = {rank: plan for rank, plan in draft.plans.items() if rank != HOST}
+    line: Line | None = None
+    if mine == HOST and elsewhere:
+        line = Line(growing, len(elsewhere))
+        try:
+            copy_on_workers(elsewhere, leaves, line)
+            line.accept(len(elsewhere))
+        except BaseException:
+            line.close()
+            raise
+    copies = {} if here is None else copy_here(here, leaves)
+
+    def write() -> list[Answer]:
+        writer = "host" if mine == HOST else mine
+        answers = [] if here is None else [attempt(growing, writer, here, copies)]
+        return answers if line is None else answers + line.answers()
+
+    return write
