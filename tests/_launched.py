@@ -58,6 +58,7 @@ class Job:
         environment: Mapping[str, str] | None = None,
         prefix: tuple[str, ...] = (),
     ) -> None:
+        self._output: str | None = None
         torchrun = (sys.executable, "-m", "torch.distributed.run", *options)
         self._process = subprocess.Popen(
             [*prefix, *torchrun, f"--nproc-per-node={num_ranks}", *command],
@@ -71,12 +72,28 @@ class Job:
 
     def wait(self, limit_s: float = LIMIT_S) -> Finished:
         try:
-            output, _ = self._process.communicate(timeout=limit_s * SCALE)
+            self._output, _ = self._process.communicate(timeout=limit_s * SCALE)
         except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job hangs; its output so far:\n{self.kill()}") from None
+        return Finished(self._process.returncode, self._output)
+
+    def kill(self) -> str:
+        """End it, if it has not; its output."""
+        if self._output is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-            output, _ = self._process.communicate()
-            raise AssertionError(f"the job hangs; its output so far:\n{output}") from None
-        return Finished(self._process.returncode, output)
+            self._output, _ = self._process.communicate()
+        return self._output
+
+
+def succeed(*jobs: Job) -> None:
+    """Wait for jobs that need each other; raise, with what each has written, if any fails."""
+    try:
+        codes = [job.wait().code for job in jobs]
+    except AssertionError:
+        codes = []
+    if any(codes) or not codes:
+        outputs = [f"-- job {number}:\n{job.kill()}" for number, job in enumerate(jobs)]
+        raise AssertionError("\n".join(["a job hangs or fails", *outputs]))
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:

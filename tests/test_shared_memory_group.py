@@ -24,7 +24,7 @@ DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8)
 _c10d = torch.ops._c10d_functional
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 5])
+@pytest.fixture(scope="module", params=[1, 2, 3])
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     with spmd(request.param) as run:
         yield run
@@ -170,7 +170,7 @@ def test_processes_of_a_host_share_memory(run):
 @pytest.mark.parametrize("operation", REDUCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_reduce(run, dtype, operation):
-    sizes = SIZES if dtype == torch.float64 else (7, 2 * SLOT + 1)
+    sizes = SIZES if dtype == torch.float64 else (7, SLOT // dtype.itemsize + 1)
     results = run(all_reduces, dtype, operation, sizes)
     for count, *found in zip(sizes, *results, strict=True):
         expected = REDUCTIONS[operation].reduce(
@@ -237,7 +237,7 @@ def test_broadcast(run):
 
 
 def test_many_in_a_row(run):
-    assert len(set(run(mixture, 300))) == 1
+    assert len(set(run(mixture, 200))) == 1
 
 
 def test_without_shared_memory():

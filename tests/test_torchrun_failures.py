@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _launched import ROOT, TESTS, Job, launch
+from _launched import ROOT, TESTS, Job, launch, succeed
 from _support import TEST_ALL
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all jobs
@@ -288,9 +288,8 @@ def test_restart_of_two_agents(tmp_path):
         port = probe.getsockname()[1]
     options = ("--nnodes=2", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-id=restarted")
     options = (*options, f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1")
-    jobs = [Job(1, str(script), str(tmp_path), options=options) for _ in range(2)]
-    for finished in [job.wait() for job in jobs]:
-        assert finished.code == 0, finished.output
+    each = [(*options, f"--rdzv-conf=is_host={is_host}") for is_host in (1, 0)]
+    succeed(*(Job(1, str(script), str(tmp_path), options=options) for options in each))
     written = [(tmp_path / f"rank{rank}").read_text().split() for rank in range(2)]
     assert [total for total, _ in written] == ["3.0", "3.0"]
     assert {count for _, count in written} == {"0", "1"}

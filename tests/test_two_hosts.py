@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _launched import TESTS, Job, answers, check
+from _launched import TESTS, Job, answers, check, succeed
 from _support import TEST_ALL
 from _torchrun_cases import CASES
 
@@ -119,8 +119,7 @@ def results(
         )
         for host, prefix in enumerate(hosts)
     ]
-    for finished in [job.wait() for job in jobs]:
-        assert finished.code == 0, finished.output
+    succeed(*jobs)
     return answers(2 * RANKS_PER_HOST, folder)
 
 

@@ -19,6 +19,7 @@ import os
 import pickle
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -66,12 +67,8 @@ _COMMUNICATING = ("_c10d_functional", "torchpmap")
 class _Freed:
     """What a team's ``released`` is here: values are freed as soon as nobody refers to them."""
 
-    def __init__(self, values: dict[int, torch.Tensor]) -> None:
-        self._values = values
-
-    def append(self, handle: int) -> None:
-        if handle in self._values:
-            del self._values[handle]
+    def __init__(self, values: dict[int, torch.Tensor | None]) -> None:
+        self.append = values.pop  # no function of Python's: every result of every call ends here
 
 
 class _Defined(NamedTuple):
@@ -100,7 +97,7 @@ class TorchrunRuntime:
         self._lock = threading.RLock()  # one call at a time: collectives have one order
         self._seq = 0
         self._next_handle = 1
-        self._values: dict[int, torch.Tensor] = {}
+        self._values: dict[int, Any] = {}
         self._plans: dict[int, _Defined] = {}
         self._teams: dict[tuple[int, ...], Team] = {}
         self._rendezvous = Rendezvous(place, device_type, config.timeout)
@@ -152,6 +149,7 @@ class TorchrunRuntime:
         with self._lock:
             self.insist()
             handle = self._number(1)
+            self._values[handle] = None
             if self.rank in team.ranks:
                 block = blocks[team.ranks.index(self.rank)].detach()
                 # a copy: the caller may write to what he gave
@@ -381,6 +379,8 @@ class TorchrunRuntime:
         self._watch.stop()
         self._rendezvous.leave(failed=failed)  # first: it is why the others' collectives end
         self._groups.drop()
+        for team in self._teams.values():
+            team.released = deque(maxlen=0)
         self._values.clear()
 
 
