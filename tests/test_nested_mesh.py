@@ -651,6 +651,7 @@ def test_refused_random_numbers(mode: Any) -> None:
 # --- options --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @modes
 @pytest.mark.parametrize("shape", [(2, 4), (9, 4)], ids=str)
 def test_check_replicated(shape: tuple[int, int], mode: Any) -> None:
