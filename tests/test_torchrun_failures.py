@@ -266,13 +266,14 @@ RESTARTED = """
 import os, pathlib, signal, sys, time
 import torch, torchpmap as tp
 torch.set_num_threads(1)
+begun = pathlib.Path(sys.argv[1], f"begun{tp.process_index()}")
+is_first = not begun.exists()
+begun.touch()
 add = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile={"backend": "eager"})
 total = add(torch.ones(1) + tp.process_index()).item()
 count = os.environ["TORCHELASTIC_RESTART_COUNT"]
-died = pathlib.Path(sys.argv[1], "died")
-if not died.exists():
+if is_first:
     if tp.process_index() == 1:
-        died.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(1000)  # not in a collective: only the other agent sees a process fail
 pathlib.Path(sys.argv[1], f"rank{tp.process_index()}").write_text(f"{total} {count}")
