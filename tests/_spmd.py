@@ -13,7 +13,7 @@ import io
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,10 +35,12 @@ Run = Callable[..., list[Any]]
 
 
 @contextmanager
-def spmd(size: int, axis_name: str = "i", shares_memory: bool = True) -> Iterator[Run]:
+def spmd(
+    size: int, axis_name: str = "i", share_memory: Container[int] = range(256)
+) -> Iterator[Run]:
     """Start ``size`` processes; yields ``run(function, *args)``, which calls it on all of them.
 
-    ``shares_memory``: False for collectives over Gloo.
+    ``share_memory``: the ranks that are willing to; unless all are, collectives go over Gloo.
     """
     preload()  # the fork server of the workers has imported torch: four processes need 8 s else
     context = mp.get_context("forkserver")
@@ -46,7 +48,8 @@ def spmd(size: int, axis_name: str = "i", shares_memory: bool = True) -> Iterato
         ends, processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            args = (rank, size, axis_name, shares_memory, str(Path(folder) / "store"), theirs)
+            shares = rank in share_memory
+            args = (rank, size, axis_name, shares, str(Path(folder) / "store"), theirs)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()

@@ -240,8 +240,9 @@ def test_many_in_a_row(run):
     assert len(set(run(mixture, 200))) == 1
 
 
-def test_without_shared_memory():
-    with spmd(2, shares_memory=False) as run:
+@pytest.mark.parametrize("willing", [(), (0,), (1,)], ids=str)
+def test_without_shared_memory(willing):
+    with spmd(2, share_memory=willing) as run:
         assert set(run(kind_of_group)) == {"ProcessGroup"}
         assert all((a == b).all() for a, b in zip(*run(all_gathers, SIZES), strict=True))
 

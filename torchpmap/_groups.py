@@ -66,7 +66,7 @@ class Groups:
         self._device = device
         self._store = store
         self._address = address
-        self._shares_memory = device.type == "cpu" and config.shared_memory
+        self._shares_memory = config.shared_memory
         self._timeout = datetime.timedelta(seconds=config.timeout)
         self._lock = threading.Lock()  # guards _sockets, _meetings, epoch, _cut_epoch and _cut
         self._sockets: list[socket.socket] = []
@@ -97,7 +97,7 @@ class Groups:
         self._groups[name] = group
 
     def _share(self, store: dist.Store, members: RankTuple) -> SharedMemoryGroup | None:
-        if not self._shares_memory:
+        if self._device.type != "cpu":
             return None
         place, limit_s = members.index(self._rank), self._timeout.total_seconds()
         meeting = connect(
@@ -107,6 +107,7 @@ class Groups:
             limit_s,
             self.occasion,
             lambda keys: self._wait(store, keys, members),
+            willing=self._shares_memory,
         )
         if meeting is None:
             return None

@@ -210,12 +210,15 @@ def connect(
     limit_s: float,
     occasion: Occasion,
     wait: Callable[[Sequence[str]], None],
+    *,
+    willing: bool,
 ) -> Meeting | None:
-    """Meet the other ``ranks`` for the first time; None, for all, if they cannot share memory.
+    """Meet the other ``ranks`` for the first time; None, for all, if they cannot share memory, or
+    if one of them is not ``willing``.
 
     ``wait`` waits for keys of the store.
     """
-    size = len(ranks)
+    size, able = len(ranks), willing and _is_able()
 
     def exchanged(name: str, *mine: int) -> list[list[int]]:
         store.set(f"{name}/{place}", " ".join(map(str, mine)))
@@ -225,13 +228,13 @@ def connect(
 
     fd, memory, token = -1, None, secrets.randbits(62)
     try:
-        if place == 0 and sys.platform == "linux" and platform.machine() == "x86_64":
+        if place == 0 and able:
             fd = os.memfd_create("torchpmap-group", os.MFD_CLOEXEC)
             os.truncate(fd, _extent(size)[1])
             memory = _Memory(fd, size)
             memory.numbers[memory.token] = token
         members = exchanged("member", os.getpid(), fd, token)
-        if place > 0:
+        if place > 0 and able:
             pid, there, their_token = members[0]
             memory = _found(pid, there, their_token, size)
         shares = exchanged("shares", int(memory is not None))
@@ -244,6 +247,16 @@ def connect(
         return Meeting(ranks, place, memory, [pid for pid, _, _ in members], limit_s, occasion)
     except ProcessLookupError as error:
         raise RuntimeError("process group: another process of it has ended") from error
+
+
+def _is_able() -> bool:
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:  # an old kernel, or a sandbox
+        return False
+    return True
 
 
 def _found(pid: int, fd: int, token: int, size: int) -> _Memory | None:
