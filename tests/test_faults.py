@@ -232,10 +232,15 @@ def test_calls_behind_a_failed_one_are_poisoned():
     g(torch.zeros(N, 1)).block_until_ready()
     f(torch.zeros(N, 1), torch.zeros(N, 1, dtype=torch.int64)).block_until_ready()
     y = f(torch.zeros(N, 1), torch.tensor([[0], [7], [0], [0]]))
-    with pytest.raises(IndexError, match="out of range"):  # at the latest when it is looked at
+
+    def use():
+        value = y
         for _ in range(5):
-            y = g(y)
-        y.cpu()
+            value = g(value)
+        value.cpu()
+
+    with pytest.raises(IndexError, match="out of range"):  # here at the latest
+        use()
     assert_pool_works()
 
 
