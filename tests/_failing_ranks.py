@@ -11,7 +11,6 @@ import atexit
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import torch._decomp
 import torch._dynamo
 import torch._refs
 import torch.fx.experimental.proxy_tensor
+from _launched import free_port
 from _support import SCALE
 
 import torchpmap as tp
@@ -234,12 +234,6 @@ def used_after_a_failure(rank: int) -> None:
 # -- driver ----------------------------------------------------------------------------------------
 
 
-def _port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _process(function: Callable[[int], None], rank: int, path: Path) -> int:
     """Fork a process that ends as a script does; its id."""
     sys.stdout.flush()
@@ -263,7 +257,7 @@ def _process(function: Callable[[int], None], rank: int, path: Path) -> int:
 
 def _run(name: str, folder: Path) -> list[Ended]:
     num_ranks, function, environment = JOBS[name]
-    os.environ.update({"MASTER_PORT": str(_port()), "TORCHPMAP_TIMEOUT": "60", **environment})
+    os.environ.update({"MASTER_PORT": str(free_port()), "TORCHPMAP_TIMEOUT": "60", **environment})
     paths = [folder / f"{name}{rank}" for rank in range(num_ranks)]
     pids: list[int] = []
     for rank, path in enumerate(paths):

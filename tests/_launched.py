@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -83,6 +84,12 @@ class Job:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._output, _ = self._process.communicate()
         return self._output
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def succeed(*jobs: Job) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from _launched import ROOT, TESTS, Job, launch, succeed
+from _launched import ROOT, TESTS, Job, free_port, launch, succeed
 from _support import TEST_ALL
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all jobs
@@ -284,11 +283,8 @@ def test_restart_of_two_agents(tmp_path):
     """Torchrun tells the processes of the two that they are of different attempts."""
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     options = ("--nnodes=2", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-id=restarted")
-    options = (*options, f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1")
+    options = (*options, f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1")
     each = [(*options, f"--rdzv-conf=is_host={is_host}") for is_host in (1, 0)]
     succeed(*(Job(1, str(script), str(tmp_path), options=options) for options in each))
     written = [(tmp_path / f"rank{rank}").read_text().split() for rank in range(2)]

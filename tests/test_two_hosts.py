@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from _launched import TESTS, Job, answers, check, succeed
+from _launched import TESTS, Job, answers, check, free_port, succeed
 from _support import TEST_ALL
 from _torchrun_cases import CASES
 
@@ -77,12 +76,6 @@ def hosts() -> Iterator[list[tuple[str, ...]]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def _port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def _static(host: int, port: int) -> tuple[str, ...]:
     return f"--node-rank={host}", f"--master-addr={HOSTS[0]}", f"--master-port={port}"
 
@@ -105,7 +98,7 @@ def results(
     request: Any, hosts: list[tuple[str, ...]], tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("two_hosts")
-    port = _port()
+    port = free_port()
     jobs = [
         Job(
             RANKS_PER_HOST,

@@ -39,8 +39,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchpmap._checkpoint_files import METADATA, TABLE, Folder, broken, read_table
+from torchpmap._errors import kind_of
 
-__all__ = ["Extent", "Table", "Written", "describe", "finish", "name_of", "write", "write_item"]
+__all__ = ["Extent", "Table", "Written", "describe", "finish", "write", "write_item"]
 
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a part of a leaf."""
@@ -51,11 +52,7 @@ _MARK = "torchpmap"  # in ``.metadata``: there was a table beside it
 
 def describe(kind: str, dtype: torch.dtype | None, shape: Sequence[int]) -> str:
     """``float32[2, 3]``, or ``a Python int``."""
-    return f"a Python {kind}" if dtype is None else f"{name_of(dtype)}{list(shape)}"
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"a Python {kind}" if dtype is None else kind_of(shape, dtype)
 
 
 def write_item(

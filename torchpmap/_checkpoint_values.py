@@ -18,11 +18,12 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from torchpmap._checkpoint_storage import Extent, describe, name_of, write_item
+from torchpmap._checkpoint_storage import Extent, describe, write_item
 from torchpmap._checkpoint_tree import VALUES, Leaf, kind_of
 from torchpmap._checkpoint_workers import Line, Snapshot, run_on
 from torchpmap._current import process_count, process_index
 from torchpmap._current import runtime as current_runtime
+from torchpmap._errors import dtype_name
 from torchpmap._layout import Layout
 from torchpmap._plan import host_tensor
 from torchpmap._runtimes._base import Handle
@@ -74,7 +75,7 @@ class Saved:
 
     def row(self) -> dict[str, Any]:
         """As in the table, before anything is written."""
-        dtype = "" if self.dtype is None else name_of(self.dtype)
+        dtype = "" if self.dtype is None else dtype_name(self.dtype)
         row = {"kind": self.kind, "shape": self.shape, "dtype": dtype}
         return {**row, "route": self.leaf.route, "records": []}
 

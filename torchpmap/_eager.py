@@ -7,7 +7,6 @@ they returned is compared before it is given out.
 
 from __future__ import annotations
 
-import hashlib
 import linecache
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from torchpmap._grid import Grid
 from torchpmap._plan import Called
 from torchpmap._program import EagerCall, EagerReport, Program, no_stream, not_replicated
 from torchpmap._runtimes._base import Handle
-from torchpmap._shipping import pickled_function
+from torchpmap._shipping import number_of, pickled_function
 from torchpmap._streams import draw_key, peek_key
 
 __all__ = ["EagerPlan"]
@@ -46,7 +45,7 @@ class EagerPlan:
         team = runtime.team(tuple(device.id for device in self._grid.devices))
         name = f"{self._program.name}()"
         function = pickled_function(self._program, name, here=runtime.runs_here)
-        function_id = int.from_bytes(hashlib.blake2b(function, digest_size=7).digest(), "little")
+        function_id = number_of(function)
         key = peek_key()
         call = EagerCall(
             self._program.name,

@@ -56,7 +56,6 @@ _MAX_PREPARED = 4096
 """Prepared calls a function keeps; statics or shapes that never repeat would fill memory."""
 
 _num_modes = torch._C._len_torch_dispatch_stack
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 @_disable_dynamo
@@ -161,7 +160,7 @@ class Pmapped:
         leaves, structure = flatten_call(args, kwargs)
         key = (
             structure,
-            ambient() if _is_any_autocast_enabled() else torch.get_default_dtype(),
+            ambient(),
             tuple(
                 [
                     leaf._layout if type(leaf) is ShardedTensor else _leaf_key(leaf)

@@ -12,6 +12,7 @@ function inside.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import operator
 import types
@@ -24,7 +25,7 @@ from torch.fx.node import map_arg
 
 from torchpmap._custom_ops import HiddenOperation, mentioned, reduced, source
 
-__all__ = ["pickled", "pickled_function"]
+__all__ = ["number_of", "pickled", "pickled_function"]
 
 _NO_LOCKS = (
     "Locks, open files, sockets and generators do not travel: create them inside the function"
@@ -76,6 +77,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if inner is not None and callable(obj):
             return _same, (inner,)
         return super().reducer_override(obj)
+
+
+def number_of(data: bytes) -> int:
+    """A number of 56 bits that stands for ``data``, the same in all processes."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
 def pickled(value: Any) -> bytes:

@@ -13,7 +13,6 @@ the job.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import pickle
@@ -48,6 +47,7 @@ from torchpmap._program import EagerCall, EagerReport, Program, run_eager_call
 from torchpmap._runtimes._base import Handle, Team
 from torchpmap._runtimes._rendezvous import Rendezvous
 from torchpmap._runtimes._watch import Watch
+from torchpmap._shipping import number_of
 
 __all__ = ["TorchrunRuntime"]
 
@@ -149,12 +149,12 @@ class TorchrunRuntime:
         with self._lock:
             self.insist()
             handle = self._number(1)
-            self._values[handle] = None
+            copy = None  # where this process has no part of it
             if self.rank in team.ranks:
                 block = blocks[team.ranks.index(self.rank)].detach()
                 # a copy: the caller may write to what he gave
-                copy = torch.empty(block.shape, dtype=block.dtype, device=self.device)
-                self._values[handle] = copy.copy_(block)
+                copy = torch.empty(block.shape, dtype=block.dtype, device=self.device).copy_(block)
+            self._values[handle] = copy
             return Handle(handle, self._seq, team)
 
     def fetch(self, handle: Handle, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
@@ -205,7 +205,7 @@ class TorchrunRuntime:
                 if not definition.backend.is_inductor:  # whose code turns gradients off itself
                     runner = torch.no_grad()(runner)
                 axis = ranks if _communicates(definition) else None
-                number = _number_of(described)
+                number = number_of(described.encode())
                 self._groups.calls[number] = definition.name
                 self._plans[definition.plan_id] = _Defined(runner, definition.name, axis, number)
 
@@ -453,7 +453,3 @@ def _described(definition: Definition) -> str:
         if isinstance(value, torch.Tensor)
     }
     return "\n".join([*lines, *(f"{name} = {value!r}" for name, value in constants.items())])
-
-
-def _number_of(described: str) -> int:
-    return int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "little")
