@@ -147,8 +147,7 @@ class Rendezvous:
         by_rank = zip(waiting.ranks, keys, strict=True)
         missing = [rank for rank, key in by_rank if not self.store.check([key])]
         for rank in missing:
-            if self.store.check([f"left/{rank}"]):
-                raise CollectiveMismatch(f"{waiting.what}: {_absent(rank)}")
+            self._insist_on(rank, f"{waiting.what}: ")
             other = self.waiting_of(rank)
             if other is not None and self._is_crossed(other) and waiting.turn >= 0:
                 raise CollectiveMismatch(
@@ -220,8 +219,16 @@ class Rendezvous:
     def raise_absence(self) -> None:
         """Raise if another process has ended its program."""
         for rank in range(self.place.size):
-            if rank != self.place.rank and self.store.check([f"left/{rank}"]):
-                raise CollectiveMismatch(_absent(rank))
+            if rank != self.place.rank:
+                self._insist_on(rank)
+
+    def _insist_on(self, rank: int, begin: str = "") -> None:
+        """Raise if a process has ended its program."""
+        if self.store.check([f"left/{rank}"]):
+            self.raise_cause()  # who fails says why before it leaves, perhaps only now
+            raise CollectiveMismatch(
+                f"{begin}rank {rank} has ended its program and will not come. {_RULE}"
+            )
 
     def leave(self, *, failed: bool) -> None:
         """Say that this process makes no more calls here."""
@@ -229,10 +236,6 @@ class Rendezvous:
             leave_at_once()
         with contextlib.suppress(Exception):
             self.store.set(f"left/{self.place.rank}", "")
-
-
-def _absent(rank: int) -> str:
-    return f"rank {rank} has ended its program and will not come. {_RULE}"
 
 
 def _packed(value: Any) -> Any:  # the stores take bytes, but are annotated otherwise
