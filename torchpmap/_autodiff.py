@@ -25,6 +25,7 @@ from torchpmap._trace import Untraceable
 
 __all__ = ["apply_operation", "is_transformed", "no_derivative", "without_derivative"]
 
+_is_under_functorch = torch._C._are_functorch_transforms_active
 
 # -- the function that torch's transforms see ------------------------------------------------------
 
@@ -157,7 +158,7 @@ class _Mapped(torch.autograd.Function):
 
 def is_transformed() -> bool:
     """Whether a transform of torch.func, or forward-mode differentiation, is around the caller."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _is_under_functorch() or forward_ad._current_level >= 0
 
 
 def apply_operation(

@@ -106,9 +106,8 @@ def bind(*parts: Axis) -> Iterator[Parts]:
         _bound.reset(token)
 
 
-def bound() -> tuple[Parts, ...]:
-    """Every bound axis, outermost first."""
-    return _bound.get()
+bound = _bound.get  # no function of Python's: every call asks
+"""Every bound axis, outermost first."""
 
 
 def lookup(name: Hashable) -> Parts:

@@ -123,13 +123,11 @@ def run_on(team: Team, program: Snapshot | Restore, handles: Sequence[Handle]) -
         "torchpmap.checkpoint",
         secrets.randbits(56),
         pickle.dumps((program, [])),
-        tuple(handle.id for handle in handles),
         team.ranks,
         group,
         (),
     )
-    reports, first, seq = team.runtime.run_eagerly(team, call)
-    return [Handle(first + k, seq, team) for k in range(len(reports[0].shapes))]
+    return team.runtime.run_eagerly(team, call, handles)[1]
 
 
 class Line:

@@ -7,6 +7,7 @@ the start, by name.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -83,23 +84,15 @@ class Settings:
     timeout: float
     shared_memory: bool
     runtime: str
+    is_inline: bool
+    """Whether ``runtime`` is ``"inline"``; asked at every call, so it stays in its slot until an
+    assignment or ``reset``.
+    """
 
-    __slots__ = ("_is_inline", "_set")
+    __slots__ = ("_set", "is_inline")
 
     def __init__(self) -> None:
         object.__setattr__(self, "_set", {})
-        object.__setattr__(self, "_is_inline", None)
-
-    @property
-    def is_inline(self) -> bool:
-        """Whether ``runtime`` is ``"inline"``; asked at every call, so the environment is read only
-        once (and again after ``reset``).
-        """
-        known: bool | None = self._is_inline
-        if known is None:
-            known = self.runtime == "inline"
-            object.__setattr__(self, "_is_inline", known)
-        return known
 
     def snapshot(self) -> Config:
         """Return the settings that a runtime started now would use."""
@@ -108,9 +101,16 @@ class Settings:
     def reset(self) -> None:
         """Forget every assignment."""
         self._set.clear()
-        object.__setattr__(self, "_is_inline", None)
+        self._forget()
+
+    def _forget(self) -> None:
+        with contextlib.suppress(AttributeError):
+            object.__delattr__(self, "is_inline")
 
     def __getattr__(self, name: str) -> Any:
+        if name == "is_inline":  # its slot is empty
+            object.__setattr__(self, name, self.runtime == "inline")
+            return self.is_inline
         if name not in _CHECKS:
             raise AttributeError(_unknown(name))
         return getattr(self.snapshot(), name)
@@ -119,7 +119,7 @@ class Settings:
         if name not in _CHECKS:
             raise AttributeError(_unknown(name))
         self._set[name] = getattr(Config(**{name: value}), name)
-        object.__setattr__(self, "_is_inline", None)
+        self._forget()
 
     def __dir__(self) -> list[str]:
         return [*_CHECKS, "reset", "snapshot"]

@@ -51,17 +51,12 @@ class EagerPlan:
             self._program.name,
             function_id,
             function,
-            tuple(handle.id for handle in held),
             self._ranks,
             self._group,
             _sources_of_no_file(),
             tuple(key.tolist()),
         )
-        reports, first, seq = runtime.run_eagerly(team, call)
-        outputs = [
-            Handle(first + k, seq, team)
-            for k in range(sum(s is not None for s in reports[0].shapes))
-        ]
+        reports, outputs = runtime.run_eagerly(team, call, held)
         self._check(reports)
         report = reports[0]
         if report.used_key:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -164,14 +163,11 @@ class Plan:
 
     def start(self, held: Sequence[Handle]) -> list[Handle]:
         """Run on all inputs; gives outputs, then checks, then residuals."""
-        team = self.team
         if self.undefined:
             self.define()
-        handles = [handle.id for handle in held]
+        team = self.team
         num_outputs = len(self.outputs) + self.num_residuals
-        first, seq = team.runtime.execute(team, self.definition.plan_id, handles, num_outputs)
-        # map: trees have hundreds of leaves, and a Python loop costs 0.1 us for each
-        return list(map(Handle, range(first, first + num_outputs), repeat(seq), repeat(team)))
+        return team.runtime.execute(team, self.definition.plan_id, held, num_outputs)
 
     def _checked(self, handles: list[Handle]) -> list[tuple[Layout, Handle]]:
         outputs = list(zip(self.outputs, handles))  # noqa: B905 - residuals are left out

@@ -55,7 +55,9 @@ _BEHIND_RESULTS = tuple(
 _MAX_PREPARED = 4096
 """Prepared calls a function keeps; statics or shapes that never repeat would fill memory."""
 
+_is_grad_enabled = torch.is_grad_enabled
 _num_modes = torch._C._len_torch_dispatch_stack
+_any_requires_grad = torch._C._any_requires_grad  # also of what is no tensor: then it does not
 
 
 @_disable_dynamo
@@ -75,13 +77,6 @@ def _is_traced() -> bool:
     """
     key = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(kind) for kind in (key.PROXY, key.FAKE))
-
-
-def _any_requires_grad(leaves: list[Any]) -> bool:
-    for leaf in leaves:  # noqa: SIM110 - twice as fast as any(): there may be hundreds
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            return True
-    return False
 
 
 class _Method:
@@ -172,13 +167,16 @@ class Pmapped:
         if runtime is not self._runtime or self._environment.changed():
             self._forget(runtime)
         # most calls are like the one before, and to compare keys takes less than to hash one
-        prepared = self._latest[1] if key == self._latest[0] else self._prepared.get(key)
-        if prepared is not None and prepared.plan.holds():
+        latest, prepared = self._latest
+        if key != latest:
+            prepared = self._prepared.get(key)
             self._latest = key, prepared
+        if prepared is not None and prepared.plan.holds():
             return self._run(prepared, leaves, runtime)
         if len(self._prepared) >= _MAX_PREPARED:
             self._forget(runtime)
         prepared = self._prepared[key] = self._preparation.prepare(args, kwargs)
+        self._latest = key, prepared
         # after tracing: what the function itself rebinds must not count as a change
         self._environment.refresh()
         result = self._run(prepared, leaves, runtime)
@@ -220,14 +218,16 @@ class Pmapped:
         if prepared.donated:
             refuse_aliased_donation(self._options.prefix, prepared.paths, prepared.donated, leaves)
         if is_transformed() or (
-            torch.is_grad_enabled() and (plan.requires_grad or _any_requires_grad(leaves))
+            _is_grad_enabled() and (plan.requires_grad or _any_requires_grad(*leaves))
         ):
             return self._run_differentiated(prepared, leaves)
         if prepared.in_place:
-            held = [leaf._handle for leaf in leaves]
-            for handle in held:
+            held = []
+            for leaf in leaves:
+                handle = leaf._handle
                 if handle.team.runtime is not runtime:
                     raise closed_pool()
+                held.append(handle)
         else:
             held = [
                 place(leaf, layout) for leaf, layout in zip(leaves, prepared.layouts, strict=True)
@@ -237,10 +237,12 @@ class Pmapped:
                 runtime.check(handle)
         direct = prepared.direct
         if direct is not None:
-            results = list(map(make_sharded, direct.outputs, direct.run(held)))
+            handles = direct.run(held)
             if prepared.donated:
                 self._consume(prepared, leaves)
-            return direct.tree(results)
+            if prepared.is_lone:
+                return make_sharded(direct.outputs[0], handles[0])
+            return direct.tree(list(map(make_sharded, direct.outputs, handles)))
         called = plan.call(held)
         if called.requires_grad and torch.is_grad_enabled():
             return self._run_differentiated(prepared, leaves, called)

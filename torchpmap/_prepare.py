@@ -41,6 +41,9 @@ __all__ = ["Preparation", "Prepared", "ambient", "refuse_aliased_donation"]
 
 _DATA = (torch.Tensor, np.ndarray)
 
+_default_dtype = torch.get_default_dtype
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
@@ -54,6 +57,8 @@ class Prepared:
     """Whether the key says that every block is where the plan wants it."""
     direct: Plan | None
     """The plan, if it says all about its outputs."""
+    is_lone: bool
+    """Whether that gives one value, in no container."""
     donated: tuple[int, ...]
     paths: tuple[str, ...]
     program: Program
@@ -249,7 +254,16 @@ class Preparation:
             plan = self._plans[kind] = self._make_plan(program, tuple(layouts), grid)
         direct = plan if isinstance(plan, Plan) and plan.says_all else None
         return Prepared(
-            plan, positions, tuple(layouts), in_place, direct, donated, paths, program, grid
+            plan,
+            positions,
+            tuple(layouts),
+            in_place,
+            direct,
+            direct is not None and direct.structure.root is None and not direct.nones,
+            donated,
+            paths,
+            program,
+            grid,
         )
 
     def operation(self, prepared: Prepared) -> Primal:
@@ -363,13 +377,14 @@ def refuse_aliased_donation(
 
 def ambient() -> Hashable:
     """Settings of the calling thread that change what a function computes."""
-    if torch._C._is_any_autocast_enabled():
-        kinds = ("cpu", "cuda")
-        autocast = tuple(
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
-        )
-        return torch.get_default_dtype(), autocast
-    return torch.get_default_dtype()
+    dtype = _default_dtype()
+    if not _is_any_autocast_enabled():
+        return dtype
+    kinds = ("cpu", "cuda")
+    autocast = tuple(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
+    )
+    return dtype, autocast
 
 
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], torch.dtype]:

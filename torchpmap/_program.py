@@ -365,7 +365,6 @@ class EagerCall:
     """The pickled ``Program`` and list of the tensors it closes over; None for a worker that has
     them.
     """
-    handles: tuple[int, ...]
     ranks: tuple[int, ...]
     group: str
     sources: tuple[tuple[str, Any], ...]
@@ -373,10 +372,15 @@ class EagerCall:
     """
     key: tuple[int, ...] = (0, 0)
     """For random numbers."""
+    inputs: tuple[int, ...] = ()
+    """Where a worker finds them."""
     first_output: int = 0
 
-    def placed(self, first_output: int, *, without_function: bool) -> EagerCall:
-        placed = replace(self, first_output=first_output)
+    def placed(
+        self, inputs: tuple[int, ...], first_output: int, *, without_function: bool
+    ) -> EagerCall:
+        """The call as a worker is told."""
+        placed = replace(self, inputs=inputs, first_output=first_output)
         return replace(placed, function=None, sources=()) if without_function else placed
 
 

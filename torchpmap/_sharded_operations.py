@@ -235,10 +235,8 @@ def start(operation: Operation, kind: Any, operands: Sequence[Any]) -> list[tupl
     if made.reduces and operands[0].requires_grad:
         layout = operands[0]._layout
         _keep(known.reduced, (layout.ranks, layout.shape), layout, _MAX_REDUCED)
-    first, seq = runtime.execute(
-        team, operation.id, [handle.id for handle in held], len(made.outputs)
-    )
-    return [(layout, Handle(first + k, seq, team)) for k, layout in enumerate(made.outputs)]
+    outputs = runtime.execute(team, operation.id, held, len(made.outputs))
+    return list(zip(made.outputs, outputs, strict=True))
 
 
 def _preferred(known: _Known, func: Any, args: Sequence[Any], scan: _Scan) -> Layout | None:

@@ -31,6 +31,7 @@ _STR = {str}
 _structures: dict[Hashable, Structure] = {}
 _flat_calls: dict[int, Structure] = {}  # of so many arguments that are leaves
 _leaf_types: set[type] = set()
+_registered = pytree.SUPPORTED_NODES
 _num_registered = 0
 
 
@@ -142,10 +143,13 @@ def unflatten(leaves: Sequence[Any], structure: Structure) -> Any:
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
     """Flatten the arguments of a call; the order of keyword arguments does not matter."""
-    if kwargs or not _leaf_types.issuperset(map(type, args)):
+    if kwargs:
         return flatten((args, kwargs))
+    for argument in args:  # few: a loop takes less than issuperset
+        if type(argument) not in _leaf_types:
+            return flatten((args, kwargs))
     structure = _flat_calls.get(len(args))
-    if structure is None or len(pytree.SUPPORTED_NODES) != _num_registered:
+    if structure is None or len(_registered) != _num_registered:
         found = flatten((args, kwargs))  # it may find out that a type is no leaf any more
         if _leaf_types.issuperset(map(type, args)):
             _flat_calls[len(args)] = found[1]
@@ -166,13 +170,19 @@ def leaf_paths(tree: Any, name: str) -> list[str]:
 def flatten_as_met(tree: Any) -> tuple[list[Any], Structure]:
     """Flatten with the leaves in the order of the walk."""
     global _num_registered
-    if len(pytree.SUPPORTED_NODES) != _num_registered:
+    if len(_registered) != _num_registered:
         # A type may have become a node since it was met as a leaf.
         _leaf_types.clear()
-        _num_registered = len(pytree.SUPPORTED_NODES)
+        _num_registered = len(_registered)
     leaves: list[Any] = []
     token = _walk(tree, leaves)
     structure = _structures.get(token)
+    if structure is None:
+        # where a type was met as a leaf for the first time, the token is not yet the usual one,
+        # and calls compare structures: it takes half as long if they are one object
+        leaves.clear()
+        token = _walk(tree, leaves)
+        structure = _structures.get(token)
     if structure is None:
         if len(_structures) >= _MAX_STRUCTURES:
             _structures.clear()
@@ -233,7 +243,7 @@ class Context:
 def _definition(kind: type) -> pytree.NodeDef | None:
     """Return how torch takes this type apart, or remember it as a leaf type."""
     known: Any = namedtuple if pytree.is_namedtuple_class(kind) else kind
-    found = pytree.SUPPORTED_NODES.get(known)
+    found = _registered.get(known)
     if found is None:
         if len(_leaf_types) >= _MAX_LEAF_TYPES:
             _leaf_types.clear()

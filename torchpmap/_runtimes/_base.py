@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -29,24 +29,25 @@ class Team:
         self.runtime = runtime
         self.ranks = ranks
         self.streams: list[Stream] = []
+        """To its workers, where it has some."""
         self.released: deque[int] = deque()
-        """Handles whose last reference died (any thread appends, the sender of the next frame
+        """Values there whose last reference died (any thread appends, the sender of the next frame
         takes).
         """
 
 
-class Handle:
-    """A value stored on the ranks of a team; the workers free it when the last reference dies."""
+class Handle(Protocol):
+    """A value stored on the ranks of a team, which free it when the last reference dies.  Each
+    runtime has its own kind.
+    """
 
-    __slots__ = ("id", "seq", "team")
+    @property
+    def team(self) -> Team:
+        """Who holds it."""
 
-    def __init__(self, id: int, seq: int, team: Team) -> None:
-        self.id = id
-        self.seq = seq
-        self.team = team
-
-    def __del__(self) -> None:
-        self.team.released.append(self.id)
+    @property
+    def seq(self) -> int:
+        """A number that no value has which was computed before."""
 
 
 class Runtime(Protocol):
@@ -89,16 +90,16 @@ class Runtime(Protocol):
         """Raise if a value is known to be lost."""
 
     def execute(
-        self, team: Team, plan_id: int, inputs: Sequence[int], num_outputs: int
-    ) -> tuple[int, int]:
-        """Start a plan on stored values; (handle id of the first output, seq).  Does not wait."""
+        self, team: Team, plan_id: int, held: Sequence[Any], num_outputs: int
+    ) -> list[Handle]:
+        """Start a plan on stored values; its outputs.  Does not wait."""
 
-    def run_eagerly(self, team: Team, call: EagerCall) -> tuple[list[EagerReport], int, int]:
-        """Run a Python function on every rank and wait; (one report per rank, handle id of the
-        first output, seq).
-        """
+    def run_eagerly(
+        self, team: Team, call: EagerCall, held: Sequence[Any]
+    ) -> tuple[list[EagerReport], list[Handle]]:
+        """Run a Python function on every rank and wait; one report per rank, and the outputs."""
 
-    def fetch(self, handle: Handle, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
+    def fetch(self, handle: Any, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
         """Copy blocks here: (place in the team, dim or -1, position, CPU tensor to fill) per
         request; waits.
         """

@@ -18,7 +18,6 @@ import os
 import pickle
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -64,11 +63,17 @@ _COMMUNICATING = ("_c10d_functional", "torchpmap")
 """Namespaces of operators in graphs."""
 
 
-class _Freed:
-    """What a team's ``released`` is here: values are freed as soon as nobody refers to them."""
+class _Block:
+    """A value: this process's own block of it, which is freed when nobody refers to it."""
 
-    def __init__(self, values: dict[int, torch.Tensor | None]) -> None:
-        self.append = values.pop  # no function of Python's: every result of every call ends here
+    __slots__ = ("block", "team")
+
+    seq = 0  # when it exists it is computed
+
+    def __init__(self, block: torch.Tensor | None, team: Team) -> None:
+        """``block``: None where this process has no part of the value."""
+        self.block = block
+        self.team = team
 
 
 class _Defined(NamedTuple):
@@ -95,9 +100,6 @@ class TorchrunRuntime:
         self.device = _own_device(place, device_type)
         self._closed_because: str | None = None
         self._lock = threading.RLock()  # one call at a time: collectives have one order
-        self._seq = 0
-        self._next_handle = 1
-        self._values: dict[int, Any] = {}
         self._plans: dict[int, _Defined] = {}
         self._teams: dict[tuple[int, ...], Team] = {}
         self._rendezvous = Rendezvous(place, device_type, config.timeout)
@@ -140,7 +142,6 @@ class TorchrunRuntime:
         team = self._teams.get(ranks)
         if team is None:
             team = self._teams[ranks] = Team(self, ranks)
-            team.released = _Freed(self._values)  # type: ignore[assignment]
         return team
 
     # -- values ------------------------------------------------------------------------------------
@@ -148,16 +149,14 @@ class TorchrunRuntime:
     def put(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
         with self._lock:
             self.insist()
-            handle = self._number(1)
-            copy = None  # where this process has no part of it
+            copy = None
             if self.rank in team.ranks:
                 block = blocks[team.ranks.index(self.rank)].detach()
                 # a copy: the caller may write to what he gave
                 copy = torch.empty(block.shape, dtype=block.dtype, device=self.device).copy_(block)
-            self._values[handle] = copy
-            return Handle(handle, self._seq, team)
+            return _Block(copy, team)
 
-    def fetch(self, handle: Handle, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
+    def fetch(self, handle: Any, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
         self.insist()
         for place, dim, position, target in requests:
             ranks = handle.team.ranks
@@ -168,8 +167,8 @@ class TorchrunRuntime:
                     f"{rank}; this is rank {self.rank}). Use addressable_shards for the blocks "
                     "here, or torchpmap.multihost.all_gather for the whole value in every process."
                 )
-            value = self._values[handle.id]
-            target.copy_(value.select(dim, position) if dim >= 0 else value)
+            block = handle.block
+            target.copy_(block.select(dim, position) if dim >= 0 else block)
 
     def block(self, handle: Handle) -> None:
         self.insist()
@@ -223,47 +222,51 @@ class TorchrunRuntime:
         self._plans.pop(plan_id, None)
 
     def execute(
-        self, team: Team, plan_id: int, inputs: Sequence[int], num_outputs: int
-    ) -> tuple[int, int]:
-        with self._lock:
+        self, team: Team, plan_id: int, held: Sequence[Any], num_outputs: int
+    ) -> list[Handle]:
+        self._lock.acquire()  # "with" takes twice as long
+        try:
             if self._closed_because is not None:
                 self.insist()
-            runner, name, axis, number = self._plans[plan_id]
-            values = self._values
-            blocks = [values[handle] for handle in inputs]
-            if axis is not None:
-                self._watch.begin(axis, name)
-                self._groups.occasion.number = number
+            plan = self._plans[plan_id]
+            blocks = [handle.block for handle in held]
             try:
-                if _is_transformed() or _num_modes():
-                    with _plain():
-                        results = runner(*blocks)
+                if plan.axis is not None or _is_transformed() or _num_modes():
+                    results = self._run(plan, blocks)
                 else:
-                    results = runner(*blocks)
+                    results = plan.runner(*blocks)
             except Exception as error:
                 failure = self._failed(error)
                 raise failure from failure.__cause__
-            finally:
-                if axis is not None:
-                    self._watch.running = None
-                    self._groups.occasion.number = 0
-            self._seq = seq = self._seq + 1
-            first = self._next_handle
-            self._next_handle = first + num_outputs
-            if num_outputs == 1:
-                (values[first],) = results
-            else:
-                values.update(zip(range(first, self._next_handle), results, strict=True))
-            return first, seq
+        finally:
+            self._lock.release()
+        if num_outputs == 1:
+            return [_Block(results[0], team)]
+        return [_Block(result, team) for result in results]
 
-    def run_eagerly(self, team: Team, call: EagerCall) -> tuple[list[EagerReport], int, int]:
+    def _run(self, plan: _Defined, blocks: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """A plan that waits for other processes, or is started from within a transform."""
+        if plan.axis is not None:
+            self._watch.begin(plan.axis, plan.name)
+            self._groups.occasion.number = plan.number
+        try:
+            with _plain() if _is_transformed() or _num_modes() else nullcontext():
+                return plan.runner(*blocks)
+        finally:
+            if plan.axis is not None:
+                self._watch.running = None
+                self._groups.occasion.number = 0
+
+    def run_eagerly(
+        self, team: Team, call: EagerCall, held: Sequence[Any]
+    ) -> tuple[list[EagerReport], list[Handle]]:
         with self._lock:
             self.insist()
             assert call.function is not None
             program: Program
             # a copy, as the workers of the local runtime have: what it writes to must not be seen
             program, captured = pickle.loads(call.function)
-            blocks = [self._values[handle] for handle in call.handles]
+            blocks = [handle.block for handle in held]
             index = torch.tensor(call.ranks.index(self.rank), device=self.device)
             with self._failing():
                 self._meet(call, blocks)
@@ -276,9 +279,7 @@ class TorchrunRuntime:
                 finally:
                     self._watch.running = None
                 reports = self._gathered(call, report)
-            first = self._number(len(stored))
-            self._values.update(enumerate(stored, first))
-            return reports, first, self._seq
+            return reports, [_Block(block, team) for block in stored]
 
     def _meet(self, call: EagerCall, blocks: Sequence[torch.Tensor]) -> None:
         """Nothing else says that the others are at the same call: each of them is agreed on."""
@@ -298,12 +299,6 @@ class TorchrunRuntime:
             replace(theirs, structure=report.structure) if text == mine else theirs
             for text, theirs in found
         ]
-
-    def _number(self, num_handles: int) -> int:
-        self._seq += 1
-        first = self._next_handle
-        self._next_handle += num_handles
-        return first
 
     # -- failure and end ---------------------------------------------------------------------------
 
@@ -379,9 +374,6 @@ class TorchrunRuntime:
         self._watch.stop()
         self._rendezvous.leave(failed=failed)  # first: it is why the others' collectives end
         self._groups.drop()
-        for team in self._teams.values():
-            team.released = deque(maxlen=0)
-        self._values.clear()
 
 
 def _lost(error: BaseException) -> WorkerDied:

@@ -239,7 +239,7 @@ class _Worker:
             call,
             program,
             captured,
-            self.stored(call.handles),
+            self.stored(call.inputs),
             self.index(call.ranks),
             self.groups.ensure,
         )
