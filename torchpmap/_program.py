@@ -373,13 +373,12 @@ class EagerCall:
     key: tuple[int, ...] = (0, 0)
     """For random numbers."""
     inputs: tuple[int, ...] = ()
-    """Where a worker finds them."""
     first_output: int = 0
 
     def placed(
         self, inputs: tuple[int, ...], first_output: int, *, without_function: bool
     ) -> EagerCall:
-        """The call as a worker is told."""
+        """The call as a worker is told: where its inputs are, and where its outputs go."""
         placed = replace(self, inputs=inputs, first_output=first_output)
         return replace(placed, function=None, sources=()) if without_function else placed
 
