@@ -15,7 +15,7 @@ PACKAGE = Path(tp.__file__).parent
 
 # A module imports only modules above it.
 MODULES = """
-_errors _config _launcher _inline _structure _tree _devices _mesh _layout
+_imports _errors _config _launcher _inline _structure _tree _devices _mesh _layout
 _axes _grid _collectives_raw _collectives_primitives _collectives_groups _collectives_operands
 _collectives_reduce _collectives_move _collectives_permute _collectives_ragged _collectives
 _effects

@@ -9,71 +9,74 @@ under ``torch.func``::
     normalize(torch.arange(4.0))
 """
 
-from torchpmap import checkpoint as checkpoint
-from torchpmap import debug as debug
-from torchpmap import multihost as multihost
-from torchpmap import optim as optim
-from torchpmap import random as random
-from torchpmap._collectives import (
-    all_gather,
-    all_to_all,
-    axis_bound,
-    axis_index,
-    axis_size,
-    pbroadcast,
-    pmax,
-    pmax_if_bound,
-    pmean,
-    pmean_if_bound,
-    pmin,
-    pmin_if_bound,
-    ppermute,
-    pshuffle,
-    psum,
-    psum_if_bound,
-    psum_scatter,
-    pswapaxes,
-    ragged_all_to_all,
-)
-from torchpmap._config import config
-from torchpmap._current import (
-    default_backend,
-    device_count,
-    devices,
-    init,
-    local_device_count,
-    local_devices,
-    process_count,
-    process_index,
-    shutdown,
-)
-from torchpmap._devices import Device
-from torchpmap._errors import (
-    CallTimeout,
-    CheckpointError,
-    CollectiveMismatch,
-    PmapError,
-    RuntimeClosed,
-    ShardLost,
-    TraceError,
-    WorkerDied,
-    WorkerError,
-)
-from torchpmap._grad import grad, value_and_grad
-from torchpmap._mesh import Mesh, NamedSharding, PartitionSpec, make_mesh
-from torchpmap._placement import (
-    block_until_ready,
-    device_get,
-    device_put,
-    device_put_replicated,
-    device_put_sharded,
-    replicate,
-    unreplicate,
-)
-from torchpmap._pmap import pmap
-from torchpmap._sharded import Shard, ShardedTensor
-from torchpmap._spanning import from_dtensor, global_view, local_view, to_dtensor
-from torchpmap._vmap import vmap
+from torchpmap._imports import uncollected as _uncollected
+
+with _uncollected():
+    from torchpmap import checkpoint as checkpoint
+    from torchpmap import debug as debug
+    from torchpmap import multihost as multihost
+    from torchpmap import optim as optim
+    from torchpmap import random as random
+    from torchpmap._collectives import (
+        all_gather,
+        all_to_all,
+        axis_bound,
+        axis_index,
+        axis_size,
+        pbroadcast,
+        pmax,
+        pmax_if_bound,
+        pmean,
+        pmean_if_bound,
+        pmin,
+        pmin_if_bound,
+        ppermute,
+        pshuffle,
+        psum,
+        psum_if_bound,
+        psum_scatter,
+        pswapaxes,
+        ragged_all_to_all,
+    )
+    from torchpmap._config import config
+    from torchpmap._current import (
+        default_backend,
+        device_count,
+        devices,
+        init,
+        local_device_count,
+        local_devices,
+        process_count,
+        process_index,
+        shutdown,
+    )
+    from torchpmap._devices import Device
+    from torchpmap._errors import (
+        CallTimeout,
+        CheckpointError,
+        CollectiveMismatch,
+        PmapError,
+        RuntimeClosed,
+        ShardLost,
+        TraceError,
+        WorkerDied,
+        WorkerError,
+    )
+    from torchpmap._grad import grad, value_and_grad
+    from torchpmap._mesh import Mesh, NamedSharding, PartitionSpec, make_mesh
+    from torchpmap._placement import (
+        block_until_ready,
+        device_get,
+        device_put,
+        device_put_replicated,
+        device_put_sharded,
+        replicate,
+        unreplicate,
+    )
+    from torchpmap._pmap import pmap
+    from torchpmap._sharded import Shard, ShardedTensor
+    from torchpmap._spanning import from_dtensor, global_view, local_view, to_dtensor
+    from torchpmap._vmap import vmap
 
 P = PartitionSpec
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from torchpmap._imports import uncollected
+
 __all__ = [
     "Backend",
     "Definition",
@@ -168,7 +170,8 @@ def _compile(
 
 
 def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend) -> Runner:
-    from torch._inductor import list_mode_options, standalone_compile
+    with uncollected():
+        from torch._inductor import list_mode_options, standalone_compile
 
     patches: dict[str, Any] = dict(_PATCHES)
     if all(example.device.type == "cpu" for example in examples):

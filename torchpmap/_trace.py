@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchpmap._axes import Axis, Partition, peers, subgroup_name
 from torchpmap._capture import Capture, KeepData, Substitute, clean_grads, is_real
 from torchpmap._errors import lost_write
+from torchpmap._imports import uncollected
 from torchpmap._replication import is_random, replicated
 from torchpmap._split import Halves, split
 
@@ -132,8 +133,10 @@ def trace(
     tracing.  ``split_at``: number of outputs of the forward half, and of trailing inputs that are
     cotangents.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
+    with uncollected():
+        import torch._dynamo  # make_fx would
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.proxy_tensor import make_fx
 
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     groups: dict[str, Partition] = {}

@@ -35,7 +35,7 @@ def preload() -> None:
     server: Any = forkserver._forkserver
     wanted = [name for name in server._preload_modules if name != "__main__"]  # its default
     if _PRELOAD not in wanted:
-        forkserver.set_forkserver_preload([*wanted, "torch", _PRELOAD])
+        forkserver.set_forkserver_preload([*wanted, _PRELOAD])
     forkserver.ensure_running()
 
 
