@@ -177,6 +177,10 @@ def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend
     if all(example.device.type == "cpu" for example in examples):
         # threads that wait for g++: this worker compiles, and the others wait for what it builds
         patches["compile_threads"] = min(8, len(os.sched_getaffinity(0)))
+        # Inductor would ask the C++ compiler four times (6 s) for vector instructions that
+        # /proc/cpuinfo tells already
+        if torch._inductor.config.cpp.vec_isa_ok is None:
+            patches["cpp.vec_isa_ok"] = True
     if backend.mode is not None:
         patches |= list_mode_options(backend.mode, dynamic=False)
     patches |= dict(backend.options)
