@@ -3,7 +3,7 @@
 Every ```python block runs in a fresh namespace that holds ``torch`` and ``tp``, on four CPU
 devices. A ```text block right after it is what it must print; ``...`` in it stands for anything.
 
-The blocks of README.md and one example in eight are compiled as their readers compile them, with
+The blocks of README.md and one example in twenty are compiled as their readers compile them, with
 Inductor. In the others, g++ would take half of the time of all tests: there ``compile=True`` means
 the traced graph as it is. ``TORCHPMAP_TEST_ALL=1`` compiles all.
 """
@@ -44,7 +44,7 @@ def compiler(request, monkeypatch):
 def some_compiled(params, always=lambda param: False):
     """The same test cases, some of them marked to be compiled with Inductor."""
     for number, param in enumerate(params):
-        compiled = TEST_ALL or number % 8 == 0 or always(param)
+        compiled = TEST_ALL or number % 20 == 0 or always(param)
         marks = [pytest.mark.inductor] if compiled else []
         yield pytest.param(*param.values, id=param.id, marks=marks)
 

@@ -375,7 +375,8 @@ SOME = [
 def test_some_collectives_in_other_modes(name: str, mode: Any) -> None:
     nest = NESTS[name]
     tp.init(nest.num_devices)
-    inputs = {case: sample(N, *LINEAR[case].shape) for case in SOME}
+    some = SOME[::4] if mode is True else SOME  # g++ takes a second for each
+    inputs = {case: sample(N, *LINEAR[case].shape) for case in some}
     given = {case: nest.argument(x) for case, x in inputs.items()}
     f = nested(
         lambda given: {case: LINEAR[case].run(x, nest.axis_name) for case, x in given.items()},
