@@ -281,6 +281,34 @@ def test_large_counts_use_both_words():
     assert list(zip(found[0].tolist(), found[1].tolist(), strict=True)) == expected
 
 
+@pytest.mark.parametrize("in_dims", [(0, 0, None, None), (None, None, 1, 0), (0, None, 2, None)])
+def test_the_hash_as_one_operation(in_dims):
+    """As a traced function has it, also batched, against the arithmetic that it stands for."""
+    from torchpmap._threefry import threefry2x32, whole
+
+    generator = torch.Generator().manual_seed(0)
+    words = []
+    for shape, dim in zip([(), (), (2, 1), (3,)], in_dims, strict=True):
+        shape = list(shape)
+        if dim is not None:
+            shape.insert(dim, 5)
+        words.append(torch.randint(2**32, shape, generator=generator))
+
+    def hashed(a, b, c, d):
+        return threefry2x32((a, b), (c, d))
+
+    expected = torch.func.vmap(hashed, in_dims)(*words)
+    with whole():
+        found = torch.func.vmap(hashed, in_dims)(*words)
+        graph = make_fx(torch.func.vmap(hashed, in_dims), tracing_mode="fake")(*words)
+    assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+    assert [x.tolist() for x in graph(*words)] == [x.tolist() for x in expected]
+    (node,) = graph.graph.find_nodes(
+        op="call_function", target=torch.ops.torchpmap_random.threefry2x32.default
+    )
+    assert [(x.shape, x.dtype) for x in node.meta["val"]] == [((5, 2, 3), torch.int64)] * 2
+
+
 def threefry_of_numpy(key: tuple[int, int], count: tuple[int, int]) -> tuple[int, int]:
     """Threefry-2x32-20 as its authors write it, in uint32."""
     with np.errstate(over="ignore"):

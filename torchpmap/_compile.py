@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from torchpmap import _threefry
 from torchpmap._imports import uncollected
 
 __all__ = [
@@ -172,7 +173,9 @@ def _compile(
 def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend) -> Runner:
     with uncollected():
         from torch._inductor import list_mode_options, standalone_compile
+        from torch._inductor.decomposition import decompositions
 
+    decompositions.update(_threefry.decompositions())
     patches: dict[str, Any] = dict(_PATCHES)
     if all(example.device.type == "cpu" for example in examples):
         # threads that wait for g++: this worker compiles, and the others wait for what it builds

@@ -42,7 +42,7 @@ __all__ = [
     "source",
 ]
 
-_NATIVE = frozenset({"aten", "prims", "prim", "_c10d_functional", "torchpmap"})
+_NATIVE = frozenset({"aten", "prims", "prim", "_c10d_functional", "torchpmap", "torchpmap_random"})
 """Namespaces of operations that every worker has."""
 
 _TORCH = os.path.dirname(torch.__file__)

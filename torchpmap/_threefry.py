@@ -15,16 +15,20 @@ of the counters is that of JAX with ``jax_threefry_partitionable=True``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.compiler import is_dynamo_compiling
 
 __all__ = [
     "MASK",
     "Number",
     "Words",
+    "decompositions",
     "hashed_counts",
     "one_key",
     "random_bits",
@@ -32,6 +36,7 @@ __all__ = [
     "static_shape",
     "threefry2x32",
     "unit_interval",
+    "whole",
 ]
 
 MASK = 0xFFFFFFFF
@@ -52,6 +57,27 @@ _PRECISION = {
 
 def threefry2x32(key: Words, counts: Words) -> Words:
     """The 20-round hash of ``counts`` under ``key``; only the low 32 bits of all words count."""
+    is_whole = not is_dynamo_compiling() and _is_whole.get()
+    return (_operation if is_whole else _hash)(*key, *counts)
+
+
+@contextmanager
+def whole() -> Iterator[None]:
+    """In the block a hash is one operation: to trace its 140 takes 70 ms, each time."""
+    token = _is_whole.set(True)
+    try:
+        yield
+    finally:
+        _is_whole.reset(token)
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """What a compiler takes the operation apart into, to make one kernel of it."""
+    return {_operation: _hash}
+
+
+def _hash(key0: torch.Tensor, key1: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> Words:
+    key, counts = (key0, key1), (high, low)
     schedule = (*key, key[0] ^ key[1] ^ _PARITY)
     x0 = counts[0] + schedule[0]
     x1 = (counts[1] + schedule[1]) & MASK
@@ -76,6 +102,38 @@ def _stored(x: torch.Tensor) -> torch.Tensor:
     become one kernel that needs no further memory, and elsewhere the view costs next to nothing.
     """
     return x.as_strided(x.shape, x.stride())
+
+
+def _hash_fake(*words: torch.Tensor) -> Words:
+    shape = torch.broadcast_shapes(*(word.shape for word in words))
+    return words[0].new_empty(shape), words[0].new_empty(shape)
+
+
+def _hash_vmap(
+    info: Any, dims: tuple[int | None, ...], *words: torch.Tensor
+) -> tuple[Words, tuple[int, int]]:
+    rank = max(w.dim() - (d is not None) for w, d in zip(words, dims, strict=True))
+    batched = []
+    for word, dim in zip(words, dims, strict=True):
+        if dim is not None:  # [batch, dims that are broadcast]
+            word = word.movedim(dim, 0)
+            ones = [1] * (rank + 1 - word.dim())
+            word = word.reshape(word.shape[0], *ones, *word.shape[1:])
+        batched.append(word)
+    return _operation(*batched), (0, 0)
+
+
+_is_whole: ContextVar[bool] = ContextVar("torchpmap_whole_hash", default=False)
+
+_library = torch.library.Library("torchpmap_random", "DEF")
+_library.define(
+    "threefry2x32(Tensor key0, Tensor key1, Tensor high, Tensor low) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("threefry2x32", _hash, "CompositeExplicitAutograd")
+_operation = torch.ops.torchpmap_random.threefry2x32.default
+torch.library.register_fake(_operation, _hash_fake, lib=_library)
+torch.library.register_vmap(_operation, _hash_vmap, lib=_library)
 
 
 def hashed_counts(key: Words, shape: tuple[int, ...]) -> Words:

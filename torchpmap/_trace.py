@@ -40,6 +40,7 @@ from torchpmap._errors import lost_write
 from torchpmap._imports import uncollected
 from torchpmap._replication import is_random, replicated
 from torchpmap._split import Halves, split
+from torchpmap._threefry import whole
 
 __all__ = ["Traced", "TracedInput", "Untraceable", "trace"]
 
@@ -171,6 +172,7 @@ def trace(
         stack.enter_context(fake_mode)
         stack.enter_context(_ambient(device))
         leftover = stack.enter_context(clean_grads(capture))
+        stack.enter_context(whole())
         try:
             graph = make_fx(
                 flat, decomposition_table=_DECOMPOSED, _disable_torch_fn_metadata_mode=True
