@@ -25,13 +25,19 @@ import torch, torchpmap as tp
 def step(w, x, n, *, y):
     return tp.psum(w * x, "i") + y, n
 
-with tp.debug.fake_pmap():
+def run():
     tp.init(num_devices=4)
     w = tp.replicate(torch.tensor(2.0))
     f = tp.pmap(step, "i", in_axes=(None, 0, None), out_axes=(0, None))
     result, n = f(w, tp.device_put(torch.arange(4.0), tp.devices()), 3, y=torch.ones(4))
     assert result.tolist() == [13.0] * 4 and type(result) is torch.Tensor
     assert tp.unreplicate(n).item() == 3
+
+with tp.debug.fake_pmap():
+    run()
+os.environ["TORCHPMAP_RUNTIME"] = "inline"
+tp.config.reset()
+run()
 assert threading.active_count() == 1
 children = open(f"/proc/self/task/{os.getpid()}/children").read()
 assert children == "", children
@@ -51,17 +57,8 @@ def total(x):
 # Where it runs -----------------------------------------------------------------------------------
 
 
-def test_no_process_is_started():
+def test_no_process_is_started_in_the_block_or_if_the_environment_chooses_it():
     subprocess.run([sys.executable, "-c", NOTHING_STARTS], check=True, timeout=60)
-
-
-def test_the_environment_chooses_it():
-    code = NOTHING_STARTS.replace("with tp.debug.fake_pmap():", "if True:")
-    subprocess.run(
-        ["/usr/bin/env", "TORCHPMAP_RUNTIME=inline", sys.executable, "-c", code],
-        check=True,
-        timeout=60,
-    )
 
 
 def test_a_running_pool_is_not_used(pool, monkeypatch):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -78,15 +77,12 @@ def test_threads_per_device(monkeypatch, cores, devices, threads):
 
 
 def test_usable_cores_follows_the_affinity():
-    # In a process of its own, because affinity is process-wide.
-    script = (
-        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
-        "from torchpmap._devices import usable_cores; print(usable_cores())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == "1"
+    def on_one_core() -> int:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of this thread
+        return usable_cores()
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(on_one_core).result() == 1
     assert usable_cores() == len(os.sched_getaffinity(0))
 
 

@@ -102,8 +102,9 @@ def test_many_threads_wait_at_once(pool):
 
 
 def test_a_value_that_is_there_needs_no_message(pool):
-    gc.collect()  # values of other tests, whose end would be a message
-    y = tp.pmap(lambda x: x + 1, compile=EAGER)(torch.ones(4)).block_until_ready()
+    gc.collect()  # values of other tests, whose end would be a message, as that of the function is
+    mapped = tp.pmap(lambda x: x + 1, compile=EAGER)
+    y = mapped(torch.ones(4)).block_until_ready()
     workers = y._handle.team.runtime._pool
     sent = workers.seq
     assert wait_for(y.is_ready)
