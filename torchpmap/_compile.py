@@ -172,6 +172,7 @@ def _compile(
 
 def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend) -> Runner:
     with uncollected():
+        import torch._inductor.compile_fx  # standalone_compile would
         from torch._inductor import list_mode_options, standalone_compile
         from torch._inductor.decomposition import decompositions
 
