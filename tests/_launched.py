@@ -116,7 +116,6 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",  # torchrun would say that it sets it
         "TORCHPMAP_DEVICE_TYPE": "cpu",
         "TORCHPMAP_TIMEOUT": "60",
-        "TORCHINDUCTOR_VEC_ISA_OK": "1",  # probing the compiler takes 6 s
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         **more,
     }

@@ -467,7 +467,7 @@ import torch, torchpmap as tp
 
 def f(x):
     y = x * 2
-    tp.debug.breakpoint(INDEX)
+    tp.debug.breakpoint(2)
     return tp.psum(y, "i")
 
 for serial in (True, False):
@@ -477,8 +477,7 @@ for serial in (True, False):
 
 
 def test_breakpoint_stops_in_the_callers_process():
-    code = STOPS.replace("INDEX", "2")
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", STOPS]
     typed = "p y\ncontinue\n" * 2
     done = subprocess.run(
         command, input=typed, capture_output=True, text=True, timeout=60, check=True
