@@ -63,6 +63,17 @@ library.impl("treble", lambda x: 3 * x, "CompositeExplicitAutograd")
 torch.library.register_fake("torchpmap_tests_library::treble", torch.empty_like, lib=library)
 
 
+def slope_of_the_cube(x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        held = x.detach().requires_grad_()
+        return torch.autograd.grad((held**3).sum(), held)[0]
+
+
+library.define("slope(Tensor x) -> Tensor")
+library.impl("slope", slope_of_the_cube, "CPU")
+torch.library.register_fake("torchpmap_tests_library::slope", torch.empty_like, lib=library)
+
+
 X = torch.tensor([1.0, 2.0, 3.0, 4.0])
 
 
@@ -452,3 +463,13 @@ def test_a_shared_library(plus, compile):
     )
     f = tp.pmap(lambda x: torch.ops.torchpmap_tests_cpp.plus(x, 2.0) * 10, compile=compile)
     assert f(X).tolist() == [30.0, 40.0, 50.0, 60.0]
+
+
+def test_an_operation_that_differentiates_inside():
+    """Collectives are kept off autograd, but not so the user's code beside them."""
+
+    def total(x: Tensor) -> Tensor:
+        return tp.psum(torch.ops.torchpmap_tests_library.slope(x), "i")
+
+    f = tp.pmap(total, axis_name="i", compile=EAGER)
+    np.testing.assert_allclose(f(X[:2]), [15.0, 15.0])

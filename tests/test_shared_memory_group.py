@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from _spmd import GROUP, Run, spmd
 from torch._C._distributed_c10d import _resolve_process_group
 
@@ -102,6 +103,27 @@ def broadcasts(sizes: Any) -> list[torch.Tensor]:
     rank, size = me()
     xs = [given(rank, count) for count in sizes]
     return [_c10d.wait_tensor(_c10d.broadcast(x, size - 1, GROUP)) for x in xs]
+
+
+def permutes(sizes: Any) -> list[torch.Tensor]:
+    """Rank r gives to rank r + 1; the last to nobody, and nobody to the first."""
+    rank, size = me()
+    ranks = list(range(size))
+    xs = [given(rank, (count, 2)).T for count in sizes]
+    return [torch.ops.torchpmap.ppermute(x, ranks[:-1], ranks[1:], GROUP) for x in xs]
+
+
+def sum_in_a_derivative() -> bool:
+    """Whether a sum needs a gradient because one before it, through the same memory, did."""
+    group = _resolve_process_group(GROUP)
+    options = dist.AllreduceOptions()
+    weighted = torch.ones(3, requires_grad=True) * 2
+    with torch.enable_grad():
+        group.allreduce([weighted], options).wait()
+        for _ in range(2):  # there are two sets of slots
+            total = torch.ones(3)
+            group.allreduce([total], options).wait()
+    return total.requires_grad
 
 
 def mixture(steps: int) -> float:
@@ -234,6 +256,29 @@ def test_broadcast(run):
     for count, *found in zip(SIZES, *results, strict=True):
         for each in found:
             np.testing.assert_array_equal(each, given(len(results) - 1, count))
+
+
+@pytest.mark.parametrize("willing", [range(3), ()], ids=["shared", "connected"])
+def test_permute(willing):
+    with spmd(3, share_memory=willing) as run:
+        results = run(permutes, SIZES)
+    for count, *found in zip(SIZES, *results, strict=True):
+        np.testing.assert_array_equal(found[0], np.zeros((2, count)))
+        for rank in (1, 2):
+            np.testing.assert_array_equal(found[rank], given(rank - 1, (count, 2)).T)
+
+
+def test_shapes_without_end(run):
+    """Views of its memory are kept for some of them only."""
+    shapes = [(k, 2) for k in range(1, 400)] * 2
+    results = run(all_reduces, torch.float32, "sum", shapes)
+    for shape, *found in zip(shapes, *results, strict=True):
+        for each in found:
+            np.testing.assert_array_equal(each, stacked(len(results), shape).sum(0))
+
+
+def test_memory_is_of_no_graph(run):
+    assert not any(run(sum_in_a_derivative))
 
 
 def test_many_in_a_row(run):

@@ -11,6 +11,7 @@ compiles, the others find every artifact there and load it in milliseconds.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -136,13 +137,30 @@ def compile_definition(definition: Definition, index: torch.Tensor) -> Runner:
     with warnings.catch_warnings():  # under python -W error, torch's own deprecations would end it
         warnings.simplefilter("ignore", DeprecationWarning)
         compiled = _compile(definition, leading, index.device)
-    if not leading:
-        return compiled
+    if _needs_no_autograd(definition):
 
-    def run(*blocks: torch.Tensor) -> Sequence[torch.Tensor]:
-        return compiled(index, *blocks)
+        def run(*blocks: torch.Tensor) -> Sequence[torch.Tensor]:
+            with torch._C._AutoDispatchBelowAutograd():
+                return compiled(*leading, *blocks)
 
-    return run
+        return run
+    return functools.partial(compiled, *leading) if leading else compiled
+
+
+def _needs_no_autograd(definition: Definition) -> bool:
+    """Whether a plan has collectives, whose way through autograd (Python, in torch 2.13) takes as
+    long as a small one itself, and no code of the user's, which may ask for derivatives.
+    """
+    names = {
+        node.target.namespace
+        for node in definition.graph.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+    }
+    return (
+        definition.backend in (INDUCTOR, EAGER)
+        and "_c10d_functional" in names
+        and names <= {"_c10d_functional", "aten", "prims"}
+    )
 
 
 def _compile(

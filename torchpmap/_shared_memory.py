@@ -40,9 +40,14 @@ times what for and on which occasion.
 """
 _YIELDS = 100
 """How often a rank gives up the core for another one before it sleeps."""
+_MAX_ROWS = 256
+"""Shapes whose views are kept, since making them takes longer than exchanging a few numbers."""
 _LOOK_AROUND_NS = 50_000_000
 """How long it sleeps before it makes sure that the others are still there."""
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # numbers of x86-64
+
+
+Rows = tuple[torch.Tensor, Sequence[torch.Tensor]]
 
 
 class _Timespec(ctypes.Structure):
@@ -67,6 +72,11 @@ class _Memory:
         self.aborted, self.token = _LINE * size, _LINE * (size + 1)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._rows: dict[tuple[int, torch.dtype, torch.Size], Rows] = {}
+        width = size + 1
+        bounds = self.numbers[_LINE * (size + 2) :]
+        lines = [bounds[k * width : (k + 1) * width] for k in range(2 * size)]
+        self.bounds = lines[:size], lines[size:]
 
     def slots(self, turn: int, dtype: torch.dtype) -> torch.Tensor:
         view = self._views.get((turn, dtype))
@@ -77,10 +87,16 @@ class _Memory:
             view = self._views[turn, dtype] = part.view(self.size + 1, -1)
         return view
 
-    def bounds(self, turn: int) -> list[memoryview]:
-        width = self.size + 1
-        table = self.numbers[_LINE * (self.size + 2) + turn * self.size * width :]
-        return [table[k * width : (k + 1) * width] for k in range(self.size)]
+    def rows(self, turn: int, dtype: torch.dtype, shape: torch.Size) -> Rows:
+        key = turn, dtype, shape
+        found = self._rows.get(key)
+        if found is None:
+            if len(self._rows) >= _MAX_ROWS:
+                self._rows.clear()
+            slots = self.slots(turn, dtype)[: self.size, : shape.numel()]
+            together = slots.view(self.size, *shape)
+            found = self._rows[key] = together, together.unbind()
+        return found
 
 
 def _extent(size: int) -> tuple[int, int]:
@@ -132,12 +148,17 @@ class Meeting:
         self._turn ^= 1
         return self._memory.slots(self._turn, dtype)
 
+    def rows(self, dtype: torch.dtype, shape: torch.Size) -> Rows:
+        """[size, *shape], and the same as one tensor per rank: the beginnings of the next slots."""
+        self._turn ^= 1
+        return self._memory.rows(self._turn, dtype, shape)
+
     @property
     def bounds(self) -> list[memoryview]:
         """Beside these slots, for each rank: where in what it gives the part of each rank begins,
         and the last one ends.
         """
-        return self._memory.bounds(self._turn)
+        return self._memory.bounds[self._turn]
 
     def meet(self, purpose: int) -> int | None:
         """Return when all ranks have come; the first that came for another purpose or on another
