@@ -19,6 +19,7 @@ from torchpmap._shared_memory_group import SharedMemoryGroup
 SLOT = 1 << 20
 """Bytes that a rank hands over at once."""
 SIZES = (0, 1, 7, SLOT // 8, SLOT // 8 + 1, 3 * SLOT // 8 + 5)
+SHAPES = (*SIZES, (3, 2), (90, 100), (600, 700))
 REDUCTIONS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8)
 
@@ -66,7 +67,7 @@ def all_reduce_of_a_transposed() -> torch.Tensor:
 
 def all_gathers(sizes: Any) -> list[torch.Tensor]:
     rank, size = me()
-    xs = [given(rank, (count,)) for count in sizes]
+    xs = [given(rank, count) for count in sizes]
     return [_c10d.wait_tensor(_c10d.all_gather_into_tensor(x, size, GROUP)) for x in xs]
 
 
@@ -192,7 +193,7 @@ def test_processes_of_a_host_share_memory(run):
 @pytest.mark.parametrize("operation", REDUCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_reduce(run, dtype, operation):
-    sizes = SIZES if dtype == torch.float64 else (7, SLOT // dtype.itemsize + 1)
+    sizes = SHAPES if dtype == torch.float64 else (7, (200, 300), SLOT // dtype.itemsize + 1)
     results = run(all_reduces, dtype, operation, sizes)
     for count, *found in zip(sizes, *results, strict=True):
         expected = REDUCTIONS[operation].reduce(
@@ -216,10 +217,10 @@ def test_all_reduce_of_a_transposed(run):
 
 
 def test_all_gather(run):
-    results = run(all_gathers, SIZES)
-    for count, *found in zip(SIZES, *results, strict=True):
+    results = run(all_gathers, SHAPES)
+    for shape, *found in zip(SHAPES, *results, strict=True):
         for each in found:
-            np.testing.assert_array_equal(each, stacked(len(results), (count,)).reshape(-1))
+            np.testing.assert_array_equal(each, np.concatenate(stacked(len(results), shape)))
 
 
 def test_reduce_scatter(run):
@@ -252,8 +253,8 @@ def test_uneven_all_to_all(run, width):
 
 
 def test_broadcast(run):
-    results = run(broadcasts, SIZES)
-    for count, *found in zip(SIZES, *results, strict=True):
+    results = run(broadcasts, SHAPES)
+    for count, *found in zip(SHAPES, *results, strict=True):
         for each in found:
             np.testing.assert_array_equal(each, given(len(results) - 1, count))
 

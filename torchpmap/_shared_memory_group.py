@@ -106,7 +106,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
             if piece.nbytes <= most:
                 self._reduce_whole(piece, reduce, kind)
             else:
-                self._reduce_shares(piece, reduce, kind)
+                self._reduce_shares(piece.view(-1), reduce, kind)
 
     def _reduce_whole(
         self, x: torch.Tensor, reduce: Callable[..., torch.Tensor], kind: int
