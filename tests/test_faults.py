@@ -478,6 +478,88 @@ def test_killed_again_during_the_repair(second):
     assert_pool_works()
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y: y.tolist(),
+        lambda y: total(y),
+        lambda y: eagerly(lambda y: y)(y),
+        lambda y: y.block_until_ready(),
+    ],
+    ids=["fetch", "call", "uncompiled call", "wait"],
+)
+def test_a_failure_just_before_a_value_is_used(use, tmp_path, monkeypatch):
+    """The value was skipped behind another thread's failure, of which its user cannot know yet."""
+    value = sharded()
+    total(rows)  # compiled: that would wait at the gate too
+    gate = tmp_path / "open"
+
+    def fail_at_the_gate(x):
+        while not gate.exists():
+            pass
+        raise RuntimeError("not yours")
+
+    def failing():
+        with pytest.raises(RuntimeError, match="not yours"):
+            eagerly(fail_at_the_gate)(rows)
+
+    pool = _current.runtime()._pool
+    epoch = pool._supervisor.epoch
+    thread = threading.Thread(target=failing)
+    thread.start()
+    assert wait_for(lambda: pool._monitor.pending)
+    skipped = total(rows)
+    proper = pool.acquire
+
+    def acquire():
+        if threading.current_thread() is not thread and not gate.exists():
+            gate.touch()
+            thread.join()
+        proper()
+
+    monkeypatch.setattr(pool, "acquire", acquire)
+    monkeypatch.setattr(pool, "has_reached", lambda *_: False)
+    with pytest.raises(RuntimeError, match="not yours"):
+        use(skipped)
+    assert not pool.broken
+    assert pool._supervisor.epoch == epoch + 1  # using it was no further failure
+    assert value.tolist() == [0, 10, 20, 30]
+
+
+def test_what_a_skipped_call_frees_is_freed(tmp_path):
+    """What nobody uses any more travels with the next call, which may stand behind a failed one."""
+    gate = tmp_path / "open"
+
+    def fail_at_the_gate(x):
+        while not gate.exists():
+            pass
+        raise RuntimeError("first")
+
+    def count(x):
+        return torch.tensor(
+            sum(type(o) is torch.Tensor and o.numel() == 23456 for o in gc.get_objects())
+        )
+
+    total(rows)
+    value = tp.device_put_sharded([torch.zeros(23456)] * N, tp.devices())
+    assert min(eagerly(count)(rows).tolist()) == 1
+
+    def failing():
+        with pytest.raises(RuntimeError, match="first"):
+            eagerly(fail_at_the_gate)(rows)
+
+    pool = _current.runtime()._pool
+    thread = threading.Thread(target=failing)
+    thread.start()
+    assert wait_for(lambda: pool._monitor.pending)
+    held = tp.device_put_sharded(list(rows), tp.devices())
+    del value
+    total(held)
+    gate.touch()
+    thread.join()
+    assert max(eagerly(count)(rows).tolist()) == 0
+
+
 def test_other_threads_get_their_own_results():
     """One thread's function fails again and again; the others are slowed down, never misled."""
     stop = threading.Event()

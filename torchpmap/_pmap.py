@@ -232,9 +232,6 @@ class Pmapped:
             held = [
                 place(leaf, layout) for leaf, layout in zip(leaves, prepared.layouts, strict=True)
             ]
-        if runtime.scarred:
-            for handle in held:
-                runtime.check(handle)
         direct = prepared.direct
         if direct is not None:
             handles = direct.run(held)

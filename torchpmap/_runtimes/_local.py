@@ -93,6 +93,8 @@ class LocalRuntime:
         inputs = [handle.id for handle in held]
         pool.acquire()
         try:
+            if self._has_losses:
+                self._refuse_lost(held)
             seq = pool.seq = pool.seq + 1
             out = self._next_handle
             self._next_handle = out + num_outputs
@@ -152,6 +154,7 @@ class LocalRuntime:
         self.make_groups({call.group: (call.ranks,)})
         inputs = tuple(handle.id for handle in held)
         with self._pool.sending():
+            self._refuse_lost(held)
             self._free(team)
             seq, first = self._number(_wire.EAGER_OUTPUTS)
             pending = self._pool.expect(seq, team.ranks)
@@ -185,7 +188,9 @@ class LocalRuntime:
             for place, dim, position, _ in requests
         }
         self._insist(
-            handle, tuple(bodies), lambda: self._pool.ask(bodies, _wire.FETCH, targets).wait()
+            handle,
+            tuple(bodies),
+            lambda: self._pool.ask(bodies, _wire.FETCH, targets, about=handle.seq).wait(),
         )
 
     def block(self, handle: Handle) -> None:
@@ -215,6 +220,11 @@ class LocalRuntime:
     def insist(self) -> None:
         if self._pool.closed_because is not None:
             raise RuntimeClosed(self._pool.closed_because)
+
+    def _refuse_lost(self, held: Sequence[Handle]) -> None:
+        """Raise if an argument is lost (send lock held)."""
+        for handle in held:
+            self._pool.refuse_lost(handle.seq, handle.team.ranks)
 
     def _check(self, handle: Handle, ranks: Sequence[int]) -> None:
         self.insist()

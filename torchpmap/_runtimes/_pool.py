@@ -134,11 +134,25 @@ class Pool:
             self._monitor.interrupt(seq)
         return pending
 
+    def refuse_lost(self, seq: int, ranks: Sequence[int]) -> None:
+        """Raise if the value of command ``seq`` is lost (send lock held): perhaps since a repair
+        that ended just before the lock was taken; a worker that misses it fails, and all with it.
+        """
+        error = self.losses.of_value(seq, ranks)
+        if error is not None:
+            raise error
+
     def ask(
-        self, bodies: dict[int, bytes], kind: int, targets: dict[int, memoryview] | None = None
+        self,
+        bodies: dict[int, bytes],
+        kind: int,
+        targets: dict[int, memoryview] | None = None,
+        about: int | None = None,
     ) -> Pending:
-        """Send a request, with a body per rank."""
+        """Send a request, with a body per rank; ``about``: the command whose value it needs."""
         with self.sending():
+            if about is not None:
+                self.refuse_lost(about, tuple(bodies))
             self.seq += 1
             pending = self.expect(self.seq, tuple(bodies), targets)
             for rank, body in bodies.items():

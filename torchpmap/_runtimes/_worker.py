@@ -140,7 +140,7 @@ class _Worker:
                 self.supervised(kind, seq, length)
                 continue
             if self.failed and kind not in _HARMLESS:
-                self.reader.body(length)
+                self.skip(kind, length)
                 continue
             try:
                 handler(seq, length)
@@ -160,6 +160,13 @@ class _Worker:
         self.doing, run = self.plans[plan_id]
         results = run(*self.stored(handles[:num_inputs]))
         self.values.update(zip(range(out, out + len(results)), results, strict=True))
+
+    def skip(self, kind: int, length: int) -> None:
+        """Do nothing of a command behind a failure, except to free what it says nobody uses."""
+        body = self.reader.body(length)
+        if kind == _wire.CALL:
+            _, _, num_inputs, *handles = body.cast("q").tolist()
+            self.release(handles[num_inputs:])
 
     def put(self, seq: int, length: int) -> None:
         (handle,) = struct.unpack("<q", self.reader.body(8))
