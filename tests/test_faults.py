@@ -6,6 +6,7 @@ only what lived on a dead worker.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import gc
@@ -509,15 +510,15 @@ def test_a_failure_just_before_a_value_is_used(use, tmp_path, monkeypatch):
     thread.start()
     assert wait_for(lambda: pool._monitor.pending)
     skipped = total(rows)
-    proper = pool.acquire
+    proper = pool.in_order
 
-    def acquire():
+    def in_order(*args):
         if threading.current_thread() is not thread and not gate.exists():
             gate.touch()
             thread.join()
-        proper()
+        return proper(*args)
 
-    monkeypatch.setattr(pool, "acquire", acquire)
+    monkeypatch.setattr(pool, "in_order", in_order)
     monkeypatch.setattr(pool, "has_reached", lambda *_: False)
     with pytest.raises(RuntimeError, match="not yours"):
         use(skipped)
@@ -595,22 +596,110 @@ def test_other_threads_get_their_own_results():
     assert_pool_works()
 
 
-@pytest.mark.xfail(strict=True, reason="ranks that got the call wait for those that did not")
-def test_ctrl_c_while_a_call_is_sent(monkeypatch):
-    """Some ranks have the call, others do not: the next one must not meet the half of this one."""
-    total(rows).block_until_ready()
-    worker = _current.runtime()._pool.workers[2]
+# -- Ctrl-C ----------------------------------------------------------------------------------------
 
-    def interrupted(buffers):
-        monkeypatch.undo()
-        raise KeyboardInterrupt
 
-    x = tp.pmap(lambda x: x + 1, compile=EAGER)(rows)
-    monkeypatch.setattr(worker.stream, "send", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        total(x)
-    assert within(1, lambda: total(rows * 2).tolist()) == [12.0] * N
-    assert within(1, lambda: x.tolist()) == [1.0, 2.0, 3.0, 4.0]
+quarter = tp.pmap(lambda x: tp.psum(x, "i") / 4, "i", compile=EAGER)
+
+
+@contextlib.contextmanager
+def busy(gate, ranks):
+    """``ranks`` do nothing until there is a file ``gate``."""
+
+    def wait(x):
+        while not gate.exists() and int(tp.axis_index("i")) in ranks:
+            pass
+        return x
+
+    quarter(rows).block_until_ready()  # compiled: that would wait at the gate too
+    thread = threading.Thread(target=lambda: eagerly(wait)(rows))
+    thread.start()
+    assert wait_for(lambda: _current.runtime()._pool._monitor.pending)
+    yield
+    gate.touch()
+    thread.join()
+
+
+def call_until_interrupted():
+    """Press Ctrl-C when there is no room for a further call; the last result."""
+    x, calls = rows, 0
+    pool = _current.runtime()._pool
+    seen = collections.deque(maxlen=8)
+
+    def is_stuck():
+        seen.append((calls, pool.outbox.is_empty))
+        return seen.count((calls, False)) == seen.maxlen
+
+    def press():
+        assert wait_for(is_stuck)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            x = quarter(x)
+            calls += 1
+    thread.join()
+    return x
+
+
+@pytest.mark.parametrize("ranks", [range(N), [2]], ids=["no rank has it", "some ranks have it"])
+def test_ctrl_c_while_a_call_is_sent(ranks, tmp_path):
+    """The next one must not meet the half of this one."""
+    with busy(tmp_path / "open", ranks):
+        x = call_until_interrupted()
+    assert within(5, lambda: total(rows * 2).tolist()) == [12.0] * N
+    assert within(5, lambda: x.tolist()) == [1.5] * N
+    assert_pool_works()
+
+
+def test_what_ctrl_c_left_unsent_is_sent_although_no_call_follows(tmp_path):
+    """Others wait for it in a collective."""
+    pool = _current.runtime()._pool
+    with busy(tmp_path / "open", [2]):
+        x = call_until_interrupted()
+        assert not pool.outbox.is_empty
+    assert wait_for(lambda: pool.outbox.is_empty)
+    assert wait_for(x.is_ready)
+
+
+def interrupted_after(seconds, function):
+    """Call ``function`` again and again, until Ctrl-C."""
+    stopped = threading.Event()
+
+    def press():
+        pause = seconds
+        while not stopped.wait(pause):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            pause = 0.5  # Python drops what is raised while it runs a finalizer: then, once more
+
+    thread = threading.Thread(target=press)
+    try:
+        thread.start()
+        while True:
+            function()
+    except KeyboardInterrupt:
+        stopped.set()
+    thread.join()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_at_any_moment():
+    """Also while a large block is sent; after each, everything works and nothing is lost."""
+    large = torch.ones(N, 300_000)
+    value = quarter(large).block_until_ready()
+
+    def calls():
+        quarter(large)
+        quarter(value)
+        quarter(value)
+
+    for microseconds in range(10, 4000, 80):
+        interrupted_after(microseconds * 1e-6, calls)
+    assert within(20, lambda: quarter(value)[0, 0].item()) == 1
+    assert within(20, lambda: quarter(large)[1, -1].item()) == 1
+    assert_pool_works()
 
 
 # -- collectives that do not match -----------------------------------------------------------------

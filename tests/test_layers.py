@@ -23,7 +23,7 @@ _threefry _random_keys _random_continuous _random_integers _random_choices rando
 _retraces _replication _split _environment _custom_ops _transform_rules _capture _trace
 _program _shipping _compile _arguments _shared_memory _shared_memory_group _groups _wire
 _runtimes _runtimes._base _runtimes._supervise _runtimes._losses _runtimes._progress
-_runtimes._joining _runtimes._rendezvous _runtimes._watch _runtimes._torchrun
+_runtimes._outbox _runtimes._joining _runtimes._rendezvous _runtimes._watch _runtimes._torchrun
 _runtimes._worker _runtimes._template _runtimes._process _runtimes._monitor _runtimes._pool
 _runtimes._local
 _current _transfer _rules_signature _rules_compute _rules_shape _rules _blocks _sharded_arguments

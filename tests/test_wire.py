@@ -1,7 +1,9 @@
-"""Covers: _wire.py, over real sockets."""
+"""Covers: _wire.py and _runtimes/_outbox.py, over real sockets."""
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import socket
 import threading
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchpmap import _wire
+from torchpmap._runtimes._outbox import Outbox
 from torchpmap._wire import FrameReader, Stream, frame, pack_ints, put_frame, unpack_ints
 
 
@@ -229,3 +232,83 @@ def test_view_arrives_as_its_values(tensor):
 def test_large_tensor():
     tensor = torch.arange(1 << 20)
     assert torch.equal(round_trip(tensor), tensor)
+
+
+# --- several receivers ----------------------------------------------------------------------------
+
+
+class Receivers:
+    """Sockets to some readers; each reads as much as it is told."""
+
+    def __init__(self, count: int) -> None:
+        pairs = [socket.socketpair() for _ in range(count)]
+        self.ours = [ours for ours, _ in pairs]
+        self.theirs = [theirs for _, theirs in pairs]
+
+    def __enter__(self) -> Receivers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sock in (*self.ours, *self.theirs):
+            sock.close()
+
+    def read(self, place: int) -> bytes:
+        """Everything that is there now."""
+        found = b""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := self.theirs[place].recv(1 << 20, socket.MSG_DONTWAIT):
+                found += chunk
+        return found
+
+
+def test_an_outbox_without_room():
+    """What does not fit is kept, and goes on where it stopped, to every receiver."""
+    with Receivers(3) as receivers:
+        outbox, found = Outbox(), [b"", b"", b""]
+        large = [bytes([k]) * 1_000_000 for k in range(3)]
+        sender = threading.Thread(
+            target=lambda: outbox.post(receivers.ours, [b"head"] * 3, [large, [b"tail"] * 3])
+        )
+        sender.start()
+        while sender.is_alive():
+            for place in (2, 0, 1):
+                found[place] += receivers.read(place)
+        found = [each + receivers.read(place) for place, each in enumerate(found)]
+        assert outbox.is_empty
+    assert found == [b"head" + each + b"tail" for each in large]
+
+
+def test_an_outbox_that_must_not_wait():
+    with Receivers(2) as receivers:
+        outbox = Outbox()
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGUSR1, interrupt)
+        me = threading.main_thread().ident
+        assert me is not None
+        press = threading.Timer(0.05, signal.pthread_kill, (me, signal.SIGUSR1))
+        press.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                outbox.post(receivers.ours, [b"a" * 1_000_000, b"b" * 10])
+        finally:
+            press.join()
+            signal.signal(signal.SIGUSR1, before)
+        assert not outbox.is_empty
+        assert receivers.read(1) == b"b" * 10  # although the other one has no room
+        found = b""
+        while not outbox.finish(wait=False):
+            found += receivers.read(0)
+        assert found + receivers.read(0) == b"a" * 1_000_000
+
+
+def test_an_outbox_whose_receiver_is_gone():
+    with Receivers(3) as receivers:
+        outbox = Outbox()
+        receivers.theirs[0].close()
+        receivers.ours[1].close()  # a worker that was replaced
+        outbox.post(receivers.ours, [b"x" * 300_000, b"y", b"z"], [[b"1", b"2", b"3"]])
+        assert outbox.is_empty
+        assert receivers.read(2) == b"z3"

@@ -23,6 +23,7 @@ import torch
 
 __all__ = [
     "HEADER",
+    "Buffer",
     "FrameReader",
     "InheritedFd",
     "Stream",

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
+    import socket
+
     from torchpmap._compile import Definition
     from torchpmap._devices import Device
     from torchpmap._groups import RankPartition
     from torchpmap._program import EagerCall, EagerReport
-    from torchpmap._wire import Stream
 
 __all__ = ["Handle", "Runtime", "Team"]
 
@@ -23,12 +24,12 @@ class Team:
     compared by identity).
     """
 
-    __slots__ = ("ranks", "released", "runtime", "streams")
+    __slots__ = ("ranks", "released", "runtime", "sockets")
 
     def __init__(self, runtime: Runtime, ranks: tuple[int, ...]) -> None:
         self.runtime = runtime
         self.ranks = ranks
-        self.streams: list[Stream] = []
+        self.sockets: list[socket.socket] = []
         """To its workers, where it has some."""
         self.released: deque[int] = deque()
         """Values there whose last reference died (any thread appends, the sender of the next frame

@@ -26,11 +26,15 @@ from torchpmap._errors import RuntimeClosed
 from torchpmap._groups import RankPartition
 from torchpmap._program import EagerCall, EagerReport
 from torchpmap._runtimes._base import Handle, Team
+from torchpmap._runtimes._monitor import Pending
 from torchpmap._runtimes._pool import Pool
 from torchpmap._shipping import pickled
 from torchpmap._wire import frame, pack_ints, put_frame
 
 __all__ = ["LocalRuntime"]
+
+_JOINED_BYTES = 1 << 16
+"""Up to here a block is copied behind its header, and sent with it."""
 
 
 class _Stored:
@@ -83,39 +87,55 @@ class LocalRuntime:
         if team is None:
             with self._pool.send_lock:
                 team = self._teams.setdefault(ranks, Team(self, ranks))
-                team.streams = [self._pool.workers[rank].stream for rank in ranks]
+                team.sockets = [self._pool.workers[rank].socket for rank in ranks]
         return team
 
     def execute(
         self, team: Team, plan_id: int, held: Sequence[Any], num_outputs: int
     ) -> list[Handle]:
-        pool = self._pool
+        return self._pool.in_order(self._send_call, team, plan_id, held, num_outputs)
+
+    def _send_call(
+        self, team: Team, plan_id: int, held: Sequence[Any], num_outputs: int
+    ) -> list[Handle]:
+        pool, sockets = self._pool, team.sockets
+        if self._has_losses:
+            self._refuse_lost(held)
         inputs = [handle.id for handle in held]
-        pool.acquire()
+        seq = pool.seq = pool.seq + 1
+        out = self._next_handle
+        self._next_handle = out + num_outputs
+        ints = (plan_id, out, len(inputs), *inputs, *_take(team.released))
+        message = struct.pack(f"<QQ{len(ints) + 1}q", 8 * len(ints), _wire.CALL, seq, *ints)
         try:
-            if self._has_losses:
-                self._refuse_lost(held)
-            seq = pool.seq = pool.seq + 1
-            out = self._next_handle
-            self._next_handle = out + num_outputs
-            ints = (plan_id, out, len(inputs), *inputs, *_take(team.released))
-            message = struct.pack(f"<QQ{len(ints) + 1}q", 8 * len(ints), _wire.CALL, seq, *ints)
-            for stream in team.streams:
-                stream.send((message,))
-        finally:
-            pool.send_lock.release()
+            pool.outbox.post(sockets, (message,) * len(sockets))
+        except BaseException:  # Ctrl-C: the workers make what nobody gets to see
+            team.released.extend(range(out, out + num_outputs))
+            raise
         # map: trees have hundreds of leaves, and a Python loop costs 0.1 us for each
         return list(map(_Stored, range(out, out + num_outputs), repeat(seq), repeat(team)))
 
     def put(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
-        with self._pool.sending():
-            self._free(team)
-            seq, handle = self._number(1)
-            previous, buffers = None, []
-            for stream, block in zip(team.streams, blocks, strict=True):
-                if block is not previous:
-                    previous, buffers = block, put_frame(seq, handle, block)
-                stream.send(buffers)
+        return self._pool.in_order(self._send_blocks, team, blocks)
+
+    def _send_blocks(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
+        self._free(team)
+        seq, handle = self._number(1)
+        frames: list[list[_wire.Buffer]] = []
+        previous = None
+        for block in blocks:
+            frames.append(frames[-1] if block is previous else put_frame(seq, handle, block))
+            previous = block
+        outbox = self._pool.outbox
+        try:
+            if sum(map(len, frames[0])) <= _JOINED_BYTES:
+                outbox.post(team.sockets, [b"".join(buffers) for buffers in frames])
+            else:
+                heads, payloads = zip(*frames, strict=True)
+                outbox.post(team.sockets, heads, [payloads])
+        except BaseException:  # Ctrl-C
+            team.released.append(handle)
+            raise
         return _Stored(handle, seq, team)
 
     def define(self, team: Team, definition: Definition, groups: dict[str, RankPartition]) -> None:
@@ -137,10 +157,13 @@ class LocalRuntime:
                 error = losses.of_value(pending.seq, (leader,)) if deaths > 1 else None
             if error is not None:
                 raise error
-        with self._pool.sending():
+
+        def send() -> None:
             self._forget_retired()
             self._definitions[definition.plan_id] = (team.ranks, body)
             self._pool.tell(others, _wire.DEFINE, body)
+
+        self._pool.in_order(send)
 
     def forget(self, plan_id: int) -> None:
         self._retired.append(plan_id)
@@ -152,21 +175,7 @@ class LocalRuntime:
         self, team: Team, call: EagerCall, held: Sequence[Any]
     ) -> tuple[list[EagerReport], list[Handle]]:
         self.make_groups({call.group: (call.ranks,)})
-        inputs = tuple(handle.id for handle in held)
-        with self._pool.sending():
-            self._refuse_lost(held)
-            self._free(team)
-            seq, first = self._number(_wire.EAGER_OUTPUTS)
-            pending = self._pool.expect(seq, team.ranks)
-            bodies: dict[bool, bytes] = {}
-            for rank, stream in zip(team.ranks, team.streams, strict=True):
-                shipped = self._shipped.setdefault(rank, {})
-                known = call.function_id in shipped
-                if known not in bodies:
-                    placed = call.placed(inputs, first, without_function=known)
-                    bodies[known] = pickle.dumps(placed)
-                stream.send((frame(_wire.EAGER, seq, bodies[known]),))
-                _wire.keep_latest(shipped, call.function_id, None)
+        seq, first, pending = self._pool.in_order(self._send_function, team, call, held)
         try:
             if not pending.wait():
                 self._pool.repair()
@@ -179,6 +188,31 @@ class LocalRuntime:
         num_outputs = sum(shape is not None for shape in reports[0].shapes)
         stored = range(first, first + num_outputs)
         return reports, [_Stored(handle, seq, team) for handle in stored]
+
+    def _send_function(
+        self, team: Team, call: EagerCall, held: Sequence[Any]
+    ) -> tuple[int, int, Pending]:
+        self._refuse_lost(held)
+        self._free(team)
+        inputs = tuple(handle.id for handle in held)
+        seq, first = self._number(_wire.EAGER_OUTPUTS)
+        pending = self._pool.expect(seq, team.ranks)
+        bodies: dict[bool, bytes] = {}
+        frames: dict[int, bytes] = {}
+        for rank in team.ranks:
+            shipped = self._shipped.setdefault(rank, {})
+            known = call.function_id in shipped
+            if known not in bodies:
+                placed = call.placed(inputs, first, without_function=known)
+                bodies[known] = pickle.dumps(placed)
+            frames[rank] = frame(_wire.EAGER, seq, bodies[known])
+            _wire.keep_latest(shipped, call.function_id, None)
+        try:
+            self._pool.post(frames)
+        except BaseException:  # Ctrl-C
+            team.released.append(-first)
+            raise
+        return seq, first, pending
 
     def fetch(self, handle: Any, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
         ranks = handle.team.ranks
@@ -287,15 +321,17 @@ class LocalRuntime:
         if "_pool" not in vars(self):  # the monitor runs before the pool is finished
             return
         teams = tuple(self._teams.values())
-        if self._pool.broken or not (self._retired or any(team.released for team in teams)):
+        idle = not (self._retired or any(team.released for team in teams))
+        if self._pool.broken or (idle and self._pool.outbox.is_empty):
             return
-        if self._pool.waits:
-            return  # a worker may be sending a large answer, which only this thread reads
         if self._pool.send_lock.acquire(blocking=False):
             try:
-                self._forget_retired()
-                for team in teams:
-                    self._free(team)
+                # while an answer is due, a worker may be sending a large one, which only this
+                # thread reads
+                if self._pool.outbox.finish(wait=False) and not self._pool.waits:
+                    self._forget_retired()
+                    for team in teams:
+                        self._free(team)
             finally:
                 self._pool.send_lock.release()
 
@@ -305,7 +341,7 @@ class LocalRuntime:
         with self._pool.send_lock:
             self._shipped.clear()  # some were skipped behind the failure
             for team in self._teams.values():
-                team.streams = [self._pool.workers[rank].stream for rank in team.ranks]
+                team.sockets = [self._pool.workers[rank].socket for rank in team.ranks]
             for ranks, body in self._definitions.values():
                 self._pool.tell([r for r in ranks if r in new_ranks], _wire.DEFINE, body)
 

@@ -18,7 +18,8 @@ import pickle
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from torchpmap import _wire
 from torchpmap._config import Config
@@ -27,6 +28,7 @@ from torchpmap._errors import RuntimeClosed
 from torchpmap._groups import RankPartition
 from torchpmap._runtimes._losses import Losses, exception_of
 from torchpmap._runtimes._monitor import Monitor, Pending
+from torchpmap._runtimes._outbox import Outbox
 from torchpmap._runtimes._process import WorkerProcess
 from torchpmap._runtimes._progress import Progress
 from torchpmap._runtimes._supervise import (
@@ -47,6 +49,8 @@ from torchpmap._runtimes._worker import CUT
 from torchpmap._wire import frame
 
 __all__ = ["Pool"]
+
+T = TypeVar("T")
 
 _REPAIR_PATIENCE_S = 30.0
 """How long a rank may take to drain or regroup before it is killed; a busy one is merely slow."""
@@ -74,6 +78,7 @@ class Pool:
         self._on_repaired = on_repaired
         self._store_fd = os.memfd_create("torchpmap-store", os.MFD_CLOEXEC)  # a file with no name
         self.send_lock = threading.Lock()
+        self.outbox = Outbox()
         self._progress = Progress(len(devices))
         self._waiting = threading.Lock()  # held by the thread that sleeps until the bell rings
         self.seq = 0  # number of the last command; guarded by the send lock
@@ -100,30 +105,25 @@ class Pool:
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def acquire(self) -> None:
-        """Take the send lock with the pool in working order, repairing it first if need be."""
+    def in_order(self, send: Callable[..., T], *args: Any) -> T:
+        """What ``send(*args)`` returns, called with the send lock held and the pool in working
+        order, repaired first if need be.
+        """
         while True:
-            self.send_lock.acquire()
-            if not self.broken:
-                return
-            self.send_lock.release()
+            with self.send_lock:  # ``acquire()`` keeps it if Ctrl-C comes just when it returns
+                if not self.broken:
+                    self.outbox.finish()
+                    return send(*args)
             self.repair()
-
-    @contextlib.contextmanager
-    def sending(self) -> Iterator[None]:
-        """``acquire`` for the block."""
-        self.acquire()
-        try:
-            yield
-        finally:
-            self.send_lock.release()
 
     def tell(self, ranks: Sequence[int], kind: int, body: bytes) -> None:
         """Send a command without an answer (send lock held)."""
         self.seq += 1
-        message = (frame(kind, self.seq, body),)
-        for rank in ranks:
-            self.workers[rank].stream.send(message)
+        self.post(dict.fromkeys(ranks, frame(kind, self.seq, body)))
+
+    def post(self, frames: dict[int, bytes]) -> None:
+        """Send a frame to each of these ranks (send lock held)."""
+        self.outbox.post([self.workers[rank].socket for rank in frames], list(frames.values()))
 
     def expect(
         self, seq: int, ranks: Sequence[int], targets: dict[int, memoryview] | None = None
@@ -150,14 +150,16 @@ class Pool:
         about: int | None = None,
     ) -> Pending:
         """Send a request, with a body per rank; ``about``: the command whose value it needs."""
-        with self.sending():
+
+        def send() -> Pending:
             if about is not None:
                 self.refuse_lost(about, tuple(bodies))
             self.seq += 1
             pending = self.expect(self.seq, tuple(bodies), targets)
-            for rank, body in bodies.items():
-                self.workers[rank].stream.send((frame(kind, self.seq, body),))
-        return pending
+            self.post({rank: frame(kind, self.seq, body) for rank, body in bodies.items()})
+            return pending
+
+        return self.in_order(send)
 
     @property
     def prints(self) -> bool:
@@ -184,16 +186,18 @@ class Pool:
         try:
             if progress.wait(seq, ranks, _SHORT_SLEEP_MS):
                 return True
-            with self.sending():
-                epoch = self._supervisor.epoch
-                self.tell(ranks, _wire.RING, b"")
-                seq = self.seq
+            epoch, seq = self.in_order(self._ask_to_ring, ranks)
             while not progress.wait(seq, ranks, None):
                 if self.broken or self._supervisor.epoch != epoch:
                     return False
             return True
         finally:
             self._waiting.release()
+
+    def _ask_to_ring(self, ranks: Sequence[int]) -> tuple[int, int]:
+        """In which epoch, by which command."""
+        self.tell(ranks, _wire.RING, b"")
+        return self._supervisor.epoch, self.seq
 
     @property
     def waits(self) -> bool:
@@ -203,10 +207,11 @@ class Pool:
     def make_groups(self, groups: dict[str, RankPartition]) -> None:
         for name, partition in groups.items():
             if name not in self._groups:
-                with self.sending():
-                    self._groups[name] = partition
-                    body = pickle.dumps((name, partition))
-                    self.tell(tuple(self.workers), _wire.GROUP, body)
+                self.in_order(self._make_group, name, partition)
+
+    def _make_group(self, name: str, partition: RankPartition) -> None:
+        self._groups[name] = partition
+        self.tell(tuple(self.workers), _wire.GROUP, pickle.dumps((name, partition)))
 
     # -- failure and repair ------------------------------------------------------------------------
 
@@ -252,6 +257,7 @@ class Pool:
                 self._cut(action)  # again: a worker that is started only now has missed it
             case Drain(ranks=ranks):
                 with self.send_lock:
+                    self.outbox.finish()
                     self._drain_seq = self.seq
                     self.tell(ranks, _wire.DRAIN, b"")
             case Kill(ranks=ranks):
@@ -262,6 +268,7 @@ class Pool:
                     self._replace(rank)
             case Regroup(epoch=epoch):
                 with self.send_lock:
+                    self.outbox.finish()
                     body = pickle.dumps((epoch, self._groups))
                     self.tell(tuple(self.workers), _wire.REGROUP, body)
             case Report(verdict=verdict):

@@ -20,7 +20,7 @@ import torch.multiprocessing
 from torchpmap._config import Config
 from torchpmap._runtimes._progress import Progress
 from torchpmap._runtimes._worker import Birth, main
-from torchpmap._wire import FrameReader, InheritedFd, Stream
+from torchpmap._wire import FrameReader, InheritedFd
 
 __all__ = ["WorkerProcess", "preload"]
 
@@ -103,7 +103,6 @@ class WorkerProcess:
         self.errors, self._errors = os.pipe()
         os.set_blocking(self.output, False)
         os.set_blocking(self.errors, False)
-        self.stream = Stream(self.socket)
         self.reader = FrameReader(self.socket)
         memory, bell = progress.inherited()
         birth = Birth(
