@@ -301,7 +301,9 @@ def test_an_outbox_that_must_not_wait():
         found = b""
         while not outbox.finish(wait=False):
             found += receivers.read(0)
-        assert found + receivers.read(0) == b"a" * 1_000_000
+        outbox.post(receivers.ours, [b"next"] * 2)
+        assert found + receivers.read(0) == b"a" * 1_000_000 + b"next"
+        assert receivers.read(1) == b"next"
 
 
 def test_an_outbox_whose_receiver_is_gone():

@@ -52,6 +52,7 @@ class Outbox:
 
         A peer that is gone is noticed by whoever reads, not here.
         """
+        self.finish()
         sent: list[int] = []
         self._unsent = _Unsent(sockets, messages, sent, [(sockets, each) for each in later])
         try:  # noqa: SIM105 - which takes half a microsecond

@@ -112,7 +112,6 @@ class Pool:
         while True:
             with self.send_lock:  # ``acquire()`` keeps it if Ctrl-C comes just when it returns
                 if not self.broken:
-                    self.outbox.finish()
                     return send(*args)
             self.repair()
 
@@ -196,8 +195,9 @@ class Pool:
 
     def _ask_to_ring(self, ranks: Sequence[int]) -> tuple[int, int]:
         """In which epoch, by which command."""
+        epoch = self._supervisor.epoch  # first: what fails from here on changes it
         self.tell(ranks, _wire.RING, b"")
-        return self._supervisor.epoch, self.seq
+        return epoch, self.seq
 
     @property
     def waits(self) -> bool:
@@ -257,7 +257,6 @@ class Pool:
                 self._cut(action)  # again: a worker that is started only now has missed it
             case Drain(ranks=ranks):
                 with self.send_lock:
-                    self.outbox.finish()
                     self._drain_seq = self.seq
                     self.tell(ranks, _wire.DRAIN, b"")
             case Kill(ranks=ranks):
@@ -268,7 +267,6 @@ class Pool:
                     self._replace(rank)
             case Regroup(epoch=epoch):
                 with self.send_lock:
-                    self.outbox.finish()
                     body = pickle.dumps((epoch, self._groups))
                     self.tell(tuple(self.workers), _wire.REGROUP, body)
             case Report(verdict=verdict):
