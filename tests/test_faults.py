@@ -702,6 +702,17 @@ def test_ctrl_c_at_any_moment():
     assert_pool_works()
 
 
+def test_ctrl_c_during_a_repair():
+    quarter(rows).block_until_ready()
+    for milliseconds in (1, 2, 4, 8, 16, 32, 64):
+        pool = _current.runtime()._pool
+        kill(worker_pids()[1])
+        assert wait_for(lambda pool=pool: pool.broken)
+        interrupted_after(milliseconds * 1e-3, lambda: quarter(rows))
+        assert within(5, lambda: quarter(rows).tolist()) == [1.5] * N
+    assert_pool_works()
+
+
 # -- collectives that do not match -----------------------------------------------------------------
 
 

@@ -238,7 +238,28 @@ class Pool:
                 self.workers[rank].control.send(CUT.pack(cut.epoch))
 
     def repair(self) -> None:
-        """Carry out what the supervisor wants until the pool works (or is closed: raises)."""
+        """Carry out what the supervisor wants until the pool works (or is closed: raises).
+
+        Not in the main thread: there Ctrl-C would end it half-way, and nobody could go on with it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            self._repair()
+            return
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                self._repair()
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=run, name="torchpmap-repair", daemon=True)
+        thread.start()
+        thread.join()
+        for error in failures:
+            raise error
+
+    def _repair(self) -> None:
         with self._repair_lock:
             while self.broken:
                 if self.closed_because is not None:
