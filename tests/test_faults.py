@@ -30,6 +30,7 @@ pytestmark = [
 ]
 
 total = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
+quarter = tp.pmap(lambda x: tp.psum(x, "i") / 4, "i", compile=EAGER)
 rows = torch.arange(float(N))
 
 
@@ -51,6 +52,35 @@ def assert_pool_works():
 
 def eagerly(function):
     return tp.pmap(function, "i", compile=False)
+
+
+@contextlib.contextmanager
+def busy(gate, ranks=range(N), error=None):
+    """``ranks`` do nothing until there is a file ``gate``; then all raise ``error``, if any.
+
+    Yields the thread that called them; calls made meanwhile stand behind this one.
+    """
+
+    def wait(x):
+        while not gate.exists() and int(tp.axis_index("i")) in ranks:
+            pass
+        if error is not None:
+            raise error
+        return x
+
+    def call():
+        raises = pytest.raises(type(error), match=str(error)) if error else contextlib.nullcontext()
+        with raises:
+            eagerly(wait)(rows)
+
+    for f in (total, quarter):
+        f(rows).block_until_ready()  # compiled: that would wait at the gate too
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert wait_for(lambda: _current.runtime()._pool._monitor.pending)
+    yield thread
+    gate.touch()
+    thread.join()
 
 
 # -- exceptions ------------------------------------------------------------------------------------
@@ -492,36 +522,23 @@ def test_killed_again_during_the_repair(second):
 def test_a_failure_just_before_a_value_is_used(use, tmp_path, monkeypatch):
     """The value was skipped behind another thread's failure, of which its user cannot know yet."""
     value = sharded()
-    total(rows)  # compiled: that would wait at the gate too
     gate = tmp_path / "open"
-
-    def fail_at_the_gate(x):
-        while not gate.exists():
-            pass
-        raise RuntimeError("not yours")
-
-    def failing():
-        with pytest.raises(RuntimeError, match="not yours"):
-            eagerly(fail_at_the_gate)(rows)
-
     pool = _current.runtime()._pool
     epoch = pool._supervisor.epoch
-    thread = threading.Thread(target=failing)
-    thread.start()
-    assert wait_for(lambda: pool._monitor.pending)
-    skipped = total(rows)
-    proper = pool.in_order
+    with busy(gate, error=RuntimeError("not yours")) as thread:
+        skipped = total(rows)
+        proper = pool.in_order
 
-    def in_order(*args):
-        if threading.current_thread() is not thread and not gate.exists():
-            gate.touch()
-            thread.join()
-        return proper(*args)
+        def in_order(*args):
+            if threading.current_thread() is not thread and not gate.exists():
+                gate.touch()
+                thread.join()
+            return proper(*args)
 
-    monkeypatch.setattr(pool, "in_order", in_order)
-    monkeypatch.setattr(pool, "has_reached", lambda *_: False)
-    with pytest.raises(RuntimeError, match="not yours"):
-        use(skipped)
+        monkeypatch.setattr(pool, "in_order", in_order)
+        monkeypatch.setattr(pool, "has_reached", lambda *_: False)
+        with pytest.raises(RuntimeError, match="not yours"):
+            use(skipped)
     assert not pool.broken
     assert pool._supervisor.epoch == epoch + 1  # using it was no further failure
     assert value.tolist() == [0, 10, 20, 30]
@@ -529,35 +546,18 @@ def test_a_failure_just_before_a_value_is_used(use, tmp_path, monkeypatch):
 
 def test_what_a_skipped_call_frees_is_freed(tmp_path):
     """What nobody uses any more travels with the next call, which may stand behind a failed one."""
-    gate = tmp_path / "open"
-
-    def fail_at_the_gate(x):
-        while not gate.exists():
-            pass
-        raise RuntimeError("first")
 
     def count(x):
         return torch.tensor(
             sum(type(o) is torch.Tensor and o.numel() == 23456 for o in gc.get_objects())
         )
 
-    total(rows)
     value = tp.device_put_sharded([torch.zeros(23456)] * N, tp.devices())
     assert min(eagerly(count)(rows).tolist()) == 1
-
-    def failing():
-        with pytest.raises(RuntimeError, match="first"):
-            eagerly(fail_at_the_gate)(rows)
-
-    pool = _current.runtime()._pool
-    thread = threading.Thread(target=failing)
-    thread.start()
-    assert wait_for(lambda: pool._monitor.pending)
-    held = tp.device_put_sharded(list(rows), tp.devices())
-    del value
-    total(held)
-    gate.touch()
-    thread.join()
+    with busy(tmp_path / "open", error=RuntimeError("first")):
+        held = tp.device_put_sharded(list(rows), tp.devices())
+        del value
+        total(held)
     assert max(eagerly(count)(rows).tolist()) == 0
 
 
@@ -597,27 +597,6 @@ def test_other_threads_get_their_own_results():
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------
-
-
-quarter = tp.pmap(lambda x: tp.psum(x, "i") / 4, "i", compile=EAGER)
-
-
-@contextlib.contextmanager
-def busy(gate, ranks):
-    """``ranks`` do nothing until there is a file ``gate``."""
-
-    def wait(x):
-        while not gate.exists() and int(tp.axis_index("i")) in ranks:
-            pass
-        return x
-
-    quarter(rows).block_until_ready()  # compiled: that would wait at the gate too
-    thread = threading.Thread(target=lambda: eagerly(wait)(rows))
-    thread.start()
-    assert wait_for(lambda: _current.runtime()._pool._monitor.pending)
-    yield
-    gate.touch()
-    thread.join()
 
 
 def call_until_interrupted():

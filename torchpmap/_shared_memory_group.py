@@ -133,11 +133,12 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         kind = _kind("all_gather", x.dtype, x.numel())
-        taken = (out.view(self._size, *x.shape),)
-        if x.nbytes > SLOT_BYTES:
-            step = SLOT_BYTES // x.element_size()
-            taken = out.view(self._size, x.numel()).split(step, 1)
-        for given, theirs in zip(_pieces(x.contiguous()), taken, strict=True):
+        pieces = _pieces(x.contiguous())
+        if len(pieces) == 1:
+            taken: Sequence[torch.Tensor] = (out.view(self._size, *x.shape),)
+        else:
+            taken = out.view(self._size, x.numel()).split(pieces[0].numel(), 1)
+        for given, theirs in zip(pieces, taken, strict=True):
             together, rows = self._meeting.rows(x.dtype, given.shape)
             rows[self._rank].copy_(given)
             self._meet(kind)
@@ -149,11 +150,10 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         kind = _kind("reduce_scatter", x.dtype, x.numel())
         columns = x.reshape(size, out.numel()).split(step, 1)
         for given, taken in zip(columns, out.view(-1).split(step), strict=True):
-            count = taken.numel()
-            slots = self._meeting.slots(x.dtype)[:size, : size * count].unflatten(1, (size, count))
-            slots[self._rank].copy_(given)
+            together, rows = self._meeting.rows(x.dtype, given.shape)
+            rows[self._rank].copy_(given)
             self._meet(kind)
-            _reduce_rows(slots[:, self._rank].unbind(), reduce, taken)
+            _reduce_rows(together[:, self._rank].unbind(), reduce, taken)
 
     def _all_to_all(
         self, out: torch.Tensor, x: torch.Tensor, taken: Sequence[int], given: Sequence[int]

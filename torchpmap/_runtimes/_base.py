@@ -64,7 +64,7 @@ class Runtime(Protocol):
 
     @property
     def scarred(self) -> bool:
-        """Whether values may be lost: only then do callers ``check`` what they pass on."""
+        """Whether values may be lost: only then need callers ``check`` what they keep."""
 
     @property
     def closed(self) -> bool:
@@ -93,7 +93,9 @@ class Runtime(Protocol):
     def execute(
         self, team: Team, plan_id: int, held: Sequence[Any], num_outputs: int
     ) -> list[Handle]:
-        """Start a plan on stored values; its outputs.  Does not wait."""
+        """Start a plan on stored values; its outputs.  Does not wait; raises if a value is known to
+        be lost.
+        """
 
     def run_eagerly(
         self, team: Team, call: EagerCall, held: Sequence[Any]
