@@ -312,6 +312,21 @@ GRADIENTS: dict[str, Case] = {
         (X, X),
         (same(7.5), same(15.0)),
     ),
+    "jvp_psum_tree": (  # along with a leaf that has no tangent, and two that can have none
+        lambda x, w: func.jvp(lambda x: psum((w, x, x > 2, x.long()), "i")[1], (x,), (w,)),
+        (X, W),
+        (same(10.0), same(1111.0)),
+    ),
+    "jvp_pmax_tree": (
+        lambda x, w: func.jvp(lambda x: pmax((w, x, x > 2, x.long()), "i")[1], (x,), (w,)),
+        (X, W),
+        (same(4.0), same(1000.0)),
+    ),
+    "jvp_ppermute_tree": (
+        lambda x, w: func.jvp(lambda x: ppermute((w, x, x > 2), "i", RING)[1], (x,), (w,)),
+        (X, W),
+        (X.roll(1), W.roll(1)),
+    ),
     "jacfwd": (func.jacfwd(lambda x: psum(x**2, "i")), (X,), same(20.0)),
     "jacrev": (func.jacrev(lambda x: psum(x**2, "i")), (X,), 8 * X),
     "jacfwd_all_gather": (func.jacfwd(lambda x: all_gather(x, "i")), (X,), torch.ones(4, 4)),

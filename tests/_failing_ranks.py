@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch._decomp
@@ -134,6 +134,19 @@ def other_collective_untraced(rank: int) -> None:
 
 
 @job(2)
+def other_order_untraced(rank: int) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if rank:
+            second = total(10 * x)
+            return total(x) + second
+        first = total(x)
+        return first + total(10 * x)
+
+    tp.pmap(function, "i", compile=False)(torch.ones(1))
+    print("a value")
+
+
+@job(2)
 def other_shapes_gathered(rank: int) -> None:
     tp.multihost.all_gather({"x": torch.ones(1 + rank)})
 
@@ -229,6 +242,71 @@ def used_after_a_failure(rank: int) -> None:
         tp.multihost.barrier(f"of rank {rank}")
     except tp.CollectiveMismatch:
         mapped(torch.ones(1))
+
+
+# -- strangers -------------------------------------------------------------------------------------
+
+
+class Runs:
+    """Unpickling it prints."""
+
+    def __reduce__(self) -> Any:
+        return print, ("EXECUTED",)
+
+
+def forge(key: str) -> None:
+    """Write to the store what a stranger may, and wait for the other process to read it."""
+    rendezvous = tp._current.runtime().rendezvous
+    rendezvous.store.set(key, pickle.dumps(Runs()))
+    while True:
+        rendezvous.raise_cause()
+        time.sleep(0.01)
+
+
+@job(2)
+def forged_message(rank: int) -> None:
+    tp.init()
+    tp.multihost.barrier("loaded") if rank == 0 else forge("turn/0,1/0/1")
+
+
+@job(2)
+def forged_cause(rank: int) -> None:
+    tp.init()
+    if rank == 0:
+        tp.multihost.barrier("loaded")
+    tp._current.runtime().rendezvous.store.set("cause", pickle.dumps(Runs()))
+    tp.multihost.barrier("loaded")
+
+
+@job(2)
+def forged_posting(rank: int) -> None:
+    tp.init()
+    tp.multihost.barrier("loaded") if rank == 0 else forge("waiting/1")
+
+
+@job(2)
+def forged_tree(rank: int) -> None:
+    tp.init()
+    if rank == 0:
+        tp.multihost.broadcast(None, source=1)
+    what = "torchpmap.multihost.broadcast(source=1)"
+    tp._current.runtime().exchange((0, 1), b"+" + pickle.dumps(Runs()), what)
+    raise ValueError("forged")
+
+
+@job(2)
+def forged_report(rank: int) -> None:
+    call = tp.pmap(total, "i", compile=False)
+    if rank == 0:
+        call(torch.ones(1))
+    runtime = tp._current.runtime()
+    real = runtime._rendezvous.exchange
+
+    def exchange(ranks: Any, mine: bytes, what: str) -> Any:
+        return real(ranks, pickle.dumps(Runs()) if what == "total" else mine, what)
+
+    runtime._rendezvous.exchange = exchange
+    call(torch.ones(1))
 
 
 # -- driver ----------------------------------------------------------------------------------------

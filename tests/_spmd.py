@@ -27,7 +27,6 @@ from torchpmap import _axes
 from torchpmap._axes import Axis, Partition
 from torchpmap._config import Config
 from torchpmap._groups import Groups
-from torchpmap._runtimes._process import preload
 
 GROUP = "axis"
 TIMEOUT_S = 60
@@ -42,8 +41,8 @@ def spmd(
 
     ``share_memory``: the ranks that are willing to; unless all are, collectives go over Gloo.
     """
-    preload()  # the fork server of the workers has imported torch: four processes need 8 s else
     context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torchpmap"])  # four processes need 8 s else
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(size):

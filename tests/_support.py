@@ -84,13 +84,7 @@ def known_pids() -> list[int | None]:
     """Process ids of the current pool as the controller knows them; None: not running now."""
     runtime = _current._runtime
     workers = {} if runtime is None or runtime.closed else runtime._pool.workers
-    found: list[int | None] = []
-    for worker in workers.values():
-        try:
-            found.append(worker.process.pid)
-        except ValueError:  # being replaced
-            found.append(None)
-    return found
+    return [worker.pid for worker in workers.values()]
 
 
 def stat(pid: int | str) -> tuple[str, int, int] | None:

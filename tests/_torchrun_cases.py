@@ -19,6 +19,7 @@ import torch
 from _launched import Raised, host, run_cases
 
 import torchpmap as tp
+from torchpmap._ambient import ambient, applied
 
 AXIS = "i"
 GRAPH = {"backend": "eager"}
@@ -589,6 +590,41 @@ def data_parallel_training(compile):
     return w
 
 
+# -- torch's settings, which are those of the process ----------------------------------------------
+
+
+@in_both_modes(expect_rows(X.double() / 3))
+def another_default_dtype(compile):
+    with applied(ambient()):  # is put back
+        torch.set_default_dtype(torch.float64)
+        return mapped(lambda x: x / 3, compile)(mine(X.long())).clone()
+
+
+@in_both_modes(expect_same((torch.bfloat16, torch.float32)))
+def autocast_and_where_it_is_off(compile):
+    def function(x):
+        square = torch.ones(2, 2) * x
+        with torch.autocast("cpu", enabled=False):
+            return square @ square
+
+    def cast(x):
+        square = torch.ones(2, 2) * x
+        return square @ square
+
+    with torch.autocast("cpu", torch.bfloat16):
+        return mapped(cast, compile)(mine()).dtype, mapped(function, compile)(mine()).dtype
+
+
+@in_both_modes(expect_rows(torch.full((4,), 1.0, dtype=torch.float64)))
+def a_backward_pass_under_other_settings(compile):
+    x = torch.ones(len(mine()), requires_grad=True)
+    with applied(ambient()):
+        torch.set_default_dtype(torch.float64)
+        y = mapped(lambda x: (torch.arange(3) / 3 * x).sum(), compile)(x)
+    y.sum().backward()
+    return x.grad.double()
+
+
 # -- torchpmap.multihost ---------------------------------------------------------------------------
 
 
@@ -661,6 +697,18 @@ def multihost_assert_equal():
     tp.multihost.assert_equal(tree)
     tp.multihost.barrier("after it")
     return "equal"
+
+
+@expect(lambda rank, count: [torch.full((count, 1), 2.0), torch.tensor([2.0]), torch.tensor([2.0])])
+def multihost_values_of_one_element_and_stride_0():
+    expanded = torch.tensor(2.0).expand(1)
+    tp.multihost.assert_equal(expanded)
+    placed = tp.replicate(expanded)
+    return [
+        tp.multihost.all_gather(expanded),
+        tp.multihost.all_gather(placed),
+        tp.multihost.broadcast(expanded),
+    ]
 
 
 @expect_error(ValueError, "tree['x'] has 5 rows (shape [5, 2]), which do not divide over")

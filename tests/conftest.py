@@ -6,20 +6,17 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("TORCHPMAP_WARM", "0")  # of the programs that tests run few compile
 
 import hypothesis
 import pytest
 import torch
-from _support import SCALE, TEST_ALL, known_pids, sample, stat, wait_for
+from _leftovers import Inventory
+from _support import SCALE, TEST_ALL, sample, wait_for
 
 import torchpmap as tp
-from torchpmap import _current
 from torchpmap._devices import usable_cores
 from torchpmap._runtimes._process import preload
 
@@ -47,11 +44,16 @@ LONGEST = (
     "test_random.py",
     "test_torchrun_failures.py",
     "test_collectives_axes.py",
-    "test_faults.py",
     "test_debug.py",
+    "test_worker_children.py",
     "test_docs.py",
+    "test_sharded_strides.py",
     "test_two_hosts.py",
     "test_autodiff.py",
+    "test_remat.py",
+    "test_strides.py",
+    "test_sharded_mixed.py",
+    "test_fuzz.py",
     "test_torchrun.py",
     "test_torchrun_parity.py",
     "test_runtime.py",
@@ -109,76 +111,10 @@ def pool(request: pytest.FixtureRequest) -> int:
     return num_devices
 
 
-@dataclass
-class _Inventory:
-    """What is there of the things that a test could leave behind."""
-
-    runtime: Any
-    processes: set[str]
-    threads: set[threading.Thread]
-    fds: list[str]
-    helpers: tuple[int | None, int | None]
-
-    @classmethod
-    def take(cls) -> _Inventory:
-        fds = os.listdir("/proc/self/fd")
-        return cls(_current._runtime, _processes(), _our_threads(), fds, _helpers())
-
-    def left_behind(self) -> list[str]:
-        """What is new, apart from a pool and its helpers."""
-        found = [f"process {pid}" for pid in _processes() - self.processes if _is_ours(pid)]
-        threads = [thread for thread in _our_threads() - self.threads if thread.is_alive()]
-        found += [f"thread {thread.name}" for thread in threads if thread not in _pool_threads()]
-        if _current._runtime is self.runtime and _helpers() == self.helpers:
-            fds = os.listdir("/proc/self/fd")
-            if len(fds) > len(self.fds):
-                found += [_describe(fd) for fd in fds if fd not in self.fds]
-        return found
-
-
-def _processes() -> set[str]:
-    return {name for name in os.listdir("/proc") if name.isdigit()}
-
-
-def _our_threads() -> set[threading.Thread]:
-    return {t for t in threading.enumerate() if t.name.startswith("torchpmap-")}
-
-
-def _pool_threads() -> tuple[threading.Thread, ...]:
-    """Of the present pool: its monitor, and its starter until the workers are there."""
-    pool = getattr(_current._runtime, "_pool", None)
-    return () if pool is None else (pool._monitor._thread, pool._starter)
-
-
-def _is_ours(pid: str) -> bool:
-    """Whether a process is a child of this one or the fork server, but not of the present pool."""
-    server, tracker = _helpers()
-    found = stat(pid)
-    return (
-        found is not None
-        and found[1] in (os.getpid(), server)
-        and int(pid) not in (server, tracker, *known_pids())
-    )
-
-
-def _helpers() -> tuple[int | None, int | None]:
-    """Process ids of the fork server and the resource tracker of multiprocessing."""
-    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
-    return server, tracker
-
-
-def _describe(fd: str) -> str:
-    try:
-        return f"descriptor {fd}: {os.readlink(f'/proc/self/fd/{fd}')}"
-    except OSError:
-        return f"descriptor {fd}: closed meanwhile"
-
-
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test after which there are more processes, threads or descriptors than before."""
-    before = _Inventory.take()
+    before = Inventory.take()
     yield
     if before.left_behind():
         gc.collect()

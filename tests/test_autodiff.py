@@ -330,6 +330,23 @@ def test_forward_mode_of_torch(mode: Any) -> None:
     same(got, expected)
 
 
+def test_forward_mode_through_results_without_derivatives(mode: Any) -> None:
+    """Integers and bools alone: nothing moves with the argument."""
+    mapped = tp.pmap(lambda x: (tp.axis_index(ROWS), x > 0), ROWS, compile=mode)
+
+    def weighted(f: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        index, positive = f(x)
+        return (x**2 * index * positive).sum()
+
+    def whole(x: torch.Tensor) -> Any:
+        return torch.arange(4), x > 0
+
+    for transform in (torch.func.jacfwd, torch.func.hessian):
+        same(
+            transform(lambda x: weighted(mapped, x))(X), transform(lambda x: weighted(whole, x))(X)
+        )
+
+
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, of X
 def test_linearize(mode: Any) -> None:
     mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
@@ -356,7 +373,17 @@ def test_the_forward_pass_is_not_computed_again() -> None:
     same(x.grad, 3 * (2 * Y).sin())
 
 
-def test_residuals_are_freed() -> None:
+@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_tangents_have_the_dtype_of_the_value(dtype: torch.dtype, compile: Any) -> None:
+    x = torch.arange(1.0, 5.0, dtype=dtype)
+    mapped = tp.pmap(lambda p: (p + 0.5) * 2, compile=compile)
+    jacobian = torch.func.jacfwd(mapped)(x)
+    assert jacobian.dtype == dtype
+    assert jacobian.cpu().equal(2 * torch.eye(4, dtype=dtype))
+
+
+def test_residuals_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     mapped = tp.pmap(lambda x: (x.sin() ** 2).sum(), compile=EAGER)
     x = tp.device_put(Y, tp.devices()).requires_grad_()
     mapped(x).sum().backward()
@@ -365,6 +392,7 @@ def test_residuals_are_freed() -> None:
     before = team.runtime._next_handle  # type: ignore[attr-defined]
     out = mapped(x).sum()
     made = team.runtime._next_handle - before  # type: ignore[attr-defined]
+    monkeypatch.setattr(runtime()._pool, "_tick", lambda: None)  # would send what is released
     team.released.clear()
     out.backward()
     del out
@@ -440,3 +468,74 @@ def test_compiled_by_inductor() -> None:
         return ((torch.tanh(Y @ w.T) * Y.sum()) ** 2).sum()
 
     same(got, torch.func.grad(whole)(W))
+
+
+# Third order -------------------------------------------------------------------------------------
+
+POLYNOMIALS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "no collective": lambda x: (x**4).sum(),
+    "psum": lambda x: tp.psum(x.sin() * x, ROWS).prod() * x.sum(),
+    "ppermute": lambda x: (x**3 * tp.ppermute(x, ROWS, [(k, (k + 1) % 4) for k in range(4)])).sum(),
+    "all_gather": lambda x: (tp.all_gather(x, ROWS).sin().prod(0) * x).sum(),
+    "pmax": lambda x: (tp.pmax(x, ROWS) ** 3 * x.cos()).sum(),
+}
+JACOBIANS = {"F": torch.func.jacfwd, "R": torch.func.jacrev}
+
+
+def derivative(word: str, function: Any) -> Any:
+    """``word``: the transforms from the outside in, G for the gradient of the sum, V for vmap."""
+    if not word:
+        return function
+    inner = derivative(word[1:], function)
+    if word[0] == "V":
+        return lambda x: torch.func.vmap(inner)(torch.stack([x, x + 0.5]))
+    if word[0] == "G":
+        return torch.func.grad(lambda x: inner(x).sum())
+    return JACOBIANS[word[0]](inner)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("pool", [2], indirect=True)  # two rows per device
+@pytest.mark.parametrize("name", POLYNOMIALS)
+@pytest.mark.parametrize(
+    "word",
+    ["FFG", "FRG", "RFG", "RRG", "VFFG", "VFRG", "VRFG", "VRRG", "FFF", "VFFF", "RFF", "GGG"],
+)
+def test_third_order(word: str, name: str, pool: int) -> None:
+    row = POLYNOMIALS[name]
+    x = torch.tensor([[0.3], [-0.7], [1.1], [0.6]])
+    expected = derivative(word, tp.vmap(row, axis_name=ROWS))(x)
+    got = derivative(word, tp.pmap(row, ROWS, compile=EAGER))(x)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+LINEAR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "affine": lambda x: x * 2 + 1,
+    "constant": lambda x: x * 0 + 1,
+    "flipped": lambda x: x.flip(0),
+    "expanded sum": lambda x: x.sum().expand(3),
+}
+
+
+@pytest.mark.parametrize("word", ["FRR", "FRF", "FFR", "RFR", "FF"])
+@pytest.mark.parametrize("name", LINEAR)
+def test_third_order_of_linear_functions_of_vectors(word: str, name: str, mode: Any) -> None:
+    row = LINEAR[name]
+    x = torch.tensor([[0.3, 0.1], [-0.7, 0.5]])
+    expected = derivative(word, torch.func.vmap(row))(x)
+    got = derivative(word, tp.pmap(row, compile=mode))(x)
+    torch.testing.assert_close(got.cpu(), expected)
+
+
+def test_batches_seen_by_transforms_are_contiguous() -> None:
+    mapped = tp.pmap(lambda x: x.sin(), compile=EAGER)
+    seen: list[tuple[int, ...]] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = mapped(x)
+        seen.append(y.stride())
+        return y
+
+    got = torch.func.vmap(torch.func.vmap(f))(torch.ones(2, 5, 4, 3))
+    assert seen == [(3, 1)]
+    same(got, torch.ones(2, 5, 4, 3).sin())

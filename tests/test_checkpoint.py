@@ -311,7 +311,7 @@ def test_what_torch_alone_saved(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda file: file.unlink(), "__0_0.distcp cannot be read: No such file"),
+        (lambda file: file.unlink(), r"the file __0_0.distcp is missing \(No such file"),
         (
             lambda file: os.truncate(file, 10),
             r"__0_0.distcp ends before byte \d+\. Load",

@@ -430,3 +430,48 @@ def test_result_is_not_a_view_of_the_operand() -> None:
     x = ROWS.clone()
     vmap(lambda x: all_gather(x, "i").mul_(0), axis_name="i", out_axes=None)(x)
     assert torch.equal(x, ROWS)
+
+
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+ALONE = [[0], [1], [2], [3]]
+OVER_ONE = {
+    "psum": lambda x, **how: psum(x, **how),
+    "pmax": lambda x, **how: pmax(x, **how),
+    "all_gather": lambda x, **how: all_gather(x, **how),
+    "all_gather tiled": lambda x, **how: all_gather(x, tiled=True, **how),
+    "psum_scatter": lambda x, **how: psum_scatter(x, tiled=True, **how),
+    "all_to_all": lambda x, **how: all_to_all(x, split_axis=0, concat_axis=0, tiled=True, **how),
+}
+
+
+@pytest.mark.parametrize("name", OVER_ONE)
+def test_result_over_one_device_is_not_the_operand(name: str) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        OVER_ONE[name](x, axis_name="i", axis_index_groups=ALONE).mul_(0)
+        OVER_ONE[name](x, axis_name=()).mul_(0)
+        ppermute(x, (), []).mul_(0)
+        pbroadcast(x, (), 0).mul_(0)
+        return x
+
+    assert torch.equal(vmap(f, axis_name="i")(ROWS.clone()), ROWS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("values", [[-0.0, 0.0, 0.0], [0.0, 0.0, -0.0]])
+def test_signed_zeros_in_any_order(dtype: torch.dtype, values: list[float]) -> None:
+    zeros = torch.tensor(values, dtype=dtype)
+    high, low = vmap(lambda x: (pmax(x, "i"), pmin(x, "i")), axis_name="i", out_axes=None)(zeros)
+    assert torch.signbit(torch.stack([high, low])).tolist() == [False, True]
+
+
+def signed_zeros() -> torch.Tensor:
+    rank = int(_axes.lookup("i")[0].index)
+    zero = torch.tensor(0.0 if rank == 2 else -0.0)
+    return torch.signbit(torch.stack([pmax(zero, "i"), pmin(zero, "i")]))
+
+
+def test_signed_zeros_on_processes(run: Run) -> None:
+    assert [result.tolist() for result in run(signed_zeros)] == [[False, True]] * 4

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import pytest
 import torch
 from torch.fx import symbolic_trace
 
+import torchpmap as tp
 from torchpmap import _compile
 from torchpmap._compile import (
     EAGER,
@@ -14,6 +18,7 @@ from torchpmap._compile import (
     Definition,
     compile_definition,
     have_cpp_compiler,
+    make_cache_private,
     parse_compile,
 )
 
@@ -61,8 +66,8 @@ def definition(backend, uses_index):
         return (x * 2,)
 
     graph = symbolic_trace(with_index if uses_index else without)
-    inputs = (((2,), torch.float32),)
-    return Definition(1, "f", graph, uses_index, (0, 1), inputs, backend)
+    kinds = (((2,), torch.float32),)
+    return Definition(1, "f", graph, uses_index, (0, 1), kinds, kinds, backend)
 
 
 @pytest.mark.parametrize(
@@ -107,3 +112,43 @@ def test_the_compiler_is_looked_for_where_inductor_looks(monkeypatch):
         assert looked[-1] == "only"
         monkeypatch.setattr(_compile.shutil, "which", lambda name: name == "only")
         assert have_cpp_compiler()
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """Where Inductor's folder would be."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr("getpass.getuser", lambda: "me")
+    return tmp_path / "torchinductor_me"
+
+
+def mode(path):
+    return path.stat().st_mode & 0o777
+
+
+def test_compiled_code_is_the_users_alone(temporary):
+    make_cache_private.__wrapped__()
+    assert mode(temporary) == 0o700
+    temporary.chmod(0o777)
+    make_cache_private.__wrapped__()
+    assert mode(temporary) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("linked", [False, True])
+def test_compiled_code_of_another_user_is_refused(temporary, tmp_path, linked):
+    folder = tmp_path / "theirs" if linked else temporary
+    folder.mkdir(0o777)
+    os.chown(folder, 65534, 65534)
+    if linked:
+        temporary.symlink_to(folder)
+    with pytest.raises(tp.PmapError, match=r"torchinductor_me, where .* belongs to another user"):
+        make_cache_private.__wrapped__()
+
+
+def test_a_chosen_folder_for_compiled_code_is_left_as_it_is(temporary, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    before = mode(tmp_path)
+    make_cache_private.__wrapped__()
+    assert (mode(tmp_path), temporary.exists()) == (before, False)

@@ -17,7 +17,7 @@ def _clean_environment(monkeypatch):
 
 
 def test_defaults():
-    assert Config.from_env({}) == Config() == Config(None, None, True, 1800.0, True, "auto")
+    assert Config.from_env({}) == Config() == Config(None, None, True, None, True, "auto")
 
 
 def test_environment():
@@ -37,7 +37,7 @@ def test_environment():
 
 NUM = "must be an int from 1 to 256, but got"
 TYPE = "must be 'cpu' or 'cuda', but got"
-TIME = "must be a number of seconds above 0, but got"
+TIME = "must be a number of seconds above 0 (at most 1e9), but got"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_bad_environment(variable, text, message):
         ("warm", None, "must be True or False, but got None."),
         ("timeout", -1, f"{TIME} -1."),
         ("timeout", True, f"{TIME} True."),
-        ("timeout", None, f"{TIME} None."),
+        ("timeout", "2", f"{TIME} '2'."),
         ("runtime", "remote", "must be 'auto', 'local', 'torchrun' or 'inline', but got 'remote'."),
     ],
 )
@@ -153,8 +153,8 @@ def test_repr():
     settings = Settings()
     settings.num_devices = 2
     assert repr(settings) == (
-        "<torchpmap settings: Config(num_devices=2, device_type=None, warm=True, timeout=1800.0, "
-        "shared_memory=True, runtime='auto')>"
+        "<torchpmap settings: Config(num_devices=2, device_type=None, warm=True, timeout=None, "
+        "shared_memory=True, runtime='auto', check_captured=True)>"
     )
 
 

@@ -425,15 +425,31 @@ def test_rows_in_different_collectives_raise(serial):
 
     with pytest.raises(tp.CollectiveMismatch) as info:
         tp.pmap(f, "i")(X)
+    first = f.__code__.co_firstlineno
     assert str(info.value) == (
         "rows run different collectives, so the result would be wrong:\n"
-        "  row 0: all_reduce sum of float32[]\n"
-        "  row 1: all_reduce sum of float32[]\n"
+        "  row 0: all_reduce sum of float32[] for psum('i') of float32[] at "
+        f"test_debug.py:{first + 2}:20 in f (collective 1)\n"
+        "  row 1: all_reduce sum of float32[] for psum('i') of float32[] at "
+        f"test_debug.py:{first + 2}:20 in f (collective 1)\n"
         "  row 2: returned\n"
-        "  row 3: ppermute [0] [1] of float32[]\n"
-        "Every row must run the same collectives in the same order: do not put one under a "
-        "condition on a row's own values or axis index."
+        "  row 3: ppermute [0] [1] of float32[] for ppermute('i', (0, 1)) of float32[] at "
+        f"test_debug.py:{first + 5}:16 in f (collective 1)\n"
+        "Every row must run the same collectives in the same order, from the same lines of the "
+        "program: do not put one under a condition on a row's own values or axis index."
     )
+
+
+def test_rows_that_swap_equal_collectives_raise(serial):
+    def f(x):
+        a, b = (x, 10 * x) if x > 0 else (10 * x, x)
+        if x > 0:
+            return tp.psum(a, "i"), tp.psum(b, "i")
+        second = tp.psum(a, "i")
+        return tp.psum(b, "i"), second
+
+    with pytest.raises(tp.CollectiveMismatch, match="rows run different collectives"):
+        tp.pmap(f, "i")(X)
 
 
 def test_rows_with_different_results_raise(serial):

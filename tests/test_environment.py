@@ -6,7 +6,9 @@ import argparse
 import collections
 import dataclasses
 import functools
+import sys
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -23,6 +25,53 @@ def reads_global():
 
 def calls_another():
     return reads_global()
+
+
+DRIVEN = 1
+INSIDE = {"a": 1}
+
+
+class Held(list):
+    """Takes weak references."""
+
+
+HELD = Held()
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, x):
+        return x * VALUE
+
+    def scaled(self):
+        return VALUE
+
+    @staticmethod
+    def fixed():
+        return VALUE
+
+    @property
+    def doubled(self):
+        return VALUE * 2
+
+    def drive(self):
+        return DRIVEN
+
+
+INSTANCE = Scaled()
+
+
+def optimizer():
+    return torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+
+
+def scheduler():
+    return torch.optim.lr_scheduler.StepLR(optimizer(), 1)
+
+
+def settings():
+    module = torch.nn.Identity()
+    module.settings = {"a": 1}
+    return module
 
 
 def watched(fun):
@@ -143,6 +192,128 @@ def test_values(value, change):
     assert noticed(lambda: value, lambda: change(value))
 
 
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ([[[[[[[[[1]]]]]]]]], lambda v: v[0][0][0][0][0][0][0].append(1)),
+        ([0.0], lambda v: v.__setitem__(0, -0.0)),
+        ({"a": 0.0}, lambda v: v.update(a=-0.0)),
+        ([complex(0, 0.0)], lambda v: v.__setitem__(0, complex(0, -0.0))),
+        ([(1, 0.0)], lambda v: v.__setitem__(0, (1, -0.0))),
+        ([1], lambda v: v.__setitem__(0, True)),
+        ({1}, lambda v: (v.clear(), v.add(True))),
+        ({1: 2}, lambda v: (v.clear(), v.update({True: 2}))),
+        ([np.float32(0.0)], lambda v: v.__setitem__(0, np.float32(-0.0))),
+        (collections.OrderedDict(a=1, b=2), lambda v: v.move_to_end("a")),
+        ({"a": 1, "b": 2}, lambda v: v.update(a=v.pop("a"))),
+        (types.MappingProxyType(INSIDE), lambda v: INSIDE.update(a=2)),
+        (collections.ChainMap({"a": 1}), lambda v: v.update(a=2)),
+        (collections.UserDict({"a": 1}), lambda v: v.update(a=2)),
+        (collections.UserList([1]), lambda v: v.append(2)),
+        (weakref.ref(HELD), lambda v: HELD.append(2)),
+        (memoryview(bytearray(3)), lambda v: v.__setitem__(0, 1)),
+        (optimizer(), lambda v: v.param_groups[0].update(lr=0.05)),
+        (scheduler(), lambda v: (v.optimizer.step(), v.step())),
+        (torch.nn.Sequential(settings()), lambda v: v[0].settings.update(a=2)),
+    ],
+    ids=lambda given: None if callable(given) else type(given).__name__,
+)
+def test_values_in_depth(value, change):
+    assert noticed(lambda: value, lambda: change(value))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: float("nan"),
+        lambda: complex(float("nan"), 1),
+        lambda: (1, "a", (float("2.5"),)),
+        lambda: torch.Size([1000, 2]),
+        lambda: torch.device("cpu"),
+        lambda: np.float32(2.5),
+        lambda: HELD.append,
+        lambda: INSTANCE.scaled,
+        lambda: slice(1000, None),
+    ],
+)
+def test_values_made_anew_are_the_same(make):
+    table = {"a": make()}
+    assert not noticed(lambda: table, lambda: table.update(a=make()))
+
+
+def test_code_of_methods(monkeypatch):
+    module = torch.nn.Sequential(Scaled())
+    followed = [INSTANCE, INSTANCE.scaled, lambda: INSTANCE.scaled(), module, lambda: module(1)]
+    followed += [lambda: Scaled.fixed(), lambda: INSTANCE.doubled]
+    for fun in followed:
+        if fun is not INSTANCE:
+            assert noticed(fun, lambda: monkeypatch.setitem(globals(), "VALUE", VALUE + 1))
+    for fun in (lambda: INSTANCE.scaled(), lambda: module(1)):
+        assert not noticed(fun, lambda: monkeypatch.setitem(globals(), "DRIVEN", DRIVEN + 1))
+    replaced = {"scaled": lambda self: 1, "fixed": staticmethod(reads_global)}
+    for name, new in replaced.items():
+        fun = eval(f"lambda: INSTANCE.{name}()", {"INSTANCE": INSTANCE})
+        assert noticed(fun, lambda name=name, new=new: monkeypatch.setattr(Scaled, name, new))
+    assert noticed(module, lambda: monkeypatch.setattr(Scaled, "forward", reads_global))
+
+
+def test_functions_themselves():
+    def scaled(r, by=1, *, also=1):
+        return r * scaled.scale
+
+    scaled.scale = 2.0
+    scaled.calls = 0
+    assert noticed(scaled, lambda: setattr(scaled, "scale", 7.0))
+    assert noticed(lambda r: scaled(r), lambda: setattr(scaled, "scale", 8.0))
+    assert not noticed(scaled, lambda: setattr(scaled, "calls", 1))
+    assert noticed(scaled, lambda: setattr(scaled, "__defaults__", (2,)))
+    assert noticed(scaled, lambda: setattr(scaled, "__kwdefaults__", {"also": 2}))
+    assert noticed(scaled, lambda: scaled.__kwdefaults__.update(also=3))
+    other = reads_global
+    fun = types.FunctionType(other.__code__, {"VALUE": 1})
+    assert noticed(fun, lambda: setattr(fun, "__code__", calls_another.__code__))
+
+
+def test_attributes_of_tensors():
+    w = torch.ones(1)
+    w.tag = 1
+    assert noticed(lambda r: r * w.tag, lambda: setattr(w, "tag", 2))
+    assert not noticed(lambda r: r * w, lambda: setattr(w, "tag", 3))
+
+
+def test_modules_imported_by_the_function(monkeypatch):
+    module = types.ModuleType("torchpmaps_users_settings")
+    module.inner = types.ModuleType("torchpmaps_users_settings.inner")
+    module.rate = module.inner.rate = 1
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def fun():
+        import torchpmaps_users_settings as settings
+
+        return settings.rate + settings.inner.rate
+
+    assert noticed(fun, lambda: setattr(module, "rate", 2))
+    assert noticed(fun, lambda: setattr(module.inner, "rate", 2))
+    assert noticed(lambda: module.rate, lambda: setattr(module, "rate", 3))
+
+
+def test_objects_with_unusual_attributes():
+    class Table(dict):
+        __getattr__ = dict.__getitem__
+
+    class Strict:
+        __slots__ = ("unset", "value")
+
+        def __getattr__(self, name):
+            raise KeyError(name)
+
+    table, strict = Table(a=1), Strict()
+    strict.value = 1
+    assert noticed(lambda: table.a, lambda: table.update(a=2))
+    assert noticed(lambda: strict.value, lambda: setattr(strict, "value", 2))
+    assert noticed(lambda: strict.value, lambda: setattr(strict, "unset", 2))
+
+
 def test_slots_and_class_attributes():
     @dataclasses.dataclass(slots=True)
     class Options:
@@ -170,6 +341,13 @@ def test_attributes_of_users_modules():
 
 
 # What is no change -------------------------------------------------------------------------------
+
+
+def test_attributes_and_texts_with_the_name_of_a_global(monkeypatch):
+    fun = eval("lambda r: r.STEP(axis='VALUE')", globals())
+    for name in ("STEP", "VALUE"):
+        monkeypatch.setitem(globals(), name, 1)
+        assert not noticed(fun, lambda name=name: monkeypatch.setitem(globals(), name, 2))
 
 
 def test_equal_constants_are_the_same():
@@ -222,4 +400,17 @@ def test_cycles_and_large_structures_end():
     watched(lambda: loop)
     many = list(range(50_000))
     environment = watched(lambda: many)
-    assert len(environment._watched) <= 20_000
+    assert len(environment._watched) < 10
+    many[-1] = 0
+    assert environment.changed()
+
+
+def test_what_leads_too_far_is_named_once():
+    objects = [[number] for number in range(21_000)]
+    environment = Environment(lambda: objects)
+    environment.refresh()
+    with pytest.warns(UserWarning, match=r"closes over 'objects'.*Pass what changes as an argum"):
+        assert not environment.changed()
+    assert not environment.changed()
+    objects[0][0] = 1
+    assert environment.changed()

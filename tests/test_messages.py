@@ -77,7 +77,7 @@ WRAPPING = [
     (TypeError, lambda: tp.pmap(axis_name=True), f"{AXIS_NAME}True."),
     (TypeError, lambda: tp.pmap(f, ("a", "b")), f"{AXIS_NAME}('a', 'b')."),
     (TypeError, lambda: tp.pmap(f, ["a"]), f"{AXIS_NAME}['a']."),
-    (TypeError, lambda: tp.pmap(f, {}), "unhashable type: 'dict'"),
+    (TypeError, lambda: tp.pmap(f, {}), f"{AXIS_NAME}{{}}."),
     (TypeError, lambda: tp.pmap(f, in_axes=True), axes("in_axes", "True")),
     (TypeError, lambda: tp.pmap(f, in_axes=0.5), axes("in_axes", "0.5")),
     (TypeError, lambda: tp.pmap(f, in_axes="a"), axes("in_axes", "a")),

@@ -38,7 +38,7 @@ def test_what_workers_note_is_read_by_rank(progress):
 
 def test_a_wait_for_what_is_there_does_not_sleep(progress):
     worker(progress, 1).note(5)
-    assert progress.wait(5, (1,), None)
+    assert progress.wait(5, (1,), LONG_MS)
 
 
 def test_a_wait_ends_when_the_last_of_the_ranks_is_done(progress):

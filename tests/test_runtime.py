@@ -1,4 +1,4 @@
-"""Covers: _current.py and _runtimes/ as long as nothing fails (test_faults.py has the rest)."""
+"""Covers: _current.py and _runtimes/ as long as nothing fails (tests/faults has the rest)."""
 
 from __future__ import annotations
 
@@ -327,10 +327,49 @@ def test_shutdown_is_idempotent_and_a_later_call_starts_a_new_pool():
     assert num_fds() == fds
 
 
+@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: tp.replicate(torch.ones(1)),
+        lambda x: tp.device_put(x),
+        lambda x: tp.device_put_sharded([x], tp.devices()[:1]),
+        lambda x: tp.device_put_replicated(x, tp.devices()[:1]),
+        lambda x: tp.init(3),
+        lambda x: tp.shutdown(),
+    ],
+    ids=["replicate", "device_put", "sharded", "replicated", "init", "shutdown"],
+)
+def test_devices_are_chosen_outside_of_mapped_functions(use, compile):
+    tp.init(2)
+    with pytest.raises(RuntimeError, match="was called inside a mapped function"):
+        tp.pmap(lambda x: [use(x), x][1], compile=compile)(torch.arange(2.0))
+    assert tp.device_count() == 2
+
+
+def test_another_pool_is_there_when_a_call_has_been_traced():
+    """Another thread has started it: the devices of the call are gone."""
+    tp.init(4)
+
+    def restart():
+        tp.shutdown()
+        tp.init(2)
+
+    def f(x):
+        thread = threading.Thread(target=restart)
+        thread.start()
+        thread.join()
+        return x + 1
+
+    with pytest.raises(tp.RuntimeClosed, match="the pool of devices was shut down"):
+        tp.pmap(f, compile=EAGER)(torch.arange(4.0))
+    assert tp.pmap(lambda x: x + 1, compile=EAGER)(torch.arange(2.0)).tolist() == [1, 2]
+
+
 def test_shutdown_does_not_wait_for_queued_calls():
     """Also when the sockets are full: a thread runs ahead until sending blocks."""
     f = tp.pmap(lambda x: x @ x, compile=EAGER)
-    lock = _current.runtime()._pool.send_lock
+    pool = _current.runtime()._pool
     errors = []
 
     def run_ahead(x):
@@ -343,7 +382,7 @@ def test_shutdown_does_not_wait_for_queued_calls():
     x = f(torch.eye(768).expand(4, 768, 768))
     thread = threading.Thread(target=run_ahead, args=(x,))
     thread.start()
-    assert wait_for(lambda: all(lock.locked() for _ in range(1000)), 10)
+    assert wait_for(lambda: pool.outbox.unsent is not None, 10)
     start = time.monotonic()
     tp.shutdown()
     assert time.monotonic() - start < 3 * SCALE
@@ -421,9 +460,10 @@ import gc, os, sys, threading
 import torch, numpy, cloudpickle
 before = len(os.listdir("/proc/self/fd")), threading.active_count(), set(sys.modules)
 import torchpmap
-import multiprocessing.forkserver, multiprocessing.resource_tracker
+import multiprocessing.resource_tracker
+from torchpmap._runtimes._forkserver import server
 assert before[:2] == (len(os.listdir("/proc/self/fd")), threading.active_count())
-assert multiprocessing.forkserver._forkserver._forkserver_pid is None
+assert server.pid is None
 assert multiprocessing.resource_tracker._resource_tracker._pid is None
 heavy = {"torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "sympy", "jax"}
 print(sorted(heavy & set(sys.modules)))

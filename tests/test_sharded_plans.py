@@ -203,16 +203,59 @@ def test_operations_after_the_death_of_a_worker():
 # Settings ----------------------------------------------------------------------------------------
 
 
-def test_the_default_dtype_of_this_process_counts():
+SETTINGS = {
+    "default dtype": (torch.set_default_dtype, torch.float64, torch.float32),
+    "a smaller default dtype": (torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "flush denormal": (torch.set_flush_denormal, True, False),
+    "deterministic": (torch.use_deterministic_algorithms, True, False),
+    "precision of products": (torch.set_float32_matmul_precision, "medium", "highest"),
+}
+OPERATIONS = {
+    "division of integers": lambda v: v.ints / 2,
+    "a number": lambda v: v.ints * 0.1,
+    "a function of integers": lambda v: v.ints.cos(),
+    "integers with floats": lambda v: v.ints.mul(v.x),
+    "a sum": lambda v: (v.x + v.ints).sum(),
+    "a mean": lambda v: (v.ints * 0.3).mean(0),
+    "a product": lambda v: v.rows.T @ v.rows,
+    "denormal numbers": lambda v: v.x.double() * 1e-310,
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_follow_the_settings_around_them(name, setting):
+    """... those that have run under others too, and without a gather."""
+    operation = OPERATIONS[name]
+    write, value, usual = SETTINGS[setting]
     values = on_devices()
-    torch.set_default_dtype(torch.float64)
     try:
-        assert (values.ints / 2).dtype == torch.float64
-        assert where(values.x / 2) == 0
-        assert (values.x / 2).dtype == torch.float32
+        for each in (usual, value, usual):
+            write(each)
+            expected, result = operation(HERE), operation(values)
+            write(usual)
+            assert where(result) != HOST, each
+            torch.testing.assert_close(result.cpu(), expected, check_dtype=True)
+            assert torch.equal(result.cpu() == 0, expected == 0), each
     finally:
-        torch.set_default_dtype(torch.float32)
-    assert (values.ints / 2).dtype == torch.float32
+        write(usual)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_plan_per_settings(setting, monkeypatch):
+    write, value, usual = SETTINGS[setting]
+    rows = on_devices().rows
+    monkeypatch.setattr(_sharded_operations, "_known", None)
+    calls = asked(monkeypatch)
+    found = []
+    for each in (usual, value, usual, value):
+        try:
+            write(each)
+            rows.square()
+        finally:
+            write(usual)
+        found.append(defined(calls))
+    assert found == [1, 2, 2, 2]
 
 
 def test_random_numbers_are_those_of_this_process():

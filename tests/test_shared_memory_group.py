@@ -84,6 +84,15 @@ def all_to_alls(sizes: Any) -> list[torch.Tensor]:
     return [_c10d.wait_tensor(_c10d.all_to_all_single(x, rows, rows, GROUP)) for x in xs]
 
 
+def single_elements_of_a_wider_tensor() -> torch.Tensor:
+    """Which are contiguous whatever their stride."""
+    rank, size = me()
+    x = torch.arange(2.0 * size)[2 * rank :: 2 * size]
+    rows = [1] + [0] * (size - 1)
+    taken = [1] * size if rank == 0 else [0] * size
+    return _c10d.wait_tensor(_c10d.all_to_all_single(x, taken, rows, GROUP))
+
+
 def uneven(width: int) -> torch.Tensor:
     """Rank r gives 2 r + k rows to rank k."""
     rank, size = me()
@@ -158,6 +167,19 @@ def one_does_something_else() -> None:
         _c10d.all_gather_into_tensor(x, size, GROUP)
     else:
         _c10d.all_reduce(x, "sum", GROUP)
+
+
+def disagreements(rounds: int) -> list[bool]:
+    """Of numbers of which one in three differs, each followed by an exchange as messages are."""
+    rank, size = me()
+    group: Any = _resolve_process_group(GROUP)
+    agreed = []
+    for _ in range(rounds):
+        agreed += [group.agree(1), group.agree(2), group.agree(3 + (rank >= size // 2))]
+        mine = torch.full((1, 4), rank)
+        theirs = _c10d.wait_tensor(_c10d.all_gather_into_tensor(mine, size, GROUP))
+        assert theirs[:, 0].tolist() == list(range(size))
+    return agreed
 
 
 def last_is_killed() -> None:
@@ -239,6 +261,12 @@ def test_all_to_all(run):
         np.testing.assert_array_equal(np.stack(found), everything.swapaxes(0, 1))
 
 
+def test_all_to_all_of_single_elements(run):
+    first, *others = run(single_elements_of_a_wider_tensor)
+    assert first.tolist() == [2.0 * k for k in range(len(others) + 1)]
+    assert all(other.numel() == 0 for other in others)
+
+
 @pytest.mark.parametrize("width", [3, SLOT // 20])
 def test_uneven_all_to_all(run, width):
     results = run(uneven, width)
@@ -311,6 +339,11 @@ def test_ranks_that_do_different_things(size):
     ) in str(caught.value)
 
 
+def test_ranks_that_disagree_go_on():
+    with spmd(6) as run:
+        assert run(disagreements, 50) == [[True, True, False] * 50] * 6
+
+
 def test_rows_that_one_gives_and_the_other_does_not_expect():
     with spmd(2) as run, pytest.raises(RuntimeError) as caught:
         run(uneven_that_does_not_fit)
@@ -329,6 +362,4 @@ def test_a_rank_that_lets_go(size):
 def test_a_rank_that_is_killed():
     with spmd(3) as run, pytest.raises(RuntimeError) as caught:
         run(last_is_killed)
-    assert (
-        str(caught.value).count("RuntimeError: process group: another process of it has ended") == 2
-    )
+    assert str(caught.value).count("GroupLost: process group: another process of it has ended") == 2

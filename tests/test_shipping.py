@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import operator
 import pickle
 import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch.fx import Graph, GraphModule
@@ -99,6 +101,50 @@ def test_what_cannot_travel_is_named():
         pickled_function(lambda x: lock, "step()")
     assert "or use compile=True" in str(e.value)
     assert e.value.__cause__ is not None
+
+
+class Interrupted(Exception):
+    """What the handler of a signal may raise."""
+
+
+class Slow:
+    def __init__(self, error):
+        self.error = error
+
+    def __reduce__(self):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [Interrupted(), TimeoutError("late"), KeyboardInterrupt()])
+def test_what_pickling_does_not_raise_is_left_alone(error):
+    slow = Slow(error)
+    with pytest.raises(type(error)) as e:
+        pickled_function(lambda x: slow, "step()")
+    assert e.value is error
+
+
+def test_the_reason_is_never_empty():
+    slow = Slow(RuntimeError())
+    with pytest.raises(TypeError, match=r"cannot be pickled: RuntimeError\."):
+        pickled_function(lambda x: slow, "step()")
+
+
+def test_memoryviews_keep_their_items():
+    numbers = array.array("d", [1.0, 2.0, 3.0, 4.0])
+    whole = memoryview(numbers)
+    matrix = whole.cast("B").cast("d", (2, 2))
+    (again, _) = pickle.loads(pickled_function(lambda: (whole[::2], matrix, whole[:0]), "f()"))
+    parts = again()
+    assert [part.tolist() for part in parts[:2]] == [[1.0, 3.0], [[1.0, 2.0], [3.0, 4.0]]]
+    parts[1][0, 0] = 7.0
+    assert memoryview(b"ab").readonly == there_and_back_of(memoryview(b"ab")).readonly
+    odd = memoryview(np.zeros(2, dtype=">f8"))
+    with pytest.raises(TypeError, match=r"a memoryview of format '>d' does not travel; use a te"):
+        pickled_function(lambda: odd, "f()")
+
+
+def there_and_back_of(value):
+    return pickle.loads(pickled_function(lambda: value, "f()"))[0]()
 
 
 def test_another_process_can_load_it():

@@ -8,19 +8,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from torchpmap._runtimes._supervise import (
+    Cancel,
     Close,
     Cut,
-    Deadline,
     Drain,
     Drained,
     Exited,
     Failed,
+    GivenUp,
     Kill,
+    Lingering,
+    Overdue,
     Phase,
     Ready,
     Regroup,
     Report,
     Respawn,
+    Stopped,
+    Stubborn,
     Supervisor,
     Verdict,
 )
@@ -34,8 +39,8 @@ def communication(rank: int, seq: int = 1) -> Failed:
     return Failed(rank, seq, True, b"", f"rank {rank}")
 
 
-def death(rank: int) -> Exited:
-    return Exited(rank, -9, 1000 + rank)
+def death(rank: int, doomed: int | None = None) -> Exited:
+    return Exited(rank, -9, 1000 + rank, doomed=doomed)
 
 
 def supervisor(*events, size=3, **settings) -> Supervisor:
@@ -50,6 +55,42 @@ EVERYONE = (Drained(0), Drained(1), Drained(2))
 ALL_READY = (Ready(0, 1), Ready(1, 1), Ready(2, 1))
 
 TRANSITIONS = {
+    "a call that took too long is ended": (
+        [],
+        Overdue(user(1, 5)),
+        [Cut(0, (0, 1, 2)), Drain((0, 1, 2)), Cancel(5, (0, 1, 2))],
+        Phase.DRAINING,
+    ),
+    "if it does not end, its ranks are": (
+        [Overdue(user(1, 5)), Drained(0)],
+        Stubborn(),
+        [Kill((1, 2))],
+        Phase.DRAINING,
+    ),
+    "a call whose caller was interrupted is ended": (
+        [],
+        GivenUp(user(1, 5)),
+        [Cut(0, (0, 1, 2)), Drain((0, 1, 2)), Cancel(5, (0, 1, 2))],
+        Phase.DRAINING,
+    ),
+    "if it does not end, its ranks live": (
+        [GivenUp(user(1, 5)), Drained(0)],
+        Stubborn(),
+        [],
+        Phase.DRAINING,
+    ),
+    "interrupted while another failure is worked off": (
+        [user(0, 7), Drained(0)],
+        GivenUp(user(1, 5)),
+        [Cancel(5, (0, 1, 2))],
+        Phase.DRAINING,
+    ),
+    "interrupted when all have ended what they did": (
+        [user(1), *EVERYONE],
+        GivenUp(user(1, 5)),
+        [],
+        Phase.REBUILDING,
+    ),
     "a failure drains all": ([], user(1), [Cut(0, (0, 1, 2)), Drain((0, 1, 2))], Phase.DRAINING),
     "a second failure changes nothing": ([user(1)], user(2), [], Phase.DRAINING),
     "a death drains the others": ([], death(1), [Cut(0, (0, 2)), Drain((0, 2))], Phase.DRAINING),
@@ -114,20 +155,40 @@ TRANSITIONS = {
         [Cut(1, (0, 1)), Drain((0, 1))],
         Phase.DRAINING,
     ),
-    "deadline of a drain": ([user(1), Drained(0)], Deadline(), [Kill((1, 2))], Phase.DRAINING),
-    "deadline does not kill the dead": (
-        [death(1), Drained(0)],
-        Deadline(),
-        [Kill((2,))],
+    "who lingers in a poisoned call is cancelled": (
+        [user(1, seq=7), Drained(0)],
+        Lingering(),
+        [Cancel(7, (1, 2))],
         Phase.DRAINING,
     ),
-    "deadline of a rebuild": (
-        [user(1), *EVERYONE, Ready(2, 1)],
-        Deadline(),
-        [Kill((0, 1))],
-        Phase.REBUILDING,
+    "from the earliest failure on": (
+        [user(1, seq=7), communication(2, seq=5)],
+        Lingering(),
+        [Cancel(5, (0, 1, 2))],
+        Phase.DRAINING,
     ),
-    "deadline while healthy": ([], Deadline(), [], Phase.HEALTHY),
+    "who lingers in a call that waits for a dead rank": (
+        [death(1, doomed=9), Drained(0)],
+        Lingering(),
+        [Cancel(9, (2,))],
+        Phase.DRAINING,
+    ),
+    "who lingers in a call that a death does not concern goes on": (
+        [death(1)],
+        Lingering(),
+        [],
+        Phase.DRAINING,
+    ),
+    "nobody lingers in a rebuild": ([user(1), *EVERYONE], Lingering(), [], Phase.REBUILDING),
+    "nobody lingers while healthy": ([], Lingering(), [], Phase.HEALTHY),
+    "a stopped rank is killed": ([], Stopped(1), [Kill((1,))], Phase.HEALTHY),
+    "a stopped rank is killed while it drains": (
+        [user(0)],
+        Stopped(1),
+        [Kill((1,))],
+        Phase.DRAINING,
+    ),
+    "a dead rank is not killed again": ([death(1)], Stopped(1), [], Phase.DRAINING),
 }
 
 
@@ -159,7 +220,7 @@ def test_gives_up_after_max_attempts():
     (close,) = tested.on(Drained(0))
     assert close == Close(Verdict((), (death(1),) * 3))
     assert tested.phase is Phase.CLOSED
-    for event in (user(0), death(0), Drained(0), Ready(0, 3), Deadline()):
+    for event in (user(0), death(0), Drained(0), Ready(0, 3), Lingering(), Stopped(0)):
         assert tested.on(event) == []
 
 
@@ -236,8 +297,12 @@ class Pool(RuleBasedStateMachine):
                     self.to_drain = set(ranks)
                     self.to_join = set()
                 case Kill(ranks=ranks):
-                    assert set(ranks) == self.to_drain | self.to_join
                     assert ranks
+                    assert self.alive.issuperset(ranks)
+                case Cancel(seq=seq, ranks=ranks):
+                    assert set(ranks) == self.to_drain
+                    assert ranks
+                    assert seq == min(e.seq for e in self.events if isinstance(e, Failed))
                 case Respawn(ranks=ranks):
                     assert not self.alive & set(ranks), "only the dead are started again"
                     self.alive |= set(ranks)
@@ -310,8 +375,17 @@ class Pool(RuleBasedStateMachine):
         assert self.reports == before
 
     @rule()
-    def deadline(self):
-        self.happens(Deadline())
+    def some_linger(self):
+        self.happens(Lingering())
+
+    @rule(data=st.data())
+    def rank_is_stopped(self, data):
+        self.happens(Stopped(data.draw(st.integers(0, self.size - 1))))
+
+    @invariant()
+    def who_is_waited_for(self):
+        if hasattr(self, "tested") and not self.closed:
+            assert set(self.tested.unsettled()) == self.to_drain | self.to_join
 
     @invariant()
     def healthy_only_when_settled(self):

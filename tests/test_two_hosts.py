@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from _launched import TESTS, Job, answers, check, free_port, succeed
-from _support import TEST_ALL
+from _support import TEST_ALL, wait_for
 from _torchrun_cases import CASES
 
 pytestmark = pytest.mark.timeout(300)
@@ -114,6 +114,48 @@ def results(
     ]
     succeed(*jobs)
     return answers(2 * RANKS_PER_HOST, folder)
+
+
+CUT_OFF = """
+import pathlib, sys
+import torch, torchpmap as tp
+tp.config.timeout = 5
+add = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile={"backend": "eager"})
+add(torch.ones(1))
+pathlib.Path(sys.argv[1], f"ready{tp.process_index()}").touch()
+while True:
+    add(torch.ones(1))
+"""
+
+
+def test_a_cut_cable_ends_both_hosts(hosts, tmp_path):
+    """Also the one that does not have the store, which answers it no more."""
+    script, port = tmp_path / "cut_off.py", free_port()
+    script.write_text(CUT_OFF)
+    jobs = [
+        Job(
+            1,
+            str(script),
+            str(tmp_path),
+            options=("--nnodes=2", *_static(host, port)),
+            prefix=prefix,
+            environment={"TORCHPMAP_SHARED_MEMORY": "0"},
+        )
+        for host, prefix in enumerate(hosts)
+    ]
+    host = hosts[1][-1]
+    try:
+        ready = [tmp_path / f"ready{host}" for host in range(2)]
+        assert wait_for(lambda: all(file.exists() for file in ready), 100)
+        _ip("-n", host, "link", "set", f"v{host}", "down")
+        for job in jobs:
+            ended = job.wait()
+            assert ended.code == 1, ended.output
+            assert "WorkerDied: the connection to another process of this job broke" in ended.output
+    finally:
+        for job in jobs:
+            job.kill()
+        _ip("-n", host, "link", "set", f"v{host}", "up")
 
 
 @pytest.mark.parametrize("name", NAMES)

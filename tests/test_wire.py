@@ -1,9 +1,8 @@
-"""Covers: _wire.py and _runtimes/_outbox.py, over real sockets."""
+"""Covers: _wire.py, _runtimes/_outbox.py and _inbox.py, over real sockets."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import threading
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchpmap import _wire
+from torchpmap._runtimes._inbox import Inbox
 from torchpmap._runtimes._outbox import Outbox
 from torchpmap._wire import FrameReader, Stream, frame, pack_ints, put_frame, unpack_ints
 
@@ -99,8 +99,9 @@ def test_end_in_the_middle_of_a_frame(length):
 
 def test_end_in_the_middle_of_a_payload():
     with connection() as (end, reader):
-        end.sendall(bytes(10))
+        end.sendall(frame(1, 1, bytes(11))[:-1])
         end.close()
+        reader.header()
         with pytest.raises(EOFError):
             reader.into(memoryview(bytearray(11)))
 
@@ -185,7 +186,7 @@ def round_trip(tensor):
         assert (kind, seq) == (_wire.PUT, 5)
         (handle,) = unpack_ints(reader.body(8))
         assert handle == 77
-        received = _wire.read_tensor(reader)
+        received = _wire.read_tensor(reader, "here")
         with pytest.raises(EOFError):
             reader.header()  # the length announced is the length sent
         return received
@@ -266,44 +267,33 @@ def test_an_outbox_without_room():
     with Receivers(3) as receivers:
         outbox, found = Outbox(), [b"", b"", b""]
         large = [bytes([k]) * 1_000_000 for k in range(3)]
-        sender = threading.Thread(
-            target=lambda: outbox.post(receivers.ours, [b"head"] * 3, [large, [b"tail"] * 3])
-        )
-        sender.start()
-        while sender.is_alive():
+        outbox.post(receivers.ours, [b"head"] * 3, [large, [b"tail"] * 3])
+        outbox.post(receivers.ours[1:], [b"next"] * 2)  # stands behind it
+        assert set(outbox.blocked) == set(receivers.ours)
+        while not outbox.finish():
             for place in (2, 0, 1):
                 found[place] += receivers.read(place)
         found = [each + receivers.read(place) for place, each in enumerate(found)]
-        assert outbox.is_empty
-    assert found == [b"head" + each + b"tail" for each in large]
+    whole = [b"head" + each + b"tail" for each in large]
+    assert found == [whole[0], whole[1] + b"next", whole[2] + b"next"]
 
 
-def test_an_outbox_that_must_not_wait():
+def test_an_outbox_never_waits_for_one_that_has_no_room():
     with Receivers(2) as receivers:
         outbox = Outbox()
-
-        def interrupt(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        before = signal.signal(signal.SIGUSR1, interrupt)
-        me = threading.main_thread().ident
-        assert me is not None
-        press = threading.Timer(0.05, signal.pthread_kill, (me, signal.SIGUSR1))
-        press.start()
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                outbox.post(receivers.ours, [b"a" * 1_000_000, b"b" * 10])
-        finally:
-            press.join()
-            signal.signal(signal.SIGUSR1, before)
-        assert not outbox.is_empty
+        outbox.post(receivers.ours, [b"a" * 1_000_000, b"b" * 10])
+        assert list(outbox.blocked) == receivers.ours[:1]
+        assert not outbox.finish()
         assert receivers.read(1) == b"b" * 10  # although the other one has no room
         found = b""
-        while not outbox.finish(wait=False):
+        rounds = outbox.rounds
+        while not outbox.finish():
             found += receivers.read(0)
+        assert outbox.rounds == rounds + 1
         outbox.post(receivers.ours, [b"next"] * 2)
         assert found + receivers.read(0) == b"a" * 1_000_000 + b"next"
         assert receivers.read(1) == b"next"
+        assert outbox.unsent is None
 
 
 def test_an_outbox_whose_receiver_is_gone():
@@ -312,5 +302,36 @@ def test_an_outbox_whose_receiver_is_gone():
         receivers.theirs[0].close()
         receivers.ours[1].close()  # a worker that was replaced
         outbox.post(receivers.ours, [b"x" * 300_000, b"y", b"z"], [[b"1", b"2", b"3"]])
-        assert outbox.is_empty
+        assert outbox.unsent is None
         assert receivers.read(2) == b"z3"
+
+
+def test_an_inbox_gives_frames_when_they_are_complete():
+    """However they are cut, also large ones that go to a place of their own."""
+    place = memoryview(bytearray(700_000))
+    with Receivers(1) as receivers:
+        (ours,), (theirs,) = receivers.ours, receivers.theirs
+
+        def room(kind: int, seq: int, length: int) -> memoryview:
+            return place if kind == _wire.DATA else memoryview(bytearray(length))
+
+        inbox, found = Inbox(ours, room), []
+        sent = [
+            (_wire.DONE, 1, b""),
+            (_wire.REPLY, 2, bytes(range(256)) * 300),
+            (_wire.DATA, 3, bytes(range(250)) * 2800),
+            (_wire.DONE, -4, b"x" * 100),
+        ]
+        stream = b"".join(frame(kind, seq, body) for kind, seq, body in sent)
+        assert list(inbox.frames()) == []
+        cuts = [0, 1, 23, 24, 25, 70_000, 80_000, 500_000, 777_000, len(stream)]
+        for begin, end in pairwise(cuts):
+            piece = stream[begin:end]
+            while piece:
+                piece = piece[theirs.send(piece[: 1 << 16]) :]
+                found += [(kind, seq, bytes(body)) for kind, seq, body in inbox.frames()]
+        assert found == sent
+        assert bytes(place) == sent[2][2]
+        theirs.close()
+        with pytest.raises(EOFError):
+            list(inbox.frames())

@@ -14,8 +14,11 @@ import numpy as np
 import torch
 
 from torchpmap._compile import Backend, parse_compile
+from torchpmap._config import check_timeout
 from torchpmap._devices import Device
 from torchpmap._errors import call_prefix
+from torchpmap._escaped import Escaped
+from torchpmap._kinds import check_dtype, check_number, oddity
 from torchpmap._structure import Structure
 from torchpmap._tree import (
     IN_AXES_HINT,
@@ -49,6 +52,7 @@ class Options:
     fullgraph: bool
     randomness: str
     check_replicated: bool
+    timeout: float | None = None
 
     @property
     def prefix(self) -> str:
@@ -109,6 +113,16 @@ def split_statics(
 
 
 def _static(value: Any, which: str, options: Options) -> Static:
+    leaves = flatten_call((value,), {})[0]
+    for leaf in leaves:
+        if isinstance(leaf, Escaped):
+            leaf.refuse(f"static argument ({which}) for function {options.name}")
+    if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        raise ValueError(
+            f"Static argument ({which}) of type {type(value)} for function {options.name} has a "
+            "tensor in it, but static arguments are compared by value, once per call. Pass it as "
+            "an argument that is not static, or close over it."
+        )
     try:
         hash(value)
     except TypeError:
@@ -193,26 +207,24 @@ def _keyword_axes(options: Options, kwargs: dict[str, Any]) -> list[int | None]:
 def _describe(leaf: Any, path: str, options: Options) -> tuple[tuple[int, ...] | None, str]:
     if leaf is None or isinstance(leaf, Static):
         return None, "none"
+    what = f"{options.prefix}: argument {path}"
+    if isinstance(leaf, Escaped):
+        leaf.refuse(what)
     if isinstance(leaf, torch.Tensor):
-        if leaf.layout is not torch.strided:
-            raise TypeError(
-                f"{options.prefix}: argument {path} has the layout {leaf.layout}, but only dense "
-                "tensors can be put on devices. Pass .to_dense(), or its parts."
-            )
+        reason = oddity(leaf)
+        if reason is not None:
+            raise TypeError(f"{what} {reason}")
         return tuple(leaf.shape), str(leaf.dtype)
     if isinstance(leaf, np.ndarray | np.generic):
-        if leaf.dtype.kind not in "biufc" or leaf.dtype in (np.longdouble, np.clongdouble):
-            raise TypeError(
-                f"{options.prefix}: argument {path} is a numpy array of dtype {leaf.dtype}, which "
-                "torch has no tensors of."
-            )
+        check_dtype(leaf, what)
         return tuple(leaf.shape), str(leaf.dtype)
     if isinstance(leaf, bool | int | float | complex):
+        check_number(leaf, what)
         return (), type(leaf).__name__
     if hasattr(leaf, "__dlpack__"):
         return tuple(leaf.shape), str(leaf.dtype)
     raise TypeError(
-        f"{options.prefix}: argument {path} has type {type(leaf).__name__}, but a mapped function "
+        f"{what} has type {type(leaf).__name__}, but a mapped function "
         "takes tensors, numpy arrays, numbers and None (in any pytree). Make it static "
         "(static_broadcasted_argnums or static_broadcasted_argnames), or close over it; a "
         "torch.nn.Module is passed as dict(module.named_parameters()) with "
@@ -252,13 +264,14 @@ def check_function(fun: Any) -> Callable[..., Any]:
 def check_axis_name(axis_name: Any) -> None:
     if axis_name is None or isinstance(axis_name, str):
         return
-    if isinstance(axis_name, int | tuple | list):
+    if not isinstance(axis_name, Hashable) or isinstance(
+        axis_name, int | tuple | list | torch.Tensor
+    ):
         raise TypeError(
             "pmap: axis_name must be a string or another hashable object that is not an int, "
             "tuple or list (ints mean positional dims and tuples several axes in the "
             f"collectives), but got {axis_name!r}."
         )
-    hash(axis_name)
 
 
 def check_in_axes(in_axes: Any) -> None:
@@ -315,6 +328,7 @@ def make_options(
     fullgraph: bool,
     randomness: str,
     check_replicated: bool,
+    timeout: float | None,
 ) -> Options:
     check_axis_name(axis_name)
     check_in_axes(in_axes)
@@ -350,6 +364,7 @@ def make_options(
         fullgraph=fullgraph,
         randomness=randomness,
         check_replicated=check_replicated,
+        timeout=None if timeout is None else check_timeout("pmap: timeout", timeout),
     )
 
 

@@ -48,6 +48,10 @@ class _Call:
 
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         """Run on tensors that no transform is tracing any more."""
+        with self.operation.target.settings():
+            return self._run(tensors)
+
+    def _run(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         operation = self.operation
         if self._start is not None:
             outputs = self._start(tensors)
@@ -61,11 +65,22 @@ class _Call:
                 handles = plan.start(operation.placed(tensors))
                 outputs = list(zip(plan.outputs, handles))  # noqa: B905 - residuals follow
                 self._residuals = handles[len(plan.outputs) :]
-        results: list[torch.Tensor] = [make_sharded(layout, handle) for layout, handle in outputs]
+        strides = [
+            _batch_first(layout.shape, dims) if dims else None
+            for (layout, _), dims in zip(outputs, operation.batch_dims(), strict=True)
+        ]
+        results: list[torch.Tensor] = [
+            make_sharded(layout, handle, order)
+            for (layout, handle), order in zip(outputs, strides, strict=True)
+        ]
         for position, source in enumerate(operation.mirrored):
             original = tensors[source]
             if type(original) is not ShardedTensor:  # the gradient of a host tensor is one
-                results[position] = gather(*outputs[position]).to(original.device)
+                value = gather(*outputs[position]).to(original.device)
+                order = strides[position]
+                if order is not None:
+                    value = value.new_empty_strided(value.shape, order).copy_(value)
+                results[position] = value
         return tuple(results)
 
     def batched(self, which: tuple[bool, ...], size: int) -> _Call:
@@ -95,8 +110,21 @@ class _Call:
         return _Call(operation.pulled(wanted, given), start=shortcut)
 
 
+def _batch_first(shape: Sequence[int], num_batch_dims: int) -> list[int]:
+    """Strides with which what one vmap after the other sees of a result is contiguous.
+
+    torch copies a tangent that has other strides than its primal, and cannot where both are views.
+    """
+    front = len(shape) - num_batch_dims
+    strides, size = [0] * len(shape), 1
+    for dim in [*reversed(range(front)), *range(front, len(shape))]:
+        strides[dim] = size
+        size *= max(1, shape[dim])
+    return strides
+
+
 def _zeros(layout: Layout) -> torch.Tensor:
-    return torch.zeros((), dtype=layout.dtype).expand(layout.shape)
+    return torch.zeros((), dtype=layout.dtype, device="cpu").expand(layout.shape)
 
 
 class _Mapped(torch.autograd.Function):
@@ -131,6 +159,8 @@ class _Mapped(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _call: None, *tangents: torch.Tensor | None) -> Any:
         tensors, operation = ctx.saved_tensors, ctx.call.operation
+        if not operation.differentiable_outputs():
+            return (None,) * len(operation.outputs)
         given = tuple(k for k, x in enumerate(tangents) if x is not None)
         call = ctx.call.pushed(given)
         found = _Mapped.apply(call, *tensors, *(tangents[k] for k in given))

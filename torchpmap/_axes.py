@@ -37,9 +37,12 @@ __all__ = [
     "joined",
     "lookup",
     "mesh_axes",
+    "ordinal",
     "peers",
+    "purpose",
     "record",
     "recording",
+    "serving",
     "subgroup_name",
 ]
 
@@ -90,6 +93,10 @@ Parts = tuple[Axis, ...]
 
 # Per thread: a thread that user code starts inside a mapped function begins with no axes.
 _bound: ContextVar[tuple[Parts, ...]] = ContextVar("torchpmap_axes", default=())
+
+# Per thread: rows that run one after the other have one each.
+_count: ContextVar[int] = ContextVar("torchpmap_count", default=0)
+_purpose: ContextVar[Callable[[], str] | None] = ContextVar("torchpmap_purpose", default=None)
 
 # Per process: autograd may run a backward pass, and so its collectives, on threads of its own.
 _recorder: list[Signature] | None = None
@@ -187,10 +194,33 @@ def _axis_of(line: Line, name: Hashable) -> Axis:
 
 def record(signature: Signature) -> None:
     """Note a collective that runs now, outside a trace; every rank must note the same sequence."""
+    _count.set(_count.get() + 1)
     if _before is not None:
         _before(signature)
     if _recorder is not None:
         _recorder.append(signature)
+
+
+ordinal = _count.get
+"""How many collectives this thread has run."""
+
+
+@contextmanager
+def serving(purpose: Callable[[], str]) -> Iterator[None]:
+    """Say what the collectives in the block are for, in words that are equal on all ranks; they are
+    asked for only where ranks compare what they do.
+    """
+    token = _purpose.set(purpose)
+    try:
+        yield
+    finally:
+        _purpose.reset(token)
+
+
+def purpose() -> str:
+    """What collectives here are for."""
+    told = _purpose.get()
+    return "" if told is None else told()
 
 
 @contextmanager
@@ -203,7 +233,9 @@ def recording(
     global _recorder, _before
     outer = _recorder, _before
     _recorder, _before = [], before
+    token = _count.set(0)  # ranks may differ in what ran before, of which some failed
     try:
         yield _recorder
     finally:
         _recorder, _before = outer
+        _count.reset(token)

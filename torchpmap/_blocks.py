@@ -11,9 +11,13 @@ __all__ = ["combined", "cut", "stored"]
 
 
 def cut(whole: torch.Tensor, dim: int, size: int, index: torch.Tensor) -> torch.Tensor:
-    """This device's block of a value that it holds whole."""
+    """This device's block of a value that it holds whole, contiguous as stored blocks are.
+
+    Some kernels do not look at strides: that of ``native_layer_norm_backward`` reads ``mean`` and
+    ``rstd`` as if they were contiguous, which torch's own ones always are.
+    """
     rows = whole.shape[dim] // size
-    return whole.narrow(dim, int(index) * rows, rows)
+    return whole.narrow(dim, int(index) * rows, rows).contiguous()
 
 
 def combined(

@@ -7,21 +7,32 @@ sees.  A value that was baked into the graph instead would go stale when the cal
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.utils._pytree as pytree
+from torch._functorch import eager_transforms, vmap
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from torchpmap._ambient import Unchanged
+from torchpmap._contents import Answer, Contents
 from torchpmap._custom_ops import expand, is_hidden
 from torchpmap._errors import lost_write
+from torchpmap._escaped import users_line
+from torchpmap._kinds import absence, oddity
 
-__all__ = ["Capture", "KeepData", "Substitute", "clean_grads", "is_real"]
+__all__ = ["Capture", "KeepData", "SettingChanged", "Substitute", "clean_grads", "is_real"]
 
 _aten = torch.ops.aten
 _COLLECTIVE_NAMESPACES = ("_c10d_functional", "torchpmap")
+
+
+class SettingChanged(Exception):
+    """The function changes a setting of torch that its graph cannot contain."""
 
 
 class Capture(TorchDispatchMode):
@@ -31,15 +42,24 @@ class Capture(TorchDispatchMode):
 
     def __init__(
         self,
+        fake_mode: Any,
         make_fake: Callable[[Sequence[int], torch.dtype], torch.Tensor],
         device: torch.device,
     ) -> None:
         super().__init__()
+        self._fake_mode = fake_mode
+        self._settings = Unchanged()
         self._make_fake = make_fake
         self._device = device
         self.captured: list[torch.Tensor] = []
         self.nodes: list[torch.fx.Node] = []
-        self.pinned: list[torch.Tensor] = []
+        self.pinned: list[Any] = []
+        """Tensors whose value was read, and an ``Answer`` for whatever else one was asked."""
+        self._asked: set[Any] = set()
+        self._plain: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By id of either: the tensor without its class, and the tensor."""
+        self.read: list[tuple[torch.Tensor, Contents]] = []
+        """Tensors whose memory Python code could read and write, and what they held before."""
         self.stand_ins: dict[int, torch.Tensor] = {}
         self.grads_before: dict[int, torch.Tensor | None] = {}
 
@@ -50,18 +70,42 @@ class Capture(TorchDispatchMode):
     def substitute(self, value: Any) -> Any:
         """The stand-in of a real tensor; anything else is left alone."""
         if not is_real(value):
+            self._refuse(value)
             return value
+        _, value = self._plain.get(id(value), (None, value))
         stand_in = self.stand_ins.get(id(value))
         return self._add(value) if stand_in is None else stand_in
+
+    def plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor without a class that is only a name."""
+        if not _is_mere_name(type(tensor)) or not is_real(tensor):
+            return tensor
+        if id(tensor) not in self._plain:
+            with outside_transforms(), _disable_current_modes():
+                pair = tensor.as_subclass(torch.Tensor), tensor
+            self._plain[id(tensor)] = self._plain[id(pair[0])] = pair
+        return self._plain[id(tensor)][0]
 
     def outer(self, tensor: torch.Tensor) -> torch.Tensor:
         """The stand-in of a tensor that a function transform around the call is tracing."""
         stand_in = self.stand_ins.get(id(tensor))
         if stand_in is None:
-            stand_in = self._stand_in(tensor)
-            if stand_in.is_floating_point() or stand_in.is_complex():
-                stand_in.requires_grad_()
+            with outside_transforms():  # those inside the function would trace it
+                stand_in = self._stand_in(tensor)
+                if stand_in.is_floating_point() or stand_in.is_complex():
+                    stand_in.requires_grad_()
         return stand_in
+
+    def note(self, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any, answer: Any) -> None:
+        """Note what a tensor that may be no operand said of itself: Python goes on with that."""
+        if getattr(func, "__self__", None) is torch.Tensor.grad and (
+            id(tensor) in self.grads_before or not (answer is None or is_real(answer))
+        ):
+            return  # it is the traced function's own
+        asked = id(tensor), getattr(func, "__self__", func), repr((args, kwargs))
+        if asked not in self._asked:
+            self._asked.add(asked)
+            self.pinned.append(Answer(functools.partial(func, tensor, *args, **kwargs), answer))
 
     def _add(self, real: torch.Tensor) -> torch.Tensor:
         stand_in = self._stand_in(real)
@@ -70,7 +114,18 @@ class Capture(TorchDispatchMode):
             real.grad = None  # .backward() in the traced function starts from no gradient
         return stand_in
 
+    def _refuse(self, value: Any) -> None:
+        """Raise for a tensor from outside that cannot be on devices."""
+        if isinstance(value, torch.Tensor) and (
+            is_real(value) or getattr(value, "fake_mode", None) is not self._fake_mode
+        ):
+            reason = oddity(value) or absence(value)
+            if reason is not None:
+                # a TypeError would be taken by ``+`` for "try the other operand"
+                raise ValueError(f"at {users_line()}: a tensor from outside the function {reason}")
+
     def _stand_in(self, real: torch.Tensor) -> torch.Tensor:
+        self._refuse(real)
         from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 
         mode = get_proxy_mode()
@@ -86,6 +141,9 @@ class Capture(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        changed = self._settings.broken_by()
+        if changed is not None:
+            raise SettingChanged(changed)
         if func is _aten._local_scalar_dense.default:
             if is_real(args[0]):
                 self.pinned.append(args[0])
@@ -118,31 +176,136 @@ class Capture(TorchDispatchMode):
 
 
 class KeepData(TorchFunctionMode):
-    """``tensor.data = ...`` is no operation that a dispatch mode sees: it would leave the caller's
-    tensor without its data.
+    """What reaches the data of the caller's tensors by ways that a dispatch mode does not see.
+
+    ``tensor.data = ...`` would leave a tensor without its data; ``.data`` would give it away; and
+    numbers read by ``.numpy()`` or ``.tolist()`` would go stale (or, in fake mode, be garbage).
     """
 
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()
+        self._capture = capture
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        setter = func.__name__ == "__set__" and func.__self__ is torch.Tensor.data
-        if setter and is_real(args[0]):
+        kwargs = kwargs or {}
+        if any(map(_is_mere_name, types)):
+            # torch would give the result, a traced tensor, that class too, and cannot
+            with torch._C.DisableTorchFunctionSubclass():
+                if func not in _DESCRIBING and func.__name__ not in ("__get__", "__set__"):
+                    plain = self._capture.plain  # a backward pass would meet the class again
+                    args, kwargs = pytree.tree_map_only(torch.Tensor, plain, (args, kwargs))
+                return self._keep(func, args, kwargs)
+        return self._keep(func, args, kwargs)
+
+    def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
+        is_getter = func.__name__ == "__get__"
+        if (func.__self__ if is_getter else func) in _DESCRIBING and _is_users(args[0]):
+            answer = func(*args, **kwargs)
+            self._capture.note(func, args[0], args[1:], kwargs, answer)
+            return answer
+        accessor = func.__name__ in ("__get__", "__set__") and func.__self__ is torch.Tensor.data
+        if not (accessor or func in _READERS) or not _is_users(args[0]):
+            return func(*args, **kwargs)
+        if not accessor:
+            with _disable_current_modes():
+                self._capture.read.append((args[0], Contents(args[0])))
+                return func(*args, **kwargs)
+        if func.__name__ == "__set__":
             raise RuntimeError(lost_write(args[0], " (.data)"))
-        return func(*args, **(kwargs or {}))
+        return args[0].detach()
+
+
+_READERS = (
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+)
+
+
+_DESCRIBING = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        *("shape", "ndim", "dtype", "requires_grad", "is_leaf", "grad", "nbytes", "itemsize"),
+        *("size", "numel", "nelement", "dim", "ndimension", "__len__", "stride", "storage_offset"),
+        *("is_contiguous", "is_floating_point", "is_complex", "element_size"),
+    )
+) | {torch.numel, torch.is_floating_point, torch.is_complex}
+
+
+def _is_mere_name(kind: type) -> bool:
+    """Whether it is a class of tensors whose operations are torch's own."""
+    return (
+        kind not in (torch.Tensor, torch.nn.Parameter)
+        and issubclass(kind, torch.Tensor)
+        and getattr(kind.__torch_function__, "__func__", None) is _TORCHS_OWN
+        and kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    )
+
+
+_TORCHS_OWN = torch.Tensor.__dict__["__torch_function__"].__func__
+
+
+def _is_users(tensor: Any) -> bool:
+    """Whether it is a tensor with memory of its own that no trace and no transform has made."""
+    kind = type(tensor)
+    return (kind in (torch.Tensor, torch.nn.Parameter) or _is_mere_name(kind)) and (
+        not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+_WRAPPERS = ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim"))
+"""What makes the tensors of torch.func's derivatives and vmap (torch 2.13)."""
 
 
 class Substitute(TorchFunctionMode):
     """Tensors that the function closes over, replaced by others as they enter torch functions.
 
     Unlike ``Capture`` it stands above functorch and autograd, so the replacements may be traced by
-    transforms around the function.
+    transforms around the function.  A transform inside the function wraps what it is given before
+    any torch function sees it: the two functions that wrap are replaced meanwhile.  Only one thread
+    traces at a time; other threads get torch's own.
     """
 
     def __init__(self, find: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._find = find
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        for module, name in _WRAPPERS:
+            wrap = getattr(module, name)
+            setattr(module, name, self._first_found(wrap))
+            self._undo.callback(setattr, module, name, wrap)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._undo.close()
+
+    def _first_found(self, wrap: Callable[..., Any]) -> Callable[..., Any]:
+        thread = threading.get_ident()
+
+        def wrap_found(value: Any, *args: Any) -> Any:
+            if isinstance(value, torch.Tensor) and threading.get_ident() == thread:
+                value = self._find(value)
+            return wrap(value, *args)
+
+        return wrap_found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._find, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """No function transform of those that are active sees what happens in the context."""
+    if not torch._C._functorch.peek_interpreter_stack():
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def is_real(value: Any) -> bool:

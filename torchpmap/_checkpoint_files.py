@@ -10,26 +10,43 @@ Everything is written to ``.step_7.saving`` beside it, which is renamed when it 
 disk.  A checkpoint that was there before becomes ``.step_7.replaced`` for the moment between two
 renames, and readers look there too: at no moment is there no checkpoint to be found.
 
-What DCP's classes write and read is in ``_checkpoint_storage``; nothing here imports them.
+What DCP's classes write is in ``_checkpoint_storage``, and the reading in ``_checkpoint_table``.
+A folder may come from anybody, so its files are opened with care (see ``opened``).
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from torchpmap._errors import CheckpointError
 
-__all__ = ["METADATA", "TABLE", "Folder", "broken", "read_table"]
+__all__ = [
+    "METADATA",
+    "TABLE",
+    "Folder",
+    "broken",
+    "is_name",
+    "make_private",
+    "opened",
+    "read_metadata",
+    "read_table",
+]
 
 TABLE = "torchpmap.json"
 METADATA = ".metadata"
 _VERSION = 1
+_MOST_BYTES = 2**28
+"""Of a table: of a million blocks."""
+_FOLDER_MODE, _FILE_MODE = 0o700, 0o600
 _ADVICE = (
     "Load an earlier checkpoint (torchpmap.checkpoint.latest passes over broken ones), or bring "
     "the files back from a copy."
@@ -43,48 +60,112 @@ def broken(folder: Path, what: str) -> CheckpointError:
 def read_table(folder: Path) -> tuple[dict[str, Any], str] | None:
     """What ``torchpmap.json`` says, and its digest; None if there is only a table of DCP.
 
-    All files are there in their full size then.
+    All files are there in their full size then; nothing else of the table was checked.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
         CheckpointError: it is damaged.
     """
-    try:
-        text = (folder / TABLE).read_bytes()
-    except FileNotFoundError:
-        if (folder / METADATA).is_file():
+    if not _is_there(folder, TABLE):
+        if _is_there(folder, METADATA):
             return None
         raise FileNotFoundError(
             f"there is no checkpoint at {folder}: "
             + (f"it has no {TABLE}." if folder.exists() else "nothing has this name.")
             + " Give the folder that torchpmap.checkpoint.save was given."
-        ) from None
-    except OSError as error:
-        raise broken(folder, f"{TABLE} cannot be read: {error.strerror}") from error
+        )
+    text = _read(folder, TABLE)
     try:
-        stored = json.loads(text)
+        stored = json.loads(text, object_pairs_hook=_distinct, parse_constant=_refused)
         body, digest = stored["checkpoint"], stored["digest"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise broken(folder, f"{TABLE} is not what was written: {error}") from error
-    if _digest(body) != digest:
-        raise broken(folder, f"{TABLE} has changed since it was written (its digest differs)")
-    if body["version"] > _VERSION:
+        version, files = body["version"], body["files"]
+        if _digest(body) != digest:
+            raise broken(folder, f"{TABLE} has changed since it was written (its digest differs)")
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise broken(folder, f"{TABLE} is not what was written: {error}") from None
+    if type(version) is not int or type(files) is not dict or "tree" not in body:
+        raise broken(folder, f"{TABLE} is not what was written: it has no version, files or tree")
+    if version > _VERSION:
         raise CheckpointError(
-            f"the checkpoint {folder} is in version {body['version']} of the format, and this "
+            f"the checkpoint {folder} is in version {version} of the format, and this "
             f"release of torchpmap knows up to {_VERSION}. Use a later release."
         )
-    for name, size in body["files"].items():
+    for name, size in files.items():
         _check_size(folder, name, size)
     return body, digest
 
 
-def _check_size(folder: Path, name: str, size: int) -> None:
+def read_metadata(folder: Path) -> bytes:
+    """The bytes of DCP's table.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return _read(folder, METADATA)
+
+
+def _read(folder: Path, name: str) -> bytes:
+    with opened(folder, name) as file:
+        if file.seek(0, os.SEEK_END) > _MOST_BYTES:
+            raise broken(folder, f"{name} has more than {_MOST_BYTES} bytes")
+        file.seek(0)
+        return file.read(_MOST_BYTES)
+
+
+def opened(folder: Path, name: str) -> BufferedReader:
+    """A file of a checkpoint, to read: a regular one, in the folder itself.
+
+    Raises:
+        CheckpointError: it is missing, a link, a device, a pipe, or elsewhere.
+    """
+    if not is_name(name):
+        raise broken(folder, f"{name!r:.50} is not the name of a file in it")
     try:
-        found = (folder / name).stat().st_size
+        # a pipe would be waited for, and a link may lead out of the folder
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(folder / name, flags)
+    except FileNotFoundError as error:
+        raise broken(folder, f"the file {name} is missing ({error.strerror})") from None
     except OSError as error:
-        raise broken(folder, f"the file {name} is missing ({error.strerror})") from error
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise broken(folder, f"{name} cannot be read: {why}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise broken(folder, f"{name} is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def _is_there(folder: Path, name: str) -> bool:
+    try:
+        os.lstat(folder / name)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise broken(folder, f"{name} cannot be read: {error.strerror}") from None
+    return True
+
+
+def is_name(name: str) -> bool:
+    """Whether a text can be the name of a file in a folder, and nothing else."""
+    return name not in ("", ".", "..") and "/" not in name and name.isprintable()
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _refused(text: str) -> Any:
+    raise ValueError(f"it has the number {text}")
+
+
+def _check_size(folder: Path, name: str, size: Any) -> None:
+    with opened(folder, name) as file:
+        found = file.seek(0, os.SEEK_END)
     if found != size:
-        raise broken(folder, f"the file {name} has {found} bytes, but {size} were written")
+        raise broken(folder, f"the file {name} has {found} bytes, but {size!r:.30} were written")
 
 
 def _digest(body: Any) -> str:
@@ -121,9 +202,8 @@ class Folder:
         if not self.path.exists() and self.replaced.exists():
             self.replaced.rename(self.path)
         for left in (self.replaced, self.growing):
-            if left.exists():
-                shutil.rmtree(left)
-        self.growing.mkdir()
+            _remove(left)
+        self.growing.mkdir(_FOLDER_MODE)
 
     def _is_replaceable(self) -> bool:
         known = (self.path / TABLE, self.path / METADATA)
@@ -151,16 +231,35 @@ class Folder:
         files = {**sizes, METADATA: (self.growing / METADATA).stat().st_size}
         body = {"version": _VERSION, "tree": skeleton, "leaves": leaves, "files": files}
         body = json.loads(json.dumps(body))  # tuples become lists, as the reader will see them
+        text = json.dumps({"digest": _digest(body), "checkpoint": body})
+        if len(text) > _MOST_BYTES:
+            raise CheckpointError(
+                f"{len(leaves)} leaves are too many for one checkpoint: its table would have "
+                f"{len(text)} bytes, and may have {_MOST_BYTES}. Stack small tensors."
+            )
         with (self.growing / TABLE).open("x") as file:
-            json.dump({"digest": _digest(body), "checkpoint": body}, file)
+            file.write(text)
+        for name in (TABLE, METADATA):
+            make_private(self.growing / name)
         _sync(self.growing / TABLE)
         _sync(self.growing)
         if self.path.exists():
             self.path.rename(self.replaced)
         self.growing.rename(self.path)
         _sync(self.path.parent)
-        if self.replaced.exists():
-            shutil.rmtree(self.replaced)
+        _remove(self.replaced)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
+
+
+def make_private(path: Path) -> None:
+    """Only the user may read a file, whatever becomes of the folder around it."""
+    path.chmod(_FILE_MODE)
 
 
 def _sync(path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torchpmap import _inline
 from torchpmap._checkpoint_files import Folder
 from torchpmap._checkpoint_peers import peers, together
-from torchpmap._checkpoint_storage import Table, describe
+from torchpmap._checkpoint_table import Table, describe
 from torchpmap._checkpoint_tree import Leaf, ShapeDtypeStruct, kind_of, leaves_of, rebuild
 from torchpmap._checkpoint_values import extents, whole
 from torchpmap._checkpoint_workers import Restore, run_on
@@ -54,16 +54,16 @@ def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
         return structure.unflatten(together(others, what, lambda: _restore(wants, table)))
 
     def everything() -> dict[str, Any]:
-        found = table.read(dict.fromkeys(table.kinds))
-        return {key: _as_kind(value, table.kinds[key]) for key, value in found.items()}
+        found = table.read(dict.fromkeys(table.rows))
+        return {key: _as_kind(value, table.rows[key].kind) for key, value in found.items()}
 
     values = together(others, what, everything)
     return values if table.skeleton is None else rebuild(table.skeleton, values)
 
 
 def _check_names(table: Table, paths: dict[str, str]) -> None:
-    missing = [f"{path} ({key!r})" for key, path in paths.items() if key not in table.kinds]
-    unknown = [repr(key) for key in table.kinds if key not in paths]
+    missing = [f"{path} ({key!r})" for key, path in paths.items() if key not in table.rows]
+    unknown = [repr(key) for key in table.rows if key not in paths]
     if missing or unknown:
         parts = []
         if missing:
@@ -177,7 +177,7 @@ def _on_devices(ranks: Sizes, wants: Sequence[_Wanted], table: Table) -> list[Ha
     places = {want.leaf.key: extents(want.layout) for want in wants if want.layout}
     if not is_launched():
         parts = ({key: where[rank] for key, where in places.items()} for rank in ranks)
-        return run_on(team, Restore(table.folder, tuple(parts)), [])
+        return run_on(team, Restore(table.folder, table.digest, tuple(parts)), [])
     handles, here = [], process_index()
     for key, where in places.items():
         block = table.read({key: where[here]})[key] if here in ranks else torch.empty(0)

@@ -1,12 +1,11 @@
 """The other controllers that take part in a checkpoint; there are none beside worker processes.
 
-All of it goes through the store of the job (see ``Rendezvous``): a collective in the thread that
-saves in the background would meet those of the main program.
+All of it goes through the store of the job (see ``Rendezvous``), as data: a collective in the
+thread that saves in the background would meet those of the main program.
 """
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -15,6 +14,8 @@ from torchpmap import _inline
 from torchpmap._config import config
 from torchpmap._current import process_count
 from torchpmap._current import runtime as current_runtime
+from torchpmap._data import packed, unpacked
+from torchpmap._deadline import Deadline
 from torchpmap._errors import CallTimeout, CheckpointError
 
 if TYPE_CHECKING:
@@ -68,50 +69,47 @@ class _Beside:
         self.rank, self.size = rendezvous.place.rank, rendezvous.place.size
 
     def exchange(self, mine: Any, what: str) -> list[Any]:
-        given = self._runtime.exchange(range(self.size), pickle.dumps(mine), what)
-        return [pickle.loads(each) for each in given]
+        given = self._runtime.exchange(range(self.size), packed(mine), what)
+        return [unpacked(each) for each in given]
 
     def settle(self, mine: Any, decide: Callable[[list[Any]], str | None], what: str) -> str | None:
         turn = f"checkpoint/{self._turn}"
         self._turn += 1
         store = self._rendezvous.store
         if self.rank > 0:
-            store.set(f"{turn}/{self.rank}", _packed(mine))
+            store.set(f"{turn}/{self.rank}", packed(mine))
             self._wait([f"{turn}/answer"], what)
-            answer: str | None = pickle.loads(store.get(f"{turn}/answer"))
+            answer: str | None = unpacked(store.get(f"{turn}/answer"))
             return answer
         answer = "rank 0 failed"
         try:
             answer = decide(self._collected(turn, mine, what))
         finally:
-            store.set(f"{turn}/answer", _packed(answer))
-        # whoever is in this turn has read the one before
+            store.set(f"{turn}/answer", packed(answer))
+        # a process in this turn has read the one before
         store.delete_key(f"checkpoint/{self._turn - 2}/answer")
         return answer
 
     def _collected(self, turn: str, mine: Any, what: str) -> list[Any]:
         keys = [f"{turn}/{rank}" for rank in range(1, self.size)]
         self._wait(keys, what)
-        given = [mine, *(pickle.loads(self._rendezvous.store.get(key)) for key in keys)]
+        given = [mine, *(unpacked(self._rendezvous.store.get(key)) for key in keys)]
         for key in keys:
             self._rendezvous.store.delete_key(key)
         return given
 
     def _wait(self, keys: list[str], what: str) -> None:
         # not as the main program waits: that posts what it waits for, so that deadlocks are seen
-        end = time.monotonic() + config.timeout
+        patience = config.snapshot().patience
+        deadline = Deadline(patience)
         while not self._rendezvous.store.check(keys):
             self._rendezvous.raise_cause()
-            if time.monotonic() > end:
+            if deadline.passed:
                 raise CallTimeout(
                     f"{what}: the other processes did not write their parts within "
-                    f"torchpmap.config.timeout ({config.timeout:g} s)."
+                    f"torchpmap.config.timeout ({patience:g} s)."
                 )
             time.sleep(_PAUSE_S)
-
-
-def _packed(value: Any) -> Any:  # the stores take bytes, but are annotated otherwise
-    return pickle.dumps(value)
 
 
 _known: tuple[Any, _Beside] | None = None

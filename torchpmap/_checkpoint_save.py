@@ -117,7 +117,7 @@ def _copied(draft: _Draft, leaves: dict[str, Saved], mine: int) -> Callable[[], 
         line = Line(growing, len(elsewhere))
         try:
             copy_on_workers(elsewhere, leaves, line)
-            line.accept(len(elsewhere))
+            line.accept()
         except BaseException:
             line.close()
             raise

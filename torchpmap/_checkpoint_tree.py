@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpmap._errors import check_array
 from torchpmap._mesh import NamedSharding
 from torchpmap._sharded import ShardedTensor
 from torchpmap._structure import MAPPINGS, Node, Structure, flatten_as_met
@@ -162,6 +163,7 @@ def kind_of(leaf: Leaf) -> str:
     if type(value) in _TENSORS and value.layout == torch.strided and not value.is_quantized:
         return "tensor"
     if isinstance(value, np.ndarray | np.generic):
+        check_array(value, f"torchpmap.checkpoint.save: {leaf.path}")
         return "ndarray" if isinstance(value, np.ndarray) else "numpy scalar"
     if type(value) in VALUES:
         return type(value).__name__

@@ -10,17 +10,21 @@ controller through a socket of their own how it went:
     the last of them           ------>  connects, starts the thread
     Line.answers()             <------  (what it wrote, None), or (None, what went wrong)
 
-A worker that dies ends its connection, so nobody waits for it.
+A worker that dies ends its connection, so nobody waits for it; one that is stopped is waited for
+until a deadline.  What goes over the connections is data, and the first of it is a secret of this
+save.
 """
 
 from __future__ import annotations
 
 import pickle
 import secrets
+import socket
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing import util
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +33,25 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torchpmap._axes import Axis
-from torchpmap._checkpoint_storage import Extent, Table, Written, write
+from torchpmap._checkpoint_files import broken
+from torchpmap._checkpoint_storage import Written, write
+from torchpmap._checkpoint_table import Extent, Table
+from torchpmap._config import config
+from torchpmap._data import packed, unpacked
+from torchpmap._deadline import Deadline
+from torchpmap._errors import CallTimeout, PmapError
 from torchpmap._program import EagerCall, Outcome
 from torchpmap._runtimes._base import Handle, Team
+from torchpmap._runtimes._store import limit_waits
 from torchpmap._structure import flatten
 
 __all__ = ["Answer", "Line", "Restore", "Snapshot", "attempt", "run_on"]
 
 _AXIS = "checkpoint"
+_STRANGERS = 16
+"""How many others may call and be sent away."""
+_TOKEN_BYTES = 16
+_MOST_BYTES_OF_GREETING = 64
 _copies: dict[bytes, dict[MetadataIndex, torch.Tensor]] = {}
 """In a worker: what it has copied for the save that is being prepared, by the save's token."""
 
@@ -59,7 +74,9 @@ class Address:
 
     address: str
     token: bytes
+    """Of 16 random bytes."""
     folder: Path
+    limit_s: float
 
 
 @dataclass(frozen=True)
@@ -85,17 +102,32 @@ class Snapshot:
             copies[index] = blocks[position].cpu().contiguous()
         if self.plans:
             rank, plan = self.plans[place]
-            connection = Client(self.line.address, "AF_UNIX")  # does not wait to be accepted
-            connection.send_bytes(str(rank).encode())
+            connection = _called(self.line)
+            connection.send_bytes(self.line.token + str(rank).encode())
             del _copies[self.line.token]
             arguments = (connection, self.line.folder, rank, plan, copies)
             threading.Thread(target=_write, args=arguments, daemon=True).start()
         return Outcome(flatten(())[1], (), (), (), ())
 
 
+def _called(line: Address) -> Connection:
+    """A connection to the controller, which need not have accepted it yet."""
+    with socket.socket(socket.AF_UNIX) as end:
+        end.settimeout(line.limit_s)
+        end.connect(line.address)
+        return _limited(end, line.limit_s)
+
+
+def _limited(end: socket.socket, limit_s: float) -> Connection:
+    """What waits for its peer no longer than that, and raises ``BlockingIOError`` then."""
+    end.settimeout(None)
+    limit_waits(end, limit_s)
+    return Connection(end.detach())
+
+
 def _write(connection: Connection, *arguments: Any) -> None:
     with connection:
-        connection.send_bytes(pickle.dumps(attempt(*arguments)))
+        connection.send_bytes(packed(attempt(*arguments)))
 
 
 @dataclass(frozen=True)
@@ -103,6 +135,8 @@ class Restore:
     """Read blocks from files; they become values of the device."""
 
     folder: Path
+    digest: str
+    """Of the table from which the controller knows what will come."""
     extents: tuple[dict[str, Extent], ...]
     """Per device of the team: what it reads of which leaves."""
     axis_name = _AXIS
@@ -111,7 +145,10 @@ class Restore:
         return (axis,)
 
     def run(self, blocks: Sequence[torch.Tensor], axis: Axis, key: torch.Tensor) -> Outcome:
-        read = tuple(Table.of(self.folder).read(self.extents[int(axis.index)]).values())
+        table = Table.of(self.folder)
+        if table.digest != self.digest:
+            raise broken(self.folder, "it was replaced while it was loaded")
+        read = tuple(table.read(self.extents[int(axis.index)]).values())
         return Outcome(flatten(read)[1], read, ((0,),) * len(read), (), ())
 
 
@@ -134,32 +171,88 @@ class Line:
     """The controller's end of the connections for one save."""
 
     def __init__(self, folder: Path, num_writers: int) -> None:
+        token = secrets.token_bytes(_TOKEN_BYTES)
         # in a folder that only this user can enter
-        self._listener = Listener(family="AF_UNIX", backlog=max(num_writers, 1))
-        self.address = Address(str(self._listener.address), secrets.token_bytes(16), folder)
-        self._connections: list[Connection] = []
+        address = str(Path(util.get_temp_dir(), f"checkpoint-{secrets.token_hex(8)}"))
+        self.address = Address(address, token, folder, config.snapshot().patience)
+        self._num_writers = num_writers
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._connections: dict[str, Connection] = {}
+        """By the rank that writes."""
+        try:
+            self._listener.bind(address)
+            self._listener.listen(num_writers + _STRANGERS)
+        except OSError:
+            self._listener.close()
+            raise
 
-    def accept(self, num_writers: int) -> None:
-        """Take the connections of all writers, who have called."""
-        self._connections = [self._listener.accept() for _ in range(num_writers)]
+    def accept(self) -> None:
+        """Take the connections of all writers, who have called.
+
+        Raises:
+            CallTimeout: one did not say who it is.
+        """
+        deadline = Deadline(self.address.limit_s)
+        callers: list[Connection] = []
+        while len(self._connections) < self._num_writers:
+            ready = wait([self._listener, *callers], deadline.left())
+            if not ready:
+                raise CallTimeout(
+                    f"of {self._num_writers} worker processes that write a checkpoint only "
+                    f"{len(self._connections)} called within torchpmap.config.timeout "
+                    f"({self.address.limit_s:g} s)."
+                )
+            for caller in [caller for caller in callers if caller in ready]:
+                callers.remove(caller)
+                self._welcome(caller)
+            if self._listener in ready:
+                callers.append(_limited(self._listener.accept()[0], self.address.limit_s))
+        for stranger in callers:
+            stranger.close()
+        self._hang_up()
+
+    def _welcome(self, caller: Connection) -> None:
+        try:
+            token, rank = _split(caller.recv_bytes(_MOST_BYTES_OF_GREETING))
+        except (EOFError, OSError):
+            token, rank = b"", ""
+        if secrets.compare_digest(token, self.address.token) and rank not in self._connections:
+            self._connections[rank] = caller
+        else:
+            caller.close()
+
+    def _hang_up(self) -> None:
         self._listener.close()
+        Path(self.address.address).unlink(missing_ok=True)
 
     def close(self) -> None:
-        self._listener.close()
-        for connection in self._connections:
+        self._hang_up()
+        for connection in self._connections.values():
             connection.close()
 
     def answers(self) -> list[Answer]:
         """What the writers say at their end; waits."""
-        return [_answer(connection) for connection in self._connections]
+        deadline = Deadline(self.address.limit_s)
+        return [self._answer(*each, deadline) for each in self._connections.items()]
+
+    def _answer(self, writer: str, connection: Connection, deadline: Deadline) -> Answer:
+        late = (
+            f"the worker process that writes __{writer}_0.distcp was not done within "
+            f"torchpmap.config.timeout ({self.address.limit_s:g} s)"
+        )
+        with connection:
+            try:
+                if not connection.poll(deadline.left()):
+                    return None, late
+                answer: Answer = unpacked(connection.recv_bytes())
+            except BlockingIOError:
+                return None, late
+            except (EOFError, OSError):
+                return None, f"the worker process that was writing __{writer}_0.distcp has ended"
+            except PmapError as error:
+                return None, str(error)
+        return answer
 
 
-def _answer(connection: Connection) -> Answer:
-    writer = "?"
-    with connection:
-        try:
-            writer = connection.recv_bytes().decode()
-            answer: Answer = pickle.loads(connection.recv_bytes())
-        except (EOFError, OSError):
-            return None, f"the worker process that was writing __{writer}_0.distcp has ended"
-    return answer
+def _split(greeting: bytes) -> tuple[bytes, str]:
+    return greeting[:_TOKEN_BYTES], greeting[_TOKEN_BYTES:].decode(errors="replace")

@@ -19,7 +19,7 @@ import torch
 
 from torchpmap._axes import Axis, Partition
 from torchpmap._collectives_primitives import AllGather, Place, Primitive, Scope, apply, extreme
-from torchpmap._collectives_raw import ReduceOp
+from torchpmap._collectives_raw import ReduceOp, summable
 
 __all__ = [
     "Along",
@@ -131,7 +131,9 @@ class Scattered:
             (result,) = extreme(op, (), [rows], lead=1)
             return result
 
-        return [self._own(rows, along, replicates=True) for rows in gathered(self.axes, xs)]
+        rows = gathered(self.axes, [summable(x) for x in xs])
+        results = [self._own(row, along, replicates=True) for row in rows]
+        return [y.to(x.dtype) for x, y in zip(xs, results, strict=True)]
 
     def _own(
         self,

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from torchpmap._collectives_groups import gathered, merged_lead
-from torchpmap._collectives_operands import AxisName, Groups, Over, map_leaves, resolve
+from torchpmap._collectives_operands import AxisName, Groups, Over, map_leaves, own_values, resolve
 from torchpmap._collectives_primitives import AllToAll, ReduceScatter
+from torchpmap._collectives_raw import narrowed, summable, widened
 
 __all__ = ["all_gather", "all_to_all", "psum_scatter", "pswapaxes"]
 
@@ -54,13 +55,15 @@ def all_gather(
 
     Source: jax.lax.all_gather under jax.pmap; checked in tests/test_collectives.py.
     """
-    over = resolve("all_gather", axis_name, axis_index_groups, equal=True)
+    over = resolve("all_gather", axis_name, axis_index_groups, equal=True, how=(axis, tiled))
     if not over.axes:
-        return x
+        return own_values(over, x)
 
     def gather(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         dims = [over.dim(axis, x.dim() if tiled else x.dim() + 1) for x in xs]
-        return _merged(gathered(over.steps, xs), dims, tiled)
+        given = [summable(x) for x in xs] if over.passes_on else xs
+        stacks = [y.to(x.dtype) for x, y in zip(xs, gathered(over.steps, given), strict=True)]
+        return _merged(stacks, dims, tiled)
 
     return map_leaves(over, x, gather)
 
@@ -102,9 +105,10 @@ def psum_scatter(
 
     Source: jax.lax.psum_scatter under jax.pmap; checked in tests/test_collectives.py.
     """
-    over = resolve("psum_scatter", axis_name, axis_index_groups, equal=True)
+    how = scatter_dimension, tiled
+    over = resolve("psum_scatter", axis_name, axis_index_groups, equal=True, how=how)
     if not over.axes:
-        return x
+        return own_values(over, x)
 
     def scatter(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         ys: Sequence[torch.Tensor] = [_summands(over, x, scatter_dimension, tiled) for x in xs]
@@ -113,7 +117,7 @@ def psum_scatter(
             place = left.index(k)
             ys = over.steps[k].run(ReduceScatter, [y.movedim(place, 0) for y in ys])
             left.remove(k)
-        return ys
+        return [narrowed(y, "sum", x.dtype) for x, y in zip(xs, ys, strict=True)]
 
     return map_leaves(over, x, scatter)
 
@@ -157,9 +161,10 @@ def all_to_all(
 
     Source: jax.lax.all_to_all under jax.pmap; checked in tests/test_collectives.py.
     """
-    over = resolve("all_to_all", axis_name, axis_index_groups, equal=True)
+    how = split_axis, concat_axis, tiled
+    over = resolve("all_to_all", axis_name, axis_index_groups, equal=True, how=how)
     if not over.axes:
-        return x
+        return own_values(over, x)
 
     def exchange(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         dims = [over.dim(concat_axis, x.dim()) for x in xs]
@@ -216,7 +221,7 @@ def _summands(over: Over, x: torch.Tensor, scatter_dimension: int, tiled: bool) 
         raise ValueError(
             f"reduce_scatter operand scatter dimension size {size} must match shard count {count}"
         )
-    return _slices(over, x, dim, tiled)
+    return _slices(over, widened(x, "sum"), dim, tiled)
 
 
 def _parcels(

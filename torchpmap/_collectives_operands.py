@@ -5,8 +5,10 @@ Everything here is checked before any communication, so misuse is an error on ev
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
+import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +21,19 @@ from torchpmap._axes import Axis, Partition, joined
 from torchpmap._collectives_groups import Along, Scattered, Tensors, cuts, entry, whole
 from torchpmap._collectives_primitives import Primitive, Scope, extreme
 from torchpmap._collectives_raw import Pairs, ReduceOp
+from torchpmap._errors import check_array, kind_of
+from torchpmap._structure import Structure
 
-__all__ = ["NUMBERS", "AxisName", "Groups", "Over", "map_leaves", "permutation", "resolve"]
+__all__ = [
+    "NUMBERS",
+    "AxisName",
+    "Groups",
+    "Over",
+    "map_leaves",
+    "own_values",
+    "permutation",
+    "resolve",
+]
 
 AxisName = Hashable | tuple[Hashable, ...] | list[Hashable]
 Groups = Sequence[Sequence[int]] | np.ndarray | None
@@ -42,11 +55,30 @@ class Over:
     """The axes that take part, one after the other."""
     scattered: Scattered | None
     """Instead of ``along``, for groups that no cuts of the axes make."""
+    how: tuple[Hashable, ...] = ()
+    """What else the collective was told, equal on all devices."""
 
     @property
     def steps(self) -> tuple[Along | Scattered, ...]:
         """What a collective runs over in turn, slowest first."""
         return self.along if self.scattered is None else (self.scattered,)
+
+    def purpose(self, structure: Structure, tensors: dict[int, torch.Tensor]) -> str:
+        """The call of the collective, in words that are equal on all devices."""
+        names = _leaf_names(structure)
+        given = [f"{names[i]} {kind_of(x.shape, x.dtype)}".lstrip() for i, x in tensors.items()]
+        axes = [axis.name for axis in self.axes if isinstance(axis.name, str)]
+        told = [
+            repr(part)
+            for part in (*axes, *self.dims, self.partition, *self.how)
+            if part is not None
+        ]
+        return f"{self.what}({', '.join(told)}) of {', '.join(given)}"
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether what one step has added up is added to further."""
+        return self.scattered is not None or len(self.along) > 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -116,6 +148,7 @@ class Over:
 
     def as_tensor(self, leaf: Any) -> torch.Tensor:
         """A number or numpy array as a tensor on the device of the axes."""
+        check_array(leaf, f"{self.what}: the operand")
         device = self.axes[0].index.device if self.axes else None
         return torch.tensor(leaf, device=device)
 
@@ -128,6 +161,7 @@ def resolve(
     positional: bool = False,
     equal: bool = False,
     sends: bool = True,
+    how: tuple[Hashable, ...] = (),
 ) -> Over:
     """Look the names up and check the groups.
 
@@ -138,8 +172,11 @@ def resolve(
         positional: ints are dims of the operand.
         equal: groups must have one size, and the order of their indices counts.
         sends: whether anything is to be sent; axes of a mesh are then taken together.
+        how: what else the collective was told.
     """
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    for name in names:
+        _check_name(what, name)
     if len(set(names)) < len(names):
         raise ValueError(f"{what}: repeated axis in axis_name={axis_name!r}")
     dims = [n for n in names if positional and isinstance(n, int) and not isinstance(n, bool)]
@@ -147,15 +184,25 @@ def resolve(
     if sends:
         axes = joined(axes)
     if groups is None:
-        return Over(what, axes, tuple(dims), None, tuple(whole(axis) for axis in axes), None)
+        return Over(what, axes, tuple(dims), None, tuple(whole(axis) for axis in axes), None, how)
     if dims:
         raise ValueError("axis_index_groups only supported for sums over just named axes")
     partition = _partition(what, groups, axis_name, math.prod(axis.size for axis in axes), equal)
     along = cuts(axes, partition) if axes else ()
     if along is not None:
-        return Over(what, axes, (), partition, along, None)
-    over = Over(what, axes, (), partition, tuple(whole(axis) for axis in axes), None)
+        return Over(what, axes, (), partition, along, None, how)
+    over = Over(what, axes, (), partition, tuple(whole(axis) for axis in axes), None, how)
     return replace(over, along=(), scattered=Scattered(over.along, partition, over.index()))
+
+
+def _check_name(what: str, name: Any) -> None:
+    """Raise ``TypeError`` for what cannot be the name of an axis, or is that of none."""
+    unnamed = name is None and not any(parts[0].name is None for parts in _axes.bound())
+    if unnamed or not isinstance(name, Hashable) or isinstance(name, torch.Tensor | tuple | list):
+        raise TypeError(
+            f"{what}: axis_name must be the name of an axis (as in pmap(f, axis_name='i')) or a "
+            f"tuple of names, but got {name!r}."
+        )
 
 
 def _partition(what: str, groups: Any, axis_name: AxisName, size: int, equal: bool) -> Partition:
@@ -173,6 +220,15 @@ def _partition(what: str, groups: Any, axis_name: AxisName, size: int, equal: bo
     return partition if equal else tuple(tuple(sorted(part)) for part in partition)
 
 
+@functools.lru_cache(maxsize=256)
+def _leaf_names(structure: Structure) -> list[str]:
+    """Their paths; ``?`` for one through a key whose text may differ between processes."""
+    return [path if _PLAIN_PATH.fullmatch(path) else "?" for path in structure.paths()]
+
+
+_PLAIN_PATH = re.compile(r"(\[\d+\]|\['[^']*'\]|\.\w+)*")
+
+
 def permutation(what: str, perm: Iterable[tuple[int, int]], over: Over) -> Pairs:
     """(source, destination) pairs, with indices counted from the front."""
     pairs = tuple((operator.index(s), operator.index(d)) for s, d in perm)
@@ -186,6 +242,11 @@ def permutation(what: str, perm: Iterable[tuple[int, int]], over: Over) -> Pairs
     if len({s for s, _ in counted}) < len(pairs) or len({d for _, d in counted}) < len(pairs):
         raise ValueError(f"{what} sources and destinations must be unique, got {pairs}.")
     return counted
+
+
+def own_values(over: Over, x: Any) -> Any:
+    """The result of a collective over no axis at all: what was given."""
+    return map_leaves(over, x, lambda xs: xs, lambda leaf: leaf)
 
 
 def map_leaves(
@@ -220,6 +281,10 @@ def map_leaves(
         else:
             leaves[i] = on_constant(leaf)
     if tensors:
-        for i, result in zip(tensors, on_tensors(list(tensors.values())), strict=True):
+        with _axes.serving(lambda: over.purpose(structure, tensors)):
+            alone = not over.steps and not over.dims
+            # nobody may write to the operand through the result
+            results = on_tensors([x.clone() if alone else x for x in tensors.values()])
+        for i, result in zip(tensors, results, strict=True):
             leaves[i] = result
     return structure.unflatten(leaves)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,14 @@ import torch
 
 from torchpmap._axes import Axis, joined
 from torchpmap._collectives_groups import Along, Tensors, entry, gathered, pick
-from torchpmap._collectives_operands import AxisName, Over, map_leaves, permutation, resolve
+from torchpmap._collectives_operands import (
+    AxisName,
+    Over,
+    map_leaves,
+    own_values,
+    permutation,
+    resolve,
+)
 from torchpmap._collectives_primitives import Permute, Scope, apply
 from torchpmap._collectives_raw import Pairs
 
@@ -57,8 +64,9 @@ def ppermute(x: Any, axis_name: AxisName, perm: Iterable[tuple[int, int]]) -> An
     """
     over = resolve("ppermute", axis_name)
     pairs = permutation("ppermute", perm, over)
+    over = replace(over, how=pairs)
     if not over.axes:
-        return x
+        return own_values(over, x)
     if len(over.axes) == 1:
         return map_leaves(over, x, lambda xs: over.fold(lambda s: Permute(s, pairs), xs))
     return map_leaves(over, x, lambda xs: _route(over, pairs).run(xs))

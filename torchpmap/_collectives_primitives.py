@@ -31,11 +31,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
+from torchpmap import _axes
 from torchpmap import _collectives_raw as raw
 from torchpmap._axes import Partition
 
@@ -195,6 +197,9 @@ def apply(primitive: Primitive, index: torch.Tensor | None, xs: Tensors) -> list
     return list(_Linear.apply(primitive, index, *xs)) if xs else []
 
 
+_Kind = tuple[torch.Size, torch.dtype, torch.device]
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(primitive: Primitive, index: torch.Tensor | None, *xs: torch.Tensor) -> Any:
@@ -204,6 +209,7 @@ class _Linear(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         primitive, index, *xs = inputs
         ctx.primitive = primitive
+        ctx.number = _axes.ordinal()
         ctx.kinds = [(x.shape, x.dtype, x.device) for x in xs]
         ctx.set_materialize_grads(False)
         _save(ctx, index)
@@ -211,17 +217,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         (index,) = ctx.saved_tensors
-        return None, None, *_apply_present(ctx.primitive.transposed(), index, cotangents)
+        with _derivative(ctx, cotangents):
+            return None, None, *_apply_present(ctx.primitive.transposed(), index, cotangents)
 
     @staticmethod
     def jvp(ctx: Any, _primitive: None, _index: None, *tangents: torch.Tensor | None) -> Any:
         (index,) = ctx.saved_tensors
-        # torch 2.13 fails inside where some outputs have a tangent and others None
-        given = [
-            torch.zeros(shape, dtype=dtype, device=device) if tangent is None else tangent
-            for tangent, (shape, dtype, device) in zip(tangents, ctx.kinds, strict=True)
-        ]
-        return _apply_present(ctx.primitive, index, given)
+        return _apply_present(ctx.primitive, index, _tangents(tangents, ctx.kinds))
 
     @staticmethod
     def vmap(
@@ -236,6 +238,21 @@ class _Linear(torch.autograd.Function):
         return _along_axis(
             primitive.along, primitive.scope, info.batch_size, xs, dims, replicates=replicates
         )
+
+
+def _tangents(
+    given: Sequence[torch.Tensor | None], kinds: Sequence[_Kind]
+) -> list[torch.Tensor | None]:
+    """Zeros for tangents that are missing; integers and bools stay without.
+
+    torch 2.13 fails inside where some outputs that can have a tangent have one and others None.
+    """
+    return [
+        torch.zeros(shape, dtype=dtype, device=device)
+        if tangent is None and (dtype.is_floating_point or dtype.is_complex)
+        else tangent
+        for tangent, (shape, dtype, device) in zip(given, kinds, strict=True)
+    ]
 
 
 def _apply_present(primitive: Primitive, index: Any, values: Sequence[Any]) -> tuple[Any, ...]:
@@ -260,11 +277,12 @@ class _Extremum:
         if not self.lead:
             return x
         take = torch.amax if self.op == "max" else torch.amin
-        wide = take(raw.widened(x, self.op), tuple(range(self.lead)))
-        return raw.narrowed(wide, self.op, x.dtype)
+        dims = tuple(range(self.lead))
+        return raw.reduced(x, self.op, lambda wide: take(wide, dims))
 
     def summed(self, xs: Tensors, indices: Tensors) -> Tensors:
-        """The sums over all that the extreme is taken over."""
+        """The sums over all that the extreme is taken over, in the dtype they are taken in."""
+        xs = _widened(xs)
         if self.lead:
             xs = [x.sum(tuple(range(self.lead))) for x in xs]
         for scope, index in zip(self.scopes, indices, strict=True):
@@ -273,10 +291,12 @@ class _Extremum:
 
     def shares(self, xs: Tensors, extremes: Tensors, indices: Tensors) -> Tensors:
         """The weight of every element in the derivative: 1 / holders for a holder, else 0."""
-        holds = [
-            ((x == y) | (torch.isnan(x) & torch.isnan(y))).to(x.dtype)
-            for x, y in zip(xs, extremes, strict=True)
-        ]
+        holds = _widened(
+            [
+                ((x == y) | (torch.isnan(x) & torch.isnan(y))).to(x.dtype)
+                for x, y in zip(xs, extremes, strict=True)
+            ]
+        )
         return [h / n for h, n in zip(holds, self.summed(holds, indices), strict=True)]
 
 
@@ -306,6 +326,7 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.number = _axes.ordinal()
         ctx.how = inputs[0]
         ctx.set_materialize_grads(False)
         _save(ctx, *inputs[1:], *output)
@@ -317,14 +338,20 @@ class _Extreme(torch.autograd.Function):
             return [share * total for share, total in zip(shares, totals, strict=True)]
 
         skipped = [None] * (1 + len(ctx.how.scopes))
-        return *skipped, *_Extreme._derivative(ctx, cotangents, pulled)
+        with _derivative(ctx, cotangents):
+            return *skipped, *_Extreme._derivative(ctx, cotangents, pulled)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         def pushed(how: _Extremum, ts: Tensors, shares: Tensors, indices: Tensors) -> Tensors:
-            return how.summed([s * t for s, t in zip(shares, ts, strict=True)], indices)
+            wide = _widened(ts)
+            return how.summed([s * t for s, t in zip(shares, wide, strict=True)], indices)
 
-        return _Extreme._derivative(ctx, tangents[1 + len(ctx.how.scopes) :], pushed)
+        count = len(ctx.how.scopes)
+        given = tangents[1 + count :]
+        xs = ctx.saved_tensors[count : count + len(given)]
+        filled = _tangents(given, [(x.shape, x.dtype, x.device) for x in xs])
+        return _Extreme._derivative(ctx, filled, pushed)
 
     @staticmethod
     def _derivative(
@@ -337,7 +364,7 @@ class _Extreme(torch.autograd.Function):
         xs, extremes = ([saved[k + start] for k in present] for start in (0, len(values)))
         shares = how.shares(xs, extremes, indices)
         results = rule(how, [values[k] for k in present], shares, indices)
-        found = dict(zip(present, results, strict=True))
+        found = {k: y.to(values[k].dtype) for k, y in zip(present, results, strict=True)}
         return tuple(found.get(k) for k in range(len(values)))
 
     @staticmethod
@@ -364,6 +391,20 @@ class _Extreme(torch.autograd.Function):
 def _save(ctx: Any, *tensors: torch.Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
     ctx.save_for_forward(*tensors)
+
+
+def _derivative(
+    ctx: Any, cotangents: Sequence[torch.Tensor | None]
+) -> AbstractContextManager[None]:
+    """Collectives of a backward pass, known by the one that they transpose: all may come from one
+    line.
+    """
+    present = [k for k, cotangent in enumerate(cotangents) if cotangent is not None]
+    return _axes.serving(lambda: f"the derivative of collective {ctx.number}, results {present}")
+
+
+def _widened(xs: Tensors) -> list[torch.Tensor]:
+    return [raw.widened(x, "sum") for x in xs]
 
 
 def _sum_rows(rows: torch.Tensor) -> torch.Tensor:

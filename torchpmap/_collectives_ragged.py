@@ -15,6 +15,8 @@ import torch
 from torchpmap._collectives_groups import pick
 from torchpmap._collectives_move import all_gather, all_to_all
 from torchpmap._collectives_operands import AxisName, Groups, resolve
+from torchpmap._collectives_raw import summable
+from torchpmap._errors import check_array
 
 __all__ = ["ragged_all_to_all"]
 
@@ -89,8 +91,8 @@ def _exchange(
     arriving = all_to_all(  # [k, 3], in one message
         torch.stack(sent, 1), axis_name, 0, 0, axis_index_groups=groups, tiled=True
     )
-    rows = all_gather(operand, axis_name, axis_index_groups=groups, tiled=True)
-    return _written(rows, output, arriving, expected, over.size)
+    rows = all_gather(summable(operand), axis_name, axis_index_groups=groups, tiled=True)
+    return _written(rows, summable(output), arriving, expected, over.size).to(output.dtype)
 
 
 def _written(
@@ -132,6 +134,7 @@ def _tensor(x: Any) -> torch.Tensor:
     if isinstance(x, torch.Tensor):
         return x
     if isinstance(x, np.ndarray):
+        check_array(x, "ragged_all_to_all: an operand")
         return torch.as_tensor(x)
     raise TypeError(f"ragged_all_to_all takes tensors and numpy arrays, but got {x!r}")
 

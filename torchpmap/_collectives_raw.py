@@ -9,7 +9,8 @@ and float8, and its max and min drop NaN. Every function therefore accepts every
 translates:
 
 * data that only moves and that the back end does not know travels as bytes;
-* sums are taken in a wider dtype, complex sums as pairs of reals;
+* sums are taken in a wider dtype, complex sums as pairs of reals. So are those of float16 and
+  bfloat16, but on GPUs: NCCL adds in the dtype itself, and JAX takes what it gives;
 * max and min of floats are taken on integers that sort like the floats, with NaN beyond the
   extreme.
 """
@@ -35,6 +36,8 @@ __all__ = [
     "narrowed",
     "permute",
     "reduce_scatter",
+    "reduced",
+    "summable",
     "widened",
 ]
 
@@ -70,6 +73,9 @@ _WIDER = {
     torch.complex32: torch.complex64,
 }
 
+# Added in float32, of which they round away half the digits or more.
+_HALVES = (torch.float16, torch.bfloat16)
+
 # Flipping the top bit of an uint64 makes an int64 that compares in the same order.
 _SIGN_64 = torch.iinfo(torch.int64).min
 
@@ -81,7 +87,7 @@ def all_reduce(x: torch.Tensor, op: ReduceOp, group: str) -> torch.Tensor:
     def run(carried: torch.Tensor) -> torch.Tensor:
         return _c10d.wait_tensor(_c10d.all_reduce(carried.contiguous(), op, group))
 
-    return _reduced(x, op, run)
+    return reduced(x, op, run)
 
 
 def all_reduce_many(xs: Sequence[torch.Tensor], op: ReduceOp, group: str) -> list[torch.Tensor]:
@@ -120,7 +126,7 @@ def reduce_scatter(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
         carried = carried.contiguous()
         return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(carried, "sum", size, group))
 
-    return _reduced(x, "sum", run).squeeze(0)
+    return reduced(x, "sum", run).squeeze(0)
 
 
 def all_to_all(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
@@ -158,7 +164,16 @@ def widened(x: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     if x.dtype == torch.uint64:
         bits = x.view(torch.int64)
         return bits if op == "sum" else bits ^ _SIGN_64
+    if op == "sum" and x.dtype in _HALVES and x.device.type == "cpu":
+        return x.to(torch.float32)
     return x.to(_WIDER.get(x.dtype, x.dtype))
+
+
+def summable(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in the dtype in which its cotangents are summed, if it has any: however many sums that
+    takes, they are rounded once.
+    """
+    return widened(x, "sum") if x.is_floating_point() or x.is_complex() else x
 
 
 def narrowed(x: torch.Tensor, op: ReduceOp, dtype: torch.dtype) -> torch.Tensor:
@@ -179,10 +194,10 @@ def _moved(x: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]) -> torc
     return as_bytes.contiguous().view(x.dtype).squeeze(-1)
 
 
-def _reduced(
+def reduced(
     x: torch.Tensor, op: ReduceOp, run: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Run a reduction on ``x`` in a dtype whose reduction the back end gets right."""
+    """Run a reduction on ``x`` in a dtype whose reduction the back end, or torch, gets right."""
     wide = widened(x, op)
     if wide.dtype == torch.bool:
         result = run(wide.to(torch.uint8)).to(torch.bool)
@@ -204,9 +219,9 @@ def _reduced_in_order(
     Read as integers, floats sort in order where the sign bit is clear and in reverse where it is
     set; flipping the other bits of the latter sorts them all (1.0 = 0x3f800000 stays, -1.0 =
     0xbf800000 becomes 0xc07fffff). The flip is its own inverse. The largest and smallest integers
-    decode to NaN, so NaN placed there always wins.
+    decode to NaN, so NaN placed there always wins. -0.0 is less than 0.0, in any order.
     """
-    exact = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+    exact = x.to(torch.float32) if x.dtype in _HALVES else x
     integer = torch.int64 if exact.dtype == torch.float64 else torch.int32
     limits = torch.iinfo(integer)
 

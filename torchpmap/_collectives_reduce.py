@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torchpmap._collectives_operands import (
     Groups,
     Over,
     map_leaves,
+    own_values,
     permutation,
     resolve,
 )
@@ -67,10 +69,16 @@ def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> An
     def constant(leaf: Any) -> Any:
         if isinstance(leaf, NUMBERS) and not over.dims:
             return leaf * over.members()
-        local = _sum_dims(over, _counted(over.as_tensor(leaf)))
-        return (local * over.members()).to(local.dtype)
+        given = _counted(over.as_tensor(leaf))
+        total = _sum_dims(over, given) * over.members()
+        return narrowed(total, "sum", given.dtype)
 
-    return map_leaves(over, x, lambda xs: _sum(over, [_counted(x) for x in xs]), constant)
+    def total(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        given = [_counted(x) for x in xs]
+        sums = _sum(over, given)
+        return [narrowed(y, "sum", x.dtype) for x, y in zip(given, sums, strict=True)]
+
+    return map_leaves(over, x, total, constant)
 
 
 def pmean(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
@@ -105,15 +113,17 @@ def pmean(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> A
     over = resolve("pmean", axis_name, axis_index_groups, positional=True)
 
     def mean(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        sums = _sum(over, [_widened(x) for x in xs])
-        members = over.members()
-        return [y / (members * _numel(over, x)) for x, y in zip(xs, sums, strict=True)]
+        members, given = over.members(), [_widened(x) for x in xs]
+        return [
+            _divided(y, members * _numel(over, x), x.dtype)
+            for x, y in zip(given, _sum(over, given), strict=True)
+        ]
 
     def constant(leaf: Any) -> Any:
         if isinstance(leaf, NUMBERS) and not over.dims:
             return leaf / 1
-        given = over.as_tensor(leaf)
-        return _sum_dims(over, _widened(given)) / _numel(over, given)
+        given = _widened(over.as_tensor(leaf))
+        return _divided(_sum_dims(over, given), _numel(over, given), given.dtype)
 
     return map_leaves(over, x, mean, constant)
 
@@ -195,6 +205,7 @@ def pbroadcast(x: Any, axis_name: AxisName, source: int) -> Any:
     """
     over = resolve("pbroadcast", axis_name)
     ((source, _),) = permutation("pbroadcast", [(source, source)], over)
+    over = replace(over, how=(source,))
 
     def broadcast(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         here = over.index() == source
@@ -207,16 +218,28 @@ def pbroadcast(x: Any, axis_name: AxisName, source: int) -> Any:
     def constant(leaf: Any) -> Any:
         return leaf if isinstance(leaf, NUMBERS) else over.as_tensor(leaf)
 
-    return map_leaves(over, x, broadcast, constant) if over.axes else x
+    return map_leaves(over, x, broadcast, constant) if over.axes else own_values(over, x)
+
+
+# Sums stay in the dtype they are taken in until the last step, so that they are rounded once.
 
 
 def _sum(over: Over, xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The sums, to be narrowed."""
     return over.fold(AllReduce, [_sum_dims(over, x) for x in xs])
 
 
 def _sum_dims(over: Over, x: torch.Tensor) -> torch.Tensor:
-    dims = over.dims_of(x)
-    return x.sum(dims, dtype=x.dtype) if dims else x
+    """The sum over the positional axes, to be narrowed."""
+    dims, wide = over.dims_of(x), widened(x, "sum")
+    return wide.sum(dims, dtype=wide.dtype) if dims else wide
+
+
+def _divided(total: torch.Tensor, count: int | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The mean, of a sum to be narrowed to ``dtype``."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return (total / count).to(dtype)
+    return narrowed(total, "sum", dtype) / count
 
 
 def _numel(over: Over, x: torch.Tensor) -> int:
@@ -234,7 +257,7 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
 def _extremum(op: ReduceOp, x: Any, axis_name: AxisName, groups: Groups) -> Any:
     over = resolve(f"p{op}", axis_name, groups, positional=True)
     if not over.axes and not over.dims:
-        return x
+        return own_values(over, x)
 
     def front(x: torch.Tensor) -> torch.Tensor:
         if x.is_complex():

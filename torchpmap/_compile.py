@@ -17,12 +17,19 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchpmap import _threefry
+from torchpmap._ambient import Ambient, applied, for_graph, running_under
+from torchpmap._custom_ops import NATIVE
+from torchpmap._errors import PmapError, kind_of
 from torchpmap._imports import uncollected
 
 __all__ = [
@@ -31,10 +38,14 @@ __all__ = [
     "Runner",
     "compile_definition",
     "have_cpp_compiler",
+    "make_cache_private",
     "parse_compile",
+    "settled",
 ]
 
 Runner = Callable[..., Sequence[torch.Tensor]]
+Kind = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype."""
 
 # a plan's inputs have the sizes it was compiled for: checking each of them again costs 0.4 us per
 # leaf and call
@@ -72,8 +83,14 @@ class Definition:
     uses_index: bool
     ranks: tuple[int, ...]
     """In axis order: a rank's place here is its axis index."""
-    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    inputs: tuple[Kind, ...]
+    outputs: tuple[Kind, ...]
+    """As they were when it was traced."""
     backend: Backend = field(default=INDUCTOR)
+    ambient: Ambient = ()
+    """The settings of torch with which it was traced."""
+    timeout: float | None = None
+    """How long a call may take."""
 
 
 def parse_compile(value: Any) -> Backend | None:
@@ -134,9 +151,11 @@ def have_cpp_compiler() -> bool:
 def compile_definition(definition: Definition, index: torch.Tensor) -> Runner:
     """The runner of a definition on this device: block tensors in, block tensors out."""
     leading = (index,) if definition.uses_index else ()
-    with warnings.catch_warnings():  # under python -W error, torch's own deprecations would end it
+    # under python -W error, torch's own deprecations would end it
+    with applied(for_graph(definition.ambient)), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         compiled = _compile(definition, leading, index.device)
+    compiled = running_under(definition.ambient, compiled)
     if _needs_no_autograd(definition):
 
         def run(*blocks: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -147,15 +166,107 @@ def compile_definition(definition: Definition, index: torch.Tensor) -> Runner:
     return functools.partial(compiled, *leading) if leading else compiled
 
 
+def settled(
+    definition: Definition, runner: Runner, blocks: Sequence[torch.Tensor], where: str
+) -> tuple[Sequence[torch.Tensor], Runner]:
+    """Run a plan for the first time: its results, and how to run it from then on.
+
+    Everything else relies on what tracing promised: the shapes and dtypes that are fetched, and, in
+    code that Inductor makes of what follows, that values are contiguous.  A wrong fake kernel, or a
+    setting that the device does not have, breaks that promise in every run alike, so the first one
+    tells.
+    """
+    with _Promises(definition, where) if _has_users_operations(definition.graph) else nullcontext():
+        results = runner(*blocks)
+    kinds = [
+        kind_of(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
+        for x in results
+    ]
+    promised = [kind_of(*kind) for kind in definition.outputs]
+    if kinds != promised:
+        raise RuntimeError(
+            f"{definition.name}: it gives other values than it was traced to give. It gave "
+            f"{', '.join(kinds)} {where}, but tracing promised {', '.join(promised)}. Either it "
+            "depends on a setting that the devices do not have, or the backend compiles it wrong; "
+            "compile=False runs it without such a promise."
+        )
+    if all(x.is_contiguous() for x in results):
+        return results, runner
+
+    def run(*blocks: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [x.contiguous() for x in runner(*blocks)]
+
+    return [x.contiguous() for x in results], run
+
+
+class _Promises(TorchDispatchMode):
+    """Compares what the user's operations give with what their fake kernels say: compiled code
+    would read beyond a value that is smaller.
+    """
+
+    def __init__(self, definition: Definition, where: str) -> None:
+        super().__init__()
+        self._definition = definition
+        self._where = where
+        # inside a mode there is no autograd, which an operation may use itself
+        dispatch = torch._C
+        self._outside = (
+            dispatch._dispatch_tls_local_include_set(),
+            dispatch._dispatch_tls_local_exclude_set(),
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in NATIVE:
+            return func(*args, **kwargs)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            given = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+            promised = func(*given[0], **given[1])
+        with torch._C._ForceDispatchKeyGuard(*self._outside):
+            results = func(*args, **kwargs)
+        strides = self._definition.backend != EAGER  # a graph that is run as it is takes any
+        for got, fake in zip(tree_leaves(results), tree_leaves(promised), strict=True):
+            mine, theirs = _described(got, strides), _described(fake, strides)
+            if mine != theirs:
+                raise RuntimeError(
+                    f"{self._definition.name}: the operation {func.name()} gives {mine} "
+                    f"{self._where}, but its fake kernel (torch.library.register_fake) promises "
+                    f"{theirs}. Correct the fake kernel; compile=False runs without it."
+                )
+        return results
+
+
+def _described(value: Any, strides: bool) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    kind = kind_of(value.shape, value.dtype)
+    if not strides or not value.numel():
+        return f"{kind} ({value.device.type})"
+    steps = zip(value.shape, value.stride(), strict=True)
+    listed = [step if size > 1 else 0 for size, step in steps]
+    return f"{kind} ({value.device.type}, strides {listed})"
+
+
+def _namespaces(graph: torch.fx.GraphModule) -> set[str]:
+    return {
+        node.target.namespace
+        for node in graph.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+    }
+
+
+def _has_users_operations(graph: torch.fx.GraphModule) -> bool:
+    """Whether results may not be as their fakes said, which Inductor's checks would tell."""
+    return not _namespaces(graph) <= NATIVE
+
+
 def _needs_no_autograd(definition: Definition) -> bool:
     """Whether a plan has collectives, whose way through autograd (Python, in torch 2.13) takes as
     long as a small one itself, and no code of the user's, which may ask for derivatives.
     """
-    names = {
-        node.target.namespace
-        for node in definition.graph.graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload)
-    }
+    names = _namespaces(definition.graph)
     return (
         definition.backend in (INDUCTOR, EAGER)
         and "_c10d_functional" in names
@@ -168,6 +279,8 @@ def _compile(
 ) -> Runner:
     graph, backend = definition.graph, definition.backend
     if backend == EAGER:
+        if not _keeps_strides(graph):
+            _reshape(graph)
         return graph.forward
     examples: list[Any] = [
         *leading,
@@ -175,6 +288,10 @@ def _compile(
     ]
     if backend.is_inductor:
         return _inductor(graph, examples, backend)
+    return _by_backend(graph, examples, backend)
+
+
+def _by_backend(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend) -> Runner:
     function = backend.function
     if function is None:
         from torch._dynamo.backends.registry import lookup_backend
@@ -188,14 +305,55 @@ def _compile(
     return function(graph, examples, **extra)
 
 
+# -- strides ---------------------------------------------------------------------------------------
+
+# What is stored is contiguous: graphs are traced so, and Inductor's code reads it so.  Where an
+# operand is not, the results of some operations have other strides than they had for fake tensors:
+# in torch 2.13 those of batch_norm, copysign, mse_loss_backward and more, and whatever the fake of
+# an operation of the user's says.
+
+_PLAIN = {"view", "unsqueeze", "squeeze", "clone", "sum", "mean", "amax", "amin", "full", "mm"}
+"""Operations on contiguous tensors that give contiguous ones, besides pointwise ones."""
+
+
+def _keeps_strides(graph: torch.fx.GraphModule) -> bool:
+    """Whether every tensor in a graph is sure to be contiguous, if the inputs are."""
+    return all(
+        node.op in ("placeholder", "output")
+        or (
+            isinstance(node.target, torch._ops.OpOverload)
+            and (
+                node.target.namespace == "_c10d_functional"
+                or (
+                    node.target.namespace == "aten"
+                    and (torch.Tag.pointwise in node.target.tags or node.target._opname in _PLAIN)
+                )
+            )
+        )
+        for node in graph.graph.nodes
+    )
+
+
+def _reshape(graph: torch.fx.GraphModule) -> None:
+    """Let views be copies where the strides do not allow a view and no write would miss it."""
+    targets = [n.target for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    if any(target._schema.is_mutable for target in targets):
+        return
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+    graph.recompile()
+
+
 def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend) -> Runner:
     with uncollected():
         import torch._inductor.compile_fx  # standalone_compile would
         from torch._inductor import list_mode_options, standalone_compile
         from torch._inductor.decomposition import decompositions
 
+    make_cache_private()
     decompositions.update(_threefry.decompositions())
-    patches: dict[str, Any] = dict(_PATCHES)
+    patches: dict[str, Any] = {} if _has_users_operations(graph) else dict(_PATCHES)
     if all(example.device.type == "cpu" for example in examples):
         # threads that wait for g++: this worker compiles, and the others wait for what it builds
         patches["compile_threads"] = min(8, len(os.sched_getaffinity(0)))
@@ -213,6 +371,31 @@ def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend
             dynamic_shapes="from_example_inputs",
             options={"config_patches": patches},
         )
+
+
+@functools.cache
+def make_cache_private() -> None:
+    """See to it that nobody else writes to Inductor's folder, whose code is run as it is found.
+
+    Torch (2.13) takes a folder in the temporary one that is named after the user, even if another
+    one has made it.  One that the user has chosen is left as it is.
+
+    Raises:
+        PmapError: it belongs to somebody else.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    folder = default_cache_dir()
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", folder) != folder:
+        return
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    if {os.lstat(folder).st_uid, os.stat(folder).st_uid} != {os.geteuid()}:
+        raise PmapError(
+            f"{folder}, where Inductor keeps compiled code, belongs to another user, who could put "
+            "code of his own there. Set TORCHINDUCTOR_CACHE_DIR to a folder of yours."
+        )
+    os.chmod(folder, 0o700)
 
 
 @contextlib.contextmanager

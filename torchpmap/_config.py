@@ -1,14 +1,13 @@
 """Settings: what ``tp.config`` was told, else the environment (``TORCHPMAP_*``), else the default.
 
 They are read when the runtime starts, so a change counts from the next start on (``runtime``: from
-the next call on). Every value is checked where it is set; a bad environment variable is reported at
-the start, by name.
+the next call on; ``check_captured``: when a tensor is sent). Every value is checked where it is
+set; a bad environment variable is reported at the start, by name.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -17,7 +16,10 @@ from typing import Any
 MAX_DEVICES = 256
 DEVICE_TYPES = ("cpu", "cuda")
 RUNTIMES = ("auto", "local", "torchrun", "inline")
-DEFAULT_TIMEOUT_S = 1800.0
+PATIENCE_S = 1800.0
+"""How long processes wait for each other where no timeout is set."""
+_LONGEST_S = 1e9
+"""What every clock and lock of Python takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +31,38 @@ class Config:
         device_type: ``"cpu"`` or ``"cuda"``.
         warm: compile one dummy function in the fork server, so that the first compiled call of
             every worker is fast.
-        timeout: longest time that a collective may wait, in seconds.
+        timeout: how many seconds a call may take, if ``pmap`` is not told; None: no limit.  Beside
+            other processes it also bounds how long they wait for each other, which is half an hour
+            otherwise.
         shared_memory: whether CPU processes of one host exchange data in memory that they share;
             otherwise, and where they cannot, they do it over Gloo.
         runtime: ``"local"`` (one worker process per device), ``"torchrun"`` (this process is one of
             several that a launcher started, and owns one device) or ``"inline"`` (mapped functions
             run in the calling process, see ``torchpmap.debug.fake_pmap``); ``"auto"`` is
             ``"torchrun"`` in a process of a launcher, else ``"local"``.
+        check_captured: whether every call compares the tensors that its function closes over with
+            what was sent; otherwise only writes that torch counts are noticed, and not those
+            through ``.data`` or ``.numpy()``.
     """
 
     num_devices: int | None = None
     device_type: str | None = None
     warm: bool = True
-    timeout: float = DEFAULT_TIMEOUT_S
+    timeout: float | None = None
     shared_memory: bool = True
     runtime: str = "auto"
+    check_captured: bool = True
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None or field.default is not None:
                 object.__setattr__(self, field.name, _CHECKS[field.name](field.name, value))
+
+    @property
+    def patience(self) -> float:
+        """How many seconds processes wait for each other."""
+        return PATIENCE_S if self.timeout is None else self.timeout
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ, **settings: Any) -> Config:
@@ -81,9 +94,10 @@ class Settings:
     num_devices: int | None
     device_type: str | None
     warm: bool
-    timeout: float
+    timeout: float | None
     shared_memory: bool
     runtime: str
+    check_captured: bool
     is_inline: bool
     """Whether ``runtime`` is ``"inline"``; asked at every call, so it stays in its slot until an
     assignment or ``reset``.
@@ -138,7 +152,7 @@ def _parsed(name: str, text: str) -> Any:
         match name:
             case "num_devices":
                 return int(text)
-            case "warm" | "shared_memory":
+            case "warm" | "shared_memory" | "check_captured":
                 return {"0": False, "1": True}[text]
             case "timeout":
                 return float(text)
@@ -166,10 +180,11 @@ def _check_flag(name: str, value: Any) -> bool:
     return value
 
 
-def _check_timeout(name: str, value: Any) -> float:
-    number = type(value) in (int, float)
-    if not number or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name} must be a number of seconds above 0, but got {value!r}.")
+def check_timeout(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value <= _LONGEST_S:
+        raise ValueError(
+            f"{name} must be a number of seconds above 0 (at most 1e9), but got {value!r}."
+        )
     return float(value)
 
 
@@ -184,9 +199,10 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "num_devices": _check_num_devices,
     "device_type": _check_device_type,
     "warm": _check_flag,
-    "timeout": _check_timeout,
+    "timeout": check_timeout,
     "shared_memory": _check_flag,
     "runtime": _check_runtime,
+    "check_captured": _check_flag,
 }
 
 config = Settings()

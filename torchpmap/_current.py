@@ -12,8 +12,9 @@ import threading
 from collections.abc import Iterable
 from dataclasses import replace
 
-from torchpmap import _inline
+from torchpmap import _axes, _ending, _inline
 from torchpmap._config import Config, config
+from torchpmap._deadline import Deadline
 from torchpmap._devices import Device, default_device_type, default_num_devices, enumerate_devices
 from torchpmap._errors import RuntimeClosed
 from torchpmap._launcher import Place, found_place
@@ -33,6 +34,10 @@ __all__ = [
     "runtime",
     "shutdown",
 ]
+
+_LOCK_S = 0.5
+_CALLS_S = 1.0
+"""How long other threads have at exit to leave what they do."""
 
 _lock = threading.RLock()  # guards _runtime and _planned
 _runtime: Runtime | None = None
@@ -64,6 +69,7 @@ def init(num_devices: int | None = None, device_type: str | None = None) -> None
         4
     """
     global _runtime, _planned
+    refuse_inside("init")
     settings = config.snapshot()
     wanted = _enumerate(
         replace(
@@ -85,14 +91,38 @@ def shutdown() -> None:
     """End the workers; idempotent, and done at exit if it is not called.  The next use starts a new
     pool.
 
-    Values that lived on the workers are gone: using one raises ``RuntimeClosed``.
+    Values that lived on the workers are gone: using one raises ``RuntimeClosed``.  Takes 5 s at
+    most, whatever state the workers are in.
     """
     global _runtime, _planned
-    with _lock:
-        if _runtime is not None:
-            _runtime.close()
-        _runtime = None
-        _planned = None
+    refuse_inside("shutdown")
+    ended = _runtime
+    if ended is not None:
+        ended.close()
+    if _lock.acquire(timeout=_LOCK_S):  # else another thread starts one, which is not ours to end
+        try:
+            if _runtime is not None and _runtime is not ended:
+                _runtime.close()
+            _runtime = _planned = None
+        finally:
+            _lock.release()
+
+
+def refuse_inside(name: str) -> None:
+    """Raise inside a mapped function, which would start devices of its own."""
+    if any(part.group is not None for parts in _axes.bound() for part in parts):
+        raise RuntimeError(
+            f"torchpmap.{name} was called inside a mapped function, which runs on one device, "
+            "where its values are. Call it outside, and pass values as arguments (in_axes=None: "
+            "the same for all)."
+        )
+
+
+def _end() -> None:
+    """At exit."""
+    _ending.begin()
+    shutdown()
+    _ending.wait_for_calls(Deadline(_CALLS_S))
 
 
 def runtime() -> Runtime:
@@ -100,6 +130,9 @@ def runtime() -> Runtime:
     current = _runtime
     if current is not None and not current.closed:
         return current
+    if _ending.has_begun():
+        _ending.sleep_if_ending()
+        raise RuntimeClosed("the program is ending, and its devices have been shut down")
     with _lock:
         if _runtime is None or (_runtime.closed and _planned is None):
             _start(tuple(devices()))
@@ -127,7 +160,7 @@ def _start(wanted: tuple[Device, ...]) -> None:
     # the runtimes import multiprocessing's and torch's process machinery: not needed before the
     # first start
     global _runtime
-    atexit.unregister(shutdown)
+    atexit.unregister(_end)
     if _place is not None:
         from torchpmap._runtimes._torchrun import TorchrunRuntime
 
@@ -138,7 +171,7 @@ def _start(wanted: tuple[Device, ...]) -> None:
 
         preload()
         _runtime = LocalRuntime(len(wanted), wanted[0].platform, config.snapshot())
-    atexit.register(shutdown)
+    atexit.register(_end)
 
 
 def _preload() -> None:

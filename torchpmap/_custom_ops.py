@@ -33,6 +33,7 @@ from torch._library import custom_ops, simple_registry
 from torchpmap._environment import Environment
 
 __all__ = [
+    "NATIVE",
     "HiddenOperation",
     "Implementations",
     "expand",
@@ -42,7 +43,7 @@ __all__ = [
     "source",
 ]
 
-_NATIVE = frozenset({"aten", "prims", "prim", "_c10d_functional", "torchpmap", "torchpmap_random"})
+NATIVE = frozenset({"aten", "prims", "prim", "_c10d_functional", "torchpmap", "torchpmap_random"})
 """Namespaces of operations that every worker has."""
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -103,7 +104,7 @@ def source(operation: str) -> Any:
 
     Raises ``HiddenOperation`` where it cannot have any.
     """
-    if operation.partition("::")[0] in _NATIVE:
+    if operation.partition("::")[0] in NATIVE:
         return None
     definition = custom_ops.OPDEFS.get(operation)
     if definition is not None:
@@ -187,7 +188,7 @@ def _fake(operation: str) -> Any:
 def is_hidden(operation: torch._ops.OpOverload) -> bool:
     """Whether only the implementation of an operation, not the operation, can go into a graph."""
     name = operation._schema.name
-    if operation.namespace in _NATIVE or name in custom_ops.OPDEFS:
+    if operation.namespace in NATIVE or name in custom_ops.OPDEFS:
         return False
     places = _places(operation.name())
     file = places.pop("debug", "")

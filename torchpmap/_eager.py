@@ -11,14 +11,18 @@ import linecache
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from torchpmap._ambient import ambient
 from torchpmap._current import runtime as current_runtime
 from torchpmap._errors import kind_of
 from torchpmap._grid import Grid
-from torchpmap._plan import Called
+from torchpmap._layout import Layout
+from torchpmap._plan import Called, place
 from torchpmap._program import EagerCall, EagerReport, Program, no_stream, not_replicated
-from torchpmap._runtimes._base import Handle
 from torchpmap._shipping import number_of, pickled_function
 from torchpmap._streams import draw_key, peek_key
+from torchpmap._structure import Structure
 
 __all__ = ["EagerPlan"]
 
@@ -28,8 +32,11 @@ class EagerPlan:
     afterwards.
     """
 
-    def __init__(self, program: Program, grid: Grid, prefix: str) -> None:
+    def __init__(
+        self, program: Program, grid: Grid, prefix: str, timeout: float | None = None
+    ) -> None:
         self._program = program
+        self._timeout = timeout
         self.requires_grad = False  # known when it has run
         self._grid = grid
         self._prefix = prefix
@@ -39,26 +46,22 @@ class EagerPlan:
     def holds(self) -> bool:
         return True  # the function is pickled anew for every call, with what it closes over
 
-    def call(self, held: Sequence[Handle]) -> Called:
-        """Run the function on stored blocks and wait for all devices."""
+    def call(self, leaves: Sequence[Any], layouts: Sequence[Layout]) -> Called:
+        """Place the leaves, run the function on them and wait for all devices.
+
+        Raises:
+            TypeError: the function cannot be pickled; nothing was sent.
+        """
         runtime = current_runtime()
         team = runtime.team(tuple(device.id for device in self._grid.devices))
-        name = f"{self._program.name}()"
-        function = pickled_function(self._program, name, here=runtime.runs_here)
-        function_id = number_of(function)
         key = peek_key()
-        call = EagerCall(
-            self._program.name,
-            function_id,
-            function,
-            self._ranks,
-            self._group,
-            _sources_of_no_file(),
-            tuple(key.tolist()),
-        )
+        call = self._message(key, here=runtime.runs_here)
+        held = [place(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
         reports, outputs = runtime.run_eagerly(team, call, held)
         self._check(reports)
         report = reports[0]
+        structure = report.structure
+        assert isinstance(structure, Structure), "one that all devices have"
         if report.used_key:
             draw_key()  # the next call gets another one
         layouts = [
@@ -71,9 +74,24 @@ class EagerPlan:
         def tree(leaves: list[Any]) -> Any:
             for position in nones:
                 leaves.insert(position, None)
-            return report.structure.unflatten(leaves)
+            return structure.unflatten(leaves)
 
         return Called(list(zip(layouts, outputs, strict=True)), tree, report.requires_grad, key)
+
+    def _message(self, key: torch.Tensor, *, here: bool) -> EagerCall:
+        """What the workers are told, with the function pickled."""
+        function = pickled_function(self._program, f"{self._program.name}()", here=here)
+        return EagerCall(
+            self._program.name,
+            number_of(function),
+            function,
+            self._ranks,
+            self._group,
+            _sources_of_no_file(),
+            tuple(key.tolist()),
+            ambient(),
+            self._timeout,
+        )
 
     def _check(self, reports: Sequence[EagerReport]) -> None:
         """Raise unless all devices did the same."""

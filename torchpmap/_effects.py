@@ -1,8 +1,8 @@
 """What a mapped function does besides computing: it prints, and it checks.
 
 Both are operators without results, registered with torch as effects, so that they stay in a traced
-graph, in order, whoever optimizes it (torch.library's effect tokens).  They run where and when the
-values exist: on the workers, also in compiled code.
+graph, in order, through every optimizer (torch.library's effect tokens).  They run where and when
+the values exist: on the workers, also in compiled code.
 
 Above each operator stands an ``autograd.Function``, as above the collectives: under torch.func's
 derivatives it sees the primal values once, and a vmap around it adds a leading dim to what it sees,

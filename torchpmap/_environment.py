@@ -3,60 +3,98 @@
 JAX bakes closed-over values into the program at the first call and never looks again.  Here the
 cells, globals, defaults and attributes that the function's code can reach are noted by identity;
 when one is rebound, the function is traced again. (In-place changes of tensors are noticed
-separately, without a new trace.)
+separately, without a new trace; so is what the function asks of a tensor that is no operand.)
 
-It follows plain functions, partials, bound methods, modules (``torch.nn``), instances, classes,
-lists, tuples and dicts, a few levels deep.  numpy arrays count no versions: their contents are
-compared.
+It follows plain functions, partials, methods, modules (``torch.nn``), instances, classes, and what
+holds others: lists, dicts, sets and their kind.  Of a class the methods are followed whose name
+the code mentions, and those that Python and torch call by themselves.  numpy arrays count no
+versions: their contents are compared.
 """
 
 from __future__ import annotations
 
+import array
+import dis
 import functools
-import hashlib
+import inspect
 import sys
 import types
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from operator import call, is_
 from typing import Any
 
 import numpy as np
 import torch
 
+from torchpmap._contents import ArrayContents
+from torchpmap._errors import warn
+
 __all__ = ["Environment", "parameters"]
 
-_MAX_DEPTH = 6
-_MAX_WATCHED = 20_000
+_MAX_FOLLOWED = 20_000
 _MISSING = object()
 _FOREIGN = ("torch", "torchpmap", "numpy", "builtins", *sys.stdlib_module_names)
 """Packages whose functions and instances do not change under a user's feet."""
-_NAMESPACES = ("types", "argparse")
+_HOLDERS = ("types", "argparse", "collections", "torch.optim", "torch.distributions")
 """But these have instances that hold nothing except a user's values."""
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, frozenset, deque)
+_SIMPLE = bool | int | float | complex | str | bytes | None
+_IMPLIED = {"forward", "backward", "setup_context", "vmap", "jvp"}
+"""Methods that torch calls, which no code of the user's need mention."""
+_AT_CREATION = {"__init__", "__new__", "__post_init__"}
+_NO_CODE = _AT_CREATION | {"__module__", "__dict__", "__doc__", "__weakref__", "__slots__"}
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+_TABLES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 
 
 class Environment:
     """The outside references of one function."""
 
     def __init__(self, fun: Callable[..., Any]) -> None:
-        self._fun = fun
-        self._watched: list[tuple[Callable[[], Any], Any]] | None = None
+        self._fun: Any = fun
+        self._watched: _Watched | None = None
+        self._code: tuple[Any, Any, Any] | None = None
+        """Of a function that closes over nothing: all there is to compare."""
+        self._tensors: list[torch.Tensor] = []
+        self._unwatched: str | None = None
+        self._has_warned = False
 
     def refresh(self) -> None:
         """Note the present state."""
-        self._watched = list(_limited(_references(self._fun, _MAX_DEPTH, set())))
+        walk = _Walk()
+        walk.run(self._fun)
+        self._watched = walk.watched
+        self._tensors = walk.tensors
+        self._unwatched = walk.unwatched
+        is_alone = isinstance(self._fun, types.FunctionType) and len(walk.watched) == 1
+        self._code = _code_of(self._fun) if is_alone else None
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among them."""
-        return [value for _, value in self._watched or () if isinstance(value, torch.Tensor)]
+        return self._tensors
 
     def changed(self) -> bool:
         """Whether a reference leads to something else than when it was noted."""
-        if not self._watched:
-            return self._watched is None
-        for read, expected in self._watched:
-            now = read()
-            if now is not expected and not _same_constant(now, expected):
-                return True
+        if self._code is not None:
+            fun, (code, defaults, keywords) = self._fun, self._code
+            return (
+                fun.__code__ is not code
+                or fun.__defaults__ is not defaults
+                or fun.__kwdefaults__ is not keywords
+            )
+        if self._watched is None or not self._watched.same():
+            return True
+        if self._unwatched is not None and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"{getattr(self._fun, '__name__', self._fun)} closes over {self._unwatched}, which "
+                f"leads to more than {_MAX_FOLLOWED} objects. Changes of those beyond are not "
+                "noticed: the compiled function goes on with the old ones. Pass what changes as an "
+                "argument."
+            )
         return False
 
 
@@ -68,152 +106,368 @@ def parameters(fun: Callable[..., Any]) -> list[torch.Tensor]:
     return list({id(leaf): leaf for leaf in leaves}.values())
 
 
-_Reference = tuple[Callable[[], Any], Any]
+class _Watched:
+    """What was met, such that all of it is compared at once: the check is part of every call."""
+
+    def __init__(self) -> None:
+        self.reads: list[Callable[[], Any]] = []
+        self._read: list[Any] = []
+        """What they gave."""
+        self._views: list[Iterable[Any]] = []
+        """What has items, such as lists and ``dict.values()``."""
+        self._items: list[Any] = []
+        """Of all the views."""
+        self._sized: list[Any] = []
+        self._sizes: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.reads) + len(self._sized)
+
+    def add_read(self, read: Callable[[], Any], value: Any) -> None:
+        self.reads.append(read)
+        self._read.append(value)
+
+    def add_size(self, sized: Any) -> None:
+        self._sized.append(sized)
+        self._sizes.append(len(sized))
+
+    def add_view(self, view: Any) -> None:
+        self.add_size(view)
+        if self._sizes[-1]:
+            self._views.append(view)
+            self._items.extend(view)
+
+    def same(self) -> bool:
+        """Whether nothing has changed."""
+        if self._sized and list(map(len, self._sized)) != self._sizes:
+            return False
+        # these loops run in C; the items that are left are seldom other objects that are equal
+        is_read = all(map(is_, map(call, self.reads), self._read))
+        if is_read and all(map(is_, chain.from_iterable(self._views), self._items)):
+            return True
+        read = list(map(call, self.reads))
+        items = list(chain.from_iterable(self._views))
+        if not _all_same(read, self._read) or not _all_same(items, self._items):
+            return False
+        self._read, self._items = read, items
+        return True
 
 
-def _limited(references: Iterator[_Reference]) -> Iterator[_Reference]:
-    for number, reference in enumerate(references):
-        if number >= _MAX_WATCHED:
-            return
-        yield reference
+class _Walk:
+    """Everything that a function can reach, nearest first."""
 
+    def __init__(self) -> None:
+        self.watched = _Watched()
+        self.tensors: list[torch.Tensor] = []
+        self.unwatched: str | None = None
+        """What the function closes over that led too far."""
+        self._seen: dict[int, Any] = {}
+        """By id; kept, so that no other value gets the id."""
+        self._queue: deque[tuple[Any, str]] = deque()
+        self._names: set[str] = set()
+        """What the code that was met mentions."""
+        self._owners: list[tuple[Mapping[str, Any], set[str], set[str], str]] = []
+        """(attributes by name, mentioned anyway, watched by now, what led there): of these only
+        what is mentioned is watched."""
 
-def _same_constant(now: Any, expected: Any) -> bool:
-    return (
-        type(now) is type(expected)
-        and isinstance(now, bool | int | float | complex | str | bytes)
-        and now == expected
-    )
+    def run(self, value: Any) -> None:
+        self._add(value, "the function itself")
+        num_followed = 0
+        while self._queue:
+            while self._queue:
+                value, origin = self._queue.popleft()
+                num_followed += 1
+                if num_followed > _MAX_FOLLOWED:
+                    self.unwatched = origin
+                    return
+                self._follow(value, origin)
+            self._mentioned()
 
+    def _mentioned(self) -> None:
+        """Go on to attributes that code met meanwhile mentions."""
+        for table, implied, done, origin in self._owners:
+            for name in [name for name in list(table) if name in self._names or name in implied]:
+                if name not in done:
+                    done.add(name)
+                    self._watch(functools.partial(table.get, name, _MISSING), origin)
 
-def _references(value: Any, depth: int, seen: set[int]) -> Iterator[_Reference]:
-    if depth == 0 or id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, types.FunctionType):
-        if not _is_foreign(value.__module__):
-            yield from _function(value, depth, seen)
-    elif isinstance(value, types.MethodType):
-        yield from _references(value.__func__, depth, seen)
-        yield from _references(value.__self__, depth, seen)
-    elif isinstance(value, functools.partial):
-        yield from _references(value.func, depth, seen)
-        for inner in (*value.args, *value.keywords.values()):
-            yield from _references(inner, depth - 1, seen)
-    elif isinstance(value, torch.nn.Module):
-        yield from _module(value, depth, seen)
-    elif isinstance(value, np.ndarray):
-        yield functools.partial(_contents, value), _contents(value)
-    elif isinstance(value, type):
-        for cls in value.__mro__:
-            if not _is_foreign(cls.__module__):
-                yield functools.partial(len, vars(cls)), len(vars(cls))
-                yield from _watch_dict(vars(cls), _plain(vars(cls)), depth, seen)
-    elif isinstance(value, dict):
-        yield functools.partial(len, value), len(value)
-        yield from _watch_dict(value, list(value), depth, seen)
-    elif isinstance(value, set | frozenset):
-        yield functools.partial(_members, value), _members(value)
-    elif isinstance(value, list | tuple | deque):
-        yield functools.partial(len, value), len(value)
-        for position in range(len(value)):
-            yield from _watch(functools.partial(_item, value, position), depth, seen)
-    elif not isinstance(value, types.ModuleType | torch.Tensor):
-        wrapped = getattr(value, "__wrapped__", None)
-        if wrapped is not None:
-            yield from _references(wrapped, depth - 1, seen)
+    def _add(self, value: Any, origin: str) -> None:
+        if not isinstance(value, _SIMPLE) and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            self._queue.append((value, origin))
+
+    def _watch(self, read: Callable[[], Any], origin: str) -> None:
+        value = read()
+        self.watched.add_read(read, value)
+        self._add(value, origin)
+
+    def _view(self, view: Any, origin: str) -> None:
+        """Watch items, their number and their order."""
+        self.watched.add_view(view)
+        for item in list(view):  # other threads may add to it
+            self._add(item, origin)
+
+    def _follow(self, value: Any, origin: str) -> None:
+        if isinstance(value, types.FunctionType):
+            if not _is_foreign(value.__module__):
+                self._function(value, origin)
+        elif isinstance(value, types.MethodType | staticmethod | classmethod):
+            self._add(value.__func__, origin)
+            self._add(getattr(value, "__self__", None), origin)
+        elif isinstance(value, property):
+            for part in (value.fget, value.fset):
+                self._add(part, origin)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._add(part, origin)
+        elif isinstance(value, torch.nn.Module):
+            self._module(value, origin)
+        elif isinstance(value, type):
+            self._class(value, origin)
+        elif isinstance(value, types.ModuleType):
+            self._attributes(value, self._names, origin)
+        elif isinstance(value, torch.Tensor):
+            self._tensor(value, origin)
+        elif isinstance(value, np.ndarray):
+            self.watched.add_read(ArrayContents(value).same, True)
+            for item in value.ravel().tolist() if value.dtype == object else ():
+                self._add(item, origin)
+        elif isinstance(value, bytearray | array.array | memoryview):
+            self.watched.add_read(functools.partial(_same_bytes, value, bytes(value)), True)
+        elif isinstance(value, weakref.ReferenceType):
+            self._watch(value, origin)
+        else:
+            self._holder(value, origin)
+
+    def _holder(self, value: Any, origin: str) -> None:
+        """Anything that has items or attributes."""
+        kind = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+        if kind in (dict, OrderedDict):
+            self._view(kind.keys(value), origin)
+            self._view(kind.values(value), origin)
+        elif isinstance(value, types.MappingProxyType):
+            self._view(value.keys(), origin)
+            self._view(value.values(), origin)
+        elif isinstance(value, tuple):  # always holds the same
+            for item in tuple.__iter__(value):
+                self._add(item, origin)
+        elif kind is not None and type(value).__iter__ is kind.__iter__:
+            self._view(value, origin)
+        elif kind is not None:
+            items = tuple(kind.__iter__(value))
+            self.watched.add_read(functools.partial(_same_items, kind, value, items), True)
+            for item in items:
+                self._add(item, origin)
         module = type(value).__module__
-        if not _is_foreign(module) or module in _NAMESPACES:
-            yield from _instance(value, depth, seen)
+        if not _is_foreign(module) or module.startswith(_HOLDERS):
+            self._instance(value, origin)
+        else:
+            wrapped = inspect.getattr_static(value, "__wrapped__", None)
+            self._add(value.__wrapped__ if isinstance(wrapped, property) else wrapped, origin)
+
+    def _instance(self, value: Any, origin: str) -> None:
+        table = _dict_of(value)
+        if table is not None:
+            self._view(table.keys(), origin)
+            self._view(table.values(), origin)
+        for cls in type(value).__mro__:
+            for member in vars(cls).values():
+                if isinstance(member, types.MemberDescriptorType) and not _is_foreign(
+                    cls.__module__
+                ):
+                    self._watch(functools.partial(_slot, member, value), origin)
+        self._add(type(value), origin)
+
+    def _class(self, cls: type, origin: str) -> None:
+        for base in cls.__mro__:
+            if _is_foreign(base.__module__):
+                continue
+            table = vars(base)
+            implied = {name for name in table if name.startswith("__")} - _NO_CODE
+            implied |= _IMPLIED
+            implied.update(name for name, value in table.items() if isinstance(value, _DATA))
+            self.watched.add_size(table)
+            self._owners.append((table, implied, set(), origin))
+
+    def _function(self, function: types.FunctionType, origin: str) -> None:
+        is_outermost = not self.watched.reads
+        code, defaults, keywords = _code_of(function)
+        same = functools.partial(_same_function, function, code, defaults, keywords)
+        self.watched.add_read(same, True)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            self._watch(functools.partial(_cell, cell), repr(name) if is_outermost else origin)
+        self._add(defaults, origin)
+        self._add(keywords, origin)
+        names = set(_names(code))
+        self._names |= names
+        self._owners.append((vars(function), {"__wrapped__"}, set(), origin))
+        known = function.__globals__
+        if _is_foreign(known.get("__name__")):  # torch's, around one of the user's
+            return
+        read_names, imported = _globals(code)
+        for name in imported:
+            self._attributes(sys.modules.get(name), names, origin)
+        for name in read_names:
+            if name in known:
+                value = known[name]
+                if isinstance(value, types.ModuleType) or _is_foreign_class(value):
+                    self._attributes(value, names, origin)
+                else:
+                    read = functools.partial(known.get, name, _MISSING)
+                    self._watch(read, repr(name) if is_outermost else origin)
+
+    def _attributes(self, module: Any, names: set[str], origin: str) -> None:
+        """Follow what is mentioned of a module."""
+        if not isinstance(module, types.ModuleType) or _is_foreign(module.__name__):
+            return
+        self._seen[id(module)] = module
+        table = vars(module)
+        for name in sorted(name for name in names if name in table):
+            value = table[name]
+            if isinstance(value, types.ModuleType):
+                if id(value) not in self._seen:
+                    self._attributes(value, names, origin)
+            elif not _is_foreign_class(value):
+                self._watch(functools.partial(table.get, name, _MISSING), origin)
+
+    def _module(self, module: torch.nn.Module, origin: str) -> None:
+        state = vars(module)
+        self.watched.add_size(state)
+        for name in list(state):
+            if name not in _OF_MODULES or name == "training":
+                self._watch(functools.partial(state.get, name, _MISSING), origin)
+        for name in _TABLES:
+            table = state.get(name)  # not before Module.__init__
+            if table:
+                self._view(table.values(), origin)
+                self._view(table.keys(), origin)
+            elif table is not None:
+                self.watched.add_size(table)
+        self._add(type(module), origin)
+
+    def _tensor(self, tensor: torch.Tensor, origin: str) -> None:
+        self.tensors.append(tensor)
+        table = _dict_of(tensor)
+        if table:
+            self._owners.append((table, set(), set(), origin))
+        if not _is_foreign(type(tensor).__module__):
+            self._add(type(tensor), origin)
 
 
-def _instance(value: Any, depth: int, seen: set[int]) -> Iterator[_Reference]:
-    if hasattr(value, "__dict__"):
-        yield functools.partial(len, vars(value)), len(vars(value))
-        yield from _watch_dict(vars(value), list(vars(value)), depth, seen)
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if not name.startswith("__"):
-                yield from _watch(functools.partial(getattr, value, name, _MISSING), depth, seen)
-    yield from _references(type(value), depth - 1, seen)
+_DATA = bool | int | float | complex | str | torch.Tensor | np.ndarray | np.generic
 
 
-def _function(function: types.FunctionType, depth: int, seen: set[int]) -> Iterator[_Reference]:
-    for cell in function.__closure__ or ():
-        yield from _watch(functools.partial(_cell, cell), depth, seen)
-    for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield from _references(default, depth - 1, seen)
-    names = set(_names(function.__code__))
-    known = function.__globals__
-    yield from _watch_dict(known, sorted(name for name in names if name in known), depth, seen)
-    for name in sorted(names):
-        module = known.get(name)
-        if isinstance(module, types.ModuleType) and not _is_foreign(module.__name__):
-            attributes = [name for name in sorted(names) if name in vars(module)]
-            yield from _watch_dict(vars(module), attributes, depth - 1, seen)
-    wrapped = getattr(function, "__wrapped__", None)
-    if wrapped is not None:
-        yield from _references(wrapped, depth, seen)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Globals and attributes that the code, or a function inside it, mentions."""
+def _names(code: types.CodeType) -> Iterable[str]:
+    """What may be attributes among the names and texts of the code and of functions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
+        elif isinstance(constant, str):  # getattr(x, "name")
+            yield constant
 
 
-def _module(module: torch.nn.Module, depth: int, seen: set[int]) -> Iterator[_Reference]:
-    for inner in module.modules():
-        seen.add(id(inner))
-        for table in _tables(inner):
-            yield functools.partial(len, table), len(table)
-            for name in table:
-                yield functools.partial(table.get, name, _MISSING), table[name]
-        state = vars(inner)
-        yield functools.partial(len, state), len(state)
-        yield from _watch_dict(state, _plain(state), depth, seen)
-        yield from _references(type(inner), depth - 1, seen)
+@functools.lru_cache(maxsize=4096)
+def _globals(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(globals, modules) that the code, or a function inside it, reads or imports.
+
+    An attribute may have the name of a global that changes all the time, such as a loop's ``i``.
+    """
+    found: dict[str, None] = {}
+    imported: dict[str, None] = {}
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            imported |= dict.fromkeys((instruction.argval, instruction.argval.split(".")[0]))
+        elif instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GL")):
+            found[instruction.argval] = None
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner, inner_imported = _globals(constant)
+            found |= dict.fromkeys(inner)
+            imported |= dict.fromkeys(inner_imported)
+    return tuple(found), tuple(imported)
 
 
-def _tables(module: torch.nn.Module) -> tuple[Mapping[Any, Any], ...]:
-    members = module._parameters, module._buffers, module._modules
-    return *members, module._forward_pre_hooks, module._forward_hooks
+def _same(now: Any, expected: Any) -> bool:
+    """Whether two values that are not one object are the same to any code."""
+    kind = type(now)
+    if kind is not type(expected):
+        return False
+    if kind is float:
+        if now != now or now == 0:
+            return repr(now) == repr(expected)
+        return bool(now == expected)
+    if kind is complex:
+        return _same(now.real, expected.real) and _same(now.imag, expected.imag)
+    if kind in (tuple, torch.Size, slice):
+        if kind is slice:
+            now, expected = _parts(now), _parts(expected)
+        return _all_same(now, expected)
+    if isinstance(now, np.generic):
+        return now.dtype == expected.dtype and now.tobytes() == expected.tobytes()
+    if kind is types.MethodType:  # another one at each read
+        return now.__self__ is expected.__self__ and now.__func__ is expected.__func__
+    return kind in _COMPARED and bool(now == expected)
 
 
-def _plain(table: Mapping[str, Any]) -> list[str]:
-    """Names of the values that are data, not code."""
-    data = bool | int | float | complex | str | torch.Tensor | np.ndarray | np.generic
-    return [name for name, value in list(table.items()) if isinstance(value, data)]
+_COMPARED = {
+    bool,
+    int,
+    str,
+    bytes,
+    range,
+    torch.device,
+    types.BuiltinMethodType,
+    type(np.dtype(int)),
+}
 
 
-def _members(value: set[Any] | frozenset[Any]) -> int:
-    return hash(frozenset(value))
+def _parts(value: slice) -> tuple[Any, Any, Any]:
+    return value.start, value.stop, value.step
 
 
-def _contents(array: np.ndarray[Any, Any]) -> bytes:
-    if array.dtype.hasobject:
-        return b""
-    return hashlib.blake2b(array.tobytes()).digest()
+def _all_same(now: Sequence[Any], expected: Sequence[Any]) -> bool:
+    if len(now) != len(expected):
+        return False
+    return all(a is b or _same(a, b) for a, b in zip(now, expected, strict=True))
 
 
-def _watch_dict(
-    table: Mapping[Any, Any], names: list[Any], depth: int, seen: set[int]
-) -> Iterator[_Reference]:
-    for name in names:
-        yield from _watch(functools.partial(table.get, name, _MISSING), depth, seen)
+def _same_items(kind: Any, value: Any, expected: tuple[Any, ...]) -> bool:
+    return _all_same(tuple(kind.__iter__(value)), expected)
 
 
-def _watch(read: Callable[[], Any], depth: int, seen: set[int]) -> Iterator[_Reference]:
-    value = read()
-    if isinstance(value, types.ModuleType) or (
-        isinstance(value, type) and _is_foreign(value.__module__)
-    ):
-        return
-    yield read, value
-    yield from _references(value, depth - 1, seen)
+def _same_bytes(value: Any, expected: bytes) -> bool:
+    return bytes(value) == expected
+
+
+def _code_of(function: types.FunctionType) -> tuple[types.CodeType, Any, Any]:
+    return function.__code__, function.__defaults__, function.__kwdefaults__
+
+
+def _same_function(
+    function: types.FunctionType, code: types.CodeType, defaults: Any, keywords: Any
+) -> bool:
+    return (
+        function.__code__ is code
+        and function.__defaults__ is defaults
+        and function.__kwdefaults__ is keywords
+    )
+
+
+def _dict_of(value: Any) -> dict[str, Any] | None:
+    """Its attributes, without asking a ``__getattr__`` of the user's."""
+    try:
+        table = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return table if isinstance(table, dict) else None
+
+
+def _slot(member: types.MemberDescriptorType, value: Any) -> Any:
+    try:
+        return member.__get__(value)
+    except AttributeError:  # not assigned yet
+        return _MISSING
 
 
 def _cell(cell: types.CellType) -> Any:
@@ -223,8 +477,8 @@ def _cell(cell: types.CellType) -> Any:
         return _MISSING
 
 
-def _item(sequence: Any, position: int) -> Any:
-    return sequence[position] if position < len(sequence) else _MISSING
+def _is_foreign_class(value: Any) -> bool:
+    return isinstance(value, type) and _is_foreign(value.__module__)
 
 
 def _is_foreign(module: str | None) -> bool:

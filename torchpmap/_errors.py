@@ -12,6 +12,7 @@ before anything is sent. Everything else is in this tree:
         TraceError           fullgraph=True and the function cannot be traced
         CollectiveMismatch   devices ran different collectives
         CallTimeout          a call took longer than its limit
+        TensorEscaped        a tensor of a mapped function was used outside of it
         CheckpointError      a checkpoint is damaged, or could not be written
 
 A user's exception keeps its own type. What does not work: ``pickle.dumps(exc)`` alone. The class
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 
 _PACKAGE = str(Path(__file__).parent)
@@ -91,6 +93,13 @@ class RuntimeClosed(PmapError):
     """The runtime was shut down, or the process was forked, under a value or a call."""
 
 
+POOL_CLOSED = (
+    "the pool of devices was shut down, and its values went with the workers. Fetch what must "
+    "survive (torchpmap.device_get) before torchpmap.shutdown() or torchpmap.init() with other "
+    "devices."
+)
+
+
 class TraceError(PmapError):
     """``fullgraph=True`` was asked for and the function cannot be traced as one graph."""
 
@@ -99,12 +108,26 @@ class CollectiveMismatch(PmapError):
     """Devices of one axis ran different collectives, so no result is right."""
 
 
+class GroupLost(RuntimeError):
+    """A process group broke off under a collective: the consequence of what happened to another
+    rank, which is, or will be, known.
+    """
+
+
 class CallTimeout(PmapError):
     """A call did not finish within its time limit."""
 
 
+class TensorEscaped(PmapError):
+    """A tensor that a mapped function made, or was given, was used when the call was over."""
+
+
 class CheckpointError(PmapError):
     """The files of a checkpoint are missing or damaged, or could not be written."""
+
+
+class CallCancelled(BaseException):
+    """Ends a call in the middle of the user's code; never reaches the caller."""
 
 
 class RemoteTraceback(Exception):
@@ -177,18 +200,23 @@ def lost_write(tensor: torch.Tensor, how: str = "") -> str:
     )
 
 
-def pack_exception(exc: BaseException, *, limit: int = 64 * 1024) -> bytes:
-    """Turn any exception into bytes for ``unpack_exception``; never raises, whatever it holds.
+def pack_exception(
+    exc: BaseException, *, limit: int = 64 * 1024, trace: str | None = None
+) -> bytes:
+    """Turn any exception into bytes for ``unpack_exception``; whatever it holds, it raises nothing
+    but ``CallCancelled``.
 
     Args:
         exc: the exception, with its traceback, causes and notes.
         limit: most bytes of the pickled exception, and most characters of its text, of each note
             and of its traceback.
+        trace: what to show in place of its own traceback.
     """
-    trace = _guarded(lambda: "".join(traceback.format_exception(exc)), "")
-    type_name = _type_name(type(exc))
+    type_name = _guarded(lambda: _type_name(type(exc)), "an exception")
     # join: __str__ may return a subclass of str that cannot be pickled.
     text = _guarded(lambda: "".join([str(exc)]), "<exception str() failed>")
+    if trace is None:  # after the text: traceback lets no exception of __str__ through
+        trace = _guarded(lambda: "".join(traceback.format_exception(exc)), "")
     fields = (
         type_name,
         _capped(text, limit),
@@ -210,13 +238,16 @@ def unpack_exception(packed: bytes, *, where: str) -> BaseException:
         the exception, not raised, with ``__cause__`` set to the remote traceback.
     """
     type_name, text, trace, notes, pickled = pickle.loads(packed)
-    exc = _guarded(lambda: _rebuilt(pickled, type_name), None) if pickled else None
-    if exc is None:
-        exc = WorkerError(f"{type_name}: {text}" if text else type_name)
-    # Past any __setattr__ of the user's class.
-    BaseException.__setattr__(exc, "__notes__", [*notes, where])
-    BaseException.__setattr__(exc, "__cause__", RemoteTraceback(trace))
-    return exc
+    lost = WorkerError(f"{type_name}: {text}" if text else type_name)
+
+    def told(exc: Exception) -> Exception:
+        # Past any __setattr__ of the user's class; one with such a property has no room for them.
+        BaseException.__setattr__(exc, "__notes__", [*notes, where])
+        BaseException.__setattr__(exc, "__cause__", RemoteTraceback(trace))
+        return exc
+
+    found = _guarded(lambda: told(_rebuilt(pickled, type_name)), None) if pickled else None
+    return told(lost) if found is None else found
 
 
 class _LimitedFile(io.BytesIO):
@@ -263,6 +294,8 @@ def _guarded(build: Callable[[], Any], fallback: Any) -> Any:
     # User code runs inside (__str__, __reduce__, __setstate__); even its SystemExit must not win.
     try:
         return build()
+    except CallCancelled:
+        raise
     except BaseException:
         return fallback
 
@@ -278,3 +311,23 @@ def _capped(text: str, limit: int) -> str:
     # Both ends: the head has the outermost frames, the tail the error.
     half = limit // 2
     return f"{text[:half]}\n... [{len(text) - 2 * half} characters left out] ...\n{text[-half:]}"
+
+
+_ARRAYS = (np.ndarray, np.memmap, np.matrix, np.recarray)
+"""Classes of arrays that mean nothing but their data."""
+
+
+def check_array(value: Any, what: str) -> None:
+    """Raise ``TypeError`` for an array whose class says more than a tensor can: a mask, a unit."""
+    if not isinstance(value, np.ndarray) or type(value) in _ARRAYS:
+        return
+    name = type(value).__name__
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{what} is a numpy masked array ({name}), whose mask a tensor cannot have. Use "
+            ".filled(value) to replace masked entries, or pass .data and .mask as two arrays."
+        )
+    raise TypeError(
+        f"{what} is a {name}, a subclass of numpy's array; a tensor would keep its data only. Pass "
+        "numpy.asarray(x) if that is what is meant."
+    )

@@ -13,7 +13,7 @@ import torch
 from torchpmap import _tree
 from torchpmap._collectives_operands import AxisName
 from torchpmap._collectives_reduce import pmean
-from torchpmap._errors import dtype_name
+from torchpmap._errors import check_array, dtype_name
 
 __all__ = ["grad", "value_and_grad"]
 
@@ -179,6 +179,7 @@ def _differentiable(leaf: Any) -> torch.Tensor:
             f"grad requires tensors, numpy arrays or Python numbers, but got {leaf!r} of type "
             f"{type(leaf).__name__}."
         )
+    check_array(leaf, "grad: an argument")
     tensor = leaf if isinstance(leaf, torch.Tensor) else torch.tensor(leaf)
     if not tensor.is_floating_point() and not tensor.is_complex():
         raise TypeError(
@@ -200,6 +201,7 @@ def _pair(result: Any) -> tuple[Any, Any]:
 
 def _scalar(value: Any) -> torch.Tensor:
     if isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)):
+        check_array(value, "grad: the result")
         value = torch.tensor(value)
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"Gradient only defined for scalar-output functions. Output was {value}.")

@@ -23,7 +23,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from torch.distributed.distributed_c10d import GroupName
 
 from torchpmap._config import Config
+from torchpmap._errors import GroupLost
 from torchpmap._shared_memory import Meeting, Occasion, connect
-from torchpmap._shared_memory_group import SharedMemoryGroup
+from torchpmap._shared_memory_group import SharedMemoryGroup, described
 
 __all__ = ["Groups", "RankPartition", "is_communication"]
 
@@ -67,7 +69,7 @@ class Groups:
         self._store = store
         self._address = address
         self._shares_memory = config.shared_memory
-        self._timeout = datetime.timedelta(seconds=config.timeout)
+        self._timeout = datetime.timedelta(seconds=config.patience)
         self._lock = threading.Lock()  # guards _sockets, _meetings, epoch, _cut_epoch and _cut
         self._sockets: list[socket.socket] = []
         self._meetings: list[Meeting] = []
@@ -81,11 +83,14 @@ class Groups:
         self._cut = threading.Event()
         self._groups: dict[str, dist.ProcessGroup | None] = {}
         self.epoch = 0
+        self._is_forsaken = False
 
     def ensure(self, name: str, partition: RankPartition) -> None:
         """Make this rank's group of ``partition`` under ``name``; every member must do the same."""
         if name in self._groups:
             return
+        if self._is_forsaken:  # its members would be waited for without an end
+            raise GroupLost("process group: this process was forked, and is no rank of any group")
         members = next((part for part in partition if self._rank in part), None)
         if members is None:
             self._groups[name] = None
@@ -137,7 +142,7 @@ class Groups:
         pause = 0.0002
         while not store.check(list(keys)):
             if time.monotonic() > deadline:
-                raise RuntimeError(
+                raise GroupLost(
                     f"process group of the ranks {list(members)}: not all came within "
                     f"{self._timeout}"
                 )
@@ -147,7 +152,7 @@ class Groups:
 
     def _refuse_if_cut(self) -> None:
         if self._cut.is_set():
-            raise RuntimeError(
+            raise GroupLost(
                 f"the process groups of epoch {self.epoch} are gone: another device failed"
             )
 
@@ -168,7 +173,7 @@ class Groups:
             self._refuse_if_cut()
         (group,) = result
         if isinstance(group, Exception):
-            raise RuntimeError(f"process group of the ranks {list(members)}: {group}") from group
+            raise GroupLost(f"process group of the ranks {list(members)}: {group}") from group
         return group
 
     def _make(self, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
@@ -238,6 +243,26 @@ class Groups:
                     group.abort()
         self._groups.clear()
 
+    def waits(self) -> str | None:
+        """What this rank waits for in a collective, if it does (from any thread)."""
+        with self._lock:
+            waits = [meeting.waits for meeting in self._meetings]
+        for purpose, rank in filter(None, waits):
+            return f"rank {rank} in {described(purpose)}"
+        return None
+
+    def forsake(self) -> None:
+        """In a forked child: no collective finds a group, whose other end is the parent's,
+        and none makes one.
+        """
+        self._is_forsaken = True
+        for meeting in self._meetings:
+            meeting.forsake()
+        for name, group in self._groups.items():
+            if group is not None:
+                _unregister_process_group(GroupName(name))
+        self._groups.clear()
+
     def renew(self, epoch: int) -> None:
         """Drop what is left and start ``epoch`` with no groups."""
         self.drop()
@@ -275,18 +300,68 @@ def _connected(fds: Iterable[int]) -> list[socket.socket]:
     return found
 
 
-_COMMUNICATION = ("gloo", "process group", "Connection closed", "NCCL")
-"""Words in the messages of failed collectives."""
+_OPERATOR_FRAMES = frozenset(
+    call.__code__
+    for call in (
+        torch._ops.OpOverload.__call__,
+        torch._ops.OpOverload.redispatch,
+        torch._ops.OpOverloadPacket.__call__,
+    )
+)
+"""Every operator is called in such a frame, by eager code, graphs and Inductor's code alike."""
+
+_CPP_COLLECTIVES = tuple(f"aoti_torch_{kind}__c10d_functional_" for kind in ("cpu", "cuda"))
+
+_PACKAGE = __name__.partition(".")[0]
+
+# past any property of the same name in the class of a user's exception
+_exception: Any = BaseException
+_group: Any = BaseExceptionGroup
+_cause: Callable[[BaseException], BaseException | None] = _exception.__cause__.__get__
+_context: Callable[[BaseException], BaseException | None] = _exception.__context__.__get__
+_trace: Callable[[BaseException], TracebackType | None] = _exception.__traceback__.__get__
+_members: Callable[[BaseException], tuple[BaseException, ...]] = _group.exceptions.__get__
 
 
-def is_communication(error: BaseException | None) -> bool:
-    """Whether an exception comes from a collective, so that another rank may be the cause."""
+def is_communication(error: BaseException) -> bool:
+    """Whether an exception comes from a collective, so that another rank may be the cause, or was
+    raised because of one that does.
+
+    What it says does not count, only where it was raised: a user's code may say anything.
+    """
+    pending: list[BaseException | None] = [error]
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, dist.DistError) or (
-            type(error) is RuntimeError and any(word in str(error) for word in _COMMUNICATION)
+    while pending:
+        one = pending.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        # the type's own: __class__ may lie
+        if issubclass(type(one), GroupLost) or (
+            issubclass(type(one), RuntimeError) and _is_raised_by_group(one)
         ):
             return True
-        error = error.__cause__ or error.__context__
+        pending += (_cause(one), _context(one))
+        if issubclass(type(one), BaseExceptionGroup):
+            pending += _members(one)
     return False
+
+
+def _is_raised_by_group(error: BaseException) -> bool:
+    """Whether C++ raised it: in waiting for a collective, or in reaching the other ranks for us."""
+    trace = _trace(error)
+    frame: FrameType | None = None
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+    if frame is None:
+        return False
+    is_distributed = issubclass(type(error), dist.DistError)
+    if frame.f_code in _OPERATOR_FRAMES:
+        namespace, _, name = str(frame.f_locals["self"]).partition(".")
+        return namespace == "_c10d_functional" and (
+            is_distributed or name.startswith("wait_tensor")
+        )
+    module = str(frame.f_globals.get("__name__"))
+    if module.startswith("torch._inductor."):  # C++ of Inductor's (cpp_wrapper) names what failed
+        return str(error).startswith(_CPP_COLLECTIVES)
+    return is_distributed and module.partition(".")[0] == _PACKAGE

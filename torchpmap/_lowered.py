@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchpmap._errors import kind_of
+from torchpmap._errors import check_array, kind_of
 from torchpmap._layout import Layout
 from torchpmap._plan import Plan, place
 from torchpmap._sharded import make_sharded
@@ -118,6 +118,7 @@ class Compiled:
             lowered._positions, lowered.in_layouts.items(), strict=True
         ):
             leaf = leaves[position]
+            check_array(leaf, f"{self._plan.prefix}: argument {path}")
             value = leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf)
             if tuple(value.shape) != layout.shape or value.dtype != layout.dtype:
                 raise TypeError(

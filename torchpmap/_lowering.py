@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
+from torchpmap._ambient import Ambient, applied, for_graph, in_force
 from torchpmap._axes import Axis, Partition
-from torchpmap._compile import EAGER, Backend, Definition, have_cpp_compiler
+from torchpmap._compile import EAGER, Backend, Definition, Kind, have_cpp_compiler
 from torchpmap._current import runtime as current_runtime
 from torchpmap._custom_ops import Implementations
 from torchpmap._devices import Device
 from torchpmap._errors import warn
+from torchpmap._escaped import Watch
 from torchpmap._grid import Grid
 from torchpmap._layout import Layout, replicated_layout
-from torchpmap._plan import Captured, Drawn, Plan, version_of
+from torchpmap._plan import Captured, Drawn, Pinned, Plan
 from torchpmap._program import Outcome, no_stream
 from torchpmap._runtimes._base import Team
 from torchpmap._structure import flatten
@@ -45,6 +48,9 @@ class Target:
     backend: Backend
     seed: torch.Tensor
     """Stands for the key of a call (see ``_streams``)."""
+    ambient: Ambient
+    """The settings of torch around the call; also for what is traced later, in a backward pass."""
+    timeout: float | None = None
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -62,6 +68,14 @@ class Target:
     def team(self) -> Team:
         return current_runtime().team(tuple(device.id for device in self.devices))
 
+    def settings(self) -> AbstractContextManager[None]:
+        """The settings of torch for plans that run in this process, also when they changed since
+        the call, as before a backward pass.
+        """
+        if not current_runtime().runs_here or in_force(self.ambient):
+            return nullcontext()
+        return applied(for_graph(self.ambient))
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -76,14 +90,17 @@ def lower(
     target: Target, body: Body, layouts: Sequence[Layout], outside: Collection[int] = ()
 ) -> Plan:
     """Trace and compile; ``outside``: ids of tensors that transforms around the call trace."""
-    traced, outcome = _trace(target, body, layouts, outside, None)
+    traced, outcome, requires_grad = _trace(target, body, layouts, outside, None)
     captured = tuple(
         (Drawn if tensor is target.seed else Captured)(
             tensor, replicated_layout(tensor.shape, tensor.dtype, target.devices)
         )
         for tensor in traced.captured
     )
-    definition = _definition(target, traced.graph, traced.inputs, traced.uses_index)
+    outputs = _output_layouts(target, outcome, traced)
+    definition = _definition(
+        target, traced.graph, traced.inputs, _kinds(outputs), traced.uses_index
+    )
     runs_here = target.team.runtime.runs_here
     implementations = None if runs_here else Implementations(traced.graph)
     pinned = (*traced.pinned, *(implementations.tensors() if implementations else ()))
@@ -93,12 +110,12 @@ def lower(
         prefix=target.prefix,
         team=target.team,
         captured=captured,
-        pinned=tuple((tensor, version_of(tensor)) for tensor in pinned),
+        pinned=tuple(map(Pinned, pinned)),
         implementations=implementations or None,
-        outputs=_output_layouts(target, outcome, traced),
+        outputs=outputs,
         structure=outcome.structure,
         nones=tuple(k for k, block in enumerate(outcome.blocks) if block is None),
-        requires_grad=outcome.requires_grad and any(t.requires_grad for t in traced.captured),
+        requires_grad=requires_grad and any(t.requires_grad for t in traced.captured),
         num_checks=len(outcome.checks),
         checked=outcome.checked,
         writes_inputs=traced.writes_inputs,
@@ -112,7 +129,7 @@ def lower_pair(
     """Lower a body that takes cotangents as its last inputs, and returns outputs and then
     gradients, to two plans.
     """
-    traced, outcome = _trace(target, body, layouts, (), (num_outputs, num_cotangents))
+    traced, outcome, _ = _trace(target, body, layouts, (), (num_outputs, num_cotangents))
     halves = traced.halves
     assert halves is not None
     if traced.captured:
@@ -124,9 +141,11 @@ def lower_pair(
     def half(graph: torch.fx.GraphModule, backward: bool) -> Plan:
         mine = outputs[num_outputs:] if backward else outputs[:num_outputs]
         inputs = halves.backward_inputs if backward else forward_inputs
+        residuals = () if backward else halves.backward_inputs[:count]
+        kinds = (*_kinds(mine), *residuals)
         uses_index = traced.uses_index and not backward
         return Plan(
-            definition=_definition(target, graph, inputs, uses_index),
+            definition=_definition(target, graph, inputs, kinds, uses_index),
             groups=_groups(target, traced),
             prefix=target.prefix,
             team=target.team,
@@ -150,46 +169,72 @@ def _trace(
     layouts: Sequence[Layout],
     outside: Collection[int],
     split_at: tuple[int, int] | None,
-) -> tuple[Traced, Outcome]:
+) -> tuple[Traced, Outcome, bool]:
+    """What tracing found, what the body returned, and whether that requires grad."""
     outcomes: list[Outcome] = []
+    watch = Watch(target.name, is_traced=True)
 
     def demands(
         blocks: Sequence[torch.Tensor], axis: Axis
     ) -> list[tuple[torch.Tensor, tuple[Axis, ...]]]:
-        outcome = body(blocks, axis)
+        with watch:
+            outcome = body(blocks, axis)
         outcomes.append(outcome)
         outputs = [(block, target.grid.shared_along(cut, axis)) for block, cut in outcome.outputs]
         return [*outputs, *((check, ()) for check in outcome.checks)]
 
-    traced = trace(
-        demands,
-        [
-            TracedInput(layout.block_shape, layout.dtype, not target.grid.is_same(layout))
-            for layout in layouts
-        ],
-        axis_name=target.grid.names[0],
-        axis_size=len(target.ranks),
-        group=target.group,
-        device=current_runtime().device,
-        same_closures=target.grid.is_one_process,
-        outside=outside,
-        split_at=split_at,
-    )
+    inputs = [
+        TracedInput(layout.block_shape, layout.dtype, not target.grid.is_same(layout))
+        for layout in layouts
+    ]
+    try:
+        with applied(target.ambient):
+            traced = trace(
+                demands,
+                inputs,
+                axis_name=target.grid.names[0],
+                axis_size=len(target.ranks),
+                group=target.group,
+                device=current_runtime().device,
+                same_closures=target.grid.is_one_process,
+                outside=outside,
+                split_at=split_at,
+                ordered=target.backend == EAGER,
+            )
+        requires_grad = any(outcome.requires_grad for outcome in outcomes)
+    finally:
+        watch.end()
     if traced.random is not None:
         raise NotImplementedError(no_stream(target.prefix, f"with {traced.random}"))
     (outcome,) = outcomes
-    return traced, outcome
+    return traced, outcome, requires_grad
 
 
 def _definition(
     target: Target,
     graph: torch.fx.GraphModule,
-    inputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    inputs: Sequence[Kind],
+    outputs: Sequence[Kind],
     uses_index: bool,
 ) -> Definition:
     backend = _usable(target.backend, target.devices)
     number = next(_plan_ids)
-    return Definition(number, target.name, graph, uses_index, target.ranks, tuple(inputs), backend)
+    kinds = tuple(inputs), tuple(outputs)
+    return Definition(
+        number,
+        target.name,
+        graph,
+        uses_index,
+        target.ranks,
+        *kinds,
+        backend,
+        target.ambient,
+        target.timeout,
+    )
+
+
+def _kinds(layouts: Sequence[Layout]) -> tuple[Kind, ...]:
+    return tuple((layout.block_shape, layout.dtype) for layout in layouts)
 
 
 def _groups(target: Target, traced: Traced) -> dict[str, Partition]:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 
 from torchpmap._current import process_index
+from torchpmap._data import DTYPES, packed, unpacked
+from torchpmap._errors import check_array, dtype_name
 from torchpmap._layout import Layout
 from torchpmap._plan import host_tensor
 from torchpmap._sharded import ShardedTensor
-from torchpmap._structure import flatten
 
-__all__ = ["Parcel", "Share", "as_bytes", "empty", "filled", "fingerprint", "opened", "padded"]
+__all__ = ["Parcel", "Share", "as_bytes", "filled", "fingerprint", "opened", "padded"]
 
 _DATA = (torch.Tensor, np.ndarray)
 _NUMBERS = (bool, int, float, complex, np.generic)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_GIVEN, _REFUSED = b"+", b"-"
 _SHOWN = 6
 """Elements of a tensor that a message shows."""
 
@@ -43,7 +44,9 @@ def fingerprint(leaf: Any) -> str:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The data of a tensor of any dtype, as one row of bytes (Gloo knows few dtypes)."""
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    # in a last dim of its own: the only element of a tensor can have any stride
+    return dense.reshape(-1).unsqueeze(-1).view(torch.uint8).view(-1)
 
 
 def _host(leaf: Any) -> torch.Tensor:
@@ -88,6 +91,7 @@ class Share:
                 "tensors, arrays and numbers can be gathered. Leave it out, or send it with "
                 "torchpmap.multihost.broadcast."
             )
+        check_array(leaf, f"torchpmap.multihost.all_gather: {path}")
         block = _host(leaf)
         is_tiled = tiled and block.dim() > 0
         shape = ["*", *block.shape[1:]] if is_tiled else block.shape
@@ -110,59 +114,55 @@ def padded(block: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Placeholder:
-    """Stands in a pickled tree for data that travels as a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_array: bool
-
-
-@dataclass(frozen=True)
 class Parcel:
     """A tree of one process, for the others."""
 
     header: bytes
-    """Pickled: the tree with placeholders; or a text, why there is none."""
+    """A mark and the tree without its tensors; or another mark, and why there is none."""
     tensors: list[torch.Tensor]
 
     @classmethod
     def of(cls, tree: Any) -> Parcel:
-        leaves, structure = flatten(tree)
         tensors: list[torch.Tensor] = []
+
+        def aside(leaf: Any, path: str) -> Any:
+            if not isinstance(leaf, _DATA):
+                return None
+            value = _host(leaf)
+            as_bytes(value)  # fails where the others do not wait for it yet
+            tensors.append(value)
+            return [list(value.shape), dtype_name(value.dtype), isinstance(leaf, np.ndarray)]
+
         try:
-            for position, leaf in enumerate(leaves):
-                if isinstance(leaf, _DATA):
-                    value = _host(leaf)
-                    tensors.append(value)
-                    leaves[position] = _Placeholder(
-                        tuple(value.shape), value.dtype, isinstance(leaf, np.ndarray)
-                    )
-            return cls(cloudpickle.dumps((structure.unflatten(leaves), None)), tensors)
+            return cls(_GIVEN + packed(tree, "tree", aside), tensors)
         except Exception as error:  # the others wait for it, so they must learn of it
-            return cls(cloudpickle.dumps((None, f"{type(error).__name__}: {error}")), [])
+            return cls(_REFUSED + f"{type(error).__name__}: {error}".encode(errors="replace"), [])
 
 
-def opened(header: bytes, what: str) -> Any:
-    """The tree with placeholders, as all processes see it."""
-    tree, refusal = pickle.loads(header)
-    if refusal is not None:
-        raise ValueError(f"{what}: that process cannot give its tree: {refusal}")
-    return tree
+def opened(header: bytes, what: str) -> list[torch.Tensor]:
+    """Where the tensors of a tree will be.
+
+    Raises:
+        ValueError: that process has none to give.
+        PmapError: this is no header.
+    """
+    places: list[torch.Tensor] = []
+    if header.startswith(_REFUSED):
+        text = header.removeprefix(_REFUSED).decode(errors="replace")
+        raise ValueError(f"{what}: that process cannot give its tree: {text}")
+    unpacked(header.removeprefix(_GIVEN), lambda written: places.append(_place(*written)))
+    return places
 
 
-def empty(tree: Any) -> list[torch.Tensor]:
-    """Where the data of a tree with placeholders will be."""
-    kinds = [leaf for leaf in flatten(tree)[0] if isinstance(leaf, _Placeholder)]
-    return [torch.empty(kind.shape, dtype=kind.dtype) for kind in kinds]
+def _place(shape: Any, dtype: str, is_array: bool) -> torch.Tensor:
+    return torch.empty(shape, dtype=DTYPES[dtype])
 
 
-def filled(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The tree with data in the place of placeholders."""
-    leaves, structure = flatten(tree)
+def filled(header: bytes, tensors: Iterable[torch.Tensor]) -> Any:
+    """The tree, with its tensors."""
     data = iter(tensors)
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, _Placeholder):
-            tensor = next(data)
-            leaves[position] = tensor.numpy() if leaf.is_array else tensor
-    return structure.unflatten(leaves)
+
+    def take(written: Any) -> Any:
+        return next(data).numpy() if written[2] else next(data)
+
+    return unpacked(header.removeprefix(_GIVEN), take)

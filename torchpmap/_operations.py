@@ -15,7 +15,8 @@ lowered graph has lost what ``detach`` and ``no_grad`` said.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +25,10 @@ import torch
 from torchpmap._axes import Axis, joined
 from torchpmap._capture import Substitute
 from torchpmap._collectives_primitives import AllReduce, Scope, apply
+from torchpmap._collectives_raw import widened
 from torchpmap._compile import EAGER
 from torchpmap._eager import EagerPlan
+from torchpmap._errors import kind_of
 from torchpmap._grid import Cut, Grid
 from torchpmap._layout import Layout
 from torchpmap._lowering import Body, Pair, Target, lower, lower_pair
@@ -53,6 +56,9 @@ class Operation:
         """Inputs that are the key of a call."""
         self.mirrored: tuple[int, ...] = ()
         """For a gradient, the inputs that its outputs belong to."""
+        self.batch_dims: Callable[[], tuple[int, ...]] = lambda: (0,) * len(self.outputs)
+        """How many trailing dims of each output are those of batches."""
+        self._batch_dims_in = (0,) * len(layouts)
         self._pairs: dict[Any, Pair | None] = {}
 
     @property
@@ -86,15 +92,24 @@ class Operation:
             [*self.layouts, *(self.outputs[k] for k in given)],
         )
         operation.mirrored = wanted
+        own = self._batch_dims_in
+        operation._batch_dims_in = (*own, *(self.batch_dims()[k] for k in given))
+        operation.batch_dims = lambda: tuple(own[k] for k in wanted)
         return operation
 
     def pushed(self, given: tuple[int, ...]) -> Operation:
         """(inputs, tangents of the inputs ``given``) -> tangents of the inexact outputs."""
-        return self._derive(
+        operation = self._derive(
             ("pushed", given),
             lambda: self._push(given),
             [*self.layouts, *(self.layouts[k] for k in given)],
         )
+        own = self._batch_dims_in
+        operation._batch_dims_in = (*own, *(own[k] for k in given))
+        operation.batch_dims = lambda: tuple(
+            self.batch_dims()[k] for k in self.differentiable_outputs()
+        )
+        return operation
 
     def batched(self, which: tuple[bool, ...], size: int) -> Operation:
         """The operation for many values at once of the inputs ``which``, along a new last dim."""
@@ -105,6 +120,10 @@ class Operation:
         key = ("batched", which, size)
         operation = self._derive(key, lambda: _Batched(self.body, which), layouts)
         operation.mirrored = self.mirrored
+        operation._batch_dims_in = tuple(map(operator.add, self._batch_dims_in, which))
+        operation.batch_dims = lambda: tuple(
+            map(operator.add, self.batch_dims(), operation.batched_outputs())
+        )
         return operation
 
     def batched_outputs(self) -> tuple[bool, ...]:
@@ -157,7 +176,11 @@ class Operation:
                 for k, x in zip(given, cotangents, strict=True)
             ]
             cuts_in = [grid.cut_of(self.layouts[k]) for k in wanted]
-            gradients = _summed(pull_back(tuple(shares)), cuts_in, grid, axis)
+            pulled_back = pull_back(tuple(shares))
+            for gradient in pulled_back:
+                if gradient.layout is not torch.strided:
+                    raise NotImplementedError(sparse_gradient(self.target.prefix, gradient))
+            gradients = _summed(pulled_back, cuts_in, grid, axis)
             kept = list(zip(outputs, cuts, strict=True)) if keep_outputs else []
             return _outcome([*kept, *zip(gradients, cuts_in, strict=True)])
 
@@ -178,7 +201,9 @@ class Operation:
 
             originals = tuple(primals[k] for k in given)
             pushed: Any = torch.func.jvp(function, originals, tuple(tangents))
-            return _outcome(list(zip(pushed[1], cuts, strict=True)))
+            # under vmap, torch (2.13) gives x + 0.5 of a number x a tangent of float64
+            typed = [y.to(x.dtype) for x, y in zip(*pushed, strict=True)]
+            return _outcome(list(zip(typed, cuts, strict=True)))
 
         return push
 
@@ -239,7 +264,7 @@ def _outcome(outputs: Sequence[tuple[torch.Tensor, Cut]]) -> Outcome:
 
 def _summed(gradients: Tensors, cuts: Sequence[Cut], grid: Grid, axis: Axis) -> list[torch.Tensor]:
     """The gradient of an input that devices share is the sum of theirs."""
-    summed = list(gradients)
+    summed = [widened(gradient, "sum") for gradient in gradients]  # they are rounded once
     for cut in dict.fromkeys(tuple(dim is None for dim in cut) for cut in cuts):
         alike = [k for k, own in enumerate(cuts) if tuple(dim is None for dim in own) == cut]
         for along in joined(grid.shared_along(cuts[alike[0]], axis)):
@@ -248,7 +273,7 @@ def _summed(gradients: Tensors, cuts: Sequence[Cut], grid: Grid, axis: Axis) -> 
                 sums = apply(primitive, None, [summed[k] for k in alike])
                 for k, total in zip(alike, sums, strict=True):
                     summed[k] = total
-    return summed
+    return [total.to(x.dtype) for x, total in zip(gradients, summed, strict=True)]
 
 
 # -- the user's program ----------------------------------------------------------------------------
@@ -258,14 +283,19 @@ class Primal(Operation):
     """A mapped program; its inputs are its arguments and then the tensors it closes over."""
 
     def __init__(
-        self, target: Target, program: Program, layouts: Sequence[Layout], plan: Plan | EagerPlan
+        self,
+        target: Target,
+        program: Program,
+        layouts: Sequence[Layout],
+        plan: Plan | EagerPlan,
+        outside: Collection[int] = (),
     ) -> None:
         self._program = program
         self._num_arguments = len(layouts)
         self.eager = plan if isinstance(plan, EagerPlan) else None
         if isinstance(plan, EagerPlan):  # derivatives need a graph, also of what runs without one
             target = replace(target, backend=EAGER)
-            plan = lower(target, program.run, layouts)
+            plan = lower(target, program.run, layouts, outside)
         self.captured = plan.captured
         layouts = [*layouts, *(captured.layout for captured in plan.captured)]
         super().__init__(target, self._body, layouts)
@@ -310,6 +340,15 @@ class Primal(Operation):
         held = self.placed(tensors)
         count = self._num_arguments
         return self.plan.start_checked([*held[count:], *held[:count]])
+
+
+def sparse_gradient(prefix: str, gradient: torch.Tensor) -> str:
+    kind = kind_of(gradient.shape, gradient.dtype)
+    return (
+        f"{prefix}: the gradient of type {kind} of what the function was given has the layout "
+        f"{gradient.layout}, but gradients that come from the devices are dense. Leave out "
+        "sparse=True (of torch.nn.Embedding, embedding or embedding_bag)."
+    )
 
 
 def other_closures(prefix: str) -> str:

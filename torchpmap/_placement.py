@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from torchpmap import _inline
-from torchpmap._current import check_devices, local_devices
+from torchpmap._current import check_devices, local_devices, refuse_inside
 from torchpmap._current import devices as all_devices
 from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
+from torchpmap._errors import check_array
 from torchpmap._layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._mesh import NamedSharding
 from torchpmap._plan import host_tensor, place
@@ -59,6 +60,7 @@ def device_put(x: Any, device: Device | Sequence[Device] | NamedSharding | None 
 
     Source: ``jax.device_put``.
     """
+    refuse_inside("device_put")
     target = _target(device)
 
     def layout(shape: tuple[int, ...], dtype: torch.dtype, path: str) -> Layout:
@@ -145,6 +147,7 @@ def _check_spanning(
 
 def _host(leaf: Any, path: str) -> torch.Tensor:
     if isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
+        check_array(leaf, path)
         return host_tensor(leaf)
     if hasattr(leaf, "__dlpack__"):
         return torch.from_dlpack(leaf)
@@ -171,6 +174,7 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
 
     Source: ``jax.device_put_sharded`` (removed from JAX in 0.10).
     """
+    refuse_inside("device_put_sharded")
     if not shards or len(shards) != len(devices):
         raise ValueError(
             f"len(shards) = {len(shards)} must equal len(devices) = {len(devices)}, and there must "
@@ -232,6 +236,7 @@ def device_put_replicated(x: Any, devices: Sequence[Device]) -> Any:
 
     Source: ``jax.device_put_replicated`` (removed from JAX in 0.10).
     """
+    refuse_inside("device_put_replicated")
     return device_put_sharded([x] * len(devices), devices)
 
 
@@ -256,6 +261,7 @@ def replicate(x: Any, devices: Sequence[Device] | None = None) -> Any:
     Source: ``flax.jax_utils.replicate``, which adds a leading dim instead: that is
         ``device_put_replicated``.
     """
+    refuse_inside("replicate")
     chosen = tuple(all_devices() if devices is None else devices)
     check_devices(chosen)
     return _map(x, lambda shape, dtype, path: replicated_layout(shape, dtype, chosen))

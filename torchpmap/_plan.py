@@ -18,7 +18,10 @@ import torch
 
 from torchpmap._axes import Partition
 from torchpmap._compile import Definition
+from torchpmap._config import config
+from torchpmap._contents import Answer, Contents
 from torchpmap._custom_ops import Implementations
+from torchpmap._errors import check_array
 from torchpmap._layout import Layout
 from torchpmap._program import not_replicated
 from torchpmap._runtimes._base import Handle, Team
@@ -26,7 +29,7 @@ from torchpmap._sharded import ShardedTensor, check_open, gather, store
 from torchpmap._streams import draw_key
 from torchpmap._structure import Structure
 
-__all__ = ["Called", "Captured", "Drawn", "Plan", "host_tensor", "place", "version_of"]
+__all__ = ["Called", "Captured", "Drawn", "Pinned", "Plan", "host_tensor", "place"]
 
 
 class Called(NamedTuple):
@@ -44,25 +47,40 @@ class Called(NamedTuple):
 class Captured:
     """A tensor the function closes over: sent when first needed, and again when it has changed."""
 
-    __slots__ = ("_handle", "_kept", "_seen", "layout", "tensor")
+    __slots__ = ("_given", "_handle", "_requires_grad", "_sent", "layout", "tensor")
 
     def __init__(self, tensor: torch.Tensor, layout: Layout) -> None:
         self.tensor = tensor
         self.layout = layout
-        self._seen: Any = None
+        self._requires_grad = tensor.requires_grad
         self._handle: Handle | None = None
-        self._kept: torch.Tensor | None = None  # while it lives, no other value gets its address
+        self._given: Handle | None = None
+        """That of a ``ShardedTensor``, when it was laid out."""
+        self._sent: Contents | None = None
+
+    def fits(self) -> bool:
+        """Whether it is of the kind that was traced, which ``tensor.data = ...`` may change."""
+        tensor, layout = self.tensor, self.layout
+        return (
+            tensor.requires_grad == self._requires_grad
+            and tensor.shape == layout.shape
+            and tensor.dtype == layout.dtype
+        )
 
     def value(self) -> torch.Tensor:
         """What a call takes."""
         return self.tensor
 
     def handle(self) -> Handle:
-        seen = version_of(self.tensor)
-        if self._handle is None or seen != self._seen:
-            self._handle = place(self.tensor, self.layout)
-            self._seen = seen
-            self._kept = None if type(self.tensor) is ShardedTensor else self.tensor.detach()
+        tensor = self.tensor
+        if type(tensor) is ShardedTensor:
+            if self._handle is None or tensor._handle is not self._given:
+                self._handle = place(tensor, self.layout)
+                self._given = tensor._handle
+        elif self._handle is None or self._sent is None or not self._sent.same():
+            # the copy first: a write between the two is sent again, and never missed
+            self._sent = Contents(tensor, compared=config.check_captured)
+            self._handle = place(tensor, self.layout)
         return self._handle
 
 
@@ -78,15 +96,23 @@ class Drawn(Captured):
         return place(self.value(), self.layout)
 
 
-def version_of(tensor: torch.Tensor) -> Any:
-    """Something that differs after an in-place write, a ``.data`` swap or, for a ``ShardedTensor``,
-    a new value.
-    """
-    if isinstance(tensor, ShardedTensor):
-        return tensor._handle
-    if tensor.is_inference():
-        return object()  # it counts no versions: never known to be unchanged
-    return tensor.data_ptr(), tensor._version
+class Pinned:
+    """A tensor whose value was read while tracing, or something else that it was asked."""
+
+    __slots__ = ("_handle", "_read", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor | Answer) -> None:
+        self._tensor = tensor
+        self._handle = tensor._handle if isinstance(tensor, ShardedTensor) else None
+        self._read: Contents | Answer | None = None
+        if not isinstance(tensor, ShardedTensor):
+            self._read = tensor if isinstance(tensor, Answer) else Contents(tensor)
+
+    def holds(self) -> bool:
+        """Whether it has that value still."""
+        if self._read is not None:
+            return self._read.same()
+        return getattr(self._tensor, "_handle", None) is self._handle
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +126,7 @@ class Plan:
     """The call as messages name it."""
     team: Team
     captured: tuple[Captured, ...]
-    pinned: tuple[tuple[torch.Tensor, Any], ...]
-    """Tensors whose value was read while tracing, with the version that was read."""
+    pinned: tuple[Pinned, ...]
     outputs: tuple[Layout, ...]
     structure: Structure
     """Of what the function returns."""
@@ -130,9 +155,9 @@ class Plan:
             return False
         if self.implementations is not None and self.implementations.changed():
             return False
-        return not self.pinned or all(
-            version_of(tensor) == version for tensor, version in self.pinned
-        )
+        if self.captured and not all(map(Captured.fits, self.captured)):
+            return False
+        return not self.pinned or all(map(Pinned.holds, self.pinned))
 
     @property
     def says_all(self) -> bool:
@@ -211,6 +236,7 @@ def host_tensor(value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu() if value.device.type != "cpu" else value.detach()
     if isinstance(value, np.ndarray):
+        check_array(value, "an array that is to be put on a device")
         if not value.flags.writeable or not value.dtype.isnative:
             value = np.array(
                 value, dtype=value.dtype.newbyteorder("=")
@@ -218,4 +244,4 @@ def host_tensor(value: Any) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
     if hasattr(value, "__dlpack__"):
         return host_tensor(torch.from_dlpack(value))
-    return torch.as_tensor(value)
+    return torch.as_tensor(value, device="cpu")

@@ -7,7 +7,6 @@ __call__ --key--> Prepared      the hot path
 from __future__ import annotations
 
 import functools
-import sys
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -19,6 +18,7 @@ from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
 
 from torchpmap import _axes, _inline
+from torchpmap._ambient import keyed
 from torchpmap._arguments import (
     Options,
     Static,
@@ -37,23 +37,25 @@ from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
 from torchpmap._eager import EagerPlan
 from torchpmap._environment import Environment
-from torchpmap._errors import TraceError
+from torchpmap._errors import POOL_CLOSED, RuntimeClosed, TraceError
 from torchpmap._lowered import Lowered
 from torchpmap._plan import Called, place
-from torchpmap._prepare import Preparation, Prepared, ambient, refuse_aliased_donation
+from torchpmap._prepare import Preparation, Prepared, refuse_aliased_donation
 from torchpmap._runtimes._base import Handle, Runtime
-from torchpmap._sharded import ShardedTensor, closed_pool, make_sharded, spans_processes
+from torchpmap._sharded import ShardedTensor, make_sharded, spans_processes
 from torchpmap._structure import flatten_call
 from torchpmap._trace import Untraceable
 
 __all__ = ["Pmapped", "pmap"]
 
-_BEHIND_RESULTS = tuple(
-    f"torchpmap.{name}"
-    for name in ("_sharded", "_rules", "_blocks", "_transfer", "_runtimes", "_wire")
-)
 _MAX_PREPARED = 4096
 """Prepared calls a function keeps; statics or shapes that never repeat would fill memory."""
+
+_NO_PART_OF_A_GRAPH = (
+    "a function mapped by torchpmap.pmap runs between the graphs of torch.compile, never inside "
+    "one. Leave out fullgraph=True, or call the mapped function outside of what is compiled: it is "
+    "compiled by itself."
+)
 
 _is_grad_enabled = torch.is_grad_enabled
 _num_modes = torch._C._len_torch_dispatch_stack
@@ -63,11 +65,6 @@ _any_requires_grad = torch._C._any_requires_grad  # also of what is no tensor: t
 @_disable_dynamo
 def _outside_dynamo(mapped: Pmapped, *args: Any, **kwargs: Any) -> Any:
     """A call in a function that ``torch.compile`` compiles: between its graphs, untouched."""
-    from torch._dynamo import trace_rules
-
-    for name in list(sys.modules):  # nor what operations on the results do
-        if name.startswith(_BEHIND_RESULTS):
-            trace_rules.add(name)
     return mapped(*args, **kwargs)
 
 
@@ -144,6 +141,7 @@ class Pmapped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
+            torch._dynamo.graph_break(msg=_NO_PART_OF_A_GRAPH)
             return _outside_dynamo(self, *args, **kwargs)
         options = self._options
         if options.static_argnums or options.static_argnames:
@@ -155,7 +153,7 @@ class Pmapped:
         leaves, structure = flatten_call(args, kwargs)
         key = (
             structure,
-            ambient(),
+            keyed(),
             tuple(
                 [
                     leaf._layout if type(leaf) is ShardedTensor else _leaf_key(leaf)
@@ -194,7 +192,10 @@ class Pmapped:
         options = self._options
         if options.static_argnums or options.static_argnames:
             args, kwargs = split_statics(options, args, kwargs)
-        prepared = self._preparation.prepare(args, kwargs)
+        runtime = current_runtime()
+        if runtime is not self._runtime:
+            self._forget(runtime)
+        prepared = self._preparation.prepare(args, kwargs, has_numbers=False)
         if isinstance(prepared.plan, EagerPlan):
             raise TraceError(f"{options.prefix}: it runs as Python code: there is no graph to show")
         structure = flatten_call(args, kwargs)[1]
@@ -205,7 +206,7 @@ class Pmapped:
     def _forget(self, runtime: Runtime) -> None:
         self._prepared.clear()
         self._latest = None, None
-        self._preparation.clear()
+        self._preparation.clear(in_new_pool=runtime is not self._runtime)
         self._runtime = runtime
 
     # -- the hot path ------------------------------------------------------------------------------
@@ -221,26 +222,30 @@ class Pmapped:
             _is_grad_enabled() and (plan.requires_grad or _any_requires_grad(*leaves))
         ):
             return self._run_differentiated(prepared, leaves)
+        direct = prepared.direct
+        if direct is None:
+            return self._run_checked(prepared, leaves)
         if prepared.in_place:
             held = []
             for leaf in leaves:
                 handle = leaf._handle
                 if handle.team.runtime is not runtime:
-                    raise closed_pool()
+                    raise RuntimeClosed(POOL_CLOSED)
                 held.append(handle)
         else:
             held = [
                 place(leaf, layout) for leaf, layout in zip(leaves, prepared.layouts, strict=True)
             ]
-        direct = prepared.direct
-        if direct is not None:
-            handles = direct.run(held)
-            if prepared.donated:
-                self._consume(prepared, leaves)
-            if prepared.is_lone:
-                return make_sharded(direct.outputs[0], handles[0])
-            return direct.tree(list(map(make_sharded, direct.outputs, handles)))
-        called = plan.call(held)
+        handles = direct.run(held)
+        if prepared.donated:
+            self._consume(prepared, leaves)
+        if prepared.is_lone:
+            return make_sharded(direct.outputs[0], handles[0])
+        return direct.tree(list(map(make_sharded, direct.outputs, handles)))
+
+    def _run_checked(self, prepared: Prepared, leaves: list[Any]) -> Any:
+        """The call where the plan does not say all about its outputs."""
+        called = _called(prepared, leaves)
         if called.requires_grad and torch.is_grad_enabled():
             return self._run_differentiated(prepared, leaves, called)
         if prepared.donated:
@@ -255,10 +260,7 @@ class Pmapped:
         """
         plan = prepared.plan
         if isinstance(plan, EagerPlan) and done is None and not is_transformed():
-            held = [
-                place(leaf, layout) for leaf, layout in zip(leaves, prepared.layouts, strict=True)
-            ]
-            done = plan.call(held)
+            done = _called(prepared, leaves)
         try:
             operation = self._preparation.operation(prepared)
         except Untraceable as verdict:
@@ -276,10 +278,20 @@ class Pmapped:
                 leaves[position]._consume(f"{self._options.prefix}, which it was donated to")
 
 
+def _called(prepared: Prepared, leaves: Sequence[Any]) -> Called:
+    plan, layouts = prepared.plan, prepared.layouts
+    if isinstance(plan, EagerPlan):
+        return plan.call(leaves, layouts)
+    return plan.call([place(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)])
+
+
 def _leaf_key(leaf: Any) -> Hashable:
     kind: Any = type(leaf)
     if isinstance(leaf, torch.Tensor):
-        return kind, leaf.shape, leaf.dtype, spans_processes(leaf)
+        try:
+            return kind, leaf.shape, leaf.dtype, leaf.layout, leaf.is_meta, spans_processes(leaf)
+        except RuntimeError:  # it has no shape, or escaped; preparing the call says so
+            return kind
     if isinstance(leaf, np.ndarray | np.generic):
         return kind, leaf.shape, leaf.dtype
     if kind is Static:
@@ -306,6 +318,7 @@ def pmap(
     fullgraph: bool = False,
     randomness: str = "different",
     check_replicated: bool = False,
+    timeout: float | None = None,
 ) -> Any:
     """Return ``fun`` mapped over devices: device k runs it on row k of the mapped arguments, all at
     once.
@@ -348,6 +361,8 @@ def pmap(
             numbers or the "same", or are an "error".
         check_replicated: raise if an output with out axis None differs between devices (makes the
             call wait).
+        timeout: most seconds that a call may take on the devices, without compiling; then it raises
+            ``CallTimeout``, which tells what each device did.  Default: ``tp.config.timeout``.
 
     Returns:
         The mapped function; ``__wrapped__`` is ``fun``.
@@ -370,5 +385,11 @@ def pmap(
     del settings["fun"]
     if fun is None:
         make_options("<function>", **settings)  # misuse is reported where it stands
-        return lambda fun: Pmapped(check_function(fun), make_options(name_of(fun), **settings))
+        return functools.partial(_mapped, settings)
+    return _mapped(settings, fun)
+
+
+def _mapped(settings: dict[str, Any], fun: Callable[..., Any]) -> Pmapped:
+    if is_dynamo_compiling():
+        torch._dynamo.graph_break(msg=_NO_PART_OF_A_GRAPH)
     return Pmapped(check_function(fun), make_options(name_of(fun), **settings))

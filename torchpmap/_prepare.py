@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from torchpmap import _axes
+from torchpmap._ambient import ambient, applied, keyed
 from torchpmap._arguments import Bound, Options, Static, bind
 from torchpmap._autodiff import is_transformed
 from torchpmap._compile import EAGER
-from torchpmap._current import check_devices, process_count, process_index
+from torchpmap._current import check_devices, process_count, process_index, runtime
 from torchpmap._current import devices as all_devices
 from torchpmap._devices import Device
 from torchpmap._eager import EagerPlan
@@ -25,6 +26,7 @@ from torchpmap._environment import Environment
 from torchpmap._errors import TraceError, kind_of, warn
 from torchpmap._grid import Grid
 from torchpmap._inline_call import call_inline
+from torchpmap._kinds import insist
 from torchpmap._layout import Layout, replicated_layout
 from torchpmap._lowering import Target, lower
 from torchpmap._nested import bind_inner, counts_of_list, cuts_of, device_counts
@@ -37,12 +39,9 @@ from torchpmap._streams import are_active, draw_key, new_seed
 from torchpmap._structure import flatten_call
 from torchpmap._trace import Untraceable
 
-__all__ = ["Preparation", "Prepared", "ambient", "refuse_aliased_donation"]
+__all__ = ["Preparation", "Prepared", "refuse_aliased_donation"]
 
 _DATA = (torch.Tensor, np.ndarray)
-
-_default_dtype = torch.get_default_dtype
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,18 +80,27 @@ class Preparation:
         self._seed = new_seed()
         self._retraces = Retraces()
 
-    def clear(self) -> None:
+    def clear(self, *, in_new_pool: bool = False) -> None:
         """Forget all plans."""
         self._plans.clear()
         self._operations.clear()
+        if in_new_pool:
+            self._retraces.clear()
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
-        """Check a call (statics already wrapped) and find or make its plan."""
+    def prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_numbers: bool = True
+    ) -> Prepared:
+        """Check a call (statics already wrapped) and find or make its plan; ``has_numbers``:
+        whether it is to run, so that shapes alone will not do.
+        """
         leaves, _ = flatten_call(args, kwargs)
         for leaf in leaves:
             if type(leaf) is ShardedTensor:
                 check_open(leaf)
         bound = self._bind(args, kwargs, spans=any(map(spans_processes, leaves)))
+        for path, leaf in zip(bound.paths, bound.leaves, strict=True) if has_numbers else ():
+            if isinstance(leaf, torch.Tensor):
+                insist(leaf, f"{self._options.prefix}: argument {path}")
         levels = self._levels(bound)
         return self._plan_for(levels, self._choose_devices(levels, leaves))
 
@@ -133,7 +141,8 @@ class Preparation:
         donated = [k for k, position in enumerate(positions) if bound.donated[position]]
         paths = [bound.paths[position] for position in positions]
         refuse_aliased_donation(options.prefix, paths, donated, leaves)
-        return call_inline(program, leaves, options.prefix)
+        with applied(ambient()):  # what the function sets stays inside it
+            return call_inline(program, leaves, options.prefix)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, spans: bool = False) -> Bound:
         options = self._options
@@ -238,7 +247,7 @@ class Preparation:
         constants = tuple(leaf for leaf in bound.leaves if leaf is None or isinstance(leaf, Static))
         kind = (
             bound.structure,
-            ambient(),
+            keyed(),
             positions,
             constants,
             tuple(layouts),
@@ -271,14 +280,22 @@ class Preparation:
         found = self._operations.get(prepared.plan)
         if found is None:
             target = self._target(prepared.grid)
-            found = Primal(target, prepared.program, prepared.layouts, prepared.plan)
+            found = Primal(
+                target, prepared.program, prepared.layouts, prepared.plan, self._outside()
+            )
             self._operations[prepared.plan] = found
         return found
 
     def _target(self, grid: Grid) -> Target:
         options = self._options
         backend = EAGER if options.backend is None else options.backend
-        return Target(options.prefix, options.name, grid, backend, self._seed)
+        return Target(
+            options.prefix, options.name, grid, backend, self._seed, ambient(), self._timeout()
+        )
+
+    def _timeout(self) -> float | None:
+        given = self._options.timeout
+        return runtime().timeout if given is None else given
 
     def _outside(self) -> frozenset[int]:
         """Ids of tensors within reach of the function that transforms around the call trace."""
@@ -308,7 +325,7 @@ class Preparation:
                     "torch.cond or a static argument to compile it, or pass compile=False to "
                     "silence this warning."
                 )
-        return EagerPlan(program, grid, options.prefix)
+        return EagerPlan(program, grid, options.prefix, self._timeout())
 
     def _note_trace(self, bound: Bound) -> None:
         kinds = {path: _kind(leaf) for path, leaf in zip(bound.paths, bound.leaves, strict=True)}
@@ -373,18 +390,6 @@ def refuse_aliased_donation(
                     f"same tensor is also argument {paths[other]}. Donate it once and pass it "
                     "once, or pass a copy."
                 )
-
-
-def ambient() -> Hashable:
-    """Settings of the calling thread that change what a function computes."""
-    dtype = _default_dtype()
-    if not _is_any_autocast_enabled():
-        return dtype
-    kinds = ("cpu", "cuda")
-    autocast = tuple(
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
-    )
-    return dtype, autocast
 
 
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], torch.dtype]:

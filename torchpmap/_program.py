@@ -14,30 +14,32 @@ errors.
 
 from __future__ import annotations
 
-import hashlib
 import linecache
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchpmap import _collectives
+from torchpmap._agreement import Agreement
+from torchpmap._ambient import Ambient, applied
 from torchpmap._axes import (
     Axis,
     Partition,
-    Signature,
     bind,
     joined,
     mesh_axes,
     recording,
     subgroup_name,
 )
+from torchpmap._contents import Contents
 from torchpmap._effects import difference
-from torchpmap._errors import CollectiveMismatch, lost_write
+from torchpmap._errors import lost_write
+from torchpmap._escaped import note, watched
 from torchpmap._grid import Cut, shifted
+from torchpmap._kinds import as_result
 from torchpmap._streams import Streams, streams, within
 from torchpmap._structure import Structure, flatten
 from torchpmap._transform_rules import TransformRules
@@ -202,7 +204,8 @@ class Program:
         index = torch.arange(self.lanes, device=devices[0] if devices else None)
         dims = [leaf.dim for leaf in self.leaves if isinstance(leaf, Input)]
         over_lanes = torch.func.vmap(run_row, (0, *dims), randomness=self.randomness)
-        lanes_first = iter(over_lanes(index, *blocks))
+        with watched(self.name):
+            lanes_first = iter(over_lanes(index, *blocks))
         (outcome,) = outcomes
         stacked: list[torch.Tensor | None] = []
         for value, dim in zip(outcome.blocks, outcome.dims, strict=True):
@@ -229,6 +232,7 @@ class Program:
         given = iter(rows)
         values = [leaf.value if isinstance(leaf, Constant) else next(given) for leaf in self.leaves]
         args, kwargs = self.structure.unflatten(values)
+        note(rows, self.fun)
         with TransformRules():
             returned = self.fun(*args, **kwargs)
         return self._lay_out(returned)
@@ -264,7 +268,7 @@ class Program:
         cuts: list[Cut] = []
         checks: dict[str, torch.Tensor] = {}
         for value, axis, path in zip(values, axes, paths, strict=True):
-            tensor = None if value is None else _as_tensor(value, path)
+            tensor = None if value is None else as_result(value, path)
             dim = None
             if tensor is not None and axis is not None:
                 dim = canonical_axis(axis, tensor.dim() + 1, what="pmap out_axes", path=path)
@@ -322,20 +326,6 @@ class _FirstRow(torch.autograd.Function):
         return tangent[0].clone()
 
 
-def _as_tensor(value: Any, path: str) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, bool | int | float | complex | np.ndarray | np.generic):
-        try:
-            return torch.as_tensor(value)
-        except TypeError as error:
-            raise TypeError(f"{path} is {value!r}, which has no tensor dtype: {error}") from error
-    raise TypeError(
-        f"{path} has type {type(value).__name__}, but a mapped function must return tensors, numpy "
-        "arrays, numbers or None (in any pytree)."
-    )
-
-
 def no_stream(prefix: str, drawn: str) -> str:
     return (
         f"{prefix}: the function draws random numbers {drawn}, for which there are no streams per "
@@ -372,6 +362,9 @@ class EagerCall:
     """
     key: tuple[int, ...] = (0, 0)
     """For random numbers."""
+    ambient: Ambient = ()
+    """The settings of torch around the call."""
+    timeout: float | None = None
     inputs: tuple[int, ...] = ()
     first_output: int = 0
 
@@ -387,7 +380,7 @@ class EagerCall:
 class EagerReport:
     """What the controller learns of a rank's outputs."""
 
-    structure: Structure
+    structure: Structure | str  # a text, of another process where it is not the same
     shapes: tuple[tuple[int, ...] | None, ...]
     """Per leaf of the structure; None for a None leaf."""
     dtypes: tuple[torch.dtype | None, ...]
@@ -412,8 +405,7 @@ def run_eager_call(
 ) -> tuple[EagerReport, list[torch.Tensor]]:
     """Run a program op by op on this device; (report, blocks to store)."""
 
-    def agree(signature: Signature) -> None:
-        _agree(signature, call)
+    agree = Agreement(call.name, call.ranks, call.group).check
 
     def subgroup(partition: Partition) -> str:
         name = subgroup_name(call.group, partition)
@@ -423,12 +415,12 @@ def run_eager_call(
 
     linecache.cache.update(call.sources)
     process_axis = Axis(program.axis_name, len(call.ranks), index, call.group, subgroup)
-    own = [
-        block.clone() for block in blocks
-    ]  # the function may write to its arguments; the stored values stay
+    # the function may write to its arguments; the stored values stay
+    own = [block.clone() for block in blocks]
     generator = torch.default_generator.get_state()
-    before = [(tensor.data_ptr(), tensor._version) for tensor in captured]
+    before = [Contents(tensor) for tensor in captured]
     with (
+        applied(call.ambient),
         recording(agree),
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),  # axes are bound per thread
@@ -468,33 +460,6 @@ def _settled(block: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torc
     return block
 
 
-def _written(captured: Sequence[torch.Tensor], before: Sequence[tuple[int, int]]) -> str | None:
-    for tensor, state in zip(captured, before, strict=True):
-        if (tensor.data_ptr(), tensor._version) != state:
-            return lost_write(tensor)
-    return None
-
-
-_SIGNATURE_BYTES = 256
-
-
-def _agree(signature: Signature, call: EagerCall) -> None:
-    """Compare with all devices what comes next, and raise on all of them if it differs.
-
-    Gloo does not: it would return wrong numbers, or wait for a device that does something else.
-    """
-    digest = hashlib.blake2b(repr(signature).encode(), digest_size=16).digest()
-    text = " ".join(str(part) for k, part in enumerate(signature) if k != 2)  # not the group
-    mine = bytearray((digest + text.encode())[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES, b" "))
-    sent = torch.frombuffer(mine, dtype=torch.uint8).unsqueeze(0)
-    c10d = torch.ops._c10d_functional
-    theirs = c10d.wait_tensor(c10d.all_gather_into_tensor(sent, len(call.ranks), call.group))
-    if bool((theirs == sent).all()):
-        return
-    rows = [bytes(row.tolist())[16:].decode(errors="replace").rstrip() for row in theirs]
-    table = "\n".join(f"  rank {rank}: {row}" for rank, row in zip(call.ranks, rows, strict=True))
-    raise CollectiveMismatch(
-        f"{call.name}: devices run different collectives, so the result would be "
-        f"wrong:\n{table}\nEvery device must run the same collectives in the same order: do not "
-        "put one under a condition on a device's own values or axis index."
-    )
+def _written(captured: Sequence[torch.Tensor], before: Sequence[Contents]) -> str | None:
+    pairs = zip(captured, before, strict=True)
+    return next((lost_write(tensor) for tensor, held in pairs if not held.same()), None)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from torchpmap._errors import check_array
 from torchpmap._threefry import Number, Words, one_key, rounded, static_shape, unit_interval
 
 __all__ = ["exponential", "gumbel", "laplace", "logistic", "normal", "truncated_normal", "uniform"]
@@ -327,6 +328,7 @@ def as_tensor(value: Any, key: torch.Tensor) -> torch.Tensor:
     """A tensor as it is; numbers, lists and arrays as a tensor where the key is."""
     if isinstance(value, torch.Tensor):
         return value
+    check_array(value, "an argument of torchpmap.random")
     return torch.as_tensor(value, device=key.device)
 
 

@@ -10,12 +10,17 @@ _WARN_AT = 16
 
 
 class Retraces:
-    """How often one function was traced, and with what."""
+    """How often one function was traced in the pool it runs in, and with what."""
 
     def __init__(self) -> None:
         self.count = 0
         self._seen: dict[str, dict[Hashable, None]] = {}
         """Per argument path the kinds that were met, in order."""
+
+    def clear(self) -> None:
+        """Begin again: in a new pool every function has to be traced."""
+        self.count = 0
+        self._seen.clear()
 
     def note(self, kinds: Mapping[str, Hashable]) -> str | None:
         """Note a trace; what to warn about, the first time it is one too many."""

@@ -185,15 +185,19 @@ def _convolution(call: Call) -> Signature | None:
 
 
 def _batched(call: Call, rows: Sequence[Any], num_batch: int, num_rows: int) -> Signature:
-    """Operands and results with a batch in front; the other results are sums over the batch."""
-    count = len(call.results)
+    """Operands and results with a batch in front; the other results are sums over the batch.
+
+    ``num_rows``: how many of the results have a batch, those counted that are not wanted.
+    """
+    wanted = call.arguments.get("output_mask") or [True] * len(call.results)
+    have_rows = [k < num_rows for k, wants in enumerate(wanted) if wants]
     return Signature(
         {operand.position: _leading(num_batch, operand.ndim) for operand in rows},
         tuple(
-            _leading(num_batch if k < num_rows else 0, len(shape))
-            for k, shape in enumerate(call.results)
+            _leading(num_batch if has_rows else 0, len(shape))
+            for has_rows, shape in zip(have_rows, call.results, strict=True)
         ),
-        tuple(None if k < num_rows else "sum" for k in range(count)),
+        tuple(None if has_rows else "sum" for has_rows in have_rows),
     )
 
 

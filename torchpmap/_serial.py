@@ -26,6 +26,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchpmap._agreement import ADVICE, Fingerprint
+from torchpmap._ambient import Ambient, ambient, applied
 from torchpmap._axes import Axis, Partition, subgroup_name
 from torchpmap._effects import emit, lines_of
 from torchpmap._errors import CollectiveMismatch, kind_of
@@ -64,7 +66,7 @@ def run_rows(
     """
     meeting = _Meeting(size, leaves)
     results: dict[int, T] = {}
-    autocast = _autocast()
+    settings = ambient()
 
     def subgroup(partition: Partition) -> str:
         name = subgroup_name(_GROUP, partition)
@@ -76,7 +78,7 @@ def run_rows(
             try:
                 meeting.await_turn(row)
                 meeting.grads = [None] * len(leaves)
-                with _around_a_row(meeting, row, autocast):
+                with _around_a_row(meeting, row, settings):
                     axis = Axis(axis_name, size, torch.tensor(row), _GROUP, subgroup)
                     results[row] = run_row(row, axis)
             except _Abandoned:
@@ -106,13 +108,10 @@ def run_rows(
 
 
 @contextlib.contextmanager
-def _around_a_row(
-    meeting: _Meeting, row: int, autocast: list[tuple[str, torch.dtype]]
-) -> Iterator[None]:
+def _around_a_row(meeting: _Meeting, row: int, settings: Ambient) -> Iterator[None]:
     """Settings that belong to a thread."""
     with contextlib.ExitStack() as stack:
-        for kind, dtype in autocast:
-            stack.enter_context(torch.autocast(kind, dtype))
+        stack.enter_context(applied(settings))
         # single-threaded: axes are bound per thread
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(_Collectives(meeting, row))
@@ -136,11 +135,6 @@ def _forward_mode() -> Iterator[None]:
                 yield
 
 
-def _autocast() -> list[tuple[str, torch.dtype]]:
-    kinds = ("cpu", "cuda")
-    return [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
-
-
 @dataclass
 class _Meeting:
     """Where rows wait for each other; everything is guarded by ``turn``, which the row that runs
@@ -152,7 +146,7 @@ class _Meeting:
     turn: threading.Condition = field(default_factory=threading.Condition)
     groups: dict[str, Partition] = field(default_factory=dict)
     failure: BaseException | None = None
-    _waiting: dict[int, tuple[str, Hashable, Any]] = field(default_factory=dict)
+    _waiting: dict[int, tuple[str, Fingerprint, Any]] = field(default_factory=dict)
     """Row -> group, what it wants to do, and its operand."""
     _given: dict[int, list[Any]] = field(default_factory=dict)
     """Row -> the operands of its group."""
@@ -175,7 +169,7 @@ class _Meeting:
         """The rows of a group, in the order of their ranks in it."""
         return next(part for part in self.groups[group] if row in part)
 
-    def exchange(self, row: int, group: str, what: Hashable, value: Any) -> list[Any]:
+    def exchange(self, row: int, group: str, what: Fingerprint, value: Any) -> list[Any]:
         """Wait until all members want to do ``what``; their operands, in rank order."""
         self._waiting[row] = (group, what, value)
         members = self.members(row, group)
@@ -220,8 +214,7 @@ class _Meeting:
         table = "\n".join(f"  row {row}: {self._doing(row)}" for row in range(self.size))
         self.failure = CollectiveMismatch(
             f"rows run different collectives, so the result would be wrong:\n{table}\nEvery row "
-            "must run the same collectives in the same order: do not put one under a condition on "
-            "a row's own values or axis index."
+            f"{ADVICE} a row's own values or axis index."
         )
 
     def _doing(self, row: int) -> str:
@@ -251,13 +244,16 @@ class _Collectives(TorchDispatchMode):
         place = self._meeting.members(self._row, group).index(self._row)
         name = func._schema.name.partition("::")[2]
         what = f"{name} {' '.join(map(str, how))} of {kind_of(value.shape, value.dtype)}"
-        operands = self._meeting.exchange(self._row, group, what, value)
+        operands = self._exchange(group, what, value)
         return _MEANINGS[func](operands, place, *how)
+
+    def _exchange(self, group: str, what: str, value: Any) -> list[Any]:
+        return self._meeting.exchange(self._row, group, Fingerprint(what), value)
 
     def _print(self, args: Any) -> None:
         text = lines_of(*args)
         for group in args[4]:
-            texts = self._meeting.exchange(self._row, group, "print", text)
+            texts = self._exchange(group, "print", text)
             if self._row != self._meeting.members(self._row, group)[0]:
                 return
             text = "\n".join(texts)

@@ -12,40 +12,51 @@ others gather the operands and run on the host.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
 
 from torchpmap._current import runtime
 from torchpmap._devices import Device
-from torchpmap._errors import RuntimeClosed, kind_of
-from torchpmap._layout import Layout, spread_layout
+from torchpmap._errors import POOL_CLOSED, RuntimeClosed, kind_of
+from torchpmap._layout import Layout
 from torchpmap._mesh import NamedSharding
 from torchpmap._runtimes._base import Handle
-from torchpmap._sharded_arguments import is_composite, operands_of, written_by
+from torchpmap._sharded_arguments import is_composite, occurrences, written_by
 from torchpmap._sharded_gathers import note_gather
+from torchpmap._sharded_host import run_on_host
+from torchpmap._sharded_memory import CPU, Remote, guard, new_wrapper
 from torchpmap._sharded_operations import Operation, operation_for, start
-from torchpmap._sharded_views import check_writable, is_linked, link_alias, link_view, write
+from torchpmap._sharded_strides import (
+    QUESTIONS,
+    RESHAPING,
+    Strides,
+    in_whole_memory,
+    strides_of,
+    strides_of_computed,
+    strides_of_results,
+    turn,
+)
+from torchpmap._sharded_views import (
+    check_writable,
+    is_taken_as_grad,
+    link_alias,
+    link_view,
+    share_values,
+    unlink,
+    write,
+)
 from torchpmap._transfer import fetch_blocks, fetch_row, gather, places_here, store
+from torchpmap._untraced import untraced
 
 __all__ = ["Shard", "ShardedTensor", "make_sharded", "spans_processes", "store"]
 
 _aten = torch.ops.aten
 _SHARING = frozenset({_aten.detach.default, _aten.alias.default, _aten.clone.default})
 """Operations whose result is the same immutable value: nothing moves."""
-
-_TURNING = {
-    _aten.squeeze_.default: _aten.squeeze.default,
-    _aten.squeeze_.dim: _aten.squeeze.dim,
-    _aten.squeeze_.dims: _aten.squeeze.dims,
-    _aten.t_.default: _aten.t.default,
-    _aten.transpose_.default: _aten.transpose.int,
-    _aten.unsqueeze_.default: _aten.unsqueeze.default,
-}
-"""In-place operations that change the shape, and what gives the value."""
 
 _ANY_FORMAT = (None, torch.contiguous_format, torch.preserve_format)
 
@@ -65,7 +76,8 @@ class Shard:
     """The block as a CPU tensor, with the dims of the whole."""
 
 
-class ShardedTensor(torch.Tensor):
+@untraced
+class ShardedTensor(Remote):
     """A ``torch.Tensor`` whose data lives on the devices (not ``torch.distributed``'s class of the
     same name).
 
@@ -185,6 +197,37 @@ class ShardedTensor(torch.Tensor):
             )
         return layout, handle
 
+    def _is_closed(self) -> bool:
+        """Whether the data went with its pool."""
+        return self._handle is not None and self._handle.team.runtime.closed
+
+    # -- another value -----------------------------------------------------------------------------
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same value without gradients, as ``torch.Tensor.data``; set, this tensor names the
+        value of another ShardedTensor, and writes to one are seen by both.
+        """
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if type(value) is not ShardedTensor:
+            raise TypeError(
+                "the data of a ShardedTensor must be a ShardedTensor, but got a "
+                f"{type(value).__name__}. Put it on the devices first (torchpmap.device_put, "
+                "torchpmap.replicate), or write the numbers: x.copy_(value)."
+            )
+        layout, handle = value._alive()
+        if value is self:
+            return
+        old = None if self._layout is None else _same_place(self)
+        _data.__set__(self, value)  # shape and dtype, and what torch checks
+        if old is not None:
+            unlink(self, old)
+        self._layout, self._handle = layout, handle
+        link_alias(self, value, _same_place)
+
     # -- to the host -------------------------------------------------------------------------------
 
     def to_host(self) -> torch.Tensor:
@@ -250,16 +293,19 @@ class ShardedTensor(torch.Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         layout, _ = self._alive()
-        if self.requires_grad and torch.is_grad_enabled():
+        recorded = [x for x in (self, value) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if recorded and torch.is_grad_enabled():
             raise RuntimeError(
-                "a ShardedTensor that requires grad cannot be written to in place; do it under "
-                "torch.no_grad(), or use an out-of-place operation."
+                "x[...] = value on a ShardedTensor records no gradients, but x or value requires "
+                "grad; do it under torch.no_grad(), or use an out-of-place operation."
             )
         check_writable(self)
         host = self.to_host()
         note_gather(_aten.index_put_.default, host.nbytes)
         host[index] = value
-        write(self, store(layout, host), make_sharded, _settled)
+        write(self, store(layout, host), make_sharded)
+        if not self.is_inference():
+            torch.autograd.graph.increment_version(self)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter((self if self.requires_grad else self.to_host()).unbind(0))
@@ -268,11 +314,24 @@ class ShardedTensor(torch.Tensor):
         # a pickle may be read where these devices do not exist
         return self.to_host().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
+    def __copy__(self) -> ShardedTensor:
+        twin = _same_place(self)
+        link_alias(twin, self, _same_place)
+        twin.__dict__.update(self.__dict__)
+        twin.requires_grad_(self.requires_grad)
+        return twin
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        copy = make_sharded(*self._alive())
-        copy.requires_grad_(self.requires_grad)
-        memo[id(self)] = copy
-        return copy
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+                "protocol at the moment. Copy x.detach(), or use x.clone()."
+            )
+        twin = memo[id(self)] = make_sharded(*self._alive())
+        twin.__dict__.update(deepcopy(self.__dict__, memo))
+        twin.requires_grad_(self.requires_grad)
+        twin.grad = deepcopy(self.grad, memo)
+        return twin
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout = self._layout
@@ -285,7 +344,9 @@ class ShardedTensor(torch.Tensor):
             where = f"rows of dim {layout.dim} on {where}"
         else:
             where = f"{layout.sharding.spec} on {where}"
-        is_here = layout.is_replicated or self.is_fully_addressable
+        if self._is_closed():
+            where = f"{where}, which were shut down: the data is gone"
+        is_here = not self._is_closed() and (layout.is_replicated or self.is_fully_addressable)
         if self.numel() > _REPR_MOVES_UP_TO or not is_here:
             return f"ShardedTensor(shape={list(self.shape)}, dtype={self.dtype}, {where})"
         numbers = repr(self.to_host())[len("tensor(") : -1]
@@ -294,6 +355,8 @@ class ShardedTensor(torch.Tensor):
     __str__ = __repr__
 
     def __format__(self, format_spec: str) -> str:
+        if self._layout is None or self._is_closed():
+            return repr(self)
         return format(self.item() if self.dim() == 0 else str(self), format_spec)
 
     # -- torch operations --------------------------------------------------------------------------
@@ -304,21 +367,32 @@ class ShardedTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _SHARING and kwargs.get("memory_format") in _ANY_FORMAT:
-            twin = make_sharded(*args[0]._alive())
-            if func is not _aten.clone.default and not _is_taken_as_grad():
-                link_alias(twin, args[0], make_sharded)
-            return twin
-        if func is _aten.is_same_size.default:
-            return args[0].shape == args[1].shape
+            return _shared(func, args[0], kwargs.get("memory_format"))
+        if func in QUESTIONS:
+            return QUESTIONS[func](*args, **kwargs)
         if is_composite(func):  # without autograd above, nothing has taken it apart
             return func.decompose(*args, **kwargs)
-        if func in _TURNING:
-            return _turned(args[0], func, args[1:])
-        for target in written_by(func, args, kwargs):
-            if type(target) is ShardedTensor:
+        if func in RESHAPING:
+            return turn(make_sharded, func, args)
+        if func is _aten.as_strided.default:
+            args = in_whole_memory(*args)
+        if _is_inference() and func.is_view and not args[0].is_inference():
+            with torch.inference_mode(False), torch.no_grad():  # a view is what its tensor is
+                return func(*args, **kwargs)
+        targets = written_by(func, args, kwargs)
+        if targets:
+            targets = [target for target in targets if type(target) is ShardedTensor]
+            for target in targets:
                 check_writable(target)
-        found = operation_for(cls, func, args, kwargs)
-        return _on_host(func, args, kwargs) if found is None else _on_devices(*found, func, args)
+        if len(targets) < 2 or not share_values(targets, occurrences(cls, args, kwargs)):
+            found = operation_for(cls, func, args, kwargs)
+            if found is not None:
+                return _on_devices(*found, func, args, kwargs)
+        return run_on_host(cls, make_sharded, func, args, kwargs, targets)
+
+
+_data: Any = torch.Tensor.data
+_is_inference = torch.is_inference_mode_enabled
 
 
 def spans_processes(value: Any) -> bool:
@@ -331,97 +405,70 @@ def spans_processes(value: Any) -> bool:
     )
 
 
-def make_sharded(layout: Layout, handle: Handle) -> ShardedTensor:
-    """A tensor that names the blocks of ``handle``."""
-    # by position: keywords cost 0.15 us each time
-    tensor: ShardedTensor = _wrap(
-        ShardedTensor, layout.shape, None, None, None, layout.dtype, torch.strided, _CPU
-    )
+def make_sharded(
+    layout: Layout,
+    handle: Handle,
+    strides: Sequence[int] | None = None,
+    place: Strides | None = None,
+) -> ShardedTensor:
+    """A tensor that names the blocks of ``handle``; ``strides``: other than contiguous ones, and
+    ``place``: where in the memory of another it would lie.
+    """
+    tensor: ShardedTensor
+    if place is None:
+        tensor = new_wrapper(
+            ShardedTensor, layout.shape, strides, None, None, layout.dtype, torch.strided, CPU
+        )
+    else:
+        tensor = place.tensor(ShardedTensor, layout.dtype, layout.shape)
+    guard(tensor)
     tensor._layout = layout
     tensor._handle = handle
     return tensor
 
 
-_wrap = torch.Tensor._make_wrapper_subclass
-_CPU = torch.device("cpu")
+def _same_place(tensor: ShardedTensor) -> ShardedTensor:
+    """Another tensor of the same value, which would lie where ``tensor`` lies."""
+    return make_sharded(*tensor._alive(), place=strides_of(tensor))
 
 
-def _turned(target: ShardedTensor, func: Any, args: Sequence[Any]) -> ShardedTensor:
-    """``transpose_`` and its kind: the tensor gets another shape."""
-    if is_linked(target):
-        raise RuntimeError(
-            f"{func} would change the shape of a ShardedTensor that shares its values with views "
-            "or detached tensors; use the out-of-place operation."
-        )
-    result = _TURNING[func](make_sharded(*target._alive()), *args)
-    with torch._C._DisableTorchDispatch():
-        func(target, *args)
-    target._layout, target._handle = result._alive()
-    return target
+def _shared(func: Any, source: ShardedTensor, memory_format: Any) -> ShardedTensor:
+    """``detach``, ``alias`` and ``clone``."""
+    if func is not _aten.clone.default and not is_taken_as_grad():
+        twin = _same_place(source)
+        link_alias(twin, source, _same_place)
+        return twin
+    if memory_format is torch.contiguous_format or source.is_contiguous():
+        return make_sharded(*source._alive())
+    place = strides_of_results(_aten.clone.default, source)[0]
+    return make_sharded(*source._alive(), place=place)
 
 
-def _is_taken_as_grad() -> bool:
-    """Whether ``tensor.grad`` is being set to a gradient nobody else has: torch does not copy it,
-    but it may be a view here of what is no view in torch, where an expanded gradient is copied.
-    """
-    if torch._C._current_graph_task_id() == -1:
-        return False
-    node = torch._C._current_autograd_node()
-    return node is not None and node.name().endswith("AccumulateGrad")
-
-
-def _on_devices(operation: Operation, operands: list[Any], func: Any, args: Sequence[Any]) -> Any:
+def _on_devices(
+    operation: Operation, operands: list[Any], func: Any, args: Any, kwargs: dict[str, Any]
+) -> Any:
     """Start an operation on the workers; the tensors are promised."""
     made = operation.blueprint
     started = start(operation, ShardedTensor, operands)
     if made.written:
         written = [operands[position] for position in made.written]
         for target, (_, handle) in zip(written, started, strict=True):
-            write(target, handle, make_sharded, _settled)
+            write(target, handle, make_sharded)
         return made.result(written)
-    results = [make_sharded(layout, handle) for layout, handle in started]
     if func.is_view:
+        places = strides_of_results(func, args[0], args[1:])
+        results = [make_sharded(*x, place=place) for x, place in zip(started, places, strict=True)]
         link_view(results, args[0], func, args[1:])
+    elif func is _aten.new_empty_strided.default:
+        results = [make_sharded(*started[0], args[2])]
+    elif len(started) == 1:
+        results = [make_sharded(*started[0], strides_of_computed(func, args, kwargs))]
+    else:
+        results = [make_sharded(layout, handle) for layout, handle in started]
     return made.result(results)
 
 
-def _on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation here, on gathered operands."""
-    operands = operands_of(ShardedTensor, args, kwargs)
-    if func is not _aten._local_scalar_dense.default:
-        note_gather(func, sum(operand.nbytes for operand in operands))
-    gathered = {id(operand): operand.to_host() for operand in operands}
-    host_args, host_kwargs = pytree.tree_map(
-        lambda value: gathered.get(id(value), value), (args, kwargs)
-    )
-    result = func(*host_args, **host_kwargs)
-    if func._schema.is_mutable:
-        return _write_back(func, args, kwargs, gathered, result)
-    return _view_of(args[0], func, args[1:], result) if func.is_view else result
-
-
-def _view_of(parent: ShardedTensor, func: Any, args: Sequence[Any], result: Any) -> Any:
-    """A view is put on the devices again, where a write to it can reach ``parent``."""
-    layout = parent._alive()[0]
-    leaves, spec = pytree.tree_flatten(result)
-    views = []
-    for leaf in leaves:
-        wanted = spread_layout(leaf.shape, leaf.dtype, layout.devices)
-        views.append(make_sharded(wanted, store(wanted, leaf)))
-    link_view(views, parent, func, args)
-    return pytree.tree_unflatten(views, spec)
-
-
-def _settled(layout: Layout, value: Any) -> Handle:
-    """The handle of a value in a given layout."""
-    if type(value) is ShardedTensor:
-        here, handle = value._alive()
-        if here.same_place(layout):
-            return handle
-        value = gather(here, handle)
-    return store(layout, value)
-
-
+@untraced
 class _ToHost(torch.autograd.Function):
     """The whole value on the host, differentiably."""
 
@@ -442,31 +489,6 @@ class _ToHost(torch.autograd.Function):
         return tangent.cpu()
 
 
-def _write_back(
-    func: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    gathered: dict[int, torch.Tensor],
-    result: Any,
-) -> Any:
-    """After an in-place operation on gathered copies: store them again, and let the written tensors
-    name the new values.
-    """
-    originals: dict[int, ShardedTensor] = {}
-    for target in written_by(func, args, kwargs):
-        if type(target) is not ShardedTensor:
-            continue
-        host, layout = gathered[id(target)], target._alive()[0]
-        if tuple(host.shape) != layout.shape or host.dtype != layout.dtype:
-            raise RuntimeError(
-                f"{func} would change the shape or dtype of a ShardedTensor in place; use the "
-                "out-of-place operation."
-            )
-        write(target, store(layout, host), make_sharded, _settled)
-        originals[id(host)] = target
-    return pytree.tree_map(lambda value: originals.get(id(value), value), result)
-
-
 # -- the pool it belongs to ------------------------------------------------------------------------
 
 
@@ -474,13 +496,5 @@ def check_open(tensor: ShardedTensor) -> Handle:
     """The handle of an argument, if it belongs to the running pool."""
     _, handle = tensor._alive()
     if handle.team.runtime is not runtime():
-        raise closed_pool()
+        raise RuntimeClosed(POOL_CLOSED)
     return handle
-
-
-def closed_pool() -> RuntimeClosed:
-    return RuntimeClosed(
-        "a ShardedTensor of a pool that was shut down cannot be used; its data went with the "
-        "workers. Fetch what must survive (torchpmap.device_get) before torchpmap.shutdown() or "
-        "torchpmap.init() with other devices."
-    )

@@ -15,7 +15,7 @@ __all__ = [
     "call",
     "filled",
     "is_composite",
-    "operands_of",
+    "occurrences",
     "plain",
     "positional",
     "slotted",
@@ -80,8 +80,8 @@ def plain(func: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if name in arguments and arguments.pop(name) not in harmless:
             raise Unsupported
     if func is _aten.new_empty_strided.default:
-        empty = torch.empty(arguments["size"], device="meta")
-        if list(empty.stride()) != list(arguments.pop("stride")):
+        empty = torch.empty_strided(arguments["size"], arguments.pop("stride"), device="meta")
+        if not _aten.is_non_overlapping_and_dense.default(empty):
             raise Unsupported
         func = _aten.new_empty.default
     # what one device finds in fresh memory is not what another finds
@@ -119,15 +119,8 @@ def call(func: Any, arguments: dict[str, Any]) -> Any:
 
 def written_slots(func: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
     """The operands that an operation writes to."""
-    positions: list[int] = []
-    for argument in func._schema.arguments:
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = arguments.get(argument.name)
-        for item in value if isinstance(value, list) else (value,):
-            if isinstance(item, Slot):
-                positions.append(item.position)
-    return tuple(positions)
+    written = written_by(func, (), arguments)
+    return tuple(item.position for item in written if isinstance(item, Slot))
 
 
 @cache
@@ -135,6 +128,22 @@ def is_composite(func: Any) -> bool:
     """Whether an operation is defined by others."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+_STATISTICS = ("running_mean", "running_var")
+_UNDECLARED = {
+    "_copy_from": ("dst",),
+    "_copy_from_and_resize": ("dst",),
+    "batch_norm_gather_stats": _STATISTICS,
+    "batch_norm_gather_stats_with_counts": _STATISTICS,
+    "batch_norm_update_stats": _STATISTICS,
+    "cudnn_batch_norm": _STATISTICS,
+    "miopen_batch_norm": _STATISTICS,
+    "native_batch_norm": _STATISTICS,
+}
+"""Arguments that an operation writes to without a word in its schema (torch 2.13), unless it has
+an argument ``training`` that is false.
+"""
 
 
 @cache
@@ -146,25 +155,37 @@ def _written_names(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
+@cache
+def _undeclared_names(func: Any) -> tuple[tuple[int, str], ...]:
+    undeclared = _UNDECLARED.get(func._schema.name.removeprefix("aten::"))
+    names = [argument.name for argument in func._schema.arguments]
+    wanted = () if undeclared is None else ("training", *undeclared)
+    return tuple((names.index(name), name) for name in wanted if name in names)
+
+
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operation writes to."""
     written: list[Any] = []
-    for position, name in _written_names(func):
+    for position, name in (*_written_names(func), *_undeclared_names(func)):
         value = args[position] if position < len(args) else kwargs.get(name)
+        if name == "training":
+            if not value:
+                break
+            continue
         written.extend(value if isinstance(value, list | tuple) else (value,))
     return written
 
 
-def operands_of(kind: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The distinct tensors of ``kind`` among the arguments."""
-    found: dict[int, Any] = {}
+def occurrences(kind: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors of ``kind`` among the arguments, each as often as it is given."""
+    found: list[Any] = []
 
     def visit(value: Any) -> None:
         if type(value) is kind:
-            found[id(value)] = value
+            found.append(value)
         elif isinstance(value, list | tuple):
             for item in value:
                 visit(item)
 
     visit([*args, *kwargs.values()])
-    return list(found.values())
+    return found

@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchpmap._blocks import combined, cut, stored
+from torchpmap._collectives_raw import summable
 from torchpmap._compile import EAGER, Definition
 from torchpmap._groups import RankPartition
 from torchpmap._layout import Layout, general_layout, replicated_layout, row_layout
@@ -38,6 +39,42 @@ from torchpmap._sharded_arguments import (
 __all__ = ["Blueprint", "blueprint"]
 
 _aten = torch.ops.aten
+
+_ROUNDED = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+"""What partial results keep too few digits in to be put together, and what they have instead."""
+
+_UNFORESEEN = frozenset(
+    [
+        "_batch_norm_no_update",
+        "_embedding_bag",
+        "_embedding_bag_forward_only",
+        "_native_batch_norm_legit",
+        "_native_batch_norm_legit_no_training",
+        "mkldnn_rnn_layer",
+        "mkldnn_rnn_layer_backward",
+        "native_batch_norm",
+    ]
+)
+"""Operations that run on the host: on the CPU they leave results undefined, or give them other
+shapes than on meta tensors.
+
+Of the operations in torch's own tests (``op_db``) and in ``nn.LSTM`` these are all, in torch 2.13;
+batch norms are among them where they do not train.
+"""
+
+_ROUNDING_STATISTICS = frozenset(
+    [
+        "_batch_norm_with_update",
+        "_native_batch_norm_legit",
+        "native_batch_norm",
+        "native_layer_norm",
+    ]
+)
+"""The same where all operands are in half precision: the CPU alone rounds the statistics to it."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +145,8 @@ def blueprint(
     if _is_random(func):
         raise Unsupported
     func, arguments = plain(func, slotted(named, operands, slots))
+    if _has_unforeseen_results(func, named, operands, present[0]):
+        raise Unsupported
     trial = _try(func, arguments, operands)
     call = _described(func, arguments, trial, layouts, len(ranks))
     placement = place(call, rule_of(func), None if prefer is None else prefer.dim)
@@ -131,7 +170,7 @@ class _Trial:
 def _try(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> _Trial:
     """Run a call on meta tensors of the whole shapes."""
     values = [_meta(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in operands]
-    result = _on_meta(func, arguments, values)
+    result = _masked(_on_meta(func, arguments, values), arguments)
     leaves, spec = pytree.tree_flatten(result)
     if any(not (leaf is None or isinstance(leaf, torch.Tensor)) for leaf in leaves):
         raise Unsupported
@@ -169,6 +208,14 @@ def _on_meta(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> Any
             if rule_of(func) is not None:  # others need numbers to go on
                 _raise_as_on_host(func, arguments, values, error)
             raise Unsupported from None
+
+
+def _masked(result: Any, arguments: dict[str, Any]) -> Any:
+    """Without the gradients that are not wanted: some operations give them on meta tensors only."""
+    wanted = arguments.get("output_mask")
+    if wanted is None:
+        return result
+    return tuple(x if wants else None for x, wants in zip(result, wanted, strict=True))
 
 
 def _raise_as_on_host(
@@ -269,6 +316,7 @@ class _Drawing:
                 uses_index,
                 self.ranks,
                 (),
+                tuple((layout.block_shape, layout.dtype) for layout in self.outputs),
                 EAGER,
             ),
             groups={self.group: (self.ranks,)} if collective and several else {},
@@ -337,6 +385,19 @@ class _Drawing:
             return self.func, self.arguments | {placement.size: shape}
         return self.func, self.arguments
 
+    @property
+    def _rounds_parts(self) -> bool:
+        """Whether partial results would be rounded before they are added up."""
+        kinds = zip(self.trial.results, self.placement.combine, strict=True)
+        return (
+            len(self.ranks) > 1
+            and not self.trial.written
+            and any(
+                result.dtype in _ROUNDED and kind not in (None, "equal", "max", "min")
+                for result, kind in kinds
+            )
+        )
+
     def _check_blocks(self) -> None:
         func, arguments = self._block_call()
         blocks = [
@@ -346,7 +407,7 @@ class _Drawing:
             for k, value in enumerate(self.trial.values)
         ]
         try:
-            made = _on_meta(func, arguments, blocks)
+            made = _masked(_on_meta(func, arguments, blocks), arguments)
         except Exception as error:
             raise Unsupported from error
         if self.trial.written:
@@ -377,11 +438,15 @@ class _Drawing:
                 node = graph.call_function(cut, (node, dim, len(self.ranks), self.index))
             if k in self.trial.written:  # the stored value may be used again
                 node = graph.call_function(_aten.clone.default, (node,))
+            if self._rounds_parts and isinstance(self.trial.values[k], torch.Tensor):
+                node = graph.call_function(summable, (node,))
             blocks.append(node)
         return blocks
 
     def _results(self, blocks: Sequence[Any]) -> list[torch.fx.Node]:
         func, arguments = self._block_call()
+        if self._rounds_parts and arguments.get("dtype") in _ROUNDED:
+            arguments = arguments | {"dtype": _ROUNDED[arguments["dtype"]]}
         args, kwargs = positional(func, filled(arguments, blocks))
         node = self.graph.call_function(func, args, kwargs)
         if self.trial.written:
@@ -395,7 +460,7 @@ class _Drawing:
             ]
         arguments = self.call.arguments
         order = arguments.get("ord", arguments.get("p"))
-        return [
+        results = [
             part
             if kind is None or kind == "equal" or len(self.ranks) == 1
             else self.graph.call_function(
@@ -403,6 +468,24 @@ class _Drawing:
             )
             for part, kind in zip(parts, self.placement.combine, strict=True)
         ]
+        if not self._rounds_parts:
+            return results
+        return [
+            self.graph.call_function(_aten.to.dtype, (node, result.dtype))
+            for node, result in zip(results, self.trial.results, strict=True)
+        ]
+
+
+def _has_unforeseen_results(
+    func: Any, named: dict[str, Any], operands: Sequence[Any], layout: Layout
+) -> bool:
+    """Whether running a call on meta tensors does not tell what it gives."""
+    name = func._schema.name.removeprefix("aten::")
+    if name in _UNFORESEEN and named.get("training") is not True:
+        return True
+    on_cpu = layout.devices[0].platform == "cpu"
+    dtypes = {x.dtype for x in operands if isinstance(x, torch.Tensor)}
+    return name in _ROUNDING_STATISTICS and on_cpu and dtypes <= _ROUNDED.keys()
 
 
 def _is_random(func: Any) -> bool:

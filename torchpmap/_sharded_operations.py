@@ -4,8 +4,9 @@
          +------------> _prepare: rule -> placement -> graph of one operation -> workers
 
 An ``Operation`` is a plan of a single ATen operation: it is made once per kind of call (operation,
-layouts, structure, arguments that are not tensors) and only followed from then on.  Python numbers
-of elementwise operations are inputs, so a learning rate that changes makes no new plan.
+layouts, structure, arguments that are not tensors, settings of torch as for mapped functions) and
+only followed from then on.  Python numbers of elementwise operations are inputs, so a learning rate
+that changes makes no new plan.
 
 What cannot run block by block gives no plan: the caller gathers.
 """
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from torchpmap._ambient import ambient, keyed
 from torchpmap._layout import Layout
 from torchpmap._rules import rule_of
 from torchpmap._rules_compute import elementwise
@@ -175,8 +177,6 @@ def operation_for(
         named = tuple([scan.argument(*item) for item in kwargs.items()])
     except Unsupported:
         return None
-    if not _same_default_dtype(scan.operands):
-        return None
     handle = next(operand._handle for operand in scan.operands if type(operand) is kind)
     runtime = handle.team.runtime
     if runtime.closed or runtime.scarred:
@@ -185,7 +185,7 @@ def operation_for(
                 runtime.check(operand._handle)
     known = _known_of(runtime)
     prefer = _preferred(known, func, args, scan)
-    key = (func, parts, named, prefer)
+    key = (func, keyed(), parts, named, prefer)
     if key in known.operations:
         operation = _keep(known.operations, key, known.operations[key], _MAX_OPERATIONS)
     else:
@@ -212,7 +212,7 @@ def _prepare(
     if made.checks_numbers:
         made.check_numbers(scan.operands)
     team = known.runtime.team(made.definition.ranks)
-    definition = replace(made.definition, plan_id=next(_ids))
+    definition = replace(made.definition, plan_id=next(_ids), ambient=ambient())
     known.runtime.define(team, definition, made.groups)
     return Operation(definition.plan_id, team, made)
 
@@ -245,12 +245,3 @@ def _preferred(known: _Known, func: Any, args: Sequence[Any], scan: _Scan) -> La
         return None
     layout: Layout = scan.operands[0]._layout
     return known.reduced.get((layout.ranks, tuple(args[1]))) if layout.is_replicated else None
-
-
-def _same_default_dtype(operands: Sequence[Any]) -> bool:
-    """Whether workers, whose default dtype is float32, promote these as this process does."""
-    return torch.get_default_dtype() is torch.float32 or all(
-        operand.is_floating_point() or operand.is_complex()
-        for operand in operands
-        if isinstance(operand, torch.Tensor)
-    )

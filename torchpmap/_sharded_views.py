@@ -15,23 +15,32 @@ not keep the graph of gradients alive that it was detached from).
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from torchpmap._layout import Layout
 from torchpmap._runtimes._base import Handle
+from torchpmap._transfer import gather, store
 
-__all__ = ["check_writable", "is_linked", "link_alias", "link_view", "write"]
+__all__ = [
+    "check_writable",
+    "host_copies",
+    "is_linked",
+    "is_taken_as_grad",
+    "link_alias",
+    "link_view",
+    "share_values",
+    "unlink",
+    "write",
+]
 
 _aten = torch.ops.aten
 Make = Callable[[Layout, Handle], Any]
 """Gives a tensor of a value."""
-
-Settle = Callable[[Layout, Any], Handle]
-"""Gives the handle of a value laid out as a layout says."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,15 +68,26 @@ def link_view(results: Sequence[Any], parent: Any, func: Any, args: Sequence[Any
     parent._views = children
 
 
-def link_alias(twin: Any, original: Any, make: Make) -> None:
+def is_taken_as_grad() -> bool:
+    """Whether ``tensor.grad`` is being set to a gradient nobody else has: torch does not copy it,
+    but it may be a view here of what is no view in torch, where an expanded gradient is copied.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().endswith("AccumulateGrad")
+
+
+def link_alias(twin: Any, original: Any, copy: Callable[[Any], Any]) -> None:
     """Note that two tensors are one value, now and after every write.
 
-    A twin of a view is a view, of a twin: the parent itself may hold a graph of gradients.
+    ``copy`` gives another tensor of a value, not linked.  A twin of a view is a view of a twin: the
+    parent itself may hold a graph of gradients.
     """
     view = getattr(original, "_view", None)
     if view is not None and view.parent._layout is not None:
-        parent = make(view.parent._layout, view.parent._handle)
-        link_alias(parent, view.parent, make)
+        parent = copy(view.parent)
+        link_alias(parent, view.parent, copy)
         twin._view = replace(view, parent=parent)
         parent._views = [weakref.ref(twin)]
     aliases = getattr(original, "_aliases", None)
@@ -76,6 +96,25 @@ def link_alias(twin: Any, original: Any, make: Make) -> None:
     aliases[:] = [alias for alias in aliases if alias() is not None]
     aliases.append(weakref.ref(twin))
     twin._aliases = aliases
+
+
+def unlink(tensor: Any, old: Any) -> None:
+    """Take a tensor out of all links, to give it the value of another; views of what it was become
+    those of ``old``, a tensor that nobody else has.
+    """
+    for name in ("_aliases", "_view", "_views"):
+        if hasattr(tensor, name):
+            setattr(old, name, getattr(tensor, name))
+            delattr(tensor, name)
+    view = getattr(old, "_view", None)
+    for kept in (getattr(old, "_aliases", None), view and view.parent._views):
+        if kept is not None:
+            kept[:] = [
+                *(reference for reference in kept if reference() is not tensor),
+                weakref.ref(old),
+            ]
+    for view in _views(old):
+        view._view = replace(view._view, parent=old)
 
 
 def _aliases(tensor: Any) -> list[Any]:
@@ -117,6 +156,30 @@ def is_linked(tensor: Any) -> bool:
     return len(_linked(tensor)) > 1
 
 
+def share_values(targets: Sequence[Any], operands: Sequence[Any]) -> bool:
+    """Whether a write to one of ``targets`` changes another one of ``operands``, among which a
+    tensor that is given twice is twice.
+    """
+    present = Counter(map(id, operands))
+    return any(sum(present[id(other)] for other in _linked(target)) > 1 for target in targets)
+
+
+def host_copies(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """Copies on the host that share memory where a write to one of ``tensors`` changes another."""
+    wholes: dict[int, torch.Tensor] = {}
+
+    def copy(tensor: Any) -> Any:
+        view = getattr(tensor, "_view", None)
+        if view is not None and view.parent._layout is not None:
+            return view.take(copy(view.parent))
+        key = id(getattr(tensor, "_aliases", tensor))
+        if key not in wholes:
+            wholes[key] = tensor.to_host()
+        return wholes[key]
+
+    return [copy(tensor) for tensor in tensors]
+
+
 def check_writable(target: Any) -> None:
     """Raise ``RuntimeError`` if a write to ``target`` could not reach all it must."""
     linked = _linked(target)
@@ -145,7 +208,7 @@ def check_writable(target: Any) -> None:
             )
 
 
-def write(target: Any, handle: Handle, make: Make, settle: Settle) -> None:
+def write(target: Any, handle: Handle, make: Make) -> None:
     """Give ``target`` a new value, and with it every tensor linked to it."""
     done: set[int] = set()
 
@@ -158,16 +221,26 @@ def write(target: Any, handle: Handle, make: Make, settle: Settle) -> None:
             for view in _views(alias):
                 if id(view) not in done:
                     taken = view._view.take(make(alias._layout, value))
-                    spread(view, settle(view._layout, taken))
+                    spread(view, _settled(view._layout, taken))
             own = getattr(alias, "_view", None)
             if own is not None and own.parent._layout is not None and id(own.parent) not in done:
                 parent = own.parent
                 whole = make(parent._layout, parent._handle)
                 back = _BACK[own.func](own, whole, make(alias._layout, value))
-                spread(parent, settle(parent._layout, back))
+                spread(parent, _settled(parent._layout, back))
 
     with torch.no_grad():
         spread(target, handle)
+
+
+def _settled(layout: Layout, value: Any) -> Handle:
+    """The handle of a value, a sharded or a plain tensor, in a given layout."""
+    if hasattr(value, "_alive"):
+        here, handle = value._alive()
+        if here.same_place(layout):
+            return cast(Handle, handle)
+        value = gather(here, handle)
+    return store(layout, value)
 
 
 # -- from a view back to what it was taken of ------------------------------------------------------

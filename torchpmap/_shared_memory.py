@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from torchpmap._errors import CallTimeout
+from torchpmap._errors import CallTimeout, GroupLost
 
 __all__ = ["SLOT_BYTES", "Meeting", "Occasion", "connect"]
 
@@ -136,6 +136,7 @@ class Meeting:
         self._others = [_LINE * k for k in range(memory.size) if k != place]
         self._met = 0
         self._turn = 0
+        self._awaited: int | None = None
         self._limit_s = limit_s
         self._occasion = occasion
         self._peers = select.poll()
@@ -160,10 +161,14 @@ class Meeting:
         """
         return self._memory.bounds[self._turn]
 
-    def meet(self, purpose: int) -> int | None:
+    def meet(self, purpose: int, *, patient: bool = False) -> int | None:
         """Return when all ranks have come; the first that came for another purpose or on another
         occasion, if any did.
+
+        ``patient``: then, too, all have come, and may meet again.  Without it nobody may: a rank
+        that is still to come would find the purpose of a later meeting.
         """
+        odd = None
         numbers, mine, occasion = self._numbers, self._mine, self._occasion.number
         self._met = met = self._met + 1
         beside = 1 + 2 * (met & 1)
@@ -175,8 +180,10 @@ class Meeting:
             if numbers[theirs] < met:
                 self._wait(theirs, met)
             if numbers[theirs + beside] != purpose or numbers[theirs + beside + 1] != occasion:
-                return theirs // _LINE
-        return None
+                odd = theirs // _LINE if odd is None else odd
+                if not patient:
+                    break
+        return odd
 
     def purpose_of(self, place: int) -> tuple[int, int]:
         """What a rank came for the last time, and on which occasion."""
@@ -191,11 +198,12 @@ class Meeting:
             if numbers[theirs] >= met:
                 return
         end = time.monotonic() + self._limit_s
+        self._awaited = theirs // _LINE
         while (seen := numbers[theirs]) < met:
             if numbers[self._memory.aborted]:
-                raise RuntimeError("process group: another process has left it, or it was cut")
+                raise GroupLost("process group: another process has left it, or it was cut")
             if self._peers.poll(0) and numbers[theirs] < met:
-                raise RuntimeError("process group: another process of it has ended")
+                raise GroupLost("process group: another process of it has ended")
             if time.monotonic() > end:
                 raise CallTimeout(
                     f"rank {self.ranks[theirs // _LINE]} did not come to a collective within "
@@ -205,9 +213,18 @@ class Meeting:
             _syscall(
                 _FUTEX, address, _FUTEX_WAIT, seen & 0xFFFFFFFF, ctypes.addressof(_look_around)
             )
+        self._awaited = None
+
+    @property
+    def waits(self) -> tuple[int, int] | None:
+        """What this rank has come for, and the rank it has been waiting for, if it has (any
+        thread).
+        """
+        awaited = self._awaited
+        return None if awaited is None else (self.purpose_of(self.place)[0], self.ranks[awaited])
 
     def _wake(self, number: int) -> None:
-        """Wake whoever waits for a number to change."""
+        """Wake the processes that wait for a number to change."""
         _syscall(_FUTEX, self._memory.address + 8 * number, _FUTEX_WAKE, 0x7FFFFFFF, None)
 
     def abort(self) -> None:
@@ -215,6 +232,11 @@ class Meeting:
         self._numbers[self._memory.aborted] = 1
         for place in range(self._memory.size):
             self._wake(_LINE * place)
+
+    def forsake(self) -> None:
+        """In a forked child: meeting raises, and the numbers that all share stay the parent's."""
+        self._numbers = memoryview(bytearray(self._numbers)).cast("q")
+        self._numbers[self._memory.aborted] = 1
 
     def leave(self) -> None:
         """Wait for nobody any more; who waits for this process raises."""
@@ -267,7 +289,7 @@ def connect(
     try:
         return Meeting(ranks, place, memory, [pid for pid, _, _ in members], limit_s, occasion)
     except ProcessLookupError as error:
-        raise RuntimeError("process group: another process of it has ended") from error
+        raise GroupLost("process group: another process of it has ended") from error
 
 
 def _is_able() -> bool:

@@ -17,7 +17,7 @@ import functools
 import itertools
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torchpmap._errors import CollectiveMismatch
 from torchpmap._shared_memory import SLOT_BYTES, Meeting
 
-__all__ = ["SharedMemoryGroup"]
+__all__ = ["SharedMemoryGroup", "described"]
 
 _SMALL_BYTES = 1 << 15
 """Up to here every rank adds up everything, instead of a part that it then hands on."""
@@ -81,15 +81,30 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         self._calls = calls
         self._rank, self._size = meeting.place, len(meeting.ranks)
 
+    def agree(self, number: int) -> bool:
+        """Whether all ranks have come with the same number, of up to 62 bits; in any case they may
+        go on.
+        """
+        kind = -1 - number
+        odd = self._meeting.meet(kind, patient=True)
+        if odd is None:
+            return True
+        theirs, occasion = self._meeting.purpose_of(odd)
+        if theirs >= 0 or occasion != self._meeting.purpose_of(self._rank)[1]:
+            self._refuse(odd)
+        return False
+
     def _meet(self, kind: int) -> None:
         odd = self._meeting.meet(kind)
-        if odd is None:
-            return
+        if odd is not None:
+            self._refuse(odd)
+
+    def _refuse(self, odd: int) -> NoReturn:
         what = []
         for place in (self._rank, odd):
             number, occasion = self._meeting.purpose_of(place)
             call = self._calls.get(occasion)
-            what.append(_described(number) + (f" in {call}" if call is not None else ""))
+            what.append(described(number) + (f" in {call}" if call is not None else ""))
         ranks = self._meeting.ranks
         raise CollectiveMismatch(
             f"rank {ranks[self._rank]} runs {what[0]}, but rank {ranks[odd]} {what[1]}. All "
@@ -262,7 +277,9 @@ def _kind(name: str, dtype: torch.dtype, count: int) -> int:
     return _NUMBERS[name, dtype] << _COUNT_BITS | count
 
 
-def _described(kind: int) -> str:
+def described(kind: int) -> str:
+    if kind < 0:
+        return "a collective with compile=False"
     name, dtype = _KINDS[kind >> _COUNT_BITS]
     count = kind & (1 << _COUNT_BITS) - 1
     return f"{name} of {dtype}" + (f" x {count}" if count else "")
@@ -293,7 +310,8 @@ def _reduce_rows(
 
 
 def _bytes_of(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1).view(torch.uint8)
+    # the last dim has the stride 1 also where a single element counts as contiguous with another
+    return x.reshape(-1).unsqueeze(-1).view(torch.uint8).view(-1)
 
 
 @functools.lru_cache(maxsize=256)

@@ -13,9 +13,12 @@ function inside.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import operator
+import pickle
 import types
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -24,6 +27,7 @@ from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch.fx.node import map_arg
 
 from torchpmap._custom_ops import HiddenOperation, mentioned, reduced, source
+from torchpmap._errors import TensorEscaped
 
 __all__ = ["number_of", "pickled", "pickled_function"]
 
@@ -33,8 +37,15 @@ _NO_LOCKS = (
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor], here: bool = False) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        tensors: list[torch.Tensor],
+        here: bool = False,
+        with_grads: bool = False,
+    ) -> None:
         super().__init__(file)
+        self._with_grads = with_grads
         self._tensors = tensors
         self._source = _nothing if here else source
         self._here = here
@@ -73,10 +84,27 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return getattr, (torch.ops, obj.name)
         if isinstance(obj, type(torch.ops)):
             return operator.attrgetter("ops"), (torch,)
-        inner = getattr(obj, "_torchdynamo_orig_callable", None)
-        if inner is not None and callable(obj):
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            # torch.backends.cuda and others, which cloudpickle takes for values
+            return importlib.import_module, (obj.__name__,)
+        if isinstance(obj, memoryview):
+            return _viewed, _memory(obj)
+        if self._with_grads and isinstance(obj, torch.Tensor) and obj.is_leaf:
+            return _with_grad, (*obj.__reduce_ex__(2)[:2], obj.grad)
+        inner = _inside(obj) if callable(obj) else None
+        if inner is not None:
             return _same, (inner,)
         return super().reducer_override(obj)
+
+    def reads_grads(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether the functions may read ``.grad`` of a tensor from outside.  Those that call
+        ``.backward()`` read what that makes, from no gradient, as when they are traced.
+        """
+        return (
+            "grad" in self.names
+            and "backward" not in self.names
+            and any(tensor.is_leaf and tensor.grad is not None for tensor in tensors)
+        )
 
 
 def number_of(data: bytes) -> int:
@@ -106,23 +134,35 @@ def pickled_function(function: Any, what: str, *, here: bool = False) -> bytes:
     cannot be pickled.  ``here``: for this process, which knows the user's operations.
     """
     operations: list[Any] = []
+    with_grads = False
     try:
         while True:
             buffer = io.BytesIO()
             tensors: list[torch.Tensor] = []  # filled while the function is written, itself after
-            pickler = _Pickler(buffer, tensors, here)
+            pickler = _Pickler(buffer, tensors, here, with_grads)
             pickler.dump(_Supplied(operations, (function, tensors)))
             found = mentioned(pickler.names) if pickler.mentions_ops and not here else []
-            if len(found) == len(operations):
+            lacks_grads = not with_grads and pickler.reads_grads(tensors)
+            if len(found) == len(operations) and not lacks_grads:
                 return buffer.getvalue()
             operations = found  # whose own functions may mention more
+            with_grads |= lacks_grads
+    except TensorEscaped:
+        raise
     except HiddenOperation as hidden:
         raise TypeError(f"compile=False runs {what} on the workers, but {hidden}") from None
-    except Exception as error:
+    except _NO_PICKLE as error:  # others are the caller's own: a timeout, raised by a signal
+        reason = str(error) or type(error).__name__
         raise TypeError(
             f"compile=False runs {what} on the workers and must send it there, but it cannot be "
-            f"pickled: {error}. {_NO_LOCKS}, or use compile=True, which sends a graph instead."
+            f"pickled: {reason}. {_NO_LOCKS}, or use compile=True, which sends a graph instead."
         ) from error
+
+
+_NO_PICKLE = (
+    *(pickle.PicklingError, TypeError, AttributeError, KeyError),
+    *(ValueError, RuntimeError),  # of ctypes, and of torch
+)
 
 
 class _Supplied:
@@ -169,6 +209,38 @@ def _packet(name: str, kind: Any) -> Any:
             f"the operation {name} is not known on the devices. If it is in a shared library, load "
             "that with torch.ops.load_library, which the devices then do too."
         ) from None
+
+
+def _inside(compiled: Any) -> Any:
+    """The function that ``torch.compile`` was given."""
+    try:
+        return getattr(compiled, "_torchdynamo_orig_callable", None)
+    except Exception:  # a __getattr__ of the user's that knows no such name
+        return None
+
+
+def _with_grad(make: Callable[..., torch.Tensor], args: Any, grad: Any) -> torch.Tensor:
+    tensor = make(*args)
+    tensor.grad = grad
+    return tensor
+
+
+def _memory(view: memoryview) -> tuple[Any, ...]:
+    """The arguments of ``_viewed``: pickle itself would make bytes of it."""
+    data = view.tobytes()
+    made = (data if view.readonly else bytearray(data), view.format, view.shape)
+    try:
+        _viewed(*made)
+    except (ValueError, TypeError, NotImplementedError):
+        raise TypeError(
+            f"a memoryview of format {view.format!r} does not travel; use a tensor or a numpy array"
+        ) from None
+    return made
+
+
+def _viewed(data: bytes | bytearray, format: Any, shape: Any) -> memoryview:
+    view = memoryview(data)
+    return view if not shape or 0 in shape else view.cast(format, shape)
 
 
 def _same(value: Any) -> Any:

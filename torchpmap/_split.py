@@ -7,13 +7,19 @@ computed twice, as in ``jax.linearize``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 __all__ = ["Halves", "split"]
+
+_aten = torch.ops.aten
+_CONTIGUOUS = torch.contiguous_format
 
 
 @dataclass(frozen=True)
@@ -27,39 +33,125 @@ class Halves:
     """Shape and dtype of what ``backward`` takes."""
 
 
-def split(joint: GraphModule, num_outputs: int, num_cotangents: int) -> Halves:
-    """Split ``joint``, whose first ``num_outputs`` outputs belong to the forward graph, and whose
-    last ``num_cotangents`` inputs to the backward graph.
+def split(
+    joint: GraphModule, num_outputs: int, num_cotangents: int, backward: Collection[Node] = ()
+) -> Halves:
+    """Split ``joint``, which writes to no tensor, and whose first ``num_outputs`` outputs belong to
+    the forward graph, and whose last ``num_cotangents`` inputs to the backward graph.
+
+    ``backward``: what is to be computed there although it depends on no cotangent.
     """
-    if any(_writes(node) for node in joint.graph.nodes):
-        joint = _without_writes(joint)
     nodes = list(joint.graph.nodes)
     cotangents = [node for node in nodes if node.op == "placeholder"][-num_cotangents:]
-    late = set(cotangents)
+    (output,) = (node for node in nodes if node.op == "output")
+    late = {*cotangents, *(set(backward) - _sources(output.args[0][:num_outputs]))}
     for node in nodes:
         if node.op != "output" and any(source in late for source in node.all_input_nodes):
             late.add(node)
-    (output,) = (node for node in nodes if node.op == "output")
-    outputs, gradients = output.args[0][:num_outputs], output.args[0][num_outputs:]
-    assert not late.intersection(outputs)
+    assert not late.intersection(output.args[0][:num_outputs])
     wanted = [source for node in nodes if node in late for source in node.all_input_nodes]
-    residuals = [
-        node
-        for node in dict.fromkeys([*wanted, *gradients])
-        if isinstance(node, Node) and node not in late
-    ]
-    residuals = [_contiguous(joint.graph, node) for node in residuals]
+    gradients = [node for node in output.args[0][num_outputs:] if isinstance(node, Node)]
+    crossing = [node for node in dict.fromkeys([*wanted, *gradients]) if node not in late]
+    crossings = _cross(joint.graph, crossing, late)
+    again, residuals = crossings.again, crossings.stored
     nodes = [node for node in joint.graph.nodes if node.op != "output"]
     outputs, gradients = output.args[0][:num_outputs], output.args[0][num_outputs:]
-    early = [node for node in nodes if node not in late]
-    forward = _graph(early, [], [*outputs, *residuals])
-    backward = _graph(
-        [node for node in nodes if node in late and node not in cotangents],
+    forward = _graph([node for node in nodes if node not in late], [], [*outputs, *residuals])
+    backward_graph = _graph(
+        [node for node in nodes if node in late | again and node not in cotangents],
         [*residuals, *cotangents],
-        gradients,
+        [crossings.restored.get(node, node) for node in gradients],
     )
     kinds = tuple((tuple(v.shape), v.dtype) for v in map(_value, [*residuals, *cotangents]))
-    return Halves(GraphModule(joint, forward), GraphModule(joint, backward), len(residuals), kinds)
+    return Halves(
+        GraphModule(joint, forward), GraphModule(joint, backward_graph), len(residuals), kinds
+    )
+
+
+def _sources(nodes: Sequence[Node]) -> set[Node]:
+    """Nodes, and all that they are computed from."""
+    found: set[Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+@dataclass
+class _Crossings:
+    """How nodes of the forward graph reach the backward graph."""
+
+    stored: list[Node]
+    """What is left on the devices."""
+    again: set[Node]
+    """Views that the backward graph makes for itself."""
+    restored: dict[Node, Node]
+    """What stands for a node in the backward graph, where that is not what is stored."""
+
+
+def _cross(graph: Graph, crossing: Sequence[Node], late: set[Node]) -> _Crossings:
+    """Choose what is stored so that the backward graph can read ``crossing``.
+
+    A stored block is contiguous, but the backward graph was traced with the strides that its
+    inputs had then: views in it would fail, or read other elements.  So the backward graph makes
+    its views anew, from what they look at, and a block that is dense in another order of its dims
+    is stored with these dims in order, and gets them back.
+    """
+    chains = [_views_of(node) for node in crossing]
+    exact = any("as_strided" in str(node.target) for node in late)  # reads what it does not name
+    smallest = {chain[-1] if exact else min(reversed(chain), key=_size) for chain in chains}
+    kept: dict[Node, None] = {}
+    again: set[Node] = set()
+    for chain in chains:
+        at_hand = [k for k, n in enumerate(chain) if n in smallest or n.op == "placeholder"]
+        kept[chain[at_hand[-1]]] = None
+        again.update(chain[: at_hand[-1]])
+    stored: list[Node] = []
+    restored: dict[Node, Node] = {}
+    for node in kept:
+        if _value(node).is_contiguous() and _viewed(node) is None:
+            stored.append(node)
+            continue
+        block, restored[node] = _dense(graph, node)
+        stored.append(block)
+        readers = late | again
+        node.replace_all_uses_with(restored[node], readers.__contains__)
+    again.update(restored.values())
+    return _Crossings(stored, again, restored)
+
+
+def _size(node: Node) -> float:
+    """Number of elements; that of several tensors, which are not stored as one, is infinite."""
+    value = node.meta["val"]
+    return value.numel() if isinstance(value, torch.Tensor) else math.inf
+
+
+def _views_of(node: Node) -> list[Node]:
+    """A node, what it is a view of, and so on."""
+    chain = [node]
+    while (source := _viewed(chain[-1])) is not None:
+        chain.append(source)
+    return chain
+
+
+def _viewed(node: Node) -> Node | None:
+    if node.op != "call_function" or not node.all_input_nodes:
+        return None
+    source = node.all_input_nodes[0]
+    if not _storages(source) & _storages(node):
+        return None
+    if node.target is operator.getitem and _viewed(source) is None:
+        return None  # one of the results of an operation that makes no views
+    return source
+
+
+def _storages(node: Node) -> set[int]:
+    values = node.meta.get("val")
+    values = values if isinstance(values, list | tuple) else [values]
+    return {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
 
 
 def _value(node: Node) -> torch.Tensor:
@@ -67,36 +159,26 @@ def _value(node: Node) -> torch.Tensor:
     return value
 
 
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _without_writes(graph: GraphModule) -> GraphModule:
-    """In two graphs, writes would no longer be in order with the reads of what they change."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    graph.recompile()
-    functional = torch.func.functionalize(lambda *xs: graph.forward(*xs), remove="mutations")
-    with examples[0].fake_mode:
-        result: GraphModule = make_fx(functional)(*examples)
-    result.graph.eliminate_dead_code()
-    return result
-
-
-def _contiguous(graph: Graph, node: Node) -> Node:
-    """What is compiled later takes blocks to be contiguous."""
+def _dense(graph: Graph, node: Node) -> tuple[Node, Node]:
+    """The elements of a node in the order of its strides, and from these the node again."""
     value = _value(node)
-    if value.is_contiguous():
-        return node
+    strides = value.stride()
+    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
     with graph.inserting_after(node):
-        copy = graph.call_function(
-            torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-        )
-    copy.meta = {**node.meta, "val": value.contiguous()}
-    node.replace_all_uses_with(copy)
-    copy.replace_input_with(copy, node)
-    return copy
+        stored = _call(graph, _aten.permute.default, node, order)
+    if _viewed(node) is not None or not _value(stored).is_contiguous():
+        # a part of something that need not be kept, or with gaps
+        with graph.inserting_after(stored):
+            stored = _call(graph, _aten.clone.default, stored, memory_format=_CONTIGUOUS)
+    with graph.inserting_after(stored):
+        inverse = [order.index(dim) for dim in range(value.dim())]
+        return stored, _call(graph, _aten.permute.default, stored, inverse)
+
+
+def _call(graph: Graph, target: torch._ops.OpOverload, node: Node, *args: Any, **kw: Any) -> Node:
+    made = graph.call_function(target, (node, *args), kw)
+    made.meta["val"] = target(_value(node), *args, **kw)
+    return made
 
 
 def _graph(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> Graph:

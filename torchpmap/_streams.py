@@ -49,24 +49,30 @@ _Sample = Callable[..., torch.Tensor]
 
 def new_seed() -> torch.Tensor:
     """What stands for the key of a call while a function is traced."""
-    return torch.zeros(2, dtype=torch.int64)
+    return torch.zeros(2, dtype=torch.int64, device="cpu")
 
 
 def draw_key() -> torch.Tensor:
     """The key of a call, from torch's default generator."""
-    return torch.randint(0, _WORD, (2,))
+    return torch.randint(0, _WORD, (2,), device="cpu")
 
 
 def peek_key() -> torch.Tensor:
     """What ``draw_key`` will give next."""
     generator = torch.Generator()
     generator.set_state(torch.default_generator.get_state())
-    return torch.randint(0, _WORD, (2,), generator=generator)
+    return torch.randint(0, _WORD, (2,), generator=generator, device="cpu")
 
 
 def are_active() -> bool:
     """Whether a mapped function runs whose streams are in use."""
-    return any(isinstance(mode, Streams) for mode in _get_current_function_mode_stack())
+    return active_streams() is not None
+
+
+def active_streams() -> Streams | None:
+    """Those of the mapped function that runs."""
+    modes = _get_current_function_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, Streams)), None)
 
 
 class Streams(TorchFunctionMode):
@@ -86,6 +92,16 @@ class Streams(TorchFunctionMode):
         kwargs = kwargs or {}
         answer = _ANSWERS.get(func)
         return func(*args, **kwargs) if answer is None else answer(self, func, *args, **kwargs)
+
+    @contextmanager
+    def again(self, draws: int) -> Iterator[None]:
+        """In the block, numbers are those that came when there had been so many draws."""
+        self.draws, before = draws, self.draws
+        try:
+            with self:  # torch runs backward passes outside of all modes
+                yield
+        finally:
+            self.draws = before
 
     def next_key(self, func: Any, generator: Any = None) -> torch.Tensor:
         name = getattr(func, "__name__", str(func))

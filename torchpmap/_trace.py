@@ -34,10 +34,13 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torchpmap._ambient import callers_modes_off
 from torchpmap._axes import Axis, Partition, peers, subgroup_name
-from torchpmap._capture import Capture, KeepData, Substitute, clean_grads, is_real
+from torchpmap._capture import Capture, KeepData, SettingChanged, Substitute, clean_grads, is_real
 from torchpmap._errors import lost_write
+from torchpmap._escaped import users_line
 from torchpmap._imports import uncollected
+from torchpmap._remat import Record, rematerialize, without_writes, writes
 from torchpmap._replication import is_random, replicated
 from torchpmap._split import Halves, split
 from torchpmap._threefry import whole
@@ -126,13 +129,14 @@ def trace(
     same_closures: bool = True,
     outside: Collection[int] = (),
     split_at: tuple[int, int] | None = None,
+    ordered: bool = True,
 ) -> Traced:
     """Trace ``body`` over fake blocks; nothing runs or is sent.
 
     ``same_closures``: whether all devices are given the same values for what the function closes
     over.  ``outside``: ids of tensors the function closes over that transforms around the call are
     tracing.  ``split_at``: number of outputs of the forward half, and of trailing inputs that are
-    cotangents.
+    cotangents.  ``ordered``: whether the graph runs as it is.
     """
     with uncollected():
         import torch._dynamo  # make_fx would
@@ -147,11 +151,14 @@ def trace(
         groups[name] = partition
         return name
 
-    capture = Capture(lambda shape, dtype: _fake(fake_mode, shape, dtype, device), device)
+    record = Record()
+    capture = Capture(
+        fake_mode, lambda shape, dtype: _fake(fake_mode, shape, dtype, device), device
+    )
 
     def flat(index: torch.Tensor, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
-        with capture, KeepData(), Substitute(outer), torch.enable_grad():
+        with capture, record, KeepData(capture), Substitute(outer), torch.enable_grad():
             results = [(capture.substitute(block), same) for block, same in body(blocks, axis)]
             varying = [True, *(i.varying for i in inputs)]
             closures = [] if same_closures else list(capture.nodes)
@@ -167,10 +174,10 @@ def trace(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_lock)
         stack.enter_context(_no_transforms(depth))
+        stack.enter_context(_ambient(device))
         arguments = [_fake(fake_mode, (), torch.int64, device)]
         arguments += [_fake(fake_mode, i.shape, i.dtype, device) for i in inputs]
         stack.enter_context(fake_mode)
-        stack.enter_context(_ambient(device))
         leftover = stack.enter_context(clean_grads(capture))
         stack.enter_context(whole())
         try:
@@ -189,15 +196,16 @@ def trace(
     writes_inputs = _protect_inputs(graph)
     _drop_detaches(graph)
     uses_index = _drop_unused_index(graph)
+    if (record.regions or split_at is not None) and writes(graph):
+        graph = without_writes(graph, record)
+    again = rematerialize(graph, record, ordered=ordered, split=split_at is not None)
     outputs = [node.meta["val"] for node in _output_nodes(graph)]
-    halves = None
-    if split_at is not None:
-        halves = split(graph, *split_at)
+    halves = None if split_at is None else split(graph, *split_at, again)
     traced = Traced(
         graph=graph,
         uses_index=uses_index,
         captured=tuple(capture.captured),
-        pinned=tuple(capture.pinned),
+        pinned=(*capture.pinned, *(tensor for tensor, _ in capture.read)),
         shapes=tuple(tuple(output.shape) for output in outputs),
         dtypes=tuple(output.dtype for output in outputs),
         groups={name: groups[name] for name in _names_in(graph) if name in groups},
@@ -300,8 +308,9 @@ def _is_outer(tensor: torch.Tensor, depth: int, outside: Collection[int]) -> boo
         base = functorch.get_unwrapped(base)
     if level <= depth and is_real(base):
         raise NotImplementedError(
-            "a tensor that the mapped function closes over meets function transforms both around "
-            "the call and inside the function; pass it to the function as an argument."
+            f"at {users_line()}: a tensor of shape {list(tensor.shape)} that the mapped function "
+            "closes over meets function transforms both around the call and inside the function; "
+            "pass it to the function as an argument (in_axes=None)."
         )
     return False
 
@@ -316,9 +325,10 @@ def _drop(record: logging.LogRecord) -> bool:
 @contextlib.contextmanager
 def _ambient(device: torch.device) -> Iterator[None]:
     """Single-threaded autograd (modes are per thread), ``torch.compile``d inner functions inlined,
-    factory calls on ``device``.
+    factory calls on ``device``; nothing of what the caller does with its own operations.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(callers_modes_off())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         # torch logs, with a traceback on stderr, the shape errors that it then raises
         log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -351,7 +361,9 @@ def _untraceable(error: BaseException) -> Untraceable | None:
         fake_tensor.UnsupportedOperatorException,
     )
     text = str(error)
-    if isinstance(error, fake_tensor.DynamicOutputShapeException):
+    if isinstance(error, SettingChanged):
+        reason = f"the function changes a setting of torch while it runs: {error}"
+    elif isinstance(error, fake_tensor.DynamicOutputShapeException):
         reason = f"the shape of the result of {text} depends on the values of its input"
     elif isinstance(error, kinds):
         reason = f"the value of a traced tensor is needed ({text})"
@@ -419,6 +431,10 @@ def _written_storages(graph: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
 
 
 def _refuse_lost_writes(graph: torch.fx.GraphModule, capture: Capture) -> None:
+    for real, held in capture.read:
+        if not held.same():
+            held.restore()
+            raise RuntimeError(lost_write(real, " (.numpy())"))
     written = _written_storages(graph)
     for node, real in zip(capture.nodes, capture.captured, strict=True):
         writer = written.get(node.meta["val"].untyped_storage()._cdata)

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from torchpmap._current import devices, process_index, runtime
+from torchpmap._errors import kind_of
 from torchpmap._layout import Layout
 from torchpmap._runtimes._base import Handle, Team
+from torchpmap._wire import bytes_of
 
 __all__ = [
     "check_equal_everywhere",
@@ -35,6 +37,13 @@ def store(layout: Layout, value: torch.Tensor) -> Handle:
 
 def store_on(team: Team, layout: Layout, value: torch.Tensor) -> Handle:
     """``store`` on a team of a given pool."""
+    if value.dtype is not layout.dtype or value.shape != layout.shape:
+        raise RuntimeError(
+            f"a value of type {kind_of(value.shape, value.dtype)} is to be sent where "
+            f"{kind_of(layout.shape, layout.dtype)} is expected. A tensor that a mapped function "
+            "closes over must keep its shape and dtype (x.data = y can change them): pass it as an "
+            "argument instead."
+        )
     value = value.detach()
     if value.device.type != "cpu":
         value = value.cpu()
@@ -47,11 +56,13 @@ def gather(layout: Layout, handle: Handle) -> torch.Tensor:
     """Fetch a whole value."""
     if layout.is_replicated:
         return fetch_blocks(layout, handle, [_first_here(layout)])[0]
-    whole = torch.empty(layout.shape, dtype=layout.dtype)
+    whole = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
     parts = [whole[index] for index in layout.slices]
     direct = all(part.is_contiguous() for part in parts)
     targets = (
-        parts if direct else [torch.empty(layout.block_shape, dtype=layout.dtype) for _ in parts]
+        parts
+        if direct
+        else [torch.empty(layout.block_shape, dtype=layout.dtype, device="cpu") for _ in parts]
     )
     handle.team.runtime.fetch(
         handle, [(place, -1, 0, target) for place, target in enumerate(targets)]
@@ -92,13 +103,12 @@ def check_equal_everywhere(values: Mapping[str, torch.Tensor]) -> None:
 def _digest(value: torch.Tensor) -> bytes:
     value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     kind = f"{value.dtype}{tuple(value.shape)}".encode()
-    data = value.view(-1).view(torch.uint8).numpy().data if value.numel() else b""
-    return hashlib.blake2b(data, digest_size=16, key=kind[:64]).digest()
+    return hashlib.blake2b(bytes_of(value), digest_size=16, key=kind[:64]).digest()
 
 
 def fetch_blocks(layout: Layout, handle: Handle, places: Sequence[int]) -> list[torch.Tensor]:
     """The blocks of the ranks at ``places``."""
-    blocks = [torch.empty(layout.block_shape, dtype=layout.dtype) for _ in places]
+    blocks = [torch.empty(layout.block_shape, dtype=layout.dtype, device="cpu") for _ in places]
     handle.team.runtime.fetch(
         handle, [(place, -1, 0, block) for place, block in zip(places, blocks, strict=True)]
     )
@@ -116,6 +126,6 @@ def fetch_row(layout: Layout, handle: Handle, row: int) -> torch.Tensor | None:
         place, position = _first_here(layout), row
     else:
         return None
-    target = torch.empty(layout.shape[1:], dtype=layout.dtype)
+    target = torch.empty(layout.shape[1:], dtype=layout.dtype, device="cpu")
     handle.team.runtime.fetch(handle, [(place, 0, position, target)])
     return target

@@ -9,17 +9,23 @@ transforms a function of the new kind, with the same rules, takes its place.
 for one of the inner (https://github.com/pytorch/pytorch/pull/195323).  Both branches are computed,
 and each row gets its own, as in JAX.
 
+*Recurrent layers under* ``vmap``: torch has no batching rules for them.  They are decomposed, as
+torch does it elsewhere.
+
 To be deleted, each, when torch has it right.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 import torch.utils._pytree as pytree
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch.overrides import TorchFunctionMode
+
+from torchpmap._remat import install as install_checkpoints
 
 __all__ = ["TransformRules"]
 
@@ -29,6 +35,10 @@ _functorch: Any = torch._C._functorch
 class TransformRules(TorchFunctionMode):
     """While it is entered, the rules here are in force."""
 
+    def __enter__(self) -> Self:
+        install_checkpoints()
+        return super().__enter__()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
@@ -37,6 +47,10 @@ class TransformRules(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.ops.higher_order.cond:
             return _cond(*args, **kwargs)
+        decomposed = _recurrent(func)
+        if decomposed is not None and any(map(_is_batched, _tensors(args))):
+            with self:
+                return decomposed(*args, **kwargs)
         definition = _definition(func)
         if definition is None or not _is_users(definition) or not _is_differentiated():
             return func(*args, **kwargs)
@@ -62,6 +76,63 @@ def _is_batched(tensor: torch.Tensor) -> bool:
             return True
         tensor = _functorch.get_unwrapped(tensor)
     return False
+
+
+# -- recurrent layers ------------------------------------------------------------------------------
+
+
+def _recurrent(func: Any) -> Callable[..., Any] | None:
+    """What to call instead of a layer that torch cannot vmap."""
+    name = getattr(func, "__name__", "")
+    if name not in _RECURRENT or func is not getattr(torch._VF, name):
+        return None
+    if name == "lstm_cell":
+        return _lstm_cell
+
+    def decomposed(*args: Any) -> Any:
+        from torch._decomp import decompositions
+
+        packed, plain = _RECURRENT[name]
+        # (data, batch_sizes, hx, params, ...) or (input, hx, params, ...)
+        is_packed = isinstance(args[-1], bool) and isinstance(args[3], list | tuple)
+        enabled = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)  # its LSTM has no batching rule either
+        try:
+            return getattr(decompositions, packed if is_packed else plain)(*args)
+        finally:
+            torch._C._set_mkldnn_enabled(enabled)
+
+    return decomposed
+
+
+_RECURRENT = {
+    "gru": ("gru_impl_data", "gru_impl"),
+    "lstm": ("lstm_data_impl", "lstm_impl"),
+    "rnn_tanh": ("rnn_tanh_data", "rnn_tanh_input"),
+    "rnn_relu": ("rnn_relu_data", "rnn_relu_input"),
+    "lstm_cell": ("", ""),
+}
+"""Name -> the functions of ``torch._decomp.decompositions`` for packed and plain sequences."""
+
+
+def _lstm_cell(
+    x: torch.Tensor,
+    state: tuple[torch.Tensor, torch.Tensor],
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden, cell = state
+    linear = torch.nn.functional.linear
+    gates = (linear(x, w_ih, b_ih) + linear(hidden, w_hh, b_hh)).chunk(4, -1)
+    kept, added = gates[1].sigmoid(), gates[0].sigmoid()
+    cell = kept * cell + added * gates[2].tanh()
+    return gates[3].sigmoid() * cell.tanh(), cell
+
+
+def _tensors(args: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
 
 
 # -- torch.library.custom_op -----------------------------------------------------------------------

@@ -7,7 +7,7 @@ batch dimension is how collectives recognise the axis.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch._C import _functorch
 
 from torchpmap import _axes, _tree
 from torchpmap._axes import Axis
+from torchpmap._errors import check_array
 
 __all__ = ["vmap"]
 
@@ -64,10 +65,9 @@ def vmap(
 
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        leaves, structure = _tree.flatten_call(args, kwargs)
-        leaves = [torch.tensor(x) if isinstance(x, np.ndarray | np.generic) else x for x in leaves]
+        leaves, paths, structure = _arguments(fun, args, kwargs)
         axes = _tree.broadcast_axes((spec, 0), (args, kwargs), what="vmap in_axes")
-        size = _size(fun, leaves, axes, structure, len(args), axis_size)
+        size = _size(leaves, paths, axes, axis_size)
         output = _Output(out_axes, axis_name)
 
         def rows(index: torch.Tensor, *row: Any) -> list[torch.Tensor]:
@@ -124,15 +124,22 @@ class _Output:
         return self._structure.unflatten(leaves)
 
 
+def _arguments(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], list[str], _tree.Structure]:
+    """Leaves, arrays as tensors; their paths; their structure."""
+    leaves, structure = _tree.flatten_call(args, kwargs)
+    paths = structure.call_paths(_tree.argument_names(fun, len(args)))
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, np.ndarray | np.generic):
+            check_array(leaf, f"vmap: argument {paths[position]}")
+            leaves[position] = torch.tensor(leaf)
+    return leaves, paths, structure
+
+
 def _size(
-    fun: Callable[..., Any],
-    leaves: list[Any],
-    axes: list[int | None],
-    structure: _tree.Structure,
-    num_args: int,
-    axis_size: int | None,
+    leaves: list[Any], paths: Sequence[str], axes: list[int | None], axis_size: int | None
 ) -> int:
-    paths = structure.call_paths(_tree.argument_names(fun, num_args))
     described: list[_tree.Leaf] = []
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, torch.Tensor):
@@ -162,6 +169,7 @@ def _as_tensor(leaf: Any, path: str, device: torch.device) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         return leaf
     if isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic):
+        check_array(leaf, f"vmap: {path}")
         return torch.tensor(leaf, device=device)
     raise TypeError(
         f"vmap returns tensors, numpy arrays and Python numbers, but {path} is {leaf!r} of type "

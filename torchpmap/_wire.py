@@ -8,30 +8,42 @@ One stream socket per worker carries both directions::
 A frame is a fixed header (``length`` of the body in bytes, ``kind``, ``seq``: the number of the
 command it is or answers) and a body: 64-bit integers for the hot kinds, a pickle for the rare ones,
 raw tensor bytes for data.  Pickles travel only over these inherited, unnamed sockets.
+
+The reader counts what is left of a body.  What a handler that fails has not read is skipped, so the
+bytes of a body are never taken for a frame; reading past a body is refused.
+
+A worker's control socket carries pairs of integers (``CONTROL``), see ``_worker``.
 """
 
 from __future__ import annotations
 
+import enum
+import math
 import os
 import socket
 import struct
 from collections.abc import Sequence
-from multiprocessing import reduction
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
+from torchpmap._errors import kind_of
+
 __all__ = [
+    "CONTROL",
     "HEADER",
     "Buffer",
+    "FrameError",
     "FrameReader",
     "InheritedFd",
+    "Origin",
     "Stream",
     "bytes_of",
     "frame",
     "pack_ints",
     "put_frame",
     "read_tensor",
+    "refuse_other",
     "unpack_ints",
 ]
 
@@ -45,6 +57,13 @@ DEFINE, CALL, PUT, FREE, EAGER, GROUP, FORGET, STOP = range(1, 9)
 FETCH, SYNC, RING, DRAIN, REGROUP = range(11, 16)
 # worker -> controller
 READY, DONE, DATA, REPLY, FAILED, DRAINED = range(101, 107)
+
+MAX_BODY = 1 << 44
+"""More bytes than any value has."""
+
+CONTROL = struct.Struct("<qq")  # kind, value
+CUT, CANCEL, DUMP = 1, 2, 3
+"""Leave collectives up to an epoch, end calls from a seq on, say what is being done."""
 
 EAGER_OUTPUTS = 1 << 20
 """Handles reserved for the outputs of a call whose outputs are not known yet."""
@@ -61,14 +80,29 @@ _DTYPES: tuple[torch.dtype, ...] = tuple(
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
+class Origin(enum.IntEnum):
+    """Where the exception of a failed call comes from; all but the first are consequences."""
+
+    USER = 0
+    COMMUNICATION = 1
+    CANCELLED = 2
+
+
+class FrameError(EOFError):
+    """What arrives are no frames; nothing more can be read."""
+
+
 class Stream:
-    """A connected socket that takes whole frames (owner: whoever holds the send lock)."""
+    """A connected socket that takes whole frames."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        self.is_torn = False
+        """Whether a frame was perhaps sent in part."""
 
     def send(self, buffers: Sequence[Buffer]) -> None:
-        """Send all buffers in order; a peer that is gone is noticed by whoever reads, not here."""
+        """Send all buffers in order; a peer that is gone is noticed by the reading side."""
+        self.is_torn = True
         try:
             if len(buffers) == 1:
                 self.sock.sendall(buffers[0])
@@ -79,10 +113,13 @@ class Stream:
                     self.sock.sendall(buffer)
         except (BrokenPipeError, ConnectionResetError):
             pass
+        self.is_torn = False
 
 
 class FrameReader:
-    """Buffered frames from a blocking socket; ``EOFError`` when the peer is gone."""
+    """Buffered frames from a blocking socket; ``EOFError`` when the peer is gone or sends no
+    frames.
+    """
 
     def __init__(self, sock: socket.socket, size: int = 1 << 16) -> None:
         self._sock = sock
@@ -90,6 +127,10 @@ class FrameReader:
         self._view = memoryview(self._bytes)
         self._start = 0
         self._end = 0
+        self.left = 0
+        """Bytes of the current body that have not been read."""
+        self.has_ended = False
+        """Whether nothing more can be read: the one sign that an exception came from here."""
 
     @property
     def buffered(self) -> bool:
@@ -98,50 +139,85 @@ class FrameReader:
 
     def header(self) -> tuple[int, int, int]:
         """(length of the body, kind, seq) of the next frame."""
+        if self.left:
+            raise self.broken(f"{self.left} bytes of a frame were not expected")
         self._need(24)
         found = HEADER.unpack_from(self._bytes, self._start)
         self._start += 24
+        self.left = found[0]
         return found
 
     def body(self, length: int) -> memoryview:
-        """The next ``length`` bytes, valid until the next read."""
+        """The next ``length`` bytes of the body, valid until the next read.
+
+        Raises ``MemoryError`` before it reads anything.
+        """
+        if length > self.left:
+            raise self._beyond(length)
+        if length > len(self._bytes):
+            whole = memoryview(bytearray(length))
+            self.into(whole)
+            return whole
         self._need(length)
         start = self._start
         self._start = start + length
+        self.left -= length
         return self._view[start : start + length]
 
     def into(self, target: memoryview) -> None:
         """Fill ``target`` (large payloads go straight to their place)."""
-        if not len(target):  # and perhaps not writable
+        length = len(target)
+        if length > self.left:
+            raise self._beyond(length)
+        if not length:  # the target is perhaps not writable
             return
-        have = min(len(target), self._end - self._start)
+        have = min(length, self._end - self._start)
         target[:have] = self._view[self._start : self._start + have]
         self._start += have
-        while have < len(target):
-            got = self._sock.recv_into(target[have:])
-            if not got:
-                raise EOFError
+        self.left -= have
+        while have < length:
+            got = self._receive(target[have:])
             have += got
+            self.left -= got
+
+    def skip(self) -> None:
+        """Pass over what is left of the body, in pieces that fit in the buffer."""
+        while self.left:
+            self._need(1)
+            have = min(self.left, self._end - self._start)
+            self._start += have
+            self.left -= have
+
+    def broken(self, why: str) -> FrameError:
+        """What to raise, since where the next frame begins is no longer known."""
+        self.has_ended = True
+        return FrameError(f"broken frame: {why}")
+
+    def _beyond(self, length: int) -> FrameError:
+        return self.broken(f"{length} bytes are expected, but {self.left} are left")
 
     def _need(self, length: int) -> None:
         if self._end - self._start >= length:
             return
-        if length > len(self._bytes):
-            grown = bytearray(max(length, 2 * len(self._bytes)))
-            grown[: self._end - self._start] = self._view[self._start : self._end]
-            self._bytes, self._view = grown, memoryview(grown)
-            self._start, self._end = 0, self._end - self._start
+        if self._start == self._end:
+            self._start = self._end = 0
         elif self._start + length > len(self._bytes):
             rest = bytes(self._view[self._start : self._end])
             self._view[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
-        elif self._start == self._end:
-            self._start = self._end = 0
         while self._end - self._start < length:
-            got = self._sock.recv_into(self._view[self._end :])
-            if not got:
-                raise EOFError
-            self._end += got
+            self._end += self._receive(self._view[self._end :])
+
+    def _receive(self, target: memoryview) -> int:
+        try:
+            got = self._sock.recv_into(target)
+        except ConnectionError as error:
+            self.has_ended = True
+            raise EOFError from error
+        if not got:
+            self.has_ended = True
+            raise EOFError
+        return got
 
 
 def keep_latest(kept: dict[int, T], key: int, value: T) -> None:
@@ -187,23 +263,42 @@ def describe(tensor: torch.Tensor) -> tuple[int, ...]:
     return (_CODES[tensor.dtype], tensor.dim(), *tensor.shape)
 
 
-def read_tensor(reader: FrameReader) -> torch.Tensor:
-    """A tensor from a description (see ``describe``) followed by its bytes."""
+def refuse_other(tensor: torch.Tensor, expected: Sequence[int], where: str) -> None:
+    """Raise unless a tensor has the dtype and shape of a description."""
+    if describe(tensor) != tuple(expected):
+        code, _, *shape = expected
+        raise RuntimeError(
+            f"the value {where} is {kind_of(tensor.shape, tensor.dtype)}, but "
+            f"{kind_of(shape, _DTYPES[code])} was expected: what computed it gave something else "
+            "than it does when it is traced."
+        )
+
+
+def read_tensor(reader: FrameReader, where: str) -> torch.Tensor:
+    """A tensor from a description (see ``describe``) followed by its bytes, the rest of the body.
+
+    Raises ``MemoryError``, with the bytes still to be skipped, if there is no room ``where``.
+    """
     code, dims = struct.unpack("<2q", reader.body(16))
-    shape = struct.unpack(f"<{dims}q", reader.body(8 * dims))
-    tensor = torch.empty(shape, dtype=_DTYPES[code])
+    if not (0 <= code < len(_DTYPES) and 0 <= 8 * dims <= reader.left):
+        raise reader.broken(f"a tensor of dtype {code} with {dims} dims")
+    dtype, shape = _DTYPES[code], struct.unpack(f"<{dims}q", reader.body(8 * dims))
+    size = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or size != reader.left:
+        raise reader.broken(f"{kind_of(shape, dtype)} in {reader.left} bytes")
+    try:
+        tensor = torch.empty(shape, dtype=dtype)
+    except (RuntimeError, MemoryError) as error:
+        raise MemoryError(f"no memory {where} for {kind_of(shape, dtype)}: {size} bytes") from error
     reader.into(bytes_of(tensor))
     return tensor
 
 
 class InheritedFd:
-    """A file descriptor handed to a process that is being started."""
+    """A file descriptor that a worker was born with."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _receive_fd, (reduction.DupFd(self.fd),)
 
     def socket(self) -> socket.socket:
         return socket.socket(fileno=self.fd)
@@ -213,7 +308,3 @@ class InheritedFd:
 
     def close(self) -> None:
         os.close(self.fd)
-
-
-def _receive_fd(duplicate: Any) -> InheritedFd:
-    return InheritedFd(duplicate.detach())

@@ -5,7 +5,8 @@ Saving is: describe the tree, copy what has to be written, and return; a thread 
 one of every worker, write, and when all have, the folder gets its name.  With several controllers
 each writes what its device has, and rank 0 gives the name.  See ``docs/checkpoint.md``.
 
-The first save or load imports ``torch.distributed.checkpoint``: see ``_checkpoint_storage``.
+The first save or load imports ``torch.distributed.checkpoint``: see ``_checkpoint_storage``.  What
+is read is data, never code: see ``_checkpoint_table`` and ``_checkpoint_pickles``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from torchpmap import _axes
-from torchpmap._checkpoint_files import Folder, read_table
+from torchpmap._checkpoint_files import Folder
+from torchpmap._checkpoint_table import Table
 from torchpmap._checkpoint_tree import ShapeDtypeStruct
 from torchpmap._errors import CheckpointError, warn
 
@@ -87,7 +89,7 @@ def _finish_previous() -> None:
 
 
 def _wait_for_previous() -> None:
-    """Whoever reads shall find what was saved; an error is for who saves."""
+    """A reader finds what was saved; an error is for the process that saves."""
     if _saving is not None:
         _saving._thread.join()
 
@@ -216,10 +218,7 @@ def latest(directory: PathLike) -> Path | None:
     for name in sorted(found, key=lambda name: (found[name], name), reverse=True):
         folder = Folder(root / name).find()
         try:
-            if read_table(folder) is None:
-                from torchpmap._checkpoint_storage import Table
-
-                Table.of(folder)
+            Table.of(folder)
             return root / name
         except FileNotFoundError:
             continue  # something else

@@ -24,11 +24,11 @@ import torch
 
 from torchpmap import _axes
 from torchpmap._current import process_count, process_index, runtime
+from torchpmap._errors import check_array
 from torchpmap._multihost_values import (
     Parcel,
     Share,
     as_bytes,
-    empty,
     filled,
     fingerprint,
     opened,
@@ -77,8 +77,10 @@ def broadcast(tree: Any, source: int = 0) -> Any:
     broadcast: tree of T[*s] on one process -> tree of T[*s] on every process
 
     Args:
-        tree: pytree of tensors, arrays and anything that can be pickled.  Only that of ``source``
-            counts: the others may have other shapes, another structure, or pass None.
+        tree: tensors, arrays, numbers, strings, bytes, None, dtypes and sizes, in dicts, lists,
+            tuples, sets and named tuples.  Only that of ``source`` counts: the others may have
+            other shapes, another structure, or pass None.  Objects of other classes are refused:
+            a process takes only data from others (see docs/security.md).
         source: number of the process that gives.
 
     Returns:
@@ -87,8 +89,8 @@ def broadcast(tree: Any, source: int = 0) -> Any:
 
     Raises:
         IndexError: there is no process ``source``.
-        ValueError: (on all processes) the tree of ``source`` cannot be given: a part of it cannot
-            be pickled, or is a ShardedTensor with blocks in other processes.
+        ValueError: (on all processes) the tree of ``source`` cannot be given: a part of it is of
+            another class, or is a ShardedTensor with blocks in other processes; names the part.
         CollectiveMismatch: a process is elsewhere in its program.
 
     Example:
@@ -103,15 +105,15 @@ def broadcast(tree: Any, source: int = 0) -> Any:
     count = process_count()
     if not 0 <= source < count:
         raise IndexError(f"{what}: there is no such process; their numbers are 0 to {count - 1}.")
-    parcel = Parcel.of(tree) if process_index() == source else Parcel(b"", [])
+    mine = Parcel.of(tree) if process_index() == source else Parcel(b"", [])
     if count == 1:
-        tree = opened(parcel.header, what)
-        return filled(tree, [value.clone() for value in parcel.tensors])
+        opened(mine.header, what)
+        return filled(mine.header, (value.clone() for value in mine.tensors))
 
-    headers = _together(lambda rendezvous: rendezvous.exchange(_everyone(), parcel.header, what))
-    tree = opened(headers[source], what)
-    tensors = parcel.tensors if process_index() == source else empty(tree)
-    return filled(tree, _together(lambda _: _sent_from(source, tensors)))
+    headers = _together(lambda rendezvous: rendezvous.exchange(_everyone(), mine.header, what))
+    places = opened(headers[source], what)
+    tensors = mine.tensors if process_index() == source else places
+    return filled(headers[source], _together(lambda _: _sent_from(source, tensors)))
 
 
 def all_gather(tree: Any, tiled: bool = False) -> Any:
@@ -257,6 +259,7 @@ def _check_rows(leaf: Any, path: str, dim: int, count: int) -> None:
         raise TypeError(
             f"{what}: {path} has type {type(leaf).__name__}, but only tensors and arrays have rows."
         )
+    check_array(leaf, f"{what}: {path}")
     if not -leaf.ndim <= dim < leaf.ndim:
         raise ValueError(f"{what}: {path} has shape {list(leaf.shape)}, which has no such dim.")
     if leaf.shape[dim] % count:

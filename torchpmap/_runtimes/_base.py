@@ -67,6 +67,10 @@ class Runtime(Protocol):
         """Whether values may be lost: only then need callers ``check`` what they keep."""
 
     @property
+    def timeout(self) -> float | None:
+        """How long a call may take that does not say so itself."""
+
+    @property
     def closed(self) -> bool:
         """Whether the runtime was shut down; its values are gone then."""
 

@@ -21,8 +21,11 @@ import time
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from torchpmap._deadline import Deadline
 from torchpmap._errors import CallTimeout
 from torchpmap._launcher import Place
+from torchpmap._runtimes._agent import end_with_agent
+from torchpmap._runtimes._store import JobStore
 
 __all__ = ["join", "leave_at_once", "route_to"]
 
@@ -34,17 +37,20 @@ _LEAVING_FAILED_S = 2.0
 _SIOCGIFADDR = 0x8915
 
 _attempt: str | None = None
+_store: JobStore | None = None
 _failed = False
 
 
-def join(place: Place, device_type: str, timeout_s: float, address: str | None) -> dist.Store:
+def join(place: Place, device_type: str, timeout_s: float, address: str | None) -> JobStore:
     """The store of this attempt of the job; makes the default process group if there is none (it is
     kept until the process ends).
 
     Raises:
         CallTimeout: not all processes came.
     """
-    global _attempt
+    global _attempt, _store
+    deadline = Deadline(timeout_s)
+    end_with_agent()
     if not dist.is_initialized():
         for name, value in place.environment().items():
             os.environ.setdefault(name, value)
@@ -53,7 +59,8 @@ def join(place: Place, device_type: str, timeout_s: float, address: str | None) 
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         timeout = datetime.timedelta(seconds=timeout_s)
         store, rank, size = next(rendezvous("env://", timeout=timeout))
-        _attempt = _attempt_of(store, place, timeout_s)
+        _store = JobStore(store, timeout_s)
+        _attempt = _attempt_of(_store, place, deadline, timeout_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
             timeout=timeout,
@@ -64,39 +71,41 @@ def join(place: Place, device_type: str, timeout_s: float, address: str | None) 
             world_size=size,
         )
         atexit.register(_end, place)
-    store = dist.distributed_c10d._get_default_store()
-    if _attempt is None:  # the program made the group
-        _attempt = _attempt_of(store, place, timeout_s)
-    return dist.PrefixStore(f"torchpmap/{_attempt}", store)
+    if _store is None:  # the program made the group
+        _store = JobStore(dist.distributed_c10d._get_default_store(), timeout_s)
+    if _attempt is None:
+        _attempt = _attempt_of(_store, place, deadline, timeout_s)
+    _store.limit(timeout_s)
+    return _store.prefixed(f"torchpmap/{_attempt}")
 
 
-def _attempt_of(store: dist.Store, place: Place, timeout_s: float) -> str:
+def _attempt_of(store: JobStore, place: Place, deadline: Deadline, timeout_s: float) -> str:
     """A name that all processes which run now agree on, and none that ran before a restart.
 
     Everybody leaves a name of his own, and rank 0 a list of them.  Who finds his name on the list
     knows that it is not an old one, and says so; rank 0 makes new lists until everybody has.
     """
-    store = dist.PrefixStore("torchpmap/attempt", store)
+    store = store.prefixed("torchpmap/attempt")
     mine = secrets.token_hex(8)
-    store.set(f"name/{place.rank}", mine)
+    store.set(f"name/{place.rank}", mine.encode())
     names = [f"name/{rank}" for rank in range(place.size)]
     listed: list[str] = []
-    end, pause = time.monotonic() + timeout_s, 0.0002
+    pause = 0.0002
     while True:
         if place.rank == 0 and store.check(names):
             found = [store.get(name).decode() for name in names]
             if found != listed:
                 listed = found
-                store.set("list", " ".join(listed))
+                store.set("list", " ".join(listed).encode())
             # seen on a list of this process: on an old one names of before were seen, too
             if store.check([f"seen/{mine}/{name}" for name in listed[1:]]):
                 return mine
         elif place.rank > 0 and store.check(["list"]):
             listed = store.get("list").decode().split()
             if mine in listed:
-                store.set(f"seen/{listed[0]}/{mine}", "")
+                store.set(f"seen/{listed[0]}/{mine}", b"")
                 return listed[0]
-        if time.monotonic() > end:
+        if deadline.passed:
             raise CallTimeout(
                 f"not all {place.size} processes of the job came within torchpmap.config.timeout "
                 f"({timeout_s:g} s)."
@@ -112,16 +121,18 @@ def leave_at_once() -> None:
 
 
 def _end(place: Place) -> None:
-    """Whoever keeps the store stays until the others need it no more."""
+    """The process that keeps the store stays until the others need it no more."""
     if not dist.is_initialized():
         return
+    deadline = Deadline(_LEAVING_FAILED_S if _failed else _LEAVING_S)
     with contextlib.suppress(Exception):
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"torchpmap/ended/{place.rank}", "")
+        assert _store is not None
+        store = _store.prefixed(f"torchpmap/{_attempt}/ended")
+        store.limit(deadline.left())
+        store.set(f"{place.rank}", b"")
         if place.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
-            keys = [f"torchpmap/ended/{rank}" for rank in range(place.size)]
-            end = time.monotonic() + (_LEAVING_FAILED_S if _failed else _LEAVING_S)
-            while not store.check(keys) and time.monotonic() < end:
+            keys = [f"{rank}" for rank in range(place.size)]
+            while not store.check(keys) and not deadline.passed:
                 time.sleep(_LONGEST_PAUSE_S)
         if not _failed:
             dist.destroy_process_group()

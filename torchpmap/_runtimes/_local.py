@@ -22,10 +22,12 @@ from torchpmap._compile import Definition
 from torchpmap._config import Config
 from torchpmap._devices import enumerate_devices
 from torchpmap._effects import prints
-from torchpmap._errors import RuntimeClosed
+from torchpmap._ending import sleep_if_ending
+from torchpmap._errors import POOL_CLOSED, RuntimeClosed
 from torchpmap._groups import RankPartition
 from torchpmap._program import EagerCall, EagerReport
 from torchpmap._runtimes._base import Handle, Team
+from torchpmap._runtimes._losses import Era
 from torchpmap._runtimes._monitor import Pending
 from torchpmap._runtimes._pool import Pool
 from torchpmap._shipping import pickled
@@ -40,10 +42,11 @@ _JOINED_BYTES = 1 << 16
 class _Stored:
     """A value of a team's workers."""
 
-    __slots__ = ("id", "seq", "team")
+    __slots__ = ("era", "id", "seq", "team")
 
-    def __init__(self, id: int, seq: int, team: Team) -> None:
+    def __init__(self, id: int, seq: int, team: Team, era: Era) -> None:
         self.id = id
+        self.era = era
         self.seq = seq
         """Of the command that makes it."""
         self.team = team
@@ -61,19 +64,23 @@ class LocalRuntime:
         self.devices = enumerate_devices(num_devices, device_type)
         # each worker sees one GPU
         self.device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
-        self._has_losses = False
+        self.timeout = config.timeout
         self.forked = False
         """Whether this object is a copy in a forked child of the process that owns the workers."""
         # guarded by the pool's send lock:
         self._next_handle = 1
         self._teams: dict[tuple[int, ...], Team] = {}
         self._definitions: dict[int, tuple[tuple[int, ...], bytes]] = {}
+        self._limited: dict[int, tuple[float, str]] = {}
+        """Seconds and name of the plans whose calls may take only so long."""
         self._shipped: dict[int, dict[int, None]] = {}  # rank -> ids of the functions it keeps
         # appended to by finalizers in any thread, emptied under the send lock:
         self._retired: deque[int] = deque()
         self._pool = Pool(
-            self.devices, config, on_idle=self._flush_released, on_repaired=self._restore
+            self.devices, config, on_tick=self._flush_released, on_repaired=self._restore
         )
+        self._losses = self._pool.losses
+        self._scarred = self._losses.scarred
         _live.add(self)
 
     # -- calls -------------------------------------------------------------------------------------
@@ -85,9 +92,13 @@ class LocalRuntime:
     def team(self, ranks: tuple[int, ...]) -> Team:
         team = self._teams.get(ranks)
         if team is None:
+            if not self._pool.workers.keys() >= set(ranks):
+                # of a pool that another thread has shut down since the call began
+                raise RuntimeClosed(POOL_CLOSED)
             with self._pool.send_lock:
-                team = self._teams.setdefault(ranks, Team(self, ranks))
-                team.sockets = [self._pool.workers[rank].socket for rank in ranks]
+                new = Team(self, ranks)
+                new.sockets = [self._pool.workers[rank].socket for rank in ranks]
+                team = self._teams.setdefault(ranks, new)
         return team
 
     def execute(
@@ -99,12 +110,15 @@ class LocalRuntime:
         self, team: Team, plan_id: int, held: Sequence[Any], num_outputs: int
     ) -> list[Handle]:
         pool, sockets = self._pool, team.sockets
-        if self._has_losses:
+        if self._scarred:
             self._refuse_lost(held)
         inputs = [handle.id for handle in held]
+        era = self._losses.era
         seq = pool.seq = pool.seq + 1
         out = self._next_handle
         self._next_handle = out + num_outputs
+        if self._limited and (limit := self._limited.get(plan_id)) is not None:
+            pool.limits.add(seq, team.ranks, *limit)
         ints = (plan_id, out, len(inputs), *inputs, *_take(team.released))
         message = struct.pack(f"<QQ{len(ints) + 1}q", 8 * len(ints), _wire.CALL, seq, *ints)
         try:
@@ -113,7 +127,9 @@ class LocalRuntime:
             team.released.extend(range(out, out + num_outputs))
             raise
         # map: trees have hundreds of leaves, and a Python loop costs 0.1 us for each
-        return list(map(_Stored, range(out, out + num_outputs), repeat(seq), repeat(team)))
+        return list(
+            map(_Stored, range(out, out + num_outputs), repeat(seq), repeat(team), repeat(era))
+        )
 
     def put(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
         return self._pool.in_order(self._send_blocks, team, blocks)
@@ -136,7 +152,7 @@ class LocalRuntime:
         except BaseException:  # Ctrl-C
             team.released.append(handle)
             raise
-        return _Stored(handle, seq, team)
+        return _Stored(handle, seq, team, self._losses.era)
 
     def define(self, team: Team, definition: Definition, groups: dict[str, RankPartition]) -> None:
         body = pickled(definition)
@@ -146,21 +162,24 @@ class LocalRuntime:
         leader, *others = team.ranks
         deaths = 0
         while True:
-            pending = self._pool.ask({leader: body}, _wire.DEFINE)
+            what = f"it compiles {definition.name}"
+            pending = self._pool.ask({leader: body}, _wire.DEFINE, what=what)
             if pending.wait():
                 break
             self._pool.repair()
-            losses = self._pool.losses
-            error = losses.of_command(pending.seq)
-            if error is None and losses.died_in(pending.seq, leader):
+            losses, sent = self._losses, (pending.era, pending.seq)
+            error = losses.of_command(*sent)
+            if error is None and losses.died_in(*sent, leader):
                 deaths += 1  # once may be a coincidence
-                error = losses.of_value(pending.seq, (leader,)) if deaths > 1 else None
+                error = losses.of_value(*sent, (leader,)) if deaths > 1 else None
             if error is not None:
                 raise error
 
         def send() -> None:
             self._forget_retired()
             self._definitions[definition.plan_id] = (team.ranks, body)
+            if definition.timeout is not None:
+                self._limited[definition.plan_id] = definition.timeout, definition.name
             self._pool.tell(others, _wire.DEFINE, body)
 
         self._pool.in_order(send)
@@ -177,9 +196,18 @@ class LocalRuntime:
         self.make_groups({call.group: (call.ranks,)})
         seq, first, pending = self._pool.in_order(self._send_function, team, call, held)
         try:
-            if not pending.wait():
-                self._pool.repair()
-                error = self._pool.losses.of_value(seq, team.ranks)
+            try:
+                is_done = pending.wait()
+            except BaseException:  # Ctrl-C
+                try:
+                    self._pool.give_up(seq, team.ranks, call.name)
+                except BaseException:  # and once more
+                    self._pool.give_up(seq, team.ranks, call.name)
+                    raise
+                raise
+            if not is_done:
+                self._pool.repair(seq)
+                error = self._losses.of_value(pending.era, seq, team.ranks)
                 raise error or RuntimeClosed("the call was interrupted by a repair of the pool")
             reports = [pickle.loads(pending.replies[rank]) for rank in team.ranks]
         except BaseException:
@@ -187,7 +215,7 @@ class LocalRuntime:
             raise
         num_outputs = sum(shape is not None for shape in reports[0].shapes)
         stored = range(first, first + num_outputs)
-        return reports, [_Stored(handle, seq, team) for handle in stored]
+        return reports, [_Stored(handle, seq, team, pending.era) for handle in stored]
 
     def _send_function(
         self, team: Team, call: EagerCall, held: Sequence[Any]
@@ -196,7 +224,9 @@ class LocalRuntime:
         self._free(team)
         inputs = tuple(handle.id for handle in held)
         seq, first = self._number(_wire.EAGER_OUTPUTS)
-        pending = self._pool.expect(seq, team.ranks)
+        pending = self._pool.expect(seq, team.ranks, f"it runs {call.name}")
+        if call.timeout is not None:
+            self._pool.limits.add(seq, team.ranks, call.timeout, call.name)
         bodies: dict[bool, bytes] = {}
         frames: dict[int, bytes] = {}
         for rank in team.ranks:
@@ -218,14 +248,22 @@ class LocalRuntime:
         ranks = handle.team.ranks
         targets = {ranks[place]: _wire.bytes_of(target) for place, _, _, target in requests}
         bodies = {
-            ranks[place]: pack_ints(handle.id, dim, position)
-            for place, dim, position, _ in requests
+            ranks[place]: pack_ints(handle.id, dim, position, *_wire.describe(target))
+            for place, dim, position, target in requests
         }
-        self._insist(
-            handle,
-            tuple(bodies),
-            lambda: self._pool.ask(bodies, _wire.FETCH, targets, about=handle.seq).wait(),
-        )
+
+        def ask() -> bool:
+            about = handle.era, handle.seq
+            pending = self._pool.ask(bodies, _wire.FETCH, targets, about=about)
+            if pending.wait():
+                return True
+            self._pool.repair(handle.seq)
+            error = self._losses.of_command(pending.era, pending.seq)
+            if error is not None:  # asking again would not help
+                raise error
+            return False
+
+        self._insist(handle, tuple(bodies), ask)
 
     def block(self, handle: Handle) -> None:
         if self._pool.prints or not self._is_computed(handle):
@@ -243,7 +281,7 @@ class LocalRuntime:
 
     @property
     def scarred(self) -> bool:
-        return self._pool.broken or self._has_losses
+        return self._pool.broken or bool(self._scarred)
 
     def check(self, handle: Handle) -> None:
         self._check(handle, handle.team.ranks)
@@ -253,24 +291,26 @@ class LocalRuntime:
 
     def insist(self) -> None:
         if self._pool.closed_because is not None:
+            sleep_if_ending()
             raise RuntimeClosed(self._pool.closed_because)
 
-    def _refuse_lost(self, held: Sequence[Handle]) -> None:
+    def _refuse_lost(self, held: Sequence[Any]) -> None:
         """Raise if an argument is lost (send lock held)."""
         for handle in held:
-            self._pool.refuse_lost(handle.seq, handle.team.ranks)
+            if handle.era.is_scarred:
+                self._pool.refuse_lost(handle.era, handle.seq, handle.team.ranks)
 
-    def _check(self, handle: Handle, ranks: Sequence[int]) -> None:
+    def _check(self, handle: Any, ranks: Sequence[int]) -> None:
         self.insist()
         if self.scarred:
             if self._pool.broken:  # what it costs is known after the repair
-                self._pool.repair()
-            error = self._pool.losses.of_value(handle.seq, ranks)
+                self._pool.repair(handle.seq)
+            error = self._losses.of_value(handle.era, handle.seq, ranks)
             if error is not None:
                 raise error
 
     def close(self) -> None:
-        self._pool.close("the runtime was shut down (torchpmap.shutdown)")
+        self._pool.close(POOL_CLOSED)
         _live.discard(self)
 
     # -- inside ------------------------------------------------------------------------------------
@@ -287,7 +327,7 @@ class LocalRuntime:
         self.check(handle)
         return self._pool.has_reached(handle.seq, handle.team.ranks)
 
-    def _insist(self, handle: Handle, ranks: Sequence[int], ask: Callable[[], bool]) -> None:
+    def _insist(self, handle: Any, ranks: Sequence[int], ask: Callable[[], bool]) -> None:
         """Ask ``ranks`` about a value, again after a repair, until it answers or is known to be
         lost there.
         """
@@ -296,7 +336,7 @@ class LocalRuntime:
             if ask():
                 self._check(handle, ranks)  # a failure may have come and gone before we asked
                 return
-            self._pool.repair()
+            self._pool.repair(handle.seq)
 
     def _forget_retired(self) -> None:
         """Send what ``forget`` noted (send lock held)."""
@@ -305,6 +345,8 @@ class LocalRuntime:
             for plan_id in _take(self._retired)
             if self._definitions.pop(plan_id, None) is not None
         ]
+        for plan_id in retired:
+            self._limited.pop(plan_id, None)
         if retired:
             self._pool.tell(tuple(self._pool.workers), _wire.FORGET, pack_ints(*retired))
 
@@ -322,13 +364,11 @@ class LocalRuntime:
             return
         teams = tuple(self._teams.values())
         idle = not (self._retired or any(team.released for team in teams))
-        if self._pool.broken or (idle and self._pool.outbox.is_empty):
+        if self._pool.broken or (idle and self._pool.outbox.unsent is None):
             return
         if self._pool.send_lock.acquire(blocking=False):
             try:
-                # while an answer is due, a worker may be sending a large one, which only this
-                # thread reads
-                if self._pool.outbox.finish(wait=False) and not self._pool.waits:
+                if self._pool.outbox.finish():
                     self._forget_retired()
                     for team in teams:
                         self._free(team)
@@ -337,7 +377,6 @@ class LocalRuntime:
 
     def _restore(self, new_ranks: set[int]) -> None:
         """After a repair: give new workers the plans of the old ones."""
-        self._has_losses = bool(self._pool.losses)
         with self._pool.send_lock:
             self._shipped.clear()  # some were skipped behind the failure
             for team in self._teams.values():

@@ -3,12 +3,17 @@
 Values are numbered by the command (``seq``) that made them.  A failure poisons all commands from
 the earliest one that failed to the last one sent before the repair; a death loses everything the
 rank held.  What was complete elsewhere stays valid.
+
+A value refers to its era, the time between two repairs, and what has happened to the values of an
+era is written there.  So an incident is remembered as long as a value lives that it concerns, and
+asking costs the same after a thousand incidents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from torchpmap._devices import Device
 from torchpmap._errors import (
@@ -18,20 +23,36 @@ from torchpmap._errors import (
     ShardLost,
     WorkerDied,
     exit_reason,
+    pack_exception,
     unpack_exception,
 )
-from torchpmap._runtimes._supervise import Exited, Verdict
+from torchpmap._runtimes._supervise import Exited, Failed, GivenUp, Verdict
 
-__all__ = ["Losses", "exception_of"]
+__all__ = ["Era", "Losses", "exception_of", "given_up"]
 
 
 @dataclass(frozen=True)
 class _Death:
     completed: int
     """The last command that the rank had answered."""
-    last: int
-    """The last command sent before its successor started."""
     verdict: Verdict
+
+
+class Era:
+    """What has happened to the values that were made between two repairs."""
+
+    def __init__(self, scarred: set[int]) -> None:
+        self._scarred = scarred
+        self.is_scarred = False
+        self.failure: Verdict | None = None
+        self.deaths: dict[int, _Death] = {}  # by rank; of several, the one that cost the value
+
+    def scar(self) -> None:
+        self.is_scarred = True
+        self._scarred.add(id(self))
+
+    def __del__(self) -> None:
+        self._scarred.discard(id(self))
 
 
 class Losses:
@@ -39,42 +60,47 @@ class Losses:
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
-        self._poisoned: list[tuple[int, int, Verdict]] = []  # (first seq, last seq, why)
-        self._deaths: dict[int, _Death] = {}  # by rank; the latest covers the earlier ones
+        self.scarred: set[int] = set()
+        """Not empty as long as values live that may be lost."""
+        self.era = Era(self.scarred)
+        """That of the commands that are sent now."""
+        self._eras = WeakSet([self.era])
 
-    def note(self, verdict: Verdict, last: int, completed: dict[int, int]) -> None:
-        """Remember an incident: ``last`` command before the repair, ``completed`` per dead rank."""
+    def note(self, verdict: Verdict, completed: dict[int, int]) -> None:
+        """An incident ends an era: ``completed`` is the last command per dead rank."""
         if verdict.first_seq is not None:
-            self._poisoned.append((verdict.first_seq, last, verdict))
+            self.era.failure = verdict
+            self.era.scar()
         for death in verdict.deaths:
-            self._deaths[death.rank] = _Death(completed[death.rank], last, verdict)
+            for era in self._eras:
+                era.deaths.setdefault(death.rank, _Death(completed[death.rank], verdict))
+                era.scar()
+        self.era = Era(self.scarred)
+        self._eras.add(self.era)
 
-    def __bool__(self) -> bool:
-        return bool(self._poisoned or self._deaths)
-
-    def of_value(self, seq: int, ranks: Sequence[int]) -> BaseException | None:
+    def of_value(self, era: Era, seq: int, ranks: Sequence[int]) -> BaseException | None:
         """Why the value of command ``seq`` on ``ranks`` cannot be used, as a new exception."""
-        for first, last, verdict in self._poisoned:
-            if first <= seq <= last:
-                return exception_of(verdict, self._devices)
+        failure = era.failure
+        if failure is not None and failure.first_seq is not None and failure.first_seq <= seq:
+            return exception_of(failure, self._devices)
         for rank in ranks:
-            death = self._deaths.get(rank)
-            if death is not None and seq <= death.last:
+            death = era.deaths.get(rank)
+            if death is not None:
                 cause = exception_of(death.verdict, self._devices)
                 return cause if seq > death.completed else self._lost(rank, cause)
         return None
 
-    def of_command(self, seq: int) -> BaseException | None:
+    def of_command(self, era: Era, seq: int) -> BaseException | None:
         """What command ``seq`` itself raised (not: what it stood behind)."""
-        for _, _, verdict in self._poisoned:
-            if any(failure.seq == seq for failure in verdict.failures):
-                return exception_of(verdict, self._devices)
+        failure = era.failure
+        if failure is not None and any(each.seq == seq for each in failure.failures):
+            return exception_of(failure, self._devices)
         return None
 
-    def died_in(self, seq: int, rank: int) -> bool:
+    def died_in(self, era: Era, seq: int, rank: int) -> bool:
         """Whether ``rank`` died before it had answered command ``seq``."""
-        death = self._deaths.get(rank)
-        return death is not None and death.completed < seq <= death.last
+        death = era.deaths.get(rank)
+        return death is not None and death.completed < seq
 
     def _lost(self, rank: int, cause: BaseException) -> ShardLost:
         lost = ShardLost(
@@ -104,6 +130,12 @@ def exception_of(verdict: Verdict, devices: Sequence[Device]) -> BaseException:
     return error
 
 
+def given_up(seq: int, rank: int, name: str) -> GivenUp:
+    """The caller of ``name`` was interrupted: it has its exception, this is for calls behind."""
+    error = PmapError(f"{name} did not end: it was interrupted in the calling process")
+    return GivenUp(Failed(rank, seq, False, pack_exception(error), f"while running {name}"))
+
+
 def _failed_collective(error: BaseException) -> PmapError:
     """A collective failed and nobody is to blame: no exception of the function's, no death."""
     text = str(error)
@@ -125,7 +157,7 @@ def _failed_collective(error: BaseException) -> PmapError:
 def _obituary(device: Device, death: Exited) -> str:
     what = (
         f"the worker of device {device} (rank {death.rank}, pid {death.pid}) died: "
-        f"{exit_reason(death.exitcode)}"
+        f"{exit_reason(death.exitcode)}{f' ({death.why})' if death.why else ''}"
     )
     words = death.last_words.strip()
     return f"{what}\nIts last words on stderr:\n{words}" if words else what

@@ -3,32 +3,45 @@
 ::
 
     worker sockets --> answers   --> Pending requests (callers wait on them), failures --> on_event
-    sentinels      --> deaths    --> on_event
-    output pipes   --> lines     --> sys.stdout / sys.stderr, prefixed with the device
+    exit pipes     --> deaths    --> on_event
+    output pipes   --> lines     --> Printer: sys.stdout / sys.stderr, prefixed with the device
 
-It never sends on a command socket and never takes the send lock: a sender may be blocked on a
-worker that is itself blocked sending to us, and only reading resolves that.
+It never waits for anything: not for the rest of a frame, not for room in a socket, not for a lock
+that is held while somebody waits.  All waits of callers end because it goes on; should it fail, it
+says so (``on_crash``), and the pool is closed.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import pickle
 import selectors
-import sys
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchpmap import _wire
+from torchpmap._deadline import Deadline
 from torchpmap._devices import Device
+from torchpmap._errors import pack_exception
+from torchpmap._runtimes._inbox import Inbox
+from torchpmap._runtimes._losses import Era
+from torchpmap._runtimes._output import Lines, Printer
 from torchpmap._runtimes._process import WorkerProcess
+from torchpmap._runtimes._reentry import MONITOR
 from torchpmap._runtimes._supervise import Drained, Event, Exited, Failed, Ready
 
 __all__ = ["Monitor", "Pending"]
 
-_LAST_WORDS_BYTES = 4000
-_FLUSH_INTERVAL_S = 0.5
+_TICK_S = 0.5
+_PIPE_READS = 16
+"""More than a pipe holds, unless somebody goes on to write."""
+_JOIN_S = 1.0
+"""How long to wait for this thread, which waits for nothing itself."""
+_PRINT_S = 0.5
+"""How long to wait for the user's stream to take what is left."""
 
 
 class Pending:
@@ -36,21 +49,41 @@ class Pending:
     by a repair).
     """
 
-    __slots__ = ("_lock", "interrupted", "missing", "replies", "seq", "targets")
+    __slots__ = (
+        "_lock",
+        "era",
+        "interrupted",
+        "is_withheld",
+        "missing",
+        "replies",
+        "seq",
+        "targets",
+        "what",
+    )
 
     def __init__(
-        self, seq: int, ranks: Iterable[int], targets: dict[int, memoryview] | None = None
+        self,
+        seq: int,
+        era: Era,
+        ranks: Iterable[int],
+        what: str,
+        targets: dict[int, memoryview] | None = None,
     ) -> None:
         self.seq = seq
+        self.era = era
+        self.what = what
+        """What the ranks do meanwhile."""
         self.missing = set(ranks)
         self.targets = targets or {}
-        self.replies: dict[int, Any] = {}
+        self.replies: dict[int, memoryview] = {}
         self.interrupted = False
+        self.is_withheld = False
+        """Whether its command is about to fail, whatever is answered from now on."""
         self._lock = threading.Lock()
         self._lock.acquire()
 
     def release(self, *, interrupted: bool) -> None:
-        """Wake the waiter; only for whoever took the request out of ``Monitor.pending``."""
+        """Wake the waiter; only for the thread that took the request out of ``Monitor.pending``."""
         self.interrupted = interrupted
         self._lock.release()
 
@@ -60,15 +93,25 @@ class Pending:
         return not self.interrupted
 
 
+class _Outputs(NamedTuple):
+    output: Lines
+    errors: Lines
+
+
 class Monitor:
-    """Owns the reading side; ``watch``/``forget`` may be called from any thread."""
+    """Owns the reading side; ``watch``/``forget``/``stop`` may be called from any thread."""
 
     def __init__(
         self,
         devices: Sequence[Device],
+        *,
         on_event: Callable[[Event], None],
-        on_idle: Callable[[], None],
+        on_tick: Callable[[], None],
+        on_crash: Callable[[BaseException], None],
     ) -> None:
+        """``on_tick`` is called twice a second; ``on_crash`` with an exception that nobody
+        expected, as the last thing that the thread does.
+        """
         self.pending: dict[int, Pending] = {}
         """Requests by seq: callers add, the monitor removes; guarded by the interpreter (single
         dict operations).
@@ -79,23 +122,39 @@ class Monitor:
         """
         self._devices = devices
         self._on_event = on_event
-        self._on_idle = on_idle
-        self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake_writer = os.pipe()
-        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        self._on_tick = on_tick
+        self._on_crash = on_crash
+        self._next_tick = time.monotonic() + _TICK_S
         self._commands: list[
             Callable[[], None]
         ] = []  # appended by any thread, run and cleared by the monitor
-        self._partial: dict[int, bytes] = {}
+        self._inboxes: dict[WorkerProcess, Inbox] = {}
+        self._gone_since: dict[WorkerProcess, Deadline] = {}
+        """Workers that have ended, and how long to wait for the fork server to say how."""
+        self._lines: dict[WorkerProcess, _Outputs] = {}
+        self._paused: list[tuple[int, Any]] = []
+        """Outputs that are not read until there is room, and what they were registered with."""
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="torchpmap-monitor", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as undo:
+            self._selector = undo.enter_context(selectors.DefaultSelector())
+            self._woken, self._waker = map(undo.enter_context, socket.socketpair())
+            self._waker.setblocking(False)
+            self._selector.register(self._woken, selectors.EVENT_READ, None)
+            self._printer = Printer(on_room=lambda: self._do(self._resume))
+            undo.callback(self._printer.stop, 0)
+            self._thread = threading.Thread(target=self._run, name=MONITOR, daemon=True)
+            self._thread.start()
+            undo.pop_all()
+
+    @property
+    def threads(self) -> tuple[threading.Thread, ...]:
+        return self._thread, self._printer.thread
 
     def watch(self, worker: WorkerProcess) -> None:
         self._do(lambda: self._register(worker))
 
-    def forget(self, worker: WorkerProcess) -> None:
-        """Stop reading from a worker; returns when its descriptors may be closed."""
+    def forget(self, worker: WorkerProcess) -> bool:
+        """Stop reading from a worker; whether its descriptors may be closed."""
         done = threading.Event()
 
         def unregister() -> None:
@@ -103,35 +162,62 @@ class Monitor:
             done.set()
 
         self._do(unregister)
-        done.wait()
+        return done.wait(_JOIN_S)
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
+        """End the thread, which prints first what is left; whether it reads no more."""
         self._stopped = True
         self._do(lambda: None)
-        self._thread.join()
-        self._selector.close()
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
+        if threading.current_thread() is self._thread:  # it has failed
+            self._let_go()
+        else:
+            self._thread.join(_JOIN_S)
+        self._printer.stop(_PRINT_S)
+        return not self._inboxes
+
+    def soon(self, command: Callable[[], None]) -> None:
+        """Let this thread do something."""
+        self._do(command)
 
     def _do(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        os.write(self._wake_writer, b"!")
+        with contextlib.suppress(OSError):  # BlockingIOError: it has not come to look for long
+            self._waker.send(b"!")
 
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stopped:
-            ready = self._selector.select(_FLUSH_INTERVAL_S)
-            if not ready:
-                self._on_idle()
-            for key, _ in ready:
-                if key.data is None:
-                    os.read(self._wake_reader, 4096)
-                    while self._commands:
-                        self._commands.pop(0)()
-                elif self._is_watched(key):  # not forgotten meanwhile
-                    source, worker = key.data
-                    source(worker)
+        try:
+            while not self._stopped:
+                self._turn()
+        except BaseException as error:
+            self._on_crash(error)
+        self._let_go()
+        for resource in (self._selector, self._woken, self._waker):
+            resource.close()
+
+    def _let_go(self) -> None:
+        for worker in tuple(self._inboxes):
+            with contextlib.suppress(Exception):  # it may be why the thread has failed
+                self._unregister(worker)
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(max(0.0, self._next_tick - time.monotonic())):
+            if key.data is None:
+                self._woken.recv(4096)
+                while self._commands:
+                    self._commands.pop(0)()
+            elif self._is_watched(key):  # not forgotten meanwhile
+                source, worker = key.data
+                source(worker)
+        if time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + _TICK_S
+            for worker, patience in tuple(self._gone_since.items()):
+                if patience.passed:
+                    self._bury(worker, None)
+            for act in self._printer.overdue():
+                act()
+            self._on_tick()
 
     def _is_watched(self, key: selectors.SelectorKey) -> bool:
         """Whether it is still this registration: descriptors' numbers are used again."""
@@ -139,6 +225,11 @@ class Monitor:
         return present is not None and present.data is key.data
 
     def _register(self, worker: WorkerProcess) -> None:
+        self._inboxes[worker] = Inbox(
+            worker.socket, lambda kind, seq, length: self._room(worker, kind, seq, length)
+        )
+        prefix = f"[{self._devices[worker.rank]}] "
+        self._lines[worker] = _Outputs(Lines(worker.output, prefix), Lines(worker.errors, prefix))
         for source, fileobj in self._sources(worker):
             self._selector.register(fileobj, selectors.EVENT_READ, (source, worker))
 
@@ -146,60 +237,95 @@ class Monitor:
         for _, fileobj in self._sources(worker):
             if fileobj in self._selector.get_map():
                 self._selector.unregister(fileobj)
-        self._rest(worker)
+        self._gone_since.pop(worker, None)
+        if self._inboxes.pop(worker, None) is not None:
+            self._rest(worker)
+            worker.last_words = self._lines.pop(worker).errors.tail
 
     def _sources(
         self, worker: WorkerProcess
     ) -> tuple[tuple[Callable[[WorkerProcess], None], Any], ...]:
         return (
             (self._answers, worker.socket),
-            (self._exited, worker.process.sentinel),
+            (self._exited, worker.exit_pipe),
+            (self._gone, worker.pidfd),
             (self._output, worker.output),
             (self._errors, worker.errors),
         )
 
+    def _room(self, worker: WorkerProcess, kind: int, seq: int, length: int) -> memoryview:
+        """Where an answer goes."""
+        if length > _wire.MAX_BODY:
+            raise _wire.FrameError(f"an answer of {length} bytes")
+        pending = self.pending.get(seq) if kind == _wire.DATA else None
+        if pending is None:  # also an answer that nobody waits for any more
+            try:
+                return memoryview(bytearray(length))
+            except MemoryError:
+                self._fail(worker, seq, length)
+                raise
+        target = pending.targets[worker.rank]
+        if len(target) != length:
+            raise _wire.FrameError(f"{length} bytes of a value that has {len(target)}")
+        return target
+
+    def _fail(self, worker: WorkerProcess, seq: int, length: int) -> None:
+        """There is no memory for an answer."""
+        error = MemoryError(f"no memory for an answer of {length} bytes")
+        where = f"in the calling process, from {self._devices[worker.rank]}"
+        self._on_event(Failed(worker.rank, seq, False, pack_exception(error), where))
+
     def _answers(self, worker: WorkerProcess) -> None:
         try:
-            self._answer(worker)
-            while worker.reader.buffered:
-                self._answer(worker)
+            for kind, seq, body in self._inboxes[worker].frames():
+                try:
+                    self._answer(worker, kind, seq, body)
+                except MemoryError:
+                    self._fail(worker, seq, len(body))
+        except MemoryError:  # ``_room`` has reported it
+            pass
         except (EOFError, ConnectionResetError):
-            self._selector.unregister(worker.socket)  # its sentinel follows
+            # it has ended or does so, or has closed its socket, or it is not known where the next
+            # frame begins; the exit code of one that ends by itself stays
+            worker.kill()
+            if worker.socket in self._selector.get_map():
+                self._selector.unregister(worker.socket)
 
-    def _answer(self, worker: WorkerProcess) -> None:
-        length, kind, seq = worker.reader.header()
+    def _answer(self, worker: WorkerProcess, kind: int, seq: int, body: memoryview) -> None:
         rank = worker.rank
-        if self.prompt:
+        if self.prompt or kind in (_wire.REPLY, _wire.FAILED, _wire.DRAINED):
             self._rest(worker)
-        if kind == _wire.DONE:
-            self._complete(rank, seq)
-        elif kind == _wire.DATA:
+        if kind in (_wire.DONE, _wire.DATA, _wire.REPLY):
             pending = self.pending.get(seq)
-            target = pending.targets[rank] if pending is not None else memoryview(bytearray(length))
-            worker.reader.into(target)
-            self._complete(rank, seq)
-        elif kind == _wire.REPLY:
-            report = bytes(worker.reader.body(length))
-            self._rest(worker)  # what the call printed comes before its result
-            pending = self.pending.get(seq)
-            if pending is not None:
-                pending.replies[rank] = report
-            self._complete(rank, seq)
+            if kind == _wire.REPLY and pending is not None:
+                pending.replies[rank] = body
+            if self.prompt or kind == _wire.REPLY:  # what the call printed comes before its result
+                self._printer.then(lambda: self._complete(rank, seq))
+            else:
+                self._complete(rank, seq)
         elif kind == _wire.FAILED:
-            communication, packed, where = pickle.loads(worker.reader.body(length))
-            self._on_event(Failed(rank, seq, communication, packed, where))
+            origin, packed, where = pickle.loads(body)
+            self._on_event(Failed(rank, seq, bool(origin), packed, where))
         elif kind == _wire.DRAINED:
             self._on_event(Drained(rank))
-        else:
-            assert kind == _wire.READY, f"unknown frame {kind}"
+        elif kind == _wire.READY:
             self._on_event(Ready(rank, seq))
+        else:
+            raise _wire.FrameError(f"unknown kind {kind}")
 
     def _complete(self, rank: int, seq: int) -> None:
         pending = self.pending.get(seq)
         if pending is not None:
             pending.missing.discard(rank)
-            if not pending.missing and self.pending.pop(seq, None) is not None:
+            done = not pending.missing and not pending.is_withheld
+            if done and self.pending.pop(seq, None) is not None:
                 pending.release(interrupted=False)
+
+    def withhold(self, seq: int) -> None:
+        """Give no caller the answers to a command that is about to fail (any thread)."""
+        pending = self.pending.get(seq)
+        if pending is not None:
+            pending.is_withheld = True
 
     def interrupt_all(self) -> None:
         for seq in tuple(self.pending):
@@ -211,53 +337,59 @@ class Monitor:
             pending.release(interrupted=True)
 
     def _exited(self, worker: WorkerProcess) -> None:
-        for _, fileobj in self._sources(worker):
-            if fileobj in self._selector.get_map():
-                self._selector.unregister(fileobj)
-        self._rest(worker)
-        worker.process.join()
+        try:
+            self._bury(worker, worker.exitcode())
+        except EOFError:  # the fork server is gone, which is no reason for the worker to go
+            self._selector.unregister(worker.exit_pipe)
+
+    def _gone(self, worker: WorkerProcess) -> None:
+        """It has ended; how, the fork server says next."""
+        self._selector.unregister(worker.pidfd)
+        if worker.exit_pipe in self._selector.get_map():
+            self._gone_since[worker] = Deadline(_TICK_S)
+        else:
+            self._bury(worker, None)
+
+    def _bury(self, worker: WorkerProcess, exitcode: int | None) -> None:
+        self._answers(worker)  # what it said last
+        self._unregister(worker)
         last_words = worker.last_words.decode(errors="replace")
-        self._on_event(Exited(worker.rank, worker.process.exitcode, worker.pid, last_words))
+        assert worker.pid is not None
+        self._on_event(Exited(worker.rank, exitcode, worker.pid, last_words))
 
     # -- output ------------------------------------------------------------------------------------
 
-    def _output(self, worker: WorkerProcess, *, to_the_end: bool = False) -> None:
-        self._print(worker, worker.output, sys.stdout, to_the_end)
+    def say(self, line: str) -> None:
+        """Print a line of our own on stderr."""
+        self._printer.write("stderr", line + "\n")
 
-    def _errors(self, worker: WorkerProcess, *, to_the_end: bool = False) -> None:
-        read = self._print(worker, worker.errors, sys.stderr, to_the_end)
-        worker.last_words = (worker.last_words + read)[-_LAST_WORDS_BYTES:]
+    def _output(self, worker: WorkerProcess) -> None:
+        self._print(worker, "stdout", self._lines[worker].output)
+
+    def _errors(self, worker: WorkerProcess) -> None:
+        self._print(worker, "stderr", self._lines[worker].errors)
+
+    def _print(self, worker: WorkerProcess, stream: str, lines: Lines) -> None:
+        text = lines.read()
+        self._printer.write(stream, text or "")
+        if text is None:
+            self._selector.unregister(lines.fd)
+        elif self._printer.is_full:
+            key = self._selector.unregister(lines.fd)
+            self._paused.append((lines.fd, key.data))
+
+    def _resume(self) -> None:
+        paused, self._paused = self._paused, []
+        for fd, data in paused:
+            if data[1] in self._inboxes:
+                self._selector.register(fd, selectors.EVENT_READ, data)
 
     def _rest(self, worker: WorkerProcess) -> None:
         """Print what was written so far, also a last line that has no end yet."""
-        self._output(worker, to_the_end=True)
-        self._errors(worker, to_the_end=True)
-
-    def _print(self, worker: WorkerProcess, fd: int, stream: Any, to_the_end: bool) -> bytes:
-        read = b""
-        while True:
-            try:
-                chunk = os.read(fd, 1 << 16)
-            except BlockingIOError:
-                break
-            if not chunk:
-                if fd in self._selector.get_map():
-                    self._selector.unregister(fd)
-                break
-            read += chunk
-        *lines, rest = (self._partial.pop(fd, b"") + read).split(b"\n")
-        if rest and to_the_end:
-            lines.append(rest)
-        elif rest:
-            self._partial[fd] = rest
-        prefix = f"[{self._devices[worker.rank]}] "
-        try:
-            for line in lines:
-                text = line.decode(errors="replace")
-                own = text.startswith(_wire.PLAIN_LINE)
-                stream.write((text[1:] if own else prefix + text) + "\n")
-            if lines:
-                stream.flush()
-        except Exception:
-            pass  # the user's stream is closed, absent or broken; this thread must live
-        return read
+        for stream, lines in zip(("stdout", "stderr"), self._lines[worker], strict=True):
+            for _ in range(_PIPE_READS):
+                text = "" if self._printer.is_full else lines.read()
+                if not text:
+                    break
+                self._printer.write(stream, text)
+            self._printer.write(stream, lines.rest())

@@ -1,46 +1,51 @@
-"""Frames for several workers, sent whole and to all of them also if Ctrl-C comes meanwhile.
+"""Frames for several workers, sent whole and to all of them, by a sender that never waits.
 
 Half a frame would garble everything after it, and a call that only some ranks got leaves them
-waiting for the others.  Python runs a signal handler between two steps of a program, never inside a
-builtin that does not wait: so what was sent is written down by the very call that sends it
-(``list.extend`` of what ``send`` returns), and that call never waits for room.  Whoever is
-interrupted leaves behind exactly what remains, and the next one to send anything sends that first.
+waiting for the others.  So what there is no room for is kept, in order, and sent before anything
+that is posted later; the pool waits for room where nobody else waits for it.
+
+A sender may be interrupted by Ctrl-C.  Python runs a signal handler between two steps of a program,
+never inside a builtin that does not wait: so what was sent is written down by the very call that
+sends it (``list.extend`` of what ``send`` returns), and what remains is exactly what was not sent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 from collections.abc import Sequence
-from itertools import repeat
-from typing import NamedTuple
+from itertools import repeat, starmap
 
 from torchpmap._wire import Buffer
 
-__all__ = ["Outbox"]
+__all__ = ["Outbox", "wait_for_room"]
 
 _send = socket.socket.send
 _NO_WAIT = repeat(socket.MSG_DONTWAIT)
 
 
-class _Unsent(NamedTuple):
-    sockets: Sequence[socket.socket]
-    messages: Sequence[Buffer]
-    """One for each socket."""
-    sent: list[int]
-    """Bytes of each message; shorter while some have not been tried."""
-    later: Sequence[tuple[Sequence[socket.socket], Sequence[Buffer]]]
+_Later = Sequence[tuple[Sequence[socket.socket], Sequence[Buffer]]]
+_Unsent = tuple[Sequence[socket.socket], Sequence[Buffer], list[int], _Later]
+"""Sockets; a message for each; how many bytes of each were sent, shorter while some have not been
+tried; what is to be sent after them.  Not a class of its own, which takes 0.2 us in every call.
+"""
 
 
 class Outbox:
-    """Owner: whoever holds the send lock."""
+    """Owner: the holder of the send lock."""
 
     def __init__(self) -> None:
-        self._unsent: _Unsent | None = None
+        self.unsent: _Unsent | None = None
+        """What there was no room for, or what an interrupted sender left."""
+        self.rounds = 0
+        """How often everything was sent after there had been no room."""
 
     @property
-    def is_empty(self) -> bool:
-        return self._unsent is None
+    def blocked(self) -> Sequence[socket.socket]:
+        """The sockets that have no room."""
+        rest = None if self.unsent is None else _rest(self.unsent)
+        return () if rest is None else rest[0]
 
     def post(
         self,
@@ -48,37 +53,44 @@ class Outbox:
         messages: Sequence[Buffer],
         later: Sequence[Sequence[Buffer]] = (),
     ) -> None:
-        """Send a message to each socket, then one of each of ``later``; waits for room.
+        """Send a message to each socket, then one of each of ``later``, as far as there is room.
 
-        A peer that is gone is noticed by whoever reads, not here.
+        A peer that is gone is noticed by the monitor, not here.
         """
-        self.finish()
+        following: _Later = [(sockets, each) for each in later] if later else ()
+        if self.unsent is not None and not self.finish():
+            queue = [*self.unsent[3], (sockets, messages), *following]
+            self.unsent = *self.unsent[:3], queue
+            return
         sent: list[int] = []
-        self._unsent = _Unsent(sockets, messages, sent, [(sockets, each) for each in later])
+        self.unsent = sockets, messages, sent, following
         try:  # noqa: SIM105 - which takes half a microsecond
             sent.extend(map(_send, sockets, messages, _NO_WAIT))
         except OSError:  # no room, or gone: ``finish`` tells
             pass
         if not later and sum(sent) == sum(map(len, messages)):
-            self._unsent = None
+            self.unsent = None
         else:
             self.finish()
 
-    def finish(self, *, wait: bool = True) -> bool:
-        """Send what is left; False if that would mean to wait."""
-        while self._unsent is not None:
-            self._unsent = rest = _rest(self._unsent)
+    def finish(self) -> bool:
+        """Send what there is room for of what is left; whether nothing is left."""
+        while self.unsent is not None:
+            self.unsent = rest = _rest(self.unsent)
             if rest is None:
+                self.rounds += 1
                 break
-            try:
-                rest.sent.extend(map(_send, rest.sockets, rest.messages, _NO_WAIT))
-            except BlockingIOError:
-                if not rest.sent:
-                    if not wait:
-                        return False
-                    _wait_for_room(rest.sockets[0])
-            except OSError:  # this peer is gone
-                rest.sent.append(len(rest.messages[len(rest.sent)]))
+            sockets, messages, sent, _ = rest
+            while (tried := len(sent)) < len(sockets):
+                left = zip(sockets[tried:], messages[tried:], _NO_WAIT, strict=False)
+                try:
+                    sent.extend(starmap(_send, left))
+                except BlockingIOError:
+                    sent.append(0)
+                except OSError:  # this peer is gone
+                    sent.append(len(messages[len(sent)]))
+            if not any(sent):
+                return False
         return True
 
 
@@ -91,13 +103,16 @@ def _rest(unsent: _Unsent) -> _Unsent | None:
         if count < len(message)
     ]
     if rest:
-        return _Unsent([sock for sock, _ in rest], [view for _, view in rest], [], later)
+        return [sock for sock, _ in rest], [view for _, view in rest], [], later
     if later:
-        return _Unsent(*later[0], [], later[1:])
+        return *later[0], [], later[1:]
     return None
 
 
-def _wait_for_room(sock: socket.socket) -> None:
+def wait_for_room(sockets: Sequence[socket.socket], patience_ms: int) -> None:
+    """Wait until one of some blocked sockets has room."""
     poll = select.poll()
-    poll.register(sock, select.POLLOUT)
-    poll.poll()
+    with contextlib.suppress(ValueError):  # a worker that was replaced: its socket is closed
+        for sock in sockets:
+            poll.register(sock, select.POLLOUT)
+        poll.poll(patience_ms)

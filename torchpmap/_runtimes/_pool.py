@@ -2,7 +2,7 @@
 
 One lock, the *send lock*, is what gives all ranks the same order of commands, and with it the same
 order of collectives.  Nothing is awaited while it is held; the sockets' buffers are the only bound
-on how far commands run ahead.
+on how far commands run ahead, and the caller whose command found no room waits without the lock.
 
 Failures are noticed by the monitor thread and judged by ``Supervisor``.  What cannot wait (cutting
 the groups, so that nobody stays blocked) the monitor does at once; the repair itself (drain,
@@ -13,48 +13,70 @@ From the first sign of a failure until then ``broken`` keeps everybody from send
 from __future__ import annotations
 
 import contextlib
-import os
+import math
 import pickle
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torchpmap import _wire
 from torchpmap._config import Config
-from torchpmap._devices import Device, threads_per_device
+from torchpmap._devices import Device
+from torchpmap._ending import sleep_if_ending
 from torchpmap._errors import RuntimeClosed
 from torchpmap._groups import RankPartition
-from torchpmap._runtimes._losses import Losses, exception_of
-from torchpmap._runtimes._monitor import Monitor, Pending
-from torchpmap._runtimes._outbox import Outbox
-from torchpmap._runtimes._process import WorkerProcess
-from torchpmap._runtimes._progress import Progress
+from torchpmap._runtimes._crew import Crew
+from torchpmap._runtimes._limits import Limits
+from torchpmap._runtimes._lookout import Lookout
+from torchpmap._runtimes._losses import Era, Losses, exception_of, given_up
+from torchpmap._runtimes._monitor import Pending
+from torchpmap._runtimes._outbox import Outbox, wait_for_room
+from torchpmap._runtimes._reentry import REPAIRER, held_here, refuse, refuse_to_wait
 from torchpmap._runtimes._supervise import (
     Action,
+    Cancel,
     Close,
     Cut,
-    Deadline,
     Drain,
     Event,
+    Exited,
+    Failed,
     Kill,
+    Lingering,
+    Overdue,
     Phase,
     Regroup,
     Report,
     Respawn,
+    Stopped,
+    Stubborn,
     Supervisor,
 )
-from torchpmap._runtimes._worker import CUT
+from torchpmap._runtimes._vigil import STOPPED_S
 from torchpmap._wire import frame
 
 __all__ = ["Pool"]
 
 T = TypeVar("T")
 
-_REPAIR_PATIENCE_S = 30.0
-"""How long a rank may take to drain or regroup before it is killed; a busy one is merely slow."""
-_STOP_PATIENCE_S = 1.0
+_GRACE_S = 1.0
+"""How long a rank may go on with what a failure elsewhere has poisoned."""
+_OBEY_S = 2.0
+"""How long it may go on with a call that took too long."""
+_EARLY_S = 2.0
+"""How long a caller waits for all ranks when it is known already why its call failed."""
+_EARLY_LOOK_S = 0.25
+_CLOSE_S = 4.0
+"""How long ``close`` may take in all, whatever has happened."""
+_LOOK_MS = 1000
+"""How long a thread sleeps at most before it looks whether the pool was closed meanwhile."""
+_ROOM_MS = 50
+"""The same where a failure does not wake it."""
 _SHORT_SLEEP_MS = 2
 """Worth more than telling the workers to ring, which takes some 30 us."""
 
@@ -67,53 +89,91 @@ class Pool:
         devices: Sequence[Device],
         config: Config,
         *,
-        on_idle: Callable[[], None],
+        on_tick: Callable[[], None],
         on_repaired: Callable[[set[int]], None],
     ) -> None:
-        """``on_idle``: called by the monitor now and then; ``on_repaired``: with the ranks that
+        """``on_tick``: called by the monitor now and then; ``on_repaired``: with the ranks that
         have new workers, by the repairing thread, before others may send again.
         """
         self._devices = tuple(devices)
-        self._config = config
+        self._tick = on_tick
         self._on_repaired = on_repaired
-        self._store_fd = os.memfd_create("torchpmap-store", os.MFD_CLOEXEC)  # a file with no name
-        self.send_lock = threading.Lock()
+        self.send_lock = threading.RLock()
+        self._is_sending = held_here(self.send_lock)
         self.outbox = Outbox()
-        self._progress = Progress(len(devices))
         self._waiting = threading.Lock()  # held by the thread that sleeps until the bell rings
         self.seq = 0  # number of the last command; guarded by the send lock
         self._groups: dict[str, RankPartition] = {}  # guarded by the send lock
-        self._state_lock = threading.Lock()  # guards _supervisor
+        self._state_lock = threading.Lock()  # guards _supervisor; never taken by a caller
         self._supervisor = Supervisor(len(devices), phase=Phase.REBUILDING, epoch=1)
+        self._verdict = self._supervisor.verdict()  # written by the monitor
         self._actions: queue.SimpleQueue[Action] = queue.SimpleQueue()  # monitor -> repairer
-        self._repair_lock = threading.RLock()  # held by the thread that performs _actions
-        self._drain_seq = 0  # last command before the repair; written by the repairer
+        self._unfinished: Action | None = None  # what the last repairer could not do
+        self._replaced: set[int] = set()  # what of it is done
+        self._killed: set[int] = set()  # ranks that were killed because they had been stopped
+        self._repairs = threading.RLock()  # guards the beginning of a repair
+        self._repair_in_progress: Future[None] | None = None
         self._completed: dict[int, int] = {}  # of replaced workers; written by the repairer
         self.losses = Losses(self._devices)
         self.broken = True
         """Whether commands must wait (set by the monitor, cleared by the repairer)."""
         self.closed_because: str | None = None
-        self._monitor = Monitor(self._devices, self._on_event, on_idle)
-        self.workers = {rank: self._new_worker(rank) for rank in range(len(devices))}
-        # in the background: the fork server may still be importing, and the caller has a function
-        # to trace meanwhile
-        self._starter = threading.Thread(
-            target=self._start_all, name="torchpmap-starter", daemon=True
+        self._closed_by: BaseException | None = None
+        self._closing = threading.Lock()  # taken for good by the thread that closes the pool
+        self._closer: int | None = None
+        self._closed = threading.Event()
+        self._drain_begin = math.inf
+        self._crew = Crew(
+            self._devices,
+            config,
+            on_event=self._on_event,
+            on_tick=self._on_tick,
+            on_crash=self._on_crash,
         )
-        self._starter.start()
+        self._lookout = Lookout(self._devices, self._crew, self.outbox)
+        self.workers = self._crew.workers
+        self._monitor = self._crew.monitor
+        self._progress = self._crew.progress
+        self.limits = Limits(
+            self._devices, self.workers, self.has_reached, self._monitor.withhold, self._on_overdue
+        )
         self._actions.put(Regroup(1))
+        self._crew.starter.start()
 
     # -- sending -----------------------------------------------------------------------------------
 
     def in_order(self, send: Callable[..., T], *args: Any) -> T:
         """What ``send(*args)`` returns, called with the send lock held and the pool in working
-        order, repaired first if need be.
+        order, repaired first if need be.  Returns when all that it posted is on its way.
         """
+        if self._is_sending():
+            refuse()
+        outbox = self.outbox
         while True:
             with self.send_lock:  # ``acquire()`` keeps it if Ctrl-C comes just when it returns
-                if not self.broken:
-                    return send(*args)
+                if not self.broken and (outbox.unsent is None or outbox.finish()):
+                    sent = send(*args)
+                    if outbox.unsent is None:
+                        return sent
+                    break
+            self._wait_for_room()
+        rounds = outbox.rounds
+        while outbox.rounds == rounds and not self._push():
+            self._wait_for_room()
+        return sent
+
+    def _push(self) -> bool:
+        """Send what there was no room for; whether nothing is left."""
+        with self.send_lock:
+            return self.outbox.finish()
+
+    def _wait_for_room(self) -> None:
+        """Wait until what was posted can perhaps be sent; repairs the pool if it is broken."""
+        refuse_to_wait()
+        if self.broken:
             self.repair()
+        else:
+            wait_for_room(self.outbox.blocked, _ROOM_MS)
 
     def tell(self, ranks: Sequence[int], kind: int, body: bytes) -> None:
         """Send a command without an answer (send lock held)."""
@@ -125,19 +185,23 @@ class Pool:
         self.outbox.post([self.workers[rank].socket for rank in frames], list(frames.values()))
 
     def expect(
-        self, seq: int, ranks: Sequence[int], targets: dict[int, memoryview] | None = None
+        self,
+        seq: int,
+        ranks: Sequence[int],
+        what: str,
+        targets: dict[int, memoryview] | None = None,
     ) -> Pending:
         """Register a request before it is sent (send lock held)."""
-        pending = self._monitor.pending[seq] = Pending(seq, ranks, targets)
+        pending = self._monitor.pending[seq] = Pending(seq, self.losses.era, ranks, what, targets)
         if self.broken:  # since we took the lock: the monitor may have missed this one
             self._monitor.interrupt(seq)
         return pending
 
-    def refuse_lost(self, seq: int, ranks: Sequence[int]) -> None:
-        """Raise if the value of command ``seq`` is lost (send lock held): perhaps since a repair
-        that ended just before the lock was taken; a worker that misses it fails, and all with it.
+    def refuse_lost(self, era: Era, seq: int, ranks: Sequence[int]) -> None:
+        """Raise if the value of command ``seq`` is lost (send lock held), perhaps only just: a
+        worker that misses it fails, and all with it.
         """
-        error = self.losses.of_value(seq, ranks)
+        error = self.losses.of_value(era, seq, ranks)
         if error is not None:
             raise error
 
@@ -146,15 +210,19 @@ class Pool:
         bodies: dict[int, bytes],
         kind: int,
         targets: dict[int, memoryview] | None = None,
-        about: int | None = None,
+        about: tuple[Era, int] | None = None,
+        what: str = "it runs a call",
     ) -> Pending:
-        """Send a request, with a body per rank; ``about``: the command whose value it needs."""
+        """Send a request, with a body per rank; ``about``: the command whose value it needs;
+        ``what``: what the ranks do for it.
+        """
+        refuse_to_wait()
 
         def send() -> Pending:
             if about is not None:
-                self.refuse_lost(about, tuple(bodies))
+                self.refuse_lost(*about, tuple(bodies))
             self.seq += 1
-            pending = self.expect(self.seq, tuple(bodies), targets)
+            pending = self.expect(self.seq, tuple(bodies), what, targets)
             self.post({rank: frame(kind, self.seq, body) for rank, body in bodies.items()})
             return pending
 
@@ -162,9 +230,7 @@ class Pool:
 
     @property
     def prints(self) -> bool:
-        """Whether plans print: the monitor sees to it that their output comes before their
-        results.
-        """
+        """Whether plans print: then their output comes before their results."""
         return self._monitor.prompt
 
     def expect_output(self) -> None:
@@ -179,6 +245,7 @@ class Pool:
         """Wait until ``ranks`` are done with everything up to command ``seq``; False when a failure
         came first.
         """
+        refuse_to_wait()
         if self.prints or not self._waiting.acquire(blocking=False):
             return self.ask(dict.fromkeys(ranks, b""), _wire.SYNC).wait()
         progress = self._progress
@@ -186,23 +253,20 @@ class Pool:
             if progress.wait(seq, ranks, _SHORT_SLEEP_MS):
                 return True
             epoch, seq = self.in_order(self._ask_to_ring, ranks)
-            while not progress.wait(seq, ranks, None):
+            while not progress.wait(seq, ranks, _LOOK_MS):
                 if self.broken or self._supervisor.epoch != epoch:
                     return False
             return True
         finally:
             self._waiting.release()
+            if self._closed.is_set():
+                self._close_progress()
 
     def _ask_to_ring(self, ranks: Sequence[int]) -> tuple[int, int]:
         """In which epoch, by which command."""
         epoch = self._supervisor.epoch  # first: what fails from here on changes it
         self.tell(ranks, _wire.RING, b"")
         return epoch, self.seq
-
-    @property
-    def waits(self) -> bool:
-        """Whether a request is unanswered."""
-        return bool(self._monitor.pending)
 
     def make_groups(self, groups: dict[str, RankPartition]) -> None:
         for name, partition in groups.items():
@@ -217,138 +281,218 @@ class Pool:
 
     def _on_event(self, event: Event) -> None:
         """Judge an event (monitor thread)."""
+        if isinstance(event, Exited):
+            event = self._explained(event)
         with self._state_lock:
             was_healthy = self._supervisor.phase is Phase.HEALTHY
             actions = self._supervisor.on(event)
             self.broken = self.broken or self._supervisor.phase is not Phase.HEALTHY
+            self._verdict = self._supervisor.verdict()
         for action in actions:
-            if isinstance(action, Cut):
-                self._cut(action)
-            self._actions.put(action)
+            match action:
+                case Cancel(seq=seq, ranks=ranks):
+                    self._crew.control(ranks, _wire.CANCEL, seq)
+                case Kill(ranks=ranks):
+                    for rank in ranks:
+                        self.workers[rank].kill()
+                case _:
+                    if isinstance(action, Cut):
+                        self._crew.control(action.ranks, _wire.CUT, action.epoch)
+                    self._actions.put(action)
         if was_healthy and self.broken:
             self._wake_all()
+
+    def _explained(self, event: Exited) -> Exited:
+        """With what the supervisor cannot know."""
+        rank = event.rank
+        pending = tuple(self._monitor.pending.values())
+        doomed = min((each.seq for each in pending if rank in each.missing), default=None)
+        why = f"it had been stopped for {STOPPED_S:g} s while it was waited for"
+        return replace(event, doomed=doomed, why=why if rank in self._killed else "")
 
     def _wake_all(self) -> None:
         self._monitor.interrupt_all()
         self._progress.ring()
 
-    def _cut(self, cut: Cut) -> None:
-        for rank in cut.ranks:
-            with contextlib.suppress(OSError):
-                self.workers[rank].control.send(CUT.pack(cut.epoch))
+    def _on_tick(self) -> None:
+        """Look after those that are waited for (monitor thread)."""
+        if time.monotonic() - self._drain_begin >= _GRACE_S:
+            self._on_event(Lingering())
+        if time.monotonic() - self._drain_begin >= _OBEY_S:
+            self._on_event(Stubborn())
+        if not self.broken:
+            self.limits.on_tick(time.monotonic())
+        for rank in self._stopped_ranks():
+            self._killed.add(rank)
+            self._on_event(Stopped(rank))
+        self._tick()
 
-    def repair(self) -> None:
-        """Carry out what the supervisor wants until the pool works (or is closed: raises).
+    def _on_overdue(self, failure: Failed) -> None:
+        """A call took too long (any thread)."""
+        self._monitor.soon(lambda: self._on_event(Overdue(failure)))
 
-        Not in the main thread: there Ctrl-C would end it half-way, and nobody could go on with it.
+    def give_up(self, seq: int, ranks: Sequence[int], name: str) -> None:
+        """End a call whose caller was interrupted; commands from now on wait until it has ended."""
+        is_known = threading.Event()
+
+        def end() -> None:
+            if seq in self._monitor.pending:
+                self._on_event(given_up(seq, ranks[0], name))
+            is_known.set()
+
+        self._monitor.soon(end)
+        is_known.wait(_LOOK_MS / 1000)
+
+    def _stopped_ranks(self) -> list[int]:
+        if not self.broken:
+            return self._lookout.after_calls()
+        is_awaited = self._repair_in_progress is not None
+        return self._lookout.after_repair(self._supervisor) if is_awaited else []
+
+    def repair(self, wanted: int | None = None) -> None:
+        """Wait until the pool works; raises if it is closed.
+
+        A thread of its own does the work: a caller may be interrupted, by Ctrl-C or because it is
+        known that the user's exception has poisoned ``wanted``; others wait for slow ranks then.
         """
-        if threading.current_thread() is not threading.main_thread():
-            self._repair()
-            return
-        failures: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                self._repair()
-            except BaseException as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=run, name="torchpmap-repair", daemon=True)
-        thread.start()
-        thread.join()
-        for error in failures:
-            raise error
-
-    def _repair(self) -> None:
-        with self._repair_lock:
-            while self.broken:
-                if self.closed_because is not None:
-                    raise RuntimeClosed(self.closed_because)
+        self._insist()
+        refuse_to_wait(self.send_lock, self._repairs)
+        with self._repairs:
+            repair = self._repair_in_progress
+            if repair is None:
+                if not self.broken:
+                    return
+                repair = self._repair_in_progress = Future()
+                thread = threading.Thread(target=self._run, args=(repair,), name=REPAIRER)
+                thread.daemon = True
                 try:
-                    action = self._actions.get(timeout=_REPAIR_PATIENCE_S)
-                except queue.Empty:
-                    if not self._starter.is_alive():  # else the workers are not even there yet
-                        self._on_event(Deadline())
-                    continue
-                self._perform(action)
+                    thread.start()
+                except RuntimeError:  # there are too many
+                    self._repair_in_progress = None
+                    raise
+        while not futures.wait([repair], _EARLY_LOOK_S).done:
+            error = None if wanted is None else self._known_failure(wanted)
+            if error is not None:
+                raise error
+        if (failure := repair.exception()) is not None:
+            self._insist()
+            raise failure
+
+    def _known_failure(self, seq: int) -> BaseException | None:
+        """What has poisoned a command, if ranks have had time for what they can do."""
+        if time.monotonic() - self._drain_begin < _EARLY_S:
+            return None
+        verdict = self._verdict
+        if not any(not each.communication and each.seq <= seq for each in verdict.failures):
+            return None
+        return exception_of(verdict, self._devices)
+
+    def _run(self, repair: Future[None]) -> None:
+        failure = None
+        try:
+            while self.broken:
+                self._insist()
+                action = self._unfinished = self._unfinished or self._next_action()
+                if action is not None:
+                    self._insist()
+                    self._perform(action)
+                    self._unfinished = None
+        except BaseException as error:
+            failure = error
+        self._repair_in_progress = None
+        repair.set_exception(failure) if failure is not None else repair.set_result(None)
+
+    def _insist(self) -> None:
+        """Raise if the pool was closed."""
+        if self.closed_because is not None:
+            sleep_if_ending()
+        if isinstance(self._closed_by, OSError):  # what the user can mend
+            raise OSError(*self._closed_by.args) from self._closed_by
+        if self.closed_because is not None:
+            raise RuntimeClosed(self.closed_because) from self._closed_by
+
+    def _next_action(self) -> Action | None:
+        """What the supervisor wants next, if it comes soon; meanwhile what was posted is sent."""
+        if self._push():
+            with contextlib.suppress(queue.Empty):
+                return self._actions.get(timeout=_LOOK_MS / 1000)
+        else:
+            with contextlib.suppress(queue.Empty):
+                return self._actions.get_nowait()
+            wait_for_room(self.outbox.blocked, _ROOM_MS)
+        return None
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Cut():
-                self._cut(action)  # again: a worker that is started only now has missed it
+            case Cut(epoch=epoch, ranks=ranks):  # again: one that starts only now has missed it
+                self._crew.control(ranks, _wire.CUT, epoch)
             case Drain(ranks=ranks):
                 with self.send_lock:
-                    self._drain_seq = self.seq
                     self.tell(ranks, _wire.DRAIN, b"")
-            case Kill(ranks=ranks):
-                for rank in ranks:
-                    self.workers[rank].kill()
+                self._drain_begin = time.monotonic()
             case Respawn(ranks=ranks):
+                self._drain_begin = math.inf
                 for rank in ranks:
-                    self._replace(rank)
+                    if rank not in self._replaced:
+                        self._completed.setdefault(rank, self._progress[rank])
+                        self._crew.replace(rank, self.send_lock)
+                        self._killed.discard(rank)
+                    self._replaced.add(rank)
+                self._replaced.clear()
             case Regroup(epoch=epoch):
+                self._drain_begin = math.inf
                 with self.send_lock:
                     body = pickle.dumps((epoch, self._groups))
                     self.tell(tuple(self.workers), _wire.REGROUP, body)
             case Report(verdict=verdict):
-                self.losses.note(verdict, self._drain_seq, self._completed)
+                self.losses.note(verdict, self._completed)
+                self._completed.clear()
+                self.limits.clear()
                 self._on_repaired({death.rank for death in verdict.deaths})
                 with self._state_lock:  # unless the next failure is already there
                     self.broken = self._supervisor.phase is not Phase.HEALTHY
+                    self.broken = self.broken or self.closed_because is not None
             case Close(verdict=verdict):
                 cause = exception_of(verdict, self._devices)
                 self.close(f"the workers cannot be started or repaired: {cause}")
                 raise cause
 
-    # -- processes ---------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
-    def _new_worker(self, rank: int) -> WorkerProcess:
-        device_type = self._devices[rank].platform
-        threads = threads_per_device(len(self._devices))
-        return WorkerProcess(
-            rank, device_type, threads, self._config, self._store_fd, self._progress
-        )
-
-    def _start_all(self) -> None:
-        for worker in self.workers.values():
-            worker.start()
-            self._monitor.watch(worker)
-
-    def _replace(self, rank: int) -> None:
-        old = self.workers[rank]
-        self._completed[rank] = self._progress[rank]
-        self._monitor.forget(old)
-        old.close(0)
-        new = self._new_worker(rank)
-        new.start()
-        self.workers[rank] = new
-        self._monitor.watch(new)
+    def _on_crash(self, error: BaseException) -> None:
+        """A thread of the pool's own failed: no other would do its work."""
+        self._closed_by = error
+        self.close(f"the pool failed: {type(error).__name__}: {error}")
 
     def close(self, because: str) -> None:
-        """End all workers; idempotent."""
-        with self._repair_lock:
-            if self.closed_because is not None:
-                return
-            self.closed_because = because
-            self.broken = True
-        with self._state_lock:
-            self._supervisor.phase = Phase.CLOSED
+        """End all workers; idempotent.  Takes at most ``_CLOSE_S``, whatever locks are held: it
+        may be called where a signal handler or a finalizer has interrupted this very class.
+        """
+        if not self._closing.acquire(blocking=False):
+            if self._closer != threading.get_ident():
+                self._closed.wait(_CLOSE_S)
+            return
+        self._closer = threading.get_ident()
+        self.closed_because = because
+        self.broken = True
+        self._supervisor.phase = Phase.CLOSED
         self._wake_all()
-        self._starter.join()
-        for worker in self.workers.values():
-            self._monitor.forget(worker)
-            worker.hang_up()
-        self._monitor.stop()
-        deadline = time.monotonic() + _STOP_PATIENCE_S
-        for worker in self.workers.values():
-            worker.close(max(0.0, deadline - time.monotonic()))
-        os.close(self._store_fd)
-        if self._waiting.acquire(
-            blocking=False
-        ):  # else a thread wakes only now, and needs the bell
+        self._actions.put(Regroup(0))  # wakes the thread that repairs
+        self._crew.end()
+        self._closed.set()
+        self._close_progress()
+
+    def _close_progress(self) -> None:
+        if self._waiting.acquire(blocking=False):  # else it needs the bell, and comes here next
             self._progress.close()
 
     def abandon(self, because: str) -> None:
-        """In a forked child: the workers are the parent's; never touch them again."""
+        """In a forked child: the workers are the parent's, and must not live as long as the child
+        does.
+        """
         self.closed_because = because
         self.broken = True
+        self._closing, self._closed = threading.Lock(), threading.Event()
+        self._closing.acquire()
+        self._closed.set()
+        self._crew.abandon()

@@ -1,81 +1,33 @@
-"""Start one worker through ``torch.multiprocessing``'s fork server, without the ``__main__`` guard.
+"""One worker process, as the controller sees it: its sockets and pipes, its end.
 
-The fork server is preloaded with torch and this package (see ``_template``), so a worker is forked
-in milliseconds.  Usual ``multiprocessing`` children re-import the user's main module, which is why
-scripts need ``if __name__ == "__main__"``; our workers get graphs or pickled functions and never
-need it, so ``_GuardlessPopen`` leaves it out of what the child prepares.
+Scripts need no ``if __name__ == "__main__"``: workers get graphs or pickled functions, and never
+import the user's main module.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
+import fcntl
 import os
+import pickle
+import select
+import signal
 import socket
-from multiprocessing import context, forkserver, popen_forkserver, reduction, spawn, util
-from typing import Any
-
-import torch.multiprocessing
+import sys
+from collections.abc import Callable
 
 from torchpmap._config import Config
+from torchpmap._deadline import Deadline
+from torchpmap._runtimes._forkserver import EXIT_CODE, Inheritance, explained, server
 from torchpmap._runtimes._progress import Progress
-from torchpmap._runtimes._worker import Birth, main
-from torchpmap._wire import FrameReader, InheritedFd
 
 __all__ = ["WorkerProcess", "preload"]
 
-_PRELOAD = "torchpmap._runtimes._template"
-
 
 def preload() -> None:
-    """Start the fork server in the background (returns at once); its imports run while the caller
-    goes on.
-    """
-    torch.multiprocessing.get_context("forkserver")  # registers torch's reductions
-    server: Any = forkserver._forkserver
-    wanted = [name for name in server._preload_modules if name != "__main__"]  # its default
-    if _PRELOAD not in wanted:
-        forkserver.set_forkserver_preload([*wanted, _PRELOAD])
-    forkserver.ensure_running()
-
-
-def _close_fds(*fds: int) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
-class _GuardlessPopen(popen_forkserver.Popen):
-    """``popen_forkserver.Popen`` whose child does not import the user's main module."""
-
-    _fds: list[int]
-
-    def _launch(self, process_obj: Any) -> None:
-        prepare = spawn.get_preparation_data(process_obj._name)
-        prepare.pop("init_main_from_name", None)
-        prepare.pop("init_main_from_path", None)
-        buffer = io.BytesIO()
-        context.set_spawning_popen(self)
-        try:
-            reduction.dump(prepare, buffer)
-            reduction.dump(process_obj, buffer)
-        finally:
-            context.set_spawning_popen(None)
-        self.sentinel, writer = forkserver.connect_to_new_process(self._fds)
-        parent_writer = os.dup(writer)  # the child polls this to learn that its parent is gone
-        self.finalizer = util.Finalize(self, _close_fds, (parent_writer, self.sentinel))
-        with open(writer, "wb", closefd=True) as stream:
-            stream.write(buffer.getbuffer())
-        self.pid = forkserver.read_signed(self.sentinel)
-
-
-class _Process(context.ForkServerProcess):
-    # the default start method *inside* the worker: with "forkserver", any lock that a library makes
-    # there (tqdm's, while Inductor compiles) is a named semaphore, reported as leaked at exit
-    _start_method = "fork"
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> _GuardlessPopen:
-        return _GuardlessPopen(process_obj)
+    """Let the fork server's imports begin; returns at once."""
+    with explained():
+        server.ensure_running()
 
 
 class WorkerProcess:
@@ -94,52 +46,52 @@ class WorkerProcess:
         progress: Progress,
     ) -> None:
         self.rank = rank
+        self.pid: int | None = None
+        self.pidfd = -1
         self.last_words = b""
         """The tail of its stderr (written by the monitor)."""
-        self.socket, self._command = socket.socketpair()
-        self.control, self._control = socket.socketpair()
-        self._lifeline, self.lifeline = os.pipe()
-        self.output, self._output = os.pipe()
-        self.errors, self._errors = os.pipe()
-        os.set_blocking(self.output, False)
-        os.set_blocking(self.errors, False)
-        self.reader = FrameReader(self.socket)
-        memory, bell = progress.inherited()
-        birth = Birth(
-            rank=rank,
-            device_type=device_type,
-            num_threads=num_threads,
-            config=config,
-            command=InheritedFd(self._command.fileno()),
-            control=InheritedFd(self._control.fileno()),
-            lifeline=InheritedFd(self._lifeline),
-            output=InheritedFd(self._output),
-            errors=InheritedFd(self._errors),
-            store=InheritedFd(store_fd),
-            progress=memory,
-            bell=bell,
-        )
-        self.process = _Process(
-            target=main, args=(birth,), name=f"torchpmap-{device_type}:{rank}", daemon=True
-        )
+        self._name = f"torchpmap-{device_type}:{rank}"
+        self._birth = {
+            "rank": rank,
+            "device_type": device_type,
+            "num_threads": num_threads,
+            "config": config,
+        }
+        with explained(), contextlib.ExitStack() as undo:
+            self.socket, command = _socket_pair(undo)
+            self.control, control = _socket_pair(undo)
+            lifeline, self.lifeline = _pipe(undo)
+            self.output, output = _pipe(undo)
+            self.errors, errors = _pipe(undo)
+            self.exit_pipe, exit_pipe = _pipe(undo)
+            self.stacks = os.memfd_create("torchpmap-stacks", os.MFD_CLOEXEC)
+            undo.callback(os.close, self.stacks)
+            fcntl.fcntl(self.stacks, fcntl.F_SETFL, os.O_APPEND)  # what was read can be cut off
+            for fd in (self.output, self.errors, self.exit_pipe):
+                os.set_blocking(fd, False)
+            undo.pop_all()
+        self._theirs = [exit_pipe, command.detach(), control.detach(), lifeline, output, errors]
+        self._shared = [store_fd, *(each.fd for each in progress.inherited()), self.stacks]
 
-    def start(self) -> None:
+    def start(self, is_wanted: Callable[[], bool]) -> None:
         """Fork the worker; waits for the fork server's imports if they are still running."""
+        taken = Inheritance(self._name, _path(), sys.argv, _folder(), self._birth)
         try:
-            self.process.start()
+            with explained():
+                fds = [*self._theirs, *self._shared]
+                self.pid, self.pidfd = server.fork(pickle.dumps(taken), fds, is_wanted)
         finally:
-            self._command.close()
-            self._control.close()
-            for fd in (self._lifeline, self._output, self._errors):
-                os.close(fd)
+            self._close_theirs()
 
     @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
+    def is_open(self) -> bool:
+        """Whether it was not closed."""
+        return self.socket.fileno() >= 0
 
     def kill(self) -> None:
-        self.process.kill()
+        with contextlib.suppress(OSError):  # it has ended
+            if self.pidfd >= 0:
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def hang_up(self) -> None:
         """Let the worker end after what it was sent (a frame would have to wait for room in the
@@ -148,16 +100,68 @@ class WorkerProcess:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
 
-    def close(self, grace_s: float) -> None:
-        """Reap the process (started before; killed if it does not end within ``grace_s``) and close
-        our ends.
+    def wait(self, patience: Deadline) -> None:
+        """Wait until the process has ended."""
+        if self.pidfd >= 0:
+            poll = select.poll()
+            poll.register(self.pidfd, select.POLLIN)
+            poll.poll(int(1000 * patience.left()))
+
+    def exitcode(self) -> int | None:
+        """What the fork server says about its end.
+
+        Raises:
+            BlockingIOError: nothing yet.
+            EOFError: nothing, and it will not.
         """
-        self.process.join(grace_s)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        self.process.close()
+        found = os.read(self.exit_pipe, EXIT_CODE.size)
+        if not found:
+            raise EOFError
+        return int(EXIT_CODE.unpack(found)[0])
+
+    def close(self) -> None:
+        """Close our ends; idempotent."""
+        self._close_theirs()
         self.socket.close()
         self.control.close()
-        for fd in (self.lifeline, self.output, self.errors):
-            os.close(fd)
+        fds = (
+            self.lifeline,
+            self.output,
+            self.errors,
+            self.exit_pipe,
+            self.stacks,
+            self.pidfd,
+        )
+        self.lifeline = self.output = self.errors = self.exit_pipe = self.stacks = self.pidfd = -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
+
+    def _close_theirs(self) -> None:
+        while self._theirs:
+            os.close(self._theirs.pop())
+
+
+def _socket_pair(undo: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
+    pair = socket.socketpair()
+    for sock in pair:
+        undo.callback(sock.close)
+    return pair
+
+
+def _pipe(undo: contextlib.ExitStack) -> tuple[int, int]:
+    pipe = os.pipe()
+    for fd in pipe:
+        undo.callback(os.close, fd)
+    return pipe
+
+
+def _path() -> list[str]:
+    return [entry for entry in sys.path if type(entry) is str]
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return None

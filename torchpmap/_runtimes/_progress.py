@@ -1,8 +1,8 @@
 """How far every worker has come: one number per rank in memory they all share, and a bell.
 
 A worker writes the number of each command it is done with.  A thread of the controller that waits
-writes what it waits for, and sleeps; whoever makes that true rings.  So a value that is there costs
-no message, and one that is not costs a single wake-up, of the thread that waits for it.
+writes what it waits for, and sleeps; the worker that makes that true rings.  So a value that is
+there costs no message, and one that is not costs a single wake-up, of the thread that waits for it.
 
 ::
 
@@ -13,11 +13,12 @@ Nothing orders these stores and loads of different processors, so once in a grea
 misses what the other has just written.  Therefore the first sleep is short, and before a long one
 the worker is *told* to ring (``RING``), which cannot be missed.  A ring too many does no harm: the
 numbers, and the pool after a failure, say what has happened.  Only one thread may sleep, because
-whoever wakes takes the ring away from the others.
+the thread that wakes takes the ring away from the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import select
@@ -34,12 +35,16 @@ class Progress:
     """The controller's side (any thread; the owner must call ``close``)."""
 
     def __init__(self, size: int) -> None:
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC)
+        with contextlib.ExitStack() as undo:
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC)
+            undo.callback(os.close, self._bell)
+            self._fd = os.memfd_create("torchpmap-progress", os.MFD_CLOEXEC)
+            undo.callback(os.close, self._fd)
+            os.truncate(self._fd, 8 * (size + 2))
+            self._memory = mmap.mmap(self._fd, 8 * (size + 2))
+            undo.pop_all()
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
-        self._fd = os.memfd_create("torchpmap-progress", os.MFD_CLOEXEC)
-        os.truncate(self._fd, 8 * (size + 2))
-        self._memory = mmap.mmap(self._fd, 8 * (size + 2))
         # one per rank; then the command somebody waits for, and a bit for each rank it is of
         self._numbers = memoryview(self._memory).cast("q")
         self._numbers[-2] = _NOBODY_WAITS
@@ -57,7 +62,7 @@ class Progress:
         numbers = self._numbers
         return all(numbers[rank] >= seq for rank in ranks)
 
-    def wait(self, seq: int, ranks: Sequence[int], patience_ms: int | None) -> bool:
+    def wait(self, seq: int, ranks: Sequence[int], patience_ms: int) -> bool:
         """``reached``, after sleeping if need be (a spurious ring ends the sleep too)."""
         numbers = self._numbers
         numbers[-1] = sum([1 << rank for rank in ranks])
@@ -68,6 +73,14 @@ class Progress:
         finally:
             numbers[-2] = _NOBODY_WAITS
         return self.reached(seq, ranks)
+
+    def awaited(self) -> list[int]:
+        """The ranks that the thread that sleeps, if any, waits for."""
+        wanted, ranks = self._numbers[-2], self._numbers[-1]
+        if wanted == _NOBODY_WAITS:
+            return []
+        members = (rank for rank in range(ranks.bit_length()) if ranks >> rank & 1)
+        return [rank for rank in members if self._numbers[rank] < wanted]
 
     def ring(self) -> None:
         """Wake the thread that sleeps, or the next one."""

@@ -2,7 +2,8 @@
 
 All of it goes through the store of ``torch.distributed``'s default process group, which torchrun's
 agent keeps where it can, so that it outlives any of the processes.  Nothing here is on the path of
-a call that was made before.
+a call that was made before.  Any program that reaches the store's port can write to it, so what is
+read from it is data (see ``_data``) and nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import pickle
 import time
 import traceback
 from collections import Counter
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchpmap._data import not_ours, packed, unpacked
+from torchpmap._deadline import Deadline
 from torchpmap._errors import (
     CallTimeout,
     CollectiveMismatch,
@@ -35,6 +37,10 @@ __all__ = ["Rendezvous", "Waiting", "mismatch", "who_has_what"]
 _LONGEST_PAUSE_S = 0.01
 _POSTED_AFTER_S = 1.0
 """How long a process waits before it says so."""
+_LAST_WORDS_S = 5.0
+"""How long the store may take to answer a process that has failed."""
+_LEAVING_S = 2.0
+"""The same for one that ends."""
 _RULE = (
     "All processes must make the same mapped calls, with arguments of the same shapes and dtypes, "
     "in the same order."
@@ -53,6 +59,16 @@ class Waiting:
     calls: dict[tuple[int, ...], int]
     """How many calls with collectives it has begun, per axis."""
 
+    def packed(self) -> bytes:
+        return packed((self.ranks, self.turn, self.what, self.calls))
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Waiting:
+        ranks, turn, what, calls = _checked(unpacked(data), (tuple, int, str, dict))
+        for numbers in (ranks, tuple(calls.values()), *calls):
+            _checked(numbers, (int,) * len(numbers) if type(numbers) is tuple else ())
+        return cls(ranks, turn, what, calls)
+
 
 class Rendezvous:
     """This process among those of its job (one thread at a time uses it)."""
@@ -61,9 +77,10 @@ class Rendezvous:
         self.place = place
         self._timeout_s = timeout_s
         self.address = None if place.local_size == place.size else route_to(place.host)
-        store = join(place, device_type, timeout_s, self.address)
+        with _store_failures():
+            store = join(place, device_type, timeout_s, self.address)
         # it remembers what the runtime before this one left
-        self.store: dist.Store = dist.PrefixStore(str(next(_starts)), store)
+        self.store = store.prefixed(str(next(_starts)))
         self.calls: Counter[tuple[int, ...]] = Counter()
         """Calls with collectives that were begun, per axis (written by the runtime)."""
         self._turns: Counter[tuple[int, ...]] = Counter()
@@ -84,16 +101,15 @@ class Rendezvous:
         prefix = f"turn/{','.join(map(str, ranks))}/{turn}"
         keys = [f"{prefix}/{rank}" for rank in ranks]
         with _store_failures():
-            packed: Any = pickle.dumps((what, mine))
-            self.store.set(f"{prefix}/{self.place.rank}", packed)
+            self.store.set(f"{prefix}/{self.place.rank}", packed((what, mine)))
             self._wait(keys, Waiting(ranks, turn, what, dict(self.calls)))
-            found = [pickle.loads(self.store.get(key)) for key in keys]
-            # whoever is in this turn has read the one before
+            given = [_checked(unpacked(self.store.get(key)), (str, bytes)) for key in keys]
+            # a process in this turn has read the one before
             self.store.delete_key(f"{prefix.rsplit('/', 1)[0]}/{turn - 1}/{self.place.rank}")
-        if len({their for their, _ in found}) > 1:
-            raise mismatch(ranks, [their for their, _ in found])
-        given = dict(zip(ranks, (theirs for _, theirs in found), strict=True))
-        return [given[rank] for rank in wanted]
+        if len({their for their, _ in given}) > 1:
+            raise mismatch(ranks, [their for their, _ in given])
+        found = dict(zip(ranks, (theirs for _, theirs in given), strict=True))
+        return [found[rank] for rank in wanted]
 
     def agree(self, ranks: Sequence[int], text: str, what: str) -> None:
         """Raise on all of ``ranks`` unless they have the same ``text``."""
@@ -104,10 +120,11 @@ class Rendezvous:
 
     def differing(self, ranks: Sequence[int], text: str, what: str) -> list[str] | None:
         """Everybody's ``text``, unless all of ``ranks`` have the same."""
-        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        mine = text.encode(errors="surrogatepass")
+        digest = hashlib.blake2b(mine, digest_size=16).digest()
         if len(set(self.exchange(ranks, digest, what))) == 1:
             return None
-        return [theirs.decode() for theirs in self.exchange(ranks, text.encode(), what)]
+        return [theirs.decode(errors="replace") for theirs in self.exchange(ranks, mine, what)]
 
     @contextlib.contextmanager
     def in_turn(self, ranks: Sequence[int], what: str) -> Iterator[None]:
@@ -122,28 +139,31 @@ class Rendezvous:
                 first = here[0]
                 self._wait([f"{prefix}/{first}"], Waiting((first,), -1, what, dict(self.calls)))
             yield
-            self.store.set(f"{prefix}/{self.place.rank}", "")
+            self.store.set(f"{prefix}/{self.place.rank}", b"")
 
     def _wait(self, keys: Sequence[str], waiting: Waiting) -> None:
         """Wait for keys, one of each rank of ``waiting``."""
-        begin, pause, posted = time.monotonic(), 0.0002, False
+        deadline, look = Deadline(self._timeout_s), Deadline(_POSTED_AFTER_S)
+        pause, posted = 0.0002, False
         try:
-            while not self.store.check(list(keys)):
+            while not self.store.check(keys):
                 self.raise_cause()
-                waited = time.monotonic() - begin
-                if waited > _POSTED_AFTER_S:
+                if look.passed:
                     if not posted:
-                        self.store.set(f"waiting/{self.place.rank}", _packed(waiting))
+                        self.store.set(f"waiting/{self.place.rank}", waiting.packed())
                         posted = True
-                    self._refuse_to_wait_in_vain(keys, waiting, waited)
+                    self._refuse_to_wait_in_vain(keys, waiting, deadline)
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
         finally:
             if posted:
                 with contextlib.suppress(dist.DistError):
-                    self.store.delete_key(f"waiting/{self.place.rank}")
+                    # not deleted: a store waits for a key that is gone
+                    self.store.set(f"waiting/{self.place.rank}", b"")
 
-    def _refuse_to_wait_in_vain(self, keys: Sequence[str], waiting: Waiting, waited: float) -> None:
+    def _refuse_to_wait_in_vain(
+        self, keys: Sequence[str], waiting: Waiting, deadline: Deadline
+    ) -> None:
         by_rank = zip(waiting.ranks, keys, strict=True)
         missing = [rank for rank, key in by_rank if not self.store.check([key])]
         for rank in missing:
@@ -154,7 +174,7 @@ class Rendezvous:
                     f"{waiting.what}: rank {rank} waits for this process (rank {self.place.rank}) "
                     f"in another call: {other.what}. {_RULE}"
                 )
-        if missing and waited > self._timeout_s:
+        if missing and deadline.passed:
             raise CallTimeout(
                 f"{waiting.what}: rank {', '.join(map(str, missing))} did not come within "
                 f"torchpmap.config.timeout ({self._timeout_s:g} s). {_RULE}"
@@ -163,10 +183,8 @@ class Rendezvous:
     def waiting_of(self, rank: int) -> Waiting | None:
         """What another process waits for, if it has for a while."""
         key = f"waiting/{rank}"
-        try:
-            return pickle.loads(self.store.get(key)) if self.store.check([key]) else None
-        except dist.DistError:  # it was just taken back
-            return None
+        posted = self.store.get(key) if self.store.check([key]) else b""
+        return Waiting.unpacked(posted) if posted else None
 
     def _is_crossed(self, other: Waiting) -> bool:
         """Whether it waits for this process, which has not come yet."""
@@ -200,13 +218,13 @@ class Rendezvous:
         with contextlib.suppress(Exception):  # they may be gone, and the store with them
             if self.store.add("failures", 1) == 1:
                 cause = (self.place.rank, is_mismatch, str(error) if is_mismatch else text)
-                self.store.set("cause", _packed(cause))
+                self.store.set("cause", packed(cause))
 
     def raise_cause(self) -> None:
         """Raise if another process has reported a cause."""
         if not self.store.check(["cause"]):
             return
-        rank, is_mismatch, text = pickle.loads(self.store.get("cause"))
+        rank, is_mismatch, text = _checked(unpacked(self.store.get("cause")), (int, bool, str))
         if rank == self.place.rank:
             return
         if is_mismatch:
@@ -230,16 +248,29 @@ class Rendezvous:
                 f"{begin}rank {rank} has ended its program and will not come. {_RULE}"
             )
 
+    def hurry(self, seconds: float = _LAST_WORDS_S) -> None:
+        """From now on wait only a moment for what the others have said: they may be gone."""
+        self.store.limit(min(seconds, self._timeout_s))
+
     def leave(self, *, failed: bool) -> None:
         """Say that this process makes no more calls here."""
+        self.hurry(_LEAVING_S)
         if failed:
             leave_at_once()
         with contextlib.suppress(Exception):
-            self.store.set(f"left/{self.place.rank}", "")
+            self.store.set(f"left/{self.place.rank}", b"")
 
 
-def _packed(value: Any) -> Any:  # the stores take bytes, but are annotated otherwise
-    return pickle.dumps(value)
+def _checked(value: Any, kinds: tuple[type, ...]) -> Any:
+    """A tuple of values of these types.
+
+    Raises:
+        PmapError: it is something else.
+    """
+    if type(value) is not tuple or tuple(map(type, value)) != kinds:
+        wanted = ", ".join(kind.__name__ for kind in kinds)
+        raise not_ours(f"{value!r:.100} instead of ({wanted})")
+    return value
 
 
 @contextlib.contextmanager
@@ -249,7 +280,7 @@ def _store_failures() -> Iterator[None]:
     except dist.DistError as error:
         raise PmapError(
             "the store of torch.distributed is gone: the process that keeps it (rank 0, or "
-            f"torchrun's agent) has ended: {error}"
+            f"torchrun's agent) has ended, or does not answer: {error}"
         ) from error
 
 
@@ -269,7 +300,8 @@ def who_has_what(ranks: Sequence[int], texts: Sequence[str]) -> str:
     lines = [text.splitlines() for text in by_text]
     longest = max(map(len, lines))
     padded = [[*text, *["(nothing)"] * (longest - len(text))] for text in lines]
-    place = next(k for k in range(longest) if len({text[k] for text in padded}) > 1)
+    differing = (k for k in range(longest) if len({text[k] for text in padded}) > 1)
+    place = next(differing, 0)
     return "\n".join(
         f"  rank {', '.join(map(str, who))}: {text[0]}" + (f": {text[place]}" if place else "")
         for who, text in zip(by_text.values(), padded, strict=True)

@@ -3,13 +3,16 @@
 ::
 
     HEALTHY --Failed/Exited--> DRAINING --all drained or dead--> REBUILDING --all ready--> HEALTHY
-       ^                          |  deadline: kill                  |  Failed/Exited: again, at
-       most ``max_attempts`` +--------------------------+----------------------------------+------>
-       CLOSED
+                                  ^                                  |
+                                  +-----------Failed/Exited----------+
+    more than ``max_attempts`` rebuilds in a row --> CLOSED
 
 * DRAINING: every surviving rank first works off (or skips) what was sent before, because a rank
   blocked in a collective with the failed one reports a *consequence*, often before the cause
   arrives.  Only when all have answered is the cause chosen.
+* A rank that is still busy after a moment is cancelled, if what it does is poisoned anyway.  It is
+  never killed for being slow: computing for an hour is no error.  It is killed when its process is
+  stopped, which the owner sees, and when a call that took longer than it may does not end.
 * The cause is, in this order: an exception of the user's code (earliest call, lowest rank), a
   death, a communication error.
 * A rank that drained without failing has completed all its calls, so only calls from the earliest
@@ -25,19 +28,24 @@ import enum
 from dataclasses import dataclass, field
 
 __all__ = [
+    "Cancel",
     "Close",
     "Cut",
-    "Deadline",
     "Drain",
     "Drained",
     "Exited",
     "Failed",
+    "GivenUp",
     "Kill",
+    "Lingering",
+    "Overdue",
     "Phase",
     "Ready",
     "Regroup",
     "Report",
     "Respawn",
+    "Stopped",
+    "Stubborn",
     "Supervisor",
     "Verdict",
 ]
@@ -74,6 +82,10 @@ class Exited:
     exitcode: int | None
     pid: int
     last_words: str = ""
+    why: str = ""
+    """Why we killed it, if we did."""
+    doomed: int | None = None
+    """The earliest request that it has not answered."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +104,37 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Deadline:
-    """The time given to the current phase is over."""
+class Lingering:
+    """Those that drain have had time to work off what was nearly done."""
 
 
-Event = Failed | Exited | Drained | Ready | Deadline
+@dataclass(frozen=True)
+class Overdue:
+    """A call took longer than it may; ``failure`` tells so."""
+
+    failure: Failed
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """The caller of a call was interrupted; ``failure`` is for those that stand behind it."""
+
+    failure: Failed
+
+
+@dataclass(frozen=True)
+class Stubborn:
+    """Those that were cancelled have had time to obey."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The process of ``rank`` does not run, and somebody has waited for it long enough."""
+
+    rank: int
+
+
+Event = Failed | Exited | Drained | Ready | Lingering | Overdue | GivenUp | Stubborn | Stopped
 
 
 # -- actions ---------------------------------------------------------------------------------------
@@ -109,6 +147,14 @@ class Cut:
     """
 
     epoch: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """End what these ranks do of the calls from ``seq`` on."""
+
+    seq: int
     ranks: tuple[int, ...]
 
 
@@ -144,7 +190,7 @@ class Close:
     verdict: Verdict
 
 
-Action = Cut | Drain | Kill | Respawn | Regroup | Report | Close
+Action = Cut | Cancel | Drain | Kill | Respawn | Regroup | Report | Close
 
 
 @dataclass(frozen=True)
@@ -189,6 +235,7 @@ class Supervisor:
     _dead: set[int] = field(default_factory=set)
     _settled: set[int] = field(default_factory=set)
     _attempts: int = 0
+    _is_overdue: bool = False
 
     def on(self, event: Event) -> list[Action]:
         if self.phase is Phase.CLOSED:
@@ -208,8 +255,23 @@ class Supervisor:
                     return []
                 self._settled.add(rank)
                 return self._report_when_settled()
-            case Deadline():
-                return self._deadline()
+            case Lingering():
+                return self._cancel()
+            case Overdue(failure=failure):
+                if self.phase is not Phase.HEALTHY:
+                    return []  # another failure was first
+                self._is_overdue = True
+                return [*self._failed(failure), Cancel(failure.seq, self._alive())]
+            case GivenUp(failure=failure):
+                if self.phase is Phase.REBUILDING:
+                    return []  # it has ended already
+                return [*self._failed(failure), Cancel(failure.seq, self._alive())]
+            case Stubborn():
+                late = self.unsettled()
+                draining = self.phase is Phase.DRAINING
+                return [Kill(late)] if self._is_overdue and draining and late else []
+            case Stopped(rank=rank):
+                return [Kill((rank,))] if rank not in self._dead else []
 
     def _failed(self, event: Failed) -> list[Action]:
         self._failures.append(event)
@@ -225,9 +287,19 @@ class Supervisor:
             return [Cut(self.epoch, self._alive()), *self._rebuild_when_settled()]
         return self._drain()
 
-    def _deadline(self) -> list[Action]:
-        late = tuple(rank for rank in self._alive() if rank not in self._settled)
-        return [Kill(late)] if self.phase is not Phase.HEALTHY and late else []
+    def _cancel(self) -> list[Action]:
+        poisoned = [failure.seq for failure in self._failures]
+        poisoned += [death.doomed for death in self._deaths if death.doomed is not None]
+        late = self.unsettled()
+        if self.phase is not Phase.DRAINING or not poisoned or not late:
+            return []
+        return [Cancel(min(poisoned), late)]
+
+    def unsettled(self) -> tuple[int, ...]:
+        """The ranks that a repair waits for."""
+        if self.phase not in (Phase.DRAINING, Phase.REBUILDING):
+            return ()
+        return tuple(rank for rank in self._alive() if rank not in self._settled)
 
     def _alive(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.size) if rank not in self._dead)
@@ -244,7 +316,7 @@ class Supervisor:
         self._attempts += 1
         if self._attempts > self.max_attempts:
             self.phase = Phase.CLOSED
-            return [Close(self._verdict())]
+            return [Close(self.verdict())]
         dead = tuple(sorted(self._dead))
         self._dead.clear()
         self._settled.clear()
@@ -255,13 +327,15 @@ class Supervisor:
     def _report_when_settled(self) -> list[Action]:
         if len(self._settled) < self.size:
             return []
-        verdict = self._verdict()
+        verdict = self.verdict()
         self.phase = Phase.HEALTHY
         self._failures.clear()
         self._deaths.clear()
         self._settled.clear()
         self._attempts = 0
+        self._is_overdue = False
         return [Report(verdict)]
 
-    def _verdict(self) -> Verdict:
+    def verdict(self) -> Verdict:
+        """As far as it is known."""
         return Verdict(tuple(self._failures), tuple(self._deaths))

@@ -1,8 +1,7 @@
-"""Imported by the fork server before it forks the first worker: pays the imports (and one
-compilation) once for all.
+"""The fork server's own side: pays the imports (and one compilation) once for all workers, then
+forks one for each request.
 
-Importing this module is the point of it: ``multiprocessing`` preloads modules, it does not call
-functions.  It must start no thread and must never touch CUDA, or forked workers would be broken.
+It must start no thread and must never touch CUDA, or forked workers would be broken.
 """
 
 # ruff: noqa: E402 - what is set first must be set before the imports
@@ -11,8 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
+import multiprocessing
 import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 gc.disable()  # what is made below stays: looking through it again and again takes 0.8 s
 
@@ -23,9 +32,13 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import torch
 
-from torchpmap._compile import have_cpp_compiler
+from torchpmap._compile import have_cpp_compiler, make_cache_private
 from torchpmap._config import config
-from torchpmap._runtimes import _worker  # noqa: F401 - so that a forked worker finds it imported
+from torchpmap._runtimes import _worker
+from torchpmap._runtimes._forkserver import ANSWER, EXIT_CODE, FDS, REQUEST, Inheritance
+from torchpmap._wire import InheritedFd
+
+__all__ = ["serve"]
 
 torch.set_num_threads(1)
 
@@ -46,6 +59,7 @@ def _warm_up() -> None:
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    make_cache_private()
     graph = make_fx(lambda x: (x * 2 + 1,))(torch.empty(3))
     torch._inductor.standalone_compile(
         graph, [torch.empty(3)], dynamic_shapes="from_example_inputs"
@@ -58,3 +72,91 @@ if config.warm and have_cpp_compiler():
         _warm_up()
 gc.freeze()  # workers need not look through it either, and its pages stay shared
 gc.enable()
+
+
+def serve(channel_fd: int, lifeline: int, python_path: str | None) -> NoReturn:
+    """Fork workers until the controller is gone; never returns."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    _worker.arm_lifeline(lifeline)
+    if python_path is not None:
+        os.environ["PYTHONPATH"] = python_path
+    woken, waker = socket.socketpair()
+    waker.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+    channel = socket.socket(fileno=channel_fd)
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    poll.register(woken, select.POLLIN)
+    exit_pipes: dict[int, int] = {}  # by pid
+    while True:
+        for fd, _ in poll.poll():
+            if fd == woken.fileno():
+                woken.recv(4096)
+                _reap(exit_pipes)
+                continue
+            request, fds, _, _ = socket.recv_fds(channel, REQUEST.size, len(FDS) + 2)
+            if not request:
+                os._exit(0)
+            (number,) = REQUEST.unpack(request)
+            own = [channel.fileno(), woken.fileno(), waker.fileno(), lifeline]
+            pid, pidfd = _fork(fds, [*own, *exit_pipes.values()])
+            if pid > 0:
+                exit_pipes[pid] = fds.pop(1)
+            for each in fds:
+                os.close(each)
+            with contextlib.suppress(OSError):  # the controller is gone
+                socket.send_fds(channel, [ANSWER.pack(number, pid)], pidfd)
+            for each in pidfd:
+                os.close(each)
+
+
+def _reap(exit_pipes: dict[int, int]) -> None:
+    for pid, pipe in tuple(exit_pipes.items()):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            with contextlib.suppress(OSError):  # the controller does not want to know
+                os.write(pipe, EXIT_CODE.pack(os.waitstatus_to_exitcode(status)))
+            os.close(exit_pipes.pop(pid))
+
+
+def _fork(fds: Sequence[int], not_theirs: Sequence[int]) -> tuple[int, list[int]]:
+    """Pid of a new worker and its pidfd; minus an errno if there can be none."""
+    try:
+        if len(fds) < len(FDS) + 2:  # some could not be received
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        pid = os.fork()
+        if pid == 0:
+            _become_worker(fds, not_theirs)
+        return pid, [os.pidfd_open(pid)]
+    except OSError as error:
+        return -(error.errno or 1), []
+
+
+def _become_worker(fds: Sequence[int], not_theirs: Sequence[int]) -> NoReturn:
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        data, exit_pipe, *inherited = fds
+        for fd in (*not_theirs, exit_pipe):
+            os.close(fd)
+        with open(data, "rb") as file:
+            file.seek(0)
+            taken: Inheritance = pickle.load(file)
+        sys.path[:], sys.argv[:] = taken.path, taken.argv
+        if taken.folder is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(taken.folder)
+        multiprocessing.current_process().name = taken.name
+        # any lock that a library makes (tqdm's, while Inductor compiles) is a named semaphore with
+        # "forkserver", reported as leaked at exit
+        multiprocessing.set_start_method("fork", force=True)
+        named: dict[str, Any] = {
+            name: InheritedFd(fd) for name, fd in zip(FDS, inherited, strict=True)
+        }
+        _worker.main(_worker.Birth(**taken.birth, **named))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)

@@ -18,22 +18,26 @@ import os
 import pickle
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-import cloudpickle
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchpmap._compile import Definition, Runner, compile_definition
+from torchpmap import _wire
+from torchpmap._compile import Definition, Runner, compile_definition, settled
 from torchpmap._config import Config
+from torchpmap._data import not_ours, packed, unpacked
 from torchpmap._devices import Device, num_cuda_devices
 from torchpmap._errors import (
+    POOL_CLOSED,
+    CallTimeout,
     CollectiveMismatch,
     RuntimeClosed,
     WorkerDied,
@@ -85,6 +89,9 @@ class _Defined(NamedTuple):
     """The ranks that its collectives wait for; None if there are none."""
     number: int
     """The same in all processes, and no other plan's."""
+    timeout: float | None
+    is_watched: bool
+    """Whether it may have to be ended."""
 
 
 class TorchrunRuntime:
@@ -97,16 +104,17 @@ class TorchrunRuntime:
     def __init__(self, place: Place, device_type: str, config: Config) -> None:
         self.devices = tuple(Device(rank, device_type, rank) for rank in range(place.size))
         self.rank = place.rank
+        self.timeout = config.timeout
         self.device = _own_device(place, device_type)
         self._closed_because: str | None = None
         self._lock = threading.RLock()  # one call at a time: collectives have one order
         self._plans: dict[int, _Defined] = {}
         self._teams: dict[tuple[int, ...], Team] = {}
-        self._rendezvous = Rendezvous(place, device_type, config.timeout)
+        self._rendezvous = Rendezvous(place, device_type, config.patience)
         self._groups = Groups(
-            place.rank, self.device, self._rendezvous.store, config, self._rendezvous.address
+            place.rank, self.device, self._rendezvous.store.raw, config, self._rendezvous.address
         )
-        self._watch = Watch(self._rendezvous, self._groups)
+        self._watch = Watch(self._rendezvous, self._groups, self._end_process)
         self._recorded: BaseException | None = None
         self._previous_hook = sys.excepthook
         sys.excepthook = self._uncaught
@@ -167,8 +175,9 @@ class TorchrunRuntime:
                     f"{rank}; this is rank {self.rank}). Use addressable_shards for the blocks "
                     "here, or torchpmap.multihost.all_gather for the whole value in every process."
                 )
-            block = handle.block
-            target.copy_(block.select(dim, position) if dim >= 0 else block)
+            block = handle.block.select(dim, position) if dim >= 0 else handle.block
+            _wire.refuse_other(block, _wire.describe(target), f"on device {self.devices[rank]}")
+            target.copy_(block)
 
     def block(self, handle: Handle) -> None:
         self.insist()
@@ -206,7 +215,22 @@ class TorchrunRuntime:
                 axis = ranks if _communicates(definition) else None
                 number = number_of(described.encode())
                 self._groups.calls[number] = definition.name
-                self._plans[definition.plan_id] = _Defined(runner, definition.name, axis, number)
+                first = self._first_run(definition, runner)
+                limit = definition.timeout
+                watched = axis is not None or limit is not None
+                self._plans[definition.plan_id] = _Defined(
+                    first, definition.name, axis, number, limit, watched
+                )
+
+    def _first_run(self, definition: Definition, runner: Runner) -> Runner:
+        def run(*blocks: torch.Tensor) -> Sequence[torch.Tensor]:
+            where = f"on device {self.devices[self.rank]}"
+            results, later = settled(definition, runner, blocks, where)
+            plan = self._plans[definition.plan_id]
+            self._plans[definition.plan_id] = plan._replace(runner=later)
+            return results
+
+        return run
 
     def _in_turn(self, definition: Definition) -> AbstractContextManager[None]:
         """What one process of a host has compiled, the others find in Inductor's cache."""
@@ -231,7 +255,7 @@ class TorchrunRuntime:
             plan = self._plans[plan_id]
             blocks = [handle.block for handle in held]
             try:
-                if plan.axis is not None or _is_transformed() or _num_modes():
+                if plan.is_watched or _is_transformed() or _num_modes():
                     results = self._run(plan, blocks)
                 else:
                     results = plan.runner(*blocks)
@@ -245,17 +269,19 @@ class TorchrunRuntime:
         return [_Block(result, team) for result in results]
 
     def _run(self, plan: _Defined, blocks: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """A plan that waits for other processes, or is started from within a transform."""
-        if plan.axis is not None:
-            self._watch.begin(plan.axis, plan.name)
+        """A plan that waits for other processes, or may take only so long, or is started from
+        within a transform.
+        """
+        if plan.is_watched:
+            self._watch.begin(plan.axis or (), plan.name, plan.timeout)
             self._groups.occasion.number = plan.number
         try:
             with _plain() if _is_transformed() or _num_modes() else nullcontext():
                 return plan.runner(*blocks)
         finally:
-            if plan.axis is not None:
-                self._watch.running = None
+            if plan.is_watched:
                 self._groups.occasion.number = 0
+                self._watch.end()
 
     def run_eagerly(
         self, team: Team, call: EagerCall, held: Sequence[Any]
@@ -264,20 +290,21 @@ class TorchrunRuntime:
             self.insist()
             assert call.function is not None
             program: Program
-            # a copy, as the workers of the local runtime have: what it writes to must not be seen
+            # a copy, as the workers of the local runtime have: what it writes to must not be seen;
+            # these bytes have not left the process
             program, captured = pickle.loads(call.function)
             blocks = [handle.block for handle in held]
             index = torch.tensor(call.ranks.index(self.rank), device=self.device)
             with self._failing():
                 self._meet(call, blocks)
-                self._watch.begin(call.ranks, call.name)
+                self._watch.begin(call.ranks, call.name, call.timeout)
                 try:
                     with _plain():
                         report, stored = run_eager_call(
                             call, program, captured, blocks, index, self._groups.ensure
                         )
                 finally:
-                    self._watch.running = None
+                    self._watch.end()
                 reports = self._gathered(call, report)
             return reports, [_Block(block, team) for block in stored]
 
@@ -291,14 +318,18 @@ class TorchrunRuntime:
     def _gathered(self, call: EagerCall, report: EagerReport) -> list[EagerReport]:
         if len(call.ranks) == 1:
             return [report]
-        mine = str(report.structure)
-        packed = self._rendezvous.exchange(call.ranks, cloudpickle.dumps((mine, report)), call.name)
-        found: list[tuple[str, EagerReport]] = [pickle.loads(each) for each in packed]
         # a class of the script is another class in every process, so structures go by their text
-        return [
-            replace(theirs, structure=report.structure) if text == mine else theirs
-            for text, theirs in found
-        ]
+        mine = str(report.structure)
+        parts = [getattr(report, field.name) for field in fields(report)]
+        given = self._rendezvous.exchange(call.ranks, packed([mine, *parts[1:]]), call.name)
+        found = []
+        for data in given:
+            theirs = unpacked(data)
+            if type(theirs) is not list or len(theirs) != len(parts):
+                raise not_ours(f"{theirs!r:.100} instead of a report of {call.name}")
+            text, *others = theirs
+            found.append(EagerReport(report.structure if text == mine else text, *others))
+        return found
 
     # -- failure and end ---------------------------------------------------------------------------
 
@@ -318,13 +349,14 @@ class TorchrunRuntime:
 
     def _failed(self, error: Exception) -> Exception:
         """What to raise for an exception of a call; the others are told, and wait no longer."""
+        self._rendezvous.hurry()
         if is_communication(error):
             try:
                 self._watch.raise_verdict()
                 self._rendezvous.raise_cause()
                 self._rendezvous.raise_absence()
                 error = _lost(error)
-            except (WorkerError, CollectiveMismatch) as cause:
+            except (WorkerError, CollectiveMismatch, CallTimeout) as cause:
                 error = cause
             except Exception:  # the store is gone too
                 error = _lost(error)
@@ -338,6 +370,13 @@ class TorchrunRuntime:
             "launcher restart it."
         )
         return error
+
+    def _end_process(self, error: BaseException) -> None:
+        """The call that is to raise ``error`` does not come back."""
+        self._record(error)
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        os._exit(1)
 
     def _record(self, error: BaseException) -> None:
         """Leave torchrun a note of why this process fails."""
@@ -359,6 +398,7 @@ class TorchrunRuntime:
     ) -> None:
         """``sys.excepthook``: the others, and torchrun, learn what ended this process."""
         if not self.closed:
+            self._rendezvous.hurry()
             self._rendezvous.report_cause(error.with_traceback(where))
             self._groups.drop()
             self._closed_because = f"this process failed: {kind.__name__}: {error}"
@@ -368,7 +408,7 @@ class TorchrunRuntime:
     def close(self) -> None:
         failed = self.closed
         if self._closed_because is None:
-            self._closed_because = "the runtime was shut down (torchpmap.shutdown)"
+            self._closed_because = POOL_CLOSED
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._previous_hook
         self._watch.stop()

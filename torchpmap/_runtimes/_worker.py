@@ -2,19 +2,26 @@
 
 Two threads::
 
-    main     command socket --> frames in order: define, call, put, fetch, ... --> answers on the
-    same socket control  control socket --> "cut epoch e": free the main thread from a collective;
-    end of file: leave at once
+    main     command socket --> frames in order: define, call, put, fetch, ... --> answers, there
+    control  control socket --> cut: free the main thread from a collective
+                                cancel: end its call
+                                dump: say what it does
+                                end of file: leave at once
 
 ``values`` (handle -> tensor) and ``plans`` belong to the main thread alone; ``Groups`` guards what
 both threads touch.
 
-An exception in a call never ends the worker.  It drops its process groups *first* (peers blocked in
-a collective with it then fail in milliseconds), reports, and skips every further call until the
-controller starts a new epoch: what was queued behind a failed call could mean anything.
+An exception in a call never ends the worker, whatever its type: only what is raised while the
+command socket is read is about that socket (``reader.has_ended``).  The worker drops its process
+groups *first* (peers blocked in a collective with it then fail in milliseconds), reports, and skips
+every further call until the controller starts a new epoch: what was queued behind a failed call
+could mean anything.
+
+A call may fork, and the child come back from it.  The child leaves at once, since sockets, shared
+numbers and groups are the parent's.
 
 The controller may die in any way, also by SIGKILL while this process holds the GIL in C code: the
-lifeline is a pipe nobody writes to, armed to deliver SIGTERM when its other end closes.
+lifeline is a pipe nobody writes to, armed to deliver SIGKILL when its other end closes.
 """
 
 from __future__ import annotations
@@ -22,6 +29,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import json
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -29,27 +38,31 @@ import socket
 import struct
 import sys
 import threading
+import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 
 from torchpmap import _wire
-from torchpmap._compile import Runner, compile_definition
+from torchpmap._compile import Definition, Runner, compile_definition, settled
 from torchpmap._config import Config
 from torchpmap._effects import mark_lines
-from torchpmap._errors import ShardLost, pack_exception
+from torchpmap._errors import CallCancelled, ShardLost, WorkerError, pack_exception
 from torchpmap._groups import Groups, RankPartition, is_communication
 from torchpmap._program import EagerCall, Program, run_eager_call
 from torchpmap._runtimes._progress import WorkerProgress
-from torchpmap._wire import FrameReader, InheritedFd, Stream, frame
+from torchpmap._wire import FrameReader, InheritedFd, Origin, Stream, frame
 
-__all__ = ["Birth", "main"]
+__all__ = ["Birth", "arm_lifeline", "main"]
 
-CUT = struct.Struct("<q")  # epoch
+_NEVER = 1 << 62
+_FOREVER_S = 30 * 24 * 3600.0
+_NOTHING: Mapping[int, torch.Tensor] = {}
 _HARMLESS = (_wire.PUT, _wire.FREE, _wire.FORGET, _wire.DEFINE)
 """What a rank does also after a failure: skipping it would leave a gap, and it involves no other
 rank.
@@ -72,12 +85,14 @@ class Birth:
     store: InheritedFd
     progress: InheritedFd
     bell: InheritedFd
+    stacks: InheritedFd
 
 
 def main(birth: Birth) -> None:
     """Run until told to stop or until the controller is gone; never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
-    _arm_lifeline(birth.lifeline.fd)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    arm_lifeline(birth.lifeline.fd)
     _redirect_output(birth)
     mark_lines(_wire.PLAIN_LINE)
     if birth.device_type == "cuda":
@@ -88,16 +103,28 @@ def main(birth: Birth) -> None:
     torch.set_num_threads(birth.num_threads)
     # -1: the store does not remove its file, which has no name
     store = torch.distributed.FileStore(birth.store.path(), -1)
-    groups = Groups(birth.rank, device, store, birth.config)
+    # how long a collective may wait is the controller's to say, which sees why
+    groups = Groups(birth.rank, device, store, replace(birth.config, timeout=_FOREVER_S))
+    worker = _Worker(birth, device, groups)
+    faulthandler.register(signal.SIGUSR1, file=birth.stacks.fd)
+    signal.signal(signal.SIGUSR2, worker.interrupt)
+    os.register_at_fork(after_in_child=worker.forsake)
+    multiprocessing.util.register_after_fork(birth.lifeline, _arm_child)
     threading.Thread(
-        target=_listen, args=(birth.control.socket(), groups), name="torchpmap-control", daemon=True
+        target=_listen, args=(birth.control.socket(), worker), name="torchpmap-control", daemon=True
     ).start()
-    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
-        _Worker(birth, device, groups).serve()
+    exitcode = 0
+    try:
+        worker.serve()
+    except BaseException as error:
+        if type(error) is not EOFError:
+            traceback.print_exc()
+            exitcode = 1
+    _kill_children()
     # a process with a group in flight or a user's thread alive may hang in interpreter shutdown:
     # leave directly
     _flush()
-    os._exit(0)
+    os._exit(exitcode)
 
 
 class _Worker:
@@ -110,6 +137,14 @@ class _Worker:
         self.functions: dict[int, bytes] = {}
         self.index_tensors: dict[int, torch.Tensor] = {}
         self.failed = False
+        self.running = 0
+        """The call that user code is running for; 0: none, and nothing may be raised."""
+        self.cancelled_from = _NEVER
+        self.was_cancelled = False
+        self.epoch_begin = 0
+        """The command that began the epoch."""
+        self.is_forked = False
+        self.where = f"on device {device.type}:{birth.rank}"
         self.progress = WorkerProgress(birth.rank, birth.progress, birth.bell)
         sock = birth.command.socket()
         self.stream = Stream(sock)
@@ -131,8 +166,9 @@ class _Worker:
         }
         torch.set_grad_enabled(False)
         calls_are_done = self.device.type == "cpu"  # when they return
+        reader = self.reader
         while True:
-            length, kind, seq = self.reader.header()
+            length, kind, seq = reader.header()
             handler = handlers.get(kind)
             if handler is None:
                 if kind == _wire.STOP:
@@ -143,13 +179,19 @@ class _Worker:
                 self.skip(kind, length)
                 continue
             try:
-                handler(seq, length)
+                try:
+                    handler(seq, length)
+                finally:
+                    self.running = 0  # what interrupts before this is caught below
+                if self.is_forked:
+                    os._exit(0)
                 if calls_are_done:
                     self.progress.note(seq)
-            except (EOFError, ConnectionResetError, BrokenPipeError):
-                raise
             except BaseException as error:
+                if reader.has_ended or self.stream.is_torn:
+                    raise
                 self.fail(seq, error)
+                reader.skip()
 
     # -- hot path ----------------------------------------------------------------------------------
 
@@ -158,19 +200,24 @@ class _Worker:
         if len(handles) > num_inputs:
             self.release(handles[num_inputs:])
         self.doing, run = self.plans[plan_id]
-        results = run(*self.stored(handles[:num_inputs]))
+        inputs = self.stored(handles[:num_inputs])
+        self.running = seq
+        if seq >= self.cancelled_from:
+            self.interrupt()
+        results = run(*inputs)
         self.values.update(zip(range(out, out + len(results)), results, strict=True))
 
     def skip(self, kind: int, length: int) -> None:
         """Do nothing of a command behind a failure, except to free what it says nobody uses."""
-        body = self.reader.body(length)
         if kind == _wire.CALL:
-            _, _, num_inputs, *handles = body.cast("q").tolist()
+            _, _, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
             self.release(handles[num_inputs:])
+        self.reader.skip()
 
     def put(self, seq: int, length: int) -> None:
+        self.doing = "receiving a value"
         (handle,) = struct.unpack("<q", self.reader.body(8))
-        tensor = _wire.read_tensor(self.reader)
+        tensor = _wire.read_tensor(self.reader, self.where)
         self.values[handle] = tensor if self.device.type == "cpu" else tensor.to(self.device)
 
     def free(self, seq: int, length: int) -> None:
@@ -194,11 +241,14 @@ class _Worker:
             ) from None
 
     def fetch(self, seq: int, length: int) -> None:
-        """Send a stored tensor, or one row of it: handle, dim (-1: all of it), position."""
-        handle, dim, position = struct.unpack("<3q", self.reader.body(length))
+        """Send a stored tensor, or one row of it: handle, dim (-1: all of it), position, and the
+        dtype and shape that are expected.
+        """
+        handle, dim, position, *expected = self.reader.body(length).cast("q").tolist()
         (tensor,) = self.stored([handle])
         if dim >= 0:
             tensor = tensor.select(dim, position)
+        _wire.refuse_other(tensor, expected, self.where)
         tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
         payload = _wire.bytes_of(tensor)
         self.stream.send([_wire.HEADER.pack(len(payload), _wire.DATA, seq), payload])
@@ -219,12 +269,26 @@ class _Worker:
     # -- rare frames -------------------------------------------------------------------------------
 
     def define(self, seq: int, length: int) -> None:
-        definition = pickle.loads(self.reader.body(length))
-        self.doing = f"compiling {definition.name}"
-        index = self.index(definition.ranks)
-        runner = compile_definition(definition, index)
-        self.plans[definition.plan_id] = (f"running {definition.name}", runner)
+        self.doing = "receiving a plan"
+        definition: Definition = pickle.loads(self.reader.body(length))
+        self.begin(seq, f"compiling {definition.name}")
+        runner = compile_definition(definition, self.index(definition.ranks))
+        running = f"running {definition.name}"
+
+        def run_first(*blocks: torch.Tensor) -> Sequence[torch.Tensor]:
+            results, later = settled(definition, runner, blocks, self.where)
+            self.plans[definition.plan_id] = (running, later)
+            return results
+
+        self.plans[definition.plan_id] = (running, run_first)
         self.reply(seq, None)
+
+    def begin(self, seq: int, doing: str) -> None:
+        """From here on the command may be cancelled, until its reply."""
+        self.doing = doing
+        self.running = seq
+        if seq >= self.cancelled_from:
+            self.interrupt()
 
     def index(self, ranks: Sequence[int]) -> torch.Tensor:
         """This rank's position among the ranks of a plan, as data: all run one graph."""
@@ -234,10 +298,11 @@ class _Worker:
         return self.index_tensors[position]
 
     def eager(self, seq: int, length: int) -> None:
+        self.doing = "receiving a call"
         call: EagerCall = pickle.loads(self.reader.body(length))
-        self.doing = f"running {call.name}"
         if call.function is not None:
             _wire.keep_latest(self.functions, call.function_id, call.function)
+        self.begin(seq, f"running {call.name}")
         program: Program
         # anew for every call: what the last one wrote to the function's surroundings must not be
         # seen
@@ -250,9 +315,7 @@ class _Worker:
             self.index(call.ranks),
             self.groups.ensure,
         )
-        for offset, tensor in enumerate(stored):
-            self.values[call.first_output + offset] = tensor
-        self.reply(seq, report)
+        self.reply(seq, report, dict(enumerate(stored, call.first_output)))
 
     def group(self, seq: int, length: int) -> None:
         name, partition = pickle.loads(self.reader.body(length))
@@ -262,34 +325,60 @@ class _Worker:
         for plan_id in self.reader.body(length).cast("q").tolist():
             self.plans.pop(plan_id, None)
 
-    def reply(self, seq: int, report: Any) -> None:
+    def reply(self, seq: int, report: Any, values: Mapping[int, torch.Tensor] = _NOTHING) -> None:
         import cloudpickle
 
+        body = cloudpickle.dumps(report)
+        self.running = 0
+        if self.was_cancelled:  # and the function went on
+            raise CallCancelled
+        if self.is_forked:
+            os._exit(0)
+        self.values.update(values)
         _flush()
-        self.stream.send([frame(_wire.REPLY, seq, cloudpickle.dumps(report))])
+        self.stream.send([frame(_wire.REPLY, seq, body)])
 
     # -- failure and repair ------------------------------------------------------------------------
 
     def fail(self, seq: int, error: BaseException) -> None:
-        communication = is_communication(error)
+        if self.is_forked:
+            os._exit(1)
+        origin = Origin.COMMUNICATION if is_communication(error) else Origin.USER
+        if self.was_cancelled:
+            origin = Origin.CANCELLED
         self.groups.drop()
         self.failed = True
-        who = f"(rank {self.rank}, pid {os.getpid()})"
-        where = f"on device {self.device.type}:{self.rank} {who} while {self.doing}"
         _flush()
-        body = pickle.dumps((communication, pack_exception(error), where))
-        self.stream.send([frame(_wire.FAILED, seq, body)])
+        packed = self.pack(seq, error)
+        where = f"{self.where} (rank {self.rank}, pid {os.getpid()}) while {self.doing}"
+        self.stream.send([frame(_wire.FAILED, seq, pickle.dumps((origin, packed, where)))])
+
+    def pack(self, seq: int, error: BaseException) -> bytes:
+        """An exception as bytes; its text and its pickling are code of the user's, which may be
+        cancelled as the function itself.
+        """
+        try:
+            try:
+                self.begin(seq, self.doing)
+                return pack_exception(error)
+            finally:
+                self.running = 0
+        except CallCancelled:
+            late = "it took too long to say what it says, or to pickle it"
+            return pack_exception(WorkerError(f"{type(error).__qualname__}: {late}"))
 
     def supervised(self, kind: int, seq: int, length: int) -> None:
         body = self.reader.body(length)
         if kind == _wire.DRAIN:
             self.stream.send([frame(_wire.DRAINED, seq)])
             return
-        assert kind == _wire.REGROUP, f"unknown frame {kind}"
+        if kind != _wire.REGROUP:
+            raise self.reader.broken(f"of unknown kind {kind}")
         epoch: int
         groups: dict[str, RankPartition]
         epoch, groups = pickle.loads(body)
-        self.failed = False
+        self.failed = self.was_cancelled = False
+        self.cancelled_from, self.epoch_begin = _NEVER, seq
         self.functions.clear()  # the controller sends them again
         self.groups.renew(epoch)
         try:
@@ -300,26 +389,90 @@ class _Worker:
         else:
             self.stream.send([frame(_wire.READY, epoch)])
 
+    # -- from outside the main thread's course -----------------------------------------------------
 
-def _listen(control: socket.socket, groups: Groups) -> None:
+    def cancel(self, seq: int) -> None:
+        """End calls from ``seq`` on, those of this epoch (control thread)."""
+        if seq > self.epoch_begin:
+            self.cancelled_from = min(seq, self.cancelled_from)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+
+    def interrupt(self, _: Any = None, frame: FrameType | None = None) -> None:
+        """Raise if the running call is to end (signal handler, so in the main thread).
+
+        Not in an import, which would leave half a module for all later calls; the controller asks
+        again.
+        """
+        if self.running >= self.cancelled_from and not _imports(frame):
+            if not self.failed:  # else it tells of an exception, step by step
+                self.running = 0
+            self.was_cancelled = True
+            raise CallCancelled
+
+    def describe(self) -> bytes:
+        """What the main thread does (control thread)."""
+        waits = self.groups.waits()
+        return json.dumps({"seq": self.running, "doing": self.doing, "waits": waits}).encode()
+
+    def forsake(self) -> None:
+        """In a child that a call has forked: it may work on, but not as this worker."""
+        self.is_forked = True
+        self.groups.forsake()
+
+
+def _imports(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _listen(control: socket.socket, worker: _Worker) -> NoReturn:
+    message = bytearray(_wire.CONTROL.size)
     while True:
         try:
-            message = control.recv(CUT.size, socket.MSG_WAITALL)
+            got = control.recv_into(message, 0, socket.MSG_WAITALL)
         except OSError:
-            message = b""
-        if len(message) < CUT.size:
+            got = 0
+        if got < len(message):
             os._exit(0)
-        groups.cut(*CUT.unpack(message))
+        kind, value = _wire.CONTROL.unpack(message)
+        if kind == _wire.CUT:
+            worker.groups.cut(value)
+        elif kind == _wire.CANCEL:
+            worker.cancel(value)
+        elif kind == _wire.DUMP:
+            body = worker.describe()
+            with contextlib.suppress(OSError):
+                control.send(_wire.CONTROL.pack(value, len(body)) + body, socket.MSG_DONTWAIT)
 
 
-def _arm_lifeline(fd: int) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def arm_lifeline(fd: int) -> None:
+    """Die when the other end of a pipe is closed, whatever this process does then: also when it is
+    stopped, or holds the GIL in C code.
+    """
     fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGTERM)
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
         if os.read(fd, 1) == b"":  # the controller went before the signal was armed
             os._exit(0)
+
+
+def _arm_child(lifeline: InheritedFd) -> None:
+    """In a child that user code has made with ``multiprocessing``: it dies with the pool too."""
+    # opened anew: of one that is shared, the signal goes to the worker alone
+    arm_lifeline(os.open(lifeline.path(), os.O_RDONLY | os.O_CLOEXEC))
+
+
+def _kill_children() -> None:
+    """End the processes that user code has made with ``multiprocessing``, also by spawning them: no
+    exit handler of this process will.
+    """
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or was closed
+            child.kill()
 
 
 def _redirect_output(birth: Birth) -> None:

@@ -1,0 +1,214 @@
+"""A body of a random program in the making, and the simplest steps."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from _fuzz_operations import IN_PLACE, OUT_OF_PLACE, VIEWS
+from _fuzz_programs import Input, Local, Step
+from _fuzz_reference import Env, Grid, Reference, Rows
+
+__all__ = ["DEVICES", "ROWS", "Draft", "Steps", "is_of_kind"]
+
+ROWS = (1, 2, 2, 3, 4, 4, 4, 5, 6, 8, 8, 12, 16)
+"""Sizes of a pmapped axis: on four devices up to five rows of one device, and devices left out."""
+DEVICES = 4
+MOST_ELEMENTS = 48
+LARGEST = 300.0
+DTYPES = ("float64", "float64", "float32", "float32", "bfloat16", "float16", "int64", "complex64")
+OTHERS = ("int64", "int32", "int8", "uint8", "int16", "bool", "float32", "float64")
+
+
+@dataclass
+class Draft:
+    """A body in the making."""
+
+    env: Env
+    grid: Grid
+    steps: list[Step]
+    varies: dict[str, frozenset[int]]
+    """Along which axes of the grid a value may differ, by name; none if not said."""
+    names: list[str] = field(default_factory=list)
+    """Its own values; those around are the others in ``env``."""
+    reach: frozenset[str] = frozenset()
+    """Names of the axes that collectives can use."""
+    depth: int = 0
+    """Derivatives around."""
+
+    def inner(self, **changes: Any) -> Draft:
+        return replace(
+            self, env=dict(self.env), steps=[], varies=dict(self.varies), names=[], **changes
+        )
+
+    def varying(self, names: Sequence[str]) -> frozenset[int]:
+        return frozenset().union(*(self.varies.get(name, frozenset()) for name in names))
+
+
+class Steps:
+    """Makes inputs and operations of torch."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._reference = Reference()
+        self._numbers = itertools.count()
+        self._special = False
+        """Whether an input has infinities and NaN."""
+
+    def inputs(self) -> list[Input]:
+        """Some tensors that share a dim or two."""
+        rng = self._rng
+        n, m = rng.choice(ROWS), rng.choice((2, 3, 4))
+        dtype = rng.choice(DTYPES)
+        found = []
+        for k in range(rng.choice((1, 2, 2, 3))):
+            shape = [rng.choice((1, 2, 3, 4, n, m)) for _ in range(rng.choice((0, 1, 1, 2)))]
+            shape = [1 if size > 4 else size for size in shape]
+            if rng.random() < 0.03:
+                shape.append(0)
+            if rng.random() < 0.4:
+                shape.insert(rng.randint(0, len(shape)), m)
+            if k == 0 or rng.random() < 0.8:
+                shape.insert(rng.choice((0, 0, len(shape))), n)
+            kind = dtype if k == 0 or rng.random() < 0.7 else rng.choice(OTHERS)
+            layouts = ["plain"] * 6 + (["transposed", "sliced", "expanded"] if shape else [])
+            layouts += ["special"] if "float" in kind else []
+            seed = rng.randrange(1000)
+            layout = rng.choice(layouts)
+            self._special |= layout == "special"
+            found.append(Input(f"x{k}", seed, tuple(shape), kind, layout))
+        return found
+
+    def name(self, prefix: str) -> str:
+        return f"{prefix}{next(self._numbers)}"
+
+    def pick(self, draft: Draft, kind: str = "a", most: int = MOST_ELEMENTS) -> str | None:
+        """A name of a value of some kind: one of its own and a late one rather than others."""
+        fits = [
+            name
+            for name in draft.env
+            if is_of_kind(kind, draft.env[name][0]) and draft.env[name][0].numel() <= most
+        ]
+        if not fits:
+            return None
+        own = [name for name in draft.names if name in fits]
+        if own and self._rng.random() < 0.85:
+            late = self._rng.random() < 0.6
+            return self._rng.choice(own[-2:] if late else own)
+        return self._rng.choice(fits)
+
+    def add(self, draft: Draft, step: Step, varies: frozenset[int]) -> bool:
+        """Add a step if it can be run and gives values of a moderate size."""
+        try:
+            self._reference.step(step, draft.env, draft.grid)
+        except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+            return False
+        if not all(_moderate(draft.env[name]) for name in step.outs):
+            for name in step.outs:
+                del draft.env[name]
+            return False
+        draft.steps.append(step)
+        for name in step.outs:
+            draft.names.append(name)
+            draft.varies[name] = varies
+        return True
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _drawn(self, table: Sequence[Any], draft: Draft) -> tuple[str | None, list[str]]:
+        """The code of an operation and its operands; no code if a draft has no operands for it."""
+        kinds, code = self._rng.choice(table)
+        names = [self.pick(draft, kind) for kind in kinds]
+        chosen = [name for name in names if name is not None]
+        filled = self._filled(code, draft, chosen)
+        return (None if len(chosen) < len(kinds) else filled), chosen
+
+    def local(self, draft: Draft) -> bool:
+        """An operation of torch."""
+        filled, chosen = self._drawn(OUT_OF_PLACE, draft)
+        if filled is None:
+            return False
+        step = Local((self.name("v"),), filled, tuple(chosen))
+        return self.add(draft, step, draft.varying(chosen))
+
+    def written(self, draft: Draft) -> bool:
+        """A copy that is then written to."""
+        filled, chosen = self._drawn(IN_PLACE, draft)
+        if filled is None:
+            return False
+        copy = self.name("v")
+        varies = draft.varying(chosen)
+        if len(chosen) > 1 and draft.varying(chosen[:1]) != frozenset(range(len(draft.grid))):
+            return False  # torch.func.vmap does not write what differs into what does not
+        if not draft.env[chosen[0]][0].numel():
+            return False  # torch.func.vmap does not differentiate writes to nothing
+        if not self.add(draft, Local((copy,), "{0}.clone()", (chosen[0],)), varies):
+            return False
+        target = copy
+        if self._rng.random() < 0.4:
+            view = self._filled(self._rng.choice(VIEWS), draft, [copy])
+            if view is None or not self.add(draft, Local((self.name("v"),), view, (copy,)), varies):
+                return False
+            target = draft.names[-1]
+            if not draft.env[target][0].numel():
+                return False  # torch.func.vmap does not differentiate writes to nothing
+            if self._rng.random() < 0.3:
+                target = copy  # which the view then sees
+        return self.add(draft, Local((), filled, (target, *chosen[1:])), varies)
+
+    def _filled(self, code: str, draft: Draft, names: list[str]) -> str | None:
+        ndim = draft.env[names[0]][0].dim() if names else 0
+        if "$d" in code and not ndim:
+            return None
+        d = self._rng.randrange(-ndim, ndim) if ndim else 0
+        return code.replace("$d", str(d)).replace("$k", str(self._rng.choice((1, 2, 3))))
+
+    def placed(self, draft: Draft) -> None:
+        """Put a value on the devices before a call."""
+        name = self.pick(draft)
+        if name is None or self._rng.random() < 0.7:
+            return
+        codes = ["tp.replicate({0})"]
+        shape = draft.env[name][0].shape
+        if shape and 0 < shape[0] <= DEVICES:
+            codes.append(f"tp.device_put({{0}}, tp.devices()[:{shape[0]}])")
+        for dim, size in enumerate(shape):
+            if size and size % 2 == 0:
+                spec = ", ".join(["None"] * dim + ["'d'"])
+                mesh = "tp.Mesh(tp.devices()[:2], ('d',))"
+                codes.append(f"tp.device_put({{0}}, tp.NamedSharding({mesh}, tp.P({spec})))")
+        model = f"{{0}}.clone().view({tuple(shape)})"  # of this shape only
+        step = Local((self.name("v"),), self._rng.choice(codes), (name,), model)
+        self.add(draft, step, frozenset())
+
+
+def is_of_kind(kind: str, value: Any) -> bool:
+    dtype = value.dtype
+    real = dtype.is_floating_point
+    whole = not real and not dtype.is_complex and dtype != torch.bool
+    return {
+        "f": real,
+        "c": dtype.is_complex,
+        "i": whole,
+        "b": dtype == torch.bool,
+        "n": real or dtype.is_complex or whole,
+        "a": True,
+    }[kind]
+
+
+def _moderate(rows: Rows) -> bool:
+    """Whether the rows are alike, small, finite and not large."""
+    first = rows[0]
+    if not isinstance(first, torch.Tensor) or first.numel() > MOST_ELEMENTS or first.dim() > 4:
+        return False
+    if any(row.shape != first.shape or row.dtype != first.dtype for row in rows):
+        return False
+    return all(
+        not row.numel()
+        or bool(row.detach().to(torch.complex128).abs().nan_to_num(posinf=0.0).max() < LARGEST)
+        for row in rows
+    )

@@ -1,0 +1,283 @@
+"""Random programs: every step is run by the reference as it is added, so that all are valid.
+
+The same seed gives the same program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from _fuzz_collectives import Collectives
+from _fuzz_draft import DEVICES, Draft, is_of_kind
+from _fuzz_operations import SCALARS
+from _fuzz_programs import Body, Derivative, Local, Map, Program, bodies, used
+from _fuzz_reference import Grid, Rows, count, made, quiet
+from _fuzz_verdict import expectation
+
+__all__ = ["generate"]
+
+MOST_ROWS = 32
+AROUND = ("torch_grad", "grad", "value_and_grad", "vjp", "jvp", "jacrev", "jacfwd", "hessian")
+FORMS = ("plain", "plain", "dict", "tree", "name")
+
+
+def generate(seed: str) -> Program:
+    """The program of a seed."""
+    for attempt in itertools.count():
+        with quiet():
+            program = _attempt(random.Random(f"{seed} {attempt}"))
+        if program is not None and expectation(program) is not None:
+            return program
+    raise AssertionError
+
+
+def _attempt(rng: random.Random) -> Program | None:
+    maker = _Maker(rng)
+    inputs = maker.inputs()
+    draft = Draft({given.name: [made(given)] for given in inputs}, (), [], {})
+    draft.names = [given.name for given in inputs]
+    maker.outermost(draft)
+    results = [name for step in draft.steps for name in step.outs]
+    if not any(isinstance(s, Map) and s.transform == "pmap" for b in _all(draft) for s in b.steps):
+        return None
+    body = Body(tuple(given.name for given in inputs), tuple(draft.steps), tuple(results[-10:]))
+    return Program(tuple(inputs), body)
+
+
+def _all(draft: Draft) -> list[Body]:
+    return list(bodies(Body((), tuple(draft.steps), ())))
+
+
+class _Maker(Collectives):
+    """Makes functions of steps: mapped ones, derivatives, and the program itself."""
+
+    def derivative(self, draft: Draft, fill: Callable[[Draft], None], kinds: Any) -> bool:
+        """Differentiate a function that ``fill`` makes."""
+        rng = self._rng
+        kind = rng.choice(kinds)
+        jacobian = kind in ("jacrev", "jacfwd", "hessian")
+        several = 1 if jacobian else rng.choice((1, 1, 2))
+        found = [self.pick(draft, "f", 6 if jacobian else 24) for _ in range(several)]
+        args = [name for name in dict.fromkeys(found) if name is not None]
+        if not args or draft.depth > 1 or self._special:
+            return False  # where a product of zero and infinity comes up is nobody's promise
+        inner = draft.inner(depth=draft.depth + 1)
+        params = self._bind(inner, args, [draft.env[name] for name in args])
+        for param, name in zip(params, args, strict=True):
+            inner.varies[param] = draft.varying([name])
+        fill(inner)
+        result = self._result(inner, kind not in ("vjp", "jvp", "jacrev", "jacfwd"))
+        if result is None or (jacobian and inner.env[result][0].numel() > 6):
+            return False
+        along = self._along(draft, kind, args, inner.env[result][0])
+        if along is None:
+            return False
+        body = Body(tuple(params), tuple(inner.steps), (result,))
+        outs = {"value_and_grad": 1, "vjp": 1}.get(kind, 0) + len(args)
+        names = tuple(self.name("v") for _ in range(2 if kind == "jvp" else outs))
+        step = Derivative(names, kind, self.name("f"), body, tuple(args), along)
+        return self.add(draft, step, frozenset(range(len(draft.grid))))
+
+    def _result(self, draft: Draft, scalar: bool) -> str | None:
+        floats = [name for name in draft.names if is_of_kind("f", draft.env[name][0])]
+        if not floats:
+            return None
+        name = floats[-1]
+        if not scalar or (not draft.env[name][0].dim() and self._rng.random() < 0.5):
+            return name
+        step = Local((self.name("v"),), self._rng.choice(SCALARS), (name,))
+        return step.outs[0] if self.add(draft, step, draft.varying([name])) else None
+
+    def _along(
+        self, draft: Draft, kind: str, args: list[str], result: torch.Tensor
+    ) -> tuple[str, ...] | None:
+        """Tangents or a cotangent."""
+        steps: list[Local] = []
+        if kind == "jvp":
+            steps = [Local((self.name("v"),), "torch.cos({0})", (name,)) for name in args]
+        elif kind == "vjp":
+            shape, numel = tuple(result.shape), result.numel()
+            code = f"torch.linspace(-1.0, 2.0, {numel}, dtype={result.dtype}).reshape({shape})"
+            steps = [Local((self.name("v"),), code, ())]
+        if not all(self.add(draft, step, draft.varying(step.args)) for step in steps):
+            return None
+        return tuple(step.outs[0] for step in steps)
+
+    def _bind(self, inner: Draft, args: Sequence[str], rows: Sequence[Rows]) -> list[str]:
+        params = [self.name("p") for _ in args]
+        for param, values in zip(params, rows, strict=True):
+            inner.env[param] = values
+            inner.names.append(param)
+        return params
+
+    def mapped(
+        self,
+        draft: Draft,
+        transform: str,
+        given: Sequence[str] = (),
+        mesh: bool = False,
+        fill: Callable[[Draft], None] | None = None,
+    ) -> bool:
+        """Map a function over a dim of some values."""
+        rng = self._rng
+        args = list(given) or self._arguments(draft)
+        axes = self._axes(draft, args, transform)
+        if axes is None:
+            return False
+        size = next(
+            draft.env[n][0].shape[a] for n, a in zip(args, axes, strict=True) if a is not None
+        )
+        axis = None if transform == "vmap" and rng.random() < 0.3 else self.name("axis")
+        grid: Grid = (*draft.grid, (axis, size))
+        if count(grid) > MOST_ROWS:
+            return False
+        inner = draft.inner(grid=grid, reach=draft.reach | ({axis} if axis else set()))
+        rows = [_taken(draft.env[n], a, size, draft.grid) for n, a in zip(args, axes, strict=True)]
+        params = self._bind(inner, args, rows)
+        for param, name, a in zip(params, args, axes, strict=True):
+            place = frozenset() if a is None else {len(draft.grid)}
+            inner.varies[param] = draft.varying([name]) | place
+        if mesh:
+            if not self.mapped(inner, "pmap", params):
+                return False
+            results = list(inner.steps[0].outs)
+        else:
+            (fill or self.row)(inner)
+            own = [name for name in inner.names if name not in params] or params
+            spare = used(Body((), tuple(inner.steps), ()))
+            results = [name for name in own if name not in spare][-4:] or own[-1:]
+            if rng.random() < 0.3:
+                results = list(dict.fromkeys([*results, rng.choice(inner.names)]))
+        outs = tuple(self.name("v") for _ in results)
+        places = tuple(self._out_axis(inner, name) for name in results)
+        form = "plain" if mesh or given else rng.choice(FORMS)
+        if (form == "tree" and len(args) < 2) or (form == "name" and transform == "vmap"):
+            form = "plain"
+        body = Body(tuple(params), tuple(inner.steps), tuple(results))
+        option = self._option(draft, transform, size) if not mesh and not given else ""
+        step = Map(
+            outs,
+            transform,
+            self.name("f"),
+            axis,
+            None,
+            body,
+            tuple(args),
+            axes,
+            places,
+            form,
+            option,
+        )
+        varies = inner.varying(results) - {len(draft.grid)}
+        return self.add(draft, step, varies)
+
+    def _option(self, draft: Draft, transform: str, size: int) -> str:
+        if transform == "vmap" or draft.grid or self._rng.random() < 0.8:
+            return ""
+        options = [f"axis_size={size}", "donate_argnums=()"]
+        if size <= DEVICES:
+            options.append(f"devices=tp.devices()[:{size}][::-1]")
+        return self._rng.choice(options)
+
+    def _arguments(self, draft: Draft) -> list[str]:
+        found = [self.pick(draft) for _ in range(self._rng.choice((1, 2, 2, 3)))]
+        return [name for name in dict.fromkeys(found) if name is not None]
+
+    def _axes(self, draft: Draft, args: list[str], transform: str) -> tuple[int | None, ...] | None:
+        """A dim of every argument, all of one size; None for those that have none of it."""
+        rng = self._rng
+        most = 4 if transform == "vmap" else 16
+        shapes = [draft.env[name][0].shape for name in args]
+        sizes = [s for shape in shapes for s in shape if 0 < s <= most]
+        if not sizes:
+            return None
+        size = max(sizes) if transform == "pmap" and rng.random() < 0.7 else rng.choice(sizes)
+        axes: list[int | None] = []
+        for shape in shapes:
+            dims = [d for d, s in enumerate(shape) if s == size]
+            d = rng.choice(dims) if dims and rng.random() < 0.85 else None
+            axes.append(d - len(shape) if d is not None and rng.random() < 0.2 else d)
+        return None if all(axis is None for axis in axes) else tuple(axes)
+
+    def _out_axis(self, inner: Draft, name: str) -> int | None:
+        place, ndim = len(inner.grid) - 1, inner.env[name][0].dim()
+        if place not in inner.varying([name]) and self._rng.random() < 0.6:
+            return None
+        return self._rng.choice((0, 0, self._rng.randint(-ndim - 1, ndim)))
+
+    # --- bodies -----------------------------------------------------------------------------------
+
+    def row(self, draft: Draft) -> None:
+        """Fill a body that runs on one row."""
+        rng, wanted = self._rng, self._rng.choice((1, 2, 3, 4, 5))
+        for _ in range(40):
+            if len(draft.steps) >= wanted:
+                return
+            dice = rng.random()
+            if dice < 0.45:
+                self.local(draft)
+            elif dice < 0.8 and draft.reach:
+                self.collective(draft)
+            elif dice < 0.86:
+                self.written(draft)
+            elif dice < 0.93 and len(draft.grid) < 3:
+                self.mapped(draft, rng.choice(("vmap", "vmap", "pmap")))
+            elif draft.depth < 2:
+                self.derivative(draft, self.row, AROUND)
+
+    def outermost(self, draft: Draft) -> None:
+        """Fill the body in the caller's process."""
+        rng = self._rng
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            self.placed(draft)
+            dice = rng.random()
+            if dice < 0.5:
+                self.pmapped(draft)
+            elif dice < 0.85:
+                self.derivative(draft, self.pmapped, (*AROUND, "backward"))
+            else:
+                self.mapped_around(draft)
+        for _ in range(rng.choice((0, 1, 2, 4, 8))):
+            rng.choice((self.local, self.local, self.local, self.written, self.again))(draft)
+
+    def pmapped(self, draft: Draft) -> None:
+        """A call of a pmapped function, and perhaps operations on its results."""
+        for _ in range(6):
+            if self.mapped(draft, "pmap", mesh=self._rng.random() < 0.2):
+                break
+        for _ in range(self._rng.choice((0, 0, 1, 2))):
+            self.local(draft)
+
+    def mapped_around(self, draft: Draft) -> None:
+        """A vmap of a function that has a pmap in it."""
+        self.mapped(draft, "vmap", fill=self.pmapped)
+
+    def again(self, draft: Draft) -> bool:
+        """Call a mapped function again, with other values."""
+        rng = self._rng
+        calls = [s for s in draft.steps if isinstance(s, Map) and s.transform == "pmap"]
+        if not calls:
+            return False
+        call = rng.choice(calls)
+        args = []
+        for name in call.args:
+            shape = draft.env[name][0].shape
+            like = [n for n in draft.env if draft.env[n][0].shape == shape and n in draft.names]
+            args.append(rng.choice(like or [name]))
+        outs = tuple(self.name("v") for _ in call.outs)
+        return self.add(draft, dataclasses.replace(call, outs=outs, args=tuple(args)), frozenset())
+
+
+def _taken(rows: Rows, axis: int | None, size: int, grid: Grid) -> Rows:
+    total = count(grid)
+    full = [rows[k * len(rows) // total] for k in range(total)]
+    return [
+        (row if axis is None else row.select(axis, k)).detach().clone()
+        for row in full
+        for k in range(size)
+    ]

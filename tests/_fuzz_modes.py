@@ -1,0 +1,118 @@
+"""Running a program of the fuzzer in one of the ways that torchpmap has."""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from _fuzz_programs import Derivative, Local, Map, Program, bodies, source, standalone
+from _fuzz_reference import quiet
+from _fuzz_verdict import Expected, expectation, verdict
+
+import torchpmap as tp
+
+__all__ = ["MODES", "Failure", "applies", "run", "script", "trial"]
+
+MODES = {
+    "graph": "dict(compile={'backend': 'eager'}, fullgraph=True)",
+    "uncompiled": "dict(compile=False)",
+    "inductor": "dict(fullgraph=True)",
+    "inline": "dict()",
+    "serial": "dict()",
+    "launched": "dict()",
+}
+"""The options of every ``pmap``, as source."""
+
+AROUND = {
+    "inline": "tp.debug.fake_pmap()",
+    "serial": "tp.debug.fake_pmap(serial=True)",
+}
+
+REFUSED = (
+    # a captured value of an outer derivative or vmap, used under another one inside the function
+    "meets function transforms both around the call and inside the function",
+    # torch.func.jvp of an expanded argument that the function does not use, also without a pmap
+    "more than one element of the written-to tensor refers to a single memory location",
+)
+"""Errors that say clearly of a valid program that it is not supported."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is wrong with a program in a mode."""
+
+    mode: str
+    text: str
+    is_known: bool = False
+    """Whether it is refused with a clear error."""
+
+    @property
+    def kind(self) -> str:
+        """What stays the same while a program gets smaller: the words of the first line."""
+        return f"{self.mode}: {re.sub(r'[^a-zA-Z_ ]+', '', self.text.splitlines()[0])[:60]}"
+
+
+def applies(program: Program, mode: str) -> bool:
+    """Whether a program means something in a mode."""
+    steps = [step for body in bodies(program.body) for step in body.steps]
+    around = [
+        step
+        for step in steps
+        if isinstance(step, Derivative) or (isinstance(step, Map) and step.transform == "vmap")
+    ]
+    pmaps = [s for step in around for b in bodies(step.body) for s in b.steps if _is_pmap(s)]
+    if mode == "launched":  # no values that span the ranks, in the test at least
+        placed = any(isinstance(s, Local) and s.model for s in steps)
+        named = any(isinstance(s, Map) and (s.form == "name" or s.option) for s in steps)
+        return not (pmaps or placed or named)
+    return mode != "serial" or not pmaps  # one row after the other has no derivative from outside
+
+
+def _is_pmap(step: Any) -> bool:
+    return isinstance(step, Map) and step.transform == "pmap"
+
+
+def run(program: Program, mode: str, package: Any = tp) -> list[torch.Tensor]:
+    """The results as plain tensors."""
+    with quiet(), _around(mode):
+        names = {"torch": torch, "tp": package, "COMPILE": eval(MODES[mode])}
+        exec(compile(source(program), "<program>", "exec"), names)
+        results = names["program"](*names["inputs"])  # type: ignore[operator]
+        return [_fetched(result) for result in results]
+
+
+def _around(mode: str) -> AbstractContextManager[Any]:
+    return eval(AROUND[mode], {"tp": tp}) if mode in AROUND else nullcontext()
+
+
+def _fetched(result: Any) -> torch.Tensor:
+    if isinstance(result, tp.ShardedTensor):
+        copies: dict[str, torch.Tensor] = {}
+        for shard in result.addressable_shards:
+            data = shard.data.detach().cpu()
+            first = copies.setdefault(str(shard.index), data)
+            if not torch.equal(first.nan_to_num(), data.nan_to_num()):
+                raise AssertionError(f"copies on the devices differ: {first} and {data}")
+    return result.detach().cpu()
+
+
+def trial(program: Program, mode: str, expected: list[Expected] | None = None) -> Failure | None:
+    """Run a program and judge it; None if it is right, or means nothing."""
+    if expected is None:
+        expected = expectation(program)
+    if expected is None or not applies(program, mode):
+        return None
+    try:
+        wrong = verdict(run(program, mode), expected)
+    except Exception as error:
+        is_known = any(text in str(error) for text in REFUSED)
+        return Failure(mode, f"{type(error).__name__}: {error}", is_known)
+    return Failure(mode, wrong) if wrong else None
+
+
+def script(program: Program, mode: str, num_devices: int) -> str:
+    """What a reader can paste to see a program run."""
+    return standalone(program, num_devices, MODES[mode], AROUND.get(mode, ""))

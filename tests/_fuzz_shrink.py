@@ -1,0 +1,244 @@
+"""Making a failing program smaller, as long as it fails in the same way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from _fuzz_programs import (
+    Body,
+    Collective,
+    Derivative,
+    Input,
+    Local,
+    Map,
+    Program,
+    Step,
+    renamed,
+    used,
+)
+
+__all__ = ["shrink", "smaller"]
+
+
+def shrink(program: Program, fails: Callable[[Program], bool], seconds: float = 60.0) -> Program:
+    """The smallest program found for which ``fails`` still holds."""
+    end = time.monotonic() + seconds
+    seen: set[str] = set()
+    found = True
+    while found:
+        found = False
+        for candidate in smaller(program):
+            if time.monotonic() > end:
+                return program
+            if repr(candidate) in seen:
+                continue
+            seen.add(repr(candidate))
+            if fails(candidate):
+                program, found = candidate, True
+                break
+    return program
+
+
+def smaller(program: Program) -> Iterator[Program]:
+    """Programs that have a little less; not all of them mean something."""
+    for body in _without_a_result(program.body):
+        yield _used(replace(program, body=body))
+    for body in _edited(program.body, _shorter):
+        yield _used(replace(program, body=body))
+    for body in _edited(program.body, _simpler):
+        yield _used(replace(program, body=body))
+    yield from _simpler_inputs(program)
+    yield from _narrower(program)
+
+
+def _used(program: Program) -> Program:
+    """Without the inputs that nothing uses."""
+    names = used(program.body)
+    kept = tuple(given for given in program.inputs if given.name in names)
+    body = replace(program.body, params=tuple(given.name for given in kept))
+    return replace(program, inputs=kept, body=body)
+
+
+def _edited(body: Body, edit: Callable[[Body], Iterator[Body]]) -> Iterator[Body]:
+    """Every way to edit a body or one within it, outer ones first."""
+    yield from edit(body)
+    for k, step in enumerate(body.steps):
+        if isinstance(step, Map | Derivative):
+            for inner in _edited(step.body, edit):
+                yield _with(body, k, _fitting(step, inner))
+
+
+def _with(body: Body, k: int, *steps: Step) -> Body:
+    """With other steps in place of the ``k``-th."""
+    return replace(body, steps=(*body.steps[:k], *steps, *body.steps[k + 1 :]))
+
+
+def _fitting(step: Map | Derivative, inner: Body) -> Step:
+    """A step whose body has fewer parameters or results than before."""
+    kept = [step.body.params.index(name) for name in inner.params]
+    args = tuple(step.args[k] for k in kept)
+    changes: dict[str, Any] = {"body": inner, "args": args}
+    if isinstance(step, Map):
+        changes["in_axes"] = tuple(step.in_axes[k] for k in kept)
+    return replace(step, **changes)
+
+
+# --- fewer steps ----------------------------------------------------------------------------------
+
+
+def _without_a_result(body: Body) -> Iterator[Body]:
+    for k in range(len(body.results)):
+        if len(body.results) > 1:
+            yield replace(body, results=(*body.results[:k], *body.results[k + 1 :]))
+
+
+def _shorter(body: Body) -> Iterator[Body]:
+    """Without a step, whose result another value takes the place of; or with a function opened."""
+    for k in reversed(range(len(body.steps))):
+        step = body.steps[k]
+        rest = _with(body, k)
+        if not _uses(rest, step.outs):
+            yield rest
+            continue
+        for name in dict.fromkeys([*getattr(step, "args", ()), *body.params]):
+            yield renamed(rest, dict.fromkeys(step.outs, name))
+        if isinstance(step, Map | Derivative):
+            opened = renamed(step.body, dict(zip(step.body.params, step.args, strict=True)))
+            results = opened.results if isinstance(step, Map) else opened.results * len(step.outs)
+            through = renamed(rest, dict(zip(step.outs, results, strict=True)))
+            steps = (*through.steps[:k], *opened.steps, *through.steps[k:])
+            yield replace(through, steps=steps)
+        if isinstance(step, Map):
+            yield from _fewer_values(body, k, step)
+        if isinstance(step, Collective) and len(step.args) > 1:
+            for r, out in enumerate(step.outs):
+                fewer = replace(step, args=_less(step.args, r), outs=_less(step.outs, r))
+                yield renamed(_with(body, k, fewer), {out: step.args[r]})
+
+
+def _uses(body: Body, names: tuple[str, ...]) -> bool:
+    return not used(body).isdisjoint(names)
+
+
+def _fewer_values(body: Body, k: int, step: Map) -> Iterator[Body]:
+    """A mapped function without one of its results, or of its parameters."""
+    for r in range(len(step.outs)):
+        if len(step.outs) > 1 and not _uses(_with(body, k), step.outs[r : r + 1]):
+            inner = replace(step.body, results=_less(step.body.results, r))
+            outs, axes = _less(step.outs, r), _less(step.out_axes, r)
+            yield _with(body, k, replace(step, body=inner, outs=outs, out_axes=axes))
+    for p, param in enumerate(step.body.params):
+        if len(step.body.params) > 1 and not _uses(step.body, (param,)):
+            inner = replace(step.body, params=_less(step.body.params, p))
+            yield _with(body, k, _fitting(step, inner))
+
+
+def _less(values: tuple[Any, ...], k: int) -> tuple[Any, ...]:
+    return (*values[:k], *values[k + 1 :])
+
+
+# --- simpler steps --------------------------------------------------------------------------------
+
+
+def _simpler(body: Body) -> Iterator[Body]:
+    for k, step in enumerate(body.steps):
+        for other in _simpler_step(step):
+            yield _with(body, k, other)
+
+
+def _simpler_step(step: Step) -> Iterator[Step]:
+    if isinstance(step, Collective):
+        for number, (name, value) in enumerate(step.options):
+            if name in ("axis_index_groups", "tiled", "axis", "scatter_dimension"):
+                if value:
+                    yield replace(step, options=_less(step.options, number))
+            elif name == "perm" and len(value) > 1 and isinstance(value[0], tuple):
+                for pair in range(len(value)):
+                    fewer = [*value[:pair], *value[pair + 1 :]]
+                    options = (*step.options[:number], (name, fewer), *step.options[number + 1 :])
+                    yield replace(step, options=options)
+        if isinstance(step.axes, tuple):
+            yield from (replace(step, axes=axis) for axis in step.axes if len(step.axes) > 1)
+            if len(step.axes) == 1:
+                yield replace(step, axes=step.axes[0])
+    elif isinstance(step, Map):
+        if step.option:
+            yield replace(step, option="")
+        if step.form != "plain":
+            yield replace(step, form="plain")
+        for k, axis in enumerate(step.in_axes):
+            if axis not in (0, None):
+                yield replace(step, in_axes=(*step.in_axes[:k], 0, *step.in_axes[k + 1 :]))
+        for k, axis in enumerate(step.out_axes):
+            if axis != 0:
+                yield replace(step, out_axes=(*step.out_axes[:k], 0, *step.out_axes[k + 1 :]))
+    elif isinstance(step, Derivative) and step.kind not in ("grad", "torch_grad", "jvp", "vjp"):
+        if step.kind == "backward":
+            yield replace(step, kind="torch_grad")
+    elif isinstance(step, Local) and step.model is not None:
+        yield replace(step, code="{0}.clone()", model=None)
+
+
+# --- simpler inputs -------------------------------------------------------------------------------
+
+
+def _simpler_inputs(program: Program) -> Iterator[Program]:
+    def changed(k: int, **changes: Any) -> Program:
+        inputs = list(program.inputs)
+        inputs[k] = replace(inputs[k], **changes)
+        return replace(program, inputs=tuple(inputs))
+
+    for k, given in enumerate(program.inputs):
+        if given.layout != "plain":
+            yield changed(k, layout="plain")
+        if given.dtype not in ("float32", "float64"):
+            yield changed(k, dtype="float32")
+        for d, size in enumerate(given.shape):
+            yield changed(k, shape=_less(given.shape, d))
+            if size > 1:
+                yield changed(k, shape=(*given.shape[:d], 1, *given.shape[d + 1 :]))
+
+
+def _narrower(program: Program) -> Iterator[Program]:
+    """All dims of one size made smaller, and what depends on it with them."""
+    sizes = sorted({size for given in program.inputs for size in given.shape if size > 1})
+    for size in reversed(sizes):
+        for less in dict.fromkeys((1, 2, size // 2, size - 1)):
+            if 0 < less < size:
+                inputs = tuple(_resized(given, size, less) for given in program.inputs)
+                yield replace(program, inputs=inputs, body=_cropped(program.body, size, less))
+
+
+def _resized(given: Input, size: int, less: int) -> Input:
+    return replace(given, shape=tuple(less if s == size else s for s in given.shape))
+
+
+def _cropped(body: Body, size: int, less: int) -> Body:
+    steps = []
+    for step in body.steps:
+        if isinstance(step, Map | Derivative):
+            steps.append(replace(step, body=_cropped(step.body, size, less)))
+        elif isinstance(step, Collective):
+            options = tuple((name, _crop(name, v, size, less)) for name, v in step.options)
+            steps.append(replace(step, options=options))
+        elif isinstance(step, Local):
+            steps.append(replace(step, code=step.code.replace(f"range({size})", f"range({less})")))
+        else:
+            steps.append(step)
+    return replace(body, steps=tuple(steps))
+
+
+def _crop(name: str, value: Any, size: int, less: int) -> Any:
+    if name == "axis_index_groups" and sum(map(len, value)) == size:
+        cut = [[k for k in group if k < less] for group in value]
+        return [group for group in cut if group]
+    if name == "perm" and value and isinstance(value[0], tuple):
+        return [pair for pair in value if max(pair) < less]
+    if name == "perm" and len(value) == size:
+        return [k for k in value if k < less]
+    if name == "source":
+        return value % less
+    return value

@@ -1,0 +1,103 @@
+"""What tests, programs and failures leave behind: processes, threads, descriptors, ports."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+from _support import known_pids, stat
+
+from torchpmap import _current
+from torchpmap._runtimes._forkserver import server
+
+
+@dataclass
+class Inventory:
+    """What is there of the things that a test could leave behind."""
+
+    runtime: Any
+    processes: set[str]
+    threads: set[threading.Thread]
+    fds: list[str]
+    helpers: tuple[int | None, int | None]
+    ports: set[str]
+
+    @classmethod
+    def take(cls) -> Inventory:
+        fds = os.listdir("/proc/self/fd")
+        ports = listening([os.getpid()])
+        return cls(_current._runtime, _processes(), _our_threads(), fds, _helpers(), ports)
+
+    def left_behind(self) -> list[str]:
+        """What is new, apart from a pool and its helpers."""
+        found = [f"process {pid}" for pid in _processes() - self.processes if _is_ours(pid)]
+        threads = [thread for thread in _our_threads() - self.threads if thread.is_alive()]
+        found += [f"thread {thread.name}" for thread in threads if thread not in _pool_threads()]
+        found += [f"port {address}" for address in listening([os.getpid()]) - self.ports]
+        if _current._runtime is self.runtime and _helpers() == self.helpers:
+            fds = os.listdir("/proc/self/fd")
+            if len(fds) > len(self.fds):
+                found += [_describe(fd) for fd in fds if fd not in self.fds]
+        return found
+
+
+def _processes() -> set[str]:
+    return {name for name in os.listdir("/proc") if name.isdigit()}
+
+
+def _our_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("torchpmap-")}
+
+
+def _pool_threads() -> tuple[threading.Thread, ...]:
+    """Of the present pool: its monitor, and its starter until the workers are there."""
+    pool = getattr(_current._runtime, "_pool", None)
+    return () if pool is None else (*pool._monitor.threads, pool._crew.starter)
+
+
+def _is_ours(pid: str) -> bool:
+    """Whether a process is a child of this one or the fork server, but not of the present pool."""
+    forks, tracker = _helpers()
+    found = stat(pid)
+    return (
+        found is not None
+        and found[1] in (os.getpid(), forks)
+        and int(pid) not in (forks, tracker, *known_pids())
+    )
+
+
+def _helpers() -> tuple[int | None, int | None]:
+    """Process ids of the fork server, and of the resource tracker of multiprocessing."""
+    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    return server.pid, tracker
+
+
+def _describe(fd: str) -> str:
+    try:
+        return f"descriptor {fd}: {os.readlink(f'/proc/self/fd/{fd}')}"
+    except OSError:
+        return f"descriptor {fd}: closed meanwhile"
+
+
+def listening(pids: Iterable[int]) -> set[str]:
+    """``address:port`` of the TCP sockets that listen in these processes, as /proc writes them."""
+    inodes = set()
+    for pid in pids:
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                link = os.readlink(f"/proc/{pid}/fd/{fd}")
+            except OSError:  # closed meanwhile
+                continue
+            if link.startswith("socket:"):
+                inodes.add(link[8:-1])
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return {fields[1] for fields in lines if fields[3] == "0A" and fields[9] in inodes}

@@ -1,0 +1,244 @@
+"""What the tests of faults share: a pool, ways to break it, and a look at what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _support import EAGER, SCALE, is_running, known_pids, wait_for, worker_pids
+
+import torchpmap as tp
+from torchpmap import _current
+
+N = 4
+rows = torch.arange(float(N))
+total = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
+quarter = tp.pmap(lambda x: tp.psum(x, "i") / 4, "i", compile=EAGER)
+
+
+def eagerly(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return tp.pmap(function, "i", compile=False, **options)
+
+
+def sharded() -> tp.ShardedTensor:
+    """A value that lives on all devices, computed."""
+    return tp.pmap(lambda x: x * 10, compile=EAGER)(rows).block_until_ready()
+
+
+def assert_pool_works() -> None:
+    assert total(rows).tolist() == [6.0] * N
+    assert eagerly(lambda x: tp.pmax(x, "i"))(rows).tolist() == [3.0] * N
+
+
+def kill(pid: int) -> None:
+    """End a worker and wait until the controller knows it."""
+    os.kill(pid, signal.SIGKILL)
+    assert wait_for(lambda: _current.runtime()._pool.broken)
+
+
+@contextlib.contextmanager
+def survivors(*dead: int) -> Iterator[None]:
+    """Of the values on ``dead`` ranks the block costs those shards, of the others nothing."""
+    value, pids = sharded(), worker_pids()
+    yield
+    assert_pool_works()
+    alive = [rank for rank in range(N) if rank not in dead]
+    assert [value[rank].item() for rank in alive] == [10.0 * rank for rank in alive]
+    now = worker_pids()
+    assert [rank for rank in range(N) if now[rank] == pids[rank]] == alive
+    for rank in dead:
+        with pytest.raises(tp.ShardLost, match=f"cpu:{rank}"):
+            value[rank].item()
+
+
+def note_time(seconds: float, bound: float) -> None:
+    """For ``report.py``: how long the row that runs now took, of how much."""
+    path = os.environ.get("TORCHPMAP_FAULT_TIMES")
+    if path:
+        row = os.environ["PYTEST_CURRENT_TEST"].rpartition("::")[2].partition(" ")[0]
+        with open(path, "a") as file:
+            file.write(json.dumps({"row": row, "seconds": seconds, "bound": bound}) + "\n")
+
+
+class Hung(Exception):
+    """A call did not end in time."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended, and after how long."""
+
+    value: Any
+    error: BaseException | None
+    seconds: float
+
+
+_HANG_S = 20.0
+"""What a busy machine may add to a bound; ``report.py`` tells what a call took."""
+
+
+def within(seconds: float, function: Callable[[], Any]) -> Outcome:
+    """Call in a thread; a call that hangs is a failure, and ends with its pool."""
+    limit = seconds * SCALE + _HANG_S
+    ended: list[Outcome] = []
+
+    def run() -> None:
+        start = time.perf_counter()
+        value = error = None
+        try:
+            value = function()
+        except BaseException as raised:
+            error = raised
+        ended.append(Outcome(value, error, time.perf_counter() - start))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit)
+    if not ended:
+        stacks = sys._current_frames()
+        tp.shutdown()
+        raise Hung(f"no answer after {limit:.0f} s: {stacks.get(thread.ident)}")
+    thread.join()
+    note_time(ended[0].seconds, seconds)
+    return ended[0]
+
+
+@contextlib.contextmanager
+def busy(
+    gate: Path, ranks: Iterable[int] = range(N), error: Exception | None = None
+) -> Iterator[threading.Thread]:
+    """``ranks`` do nothing until there is a file ``gate``; then all raise ``error``, if any.
+
+    Yields the thread that called them; calls made meanwhile stand behind this one.
+    """
+
+    def wait(x: Any) -> Any:
+        while not gate.exists() and int(tp.axis_index("i")) in ranks:
+            pass
+        if error is not None:
+            raise error
+        return x
+
+    def call() -> None:
+        raises = pytest.raises(type(error), match=str(error)) if error else contextlib.nullcontext()
+        with raises:
+            eagerly(wait)(rows)
+
+    for f in (total, quarter):
+        f(rows).block_until_ready()  # compiled: that would wait at the gate too
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert wait_for(lambda: _current.runtime()._pool._monitor.pending)
+    yield thread
+    gate.touch()
+    thread.join()
+
+
+# -- programs of their own -------------------------------------------------------------------------
+
+_HEAD = """
+import os, signal, sys, threading, time
+import torch, torchpmap as tp
+EAGER = {"backend": "eager"}
+def pids():
+    ask = tp.pmap(lambda x: torch.tensor(os.getpid()), compile=False)
+    return ask(torch.zeros(tp.device_count())).tolist()
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended, and what it left running."""
+
+    code: int | None
+    """As of ``subprocess``: negative for a signal; None if the program hung and was killed."""
+    output: str
+    left: list[str]
+    """Command lines of its processes that still run."""
+    folders: list[str]
+    """What it made in the folder for temporary files."""
+
+
+class Script:
+    """A controller of its own, in a session of its own; ``pids()`` asks for its workers."""
+
+    def __init__(self, code: str, **environment: str) -> None:
+        self._mark = f"TORCHPMAP_TEST_MARK={uuid.uuid4()}"
+        name, _, value = self._mark.partition("=")
+        self._folder = tempfile.TemporaryDirectory()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _HEAD + textwrap.dedent(code)],
+            env={
+                **os.environ,
+                "TORCHPMAP_WARM": "0",
+                "TMPDIR": self._folder.name,
+                name: value,
+                **environment,
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self, seconds: float = 30.0, *, patience: float = 2.0) -> Ended:
+        """Wait for its end; what is still there ``patience`` seconds later is left behind."""
+        code: int | None
+        try:
+            output, _ = self.process.communicate(timeout=seconds * SCALE)
+            code = self.process.returncode
+        except subprocess.TimeoutExpired:
+            self._end()
+            output, _ = self.process.communicate()
+            code = None
+        wait_for(lambda: not self._alive() and not self._folders(), patience)
+        folders = self._folders()
+        left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in self._alive()]
+        self._end()
+        self._folder.cleanup()
+        return Ended(code, output, left, folders)
+
+    def _alive(self) -> list[int]:
+        """Processes with this program's environment, also orphans."""
+        found = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                environment = Path(f"/proc/{name}/environ").read_bytes()
+                if self._mark.encode() in environment and is_running(int(name)):
+                    found.append(int(name))
+        return found
+
+    def _folders(self) -> list[str]:
+        """But for the compiler's cache, which is to stay."""
+        found = os.listdir(self._folder.name)
+        return [name for name in found if not name.startswith("torchinductor")]
+
+    def _end(self) -> None:
+        for pid in self._alive():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def unindented(*parts: str) -> str:
+    return "\n".join(textwrap.dedent(part) for part in parts)
+
+
+def new_pids(old: list[int]) -> list[int]:
+    """Workers of the present pool that are not among ``old``."""
+    return [pid for pid in known_pids() if pid is not None and pid not in old]

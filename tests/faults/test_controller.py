@@ -1,0 +1,167 @@
+"""Rows 23 to 25 of the matrix: the controller ends or forks.  See docs/faults.md."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from _rig import (
+    EAGER,
+    N,
+    Script,
+    assert_pool_works,
+    eagerly,
+    note_time,
+    rows,
+    total,
+    unindented,
+    within,
+)
+from _support import SCALE, TEST_ALL
+
+import torchpmap as tp
+
+SETUP = """
+    tp.init(num_devices=2)
+    total = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
+    x = torch.arange(2.)
+    kept = total(x).block_until_ready()
+    workers = pids()
+"""
+
+
+ENDINGS = {
+    "idle": "",
+    "in a collective": """
+        def step(x):
+            while int(tp.axis_index("i")) == 1:
+                time.sleep(0.01)
+            return tp.psum(x, "i")
+        threading.Thread(target=lambda: tp.pmap(step, "i", compile=False)(x), daemon=True).start()
+        time.sleep(0.2)
+    """,
+    "interpreter locked": """
+        import ctypes
+        lock = lambda x: ctypes.PyDLL(None).sleep(1000) and x
+        threading.Thread(target=lambda: tp.pmap(lock, compile=False)(x), daemon=True).start()
+        time.sleep(0.2)
+    """,
+    "stopped": """
+        os.kill(workers[1], signal.SIGSTOP)
+    """,
+    "full sockets": """
+        os.kill(workers[1], signal.SIGSTOP)
+        def ahead():
+            z = kept
+            while True:
+                z = total(z)
+        threading.Thread(target=ahead, daemon=True).start()
+        time.sleep(1)
+    """,
+}
+KILLS = {
+    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
+    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "os._exit": "os._exit(3)",
+    "end of the program": "",
+    "shutdown": "start = time.perf_counter(); tp.shutdown(); print(time.perf_counter() - start)",
+}
+CODES = {"SIGTERM": -15, "SIGKILL": -9, "os._exit": 3, "end of the program": 0, "shutdown": 0}
+
+
+@pytest.mark.skipif(not TEST_ALL, reason="minutes: TORCHPMAP_TEST_ALL=1 runs it")
+@pytest.mark.parametrize("end", KILLS)
+@pytest.mark.parametrize("workers", ENDINGS)
+def test_row_23_the_controller_ends(workers, end):
+    """However it ends and whatever the workers do, nothing is left after 2 s."""
+    script = Script(unindented(SETUP, ENDINGS[workers], "    " + KILLS[end]))
+    ended = script.wait(40, patience=2)
+    assert ended.code == CODES[end], ended.output
+    assert not ended.left
+    assert not ended.folders
+    if end == "shutdown":
+        assert float(ended.output.split()[-1]) < 5 * SCALE
+        note_time(float(ended.output.split()[-1]), 5)
+
+
+FORMS = {
+    "no shutdown": "print(total(x).tolist())",
+    "a call is pending": "total(x)",
+    "the pool is dropped": "import gc; del kept; gc.collect()",
+    "a thread makes calls": """
+        def calls():
+            for _ in range(300):
+                total(x)
+        threading.Thread(target=calls, daemon=True).start()
+    """,
+    "an exception ends the program": "raise SystemExit(0)",
+    "a failed call": """
+        def fails(x):
+            raise ValueError
+        try:
+            tp.pmap(fails, compile=False)(x)
+        except ValueError:
+            pass
+    """,
+    "a worker just died": "os.kill(workers[0], signal.SIGKILL)",
+    "forked": """
+        if os.fork() == 0:
+            try:
+                total(x)
+            except tp.RuntimeClosed:
+                os._exit(0)
+            os._exit(1)
+        assert os.wait()[1] == 0
+        assert total(x).tolist() == [1.0, 1.0]
+    """,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_row_24_the_program_ends(form):
+    quiet = "import warnings; warnings.simplefilter('ignore')"
+    ended = Script(unindented(quiet, SETUP, FORMS[form])).wait(30, patience=3)
+    assert ended.code == 0, ended.output
+    assert "Traceback" not in ended.output
+    assert not ended.left
+    assert not ended.folders
+
+
+@pytest.mark.usefixtures("pool")
+def test_row_25_eight_threads():
+    functions = [tp.pmap(lambda x, k=k: tp.psum(x, "i") * k, "i", compile=EAGER) for k in range(4)]
+    ready = threading.Barrier(8)
+    wrong: list[object] = []
+
+    def use(thread: int) -> None:
+        ready.wait()
+        for step in range(25):
+            k = (thread + step) % 4
+            x = rows + thread
+            got = functions[k](x).tolist()
+            if got != [(6.0 + N * thread) * k] * N:
+                wrong.append((k, thread, got))
+
+    def run() -> None:
+        threads = [threading.Thread(target=use, args=(k,)) for k in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert within(5, run).error is None
+    assert not wrong
+
+
+@pytest.mark.usefixtures("pool")
+def test_row_25_a_call_inside_a_call():
+    """Inside a mapped function another one maps over an axis of its own, or says why not."""
+
+    def step(x):
+        return tp.pmap(lambda y: tp.psum(y, "j"), "j", compile=False)(torch.ones(3) * x).sum()
+
+    outcome = within(5, lambda: eagerly(step)(rows).tolist())
+    assert outcome.value == [9 * float(x) for x in rows], outcome.error
+    assert total(rows).tolist() == [6.0] * N
+    assert_pool_works()

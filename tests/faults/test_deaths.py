@@ -1,0 +1,266 @@
+"""Rows 1 to 7 of the matrix: a worker ends.  See docs/faults.md."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+from _rig import (
+    EAGER,
+    N,
+    Script,
+    assert_pool_works,
+    eagerly,
+    kill,
+    new_pids,
+    note_time,
+    rows,
+    sharded,
+    survivors,
+    total,
+    within,
+)
+from _support import known_pids, wait_for, worker_pids
+
+import torchpmap as tp
+from torchpmap import _current
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+LARGE = 1 << 22
+"""Elements of a block of 16 MB, which no socket buffer holds."""
+
+
+def test_row_01_idle_worker_killed():
+    with survivors(2):
+        kill(worker_pids()[2])
+        assert within(1, lambda: total(rows).tolist()).value == [6.0] * N
+
+
+@pytest.mark.parametrize("victim", range(N))
+def test_row_02_killed_while_the_others_wait_in_a_collective(victim):
+    def step(x):
+        if int(tp.axis_index("i")) == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return tp.psum(x, "i")
+
+    with survivors(victim):
+        error = within(1, lambda: eagerly(step)(rows)).error
+        assert isinstance(error, tp.WorkerDied)
+        assert (error.rank, error.exitcode) == (victim, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("direction", ["feed", "fetch"])
+def test_row_03_killed_in_the_middle_of_a_transfer(direction):
+    """The worker is stopped while the bytes fill its socket, so that it dies with half of them."""
+    same = tp.pmap(lambda x: x + 0, compile=EAGER)
+    block = torch.ones(N, LARGE)
+    stored = same(block).block_until_ready()
+    victim = worker_pids()[1]
+    with survivors(1):
+        os.kill(victim, signal.SIGSTOP)
+
+        def use():
+            return stored.cpu() if direction == "fetch" else same(block).cpu()
+
+        def strike():
+            pool = _current.runtime()._pool
+            wait_for(lambda: pool._monitor.pending or pool.outbox.unsent is not None)
+            os.kill(victim, signal.SIGKILL)
+
+        thread = threading.Thread(target=strike)
+        thread.start()
+        outcome = within(1, use)
+        thread.join()
+        if outcome.error is None:  # the block was sent again to the new worker
+            assert torch.equal(outcome.value, block)
+        else:
+            assert isinstance(outcome.error, tp.WorkerDied | tp.ShardLost)
+
+
+def segfault():
+    ctypes.string_at(0)
+
+
+def c_exit():
+    ctypes.CDLL(None)._exit(4)
+
+
+ENDS = {
+    "SIGSEGV": (segfault, tp.WorkerDied, "SIGSEGV"),
+    "SIGABRT": (os.abort, tp.WorkerDied, "SIGABRT"),
+    "os._exit(0)": (lambda: os._exit(0), tp.WorkerDied, "exit code 0"),
+    "exit of C": (c_exit, tp.WorkerDied, "exit code 4"),
+    "sys.exit(3)": (lambda: sys.exit(3), tp.WorkerError, "SystemExit: 3"),
+}
+
+
+@pytest.mark.parametrize("place", ["alone", "others wait"])
+@pytest.mark.parametrize("name", ENDS)
+def test_row_04_how_a_worker_can_end(name, place):
+    end, kind, text = ENDS[name]
+
+    def step(x):
+        if int(tp.axis_index("i")) == 1:
+            end()
+        return x if place == "alone" else tp.psum(x, "i")
+
+    with survivors(*([1] if kind is tp.WorkerDied else [])):
+        error = within(1, lambda: eagerly(step)(rows)).error
+        assert isinstance(error, kind), error
+        assert text in str(error)
+
+
+def test_row_05_workers_die_while_the_pool_starts():
+    """Each as soon as there is one, so that every attempt fails; then the pool is closed."""
+    tp.shutdown()
+    tp.init(N)
+    stop = threading.Event()
+
+    def strike():
+        killed: list[int] = []
+        while not stop.is_set():
+            for pid in new_pids(killed):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    error = within(5, lambda: total(rows).tolist()).error
+    stop.set()
+    thread.join()
+    assert isinstance(error, tp.WorkerDied | tp.RuntimeClosed)
+    assert "SIGKILL" in str(error)
+    tp.shutdown()
+    tp.init(N)
+    assert_pool_works()
+
+
+@pytest.mark.parametrize("dead", [(1, 3), tuple(range(N))], ids=["two", "all"])
+def test_row_06_several_workers_die_together(dead):
+    def step(x):
+        tp.psum(x, "i")  # all have begun
+        if int(tp.axis_index("i")) in dead:
+            os._exit(5)
+        return tp.psum(x, "i")
+
+    with survivors(*dead):
+        error = within(2, lambda: eagerly(step)(rows)).error
+        assert isinstance(error, tp.WorkerDied)
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        assert all(f"device cpu:{rank}" in text for rank in dead)
+
+
+def test_row_07_death_again_during_the_repair():
+    pids = worker_pids()
+
+    def strike_again():
+        assert wait_for(lambda: known_pids()[1] not in (None, pids[1]))
+        os.kill(known_pids()[1], signal.SIGKILL)
+
+    kill(pids[1])
+    thread = threading.Thread(target=strike_again)
+    thread.start()
+    outcome = within(5, lambda: total(rows).tolist())
+    thread.join()
+    # the second blow falls into the repair, or on the call after it
+    assert outcome.value == [6.0] * N or isinstance(outcome.error, tp.WorkerDied)
+    assert_pool_works()
+
+
+def test_row_05_the_fork_server_is_killed():
+    ended = Script(
+        """
+        from torchpmap._runtimes._forkserver import server
+        tp.init(num_devices=2)
+        f = tp.pmap(lambda x: x + 1, compile=EAGER)
+        x = torch.arange(2.)
+        kept = f(x).block_until_ready()
+        old = pids()
+        os.kill(server.pid, signal.SIGKILL)
+        start = time.perf_counter()
+        while True:  # of the calls that run meanwhile some may fail
+            try:
+                print(f(x).tolist())
+                break
+            except tp.PmapError:
+                assert time.perf_counter() - start < 20
+        os.kill(pids()[0], signal.SIGKILL)
+        while True:
+            try:
+                print(f(x).tolist())
+                break
+            except tp.PmapError:
+                assert time.perf_counter() - start < 20
+        print(time.perf_counter() - start)
+        """
+    ).wait(60)
+    assert ended.code == 0, ended.output
+    *results, seconds = ended.output.splitlines()
+    assert results == ["[1.0, 2.0]"] * 2
+    assert not ended.left
+    note_time(float(seconds), 20)
+
+
+def test_values_of_a_dead_worker_are_named_in_the_error():
+    value = sharded()
+    kill(worker_pids()[2])
+    for use in (value.cpu, lambda: value[2], value.block_until_ready, lambda: total(value).cpu()):
+        with pytest.raises(tp.ShardLost, match=r"shard on device cpu:2 is lost: .*SIGKILL"):
+            use()
+    assert_pool_works()
+
+
+def test_row_01_lost_value_used_at_once():
+    """Without a call in between that notices: the error must not be about handles or keys."""
+    value, pids = sharded(), worker_pids()
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises((tp.ShardLost, tp.WorkerDied), match="cpu:1"):
+        total(value).cpu()
+    with pytest.raises(tp.ShardLost, match="cpu:1"):
+        value.cpu()
+    value, pids = sharded(), worker_pids()
+    kill(pids[1])
+    with pytest.raises(tp.ShardLost, match="cpu:1"):
+        total(value).cpu()
+    value, pids = sharded(), worker_pids()
+    os.kill(pids[3], signal.SIGKILL)
+    with pytest.raises((tp.ShardLost, tp.WorkerDied), match="cpu:3"):
+        eagerly(lambda x: x)(value)
+    assert_pool_works()
+
+
+def test_row_06_one_dies_and_another_raises():
+    """The exception is the cause: the death may be its consequence, and the user can act on it."""
+
+    def step(x):
+        rank = int(tp.axis_index("i"))
+        if rank == 1:
+            os._exit(1)
+        if rank == 2:
+            raise ValueError("on two")
+        return tp.psum(x, "i")
+
+    with pytest.raises(ValueError, match="on two") as caught:
+        eagerly(step)(rows)
+    assert any("cpu:1" in note and "exit code 1" in note for note in caught.value.__notes__)
+    assert_pool_works()
+
+
+def test_row_04_segmentation_fault_shows_where():
+    def crash(x):
+        if int(tp.axis_index("i")) == 1:
+            ctypes.string_at(0)
+        return tp.psum(x, "i")
+
+    with pytest.raises(tp.WorkerDied, match="SIGSEGV") as caught:
+        eagerly(crash)(rows)
+    text = str(caught.value)
+    assert "Fatal Python error: Segmentation fault" in text
+    assert "in crash" in text
+    assert_pool_works()

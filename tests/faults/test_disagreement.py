@@ -1,0 +1,172 @@
+"""Rows 13 to 17 of the matrix: ranks run different collectives.  See docs/faults.md."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from _rig import EAGER, N, assert_pool_works, eagerly, rows, survivors, within
+
+import torchpmap as tp
+from torchpmap import _current
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+
+def row_13_operation(x, odd):
+    return tp.all_gather(x, "i").sum() if odd else tp.psum(x, "i")
+
+
+def row_13_reduction(x, odd):
+    return tp.pmax(x, "i") if odd else tp.psum(x, "i")
+
+
+def row_14_shape(x, odd):
+    return tp.psum(torch.ones(3 if odd else 2), "i").sum()
+
+
+def row_14_number_of_dims(x, odd):
+    return tp.psum(torch.ones((2, 2) if odd else (4,)), "i").sum()
+
+
+def row_15_dtype(x, odd):
+    return tp.psum(torch.ones(2, dtype=torch.int32 if odd else torch.float32), "i").sum()
+
+
+def row_15_order(x, odd):
+    if odd:
+        b = tp.pmax(x + 1, "i")
+        return b + tp.psum(x, "i")
+    a = tp.psum(x, "i")
+    return a + tp.pmax(x + 1, "i")
+
+
+def row_15_order_of_equal_sums(x, odd):
+    if odd:
+        tp.psum(10 * x, "i")
+        return tp.psum(x, "i")
+    a = tp.psum(x, "i")
+    tp.psum(10 * x, "i")
+    return a
+
+
+def row_15_order_in_one_line(x, odd):
+    a, b = (x, x * 10) if odd else (x * 10, x)
+    return [tp.psum(a, "i"), tp.psum(b, "i")][odd] if odd else tp.psum(a, "i") + tp.psum(b, "i")
+
+
+def row_15_rounds_of_a_loop(x, odd):
+    for _ in range(3 if odd else 2):
+        x = tp.psum(x, "i") / N
+    if not odd:
+        x = tp.psum(x, "i") / N
+    return x
+
+
+def row_15_permutation(x, odd):
+    step = 2 if odd else 1
+    return tp.ppermute(x, "i", [(k, (k + step) % N) for k in range(N)])
+
+
+def row_15_groups(x, odd):
+    groups = [[0, 1], [2, 3]] if odd else [[0, 2], [1, 3]]
+    return tp.psum(x, "i", axis_index_groups=groups)
+
+
+def row_16_a_rank_returns_early(x, odd):
+    x = tp.psum(x, "i")
+    return x if odd else tp.psum(x, "i")
+
+
+def row_16_a_rank_does_one_more(x, odd):
+    x = tp.psum(x, "i")
+    return tp.psum(x, "i") if odd else x
+
+
+PROGRAMS = [f for name, f in sorted(globals().items()) if name.startswith("row_")]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("odd_rank", [0, 1, N - 1])
+def test_a_value_is_never_returned(program, odd_rank):
+    def step(x):
+        return program(x, int(tp.axis_index("i")) == odd_rank)
+
+    with survivors():
+        error = within(1.5, lambda: eagerly(step)(rows).tolist()).error
+        assert isinstance(error, tp.CollectiveMismatch), error
+
+
+@pytest.mark.parametrize("then", ["returns", "runs the same collective", "runs it twice"])
+def test_row_12_a_mismatch_that_the_function_catches(then):
+    """The call fails in any case: what differed must not be lost."""
+
+    def step(x):
+        try:
+            x = tp.psum(x, "i") if int(tp.axis_index("i")) == 1 else tp.pmax(x, "i")
+        except Exception:
+            for _ in range({"returns": 0, "runs the same collective": 1, "runs it twice": 2}[then]):
+                with contextlib.suppress(Exception):
+                    x = tp.psum(x, "i")
+        return x
+
+    with survivors():
+        error = within(1.5, lambda: eagerly(step)(rows)).error
+        assert isinstance(error, tp.CollectiveMismatch), error
+        assert "all_reduce max" in str(error)
+
+
+def test_row_16_a_late_rank_is_no_mismatch(tmp_path):
+    """It joins only after the others have waited for it for some time."""
+    gate = tmp_path / "open"
+
+    def step(x):
+        if int(tp.axis_index("i")) == 1:
+            while not gate.exists():
+                pass
+        return tp.psum(x, "i")
+
+    pool = _current.runtime()._pool
+    timer = threading.Timer(3, gate.touch)
+    timer.start()
+    epoch = pool._supervisor.epoch
+    assert eagerly(step)(rows).tolist() == [6.0] * N
+    timer.join()
+    assert pool._supervisor.epoch == epoch
+
+
+def test_row_17_unbound_axes_and_foreign_threads():
+    pool = _current.runtime()._pool
+    seq = pool.seq
+
+    def unbound():
+        tp.pmap(lambda x: tp.psum(x, "j"), "i", compile=EAGER)(rows)
+
+    error = within(1, unbound).error
+    assert isinstance(error, NameError)
+    assert "unbound axis name: j. Bound here: 'i' (size 4)" in str(error)
+    error = within(0.1, lambda: tp.psum(rows, "i")).error
+    assert isinstance(error, NameError)
+    assert pool.seq == seq, "something was sent"
+
+    def in_a_thread(x):
+        found = []
+
+        def collect():
+            try:
+                found.append(tp.psum(x, "i"))
+            except NameError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=collect)
+        thread.start()
+        thread.join()
+        if isinstance(found[0], NameError):
+            raise found[0]
+        return found[0]
+
+    outcome = within(1, lambda: eagerly(in_a_thread)(rows).tolist())
+    assert isinstance(outcome.error, NameError) or outcome.value == [6.0] * N
+    assert_pool_works()

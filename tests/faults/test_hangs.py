@@ -1,0 +1,216 @@
+"""Rows 18 to 21 of the matrix: a rank does not come to an end.  See docs/faults.md."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import signal
+import threading
+import time
+
+import pytest
+from _rig import N, assert_pool_works, eagerly, rows, sharded, survivors, total, within
+from _support import wait_for, worker_pids
+
+import torchpmap as tp
+from torchpmap import _current
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+
+def endless_loop():
+    while True:
+        pass
+
+
+def long_sleep():
+    time.sleep(1e6)
+
+
+def deadlocked_lock():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def swallows_everything():
+    while True:
+        with contextlib.suppress(BaseException):
+            time.sleep(1e6)
+
+
+@pytest.mark.parametrize("others", ["alone", "others wait"])
+@pytest.mark.parametrize(
+    "hang", [endless_loop, long_sleep, deadlocked_lock], ids=lambda f: f.__name__
+)
+def test_row_18_hang_in_python(hang, others):
+    """The call ends, and no worker does."""
+
+    def step(x):
+        if int(tp.axis_index("i")) == 2:
+            hang()
+        return x if others == "alone" else tp.psum(x, "i")
+
+    with survivors():
+        error = within(3, lambda: eagerly(step, timeout=0.5)(rows)).error
+        assert isinstance(error, tp.CallTimeout), error
+        assert f"in {hang.__name__}" in str(error.__cause__)
+        assert "cpu:2" in str(error)
+
+
+def test_row_18_a_rank_that_cannot_be_interrupted_is_replaced():
+    def step(x):
+        if int(tp.axis_index("i")) == 2:
+            swallows_everything()
+        return tp.psum(x, "i")
+
+    with survivors(2):
+        error = within(5, lambda: eagerly(step, timeout=0.5)(rows)).error
+        assert isinstance(error, tp.CallTimeout), error
+        assert "in swallows_everything" in str(error.__cause__)
+
+
+class PickledForever(Exception):
+    def __reduce__(self):
+        endless_loop()
+
+
+class ToldForever(Exception):
+    def __str__(self):
+        endless_loop()
+
+
+class NotedForever(Exception):
+    @property
+    def __notes__(self):
+        endless_loop()
+
+
+FOREVER = [PickledForever, ToldForever, NotedForever]
+
+
+@pytest.mark.parametrize("others", ["alone", "others wait"])
+@pytest.mark.parametrize("kind", FOREVER, ids=lambda kind: kind.__name__)
+def test_row_18_an_exception_that_cannot_be_reported(kind, others):
+    """What it says is code of the user's too."""
+
+    def step(x):
+        if int(tp.axis_index("i")) == 2:
+            raise kind("mine")
+        return x if others == "alone" else tp.psum(x, "i")
+
+    with survivors():
+        error = within(4, lambda: eagerly(step)(rows)).error
+        assert isinstance(error, tp.WorkerError), error
+        assert f"{kind.__name__}: it took too long to say" in str(error)
+
+
+@pytest.mark.parametrize("kind", FOREVER, ids=lambda kind: kind.__name__)
+def test_row_18_an_exception_that_cannot_be_reported_in_time(kind):
+    """Nobody else is there to notice that it is late."""
+
+    def step(x):
+        raise kind("mine")
+
+    with survivors():
+        call = eagerly(step, timeout=0.5, devices=tp.devices()[:1])
+        error = within(3, lambda: call(rows[:1])).error
+        assert isinstance(error, tp.CallTimeout), error
+        assert "in endless_loop" in str(error.__cause__)
+
+
+def sleep_of_c():
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def loop_of_c():
+    sum(itertools.repeat(0))
+
+
+@pytest.mark.parametrize("others", ["alone", "others wait"])
+@pytest.mark.parametrize("hang", [sleep_of_c, loop_of_c], ids=lambda f: f.__name__)
+def test_row_19_hang_with_the_interpreter_locked(hang, others):
+    """A sleep ends with the signal that asks for the stack, so that its rank lives on."""
+
+    def step(x):
+        if int(tp.axis_index("i")) == 2:
+            hang()
+        return x if others == "alone" else tp.psum(x, "i")
+
+    with survivors(*([] if hang is sleep_of_c else [2])):
+        error = within(5, lambda: eagerly(step, timeout=0.5)(rows)).error
+        assert isinstance(error, tp.CallTimeout), error
+        assert f"is in C code that holds the GIL at {__file__}" in str(error)
+        assert f"in {hang.__name__}" in str(error.__cause__)
+
+
+@pytest.mark.parametrize("limit", [{"timeout": 0.5}, {}], ids=["timeout", "no timeout"])
+@pytest.mark.parametrize("when", ["in a collective", "idle"])
+def test_row_20_stopped_process(when, limit):
+    """Without a timeout too: a stopped process is no slow one."""
+
+    def step(x):
+        if int(tp.axis_index("i")) == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return tp.psum(x, "i")
+
+    with survivors(2):
+        if when == "idle":
+            os.kill(worker_pids()[2], signal.SIGSTOP)
+            call = eagerly(lambda x: tp.psum(x, "i"), **limit)
+        else:
+            call = eagerly(step, **limit)
+        error = within(10, lambda: call(rows)).error
+        assert isinstance(error, tp.CallTimeout if limit else tp.WorkerDied), error
+        assert "stopped" in str(error)
+
+
+def test_row_20_stopped_while_a_compiled_call_is_awaited():
+    with survivors(1):
+        os.kill(worker_pids()[1], signal.SIGSTOP)
+        y = total(rows)
+        error = within(10, y.tolist).error
+        assert isinstance(error, tp.WorkerDied), error
+        assert "stopped" in str(error)
+
+
+def test_row_20_stopped_with_full_sockets_while_another_dies():
+    """The thread that sends waits for room, and holds the send lock."""
+    pids = worker_pids()
+    os.kill(pids[1], signal.SIGSTOP)
+    first = total(rows)
+
+    def ahead():
+        z = first
+        while True:
+            z = total(z)
+
+    pool = _current.runtime()._pool
+    killer = threading.Thread(
+        target=lambda: (wait_for(lambda: pool.outbox.unsent is not None, 10), os.kill(pids[0], 9))
+    )
+    killer.start()
+    error = within(12, ahead).error
+    killer.join()
+    assert isinstance(error, tp.WorkerDied | tp.ShardLost), error
+    assert_pool_works()
+
+
+def test_row_21_a_slow_rank_is_no_error(tmp_path):
+    """Nor does it end when another call fails to be sent meanwhile."""
+    gate = tmp_path / "open"
+
+    def step(x):
+        while int(tp.axis_index("i")) == 1 and not gate.exists():
+            pass
+        return tp.psum(x, "i")
+
+    value, pids = sharded(), worker_pids()
+    timer = threading.Timer(8, gate.touch)
+    timer.start()
+    assert within(20, lambda: eagerly(step)(rows).tolist()).value == [6.0] * N
+    timer.join()
+    assert value.tolist() == [0, 10, 20, 30]
+    assert worker_pids() == pids

@@ -1,0 +1,166 @@
+"""Row 22 of the matrix: Ctrl-C in the controller.  See docs/faults.md."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from _rig import N, assert_pool_works, busy, eagerly, kill, quarter, rows, survivors, total, within
+from _support import wait_for, worker_pids
+
+import torchpmap as tp
+from torchpmap import _current
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+
+def call_until_interrupted():
+    """The last result of calls that go on until there is no room for one, and Ctrl-C ends it."""
+    x, calls = rows, 0
+    pool = _current.runtime()._pool
+    seen = collections.deque(maxlen=8)
+
+    def is_stuck():
+        seen.append((calls, pool.outbox.unsent is None))
+        return seen.count((calls, False)) == seen.maxlen
+
+    def press():
+        assert wait_for(is_stuck)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            x = quarter(x)
+            calls += 1
+    thread.join()
+    return x
+
+
+@pytest.mark.parametrize("ranks", [range(N), [2]], ids=["no rank has it", "some ranks have it"])
+def test_row_22_ctrl_c_while_a_call_is_sent(ranks, tmp_path):
+    """The next one must not meet the half of this one."""
+    with busy(tmp_path / "open", ranks):
+        x = call_until_interrupted()
+    assert within(5, lambda: total(rows * 2).tolist()).value == [12.0] * N
+    assert within(5, lambda: x.tolist()).value == [1.5] * N
+    assert_pool_works()
+
+
+def test_row_22_what_ctrl_c_left_unsent_is_sent_although_no_call_follows(tmp_path):
+    """Others wait for it in a collective."""
+    pool = _current.runtime()._pool
+    with busy(tmp_path / "open", [2]):
+        x = call_until_interrupted()
+        assert pool.outbox.unsent is not None
+    assert wait_for(lambda: pool.outbox.unsent is None)
+    assert wait_for(x.is_ready)
+
+
+def interrupted_after(seconds, function):
+    """Call ``function`` again and again, until Ctrl-C."""
+    stopped = threading.Event()
+
+    def press():
+        pause = seconds
+        while not stopped.wait(pause):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            pause = 0.5  # Python drops what is raised while it runs a finalizer: then, once more
+
+    thread = threading.Thread(target=press)
+    try:
+        thread.start()
+        while True:
+            function()
+    except KeyboardInterrupt:
+        stopped.set()
+    thread.join()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_row_22_ctrl_c_at_any_moment():
+    """Also while a large block is sent; after each, everything works and nothing is lost."""
+    large = torch.ones(N, 300_000)
+    value = quarter(large).block_until_ready()
+
+    def calls():
+        quarter(large)
+        quarter(value)
+        quarter(value)
+
+    for microseconds in range(10, 4000, 80):
+        interrupted_after(microseconds * 1e-6, calls)
+    assert within(20, lambda: quarter(value)[0, 0].item()).value == 1
+    assert within(20, lambda: quarter(large)[1, -1].item()).value == 1
+    assert_pool_works()
+
+
+def test_row_22_ctrl_c_during_a_repair():
+    quarter(rows).block_until_ready()
+    for milliseconds in (1, 2, 4, 8, 16, 32, 64):
+        pool = _current.runtime()._pool
+        kill(worker_pids()[1])
+        assert wait_for(lambda pool=pool: pool.broken)
+        interrupted_after(milliseconds * 1e-3, lambda: quarter(rows))
+        assert within(5, lambda: quarter(rows).tolist()).value == [1.5] * N
+    assert_pool_works()
+
+
+def endless_loop():
+    while True:
+        pass
+
+
+def long_sleep():
+    time.sleep(1e6)
+
+
+@pytest.mark.parametrize("others", ["alone", "others wait"])
+@pytest.mark.parametrize("hang", [endless_loop, long_sleep], ids=lambda f: f.__name__)
+def test_row_22_the_call_that_ctrl_c_ends_does_not_go_on(hang, others):
+    def step(x):
+        if int(tp.axis_index("i")) == 2:
+            hang()
+        return x if others == "alone" else tp.psum(x, "i")
+
+    with survivors():
+        interrupted_after(0.5, lambda: eagerly(step)(rows))
+        assert within(1, lambda: total(rows).tolist()).value == [6.0] * N
+
+
+def test_row_22_what_stands_behind_an_interrupted_call_says_so():
+    def step(x):
+        if int(tp.axis_index("i")) == 2:
+            endless_loop()
+        return x
+
+    behind = []
+
+    def call_behind():
+        assert wait_for(lambda: _current.runtime()._pool._monitor.pending)
+        behind.append(total(rows))
+
+    with survivors():
+        total(rows).block_until_ready()
+        thread = threading.Thread(target=call_behind)
+        thread.start()
+        interrupted_after(1, lambda: eagerly(step)(rows))
+        thread.join()
+        with pytest.raises(tp.PmapError, match="step did not end: it was interrupted in the call"):
+            behind[0].tolist()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_row_22_ctrl_c_at_any_moment_of_calls_that_are_not_compiled():
+    step = eagerly(lambda x: tp.psum(x, "i") / N)
+    step(rows).block_until_ready()
+    with survivors():
+        for microseconds in range(10, 4000, 80):
+            interrupted_after(microseconds * 1e-6, lambda: step(rows))
+        assert within(5, lambda: step(rows).tolist()).value == [1.5] * N

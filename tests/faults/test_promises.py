@@ -1,0 +1,162 @@
+"""Rows 28 to 30 of the matrix: bad input, strangers, and the same numbers again.
+
+See docs/faults.md.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import threading
+
+import pytest
+import torch
+from _leftovers import listening
+from _rig import EAGER, N, Script, assert_pool_works, eagerly, rows, total, within
+from _spies import asked
+from _support import worker_pids
+
+import torchpmap as tp
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+identity = tp.pmap(lambda x: x, "i", compile=EAGER)
+two = tp.pmap(lambda x, y: x, "i", in_axes=(0, 0), compile=EAGER)
+
+
+def other_pools_value():
+    """A value of a pool that was closed, and the pool anew."""
+    value = identity(rows).block_until_ready()
+    tp.shutdown()
+    tp.init(N)
+    total(rows).cpu()
+    return value
+
+
+def donated_twice():
+    f = tp.pmap(lambda x: x + 1, compile=EAGER, donate_argnums=0)
+    x = identity(rows)
+    f(x).cpu()
+    return lambda: f(x)
+
+
+def locked():
+    lock = threading.Lock()
+    return lambda x: x * 2 if lock else x
+
+
+BAD = {
+    "wrong structure": (
+        lambda: tp.pmap(lambda x: x, in_axes=[0, 1])(rows),
+        (ValueError, TypeError),
+    ),
+    "axis out of range": (lambda: tp.pmap(lambda x: x, in_axes=1)(rows), ValueError),
+    "sizes 4 and 5": (lambda: two(rows, torch.zeros(5)), ValueError),
+    "no mapped argument": (lambda: tp.pmap(lambda x: x, in_axes=None)(rows), ValueError),
+    "a leaf that is no tensor": (lambda: identity(["text"]), TypeError),
+    "unbound axis": (lambda: tp.pmap(lambda x: tp.psum(x, "j"), "i")(rows), NameError),
+    "too many devices": (
+        lambda: tp.pmap(lambda x: x, devices=tp.devices())(torch.zeros(N + 1)),
+        ValueError,
+    ),
+    "a function that cannot be pickled": (lambda: eagerly(locked())(rows), TypeError),
+    "one that is to be differentiated": (
+        lambda: eagerly(locked())(rows.clone().requires_grad_()),
+        TypeError,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_row_28_bad_input_sends_nothing(name, monkeypatch):
+    call, kind = BAD[name]
+    used = asked(monkeypatch)
+    error = within(10, call).error
+    assert isinstance(error, kind), error
+    assert not used, "something was sent"
+
+
+def test_row_28_values_that_are_gone():
+    value = other_pools_value()
+    error = within(1, value.cpu).error
+    assert isinstance(error, tp.RuntimeClosed), error
+    error = within(1, donated_twice()).error
+    assert isinstance(error, RuntimeError), error
+    assert "donated" in str(error)
+    assert_pool_works()
+
+
+class Canary:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_row_29_strangers(shared_memory, tmp_path):
+    """Nothing listens off the loopback address, and noise to what does listen changes nothing."""
+    tp.shutdown()
+    tp.config.shared_memory = shared_memory
+    try:
+        tp.init(N)
+        assert total(rows).tolist() == [6.0] * N
+        found = listening([os.getpid(), *worker_pids()])
+        assert all(address.startswith("0100007F:") for address in found), found
+        for port in [int(address.partition(":")[2], 16) for address in found]:
+            hostile = pickle.dumps(Canary(str(tmp_path / "ran")))
+            for noise in (bytes(1024), hostile, bytes(range(256)) * 4):
+                with socket.socket() as stranger:
+                    stranger.settimeout(1)
+                    stranger.connect(("127.0.0.1", port))
+                    stranger.sendall(noise)
+        assert within(2, lambda: total(rows).tolist()).value == [6.0] * N
+        assert eagerly(lambda x: tp.psum(x, "i"))(rows).tolist() == [6.0] * N
+        assert not (tmp_path / "ran").exists()
+    finally:
+        tp.shutdown()
+        tp.config.reset()
+
+
+def test_row_29_files_of_a_program_are_private():
+    ended = Script(
+        """
+        import stat, tempfile
+        os.umask(0)
+        tp.init(num_devices=2)
+        tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)(torch.arange(2.)).tolist()
+        for folder, folders, files in os.walk(tempfile.gettempdir()):
+            for name in [*folders, *files]:
+                mode = os.stat(os.path.join(folder, name)).st_mode
+                if folder == tempfile.gettempdir() or not stat.S_ISSOCK(mode):
+                    print(oct(mode & 0o077), name)
+        """
+    ).wait(40)
+    assert ended.code == 0, ended.output
+    assert all(line.startswith("0o0 ") for line in ended.output.splitlines()), ended.output
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_row_30_bitwise_equal_runs(devices):
+    """Run to run, rank to rank, compiled or not, and after a repair."""
+    draws = tp.pmap(_draw, "i", compile=EAGER)
+    tp.init(devices)
+    answers = set()
+    for attempt in range(3):
+        torch.manual_seed(7)
+        total, gathered = draws(torch.ones(4, 64))
+        assert all(torch.equal(total[0], row) for row in total)
+        assert all(torch.equal(gathered[0], row) for row in gathered)
+        assert not torch.equal(gathered[0][0], gathered[0][1]), "streams differ between rows"
+        answers.add(gathered.cpu().numpy().tobytes() + total.cpu().numpy().tobytes())
+        if attempt == 1:
+            os.kill(worker_pids(devices)[-1], 9)
+            within(2, lambda: identity(torch.zeros(devices)).cpu())
+    assert len(answers) == 1
+
+
+def _draw(x):
+    x = torch.randn(64) + torch.nn.functional.dropout(x, 0.5)
+    return tp.psum(x, "i"), tp.all_gather(x, "i")

@@ -1,0 +1,211 @@
+"""Rows 26 and 27 of the matrix: something runs out, or grows.  See docs/faults.md."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from _rig import (
+    EAGER,
+    N,
+    Script,
+    assert_pool_works,
+    eagerly,
+    note_time,
+    rows,
+    survivors,
+    unindented,
+    within,
+)
+from _support import num_fds, rss_bytes, wait_for, worker_pids
+
+import torchpmap as tp
+
+HUGE = 512 << 20
+"""Bytes of a block that a limited worker cannot hold."""
+
+
+@pytest.fixture
+def limited(pool):
+    """The workers may have 256 MB more than now, enough for a repair; a new pool follows."""
+
+    def limit(x):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        now = pages * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (now + (256 << 20), resource.RLIM_INFINITY))
+        return x
+
+    eagerly(limit)(rows)
+    yield
+    tp.shutdown()
+
+
+@pytest.mark.usefixtures("limited")
+@pytest.mark.parametrize("byte", [0, 1, 3, 9, 255])
+def test_row_26_a_worker_has_no_memory_for_a_block(byte):
+    """Whatever the block holds, none of it is read as a command."""
+    block = torch.full((N, HUGE), byte, dtype=torch.uint8)
+    with survivors():
+        error = within(10, lambda: tp.pmap(lambda x: x[0], compile=EAGER)(block).cpu()).error
+        assert isinstance(error, MemoryError | RuntimeError), error
+        assert str(HUGE) in str(error)
+        assert "device cpu:" in "\n".join([str(error), *error.__notes__])
+
+
+@pytest.mark.usefixtures("limited")
+@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "uncompiled"])
+def test_row_26_a_worker_has_no_memory_for_a_result(compile):
+    large = tp.pmap(lambda x: x.expand(HUGE // 4).contiguous(), "i", compile=compile)
+    with survivors():
+        error = within(10, lambda: large(rows).block_until_ready()).error
+        assert isinstance(error, MemoryError | RuntimeError), error
+        assert "allocate" in str(error)
+
+
+def sizes(measure, pids):
+    """Of this process and of its workers."""
+    return [measure(), *map(measure, pids)]
+
+
+DESCRIPTORS = """
+    import resource
+    tp.init(num_devices=2)
+    f = tp.pmap(lambda x: x + 1, compile=EAGER)
+    x = torch.arange(2.)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def attempt(more):
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, hard))
+        try:
+            return f(x).tolist()
+        except (OSError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+"""
+MOMENTS = {
+    "a start": """
+        f(x).tolist()  # the fork server is there
+        for more in (0, 3, 8, 20, 30):
+            tp.shutdown()
+            answer = attempt(more)
+            assert answer == [1.0, 2.0] or "open files" in answer, answer
+            assert f(x).tolist() == [1.0, 2.0]
+    """,
+    "a repair": """
+        for more in (0, 2, 5):
+            kept, workers = f(x).block_until_ready(), pids()
+            os.kill(workers[1], signal.SIGKILL)
+            time.sleep(0.2)
+            answer = attempt(more)
+            assert answer == [1.0, 2.0] or "open files" in answer, answer
+            assert f(x).tolist() == [1.0, 2.0]
+            assert kept[0].item() == 1.0
+    """,
+}
+END = "start = time.perf_counter(); tp.shutdown(); print(time.perf_counter() - start)"
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_row_26_no_descriptor_is_left_during(moment):
+    ended = Script(unindented(DESCRIPTORS, MOMENTS[moment], END)).wait(60)
+    assert ended.code == 0, ended.output
+    note_time(float(ended.output.split()[-1]), 5)
+    assert not ended.left
+
+
+@pytest.mark.usefixtures("pool")
+def test_row_27_two_thousand_calls_leave_nothing():
+    chain = tp.pmap(lambda x: tp.psum(x, "i") / N, "i", compile=EAGER)
+
+    def run(calls: int) -> None:
+        y = rows
+        for k in range(calls):
+            y = chain(y)
+            if k % 100 == 0:
+                y.block_until_ready()
+        y.cpu()
+
+    pids = worker_pids()
+    run(500)
+    fds, memory = sizes(num_fds, pids), sizes(rss_bytes, pids)
+    outcome = within(60, lambda: run(2000))
+    assert outcome.error is None
+    assert sizes(num_fds, pids) == fds
+    assert max(now - old for now, old in zip(sizes(rss_bytes, pids), memory, strict=True)) < 2 << 20
+
+
+@pytest.mark.usefixtures("pool")
+def test_row_27_two_hundred_failing_calls_leave_nothing():
+    def step(x):
+        if int(tp.axis_index("i")) == 2:
+            raise ValueError("again" * 4000)
+        return torch.zeros(54321)
+
+    failing = eagerly(step)
+
+    def fail(calls: int) -> None:
+        for _ in range(calls):
+            with pytest.raises(ValueError, match="again"):
+                failing(rows)
+
+    fail(20)
+    pids = worker_pids()
+    fds, memory = sizes(num_fds, pids), sizes(rss_bytes, pids)
+    outcome = within(60, lambda: fail(200))
+    assert outcome.error is None
+    assert worker_pids() == pids
+    assert sizes(num_fds, pids) == fds
+    growth = max(now - old for now, old in zip(sizes(rss_bytes, pids), memory, strict=True))
+    assert growth < 8 << 20, "the results alone are 43 MB"
+    assert_pool_works()
+
+
+def test_row_27_twenty_pools_leave_nothing():
+    def once() -> None:
+        tp.init(2)
+        assert tp.pmap(lambda x: x + 1, compile=EAGER)(torch.zeros(2)).tolist() == [1.0, 1.0]
+        tp.shutdown()
+
+    tp.shutdown()
+    once()
+    before = num_fds()
+    for _ in range(20):
+        once()
+    assert wait_for(lambda: num_fds() <= before)
+
+
+def test_row_27_a_flood_of_output_stops_nothing():
+    """What a worker prints is read in turns, and takes no memory."""
+    ended = Script(
+        """
+        import resource
+        tp.init(num_devices=2)
+        f = tp.pmap(lambda x: x + 1, compile=EAGER)
+        f(torch.arange(2.)).tolist()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        def flood(x):
+            if x == 0:
+                for _ in range(50):
+                    os.write(1, (b"x" * 1023 + b"\\n") * 1024)
+            return x
+        real = os.dup(1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        assert tp.pmap(flood, compile=False)(torch.arange(2)).tolist() == [0, 1]
+        def long_line(x):
+            if x == 0:
+                for _ in range(50):
+                    os.write(1, b"x" * (1 << 20))
+            return x
+        assert tp.pmap(long_line, compile=False)(torch.arange(2)).tolist() == [0, 1]
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        os.write(real, f"{grown}".encode())
+        """
+    ).wait(40)
+    assert ended.code == 0, ended.output
+    assert int(ended.output) < 30_000, "KB"
+    assert not ended.left

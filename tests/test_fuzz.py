@@ -1,0 +1,152 @@
+"""Random programs in all modes against plain torch, row by row (``fuzz.py`` runs more of them).
+
+Covers: values and derivatives of whole programs; that the reference knows JAX's rules; and that a
+defect would be found and made small.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import _fuzz_reference
+import pytest
+import torch
+from _fuzz_generate import generate
+from _fuzz_modes import Failure, applies, script, trial
+from _fuzz_programs import Body, Collective, Derivative, Input, Local, Map, Program, bodies, source
+from _fuzz_reference import run
+from _fuzz_shrink import shrink
+from _fuzz_verdict import expectation, verdict
+from _launched import TESTS, Raised, answers, launch
+
+NUM_PROGRAMS, PARTS = 200, 20
+ROTA = ("graph", "uncompiled", "serial", "inline")
+"""How programs run in turn."""
+
+
+def is_new(failure: Failure | None) -> bool:
+    return failure is not None and not failure.is_known
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_programs(pool: int, part: int) -> None:
+    for number in range(part, NUM_PROGRAMS, PARTS):
+        program = generate(f"ci:{number}")
+        expected = expectation(program)
+        mode = ROTA[number % len(ROTA)]
+        failure = trial(program, mode, expected)
+        assert not is_new(failure), f"{script(program, mode, pool)}\n{failure}"
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("number", range(2))
+def test_compiled_programs(pool: int, number: int) -> None:
+    program = generate(f"inductor:{number}")
+    failure = trial(program, "inductor")
+    assert not is_new(failure), f"{script(program, 'inductor', pool)}\n{failure}"
+
+
+@pytest.mark.timeout(300)
+def test_programs_of_launched_ranks(tmp_path: Path) -> None:
+    candidates = {f"launched:{number}": generate(f"launched:{number}") for number in range(60)}
+    programs = {s: program for s, program in candidates.items() if applies(program, "launched")}
+    finished = launch(2, str(TESTS / "_torchrun_fuzz.py"), str(tmp_path), *programs)
+    assert finished.code == 0, finished.output
+    judged = 0
+    for rank, results in enumerate(answers(2, tmp_path)):
+        for seed, program in programs.items():
+            got = results[seed]
+            if isinstance(got, Raised) and got.kind == "Unfit":
+                continue  # its rows do not divide
+            judged += 1
+            expected = expectation(program)
+            assert expected is not None
+            wrong = str(got) if isinstance(got, Raised) else verdict(got, expected)
+            assert not wrong, f"rank {rank}, {script(program, 'launched', 2)}\n{wrong}"
+    assert judged >= 10
+
+
+def test_same_seed_same_program() -> None:
+    assert generate("same") == generate("same")
+    assert source(generate("same")) != source(generate("other"))
+
+
+# --- the reference --------------------------------------------------------------------------------
+
+X, W = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 10.0, 100.0, 1000.0])
+PAIRS = (("axis_index_groups", [[0, 1], [2, 3]]),)
+
+
+def _gradient(*steps: Local | Collective) -> Program:
+    """``pmap(grad(f))(x, w)`` of the steps from ``x`` and ``w`` to ``y``."""
+    f = Derivative(("g",), "grad", "f", Body(("x",), steps, ("y",)), ("p",))
+    row = Body(("p", "w"), (f,), ("g",))
+    call = Map(("r",), "pmap", "row", "i", None, row, ("x0", "x1"), (0, 0), (0,))
+    inputs = (Input("x0", 0, (4,), "float32"), Input("x1", 1, (4,), "float32"))
+    return Program(inputs, Body(("x0", "x1"), (call,), ("r",)))
+
+
+def _local(out: str, code: str, *args: str) -> Local:
+    return Local((out,), code, args)
+
+
+def _over(out: str, name: str, x: str, *options: tuple[str, object]) -> Collective:
+    return Collective((out,), name, (x,), "i", options)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ((_local("a", "{0} * {1}", "x", "w"), _over("y", "psum", "a")), [4, 40, 400, 4000]),
+        ((_over("a", "psum", "x"), _local("y", "{0} * {1}", "w", "a")), [1111] * 4),
+        ((_over("a", "psum", "x"), _local("y", "{0} ** 2", "a")), [80] * 4),
+        ((_over("a", "psum", "x"), _local("y", "{0} * {1}", "x", "a")), [20] * 4),
+        ((_local("a", "{0} * {1}", "x", "w"), _over("y", "pmean", "a")), [1, 10, 100, 1000]),
+        (
+            (_over("a", "psum", "x", *PAIRS), _local("y", "{0} * {1}", "w", "a")),
+            [11, 11, 1100, 1100],
+        ),
+        (
+            (
+                _over("a", "ppermute", "x", ("perm", [(0, 1), (1, 2)])),
+                _local("y", "{0} * {1}", "w", "a"),
+            ),
+            [10, 100, 0, 0],
+        ),
+    ],
+)
+def test_the_reference_has_the_gradients_of_jax(
+    steps: tuple[Local | Collective, ...], expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_fuzz_reference, "made", lambda given: {"x0": X, "x1": W}[given.name])
+    assert run(_gradient(*steps))[0].tolist() == expected
+
+
+# --- that it finds --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("pool")
+def test_a_defect_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if ``ppermute`` sent everything to the next row but one: it is the reference that errs."""
+
+    def astray(rows: list[torch.Tensor], perm: list[tuple[int, int]]) -> list[torch.Tensor]:
+        out = [torch.zeros_like(row) for row in rows]
+        for start, end in perm:
+            out[(end + 1) % len(rows)] = rows[start].clone()
+        return out
+
+    monkeypatch.setitem(_fuzz_reference.MODELS, "ppermute", astray)
+    for number in range(200):
+        program = generate(f"defect:{number}")
+        failure = trial(program, "inline")
+        if is_new(failure):
+            break
+    assert failure is not None
+
+    def fails(candidate: Program) -> bool:
+        again = trial(candidate, "inline")
+        return again is not None and again.kind == failure.kind
+
+    small = shrink(program, fails)
+    steps = [step for body in bodies(small.body) for step in body.steps]
+    assert [type(step) for step in steps] == [Map, Collective], source(small)

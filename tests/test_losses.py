@@ -1,0 +1,89 @@
+"""Covers: _runtimes/_losses.py. No process is started: incidents are noted, values asked about."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+import torchpmap as tp
+from torchpmap._devices import enumerate_devices
+from torchpmap._errors import pack_exception
+from torchpmap._runtimes._losses import Losses
+from torchpmap._runtimes._supervise import Exited, Failed, Verdict
+
+DEVICES = enumerate_devices(3, "cpu")
+ALL = (0, 1, 2)
+
+
+def failure(seq: int, text: str = "mine") -> Failed:
+    return Failed(0, seq, False, pack_exception(ValueError(text)), "on device cpu:0")
+
+
+def death(rank: int) -> Exited:
+    return Exited(rank, -9, 100 + rank)
+
+
+def verdict(*events: Failed | Exited) -> Verdict:
+    failures = tuple(e for e in events if isinstance(e, Failed))
+    return Verdict(failures, tuple(e for e in events if isinstance(e, Exited)))
+
+
+# events, what the dead had completed, (seq, ranks) asked about, the answer
+CASES = {
+    "before the failure": ([failure(7)], {}, (6, ALL), None),
+    "of the failure": ([failure(7)], {}, (7, ALL), ValueError),
+    "behind the failure": ([failure(7)], {}, (9, (1, 2)), ValueError),
+    "complete, on a dead rank": ([death(1)], {1: 5}, (5, ALL), tp.ShardLost),
+    "complete, on another rank": ([death(1)], {1: 5}, (5, (0, 2)), None),
+    "not answered by the dead rank": ([death(1)], {1: 5}, (6, ALL), tp.WorkerDied),
+    "sent later, to other ranks": ([death(1)], {1: 5}, (6, (0, 2)), None),
+    "a failure and a death": ([failure(7), death(1)], {1: 5}, (7, (0, 2)), ValueError),
+    "older than both": ([failure(7), death(1)], {1: 5}, (3, ALL), tp.ShardLost),
+}
+
+
+@pytest.mark.parametrize(("events", "completed", "asked", "error"), CASES.values(), ids=CASES)
+def test_what_an_incident_costs(events, completed, asked, error):
+    losses = Losses(DEVICES)
+    era = losses.era
+    losses.note(verdict(*events), completed)
+    found = losses.of_value(era, *asked)
+    assert type(found) is (error or type(None))
+    assert losses.of_value(losses.era, 100, ALL) is None
+
+
+def test_a_value_is_lost_by_the_first_death_of_its_rank():
+    losses = Losses(DEVICES)
+    eras = []
+    for pid in (71, 72, 73):
+        eras.append(losses.era)
+        losses.note(Verdict((), (Exited(1, -9, pid),)), {1: 100})
+    for era, pid in zip(eras, (71, 72, 73), strict=True):
+        assert f"pid {pid}" in str(losses.of_value(era, 1, ALL))
+
+
+def test_a_failure_concerns_the_values_made_before_its_repair():
+    losses = Losses(DEVICES)
+    eras = []
+    for seq in (5, 10, 15):
+        eras.append(losses.era)
+        losses.note(verdict(failure(seq, f"of {seq}")), {})
+    for era, seq in zip(eras, (5, 10, 15), strict=True):
+        assert str(losses.of_value(era, seq, ALL)) == f"of {seq}"
+        assert losses.of_value(era, seq - 1, ALL) is None
+        assert str(losses.of_command(era, seq)) == f"of {seq}"
+        assert losses.of_command(era, seq + 1) is None
+
+
+def test_an_incident_is_forgotten_with_the_last_value_that_it_concerns():
+    losses = Losses(DEVICES)
+    kept = losses.era
+    losses.note(verdict(death(1)), {1: 5})
+    for seq in range(1000):
+        losses.note(verdict(failure(seq)), {})
+    gc.collect()
+    assert losses.scarred == {id(kept)}
+    assert isinstance(losses.of_value(kept, 1, ALL), tp.ShardLost)
+    del kept
+    assert not losses.scarred

@@ -1,0 +1,310 @@
+"""Covers: _remat.py: torch.utils.checkpoint inside mapped functions.
+
+Expectations are the same functions without a checkpoint, in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+import torchpmap as tp
+from torchpmap._compile import compile_definition
+
+pytestmark = [
+    pytest.mark.usefixtures("pool"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
+    pytest.mark.filterwarnings("error:None of the inputs"),
+]
+
+EAGER = {"backend": "eager"}
+SIZE, LAYERS = 16, 5
+Function = Callable[..., Any]
+
+remat = partial(checkpoint, use_reentrant=False)
+
+
+def plain(function: Function, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def keep_products(*_: Any) -> Any:
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def nested(function: Function, *args: Any) -> Any:
+    return remat(lambda *xs: remat(function, *xs), *args)
+
+
+CHECKPOINTS: dict[str, Function] = {
+    "not reentrant": remat,
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "nested": nested,
+    "selective": partial(remat, context_fn=keep_products),
+    "without states": partial(remat, preserve_rng_state=False),
+    "no early stop": partial(remat, early_stop=False),
+}
+
+
+def layer(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.relu_((x @ w).sin())  # in place, as in nn.ReLU(inplace=True)
+    return x + torch.tanh(hidden) * tp.pmean(hidden, "i")
+
+
+def model(ws: torch.Tensor, x: torch.Tensor, wrap: Function) -> torch.Tensor:
+    for w in ws.unbind(0):
+        x = wrap(layer, w, x)
+    return (x**2).sum()
+
+
+torch.manual_seed(0)
+WS = torch.randn(LAYERS, SIZE, SIZE) / 8
+X = torch.randn(4, 32, SIZE)
+MODES = {"graph": EAGER, "python": False}
+
+
+def whole(ws: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    f = tp.vmap(lambda ws, x: model(ws, x, plain), (None, 0), axis_name="i")
+    value: torch.Tensor = f(ws, x)
+    return value.sum()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("pool", [4, 2], indirect=True)
+@pytest.mark.parametrize("compile", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("wrap", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_the_same_gradients(wrap: Function, compile: Any, pool: int) -> None:
+    expected = torch.func.grad(whole, argnums=(0, 1))(WS, X)
+
+    def inside(ws: torch.Tensor, x: torch.Tensor) -> Any:
+        return tp.grad(lambda ws: model(ws, x, wrap))(ws)
+
+    got = tp.pmap(inside, "i", in_axes=(None, 0), compile=compile)(WS, X)
+    torch.testing.assert_close(got.cpu().sum(0), expected[0])
+
+    mapped = tp.pmap(lambda ws, x: model(ws, x, wrap), "i", in_axes=(None, 0), compile=compile)
+    ws, x = WS.clone().requires_grad_(), X.clone().requires_grad_()
+    mapped(ws, x).sum().backward()
+    torch.testing.assert_close((ws.grad, x.grad), expected)
+
+
+def test_the_same_gradients_in_the_calling_process() -> None:
+    expected = torch.func.grad(whole)(WS, X)
+    with tp.debug.fake_pmap():
+        got = tp.pmap(tp.grad(lambda ws, x: model(ws, x, remat)), "i", in_axes=(None, 0))(WS, X)
+    torch.testing.assert_close(got.sum(0), expected)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("pool", [2], indirect=True)
+def test_the_same_gradients_compiled(pool: int) -> None:
+    expected = torch.func.grad(whole, argnums=(0, 1))(WS, X)
+    mapped = tp.pmap(lambda ws, x: model(ws, x, remat), "i", in_axes=(None, 0))
+    got = torch.func.grad(lambda ws, x: mapped(ws, x).sum(), argnums=(0, 1))(WS, X)
+    torch.testing.assert_close([g.cpu() for g in got], list(expected))
+    f = tp.pmap(tp.grad(lambda ws, x: model(ws, x, remat)), "i", in_axes=(None, 0))
+    torch.testing.assert_close(f(WS, X).cpu().sum(0), expected[0])
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+@pytest.mark.parametrize(
+    "transform",
+    [
+        torch.func.jacfwd,
+        torch.func.jacrev,
+        torch.func.hessian,
+        lambda f: torch.func.grad(lambda x: torch.func.grad(lambda x: f(x).sum())(x).sin().sum()),
+        lambda f: (
+            lambda x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(
+                torch.stack([x, x + 1])
+            )
+        ),
+    ],
+    ids=["jacfwd", "jacrev", "hessian", "grad of grad", "vmap"],
+)
+@pytest.mark.parametrize("outside", [True, False], ids=["outside", "inside"])
+def test_transforms(transform: Any, outside: bool, pool: int) -> None:
+    w, x = WS[0, :3, :3], X[:, :2, :3]
+
+    def row(x: torch.Tensor, wrap: Function) -> torch.Tensor:
+        return wrap(lambda x: torch.tanh(torch.exp(x @ w).sin()) * tp.psum(x, "i"), x).sum(-1)
+
+    if outside:
+        got = transform(tp.pmap(partial(row, wrap=remat), "i", compile=EAGER))(x)
+        expected = transform(tp.vmap(partial(row, wrap=plain), axis_name="i"))(x)
+    else:
+        got = tp.pmap(transform(partial(row, wrap=remat)), "i", compile=EAGER)(x)
+        expected = tp.vmap(transform(partial(row, wrap=plain)), axis_name="i")(x)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+# Random numbers, modules, arguments --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool", [4, 2], indirect=True)
+@pytest.mark.parametrize("compile", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_dropout_has_the_same_mask_again(use_reentrant: bool, compile: Any, pool: int) -> None:
+    """The derivative of a product with a mask is the mask, wherever the value is not zero."""
+
+    def f(x: torch.Tensor) -> Any:
+        torch.rand(3)  # the numbers of the checkpoint are not the first
+        masked = checkpoint(
+            lambda x: nn.functional.dropout(x, 0.5).exp(), x, use_reentrant=use_reentrant
+        )
+        return masked.sum(), masked
+
+    x = torch.ones(4, 64)
+    gradient, masked = tp.pmap(tp.grad(f, has_aux=True), compile=compile)(x)
+    expected = torch.where(masked.cpu() > 1.5, 2 * torch.e**2, 0.0)
+    torch.testing.assert_close(gradient.cpu(), expected)
+
+    x.requires_grad_()
+    masked = tp.pmap(lambda x: f(x)[1], compile=compile)(x)
+    masked.sum().backward()
+    torch.testing.assert_close(
+        x.grad, torch.where(masked.detach().cpu() > 1.5, 2 * torch.e**2, 0.0)
+    )
+
+
+@pytest.mark.parametrize("compile", MODES.values(), ids=MODES)
+def test_backward_inside(compile: Any) -> None:
+    def f(x: torch.Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        y = remat(lambda x: nn.functional.dropout(x, 0.5).exp() * tp.psum(x, "i"), x)
+        y.sum().backward()
+        return x.grad, y.detach()
+
+    x = torch.ones(4, 64)
+    gradient, y = tp.pmap(f, "i", compile=compile)(x)
+    # y = exp(m x) s, with s = 4 the sum over devices of x; dy/dx = m exp(m x) s + the sum of exp
+    dropped = y.cpu() / 4
+    expected = torch.where(dropped > 1.5, 2 * y.cpu(), 0.0) + dropped.sum(0)
+    torch.testing.assert_close(gradient.cpu(), expected)
+
+
+@pytest.mark.parametrize("compile", MODES.values(), ids=MODES)
+def test_modules_and_keyword_arguments(compile: Any) -> None:
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.ReLU(inplace=True))
+    x = torch.randn(4, 5, 3, requires_grad=True)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint_sequential(module, 2, x, use_reentrant=False)
+        return remat(lambda y, *, scale: (y * scale).sin(), y, scale=torch.tensor(3.0))
+
+    tp.pmap(f, compile=compile)(x).sum().backward()
+    got = [x.grad, *(p.grad for p in module.parameters())]
+    x.grad = None
+    module.zero_grad()
+    (module(x) * 3).sin().sum().backward()
+    torch.testing.assert_close(got, [x.grad, *(p.grad for p in module.parameters())])
+
+
+def test_torch_is_itself_outside() -> None:
+    tp.pmap(lambda x: remat(torch.sin, x), compile=EAGER)(torch.ones(4))
+    runs: list[int] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return x.sin().exp()
+
+    for use_reentrant in (False, True):
+        x = torch.ones(3, requires_grad=True)
+        checkpoint(f, x, use_reentrant=use_reentrant).sum().backward()
+        torch.testing.assert_close(x.grad, x.cos().detach() * x.sin().exp().detach())
+    assert len(runs) == 4
+
+
+def test_errors_inside_are_the_functions_own() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        tp.pmap(lambda x: remat(f, x), compile=EAGER)(torch.ones(4))
+
+
+# Less memory -------------------------------------------------------------------------------------
+
+
+def residual_bytes(wrap: Function) -> int:
+    """Bytes per device that the forward plan leaves for the backward plan."""
+    mapped = tp.pmap(lambda ws, x: model(ws, x, wrap), "i", in_axes=(None, 0), compile=EAGER)
+    ws = WS.clone().requires_grad_()
+    mapped(ws, X).sum().backward()
+    (operation,) = mapped._preparation._operations.values()  # type: ignore[attr-defined]
+    ((pair,),) = [operation._pairs.values()]
+    assert pair is not None
+    residuals = pair.backward.definition.inputs[: pair.forward.num_residuals]
+    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in residuals)
+
+
+def peak_bytes(wrap: Function) -> int:
+    f = tp.pmap(tp.grad(lambda ws, x: model(ws, x, wrap)), "i", in_axes=(None, 0), compile=EAGER)
+    return f.lower(WS, X).cost().peak_bytes
+
+
+BLOCK = 32 * SIZE * 4
+
+
+def test_only_inputs_of_checkpoints_are_kept() -> None:
+    # the parameters, the input of each layer and of the sum of squares
+    assert residual_bytes(remat) <= WS.nbytes + (LAYERS + 1) * BLOCK
+    assert residual_bytes(plain) > WS.nbytes + 3 * LAYERS * BLOCK
+
+
+def test_the_peak_is_lower() -> None:
+    assert peak_bytes(remat) <= peak_bytes(plain) - 2 * (LAYERS - 1) * BLOCK
+
+
+def test_what_a_policy_saves_is_not_computed_again() -> None:
+    def products(wrap: Function) -> int:
+        f = tp.pmap(tp.grad(lambda ws, x: model(ws, x, wrap)), "i", in_axes=(None, 0))
+        return f.lower(WS, X).as_text().count("aten.mm.default]")
+
+    once = 3 * LAYERS - 1  # values, gradients of weights, of inputs but the first
+    assert products(plain) == once
+    assert products(remat) == once + LAYERS
+    assert products(CHECKPOINTS["selective"]) == once
+
+
+def compiled_peak(wrap: Function) -> int:
+    """Most bytes that code of Inductor holds at once, its arguments not counted."""
+
+    def loss(ws: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        for w in ws.unbind(0):
+            x = wrap(
+                lambda w, x: torch.tanh((nn.functional.layer_norm(x, (SIZE,)) @ w).sin()), w, x
+            )
+        return (x**2).sum()
+
+    ws, x = WS[:3], torch.randn(1, 512, SIZE)
+    definition = tp.pmap(tp.grad(loss), in_axes=(None, 0)).lower(ws, x)._plan.definition
+    with torch.no_grad():
+        run = compile_definition(definition, torch.tensor(0))
+        with torch.profiler.profile(profile_memory=True) as profile:
+            run(ws, x)
+    changes = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("pool", [1], indirect=True)
+def test_the_peak_of_compiled_code_is_lower(pool: int) -> None:
+    assert compiled_peak(remat) <= compiled_peak(plain) - 2 * 512 * SIZE * 4

@@ -1,0 +1,39 @@
+"""Covers: which modules read pickles at all, and so run what is in them (see docs/security.md)."""
+
+from __future__ import annotations
+
+import ast
+
+from test_layers import SOURCES
+
+OWN_PROCESSES = "bytes that a process of the same pool has sent through a socket pair"
+UNPICKLING = {
+    "_errors": OWN_PROCESSES,
+    "_runtimes._monitor": OWN_PROCESSES,
+    "_runtimes._local": OWN_PROCESSES,
+    "_runtimes._template": OWN_PROCESSES,
+    "_runtimes._worker": OWN_PROCESSES,
+    "_runtimes._torchrun": "bytes that this process has pickled itself: a copy of a function",
+    "_checkpoint_pickles": "a machine that knows the instructions and names of data only",
+}
+"""Every module that unpickles: whose bytes."""
+READERS = {"load", "loads", "Unpickler", "_Unpickler"}
+RUNNERS = {"eval", "exec", "compile", "__import__"}
+
+
+def readers(name: str) -> set[str]:
+    """What a module calls, or derives from, that reads pickles or runs texts."""
+    found = set()
+    for node in ast.walk(ast.parse(SOURCES[name].read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id in ("pickle", "cloudpickle", "torch", "marshal", "shelve"):
+                found |= {node.attr} & READERS
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            found |= {node.func.id} & RUNNERS
+        elif isinstance(node, ast.ImportFrom) and node.module in ("pickle", "cloudpickle"):
+            found |= {alias.name for alias in node.names} & READERS
+    return found
+
+
+def test_nothing_else_reads_pickles_or_runs_texts():
+    assert {name for name in SOURCES if readers(name)} == set(UNPICKLING)

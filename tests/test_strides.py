@@ -1,0 +1,173 @@
+"""Covers: _split.py, _compile.py: graphs meet blocks with the strides that they were traced with.
+
+Expectations are those of torch.func.vmap, for the same function of a row.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+
+import torchpmap as tp
+
+pytestmark = [
+    pytest.mark.usefixtures("pool"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+]
+
+EAGER = {"backend": "eager"}
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+torch.manual_seed(0)
+SQUARE, KERNEL, FILTER = (
+    torch.randn(8, 8) / 3,
+    torch.randn(6, 6, 3) / 5,
+    torch.randn(4, 4, 3, 3) / 5,
+)
+
+
+def heads(x: torch.Tensor) -> torch.Tensor:
+    return x.view(4, 6, 2, 4).transpose(1, 2)
+
+
+# of a row of shape (4, 6, 8), to another
+STEPS: dict[str, Step] = {
+    "attention by einsum": lambda x: torch.einsum(
+        "qhk,khd->qhd", torch.einsum("qhd,khd->qhk", x, x).exp().clamp(max=3), x
+    ),
+    "attention": lambda x: (
+        nnf.scaled_dot_product_attention(heads(x), heads(x), heads(x))
+        .transpose(1, 2)
+        .reshape(x.shape)
+    ),
+    "einsum": lambda x: torch.einsum("abc,cd->bda", x, SQUARE).permute(2, 0, 1),
+    "bmm": lambda x: torch.bmm(x, x.transpose(1, 2)).softmax(-1) @ x,
+    "matmul": lambda x: (x.transpose(0, 1) @ SQUARE).transpose(0, 1),
+    "convolution": lambda x: nnf.conv1d(x, KERNEL, padding=1).tanh(),
+    "convolution of images": lambda x: nnf.conv2d(x[None], FILTER, padding=1)[0].sin(),
+    "transposed sine": lambda x: x.transpose(0, 2).sin().transpose(0, 2),
+    "transposed reshape": lambda x: (
+        x.transpose(0, 2).reshape(6, 4, 8).transpose(0, 1).contiguous().view(4, 6, 8)
+    ),
+    "flip": lambda x: x.flip(1) * x,
+    "expand": lambda x: (x[:, :1].expand(4, 6, 8) * x).exp().clamp(max=4),
+    "slices": lambda x: torch.cat([x[..., ::2].cos(), x[..., 1::2] * x[..., ::2]], -1),
+    "last": lambda x: x * x.sin()[:, -1:].cos(),
+    "unfold": lambda x: nnf.pad(x.unfold(-1, 3, 1).sum(-1).sin(), (1, 1)) * x,
+    "as_strided": lambda x: x.sin().contiguous().as_strided((4, 6, 8), (1, 32, 4)) * x.cos(),
+    "layer norm": lambda x: nnf.layer_norm(x.transpose(0, 1), (8,)).transpose(0, 1),
+    "batch norm": lambda x: (
+        nnf.batch_norm(x.transpose(0, 2), None, None, training=True)
+        .view(8, 24)
+        .sin()
+        .t()
+        .reshape(6, 4, 8)
+        .transpose(0, 1)
+    ),
+    "running sum": lambda x: x.movedim(0, -1).cumsum(-1).movedim(-1, 0).sin(),
+    "chunks": lambda x: (lambda a, b: torch.cat([a * b, b.sin()], 1))(
+        *x.exp().clamp(max=2).chunk(2, 1)
+    ),
+    "unbind": lambda x: torch.stack([a * b for a, b in zip(x.unbind(0), x.flip(0), strict=True)]),
+    "linear": lambda x: nnf.linear(x.permute(2, 0, 1), SQUARE[:6, :6]).permute(1, 2, 0).relu() + x,
+    "written in place": lambda x: x.clone().transpose(0, 1).mul_(2).transpose(0, 1).add_(x).sin(),
+    "complex": lambda x: (
+        torch.view_as_complex(x.contiguous().view(4, 6, 4, 2)).conj().abs().repeat(1, 1, 2) * x
+    ),
+    "psum": lambda x: x * tp.psum(x.transpose(0, 1), "i").transpose(0, 1).sin(),
+    "all_gather": lambda x: x * tp.all_gather(x.transpose(0, 2), "i").sum(0).transpose(0, 2).cos(),
+}
+
+
+def chain(names: list[str]) -> Step:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for name in names:
+            x = STEPS[name](x)
+        return x
+
+    return function
+
+
+def check(names: list[str], compile: Any, *, inside: bool = False) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weights = (torch.randn(4, 4, 6, 8, generator=generator) / 2 for _ in range(2))
+    f = chain(names)
+    mapped = tp.pmap(f, "i", compile=compile)
+    value, pull = torch.func.vjp(mapped, x.transpose(1, 3).contiguous().transpose(1, 3))
+    expected, pull_expected = torch.func.vjp(tp.vmap(f, axis_name="i"), x)
+    close = {"atol": 1e-3, "rtol": 1e-3}
+    torch.testing.assert_close(value.cpu(), expected, **close)
+    torch.testing.assert_close(pull(weights)[0].cpu(), pull_expected(weights)[0], **close)
+    assert all(
+        pair is not None
+        for operation in mapped._preparation._operations.values()
+        for pair in operation._pairs.values()
+    )
+    if inside:
+        gradient = tp.pmap(
+            lambda x, w: tp.grad(lambda x: (f(x) * w).sum())(x), "i", compile=compile
+        )
+        torch.testing.assert_close(gradient(x, weights).cpu(), pull_expected(weights)[0], **close)
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+@pytest.mark.parametrize("name", STEPS)
+def test_operations(name: str, pool: int) -> None:
+    check([name], EAGER, inside=True)
+
+
+@pytest.mark.parametrize("pool", [4, 2, 1], indirect=True)
+@pytest.mark.parametrize("seed", range(6))
+def test_chains(seed: int, pool: int) -> None:
+    check(random.Random(seed).choices(list(STEPS), k=3), EAGER)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("pool", [2], indirect=True)
+@pytest.mark.parametrize("name", ["attention by einsum", "convolution of images", "last"])
+def test_compiled(name: str, pool: int) -> None:
+    check([name], True)
+
+
+# Operations whose results have other strides than their fakes ------------------------------------
+
+
+@torch.library.custom_op("strides::turned", mutates_args=())
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return x.t().contiguous().t() * 2
+
+
+turned.register_fake(torch.empty_like)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("pool", [2], indirect=True)
+@pytest.mark.parametrize(
+    "function",
+    [
+        # torch 2.13: the fake copysign has the strides of the second operand, not of the first
+        lambda x: torch.copysign(x.t(), x.t().contiguous()),
+        lambda x: turned(x),
+        lambda x: turned(x).view(-1),
+    ],
+    ids=["copysign", "of the user's", "and a view of it"],
+)
+def test_what_is_stored_is_contiguous(function: Any, pool: int) -> None:
+    x = torch.randn(2, 4, 3)
+    stored = tp.pmap(function, compile=EAGER)(x)
+    read = tp.pmap(lambda y: y + 1, compile=True)(stored)
+    expected = {2: x * 2, 1: (x * 2).flatten(1)}.get(stored.dim() - 1)
+    torch.testing.assert_close(read.cpu(), 1 + (x.mT if stored.shape == (2, 3, 4) else expected))
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("pool", [2], indirect=True)
+def test_a_wrong_fake_is_an_error_of_compiled_code(pool: int) -> None:
+    with pytest.raises(RuntimeError, match=r"strides \[1, 4\].*fake.*strides \[3, 1\]"):
+        tp.pmap(lambda x: turned(x) + 1)(torch.randn(2, 4, 3)).cpu()

@@ -1,0 +1,223 @@
+"""Covers: sums of float16, bfloat16 and float8 are taken in float32 and rounded once.
+
+Expected numbers are those of exact arithmetic, rounded.  Those of ``psum``, ``pmean``,
+``psum_scatter`` and the gradients over one axis in bfloat16 are also what jax 0.10.2 gives on CPU
+(``psum`` of 256, 1, 1, 1 is 260); over several axes it rounds once per axis, and it adds float16 in
+float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from _spmd import Run, spmd
+
+import torchpmap as tp
+
+N = 4
+EAGER = {"backend": "eager"}
+MODES = {"graph": EAGER, "uncompiled": False}
+BIG = {
+    torch.bfloat16: 256.0,  # 256 + 1 is 256
+    torch.float16: 2048.0,
+    torch.float8_e4m3fn: 16.0,
+    torch.float8_e5m2: 8.0,
+}
+UNEVEN = [[0, 1, 2], [3]]
+OF_LANES = [[0, 3, 4, 5], [1, 2, 6, 7]]
+ALL = (torch.bfloat16, torch.float16)
+
+
+def rows(dtype: torch.dtype, count: int = N) -> torch.Tensor:
+    """Numbers of which the first swallows each of the others, but not their sum."""
+    values = torch.ones(count)
+    values[0] = BIG[dtype]
+    return values.to(dtype)
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    return torch.tensor(value, dtype=torch.float64).to(torch.float32).to(dtype).item()
+
+
+# -- every sum, of everything that is summed -------------------------------------------------------
+
+
+def sums(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What adds ``x`` over the axis "i", each as a scalar."""
+    size = tp.axis_size("i")
+    own = tp.axis_index("i") == 0
+
+    def gradient(f: Any) -> torch.Tensor:
+        return tp.grad(f)(torch.ones_like(x))
+
+    found = {
+        "psum": tp.psum(x, "i"),
+        "psum of a tree": tp.psum({"a": x, "b": (x.expand(2), torch.ones(3))}, "i")["b"][0][0],
+        "pmean": tp.pmean(x, "i") * size,
+        "psum_scatter": tp.psum_scatter(x.expand(size), "i"),
+        "psum_scatter tiled": tp.psum_scatter(x.expand(size), "i", tiled=True)[0],
+        "transposed psum": gradient(lambda y: tp.psum(y, "i") * x),
+        "transposed pmean": gradient(lambda y: tp.pmean(y, "i") * x) * size,
+        "transposed all_gather": gradient(lambda y: (tp.all_gather(y, "i") * x).sum()),
+        "transposed pbroadcast": tp.psum(
+            torch.where(own, gradient(lambda y: tp.pbroadcast(y, "i", 0) * x), 0.0).to(x.dtype), "i"
+        ),
+        "transposed pmax": gradient(lambda y: tp.pmax(y, "i") * x) * size,
+    }
+    return {name: value.clone() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("count", [N, 2 * N], ids=["devices", "devices and lanes"])
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_every_sum_on_devices(dtype, count, mode):
+    tp.init(num_devices=N)
+    x = rows(dtype, count)
+    check(tp.pmap(sums, axis_name="i", compile=MODES[mode])(x), x)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("serial", [False, True], ids=["lanes", "rows"])
+def test_every_sum_in_one_process(dtype, serial):
+    x = rows(dtype)
+    with tp.debug.fake_pmap(serial=serial):
+        check(tp.pmap(sums, axis_name="i")(x), x)
+
+
+@pytest.fixture(scope="module")
+def gloo() -> Iterator[Run]:
+    with spmd(2, share_memory=[0]) as run:
+        yield run
+
+
+def sums_of_this_process(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    from torchpmap import _axes
+
+    rank = int(_axes.lookup("i")[0].index)
+    return sums(x[rank])
+
+
+def test_every_sum_over_gloo(gloo):
+    x = torch.tensor([258.0, 1.0], dtype=torch.bfloat16)  # 259 is rounded to 260, not to 258
+    for results in gloo(sums_of_this_process, x):
+        for name, value in results.items():
+            assert value.item() == 260.0, name
+
+
+def check(results: dict[str, Any], x: torch.Tensor) -> None:
+    want = rounded(x.double().sum().item(), x.dtype)
+    for name, value in results.items():
+        assert value.dtype == x.dtype, name
+        assert value.tolist() == [want] * len(x), name
+
+
+# -- several axes, groups, other dtypes ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", BIG, ids=str)
+def test_over_several_axes_is_rounded_once(dtype):
+    tp.init(num_devices=N)
+    x = rows(dtype, 2 * N).reshape(N, 2)
+
+    def over_both(x):
+        return tp.psum(x, ("i", "j")), tp.psum_scatter(x.expand(2 * N), ("i", "j"))
+
+    total, part = tp.pmap(tp.vmap(over_both, axis_name="j"), axis_name="i", compile=EAGER)(x)
+    want = rounded(BIG[dtype] + 7, dtype)  # rounded twice: + 6
+    assert total.float().unique().tolist() == [want]
+    assert part.float().unique().tolist() == [want]
+
+
+def test_over_a_mesh_and_a_dim():
+    tp.init(num_devices=N)
+    x = rows(torch.bfloat16, 8).reshape(2, 2, 2)
+    f = tp.pmap(tp.pmap(lambda x: tp.psum(x, ("j", 0, "i")), "j"), "i", compile=EAGER)
+    assert f(x).unique().tolist() == [264.0]  # 263, between 262 and 264
+
+
+@pytest.mark.parametrize("groups", [UNEVEN, [[0, 2], [1, 3]]], ids=str)
+def test_in_groups(groups):
+    tp.init(num_devices=N)
+    x = rows(torch.bfloat16)
+
+    def f(x):
+        return (
+            tp.psum(x, "i", axis_index_groups=groups),
+            tp.pmean(x, "i", axis_index_groups=groups),
+        )
+
+    totals, means = tp.pmap(f, axis_name="i", compile=EAGER)(x)
+    for group in groups:
+        exact = sum(x[k].item() for k in group)
+        for k in group:
+            assert totals[k].item() == rounded(exact, x.dtype)
+            assert means[k].item() == rounded(exact / len(group), x.dtype)
+
+
+def test_groups_of_lanes_on_several_devices():
+    tp.init(num_devices=N)
+    x = rows(torch.bfloat16, 8)
+
+    def f(x):
+        def gathered(y):
+            return (tp.all_gather(y, "i", axis_index_groups=OF_LANES) * x).sum()
+
+        return tp.psum(x, "i", axis_index_groups=OF_LANES), tp.grad(gathered)(x)
+
+    totals, gradients = tp.pmap(f, axis_name="i", compile=EAGER)(x)
+    want = [260.0 if k in OF_LANES[0] else 4.0 for k in range(8)]
+    assert totals.tolist() == want
+    assert gradients.tolist() == want
+
+
+def test_sum_beyond_the_range_that_comes_back():
+    tp.init(num_devices=N)
+    x = torch.tensor([60000.0, 60000.0, -60000.0, -59968.0], dtype=torch.float16)
+    assert tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)(x).tolist() == [32.0] * N
+    high = torch.full((N,), 60000.0, dtype=torch.float16)
+    assert tp.pmap(lambda x: tp.pmean(x, "i"), "i", compile=EAGER)(high).tolist() == [60000.0] * N
+
+
+def test_mean_of_numpy_halves():
+    import numpy as np
+
+    tp.init(num_devices=2)
+    halves = np.array([2048, 1, 1, 1], np.float16)
+
+    def f(x):
+        return tp.psum(halves, ("i", 0)) + 0 * x, tp.pmean(halves, ("i", 0)) + 0 * x
+
+    total, mean = tp.pmap(f, "i", compile=EAGER)(torch.zeros(2, dtype=torch.float16))
+    assert total.tolist() == [4104.0] * 2  # 4102, of which 4 divides the nearest
+    assert mean.tolist() == [513.0] * 2  # 512.75
+
+
+# -- from outside ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_gradient_of_what_devices_share(dtype):
+    tp.init(num_devices=N)
+    x = rows(dtype)
+    f = tp.pmap(lambda w, x: w * x, in_axes=(None, 0), compile=EAGER)
+    w = torch.ones((), dtype=dtype, requires_grad=True)
+    f(w, x).sum().backward()
+    assert w.grad.item() == rounded(BIG[dtype] + 3, dtype)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_reductions_of_what_is_cut(dtype):
+    tp.init(num_devices=N)
+    host = rows(dtype, 2 * N)
+    x = tp.pmap(lambda row: row, compile=EAGER)(host)
+    columns = tp.pmap(lambda row: row, compile=EAGER)(host[:, None].expand(-1, 2))
+    exact = host.double()
+    assert x.sum().item() == x.sum(0, dtype=dtype).item() == rounded(exact.sum().item(), dtype)
+    assert x.mean().item() == rounded(exact.mean().item(), dtype)
+    assert x.sum(dtype=torch.float64).item() == exact.sum().item()
+    assert x.norm().item() == rounded(exact.norm().item(), dtype)
+    product = columns.T @ torch.ones(2 * N, 1, dtype=dtype)
+    assert product.flatten().tolist() == [rounded(exact.sum().item(), dtype)] * 2

@@ -1,0 +1,265 @@
+"""Covers: _runtimes/_limits.py, _runtimes/_triage.py: calls that may take only so long."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from _support import EAGER, SCALE, wait_for, worker_pids
+
+import torchpmap as tp
+from torchpmap import _current
+from torchpmap._runtimes._triage import Sight, described
+
+pytestmark = [
+    pytest.mark.usefixtures("pool"),
+    pytest.mark.parametrize("pool", [2], indirect=True),
+]
+
+rows = torch.arange(2.0)
+total = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
+LIMIT_S = 0.2
+
+
+def is_late(x):
+    return int(tp.axis_index("i")) == 1
+
+
+def loops(x):
+    while is_late(x):
+        pass
+    return tp.psum(x, "i")
+
+
+def sleeps_never(x):
+    return tp.psum(x, "i") * int(tp.axis_index("i"))
+
+
+def sleeps(x):
+    if is_late(x):
+        time.sleep(1e6)
+    return tp.psum(x, "i")
+
+
+def deadlocks(x):
+    lock = threading.Lock()
+    lock.acquire()
+    if is_late(x):
+        lock.acquire()
+    return tp.psum(x, "i")
+
+
+def holds_the_gil(x):
+    if is_late(x):
+        sum(itertools.repeat(0, 1 << 60))
+    return tp.psum(x, "i")
+
+
+def is_stopped(x):
+    if is_late(x):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return tp.psum(x, "i")
+
+
+def catches_everything(x):
+    while is_late(x):
+        try:
+            time.sleep(0.01)
+        except BaseException:
+            time.sleep(0.01)
+    return tp.psum(x, "i")
+
+
+@pytest.fixture(autouse=True)
+def loaded(pool):
+    """The devices have imported all they need, which takes longer than the limits here."""
+    tp.pmap(sleeps_never, "i", compile=False)(rows)
+    tp.pmap(lambda x: lingers(x, 0.0), compile=EAGER)(rows).block_until_ready()
+
+
+def kept():
+    return tp.pmap(lambda x: x + 1, compile=EAGER)(rows).block_until_ready()
+
+
+@pytest.mark.parametrize(
+    ("function", "does"),
+    [(loops, "runs loops"), (sleeps, "sleeps or waits in sleeps"), (deadlocks, "sleeps or waits")],
+)
+def test_rank_that_obeys_lives(function, does):
+    value, pids = kept(), worker_pids(2)
+    with pytest.raises(tp.CallTimeout) as caught:
+        tp.pmap(function, "i", compile=False, timeout=LIMIT_S)(rows)
+    head, first, second = str(caught.value).splitlines()
+    assert head == f"{function.__name__} did not end within its timeout of 0.2 s:"
+    assert first.startswith(f"  cpu:0 (rank 0, pid {pids[0]}) ")
+    assert second.startswith(f"  cpu:1 (rank 1, pid {pids[1]}) {does}")
+    assert "test_timeouts.py:" in second
+    stacks = str(caught.value.__cause__)
+    assert f"cpu:1 (rank 1, pid {pids[1]}), innermost frame first:" in stacks
+    assert f"in {function.__name__}" in stacks
+    assert caught.value.__notes__ == [f"while running {function.__name__}"]
+    assert worker_pids(2) == pids
+    assert value.tolist() == [1, 2]
+    assert total(rows).tolist() == [1, 1]
+
+
+def test_rank_that_waits_in_a_collective():
+    with pytest.raises(tp.CallTimeout, match=r"cpu:0 .* waits for rank 1 in .* at "):
+        tp.pmap(loops, "i", compile=False, timeout=SCALE)(rows)
+
+
+@pytest.mark.parametrize(
+    ("function", "does"),
+    [
+        (holds_the_gil, "is in C code that holds the GIL at "),
+        (is_stopped, "is stopped (SIGSTOP, or a debugger)"),
+        (catches_everything, "sleeps or waits in catches_everything at "),
+    ],
+)
+def test_rank_that_does_not_obey_is_replaced(function, does):
+    value, pids = kept(), worker_pids(2)
+    with pytest.raises(tp.CallTimeout) as caught:
+        tp.pmap(function, "i", compile=False, timeout=LIMIT_S)(rows)
+    assert f"cpu:1 (rank 1, pid {pids[1]}) {does}" in str(caught.value)
+    after = worker_pids(2)
+    assert [a == b for a, b in zip(after, pids, strict=True)] == [True, False]
+    assert value[0].item() == 1
+    with pytest.raises(tp.ShardLost, match="cpu:1"):
+        value.tolist()
+    assert total(rows).tolist() == [1, 1]
+
+
+@torch.library.custom_op("torchpmap_tests::linger", mutates_args=())
+def linger(x: torch.Tensor, seconds: float) -> torch.Tensor:
+    time.sleep(seconds)
+    return x.clone()
+
+
+@linger.register_fake
+def _(x, seconds):
+    return torch.empty_like(x)
+
+
+def lingers(x, seconds=1e6):
+    return torch.ops.torchpmap_tests.linger(x, seconds)
+
+
+@pytest.mark.parametrize("use", [lambda y: y.tolist(), lambda y: y.block_until_ready(), total])
+def test_error_of_a_compiled_call_is_raised_where_its_value_is_used(use):
+    value, pids = kept(), worker_pids(2)
+    y = tp.pmap(lingers, compile=EAGER, timeout=LIMIT_S)(value)
+    with pytest.raises(tp.CallTimeout, match="lingers did not end within its timeout"):
+        use(y).cpu()
+    assert worker_pids(2) == pids
+    assert value.tolist() == [1, 2]
+
+
+def test_call_that_nobody_waits_for_has_the_same_limit():
+    y = tp.pmap(lingers, compile=EAGER, timeout=LIMIT_S)(rows)
+    assert wait_for(lambda: _current.runtime()._pool.broken, 5)
+    assert total(rows).tolist() == [1, 1]
+    with pytest.raises(tp.CallTimeout):
+        y.cpu()
+
+
+def test_the_clock_begins_with_the_call():
+    """Not while it stands behind others."""
+    before = tp.pmap(lambda x: lingers(x, 1.5), compile=EAGER)
+    limited = tp.pmap(lambda x: x + 1, compile=EAGER, timeout=LIMIT_S)
+    before(rows)
+    limited(rows).block_until_ready()
+    waiting = before(rows)
+    assert limited(rows).tolist() == [1, 2]
+    assert waiting.tolist() == [0, 1]
+
+
+def slow_backend(graph, examples):
+    time.sleep(1)
+    return graph
+
+
+def test_compiling_does_not_count():
+    f = tp.pmap(lambda x: x + 1, compile={"backend": slow_backend}, timeout=LIMIT_S)
+    assert f(rows).tolist() == [1, 2]
+
+
+def test_call_within_its_limit():
+    for compile in (EAGER, False):
+        f = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=compile, timeout=60)
+        for _ in range(3):
+            assert f(rows).tolist() == [1, 1]
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+slow_back = torch.library.custom_op("torchpmap_tests::slow_back", mutates_args=())(_double)
+slow_back.register_fake(torch.empty_like)
+slow_back.register_autograd(lambda _, g: lingers(g))
+
+
+def test_gradient_from_outside_has_the_limit():
+    x = rows.clone().requires_grad_()
+    y = tp.pmap(lambda x: slow_back(x), compile=EAGER, timeout=LIMIT_S)(x)
+    with pytest.raises(tp.CallTimeout):
+        y.sum().backward()
+    assert total(rows).tolist() == [1, 1]
+
+
+def test_setting_is_the_default():
+    tp.shutdown()
+    tp.config.timeout = 0.3
+    try:
+        tp.init(2)
+        tp.pmap(sleeps_never, "i", compile=False, timeout=60)(rows)
+        with pytest.raises(tp.CallTimeout, match=r"timeout of 0\.3 s"):
+            tp.pmap(sleeps, "i", compile=False)(rows)
+        f = tp.pmap(lambda x: lingers(x, 1.0), compile=EAGER, timeout=60)
+        assert f(rows).tolist() == [0, 1]
+    finally:
+        tp.shutdown()
+        tp.config.reset()
+
+
+@pytest.mark.parametrize("value", [0, -1, "2", True, float("nan"), float("inf"), 10**400, 1e300])
+def test_misuse(value):
+    expected = (
+        f"pmap: timeout must be a number of seconds above 0 (at most 1e9), but got {value!r}."
+    )
+    with pytest.raises(ValueError, match="timeout") as caught:
+        tp.pmap(loops, timeout=value)
+    assert str(caught.value) == expected
+
+
+STACK = f"""\
+  File "{threading.__file__}", line 1 in wait
+  File "{torch.__file__}", line 2 in g
+  File "<eval_with_key>", line 3 in forward
+  File "/home/me/train.py", line 7 in f
+  File "/home/me/other.py", line 8 in g"""
+AT = " at /home/me/train.py:7"
+WAIT = "rank 1 in sum"
+
+
+@pytest.mark.parametrize(
+    ("sight", "text"),
+    [
+        (Sight("T", False, 0, "", None, STACK), "is stopped (SIGSTOP, or a debugger)"),
+        (Sight("R", False, 0, "", None, ""), "does not answer"),
+        (Sight("R", False, 0, "", None, STACK), f"is in C code that holds the GIL{AT}"),
+        (Sight("S", True, 0, "running f", None, ""), "waits for a command"),
+        (Sight("R", True, 4, "compiling g", None, ""), "has not begun it: it is still compiling g"),
+        (Sight("R", True, 5, "compiling f", None, ""), "is compiling f"),
+        (Sight("R", True, 5, "running f", None, STACK), f"runs f{AT}"),
+        (Sight("S", True, 5, "running f", None, STACK), f"sleeps or waits in f{AT}"),
+        (Sight("S", True, 5, "running f", WAIT, STACK), f"waits for {WAIT}{AT}"),
+    ],
+)
+def test_what_a_rank_does(sight, text):
+    assert described(sight, 5) == text

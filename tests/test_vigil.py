@@ -1,0 +1,87 @@
+"""Covers: _runtimes/_vigil.py, without a clock and without processes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchpmap._runtimes._vigil import Awaited, Vigil, notice
+
+CALL = Awaited("it runs a call", 7)
+NEXT = Awaited("it runs a call", 8)
+
+
+def looks(*steps):
+    """What a vigil says at each of (time, who is awaited for what, states of the processes)."""
+    vigil = Vigil()
+    return [vigil.look(now, awaited, states.__getitem__) for now, awaited, states in steps]
+
+
+QUIET = ([], [])
+CASES = {
+    "a stopped process, after five seconds": (
+        [(0, {1: CALL}, "RT"), (4.9, {1: CALL}, "RT"), (5, {1: CALL}, "RT")],
+        [QUIET, QUIET, ([1], [])],
+    ),
+    "as long as it is there": (
+        [(0, {0: CALL}, "t"), (6, {0: CALL}, "t"), (7, {0: CALL}, "t")],
+        [QUIET, ([0], []), ([0], [])],
+    ),
+    "one that goes on in between": (
+        [(0, {0: CALL}, "T"), (4, {0: CALL}, "S"), (5, {0: CALL}, "T"), (9.9, {0: CALL}, "T")],
+        [QUIET] * 4,
+    ),
+    "one that nobody waits for": ([(0, {}, "T"), (60, {}, "T"), (61, {0: CALL}, "T")], [QUIET] * 3),
+    "one that nobody waited for in between": (
+        [(0, {0: CALL}, "T"), (3, {}, "T"), (5, {0: CALL}, "T"), (9, {0: CALL}, "T")],
+        [QUIET] * 4,
+    ),
+    "two of three": (
+        [(0, dict.fromkeys(range(3), CALL), "TRt"), (5, dict.fromkeys(range(3), CALL), "TRt")],
+        [QUIET, ([0, 2], [])],
+    ),
+    "a slow one, told once": (
+        [(0, {0: CALL}, "R"), (30, {0: CALL}, "S"), (60, {0: CALL}, "R")],
+        [QUIET, ([], [(0, "S", 30)]), QUIET],
+    ),
+    "many short waits are not a long one": (
+        [(0, {0: CALL}, "R"), (20, {0: NEXT}, "R"), (40, {0: NEXT}, "R"), (50, {0: NEXT}, "R")],
+        [QUIET, QUIET, QUIET, ([], [(0, "R", 30)])],
+    ),
+    "a state that is not known": ([(0, {0: CALL}, [""]), (29, {0: CALL}, [""])], [QUIET] * 2),
+}
+
+
+@pytest.mark.parametrize(("steps", "said"), CASES.values(), ids=CASES)
+def test_look(steps, said):
+    assert looks(*steps) == said
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 20), st.sampled_from("RSDTt"), st.booleans())))
+def test_only_a_process_that_was_stopped_all_the_time_is_ended(steps):
+    vigil, now, stopped_for = Vigil(), 0.0, 0.0
+    was_stopped = False
+    for pause, state, is_awaited in steps:
+        now += pause
+        is_stopped = is_awaited and state in "Tt"
+        stopped_for = stopped_for + pause if is_stopped and was_stopped else 0.0
+        was_stopped = is_stopped
+        ended, _ = vigil.look(now, {0: CALL} if is_awaited else {}, lambda _, state=state: state)
+        if ended:
+            assert stopped_for > 4.99
+        if stopped_for > 5.01:
+            assert ended == [0]
+
+
+def test_notice():
+    ranks = [
+        (f"cpu:{k} (rank {k}, pid 7{k})", "it runs step", state) for k, state in enumerate("S")
+    ]
+    assert notice(ranks, 30.4) == (
+        "torchpmap: waiting for 30 s for cpu:0 (rank 0, pid 70): it runs step "
+        "(asleep, or waiting for another device)"
+    )
+    many = notice([(f"cpu:{k}", "it starts", "") for k in range(9)], 31)
+    assert many.count("not known") == 4
+    assert many.endswith("; and 5 more")

@@ -1,0 +1,514 @@
+"""Covers: that every wait of the local runtime ends, whatever a worker, the fork server, a thread
+of ours or the operating system does: _runtimes/_pool.py, _crew.py, _forkserver.py, _lookout.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from _support import EAGER, is_running, num_fds, stat, wait_for, worker_pids
+
+import torchpmap as tp
+from torchpmap import _current
+from torchpmap._runtimes import _forkserver, _output, _pool, _vigil
+from torchpmap._runtimes._forkserver import command, server
+
+pytestmark = [
+    pytest.mark.usefixtures("pool"),
+    pytest.mark.parametrize("pool", [2], indirect=True),
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:.*traced 16 times"),  # once for each new pool
+]
+
+total = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
+double = tp.pmap(lambda x: x * 2, compile=EAGER)
+largest = tp.pmap(lambda x: tp.pmax(x, "i"), "i", compile=False)
+rows = torch.arange(2.0)
+
+
+def eagerly(function):
+    return tp.pmap(function, "i", compile=False)
+
+
+def assert_pool_works():
+    assert total(rows).tolist() == [1.0, 1.0]
+    assert largest(rows).tolist() == [1.0, 1.0]
+
+
+def run_ahead():
+    results = [double(rows) for _ in range(5000)]
+    return results[0].tolist()
+
+
+# -- stopped processes -----------------------------------------------------------------------------
+
+WAITS: dict[str, Callable[[], object]] = {
+    "for a value": lambda: double(rows).tolist(),
+    "for a collective": lambda: total(rows).block_until_ready(),
+    "for an uncompiled call": lambda: eagerly(lambda x: x)(rows),
+    "for a plan": lambda: tp.pmap(lambda x: x - 1, compile=EAGER)(rows).tolist(),
+    "for room": run_ahead,
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_a_stopped_worker_is_ended(wait, monkeypatch):
+    monkeypatch.setattr(_vigil, "STOPPED_S", 0.2)
+    assert_pool_works()
+    pids = worker_pids(2)
+    value = double(rows).block_until_ready()
+    os.kill(pids[0], signal.SIGSTOP)
+    with pytest.raises(tp.WorkerDied, match=r"had been stopped for .* while it was waited for"):
+        wait()
+    assert_pool_works()
+    assert worker_pids(2)[1] == pids[1]
+    assert value[1].item() == 2
+
+
+def test_a_stopped_worker_that_nobody_waits_for_lives(monkeypatch):
+    monkeypatch.setattr(_vigil, "STOPPED_S", 0.0)
+    assert_pool_works()
+    pids = worker_pids(2)
+    monitor = _current.runtime()._pool._monitor
+    os.kill(pids[0], signal.SIGSTOP)
+    ticks = monitor._next_tick
+    assert wait_for(lambda: monitor._next_tick > ticks + 1, 5)
+    os.kill(pids[0], signal.SIGCONT)
+    assert worker_pids(2) == pids
+
+
+def test_a_worker_that_dies_while_the_socket_of_another_is_full(tmp_path):
+    """The repair does not wait for room."""
+    gate = tmp_path / "open"
+    pids = worker_pids(2)
+    held = double(rows).block_until_ready()
+
+    def busy(x):
+        while x == 1 and not gate.exists():
+            time.sleep(0.001)
+        return x
+
+    def call():
+        with contextlib.suppress(tp.PmapError):
+            eagerly(busy)(rows)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    pool = _current.runtime()._pool
+    assert wait_for(lambda: pool._monitor.pending)
+    ahead = threading.Thread(target=run_ahead)
+    ahead.start()
+    assert wait_for(lambda: pool.outbox.blocked)
+    os.kill(pids[0], signal.SIGKILL)
+    ahead.join(30)
+    gate.touch()
+    thread.join(30)
+    assert_pool_works()
+    assert worker_pids(2)[1] == pids[1]
+    assert held[1].item() == 2
+
+
+def run_ahead_until_it_fails(x: torch.Tensor = rows) -> None:
+    while True:
+        x = double(x)
+
+
+def run_ahead() -> None:
+    with contextlib.suppress(tp.PmapError):
+        run_ahead_until_it_fails()
+
+
+# -- healthy ranks live ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loop", ["computes", "sleeps"])
+@pytest.mark.parametrize("end", ["exception", "death"])
+def test_a_rank_that_goes_on_after_a_failure_is_cancelled(loop, end):
+    pids, held = worker_pids(2), double(rows).block_until_ready()
+
+    def step(x):
+        if x == 1:
+            while True:
+                time.sleep(1000 if loop == "sleeps" else 0)
+        if end == "death":
+            os._exit(3)
+        raise LookupError("mine")
+
+    expected = tp.WorkerDied if end == "death" else LookupError
+    with pytest.raises(expected, match="exit code 3" if end == "death" else "mine"):
+        eagerly(step)(rows)
+    assert_pool_works()
+    assert worker_pids(2)[1] == pids[1]
+    assert held[1].item() == 2
+
+
+def test_an_exception_does_not_wait_for_a_rank_that_cannot_be_cancelled(tmp_path, monkeypatch):
+    """It holds the GIL, in C code; the next call waits for it."""
+    monkeypatch.setattr(_pool, "_EARLY_S", 0.1)
+    pids, held = worker_pids(2), double(rows).block_until_ready()
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+
+    def step(x):
+        if x == 1:
+            ctypes.PyDLL(None).open(os.fsencode(gate), os.O_RDONLY)  # until somebody writes
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="mine"):
+        eagerly(step)(rows)
+    assert _current.runtime()._pool.broken
+    with open(gate, "w"):
+        assert_pool_works()
+    assert worker_pids(2) == pids
+    assert held.tolist() == [0, 2]
+
+
+def test_a_user_is_told_who_is_waited_for(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(_vigil, "_SLOW_S", 0.1)
+    gate = tmp_path / "open"
+    pids = worker_pids(2)
+
+    def slow(x):
+        while x == 1 and not gate.exists():
+            time.sleep(0.001)
+        return x
+
+    caller = threading.Thread(target=eagerly(slow), args=(rows,))
+    caller.start()
+    said = []
+
+    def is_told():
+        said.append(capfd.readouterr().err)
+        return "waiting" in said[-1]
+
+    assert wait_for(is_told, 10)
+    gate.touch()
+    caller.join(30)
+    text = "".join(said)
+    assert text.startswith("torchpmap: waiting for ")
+    assert text.count(f"cpu:1 (rank 1, pid {pids[1]}): it runs slow (") == 1
+
+
+# -- no descriptors --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Let this process open ``count`` files more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    filler = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while filler[-1] <= highest:
+            filler.append(os.dup(filler[0]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (filler[-1] + 1 + count, limits[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in filler:
+            os.close(fd)
+
+
+def test_no_descriptors_left_for_a_repair():
+    """However many there are: an error that says so, nothing left open, and later it works."""
+    assert_pool_works()
+    pool = _current.runtime()._pool
+    failed = 0
+    for count in (0, 1, 4, 9, 12, 13, 14, 40):
+        held, pids, fds = double(rows).block_until_ready(), worker_pids(2), num_fds()
+        os.kill(pids[1], signal.SIGKILL)
+        assert wait_for(lambda: pool.broken)
+        for _ in range(2):
+            with descriptors_left(count):
+                try:
+                    assert_pool_works()
+                except OSError as error:
+                    failed += "ulimit -n" in str(error)
+            assert num_fds() <= fds
+        assert_pool_works()
+        assert num_fds() == fds
+        assert held[0].item() == 0
+        assert worker_pids(2)[0] == pids[0]
+    assert failed >= 5
+
+
+def test_no_descriptors_left_for_a_start():
+    assert_pool_works()
+    tp.shutdown()
+    before, failed = num_fds(), 0
+    for count in (0, 3, 6, 12, 20, 30, 60):
+        with descriptors_left(count):
+            try:
+                tp.init(2)
+                assert_pool_works()
+            except OSError as error:
+                failed += "ulimit -n" in str(error)
+        tp.shutdown()
+        assert wait_for(lambda: num_fds() == before)
+        tp.init(2)
+        assert_pool_works()
+        tp.shutdown()
+    assert failed >= 4
+    tp.init(2)
+
+
+# -- the fork server -------------------------------------------------------------------------------
+
+
+def test_workers_outlive_the_fork_server():
+    assert_pool_works()
+    pids, forks = worker_pids(2), server.pid
+    held = double(rows).block_until_ready()
+    os.kill(forks, signal.SIGKILL)
+    assert wait_for(lambda: not is_running(forks))
+    assert_pool_works()
+    assert worker_pids(2) == pids
+    os.kill(pids[1], signal.SIGKILL)  # it is noticed, and replaced
+    with pytest.raises(tp.ShardLost, match="cpu:1"):
+        held.tolist()
+    assert_pool_works()
+    assert worker_pids(2)[0] == pids[0]
+    assert server.pid not in (None, forks)
+
+
+def test_a_stopped_fork_server_is_replaced(monkeypatch):
+    monkeypatch.setattr(_forkserver, "_STOPPED_S", 0.2)
+    assert_pool_works()
+    pids, forks = worker_pids(2), server.pid
+    os.kill(forks, signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGKILL)
+    assert wait_for(lambda: _current.runtime()._pool.broken)
+    assert_pool_works()
+    assert worker_pids(2)[0] == pids[0]
+    assert stat(forks) is None
+
+
+PLANTED = ("torch", "torchpmap", "numpy", "multiprocessing", "socket", "sitecustomize", "json")
+
+
+@pytest.mark.parametrize("python_path", [None, ".", "", f".{os.pathsep}/nowhere"])
+@pytest.mark.parametrize("here", [True, False], ids=["here is on the path", "here is not"])
+def test_it_imports_from_where_this_process_does(here, python_path, tmp_path, monkeypatch):
+    for name in PLANTED:
+        (tmp_path / f"{name}.py").write_text(f"print('planted {name}')")
+    monkeypatch.chdir(tmp_path)
+    if python_path is not None:
+        monkeypatch.setenv("PYTHONPATH", python_path)
+    if here:
+        monkeypatch.setattr(sys, "path", ["", *sys.path])
+    args, environment = command("print(ascii(sys.path)); import json")
+    done = subprocess.run(args, env=environment, capture_output=True, text=True)
+    planted = "planted json\n" if here else ""
+    assert (done.stdout, done.stderr) == (f"{sys.path!a}\n{planted}", "")
+
+
+# -- the user's stream, and threads of ours --------------------------------------------------------
+
+
+def test_answers_come_although_nobody_reads_stdout(monkeypatch):
+    monkeypatch.setattr(_output, "_STUCK_S", 0.0)
+    reader, writer = os.pipe()
+    with open(reader, "rb"), open(writer, "w") as full:
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * 4096)
+        os.set_blocking(writer, True)
+        monkeypatch.setattr(sys, "stdout", full)
+        for k in range(3):
+            assert eagerly(lambda x, k=k: print("lost") or x + k)(rows).tolist() == [k, k + 1]
+        tp.shutdown()
+        monkeypatch.undo()
+    tp.init(2)
+
+
+def test_a_worker_that_prints_without_end_stops_nobody(monkeypatch):
+    """What it prints is read in turns with the answers of others."""
+
+    class Slow:
+        def write(self, text):
+            time.sleep(0.001)
+
+        def flush(self):
+            pass
+
+    def flood(x):
+        if x == 0:
+            line = b"x" * 1023 + b"\n"
+            for _ in range(64):
+                os.write(1, line * 64)
+        return x
+
+    monkeypatch.setattr(sys, "stdout", Slow())
+    monkeypatch.setattr(_output, "_QUEUED_CHARACTERS", 1 << 17)
+    printer = _current.runtime()._pool._monitor._printer
+    most = []
+    flooded = tp.pmap(flood, compile=False, devices=tp.devices())
+    caller = threading.Thread(target=flooded, args=(rows,))
+    caller.start()
+    while caller.is_alive():
+        most.append(printer._queued)
+        caller.join(0.001)
+    assert max(most) < 1 << 20  # of 4 MB
+    assert_pool_works()
+
+
+def test_a_monitor_that_fails_closes_the_pool():
+    """An exception that nobody expected is told, and nobody waits for ever."""
+    assert_pool_works()
+    old = double(rows)
+
+    def fail():
+        raise ZeroDivisionError("unexpected")
+
+    errors = []
+
+    def wait():
+        try:
+            eagerly(lambda x: time.sleep(1000))(rows)
+        except tp.PmapError as error:
+            errors.append(error)
+
+    monitor = _current.runtime()._pool._monitor
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert wait_for(lambda: monitor.pending)
+    monitor._do(fail)
+    thread.join(30)
+    assert [type(error) for error in errors] == [tp.RuntimeClosed]
+    assert "ZeroDivisionError: unexpected" in str(errors[0])
+    assert isinstance(errors[0].__cause__, ZeroDivisionError)
+    with pytest.raises(tp.RuntimeClosed):
+        old.tolist()
+    assert_pool_works()
+
+
+# -- shutdown --------------------------------------------------------------------------------------
+
+
+def from_a_signal_handler() -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: tp.shutdown())
+    pressed = threading.Timer(0.02, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
+    value = double(rows)
+    try:
+        pressed.start()
+        with pytest.raises(tp.RuntimeClosed):
+            run_ahead_until_it_fails(value)
+    finally:
+        pressed.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def from_a_finalizer() -> None:
+    class Ends:
+        def __del__(self) -> None:
+            tp.shutdown()
+
+    pool = _current.runtime()._pool
+    pool.in_order(lambda: [Ends()].clear())  # the send lock is held
+    pool.close("again")
+
+
+def from_several_threads() -> None:
+    threads = [threading.Thread(target=tp.shutdown) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def with_stopped_workers() -> None:
+    for pid in worker_pids(2):
+        os.kill(pid, signal.SIGSTOP)
+    tp.shutdown()
+
+
+def while_workers_start() -> None:
+    tp.shutdown()
+    os.kill(server.pid or 0, signal.SIGSTOP)
+    tp.init(2)
+    tp.shutdown()
+    os.kill(server.pid or 0, signal.SIGCONT)
+
+
+def while_another_thread_repairs() -> None:
+    pids = worker_pids(2)
+    os.kill(server.pid or 0, signal.SIGSTOP)
+    os.kill(pids[0], signal.SIGKILL)
+    pool = _current.runtime()._pool
+    assert wait_for(lambda: pool.broken)
+    thread = threading.Thread(target=run_ahead)
+    thread.start()
+    assert wait_for(lambda: pool._repair_in_progress)
+    tp.shutdown()
+    thread.join(30)
+    assert not thread.is_alive()
+    os.kill(server.pid or 0, signal.SIGCONT)
+
+
+SHUTDOWNS = [
+    from_a_signal_handler,
+    from_a_finalizer,
+    from_several_threads,
+    with_stopped_workers,
+    while_workers_start,
+    while_another_thread_repairs,
+]
+
+
+@pytest.mark.parametrize("end", SHUTDOWNS, ids=lambda f: f.__name__)
+def test_shutdown(end):
+    assert_pool_works()
+    pids = worker_pids(2)
+    end()
+    assert wait_for(lambda: not any(map(stat, pids)))
+    tp.init(2)
+    assert_pool_works()
+
+
+ORPHANS = """
+import os, signal, sys, torch, torchpmap as tp
+from torchpmap._runtimes._forkserver import server
+tp.init(2)
+pids = [int(p) for p in tp.pmap(lambda x: torch.tensor(os.getpid()), compile=False)(torch.zeros(2))]
+print(server.pid, *pids, flush=True)
+child = os.fork()
+if child == 0:
+    os.closerange(1, 3)
+    signal.pause()
+print(child, flush=True)
+os.kill(pids[0], signal.SIGSTOP)
+os.kill(server.pid, signal.SIGSTOP)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_controller_leaves_no_process(tmp_path):
+    """Also when processes of ours are stopped, and a child that it forked lives on."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ORPHANS],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TORCHPMAP_WARM": "0", "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    *ours, child = map(int, done.stdout.split())
+    os.kill(child, 0)
+    try:
+        assert wait_for(lambda: not any(map(is_running, ours)))
+        assert list(Path(tmp_path).iterdir()) == []
+    finally:
+        os.kill(child, signal.SIGKILL)

@@ -1,0 +1,511 @@
+"""Covers: _runtimes/_worker.py: what the user's code, and a lack of memory, can do to a worker.
+
+Its stream stays in order, its errors stay what they are, and values are what tracing promised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import pickle
+import resource
+import struct
+import subprocess
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from _support import EAGER, TEST_ALL, wait_for, worker_pids
+
+import torchpmap as tp
+from torchpmap import _current, _wire
+
+pytestmark = [
+    pytest.mark.usefixtures("pool"),
+    pytest.mark.parametrize("pool", [2], indirect=True),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
+
+rows = torch.arange(2.0)
+total = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
+
+
+def eagerly(function):
+    return tp.pmap(function, "i", compile=False)
+
+
+@pytest.fixture
+def unharmed():
+    """A value that lives through the test, on workers that do."""
+    value, pids = tp.pmap(lambda x: x + 1, compile=EAGER)(rows).block_until_ready(), worker_pids(2)
+    yield
+    assert value.tolist() == [1, 2]
+    assert worker_pids(2) == pids
+    assert total(rows).tolist() == [1, 1]
+
+
+# -- the user's exceptions -------------------------------------------------------------------------
+
+
+def chained(cause):
+    error = ValueError("effect")
+    error.__cause__ = cause
+    return error
+
+
+def circular():
+    error = ValueError("circular")
+    error.__context__ = chained(error)
+    return error
+
+
+KEPT = {
+    "EOFError": lambda: EOFError("Ran out of input"),
+    "BrokenPipeError": lambda: BrokenPipeError(32, "Broken pipe"),
+    "ConnectionResetError": lambda: ConnectionResetError("reset"),
+    "TimeoutError": lambda: TimeoutError("timed out"),
+    "StopIteration": lambda: StopIteration(3),
+    "MemoryError": lambda: MemoryError("mine"),
+    "RecursionError": lambda: RecursionError("deep"),
+    "ExceptionGroup": lambda: ExceptionGroup("several", [ValueError(1), EOFError()]),
+    "UserWarning": lambda: UserWarning("as an error"),
+    "CallTimeout": lambda: tp.CallTimeout("mine"),
+    "CollectiveMismatch": lambda: tp.CollectiveMismatch("mine"),
+    "a chain": lambda: chained(ConnectionError("first")),
+    "a circle": circular,
+    "words of a lost connection": lambda: RuntimeError("Connection closed by the database"),
+    "words of NCCL": lambda: RuntimeError("cannot read the NCCL tuning table: timed out"),
+    "words of Gloo": lambda: RuntimeError("[gloo/transport/tcp/pair.cc] process group"),
+    "words of a chain": lambda: chained(RuntimeError("process group: another process has ended")),
+    "DistError": lambda: dist.DistError("of a group of the user's own"),
+}
+
+
+@pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
+def test_exceptions_stay_what_they_are(make, unharmed):
+    def step(x):
+        if int(tp.axis_index("i")) == 1:
+            raise make()
+        return tp.psum(x, "i")
+
+    with pytest.raises(type(make())) as caught:
+        eagerly(step)(rows)
+    assert str(caught.value) == str(make())
+    assert "on device cpu:1" in caught.value.__notes__[0]
+    assert "raise make()" in str(caught.value.__cause__)
+
+
+def evil(kind):
+    """An exception of a class that is made here, so that nothing of it was shipped."""
+
+    def fail(*_):
+        raise SystemExit("evil")
+
+    bad = property(fail)
+    members = {
+        "class": {"__class__": bad},
+        "cause": {"__cause__": bad},
+        "notes": {"__notes__": bad},
+        "text": {"__str__": fail},
+        "pickle": {"__reduce__": fail},
+        "attributes": {"__getattribute__": fail},
+    }
+    if kind == "metaclass":
+        return type("Meta", (type,), {"__module__": bad})("Evil", (Exception,), {})("text")
+    return type("Evil", (Exception,), members[kind])("text")
+
+
+TOLD = {
+    "KeyboardInterrupt": (KeyboardInterrupt, "KeyboardInterrupt"),
+    "SystemExit": (lambda: SystemExit(3), "SystemExit: 3"),
+    "GeneratorExit": (GeneratorExit, "GeneratorExit"),
+    "CancelledError": (asyncio.CancelledError, "asyncio.exceptions.CancelledError"),
+    "evil class": (lambda: evil("class"), "Evil: text"),
+    "evil cause": (lambda: evil("cause"), "Evil: text"),
+    "evil notes": (lambda: evil("notes"), "Evil: text"),
+    "evil text": (lambda: evil("text"), "Evil: <exception str.. failed>"),
+    "evil pickle": (lambda: evil("pickle"), "Evil: text"),
+    "evil attributes": (lambda: evil("attributes"), "Evil: text"),
+    "evil metaclass": (lambda: evil("metaclass"), "an exception: text"),
+}
+
+
+@pytest.mark.parametrize(("make", "text"), TOLD.values(), ids=TOLD)
+def test_exceptions_that_are_only_told(make, text, unharmed):
+    """What would end the caller's program, or cannot be rebuilt, travels as text."""
+
+    def step(x):
+        if int(tp.axis_index("i")) == 1:
+            raise make()
+        return tp.psum(x, "i")
+
+    with pytest.raises(tp.WorkerError, match=text):
+        eagerly(step)(rows)
+
+
+def test_warnings_as_errors_stay_in_the_call(unharmed):
+    def step(x):
+        warnings.simplefilter("error")
+        warnings.warn("raised", stacklevel=1)
+        return x
+
+    with pytest.raises(UserWarning, match="raised"):
+        eagerly(step)(rows)
+
+
+# -- failed collectives are known by where they fail -----------------------------------------------
+
+
+@torch.library.custom_op("torchpmap_tests::trip", mutates_args=())
+def trip(x: torch.Tensor, rank: torch.Tensor, dies: bool) -> torch.Tensor:
+    if int(rank) == 1:
+        if dies:
+            os._exit(3)
+        raise ValueError("tripped")
+    return x.clone()
+
+
+@trip.register_fake
+def _(x, rank, dies):
+    return torch.empty_like(x)
+
+
+MODES = {
+    "uncompiled": False,
+    "graph": EAGER,
+    "aot": {"backend": "aot_eager"},
+    "inductor": True,
+    "inductor in C++": {"options": {"cpp_wrapper": True}},
+}
+SLOW = {"aot", "inductor", "inductor in C++"}
+
+
+def step_that_trips(x, dies):
+    return tp.psum(torch.ops.torchpmap_tests.trip(x, tp.axis_index("i"), dies), "i")
+
+
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared memory", "gloo"])
+def test_the_other_rank_has_the_consequence(shares_memory):
+    """Rank 0, whose collective breaks off, is not taken for the cause."""
+    if not shares_memory:
+        tp.shutdown()
+        tp.config.shared_memory = False
+        tp.init(2)
+    for mode, compile in MODES.items():
+        if mode in SLOW and not TEST_ALL:
+            continue
+        step = tp.pmap(step_that_trips, "i", static_broadcasted_argnums=1, compile=compile)
+        # this compiler keeps neither type nor text
+        in_cpp = (RuntimeError, "torchpmap_tests::trip")
+        kind, text = in_cpp if mode == "inductor in C++" else (ValueError, "tripped")
+        with pytest.raises(kind, match=text) as caught:
+            step(rows, False).tolist()
+        (note,) = caught.value.__notes__
+        assert "on device cpu:1" in note
+        with pytest.raises(tp.WorkerDied, match="exit code 3"):
+            step(rows, True).tolist()
+    if not shares_memory:
+        tp.shutdown()
+        tp.config.reset()
+
+
+# -- memory that ends ------------------------------------------------------------------------------
+
+LARGE = 96 << 20
+
+
+def leave_memory(x):
+    """From now on the worker can have 32 MB more."""
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[0])
+    limit = pages * resource.getpagesize() + (32 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    return x
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.fixture
+def short_of_memory(pool):
+    value, pids = tp.pmap(lambda x: x + 1, compile=EAGER)(rows).block_until_ready(), worker_pids(2)
+    eagerly(leave_memory)(rows)
+    yield
+    assert value.tolist() == [1, 2]
+    assert worker_pids(2) == pids
+    assert total(rows).tolist() == [1, 1]
+    tp.shutdown()
+
+
+def test_block_without_memory_is_not_read_as_frames(short_of_memory, tmp_path):
+    body = pickle.dumps(Bomb(str(tmp_path / "exploded")))
+    attack = _wire.frame(_wire.DEFINE, 7, body)
+    data = torch.zeros(2, LARGE, dtype=torch.uint8)
+    data[:, : len(attack)] = torch.frombuffer(bytearray(attack), dtype=torch.uint8)
+    for _ in range(2):
+        with pytest.raises(MemoryError) as caught:
+            tp.pmap(lambda x: x[0], compile=EAGER)(data).tolist()
+        assert str(caught.value) == (
+            f"no memory on device cpu:0 for uint8[1, {LARGE}]: {LARGE} bytes"
+        )
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("compile", [EAGER, False], ids=["plan", "function"])
+def test_function_without_memory(short_of_memory, compile):
+    constant = bytes(LARGE)  # which travels with the function
+
+    @torch.library.custom_op(f"torchpmap_tests::large_{bool(compile)}", mutates_args=())
+    def large(x: torch.Tensor) -> torch.Tensor:
+        return x + len(constant)
+
+    large.register_fake(torch.empty_like)
+    with pytest.raises(MemoryError):
+        tp.pmap(lambda x: large(x), compile=compile)(rows).tolist()
+
+
+def test_result_without_memory(short_of_memory):
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        tp.pmap(lambda x: x.expand(LARGE) + 1, compile=EAGER)(rows).tolist()
+
+
+# -- frames that are none --------------------------------------------------------------------------
+
+
+def send(*buffers):
+    """Send on the worker's socket, from a mapped function."""
+    (worker,) = (o for o in gc.get_objects() if type(o).__name__ == "_Worker")
+    worker.stream.send(buffers)
+
+
+BAD_FRAMES = {
+    "unknown kind": lambda seq: _wire.HEADER.pack(0, 99, seq),
+    "data nobody asked for": lambda seq: _wire.HEADER.pack(5, _wire.DATA, seq) + b"12345",
+    "an answer nobody asked for": lambda seq: _wire.frame(_wire.REPLY, 3, b"12345"),
+    "an answer too large for any memory": lambda seq: _wire.HEADER.pack(1 << 60, _wire.REPLY, seq),
+}
+
+
+@pytest.mark.parametrize("make", BAD_FRAMES.values(), ids=BAD_FRAMES)
+def test_frames_of_a_worker_gone_mad(make):
+    """Nothing hangs, and the next call is right."""
+    seq = _current.runtime()._pool.seq + 2
+
+    def step(x):
+        if int(tp.axis_index("i")) == 1:
+            send(make(seq))
+        return x
+
+    with contextlib.suppress(tp.PmapError):
+        assert eagerly(step)(rows).tolist() == [0, 1]
+    tp.shutdown()
+    assert total(rows).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        struct.pack("<3q", 5, 999, 0),
+        struct.pack("<4q", 5, 0, 1 << 40, 0),
+        struct.pack("<4q", 5, 0, 1, -1),
+        struct.pack("<4q", 5, 0, 1, 3) + bytes(100),
+    ],
+    ids=["dtype", "dims", "shape", "length"],
+)
+def test_block_unlike_its_header_ends_the_worker(body):
+    value = tp.pmap(lambda x: x + 1, compile=EAGER)(rows).block_until_ready()
+    pool = _current.runtime()._pool
+    pool.in_order(pool.tell, [1], _wire.PUT, body)
+    assert wait_for(lambda: pool.broken)
+    with pytest.raises(tp.ShardLost, match=r"cpu:1(.|\n)*broken frame"):
+        value.tolist()
+    assert total(rows).tolist() == [1, 1]
+
+
+# -- forks -----------------------------------------------------------------------------------------
+
+
+def forks(x):
+    os.fork()
+    return x + 1
+
+
+def forks_and_reduces(x):
+    if os.fork() == 0:
+        return tp.psum(x * 1000, "i")
+    return tp.psum(x, "i") + 1
+
+
+def forks_and_raises(x):
+    if os.fork() == 0:
+        raise ValueError("of the child")
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [(forks, [1, 2]), (forks_and_reduces, [2, 2]), (forks_and_raises, [1, 2])],
+)
+def test_child_that_comes_back_leaves(function, expected, unharmed):
+    before = worker_children()
+    for _ in range(3):
+        assert eagerly(function)(rows).tolist() == expected
+    for _ in range(20):
+        assert total(rows).tolist() == [1, 1]
+    assert wait_for(lambda: worker_children() == before)
+
+
+def worker_children():
+    """Processes of the workers that have not ended."""
+
+    def count(x):
+        alive = 0
+        for pid in os.listdir("/proc"):
+            if pid.isdigit():
+                try:
+                    with open(f"/proc/{pid}/stat") as file:
+                        fields = file.read().rpartition(")")[2].split()
+                except OSError:
+                    continue
+                alive += int(fields[1]) == os.getpid() and fields[0] not in "ZX"
+        return torch.tensor(alive)
+
+    return eagerly(count)(rows).tolist()
+
+
+def uses_processes(x):
+    readable, writable = os.pipe()
+    if os.fork() == 0:
+        os.write(writable, b"41")
+        os._exit(0)
+    said = subprocess.run(["echo", "1"], capture_output=True, check=True).stdout
+    return tp.psum(x * 0 + float(os.read(readable, 2)) + float(said), "i")
+
+
+def test_children_that_do_not_come_back(unharmed):
+    assert eagerly(uses_processes)(rows).tolist() == [84, 84]
+
+
+def test_thread_left_behind_does_not_keep_the_worker():
+    def step(x):
+        threading.Thread(target=threading.Event().wait).start()
+        return x
+
+    assert eagerly(step)(rows).tolist() == [0, 1]
+    tp.shutdown()
+
+
+# -- what tracing promised -------------------------------------------------------------------------
+
+
+def wrong_dtype(graph, examples):
+    return lambda *xs: [x.double() for x in graph(*xs)]
+
+
+def one_output(graph, examples):
+    return lambda *xs: graph(*xs)[:1]
+
+
+def no_tensors(graph, examples):
+    return lambda *xs: [x.tolist() for x in graph(*xs)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "gave"),
+    [
+        (wrong_dtype, "float64[1, 2], float64[1, 2]"),
+        (one_output, "float32[1, 2]"),
+        (no_tensors, "list, list"),
+    ],
+)
+def test_plan_that_gives_something_else(backend, gave, unharmed):
+    f = tp.pmap(lambda x: (x + 1, x + 2), compile={"backend": backend})
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            f(torch.zeros(2, 2))[0].tolist()
+        assert str(caught.value) == (
+            f"<lambda>: it gives other values than it was traced to give. It gave {gave} on device "
+            "cpu:0, but tracing promised float32[1, 2], float32[1, 2]. Either it depends on a "
+            "setting that the devices do not have, or the backend compiles it wrong; compile=False "
+            "runs it without such a promise."
+        )
+
+
+def transposed(graph, examples):
+    return lambda *xs: [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in graph(*xs)]
+
+
+def test_outputs_are_contiguous_whatever_the_backend_gives():
+    x = torch.arange(12.0).reshape(2, 2, 3)
+    f = tp.pmap(lambda x: x + 1, compile={"backend": transposed})
+    strides = eagerly(lambda x: torch.tensor(x.stride()))
+    for _ in range(3):
+        y = f(x)
+        assert strides(y).tolist() == [[3, 1]] * 2
+        assert torch.equal(y.cpu(), x + 1)
+
+
+def lie(name, real, fake):
+    operation = torch.library.custom_op(f"torchpmap_tests::{name}", real, mutates_args=())
+    operation.register_fake(fake)
+    return operation
+
+
+def as_double(x: torch.Tensor) -> torch.Tensor:
+    return x.double()
+
+
+def shorter(x: torch.Tensor) -> torch.Tensor:
+    return x[:2].clone()
+
+
+def columns(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x, x], 1).t()
+
+
+LIES = {
+    "dtype": (lie("as_double", as_double, torch.empty_like), "float64[4]", "float32[4]"),
+    "shape": (lie("shorter", shorter, torch.empty_like), "float32[2]", "float32[4]"),
+}
+
+
+@pytest.mark.parametrize(("operation", "gives", "promises"), LIES.values(), ids=LIES)
+@pytest.mark.parametrize("compile", [EAGER, {"backend": "aot_eager"}], ids=["graph", "aot"])
+def test_fake_kernel_that_lies(operation, gives, promises, compile, unharmed):
+    f = tp.pmap(lambda x: (operation(x) + 1).sum(), compile=compile)  # hides it in the outputs
+    name = operation._qualname
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="register_fake") as caught:
+            f(torch.ones(2, 4)).tolist()
+        text = str(caught.value)
+        assert text.startswith(f"<lambda>: the operation {name} gives {gives} (cpu")
+        assert f"promises {promises} (cpu" in text
+
+
+in_columns = lie("columns", columns, lambda x: x.new_empty(2, *x.shape))
+
+
+def test_fake_kernel_that_lies_about_strides():
+    """Only compiled code relies on them."""
+    x = torch.arange(8.0).reshape(2, 4)
+    expected = torch.stack([x, x], 1) + 1
+    assert torch.equal(tp.pmap(lambda x: in_columns(x) + 1, compile=EAGER)(x).cpu(), expected)
+    with pytest.raises(RuntimeError, match=r"strides \[1, 2\].*promises .*strides \[4, 1\]"):
+        tp.pmap(lambda x: in_columns(x) + 1, compile={"backend": "aot_eager"})(x).tolist()
+
+
+def test_fetch_of_another_kind_is_refused(unharmed):
+    value = tp.pmap(lambda x: x + 1, compile=EAGER)(rows)
+    runtime = _current.runtime()
+    for target in (torch.empty(1, dtype=torch.float64), torch.empty(2), torch.empty(1, 1)):
+        with pytest.raises(RuntimeError, match=r"on device cpu:0 is float32\[1\], but .* expected"):
+            runtime.fetch(value._handle, [(0, -1, 0, target)])

@@ -1,0 +1,169 @@
+"""That devices which run a function as Python, each for itself, run the same collectives.
+
+Collectives that differ but move equal shapes would exchange wrong numbers without an error.  So
+each has a *fingerprint*, which the devices compare before they run it: what it does, what for (see
+``_axes.serving``), and its *call site*, the lines of the user's code that led to it with the place
+of each call in its line.  Two calls of a helper function have two call sites.
+
+Call sites are named by file, function and place in the bytecode, never by path or address: those
+differ between processes and hosts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import _resolve_process_group
+
+from torchpmap import _axes
+from torchpmap._axes import Signature
+from torchpmap._errors import CollectiveMismatch
+
+__all__ = ["ADVICE", "Agreement", "Fingerprint"]
+
+ADVICE = (
+    "must run the same collectives in the same order, from the same lines of the program: do not "
+    "put one under a condition on"
+)
+"""Of a message about those that did not."""
+
+_OWN = (
+    *(os.path.join(os.path.dirname(str(file)), "") for file in (__file__, torch.__file__)),
+    threading.__file__,
+)
+"""Paths of files that are not the user's begin so."""
+
+
+class Fingerprint:
+    """What this thread is about to run; equal to that of another device, or row, at the same."""
+
+    def __init__(self, what: str, group: str = "", within: CodeType | None = None) -> None:
+        """``within``: where the user's code was called from."""
+        self._what = what
+        self._number = _axes.ordinal()
+        self._purpose = _axes.purpose()
+        self._frames = list(_frames(within))
+        self.key = "|".join((what, group, self._purpose, *map(_place, self._frames)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fingerprint) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def digest(self) -> bytes:
+        """16 bytes for it."""
+        return hashlib.blake2b(self.key.encode(), digest_size=16).digest()
+
+    def __str__(self) -> str:
+        """With the call site, as long as this thread is there."""
+        reason = f" for {self._purpose}" if self._purpose else ""
+        places = [
+            f"{_file(frame.f_code) or '<string>'}:{frame.f_lineno}{_column(frame)} in "
+            f"{frame.f_code.co_name}"
+            for frame in self._frames
+        ]
+        site = f" at {', called at '.join(places)}" if places else ""
+        return self._what + reason + (f"{site} (collective {self._number})" if site else "")
+
+
+def _frames(within: CodeType | None) -> Iterator[FrameType]:
+    """Those of the user's code, the innermost first."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not within:
+        if not frame.f_code.co_filename.startswith(_OWN):
+            yield frame
+        frame = frame.f_back
+
+
+def _place(frame: FrameType) -> str:
+    code = frame.f_code
+    lines = zlib.crc32(code.co_linetable)  # with columns: two lambdas may share a line
+    return f"{_file(code)}:{code.co_qualname}:{code.co_firstlineno}:{lines}:{frame.f_lasti}"
+
+
+def _file(code: CodeType) -> str:
+    """Nothing of a file that is none: its name may be a number that each process counts."""
+    return "" if code.co_filename.startswith("<") else code.co_filename.rpartition(os.sep)[2]
+
+
+def _column(frame: FrameType) -> str:
+    """``":12"``, unless Python was told to forget columns."""
+    places = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
+    column = next(places, (None,) * 4)[2]
+    return "" if column is None else f":{column + 1}"
+
+
+class Agreement:
+    """What one device compares with the others during a call; made where the function is called,
+    and used by that thread.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], group: str) -> None:
+        """``group``: of all devices of the call."""
+        self._name = name
+        self._ranks = ranks
+        self._group = group
+        self._within = sys._getframe(1).f_code
+        self._thread = threading.get_ident()
+        self._mismatch: str | None = None
+        """What differed before: a function that catches the error must not go on with it."""
+        self._agree: Callable[[int], bool] | None = None
+        """How processes that share memory compare numbers, which is quicker."""
+        if len(ranks) > 1:
+            process_group: Any = _resolve_process_group(group)  # type: ignore[arg-type]  # a str
+            self._agree = getattr(process_group, "agree", None)
+
+    def check(self, signature: Signature) -> None:
+        """Raise on all devices unless what comes next is the same on all."""
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                f"{self._name}: a collective ran on a thread that the function has started. The "
+                "order among threads is left to chance and may differ between devices: run "
+                "collectives on the thread that the function is called on."
+            )
+        if len(self._ranks) == 1:
+            return
+        if self._mismatch is not None:
+            raise CollectiveMismatch(self._mismatch)
+        operation = " ".join(str(part) for k, part in enumerate(signature) if k != _GROUP)
+        mine = Fingerprint(operation, str(signature[_GROUP:]), self._within)
+        if self._agrees(mine.digest()):
+            return
+        rows = self._gathered(str(mine).encode(), _ROW_BYTES)
+        texts = [row.decode(errors="replace").rstrip() for row in rows]
+        table = "\n".join(f"  rank {k}: {text}" for k, text in zip(self._ranks, texts, strict=True))
+        self._mismatch = (
+            f"{self._name}: devices run different collectives, so the result would be wrong:\n"
+            f"{table}\nEvery device {ADVICE} a device's own values or axis index."
+        )
+        raise CollectiveMismatch(self._mismatch)
+
+    def _agrees(self, digest: bytes) -> bool:
+        if self._agree is not None:
+            return self._agree(int.from_bytes(digest) >> 66)
+        return set(self._gathered(digest, len(digest))) == {digest}
+
+    def _gathered(self, mine: bytes, length: int) -> list[bytes]:
+        """Every device's bytes, cut or filled up to a length."""
+        sent = torch.frombuffer(bytearray(mine[:length].ljust(length)), dtype=torch.uint8)
+        c10d = torch.ops._c10d_functional
+        theirs = c10d.wait_tensor(
+            c10d.all_gather_into_tensor(sent.unsqueeze(0), len(self._ranks), self._group)
+        )
+        return [bytes(row.tolist()) for row in theirs]
+
+
+_GROUP = 2
+"""Place in a signature."""
+_ROW_BYTES = 2048
+"""Of a line about one device."""

@@ -1,0 +1,175 @@
+"""Values as bytes that are data and nothing else: what processes tell each other over a network.
+
+A pickle can run code where it is read, and any program that reaches the store of a job can write
+there.  So values go as JSON in which all that JSON does not have is a pair of a kind and content:
+
+    [1, (2.5, b"x")]  ->  [1, {"tuple": [{"float": "0x1.4p+1"}, {"bytes": "eA=="}]}]
+
+Reading makes values of these kinds, whatever the bytes are, or raises ``PmapError``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpmap._errors import PmapError, dtype_name
+
+__all__ = ["DTYPES", "not_ours", "packed", "unpacked"]
+
+DTYPES = {dtype_name(x): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+"""Those that torch has, by name."""
+_KNOWN = (
+    "None, bool, int, float, complex, str, bytes, numpy scalars, dtypes, torch.Size, and dicts, "
+    "lists, tuples, sets and named tuples of them"
+)
+_MAX_INT = 1 << 63  # larger ones as text: their decimals take quadratic time
+
+
+def packed(
+    value: Any, name: str = "value", aside: Callable[[Any, str], Any] | None = None
+) -> bytes:
+    """The bytes of a value.
+
+    Args:
+        value: of the kinds above.
+        name: what error messages call it.
+        aside: what to write for a part that travels otherwise, given the part and its path; None
+            for all others.
+
+    Raises:
+        TypeError: a part is of another kind; names it.
+    """
+    return json.dumps(_written(value, name, aside), separators=(",", ":")).encode()
+
+
+def unpacked(data: bytes, aside: Callable[[Any], Any] | None = None) -> Any:
+    """The value of bytes that may come from anybody.
+
+    Args:
+        data: what ``packed`` returned, or anything else.
+        aside: what stands for a part that travels otherwise, given what was written for it.
+
+    Raises:
+        PmapError: these are other bytes.
+    """
+    try:
+        return _read(json.loads(data, parse_float=_refused, parse_constant=_refused), aside)
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        raise not_ours(f"{type(error).__name__}: {error!s:.100}") from None
+
+
+def not_ours(what: str) -> PmapError:
+    """What to raise for data of another process that is not as torchpmap writes it."""
+    return PmapError(
+        f"what came from another process of this job is not what torchpmap writes: {what}. "
+        "Another program may have written to the store of the job: see docs/security.md."
+    )
+
+
+def _refused(text: str) -> Any:
+    raise ValueError(f"a bare {text}")
+
+
+def _written(value: Any, path: str, aside: Callable[[Any, str], Any] | None) -> Any:
+    def inner(part: Any, where: str) -> Any:
+        return _written(part, f"{path}{where}", aside)
+
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int:
+        return value if -_MAX_INT < value < _MAX_INT else {"int": hex(value)}
+    if kind is list:
+        return [inner(part, f"[{k}]") for k, part in enumerate(value)]
+    if kind in _WRITERS:
+        return {kind.__name__: _WRITERS[kind](value)}
+    if kind is dict or kind is OrderedDict:
+        keys = [inner(key, f" key {key!r}") for key in value]
+        parts = [inner(part, f"[{key!r}]") for key, part in value.items()]
+        return {kind.__name__: list(map(list, zip(keys, parts, strict=True)))}
+    if kind is tuple or kind is set or kind is frozenset:
+        return {kind.__name__: [inner(part, f"[{k}]") for k, part in enumerate(value)]}
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return {"numpy": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+    written = None if aside is None else aside(value, path)
+    if written is not None:
+        return {"aside": written}
+    if _is_named_tuple(kind) and _named_tuple(kind.__module__, kind.__qualname__) is kind:
+        parts = [inner(part, f".{field}") for field, part in zip(kind._fields, value, strict=True)]
+        return {"namedtuple": [kind.__module__, kind.__qualname__, parts]}
+    raise TypeError(
+        f"{path} has type {kind.__module__}.{kind.__qualname__}, but only data can be sent to "
+        f"other processes: {_KNOWN}. Send what it is made from."
+    )
+
+
+_WRITERS: dict[type, Callable[[Any], Any]] = {
+    float: float.hex,
+    complex: lambda value: [value.real.hex(), value.imag.hex()],
+    bytes: lambda value: base64.b64encode(value).decode(),
+    torch.dtype: dtype_name,
+    torch.Size: list,
+}
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": float.fromhex,
+    "complex": lambda pair: complex(float.fromhex(pair[0]), float.fromhex(pair[1])),
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "dtype": DTYPES.__getitem__,
+    "Size": torch.Size,
+    "numpy": lambda pair: _numpy_scalar(*pair),
+}
+_CONTAINERS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+}
+
+
+def _read(written: Any, aside: Callable[[Any], Any] | None) -> Any:
+    if type(written) is list:
+        return [_read(part, aside) for part in written]
+    if type(written) is not dict:
+        return written
+    ((kind, content),) = written.items()
+    if kind == "aside" and aside is not None:
+        return aside(content)
+    if kind in _READERS:
+        return _READERS[kind](content)
+    if kind == "namedtuple":
+        module, name, parts = content
+        found = _named_tuple(module, name)
+        if found is None or len(found._fields) != len(parts):
+            raise ValueError(f"this process has no named tuple {module}.{name} of such fields")
+        # not by its own __new__, which may be code of the program
+        return tuple.__new__(found, [_read(part, aside) for part in parts])
+    return _CONTAINERS[kind]([_read(part, aside) for part in content])
+
+
+def _numpy_scalar(kind: str, text: str) -> Any:
+    dtype = np.dtype(kind)
+    if dtype.kind not in "biufc":
+        raise ValueError(f"numpy scalars of {dtype}")
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype, 1)[0]
+
+
+def _is_named_tuple(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _named_tuple(module: str, qualname: str) -> Any:
+    """A class that this process has already; None if there is none of that name."""
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = vars(found).get(name) if hasattr(found, "__dict__") else None
+    return found if _is_named_tuple(found) else None

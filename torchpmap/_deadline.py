@@ -1,0 +1,30 @@
+"""One moment that ends all the waits of one operation, however many they are."""
+
+from __future__ import annotations
+
+import time
+
+__all__ = ["Deadline"]
+
+
+class Deadline:
+    """Made once where an operation begins, and handed to everything that waits for it.
+
+    Example:
+        >>> deadline = Deadline(60)
+        >>> deadline.passed, 59 < deadline.left() <= 60
+        (False, True)
+    """
+
+    __slots__ = ("_end",)
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds until then; never below 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self._end

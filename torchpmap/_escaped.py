@@ -1,0 +1,180 @@
+"""Tensors of a mapped function that outlive it, named as such wherever they are used.
+
+While a function is traced, or its rows run as lanes of a vmap, its tensors stand for values that
+there are none of outside.  A ``Watch`` notes each of them, weakly, with the user's line that made
+it.  Those that still live at the end have escaped: their class becomes ``Escaped``, which refuses
+every use.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
+
+from torchpmap._errors import TensorEscaped, kind_of
+
+__all__ = ["Escaped", "Watch", "note", "users_line", "watched"]
+
+_functorch: Any = torch._C._functorch
+_FOREIGN = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<eval", "<string")
+
+_current: ContextVar[Watch | None] = ContextVar("torchpmap_watch", default=None)
+
+
+class Escaped(torch.Tensor):
+    """A tensor of a mapped function that is over."""
+
+    _torchpmap_story: str
+
+    def refuse(self, what: str = "this tensor") -> NoReturn:
+        """Raise, calling the tensor ``what``."""
+        raise TensorEscaped(f"{what} {self._told()}")
+
+    def _told(self) -> str:
+        return (
+            f"(of type {kind_of(self.shape, self.dtype)}) escaped from "
+            f"{self.__dict__['_torchpmap_story']}. There it stood for values on the devices, and "
+            "the call is over. Return it from the mapped function, and use the result."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<a tensor that {self._told()}>"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) in _DESCRIBING:
+            with torch._C.DisableTorchFunction():
+                return func(*args, **(kwargs or {}))
+        return cls._refuse_all((args, kwargs), func)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return cls._refuse_all((args, kwargs), func)
+
+    @classmethod
+    def _refuse_all(cls, values: Any, func: Any) -> NoReturn:
+        for leaf in torch.utils._pytree.tree_leaves(values):
+            if isinstance(leaf, Escaped):
+                leaf.refuse()
+        raise TensorEscaped(f"{func} met a tensor that escaped from a mapped function")
+
+
+_DESCRIBING = tuple(
+    getattr(torch.Tensor, name)
+    for name in ("shape", "dtype", "layout", "ndim", "requires_grad", "is_leaf", "is_meta")
+)
+"""What may be asked of an escaped tensor: messages and debuggers do."""
+
+
+class Watch(TorchFunctionMode):
+    """Notes what the mapped function ``name`` makes while this is entered."""
+
+    def __init__(self, name: str, *, is_traced: bool = False) -> None:
+        super().__init__()
+        self._name = name
+        self._is_traced = is_traced
+        self._token: Token[Watch | None] | None = None
+        self._depth = _depth()
+        self._made: dict[int, tuple[TensorWeakRef, str]] = {}
+
+    def __enter__(self) -> Watch:
+        self._token = _current.set(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        assert self._token is not None
+        _current.reset(self._token)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not torch.compiler.is_dynamo_compiling():
+            self.note(result, None)
+        return result
+
+    def note(self, value: Any, where: str | None) -> None:
+        """Note tensors that were given (``where`` says so) or made by the running line."""
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(tensor, torch.Tensor) and self._stands_for_others(tensor):
+                known = self._made.get(id(tensor))
+                if known is None or known[0]() is not tensor:  # an id is used again
+                    story = where or f"made at {users_line()}"
+                    self._made[id(tensor)] = TensorWeakRef(tensor), story
+
+    def _stands_for_others(self, tensor: torch.Tensor) -> bool:
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        if _functorch.maybe_get_level(tensor) > self._depth:
+            return True
+        if not self._is_traced:
+            return False
+        while _functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
+        return isinstance(tensor, FakeTensor)
+
+    def end(self) -> None:
+        """Mark what still lives: the function is over."""
+        for reference, where in self._made.values():
+            tensor = reference()
+            if tensor is not None:
+                tensor.__class__ = Escaped
+                tensor.__dict__["_torchpmap_story"] = f"the mapped function {self._name}: {where}"
+
+
+@contextmanager
+def watched(name: str) -> Iterator[None]:
+    """Mark what the mapped function ``name`` makes in the block and lets escape, unless a watch is
+    on already.
+    """
+    if _current.get() is not None:
+        yield
+        return
+    watch = Watch(name)
+    try:
+        with watch:
+            yield
+    finally:
+        watch.end()
+
+
+def note(arguments: Iterable[torch.Tensor], fun: Any) -> None:
+    """Note what a function is given, if it is watched."""
+    watch = _current.get()
+    if watch is not None:
+        code = getattr(fun, "__code__", None)
+        where = "" if code is None else f", {code.co_filename}:{code.co_firstlineno}"
+        watch.note(list(arguments), f"it is one of its arguments{where}")
+
+
+def _depth() -> int:
+    top = _functorch.peek_interpreter_stack()
+    return 0 if top is None else int(top.level())
+
+
+def users_line() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown line"
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    line = linecache.getline(file, number).strip()
+    return f"{file}:{number}" + (f" `{line}`" if line else "")

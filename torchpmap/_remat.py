@@ -1,0 +1,372 @@
+"""``torch.utils.checkpoint`` in mapped functions: the gradient computes again what is in it.
+
+In PyTorch a checkpoint is a pair of hooks on the tensors that autograd saves, which ``torch.func``
+refuses.  Here the operations of a checkpointed function are remembered while it is traced (a
+``Region``), and so are those of its backward pass; in the finished graph, copies of the former are
+put before the latter.  So values and gradients are those of the function without a checkpoint under
+every transform, and random numbers, which are computed from keys, are the same again.
+
+Without a graph (``compile=False``) torch's own hooks work where no transform of ``torch.func`` is
+around; where one is, nothing is computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from torchpmap._streams import active_streams
+
+__all__ = ["Record", "install", "rematerialize", "without_writes", "writes"]
+
+_aten = torch.ops.aten
+_SAVED = (
+    torch_checkpoint.CheckpointPolicy.MUST_SAVE,
+    torch_checkpoint.CheckpointPolicy.PREFER_SAVE,
+)
+
+# -- while a function runs -------------------------------------------------------------------------
+
+
+@dataclass
+class Region:
+    """A checkpointed function in a graph."""
+
+    nodes: list[Node]
+    first: int
+    """Number of the first autograd node made in it."""
+    end: int = 0
+    """Number of the first one after it."""
+    inside: list[Region] = field(default_factory=list)
+
+    def follow(self, made: dict[Node, list[Node]]) -> None:
+        for node in self.nodes:
+            for new in made.get(node, ()):
+                if "recompute" in node.meta:
+                    new.meta["recompute"] = node.meta["recompute"]
+        self.nodes = [new for node in self.nodes for new in made.get(node, ())]
+        for region in self.inside:
+            region.follow(made)
+
+
+class Record(TorchDispatchMode):
+    """Remembers, while a function is traced, its checkpoints and what their backward pass is."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.regions: list[Region] = []
+        self.backward: dict[Node, int] = {}
+        """Operations of a backward pass -> number of the autograd node that they belong to."""
+        self._open: list[Region] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        node = torch._C._current_autograd_node() if self.regions else None
+        if node is None:
+            return func(*args, **(kwargs or {}))
+        with _made() as made:
+            result = func(*args, **(kwargs or {}))
+        self.backward |= dict.fromkeys(made, node._sequence_nr())
+        return result
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        """What is traced in the block is to be computed again."""
+        number = torch.autograd._get_sequence_nr
+        with _made() as made:
+            region = Region(made, number())
+            (self._open[-1].inside if self._open else self.regions).append(region)
+            self._open.append(region)
+            try:
+                yield
+            finally:
+                self._open.pop()
+                region.end = number()
+
+    def follow(self, made: dict[Node, list[Node]]) -> None:
+        """The graph was traced again, and its nodes became others."""
+        self.backward = {
+            new: number for node, number in self.backward.items() for new in made.get(node, ())
+        }
+        for region in self.regions:
+            region.follow(made)
+
+
+def _tracing() -> Any:
+    """The mode that makes a graph, if one does."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+
+
+@contextlib.contextmanager
+def _made() -> Iterator[list[Node]]:
+    """The nodes that the trace of this thread adds to its graph in the block."""
+    mode = _tracing()
+    assert mode is not None
+    root = mode.tracer.graph._root
+    last, nodes = root.prev, list[Node]()
+    try:
+        yield nodes
+    finally:
+        while last.next is not root:
+            last = last.next
+            if last.op == "call_function":
+                nodes.append(last)
+
+
+# torch 2.13 has no way to say what a checkpoint is, and ``checkpoint`` itself is imported by name
+# everywhere: the two names that it looks up in its module are replaced, and are torch's own outside
+# of mapped functions.
+_own_bracket = torch_checkpoint._checkpoint_without_reentrant_generator
+_own_function = torch_checkpoint.CheckpointFunction
+
+
+def install() -> None:
+    """Make checkpoints of mapped functions those of this module."""
+    module: Any = torch_checkpoint
+    module._checkpoint_without_reentrant_generator = _bracket
+    module.CheckpointFunction = _Reentrant
+
+
+class _Reentrant(_own_function):
+    @classmethod
+    def apply(cls, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """Of a mapped function, ``use_reentrant=True`` means the same as False."""
+        if active_streams() is None:
+            return _own_function.apply(function, preserve, *args)
+        return torch_checkpoint.checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve
+        )
+
+
+def _bracket(
+    fn: Callable[..., Any],
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], Any] = torch_checkpoint.noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    *rest: Any,
+    **kwargs: Any,
+) -> Generator[None]:
+    """What ``checkpoint`` runs around the first half, and sets up for the second."""
+    streams = active_streams()
+    if streams is None:
+        settings = (preserve_rng_state, context_fn, determinism_check, debug, *rest)
+        return _own_bracket(fn, *settings, **kwargs)
+    modes = _get_current_dispatch_mode_stack()
+    record = next((mode for mode in reversed(modes) if isinstance(mode, Record)), None)
+    if record is not None:
+        return _traced(record, context_fn)
+    if _tracing() is not None or torch._C._are_functorch_transforms_active():
+        return _plain(context_fn)
+
+    def contexts() -> Any:
+        first, second = context_fn()
+        return first, _entered(streams.again(streams.draws), second)
+
+    settings = (preserve_rng_state, contexts, determinism_check, False, *rest)
+    return _own_bracket(fn, *settings, **kwargs)
+
+
+def _traced(record: Record, context_fn: Callable[[], Any]) -> Generator[None]:
+    with record.region(), context_fn()[0]:
+        yield
+
+
+def _plain(context_fn: Callable[[], Any]) -> Generator[None]:
+    context = context_fn()[0]
+    if isinstance(context, TorchDispatchMode):  # it would keep what nobody computes again
+        context = contextlib.nullcontext()
+    with context:
+        yield
+
+
+@contextlib.contextmanager
+def _entered(*contexts: Any) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+# -- in the finished graph -------------------------------------------------------------------------
+
+
+def rematerialize(graph: GraphModule, record: Record, *, ordered: bool, split: bool) -> set[Node]:
+    """Compute again, in front of each backward pass, what it needs of a checkpoint.
+
+    ``ordered``: whether operations run in the order of the graph.  If not, what is computed again
+    is made to depend on the backward pass: a compiler would compute it once, early, and keep it.
+    ``split``: whether the backward pass is cut off, so that outputs are not at hand there.
+
+    Returns what belongs to a backward pass: the copies, and the operations they are for.
+    """
+    if not record.regions:
+        return set()
+    alive = set(graph.graph.nodes)
+    late = {node for node in record.backward if node in alive}
+    for region in reversed(record.regions):
+        _Again(graph, record, late, ordered, split).run(region, set(region.nodes) & alive)
+    graph.graph.lint()
+    return late
+
+
+class _Again:
+    def __init__(
+        self, graph: GraphModule, record: Record, late: set[Node], ordered: bool, split: bool
+    ) -> None:
+        self._graph = graph.graph
+        self._record = record
+        self._late = late
+        self._ordered = ordered
+        self._split = split
+
+    def run(self, region: Region, own: set[Node]) -> None:
+        """``own``: the nodes of the region, or copies of them in the region around it."""
+        order = {node: k for k, node in enumerate(self._graph.nodes)}
+        backward = [
+            node
+            for node, number in self._record.backward.items()
+            if region.first <= number < region.end and node in order and node not in own
+        ]
+        backward.sort(key=order.__getitem__)
+        pending = [source for node in backward for source in node.all_input_nodes]
+        wanted: set[Node] = set()
+        while pending:
+            node = pending.pop()
+            if node in own and node not in wanted and not self._is_at_hand(node, own, backward):
+                wanted.add(node)
+                pending += node.all_input_nodes
+        if not wanted:
+            return
+        readers = [node for node in backward if wanted.intersection(node.all_input_nodes)]
+        copies = self._copy(sorted(wanted, key=order.__getitem__), readers[0])
+        for node in readers:
+            for source in wanted.intersection(node.all_input_nodes):
+                node.replace_input_with(source, copies[source])
+        for inner in reversed(region.inside):
+            self.run(inner, {copies[node] for node in inner.nodes if node in copies})
+
+    def _is_at_hand(self, node: Node, own: set[Node], backward: Sequence[Node]) -> bool:
+        """Whether a node is kept for something else, was told to be saved, or has an effect."""
+        if node.meta.get("recompute") in _SAVED or _has_effect(node):
+            return True
+        others = [user for user in node.users if user not in own and user not in set(backward)]
+        return any(
+            not self._split if user.op == "output" else user in self._late for user in others
+        )
+
+    def _copy(self, nodes: Sequence[Node], before: Node) -> dict[Node, Node]:
+        copies: dict[Node, Node] = {}
+        tied: set[Node] = set()
+        with self._graph.inserting_before(before):
+            never = None if self._ordered else self._never(before)
+            for node in nodes:
+                copy = self._graph.node_copy(node, lambda source: copies.get(source, source))
+                copies[node] = copy
+                self._late.add(copy)
+                is_tied = not tied.isdisjoint(copy.all_input_nodes)
+                if not is_tied and never is not None and not _is_view(copy):
+                    is_tied = self._tie(copy, never)
+                if is_tied:
+                    tied.add(copy)
+        return copies
+
+    def _never(self, before: Node) -> Node | None:
+        """False, but only the backward pass up to here can tell."""
+        latest = None
+        for node in self._graph.nodes:
+            if node is before:
+                break
+            value = node.meta.get("val")
+            if node in self._late and isinstance(value, torch.Tensor) and value.numel():
+                latest = node
+        if latest is None:
+            return None
+        for _ in range(latest.meta["val"].dim()):
+            latest = self._call(_aten.select.int, latest, 0, 0)
+        unequal, equal = (
+            self._call(op, latest, latest) for op in (_aten.ne.Tensor, _aten.eq.Tensor)
+        )
+        return self._call(_aten.bitwise_and.Tensor, unequal, equal)
+
+    def _tie(self, copy: Node, never: Node) -> bool:
+        """Let a node depend on ``never``, by its smallest operand; whether that could be done."""
+        operands = [
+            node
+            for node in copy.all_input_nodes
+            if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_contiguous()
+        ]
+        if not operands:
+            return False
+        operand = min(operands, key=lambda node: node.meta["val"].numel())
+        value = operand.meta["val"]
+        with self._graph.inserting_before(copy):
+            zero = self._call(_aten.full.default, [], 0, dtype=value.dtype, device=value.device)
+            copy.replace_input_with(operand, self._call(_aten.where.self, never, zero, operand))
+        return True
+
+    def _call(self, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Node:
+        node = self._graph.call_function(target, args, kwargs)
+        values = torch.fx.map_arg((args, kwargs), lambda source: source.meta["val"])
+        with torch._subclasses.fake_tensor.unset_fake_temporarily():
+            node.meta["val"] = target(*values[0], **values[1])
+        self._late.add(node)
+        return node
+
+
+def _has_effect(node: Node) -> bool:
+    """Whether an operation is more than its result; torch says so of waiting for a collective."""
+    is_collective = getattr(node.target, "namespace", None) == "_c10d_functional"
+    return node.is_impure() and not is_collective
+
+
+def _is_view(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+# -- graphs with writes ----------------------------------------------------------------------------
+
+
+def writes(graph: GraphModule) -> bool:
+    """Whether an operation of a graph writes to a tensor."""
+    targets = [node.target for node in graph.graph.nodes]
+    return any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets)
+
+
+def without_writes(graph: GraphModule, record: Record) -> GraphModule:
+    """The graph with no operation that writes to a tensor, which could not be moved or copied."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    sources = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    examples = [node.meta["val"] for node in sources]
+    interpreter = _Tracking(graph)
+    functional = torch.func.functionalize(interpreter.run, remove="mutations")
+    with examples[0].fake_mode:
+        result: GraphModule = make_fx(functional)(*examples)
+    result.graph.eliminate_dead_code()
+    record.follow(interpreter.made)
+    return result
+
+
+class _Tracking(torch.fx.Interpreter):
+    """Runs a graph while it is traced again, and remembers which nodes became which."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        super().__init__(graph)
+        self.made: dict[Node, list[Node]] = {}
+
+    def run_node(self, n: Node) -> Any:
+        with _made() as self.made[n]:
+            return super().run_node(n)

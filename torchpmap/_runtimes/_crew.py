@@ -1,0 +1,132 @@
+"""The worker processes of a pool and what they share: started, watched, replaced, ended.
+
+Who must be replaced, and when, is decided elsewhere (``Supervisor``); here it is done.  Nothing is
+left half-made when it cannot be: what was opened is closed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from torchpmap import _wire
+from torchpmap._config import Config
+from torchpmap._deadline import Deadline
+from torchpmap._devices import Device, threads_per_device
+from torchpmap._errors import RuntimeClosed
+from torchpmap._runtimes._forkserver import explained
+from torchpmap._runtimes._monitor import Monitor
+from torchpmap._runtimes._process import WorkerProcess
+from torchpmap._runtimes._progress import Progress
+from torchpmap._runtimes._reentry import STARTER
+from torchpmap._runtimes._supervise import Event
+
+__all__ = ["Crew"]
+
+_STOP_PATIENCE_S = 1.0
+"""How long workers have to end by themselves; and again, when they were killed."""
+_STARTER_S = 0.5
+"""It looks more often whether it is still wanted."""
+
+
+class Crew:
+    """Owner: the pool, which must call ``end``."""
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        config: Config,
+        *,
+        on_event: Callable[[Event], None],
+        on_tick: Callable[[], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._devices = devices
+        self._config = config
+        self._on_crash = on_crash
+        self._is_wanted = True
+        self.workers: dict[int, WorkerProcess] = {}
+        # in the background: the fork server may still be importing, and the caller has a function
+        # to trace meanwhile
+        self.starter = threading.Thread(target=self._start_all, name=STARTER, daemon=True)
+        with explained(), contextlib.ExitStack() as undo:
+            self._store_fd = os.memfd_create("torchpmap-store", os.MFD_CLOEXEC)  # has no name
+            undo.callback(os.close, self._store_fd)
+            self.progress = Progress(len(devices))
+            undo.callback(self.progress.close)
+            self.monitor = Monitor(devices, on_event=on_event, on_tick=on_tick, on_crash=on_crash)
+            undo.callback(self.monitor.stop)
+            for rank in range(len(devices)):
+                self.workers[rank] = self._new_worker(rank)
+                undo.callback(self.workers[rank].close)
+            undo.pop_all()
+
+    def _new_worker(self, rank: int) -> WorkerProcess:
+        device_type = self._devices[rank].platform
+        threads = threads_per_device(len(self._devices))
+        return WorkerProcess(
+            rank, device_type, threads, self._config, self._store_fd, self.progress
+        )
+
+    def _start_all(self) -> None:
+        try:
+            for worker in self.workers.values():
+                self._start(worker)
+        except RuntimeClosed:
+            pass
+        except Exception as error:
+            self._on_crash(error)
+
+    def _start(self, worker: WorkerProcess) -> None:
+        worker.start(lambda: self._is_wanted)
+        self.monitor.watch(worker)
+
+    def replace(self, rank: int, send_lock: threading.RLock) -> None:
+        """Put a new worker in the place of a dead one; may be tried again if it raises."""
+        old = self.workers[rank]
+        if old.is_open:
+            if not self.monitor.forget(old):
+                raise RuntimeClosed("the thread that reads what the workers send does not go on")
+            with send_lock:  # so that nobody sends into a number that is used again
+                old.close()
+        new = self._new_worker(rank)
+        try:
+            self._start(new)
+        except BaseException:
+            new.close()
+            raise
+        self.workers[rank] = new
+
+    def control(self, ranks: Iterable[int], kind: int, value: int) -> None:
+        """Send what a worker obeys while it runs a call; never waits."""
+        for rank in ranks:
+            with contextlib.suppress(OSError):  # it is gone, or full of such messages
+                message = _wire.CONTROL.pack(kind, value)
+                self.workers[rank].control.send(message, socket.MSG_DONTWAIT)
+
+    def end(self) -> None:
+        """End all workers, by force if they do not go; takes a few seconds at most."""
+        self._is_wanted = False
+        if self.starter.ident is not None and self.starter is not threading.current_thread():
+            self.starter.join(_STARTER_S)
+        workers = tuple(self.workers.values())
+        for end in (WorkerProcess.hang_up, WorkerProcess.kill):
+            for worker in workers:
+                end(worker)
+            patience = Deadline(_STOP_PATIENCE_S)
+            for worker in workers:
+                worker.wait(patience)
+        if self.monitor.stop():  # else it still reads from them
+            for worker in workers:
+                worker.close()
+        os.close(self._store_fd)
+
+    def abandon(self) -> None:
+        """In a forked child: the workers are the parent's, and must not live as long as the child
+        does.
+        """
+        for worker in self.workers.values():
+            worker.close()

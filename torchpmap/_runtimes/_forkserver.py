@@ -1,0 +1,296 @@
+"""The process from which workers are forked, and how it is asked for one.
+
+It imports torch once, so that a worker is there in milliseconds.  It is like the one of
+``multiprocessing``, except that
+
+* it imports from where this process does, in the same order, and never from the current folder
+  because it happens to be one (``multiprocessing`` starts its own with ``python -c``);
+* it listens nowhere, and has no folder: requests come over a socket that it inherits;
+* whatever happens to it (killed, stopped) or to this process (also stopped or killed), no wait is
+  without end and no process is left: a pipe that only this process keeps open kills it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import spawn
+from typing import Any
+
+from torchpmap._deadline import Deadline
+from torchpmap._errors import PmapError, RuntimeClosed
+
+__all__ = [
+    "ANSWER",
+    "EXIT_CODE",
+    "FDS",
+    "REQUEST",
+    "ForkServer",
+    "Inheritance",
+    "command",
+    "explained",
+    "process_state",
+    "server",
+]
+
+REQUEST = struct.Struct("<q")  # its number; with descriptors
+ANSWER = struct.Struct("<qq")  # number of the request, pid (or minus an errno); with a pidfd
+EXIT_CODE = struct.Struct("<q")
+FDS = (
+    *("command", "control", "lifeline", "output", "errors"),
+    *("store", "progress", "bell", "stacks"),
+)
+"""What descriptors of a request become in the worker's ``Birth``; before them come those of the
+pickled ``Inheritance`` and of the pipe for the exit code.
+"""
+
+_ATTEMPTS = 2
+_IMPORT_S = 300.0
+"""Longer than any import takes; it does not work at all then."""
+_STOPPED_S = 5.0
+"""After this a process that does not run is taken for one that never will."""
+_LOOK_S = 0.1
+_END_S = 1.0
+
+
+@dataclass(frozen=True)
+class Inheritance:
+    """What a worker takes over from the controller, besides descriptors."""
+
+    name: str
+    path: list[str]
+    argv: list[str]
+    folder: str | None
+    birth: dict[str, Any]
+    """Arguments of ``Birth``."""
+
+
+class ForkServer:
+    """Started when it is first needed, and again when it is gone (any thread)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._lifeline = -1
+        self._requests = 0
+
+    @property
+    def pid(self) -> int | None:
+        process = self._process
+        return None if process is None else process.pid
+
+    def ensure_running(self) -> None:
+        """Returns at once; its imports run while the caller goes on."""
+        if self._lock.acquire(blocking=False):  # else another thread sees to it
+            try:
+                self._ensure_running()
+            finally:
+                self._lock.release()
+
+    def fork(
+        self, data: bytes, fds: Sequence[int], is_wanted: Callable[[], bool]
+    ) -> tuple[int, int]:
+        """Pid and pidfd of a new worker that gets ``data`` and copies of ``fds``; waits for the
+        imports.
+
+        Raises:
+            RuntimeClosed: it is not wanted any more.
+            OSError: there are no descriptors, no memory or no processes left.
+            PmapError: it cannot be started.
+        """
+        memory = os.memfd_create("torchpmap-birth", os.MFD_CLOEXEC)
+        try:
+            with open(memory, "wb", closefd=False) as file:
+                file.write(data)
+            for _ in range(_ATTEMPTS):
+                deadline = Deadline(_IMPORT_S)
+                with self._locked(deadline, is_wanted):
+                    self._ensure_running()
+                    found = self._ask([memory, *fds], deadline, is_wanted)
+                    if found is not None:
+                        return found
+                    self._end()  # it is gone, or never answers
+        finally:
+            os.close(memory)
+        raise PmapError(
+            "the process from which workers are forked does not start, or is ended again and "
+            "again; what it wrote to stderr says why."
+        )
+
+    def _ensure_running(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._end()
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.callback(ours.close)
+            with theirs:
+                their_lifeline, lifeline = os.pipe()
+                undo.callback(os.close, lifeline)
+                try:
+                    self._process = _spawn(theirs.fileno(), their_lifeline)
+                finally:
+                    os.close(their_lifeline)
+            undo.pop_all()
+        self._channel, self._lifeline = ours, lifeline
+        atexit.unregister(self.stop)
+        atexit.register(self.stop)
+
+    def _ask(
+        self, fds: Sequence[int], deadline: Deadline, is_wanted: Callable[[], bool]
+    ) -> tuple[int, int] | None:
+        """None if there is no answer, and will be none."""
+        channel, process = self._channel, self._process
+        assert channel is not None
+        assert process is not None
+        self._requests += 1
+        poll = select.poll()
+        poll.register(channel, select.POLLIN)
+        try:
+            socket.send_fds(channel, [REQUEST.pack(self._requests)], fds)
+            stopped: Deadline | None = None
+            while not deadline.passed and (stopped is None or not stopped.passed):
+                if not is_wanted():
+                    raise RuntimeClosed("the pool was shut down while its workers started")
+                if poll.poll(int(1000 * _LOOK_S)):
+                    message, found, _, _ = socket.recv_fds(channel, ANSWER.size, 1)
+                    if not message:
+                        return None
+                    answer = self._understood(message, found)
+                    if answer is not None:
+                        return answer
+                elif process_state(process.pid) not in ("T", "t"):
+                    stopped = None
+                elif stopped is None:
+                    stopped = Deadline(_STOPPED_S)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        return None
+
+    def _understood(self, message: bytes, fds: list[int]) -> tuple[int, int] | None:
+        """None: an answer that somebody else did not wait for."""
+        number, pid = ANSWER.unpack(message)
+        if number == self._requests and pid > 0 and fds:
+            return pid, fds[0]
+        for fd in fds:
+            os.close(fd)
+        if number != self._requests:
+            return None
+        # of a process whose descriptor could not be received, the others are closed now: it ends
+        number = errno.EMFILE if pid > 0 else -pid
+        raise OSError(number, os.strerror(number))
+
+    @contextlib.contextmanager
+    def _locked(self, deadline: Deadline, is_wanted: Callable[[], bool]) -> Iterator[None]:
+        while not self._lock.acquire(timeout=_LOOK_S):
+            if deadline.passed or not is_wanted():
+                raise RuntimeClosed("another thread waits for the process that forks workers")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def stop(self) -> None:
+        """End it; at exit, where no worker is wanted any more."""
+        if self._lock.acquire(timeout=_END_S):
+            try:
+                self._end()
+            finally:
+                self._lock.release()
+
+    def _end(self) -> None:
+        """Also if it is stopped: its lifeline is closed, which kills it."""
+        self._hang_up()
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.kill()
+                process.wait(_END_S)
+
+    def _hang_up(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            os.close(self._lifeline)
+            self._channel, self._lifeline = None, -1
+
+    def abandon(self) -> None:
+        """In a forked child: it is the parent's."""
+        self._lock = threading.Lock()
+        self._hang_up()
+        if self._process is not None:
+            self._process.returncode = 0  # else it warns that the process runs
+            self._process = None
+
+
+def _spawn(channel: int, lifeline: int) -> subprocess.Popen[bytes]:
+    main = "from torchpmap._runtimes._template import serve; serve({}, {}, {})"
+    python_path = os.environ.get("PYTHONPATH")
+    args, environment = command(main.format(channel, lifeline, ascii(python_path)))
+    # the server ignores Ctrl-C, but not before it runs
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return subprocess.Popen(
+            args, stdin=subprocess.DEVNULL, pass_fds=(channel, lifeline), env=environment
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def command(code: str) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of a Python that runs ``code``, and imports only from where this
+    one does.
+    """
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    if "-I" not in flags and "-P" not in flags:
+        flags.append("-P")  # else ``-c`` puts the current folder first
+    environment = dict(os.environ)
+    if "PYTHONPATH" in environment:
+        # what a relative folder is now, it was not when this process started
+        absolute = filter(os.path.isabs, environment["PYTHONPATH"].split(os.pathsep))
+        environment["PYTHONPATH"] = os.pathsep.join(absolute)
+    path = ascii([entry for entry in sys.path if type(entry) is str])
+    code = f"import sys; sys.path[:] = {path}; {code}"
+    return [spawn.get_executable(), *flags, "-c", code], environment
+
+
+def process_state(pid: int) -> str:
+    """As in ``/proc/PID/stat``: T is stopped by a signal, t by a debugger; "" if unknown."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Say what to do about it when there are no file descriptors left."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE) or error.__cause__ is not None:
+            raise
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise OSError(
+            error.errno,
+            f"{os.strerror(error.errno)}: no file descriptor is left to start a worker, which "
+            f"takes about 20. The limit of this process is {soft} (at most {hard}): raise it "
+            "(`ulimit -n`), or close files.",
+        ) from error
+
+
+server = ForkServer()
+os.register_at_fork(after_in_child=server.abandon)

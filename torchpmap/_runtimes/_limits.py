@@ -1,0 +1,114 @@
+"""Calls that may take only so long.
+
+The clock of a call runs from when it is sent, or from when a rank begins it if it stands behind
+others.  What is compiled for it is compiled before, and does not count.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchpmap._devices import Device
+from torchpmap._errors import CallTimeout, pack_exception
+from torchpmap._runtimes._process import WorkerProcess
+from torchpmap._runtimes._reentry import LIMIT
+from torchpmap._runtimes._supervise import Failed
+from torchpmap._runtimes._triage import Sight, ask, described, look
+
+__all__ = ["Limits"]
+
+_LOOK_AGAIN_S = 0.5
+_STACKS_CHARS = 1 << 17
+"""Of all ranks together, as the error carries them."""
+
+
+@dataclass
+class _Limit:
+    seq: int
+    ranks: Sequence[int]
+    seconds: float
+    name: str
+    since: float
+    look_at: float
+    is_queued: bool = False
+    """Whether no rank had begun it when it was looked at last."""
+
+
+class Limits:
+    """``add``: send lock held; ``on_tick`` and ``clear``: one thread at a time each."""
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        workers: Mapping[int, WorkerProcess],
+        reached: Callable[[int, Sequence[int]], bool],
+        withhold: Callable[[int], None],
+        on_overdue: Callable[[Failed], None],
+    ) -> None:
+        """``reached``: whether ranks are done with a command; ``withhold``: called when it is known
+        that a command fails, ``on_overdue`` when also is why, both by a thread of its own.
+        """
+        self._devices = devices
+        self._workers = workers
+        self._reached = reached
+        self._withhold = withhold
+        self._on_overdue = on_overdue
+        self._limits: dict[int, _Limit] = {}
+        self._looking: threading.Thread | None = None
+
+    def add(self, seq: int, ranks: Sequence[int], seconds: float, name: str) -> None:
+        now = time.monotonic()
+        self._limits[seq] = _Limit(seq, ranks, seconds, name, now, now + seconds)
+
+    def clear(self) -> None:
+        self._limits.clear()
+
+    def on_tick(self, now: float) -> None:
+        """Look at calls whose time may be up; never waits."""
+        for limit in tuple(self._limits.values()):
+            if self._reached(limit.seq, limit.ranks):
+                self._limits.pop(limit.seq, None)
+            elif now >= limit.look_at and (self._looking is None or not self._looking.is_alive()):
+                self._looking = threading.Thread(
+                    target=self._judge, args=(limit,), name=LIMIT, daemon=True
+                )
+                self._looking.start()
+
+    def _judge(self, limit: _Limit) -> None:
+        late = [rank for rank in limit.ranks if not self._reached(limit.seq, (rank,))]
+        answers = ask({rank: self._workers[rank] for rank in late})
+        late = [rank for rank in late if not self._reached(limit.seq, (rank,))]
+        if not late or limit.seq not in self._limits:
+            return
+        now = time.monotonic()
+        begun = any(answers[rank].has_begun(limit.seq) for rank in late)
+        was_queued, limit.is_queued = limit.is_queued, not begun
+        if not begun:
+            limit.look_at = now + _LOOK_AGAIN_S
+        elif was_queued:
+            limit.look_at = now + limit.seconds
+        else:
+            self._limits.pop(limit.seq, None)
+            self._withhold(limit.seq)
+            sights = look({rank: self._workers[rank] for rank in late}, answers)
+            self._on_overdue(self._failed(limit, late, sights))
+
+    def _failed(self, limit: _Limit, late: Sequence[int], sights: Mapping[int, Sight]) -> Failed:
+        lines, stacks = [], []
+        for rank in limit.ranks:
+            who = f"{self._devices[rank]} (rank {rank}, pid {self._workers[rank].pid})"
+            sight = sights[rank] if rank in late else None
+            what = "has finished it" if sight is None else described(sight, limit.seq)
+            lines.append(f"  {who} {what}")
+            if sight is not None:
+                shown = sight.stack[: _STACKS_CHARS // len(late)] or "  (no Python stack)"
+                stacks.append(f"{who}, innermost frame first:\n{shown}")
+        error = CallTimeout(
+            f"{limit.name} did not end within its timeout of {limit.seconds:g} s:\n"
+            + "\n".join(lines)
+        )
+        packed = pack_exception(error, limit=2 * _STACKS_CHARS, trace="\n".join(stacks))
+        return Failed(late[0], limit.seq, False, packed, f"while running {limit.name}")

@@ -1,0 +1,142 @@
+"""The store of a job, which answers in time or is gone.
+
+A ``TCPStore`` waits without end for the answer to ``check``, ``get``, ``set``, ``add`` and
+``delete_key`` (torch 2.13: only ``wait`` has a timeout).  Where the host of the store is cut off,
+or the process that keeps it is stopped, every process of the job would hang.  So its socket, which
+is found by the port of its peer, gets time limits of the kernel's, which the store reports as
+``DistNetworkError``.
+
+An answer may still come after that, and would be taken for the answer to the next question.  So the
+connection is shut down with the first failure, and all later calls fail at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+__all__ = ["JobStore", "limit_waits"]
+
+T = TypeVar("T")
+
+
+class JobStore:
+    """A store of ``torch.distributed``, all of whose calls end."""
+
+    def __init__(self, store: dist.Store, limit_s: float) -> None:
+        self.raw = store
+        """For what torch does with it; the limits hold there, too."""
+        self._line = _Line(store)
+        self.limit(limit_s)
+
+    def prefixed(self, prefix: str) -> JobStore:
+        """The part of this store whose keys begin with ``prefix``."""
+        part = JobStore.__new__(JobStore)
+        part.raw, part._line = dist.PrefixStore(prefix, self.raw), self._line
+        return part
+
+    def limit(self, seconds: float) -> None:
+        """How long an answer may take from now on."""
+        self._line.limit_s = seconds
+        for connection in self._line.sockets:
+            limit_waits(connection, seconds)
+
+    def cut(self) -> None:
+        """End all waiting for answers, from any thread; there will be no others."""
+        self._line.is_cut = True
+        for connection in self._line.sockets:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._asked(self.raw.check, list(keys))
+
+    def get(self, key: str) -> bytes:
+        """A value that is known to be there."""
+        return self._asked(self.raw.get, key)
+
+    def set(self, key: str, value: bytes) -> None:
+        given: Any = value  # the stores take bytes, but are annotated otherwise
+        self._asked(self.raw.set, key, given)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._asked(self.raw.add, key, amount)
+
+    def delete_key(self, key: str) -> None:
+        self._asked(self.raw.delete_key, key)
+
+    def _asked(self, ask: Callable[..., T], *question: Any) -> T:
+        line = self._line
+        if not line.in_use.acquire(timeout=line.limit_s):
+            self.cut()  # another thread has waited for an answer all the while
+            raise dist.DistNetworkError(f"it did not answer within {line.limit_s:g} s")
+        try:
+            if line.is_cut:  # torch would print a warning with a stack of C++ for each call
+                raise dist.DistNetworkError("the connection to it broke off before")
+            return ask(*question)
+        except dist.DistNetworkError:
+            self.cut()
+            raise
+        finally:
+            line.in_use.release()
+
+
+class _Line:
+    """The connection of a store, and of all its parts."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.sockets = _connections(store)
+        self.limit_s = 0.0
+        self.is_cut = False
+        self.in_use = threading.Lock()
+
+    def __del__(self) -> None:
+        for connection in self.sockets:
+            connection.close()
+
+
+def limit_waits(connection: socket.socket, seconds: float) -> None:
+    """Blocking calls on a socket wait no longer for its peer; in C++ too."""
+    # 0 would stand for no limit
+    whole, rest = divmod(max(1, int(seconds * 1e6)), 1_000_000)
+    limit = struct.pack("ll", whole, rest)
+    with contextlib.suppress(OSError):  # it is closed
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def _connections(store: dist.Store) -> list[socket.socket]:
+    """Duplicates of the sockets of this process that a ``TCPStore`` may have."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return []
+    found = []
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                continue
+            duplicate = socket.socket(fileno=os.dup(int(entry)))
+        except OSError:  # closed by now, as that of the listing
+            continue
+        if _peer_port(duplicate) == store.port:
+            found.append(duplicate)
+        else:
+            duplicate.close()
+    return found
+
+
+def _peer_port(connection: socket.socket) -> int | None:
+    try:
+        peer = connection.getpeername()
+    except OSError:
+        return None
+    is_inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+    return int(peer[1]) if is_inet else None

@@ -1,0 +1,89 @@
+"""Who is waited for, and since when: who must be ended, and what the user should know.
+
+A worker that is merely slow is waited for without limit: computing for an hour is no error.  One
+whose process is stopped will never answer, and this can be seen.  No clock and no processes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+__all__ = ["STOPPED_S", "Awaited", "Vigil", "notice"]
+
+STOPPED_S = 5.0
+"""How long a process may be stopped while it is waited for."""
+_SLOW_S = 30.0
+"""After this the user is told."""
+
+_STATES = {
+    "R": "computing",
+    "S": "asleep, or waiting for another device",
+    "D": "waiting for a disk or a device driver",
+    "T": "stopped, by SIGSTOP",
+    "t": "stopped, by a debugger",
+    "Z": "ended",
+}
+
+
+class Awaited(NamedTuple):
+    """What a rank is waited for; another one when the rank has gone on meanwhile."""
+
+    what: str
+    progress: Any
+
+
+@dataclass
+class _Wait:
+    awaited: Awaited
+    since: float
+    stopped_since: float | None = None
+    was_told: bool = False
+
+
+class Vigil:
+    """Fed with the same facts again and again."""
+
+    def __init__(self) -> None:
+        self._waits: dict[int, _Wait] = {}
+
+    def look(
+        self, now: float, awaited: Mapping[int, Awaited], state: Callable[[int], str]
+    ) -> tuple[list[int], list[tuple[int, str, float]]]:
+        """The ranks that are stopped for good; and those to tell the user of, once each, with the
+        state of the process and for how long they have been waited for.
+        """
+        before, self._waits = self._waits, {}
+        stopped, slow = [], []
+        for rank, what in awaited.items():
+            wait = before.get(rank)
+            if wait is None or wait.awaited != what:
+                wait = _Wait(what, now)
+            self._waits[rank] = wait
+            letter = state(rank)
+            if letter not in ("T", "t"):
+                wait.stopped_since = None
+            elif wait.stopped_since is None:
+                wait.stopped_since = now
+            elif now - wait.stopped_since >= STOPPED_S:
+                stopped.append(rank)
+            if now - wait.since >= _SLOW_S and not wait.was_told:
+                wait.was_told = True
+                slow.append((rank, letter, now - wait.since))
+        return stopped, slow
+
+
+def notice(ranks: Sequence[tuple[str, str, str]], seconds: float) -> str:
+    """The line that tells the user of a long wait: for each rank its name, what it is waited for,
+    and the state of its process.
+
+    Example:
+        >>> notice([("cpu:1 (rank 1, pid 71)", "it runs step", "R")], 30.2)
+        'torchpmap: waiting for 30 s for cpu:1 (rank 1, pid 71): it runs step (computing)'
+    """
+    unknown = "the state of its process is not known"
+    parts = [f"{name}: {what} ({_STATES.get(state, unknown)})" for name, what, state in ranks[:4]]
+    if len(ranks) > 4:
+        parts.append(f"and {len(ranks) - 4} more")
+    return f"torchpmap: waiting for {seconds:.0f} s for {'; '.join(parts)}"

@@ -1,0 +1,91 @@
+"""Operations on sharded tensors that run in this process, on gathered copies.
+
+What the operation writes to is put on the devices again, where the written tensor, and all that
+share its value, then name the new value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from torchpmap._layout import spread_layout
+from torchpmap._sharded_arguments import occurrences
+from torchpmap._sharded_gathers import note_gather
+from torchpmap._sharded_strides import strides_of_results
+from torchpmap._sharded_views import host_copies, link_view, share_values, write
+from torchpmap._transfer import store
+
+__all__ = ["run_on_host"]
+
+Make = Callable[..., Any]
+"""Gives a tensor of a layout and a handle, and where it would lie in memory."""
+
+
+def run_on_host(
+    kind: Any,
+    make: Make,
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    targets: Sequence[Any],
+) -> Any:
+    """Run an operation on tensors of class ``kind``, of which it writes to ``targets``."""
+    operands = list({id(x): x for x in occurrences(kind, args, kwargs)}.values())
+    if func is not torch.ops.aten._local_scalar_dense.default:
+        note_gather(func, sum(operand.nbytes for operand in operands))
+    if share_values(targets, operands):
+        copies = host_copies(operands)
+    else:
+        copies = [_copy(operand) for operand in operands]
+    gathered = {id(x): copy for x, copy in zip(operands, copies, strict=True)}
+    host_args, host_kwargs = pytree.tree_map(
+        lambda value: gathered.get(id(value), value), (args, kwargs)
+    )
+    result = func(*host_args, **host_kwargs)
+    if targets:
+        _write_back(make, func, targets, gathered)
+        originals = {id(gathered[id(target)]): target for target in targets}
+        return pytree.tree_map(lambda value: originals.get(id(value), value), result)
+    return _view_of(make, args[0], func, args[1:], result) if func.is_view else result
+
+
+def _copy(operand: Any) -> torch.Tensor:
+    """A copy on the host, with the order of the dims in memory: the result has it, too."""
+    host: torch.Tensor = operand.to_host()
+    if operand.is_contiguous():
+        return host
+    place = strides_of_results(torch.ops.aten.clone.default, operand)[0]
+    return torch.empty_strided(host.shape, place.strides, dtype=host.dtype, device="cpu").copy_(
+        host
+    )
+
+
+def _write_back(
+    make: Make, func: Any, targets: Sequence[Any], gathered: dict[int, torch.Tensor]
+) -> None:
+    for target in targets:
+        host, layout = gathered[id(target)], target._alive()[0]
+        if tuple(host.shape) != layout.shape or host.dtype != layout.dtype:
+            raise RuntimeError(
+                f"{func} would change the shape or dtype of a ShardedTensor in place; use the "
+                "out-of-place operation."
+            )
+    for target in targets:
+        write(target, store(target._layout, gathered[id(target)]), make)
+
+
+def _view_of(make: Make, parent: Any, func: Any, args: Sequence[Any], result: Any) -> Any:
+    """A view is put on the devices again, where a write to it can reach ``parent``."""
+    layout = parent._alive()[0]
+    leaves, spec = pytree.tree_flatten(result)
+    places = strides_of_results(func, parent, args)
+    views = []
+    for leaf, place in zip(leaves, places, strict=True):
+        wanted = spread_layout(leaf.shape, leaf.dtype, layout.devices)
+        views.append(make(wanted, store(wanted, leaf), place=place))
+    link_view(views, parent, func, args)
+    return pytree.tree_unflatten(views, spec)

@@ -1,0 +1,234 @@
+"""Where the elements of a ShardedTensor would lie in memory, if it had memory in this process.
+
+torch decides by strides, storage offset and size of the storage.  The derivative of a write to a
+view is one case: under ``torch.func`` torch finds the written part of the gradient by
+``as_strided``.  So a view says what it would say of a tensor with memory:
+
+    x = [4, 3] contiguous     x.narrow(1, 1, 1): strides (3, 1), offset 1, storage of 12 elements
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from torchpmap._layout import Layout
+from torchpmap._rules import rule_of
+from torchpmap._rules_compute import elementwise
+from torchpmap._runtimes._base import Handle
+from torchpmap._sharded_memory import CPU, new_wrapper
+from torchpmap._sharded_views import is_linked
+
+__all__ = [
+    "QUESTIONS",
+    "RESHAPING",
+    "Strides",
+    "in_whole_memory",
+    "strides_of",
+    "strides_of_computed",
+    "strides_of_results",
+    "turn",
+]
+
+_aten = torch.ops.aten
+Make = Callable[[Layout, Handle], Any]
+"""Gives a tensor of a value."""
+
+
+class Strides(NamedTuple):
+    """Where the elements of a tensor lie."""
+
+    strides: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    """The size of the whole storage."""
+
+    def tensor(self, kind: type, dtype: torch.dtype, shape: Sequence[int]) -> Any:
+        """A tensor of class ``kind`` that lies there, without memory."""
+        given = self.strides, self.offset, None, dtype, torch.strided, CPU
+        return new_wrapper(kind, shape, *given, storage_size=self.num_bytes)
+
+
+def strides_of(tensor: torch.Tensor) -> Strides:
+    """Where the elements of ``tensor`` lie."""
+    storage = torch.Tensor.untyped_storage(tensor)  # a ShardedTensor's own method raises
+    return Strides(tensor.stride(), int(tensor.storage_offset()), storage.nbytes())
+
+
+def strides_of_results(func: Any, tensor: torch.Tensor, args: Sequence[Any] = ()) -> list[Strides]:
+    """Where the results of ``func(tensor, *args)``, views of ``tensor`` or copies, lie.
+
+    Raises what torch raises where the strides of ``tensor`` do not allow such a view.
+    """
+    key = _hashable(args)
+    return _strides_of_results(func, key, tensor.dtype, tensor.shape, strides_of(tensor))
+
+
+def strides_of_computed(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[int, ...] | None:
+    """The strides of ``func(*args, **kwargs)``, a new tensor; None: it is contiguous.
+
+    torch keeps the order of the dims in memory where it computes element by element, and so does
+    ``x.T * 2``: whether a later ``reshape`` is a view or a copy depends on it.
+    """
+    if rule_of(func) is not elementwise and func not in _FILLING:
+        return None
+    if all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor)):
+        return None
+    options = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
+    key = tuple((name, _hashable(x)) for name, x in options.items())
+    return _strides_of_computed(func, _hashable(args), key)
+
+
+_FILLING = frozenset(
+    {
+        _aten.as_strided_scatter.default,
+        _aten.diagonal_scatter.default,
+        _aten.select_scatter.default,
+        _aten.slice_scatter.default,
+    }
+)
+
+
+class _Like(NamedTuple):
+    """What is like a tensor, for strides."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    own: Strides
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Like(value.dtype, value.shape, strides_of(value))
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+
+
+@lru_cache(1024)
+def _strides_of_computed(
+    func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> tuple[int, ...]:
+    given = [_meta(*x) if isinstance(x, _Like) else x for x in args]
+    named = {name: _meta(*x) if isinstance(x, _Like) else x for name, x in kwargs}
+    strides: tuple[int, ...] = func(*given, **named).stride()
+    return strides
+
+
+def _meta(dtype: torch.dtype, shape: torch.Size, own: Strides) -> torch.Tensor:
+    """A tensor without values that lies where a ShardedTensor would."""
+    memory = torch.empty(own.num_bytes, dtype=torch.uint8, device="meta").untyped_storage()
+    tensor = torch.empty(0, dtype=dtype, device="meta")
+    return tensor.set_(memory, own.offset, shape, own.strides)
+
+
+@lru_cache(1024)
+def _strides_of_results(
+    func: Any, args: tuple[Any, ...], dtype: torch.dtype, shape: torch.Size, own: Strides
+) -> list[Strides]:
+    results = func(_meta(dtype, shape, own), *args)
+    return [strides_of(x) for x in ([results] if isinstance(results, torch.Tensor) else results)]
+
+
+def in_whole_memory(
+    tensor: Any, size: Any, strides: Any, offset: int | None = None
+) -> tuple[Any, ...]:
+    """Arguments of ``as_strided`` with which it gives the same, of a tensor that is all of the
+    memory, and contiguous.
+    """
+    own = tensor.storage_offset()
+    return _whole_memory(tensor), size, strides, own if offset is None else offset
+
+
+def _whole_memory(tensor: Any) -> Any:
+    """All elements of the memory that ``tensor`` is in, in their order."""
+    view = getattr(tensor, "_view", None)
+    if view is not None and view.parent._layout is not None:
+        whole = _whole_memory(view.parent)
+        read = _READINGS.get(view.func)
+        return whole if read is None else read(whole, *view.args)
+    if not tensor.is_contiguous():
+        steps = tensor.stride()
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -steps[dim]))
+    if not tensor.is_contiguous() or tensor.storage_offset():
+        raise RuntimeError(
+            "as_strided() of a view of a ShardedTensor that has been deleted; use the tensor "
+            "before it is deleted, or .clone() the view."
+        )
+    return tensor
+
+
+_READINGS: dict[Any, Callable[..., torch.Tensor]] = {
+    _aten._conj.default: _aten._conj.default,
+    _aten._neg_view.default: _aten._neg_view.default,
+    _aten.view.dtype: lambda whole, dtype: whole.view(-1).view(dtype),
+    _aten.view_as_complex.default: lambda whole: torch.view_as_complex(whole.view(-1, 2)),
+    _aten.view_as_real.default: torch.view_as_real,
+}
+"""Views that are not elements of what they are views of: the same view of the whole memory."""
+
+
+# -- what torch asks about memory, and does on account of it ---------------------------------------
+
+
+def _same_size_of_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return strides_of(tensor).num_bytes == strides_of(other).num_bytes
+
+
+def _zeros_in_place_of(
+    tensor: torch.Tensor, other: torch.Tensor, *, self_num_batch_dims: int = 0
+) -> torch.Tensor:
+    """Zeros that lie as ``other`` lies, for a tangent; batch dims of ``tensor`` come first."""
+    strides, offset, num_bytes = strides_of(other)
+    size = num_bytes // other.element_size()
+    front = tensor.shape[:self_num_batch_dims]
+    if other.is_contiguous() and size == other.numel():
+        return tensor.new_zeros([*front, *other.shape])
+    whole = tensor.new_zeros([*front, size])
+    return whole.as_strided([*front, *other.shape], [*whole.stride()[:-1], *strides], offset)
+
+
+QUESTIONS: dict[Any, Callable[..., Any]] = {
+    _aten._has_same_storage_numel.default: _same_size_of_memory,
+    _aten._new_zeros_with_same_feature_meta.default: _zeros_in_place_of,
+    _aten.is_same_size.default: lambda tensor, other: tensor.shape == other.shape,
+}
+"""Operations that need no values."""
+
+# -- in-place operations that change the shape -----------------------------------------------------
+
+_TURNING = {
+    _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.squeeze_.dim: _aten.squeeze.dim,
+    _aten.squeeze_.dims: _aten.squeeze.dims,
+    _aten.t_.default: _aten.t.default,
+    _aten.transpose_.default: _aten.transpose.int,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+}
+"""What gives the value."""
+
+RESHAPING = frozenset([*_TURNING, *(getattr(_aten.set_, x) for x in _aten.set_.overloads())])
+_MEMORY_OF_ANOTHER = (
+    "set_() makes a tensor use the memory of another, which a ShardedTensor does not have in this "
+    "process. Let a ShardedTensor name the value of another by x.data = y, or copy: x.copy_(y)."
+)
+
+
+def turn(make: Make, func: Any, args: Sequence[Any]) -> Any:
+    """Run ``transpose_`` or one of its kind: the tensor gets another shape."""
+    if func not in _TURNING:
+        raise RuntimeError(_MEMORY_OF_ANOTHER)
+    target, *args = args
+    if is_linked(target):
+        raise RuntimeError(
+            f"{func} would change the shape of a ShardedTensor that shares its values with views "
+            "or detached tensors; use the out-of-place operation."
+        )
+    result = _TURNING[func](make(*target._alive()), *args)
+    with torch._C._DisableTorchDispatch():
+        func(target, *args)
+    target._layout, target._handle = result._alive()
+    return target
