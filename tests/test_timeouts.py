@@ -67,11 +67,12 @@ def is_stopped(x):
 
 
 def catches_everything(x):
-    while is_late(x):
+    late = is_late(x)
+    while late:
         try:
-            time.sleep(0.01)
+            time.sleep(1e6)
         except BaseException:
-            time.sleep(0.01)
+            continue
     return tp.psum(x, "i")
 
 
