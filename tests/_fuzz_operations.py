@@ -65,7 +65,7 @@ OUT_OF_PLACE: tuple[tuple[str, str], ...] = (
     ("f", "{0}.amax($d)"),
     ("f", "{0}.amin()"),
     ("f", "{0}.max($d).values"),
-    ("f", "{0}.std($d)"),
+    ("f", "({0}.var($d) + 1).sqrt()"),
     ("f", "{0}.var($d, correction=0)"),
     ("f", "{0}.prod($d)"),
     ("f", "{0}.logsumexp($d)"),

@@ -324,6 +324,8 @@ def collective(step: Collective, operand: str | None, env: Env, grid: Grid) -> R
     teams = companions(grid, [name for name in names if isinstance(name, str)])
     out: dict[int, torch.Tensor] = {}
     rows = [None] * count(grid) if operand is None else spread(env[operand], grid)
+    if dims and not rows[0].dim():  # torch sums a number over its dim 0, JAX does not
+        raise ValueError("a number has no dims")
     for team in teams:
         for group in groups or [range(len(team))]:
             members = [team[k] for k in group]

@@ -167,3 +167,15 @@ def test_what_was_there_before_stays_usable():
     kept = []
     mapped(lambda a: (kept.append(w.contiguous()), a)[1])(torch.ones(4))
     assert (kept[0] + 1).tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("transform", [tp.grad, torch.func.grad])
+def test_argument_of_a_call_inside_that_was_there_before(transform):
+    """... and that a transform of the caller's traces, whose level is counted anew inside."""
+
+    def f(w):
+        inner = tp.pmap(lambda a, b: a * b.sum(), "i", in_axes=(0, None), compile=EAGER)
+        return tp.pmap(lambda a: inner(a, w), compile=EAGER)(w).sum()
+
+    w = torch.arange(4.0).reshape(2, 2)
+    assert transform(f)(w).tolist() == [[12.0, 12.0]] * 2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchpmap import _axes
+from torchpmap import _axes, all_gather
 from torchpmap._collectives import axis_index, psum
 from torchpmap._vmap import vmap
 
@@ -67,6 +67,13 @@ def test_unnamed_axis_is_transparent() -> None:
 
 def test_out_axes_none_is_checked_per_level() -> None:
     assert vmap(lambda x: psum(x, "j"), axis_name="j", out_axes=None)(V).item() == 6.0
+    of_all = [[2, 0, 1]]
+    total = vmap(lambda x: psum(x, "j", axis_index_groups=of_all), axis_name="j", out_axes=None)
+    assert total(V).item() == 6.0
+    gathered = vmap(
+        lambda x: all_gather(x, "j", axis_index_groups=of_all), axis_name="j", out_axes=None
+    )
+    assert gathered(V).tolist() == V[of_all[0]].tolist()
     # Batched by the outer vmap only, which torch.func.vmap's own check refuses.
     f = vmap(vmap(lambda x: psum(x, "j"), axis_name="j", out_axes=None))
     assert f(X).tolist() == [3.0, 12.0]

@@ -254,8 +254,12 @@ def _is_users(tensor: Any) -> bool:
     )
 
 
-_WRAPPERS = ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim"))
-"""What makes the tensors of torch.func's derivatives and vmap (torch 2.13)."""
+_ENTRIES = (
+    (eager_transforms, "_wrap_for_grad"),
+    (vmap, "_add_batch_dim"),
+    (torch._functorch.utils, "unwrap_dead_wrappers"),
+)
+"""Where tensors enter torch.func's derivatives, its vmap, and an autograd.Function (torch 2.13)."""
 
 
 class Substitute(TorchFunctionMode):
@@ -263,8 +267,8 @@ class Substitute(TorchFunctionMode):
 
     Unlike ``Capture`` it stands above functorch and autograd, so the replacements may be traced by
     transforms around the function.  A transform inside the function wraps what it is given before
-    any torch function sees it: the two functions that wrap are replaced meanwhile.  Only one thread
-    traces at a time; other threads get torch's own.
+    any torch function sees it, and an autograd.Function takes it: the functions of torch through
+    which it goes are replaced meanwhile.  Only one thread traces at a time; others get torch's own.
     """
 
     def __init__(self, find: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -273,10 +277,10 @@ class Substitute(TorchFunctionMode):
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        for module, name in _WRAPPERS:
-            wrap = getattr(module, name)
-            setattr(module, name, self._first_found(wrap))
-            self._undo.callback(setattr, module, name, wrap)
+        for module, name in _ENTRIES:
+            enter = getattr(module, name)
+            setattr(module, name, self._first_found(enter))
+            self._undo.callback(setattr, module, name, enter)
         super().__enter__()
         return self
 
@@ -284,15 +288,18 @@ class Substitute(TorchFunctionMode):
         super().__exit__(*error)
         self._undo.close()
 
-    def _first_found(self, wrap: Callable[..., Any]) -> Callable[..., Any]:
+    def _first_found(self, enter: Callable[..., Any]) -> Callable[..., Any]:
         thread = threading.get_ident()
 
-        def wrap_found(value: Any, *args: Any) -> Any:
-            if isinstance(value, torch.Tensor) and threading.get_ident() == thread:
-                value = self._find(value)
-            return wrap(value, *args)
+        def found(value: Any) -> Any:
+            return self._find(value) if isinstance(value, torch.Tensor) else value
 
-        return wrap_found
+        def enter_found(value: Any, *args: Any) -> Any:
+            if threading.get_ident() == thread:
+                value = tuple(map(found, value)) if type(value) is tuple else found(value)
+            return enter(value, *args)
+
+        return enter_found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._find, (args, kwargs or {}))

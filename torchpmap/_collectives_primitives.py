@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd import forward_ad
 
 from torchpmap import _axes
 from torchpmap import _collectives_raw as raw
@@ -351,7 +352,9 @@ class _Extreme(torch.autograd.Function):
         given = tangents[1 + count :]
         xs = ctx.saved_tensors[count : count + len(given)]
         filled = _tangents(given, [(x.shape, x.dtype, x.device) for x in xs])
-        return _Extreme._derivative(ctx, filled, pushed)
+        # torch 2.13 turns forward mode off here: a jvp around this one would see constants
+        with forward_ad._set_fwd_grad_enabled(True):
+            return _Extreme._derivative(ctx, filled, pushed)
 
     @staticmethod
     def _derivative(
@@ -438,9 +441,13 @@ def _along_axis(
         x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
         for x, dim in zip(xs, dims, strict=True)
     ]
-    if scope.partition is None:
+    partition = scope.partition
+    if partition is not None and len(partition) == 1 and replicates:  # one result for all again
+        rows = [torch.stack([r.select(0, k) for k in partition[0]]) for r in rows]
+        partition = None
+    if partition is None:
         return tuple(along(r) for r in rows), tuple(None if replicates else 0 for _ in rows)
-    results = tuple(_along_groups(along, r, scope.partition, replicates) for r in rows)
+    results = tuple(_along_groups(along, r, partition, replicates) for r in rows)
     return results, tuple(0 for _ in rows)
 
 

@@ -121,10 +121,9 @@ class Watch(TorchFunctionMode):
     def _stands_for_others(self, tensor: torch.Tensor) -> bool:
         from torch._subclasses.fake_tensor import FakeTensor
 
-        if _functorch.maybe_get_level(tensor) > self._depth:
-            return True
         if not self._is_traced:
-            return False
+            return bool(_functorch.maybe_get_level(tensor) > self._depth)
+        # levels say nothing here: those around the call are set aside, and counted anew inside it
         while _functorch.is_functorch_wrapped_tensor(tensor):
             tensor = _functorch.get_unwrapped(tensor)
         return isinstance(tensor, FakeTensor)

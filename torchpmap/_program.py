@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from torchpmap import _collectives
 from torchpmap._agreement import Agreement
@@ -323,7 +324,8 @@ class _FirstRow(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
-        return tangent[0].clone()
+        with forward_ad._set_fwd_grad_enabled(True):  # as in _Extreme.jvp
+            return tangent[0].clone()
 
 
 def no_stream(prefix: str, drawn: str) -> str:
