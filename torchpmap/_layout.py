@@ -18,6 +18,7 @@ from torchpmap._mesh import NamedSharding, replicated, row_sharding
 
 __all__ = [
     "Layout",
+    "Shard",
     "general_layout",
     "replicated_layout",
     "row_layout",
@@ -167,3 +168,15 @@ def _row_dim(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
         ):
             return dim
     return None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One device's block of a ``ShardedTensor``."""
+
+    device: Device
+    index: tuple[slice, ...]
+    """Which part of the whole it is."""
+    replica_id: int
+    data: torch.Tensor
+    """The block as a CPU tensor, with the dims of the whole."""

@@ -42,7 +42,7 @@ from torchpmap._lowered import Lowered
 from torchpmap._plan import Called, place
 from torchpmap._prepare import Preparation, Prepared, refuse_aliased_donation
 from torchpmap._runtimes._base import Handle, Runtime
-from torchpmap._sharded import ShardedTensor, make_sharded, spans_processes
+from torchpmap._sharded import ShardedTensor, make_all, make_sharded, spans_processes
 from torchpmap._structure import flatten_call
 from torchpmap._trace import Untraceable
 
@@ -226,12 +226,10 @@ class Pmapped:
         if direct is None:
             return self._run_checked(prepared, leaves)
         if prepared.in_place:
-            held = []
-            for leaf in leaves:
-                handle = leaf._handle
-                if handle.team.runtime is not runtime:
+            held, team = [leaf._handle for leaf in leaves], direct.team
+            for handle in held:
+                if handle.team is not team:  # that of the same ranks in another pool
                     raise RuntimeClosed(POOL_CLOSED)
-                held.append(handle)
         else:
             held = [
                 place(leaf, layout) for leaf, layout in zip(leaves, prepared.layouts, strict=True)
@@ -241,7 +239,7 @@ class Pmapped:
             self._consume(prepared, leaves)
         if prepared.is_lone:
             return make_sharded(direct.outputs[0], handles[0])
-        return direct.tree(list(map(make_sharded, direct.outputs, handles)))
+        return direct.tree(make_all(direct.outputs, handles))
 
     def _run_checked(self, prepared: Prepared, leaves: list[Any]) -> Any:
         """The call where the plan does not say all about its outputs."""

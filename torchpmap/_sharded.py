@@ -11,9 +11,9 @@ others gather the operands and run on the host.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,13 @@ import torch
 from torchpmap._current import runtime
 from torchpmap._devices import Device
 from torchpmap._errors import POOL_CLOSED, RuntimeClosed, kind_of
-from torchpmap._layout import Layout
+from torchpmap._layout import Layout, Shard
 from torchpmap._mesh import NamedSharding
 from torchpmap._runtimes._base import Handle
-from torchpmap._sharded_arguments import is_composite, occurrences, written_by
+from torchpmap._sharded_arguments import facts_of, occurrences, written_by
 from torchpmap._sharded_gathers import note_gather
 from torchpmap._sharded_host import run_on_host
-from torchpmap._sharded_memory import CPU, Remote, guard, new_wrapper
+from torchpmap._sharded_memory import CPU, STRIDED, Remote, guard, new_wrapper
 from torchpmap._sharded_operations import Operation, operation_for, start
 from torchpmap._sharded_strides import (
     QUESTIONS,
@@ -52,28 +52,17 @@ from torchpmap._sharded_views import (
 from torchpmap._transfer import fetch_blocks, fetch_row, gather, places_here, store
 from torchpmap._untraced import untraced
 
-__all__ = ["Shard", "ShardedTensor", "make_sharded", "spans_processes", "store"]
+__all__ = ["Shard", "ShardedTensor", "make_all", "make_sharded", "spans_processes", "store"]
 
 _aten = torch.ops.aten
 _SHARING = frozenset({_aten.detach.default, _aten.alias.default, _aten.clone.default})
 """Operations whose result is the same immutable value: nothing moves."""
+_ABOUT_MEMORY = frozenset({*_SHARING, *QUESTIONS, *RESHAPING, _aten.as_strided.default})
 
 _ANY_FORMAT = (None, torch.contiguous_format, torch.preserve_format)
 
 _REPR_MOVES_UP_TO = 1000
 """Elements that ``repr`` fetches to show; a larger value is described without its numbers."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One device's block of a ``ShardedTensor``."""
-
-    device: Device
-    index: tuple[slice, ...]
-    """Which part of the whole it is."""
-    replica_id: int
-    data: torch.Tensor
-    """The block as a CPU tensor, with the dims of the whole."""
 
 
 @untraced
@@ -366,24 +355,25 @@ class ShardedTensor(Remote):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _SHARING and kwargs.get("memory_format") in _ANY_FORMAT:
-            return _shared(func, args[0], kwargs.get("memory_format"))
-        if func in QUESTIONS:
-            return QUESTIONS[func](*args, **kwargs)
-        if is_composite(func):  # without autograd above, nothing has taken it apart
+        if func in _ABOUT_MEMORY:
+            if func in _SHARING and kwargs.get("memory_format") in _ANY_FORMAT:
+                return _shared(func, args[0], kwargs.get("memory_format"))
+            if func in QUESTIONS:
+                return QUESTIONS[func](*args, **kwargs)
+            if func in RESHAPING:
+                return turn(make_sharded, func, args)
+            if func is _aten.as_strided.default:
+                args = in_whole_memory(*args)
+        facts = facts_of(func)
+        if facts.is_composite:  # without autograd above, nothing has taken it apart
             return func.decompose(*args, **kwargs)
-        if func in RESHAPING:
-            return turn(make_sharded, func, args)
-        if func is _aten.as_strided.default:
-            args = in_whole_memory(*args)
         if _is_inference() and func.is_view and not args[0].is_inference():
             with torch.inference_mode(False), torch.no_grad():  # a view is what its tensor is
                 return func(*args, **kwargs)
-        targets = written_by(func, args, kwargs)
-        if targets:
-            targets = [target for target in targets if type(target) is ShardedTensor]
-            for target in targets:
-                check_writable(target)
+        written = written_by(func, args, kwargs) if facts.written else ()
+        targets = [target for target in written if type(target) is ShardedTensor]
+        for target in targets:
+            check_writable(target)
         if len(targets) < 2 or not share_values(targets, occurrences(cls, args, kwargs)):
             found = operation_for(cls, func, args, kwargs)
             if found is not None:
@@ -417,14 +407,24 @@ def make_sharded(
     tensor: ShardedTensor
     if place is None:
         tensor = new_wrapper(
-            ShardedTensor, layout.shape, strides, None, None, layout.dtype, torch.strided, CPU
+            ShardedTensor, layout.shape, strides, None, None, layout.dtype, STRIDED, CPU
         )
     else:
         tensor = place.tensor(ShardedTensor, layout.dtype, layout.shape)
     guard(tensor)
-    tensor._layout = layout
-    tensor._handle = handle
+    tensor._layout, tensor._handle = layout, handle
     return tensor
+
+
+def make_all(layouts: Sequence[Layout], handles: Sequence[Handle]) -> list[ShardedTensor]:
+    """``make_sharded`` for several: each step for all of them, which takes an eighth less."""
+    make, kind, strided, cpu = new_wrapper, ShardedTensor, STRIDED, CPU
+    tensors = [make(kind, x.shape, None, None, None, x.dtype, strided, cpu) for x in layouts]
+    deque(map(guard, tensors), maxlen=0)
+    for tensor, layout, handle in zip(tensors, layouts, handles, strict=True):
+        tensor._layout = layout
+        tensor._handle = handle
+    return tensors
 
 
 def _same_place(tensor: ShardedTensor) -> ShardedTensor:
@@ -461,10 +461,10 @@ def _on_devices(
         link_view(results, args[0], func, args[1:])
     elif func is _aten.new_empty_strided.default:
         results = [make_sharded(*started[0], args[2])]
-    elif len(started) == 1:
+    elif operation.keeps_order:
         results = [make_sharded(*started[0], strides_of_computed(func, args, kwargs))]
     else:
-        results = [make_sharded(layout, handle) for layout, handle in started]
+        results = make_all(*zip(*started, strict=True))
     return made.result(results)
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from torchpmap._rules import rule_of
+from torchpmap._rules_compute import elementwise
+
 __all__ = [
+    "Facts",
     "Slot",
     "Unsupported",
     "call",
+    "facts_of",
     "filled",
-    "is_composite",
     "occurrences",
     "plain",
     "positional",
@@ -123,13 +127,6 @@ def written_slots(func: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
     return tuple(item.position for item in written if isinstance(item, Slot))
 
 
-@cache
-def is_composite(func: Any) -> bool:
-    """Whether an operation is defined by others."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
-
-
 _STATISTICS = ("running_mean", "running_var")
 _UNDECLARED = {
     "_copy_from": ("dst",),
@@ -144,29 +141,54 @@ _UNDECLARED = {
 """Arguments that an operation writes to without a word in its schema (torch 2.13), unless it has
 an argument ``training`` that is false.
 """
+_FILLING = (
+    _aten.as_strided_scatter.default,
+    _aten.diagonal_scatter.default,
+    _aten.select_scatter.default,
+    _aten.slice_scatter.default,
+)
+_OF_NUMBERS = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
+
+
+class Facts(NamedTuple):
+    """What is so in every call of an operation."""
+
+    names: tuple[str, ...]
+    """Of its arguments."""
+    slots: frozenset[str]
+    """Arguments whose Python numbers are inputs, not part of the key."""
+    written: tuple[tuple[int, str], ...]
+    """Arguments that it writes to, and ``training`` before those that depend on it."""
+    is_composite: bool
+    """Whether it is defined by others."""
+    keeps_order: bool
+    """Whether the dims of its result lie in memory as those of its operands."""
 
 
 @cache
-def _written_names(func: Any) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+def facts_of(func: Any) -> Facts:
+    """What is so in every call of ``func``."""
+    schema = func._schema
+    names = tuple(argument.name for argument in schema.arguments)
+    declared = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    undeclared = _UNDECLARED.get(schema.name.removeprefix("aten::"))
+    written = [*declared, *(() if undeclared is None else ("training", *undeclared))]
+    is_elementwise = rule_of(func) is elementwise
+    numbers = [a.name for a in schema.arguments if str(a.type) in _OF_NUMBERS]
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return Facts(
+        names,
+        frozenset(numbers if is_elementwise else ()),
+        tuple((names.index(name), name) for name in written if name in names),
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite),
+        is_elementwise or func in _FILLING,
     )
-
-
-@cache
-def _undeclared_names(func: Any) -> tuple[tuple[int, str], ...]:
-    undeclared = _UNDECLARED.get(func._schema.name.removeprefix("aten::"))
-    names = [argument.name for argument in func._schema.arguments]
-    wanted = () if undeclared is None else ("training", *undeclared)
-    return tuple((names.index(name), name) for name in wanted if name in names)
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operation writes to."""
     written: list[Any] = []
-    for position, name in (*_written_names(func), *_undeclared_names(func)):
+    for position, name in facts_of(func).written:
         value = args[position] if position < len(args) else kwargs.get(name)
         if name == "training":
             if not value:

@@ -91,6 +91,8 @@ class Blueprint:
     leaves: tuple[int | None, ...]
     """Output number, or None, per leaf of what the operation returns."""
     spec: pytree.TreeSpec
+    is_lone: bool
+    """Whether the operation returns its only output, in no container."""
     reduces: bool
     """Whether the first operand is cut, and a result is not."""
     func: Any
@@ -111,6 +113,8 @@ class Blueprint:
 
     def result(self, values: Sequence[Any]) -> Any:
         """What the operation returns, made of its outputs."""
+        if self.is_lone:
+            return values[0]
         return pytree.tree_unflatten(
             [None if k is None else values[k] for k in self.leaves], self.spec
         )
@@ -325,6 +329,7 @@ class _Drawing:
             written=self.trial.written,
             leaves=self.trial.leaves,
             spec=self.trial.spec,
+            is_lone=self.trial.spec.is_leaf() and self.trial.leaves == (0,),
             reduces=any(kind is not None for kind in self.placement.combine)
             and self.layouts[0] is not None,
             func=self.func,

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-__all__ = ["CPU", "Remote", "guard", "new_wrapper"]
+__all__ = ["CPU", "STRIDED", "Remote", "guard", "new_wrapper"]
 
 
 class Remote(torch.Tensor):
@@ -50,7 +50,7 @@ def _no_memory(call: str) -> RuntimeError:
 new_wrapper = torch.Tensor._make_wrapper_subclass
 guard: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 """What takes its address nevertheless (``torch.utils.dlpack.to_dlpack``) raises from then on."""
-CPU = torch.device("cpu")
+CPU, STRIDED = torch.device("cpu"), torch.strided
 
 # -- what torch does without an operation ----------------------------------------------------------
 

@@ -17,17 +17,14 @@ import itertools
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 
 from torchpmap._ambient import ambient, keyed
 from torchpmap._layout import Layout
-from torchpmap._rules import rule_of
-from torchpmap._rules_compute import elementwise
 from torchpmap._runtimes._base import Handle, Runtime, Team
-from torchpmap._sharded_arguments import Unsupported
+from torchpmap._sharded_arguments import Unsupported, facts_of
 from torchpmap._sharded_graphs import Blueprint, blueprint
 from torchpmap._transfer import store_on
 
@@ -42,6 +39,7 @@ _ids = itertools.count(-1, -1)  # below zero: those of mapped functions are abov
 _lock = threading.RLock()
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _HOST = (torch.Tensor, torch.nn.Parameter)
+_UNKNOWN: Any = object()
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +49,8 @@ class Operation:
     id: int
     team: Team
     blueprint: Blueprint
+    keeps_order: bool
+    """Whether it has one result, whose dims lie in memory as those of the operands."""
 
     def __del__(self) -> None:
         self.team.runtime.forget(self.id)
@@ -101,20 +101,6 @@ def _known_of(runtime: Runtime) -> _Known:
 
 
 # -- the key of a call -----------------------------------------------------------------------------
-
-
-@cache
-def _number_slots(func: Any) -> frozenset[str]:
-    """Arguments whose Python numbers are inputs, not part of the key."""
-    if rule_of(func) is not elementwise:
-        return frozenset()
-    kinds = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
-    return frozenset(a.name for a in func._schema.arguments if str(a.type) in kinds)
-
-
-@cache
-def _argument_names(func: Any) -> tuple[str, ...]:
-    return tuple(argument.name for argument in func._schema.arguments)
 
 
 class _Scan:
@@ -171,9 +157,10 @@ def operation_for(
         RuntimeClosed: an operand belongs to a pool that is closed.
         What torch raises for such shapes, dtypes and arguments.
     """
-    scan = _Scan(kind, _number_slots(func))
+    facts = facts_of(func)
+    scan = _Scan(kind, facts.slots)
     try:
-        parts = tuple(map(scan.argument, _argument_names(func), args))
+        parts = tuple(map(scan.argument, facts.names, args))
         named = tuple([scan.argument(*item) for item in kwargs.items()])
     except Unsupported:
         return None
@@ -186,12 +173,13 @@ def operation_for(
     known = _known_of(runtime)
     prefer = _preferred(known, func, args, scan)
     key = (func, keyed(), parts, named, prefer)
-    if key in known.operations:
-        operation = _keep(known.operations, key, known.operations[key], _MAX_OPERATIONS)
-    else:
+    operation = known.operations.get(key, _UNKNOWN)
+    if operation is _UNKNOWN:
         with _lock:
             operation = _prepare(known, scan, func, args, kwargs, prefer)
             _keep(known.operations, key, operation, _MAX_OPERATIONS)
+    elif len(known.operations) > _MAX_OPERATIONS // 2:  # the order counts when it gets full
+        _keep(known.operations, key, operation, _MAX_OPERATIONS)
     return None if operation is None else (operation, scan.operands)
 
 
@@ -203,7 +191,7 @@ def _prepare(
     kwargs: dict[str, Any],
     prefer: Layout | None,
 ) -> Operation | None:
-    named = dict(zip(_argument_names(func), args, strict=False)) | kwargs
+    named = dict(zip(facts_of(func).names, args, strict=False)) | kwargs
     layouts = [o._layout if type(o) is scan.kind else None for o in scan.operands]
     try:
         made = blueprint(func, named, scan.operands, layouts, scan.slots, prefer)
@@ -214,7 +202,8 @@ def _prepare(
     team = known.runtime.team(made.definition.ranks)
     definition = replace(made.definition, plan_id=next(_ids), ambient=ambient())
     known.runtime.define(team, definition, made.groups)
-    return Operation(definition.plan_id, team, made)
+    keeps_order = len(made.outputs) == 1 and facts_of(func).keeps_order
+    return Operation(definition.plan_id, team, made, keeps_order)
 
 
 def start(operation: Operation, kind: Any, operands: Sequence[Any]) -> list[tuple[Layout, Handle]]:

@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpmap._layout import Layout
-from torchpmap._rules import rule_of
-from torchpmap._rules_compute import elementwise
 from torchpmap._runtimes._base import Handle
-from torchpmap._sharded_memory import CPU, new_wrapper
+from torchpmap._sharded_memory import CPU, STRIDED, new_wrapper
 from torchpmap._sharded_views import is_linked
 
 __all__ = [
@@ -48,7 +46,7 @@ class Strides(NamedTuple):
 
     def tensor(self, kind: type, dtype: torch.dtype, shape: Sequence[int]) -> Any:
         """A tensor of class ``kind`` that lies there, without memory."""
-        given = self.strides, self.offset, None, dtype, torch.strided, CPU
+        given = self.strides, self.offset, None, dtype, STRIDED, CPU
         return new_wrapper(kind, shape, *given, storage_size=self.num_bytes)
 
 
@@ -70,28 +68,20 @@ def strides_of_results(func: Any, tensor: torch.Tensor, args: Sequence[Any] = ()
 def strides_of_computed(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[int, ...] | None:
-    """The strides of ``func(*args, **kwargs)``, a new tensor; None: it is contiguous.
+    """The strides of ``func(*args, **kwargs)``, a new tensor, where ``func`` keeps the order of
+    dims; None: it is contiguous.
 
     torch keeps the order of the dims in memory where it computes element by element, and so does
     ``x.T * 2``: whether a later ``reshape`` is a view or a copy depends on it.
     """
-    if rule_of(func) is not elementwise and func not in _FILLING:
-        return None
-    if all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor)):
+    for operand in args:
+        if isinstance(operand, torch.Tensor) and not operand.is_contiguous():
+            break
+    else:
         return None
     options = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
     key = tuple((name, _hashable(x)) for name, x in options.items())
     return _strides_of_computed(func, _hashable(args), key)
-
-
-_FILLING = frozenset(
-    {
-        _aten.as_strided_scatter.default,
-        _aten.diagonal_scatter.default,
-        _aten.select_scatter.default,
-        _aten.slice_scatter.default,
-    }
-)
 
 
 class _Like(NamedTuple):

@@ -12,6 +12,7 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import repeat
 from typing import Any
 
@@ -120,7 +121,7 @@ class LocalRuntime:
         if self._limited and (limit := self._limited.get(plan_id)) is not None:
             pool.limits.add(seq, team.ranks, *limit)
         ints = (plan_id, out, len(inputs), *inputs, *_take(team.released))
-        message = struct.pack(f"<QQ{len(ints) + 1}q", 8 * len(ints), _wire.CALL, seq, *ints)
+        message = _packer(len(ints))(8 * len(ints), _wire.CALL, seq, *ints)
         try:
             pool.outbox.post(sockets, (message,) * len(sockets))
         except BaseException:  # Ctrl-C: the workers make what nobody gets to see
@@ -393,9 +394,15 @@ class LocalRuntime:
         )
 
 
+@cache
+def _packer(num_ints: int) -> Callable[..., bytes]:
+    """Packs the header of a call and so many numbers."""
+    return struct.Struct(f"<QQ{num_ints + 1}q").pack
+
+
 def _take(released: deque[int]) -> list[int]:
     """Empty a deque that other threads may append to meanwhile."""
-    return [released.popleft() for _ in range(len(released))]
+    return list(map(deque.popleft, repeat(released, len(released))))
 
 
 _live: weakref.WeakSet[LocalRuntime] = weakref.WeakSet()
