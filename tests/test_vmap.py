@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchpmap import _axes, all_gather
-from torchpmap._collectives import axis_index, psum
+from torchpmap import _axes
+from torchpmap._collectives import all_gather, axis_index, psum
 from torchpmap._vmap import vmap
 
 X = torch.arange(6.0).reshape(2, 3)
