@@ -10,10 +10,26 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from _support import known_pids, stat
+from _support import is_running, known_pids, stat
 
 from torchpmap import _current
 from torchpmap._runtimes._forkserver import server
+
+MARK = "TORCHPMAP_TEST_MARK"
+"""A variable of the environment that all processes of one program inherit, also orphans."""
+
+
+def marked(value: str) -> list[int]:
+    """The running processes that began with ``MARK`` set to ``value``."""
+    return [int(pid) for pid in _processes() if _bears(pid, value) and is_running(int(pid))]
+
+
+def _bears(pid: str, value: str) -> bool:
+    entry = f"{MARK}={value}".encode()
+    try:
+        return entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it just ended
+        return False
 
 
 @dataclass
@@ -61,13 +77,15 @@ def _pool_threads() -> tuple[threading.Thread, ...]:
 
 
 def _is_ours(pid: str) -> bool:
-    """Whether a process is a child of this one or the fork server, but not of the present pool."""
+    """Whether a process is a child of this one or the fork server, or has its mark, but is not of
+    the present pool.
+    """
     forks, tracker = _helpers()
-    found = stat(pid)
+    found, mark = stat(pid), os.environ.get(MARK)
     return (
         found is not None
-        and found[1] in (os.getpid(), forks)
         and int(pid) not in (forks, tracker, *known_pids())
+        and (found[1] in (os.getpid(), forks) or (mark is not None and _bears(pid, mark)))
     )
 
 

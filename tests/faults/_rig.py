@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 import torch
-from _support import EAGER, SCALE, is_running, known_pids, wait_for, worker_pids
+from _leftovers import MARK, marked
+from _support import EAGER, SCALE, known_pids, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap import _current
@@ -178,8 +179,7 @@ class Script:
     """A controller of its own, in a session of its own; ``pids()`` asks for its workers."""
 
     def __init__(self, code: str, **environment: str) -> None:
-        self._mark = f"TORCHPMAP_TEST_MARK={uuid.uuid4()}"
-        name, _, value = self._mark.partition("=")
+        self._mark = str(uuid.uuid4())
         self._folder = tempfile.TemporaryDirectory()
         self.process = subprocess.Popen(
             [sys.executable, "-c", _HEAD + textwrap.dedent(code)],
@@ -187,7 +187,7 @@ class Script:
                 **os.environ,
                 "TORCHPMAP_WARM": "0",
                 "TMPDIR": self._folder.name,
-                name: value,
+                MARK: self._mark,
                 **environment,
             },
             stdin=subprocess.DEVNULL,
@@ -215,14 +215,8 @@ class Script:
         return Ended(code, output, left, folders)
 
     def _alive(self) -> list[int]:
-        """Processes with this program's environment, also orphans."""
-        found = []
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                environment = Path(f"/proc/{name}/environ").read_bytes()
-                if self._mark.encode() in environment and is_running(int(name)):
-                    found.append(int(name))
-        return found
+        """Processes of this program, also orphans."""
+        return marked(self._mark)
 
     def _folders(self) -> list[str]:
         """But for the compiler's cache, which is to stay."""

@@ -16,6 +16,7 @@ import ctypes
 import os
 import sys
 import time
+import uuid
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("TORCHPMAP_WARM", "0")
 
 from _chaos import Chaos
-from _leftovers import Inventory
+from _leftovers import MARK, Inventory
 from _support import known_pids, rss_bytes
 
 import torchpmap as tp
@@ -97,6 +98,7 @@ def main() -> int:
     def say(text: str) -> None:
         os.write(console, f"{text}\n".encode())
 
+    os.environ.setdefault(MARK, str(uuid.uuid4()))
     tp.init(4)
     Chaos(options.seed).good_round()
     tp.shutdown()
