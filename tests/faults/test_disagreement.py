@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from _rig import EAGER, N, assert_pool_works, eagerly, rows, survivors, within
+from _support import wait_for
 
 import torchpmap as tp
 from torchpmap import _current
@@ -138,7 +139,10 @@ def test_row_16_a_late_rank_is_no_mismatch(tmp_path):
 
 
 def test_row_17_unbound_axes_and_foreign_threads():
-    pool = _current.runtime()._pool
+    runtime = _current.runtime()
+    pool = runtime._pool
+    # what an earlier test has dropped is told to the workers when no call comes
+    assert wait_for(lambda: not any(team.released for team in runtime._teams.values()), 5)
     seq = pool.seq
 
     def unbound():
