@@ -6,7 +6,7 @@ share its value, then name the new value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,10 @@ from torchpmap._layout import spread_layout
 from torchpmap._sharded_arguments import occurrences
 from torchpmap._sharded_gathers import note_gather
 from torchpmap._sharded_strides import strides_of_results
-from torchpmap._sharded_views import host_copies, link_view, share_values, write
+from torchpmap._sharded_views import Make, host_copies, link_view, share_values, write
 from torchpmap._transfer import store
 
 __all__ = ["run_on_host"]
-
-Make = Callable[..., Any]
-"""Gives a tensor of a layout and a handle, and where it would lie in memory."""
 
 
 def run_on_host(

@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpmap._layout import Layout
-from torchpmap._runtimes._base import Handle
 from torchpmap._sharded_memory import CPU, STRIDED, new_wrapper
-from torchpmap._sharded_views import is_linked
+from torchpmap._sharded_views import Make, is_linked
 
 __all__ = [
     "QUESTIONS",
@@ -32,8 +30,6 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
-Make = Callable[[Layout, Handle], Any]
-"""Gives a tensor of a value."""
 
 
 class Strides(NamedTuple):

@@ -27,6 +27,7 @@ from torchpmap._runtimes._base import Handle
 from torchpmap._transfer import gather, store
 
 __all__ = [
+    "Make",
     "check_writable",
     "host_copies",
     "is_linked",
@@ -39,8 +40,8 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
-Make = Callable[[Layout, Handle], Any]
-"""Gives a tensor of a value."""
+Make = Callable[..., Any]
+"""Gives a tensor of a layout and a handle, and where it would lie in memory."""
 
 
 @dataclass(frozen=True, eq=False)
