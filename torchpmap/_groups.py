@@ -59,11 +59,12 @@ class Groups:
         self,
         rank: int,
         device: torch.device,
-        store: dist.Store,
+        store: dist.Store | None,
         config: Config,
         address: str | None = None,
     ) -> None:
-        """``address``: of this host, where others reach it; None if all ranks are on this host."""
+        """``store``: where members meet; None: ``renew`` gives one for each epoch.  ``address``: of
+        this host, where others reach it; None if all ranks are on this host."""
         self._rank = rank
         self._device = device
         self._store = store
@@ -95,6 +96,7 @@ class Groups:
         if members is None:
             self._groups[name] = None
             return
+        assert self._store is not None
         store = dist.PrefixStore(f"{self.epoch}/{name}/{members[0]}", self._store)
         group = self._share(store, members) or self._connected_group(store, members)
         group._set_group_name(GroupName(name))
@@ -263,11 +265,11 @@ class Groups:
                 _unregister_process_group(GroupName(name))
         self._groups.clear()
 
-    def renew(self, epoch: int) -> None:
-        """Drop what is left and start ``epoch`` with no groups."""
+    def renew(self, epoch: int, store: dist.Store) -> None:
+        """Drop what is left and start ``epoch`` with no groups, whose members meet in ``store``."""
         self.drop()
         with self._lock:
-            self.epoch = epoch
+            self.epoch, self._store = epoch, store
             if epoch > self._cut_epoch:
                 self._cut.clear()
 

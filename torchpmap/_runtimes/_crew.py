@@ -28,6 +28,8 @@ __all__ = ["Crew"]
 
 _STOP_PATIENCE_S = 1.0
 """How long workers have to end by themselves; and again, when they were killed."""
+_STORE_BYTES = 1 << 18
+"""How much the store may hold of epochs that are over."""
 _STARTER_S = 0.5
 """It looks more often whether it is still wanted."""
 
@@ -63,6 +65,13 @@ class Crew:
                 self.workers[rank] = self._new_worker(rank)
                 undo.callback(self.workers[rank].close)
             undo.pop_all()
+
+    def empty_store(self) -> None:
+        """Forget the epochs before, now and then (no worker uses the store, and each opens it anew
+        for the epoch to come).
+        """
+        if os.fstat(self._store_fd).st_size > _STORE_BYTES:
+            os.ftruncate(self._store_fd, 0)
 
     def _new_worker(self, rank: int) -> WorkerProcess:
         device_type = self._devices[rank].platform

@@ -441,6 +441,7 @@ class Pool:
                 self._replaced.clear()
             case Regroup(epoch=epoch):
                 self._drain_begin = math.inf
+                self._crew.empty_store()
                 with self.send_lock:
                     body = pickle.dumps((epoch, self._groups))
                     self.tell(tuple(self.workers), _wire.REGROUP, body)

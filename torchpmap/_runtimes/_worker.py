@@ -101,10 +101,8 @@ def main(birth: Birth) -> None:
         )  # graphs say cuda:0 on every rank
     device = torch.device("cuda", 0) if birth.device_type == "cuda" else torch.device("cpu")
     torch.set_num_threads(birth.num_threads)
-    # -1: the store does not remove its file, which has no name
-    store = torch.distributed.FileStore(birth.store.path(), -1)
     # how long a collective may wait is the controller's to say, which sees why
-    groups = Groups(birth.rank, device, store, replace(birth.config, timeout=_FOREVER_S))
+    groups = Groups(birth.rank, device, None, replace(birth.config, timeout=_FOREVER_S))
     worker = _Worker(birth, device, groups)
     faulthandler.register(signal.SIGUSR1, file=birth.stacks.fd)
     signal.signal(signal.SIGUSR2, worker.interrupt)
@@ -145,6 +143,7 @@ class _Worker:
         """The command that began the epoch."""
         self.is_forked = False
         self.where = f"on device {device.type}:{birth.rank}"
+        self.store_path = birth.store.path()
         self.progress = WorkerProgress(birth.rank, birth.progress, birth.bell)
         sock = birth.command.socket()
         self.stream = Stream(sock)
@@ -380,7 +379,9 @@ class _Worker:
         self.failed = self.was_cancelled = False
         self.cancelled_from, self.epoch_begin = _NEVER, seq
         self.functions.clear()  # the controller sends them again
-        self.groups.renew(epoch)
+        # an epoch has a store of its own, which remembers whatever it has read; -1: it does not
+        # remove its file, which has no name
+        self.groups.renew(epoch, torch.distributed.FileStore(self.store_path, -1))
         try:
             for name, partition in groups.items():
                 self.groups.ensure(name, partition)
