@@ -197,7 +197,8 @@ def apply_operation(
     """Call an operation so that transforms and ``backward()`` reach its arguments and closures;
     ``done``: what it gave, if it has run already.
     """
-    arguments = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
+    # a copy of an array: it may be overwritten before a derivative needs it
+    arguments = [x if isinstance(x, torch.Tensor) else host_tensor(x).clone() for x in leaves]
     closures = [captured.value() for captured in operation.captured]
     tensors = [*arguments, *closures]
     if done is not None:

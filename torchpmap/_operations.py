@@ -28,11 +28,12 @@ from torchpmap._collectives_primitives import AllReduce, Scope, apply
 from torchpmap._collectives_raw import widened
 from torchpmap._compile import EAGER
 from torchpmap._eager import EagerPlan
+from torchpmap._environment import Environment
 from torchpmap._errors import kind_of
 from torchpmap._grid import Cut, Grid
 from torchpmap._layout import Layout
 from torchpmap._lowering import Body, Pair, Target, lower, lower_pair
-from torchpmap._plan import Drawn, Plan, place
+from torchpmap._plan import Drawn, Pinned, Plan, place
 from torchpmap._program import Outcome, Program
 from torchpmap._runtimes._base import Handle
 from torchpmap._structure import flatten
@@ -288,15 +289,18 @@ class Primal(Operation):
         program: Program,
         layouts: Sequence[Layout],
         plan: Plan | EagerPlan,
+        environment: Environment,
         outside: Collection[int] = (),
     ) -> None:
+        """``environment``: what the program reads from outside itself."""
         self._program = program
+        self._environment = environment
         self._num_arguments = len(layouts)
         self.eager = plan if isinstance(plan, EagerPlan) else None
         if isinstance(plan, EagerPlan):  # derivatives need a graph, also of what runs without one
             target = replace(target, backend=EAGER)
             plan = lower(target, program.run, layouts, outside)
-        self.captured = plan.captured
+        self.captured, self._pinned = plan.captured, plan.pinned
         layouts = [*layouts, *(captured.layout for captured in plan.captured)]
         super().__init__(target, self._body, layouts)
         self._plan = plan
@@ -305,6 +309,7 @@ class Primal(Operation):
             for k, captured in enumerate(plan.captured)
             if isinstance(captured, Drawn)
         )
+        environment.refresh()
 
     def _body(self, blocks: Tensors, axis: Axis) -> Outcome:
         count = self._num_arguments
@@ -318,10 +323,13 @@ class Primal(Operation):
             missing.discard(id(tensor))
             return given.get(id(tensor), tensor)
 
+        if self._environment.changed() or not all(map(Pinned.holds, self._pinned)):
+            raise RuntimeError(other_surroundings(self.target.prefix))
         if self.plan.writes_inputs:  # a transform lets nobody write to what it did not make
             blocks = [block.clone() for block in blocks]
         with Substitute(find):
             outcome = self._program.run(blocks[:count], axis)
+        self._environment.refresh()  # what the function itself rebinds is no change
         if missing:
             raise RuntimeError(other_closures(self.target.prefix))
         return outcome
@@ -356,4 +364,12 @@ def other_closures(prefix: str) -> str:
         f"{prefix}: the function closes over other tensors now, when its derivative is traced, "
         "than when it was called (for example, a module whose parameters were swapped for the "
         "call). Pass them as arguments."
+    )
+
+
+def other_surroundings(prefix: str) -> str:
+    return (
+        f"{prefix}: what the function reads from outside itself (a global, an attribute, the "
+        "training mode of a module, an array) has changed since the call, and a derivative of that "
+        "call is only traced now. Change it after backward(), or pass it as an argument."
     )

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from torchpmap import _inline
+from torchpmap._autodiff import is_transformed
 from torchpmap._current import check_devices, local_devices, refuse_inside
 from torchpmap._current import devices as all_devices
 from torchpmap._current import runtime as current_runtime
@@ -19,6 +20,7 @@ from torchpmap._mesh import NamedSharding
 from torchpmap._plan import host_tensor, place
 from torchpmap._runtimes._base import Handle
 from torchpmap._sharded import ShardedTensor, make_sharded
+from torchpmap._sharded_host import is_recorded
 from torchpmap._structure import flatten
 from torchpmap._transfer import check_equal_everywhere, places_here
 
@@ -44,7 +46,9 @@ def device_put(x: Any, device: Device | Sequence[Device] | NamedSharding | None 
             k-th), a ``NamedSharding``, or None for the first device.
 
     Returns:
-        The same structure.  A ShardedTensor that is already there is not moved.
+        The same structure.  A ShardedTensor that is already there is not moved.  What was computed
+        is followed by derivatives; a leaf that requires grad, such as a parameter, becomes another
+        leaf, whose ``.grad`` is its own.
 
     Raises:
         TypeError: ``device`` is something else, or a leaf is no tensor, array or number.
@@ -115,18 +119,53 @@ def _map(tree: Any, layout: Any) -> Any:
         if value is None or wanted is None:
             placed.append(None)
             continue
+        is_leaf = isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
+        is_leaf = is_leaf and not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
         if _inline.active():
-            result: torch.Tensor = host_tensor(value.cpu()).clone()
+            result = (value.detach() if is_leaf else value).cpu().clone()
             if wanted.is_replicated:
                 _inline.note_replicated(result)
         else:
-            result = make_sharded(wanted, place(value, wanted))
-        placed.append(
-            result.requires_grad_()
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
-            else result
-        )
+            result = _put(value.detach() if is_leaf else value, wanted)
+        placed.append(result.requires_grad_() if is_leaf else result)
     return structure.unflatten(placed)
+
+
+def _put(value: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """``value`` laid out as ``layout``, differentiably."""
+    if is_transformed() or is_recorded(value):
+        result: torch.Tensor = _Put.apply(value, layout)
+        return result
+    return make_sharded(layout, place(value, layout))
+
+
+class _Put(torch.autograd.Function):
+    """A value in another place."""
+
+    @staticmethod
+    def forward(value: torch.Tensor, layout: Layout) -> torch.Tensor:
+        return make_sharded(layout, place(value, layout))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, Any], output: Any) -> None:
+        value, ctx.layout = inputs
+        ctx.before = value._layout if type(value) is ShardedTensor else None
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        back = cotangent.cpu() if ctx.before is None else _put(cotangent, ctx.before)
+        return back, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
+        return _put(tangent, ctx.layout)
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        raise NotImplementedError(
+            "device_put and replicate under torch.func.vmap (or jacrev, jacfwd, hessian): a value "
+            "of one lane has no place of its own. Put the values on the devices outside of it."
+        )
 
 
 def _check_spanning(
@@ -198,8 +237,7 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
             results.append(None)
             continue
         values = [
-            _host(part, path) if not isinstance(part, torch.Tensor) else host_tensor(part)
-            for part in parts
+            part.cpu() if isinstance(part, torch.Tensor) else _host(part, path) for part in parts
         ]
         kinds = {(tuple(value.shape), value.dtype) for value in values}
         if len(kinds) != 1:
@@ -216,6 +254,8 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
 def _put_rows(layout: Layout, rows: Sequence[torch.Tensor]) -> torch.Tensor:
     if _inline.active():
         return torch.stack(list(rows))
+    if is_transformed() or any(map(is_recorded, rows)):
+        return _put(torch.stack(list(rows)), layout)
     team = current_runtime().team(layout.ranks)
     return make_sharded(layout, team.runtime.put(team, [row.unsqueeze(0) for row in rows]))
 
@@ -290,7 +330,7 @@ def unreplicate(x: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if isinstance(leaf, ShardedTensor) and leaf.is_fully_replicated:
-            return leaf.to_host()
+            return leaf.cpu()
         return leaf if _inline.is_replicated(leaf) else leaf[0]
 
     leaves, structure = flatten(x)

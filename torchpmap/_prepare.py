@@ -281,7 +281,12 @@ class Preparation:
         if found is None:
             target = self._target(prepared.grid)
             found = Primal(
-                target, prepared.program, prepared.layouts, prepared.plan, self._outside()
+                target,
+                prepared.program,
+                prepared.layouts,
+                prepared.plan,
+                Environment(self._fun),
+                self._outside(),
             )
             self._operations[prepared.plan] = found
         return found

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from torchpmap._current import runtime
 from torchpmap._devices import Device
@@ -27,7 +28,7 @@ from torchpmap._mesh import NamedSharding
 from torchpmap._runtimes._base import Handle
 from torchpmap._sharded_arguments import facts_of, occurrences, written_by
 from torchpmap._sharded_gathers import note_gather
-from torchpmap._sharded_host import run_on_host
+from torchpmap._sharded_host import ToHost, is_recorded, run_on_host
 from torchpmap._sharded_memory import CPU, STRIDED, Remote, guard, new_wrapper
 from torchpmap._sharded_operations import Operation, operation_for, start
 from torchpmap._sharded_strides import (
@@ -225,8 +226,8 @@ class ShardedTensor(Remote):
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         """The whole value as a plain CPU tensor."""
-        if self.requires_grad and torch.is_grad_enabled():
-            return _ToHost.apply(self)
+        if is_recorded(self):
+            return ToHost.apply(self)
         return self.to_host()
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
@@ -271,7 +272,8 @@ class ShardedTensor(Remote):
     def __getitem__(self, index: Any) -> torch.Tensor:
         layout, handle = self._alive()
         traced = torch._C._len_torch_dispatch_stack()  # then it has to be an operation
-        if type(index) is int and not self.requires_grad and layout.shape and not traced:
+        is_plain = not self.requires_grad and forward_ad._current_level < 0
+        if type(index) is int and is_plain and layout.shape and not traced:
             size = layout.shape[0]
             if not -size <= index < size:
                 raise IndexError(f"index {index} is out of bounds for dimension 0 with size {size}")
@@ -282,11 +284,11 @@ class ShardedTensor(Remote):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         layout, _ = self._alive()
-        recorded = [x for x in (self, value) if isinstance(x, torch.Tensor) and x.requires_grad]
-        if recorded and torch.is_grad_enabled():
+        if any(isinstance(x, torch.Tensor) and is_recorded(x) for x in (self, value)):
             raise RuntimeError(
                 "x[...] = value on a ShardedTensor records no gradients, but x or value requires "
-                "grad; do it under torch.no_grad(), or use an out-of-place operation."
+                "grad (or has a tangent); do it under torch.no_grad(), or use an out-of-place "
+                "operation."
             )
         check_writable(self)
         host = self.to_host()
@@ -297,7 +299,7 @@ class ShardedTensor(Remote):
             torch.autograd.graph.increment_version(self)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter((self if self.requires_grad else self.to_host()).unbind(0))
+        return iter((self if is_recorded(self) else self.to_host()).unbind(0))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # a pickle may be read where these devices do not exist
@@ -466,27 +468,6 @@ def _on_devices(
     else:
         results = make_all(*zip(*started, strict=True))
     return made.result(results)
-
-
-@untraced
-class _ToHost(torch.autograd.Function):
-    """The whole value on the host, differentiably."""
-
-    @staticmethod
-    def forward(value: ShardedTensor) -> torch.Tensor:
-        return value.to_host()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
-        return tangent.cpu()
 
 
 # -- the pool it belongs to ------------------------------------------------------------------------

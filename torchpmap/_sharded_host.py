@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch.autograd import forward_ad
 
 from torchpmap._layout import spread_layout
 from torchpmap._sharded_arguments import occurrences
@@ -18,8 +19,9 @@ from torchpmap._sharded_gathers import note_gather
 from torchpmap._sharded_strides import strides_of_results
 from torchpmap._sharded_views import Make, host_copies, link_view, share_values, write
 from torchpmap._transfer import store
+from torchpmap._untraced import untraced
 
-__all__ = ["run_on_host"]
+__all__ = ["ToHost", "is_recorded", "run_on_host"]
 
 
 def run_on_host(
@@ -86,3 +88,31 @@ def _view_of(make: Make, parent: Any, func: Any, args: Sequence[Any], result: An
         views.append(make(wanted, store(wanted, leaf), place=place))
     link_view(views, parent, func, args)
     return pytree.tree_unflatten(views, spec)
+
+
+def is_recorded(x: torch.Tensor) -> bool:
+    """Whether what is done with ``x`` is part of a derivative (requires grad, or has a tangent)."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+@untraced
+class ToHost(torch.autograd.Function):
+    """The whole value on the host, differentiably."""
+
+    @staticmethod
+    def forward(value: Any) -> torch.Tensor:
+        return value.to_host()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.cpu()
