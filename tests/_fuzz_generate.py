@@ -66,7 +66,8 @@ class _Maker(Collectives):
         args = [name for name in dict.fromkeys(found) if name is not None]
         if not args or draft.depth > 1 or self._special:
             return False  # no one promises where a product of zero and infinity comes up
-        if kind in ("jacfwd", "hessian") and any(not draft.env[name][0].dim() for name in args):
+        forward = kind in ("jvp", "jacfwd", "hessian")
+        if forward and any(not draft.env[name][0].dim() for name in args):
             return False  # torch 2.13 gives float64 for a float32 number that is scaled by 0.5
         inner = draft.inner(depth=draft.depth + 1)
         params = self._bind(inner, args, [draft.env[name] for name in args])

@@ -38,6 +38,7 @@ REFUSED = (
     "more than one element of the written-to tensor refers to a single memory location",
     # a row's value written into what all rows of a device share, such as what a group gathers
     "doesn't match the broadcast shape",
+    "This happened due to `other` being vmapped over but `self` not being vmapped over",
     # torch.func.vmap of index_fill_ on numbers, which changes the shape of a view in place
     "aten.unsqueeze_.default would change the shape of a ShardedTensor",
     # .backward() of what does not depend on the argument, also without a pmap

@@ -387,6 +387,8 @@ def _all_gather(rows: Rows, axis: int = 0, tiled: bool = False) -> Rows:
 
 
 def _psum_scatter(rows: Rows, scatter_dimension: int = 0, tiled: bool = False) -> Rows:
+    if rows[0].dtype == torch.bool:
+        raise TypeError("JAX refuses it")
     return _slices(_psum(rows)[0], len(rows), scatter_dimension, tiled)
 
 

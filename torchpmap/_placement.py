@@ -34,6 +34,8 @@ __all__ = [
     "unreplicate",
 ]
 
+functorch: Any = torch._C._functorch
+
 
 def device_put(x: Any, device: Device | Sequence[Device] | NamedSharding | None = None) -> Any:
     """Return ``x`` on the devices, as ShardedTensors.
@@ -120,7 +122,7 @@ def _map(tree: Any, layout: Any) -> Any:
             placed.append(None)
             continue
         is_leaf = isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
-        is_leaf = is_leaf and not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
+        is_leaf = is_leaf and not functorch.is_functorch_wrapped_tensor(leaf)
         if _inline.active():
             result = (value.detach() if is_leaf else value).cpu().clone()
             if wanted.is_replicated:
@@ -329,7 +331,10 @@ def unreplicate(x: Any) -> Any:
     def first(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if isinstance(leaf, ShardedTensor) and leaf.is_fully_replicated:
+        value = leaf
+        while functorch.is_functorch_wrapped_tensor(value):
+            value = functorch.get_unwrapped(value)
+        if isinstance(value, ShardedTensor) and value.is_fully_replicated:
             return leaf.cpu()
         return leaf if _inline.is_replicated(leaf) else leaf[0]
 

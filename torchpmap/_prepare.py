@@ -141,7 +141,9 @@ class Preparation:
         donated = [k for k, position in enumerate(positions) if bound.donated[position]]
         paths = [bound.paths[position] for position in positions]
         refuse_aliased_donation(options.prefix, paths, donated, leaves)
-        with applied(ambient()):  # what the function sets stays inside it
+        records = torch.set_grad_enabled(torch.is_grad_enabled())  # not in inference mode
+        # what the function sets stays inside it; its tensors are ordinary ones, as on the devices
+        with applied(ambient()), torch.inference_mode(False), records:
             return call_inline(program, leaves, options.prefix)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, spans: bool = False) -> Bound:
