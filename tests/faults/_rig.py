@@ -173,6 +173,8 @@ class Ended:
     """Command lines of its processes that still run."""
     folders: list[str]
     """What it made in the folder for temporary files."""
+    seconds: float
+    """After which nothing was left, or all patience."""
 
 
 class Script:
@@ -207,12 +209,14 @@ class Script:
             self._end()
             output, _ = self.process.communicate()
             code = None
+        over = time.monotonic()
         wait_for(lambda: not self._alive() and not self._folders(), patience)
+        seconds = time.monotonic() - over
         folders = self._folders()
         left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in self._alive()]
         self._end()
         self._folder.cleanup()
-        return Ended(code, output, left, folders)
+        return Ended(code, output, left, folders, seconds)
 
     def _alive(self) -> list[int]:
         """Processes of this program, also orphans."""

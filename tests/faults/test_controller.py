@@ -77,6 +77,7 @@ def test_row_23_the_controller_ends(workers, end):
     """However it ends and whatever the workers do, nothing is left after 2 s."""
     script = Script(unindented(SETUP, ENDINGS[workers], "    " + KILLS[end]))
     ended = script.wait(40, patience=2)
+    note_time(ended.seconds, 2)
     assert ended.code == CODES[end], ended.output
     assert not ended.left
     assert not ended.folders
@@ -122,6 +123,7 @@ FORMS = {
 def test_row_24_the_program_ends(form):
     quiet = "import warnings; warnings.simplefilter('ignore')"
     ended = Script(unindented(quiet, SETUP, FORMS[form])).wait(30, patience=3)
+    note_time(ended.seconds, 3)
     assert ended.code == 0, ended.output
     assert "Traceback" not in ended.output
     assert not ended.left
