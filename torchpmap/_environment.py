@@ -53,14 +53,15 @@ _TABLES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forwar
 class Environment:
     """The outside references of one function."""
 
-    def __init__(self, fun: Callable[..., Any]) -> None:
+    def __init__(self, fun: Callable[..., Any], *, quiet: bool = False) -> None:
+        """``quiet``: another one for this function warns of what is not watched."""
         self._fun: Any = fun
         self._watched: _Watched | None = None
         self._code: tuple[Any, Any, Any] | None = None
         """Of a function that closes over nothing: all there is to compare."""
         self._tensors: list[torch.Tensor] = []
         self._unwatched: str | None = None
-        self._has_warned = False
+        self._has_warned = quiet
 
     def refresh(self) -> None:
         """Note the present state."""

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from torchpmap import _inline
-from torchpmap._autodiff import is_transformed
 from torchpmap._current import check_devices, local_devices, refuse_inside
 from torchpmap._current import devices as all_devices
 from torchpmap._current import runtime as current_runtime
 from torchpmap._devices import Device
 from torchpmap._errors import check_array
+from torchpmap._escaped import Escaped
 from torchpmap._layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._mesh import NamedSharding
 from torchpmap._plan import host_tensor, place
@@ -135,7 +135,9 @@ def _map(tree: Any, layout: Any) -> Any:
 
 def _put(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     """``value`` laid out as ``layout``, differentiably."""
-    if is_transformed() or is_recorded(value):
+    if isinstance(value, Escaped):
+        value.refuse()
+    if functorch.is_functorch_wrapped_tensor(value) or is_recorded(value):
         result: torch.Tensor = _Put.apply(value, layout)
         return result
     return make_sharded(layout, place(value, layout))
@@ -256,7 +258,7 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
 def _put_rows(layout: Layout, rows: Sequence[torch.Tensor]) -> torch.Tensor:
     if _inline.active():
         return torch.stack(list(rows))
-    if is_transformed() or any(map(is_recorded, rows)):
+    if any(functorch.is_functorch_wrapped_tensor(row) or is_recorded(row) for row in rows):
         return _put(torch.stack(list(rows)), layout)
     team = current_runtime().team(layout.ranks)
     return make_sharded(layout, team.runtime.put(team, [row.unsqueeze(0) for row in rows]))

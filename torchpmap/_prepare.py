@@ -287,7 +287,7 @@ class Preparation:
                 prepared.program,
                 prepared.layouts,
                 prepared.plan,
-                Environment(self._fun),
+                Environment(self._fun, quiet=True),
                 self._outside(),
             )
             self._operations[prepared.plan] = found

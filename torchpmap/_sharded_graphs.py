@@ -91,8 +91,6 @@ class Blueprint:
     leaves: tuple[int | None, ...]
     """Output number, or None, per leaf of what the operation returns."""
     spec: pytree.TreeSpec
-    is_lone: bool
-    """Whether the operation returns its only output, in no container."""
     reduces: bool
     """Whether the first operand is cut, and a result is not."""
     func: Any
@@ -113,11 +111,10 @@ class Blueprint:
 
     def result(self, values: Sequence[Any]) -> Any:
         """What the operation returns, made of its outputs."""
-        if self.is_lone:
+        if self.leaves == (0,) and self.spec.is_leaf():  # sooner than tree_unflatten
             return values[0]
-        return pytree.tree_unflatten(
-            [None if k is None else values[k] for k in self.leaves], self.spec
-        )
+        leaves = [None if k is None else values[k] for k in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
 
 
 def blueprint(
@@ -329,7 +326,6 @@ class _Drawing:
             written=self.trial.written,
             leaves=self.trial.leaves,
             spec=self.trial.spec,
-            is_lone=self.trial.spec.is_leaf() and self.trial.leaves == (0,),
             reduces=any(kind is not None for kind in self.placement.combine)
             and self.layouts[0] is not None,
             func=self.func,
