@@ -6,6 +6,7 @@ import io
 import os
 import sys
 import threading
+import types
 
 import pytest
 from _support import SCALE, wait_for
@@ -114,3 +115,20 @@ def test_a_broken_stream_is_no_concern(printer, monkeypatch):
         printer.then(done.set)
         assert done.wait(10 * SCALE)
         done.clear()
+
+
+def test_a_full_printer_tells_when_there_is_room(monkeypatch):
+    """... also if it was asked again meanwhile, for another pipe."""
+    gate, room = threading.Semaphore(0), threading.Event()
+    stream = types.SimpleNamespace(write=lambda _: gate.acquire(), flush=lambda: None)
+    monkeypatch.setattr(sys, "slow", stream, raising=False)
+    printer = Printer(on_room=room.set)
+    printer.write("slow", "x" * 700_000)
+    printer.write("slow", "x" * 700_000)
+    assert printer.is_full
+    gate.release()
+    assert wait_for(lambda: not printer.is_full)
+    assert not room.is_set()
+    gate.release()
+    assert room.wait(10)
+    printer.stop(1)

@@ -89,8 +89,12 @@ class Printer:
 
     @property
     def is_full(self) -> bool:
-        self._was_full = self._queued > _QUEUED_CHARACTERS
-        return self._was_full
+        """Whether it is to be given no more until it calls ``on_room``."""
+        with self._changed:
+            is_full = self._queued > _QUEUED_CHARACTERS
+            # only its thread takes this back: another pipe may wait for room already
+            self._was_full = self._was_full or is_full
+            return is_full
 
     @property
     def is_idle(self) -> bool:
@@ -154,8 +158,9 @@ class Printer:
                 self._print(getattr(sys, item[0]), item[1])
             with self._changed:
                 self._queued -= len(item[1])
-            if self._was_full and self._queued < _QUEUED_CHARACTERS // 2:
-                self._was_full = False
+                has_room = self._was_full and self._queued < _QUEUED_CHARACTERS // 2
+                self._was_full = self._was_full and not has_room
+            if has_room:
                 self._on_room()
 
     def _print(self, stream: Any, text: str) -> None:
