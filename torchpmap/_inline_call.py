@@ -26,7 +26,7 @@ from torchpmap._inline import note_replicated, serial
 from torchpmap._plan import host_tensor
 from torchpmap._program import Input, Outcome, Program, no_stream, not_replicated
 from torchpmap._serial import run_rows
-from torchpmap._sharded import ShardedTensor
+from torchpmap._sharded import ShardedTensor, innermost
 from torchpmap._streams import draw_key, peek_key
 
 __all__ = ["KeepCaptured", "call_inline", "is_limit_of_lanes"]
@@ -187,9 +187,7 @@ class KeepCaptured(TorchDispatchMode):
             self._note(block)
 
     def _note(self, value: Any) -> None:
-        functorch = torch._C._functorch
-        while isinstance(value, torch.Tensor) and functorch.is_functorch_wrapped_tensor(value):
-            value = functorch.get_unwrapped(value)
+        value = innermost(value)
         for tensor in value if isinstance(value, list | tuple) else (value,):
             if isinstance(tensor, torch.Tensor) and type(tensor) is not ShardedTensor:
                 self._inside.add(tensor.untyped_storage()._cdata)

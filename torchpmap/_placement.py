@@ -19,7 +19,7 @@ from torchpmap._layout import Layout, general_layout, replicated_layout, row_lay
 from torchpmap._mesh import NamedSharding
 from torchpmap._plan import host_tensor, place
 from torchpmap._runtimes._base import Handle
-from torchpmap._sharded import ShardedTensor, make_sharded
+from torchpmap._sharded import ShardedTensor, innermost, make_sharded
 from torchpmap._sharded_host import is_recorded
 from torchpmap._structure import flatten
 from torchpmap._transfer import check_equal_everywhere, places_here
@@ -33,8 +33,6 @@ __all__ = [
     "replicate",
     "unreplicate",
 ]
-
-functorch: Any = torch._C._functorch
 
 
 def device_put(x: Any, device: Device | Sequence[Device] | NamedSharding | None = None) -> Any:
@@ -122,7 +120,7 @@ def _map(tree: Any, layout: Any) -> Any:
             placed.append(None)
             continue
         is_leaf = isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
-        is_leaf = is_leaf and not functorch.is_functorch_wrapped_tensor(leaf)
+        is_leaf = is_leaf and innermost(leaf) is leaf  # a transform calls what it traces a leaf
         if _inline.active():
             result = (value.detach() if is_leaf else value).cpu().clone()
             if wanted.is_replicated:
@@ -137,10 +135,15 @@ def _put(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     """``value`` laid out as ``layout``, differentiably."""
     if isinstance(value, Escaped):
         value.refuse()
-    if functorch.is_functorch_wrapped_tensor(value) or is_recorded(value):
+    if _is_followed(value):
         result: torch.Tensor = _Put.apply(value, layout)
         return result
     return make_sharded(layout, place(value, layout))
+
+
+def _is_followed(value: torch.Tensor) -> bool:
+    """Whether a derivative of what is done with ``value`` may be asked for."""
+    return innermost(value) is not value or is_recorded(value)
 
 
 class _Put(torch.autograd.Function):
@@ -258,7 +261,7 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
 def _put_rows(layout: Layout, rows: Sequence[torch.Tensor]) -> torch.Tensor:
     if _inline.active():
         return torch.stack(list(rows))
-    if any(functorch.is_functorch_wrapped_tensor(row) or is_recorded(row) for row in rows):
+    if any(map(_is_followed, rows)):
         return _put(torch.stack(list(rows)), layout)
     team = current_runtime().team(layout.ranks)
     return make_sharded(layout, team.runtime.put(team, [row.unsqueeze(0) for row in rows]))
@@ -333,9 +336,7 @@ def unreplicate(x: Any) -> Any:
     def first(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        value = leaf
-        while functorch.is_functorch_wrapped_tensor(value):
-            value = functorch.get_unwrapped(value)
+        value = innermost(leaf)
         if isinstance(value, ShardedTensor) and value.is_fully_replicated:
             return leaf.cpu()
         return leaf if _inline.is_replicated(leaf) else leaf[0]

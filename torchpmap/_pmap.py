@@ -170,14 +170,14 @@ class Pmapped:
             prepared = self._prepared.get(key)
             self._latest = key, prepared
         if prepared is not None and prepared.plan.holds():
-            return self._run(prepared, leaves, runtime)
+            return self._run(prepared, leaves)
         if len(self._prepared) >= _MAX_PREPARED:
             self._forget(runtime)
         prepared = self._prepared[key] = self._preparation.prepare(args, kwargs)
         self._latest = key, prepared
         # after tracing: what the function itself rebinds must not count as a change
         self._environment.refresh()
-        result = self._run(prepared, leaves, runtime)
+        result = self._run(prepared, leaves)
         self._environment.refresh()  # gradients are traced when it runs
         return result
 
@@ -211,7 +211,7 @@ class Pmapped:
 
     # -- the hot path ------------------------------------------------------------------------------
 
-    def _run(self, prepared: Prepared, leaves: list[Any], runtime: Runtime) -> Any:
+    def _run(self, prepared: Prepared, leaves: list[Any]) -> Any:
         plan = prepared.plan
         held: list[Handle]
         if len(leaves) != len(prepared.positions):

@@ -53,7 +53,15 @@ from torchpmap._sharded_views import (
 from torchpmap._transfer import fetch_blocks, fetch_row, gather, places_here, store
 from torchpmap._untraced import untraced
 
-__all__ = ["Shard", "ShardedTensor", "make_all", "make_sharded", "spans_processes", "store"]
+__all__ = [
+    "Shard",
+    "ShardedTensor",
+    "innermost",
+    "make_all",
+    "make_sharded",
+    "spans_processes",
+    "store",
+]
 
 _aten = torch.ops.aten
 _SHARING = frozenset({_aten.detach.default, _aten.alias.default, _aten.clone.default})
@@ -387,11 +395,17 @@ _data: Any = torch.Tensor.data
 _is_inference = torch.is_inference_mode_enabled
 
 
-def spans_processes(value: Any) -> bool:
-    """Whether a value has rows in other processes too, also as function transforms see it."""
+def innermost(value: Any) -> Any:
+    """What a value is without the function transforms that trace it."""
     functorch = torch._C._functorch
     while isinstance(value, torch.Tensor) and functorch.is_functorch_wrapped_tensor(value):
         value = functorch.get_unwrapped(value)
+    return value
+
+
+def spans_processes(value: Any) -> bool:
+    """Whether a value has rows in other processes too, also as function transforms see it."""
+    value = innermost(value)
     return type(value) is ShardedTensor and not (
         value.is_fully_replicated or value.is_fully_addressable
     )
