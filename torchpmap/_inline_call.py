@@ -171,10 +171,7 @@ def _largest(check: torch.Tensor) -> float:
     """The number in a tensor, through the function transforms around the call (of a batch of them
     the largest).
     """
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(check):
-        check = functorch.get_unwrapped(check)
-    return float(check.max())
+    return float(innermost(check).max())
 
 
 class KeepCaptured(TorchDispatchMode):
