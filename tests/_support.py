@@ -107,6 +107,12 @@ def rss_bytes(pid: int | str = "self") -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def anonymous_bytes(pid: int | str = "self") -> int:
+    """Resident memory of a process that is neither a file's nor shared."""
+    _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
 def num_fds(pid: int | str = "self") -> int:
     """Open file descriptors of a process."""
     return len(os.listdir(f"/proc/{pid}/fd"))

@@ -4,38 +4,45 @@
     python tests/faults/soak.py --faults 170 --seed 1      # nothing but faults
 
 It ends with exit status 1 at the first wrong value, hang, left-over or growth, and says which seed
-and which round it was.  Memory is the growth of the resident set per 1,000 calls: from the median
-of the second fifth of all samples to the median of the last one, since the first calls of every
-program allocate what the others use.
+and which round it was.  Memory is the growth per 1,000 calls of what a process allocates and does
+not free, after its first 4,000 calls, since the first calls of every program allocate what the
+others use.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import os
 import sys
 import time
 import uuid
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("TORCHPMAP_WARM", "0")
 
+import torch
 from _chaos import Chaos
 from _leftovers import MARK, Inventory
-from _support import known_pids, rss_bytes
+from _support import anonymous_bytes, known_pids
 
 import torchpmap as tp
 
 CONTROLLER_BAR, WORKER_BAR = 0.1, 0.05
 """MB per 1,000 calls."""
-GOOD_ROUNDS = 20
+WARM_UP, MEASURED = 4000, 4000
+"""Calls of a process before its memory is measured, and at least while it is."""
+GOOD_ROUNDS = 50
 """Between two faults of a soak."""
+ROUNDS_PER_SAMPLE = 20
+M_MMAP_THRESHOLD = -3
+"""Of ``malloc.h``."""
 
 
 def rounds(chaos: Chaos, seconds: float | None, faults: int | None) -> Iterator[Callable[[], None]]:
@@ -49,39 +56,59 @@ def rounds(chaos: Chaos, seconds: float | None, faults: int | None) -> Iterator[
         yield chaos.faulty_round
 
 
-def growth(samples: list[tuple[int, int]]) -> float:
-    """MB per 1,000 calls, of (calls, bytes)."""
-    fifth = len(samples) // 5
-    (calls, low), (later, high) = (
-        tuple(map(median, zip(*part, strict=True)))
-        for part in (samples[fifth : 2 * fifth + 1], samples[-fifth - 1 :])
-    )
-    return (high - low) / max(later - calls, 1) * 1000 / 2**20
+def growths(lives: Iterable[list[tuple[int, int]]]) -> list[float]:
+    """MB per 1,000 calls, of the (calls, bytes) of each process that lived long enough to tell."""
+    found = []
+    for life in lives:
+        samples = [sample for sample in life if sample[0] >= life[0][0] + WARM_UP]
+        third = len(samples) // 3
+        if third and samples[-1][0] - samples[0][0] >= MEASURED:
+            (calls, low), (later, high) = (
+                tuple(map(median, zip(*part, strict=True)))
+                for part in (samples[:third], samples[-third:])
+            )
+            found.append((high - low) / (later - calls) * 1000 / 2**20)
+    return found
+
+
+def trim(row: torch.Tensor) -> torch.Tensor:
+    """Give back what is free: it is no growth, and how much of it is kept depends on chance."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return row
+
+
+def keep_nothing_free() -> None:
+    """Large blocks go back at once: ``malloc_trim`` leaves some in the arenas of other threads."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 * 1024)
 
 
 class Memory:
-    """Samples of the resident set of the controller and of each worker."""
+    """Samples of the anonymous memory of the controller and of each worker, while no value is held.
+
+    Buffers of the shared-memory group, which are as large as the largest operand, are none of it.
+    """
 
     def __init__(self) -> None:
         self._samples: dict[int, list[tuple[int, int]]] = defaultdict(list)
 
     def sample(self, operations: int) -> None:
-        ctypes.CDLL(None).malloc_trim(0)  # what is free, but kept for later, is no growth
+        row = torch.zeros(len(known_pids()))
+        trim(tp.pmap(trim, compile=False)(row).cpu())
         for pid in [os.getpid(), *filter(None, known_pids())]:
             try:
-                self._samples[pid].append((operations, rss_bytes(pid)))
+                self._samples[pid].append((operations, anonymous_bytes(pid)))
             except OSError:  # it just ended
                 continue
 
-    def report(self) -> tuple[float, float]:
-        """Growth of the controller, and the largest of the workers that lived for 5,000 calls."""
+    def report(self) -> tuple[list[float], list[float]]:
+        """Growth of the controller, and of each worker, of those that lived long enough."""
         own = self._samples.pop(os.getpid())
-        workers = [
-            growth(samples)
-            for samples in self._samples.values()
-            if samples[-1][0] - samples[0][0] >= 5000
-        ]
-        return growth(own), max(workers, default=0.0)
+        return growths([own]), growths(self._samples.values())
+
+
+def largest(growths: list[float]) -> str:
+    return f"{max(growths):.3f} MB" if growths else "not measured"
 
 
 def main() -> int:
@@ -98,6 +125,7 @@ def main() -> int:
     def say(text: str) -> None:
         os.write(console, f"{text}\n".encode())
 
+    keep_nothing_free()
     os.environ.setdefault(MARK, str(uuid.uuid4()))
     tp.init(4)
     Chaos(options.seed).good_round()
@@ -112,9 +140,11 @@ def main() -> int:
         except BaseException:
             say(f"round {number} of seed {options.seed} failed: {chaos.story}")
             raise
-        memory.sample(chaos.operations)
+        if number % ROUNDS_PER_SAMPLE == 0:
+            chaos.held.clear()
+            memory.sample(chaos.operations)
     chaos.held.clear()
-    controller, worker = memory.report()
+    own, workers = memory.report()
     tp.shutdown()
     left = before.left_behind()
     faults = sum(chaos.seen.values())
@@ -123,9 +153,12 @@ def main() -> int:
         f"{time.monotonic() - start:.0f} s; no hang, no wrong value"
     )
     say(", ".join(f"{name} {count}" for name, count in sorted(chaos.seen.items())))
-    say(f"growth per 1,000 calls: controller {controller:.3f} MB, worker {worker:.3f} MB")
+    say(
+        f"growth per 1,000 calls: controller {largest(own)}, "
+        f"the largest of {len(workers)} workers {largest(workers)}"
+    )
     say(f"left behind: {', '.join(left) or 'nothing'}")
-    grown = options.faults is None and (controller > CONTROLLER_BAR or worker > WORKER_BAR)
+    grown = max(own, default=0) > CONTROLLER_BAR or max(workers, default=0) > WORKER_BAR
     return int(bool(left) or grown)
 
 

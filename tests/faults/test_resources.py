@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
+import signal
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,7 +24,7 @@ from _rig import (
     unindented,
     within,
 )
-from _support import num_fds, rss_bytes, wait_for, worker_pids
+from _support import anonymous_bytes, num_fds, rss_bytes, wait_for, worker_pids
 
 import torchpmap as tp
 
@@ -177,6 +181,30 @@ def test_row_27_twenty_pools_leave_nothing():
     for _ in range(20):
         once()
     assert wait_for(lambda: num_fds() <= before)
+
+
+@pytest.mark.usefixtures("pool")
+def test_row_27_a_closed_pool_keeps_nothing_that_it_did_not_send():
+    """Values and compiled functions keep their pool alive after ``shutdown``."""
+    double = tp.pmap(lambda x: x * 2, "i", compile=EAGER)
+    value = double(rows).block_until_ready()
+    before = anonymous_bytes()
+    for pid in worker_pids():
+        os.kill(pid, signal.SIGSTOP)
+    main = threading.main_thread().ident
+
+    def interrupt() -> None:
+        wait_for(lambda: sys._current_frames()[main].f_code.co_name == "wait_for_room")
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        double(torch.ones(N, 16 << 20))
+    tp.shutdown()
+    with pytest.raises(tp.RuntimeClosed):
+        value.cpu()
+    gc.collect()
+    assert anonymous_bytes() - before < 32 << 20, "the argument alone is 256 MB"
 
 
 def test_row_27_a_flood_of_output_stops_nothing():

@@ -43,9 +43,16 @@ class Outbox:
 
     @property
     def blocked(self) -> Sequence[socket.socket]:
-        """The sockets that have no room."""
-        rest = None if self.unsent is None else _rest(self.unsent)
+        """The sockets that have no room (any thread)."""
+        unsent = self.unsent
+        rest = None if unsent is None else _rest(unsent)
         return () if rest is None else rest[0]
+
+    def drop(self) -> None:
+        """Free what will not be sent, though values keep their closed pool (any thread).  A sender
+        that is at work may put it back, and finds that the sockets are closed.
+        """
+        self.unsent = None
 
     def post(
         self,
@@ -58,9 +65,9 @@ class Outbox:
         A peer that is gone is noticed by the monitor, not here.
         """
         following: _Later = [(sockets, each) for each in later] if later else ()
-        if self.unsent is not None and not self.finish():
-            queue = [*self.unsent[3], (sockets, messages), *following]
-            self.unsent = *self.unsent[:3], queue
+        if self.unsent is not None and not self.finish() and (unsent := self.unsent) is not None:
+            queue = [*unsent[3], (sockets, messages), *following]
+            self.unsent = *unsent[:3], queue
             return
         sent: list[int] = []
         self.unsent = sockets, messages, sent, following
@@ -75,8 +82,8 @@ class Outbox:
 
     def finish(self) -> bool:
         """Send what there is room for of what is left; whether nothing is left."""
-        while self.unsent is not None:
-            self.unsent = rest = _rest(self.unsent)
+        while (unsent := self.unsent) is not None:
+            self.unsent = rest = _rest(unsent)
             if rest is None:
                 self.rounds += 1
                 break

@@ -60,8 +60,6 @@ from torchpmap._runtimes._supervise import (
 from torchpmap._runtimes._vigil import STOPPED_S
 from torchpmap._wire import frame
 
-__all__ = ["Pool"]
-
 T = TypeVar("T")
 
 _GRACE_S = 1.0
@@ -480,6 +478,7 @@ class Pool:
         self._wake_all()
         self._actions.put(Regroup(0))  # wakes the thread that repairs
         self._crew.end()
+        self.outbox.drop()
         self._closed.set()
         self._close_progress()
 
