@@ -287,6 +287,11 @@ class Chaos:
         program = Program(stages, fault.do, place, victim)
         mapped = tp.pmap(program, "i", compile=False, timeout=fault.timeout)
         right = oracle(stages, x)
+        if fault.timeout is not None:
+            # a first call imports for seconds, and an import is not interrupted
+            self.call(
+                "first call", tp.pmap(Program(stages), "i", compile=False)(x).block_until_ready
+            )
         value, error = self.call("faulty call", lambda: mapped(x).cpu())
         if error is None:
             # a fault that is none for the result
