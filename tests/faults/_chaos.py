@@ -32,10 +32,10 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 LIMIT_S = 20.0
 """Of every call of a round: the longest legal wait is that for a stopped process."""
 SIZES = (1, 7, 1_000, 70_000, 500_000)
+"""Elements of a row: within a frame, beyond one, and beyond what a socket takes at once."""
 NUM_PROGRAMS = 12
 REPEATED = 20
 """How often a call without a fault is made."""
-"""Elements of a row: within a frame, beyond one, and beyond what a socket takes at once."""
 
 
 # -- programs --------------------------------------------------------------------------------------
