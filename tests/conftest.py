@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,9 @@ hypothesis.settings.load_profile("reproducible")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the cores have test processes, whose threads would wait for another
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # until the tests are collected: what is made by then stays
 

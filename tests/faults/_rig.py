@@ -145,9 +145,11 @@ def busy(
     thread = threading.Thread(target=call)
     thread.start()
     assert wait_for(lambda: _current.runtime()._pool._monitor.pending)
-    yield thread
-    gate.touch()
-    thread.join()
+    try:
+        yield thread
+    finally:
+        gate.touch()
+        thread.join()
 
 
 # -- programs of their own -------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import signal
 import threading
 import time
@@ -16,7 +15,11 @@ from _support import wait_for, worker_pids
 import torchpmap as tp
 from torchpmap import _current
 
-pytestmark = pytest.mark.usefixtures("pool")
+pytestmark = [
+    pytest.mark.usefixtures("pool"),
+    # Python drops Ctrl-C in a finalizer, and says so
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 def call_until_interrupted():
@@ -30,15 +33,21 @@ def call_until_interrupted():
         return seen.count((calls, False)) == seen.maxlen
 
     def press():
-        assert wait_for(is_stuck)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        pause = 0.0
+        while not over.wait(pause):
+            assert wait_for(is_stuck, seconds=20)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            pause = 0.5
 
+    over = threading.Event()
     thread = threading.Thread(target=press)
     thread.start()
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         while True:
             x = quarter(x)
             calls += 1
+    except KeyboardInterrupt:
+        over.set()
     thread.join()
     return x
 
@@ -71,7 +80,7 @@ def interrupted_after(seconds, function):
         pause = seconds
         while not stopped.wait(pause):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            pause = 0.5  # Python drops what is raised while it runs a finalizer: then, once more
+            pause = 0.5
 
     thread = threading.Thread(target=press)
     try:
@@ -83,7 +92,6 @@ def interrupted_after(seconds, function):
     thread.join()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_row_22_ctrl_c_at_any_moment():
     """Also while a large block is sent; after each, everything works and nothing is lost."""
     large = torch.ones(N, 300_000)
@@ -156,7 +164,6 @@ def test_row_22_what_stands_behind_an_interrupted_call_says_so():
             behind[0].tolist()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_row_22_ctrl_c_at_any_moment_of_calls_that_are_not_compiled():
     step = eagerly(lambda x: tp.psum(x, "i") / N)
     step(rows).block_until_ready()
