@@ -14,7 +14,7 @@ PACKAGE = Path(tp.__file__).parent
 
 # A module imports only modules above it.
 MODULES = """
-_imports _untraced _deadline _ending _errors _ambient _config _data _launcher _inline _structure
+_imports _untraced _sources _deadline _ending _errors _ambient _config _data _launcher _inline _structure
 _tree _devices _mesh _layout
 _axes _grid _collectives_raw _collectives_primitives _collectives_groups _collectives_operands
 _collectives_reduce _collectives_move _collectives_permute _collectives_ragged _collectives

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torchpmap import _axes
 from torchpmap._axes import Signature
 from torchpmap._errors import CollectiveMismatch
+from torchpmap._sources import users_frames
 
 __all__ = ["ADVICE", "Agreement", "Fingerprint"]
 
@@ -35,12 +36,6 @@ ADVICE = (
     "put one under a condition on"
 )
 """Of a message about those that did not."""
-
-_OWN = (
-    *(os.path.join(os.path.dirname(str(file)), "") for file in (__file__, torch.__file__)),
-    threading.__file__,
-)
-"""Paths of files that are not the user's begin so."""
 
 
 class Fingerprint:
@@ -51,7 +46,7 @@ class Fingerprint:
         self._what = what
         self._number = _axes.ordinal()
         self._purpose = _axes.purpose()
-        self._frames = list(_frames(within))
+        self._frames = list(users_frames(within))
         self.key = "|".join((what, group, self._purpose, *map(_place, self._frames)))
 
     def __eq__(self, other: object) -> bool:
@@ -74,15 +69,6 @@ class Fingerprint:
         ]
         site = f" at {', called at '.join(places)}" if places else ""
         return self._what + reason + (f"{site} (collective {self._number})" if site else "")
-
-
-def _frames(within: CodeType | None) -> Iterator[FrameType]:
-    """Those of the user's code, the innermost first."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not within:
-        if not frame.f_code.co_filename.startswith(_OWN):
-            yield frame
-        frame = frame.f_back
 
 
 def _place(frame: FrameType) -> str:

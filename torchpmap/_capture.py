@@ -22,8 +22,8 @@ from torchpmap._ambient import Unchanged
 from torchpmap._contents import Answer, Contents
 from torchpmap._custom_ops import expand, is_hidden
 from torchpmap._errors import lost_write
-from torchpmap._escaped import users_line
 from torchpmap._kinds import absence, oddity
+from torchpmap._sources import users_line
 
 __all__ = ["Capture", "KeepData", "SettingChanged", "Substitute", "clean_grads", "is_real"]
 

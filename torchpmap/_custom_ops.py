@@ -19,7 +19,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ import torch
 from torch._library import custom_ops, simple_registry
 
 from torchpmap._environment import Environment
+from torchpmap._sources import TORCH
 
 __all__ = [
     "NATIVE",
@@ -46,7 +46,6 @@ __all__ = [
 NATIVE = frozenset({"aten", "prims", "prim", "_c10d_functional", "torchpmap", "torchpmap_random"})
 """Namespaces of operations that every worker has."""
 
-_TORCH = os.path.dirname(torch.__file__)
 _Definition = custom_ops.CustomOpDef
 _REGISTERED = re.compile(r"^(\S+?)(?:\[alias\])?: registered at (.*):\d+", re.MULTILINE)
 
@@ -115,7 +114,7 @@ def source(operation: str) -> Any:
     if not _is_python(file):
         paths = tuple(sorted(torch.ops.loaded_libraries))
         fake = _fake(operation)
-        own = fake is not None and not fake.source.startswith(_TORCH)
+        own = fake is not None and not fake.source.startswith(TORCH)
         return _Libraries(paths, fake.func if own else None) if paths else None
     module = _module_of(operation, file)
     if module is None:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from pathlib import Path
 from types import FrameType
 
 from torchpmap._deadline import Deadline
+from torchpmap._sources import PACKAGE
 
 __all__ = ["begin", "has_begun", "sleep_if_ending", "wait_for_calls"]
 
-_PACKAGE = str(Path(__file__).parent)
 _PAUSE_S = 0.002
 
 _begun = False
@@ -55,7 +54,7 @@ def _calling() -> set[int]:
     for ident, innermost in sys._current_frames().items():
         frame: FrameType | None = innermost
         while frame is not None:
-            if frame.f_code.co_filename.startswith(_PACKAGE):
+            if frame.f_code.co_filename.startswith(PACKAGE):
                 found.add(ident)
                 break
             frame = frame.f_back

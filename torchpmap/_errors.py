@@ -32,14 +32,13 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
 
-_PACKAGE = str(Path(__file__).parent)
+from torchpmap._sources import PACKAGE
 
 
 class PmapError(RuntimeError):
@@ -141,7 +140,7 @@ def warn(text: str) -> None:
     """Warn at the line of the user's code that led here, however deep inside the package we are."""
     level = 2
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
         level += 1
     warnings.warn(text, UserWarning, stacklevel=level)

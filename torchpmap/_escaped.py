@@ -8,12 +8,9 @@ every use.
 
 from __future__ import annotations
 
-import linecache
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -21,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from torchpmap._errors import TensorEscaped, kind_of
+from torchpmap._sources import users_line
 
-__all__ = ["Escaped", "Watch", "note", "users_line", "watched"]
+__all__ = ["Escaped", "Watch", "note", "watched"]
 
 _functorch: Any = torch._C._functorch
-_FOREIGN = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<eval", "<string")
 
 _current: ContextVar[Watch | None] = ContextVar("torchpmap_watch", default=None)
 
@@ -165,15 +162,3 @@ def note(arguments: Iterable[torch.Tensor], fun: Any) -> None:
 def _depth() -> int:
     top = _functorch.peek_interpreter_stack()
     return 0 if top is None else int(top.level())
-
-
-def users_line() -> str:
-    """The innermost line that is neither torch's nor ours."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
-        frame = frame.f_back
-    if frame is None:
-        return "an unknown line"
-    file, number = frame.f_code.co_filename, frame.f_lineno
-    line = linecache.getline(file, number).strip()
-    return f"{file}:{number}" + (f" `{line}`" if line else "")

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
+from torchpmap._sources import users_frames
 
 __all__ = ["Gather", "note_gather", "report_gathers"]
-
-_TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
 
 _reports: ContextVar[tuple[list[Gather], ...]] = ContextVar("torchpmap_gathers", default=())
 
@@ -73,9 +67,6 @@ def note_gather(func: Any, num_bytes: int) -> None:
 
 
 def _call_site() -> str:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith((_HERE, _TORCH)):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
+    for frame in users_frames():
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return "<unknown line>"

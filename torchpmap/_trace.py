@@ -26,7 +26,6 @@ import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -38,10 +37,10 @@ from torchpmap._ambient import callers_modes_off
 from torchpmap._axes import Axis, Partition, peers, subgroup_name
 from torchpmap._capture import Capture, KeepData, SettingChanged, Substitute, clean_grads, is_real
 from torchpmap._errors import lost_write
-from torchpmap._escaped import users_line
 from torchpmap._imports import uncollected
 from torchpmap._remat import Record, rematerialize, without_writes, writes
 from torchpmap._replication import is_random, replicated
+from torchpmap._sources import is_users, line, users_line
 from torchpmap._split import Halves, split
 from torchpmap._threefry import whole
 
@@ -62,9 +61,6 @@ Body = Callable[[Sequence[torch.Tensor], Axis], Sequence[tuple[torch.Tensor, Seq
 """Takes one block per input, and the axis of the devices; returns the output blocks, each with the
 axes along which it must be the same on all devices: that one, or some of a mesh of it.
 """
-
-_HERE = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
 
 
 class Untraceable(Exception):  # a verdict, not an error: the front end decides what it means
@@ -378,13 +374,9 @@ def _untraceable(error: BaseException) -> Untraceable | None:
 
 
 def _users_line(error: BaseException) -> str:
-    """The innermost frame that is neither torch's nor ours."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((_HERE, _TORCH)) and not frame.filename.startswith(
-            "<eval"
-        ):
-            line = f" `{frame.line}`" if frame.line else ""
-            return f"{frame.filename}:{frame.lineno}{line}"
+        if is_users(frame.filename):
+            return line(frame.filename, frame.lineno or 0)
     return "<unknown line>"
 
 

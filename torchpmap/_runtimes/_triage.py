@@ -23,12 +23,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from torchpmap import _wire
 from torchpmap._deadline import Deadline
 from torchpmap._runtimes._forkserver import process_state
 from torchpmap._runtimes._process import WorkerProcess
+from torchpmap._sources import PACKAGE, TORCH
 
 __all__ = ["Answer", "Sight", "ask", "described", "look"]
 
@@ -40,11 +39,10 @@ _SETTLED_S = 0.01
 _tokens = itertools.count(1)
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_PACKAGE = str(Path(__file__).parent.parent)
 _WORKER = str(Path(__file__).with_name("_worker.py"))
 _LIBRARIES = (
-    _PACKAGE,
-    str(Path(torch.__file__).parent),
+    PACKAGE,
+    TORCH,
     sysconfig.get_path("stdlib"),
     sysconfig.get_path("purelib"),
     "<",
