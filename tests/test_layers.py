@@ -32,7 +32,7 @@ _runtimes._crew _runtimes._lookout _runtimes._triage _runtimes._limits _runtimes
 _runtimes._local
 _current _transfer _rules_signature _rules_compute _rules_shape _rules _blocks _sharded_arguments
 _sharded_graphs _sharded_operations _sharded_gathers _sharded_views _sharded_memory _sharded_strides
-_sharded_host _sharded _plan _eager _placement _spanning _serial _inline_call
+_sharded_host _sharded _placement _spanning _plan _eager _serial _inline_call
 _lowering _operations _autodiff _nested _prepare _lowered _pmap
 _optim_checks optim
 _multihost_values multihost

@@ -17,11 +17,13 @@ from torch.autograd import forward_ad
 from torchpmap._layout import Layout
 from torchpmap._lowering import Pair
 from torchpmap._operations import Operation, Outputs, Primal, Tensors, is_inexact
-from torchpmap._plan import Called, host_tensor, place
+from torchpmap._placement import handle_of
+from torchpmap._plan import Called
 from torchpmap._runtimes._base import Handle
 from torchpmap._sharded import ShardedTensor, gather, make_sharded
 from torchpmap._streams import batched_key
 from torchpmap._trace import Untraceable
+from torchpmap._transfer import host_tensor
 
 __all__ = ["apply_operation", "is_transformed", "no_derivative", "without_derivative"]
 
@@ -101,7 +103,7 @@ class _Call:
                 cotangents = dict(zip(given, tensors[count:], strict=True))
                 layouts = [operation.outputs[k] for k in inexact]
                 held = [
-                    place(cotangents.get(k, _zeros(layout)), layout)
+                    handle_of(cotangents.get(k, _zeros(layout)), layout)
                     for k, layout in zip(inexact, layouts, strict=True)
                 ]
                 gradients = pair.backward.start_checked([*residuals, *held])

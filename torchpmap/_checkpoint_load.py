@@ -21,9 +21,9 @@ from torchpmap._current import check_devices, is_launched, process_index
 from torchpmap._current import runtime as current_runtime
 from torchpmap._errors import CheckpointError
 from torchpmap._layout import Layout, general_layout
-from torchpmap._plan import host_tensor
 from torchpmap._runtimes._base import Handle
 from torchpmap._sharded import ShardedTensor, make_sharded
+from torchpmap._transfer import host_tensor
 
 __all__ = ["load_tree"]
 

@@ -26,10 +26,9 @@ from torchpmap._current import process_count, process_index
 from torchpmap._current import runtime as current_runtime
 from torchpmap._errors import dtype_name
 from torchpmap._layout import Layout
-from torchpmap._plan import host_tensor
 from torchpmap._runtimes._base import Handle
 from torchpmap._sharded import ShardedTensor
-from torchpmap._transfer import fetch_blocks
+from torchpmap._transfer import fetch_blocks, host_tensor
 
 __all__ = [
     "HOST",

@@ -18,7 +18,8 @@ from torchpmap._current import runtime as current_runtime
 from torchpmap._errors import kind_of
 from torchpmap._grid import Grid
 from torchpmap._layout import Layout
-from torchpmap._plan import Called, place
+from torchpmap._placement import handles_of
+from torchpmap._plan import Called
 from torchpmap._program import EagerCall, EagerReport, Program, no_stream, not_replicated
 from torchpmap._shipping import number_of, pickled_function
 from torchpmap._streams import draw_key, peek_key
@@ -56,7 +57,7 @@ class EagerPlan:
         team = runtime.team(tuple(device.id for device in self._grid.devices))
         key = peek_key()
         call = self._message(key, here=runtime.runs_here)
-        held = [place(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
+        held = handles_of(leaves, layouts)
         reports, outputs = runtime.run_eagerly(team, call, held)
         self._check(reports)
         report = reports[0]

@@ -10,7 +10,8 @@ import torch
 
 from torchpmap._errors import check_array, kind_of
 from torchpmap._layout import Layout
-from torchpmap._plan import Plan, place
+from torchpmap._placement import handle_of
+from torchpmap._plan import Plan
 from torchpmap._sharded import make_sharded
 from torchpmap._structure import Structure, flatten_call
 
@@ -127,7 +128,7 @@ class Compiled:
                     f"{kind_of(layout.shape, layout.dtype)} and called with "
                     f"{kind_of(value.shape, value.dtype)}"
                 )
-            held.append(place(value, layout))
+            held.append(handle_of(value, layout))
         called = self._plan.call(held)
         return called.tree([make_sharded(layout, handle) for layout, handle in called.outputs])
 

@@ -15,8 +15,8 @@ from torchpmap._current import process_index
 from torchpmap._data import DTYPES, packed, unpacked
 from torchpmap._errors import check_array, dtype_name
 from torchpmap._layout import Layout
-from torchpmap._plan import host_tensor
 from torchpmap._sharded import ShardedTensor
+from torchpmap._transfer import host_tensor
 
 __all__ = ["Parcel", "Share", "as_bytes", "filled", "fingerprint", "opened", "padded"]
 

@@ -33,7 +33,8 @@ from torchpmap._errors import kind_of
 from torchpmap._grid import Cut, Grid
 from torchpmap._layout import Layout
 from torchpmap._lowering import Body, Pair, Target, lower, lower_pair
-from torchpmap._plan import Drawn, Pinned, Plan, place
+from torchpmap._placement import handle_of, handles_of
+from torchpmap._plan import Drawn, Pinned, Plan
 from torchpmap._program import Outcome, Program
 from torchpmap._runtimes._base import Handle
 from torchpmap._structure import flatten
@@ -77,7 +78,7 @@ class Operation:
         return self.plan.call(self.placed(tensors)).outputs
 
     def placed(self, tensors: Tensors) -> list[Handle]:
-        return [place(x, layout) for x, layout in zip(tensors, self.layouts, strict=True)]
+        return handles_of(tensors, self.layouts)
 
     def differentiable_inputs(self) -> tuple[int, ...]:
         return tuple(k for k, layout in enumerate(self.layouts) if is_inexact(layout.dtype))
@@ -339,8 +340,8 @@ class Primal(Operation):
         count = self._num_arguments
         arguments = zip(tensors[:count], self.layouts[:count], strict=True)
         closures = zip(tensors[count:], self.captured, strict=True)
-        return [place(x, layout) for x, layout in arguments] + [
-            captured.handle() if x is captured.tensor else place(x, captured.layout)
+        return [handle_of(x, layout) for x, layout in arguments] + [
+            captured.handle() if x is captured.tensor else handle_of(x, captured.layout)
             for x, captured in closures
         ]
 

@@ -17,12 +17,11 @@ from torchpmap._errors import check_array
 from torchpmap._escaped import Escaped
 from torchpmap._layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._mesh import NamedSharding
-from torchpmap._plan import host_tensor, place
 from torchpmap._runtimes._base import Handle
-from torchpmap._sharded import ShardedTensor, innermost, make_sharded
+from torchpmap._sharded import ShardedTensor, check_open, innermost, make_sharded
 from torchpmap._sharded_host import is_recorded
 from torchpmap._structure import flatten
-from torchpmap._transfer import check_equal_everywhere, places_here
+from torchpmap._transfer import check_equal_everywhere, gather, host_tensor, places_here, store
 
 __all__ = [
     "block_until_ready",
@@ -30,6 +29,8 @@ __all__ = [
     "device_put",
     "device_put_replicated",
     "device_put_sharded",
+    "handle_of",
+    "handles_of",
     "replicate",
     "unreplicate",
 ]
@@ -138,7 +139,7 @@ def _put(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     if _is_followed(value):
         result: torch.Tensor = _Put.apply(value, layout)
         return result
-    return make_sharded(layout, place(value, layout))
+    return make_sharded(layout, handle_of(value, layout))
 
 
 def _is_followed(value: torch.Tensor) -> bool:
@@ -151,7 +152,7 @@ class _Put(torch.autograd.Function):
 
     @staticmethod
     def forward(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-        return make_sharded(layout, place(value, layout))
+        return make_sharded(layout, handle_of(value, layout))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, Any], output: Any) -> None:
@@ -399,3 +400,21 @@ def block_until_ready(x: Any) -> Any:
             handle = leaf._alive()[1]
             handle.team.runtime.check(handle)
     return x
+
+
+def handle_of(value: Any, layout: Layout) -> Handle:
+    """The handle of ``value`` laid out as ``layout``: its own if it is there already, else it is
+    (re)sent.
+    """
+    if type(value) is ShardedTensor:
+        handle = check_open(value)
+        here = value._layout
+        assert here is not None
+        if here.same_place(layout):
+            return handle
+        return store(layout, gather(here, handle))
+    return store(layout, host_tensor(value))
+
+
+def handles_of(values: Sequence[Any], layouts: Sequence[Layout]) -> list[Handle]:
+    return [handle_of(value, layout) for value, layout in zip(values, layouts, strict=True)]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from torchpmap._axes import Partition
@@ -21,15 +20,15 @@ from torchpmap._compile import Definition
 from torchpmap._config import config
 from torchpmap._contents import Answer, Contents
 from torchpmap._custom_ops import Implementations
-from torchpmap._errors import check_array
 from torchpmap._layout import Layout
+from torchpmap._placement import handle_of
 from torchpmap._program import not_replicated
 from torchpmap._runtimes._base import Handle, Team
-from torchpmap._sharded import ShardedTensor, check_open, gather, store
+from torchpmap._sharded import ShardedTensor, gather
 from torchpmap._streams import draw_key
 from torchpmap._structure import Structure
 
-__all__ = ["Called", "Captured", "Drawn", "Pinned", "Plan", "host_tensor", "place"]
+__all__ = ["Called", "Captured", "Drawn", "Pinned", "Plan"]
 
 
 class Called(NamedTuple):
@@ -75,12 +74,12 @@ class Captured:
         tensor = self.tensor
         if type(tensor) is ShardedTensor:
             if self._handle is None or tensor._handle is not self._given:
-                self._handle = place(tensor, self.layout)
+                self._handle = handle_of(tensor, self.layout)
                 self._given = tensor._handle
         elif self._handle is None or self._sent is None or not self._sent.same():
             # the copy first: a write between the two is sent again, and never missed
             self._sent = Contents(tensor, compared=config.check_captured)
-            self._handle = place(tensor, self.layout)
+            self._handle = handle_of(tensor, self.layout)
         return self._handle
 
 
@@ -93,7 +92,7 @@ class Drawn(Captured):
         return draw_key()
 
     def handle(self) -> Handle:
-        return place(self.value(), self.layout)
+        return handle_of(self.value(), self.layout)
 
 
 class Pinned:
@@ -213,35 +212,3 @@ class Plan:
     def __del__(self) -> None:
         if not getattr(self, "undefined", True):  # it may never have been finished
             self.team.runtime.forget(self.definition.plan_id)
-
-
-def place(value: Any, layout: Layout) -> Handle:
-    """The handle of ``value`` laid out as ``layout``: its own if it is there already, else it is
-    (re)sent.
-    """
-    if type(value) is ShardedTensor:
-        handle = check_open(value)
-        here = value._layout
-        assert here is not None
-        if here.same_place(layout):
-            return handle
-        return store(layout, gather(here, handle))
-    return store(layout, host_tensor(value))
-
-
-def host_tensor(value: Any) -> torch.Tensor:
-    """A tensor, numpy array or number as a CPU tensor, without a copy where possible; dtypes are
-    kept.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu() if value.device.type != "cpu" else value.detach()
-    if isinstance(value, np.ndarray):
-        check_array(value, "an array that is to be put on a device")
-        if not value.flags.writeable or not value.dtype.isnative:
-            value = np.array(
-                value, dtype=value.dtype.newbyteorder("=")
-            )  # torch warns about read-only memory
-        return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
-    if hasattr(value, "__dlpack__"):
-        return host_tensor(torch.from_dlpack(value))
-    return torch.as_tensor(value, device="cpu")

@@ -39,7 +39,8 @@ from torchpmap._eager import EagerPlan
 from torchpmap._environment import Environment
 from torchpmap._errors import POOL_CLOSED, RuntimeClosed, TraceError
 from torchpmap._lowered import Lowered
-from torchpmap._plan import Called, place
+from torchpmap._placement import handles_of
+from torchpmap._plan import Called
 from torchpmap._prepare import Preparation, Prepared, refuse_aliased_donation
 from torchpmap._runtimes._base import Handle, Runtime
 from torchpmap._sharded import ShardedTensor, make_all, make_sharded, spans_processes
@@ -231,9 +232,7 @@ class Pmapped:
                 if handle.team is not team:  # that of the same ranks in another pool
                     raise RuntimeClosed(POOL_CLOSED)
         else:
-            held = [
-                place(leaf, layout) for leaf, layout in zip(leaves, prepared.layouts, strict=True)
-            ]
+            held = handles_of(leaves, prepared.layouts)
         handles = direct.run(held)
         if prepared.donated:
             self._consume(prepared, leaves)
@@ -280,7 +279,7 @@ def _called(prepared: Prepared, leaves: Sequence[Any]) -> Called:
     plan, layouts = prepared.plan, prepared.layouts
     if isinstance(plan, EagerPlan):
         return plan.call(leaves, layouts)
-    return plan.call([place(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)])
+    return plan.call(handles_of(leaves, layouts))
 
 
 def _leaf_key(leaf: Any) -> Hashable:

@@ -31,13 +31,14 @@ from torchpmap._layout import Layout, replicated_layout
 from torchpmap._lowering import Target, lower
 from torchpmap._nested import bind_inner, counts_of_list, cuts_of, device_counts
 from torchpmap._operations import Primal
-from torchpmap._plan import Plan, host_tensor
+from torchpmap._plan import Plan
 from torchpmap._program import Constant, Input, Program
 from torchpmap._retraces import Retraces
 from torchpmap._sharded import ShardedTensor, check_open, spans_processes
 from torchpmap._streams import are_active, draw_key, new_seed
 from torchpmap._structure import flatten_call
 from torchpmap._trace import Untraceable
+from torchpmap._transfer import host_tensor
 
 __all__ = ["Preparation", "Prepared", "refuse_aliased_donation"]
 

@@ -18,10 +18,16 @@ from torchpmap._current import is_launched, local_devices, process_count
 from torchpmap._current import runtime as current_runtime
 from torchpmap._layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._mesh import Mesh, NamedSharding, PartitionSpec
-from torchpmap._plan import host_tensor
 from torchpmap._sharded import ShardedTensor, make_sharded
 from torchpmap._structure import flatten
-from torchpmap._transfer import check_equal_everywhere, fetch_blocks, places_here, store, team_of
+from torchpmap._transfer import (
+    check_equal_everywhere,
+    fetch_blocks,
+    host_tensor,
+    places_here,
+    store,
+    team_of,
+)
 
 __all__ = ["from_dtensor", "global_view", "local_view", "to_dtensor"]
 

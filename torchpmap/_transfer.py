@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from torchpmap._current import devices, process_index, runtime
-from torchpmap._errors import kind_of
+from torchpmap._errors import check_array, kind_of
 from torchpmap._layout import Layout
 from torchpmap._runtimes._base import Handle, Team
 from torchpmap._wire import bytes_of
@@ -18,6 +20,7 @@ __all__ = [
     "fetch_blocks",
     "fetch_row",
     "gather",
+    "host_tensor",
     "places_here",
     "store",
     "store_on",
@@ -129,3 +132,20 @@ def fetch_row(layout: Layout, handle: Handle, row: int) -> torch.Tensor | None:
     target = torch.empty(layout.shape[1:], dtype=layout.dtype, device="cpu")
     handle.team.runtime.fetch(handle, [(place, 0, position, target)])
     return target
+
+
+def host_tensor(value: Any) -> torch.Tensor:
+    """A tensor, numpy array or number as a CPU tensor, without a copy where possible; dtypes are
+    kept.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu() if value.device.type != "cpu" else value.detach()
+    if isinstance(value, np.ndarray):
+        check_array(value, "an array that is to be put on a device")
+        if not value.flags.writeable or not value.dtype.isnative:
+            # torch warns about read-only memory
+            value = np.array(value, dtype=value.dtype.newbyteorder("="))
+        return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+    if hasattr(value, "__dlpack__"):
+        return host_tensor(torch.from_dlpack(value))
+    return torch.as_tensor(value, device="cpu")
