@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 
 from torchpmap import _axes
 from torchpmap._axes import Axis, Partition
-from torchpmap._config import Config
+from torchpmap._base.config import Config
 from torchpmap._groups import Groups
 
 GROUP = "axis"

@@ -19,7 +19,7 @@ import torch
 from _launched import Raised, host, run_cases
 
 import torchpmap as tp
-from torchpmap._ambient import ambient, applied
+from torchpmap._base.ambient import ambient, applied
 
 AXIS = "i"
 GRAPH = {"backend": "eager"}

@@ -22,9 +22,9 @@ from parity.values import Case
 
 import torchpmap as tp
 from torchpmap import _axes
+from torchpmap._base.axis_spec import broadcast_axes
+from torchpmap._base.pytree import flatten
 from torchpmap._current import runtime
-from torchpmap._structure import flatten
-from torchpmap._tree import broadcast_axes
 
 NUM_RANKS = 4
 GRAPH = {"backend": "eager"}

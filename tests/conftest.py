@@ -18,7 +18,7 @@ from _leftovers import Inventory
 from _support import SCALE, TEST_ALL, sample, wait_for
 
 import torchpmap as tp
-from torchpmap._devices import usable_cores
+from torchpmap._base.devices import usable_cores
 from torchpmap._runtimes._process import preload
 
 hypothesis.settings.register_profile(

@@ -11,7 +11,7 @@ from _support import EAGER
 from torch.overrides import TorchFunctionMode
 
 import torchpmap as tp
-from torchpmap._ambient import KEYED, SETTINGS, ambient, applied, keyed
+from torchpmap._base.ambient import KEYED, SETTINGS, ambient, applied, keyed
 
 pytestmark = pytest.mark.usefixtures("pool")
 

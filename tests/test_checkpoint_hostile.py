@@ -27,10 +27,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torchpmap as tp
+from torchpmap._base.data import packed
 from torchpmap._checkpoint_files import _digest
 from torchpmap._checkpoint_pickles import metadata_of, value_of
 from torchpmap._checkpoint_workers import Line, _called
-from torchpmap._data import packed
 from torchpmap.checkpoint import latest, load, save
 
 TREE = {

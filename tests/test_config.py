@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from torchpmap import _config
-from torchpmap._config import Config, Settings
+from torchpmap._base import config
+from torchpmap._base.config import Config, Settings
 
 
 @pytest.fixture(autouse=True)
@@ -159,4 +159,4 @@ def test_repr():
 
 
 def test_there_is_one_module_level_object():
-    assert type(_config.config) is Settings
+    assert type(config.config) is Settings

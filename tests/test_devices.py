@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from torchpmap import _devices
-from torchpmap._devices import (
+from torchpmap._base import devices as _devices
+from torchpmap._base.devices import (
     Device,
     default_device_type,
     default_num_devices,

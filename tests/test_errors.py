@@ -13,8 +13,8 @@ import traceback
 import pytest
 import torch
 
-from torchpmap import _errors
-from torchpmap._errors import (
+from torchpmap._base import errors
+from torchpmap._base.errors import (
     CallTimeout,
     CollectiveMismatch,
     PmapError,
@@ -76,9 +76,9 @@ def test_tree(cls):
 
 def test_tree_in_module_docstring_is_complete():
     classes = {
-        name for name, c in vars(_errors).items() if inspect.isclass(c) and issubclass(c, PmapError)
+        name for name, c in vars(errors).items() if inspect.isclass(c) and issubclass(c, PmapError)
     }
-    documented = {line.split()[0] for line in _errors.__doc__.splitlines() if line[:6] == " " * 6}
+    documented = {line.split()[0] for line in errors.__doc__.splitlines() if line[:6] == " " * 6}
     assert classes == documented
 
 
@@ -209,7 +209,7 @@ def test_class_defined_in_main_is_the_same_class_again():
     worker = textwrap.dedent(
         """
         import sys, cloudpickle
-        from torchpmap._errors import pack_exception
+        from torchpmap._base.errors import pack_exception
         fun = cloudpickle.load(sys.stdin.buffer)
         try:
             fun()
@@ -220,7 +220,7 @@ def test_class_defined_in_main_is_the_same_class_again():
     main = textwrap.dedent(
         f"""
         import subprocess, sys, cloudpickle
-        from torchpmap._errors import unpack_exception
+        from torchpmap._base.errors import unpack_exception
         class MyError(Exception):
             pass
         def fun():
@@ -331,7 +331,7 @@ def test_caller_that_cannot_import_the_class():
     packed = pack_exception(caught(Custom("mine")))
     script = textwrap.dedent(
         f"""
-        from torchpmap._errors import WorkerError, unpack_exception
+        from torchpmap._base.errors import WorkerError, unpack_exception
         exc = unpack_exception({packed!r}, where="there")
         assert type(exc) is WorkerError, repr(exc)
         assert str(exc) == "{__name__}.Custom: mine", str(exc)

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from torchpmap._devices import Device
+from torchpmap._base.devices import Device
 from torchpmap._layout import (
     _interned,
     general_layout,

@@ -7,8 +7,8 @@ import gc
 import pytest
 
 import torchpmap as tp
-from torchpmap._devices import enumerate_devices
-from torchpmap._errors import pack_exception
+from torchpmap._base.devices import enumerate_devices
+from torchpmap._base.errors import pack_exception
 from torchpmap._runtimes._losses import Losses
 from torchpmap._runtimes._supervise import Exited, Failed, Verdict
 

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchpmap._devices import Device
+from torchpmap._base.devices import Device
 from torchpmap._mesh import (
     Mesh,
     NamedSharding,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torchpmap as tp
-from torchpmap._devices import enumerate_devices
+from torchpmap._base.devices import enumerate_devices
 from torchpmap._layout import general_layout
 from torchpmap._picture import picture
 

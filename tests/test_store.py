@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchpmap as tp
-from torchpmap._config import Config
-from torchpmap._data import packed, unpacked
-from torchpmap._deadline import Deadline
+from torchpmap._base.config import Config
+from torchpmap._base.data import packed, unpacked
+from torchpmap._base.deadline import Deadline
 from torchpmap._groups import Groups
 from torchpmap._launcher import Place
 from torchpmap._runtimes import _watch

@@ -18,8 +18,8 @@ from _trees import Box, Point, State, registered, trees
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchpmap import _structure
-from torchpmap._structure import flatten, flatten_call, leaf_paths, unflatten
+from torchpmap._base import pytree as _structure
+from torchpmap._base.pytree import flatten, flatten_call, leaf_paths, unflatten
 
 Other = namedtuple("Other", ["x", "y"])
 

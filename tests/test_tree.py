@@ -13,7 +13,7 @@ from _trees import Box, Point, State, registered, trees
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchpmap._tree import (
+from torchpmap._base.axis_spec import (
     IN_AXES_HINT,
     OUT_AXES_HINT,
     argument_names,

@@ -9,7 +9,7 @@ under ``torch.func``::
     normalize(torch.arange(4.0))
 """
 
-from torchpmap._imports import uncollected as _uncollected
+from torchpmap._base.imports import uncollected as _uncollected
 
 with _uncollected():
     from torchpmap import checkpoint as checkpoint
@@ -17,6 +17,20 @@ with _uncollected():
     from torchpmap import multihost as multihost
     from torchpmap import optim as optim
     from torchpmap import random as random
+    from torchpmap._base.config import config
+    from torchpmap._base.devices import Device
+    from torchpmap._base.errors import (
+        CallTimeout,
+        CheckpointError,
+        CollectiveMismatch,
+        PmapError,
+        RuntimeClosed,
+        ShardLost,
+        TensorEscaped,
+        TraceError,
+        WorkerDied,
+        WorkerError,
+    )
     from torchpmap._collectives import (
         all_gather,
         all_to_all,
@@ -38,7 +52,6 @@ with _uncollected():
         pswapaxes,
         ragged_all_to_all,
     )
-    from torchpmap._config import config
     from torchpmap._current import (
         default_backend,
         device_count,
@@ -49,19 +62,6 @@ with _uncollected():
         process_count,
         process_index,
         shutdown,
-    )
-    from torchpmap._devices import Device
-    from torchpmap._errors import (
-        CallTimeout,
-        CheckpointError,
-        CollectiveMismatch,
-        PmapError,
-        RuntimeClosed,
-        ShardLost,
-        TensorEscaped,
-        TraceError,
-        WorkerDied,
-        WorkerError,
     )
     from torchpmap._grad import grad, value_and_grad
     from torchpmap._mesh import Mesh, NamedSharding, PartitionSpec, make_mesh

@@ -26,8 +26,8 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 from torchpmap import _axes
 from torchpmap._axes import Signature
-from torchpmap._errors import CollectiveMismatch
-from torchpmap._sources import users_frames
+from torchpmap._base.errors import CollectiveMismatch
+from torchpmap._base.sources import users_frames
 
 __all__ = ["ADVICE", "Agreement", "Fingerprint"]
 

@@ -13,14 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._compile import Backend, parse_compile
-from torchpmap._config import check_timeout
-from torchpmap._devices import Device
-from torchpmap._errors import call_prefix
-from torchpmap._escaped import Escaped
-from torchpmap._kinds import check_dtype, check_number, oddity
-from torchpmap._structure import Structure
-from torchpmap._tree import (
+from torchpmap._base.axis_spec import (
     IN_AXES_HINT,
     KWARGS_HINT,
     argument_names,
@@ -29,6 +22,13 @@ from torchpmap._tree import (
     flatten_call,
     mapped_axis_size,
 )
+from torchpmap._base.config import check_timeout
+from torchpmap._base.devices import Device
+from torchpmap._base.errors import call_prefix
+from torchpmap._base.pytree import Structure
+from torchpmap._compile import Backend, parse_compile
+from torchpmap._escaped import Escaped
+from torchpmap._kinds import check_dtype, check_number, oddity
 
 __all__ = ["Bound", "Options", "Static", "bind", "split_statics"]
 

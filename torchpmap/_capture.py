@@ -18,12 +18,12 @@ from torch._functorch import eager_transforms, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from torchpmap._ambient import Unchanged
-from torchpmap._contents import Answer, Contents
+from torchpmap._base.ambient import Unchanged
+from torchpmap._base.contents import Answer, Contents
+from torchpmap._base.errors import lost_write
+from torchpmap._base.sources import users_line
 from torchpmap._custom_ops import expand, is_hidden
-from torchpmap._errors import lost_write
 from torchpmap._kinds import absence, oddity
-from torchpmap._sources import users_line
 
 __all__ = ["Capture", "KeepData", "SettingChanged", "Substitute", "clean_grads", "is_real"]
 

@@ -27,7 +27,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from torchpmap._errors import CheckpointError
+from torchpmap._base.errors import CheckpointError
 
 __all__ = [
     "METADATA",

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from torchpmap import _inline
+from torchpmap._base.errors import CheckpointError
 from torchpmap._checkpoint_files import Folder
 from torchpmap._checkpoint_peers import peers, together
 from torchpmap._checkpoint_table import Table, describe
@@ -19,7 +20,6 @@ from torchpmap._checkpoint_values import extents, whole
 from torchpmap._checkpoint_workers import Restore, run_on
 from torchpmap._current import check_devices, is_launched, process_index
 from torchpmap._current import runtime as current_runtime
-from torchpmap._errors import CheckpointError
 from torchpmap._layout import Layout, general_layout
 from torchpmap._runtimes._base import Handle
 from torchpmap._sharded import ShardedTensor, make_sharded

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from torchpmap import _inline
-from torchpmap._config import config
+from torchpmap._base.config import config
+from torchpmap._base.data import packed, unpacked
+from torchpmap._base.deadline import Deadline
+from torchpmap._base.errors import CallTimeout, CheckpointError
 from torchpmap._current import process_count
 from torchpmap._current import runtime as current_runtime
-from torchpmap._data import packed, unpacked
-from torchpmap._deadline import Deadline
-from torchpmap._errors import CallTimeout, CheckpointError
 
 if TYPE_CHECKING:
     from torchpmap._runtimes._torchrun import TorchrunRuntime

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from torchpmap._data import DTYPES
+from torchpmap._base.data import DTYPES
 
 __all__ = ["Object", "metadata_of", "value_of"]
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from torchpmap._base.errors import CheckpointError
 from torchpmap._checkpoint_files import Folder
 from torchpmap._checkpoint_peers import Peers, peers, together
 from torchpmap._checkpoint_storage import finish
@@ -24,7 +25,6 @@ from torchpmap._checkpoint_values import (
 )
 from torchpmap._checkpoint_workers import Answer, Line, attempt
 from torchpmap._current import is_launched
-from torchpmap._errors import CheckpointError
 from torchpmap._placement import block_until_ready
 
 __all__ = ["begin"]

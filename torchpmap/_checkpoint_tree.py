@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._errors import check_array
+from torchpmap._base.errors import check_array
+from torchpmap._base.pytree import MAPPINGS, Node, Structure, flatten_as_met
 from torchpmap._mesh import NamedSharding
 from torchpmap._sharded import ShardedTensor
-from torchpmap._structure import MAPPINGS, Node, Structure, flatten_as_met
 
 __all__ = ["Leaf", "ShapeDtypeStruct", "kind_of", "leaves_of", "rebuild", "skeleton_of"]
 

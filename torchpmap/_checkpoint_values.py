@@ -18,13 +18,13 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from torchpmap._base.errors import dtype_name
 from torchpmap._checkpoint_storage import write_item
 from torchpmap._checkpoint_table import Extent, describe
 from torchpmap._checkpoint_tree import VALUES, Leaf, kind_of
 from torchpmap._checkpoint_workers import Line, Snapshot, run_on
 from torchpmap._current import process_count, process_index
 from torchpmap._current import runtime as current_runtime
-from torchpmap._errors import dtype_name
 from torchpmap._layout import Layout
 from torchpmap._runtimes._base import Handle
 from torchpmap._sharded import ShardedTensor

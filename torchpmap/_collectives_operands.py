@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap import _axes, _tree
+from torchpmap import _axes
 from torchpmap._axes import Axis, Partition, joined
+from torchpmap._base import axis_spec
+from torchpmap._base.errors import check_array, kind_of
+from torchpmap._base.pytree import Structure
 from torchpmap._collectives_groups import Along, Scattered, Tensors, cuts, entry, whole
 from torchpmap._collectives_primitives import Primitive, Scope, extreme
 from torchpmap._collectives_raw import Pairs, ReduceOp
-from torchpmap._errors import check_array, kind_of
-from torchpmap._structure import Structure
 
 __all__ = [
     "NUMBERS",
@@ -144,7 +145,7 @@ class Over:
 
     def dim(self, dim: int, ndim: int) -> int:
         """``dim`` counted from the front."""
-        return _tree.canonical_axis(dim, ndim, what=self.what, path="the operand")
+        return axis_spec.canonical_axis(dim, ndim, what=self.what, path="the operand")
 
     def as_tensor(self, leaf: Any) -> torch.Tensor:
         """A number or numpy array as a tensor on the device of the axes."""
@@ -264,7 +265,7 @@ def map_leaves(
         on_constant: gives the result for a number or numpy array, which is the same on every
             device; without it they become tensors.
     """
-    leaves, structure = _tree.flatten(x)
+    leaves, structure = axis_spec.flatten(x)
     tensors: dict[int, torch.Tensor] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):

@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchpmap import _threefry
-from torchpmap._ambient import Ambient, applied, for_graph, running_under
+from torchpmap._base.ambient import Ambient, applied, for_graph, running_under
+from torchpmap._base.errors import PmapError, kind_of
+from torchpmap._base.imports import uncollected
 from torchpmap._custom_ops import NATIVE
-from torchpmap._errors import PmapError, kind_of
-from torchpmap._imports import uncollected
 
 __all__ = [
     "Backend",

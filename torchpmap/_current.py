@@ -12,11 +12,17 @@ import threading
 from collections.abc import Iterable
 from dataclasses import replace
 
-from torchpmap import _axes, _ending, _inline
-from torchpmap._config import Config, config
-from torchpmap._deadline import Deadline
-from torchpmap._devices import Device, default_device_type, default_num_devices, enumerate_devices
-from torchpmap._errors import RuntimeClosed
+from torchpmap import _axes, _inline
+from torchpmap._base import ending
+from torchpmap._base.config import Config, config
+from torchpmap._base.deadline import Deadline
+from torchpmap._base.devices import (
+    Device,
+    default_device_type,
+    default_num_devices,
+    enumerate_devices,
+)
+from torchpmap._base.errors import RuntimeClosed
 from torchpmap._launcher import Place, found_place
 from torchpmap._runtimes._base import Runtime
 
@@ -120,9 +126,9 @@ def refuse_inside(name: str) -> None:
 
 def _end() -> None:
     """At exit."""
-    _ending.begin()
+    ending.begin()
     shutdown()
-    _ending.wait_for_calls(Deadline(_CALLS_S))
+    ending.wait_for_calls(Deadline(_CALLS_S))
 
 
 def runtime() -> Runtime:
@@ -130,8 +136,8 @@ def runtime() -> Runtime:
     current = _runtime
     if current is not None and not current.closed:
         return current
-    if _ending.has_begun():
-        _ending.sleep_if_ending()
+    if ending.has_begun():
+        ending.sleep_if_ending()
         raise RuntimeClosed("the program is ending, and its devices have been shut down")
     with _lock:
         if _runtime is None or (_runtime.closed and _planned is None):

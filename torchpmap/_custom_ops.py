@@ -29,8 +29,8 @@ import cloudpickle
 import torch
 from torch._library import custom_ops, simple_registry
 
+from torchpmap._base.sources import TORCH
 from torchpmap._environment import Environment
-from torchpmap._sources import TORCH
 
 __all__ = [
     "NATIVE",

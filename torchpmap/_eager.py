@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from torchpmap._ambient import ambient
+from torchpmap._base.ambient import ambient
+from torchpmap._base.errors import kind_of
+from torchpmap._base.pytree import Structure
 from torchpmap._current import runtime as current_runtime
-from torchpmap._errors import kind_of
 from torchpmap._grid import Grid
 from torchpmap._layout import Layout
 from torchpmap._placement import handles_of
@@ -23,7 +24,6 @@ from torchpmap._plan import Called
 from torchpmap._program import EagerCall, EagerReport, Program, no_stream, not_replicated
 from torchpmap._shipping import number_of, pickled_function
 from torchpmap._streams import draw_key, peek_key
-from torchpmap._structure import Structure
 
 __all__ = ["EagerPlan"]
 

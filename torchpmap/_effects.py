@@ -34,8 +34,8 @@ from torch._library.effects import EffectType
 from torch.autograd import forward_ad
 
 from torchpmap import _axes
+from torchpmap._base.pytree import flatten
 from torchpmap._collectives import pbroadcast, pmax
-from torchpmap._structure import flatten
 
 __all__ = [
     "check_equal",

@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._contents import ArrayContents
-from torchpmap._errors import warn
+from torchpmap._base.contents import ArrayContents
+from torchpmap._base.errors import warn
 
 __all__ = ["Environment", "parameters"]
 

@@ -17,8 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
-from torchpmap._errors import TensorEscaped, kind_of
-from torchpmap._sources import users_line
+from torchpmap._base.errors import TensorEscaped, kind_of
+from torchpmap._base.sources import users_line
 
 __all__ = ["Escaped", "Watch", "note", "watched"]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from torchpmap._axes import Axis, mesh_axes
-from torchpmap._devices import Device
+from torchpmap._base.devices import Device
 from torchpmap._layout import (
     DEFAULT_AXIS_NAME,
     Layout,

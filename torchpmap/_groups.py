@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import GroupName
 
-from torchpmap._config import Config
-from torchpmap._errors import GroupLost
+from torchpmap._base.config import Config
+from torchpmap._base.errors import GroupLost
 from torchpmap._shared_memory import Meeting, Occasion, connect
 from torchpmap._shared_memory_group import SharedMemoryGroup, described
 

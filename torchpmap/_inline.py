@@ -17,7 +17,7 @@ from contextvars import ContextVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchpmap._config import config
+from torchpmap._base.config import config
 
 __all__ = ["active", "chosen", "is_replicated", "note_replicated", "serial"]
 

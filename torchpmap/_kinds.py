@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from torchpmap._errors import check_array
+from torchpmap._base.errors import check_array
 from torchpmap._escaped import Escaped
 
 __all__ = ["absence", "as_result", "check_dtype", "check_number", "insist", "oddity"]

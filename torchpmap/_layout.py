@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchpmap._devices import Device
+from torchpmap._base.devices import Device
 from torchpmap._mesh import NamedSharding, replicated, row_sharding
 
 __all__ = [

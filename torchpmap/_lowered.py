@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from torchpmap._errors import check_array, kind_of
+from torchpmap._base.errors import check_array, kind_of
+from torchpmap._base.pytree import Structure, flatten_call
 from torchpmap._layout import Layout
 from torchpmap._placement import handle_of
 from torchpmap._plan import Plan
 from torchpmap._sharded import make_sharded
-from torchpmap._structure import Structure, flatten_call
 
 __all__ = ["Compiled", "Cost", "Lowered"]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpmap._devices import Device
+from torchpmap._base.devices import Device
 
 Index = tuple[slice, ...]
 

@@ -23,13 +23,14 @@ from typing import Any
 import torch
 
 from torchpmap._axes import Axis, joined
+from torchpmap._base.errors import kind_of
+from torchpmap._base.pytree import flatten
 from torchpmap._capture import Substitute
 from torchpmap._collectives_primitives import AllReduce, Scope, apply
 from torchpmap._collectives_raw import widened
 from torchpmap._compile import EAGER
 from torchpmap._eager import EagerPlan
 from torchpmap._environment import Environment
-from torchpmap._errors import kind_of
 from torchpmap._grid import Cut, Grid
 from torchpmap._layout import Layout
 from torchpmap._lowering import Body, Pair, Target, lower, lower_pair
@@ -37,7 +38,6 @@ from torchpmap._placement import handle_of, handles_of
 from torchpmap._plan import Drawn, Pinned, Plan
 from torchpmap._program import Outcome, Program
 from torchpmap._runtimes._base import Handle
-from torchpmap._structure import flatten
 
 __all__ = ["Operation", "Outputs", "Primal", "Tensors", "is_inexact"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchpmap._errors import kind_of
+from torchpmap._base.errors import kind_of
 from torchpmap._layout import Layout
 
 __all__ = ["picture"]

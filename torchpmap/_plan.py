@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpmap._axes import Partition
+from torchpmap._base.config import config
+from torchpmap._base.contents import Answer, Contents
+from torchpmap._base.pytree import Structure
 from torchpmap._compile import Definition
-from torchpmap._config import config
-from torchpmap._contents import Answer, Contents
 from torchpmap._custom_ops import Implementations
 from torchpmap._layout import Layout
 from torchpmap._placement import handle_of
@@ -26,7 +27,6 @@ from torchpmap._program import not_replicated
 from torchpmap._runtimes._base import Handle, Team
 from torchpmap._sharded import ShardedTensor, gather
 from torchpmap._streams import draw_key
-from torchpmap._structure import Structure
 
 __all__ = ["Called", "Captured", "Drawn", "Pinned", "Plan"]
 

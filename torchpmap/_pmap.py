@@ -18,7 +18,6 @@ from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
 
 from torchpmap import _axes, _inline
-from torchpmap._ambient import keyed
 from torchpmap._arguments import (
     Options,
     Static,
@@ -33,18 +32,19 @@ from torchpmap._autodiff import (
     no_derivative,
     without_derivative,
 )
+from torchpmap._base.ambient import keyed
+from torchpmap._base.devices import Device
+from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, TraceError
+from torchpmap._base.pytree import flatten_call
 from torchpmap._current import runtime as current_runtime
-from torchpmap._devices import Device
 from torchpmap._eager import EagerPlan
 from torchpmap._environment import Environment
-from torchpmap._errors import POOL_CLOSED, RuntimeClosed, TraceError
 from torchpmap._lowered import Lowered
 from torchpmap._placement import handles_of
 from torchpmap._plan import Called
 from torchpmap._prepare import Preparation, Prepared, refuse_aliased_donation
 from torchpmap._runtimes._base import Handle, Runtime
 from torchpmap._sharded import ShardedTensor, make_all, make_sharded, spans_processes
-from torchpmap._structure import flatten_call
 from torchpmap._trace import Untraceable
 
 __all__ = ["Pmapped", "pmap"]

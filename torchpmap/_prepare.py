@@ -14,16 +14,17 @@ import numpy as np
 import torch
 
 from torchpmap import _axes
-from torchpmap._ambient import ambient, applied, keyed
 from torchpmap._arguments import Bound, Options, Static, bind
 from torchpmap._autodiff import is_transformed
+from torchpmap._base.ambient import ambient, applied, keyed
+from torchpmap._base.devices import Device
+from torchpmap._base.errors import TraceError, kind_of, warn
+from torchpmap._base.pytree import flatten_call
 from torchpmap._compile import EAGER
 from torchpmap._current import check_devices, process_count, process_index, runtime
 from torchpmap._current import devices as all_devices
-from torchpmap._devices import Device
 from torchpmap._eager import EagerPlan
 from torchpmap._environment import Environment
-from torchpmap._errors import TraceError, kind_of, warn
 from torchpmap._grid import Grid
 from torchpmap._inline_call import call_inline
 from torchpmap._kinds import insist
@@ -36,7 +37,6 @@ from torchpmap._program import Constant, Input, Program
 from torchpmap._retraces import Retraces
 from torchpmap._sharded import ShardedTensor, check_open, spans_processes
 from torchpmap._streams import are_active, draw_key, new_seed
-from torchpmap._structure import flatten_call
 from torchpmap._trace import Untraceable
 from torchpmap._transfer import host_tensor
 

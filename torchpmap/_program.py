@@ -25,7 +25,6 @@ from torch.autograd import forward_ad
 
 from torchpmap import _collectives
 from torchpmap._agreement import Agreement
-from torchpmap._ambient import Ambient, applied
 from torchpmap._axes import (
     Axis,
     Partition,
@@ -35,16 +34,17 @@ from torchpmap._axes import (
     recording,
     subgroup_name,
 )
-from torchpmap._contents import Contents
+from torchpmap._base.ambient import Ambient, applied
+from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_axis
+from torchpmap._base.contents import Contents
+from torchpmap._base.errors import lost_write
+from torchpmap._base.pytree import Structure, flatten
 from torchpmap._effects import difference
-from torchpmap._errors import lost_write
 from torchpmap._escaped import note, watched
 from torchpmap._grid import Cut, shifted
 from torchpmap._kinds import as_result
 from torchpmap._streams import Streams, streams, within
-from torchpmap._structure import Structure, flatten
 from torchpmap._transform_rules import TransformRules
-from torchpmap._tree import OUT_AXES_HINT, broadcast_axes, canonical_axis
 
 __all__ = [
     "Constant",

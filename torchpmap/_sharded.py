@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
+from torchpmap._base.devices import Device
+from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, kind_of
+from torchpmap._base.untraced import untraced
 from torchpmap._current import runtime
-from torchpmap._devices import Device
-from torchpmap._errors import POOL_CLOSED, RuntimeClosed, kind_of
 from torchpmap._layout import Layout, Shard
 from torchpmap._mesh import NamedSharding
 from torchpmap._runtimes._base import Handle
@@ -51,7 +52,6 @@ from torchpmap._sharded_views import (
     write,
 )
 from torchpmap._transfer import fetch_blocks, fetch_row, gather, places_here, store
-from torchpmap._untraced import untraced
 
 __all__ = [
     "Shard",

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from torchpmap._sources import users_frames
+from torchpmap._base.sources import users_frames
 
 __all__ = ["Gather", "note_gather", "report_gathers"]
 

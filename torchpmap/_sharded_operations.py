@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from torchpmap._ambient import ambient, keyed
+from torchpmap._base.ambient import ambient, keyed
 from torchpmap._layout import Layout
 from torchpmap._runtimes._base import Handle, Runtime, Team
 from torchpmap._sharded_arguments import Unsupported, facts_of

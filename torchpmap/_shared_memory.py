@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from torchpmap._errors import CallTimeout, GroupLost
+from torchpmap._base.errors import CallTimeout, GroupLost
 
 __all__ = ["SLOT_BYTES", "Meeting", "Occasion", "connect"]
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from torchpmap._errors import CollectiveMismatch
+from torchpmap._base.errors import CollectiveMismatch
 from torchpmap._shared_memory import SLOT_BYTES, Meeting
 
 __all__ = ["SharedMemoryGroup", "described"]

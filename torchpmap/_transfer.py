@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpmap._base.errors import check_array, kind_of
 from torchpmap._current import devices, process_index, runtime
-from torchpmap._errors import check_array, kind_of
 from torchpmap._layout import Layout
 from torchpmap._runtimes._base import Handle, Team
 from torchpmap._wire import bytes_of

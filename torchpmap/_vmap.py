@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch._C import _functorch
 
-from torchpmap import _axes, _tree
+from torchpmap import _axes
 from torchpmap._axes import Axis
-from torchpmap._errors import check_array
+from torchpmap._base import axis_spec
+from torchpmap._base.errors import check_array
 
 __all__ = ["vmap"]
 
@@ -59,14 +60,14 @@ def vmap(
 
     Source: jax.vmap; checked in tests/test_vmap.py.
     """
-    _tree.check_axis_spec(in_axes, "vmap in_axes")
-    _tree.check_axis_spec(out_axes, "vmap out_axes")
+    axis_spec.check_axis_spec(in_axes, "vmap in_axes")
+    axis_spec.check_axis_spec(out_axes, "vmap out_axes")
     spec = tuple(in_axes) if isinstance(in_axes, list) else in_axes
 
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         leaves, paths, structure = _arguments(fun, args, kwargs)
-        axes = _tree.broadcast_axes((spec, 0), (args, kwargs), what="vmap in_axes")
+        axes = axis_spec.broadcast_axes((spec, 0), (args, kwargs), what="vmap in_axes")
         size = _size(leaves, paths, axes, axis_size)
         output = _Output(out_axes, axis_name)
 
@@ -95,11 +96,11 @@ class _Output:
         self._axis_name = axis_name
         self._leaves: list[Any] = []
         self._axes: list[int | None] = []
-        self._structure: _tree.Structure
+        self._structure: axis_spec.Structure
 
     def take(self, output: Any, device: torch.device) -> list[torch.Tensor]:
-        self._leaves, self._structure = _tree.flatten(output)
-        self._axes = _tree.broadcast_axes(self._out_axes, output, what="vmap out_axes")
+        self._leaves, self._structure = axis_spec.flatten(output)
+        self._axes = axis_spec.broadcast_axes(self._out_axes, output, what="vmap out_axes")
         stacked = []
         for i, (leaf, axis) in enumerate(zip(self._leaves, self._axes, strict=True)):
             if axis is not None:
@@ -119,17 +120,17 @@ class _Output:
             if axis is not None:
                 leaf = next(rows_first)
                 path = self._structure.paths("output")[i]
-                place = _tree.canonical_axis(axis, leaf.dim(), what="vmap out_axes", path=path)
+                place = axis_spec.canonical_axis(axis, leaf.dim(), what="vmap out_axes", path=path)
                 leaves[i] = leaf.movedim(0, place)
         return self._structure.unflatten(leaves)
 
 
 def _arguments(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], list[str], _tree.Structure]:
+) -> tuple[list[Any], list[str], axis_spec.Structure]:
     """Leaves, arrays as tensors; their paths; their structure."""
-    leaves, structure = _tree.flatten_call(args, kwargs)
-    paths = structure.call_paths(_tree.argument_names(fun, len(args)))
+    leaves, structure = axis_spec.flatten_call(args, kwargs)
+    paths = structure.call_paths(axis_spec.argument_names(fun, len(args)))
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, np.ndarray | np.generic):
             check_array(leaf, f"vmap: argument {paths[position]}")
@@ -140,13 +141,13 @@ def _arguments(
 def _size(
     leaves: list[Any], paths: Sequence[str], axes: list[int | None], axis_size: int | None
 ) -> int:
-    described: list[_tree.Leaf] = []
+    described: list[axis_spec.Leaf] = []
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, torch.Tensor):
             described.append((path, tuple(leaf.shape), str(leaf.dtype)))
         else:
             described.append((path, None if leaf is None else (), type(leaf).__name__))
-    size = _tree.mapped_axis_size(described, axes, what="vmap", axis_size=axis_size)
+    size = axis_spec.mapped_axis_size(described, axes, what="vmap", axis_size=axis_size)
     if size is None:
         raise ValueError(
             "vmap must have at least one non-None value in in_axes or axis_size must be specified"

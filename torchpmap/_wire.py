@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import torch
 
-from torchpmap._errors import kind_of
+from torchpmap._base.errors import kind_of
 
 __all__ = [
     "CONTROL",

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from torchpmap import _axes
+from torchpmap._base.errors import CheckpointError, warn
 from torchpmap._checkpoint_files import Folder
 from torchpmap._checkpoint_table import Table
 from torchpmap._checkpoint_tree import ShapeDtypeStruct
-from torchpmap._errors import CheckpointError, warn
 
 __all__ = ["Saving", "ShapeDtypeStruct", "latest", "load", "save"]
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from torchpmap import _axes, _effects, _inline
+from torchpmap._base.errors import kind_of
+from torchpmap._base.pytree import flatten
 from torchpmap._check import CheckReport, check
-from torchpmap._errors import kind_of
 from torchpmap._picture import picture
 from torchpmap._pmap import Pmapped, pmap
 from torchpmap._sharded import ShardedTensor
 from torchpmap._sharded_gathers import Gather, report_gathers
-from torchpmap._structure import flatten
 
 __all__ = [
     "CheckReport",

@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 from torchpmap import _axes
+from torchpmap._base.errors import check_array
+from torchpmap._base.pytree import flatten
 from torchpmap._current import process_count, process_index, runtime
-from torchpmap._errors import check_array
 from torchpmap._multihost_values import (
     Parcel,
     Share,
@@ -36,7 +37,6 @@ from torchpmap._multihost_values import (
 )
 from torchpmap._runtimes._rendezvous import Rendezvous, who_has_what
 from torchpmap._sharded import ShardedTensor
-from torchpmap._structure import flatten
 
 if TYPE_CHECKING:
     from torchpmap._runtimes._torchrun import TorchrunRuntime

@@ -13,8 +13,8 @@ import torch
 from _rig import EAGER, N, assert_pool_works, eagerly, rows, sharded, survivors, within
 
 import torchpmap as tp
-from torchpmap._config import Config
-from torchpmap._errors import GroupLost
+from torchpmap._base.config import Config
+from torchpmap._base.errors import GroupLost
 from torchpmap._groups import Groups
 
 pytestmark = pytest.mark.usefixtures("pool")

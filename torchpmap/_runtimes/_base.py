@@ -11,8 +11,8 @@ import torch
 if TYPE_CHECKING:
     import socket
 
+    from torchpmap._base.devices import Device
     from torchpmap._compile import Definition
-    from torchpmap._devices import Device
     from torchpmap._groups import RankPartition
     from torchpmap._program import EagerCall, EagerReport
 

@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from torchpmap import _wire
-from torchpmap._config import Config
-from torchpmap._deadline import Deadline
-from torchpmap._devices import Device, threads_per_device
-from torchpmap._errors import RuntimeClosed
+from torchpmap._base.config import Config
+from torchpmap._base.deadline import Deadline
+from torchpmap._base.devices import Device, threads_per_device
+from torchpmap._base.errors import RuntimeClosed
 from torchpmap._runtimes._forkserver import explained
 from torchpmap._runtimes._monitor import Monitor
 from torchpmap._runtimes._process import WorkerProcess

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from multiprocessing import spawn
 from typing import Any
 
-from torchpmap._deadline import Deadline
-from torchpmap._errors import PmapError, RuntimeClosed
+from torchpmap._base.deadline import Deadline
+from torchpmap._base.errors import PmapError, RuntimeClosed
 
 __all__ = [
     "ANSWER",

@@ -21,8 +21,8 @@ import time
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from torchpmap._deadline import Deadline
-from torchpmap._errors import CallTimeout
+from torchpmap._base.deadline import Deadline
+from torchpmap._base.errors import CallTimeout
 from torchpmap._launcher import Place
 from torchpmap._runtimes._agent import end_with_agent
 from torchpmap._runtimes._store import JobStore

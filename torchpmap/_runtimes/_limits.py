@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchpmap._devices import Device
-from torchpmap._errors import CallTimeout, pack_exception
+from torchpmap._base.devices import Device
+from torchpmap._base.errors import CallTimeout, pack_exception
 from torchpmap._runtimes._process import WorkerProcess
 from torchpmap._runtimes._reentry import LIMIT
 from torchpmap._runtimes._supervise import Failed

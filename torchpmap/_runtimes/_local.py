@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from torchpmap import _wire
+from torchpmap._base.config import Config
+from torchpmap._base.devices import enumerate_devices
+from torchpmap._base.ending import sleep_if_ending
+from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed
 from torchpmap._compile import Definition
-from torchpmap._config import Config
-from torchpmap._devices import enumerate_devices
 from torchpmap._effects import prints
-from torchpmap._ending import sleep_if_ending
-from torchpmap._errors import POOL_CLOSED, RuntimeClosed
 from torchpmap._groups import RankPartition
 from torchpmap._program import EagerCall, EagerReport
 from torchpmap._runtimes._base import Handle, Team

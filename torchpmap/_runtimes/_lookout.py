@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from torchpmap._devices import Device
+from torchpmap._base.devices import Device
 from torchpmap._runtimes._crew import Crew
 from torchpmap._runtimes._forkserver import process_state
 from torchpmap._runtimes._outbox import Outbox

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
-from torchpmap._devices import Device
-from torchpmap._errors import (
+from torchpmap._base.devices import Device
+from torchpmap._base.errors import (
     CallTimeout,
     CollectiveMismatch,
     PmapError,

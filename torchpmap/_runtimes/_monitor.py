@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torchpmap import _wire
-from torchpmap._deadline import Deadline
-from torchpmap._devices import Device
-from torchpmap._errors import pack_exception
+from torchpmap._base.deadline import Deadline
+from torchpmap._base.devices import Device
+from torchpmap._base.errors import pack_exception
 from torchpmap._runtimes._inbox import Inbox
 from torchpmap._runtimes._losses import Era
 from torchpmap._runtimes._output import Lines, Printer

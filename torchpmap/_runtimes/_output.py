@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from torchpmap._deadline import Deadline
+from torchpmap._base.deadline import Deadline
 from torchpmap._wire import PLAIN_LINE
 
 __all__ = ["Lines", "Printer"]

@@ -25,10 +25,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from torchpmap import _wire
-from torchpmap._config import Config
-from torchpmap._devices import Device
-from torchpmap._ending import sleep_if_ending
-from torchpmap._errors import RuntimeClosed
+from torchpmap._base.config import Config
+from torchpmap._base.devices import Device
+from torchpmap._base.ending import sleep_if_ending
+from torchpmap._base.errors import RuntimeClosed
 from torchpmap._groups import RankPartition
 from torchpmap._runtimes._crew import Crew
 from torchpmap._runtimes._limits import Limits

@@ -16,8 +16,8 @@ import socket
 import sys
 from collections.abc import Callable
 
-from torchpmap._config import Config
-from torchpmap._deadline import Deadline
+from torchpmap._base.config import Config
+from torchpmap._base.deadline import Deadline
 from torchpmap._runtimes._forkserver import EXIT_CODE, Inheritance, explained, server
 from torchpmap._runtimes._progress import Progress
 

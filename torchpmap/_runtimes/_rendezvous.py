@@ -20,9 +20,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchpmap._data import not_ours, packed, unpacked
-from torchpmap._deadline import Deadline
-from torchpmap._errors import (
+from torchpmap._base.data import not_ours, packed, unpacked
+from torchpmap._base.deadline import Deadline
+from torchpmap._base.errors import (
     CallTimeout,
     CollectiveMismatch,
     PmapError,

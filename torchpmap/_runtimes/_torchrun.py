@@ -31,11 +31,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchpmap import _wire
-from torchpmap._compile import Definition, Runner, compile_definition, settled
-from torchpmap._config import Config
-from torchpmap._data import not_ours, packed, unpacked
-from torchpmap._devices import Device, num_cuda_devices
-from torchpmap._errors import (
+from torchpmap._base.config import Config
+from torchpmap._base.data import not_ours, packed, unpacked
+from torchpmap._base.devices import Device, num_cuda_devices
+from torchpmap._base.errors import (
     POOL_CLOSED,
     CallTimeout,
     CollectiveMismatch,
@@ -44,6 +43,7 @@ from torchpmap._errors import (
     WorkerError,
     kind_of,
 )
+from torchpmap._compile import Definition, Runner, compile_definition, settled
 from torchpmap._groups import Groups, RankPartition, is_communication
 from torchpmap._launcher import Place
 from torchpmap._program import EagerCall, EagerReport, Program, run_eager_call

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchpmap import _wire
-from torchpmap._deadline import Deadline
+from torchpmap._base.deadline import Deadline
+from torchpmap._base.sources import PACKAGE, TORCH
 from torchpmap._runtimes._forkserver import process_state
 from torchpmap._runtimes._process import WorkerProcess
-from torchpmap._sources import PACKAGE, TORCH
 
 __all__ = ["Answer", "Sight", "ask", "described", "look"]
 

@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from torchpmap._deadline import Deadline
-from torchpmap._errors import CallTimeout, CollectiveMismatch, PmapError
+from torchpmap._base.deadline import Deadline
+from torchpmap._base.errors import CallTimeout, CollectiveMismatch, PmapError
 from torchpmap._groups import Groups
 from torchpmap._runtimes._rendezvous import Rendezvous
 

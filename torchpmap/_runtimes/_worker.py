@@ -49,10 +49,10 @@ from typing import Any, NoReturn
 import torch
 
 from torchpmap import _wire
+from torchpmap._base.config import Config
+from torchpmap._base.errors import CallCancelled, ShardLost, WorkerError, pack_exception
 from torchpmap._compile import Definition, Runner, compile_definition, settled
-from torchpmap._config import Config
 from torchpmap._effects import mark_lines
-from torchpmap._errors import CallCancelled, ShardLost, WorkerError, pack_exception
 from torchpmap._groups import Groups, RankPartition, is_communication
 from torchpmap._program import EagerCall, Program, run_eager_call
 from torchpmap._runtimes._progress import WorkerProgress

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._errors import PmapError, dtype_name
+from torchpmap._base.errors import PmapError, dtype_name
 
 __all__ = ["DTYPES", "not_ours", "packed", "unpacked"]
 

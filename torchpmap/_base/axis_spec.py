@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from torchpmap._structure import (
+from torchpmap._base.pytree import (
     MAPPINGS,
     STAR,
     Context,

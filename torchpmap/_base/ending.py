@@ -13,8 +13,8 @@ import threading
 import time
 from types import FrameType
 
-from torchpmap._deadline import Deadline
-from torchpmap._sources import PACKAGE
+from torchpmap._base.deadline import Deadline
+from torchpmap._base.sources import PACKAGE
 
 __all__ = ["begin", "has_begun", "sleep_if_ending", "wait_for_calls"]
 

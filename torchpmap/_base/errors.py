@@ -38,7 +38,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from torchpmap._sources import PACKAGE
+from torchpmap._base.sources import PACKAGE
 
 
 class PmapError(RuntimeError):

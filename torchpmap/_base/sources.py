@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 
 import torch
 
-PACKAGE = os.path.join(os.path.dirname(__file__), "")
+PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _NOT_USERS = (PACKAGE, TORCH, threading.__file__)
 _GENERATED = "<eval"

@@ -1,0 +1,1 @@
+"""What every layer uses: errors, settings, devices, pytrees, and torch's internals."""
