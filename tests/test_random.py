@@ -269,7 +269,7 @@ def test_inductor(pool):
 
 def test_large_counts_use_both_words():
     # No memory for 2**32 numbers: the words of a few counters, as numpy computes them.
-    from torchpmap._threefry import threefry2x32
+    from torchpmap.random._threefry import threefry2x32
 
     counts = [2**32 - 1, 2**32, 2**40 + 5]
     words = (
@@ -284,7 +284,7 @@ def test_large_counts_use_both_words():
 @pytest.mark.parametrize("in_dims", [(0, 0, None, None), (None, None, 1, 0), (0, None, 2, None)])
 def test_the_hash_as_one_operation(in_dims):
     """As a traced function has it, also batched, against the arithmetic that it stands for."""
-    from torchpmap._threefry import threefry2x32, whole
+    from torchpmap.random._threefry import threefry2x32, whole
 
     generator = torch.Generator().manual_seed(0)
     words = []

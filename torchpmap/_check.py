@@ -31,8 +31,8 @@ from torchpmap._environment import parameters
 from torchpmap._inline_call import KeepCaptured, is_limit_of_lanes
 from torchpmap._pmap import Pmapped
 from torchpmap._serial import run_rows
-from torchpmap._streams import peek_key, streams
 from torchpmap._transfer import host_tensor
+from torchpmap.random._streams import peek_key, streams
 
 __all__ = ["CheckReport", "check"]
 

@@ -26,11 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torchpmap import _threefry
 from torchpmap._base.ambient import Ambient, applied, for_graph, running_under
 from torchpmap._base.errors import PmapError, kind_of
 from torchpmap._base.imports import uncollected
 from torchpmap._custom_ops import NATIVE
+from torchpmap.random import _threefry as _threefry
 
 __all__ = [
     "Backend",

@@ -23,7 +23,7 @@ from torchpmap._placement import handles_of
 from torchpmap._plan import Called
 from torchpmap._program import EagerCall, EagerReport, Program, no_stream, not_replicated
 from torchpmap._shipping import number_of, pickled_function
-from torchpmap._streams import draw_key, peek_key
+from torchpmap.random._streams import draw_key, peek_key
 
 __all__ = ["EagerPlan"]
 

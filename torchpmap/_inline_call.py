@@ -26,8 +26,8 @@ from torchpmap._inline import note_replicated, serial
 from torchpmap._program import Input, Outcome, Program, no_stream, not_replicated
 from torchpmap._serial import run_rows
 from torchpmap._sharded import ShardedTensor, innermost
-from torchpmap._streams import draw_key, peek_key
 from torchpmap._transfer import host_tensor
+from torchpmap.random._streams import draw_key, peek_key
 
 __all__ = ["KeepCaptured", "call_inline", "is_limit_of_lanes"]
 

@@ -26,7 +26,7 @@ from torchpmap._placement import handle_of
 from torchpmap._program import not_replicated
 from torchpmap._runtimes._base import Handle, Team
 from torchpmap._sharded import ShardedTensor, gather
-from torchpmap._streams import draw_key
+from torchpmap.random._streams import draw_key
 
 __all__ = ["Called", "Captured", "Drawn", "Pinned", "Plan"]
 

@@ -36,9 +36,9 @@ from torchpmap._plan import Plan
 from torchpmap._program import Constant, Input, Program
 from torchpmap._retraces import Retraces
 from torchpmap._sharded import ShardedTensor, check_open, spans_processes
-from torchpmap._streams import are_active, draw_key, new_seed
 from torchpmap._trace import Untraceable
 from torchpmap._transfer import host_tensor
+from torchpmap.random._streams import are_active, draw_key, new_seed
 
 __all__ = ["Preparation", "Prepared", "refuse_aliased_donation"]
 

@@ -43,8 +43,8 @@ from torchpmap._effects import difference
 from torchpmap._escaped import note, watched
 from torchpmap._grid import Cut, shifted
 from torchpmap._kinds import as_result
-from torchpmap._streams import Streams, streams, within
 from torchpmap._transform_rules import TransformRules
+from torchpmap.random._streams import Streams, streams, within
 
 __all__ = [
     "Constant",

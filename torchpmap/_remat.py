@@ -22,7 +22,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from torchpmap._streams import active_streams
+from torchpmap.random._streams import active_streams
 
 __all__ = ["Record", "install", "rematerialize", "without_writes", "writes"]
 

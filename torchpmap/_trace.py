@@ -42,7 +42,7 @@ from torchpmap._capture import Capture, KeepData, SettingChanged, Substitute, cl
 from torchpmap._remat import Record, rematerialize, without_writes, writes
 from torchpmap._replication import is_random, replicated
 from torchpmap._split import Halves, split
-from torchpmap._threefry import whole
+from torchpmap.random._threefry import whole
 
 __all__ = ["Traced", "TracedInput", "Untraceable", "trace"]
 

@@ -9,8 +9,8 @@ device, and gives the same numbers there.  ``split`` and ``fold_in`` derive new 
     tp.pmap(lambda key: tp.random.normal(key, (3,)))(keys)
 """
 
-from torchpmap._random_choices import categorical, choice, permutation
-from torchpmap._random_continuous import (
+from torchpmap.random._choices import categorical, choice, permutation
+from torchpmap.random._continuous import (
     exponential,
     gumbel,
     laplace,
@@ -19,8 +19,8 @@ from torchpmap._random_continuous import (
     truncated_normal,
     uniform,
 )
-from torchpmap._random_integers import bernoulli, rademacher, randint
-from torchpmap._random_keys import PRNGKey, bits, fold_in, key, split
+from torchpmap.random._integers import bernoulli, rademacher, randint
+from torchpmap.random._keys import PRNGKey, bits, fold_in, key, split
 
 __all__ = [
     "PRNGKey",

@@ -8,7 +8,7 @@ from typing import SupportsIndex
 
 import torch
 
-from torchpmap._threefry import (
+from torchpmap.random._threefry import (
     MASK,
     hashed_counts,
     one_key,

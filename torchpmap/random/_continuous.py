@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from torchpmap._base.errors import check_array
-from torchpmap._threefry import Number, Words, one_key, rounded, static_shape, unit_interval
+from torchpmap.random._threefry import Number, Words, one_key, rounded, static_shape, unit_interval
 
 __all__ = ["exponential", "gumbel", "laplace", "logistic", "normal", "truncated_normal", "uniform"]
 

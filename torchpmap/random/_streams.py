@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch._C import _functorch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from torchpmap._random_choices import permutation
-from torchpmap._random_continuous import exponential, normal, uniform
-from torchpmap._random_integers import bernoulli, randint
-from torchpmap._random_keys import fold_in
-from torchpmap._threefry import threefry2x32
+from torchpmap.random._choices import permutation
+from torchpmap.random._continuous import exponential, normal, uniform
+from torchpmap.random._integers import bernoulli, randint
+from torchpmap.random._keys import fold_in
+from torchpmap.random._threefry import threefry2x32
 
 __all__ = [
     "Streams",

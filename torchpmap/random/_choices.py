@@ -8,15 +8,22 @@ from typing import Any
 
 import torch
 
-from torchpmap._random_continuous import (
+from torchpmap.random._continuous import (
     as_tensor,
     check_broadcast,
     check_dtype,
     gumbel,
     uniform,
 )
-from torchpmap._random_integers import INTEGERS, randint
-from torchpmap._threefry import MASK, Words, hashed_counts, one_key, random_bits, static_shape
+from torchpmap.random._integers import INTEGERS, randint
+from torchpmap.random._threefry import (
+    MASK,
+    Words,
+    hashed_counts,
+    one_key,
+    random_bits,
+    static_shape,
+)
 
 __all__ = ["categorical", "choice", "permutation"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._random_continuous import as_tensor, between, check_broadcast
-from torchpmap._threefry import (
+from torchpmap.random._continuous import as_tensor, between, check_broadcast
+from torchpmap.random._threefry import (
     MASK,
     Words,
     hashed_counts,
