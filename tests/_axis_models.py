@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap import _axes
 from torchpmap import _collectives as c
-from torchpmap._axes import Axis
+from torchpmap._layout import axis_stack
+from torchpmap._layout.axis_stack import Axis
 
 Rows = np.ndarray
 Groups = Sequence[Sequence[int]] | None
@@ -74,7 +74,7 @@ class World:
         xs: tuple[torch.Tensor, ...],
     ) -> Any:
         if self.folded and process_axis is not None:
-            with _axes.bind(process_axis, *vmapped):
+            with axis_stack.bind(process_axis, *vmapped):
                 return f(*xs)
         parts = [(axis,) for axis in vmapped]
         if process_axis is not None:
@@ -83,7 +83,7 @@ class World:
         def enter(rest: list[tuple[Axis, ...]]) -> Any:
             if not rest:
                 return f(*xs)
-            with _axes.bind(*rest[0]):
+            with axis_stack.bind(*rest[0]):
                 return enter(rest[1:])
 
         return enter(parts)

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from torchpmap import _axes
-from torchpmap._axes import Axis, Partition
 from torchpmap._base.config import Config
 from torchpmap._groups import Groups
+from torchpmap._layout import axis_stack
+from torchpmap._layout.axis_stack import Axis, Partition
 
 GROUP = "axis"
 TIMEOUT_S = 60
@@ -96,7 +96,7 @@ def _serve(
     groups = Groups(rank, torch.device("cpu"), store, config)
 
     def subgroup(partition: Partition) -> str:
-        name = _axes.subgroup_name(GROUP, partition)
+        name = axis_stack.subgroup_name(GROUP, partition)
         groups.ensure(name, partition)
         return name
 
@@ -106,7 +106,7 @@ def _serve(
         while True:
             function, args = pickle.loads(end.recv_bytes())
             try:
-                with _axes.bind(axis):
+                with axis_stack.bind(axis):
                     answer = False, function(*args)
             except Exception:
                 answer = True, traceback.format_exc()

@@ -21,10 +21,10 @@ from parity import lookalike, values
 from parity.values import Case
 
 import torchpmap as tp
-from torchpmap import _axes
 from torchpmap._base.axis_spec import broadcast_axes
 from torchpmap._base.pytree import flatten
 from torchpmap._current import runtime
+from torchpmap._layout import axis_stack
 
 NUM_RANKS = 4
 GRAPH = {"backend": "eager"}
@@ -50,7 +50,7 @@ def local_pmap(fun: Callable[..., Any], axis_name: Any = None, **options: Any) -
     static = {static} if isinstance(static, int) else set(static)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _axes.bound():  # a pmap in a mapped function
+        if axis_stack.bound():  # a pmap in a mapped function
             return mapped(*args, **kwargs)
         if (options.get("axis_size") or 0) % NUM_RANKS:
             raise Unfit(f"{options['axis_size']} rows")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import torchpmap as tp
-from torchpmap import _axes
 from torchpmap._agreement import Fingerprint
+from torchpmap._layout import axis_stack
 
 N = 2
 X = torch.arange(1.0, N + 1)
@@ -299,7 +299,7 @@ def test_text_has_the_way_to_the_call():
     first, second = (function.__code__.co_firstlineno + 1 for function in (outer, inner))
     assert outer()[1] == (
         f"sum at test_agreement.py:{second}:19 in inner, called at "
-        f"test_agreement.py:{first}:16 in outer (collective {_axes.ordinal()})"
+        f"test_agreement.py:{first}:16 in outer (collective {axis_stack.ordinal()})"
     )
 
 

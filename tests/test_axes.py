@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from torchpmap import _axes
-from torchpmap._axes import Axis
+from torchpmap._layout import axis_stack
+from torchpmap._layout.axis_stack import Axis
 
 
 def axis(name: str, size: int = 4) -> Axis:
@@ -17,36 +17,40 @@ def axis(name: str, size: int = 4) -> Axis:
 
 def test_innermost_binding_wins() -> None:
     outer, other, inner = axis("i"), axis("j", 2), axis("i", 3)
-    with _axes.bind(outer), _axes.bind(other):
-        with _axes.bind(inner):
-            assert _axes.lookup("i") == (inner,)
-            assert _axes.lookup("j") == (other,)
-            assert _axes.bound() == ((outer,), (other,), (inner,))
-        assert _axes.lookup("i") == (outer,)
-    assert _axes.bound() == ()
+    with axis_stack.bind(outer), axis_stack.bind(other):
+        with axis_stack.bind(inner):
+            assert axis_stack.lookup("i") == (inner,)
+            assert axis_stack.lookup("j") == (other,)
+            assert axis_stack.bound() == ((outer,), (other,), (inner,))
+        assert axis_stack.lookup("i") == (outer,)
+    assert axis_stack.bound() == ()
 
 
 def test_error_unbinds() -> None:
     def fail() -> None:
-        with _axes.bind(axis("i")):
+        with axis_stack.bind(axis("i")):
             raise KeyError("user")
 
     with pytest.raises(KeyError, match="user"):
         fail()
-    assert _axes.bound() == ()
+    assert axis_stack.bound() == ()
 
 
 def test_any_hashable_is_a_name() -> None:
     key = object()
-    with _axes.bind(axis(key)) as bound:  # type: ignore[arg-type]
-        assert _axes.lookup(key) is bound
+    with axis_stack.bind(axis(key)) as bound:  # type: ignore[arg-type]
+        assert axis_stack.lookup(key) is bound
 
 
 def test_unbound_name_says_what_is_bound() -> None:
     with pytest.raises(NameError, match=r"^unbound axis name: j\. Bound here: nothing\. Name the"):
-        _axes.lookup("j")
-    with _axes.bind(axis("i")), _axes.bind(axis("k", 2)), pytest.raises(NameError) as caught:
-        _axes.lookup("j")
+        axis_stack.lookup("j")
+    with (
+        axis_stack.bind(axis("i")),
+        axis_stack.bind(axis("k", 2)),
+        pytest.raises(NameError) as caught,
+    ):
+        axis_stack.lookup("j")
     assert str(caught.value) == (
         "unbound axis name: j. Bound here: 'i' (size 4), 'k' (size 2). Name the axis where the "
         "function is mapped: pmap(f, axis_name='j') or vmap(f, axis_name='j')."
@@ -55,33 +59,35 @@ def test_unbound_name_says_what_is_bound() -> None:
 
 def test_axes_are_bound_per_thread() -> None:
     seen: list[int] = []
-    with _axes.bind(axis("i")):
-        thread = threading.Thread(target=lambda: seen.append(len(_axes.bound())))
+    with axis_stack.bind(axis("i")):
+        thread = threading.Thread(target=lambda: seen.append(len(axis_stack.bound())))
         thread.start()
         thread.join()
     assert seen == [0]
 
 
 def test_recording_collects_and_nests() -> None:
-    _axes.record(("nobody", "listens"))
-    with _axes.recording() as outer:
-        _axes.record(("a",))
-        with _axes.recording() as inner:
-            _axes.record(("b",))
-        _axes.record(("c",))
-    _axes.record(("d",))
+    axis_stack.record(("nobody", "listens"))
+    with axis_stack.recording() as outer:
+        axis_stack.record(("a",))
+        with axis_stack.recording() as inner:
+            axis_stack.record(("b",))
+        axis_stack.record(("c",))
+    axis_stack.record(("d",))
     assert outer == [("a",), ("c",)]
     assert inner == [("b",)]
 
 
 def test_recording_hears_other_threads() -> None:
-    with _axes.recording() as calls:
-        thread = threading.Thread(target=_axes.record, args=(("backward",),))
+    with axis_stack.recording() as calls:
+        thread = threading.Thread(target=axis_stack.record, args=(("backward",),))
         thread.start()
         thread.join()
     assert calls == [("backward",)]
 
 
 def test_subgroup_names_are_distinct_and_readable() -> None:
-    assert _axes.subgroup_name("i", ((0, 2), (3, 1))) == "i[0,2|3,1]"
-    assert _axes.subgroup_name("i", ((1, 2), (3,))) != _axes.subgroup_name("i", ((12,), (3,)))
+    assert axis_stack.subgroup_name("i", ((0, 2), (3, 1))) == "i[0,2|3,1]"
+    assert axis_stack.subgroup_name("i", ((1, 2), (3,))) != axis_stack.subgroup_name(
+        "i", ((12,), (3,))
+    )

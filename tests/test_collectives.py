@@ -14,8 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from torchpmap import _axes
-from torchpmap._axes import Axis
 from torchpmap._collectives import (
     all_gather,
     all_to_all,
@@ -31,6 +29,8 @@ from torchpmap._collectives import (
     psum_scatter,
 )
 from torchpmap._grad import grad
+from torchpmap._layout import axis_stack
+from torchpmap._layout.axis_stack import Axis
 from torchpmap._vmap import vmap
 
 NAMES = list(CASES)
@@ -50,7 +50,7 @@ def arguments(name: str, rank: int) -> Any:
 
 
 def run_cases() -> dict[str, Any]:
-    rank = int(_axes.lookup("i")[0].index)
+    rank = int(axis_stack.lookup("i")[0].index)
     return {name: CASES[name][0](*arguments(name, rank)) for name in NAMES}
 
 
@@ -61,7 +61,7 @@ def trace(f: Any, args: Any, axis: Axis) -> tuple[torch.fx.GraphModule, list[Any
 
     def body(index: torch.Tensor, *fakes: torch.Tensor) -> list[torch.Tensor]:
         inner = Axis(axis.name, axis.size, index, axis.group, axis.subgroup)
-        with _axes.bind(inner):
+        with axis_stack.bind(inner):
             out = f(*pytree.tree_unflatten(list(fakes), spec))
         flat, out_spec = pytree.tree_flatten(out)
         box[:] = [flat, out_spec]
@@ -74,7 +74,7 @@ def trace(f: Any, args: Any, axis: Axis) -> tuple[torch.fx.GraphModule, list[Any
 
 
 def run_traced() -> dict[str, Any]:
-    (axis,) = _axes.lookup("i")
+    (axis,) = axis_stack.lookup("i")
     results = {}
     for name in NAMES:
         args = arguments(name, int(axis.index))
@@ -86,7 +86,7 @@ def run_traced() -> dict[str, Any]:
 
 
 def every_dtype() -> dict[str, Any]:
-    rank = int(_axes.lookup("i")[0].index)
+    rank = int(axis_stack.lookup("i")[0].index)
     results: dict[str, Any] = {}
     for dtype in DTYPES:
         x = dtype_rows(dtype)[rank]
@@ -118,7 +118,7 @@ def dtype_rows(dtype: torch.dtype) -> torch.Tensor:
 
 def record_calls() -> list[Any]:
     x = torch.ones(2)
-    with _axes.recording() as calls:
+    with axis_stack.recording() as calls:
         psum((x, x, axis_index("i")), "i")
         pmax(x, "i", axis_index_groups=UNEVEN)
         grad(lambda x: (ppermute(x, "i", RING) * all_gather(x, "i")).sum())(x)
@@ -278,7 +278,7 @@ def test_misuse_leaves_the_axis_usable(run: Run) -> None:
 
 def operations(f: Any, *args: torch.Tensor) -> list[str]:
     axis = Axis("i", 4, torch.tensor(0), "axis", lambda partition: f"axis{len(partition)}")
-    with _axes.recording() as calls:
+    with axis_stack.recording() as calls:
         graph, _ = trace(f, args, axis)
     assert calls == []
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
@@ -468,7 +468,7 @@ def test_signed_zeros_in_any_order(dtype: torch.dtype, values: list[float]) -> N
 
 
 def signed_zeros() -> torch.Tensor:
-    rank = int(_axes.lookup("i")[0].index)
+    rank = int(axis_stack.lookup("i")[0].index)
     zero = torch.tensor(0.0 if rank == 2 else -0.0)
     return torch.signbit(torch.stack([pmax(zero, "i"), pmin(zero, "i")]))
 

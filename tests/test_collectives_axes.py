@@ -30,8 +30,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchpmap as tp
-from torchpmap import _axes
-from torchpmap._axes import Axis
 from torchpmap._collectives import (
     all_gather,
     all_to_all,
@@ -44,6 +42,8 @@ from torchpmap._collectives import (
     ppermute,
     psum,
 )
+from torchpmap._layout import axis_stack
+from torchpmap._layout.axis_stack import Axis
 
 WORLDS = {**ON_PROCESSES, **VMAPPED}
 ALL_GROUPS = {**EVEN, **UNEVEN}
@@ -76,7 +76,7 @@ def value_and_pullback(case: Case, axis_name: Any) -> Any:
 
 
 def on_one_process(world: World, f: Any, *rows: torch.Tensor) -> Any:
-    (process_axis,) = _axes.lookup("i")
+    (process_axis,) = axis_stack.lookup("i")
     blocks = [world.block(x, int(process_axis.index)) for x in rows]
     return world.mapped(f, process_axis, *blocks)
 
@@ -88,7 +88,7 @@ def run_linear(world_name: str, name: str) -> Any:
 
 def run_traced(world_name: str) -> dict[str, Any]:
     world, results = ON_PROCESSES[world_name], {}
-    (axis,) = _axes.lookup("i")
+    (axis,) = axis_stack.lookup("i")
     for name in TRACED:
         f = value_and_pullback(LINEAR[name], world.axis_name)
         blocks = [world.block(x, int(axis.index)) for x in linear_inputs(LINEAR[name])]
@@ -329,7 +329,7 @@ def run_constants(world_name: str) -> list[Any]:
         array = psum(np.ones(2, np.float32), i) + pmax(np.ones(2, np.float32), i)
         return psum(2.0, i, **odd) + array[0] + x * 0
 
-    with _axes.recording() as calls:
+    with axis_stack.recording() as calls:
         rows = apply(world_name, f, torch.zeros(N))
     return [found, calls, rows]
 
@@ -380,7 +380,7 @@ def test_trees(world_name: str, run: Run) -> None:
 
 def run_record(world_name: str, name: str) -> Any:
     """What the processes exchange for one case, without its values."""
-    with _axes.recording() as calls:
+    with axis_stack.recording() as calls:
         apply(world_name, lambda i, x: LINEAR[name].run(x, i), linear_inputs(LINEAR[name])[0])
     return [(call[0], call[2], call[3]) for call in calls]
 

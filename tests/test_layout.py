@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from torchpmap._base.devices import Device
-from torchpmap._layout import (
+from torchpmap._layout.layout import (
     _interned,
     general_layout,
     replicated_layout,
     row_layout,
     stacked_layout,
 )
-from torchpmap._mesh import NamedSharding, PartitionSpec, make_mesh
+from torchpmap._layout.mesh import NamedSharding, PartitionSpec, make_mesh
 
 CPUS = tuple(Device(i, "cpu") for i in range(4))
 F32 = torch.float32

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchpmap._base.devices import Device
-from torchpmap._mesh import (
+from torchpmap._layout.mesh import (
     Mesh,
     NamedSharding,
     P,

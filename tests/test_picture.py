@@ -7,7 +7,7 @@ import torch
 
 import torchpmap as tp
 from torchpmap._base.devices import enumerate_devices
-from torchpmap._layout import general_layout
+from torchpmap._layout.layout import general_layout
 from torchpmap._picture import picture
 
 DEVICES = enumerate_devices(8, "cpu")

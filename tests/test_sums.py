@@ -94,9 +94,9 @@ def gloo() -> Iterator[Run]:
 
 
 def sums_of_this_process(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    from torchpmap import _axes
+    from torchpmap._layout import axis_stack
 
-    rank = int(_axes.lookup("i")[0].index)
+    rank = int(axis_stack.lookup("i")[0].index)
     return sums(x[rank])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchpmap as tp
-from torchpmap._axes import bind
+from torchpmap._layout.axis_stack import bind
 from torchpmap._trace import TracedInput, Untraceable, trace
 
 aten = torch.ops.aten

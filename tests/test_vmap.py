@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchpmap import _axes
 from torchpmap._collectives import all_gather, axis_index, psum
+from torchpmap._layout import axis_stack
 from torchpmap._vmap import vmap
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -57,7 +57,7 @@ def test_numpy_numbers_and_none() -> None:
 def test_named_axis() -> None:
     assert vmap(lambda x: x / psum(x, "j"), axis_name="j")(V).tolist() == (V / 6).tolist()
     assert vmap(lambda: axis_index("j"), axis_name="j", axis_size=3)().tolist() == [0, 1, 2]
-    assert _axes.bound() == ()
+    assert axis_stack.bound() == ()
 
 
 def test_unnamed_axis_is_transparent() -> None:

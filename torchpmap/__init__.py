@@ -64,7 +64,7 @@ with _uncollected():
         shutdown,
     )
     from torchpmap._grad import grad, value_and_grad
-    from torchpmap._mesh import Mesh, NamedSharding, PartitionSpec, make_mesh
+    from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec, make_mesh
     from torchpmap._placement import (
         block_until_ready,
         device_get,

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import _resolve_process_group
 
-from torchpmap import _axes
-from torchpmap._axes import Signature
 from torchpmap._base.errors import CollectiveMismatch
 from torchpmap._base.sources import users_frames
+from torchpmap._layout import axis_stack
+from torchpmap._layout.axis_stack import Signature
 
 __all__ = ["ADVICE", "Agreement", "Fingerprint"]
 
@@ -44,8 +44,8 @@ class Fingerprint:
     def __init__(self, what: str, group: str = "", within: CodeType | None = None) -> None:
         """``within``: where the user's code was called from."""
         self._what = what
-        self._number = _axes.ordinal()
-        self._purpose = _axes.purpose()
+        self._number = axis_stack.ordinal()
+        self._purpose = axis_stack.purpose()
         self._frames = list(users_frames(within))
         self.key = "|".join((what, group, self._purpose, *map(_place, self._frames)))
 

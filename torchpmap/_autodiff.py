@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from torchpmap._layout import Layout
+from torchpmap._layout.layout import Layout
 from torchpmap._lowering import Pair
 from torchpmap._operations import Operation, Outputs, Primal, Tensors, is_inexact
 from torchpmap._placement import handle_of

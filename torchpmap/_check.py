@@ -23,12 +23,12 @@ import torch
 from torchpmap import _inline
 from torchpmap._arguments import Bound, Options, Static, split_statics
 from torchpmap._arguments import bind as bind_arguments
-from torchpmap._axes import Axis, bind
 from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_axis
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Structure, flatten
 from torchpmap._environment import parameters
 from torchpmap._inline_call import KeepCaptured, is_limit_of_lanes
+from torchpmap._layout.axis_stack import Axis, bind
 from torchpmap._pmap import Pmapped
 from torchpmap._serial import run_rows
 from torchpmap._transfer import host_tensor

@@ -20,7 +20,7 @@ from torchpmap._checkpoint_values import extents, whole
 from torchpmap._checkpoint_workers import Restore, run_on
 from torchpmap._current import check_devices, is_launched, process_index
 from torchpmap._current import runtime as current_runtime
-from torchpmap._layout import Layout, general_layout
+from torchpmap._layout.layout import Layout, general_layout
 from torchpmap._runtimes._base import Handle
 from torchpmap._sharded import ShardedTensor, make_sharded
 from torchpmap._transfer import host_tensor

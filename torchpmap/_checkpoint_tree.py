@@ -16,7 +16,7 @@ import torch
 
 from torchpmap._base.errors import check_array
 from torchpmap._base.pytree import MAPPINGS, Node, Structure, flatten_as_met
-from torchpmap._mesh import NamedSharding
+from torchpmap._layout.mesh import NamedSharding
 from torchpmap._sharded import ShardedTensor
 
 __all__ = ["Leaf", "ShapeDtypeStruct", "kind_of", "leaves_of", "rebuild", "skeleton_of"]

@@ -25,7 +25,7 @@ from torchpmap._checkpoint_tree import VALUES, Leaf, kind_of
 from torchpmap._checkpoint_workers import Line, Snapshot, run_on
 from torchpmap._current import process_count, process_index
 from torchpmap._current import runtime as current_runtime
-from torchpmap._layout import Layout
+from torchpmap._layout.layout import Layout
 from torchpmap._runtimes._base import Handle
 from torchpmap._sharded import ShardedTensor
 from torchpmap._transfer import fetch_blocks, host_tensor

@@ -32,7 +32,6 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from torchpmap._axes import Axis
 from torchpmap._base.config import config
 from torchpmap._base.data import packed, unpacked
 from torchpmap._base.deadline import Deadline
@@ -41,6 +40,7 @@ from torchpmap._base.pytree import flatten
 from torchpmap._checkpoint_files import broken
 from torchpmap._checkpoint_storage import Written, write
 from torchpmap._checkpoint_table import Extent, Table
+from torchpmap._layout.axis_stack import Axis
 from torchpmap._program import EagerCall, Outcome
 from torchpmap._runtimes._base import Handle, Team
 from torchpmap._runtimes._store import limit_waits

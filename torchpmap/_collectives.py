@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from torchpmap import _axes
 from torchpmap._collectives_move import (
     all_gather,
     all_to_all,
@@ -34,6 +33,7 @@ from torchpmap._collectives_operands import AxisName, Groups, resolve
 from torchpmap._collectives_permute import ppermute, pshuffle
 from torchpmap._collectives_ragged import ragged_all_to_all
 from torchpmap._collectives_reduce import pbroadcast, pmax, pmean, pmin, psum
+from torchpmap._layout import axis_stack
 
 __all__ = [
     "all_gather",
@@ -131,7 +131,7 @@ def axis_bound(axis_name: AxisName) -> bool:
     Source: kfac_jax.utils.in_pmap; checked in tests/test_if_bound.py.
     """
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
-    known = {parts[0].name for parts in _axes.bound()}
+    known = {parts[0].name for parts in axis_stack.bound()}
     return all(name is not None and name in known for name in names)
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from torchpmap._axes import Axis, Partition
 from torchpmap._collectives_primitives import AllGather, Place, Primitive, Scope, apply, extreme
 from torchpmap._collectives_raw import ReduceOp, summable
+from torchpmap._layout.axis_stack import Axis, Partition
 
 __all__ = [
     "Along",

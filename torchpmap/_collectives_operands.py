@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap import _axes
-from torchpmap._axes import Axis, Partition, joined
 from torchpmap._base import axis_spec
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.pytree import Structure
 from torchpmap._collectives_groups import Along, Scattered, Tensors, cuts, entry, whole
 from torchpmap._collectives_primitives import Primitive, Scope, extreme
 from torchpmap._collectives_raw import Pairs, ReduceOp
+from torchpmap._layout import axis_stack
+from torchpmap._layout.axis_stack import Axis, Partition, joined
 
 __all__ = [
     "NUMBERS",
@@ -181,7 +181,7 @@ def resolve(
     if len(set(names)) < len(names):
         raise ValueError(f"{what}: repeated axis in axis_name={axis_name!r}")
     dims = [n for n in names if positional and isinstance(n, int) and not isinstance(n, bool)]
-    axes = tuple(part for name in names if name not in dims for part in _axes.lookup(name))
+    axes = tuple(part for name in names if name not in dims for part in axis_stack.lookup(name))
     if sends:
         axes = joined(axes)
     if groups is None:
@@ -198,7 +198,7 @@ def resolve(
 
 def _check_name(what: str, name: Any) -> None:
     """Raise ``TypeError`` for what cannot be the name of an axis, or is that of none."""
-    unnamed = name is None and not any(parts[0].name is None for parts in _axes.bound())
+    unnamed = name is None and not any(parts[0].name is None for parts in axis_stack.bound())
     if unnamed or not isinstance(name, Hashable) or isinstance(name, torch.Tensor | tuple | list):
         raise TypeError(
             f"{what}: axis_name must be the name of an axis (as in pmap(f, axis_name='i')) or a "
@@ -282,7 +282,7 @@ def map_leaves(
         else:
             leaves[i] = on_constant(leaf)
     if tensors:
-        with _axes.serving(lambda: over.purpose(structure, tensors)):
+        with axis_stack.serving(lambda: over.purpose(structure, tensors)):
             alone = not over.steps and not over.dims
             # nobody may write to the operand through the result
             results = on_tensors([x.clone() if alone else x for x in tensors.values()])

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._axes import Axis, joined
 from torchpmap._collectives_groups import Along, Tensors, entry, gathered, pick
 from torchpmap._collectives_operands import (
     AxisName,
@@ -28,6 +27,7 @@ from torchpmap._collectives_operands import (
 )
 from torchpmap._collectives_primitives import Permute, Scope, apply
 from torchpmap._collectives_raw import Pairs
+from torchpmap._layout.axis_stack import Axis, joined
 
 __all__ = ["ppermute", "pshuffle"]
 

@@ -38,9 +38,9 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd import forward_ad
 
-from torchpmap import _axes
 from torchpmap import _collectives_raw as raw
-from torchpmap._axes import Partition
+from torchpmap._layout import axis_stack
+from torchpmap._layout.axis_stack import Partition
 
 __all__ = [
     "AllGather",
@@ -210,7 +210,7 @@ class _Linear(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         primitive, index, *xs = inputs
         ctx.primitive = primitive
-        ctx.number = _axes.ordinal()
+        ctx.number = axis_stack.ordinal()
         ctx.kinds = [(x.shape, x.dtype, x.device) for x in xs]
         ctx.set_materialize_grads(False)
         _save(ctx, index)
@@ -327,7 +327,7 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.number = _axes.ordinal()
+        ctx.number = axis_stack.ordinal()
         ctx.how = inputs[0]
         ctx.set_materialize_grads(False)
         _save(ctx, *inputs[1:], *output)
@@ -403,7 +403,9 @@ def _derivative(
     line.
     """
     present = [k for k, cotangent in enumerate(cotangents) if cotangent is not None]
-    return _axes.serving(lambda: f"the derivative of collective {ctx.number}, results {present}")
+    return axis_stack.serving(
+        lambda: f"the derivative of collective {ctx.number}, results {present}"
+    )
 
 
 def _widened(xs: Tensors) -> list[torch.Tensor]:

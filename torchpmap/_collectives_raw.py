@@ -24,7 +24,7 @@ import torch
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor
 
-from torchpmap import _axes
+from torchpmap._layout import axis_stack
 
 __all__ = [
     "Pairs",
@@ -153,7 +153,7 @@ def permute(x: torch.Tensor, pairs: Pairs, group: str) -> torch.Tensor:
 
 def _record(name: str, how: str, group: str, x: torch.Tensor) -> None:
     if not isinstance(x, FakeTensor):
-        _axes.record((name, how, group, tuple(x.shape), str(x.dtype)))
+        axis_stack.record((name, how, group, tuple(x.shape), str(x.dtype)))
 
 
 # --- dtypes ---------------------------------------------------------------------------------------

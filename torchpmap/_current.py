@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import replace
 
-from torchpmap import _axes, _inline
+from torchpmap import _inline
 from torchpmap._base import ending
 from torchpmap._base.config import Config, config
 from torchpmap._base.deadline import Deadline
@@ -24,6 +24,7 @@ from torchpmap._base.devices import (
 )
 from torchpmap._base.errors import RuntimeClosed
 from torchpmap._launcher import Place, found_place
+from torchpmap._layout import axis_stack
 from torchpmap._runtimes._base import Runtime
 
 __all__ = [
@@ -116,7 +117,7 @@ def shutdown() -> None:
 
 def refuse_inside(name: str) -> None:
     """Raise inside a mapped function, which would start devices of its own."""
-    if any(part.group is not None for parts in _axes.bound() for part in parts):
+    if any(part.group is not None for parts in axis_stack.bound() for part in parts):
         raise RuntimeError(
             f"torchpmap.{name} was called inside a mapped function, which runs on one device, "
             "where its values are. Call it outside, and pass values as arguments (in_axes=None: "

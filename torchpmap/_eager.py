@@ -17,8 +17,8 @@ from torchpmap._base.ambient import ambient
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Structure
 from torchpmap._current import runtime as current_runtime
-from torchpmap._grid import Grid
-from torchpmap._layout import Layout
+from torchpmap._layout.grid import Grid
+from torchpmap._layout.layout import Layout
 from torchpmap._placement import handles_of
 from torchpmap._plan import Called
 from torchpmap._program import EagerCall, EagerReport, Program, no_stream, not_replicated

@@ -33,9 +33,9 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch._library.effects import EffectType
 from torch.autograd import forward_ad
 
-from torchpmap import _axes
 from torchpmap._base.pytree import flatten
 from torchpmap._collectives import pbroadcast, pmax
+from torchpmap._layout import axis_stack
 
 __all__ = [
     "check_equal",
@@ -144,7 +144,7 @@ def show(fmt: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, ordered: bo
     formatter = _Template()
     template = formatter.vformat(fmt, args, kwargs)
     names, indices, groups = [], [], []
-    for parts in _axes.bound():
+    for parts in axis_stack.bound():
         index = parts[0].index
         for part in parts[1:]:
             index = index * part.size + part.index
@@ -263,7 +263,7 @@ def _print(
 
 def _collected(entries: _Entries, group: str, device: torch.device) -> _Entries:
     """The entries of all members on the first of them, none on the others."""
-    _axes.record(("print", "", group))
+    axis_stack.record(("print", "", group))
     process_group = _resolve_process_group(group)  # type: ignore[arg-type]
     size, first = process_group.size(), process_group.rank() == 0
     data = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(device)

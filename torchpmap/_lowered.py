@@ -10,7 +10,7 @@ import torch
 
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.pytree import Structure, flatten_call
-from torchpmap._layout import Layout
+from torchpmap._layout.layout import Layout
 from torchpmap._placement import handle_of
 from torchpmap._plan import Plan
 from torchpmap._sharded import make_sharded

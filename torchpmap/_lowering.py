@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from torchpmap._axes import Axis, Partition
 from torchpmap._base.ambient import Ambient, applied, for_graph, in_force
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import warn
@@ -22,8 +21,9 @@ from torchpmap._compile import EAGER, Backend, Definition, Kind, have_cpp_compil
 from torchpmap._current import runtime as current_runtime
 from torchpmap._custom_ops import Implementations
 from torchpmap._escaped import Watch
-from torchpmap._grid import Grid
-from torchpmap._layout import Layout, replicated_layout
+from torchpmap._layout.axis_stack import Axis, Partition
+from torchpmap._layout.grid import Grid
+from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan import Captured, Drawn, Pinned, Plan
 from torchpmap._program import Outcome, no_stream
 from torchpmap._runtimes._base import Team

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from torchpmap._axes import Axis, joined
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import flatten
 from torchpmap._capture import Substitute
@@ -31,8 +30,9 @@ from torchpmap._collectives_raw import widened
 from torchpmap._compile import EAGER
 from torchpmap._eager import EagerPlan
 from torchpmap._environment import Environment
-from torchpmap._grid import Cut, Grid
-from torchpmap._layout import Layout
+from torchpmap._layout.axis_stack import Axis, joined
+from torchpmap._layout.grid import Cut, Grid
+from torchpmap._layout.layout import Layout
 from torchpmap._lowering import Body, Pair, Target, lower, lower_pair
 from torchpmap._placement import handle_of, handles_of
 from torchpmap._plan import Drawn, Pinned, Plan

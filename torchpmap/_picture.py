@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchpmap._base.errors import kind_of
-from torchpmap._layout import Layout
+from torchpmap._layout.layout import Layout
 
 __all__ = ["picture"]
 

@@ -17,7 +17,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
 
-from torchpmap import _axes, _inline
+from torchpmap import _inline
 from torchpmap._arguments import (
     Options,
     Static,
@@ -39,6 +39,7 @@ from torchpmap._base.pytree import flatten_call
 from torchpmap._current import runtime as current_runtime
 from torchpmap._eager import EagerPlan
 from torchpmap._environment import Environment
+from torchpmap._layout import axis_stack
 from torchpmap._lowered import Lowered
 from torchpmap._placement import handles_of
 from torchpmap._plan import Called
@@ -147,7 +148,9 @@ class Pmapped:
         options = self._options
         if options.static_argnums or options.static_argnames:
             args, kwargs = split_statics(options, args, kwargs)
-        if _axes.bound() or (_num_modes() and _is_traced()):  # all rows on the device of the caller
+        if axis_stack.bound() or (
+            _num_modes() and _is_traced()
+        ):  # all rows on the device of the caller
             return self._preparation.run_here(args, kwargs)
         if _inline.active():
             return self._preparation.run_inline(args, kwargs)

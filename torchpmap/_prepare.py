@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap import _axes
 from torchpmap._arguments import Bound, Options, Static, bind
 from torchpmap._autodiff import is_transformed
 from torchpmap._base.ambient import ambient, applied, keyed
@@ -25,10 +24,11 @@ from torchpmap._current import check_devices, process_count, process_index, runt
 from torchpmap._current import devices as all_devices
 from torchpmap._eager import EagerPlan
 from torchpmap._environment import Environment
-from torchpmap._grid import Grid
 from torchpmap._inline_call import call_inline
 from torchpmap._kinds import insist
-from torchpmap._layout import Layout, replicated_layout
+from torchpmap._layout import axis_stack
+from torchpmap._layout.grid import Grid
+from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._lowering import Target, lower
 from torchpmap._nested import bind_inner, counts_of_list, cuts_of, device_counts
 from torchpmap._operations import Primal
@@ -120,7 +120,7 @@ class Preparation:
     def run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call with all its rows on the device it is made on."""
         options = self._options
-        if options.devices is not None and _axes.bound():
+        if options.devices is not None and axis_stack.bound():
             raise ValueError(
                 f"{options.prefix}: a pmap inside a mapped function runs on the device that it is "
                 "met on, and cannot have devices. Leave them out, or give them to the outer pmap."

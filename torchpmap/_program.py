@@ -25,7 +25,15 @@ from torch.autograd import forward_ad
 
 from torchpmap import _collectives
 from torchpmap._agreement import Agreement
-from torchpmap._axes import (
+from torchpmap._base.ambient import Ambient, applied
+from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_axis
+from torchpmap._base.contents import Contents
+from torchpmap._base.errors import lost_write
+from torchpmap._base.pytree import Structure, flatten
+from torchpmap._effects import difference
+from torchpmap._escaped import note, watched
+from torchpmap._kinds import as_result
+from torchpmap._layout.axis_stack import (
     Axis,
     Partition,
     bind,
@@ -34,15 +42,7 @@ from torchpmap._axes import (
     recording,
     subgroup_name,
 )
-from torchpmap._base.ambient import Ambient, applied
-from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_axis
-from torchpmap._base.contents import Contents
-from torchpmap._base.errors import lost_write
-from torchpmap._base.pytree import Structure, flatten
-from torchpmap._effects import difference
-from torchpmap._escaped import note, watched
-from torchpmap._grid import Cut, shifted
-from torchpmap._kinds import as_result
+from torchpmap._layout.grid import Cut, shifted
 from torchpmap._transform_rules import TransformRules
 from torchpmap.random._streams import Streams, streams, within
 

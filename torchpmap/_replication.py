@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from torchpmap._axes import Axis, Partition, bind, joined, peers
 from torchpmap._collectives import pbroadcast
+from torchpmap._layout.axis_stack import Axis, Partition, bind, joined, peers
 
 __all__ = ["is_random", "replicated", "varying_nodes"]
 

@@ -24,8 +24,8 @@ from torchpmap._base.devices import Device
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, kind_of
 from torchpmap._base.untraced import untraced
 from torchpmap._current import runtime
-from torchpmap._layout import Layout, Shard
-from torchpmap._mesh import NamedSharding
+from torchpmap._layout.layout import Layout, Shard
+from torchpmap._layout.mesh import NamedSharding
 from torchpmap._runtimes._base import Handle
 from torchpmap._sharded_arguments import facts_of, occurrences, written_by
 from torchpmap._sharded_gathers import note_gather

@@ -21,8 +21,8 @@ from torchpmap._blocks import combined, cut, stored
 from torchpmap._collectives_raw import summable
 from torchpmap._compile import EAGER, Definition
 from torchpmap._groups import RankPartition
-from torchpmap._layout import Layout, general_layout, replicated_layout, row_layout
-from torchpmap._mesh import NamedSharding, PartitionSpec
+from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
+from torchpmap._layout.mesh import NamedSharding, PartitionSpec
 from torchpmap._rules import rule_of
 from torchpmap._rules_signature import Call, Operand, Placement, place
 from torchpmap._sharded_arguments import (

@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch.autograd import forward_ad
 
 from torchpmap._base.untraced import untraced
-from torchpmap._layout import spread_layout
+from torchpmap._layout.layout import spread_layout
 from torchpmap._sharded_arguments import occurrences
 from torchpmap._sharded_gathers import note_gather
 from torchpmap._sharded_strides import strides_of_results

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.ambient import ambient, keyed
-from torchpmap._layout import Layout
+from torchpmap._layout.layout import Layout
 from torchpmap._runtimes._base import Handle, Runtime, Team
 from torchpmap._sharded_arguments import Unsupported, facts_of
 from torchpmap._sharded_graphs import Blueprint, blueprint

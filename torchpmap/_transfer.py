@@ -11,7 +11,7 @@ import torch
 
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._current import devices, process_index, runtime
-from torchpmap._layout import Layout
+from torchpmap._layout.layout import Layout
 from torchpmap._runtimes._base import Handle, Team
 from torchpmap._wire import bytes_of
 

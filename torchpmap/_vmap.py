@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch._C import _functorch
 
-from torchpmap import _axes
-from torchpmap._axes import Axis
 from torchpmap._base import axis_spec
 from torchpmap._base.errors import check_array
+from torchpmap._layout import axis_stack
+from torchpmap._layout.axis_stack import Axis
 
 __all__ = ["vmap"]
 
@@ -74,7 +74,7 @@ def vmap(
         def rows(index: torch.Tensor, *row: Any) -> list[torch.Tensor]:
             row_args, row_kwargs = structure.unflatten(row)
             axis = Axis(axis_name, size, index, None)
-            with nullcontext() if axis_name is None else _axes.bind(axis):
+            with nullcontext() if axis_name is None else axis_stack.bind(axis):
                 return output.take(fun(*row_args, **row_kwargs), index.device)
 
         index = torch.arange(size, device=_device(leaves))
@@ -160,7 +160,7 @@ def _size(
 
 def _device(leaves: list[Any]) -> torch.device | None:
     """Where the index lives: with the arguments, else with the enclosing axis."""
-    for tensor in [*leaves, *(parts[0].index for parts in reversed(_axes.bound()))]:
+    for tensor in [*leaves, *(parts[0].index for parts in reversed(axis_stack.bound()))]:
         if isinstance(tensor, torch.Tensor):
             return tensor.device
     return None

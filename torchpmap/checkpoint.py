@@ -20,11 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from torchpmap import _axes
 from torchpmap._base.errors import CheckpointError, warn
 from torchpmap._checkpoint_files import Folder
 from torchpmap._checkpoint_table import Table
 from torchpmap._checkpoint_tree import ShapeDtypeStruct
+from torchpmap._layout import axis_stack
 
 __all__ = ["Saving", "ShapeDtypeStruct", "latest", "load", "save"]
 
@@ -228,7 +228,7 @@ def latest(directory: PathLike) -> Path | None:
 
 
 def _refuse_inside(name: str) -> None:
-    if _axes.bound():
+    if axis_stack.bound():
         raise RuntimeError(
             f"torchpmap.checkpoint.{name} was called inside a mapped function, where values are "
             "those of one row. Return what shall be saved, and save it outside."

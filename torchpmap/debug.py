@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from torchpmap import _axes, _effects, _inline
+from torchpmap import _effects, _inline
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import flatten
 from torchpmap._check import CheckReport, check
+from torchpmap._layout import axis_stack
 from torchpmap._picture import picture
 from torchpmap._pmap import Pmapped, pmap
 from torchpmap._sharded import ShardedTensor
@@ -243,7 +244,7 @@ def breakpoint(index: int = 0) -> None:
 
     Source: ``jax.debug.breakpoint``; checked in tests/test_debug.py.
     """
-    axes = _axes.bound()
+    axes = axis_stack.bound()
     if not axes or not _inline.active():
         where = "outside a mapped function; use Python's breakpoint()"
         if axes:

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 import torch
 
-from torchpmap import _axes
 from torchpmap._base.errors import check_array
 from torchpmap._base.pytree import flatten
 from torchpmap._current import process_count, process_index, runtime
+from torchpmap._layout import axis_stack
 from torchpmap._multihost_values import (
     Parcel,
     Share,
@@ -282,7 +282,7 @@ def _part(leaf: Any, dim: int, count: int) -> Any:
 
 
 def _refuse_inside(what: str) -> None:
-    if _axes.bound():
+    if axis_stack.bound():
         raise RuntimeError(
             f"{what} is for the script around mapped functions, and cannot be called inside one. "
             "Use a collective there (torchpmap.all_gather, psum, pbroadcast)."

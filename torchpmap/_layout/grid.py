@@ -15,16 +15,16 @@ from dataclasses import dataclass
 
 import torch
 
-from torchpmap._axes import Axis, mesh_axes
 from torchpmap._base.devices import Device
-from torchpmap._layout import (
+from torchpmap._layout.axis_stack import Axis, mesh_axes
+from torchpmap._layout.layout import (
     DEFAULT_AXIS_NAME,
     Layout,
     general_layout,
     replicated_layout,
     row_layout,
 )
-from torchpmap._mesh import NamedSharding, PartitionSpec, make_mesh
+from torchpmap._layout.mesh import NamedSharding, PartitionSpec, make_mesh
 
 __all__ = ["Cut", "Grid", "shifted"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from torchpmap._base.devices import Device
-from torchpmap._mesh import NamedSharding, replicated, row_sharding
+from torchpmap._layout.mesh import NamedSharding, replicated, row_sharding
 
 __all__ = [
     "Layout",

@@ -1,0 +1,1 @@
+"""Named axes and meshes, and which device holds which block of a value. Nothing here runs."""
