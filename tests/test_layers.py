@@ -31,7 +31,7 @@ _runtimes._pool _runtimes._local _current _transfer _rules_signature _rules_comp
 _rules _blocks _sharded_arguments _sharded_graphs _sharded_operations _sharded_gathers
 _sharded_views _sharded_memory _sharded_strides _sharded_host _sharded _placement _spanning _plan
 _eager _serial _inline_call _lowering _operations _autodiff _nested _prepare _lowered _pmap
-_optim_checks optim _multihost_values multihost _checkpoint_files _checkpoint_tree _checkpoint_peers
+optim._checks optim _multihost_values multihost _checkpoint_files _checkpoint_tree _checkpoint_peers
 _checkpoint_pickles _checkpoint_table _checkpoint_storage _checkpoint_workers _checkpoint_values
 _checkpoint_save _checkpoint_load checkpoint _check _picture debug
 """

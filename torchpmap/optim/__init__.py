@@ -19,8 +19,8 @@ from torch.optim import SGD, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from torchpmap import _optim_checks as checks
 from torchpmap._base import axis_spec
+from torchpmap.optim import _checks as checks
 
 __all__ = ["FunctionalOptimizer", "functional"]
 
