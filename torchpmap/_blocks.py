@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchpmap import _collectives_raw as raw
+from torchpmap._collectives import backend as raw
 from torchpmap._rules_signature import Combine
 
 __all__ = ["combined", "cut", "stored"]

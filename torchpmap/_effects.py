@@ -34,7 +34,7 @@ from torch._library.effects import EffectType
 from torch.autograd import forward_ad
 
 from torchpmap._base.pytree import flatten
-from torchpmap._collectives import pbroadcast, pmax
+from torchpmap._collectives.queries import pbroadcast, pmax
 from torchpmap._layout import axis_stack
 
 __all__ = [

@@ -12,8 +12,8 @@ import torch
 
 from torchpmap._base import axis_spec
 from torchpmap._base.errors import check_array, dtype_name
-from torchpmap._collectives_operands import AxisName
-from torchpmap._collectives_reduce import pmean
+from torchpmap._collectives.operands import AxisName
+from torchpmap._collectives.reduce import pmean
 
 __all__ = ["grad", "value_and_grad"]
 

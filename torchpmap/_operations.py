@@ -25,8 +25,8 @@ import torch
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import flatten
 from torchpmap._capture import Substitute
-from torchpmap._collectives_primitives import AllReduce, Scope, apply
-from torchpmap._collectives_raw import widened
+from torchpmap._collectives.backend import widened
+from torchpmap._collectives.primitives import AllReduce, Scope, apply
 from torchpmap._compile import EAGER
 from torchpmap._eager import EagerPlan
 from torchpmap._environment import Environment

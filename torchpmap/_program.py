@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from torchpmap import _collectives
 from torchpmap._agreement import Agreement
 from torchpmap._base.ambient import Ambient, applied
 from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_axis
 from torchpmap._base.contents import Contents
 from torchpmap._base.errors import lost_write
 from torchpmap._base.pytree import Structure, flatten
+from torchpmap._collectives import queries
 from torchpmap._effects import difference
 from torchpmap._escaped import note, watched
 from torchpmap._kinds import as_result
@@ -219,7 +219,7 @@ class Program:
 
     def _run_row(self, rows: Sequence[torch.Tensor], inside: Sequence[Axis | None]) -> Outcome:
         """Call the function on one row; the stacked dims of the result are not there yet."""
-        row = _collectives.axis_index(self.axis_name)
+        row = queries.axis_index(self.axis_name)
         numbers: AbstractContextManager[Streams | None] = (
             within(row, self.randomness)
             if self.is_inner
@@ -253,7 +253,7 @@ class Program:
             for block, cut in zip(laid_out.blocks, cuts, strict=True)
             if self.check_replicated and block is not None and cut[0] is None
         ]
-        checks += [_collectives.pmax(check, self.axis_name) for check in outcome.checks]
+        checks += [queries.pmax(check, self.axis_name) for check in outcome.checks]
         return replace(
             laid_out,
             cuts=tuple(cuts),
@@ -288,9 +288,9 @@ def _of_all(check: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torch
         if axis is not None:
             with bind(axis):
                 if dim is None:
-                    check = _collectives.pbroadcast(check, axis.name, 0)
+                    check = queries.pbroadcast(check, axis.name, 0)
                 else:
-                    check = _collectives.pmax(check, axis.name)
+                    check = queries.pmax(check, axis.name)
     return check
 
 
@@ -458,7 +458,7 @@ def _settled(block: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torc
     same = [a for a, dim in zip(axes, cut, strict=True) if dim is None and a is not None]
     for axis in joined(same):
         with bind(axis):
-            block = _collectives.pbroadcast(block.detach(), axis.name, 0)
+            block = queries.pbroadcast(block.detach(), axis.name, 0)
     return block
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchpmap._collectives import pbroadcast
+from torchpmap._collectives.queries import pbroadcast
 from torchpmap._layout.axis_stack import Axis, Partition, bind, joined, peers
 
 __all__ = ["is_random", "replicated", "varying_nodes"]

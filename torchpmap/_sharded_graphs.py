@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchpmap._blocks import combined, cut, stored
-from torchpmap._collectives_raw import summable
+from torchpmap._collectives.backend import summable
 from torchpmap._compile import EAGER, Definition
 from torchpmap._groups import RankPartition
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout

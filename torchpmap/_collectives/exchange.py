@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from torchpmap._collectives_groups import gathered, merged_lead
-from torchpmap._collectives_operands import AxisName, Groups, Over, map_leaves, own_values, resolve
-from torchpmap._collectives_primitives import AllToAll, ReduceScatter
-from torchpmap._collectives_raw import narrowed, summable, widened
+from torchpmap._collectives.backend import narrowed, summable, widened
+from torchpmap._collectives.groups import gathered, merged_lead
+from torchpmap._collectives.operands import AxisName, Groups, Over, map_leaves, own_values, resolve
+from torchpmap._collectives.primitives import AllToAll, ReduceScatter
 
 __all__ = ["all_gather", "all_to_all", "psum_scatter", "pswapaxes"]
 

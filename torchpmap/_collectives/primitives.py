@@ -38,7 +38,7 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd import forward_ad
 
-from torchpmap import _collectives_raw as raw
+from torchpmap._collectives import backend as raw
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Partition
 

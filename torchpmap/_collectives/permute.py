@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._collectives_groups import Along, Tensors, entry, gathered, pick
-from torchpmap._collectives_operands import (
+from torchpmap._collectives.backend import Pairs
+from torchpmap._collectives.groups import Along, Tensors, entry, gathered, pick
+from torchpmap._collectives.operands import (
     AxisName,
     Over,
     map_leaves,
@@ -25,8 +26,7 @@ from torchpmap._collectives_operands import (
     permutation,
     resolve,
 )
-from torchpmap._collectives_primitives import Permute, Scope, apply
-from torchpmap._collectives_raw import Pairs
+from torchpmap._collectives.primitives import Permute, Scope, apply
 from torchpmap._layout.axis_stack import Axis, joined
 
 __all__ = ["ppermute", "pshuffle"]

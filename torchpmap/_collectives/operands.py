@@ -19,9 +19,9 @@ import torch
 from torchpmap._base import axis_spec
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.pytree import Structure
-from torchpmap._collectives_groups import Along, Scattered, Tensors, cuts, entry, whole
-from torchpmap._collectives_primitives import Primitive, Scope, extreme
-from torchpmap._collectives_raw import Pairs, ReduceOp
+from torchpmap._collectives.backend import Pairs, ReduceOp
+from torchpmap._collectives.groups import Along, Scattered, Tensors, cuts, entry, whole
+from torchpmap._collectives.primitives import Primitive, Scope, extreme
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis, Partition, joined
 

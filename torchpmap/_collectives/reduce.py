@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from torchpmap._collectives_operands import (
+from torchpmap._collectives.backend import ReduceOp, narrowed, widened
+from torchpmap._collectives.operands import (
     NUMBERS,
     AxisName,
     Groups,
@@ -22,8 +23,7 @@ from torchpmap._collectives_operands import (
     permutation,
     resolve,
 )
-from torchpmap._collectives_primitives import AllReduce, extreme
-from torchpmap._collectives_raw import ReduceOp, narrowed, widened
+from torchpmap._collectives.primitives import AllReduce, extreme
 
 __all__ = ["pbroadcast", "pmax", "pmean", "pmin", "psum"]
 

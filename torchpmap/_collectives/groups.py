@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from torchpmap._collectives_primitives import AllGather, Place, Primitive, Scope, apply, extreme
-from torchpmap._collectives_raw import ReduceOp, summable
+from torchpmap._collectives.backend import ReduceOp, summable
+from torchpmap._collectives.primitives import AllGather, Place, Primitive, Scope, apply, extreme
 from torchpmap._layout.axis_stack import Axis, Partition
 
 __all__ = [

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from torchpmap._base.errors import check_array
-from torchpmap._collectives_groups import pick
-from torchpmap._collectives_move import all_gather, all_to_all
-from torchpmap._collectives_operands import AxisName, Groups, resolve
-from torchpmap._collectives_raw import summable
+from torchpmap._collectives.backend import summable
+from torchpmap._collectives.exchange import all_gather, all_to_all
+from torchpmap._collectives.groups import pick
+from torchpmap._collectives.operands import AxisName, Groups, resolve
 
 __all__ = ["ragged_all_to_all"]
 

@@ -23,16 +23,16 @@ from typing import Any
 
 import torch
 
-from torchpmap._collectives_move import (
+from torchpmap._collectives.exchange import (
     all_gather,
     all_to_all,
     psum_scatter,
     pswapaxes,
 )
-from torchpmap._collectives_operands import AxisName, Groups, resolve
-from torchpmap._collectives_permute import ppermute, pshuffle
-from torchpmap._collectives_ragged import ragged_all_to_all
-from torchpmap._collectives_reduce import pbroadcast, pmax, pmean, pmin, psum
+from torchpmap._collectives.operands import AxisName, Groups, resolve
+from torchpmap._collectives.permute import ppermute, pshuffle
+from torchpmap._collectives.ragged import ragged_all_to_all
+from torchpmap._collectives.reduce import pbroadcast, pmax, pmean, pmin, psum
 from torchpmap._layout import axis_stack
 
 __all__ = [
