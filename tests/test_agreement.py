@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import torchpmap as tp
-from torchpmap._agreement import Fingerprint
 from torchpmap._layout import axis_stack
+from torchpmap._trace.agreement import Fingerprint
 
 N = 2
 X = torch.arange(1.0, N + 1)

@@ -10,8 +10,8 @@ import torch
 from torch.fx import symbolic_trace
 
 import torchpmap as tp
-from torchpmap import _compile
-from torchpmap._compile import (
+from torchpmap._trace import compile
+from torchpmap._trace.compile import (
     EAGER,
     INDUCTOR,
     Backend,
@@ -110,7 +110,7 @@ def test_the_compiler_is_looked_for_where_inductor_looks(monkeypatch):
     with config.patch({"cpp.cxx": "only"}):
         assert not have_cpp_compiler()
         assert looked[-1] == "only"
-        monkeypatch.setattr(_compile.shutil, "which", lambda name: name == "only")
+        monkeypatch.setattr(compile.shutil, "which", lambda name: name == "only")
         assert have_cpp_compiler()
 
 

@@ -21,7 +21,7 @@ import torch
 from _support import TEST_ALL
 
 import torchpmap as tp
-from torchpmap import _compile
+from torchpmap._trace import compile as _compile
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

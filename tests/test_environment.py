@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchpmap._environment import Environment
+from torchpmap._trace.environment import Environment
 
 VALUE = 1
 

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchpmap as tp
 from torchpmap import random
-from torchpmap._compile import have_cpp_compiler
+from torchpmap._trace.compile import have_cpp_compiler
 
 CASES = json.loads((Path(__file__).parent / "random_cases.json").read_text())["cases"]
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}

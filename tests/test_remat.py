@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 import torchpmap as tp
-from torchpmap._compile import compile_definition
+from torchpmap._trace.compile import compile_definition
 
 pytestmark = [
     pytest.mark.usefixtures("pool"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from torchpmap._replication import is_random, varying_nodes
+from torchpmap._trace.replication import is_random, varying_nodes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

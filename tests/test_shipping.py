@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from torchpmap._shipping import pickled, pickled_function
-from torchpmap._trace import TracedInput, trace
+from torchpmap._trace.pickling import pickled, pickled_function
+from torchpmap._trace.trace import TracedInput, trace
 
 ops = torch.ops
 

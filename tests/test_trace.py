@@ -9,7 +9,7 @@ import torch
 
 import torchpmap as tp
 from torchpmap._layout.axis_stack import bind
-from torchpmap._trace import TracedInput, Untraceable, trace
+from torchpmap._trace.trace import TracedInput, Untraceable, trace
 
 aten = torch.ops.aten
 F32 = torch.float32

@@ -26,9 +26,9 @@ from torchpmap._base.config import check_timeout
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import call_prefix
 from torchpmap._base.pytree import Structure
-from torchpmap._compile import Backend, parse_compile
-from torchpmap._escaped import Escaped
-from torchpmap._kinds import check_dtype, check_number, oddity
+from torchpmap._trace.compile import Backend, parse_compile
+from torchpmap._trace.escaped import Escaped
+from torchpmap._trace.kinds import check_dtype, check_number, oddity
 
 __all__ = ["Bound", "Options", "Static", "bind", "split_statics"]
 

@@ -21,7 +21,7 @@ from torchpmap._placement import handle_of
 from torchpmap._plan import Called
 from torchpmap._runtimes._base import Handle
 from torchpmap._sharded import ShardedTensor, gather, make_sharded
-from torchpmap._trace import Untraceable
+from torchpmap._trace.trace import Untraceable
 from torchpmap._transfer import host_tensor
 from torchpmap.random._streams import batched_key
 

@@ -26,11 +26,11 @@ from torchpmap._arguments import bind as bind_arguments
 from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_axis
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Structure, flatten
-from torchpmap._environment import parameters
 from torchpmap._inline_call import KeepCaptured, is_limit_of_lanes
 from torchpmap._layout.axis_stack import Axis, bind
 from torchpmap._pmap import Pmapped
 from torchpmap._serial import run_rows
+from torchpmap._trace.environment import parameters
 from torchpmap._transfer import host_tensor
 from torchpmap.random._streams import peek_key, streams
 

@@ -21,8 +21,8 @@ from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout
 from torchpmap._placement import handles_of
 from torchpmap._plan import Called
-from torchpmap._program import EagerCall, EagerReport, Program, no_stream, not_replicated
-from torchpmap._shipping import number_of, pickled_function
+from torchpmap._trace.pickling import number_of, pickled_function
+from torchpmap._trace.program import EagerCall, EagerReport, Program, no_stream, not_replicated
 from torchpmap.random._streams import draw_key, peek_key
 
 __all__ = ["EagerPlan"]

@@ -20,12 +20,12 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchpmap._base.errors import kind_of, lost_write
-from torchpmap._environment import parameters
 from torchpmap._inline import note_replicated, serial
 from torchpmap._layout.axis_stack import Axis
-from torchpmap._program import Input, Outcome, Program, no_stream, not_replicated
 from torchpmap._serial import run_rows
 from torchpmap._sharded import ShardedTensor, innermost
+from torchpmap._trace.environment import parameters
+from torchpmap._trace.program import Input, Outcome, Program, no_stream, not_replicated
 from torchpmap._transfer import host_tensor
 from torchpmap.random._streams import draw_key, peek_key
 

@@ -24,20 +24,20 @@ import torch
 
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import flatten
-from torchpmap._capture import Substitute
 from torchpmap._collectives.backend import widened
 from torchpmap._collectives.primitives import AllReduce, Scope, apply
-from torchpmap._compile import EAGER
 from torchpmap._eager import EagerPlan
-from torchpmap._environment import Environment
 from torchpmap._layout.axis_stack import Axis, joined
 from torchpmap._layout.grid import Cut, Grid
 from torchpmap._layout.layout import Layout
 from torchpmap._lowering import Body, Pair, Target, lower, lower_pair
 from torchpmap._placement import handle_of, handles_of
 from torchpmap._plan import Drawn, Pinned, Plan
-from torchpmap._program import Outcome, Program
 from torchpmap._runtimes._base import Handle
+from torchpmap._trace.capture import Substitute
+from torchpmap._trace.compile import EAGER
+from torchpmap._trace.environment import Environment
+from torchpmap._trace.program import Outcome, Program
 
 __all__ = ["Operation", "Outputs", "Primal", "Tensors", "is_inexact"]
 

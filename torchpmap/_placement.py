@@ -15,12 +15,12 @@ from torchpmap._base.pytree import flatten
 from torchpmap._current import check_devices, local_devices, refuse_inside
 from torchpmap._current import devices as all_devices
 from torchpmap._current import runtime as current_runtime
-from torchpmap._escaped import Escaped
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._layout.mesh import NamedSharding
 from torchpmap._runtimes._base import Handle
 from torchpmap._sharded import ShardedTensor, check_open, innermost, make_sharded
 from torchpmap._sharded_host import is_recorded
+from torchpmap._trace.escaped import Escaped
 from torchpmap._transfer import check_equal_everywhere, gather, host_tensor, places_here, store
 
 __all__ = [

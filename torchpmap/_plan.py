@@ -18,14 +18,14 @@ import torch
 from torchpmap._base.config import config
 from torchpmap._base.contents import Answer, Contents
 from torchpmap._base.pytree import Structure
-from torchpmap._compile import Definition
-from torchpmap._custom_ops import Implementations
 from torchpmap._layout.axis_stack import Partition
 from torchpmap._layout.layout import Layout
 from torchpmap._placement import handle_of
-from torchpmap._program import not_replicated
 from torchpmap._runtimes._base import Handle, Team
 from torchpmap._sharded import ShardedTensor, gather
+from torchpmap._trace.compile import Definition
+from torchpmap._trace.custom_ops import Implementations
+from torchpmap._trace.program import not_replicated
 from torchpmap.random._streams import draw_key
 
 __all__ = ["Called", "Captured", "Drawn", "Pinned", "Plan"]

@@ -38,7 +38,6 @@ from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, TraceError
 from torchpmap._base.pytree import flatten_call
 from torchpmap._current import runtime as current_runtime
 from torchpmap._eager import EagerPlan
-from torchpmap._environment import Environment
 from torchpmap._layout import axis_stack
 from torchpmap._lowered import Lowered
 from torchpmap._placement import handles_of
@@ -46,7 +45,8 @@ from torchpmap._plan import Called
 from torchpmap._prepare import Preparation, Prepared, refuse_aliased_donation
 from torchpmap._runtimes._base import Handle, Runtime
 from torchpmap._sharded import ShardedTensor, make_all, make_sharded, spans_processes
-from torchpmap._trace import Untraceable
+from torchpmap._trace.environment import Environment
+from torchpmap._trace.trace import Untraceable
 
 __all__ = ["Pmapped", "pmap"]
 

@@ -19,13 +19,10 @@ from torchpmap._base.ambient import ambient, applied, keyed
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import TraceError, kind_of, warn
 from torchpmap._base.pytree import flatten_call
-from torchpmap._compile import EAGER
 from torchpmap._current import check_devices, process_count, process_index, runtime
 from torchpmap._current import devices as all_devices
 from torchpmap._eager import EagerPlan
-from torchpmap._environment import Environment
 from torchpmap._inline_call import call_inline
-from torchpmap._kinds import insist
 from torchpmap._layout import axis_stack
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
@@ -33,10 +30,13 @@ from torchpmap._lowering import Target, lower
 from torchpmap._nested import bind_inner, counts_of_list, cuts_of, device_counts
 from torchpmap._operations import Primal
 from torchpmap._plan import Plan
-from torchpmap._program import Constant, Input, Program
 from torchpmap._retraces import Retraces
 from torchpmap._sharded import ShardedTensor, check_open, spans_processes
-from torchpmap._trace import Untraceable
+from torchpmap._trace.compile import EAGER
+from torchpmap._trace.environment import Environment
+from torchpmap._trace.kinds import insist
+from torchpmap._trace.program import Constant, Input, Program
+from torchpmap._trace.trace import Untraceable
 from torchpmap._transfer import host_tensor
 from torchpmap.random._streams import are_active, draw_key, new_seed
 

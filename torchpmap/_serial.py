@@ -26,11 +26,11 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchpmap._agreement import ADVICE, Fingerprint
 from torchpmap._base.ambient import Ambient, ambient, applied
 from torchpmap._base.errors import CollectiveMismatch, kind_of
-from torchpmap._effects import emit, lines_of
 from torchpmap._layout.axis_stack import Axis, Partition, subgroup_name
+from torchpmap._trace.agreement import ADVICE, Fingerprint
+from torchpmap._trace.effects import emit, lines_of
 
 __all__ = ["run_rows"]
 

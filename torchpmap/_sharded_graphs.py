@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchpmap._blocks import combined, cut, stored
 from torchpmap._collectives.backend import summable
-from torchpmap._compile import EAGER, Definition
 from torchpmap._groups import RankPartition
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._layout.mesh import NamedSharding, PartitionSpec
@@ -35,6 +34,7 @@ from torchpmap._sharded_arguments import (
     slotted,
     written_slots,
 )
+from torchpmap._trace.compile import EAGER, Definition
 
 __all__ = ["Blueprint", "blueprint"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchpmap import _effects, _inline
+from torchpmap import _inline
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import flatten
 from torchpmap._check import CheckReport, check
@@ -21,6 +21,7 @@ from torchpmap._picture import picture
 from torchpmap._pmap import Pmapped, pmap
 from torchpmap._sharded import ShardedTensor
 from torchpmap._sharded_gathers import Gather, report_gathers
+from torchpmap._trace import effects
 
 __all__ = [
     "CheckReport",
@@ -165,7 +166,7 @@ def print(fmt: str, *args: Any, ordered: bool = True, **kwargs: Any) -> None:
     """
     if not isinstance(fmt, str):
         raise TypeError(f"debug.print: the first argument is a format string, but got {fmt!r}.")
-    _effects.show(fmt, args, kwargs, ordered=ordered)
+    effects.show(fmt, args, kwargs, ordered=ordered)
 
 
 def assert_replicated(x: Any, axis_name: Hashable | None = None) -> None:
@@ -206,7 +207,7 @@ def assert_replicated(x: Any, axis_name: Hashable | None = None) -> None:
             f"assert_replicated: {path} differs between devices of axis {axis_name!r} (largest "
             "difference {distance}). Reduce it over the axis, for example with pmean."
         )
-        _effects.check_equal(_effects.difference(leaf.detach(), axis_name), message)
+        effects.check_equal(effects.difference(leaf.detach(), axis_name), message)
 
 
 def _assert_equal_copies(leaf: torch.Tensor, path: str) -> None:
@@ -220,7 +221,7 @@ def _assert_equal_copies(leaf: torch.Tensor, path: str) -> None:
         )
     first, *others = (shard.data for shard in leaf.addressable_shards)
     for copy in others:
-        distance = _effects.distance(copy, first)
+        distance = effects.distance(copy, first)
         if float(distance) != 0:
             raise ValueError(
                 f"assert_replicated: {path} differs between devices (largest difference "

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import socket
 
     from torchpmap._base.devices import Device
-    from torchpmap._compile import Definition
     from torchpmap._groups import RankPartition
-    from torchpmap._program import EagerCall, EagerReport
+    from torchpmap._trace.compile import Definition
+    from torchpmap._trace.program import EagerCall, EagerReport
 
 __all__ = ["Handle", "Runtime", "Team"]
 

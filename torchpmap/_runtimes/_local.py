@@ -23,15 +23,15 @@ from torchpmap._base.config import Config
 from torchpmap._base.devices import enumerate_devices
 from torchpmap._base.ending import sleep_if_ending
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed
-from torchpmap._compile import Definition
-from torchpmap._effects import prints
 from torchpmap._groups import RankPartition
-from torchpmap._program import EagerCall, EagerReport
 from torchpmap._runtimes._base import Handle, Team
 from torchpmap._runtimes._losses import Era
 from torchpmap._runtimes._monitor import Pending
 from torchpmap._runtimes._pool import Pool
-from torchpmap._shipping import pickled
+from torchpmap._trace.compile import Definition
+from torchpmap._trace.effects import prints
+from torchpmap._trace.pickling import pickled
+from torchpmap._trace.program import EagerCall, EagerReport
 from torchpmap._wire import frame, pack_ints, put_frame
 
 __all__ = ["LocalRuntime"]

@@ -33,9 +33,9 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 import torch
 
 from torchpmap._base.config import config
-from torchpmap._compile import have_cpp_compiler, make_cache_private
 from torchpmap._runtimes import _worker
 from torchpmap._runtimes._forkserver import ANSWER, EXIT_CODE, FDS, REQUEST, Inheritance
+from torchpmap._trace.compile import have_cpp_compiler, make_cache_private
 from torchpmap._wire import InheritedFd
 
 __all__ = ["serve"]

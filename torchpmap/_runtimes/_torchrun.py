@@ -43,14 +43,14 @@ from torchpmap._base.errors import (
     WorkerError,
     kind_of,
 )
-from torchpmap._compile import Definition, Runner, compile_definition, settled
 from torchpmap._groups import Groups, RankPartition, is_communication
 from torchpmap._launcher import Place
-from torchpmap._program import EagerCall, EagerReport, Program, run_eager_call
 from torchpmap._runtimes._base import Handle, Team
 from torchpmap._runtimes._rendezvous import Rendezvous
 from torchpmap._runtimes._watch import Watch
-from torchpmap._shipping import number_of
+from torchpmap._trace.compile import Definition, Runner, compile_definition, settled
+from torchpmap._trace.pickling import number_of
+from torchpmap._trace.program import EagerCall, EagerReport, Program, run_eager_call
 
 __all__ = ["TorchrunRuntime"]
 

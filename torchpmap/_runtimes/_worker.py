@@ -51,11 +51,11 @@ import torch
 from torchpmap import _wire
 from torchpmap._base.config import Config
 from torchpmap._base.errors import CallCancelled, ShardLost, WorkerError, pack_exception
-from torchpmap._compile import Definition, Runner, compile_definition, settled
-from torchpmap._effects import mark_lines
 from torchpmap._groups import Groups, RankPartition, is_communication
-from torchpmap._program import EagerCall, Program, run_eager_call
 from torchpmap._runtimes._progress import WorkerProgress
+from torchpmap._trace.compile import Definition, Runner, compile_definition, settled
+from torchpmap._trace.effects import mark_lines
+from torchpmap._trace.program import EagerCall, Program, run_eager_call
 from torchpmap._wire import FrameReader, InheritedFd, Origin, Stream, frame
 
 __all__ = ["Birth", "arm_lifeline", "main"]

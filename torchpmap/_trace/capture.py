@@ -22,8 +22,8 @@ from torchpmap._base.ambient import Unchanged
 from torchpmap._base.contents import Answer, Contents
 from torchpmap._base.errors import lost_write
 from torchpmap._base.sources import users_line
-from torchpmap._custom_ops import expand, is_hidden
-from torchpmap._kinds import absence, oddity
+from torchpmap._trace.custom_ops import expand, is_hidden
+from torchpmap._trace.kinds import absence, oddity
 
 __all__ = ["Capture", "KeepData", "SettingChanged", "Substitute", "clean_grads", "is_real"]
 

@@ -30,7 +30,7 @@ import torch
 from torch._library import custom_ops, simple_registry
 
 from torchpmap._base.sources import TORCH
-from torchpmap._environment import Environment
+from torchpmap._trace.environment import Environment
 
 __all__ = [
     "NATIVE",

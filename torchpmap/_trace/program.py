@@ -23,16 +23,12 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from torchpmap._agreement import Agreement
 from torchpmap._base.ambient import Ambient, applied
 from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_axis
 from torchpmap._base.contents import Contents
 from torchpmap._base.errors import lost_write
 from torchpmap._base.pytree import Structure, flatten
 from torchpmap._collectives import queries
-from torchpmap._effects import difference
-from torchpmap._escaped import note, watched
-from torchpmap._kinds import as_result
 from torchpmap._layout.axis_stack import (
     Axis,
     Partition,
@@ -43,7 +39,11 @@ from torchpmap._layout.axis_stack import (
     subgroup_name,
 )
 from torchpmap._layout.grid import Cut, shifted
-from torchpmap._transform_rules import TransformRules
+from torchpmap._trace.agreement import Agreement
+from torchpmap._trace.effects import difference
+from torchpmap._trace.escaped import note, watched
+from torchpmap._trace.kinds import as_result
+from torchpmap._trace.transform_rules import TransformRules
 from torchpmap.random._streams import Streams, streams, within
 
 __all__ = [

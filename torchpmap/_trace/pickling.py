@@ -27,7 +27,7 @@ from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch.fx.node import map_arg
 
 from torchpmap._base.errors import TensorEscaped
-from torchpmap._custom_ops import HiddenOperation, mentioned, reduced, source
+from torchpmap._trace.custom_ops import HiddenOperation, mentioned, reduced, source
 
 __all__ = ["number_of", "pickled", "pickled_function"]
 

@@ -37,11 +37,18 @@ from torchpmap._base.ambient import callers_modes_off
 from torchpmap._base.errors import lost_write
 from torchpmap._base.imports import uncollected
 from torchpmap._base.sources import is_users, line, users_line
-from torchpmap._capture import Capture, KeepData, SettingChanged, Substitute, clean_grads, is_real
 from torchpmap._layout.axis_stack import Axis, Partition, peers, subgroup_name
-from torchpmap._remat import Record, rematerialize, without_writes, writes
-from torchpmap._replication import is_random, replicated
-from torchpmap._split import Halves, split
+from torchpmap._trace.capture import (
+    Capture,
+    KeepData,
+    SettingChanged,
+    Substitute,
+    clean_grads,
+    is_real,
+)
+from torchpmap._trace.partition import Halves, split
+from torchpmap._trace.remat import Record, rematerialize, without_writes, writes
+from torchpmap._trace.replication import is_random, replicated
 from torchpmap.random._threefry import whole
 
 __all__ = ["Traced", "TracedInput", "Untraceable", "trace"]

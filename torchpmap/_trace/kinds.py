@@ -13,7 +13,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchpmap._base.errors import check_array
-from torchpmap._escaped import Escaped
+from torchpmap._trace.escaped import Escaped
 
 __all__ = ["absence", "as_result", "check_dtype", "check_number", "insist", "oddity"]
 

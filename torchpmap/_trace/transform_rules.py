@@ -25,7 +25,7 @@ import torch.utils._pytree as pytree
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch.overrides import TorchFunctionMode
 
-from torchpmap._remat import install as install_checkpoints
+from torchpmap._trace.remat import install as install_checkpoints
 
 __all__ = ["TransformRules"]
 

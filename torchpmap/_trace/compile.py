@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torchpmap._base.ambient import Ambient, applied, for_graph, running_under
 from torchpmap._base.errors import PmapError, kind_of
 from torchpmap._base.imports import uncollected
-from torchpmap._custom_ops import NATIVE
+from torchpmap._trace.custom_ops import NATIVE
 from torchpmap.random import _threefry as _threefry
 
 __all__ = [
