@@ -12,8 +12,8 @@ from typing import Any
 
 from _support import is_running, known_pids, stat
 
-from torchpmap import _current
-from torchpmap._runtimes._forkserver import server
+from torchpmap._runtime import current
+from torchpmap._runtime.local.forkserver import server
 
 MARK = "TORCHPMAP_TEST_MARK"
 """A variable of the environment that all processes of one program inherit, also orphans."""
@@ -47,7 +47,7 @@ class Inventory:
     def take(cls) -> Inventory:
         fds = os.listdir("/proc/self/fd")
         ports = listening([os.getpid()])
-        return cls(_current._runtime, _processes(), _our_threads(), fds, _helpers(), ports)
+        return cls(current._runtime, _processes(), _our_threads(), fds, _helpers(), ports)
 
     def left_behind(self) -> list[str]:
         """What is new, apart from a pool and its helpers."""
@@ -55,7 +55,7 @@ class Inventory:
         threads = [thread for thread in _our_threads() - self.threads if thread.is_alive()]
         found += [f"thread {thread.name}" for thread in threads if thread not in _pool_threads()]
         found += [f"port {address}" for address in listening([os.getpid()]) - self.ports]
-        if _current._runtime is self.runtime and _helpers() == self.helpers:
+        if current._runtime is self.runtime and _helpers() == self.helpers:
             fds = os.listdir("/proc/self/fd")
             if len(fds) > len(self.fds):
                 found += [_describe(fd) for fd in fds if fd not in self.fds]
@@ -72,7 +72,7 @@ def _our_threads() -> set[threading.Thread]:
 
 def _pool_threads() -> tuple[threading.Thread, ...]:
     """Of the present pool: its monitor, and its starter until the workers are there."""
-    pool = getattr(_current._runtime, "_pool", None)
+    pool = getattr(current._runtime, "_pool", None)
     return () if pool is None else (*pool._monitor.threads, pool._crew.starter)
 
 

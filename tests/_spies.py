@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from torchpmap import _current
+from torchpmap._runtime import current
 
 _METHODS = ("put", "define", "execute", "run_eagerly", "fetch", "block")
 
 
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """A list that grows by ``(method, last argument)`` whenever the pool is used."""
-    runtime = _current.runtime()
+    runtime = current.runtime()
     calls: list[tuple[str, Any]] = []
     for name in _METHODS:
         monkeypatch.setattr(runtime, name, _noting(calls, name, getattr(runtime, name)))

@@ -24,9 +24,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from torchpmap._base.config import Config
-from torchpmap._groups import Groups
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis, Partition
+from torchpmap._runtime.groups.process_groups import Groups
 
 GROUP = "axis"
 TIMEOUT_S = 60

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torchpmap as tp
-from torchpmap import _current
+from torchpmap._runtime import current
 
 EAGER = {"backend": "eager"}
 """``compile=`` of tests that are not about compiling: the traced graph is run as it is."""
@@ -82,7 +82,7 @@ def worker_pids(num_devices: int = 4) -> list[int]:
 
 def known_pids() -> list[int | None]:
     """Process ids of the current pool as the controller knows them; None: not running now."""
-    runtime = _current._runtime
+    runtime = current._runtime
     workers = {} if runtime is None or runtime.closed else runtime._pool.workers
     return [worker.pid for worker in workers.values()]
 

@@ -23,8 +23,8 @@ from parity.values import Case
 import torchpmap as tp
 from torchpmap._base.axis_spec import broadcast_axes
 from torchpmap._base.pytree import flatten
-from torchpmap._current import runtime
 from torchpmap._layout import axis_stack
+from torchpmap._runtime.current import runtime
 
 NUM_RANKS = 4
 GRAPH = {"backend": "eager"}

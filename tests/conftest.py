@@ -19,7 +19,7 @@ from _support import SCALE, TEST_ALL, sample, wait_for
 
 import torchpmap as tp
 from torchpmap._base.devices import usable_cores
-from torchpmap._runtimes._process import preload
+from torchpmap._runtime.local.process import preload
 
 hypothesis.settings.register_profile(
     "reproducible", derandomize=True, deadline=None, database=None, print_blob=True

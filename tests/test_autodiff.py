@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torchpmap as tp
-from torchpmap._current import runtime
+from torchpmap._runtime.current import runtime
 
 pytestmark = [
     pytest.mark.usefixtures("pool"),

@@ -8,7 +8,7 @@ import torch
 from _support import EAGER
 
 import torchpmap as tp
-from torchpmap import _inline
+from torchpmap._runtime import inline_mode
 from torchpmap.debug import check_pmap
 
 pytestmark = pytest.mark.usefixtures("pool")
@@ -148,7 +148,7 @@ def test_integers_have_no_gradients():
 
 def lanes_only():
     """Whether this is the vmapped way."""
-    return _inline.active()
+    return inline_mode.active()
 
 
 class Faulty(torch.autograd.Function):

@@ -14,7 +14,7 @@ from _spies import asked
 from _support import EAGER
 
 import torchpmap as tp
-from torchpmap import _current, _inline
+from torchpmap._runtime import current, inline_mode
 
 X = torch.arange(4.0)
 
@@ -97,11 +97,11 @@ def test_ends_with_the_block_also_after_an_error(pool):
 
 def test_other_threads_are_not_affected(inline):
     seen = []
-    thread = threading.Thread(target=lambda: seen.append(_inline.active()))
+    thread = threading.Thread(target=lambda: seen.append(inline_mode.active()))
     thread.start()
     thread.join()
     assert seen == [False]
-    assert _inline.active()
+    assert inline_mode.active()
 
 
 # What a call gives -------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def both_ways(call, kind):
     """The texts of the error on the devices and in this process."""
     texts = []
     for inline in (False, True):
-        with pytest.raises(kind) as info, _inline.chosen(inline):
+        with pytest.raises(kind) as info, inline_mode.chosen(inline):
             call()
         texts.append(str(info.value))
     return texts
@@ -371,7 +371,7 @@ def test_a_closed_pools_values_raise(pool):
     tp.shutdown()
     with tp.debug.fake_pmap(), pytest.raises(tp.RuntimeClosed):
         tp.pmap(lambda x: x)(rows)
-    assert _current._runtime is None
+    assert current._runtime is None
 
 
 # One row after the other --------------------------------------------------------------------------

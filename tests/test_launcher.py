@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from torchpmap._launcher import DEFAULT_PORT, Place, found_place
+from torchpmap._runtime.torchrun.launcher import DEFAULT_PORT, Place, found_place
 
 TORCHRUN = {
     "RANK": "3",

@@ -9,8 +9,8 @@ import pytest
 import torchpmap as tp
 from torchpmap._base.devices import enumerate_devices
 from torchpmap._base.errors import pack_exception
-from torchpmap._runtimes._losses import Losses
-from torchpmap._runtimes._supervise import Exited, Failed, Verdict
+from torchpmap._runtime.local.losses import Losses
+from torchpmap._runtime.local.supervise import Exited, Failed, Verdict
 
 DEVICES = enumerate_devices(3, "cpu")
 ALL = (0, 1, 2)

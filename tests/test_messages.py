@@ -9,7 +9,7 @@ from _spies import asked
 from _support import EAGER
 
 import torchpmap as tp
-from torchpmap import _current
+from torchpmap._runtime import current
 
 ones = torch.ones
 HINT = """
@@ -199,7 +199,7 @@ WRAPPING = [
     ("kind", "wrap", "text"), WRAPPING, ids=[text.partition(":")[0] for _, _, text in WRAPPING]
 )
 def test_misuse_when_wrapping(kind, wrap, text, monkeypatch):
-    monkeypatch.setattr(_current, "_start", lambda wanted: pytest.fail("a pool was started"))
+    monkeypatch.setattr(current, "_start", lambda wanted: pytest.fail("a pool was started"))
     with pytest.raises(kind) as error:
         wrap()
     assert type(error.value) is kind

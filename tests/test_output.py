@@ -11,8 +11,8 @@ import types
 import pytest
 from _support import SCALE, wait_for
 
-from torchpmap._runtimes import _output
-from torchpmap._runtimes._output import Lines, Printer
+from torchpmap._runtime.local import output as _output
+from torchpmap._runtime.local.output import Lines, Printer
 
 
 @pytest.fixture

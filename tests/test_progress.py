@@ -11,7 +11,7 @@ import torch
 from _support import EAGER, wait_for
 
 import torchpmap as tp
-from torchpmap._runtimes._progress import Progress, WorkerProgress
+from torchpmap._runtime.local.progress import Progress, WorkerProgress
 
 LONG_MS = 60_000
 

@@ -14,7 +14,7 @@ import torch
 from _support import EAGER, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap import _current
+from torchpmap._runtime import current
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -61,7 +61,7 @@ def while_sending(request, monkeypatch):
     gc.collect()
 
     def run(call, then):
-        outbox = _current.runtime()._pool.outbox
+        outbox = current.runtime()._pool.outbox
         post, remaining, caller = outbox.post, [then], threading.get_ident()
 
         def interrupted(*args):
@@ -181,7 +181,7 @@ def test_a_thread_of_the_pool_s_own_does_not_wait(call):
         except RuntimeError as error:
             said.append(str(error))
 
-    monitor = _current.runtime()._pool._monitor
+    monitor = current.runtime()._pool._monitor
     monitor.soon(lambda: by_collection(then))
     assert wait_for(lambda: said)
     assert "in a thread of torchpmap's own" in said[0]
@@ -201,7 +201,7 @@ def test_a_call_while_another_begins_a_repair(monkeypatch):
         start(thread)
 
     os.kill(worker_pids(4)[0], signal.SIGKILL)
-    assert wait_for(lambda: _current.runtime()._pool.broken)
+    assert wait_for(lambda: current.runtime()._pool.broken)
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     assert total(X).tolist() == [6.0] * 4
     assert len(errors) == 1

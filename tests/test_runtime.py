@@ -15,7 +15,7 @@ import torch
 from _support import EAGER, SCALE, known_pids, num_fds, rss_bytes, stat, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap import _current
+from torchpmap._runtime import current
 
 TWO = pytest.mark.parametrize("pool", [2], indirect=True)
 pytestmark = pytest.mark.usefixtures("pool")
@@ -129,7 +129,7 @@ def test_plan_of_a_dropped_function_is_forgotten(pool):
         f = tp.pmap(lambda x: (x + captured).sum(), compile=EAGER)
         return f(torch.zeros(2)).tolist()
 
-    runtime = _current.runtime()
+    runtime = current.runtime()
     gc.collect()
     assert wait_for(lambda: not runtime._retired, 3)
     plans = len(runtime._definitions)
@@ -369,7 +369,7 @@ def test_another_pool_is_there_when_a_call_has_been_traced():
 def test_shutdown_does_not_wait_for_queued_calls():
     """Also when the sockets are full: a thread runs ahead until sending blocks."""
     f = tp.pmap(lambda x: x @ x, compile=EAGER)
-    pool = _current.runtime()._pool
+    pool = current.runtime()._pool
     errors = []
 
     def run_ahead(x):
@@ -403,7 +403,7 @@ def test_shutdown_interrupts_a_waiting_thread():
     assert worker_pids()
     thread = threading.Thread(target=wait)
     thread.start()
-    assert wait_for(lambda: _current.runtime()._pool._monitor.pending)
+    assert wait_for(lambda: current.runtime()._pool._monitor.pending)
     tp.shutdown()
     thread.join(5)
     assert not thread.is_alive()
@@ -461,7 +461,7 @@ import torch, numpy, cloudpickle
 before = len(os.listdir("/proc/self/fd")), threading.active_count(), set(sys.modules)
 import torchpmap
 import multiprocessing.resource_tracker
-from torchpmap._runtimes._forkserver import server
+from torchpmap._runtime.local.forkserver import server
 assert before[:2] == (len(os.listdir("/proc/self/fd")), threading.active_count())
 assert server.pid is None
 assert multiprocessing.resource_tracker._resource_tracker._pid is None

@@ -17,7 +17,8 @@ from _spies import asked
 from _support import EAGER, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap import _current, _sharded_operations
+from torchpmap import _sharded_operations
+from torchpmap._runtime import current
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -60,7 +61,7 @@ def test_kept_plans_are_bounded(monkeypatch):
     values = on_devices()
     monkeypatch.setattr(_sharded_operations, "_MAX_OPERATIONS", 8)
     monkeypatch.setattr(_sharded_operations, "_MAX_NUMBERS", 8)
-    known = _current.runtime()._definitions
+    known = current.runtime()._definitions
     before = len(known)
     for size in range(1, 40):
         values.flat.expand(size, 4)
@@ -192,7 +193,7 @@ def test_operations_after_the_death_of_a_worker():
     assert (values.x.mul(0.75) + values.x.sum()).cpu().isfinite().all()  # its plans and numbers
     victim = worker_pids()[1]
     os.kill(victim, signal.SIGKILL)
-    assert wait_for(lambda: _current.runtime()._pool.broken)
+    assert wait_for(lambda: current.runtime()._pool.broken)
     with pytest.raises(tp.ShardLost, match="cpu:1"):
         values.x.mul(0.75)
     fresh = on_devices()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from _spmd import GROUP, Run, spmd
 from torch._C._distributed_c10d import _resolve_process_group
 
-from torchpmap._shared_memory_group import SharedMemoryGroup
+from torchpmap._runtime.groups.shared_memory_group import SharedMemoryGroup
 
 SLOT = 1 << 20
 """Bytes that a rank hands over at once."""

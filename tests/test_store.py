@@ -26,11 +26,11 @@ import torchpmap as tp
 from torchpmap._base.config import Config
 from torchpmap._base.data import packed, unpacked
 from torchpmap._base.deadline import Deadline
-from torchpmap._groups import Groups
-from torchpmap._launcher import Place
-from torchpmap._runtimes import _watch
-from torchpmap._runtimes._rendezvous import Rendezvous, Waiting
-from torchpmap._runtimes._store import JobStore
+from torchpmap._runtime.groups.process_groups import Groups
+from torchpmap._runtime.torchrun import watch
+from torchpmap._runtime.torchrun.launcher import Place
+from torchpmap._runtime.torchrun.rendezvous import Rendezvous, Waiting
+from torchpmap._runtime.torchrun.store import JobStore
 
 # -- a store that does not answer ------------------------------------------------------------------
 
@@ -102,8 +102,8 @@ def test_a_store_that_is_stopped_is_waited_for_until_the_limit(stopped_store):
 
 
 def test_the_watch_stops_although_the_store_does_not_answer_it(monkeypatch):
-    monkeypatch.setattr(_watch, "_INTERVAL_S", 0.01)
-    monkeypatch.setattr(_watch, "_STOPPING_S", 0.1)
+    monkeypatch.setattr(watch, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(watch, "_STOPPING_S", 0.1)
     with keeper() as (process, port):
         raw = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         rendezvous = Rendezvous.__new__(Rendezvous)  # it would meet the others
@@ -111,11 +111,11 @@ def test_the_watch_stops_although_the_store_does_not_answer_it(monkeypatch):
         rendezvous.store = store = JobStore(raw, 1000.0)
         rendezvous.calls = rendezvous._turns = collections.Counter()
         os.kill(process.pid, signal.SIGSTOP)
-        watch = _watch.Watch(rendezvous, Groups(0, torch.device("cpu"), raw, Config()), print)
-        watch.begin((0, 1), "total", None)
+        running = watch.Watch(rendezvous, Groups(0, torch.device("cpu"), raw, Config()), print)
+        running.begin((0, 1), "total", None)
         assert wait_for(store._line.in_use.locked)
-        watch.stop()
-        assert not watch._thread.is_alive()
+        running.stop()
+        assert not running._thread.is_alive()
 
 
 def test_a_store_without_a_socket():

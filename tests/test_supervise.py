@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from torchpmap._runtimes._supervise import (
+from torchpmap._runtime.local.supervise import (
     Cancel,
     Close,
     Cut,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchpmap._runtimes._vigil import Awaited, Vigil, notice
+from torchpmap._runtime.local.vigil import Awaited, Vigil, notice
 
 CALL = Awaited("it runs a call", 7)
 NEXT = Awaited("it runs a call", 8)

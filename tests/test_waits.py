@@ -1,5 +1,5 @@
 """Covers: that every wait of the local runtime ends, whatever a worker, the fork server, a thread
-of ours or the operating system does: _runtimes/_pool.py, _crew.py, _forkserver.py, _lookout.py.
+of ours or the operating system does: _runtimes/_pool.py, _crew.py, forkserver.py, _lookout.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ import torch
 from _support import EAGER, is_running, num_fds, stat, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap import _current
-from torchpmap._runtimes import _forkserver, _output, _pool, _vigil
-from torchpmap._runtimes._forkserver import command, server
+from torchpmap._runtime import current
+from torchpmap._runtime.local import forkserver, vigil
+from torchpmap._runtime.local import output as _output
+from torchpmap._runtime.local import pool as _pool
+from torchpmap._runtime.local.forkserver import command, server
 
 pytestmark = [
     pytest.mark.usefixtures("pool"),
@@ -65,7 +67,7 @@ WAITS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_a_stopped_worker_is_ended(wait, monkeypatch):
-    monkeypatch.setattr(_vigil, "STOPPED_S", 0.2)
+    monkeypatch.setattr(vigil, "STOPPED_S", 0.2)
     assert_pool_works()
     pids = worker_pids(2)
     value = double(rows).block_until_ready()
@@ -78,10 +80,10 @@ def test_a_stopped_worker_is_ended(wait, monkeypatch):
 
 
 def test_a_stopped_worker_that_nobody_waits_for_lives(monkeypatch):
-    monkeypatch.setattr(_vigil, "STOPPED_S", 0.0)
+    monkeypatch.setattr(vigil, "STOPPED_S", 0.0)
     assert_pool_works()
     pids = worker_pids(2)
-    monitor = _current.runtime()._pool._monitor
+    monitor = current.runtime()._pool._monitor
     os.kill(pids[0], signal.SIGSTOP)
     ticks = monitor._next_tick
     assert wait_for(lambda: monitor._next_tick > ticks + 1, 5)
@@ -106,7 +108,7 @@ def test_a_worker_that_dies_while_the_socket_of_another_is_full(tmp_path):
 
     thread = threading.Thread(target=call)
     thread.start()
-    pool = _current.runtime()._pool
+    pool = current.runtime()._pool
     assert wait_for(lambda: pool._monitor.pending)
     ahead = threading.Thread(target=run_ahead)
     ahead.start()
@@ -168,7 +170,7 @@ def test_an_exception_does_not_wait_for_a_rank_that_cannot_be_cancelled(tmp_path
 
     with pytest.raises(LookupError, match="mine"):
         eagerly(step)(rows)
-    assert _current.runtime()._pool.broken
+    assert current.runtime()._pool.broken
     with open(gate, "w"):
         assert_pool_works()
     assert worker_pids(2) == pids
@@ -176,7 +178,7 @@ def test_an_exception_does_not_wait_for_a_rank_that_cannot_be_cancelled(tmp_path
 
 
 def test_a_user_is_told_who_is_waited_for(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(_vigil, "_SLOW_S", 0.1)
+    monkeypatch.setattr(vigil, "_SLOW_S", 0.1)
     gate = tmp_path / "open"
     pids = worker_pids(2)
 
@@ -224,7 +226,7 @@ def descriptors_left(count: int) -> Iterator[None]:
 def test_no_descriptors_left_for_a_repair():
     """However many there are: an error that says so, nothing left open, and later it works."""
     assert_pool_works()
-    pool = _current.runtime()._pool
+    pool = current.runtime()._pool
     failed = 0
     for count in (0, 1, 4, 9, 12, 13, 14, 40):
         held, pids, fds = double(rows).block_until_ready(), worker_pids(2), num_fds()
@@ -284,12 +286,12 @@ def test_workers_outlive_the_fork_server():
 
 
 def test_a_stopped_fork_server_is_replaced(monkeypatch):
-    monkeypatch.setattr(_forkserver, "_STOPPED_S", 0.2)
+    monkeypatch.setattr(forkserver, "_STOPPED_S", 0.2)
     assert_pool_works()
     pids, forks = worker_pids(2), server.pid
     os.kill(forks, signal.SIGSTOP)
     os.kill(pids[1], signal.SIGKILL)
-    assert wait_for(lambda: _current.runtime()._pool.broken)
+    assert wait_for(lambda: current.runtime()._pool.broken)
     assert_pool_works()
     assert worker_pids(2)[0] == pids[0]
     assert stat(forks) is None
@@ -353,7 +355,7 @@ def test_a_worker_that_prints_without_end_stops_nobody(monkeypatch):
 
     monkeypatch.setattr(sys, "stdout", Slow())
     monkeypatch.setattr(_output, "_QUEUED_CHARACTERS", 1 << 17)
-    printer = _current.runtime()._pool._monitor._printer
+    printer = current.runtime()._pool._monitor._printer
     most = []
     flooded = tp.pmap(flood, compile=False, devices=tp.devices())
     caller = threading.Thread(target=flooded, args=(rows,))
@@ -381,7 +383,7 @@ def test_a_monitor_that_fails_closes_the_pool():
         except tp.PmapError as error:
             errors.append(error)
 
-    monitor = _current.runtime()._pool._monitor
+    monitor = current.runtime()._pool._monitor
     thread = threading.Thread(target=wait)
     thread.start()
     assert wait_for(lambda: monitor.pending)
@@ -416,7 +418,7 @@ def from_a_finalizer() -> None:
         def __del__(self) -> None:
             tp.shutdown()
 
-    pool = _current.runtime()._pool
+    pool = current.runtime()._pool
     pool.in_order(lambda: [Ends()].clear())  # the send lock is held
     pool.close("again")
 
@@ -448,7 +450,7 @@ def while_another_thread_repairs() -> None:
     pids = worker_pids(2)
     os.kill(server.pid or 0, signal.SIGSTOP)
     os.kill(pids[0], signal.SIGKILL)
-    pool = _current.runtime()._pool
+    pool = current.runtime()._pool
     assert wait_for(lambda: pool.broken)
     thread = threading.Thread(target=run_ahead)
     thread.start()
@@ -481,7 +483,7 @@ def test_shutdown(end):
 
 ORPHANS = """
 import os, signal, sys, torch, torchpmap as tp
-from torchpmap._runtimes._forkserver import server
+from torchpmap._runtime.local.forkserver import server
 tp.init(2)
 pids = [int(p) for p in tp.pmap(lambda x: torch.tensor(os.getpid()), compile=False)(torch.zeros(2))]
 print(server.pid, *pids, flush=True)

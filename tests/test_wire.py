@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchpmap import _wire
-from torchpmap._runtimes._inbox import Inbox
-from torchpmap._runtimes._outbox import Outbox
-from torchpmap._wire import FrameReader, Stream, frame, pack_ints, put_frame, unpack_ints
+from torchpmap._runtime import wire
+from torchpmap._runtime.local.inbox import Inbox
+from torchpmap._runtime.local.outbox import Outbox
+from torchpmap._runtime.wire import FrameReader, Stream, frame, pack_ints, put_frame, unpack_ints
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def test_integers_round_trip(values):
 # -- tensors ---------------------------------------------------------------------------------------
 
 # Those with a name in torch are sent; a bits or quantized dtype holds nothing that torch can make.
-SENT = [dtype for dtype in _wire._DTYPES if not str(dtype).startswith(("torch.q", "torch.bits"))]
+SENT = [dtype for dtype in wire._DTYPES if not str(dtype).startswith(("torch.q", "torch.bits"))]
 SHAPES = [(), (1,), (3,), (0,), (2, 0, 3), (4, 3, 2), (1, 1, 1, 1, 5)]
 
 
@@ -183,10 +183,10 @@ def _bytes(tensor):
 def round_trip(tensor):
     with connection() as (end, reader), sending(end, *map(bytes, put_frame(5, 77, tensor))):
         _, kind, seq = reader.header()
-        assert (kind, seq) == (_wire.PUT, 5)
+        assert (kind, seq) == (wire.PUT, 5)
         (handle,) = unpack_ints(reader.body(8))
         assert handle == 77
-        received = _wire.read_tensor(reader, "here")
+        received = wire.read_tensor(reader, "here")
         with pytest.raises(EOFError):
             reader.header()  # the length announced is the length sent
         return received
@@ -313,14 +313,14 @@ def test_an_inbox_gives_frames_when_they_are_complete():
         (ours,), (theirs,) = receivers.ours, receivers.theirs
 
         def room(kind: int, seq: int, length: int) -> memoryview:
-            return place if kind == _wire.DATA else memoryview(bytearray(length))
+            return place if kind == wire.DATA else memoryview(bytearray(length))
 
         inbox, found = Inbox(ours, room), []
         sent = [
-            (_wire.DONE, 1, b""),
-            (_wire.REPLY, 2, bytes(range(256)) * 300),
-            (_wire.DATA, 3, bytes(range(250)) * 2800),
-            (_wire.DONE, -4, b"x" * 100),
+            (wire.DONE, 1, b""),
+            (wire.REPLY, 2, bytes(range(256)) * 300),
+            (wire.DATA, 3, bytes(range(250)) * 2800),
+            (wire.DONE, -4, b"x" * 100),
         ]
         stream = b"".join(frame(kind, seq, body) for kind, seq, body in sent)
         assert list(inbox.frames()) == []

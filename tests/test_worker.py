@@ -22,7 +22,7 @@ import torch.distributed as dist
 from _support import EAGER, TEST_ALL, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap import _current, _wire
+from torchpmap._runtime import current, wire
 
 pytestmark = [
     pytest.mark.usefixtures("pool"),
@@ -248,7 +248,7 @@ def short_of_memory(pool):
 
 def test_block_without_memory_is_not_read_as_frames(short_of_memory, tmp_path):
     body = pickle.dumps(Bomb(str(tmp_path / "exploded")))
-    attack = _wire.frame(_wire.DEFINE, 7, body)
+    attack = wire.frame(wire.DEFINE, 7, body)
     data = torch.zeros(2, LARGE, dtype=torch.uint8)
     data[:, : len(attack)] = torch.frombuffer(bytearray(attack), dtype=torch.uint8)
     for _ in range(2):
@@ -288,17 +288,17 @@ def send(*buffers):
 
 
 BAD_FRAMES = {
-    "unknown kind": lambda seq: _wire.HEADER.pack(0, 99, seq),
-    "data nobody asked for": lambda seq: _wire.HEADER.pack(5, _wire.DATA, seq) + b"12345",
-    "an answer nobody asked for": lambda seq: _wire.frame(_wire.REPLY, 3, b"12345"),
-    "an answer too large for any memory": lambda seq: _wire.HEADER.pack(1 << 60, _wire.REPLY, seq),
+    "unknown kind": lambda seq: wire.HEADER.pack(0, 99, seq),
+    "data nobody asked for": lambda seq: wire.HEADER.pack(5, wire.DATA, seq) + b"12345",
+    "an answer nobody asked for": lambda seq: wire.frame(wire.REPLY, 3, b"12345"),
+    "an answer too large for any memory": lambda seq: wire.HEADER.pack(1 << 60, wire.REPLY, seq),
 }
 
 
 @pytest.mark.parametrize("make", BAD_FRAMES.values(), ids=BAD_FRAMES)
 def test_frames_of_a_worker_gone_mad(make):
     """Nothing hangs, and the next call is right."""
-    seq = _current.runtime()._pool.seq + 2
+    seq = current.runtime()._pool.seq + 2
 
     def step(x):
         if int(tp.axis_index("i")) == 1:
@@ -323,8 +323,8 @@ def test_frames_of_a_worker_gone_mad(make):
 )
 def test_block_unlike_its_header_ends_the_worker(body):
     value = tp.pmap(lambda x: x + 1, compile=EAGER)(rows).block_until_ready()
-    pool = _current.runtime()._pool
-    pool.in_order(pool.tell, [1], _wire.PUT, body)
+    pool = current.runtime()._pool
+    pool.in_order(pool.tell, [1], wire.PUT, body)
     assert wait_for(lambda: pool.broken)
     with pytest.raises(tp.ShardLost, match=r"cpu:1(.|\n)*broken frame"):
         value.tolist()
@@ -505,7 +505,7 @@ def test_fake_kernel_that_lies_about_strides():
 
 def test_fetch_of_another_kind_is_refused(unharmed):
     value = tp.pmap(lambda x: x + 1, compile=EAGER)(rows)
-    runtime = _current.runtime()
+    runtime = current.runtime()
     for target in (torch.empty(1, dtype=torch.float64), torch.empty(2), torch.empty(1, 1)):
         with pytest.raises(RuntimeError, match=r"on device cpu:0 is float32\[1\], but .* expected"):
             runtime.fetch(value._handle, [(0, -1, 0, target)])

@@ -52,17 +52,6 @@ with _uncollected():
         pswapaxes,
         ragged_all_to_all,
     )
-    from torchpmap._current import (
-        default_backend,
-        device_count,
-        devices,
-        init,
-        local_device_count,
-        local_devices,
-        process_count,
-        process_index,
-        shutdown,
-    )
     from torchpmap._grad import grad, value_and_grad
     from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec, make_mesh
     from torchpmap._placement import (
@@ -75,6 +64,17 @@ with _uncollected():
         unreplicate,
     )
     from torchpmap._pmap import pmap
+    from torchpmap._runtime.current import (
+        default_backend,
+        device_count,
+        devices,
+        init,
+        local_device_count,
+        local_devices,
+        process_count,
+        process_index,
+        shutdown,
+    )
     from torchpmap._sharded import Shard, ShardedTensor
     from torchpmap._spanning import from_dtensor, global_view, local_view, to_dtensor
     from torchpmap._vmap import vmap

@@ -19,7 +19,7 @@ from torchpmap._lowering import Pair
 from torchpmap._operations import Operation, Outputs, Primal, Tensors, is_inexact
 from torchpmap._placement import handle_of
 from torchpmap._plan import Called
-from torchpmap._runtimes._base import Handle
+from torchpmap._runtime.base import Handle
 from torchpmap._sharded import ShardedTensor, gather, make_sharded
 from torchpmap._trace.trace import Untraceable
 from torchpmap._transfer import host_tensor

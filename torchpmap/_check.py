@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap import _inline
 from torchpmap._arguments import Bound, Options, Static, split_statics
 from torchpmap._arguments import bind as bind_arguments
 from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_axis
@@ -29,6 +28,7 @@ from torchpmap._base.pytree import Structure, flatten
 from torchpmap._inline_call import KeepCaptured, is_limit_of_lanes
 from torchpmap._layout.axis_stack import Axis, bind
 from torchpmap._pmap import Pmapped
+from torchpmap._runtime import inline_mode
 from torchpmap._serial import run_rows
 from torchpmap._trace.environment import parameters
 from torchpmap._transfer import host_tensor
@@ -154,13 +154,13 @@ def check(
     reference = _serial(problem)
     answers, skipped = [reference], []
     try:
-        with _inline.chosen(True):
+        with inline_mode.chosen(True):
             answers.append(_mapped(problem, "vmapped"))
     except Exception as error:
         if not is_limit_of_lanes(error):
             raise
         skipped.append(("vmapped", str(error).partition("\n")[0]))
-    with _inline.chosen(False):
+    with inline_mode.chosen(False):
         pmapped = _mapped(problem, "pmapped")
     answers.append(pmapped)
     if problem.differentiated and pmapped.gradients is None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap import _inline
 from torchpmap._base.errors import CheckpointError
 from torchpmap._checkpoint_files import Folder
 from torchpmap._checkpoint_peers import peers, together
@@ -18,10 +17,11 @@ from torchpmap._checkpoint_table import Table, describe
 from torchpmap._checkpoint_tree import Leaf, ShapeDtypeStruct, kind_of, leaves_of, rebuild
 from torchpmap._checkpoint_values import extents, whole
 from torchpmap._checkpoint_workers import Restore, run_on
-from torchpmap._current import check_devices, is_launched, process_index
-from torchpmap._current import runtime as current_runtime
 from torchpmap._layout.layout import Layout, general_layout
-from torchpmap._runtimes._base import Handle
+from torchpmap._runtime import inline_mode
+from torchpmap._runtime.base import Handle
+from torchpmap._runtime.current import check_devices, is_launched, process_index
+from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded import ShardedTensor, make_sharded
 from torchpmap._transfer import host_tensor
 
@@ -100,7 +100,7 @@ def _wanted(leaf: Leaf, table: Table) -> _Wanted:
     """
     like = leaf.value
     if isinstance(like, ShapeDtypeStruct):
-        on_host = like.sharding is None or _inline.active()
+        on_host = like.sharding is None or inline_mode.active()
         layout = None if on_host else _layout_of(like, leaf.path)
         expected: tuple[Sizes, torch.dtype] | None = (tuple(like.shape), like.dtype)
     else:

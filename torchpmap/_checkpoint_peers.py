@@ -10,16 +10,16 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from torchpmap import _inline
 from torchpmap._base.config import config
 from torchpmap._base.data import packed, unpacked
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import CallTimeout, CheckpointError
-from torchpmap._current import process_count
-from torchpmap._current import runtime as current_runtime
+from torchpmap._runtime import inline_mode
+from torchpmap._runtime.current import process_count
+from torchpmap._runtime.current import runtime as current_runtime
 
 if TYPE_CHECKING:
-    from torchpmap._runtimes._torchrun import TorchrunRuntime
+    from torchpmap._runtime.torchrun.runtime import TorchrunRuntime
 
 __all__ = ["Peers", "peers", "together"]
 
@@ -118,7 +118,7 @@ _known: tuple[Any, _Beside] | None = None
 def peers() -> Peers:
     """The controllers of the running job."""
     global _known
-    if _inline.active() or process_count() == 1:
+    if inline_mode.active() or process_count() == 1:
         return _Alone()
     runtime = cast("TorchrunRuntime", current_runtime())
     if _known is None or _known[0] is not runtime:

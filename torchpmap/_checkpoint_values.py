@@ -23,10 +23,10 @@ from torchpmap._checkpoint_storage import write_item
 from torchpmap._checkpoint_table import Extent, describe
 from torchpmap._checkpoint_tree import VALUES, Leaf, kind_of
 from torchpmap._checkpoint_workers import Line, Snapshot, run_on
-from torchpmap._current import process_count, process_index
-from torchpmap._current import runtime as current_runtime
 from torchpmap._layout.layout import Layout
-from torchpmap._runtimes._base import Handle
+from torchpmap._runtime.base import Handle
+from torchpmap._runtime.current import process_count, process_index
+from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded import ShardedTensor
 from torchpmap._transfer import fetch_blocks, host_tensor
 

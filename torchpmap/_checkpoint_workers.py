@@ -41,8 +41,8 @@ from torchpmap._checkpoint_files import broken
 from torchpmap._checkpoint_storage import Written, write
 from torchpmap._checkpoint_table import Extent, Table
 from torchpmap._layout.axis_stack import Axis
-from torchpmap._runtimes._base import Handle, Team
-from torchpmap._runtimes._store import limit_waits
+from torchpmap._runtime.base import Handle, Team
+from torchpmap._runtime.torchrun.store import limit_waits
 from torchpmap._trace.program import EagerCall, Outcome
 
 __all__ = ["Answer", "Line", "Restore", "Snapshot", "attempt", "run_on"]

@@ -20,8 +20,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchpmap._base.errors import kind_of, lost_write
-from torchpmap._inline import note_replicated, serial
 from torchpmap._layout.axis_stack import Axis
+from torchpmap._runtime.inline_mode import note_replicated, serial
 from torchpmap._serial import run_rows
 from torchpmap._sharded import ShardedTensor, innermost
 from torchpmap._trace.environment import parameters

@@ -17,12 +17,12 @@ from torchpmap._base.ambient import Ambient, applied, for_graph, in_force
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import warn
 from torchpmap._base.pytree import flatten
-from torchpmap._current import runtime as current_runtime
 from torchpmap._layout.axis_stack import Axis, Partition
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan import Captured, Drawn, Pinned, Plan
-from torchpmap._runtimes._base import Team
+from torchpmap._runtime.base import Team
+from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._trace.compile import EAGER, Backend, Definition, Kind, have_cpp_compiler
 from torchpmap._trace.custom_ops import Implementations
 from torchpmap._trace.escaped import Watch

@@ -13,8 +13,8 @@ import torch
 
 from torchpmap._base.data import DTYPES, packed, unpacked
 from torchpmap._base.errors import check_array, dtype_name
-from torchpmap._current import process_index
 from torchpmap._layout.layout import Layout
+from torchpmap._runtime.current import process_index
 from torchpmap._sharded import ShardedTensor
 from torchpmap._transfer import host_tensor
 

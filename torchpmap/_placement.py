@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap import _inline
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import check_array
 from torchpmap._base.pytree import flatten
-from torchpmap._current import check_devices, local_devices, refuse_inside
-from torchpmap._current import devices as all_devices
-from torchpmap._current import runtime as current_runtime
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._layout.mesh import NamedSharding
-from torchpmap._runtimes._base import Handle
+from torchpmap._runtime import inline_mode
+from torchpmap._runtime.base import Handle
+from torchpmap._runtime.current import check_devices, local_devices, refuse_inside
+from torchpmap._runtime.current import devices as all_devices
+from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded import ShardedTensor, check_open, innermost, make_sharded
 from torchpmap._sharded_host import is_recorded
 from torchpmap._trace.escaped import Escaped
@@ -113,7 +113,7 @@ def _map(tree: Any, layout: Any) -> Any:
         None if value is None else layout(tuple(value.shape), value.dtype, path)
         for value, path in zip(values, paths, strict=True)
     ]
-    if not _inline.active():
+    if not inline_mode.active():
         _check_spanning(paths, values, layouts)
     placed: list[Any] = []
     for leaf, value, wanted in zip(leaves, values, layouts, strict=True):
@@ -122,10 +122,10 @@ def _map(tree: Any, layout: Any) -> Any:
             continue
         is_leaf = isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
         is_leaf = is_leaf and innermost(leaf) is leaf  # a transform calls what it traces a leaf
-        if _inline.active():
+        if inline_mode.active():
             result = (value.detach() if is_leaf else value).cpu().clone()
             if wanted.is_replicated:
-                _inline.note_replicated(result)
+                inline_mode.note_replicated(result)
         else:
             result = _put(value.detach() if is_leaf else value, wanted)
         placed.append(result.requires_grad_() if is_leaf else result)
@@ -260,7 +260,7 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
 
 
 def _put_rows(layout: Layout, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    if _inline.active():
+    if inline_mode.active():
         return torch.stack(list(rows))
     if any(map(_is_followed, rows)):
         return _put(torch.stack(list(rows)), layout)
@@ -340,7 +340,7 @@ def unreplicate(x: Any) -> Any:
         value = innermost(leaf)
         if isinstance(value, ShardedTensor) and value.is_fully_replicated:
             return leaf.cpu()
-        return leaf if _inline.is_replicated(leaf) else leaf[0]
+        return leaf if inline_mode.is_replicated(leaf) else leaf[0]
 
     leaves, structure = flatten(x)
     return structure.unflatten([first(leaf) for leaf in leaves])

@@ -21,7 +21,7 @@ from torchpmap._base.pytree import Structure
 from torchpmap._layout.axis_stack import Partition
 from torchpmap._layout.layout import Layout
 from torchpmap._placement import handle_of
-from torchpmap._runtimes._base import Handle, Team
+from torchpmap._runtime.base import Handle, Team
 from torchpmap._sharded import ShardedTensor, gather
 from torchpmap._trace.compile import Definition
 from torchpmap._trace.custom_ops import Implementations

@@ -17,7 +17,6 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
 
-from torchpmap import _inline
 from torchpmap._arguments import (
     Options,
     Static,
@@ -36,14 +35,15 @@ from torchpmap._base.ambient import keyed
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, TraceError
 from torchpmap._base.pytree import flatten_call
-from torchpmap._current import runtime as current_runtime
 from torchpmap._eager import EagerPlan
 from torchpmap._layout import axis_stack
 from torchpmap._lowered import Lowered
 from torchpmap._placement import handles_of
 from torchpmap._plan import Called
 from torchpmap._prepare import Preparation, Prepared, refuse_aliased_donation
-from torchpmap._runtimes._base import Handle, Runtime
+from torchpmap._runtime import inline_mode
+from torchpmap._runtime.base import Handle, Runtime
+from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded import ShardedTensor, make_all, make_sharded, spans_processes
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.trace import Untraceable
@@ -152,7 +152,7 @@ class Pmapped:
             _num_modes() and _is_traced()
         ):  # all rows on the device of the caller
             return self._preparation.run_here(args, kwargs)
-        if _inline.active():
+        if inline_mode.active():
             return self._preparation.run_inline(args, kwargs)
         leaves, structure = flatten_call(args, kwargs)
         key = (

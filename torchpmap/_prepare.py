@@ -19,8 +19,6 @@ from torchpmap._base.ambient import ambient, applied, keyed
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import TraceError, kind_of, warn
 from torchpmap._base.pytree import flatten_call
-from torchpmap._current import check_devices, process_count, process_index, runtime
-from torchpmap._current import devices as all_devices
 from torchpmap._eager import EagerPlan
 from torchpmap._inline_call import call_inline
 from torchpmap._layout import axis_stack
@@ -31,6 +29,8 @@ from torchpmap._nested import bind_inner, counts_of_list, cuts_of, device_counts
 from torchpmap._operations import Primal
 from torchpmap._plan import Plan
 from torchpmap._retraces import Retraces
+from torchpmap._runtime.current import check_devices, process_count, process_index, runtime
+from torchpmap._runtime.current import devices as all_devices
 from torchpmap._sharded import ShardedTensor, check_open, spans_processes
 from torchpmap._trace.compile import EAGER
 from torchpmap._trace.environment import Environment

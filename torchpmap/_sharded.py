@@ -23,10 +23,10 @@ from torch.autograd import forward_ad
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, kind_of
 from torchpmap._base.untraced import untraced
-from torchpmap._current import runtime
 from torchpmap._layout.layout import Layout, Shard
 from torchpmap._layout.mesh import NamedSharding
-from torchpmap._runtimes._base import Handle
+from torchpmap._runtime.base import Handle
+from torchpmap._runtime.current import runtime
 from torchpmap._sharded_arguments import facts_of, occurrences, written_by
 from torchpmap._sharded_gathers import note_gather
 from torchpmap._sharded_host import ToHost, is_recorded, run_on_host

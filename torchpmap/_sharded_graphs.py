@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchpmap._blocks import combined, cut, stored
 from torchpmap._collectives.backend import summable
-from torchpmap._groups import RankPartition
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._layout.mesh import NamedSharding, PartitionSpec
 from torchpmap._rules import rule_of
 from torchpmap._rules_signature import Call, Operand, Placement, place
+from torchpmap._runtime.groups.process_groups import RankPartition
 from torchpmap._sharded_arguments import (
     Slot,
     Unsupported,

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 
 from torchpmap._layout.layout import Layout
-from torchpmap._runtimes._base import Handle
+from torchpmap._runtime.base import Handle
 from torchpmap._transfer import gather, store
 
 __all__ = [

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from torchpmap._base.pytree import flatten
-from torchpmap._current import devices as all_devices
-from torchpmap._current import is_launched, local_devices, process_count
-from torchpmap._current import runtime as current_runtime
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec
+from torchpmap._runtime.current import devices as all_devices
+from torchpmap._runtime.current import is_launched, local_devices, process_count
+from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded import ShardedTensor, make_sharded
 from torchpmap._transfer import (
     check_equal_everywhere,

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from torchpmap._base.errors import check_array, kind_of
-from torchpmap._current import devices, process_index, runtime
 from torchpmap._layout.layout import Layout
-from torchpmap._runtimes._base import Handle, Team
-from torchpmap._wire import bytes_of
+from torchpmap._runtime.base import Handle, Team
+from torchpmap._runtime.current import devices, process_index, runtime
+from torchpmap._runtime.wire import bytes_of
 
 __all__ = [
     "check_equal_everywhere",

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from torchpmap import _inline
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import flatten
 from torchpmap._check import CheckReport, check
 from torchpmap._layout import axis_stack
 from torchpmap._picture import picture
 from torchpmap._pmap import Pmapped, pmap
+from torchpmap._runtime import inline_mode
 from torchpmap._sharded import ShardedTensor
 from torchpmap._sharded_gathers import Gather, report_gathers
 from torchpmap._trace import effects
@@ -73,7 +73,7 @@ def fake_pmap(*, serial: bool = False) -> Iterator[None]:
     Source: ``chex.fake_pmap``; checked in tests/test_debug.py and, with every program that JAX was
         asked about, in tests/test_jax_parity.py.
     """
-    with _inline.chosen(True, serial=serial):
+    with inline_mode.chosen(True, serial=serial):
         yield
 
 
@@ -246,7 +246,7 @@ def breakpoint(index: int = 0) -> None:
     Source: ``jax.debug.breakpoint``; checked in tests/test_debug.py.
     """
     axes = axis_stack.bound()
-    if not axes or not _inline.active():
+    if not axes or not inline_mode.active():
         where = "outside a mapped function; use Python's breakpoint()"
         if axes:
             where = (

@@ -24,7 +24,6 @@ import torch
 
 from torchpmap._base.errors import check_array
 from torchpmap._base.pytree import flatten
-from torchpmap._current import process_count, process_index, runtime
 from torchpmap._layout import axis_stack
 from torchpmap._multihost_values import (
     Parcel,
@@ -35,11 +34,12 @@ from torchpmap._multihost_values import (
     opened,
     padded,
 )
-from torchpmap._runtimes._rendezvous import Rendezvous, who_has_what
+from torchpmap._runtime.current import process_count, process_index, runtime
+from torchpmap._runtime.torchrun.rendezvous import Rendezvous, who_has_what
 from torchpmap._sharded import ShardedTensor
 
 if TYPE_CHECKING:
-    from torchpmap._runtimes._torchrun import TorchrunRuntime
+    from torchpmap._runtime.torchrun.runtime import TorchrunRuntime
 
 __all__ = ["all_gather", "assert_equal", "barrier", "broadcast", "local_rows"]
 

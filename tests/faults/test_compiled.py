@@ -16,7 +16,7 @@ from _rig import EAGER, N, assert_pool_works, busy, eagerly, kill, rows, sharded
 from _support import SCALE, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap import _current
+from torchpmap._runtime import current
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -131,7 +131,7 @@ def test_killed_while_the_caller_waits_in_fetch():
     y = f(torch.zeros(N, 1), torch.zeros(N, 1, dtype=torch.int64))
     for _ in range(50):
         y = f(y, torch.zeros(N, 1, dtype=torch.int64))
-    pending = _current.runtime()._pool._monitor.pending
+    pending = current.runtime()._pool._monitor.pending
 
     def kill_when_waiting():
         assert wait_for(lambda: pending)
@@ -159,7 +159,7 @@ def test_a_failure_just_before_a_value_is_used(use, tmp_path, monkeypatch):
     """The value was skipped behind another thread's failure, of which its user cannot know yet."""
     value = sharded()
     gate = tmp_path / "open"
-    pool = _current.runtime()._pool
+    pool = current.runtime()._pool
     epoch = pool._supervisor.epoch
     with busy(gate, error=RuntimeError("not yours")) as thread:
         skipped = total(rows)

@@ -29,7 +29,7 @@ from _rig import (
 from _support import known_pids, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap import _current
+from torchpmap._runtime import current
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -70,7 +70,7 @@ def test_row_03_killed_in_the_middle_of_a_transfer(direction):
             return stored.cpu() if direction == "fetch" else same(block).cpu()
 
         def strike():
-            pool = _current.runtime()._pool
+            pool = current.runtime()._pool
             wait_for(lambda: pool._monitor.pending or pool.outbox.unsent is not None)
             os.kill(victim, signal.SIGKILL)
 
@@ -179,7 +179,7 @@ def test_row_07_death_again_during_the_repair():
 def test_row_05_the_fork_server_is_killed():
     ended = Script(
         """
-        from torchpmap._runtimes._forkserver import server
+        from torchpmap._runtime.local.forkserver import server
         tp.init(num_devices=2)
         f = tp.pmap(lambda x: x + 1, compile=EAGER)
         x = torch.arange(2.)

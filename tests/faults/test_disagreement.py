@@ -11,7 +11,7 @@ from _rig import EAGER, N, assert_pool_works, eagerly, rows, survivors, within
 from _support import wait_for
 
 import torchpmap as tp
-from torchpmap import _current
+from torchpmap._runtime import current
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -129,7 +129,7 @@ def test_row_16_a_late_rank_is_no_mismatch(tmp_path):
                 pass
         return tp.psum(x, "i")
 
-    pool = _current.runtime()._pool
+    pool = current.runtime()._pool
     timer = threading.Timer(3, gate.touch)
     timer.start()
     epoch = pool._supervisor.epoch
@@ -139,7 +139,7 @@ def test_row_16_a_late_rank_is_no_mismatch(tmp_path):
 
 
 def test_row_17_unbound_axes_and_foreign_threads():
-    runtime = _current.runtime()
+    runtime = current.runtime()
     pool = runtime._pool
     # what an earlier test has dropped is told to the workers when no call comes
     assert wait_for(lambda: not any(team.released for team in runtime._teams.values()), 5)

@@ -15,7 +15,7 @@ from _rig import EAGER, N, assert_pool_works, eagerly, rows, sharded, survivors,
 import torchpmap as tp
 from torchpmap._base.config import Config
 from torchpmap._base.errors import GroupLost
-from torchpmap._groups import Groups
+from torchpmap._runtime.groups.process_groups import Groups
 
 pytestmark = pytest.mark.usefixtures("pool")
 

@@ -15,7 +15,7 @@ from _rig import N, assert_pool_works, eagerly, rows, sharded, survivors, total,
 from _support import wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap import _current
+from torchpmap._runtime import current
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -187,7 +187,7 @@ def test_row_20_stopped_with_full_sockets_while_another_dies():
         while True:
             z = total(z)
 
-    pool = _current.runtime()._pool
+    pool = current.runtime()._pool
     killer = threading.Thread(
         target=lambda: (wait_for(lambda: pool.outbox.unsent is not None, 10), os.kill(pids[0], 9))
     )

@@ -236,7 +236,7 @@ class ForkServer:
 
 
 def _spawn(channel: int, lifeline: int) -> subprocess.Popen[bytes]:
-    main = "from torchpmap._runtimes._template import serve; serve({}, {}, {})"
+    main = "from torchpmap._runtime.local.preload import serve; serve({}, {}, {})"
     python_path = os.environ.get("PYTHONPATH")
     args, environment = command(main.format(channel, lifeline, ascii(python_path)))
     # the server ignores Ctrl-C, but not before it runs

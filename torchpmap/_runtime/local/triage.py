@@ -23,11 +23,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchpmap import _wire
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.sources import PACKAGE, TORCH
-from torchpmap._runtimes._forkserver import process_state
-from torchpmap._runtimes._process import WorkerProcess
+from torchpmap._runtime import wire
+from torchpmap._runtime.local.forkserver import process_state
+from torchpmap._runtime.local.process import WorkerProcess
 
 __all__ = ["Answer", "Sight", "ask", "described", "look"]
 
@@ -39,7 +39,7 @@ _SETTLED_S = 0.01
 _tokens = itertools.count(1)
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_WORKER = str(Path(__file__).with_name("_worker.py"))
+_WORKER = str(Path(__file__).with_name("worker.py"))
 _LIBRARIES = (
     PACKAGE,
     TORCH,
@@ -88,7 +88,7 @@ def ask(workers: Mapping[int, WorkerProcess]) -> dict[int, Answer]:
     token = next(_tokens)
     for worker in workers.values():
         with contextlib.suppress(OSError):
-            message = _wire.CONTROL.pack(_wire.DUMP, token)
+            message = wire.CONTROL.pack(wire.DUMP, token)
             worker.control.send(message, socket.MSG_DONTWAIT)
     deadline = Deadline(_ANSWER_S)
     return {
@@ -133,7 +133,7 @@ def _answer(control: socket.socket, token: int, deadline: Deadline) -> dict[str,
     poll.register(control, select.POLLIN)
     with contextlib.suppress(OSError, ValueError):
         while poll.poll(int(1000 * deadline.left())):
-            number, length = _wire.CONTROL.unpack(control.recv(_wire.CONTROL.size))
+            number, length = wire.CONTROL.unpack(control.recv(wire.CONTROL.size))
             body = control.recv(length)
             if number == token:  # not a late one
                 found: dict[str, Any] = json.loads(body)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import socket
 
     from torchpmap._base.devices import Device
-    from torchpmap._groups import RankPartition
+    from torchpmap._runtime.groups.process_groups import RankPartition
     from torchpmap._trace.compile import Definition
     from torchpmap._trace.program import EagerCall, EagerReport
 

@@ -18,21 +18,21 @@ from typing import Any
 
 import torch
 
-from torchpmap import _wire
 from torchpmap._base.config import Config
 from torchpmap._base.devices import enumerate_devices
 from torchpmap._base.ending import sleep_if_ending
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed
-from torchpmap._groups import RankPartition
-from torchpmap._runtimes._base import Handle, Team
-from torchpmap._runtimes._losses import Era
-from torchpmap._runtimes._monitor import Pending
-from torchpmap._runtimes._pool import Pool
+from torchpmap._runtime import wire
+from torchpmap._runtime.base import Handle, Team
+from torchpmap._runtime.groups.process_groups import RankPartition
+from torchpmap._runtime.local.losses import Era
+from torchpmap._runtime.local.monitor import Pending
+from torchpmap._runtime.local.pool import Pool
+from torchpmap._runtime.wire import frame, pack_ints, put_frame
 from torchpmap._trace.compile import Definition
 from torchpmap._trace.effects import prints
 from torchpmap._trace.pickling import pickled
 from torchpmap._trace.program import EagerCall, EagerReport
-from torchpmap._wire import frame, pack_ints, put_frame
 
 __all__ = ["LocalRuntime"]
 
@@ -124,7 +124,7 @@ class LocalRuntime:
         if self._limited and (limit := self._limited.get(plan_id)) is not None:
             pool.limits.add(seq, team.ranks, *limit)
         ints = (plan_id, out, len(inputs), *inputs, *_take(team.released))
-        message = _packer(len(ints))(8 * len(ints), _wire.CALL, seq, *ints)
+        message = _packer(len(ints))(8 * len(ints), wire.CALL, seq, *ints)
         try:
             pool.outbox.post(sockets, (message,) * len(sockets))
             # map: trees have hundreds of leaves, and a Python loop costs 0.1 us for each
@@ -141,7 +141,7 @@ class LocalRuntime:
     def _send_blocks(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
         self._free(team)
         seq, handle = self._number(1)
-        frames: list[list[_wire.Buffer]] = []
+        frames: list[list[wire.Buffer]] = []
         previous = None
         for block in blocks:
             frames.append(frames[-1] if block is previous else put_frame(seq, handle, block))
@@ -167,7 +167,7 @@ class LocalRuntime:
         deaths = 0
         while True:
             what = f"it compiles {definition.name}"
-            pending = self._pool.ask({leader: body}, _wire.DEFINE, what=what)
+            pending = self._pool.ask({leader: body}, wire.DEFINE, what=what)
             if pending.wait():
                 break
             self._pool.repair()
@@ -184,7 +184,7 @@ class LocalRuntime:
             self._definitions[definition.plan_id] = (team.ranks, body)
             if definition.timeout is not None:
                 self._limited[definition.plan_id] = definition.timeout, definition.name
-            self._pool.tell(others, _wire.DEFINE, body)
+            self._pool.tell(others, wire.DEFINE, body)
 
         self._pool.in_order(send)
 
@@ -227,7 +227,7 @@ class LocalRuntime:
         self._refuse_lost(held)
         self._free(team)
         inputs = tuple(handle.id for handle in held)
-        seq, first = self._number(_wire.EAGER_OUTPUTS)
+        seq, first = self._number(wire.EAGER_OUTPUTS)
         pending = self._pool.expect(seq, team.ranks, f"it runs {call.name}")
         if call.timeout is not None:
             self._pool.limits.add(seq, team.ranks, call.timeout, call.name)
@@ -239,8 +239,8 @@ class LocalRuntime:
             if known not in bodies:
                 placed = call.placed(inputs, first, without_function=known)
                 bodies[known] = pickle.dumps(placed)
-            frames[rank] = frame(_wire.EAGER, seq, bodies[known])
-            _wire.keep_latest(shipped, call.function_id, None)
+            frames[rank] = frame(wire.EAGER, seq, bodies[known])
+            wire.keep_latest(shipped, call.function_id, None)
         try:
             self._pool.post(frames)
         except BaseException:  # Ctrl-C
@@ -250,15 +250,15 @@ class LocalRuntime:
 
     def fetch(self, handle: Any, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
         ranks = handle.team.ranks
-        targets = {ranks[place]: _wire.bytes_of(target) for place, _, _, target in requests}
+        targets = {ranks[place]: wire.bytes_of(target) for place, _, _, target in requests}
         bodies = {
-            ranks[place]: pack_ints(handle.id, dim, position, *_wire.describe(target))
+            ranks[place]: pack_ints(handle.id, dim, position, *wire.describe(target))
             for place, dim, position, target in requests
         }
 
         def ask() -> bool:
             about = handle.era, handle.seq
-            pending = self._pool.ask(bodies, _wire.FETCH, targets, about=about)
+            pending = self._pool.ask(bodies, wire.FETCH, targets, about=about)
             if pending.wait():
                 return True
             self._pool.repair(handle.seq)
@@ -280,7 +280,7 @@ class LocalRuntime:
         if self._is_computed(handle):
             return True
         if self.devices[0].platform != "cpu":  # so that asking again will tell
-            self._pool.ask(dict.fromkeys(handle.team.ranks, b""), _wire.SYNC)
+            self._pool.ask(dict.fromkeys(handle.team.ranks, b""), wire.SYNC)
         return False
 
     @property
@@ -352,7 +352,7 @@ class LocalRuntime:
         for plan_id in retired:
             self._limited.pop(plan_id, None)
         if retired:
-            self._pool.tell(tuple(self._pool.workers), _wire.FORGET, pack_ints(*retired))
+            self._pool.tell(tuple(self._pool.workers), wire.FORGET, pack_ints(*retired))
 
     def _free(self, team: Team) -> None:
         """Send which values nobody uses any more (send lock held); ``execute`` sends it with the
@@ -360,7 +360,7 @@ class LocalRuntime:
         """
         released = _take(team.released)
         if released:
-            self._pool.tell(team.ranks, _wire.FREE, pack_ints(*released))
+            self._pool.tell(team.ranks, wire.FREE, pack_ints(*released))
 
     def _flush_released(self) -> None:
         """Free what nobody uses although no call comes (monitor: must not wait for the lock)."""
@@ -386,7 +386,7 @@ class LocalRuntime:
             for team in self._teams.values():
                 team.sockets = [self._pool.workers[rank].socket for rank in team.ranks]
             for ranks, body in self._definitions.values():
-                self._pool.tell([r for r in ranks if r in new_ranks], _wire.DEFINE, body)
+                self._pool.tell([r for r in ranks if r in new_ranks], wire.DEFINE, body)
 
     def abandon(self) -> None:
         """In a forked child: the workers are the parent's."""

@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 
 from torchpmap._base.devices import Device
-from torchpmap._runtimes._crew import Crew
-from torchpmap._runtimes._forkserver import process_state
-from torchpmap._runtimes._outbox import Outbox
-from torchpmap._runtimes._supervise import Phase, Supervisor
-from torchpmap._runtimes._vigil import Awaited, Vigil, notice
+from torchpmap._runtime.local.crew import Crew
+from torchpmap._runtime.local.forkserver import process_state
+from torchpmap._runtime.local.outbox import Outbox
+from torchpmap._runtime.local.supervise import Phase, Supervisor
+from torchpmap._runtime.local.vigil import Awaited, Vigil, notice
 
 __all__ = ["Lookout"]
 

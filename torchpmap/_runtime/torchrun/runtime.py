@@ -30,7 +30,6 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchpmap import _wire
 from torchpmap._base.config import Config
 from torchpmap._base.data import not_ours, packed, unpacked
 from torchpmap._base.devices import Device, num_cuda_devices
@@ -43,11 +42,12 @@ from torchpmap._base.errors import (
     WorkerError,
     kind_of,
 )
-from torchpmap._groups import Groups, RankPartition, is_communication
-from torchpmap._launcher import Place
-from torchpmap._runtimes._base import Handle, Team
-from torchpmap._runtimes._rendezvous import Rendezvous
-from torchpmap._runtimes._watch import Watch
+from torchpmap._runtime import wire
+from torchpmap._runtime.base import Handle, Team
+from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
+from torchpmap._runtime.torchrun.launcher import Place
+from torchpmap._runtime.torchrun.rendezvous import Rendezvous
+from torchpmap._runtime.torchrun.watch import Watch
 from torchpmap._trace.compile import Definition, Runner, compile_definition, settled
 from torchpmap._trace.pickling import number_of
 from torchpmap._trace.program import EagerCall, EagerReport, Program, run_eager_call
@@ -176,7 +176,7 @@ class TorchrunRuntime:
                     "here, or torchpmap.multihost.all_gather for the whole value in every process."
                 )
             block = handle.block.select(dim, position) if dim >= 0 else handle.block
-            _wire.refuse_other(block, _wire.describe(target), f"on device {self.devices[rank]}")
+            wire.refuse_other(block, wire.describe(target), f"on device {self.devices[rank]}")
             target.copy_(block)
 
     def block(self, handle: Handle) -> None:

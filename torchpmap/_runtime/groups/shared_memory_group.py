@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from torchpmap._base.errors import CollectiveMismatch
-from torchpmap._shared_memory import SLOT_BYTES, Meeting
+from torchpmap._runtime.groups.shared_memory import SLOT_BYTES, Meeting
 
 __all__ = ["SharedMemoryGroup", "described"]
 

@@ -26,7 +26,7 @@ from torchpmap._base.errors import (
     pack_exception,
     unpack_exception,
 )
-from torchpmap._runtimes._supervise import Exited, Failed, GivenUp, Verdict
+from torchpmap._runtime.local.supervise import Exited, Failed, GivenUp, Verdict
 
 __all__ = ["Era", "Losses", "exception_of", "given_up"]
 

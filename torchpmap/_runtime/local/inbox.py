@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 
-from torchpmap._wire import HEADER
+from torchpmap._runtime.wire import HEADER
 
 __all__ = ["Inbox"]
 

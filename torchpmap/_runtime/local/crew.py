@@ -12,17 +12,17 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from torchpmap import _wire
 from torchpmap._base.config import Config
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import Device, threads_per_device
 from torchpmap._base.errors import RuntimeClosed
-from torchpmap._runtimes._forkserver import explained
-from torchpmap._runtimes._monitor import Monitor
-from torchpmap._runtimes._process import WorkerProcess
-from torchpmap._runtimes._progress import Progress
-from torchpmap._runtimes._reentry import STARTER
-from torchpmap._runtimes._supervise import Event
+from torchpmap._runtime import wire
+from torchpmap._runtime.local.forkserver import explained
+from torchpmap._runtime.local.monitor import Monitor
+from torchpmap._runtime.local.process import WorkerProcess
+from torchpmap._runtime.local.progress import Progress
+from torchpmap._runtime.local.reentry import STARTER
+from torchpmap._runtime.local.supervise import Event
 
 __all__ = ["Crew"]
 
@@ -113,7 +113,7 @@ class Crew:
         """Send what a worker obeys while it runs a call; never waits."""
         for rank in ranks:
             with contextlib.suppress(OSError):  # it is gone, or full of such messages
-                message = _wire.CONTROL.pack(kind, value)
+                message = wire.CONTROL.pack(kind, value)
                 self.workers[rank].control.send(message, socket.MSG_DONTWAIT)
 
     def end(self) -> None:

@@ -24,7 +24,7 @@ import os
 import select
 from collections.abc import Sequence
 
-from torchpmap._wire import InheritedFd
+from torchpmap._runtime.wire import InheritedFd
 
 __all__ = ["Progress", "WorkerProgress"]
 

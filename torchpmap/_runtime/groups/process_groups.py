@@ -34,8 +34,8 @@ from torch.distributed.distributed_c10d import GroupName
 
 from torchpmap._base.config import Config
 from torchpmap._base.errors import GroupLost
-from torchpmap._shared_memory import Meeting, Occasion, connect
-from torchpmap._shared_memory_group import SharedMemoryGroup, described
+from torchpmap._runtime.groups.shared_memory import Meeting, Occasion, connect
+from torchpmap._runtime.groups.shared_memory_group import SharedMemoryGroup, described
 
 __all__ = ["Groups", "RankPartition", "is_communication"]
 

@@ -17,7 +17,7 @@ import socket
 from collections.abc import Sequence
 from itertools import repeat, starmap
 
-from torchpmap._wire import Buffer
+from torchpmap._runtime.wire import Buffer
 
 __all__ = ["Outbox", "wait_for_room"]
 

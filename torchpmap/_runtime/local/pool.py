@@ -24,20 +24,20 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torchpmap import _wire
 from torchpmap._base.config import Config
 from torchpmap._base.devices import Device
 from torchpmap._base.ending import sleep_if_ending
 from torchpmap._base.errors import RuntimeClosed
-from torchpmap._groups import RankPartition
-from torchpmap._runtimes._crew import Crew
-from torchpmap._runtimes._limits import Limits
-from torchpmap._runtimes._lookout import Lookout
-from torchpmap._runtimes._losses import Era, Losses, exception_of, given_up
-from torchpmap._runtimes._monitor import Pending
-from torchpmap._runtimes._outbox import Outbox, wait_for_room
-from torchpmap._runtimes._reentry import REPAIRER, held_here, refuse, refuse_to_wait
-from torchpmap._runtimes._supervise import (
+from torchpmap._runtime import wire
+from torchpmap._runtime.groups.process_groups import RankPartition
+from torchpmap._runtime.local.crew import Crew
+from torchpmap._runtime.local.limits import Limits
+from torchpmap._runtime.local.lookout import Lookout
+from torchpmap._runtime.local.losses import Era, Losses, exception_of, given_up
+from torchpmap._runtime.local.monitor import Pending
+from torchpmap._runtime.local.outbox import Outbox, wait_for_room
+from torchpmap._runtime.local.reentry import REPAIRER, held_here, refuse, refuse_to_wait
+from torchpmap._runtime.local.supervise import (
     Action,
     Cancel,
     Close,
@@ -57,8 +57,8 @@ from torchpmap._runtimes._supervise import (
     Stubborn,
     Supervisor,
 )
-from torchpmap._runtimes._vigil import STOPPED_S
-from torchpmap._wire import frame
+from torchpmap._runtime.local.vigil import STOPPED_S
+from torchpmap._runtime.wire import frame
 
 T = TypeVar("T")
 
@@ -245,7 +245,7 @@ class Pool:
         """
         refuse_to_wait()
         if self.prints or not self._waiting.acquire(blocking=False):
-            return self.ask(dict.fromkeys(ranks, b""), _wire.SYNC).wait()
+            return self.ask(dict.fromkeys(ranks, b""), wire.SYNC).wait()
         progress = self._progress
         try:
             if progress.wait(seq, ranks, _SHORT_SLEEP_MS):
@@ -263,7 +263,7 @@ class Pool:
     def _ask_to_ring(self, ranks: Sequence[int]) -> tuple[int, int]:
         """In which epoch, by which command."""
         epoch = self._supervisor.epoch  # first: what fails from here on changes it
-        self.tell(ranks, _wire.RING, b"")
+        self.tell(ranks, wire.RING, b"")
         return epoch, self.seq
 
     def make_groups(self, groups: dict[str, RankPartition]) -> None:
@@ -273,7 +273,7 @@ class Pool:
 
     def _make_group(self, name: str, partition: RankPartition) -> None:
         self._groups[name] = partition
-        self.tell(tuple(self.workers), _wire.GROUP, pickle.dumps((name, partition)))
+        self.tell(tuple(self.workers), wire.GROUP, pickle.dumps((name, partition)))
 
     # -- failure and repair ------------------------------------------------------------------------
 
@@ -289,13 +289,13 @@ class Pool:
         for action in actions:
             match action:
                 case Cancel(seq=seq, ranks=ranks):
-                    self._crew.control(ranks, _wire.CANCEL, seq)
+                    self._crew.control(ranks, wire.CANCEL, seq)
                 case Kill(ranks=ranks):
                     for rank in ranks:
                         self.workers[rank].kill()
                 case _:
                     if isinstance(action, Cut):
-                        self._crew.control(action.ranks, _wire.CUT, action.epoch)
+                        self._crew.control(action.ranks, wire.CUT, action.epoch)
                     self._actions.put(action)
         if was_healthy and self.broken:
             self._wake_all()
@@ -423,10 +423,10 @@ class Pool:
     def _perform(self, action: Action) -> None:
         match action:
             case Cut(epoch=epoch, ranks=ranks):  # again: one that starts only now has missed it
-                self._crew.control(ranks, _wire.CUT, epoch)
+                self._crew.control(ranks, wire.CUT, epoch)
             case Drain(ranks=ranks):
                 with self.send_lock:
-                    self.tell(ranks, _wire.DRAIN, b"")
+                    self.tell(ranks, wire.DRAIN, b"")
                 self._drain_begin = time.monotonic()
             case Respawn(ranks=ranks):
                 self._drain_begin = math.inf
@@ -442,7 +442,7 @@ class Pool:
                 self._crew.empty_store()
                 with self.send_lock:
                     body = pickle.dumps((epoch, self._groups))
-                    self.tell(tuple(self.workers), _wire.REGROUP, body)
+                    self.tell(tuple(self.workers), wire.REGROUP, body)
             case Report(verdict=verdict):
                 self.losses.note(verdict, self._completed)
                 self._completed.clear()

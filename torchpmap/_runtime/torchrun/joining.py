@@ -23,9 +23,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import CallTimeout
-from torchpmap._launcher import Place
-from torchpmap._runtimes._agent import end_with_agent
-from torchpmap._runtimes._store import JobStore
+from torchpmap._runtime.torchrun.agent import end_with_agent
+from torchpmap._runtime.torchrun.launcher import Place
+from torchpmap._runtime.torchrun.store import JobStore
 
 __all__ = ["join", "leave_at_once", "route_to"]
 

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterable
 from dataclasses import replace
 
-from torchpmap import _inline
 from torchpmap._base import ending
 from torchpmap._base.config import Config, config
 from torchpmap._base.deadline import Deadline
@@ -23,9 +22,10 @@ from torchpmap._base.devices import (
     enumerate_devices,
 )
 from torchpmap._base.errors import RuntimeClosed
-from torchpmap._launcher import Place, found_place
 from torchpmap._layout import axis_stack
-from torchpmap._runtimes._base import Runtime
+from torchpmap._runtime import inline_mode
+from torchpmap._runtime.base import Runtime
+from torchpmap._runtime.torchrun.launcher import Place, found_place
 
 __all__ = [
     "check_devices",
@@ -90,7 +90,7 @@ def init(num_devices: int | None = None, device_type: str | None = None) -> None
             return
         shutdown()
         _planned = wanted
-        if not _inline.active():
+        if not inline_mode.active():
             _start(wanted)
 
 
@@ -169,12 +169,12 @@ def _start(wanted: tuple[Device, ...]) -> None:
     global _runtime
     atexit.unregister(_end)
     if _place is not None:
-        from torchpmap._runtimes._torchrun import TorchrunRuntime
+        from torchpmap._runtime.torchrun.runtime import TorchrunRuntime
 
         _runtime = TorchrunRuntime(_place, wanted[0].platform, config.snapshot())
     else:
-        from torchpmap._runtimes._local import LocalRuntime
-        from torchpmap._runtimes._process import preload
+        from torchpmap._runtime.local.process import preload
+        from torchpmap._runtime.local.runtime import LocalRuntime
 
         preload()
         _runtime = LocalRuntime(len(wanted), wanted[0].platform, config.snapshot())
@@ -183,8 +183,8 @@ def _start(wanted: tuple[Device, ...]) -> None:
 
 def _preload() -> None:
     """Let the fork server's imports begin, unless no workers will be wanted."""
-    if _place is None and not _inline.active():
-        from torchpmap._runtimes._process import preload
+    if _place is None and not inline_mode.active():
+        from torchpmap._runtime.local.process import preload
 
         preload()
 

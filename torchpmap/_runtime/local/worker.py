@@ -48,22 +48,22 @@ from typing import Any, NoReturn
 
 import torch
 
-from torchpmap import _wire
 from torchpmap._base.config import Config
 from torchpmap._base.errors import CallCancelled, ShardLost, WorkerError, pack_exception
-from torchpmap._groups import Groups, RankPartition, is_communication
-from torchpmap._runtimes._progress import WorkerProgress
+from torchpmap._runtime import wire
+from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
+from torchpmap._runtime.local.progress import WorkerProgress
+from torchpmap._runtime.wire import FrameReader, InheritedFd, Origin, Stream, frame
 from torchpmap._trace.compile import Definition, Runner, compile_definition, settled
 from torchpmap._trace.effects import mark_lines
 from torchpmap._trace.program import EagerCall, Program, run_eager_call
-from torchpmap._wire import FrameReader, InheritedFd, Origin, Stream, frame
 
 __all__ = ["Birth", "arm_lifeline", "main"]
 
 _NEVER = 1 << 62
 _FOREVER_S = 30 * 24 * 3600.0
 _NOTHING: Mapping[int, torch.Tensor] = {}
-_HARMLESS = (_wire.PUT, _wire.FREE, _wire.FORGET, _wire.DEFINE)
+_HARMLESS = (wire.PUT, wire.FREE, wire.FORGET, wire.DEFINE)
 """What a rank does also after a failure: skipping it would leave a gap, and it involves no other
 rank.
 """
@@ -94,7 +94,7 @@ def main(birth: Birth) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     arm_lifeline(birth.lifeline.fd)
     _redirect_output(birth)
-    mark_lines(_wire.PLAIN_LINE)
+    mark_lines(wire.PLAIN_LINE)
     if birth.device_type == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = _nth_visible_gpu(
             birth.rank
@@ -152,16 +152,16 @@ class _Worker:
 
     def serve(self) -> None:
         handlers: dict[int, Callable[[int, int], None]] = {
-            _wire.CALL: self.call,
-            _wire.PUT: self.put,
-            _wire.FREE: self.free,
-            _wire.FETCH: self.fetch,
-            _wire.SYNC: self.sync,
-            _wire.RING: self.ring,
-            _wire.DEFINE: self.define,
-            _wire.EAGER: self.eager,
-            _wire.GROUP: self.group,
-            _wire.FORGET: self.forget,
+            wire.CALL: self.call,
+            wire.PUT: self.put,
+            wire.FREE: self.free,
+            wire.FETCH: self.fetch,
+            wire.SYNC: self.sync,
+            wire.RING: self.ring,
+            wire.DEFINE: self.define,
+            wire.EAGER: self.eager,
+            wire.GROUP: self.group,
+            wire.FORGET: self.forget,
         }
         torch.set_grad_enabled(False)
         calls_are_done = self.device.type == "cpu"  # when they return
@@ -170,7 +170,7 @@ class _Worker:
             length, kind, seq = reader.header()
             handler = handlers.get(kind)
             if handler is None:
-                if kind == _wire.STOP:
+                if kind == wire.STOP:
                     return
                 self.supervised(kind, seq, length)
                 continue
@@ -208,7 +208,7 @@ class _Worker:
 
     def skip(self, kind: int, length: int) -> None:
         """Do nothing of a command behind a failure, except to free what it says nobody uses."""
-        if kind == _wire.CALL:
+        if kind == wire.CALL:
             _, _, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
             self.release(handles[num_inputs:])
         self.reader.skip()
@@ -216,7 +216,7 @@ class _Worker:
     def put(self, seq: int, length: int) -> None:
         self.doing = "receiving a value"
         (handle,) = struct.unpack("<q", self.reader.body(8))
-        tensor = _wire.read_tensor(self.reader, self.where)
+        tensor = wire.read_tensor(self.reader, self.where)
         self.values[handle] = tensor if self.device.type == "cpu" else tensor.to(self.device)
 
     def free(self, seq: int, length: int) -> None:
@@ -226,7 +226,7 @@ class _Worker:
         """Forget values; ``-first`` stands for all outputs of an uncompiled call, however many."""
         deque(map(self.values.pop, handles, repeat(None)), maxlen=0)  # a loop in C: leaves are many
         for first in [-handle for handle in handles if handle < 0]:
-            outputs = range(first, first + _wire.EAGER_OUTPUTS)
+            outputs = range(first, first + wire.EAGER_OUTPUTS)
             for stored in [stored for stored in self.values if stored in outputs]:
                 del self.values[stored]
 
@@ -247,14 +247,14 @@ class _Worker:
         (tensor,) = self.stored([handle])
         if dim >= 0:
             tensor = tensor.select(dim, position)
-        _wire.refuse_other(tensor, expected, self.where)
+        wire.refuse_other(tensor, expected, self.where)
         tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-        payload = _wire.bytes_of(tensor)
-        self.stream.send([_wire.HEADER.pack(len(payload), _wire.DATA, seq), payload])
+        payload = wire.bytes_of(tensor)
+        self.stream.send([wire.HEADER.pack(len(payload), wire.DATA, seq), payload])
 
     def sync(self, seq: int, length: int) -> None:
         self.synchronize(seq)
-        self.stream.send([frame(_wire.DONE, seq)])
+        self.stream.send([frame(wire.DONE, seq)])
 
     def ring(self, seq: int, length: int) -> None:
         self.synchronize(seq)
@@ -300,7 +300,7 @@ class _Worker:
         self.doing = "receiving a call"
         call: EagerCall = pickle.loads(self.reader.body(length))
         if call.function is not None:
-            _wire.keep_latest(self.functions, call.function_id, call.function)
+            wire.keep_latest(self.functions, call.function_id, call.function)
         self.begin(seq, f"running {call.name}")
         program: Program
         # anew for every call: what the last one wrote to the function's surroundings must not be
@@ -335,7 +335,7 @@ class _Worker:
             os._exit(0)
         self.values.update(values)
         _flush()
-        self.stream.send([frame(_wire.REPLY, seq, body)])
+        self.stream.send([frame(wire.REPLY, seq, body)])
 
     # -- failure and repair ------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class _Worker:
         _flush()
         packed = self.pack(seq, error)
         where = f"{self.where} (rank {self.rank}, pid {os.getpid()}) while {self.doing}"
-        self.stream.send([frame(_wire.FAILED, seq, pickle.dumps((origin, packed, where)))])
+        self.stream.send([frame(wire.FAILED, seq, pickle.dumps((origin, packed, where)))])
 
     def pack(self, seq: int, error: BaseException) -> bytes:
         """An exception as bytes; its text and its pickling are code of the user's, which may be
@@ -368,10 +368,10 @@ class _Worker:
 
     def supervised(self, kind: int, seq: int, length: int) -> None:
         body = self.reader.body(length)
-        if kind == _wire.DRAIN:
-            self.stream.send([frame(_wire.DRAINED, seq)])
+        if kind == wire.DRAIN:
+            self.stream.send([frame(wire.DRAINED, seq)])
             return
-        if kind != _wire.REGROUP:
+        if kind != wire.REGROUP:
             raise self.reader.broken(f"of unknown kind {kind}")
         epoch: int
         groups: dict[str, RankPartition]
@@ -388,7 +388,7 @@ class _Worker:
         except Exception as error:
             self.fail(seq, error)
         else:
-            self.stream.send([frame(_wire.READY, epoch)])
+            self.stream.send([frame(wire.READY, epoch)])
 
     # -- from outside the main thread's course -----------------------------------------------------
 
@@ -430,7 +430,7 @@ def _imports(frame: FrameType | None) -> bool:
 
 
 def _listen(control: socket.socket, worker: _Worker) -> NoReturn:
-    message = bytearray(_wire.CONTROL.size)
+    message = bytearray(wire.CONTROL.size)
     while True:
         try:
             got = control.recv_into(message, 0, socket.MSG_WAITALL)
@@ -438,15 +438,15 @@ def _listen(control: socket.socket, worker: _Worker) -> NoReturn:
             got = 0
         if got < len(message):
             os._exit(0)
-        kind, value = _wire.CONTROL.unpack(message)
-        if kind == _wire.CUT:
+        kind, value = wire.CONTROL.unpack(message)
+        if kind == wire.CUT:
             worker.groups.cut(value)
-        elif kind == _wire.CANCEL:
+        elif kind == wire.CANCEL:
             worker.cancel(value)
-        elif kind == _wire.DUMP:
+        elif kind == wire.DUMP:
             body = worker.describe()
             with contextlib.suppress(OSError):
-                control.send(_wire.CONTROL.pack(value, len(body)) + body, socket.MSG_DONTWAIT)
+                control.send(wire.CONTROL.pack(value, len(body)) + body, socket.MSG_DONTWAIT)
 
 
 def arm_lifeline(fd: int) -> None:

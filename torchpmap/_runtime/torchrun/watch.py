@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import CallTimeout, CollectiveMismatch, PmapError
-from torchpmap._groups import Groups
-from torchpmap._runtimes._rendezvous import Rendezvous
+from torchpmap._runtime.groups.process_groups import Groups
+from torchpmap._runtime.torchrun.rendezvous import Rendezvous
 
 __all__ = ["Watch"]
 

@@ -33,10 +33,10 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 import torch
 
 from torchpmap._base.config import config
-from torchpmap._runtimes import _worker
-from torchpmap._runtimes._forkserver import ANSWER, EXIT_CODE, FDS, REQUEST, Inheritance
+from torchpmap._runtime.local import worker
+from torchpmap._runtime.local.forkserver import ANSWER, EXIT_CODE, FDS, REQUEST, Inheritance
+from torchpmap._runtime.wire import InheritedFd
 from torchpmap._trace.compile import have_cpp_compiler, make_cache_private
-from torchpmap._wire import InheritedFd
 
 __all__ = ["serve"]
 
@@ -78,7 +78,7 @@ def serve(channel_fd: int, lifeline: int, python_path: str | None) -> NoReturn:
     """Fork workers until the controller is gone; never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    _worker.arm_lifeline(lifeline)
+    worker.arm_lifeline(lifeline)
     if python_path is not None:
         os.environ["PYTHONPATH"] = python_path
     woken, waker = socket.socketpair()
@@ -155,7 +155,7 @@ def _become_worker(fds: Sequence[int], not_theirs: Sequence[int]) -> NoReturn:
         named: dict[str, Any] = {
             name: InheritedFd(fd) for name, fd in zip(FDS, inherited, strict=True)
         }
-        _worker.main(_worker.Birth(**taken.birth, **named))
+        worker.main(worker.Birth(**taken.birth, **named))
     except BaseException:
         traceback.print_exc()
     finally:

@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 from torchpmap._base.config import Config
 from torchpmap._base.deadline import Deadline
-from torchpmap._runtimes._forkserver import EXIT_CODE, Inheritance, explained, server
-from torchpmap._runtimes._progress import Progress
+from torchpmap._runtime.local.forkserver import EXIT_CODE, Inheritance, explained, server
+from torchpmap._runtime.local.progress import Progress
 
 __all__ = ["WorkerProcess", "preload"]
 

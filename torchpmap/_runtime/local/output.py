@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchpmap._base.deadline import Deadline
-from torchpmap._wire import PLAIN_LINE
+from torchpmap._runtime.wire import PLAIN_LINE
 
 __all__ = ["Lines", "Printer"]
 

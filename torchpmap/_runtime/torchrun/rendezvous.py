@@ -29,8 +29,8 @@ from torchpmap._base.errors import (
     RemoteTraceback,
     WorkerError,
 )
-from torchpmap._launcher import Place
-from torchpmap._runtimes._joining import join, leave_at_once, route_to
+from torchpmap._runtime.torchrun.joining import join, leave_at_once, route_to
+from torchpmap._runtime.torchrun.launcher import Place
 
 __all__ = ["Rendezvous", "Waiting", "mismatch", "who_has_what"]
 

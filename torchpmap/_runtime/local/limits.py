@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import CallTimeout, pack_exception
-from torchpmap._runtimes._process import WorkerProcess
-from torchpmap._runtimes._reentry import LIMIT
-from torchpmap._runtimes._supervise import Failed
-from torchpmap._runtimes._triage import Sight, ask, described, look
+from torchpmap._runtime.local.process import WorkerProcess
+from torchpmap._runtime.local.reentry import LIMIT
+from torchpmap._runtime.local.supervise import Failed
+from torchpmap._runtime.local.triage import Sight, ask, described, look
 
 __all__ = ["Limits"]
 

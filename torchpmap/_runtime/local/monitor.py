@@ -22,16 +22,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torchpmap import _wire
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import pack_exception
-from torchpmap._runtimes._inbox import Inbox
-from torchpmap._runtimes._losses import Era
-from torchpmap._runtimes._output import Lines, Printer
-from torchpmap._runtimes._process import WorkerProcess
-from torchpmap._runtimes._reentry import MONITOR
-from torchpmap._runtimes._supervise import Drained, Event, Exited, Failed, Ready
+from torchpmap._runtime import wire
+from torchpmap._runtime.local.inbox import Inbox
+from torchpmap._runtime.local.losses import Era
+from torchpmap._runtime.local.output import Lines, Printer
+from torchpmap._runtime.local.process import WorkerProcess
+from torchpmap._runtime.local.reentry import MONITOR
+from torchpmap._runtime.local.supervise import Drained, Event, Exited, Failed, Ready
 
 __all__ = ["Monitor", "Pending"]
 
@@ -255,9 +255,9 @@ class Monitor:
 
     def _room(self, worker: WorkerProcess, kind: int, seq: int, length: int) -> memoryview:
         """Where an answer goes."""
-        if length > _wire.MAX_BODY:
-            raise _wire.FrameError(f"an answer of {length} bytes")
-        pending = self.pending.get(seq) if kind == _wire.DATA else None
+        if length > wire.MAX_BODY:
+            raise wire.FrameError(f"an answer of {length} bytes")
+        pending = self.pending.get(seq) if kind == wire.DATA else None
         if pending is None:  # also an answer that nobody waits for any more
             try:
                 return memoryview(bytearray(length))
@@ -266,7 +266,7 @@ class Monitor:
                 raise
         target = pending.targets[worker.rank]
         if len(target) != length:
-            raise _wire.FrameError(f"{length} bytes of a value that has {len(target)}")
+            raise wire.FrameError(f"{length} bytes of a value that has {len(target)}")
         return target
 
     def _fail(self, worker: WorkerProcess, seq: int, length: int) -> None:
@@ -293,25 +293,25 @@ class Monitor:
 
     def _answer(self, worker: WorkerProcess, kind: int, seq: int, body: memoryview) -> None:
         rank = worker.rank
-        if self.prompt or kind in (_wire.REPLY, _wire.FAILED, _wire.DRAINED):
+        if self.prompt or kind in (wire.REPLY, wire.FAILED, wire.DRAINED):
             self._rest(worker)
-        if kind in (_wire.DONE, _wire.DATA, _wire.REPLY):
+        if kind in (wire.DONE, wire.DATA, wire.REPLY):
             pending = self.pending.get(seq)
-            if kind == _wire.REPLY and pending is not None:
+            if kind == wire.REPLY and pending is not None:
                 pending.replies[rank] = body
-            if self.prompt or kind == _wire.REPLY:  # what the call printed comes before its result
+            if self.prompt or kind == wire.REPLY:  # what the call printed comes before its result
                 self._printer.then(lambda: self._complete(rank, seq))
             else:
                 self._complete(rank, seq)
-        elif kind == _wire.FAILED:
+        elif kind == wire.FAILED:
             origin, packed, where = pickle.loads(body)
             self._on_event(Failed(rank, seq, bool(origin), packed, where))
-        elif kind == _wire.DRAINED:
+        elif kind == wire.DRAINED:
             self._on_event(Drained(rank))
-        elif kind == _wire.READY:
+        elif kind == wire.READY:
             self._on_event(Ready(rank, seq))
         else:
-            raise _wire.FrameError(f"unknown kind {kind}")
+            raise wire.FrameError(f"unknown kind {kind}")
 
     def _complete(self, rank: int, seq: int) -> None:
         pending = self.pending.get(seq)

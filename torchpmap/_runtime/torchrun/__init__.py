@@ -1,0 +1,1 @@
+"""One process per device, started by torchrun, srun or mpirun."""
