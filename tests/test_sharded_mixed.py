@@ -19,7 +19,7 @@ from _support import EAGER, TEST_ALL
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchpmap as tp
-from torchpmap._sharded_arguments import written_by
+from torchpmap._sharded.arguments import written_by
 
 pytestmark = pytest.mark.usefixtures("pool")
 

@@ -17,8 +17,8 @@ from _spies import asked
 from _support import EAGER, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap import _sharded_operations
 from torchpmap._runtime import current
+from torchpmap._sharded import operations
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -59,15 +59,15 @@ def test_a_number_is_sent_once(monkeypatch):
 
 def test_kept_plans_are_bounded(monkeypatch):
     values = on_devices()
-    monkeypatch.setattr(_sharded_operations, "_MAX_OPERATIONS", 8)
-    monkeypatch.setattr(_sharded_operations, "_MAX_NUMBERS", 8)
+    monkeypatch.setattr(operations, "_MAX_OPERATIONS", 8)
+    monkeypatch.setattr(operations, "_MAX_NUMBERS", 8)
     known = current.runtime()._definitions
     before = len(known)
     for size in range(1, 40):
         values.flat.expand(size, 4)
         values.flat + size
-    assert len(_sharded_operations._known.operations) <= 8
-    assert len(_sharded_operations._known.numbers) <= 8
+    assert len(operations._known.operations) <= 8
+    assert len(operations._known.numbers) <= 8
     assert wait_for(lambda: len(known) <= before + 8)
     torch.testing.assert_close((values.flat + 39).cpu(), HERE.flat + 39)
 
@@ -246,7 +246,7 @@ def test_operations_follow_the_settings_around_them(name, setting):
 def test_a_plan_per_settings(setting, monkeypatch):
     write, value, usual = SETTINGS[setting]
     rows = on_devices().rows
-    monkeypatch.setattr(_sharded_operations, "_known", None)
+    monkeypatch.setattr(operations, "_known", None)
     calls = asked(monkeypatch)
     found = []
     for each in (usual, value, usual, value):

@@ -54,15 +54,6 @@ with _uncollected():
     )
     from torchpmap._grad import grad, value_and_grad
     from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec, make_mesh
-    from torchpmap._placement import (
-        block_until_ready,
-        device_get,
-        device_put,
-        device_put_replicated,
-        device_put_sharded,
-        replicate,
-        unreplicate,
-    )
     from torchpmap._pmap import pmap
     from torchpmap._runtime.current import (
         default_backend,
@@ -75,8 +66,17 @@ with _uncollected():
         process_index,
         shutdown,
     )
-    from torchpmap._sharded import Shard, ShardedTensor
-    from torchpmap._spanning import from_dtensor, global_view, local_view, to_dtensor
+    from torchpmap._sharded.device_put import (
+        block_until_ready,
+        device_get,
+        device_put,
+        device_put_replicated,
+        device_put_sharded,
+        replicate,
+        unreplicate,
+    )
+    from torchpmap._sharded.global_view import from_dtensor, global_view, local_view, to_dtensor
+    from torchpmap._sharded.tensor import Shard, ShardedTensor
     from torchpmap._vmap import vmap
 
 P = PartitionSpec

@@ -17,12 +17,12 @@ from torch.autograd import forward_ad
 from torchpmap._layout.layout import Layout
 from torchpmap._lowering import Pair
 from torchpmap._operations import Operation, Outputs, Primal, Tensors, is_inexact
-from torchpmap._placement import handle_of
 from torchpmap._plan import Called
 from torchpmap._runtime.base import Handle
-from torchpmap._sharded import ShardedTensor, gather, make_sharded
+from torchpmap._sharded.device_put import handle_of
+from torchpmap._sharded.tensor import ShardedTensor, gather, make_sharded
+from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.trace import Untraceable
-from torchpmap._transfer import host_tensor
 from torchpmap.random._streams import batched_key
 
 __all__ = ["apply_operation", "is_transformed", "no_derivative", "without_derivative"]

@@ -30,8 +30,8 @@ from torchpmap._layout.axis_stack import Axis, bind
 from torchpmap._pmap import Pmapped
 from torchpmap._runtime import inline_mode
 from torchpmap._serial import run_rows
+from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.environment import parameters
-from torchpmap._transfer import host_tensor
 from torchpmap.random._streams import peek_key, streams
 
 __all__ = ["CheckReport", "check"]

@@ -22,8 +22,8 @@ from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import check_devices, is_launched, process_index
 from torchpmap._runtime.current import runtime as current_runtime
-from torchpmap._sharded import ShardedTensor, make_sharded
-from torchpmap._transfer import host_tensor
+from torchpmap._sharded.tensor import ShardedTensor, make_sharded
+from torchpmap._sharded.transfer import host_tensor
 
 __all__ = ["load_tree"]
 

@@ -24,8 +24,8 @@ from torchpmap._checkpoint_values import (
     planned,
 )
 from torchpmap._checkpoint_workers import Answer, Line, attempt
-from torchpmap._placement import block_until_ready
 from torchpmap._runtime.current import is_launched
+from torchpmap._sharded.device_put import block_until_ready
 
 __all__ = ["begin"]
 

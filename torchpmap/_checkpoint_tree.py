@@ -17,7 +17,7 @@ import torch
 from torchpmap._base.errors import check_array
 from torchpmap._base.pytree import MAPPINGS, Node, Structure, flatten_as_met
 from torchpmap._layout.mesh import NamedSharding
-from torchpmap._sharded import ShardedTensor
+from torchpmap._sharded.tensor import ShardedTensor
 
 __all__ = ["Leaf", "ShapeDtypeStruct", "kind_of", "leaves_of", "rebuild", "skeleton_of"]
 

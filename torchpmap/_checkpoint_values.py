@@ -27,8 +27,8 @@ from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import process_count, process_index
 from torchpmap._runtime.current import runtime as current_runtime
-from torchpmap._sharded import ShardedTensor
-from torchpmap._transfer import fetch_blocks, host_tensor
+from torchpmap._sharded.tensor import ShardedTensor
+from torchpmap._sharded.transfer import fetch_blocks, host_tensor
 
 __all__ = [
     "HOST",

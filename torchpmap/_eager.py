@@ -18,9 +18,9 @@ from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Structure
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout
-from torchpmap._placement import handles_of
 from torchpmap._plan import Called
 from torchpmap._runtime.current import runtime as current_runtime
+from torchpmap._sharded.device_put import handles_of
 from torchpmap._trace.pickling import number_of, pickled_function
 from torchpmap._trace.program import EagerCall, EagerReport, Program, no_stream, not_replicated
 from torchpmap.random._streams import draw_key, peek_key

@@ -11,9 +11,9 @@ import torch
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.pytree import Structure, flatten_call
 from torchpmap._layout.layout import Layout
-from torchpmap._placement import handle_of
 from torchpmap._plan import Plan
-from torchpmap._sharded import make_sharded
+from torchpmap._sharded.device_put import handle_of
+from torchpmap._sharded.tensor import make_sharded
 
 __all__ = ["Compiled", "Cost", "Lowered"]
 

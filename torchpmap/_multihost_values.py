@@ -15,8 +15,8 @@ from torchpmap._base.data import DTYPES, packed, unpacked
 from torchpmap._base.errors import check_array, dtype_name
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.current import process_index
-from torchpmap._sharded import ShardedTensor
-from torchpmap._transfer import host_tensor
+from torchpmap._sharded.tensor import ShardedTensor
+from torchpmap._sharded.transfer import host_tensor
 
 __all__ = ["Parcel", "Share", "as_bytes", "filled", "fingerprint", "opened", "padded"]
 

@@ -31,9 +31,9 @@ from torchpmap._layout.axis_stack import Axis, joined
 from torchpmap._layout.grid import Cut, Grid
 from torchpmap._layout.layout import Layout
 from torchpmap._lowering import Body, Pair, Target, lower, lower_pair
-from torchpmap._placement import handle_of, handles_of
 from torchpmap._plan import Drawn, Pinned, Plan
 from torchpmap._runtime.base import Handle
+from torchpmap._sharded.device_put import handle_of, handles_of
 from torchpmap._trace.capture import Substitute
 from torchpmap._trace.compile import EAGER
 from torchpmap._trace.environment import Environment

@@ -20,9 +20,9 @@ from torchpmap._base.contents import Answer, Contents
 from torchpmap._base.pytree import Structure
 from torchpmap._layout.axis_stack import Partition
 from torchpmap._layout.layout import Layout
-from torchpmap._placement import handle_of
 from torchpmap._runtime.base import Handle, Team
-from torchpmap._sharded import ShardedTensor, gather
+from torchpmap._sharded.device_put import handle_of
+from torchpmap._sharded.tensor import ShardedTensor, gather
 from torchpmap._trace.compile import Definition
 from torchpmap._trace.custom_ops import Implementations
 from torchpmap._trace.program import not_replicated

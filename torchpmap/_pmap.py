@@ -38,13 +38,13 @@ from torchpmap._base.pytree import flatten_call
 from torchpmap._eager import EagerPlan
 from torchpmap._layout import axis_stack
 from torchpmap._lowered import Lowered
-from torchpmap._placement import handles_of
 from torchpmap._plan import Called
 from torchpmap._prepare import Preparation, Prepared, refuse_aliased_donation
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import Handle, Runtime
 from torchpmap._runtime.current import runtime as current_runtime
-from torchpmap._sharded import ShardedTensor, make_all, make_sharded, spans_processes
+from torchpmap._sharded.device_put import handles_of
+from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded, spans_processes
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.trace import Untraceable
 

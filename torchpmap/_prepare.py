@@ -31,13 +31,13 @@ from torchpmap._plan import Plan
 from torchpmap._retraces import Retraces
 from torchpmap._runtime.current import check_devices, process_count, process_index, runtime
 from torchpmap._runtime.current import devices as all_devices
-from torchpmap._sharded import ShardedTensor, check_open, spans_processes
+from torchpmap._sharded.tensor import ShardedTensor, check_open, spans_processes
+from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.compile import EAGER
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.kinds import insist
 from torchpmap._trace.program import Constant, Input, Program
 from torchpmap._trace.trace import Untraceable
-from torchpmap._transfer import host_tensor
 from torchpmap.random._streams import are_active, draw_key, new_seed
 
 __all__ = ["Preparation", "Prepared", "refuse_aliased_donation"]

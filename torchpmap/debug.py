@@ -19,8 +19,8 @@ from torchpmap._layout import axis_stack
 from torchpmap._picture import picture
 from torchpmap._pmap import Pmapped, pmap
 from torchpmap._runtime import inline_mode
-from torchpmap._sharded import ShardedTensor
-from torchpmap._sharded_gathers import Gather, report_gathers
+from torchpmap._sharded.gather_report import Gather, report_gathers
+from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import effects
 
 __all__ = [

@@ -36,7 +36,7 @@ from torchpmap._multihost_values import (
 )
 from torchpmap._runtime.current import process_count, process_index, runtime
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous, who_has_what
-from torchpmap._sharded import ShardedTensor
+from torchpmap._sharded.tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from torchpmap._runtime.torchrun.runtime import TorchrunRuntime

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpmap._sharded_memory import CPU, STRIDED, new_wrapper
-from torchpmap._sharded_views import Make, is_linked
+from torchpmap._sharded.memory import CPU, STRIDED, new_wrapper
+from torchpmap._sharded.views import Make, is_linked
 
 __all__ = [
     "QUESTIONS",

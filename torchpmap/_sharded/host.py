@@ -15,11 +15,11 @@ from torch.autograd import forward_ad
 
 from torchpmap._base.untraced import untraced
 from torchpmap._layout.layout import spread_layout
-from torchpmap._sharded_arguments import occurrences
-from torchpmap._sharded_gathers import note_gather
-from torchpmap._sharded_strides import strides_of_results
-from torchpmap._sharded_views import Make, host_copies, link_view, share_values, write
-from torchpmap._transfer import store
+from torchpmap._sharded.arguments import occurrences
+from torchpmap._sharded.gather_report import note_gather
+from torchpmap._sharded.strides import strides_of_results
+from torchpmap._sharded.transfer import store
+from torchpmap._sharded.views import Make, host_copies, link_view, share_values, write
 
 __all__ = ["ToHost", "is_recorded", "run_on_host"]
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpmap._rules import rule_of
-from torchpmap._rules_compute import elementwise
+from torchpmap._sharded.rules.compute import elementwise
+from torchpmap._sharded.rules.table import rule_of
 
 __all__ = [
     "Facts",

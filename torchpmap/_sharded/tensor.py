@@ -27,12 +27,12 @@ from torchpmap._layout.layout import Layout, Shard
 from torchpmap._layout.mesh import NamedSharding
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import runtime
-from torchpmap._sharded_arguments import facts_of, occurrences, written_by
-from torchpmap._sharded_gathers import note_gather
-from torchpmap._sharded_host import ToHost, is_recorded, run_on_host
-from torchpmap._sharded_memory import CPU, STRIDED, Remote, guard, new_wrapper
-from torchpmap._sharded_operations import Operation, operation_for, start
-from torchpmap._sharded_strides import (
+from torchpmap._sharded.arguments import facts_of, occurrences, written_by
+from torchpmap._sharded.gather_report import note_gather
+from torchpmap._sharded.host import ToHost, is_recorded, run_on_host
+from torchpmap._sharded.memory import CPU, STRIDED, Remote, guard, new_wrapper
+from torchpmap._sharded.operations import Operation, operation_for, start
+from torchpmap._sharded.strides import (
     QUESTIONS,
     RESHAPING,
     Strides,
@@ -42,7 +42,8 @@ from torchpmap._sharded_strides import (
     strides_of_results,
     turn,
 )
-from torchpmap._sharded_views import (
+from torchpmap._sharded.transfer import fetch_blocks, fetch_row, gather, places_here, store
+from torchpmap._sharded.views import (
     check_writable,
     is_taken_as_grad,
     link_alias,
@@ -51,7 +52,6 @@ from torchpmap._sharded_views import (
     unlink,
     write,
 )
-from torchpmap._transfer import fetch_blocks, fetch_row, gather, places_here, store
 
 __all__ = [
     "Shard",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchpmap._collectives import backend as raw
-from torchpmap._rules_signature import Combine
+from torchpmap._sharded.rules.signature import Combine
 
 __all__ = ["combined", "cut", "stored"]
 

@@ -18,10 +18,16 @@ from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import check_devices, local_devices, refuse_inside
 from torchpmap._runtime.current import devices as all_devices
 from torchpmap._runtime.current import runtime as current_runtime
-from torchpmap._sharded import ShardedTensor, check_open, innermost, make_sharded
-from torchpmap._sharded_host import is_recorded
+from torchpmap._sharded.host import is_recorded
+from torchpmap._sharded.tensor import ShardedTensor, check_open, innermost, make_sharded
+from torchpmap._sharded.transfer import (
+    check_equal_everywhere,
+    gather,
+    host_tensor,
+    places_here,
+    store,
+)
 from torchpmap._trace.escaped import Escaped
-from torchpmap._transfer import check_equal_everywhere, gather, host_tensor, places_here, store
 
 __all__ = [
     "block_until_ready",

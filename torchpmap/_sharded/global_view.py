@@ -19,8 +19,8 @@ from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec
 from torchpmap._runtime.current import devices as all_devices
 from torchpmap._runtime.current import is_launched, local_devices, process_count
 from torchpmap._runtime.current import runtime as current_runtime
-from torchpmap._sharded import ShardedTensor, make_sharded
-from torchpmap._transfer import (
+from torchpmap._sharded.tensor import ShardedTensor, make_sharded
+from torchpmap._sharded.transfer import (
     check_equal_everywhere,
     fetch_blocks,
     host_tensor,

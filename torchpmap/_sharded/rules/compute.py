@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchpmap._rules_signature import Call, Combine, Labels, Rule, Signature
+from torchpmap._sharded.rules.signature import Call, Combine, Labels, Rule, Signature
 
 __all__ = ["COMPUTE", "aligned", "dims_of", "elementwise", "numbered"]
 

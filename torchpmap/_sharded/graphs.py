@@ -17,14 +17,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchpmap._blocks import combined, cut, stored
 from torchpmap._collectives.backend import summable
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._layout.mesh import NamedSharding, PartitionSpec
-from torchpmap._rules import rule_of
-from torchpmap._rules_signature import Call, Operand, Placement, place
 from torchpmap._runtime.groups.process_groups import RankPartition
-from torchpmap._sharded_arguments import (
+from torchpmap._sharded.arguments import (
     Slot,
     Unsupported,
     call,
@@ -34,6 +31,9 @@ from torchpmap._sharded_arguments import (
     slotted,
     written_slots,
 )
+from torchpmap._sharded.blocks import combined, cut, stored
+from torchpmap._sharded.rules.signature import Call, Operand, Placement, place
+from torchpmap._sharded.rules.table import rule_of
 from torchpmap._trace.compile import EAGER, Definition
 
 __all__ = ["Blueprint", "blueprint"]

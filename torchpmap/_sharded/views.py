@@ -24,7 +24,7 @@ import torch
 
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
-from torchpmap._transfer import gather, store
+from torchpmap._sharded.transfer import gather, store
 
 __all__ = [
     "Make",

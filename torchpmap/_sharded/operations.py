@@ -24,9 +24,9 @@ import torch
 from torchpmap._base.ambient import ambient, keyed
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle, Runtime, Team
-from torchpmap._sharded_arguments import Unsupported, facts_of
-from torchpmap._sharded_graphs import Blueprint, blueprint
-from torchpmap._transfer import store_on
+from torchpmap._sharded.arguments import Unsupported, facts_of
+from torchpmap._sharded.graphs import Blueprint, blueprint
+from torchpmap._sharded.transfer import store_on
 
 __all__ = ["Operation", "operation_for", "start"]
 

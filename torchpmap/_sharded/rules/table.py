@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from torchpmap._rules_compute import COMPUTE, elementwise
-from torchpmap._rules_shape import SHAPE
-from torchpmap._rules_signature import Rule
+from torchpmap._sharded.rules.compute import COMPUTE, elementwise
+from torchpmap._sharded.rules.shape import SHAPE
+from torchpmap._sharded.rules.signature import Rule
 
 __all__ = ["rule_of"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torchpmap._rules_compute import aligned, dims_of, numbered
-from torchpmap._rules_signature import Call, Labels, Rule, Signature
+from torchpmap._sharded.rules.compute import aligned, dims_of, numbered
+from torchpmap._sharded.rules.signature import Call, Labels, Rule, Signature
 
 __all__ = ["SHAPE"]
 

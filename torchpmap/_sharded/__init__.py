@@ -1,0 +1,1 @@
+"""``ShardedTensor``: values on the devices, the torch operations on them, and moving them."""

@@ -1,0 +1,1 @@
+"""Which torch operations work block by block, and where their results live."""
