@@ -14,8 +14,8 @@ PACKAGE = Path(tp.__file__).parent
 
 # A module imports only modules above it.
 MODULES = """
-_sharded _sharded.rules _runtime.groups _runtime.local _runtime.torchrun _trace _collectives _layout
-_base _base.imports _base.untraced _base.sources _base.deadline _base.ending _base.errors
+_plan _sharded _sharded.rules _runtime.groups _runtime.local _runtime.torchrun _trace _collectives
+_layout _base _base.imports _base.untraced _base.sources _base.deadline _base.ending _base.errors
 _base.ambient _base.config _base.data _runtime.torchrun.launcher _runtime.inline_mode _base.pytree
 _base.axis_spec _base.devices _layout.mesh _layout.layout _layout.axis_stack _layout.grid
 _collectives.backend _collectives.primitives _collectives.groups _collectives.operands
@@ -36,11 +36,11 @@ _runtime.local.limits _runtime.local.pool _runtime.local.runtime _runtime.curren
 _sharded.rules.signature _sharded.rules.compute _sharded.rules.shape _sharded.rules.table
 _sharded.blocks _sharded.arguments _sharded.graphs _sharded.operations _sharded.gather_report
 _sharded.views _sharded.memory _sharded.strides _sharded.host _sharded.tensor _sharded.device_put
-_sharded.global_view _plan _eager _serial _inline_call _lowering _operations _autodiff _nested
-_prepare _lowered _pmap optim._checks optim _multihost_values multihost _checkpoint_files
-_checkpoint_tree _checkpoint_peers _checkpoint_pickles _checkpoint_table _checkpoint_storage
-_checkpoint_workers _checkpoint_values _checkpoint_save _checkpoint_load checkpoint _check _picture
-debug
+_sharded.global_view _plan.plan _plan.uncompiled _serial _inline_call _plan.lower _plan.derivatives
+_plan.autograd _nested _prepare _plan.stages _pmap optim._checks optim _multihost_values multihost
+_checkpoint_files _checkpoint_tree _checkpoint_peers _checkpoint_pickles _checkpoint_table
+_checkpoint_storage _checkpoint_workers _checkpoint_values _checkpoint_save _checkpoint_load
+checkpoint _check _picture debug
 """
 ORDER = MODULES.split()
 

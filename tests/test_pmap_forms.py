@@ -14,7 +14,7 @@ import torch
 from _support import EAGER
 
 import torchpmap as tp
-from torchpmap import _lowering
+from torchpmap._plan import lower
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -257,7 +257,7 @@ def test_callable_backends_get_the_graph_and_the_options():
 
 def test_without_a_cpp_compiler(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr(_lowering, "_missing_compiler_warned", False)
+    monkeypatch.setattr(lower, "_missing_compiler_warned", False)
     with pytest.warns(UserWarning, match=r"no C\+\+ compiler was found") as record:
         assert tp.pmap(double)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
     assert [warning.filename for warning in record] == [__file__]

@@ -25,20 +25,20 @@ from torchpmap._arguments import (
     name_of,
     split_statics,
 )
-from torchpmap._autodiff import (
+from torchpmap._base.ambient import keyed
+from torchpmap._base.devices import Device
+from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, TraceError
+from torchpmap._base.pytree import flatten_call
+from torchpmap._layout import axis_stack
+from torchpmap._plan.autograd import (
     apply_operation,
     is_transformed,
     no_derivative,
     without_derivative,
 )
-from torchpmap._base.ambient import keyed
-from torchpmap._base.devices import Device
-from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, TraceError
-from torchpmap._base.pytree import flatten_call
-from torchpmap._eager import EagerPlan
-from torchpmap._layout import axis_stack
-from torchpmap._lowered import Lowered
-from torchpmap._plan import Called
+from torchpmap._plan.plan import Called
+from torchpmap._plan.stages import Lowered
+from torchpmap._plan.uncompiled import EagerPlan
 from torchpmap._prepare import Preparation, Prepared, refuse_aliased_donation
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import Handle, Runtime

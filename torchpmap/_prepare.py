@@ -14,20 +14,20 @@ import numpy as np
 import torch
 
 from torchpmap._arguments import Bound, Options, Static, bind
-from torchpmap._autodiff import is_transformed
 from torchpmap._base.ambient import ambient, applied, keyed
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import TraceError, kind_of, warn
 from torchpmap._base.pytree import flatten_call
-from torchpmap._eager import EagerPlan
 from torchpmap._inline_call import call_inline
 from torchpmap._layout import axis_stack
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
-from torchpmap._lowering import Target, lower
 from torchpmap._nested import bind_inner, counts_of_list, cuts_of, device_counts
-from torchpmap._operations import Primal
-from torchpmap._plan import Plan
+from torchpmap._plan.autograd import is_transformed
+from torchpmap._plan.derivatives import Primal
+from torchpmap._plan.lower import Target, lower
+from torchpmap._plan.plan import Plan
+from torchpmap._plan.uncompiled import EagerPlan
 from torchpmap._retraces import Retraces
 from torchpmap._runtime.current import check_devices, process_count, process_index, runtime
 from torchpmap._runtime.current import devices as all_devices

@@ -11,7 +11,7 @@ import torch
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.pytree import Structure, flatten_call
 from torchpmap._layout.layout import Layout
-from torchpmap._plan import Plan
+from torchpmap._plan.plan import Plan
 from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.tensor import make_sharded
 

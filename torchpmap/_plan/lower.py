@@ -20,7 +20,7 @@ from torchpmap._base.pytree import flatten
 from torchpmap._layout.axis_stack import Axis, Partition
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
-from torchpmap._plan import Captured, Drawn, Pinned, Plan
+from torchpmap._plan.plan import Captured, Drawn, Pinned, Plan
 from torchpmap._runtime.base import Team
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._trace.compile import EAGER, Backend, Definition, Kind, have_cpp_compiler

@@ -26,12 +26,12 @@ from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import flatten
 from torchpmap._collectives.backend import widened
 from torchpmap._collectives.primitives import AllReduce, Scope, apply
-from torchpmap._eager import EagerPlan
 from torchpmap._layout.axis_stack import Axis, joined
 from torchpmap._layout.grid import Cut, Grid
 from torchpmap._layout.layout import Layout
-from torchpmap._lowering import Body, Pair, Target, lower, lower_pair
-from torchpmap._plan import Drawn, Pinned, Plan
+from torchpmap._plan.lower import Body, Pair, Target, lower, lower_pair
+from torchpmap._plan.plan import Drawn, Pinned, Plan
+from torchpmap._plan.uncompiled import EagerPlan
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.device_put import handle_of, handles_of
 from torchpmap._trace.capture import Substitute

@@ -18,7 +18,7 @@ from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Structure
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout
-from torchpmap._plan import Called
+from torchpmap._plan.plan import Called
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.device_put import handles_of
 from torchpmap._trace.pickling import number_of, pickled_function

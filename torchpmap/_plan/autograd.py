@@ -15,9 +15,9 @@ import torch
 from torch.autograd import forward_ad
 
 from torchpmap._layout.layout import Layout
-from torchpmap._lowering import Pair
-from torchpmap._operations import Operation, Outputs, Primal, Tensors, is_inexact
-from torchpmap._plan import Called
+from torchpmap._plan.derivatives import Operation, Outputs, Primal, Tensors, is_inexact
+from torchpmap._plan.lower import Pair
+from torchpmap._plan.plan import Called
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.tensor import ShardedTensor, gather, make_sharded
