@@ -254,7 +254,7 @@ def test_copies_are_written_once_and_by_turns(tmp_path):
 
 
 def test_large_values_are_copied_in_portions(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchpmap._checkpoint_values._SNAPSHOT_BYTES", 40)
+    monkeypatch.setattr("torchpmap.checkpoint._values._SNAPSHOT_BYTES", 40)
     tree = {f"w{k}": rows(WHOLE[:4] + k) for k in range(7)}
     save(tmp_path / "c", tree)
     found = load(tmp_path / "c")
@@ -530,7 +530,7 @@ def test_damage(tmp_path, damage, message):
 
 
 def test_later_version(tmp_path):
-    from torchpmap._checkpoint_files import _digest
+    from torchpmap.checkpoint._files import _digest
 
     save(tmp_path / "c", 1)
     body = {**table(tmp_path / "c"), "version": 2}

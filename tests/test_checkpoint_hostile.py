@@ -28,10 +28,10 @@ from hypothesis import strategies as st
 
 import torchpmap as tp
 from torchpmap._base.data import packed
-from torchpmap._checkpoint_files import _digest
-from torchpmap._checkpoint_pickles import metadata_of, value_of
-from torchpmap._checkpoint_workers import Line, _called
 from torchpmap.checkpoint import latest, load, save
+from torchpmap.checkpoint._files import _digest
+from torchpmap.checkpoint._pickles import metadata_of, value_of
+from torchpmap.checkpoint._workers import Line, _called
 
 TREE = {
     "w": torch.arange(6.0).reshape(2, 3),

@@ -38,8 +38,8 @@ _sharded.blocks _sharded.arguments _sharded.graphs _sharded.operations _sharded.
 _sharded.views _sharded.memory _sharded.strides _sharded.host _sharded.tensor _sharded.device_put
 _sharded.global_view _plan.plan _plan.uncompiled _serial _inline_call _plan.lower _plan.derivatives
 _plan.autograd _nested _prepare _plan.stages _pmap optim._checks optim _multihost_values multihost
-_checkpoint_files _checkpoint_tree _checkpoint_peers _checkpoint_pickles _checkpoint_table
-_checkpoint_storage _checkpoint_workers _checkpoint_values _checkpoint_save _checkpoint_load
+checkpoint._files checkpoint._tree checkpoint._peers checkpoint._pickles checkpoint._table
+checkpoint._storage checkpoint._workers checkpoint._values checkpoint._save checkpoint._load
 checkpoint _check _picture debug
 """
 ORDER = MODULES.split()

@@ -37,13 +37,13 @@ from torchpmap._base.data import packed, unpacked
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import CallTimeout, PmapError
 from torchpmap._base.pytree import flatten
-from torchpmap._checkpoint_files import broken
-from torchpmap._checkpoint_storage import Written, write
-from torchpmap._checkpoint_table import Extent, Table
 from torchpmap._layout.axis_stack import Axis
 from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.torchrun.store import limit_waits
 from torchpmap._trace.program import EagerCall, Outcome
+from torchpmap.checkpoint._files import broken
+from torchpmap.checkpoint._storage import Written, write
+from torchpmap.checkpoint._table import Extent, Table
 
 __all__ = ["Answer", "Line", "Restore", "Snapshot", "attempt", "run_on"]
 

@@ -11,11 +11,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torchpmap._base.errors import CheckpointError
-from torchpmap._checkpoint_files import Folder
-from torchpmap._checkpoint_peers import Peers, peers, together
-from torchpmap._checkpoint_storage import finish
-from torchpmap._checkpoint_tree import leaves_of, skeleton_of
-from torchpmap._checkpoint_values import (
+from torchpmap._runtime.current import is_launched
+from torchpmap._sharded.device_put import block_until_ready
+from torchpmap.checkpoint._files import Folder
+from torchpmap.checkpoint._peers import Peers, peers, together
+from torchpmap.checkpoint._storage import finish
+from torchpmap.checkpoint._tree import leaves_of, skeleton_of
+from torchpmap.checkpoint._values import (
     HOST,
     Saved,
     copy_here,
@@ -23,9 +25,7 @@ from torchpmap._checkpoint_values import (
     described,
     planned,
 )
-from torchpmap._checkpoint_workers import Answer, Line, attempt
-from torchpmap._runtime.current import is_launched
-from torchpmap._sharded.device_put import block_until_ready
+from torchpmap.checkpoint._workers import Answer, Line, attempt
 
 __all__ = ["begin"]
 

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, Te
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torchpmap._checkpoint_files import Folder, broken, is_name, make_private
-from torchpmap._checkpoint_table import MARK, Extent
+from torchpmap.checkpoint._files import Folder, broken, is_name, make_private
+from torchpmap.checkpoint._table import MARK, Extent
 
 __all__ = ["Written", "finish", "write", "write_item"]
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from torchpmap._base.errors import CheckpointError, warn
-from torchpmap._checkpoint_files import Folder
-from torchpmap._checkpoint_table import Table
-from torchpmap._checkpoint_tree import ShapeDtypeStruct
 from torchpmap._layout import axis_stack
+from torchpmap.checkpoint._files import Folder
+from torchpmap.checkpoint._table import Table
+from torchpmap.checkpoint._tree import ShapeDtypeStruct
 
 __all__ = ["Saving", "ShapeDtypeStruct", "latest", "load", "save"]
 
@@ -142,7 +142,7 @@ def save(path: PathLike, tree: Any, *, asynchronous: bool = False) -> Saving | N
     global _saving
     _refuse_inside("save")
     _finish_previous()
-    from torchpmap._checkpoint_save import begin
+    from torchpmap.checkpoint._save import begin
 
     finish = begin(path, tree)
     if _saving is None:
@@ -188,7 +188,7 @@ def load(path: PathLike, like: Any = None) -> Any:
     """
     _refuse_inside("load")
     _wait_for_previous()
-    from torchpmap._checkpoint_load import load_tree
+    from torchpmap.checkpoint._load import load_tree
 
     return load_tree(path, like)
 

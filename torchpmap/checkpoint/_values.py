@@ -19,16 +19,16 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from torchpmap._base.errors import dtype_name
-from torchpmap._checkpoint_storage import write_item
-from torchpmap._checkpoint_table import Extent, describe
-from torchpmap._checkpoint_tree import VALUES, Leaf, kind_of
-from torchpmap._checkpoint_workers import Line, Snapshot, run_on
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import process_count, process_index
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import fetch_blocks, host_tensor
+from torchpmap.checkpoint._storage import write_item
+from torchpmap.checkpoint._table import Extent, describe
+from torchpmap.checkpoint._tree import VALUES, Leaf, kind_of
+from torchpmap.checkpoint._workers import Line, Snapshot, run_on
 
 __all__ = [
     "HOST",

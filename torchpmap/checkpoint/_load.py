@@ -11,12 +11,6 @@ import numpy as np
 import torch
 
 from torchpmap._base.errors import CheckpointError
-from torchpmap._checkpoint_files import Folder
-from torchpmap._checkpoint_peers import peers, together
-from torchpmap._checkpoint_table import Table, describe
-from torchpmap._checkpoint_tree import Leaf, ShapeDtypeStruct, kind_of, leaves_of, rebuild
-from torchpmap._checkpoint_values import extents, whole
-from torchpmap._checkpoint_workers import Restore, run_on
 from torchpmap._layout.layout import Layout, general_layout
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import Handle
@@ -24,6 +18,12 @@ from torchpmap._runtime.current import check_devices, is_launched, process_index
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import host_tensor
+from torchpmap.checkpoint._files import Folder
+from torchpmap.checkpoint._peers import peers, together
+from torchpmap.checkpoint._table import Table, describe
+from torchpmap.checkpoint._tree import Leaf, ShapeDtypeStruct, kind_of, leaves_of, rebuild
+from torchpmap.checkpoint._values import extents, whole
+from torchpmap.checkpoint._workers import Restore, run_on
 
 __all__ = ["load_tree"]
 

@@ -26,9 +26,9 @@ import torch
 
 from torchpmap._base.data import DTYPES
 from torchpmap._base.errors import CheckpointError, dtype_name, kind_of
-from torchpmap._checkpoint_files import METADATA, TABLE, broken, opened, read_metadata, read_table
-from torchpmap._checkpoint_pickles import Object, metadata_of, value_of
-from torchpmap._checkpoint_tree import VALUES
+from torchpmap.checkpoint._files import METADATA, TABLE, broken, opened, read_metadata, read_table
+from torchpmap.checkpoint._pickles import Object, metadata_of, value_of
+from torchpmap.checkpoint._tree import VALUES
 
 __all__ = ["MARK", "Extent", "Table", "describe"]
 
