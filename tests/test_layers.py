@@ -37,7 +37,7 @@ _sharded.rules.signature _sharded.rules.compute _sharded.rules.shape _sharded.ru
 _sharded.blocks _sharded.arguments _sharded.graphs _sharded.operations _sharded.gather_report
 _sharded.views _sharded.memory _sharded.strides _sharded.host _sharded.tensor _sharded.device_put
 _sharded.global_view _plan.plan _plan.uncompiled _serial _inline_call _plan.lower _plan.derivatives
-_plan.autograd _nested _prepare _plan.stages _pmap optim._checks optim _multihost_values multihost
+_plan.autograd _nested _prepare _plan.stages _pmap optim._checks optim multihost._values multihost
 checkpoint._files checkpoint._tree checkpoint._peers checkpoint._pickles checkpoint._table
 checkpoint._storage checkpoint._workers checkpoint._values checkpoint._save checkpoint._load
 checkpoint _check _picture debug

@@ -25,7 +25,10 @@ import torch
 from torchpmap._base.errors import check_array
 from torchpmap._base.pytree import flatten
 from torchpmap._layout import axis_stack
-from torchpmap._multihost_values import (
+from torchpmap._runtime.current import process_count, process_index, runtime
+from torchpmap._runtime.torchrun.rendezvous import Rendezvous, who_has_what
+from torchpmap._sharded.tensor import ShardedTensor
+from torchpmap.multihost._values import (
     Parcel,
     Share,
     as_bytes,
@@ -34,9 +37,6 @@ from torchpmap._multihost_values import (
     opened,
     padded,
 )
-from torchpmap._runtime.current import process_count, process_index, runtime
-from torchpmap._runtime.torchrun.rendezvous import Rendezvous, who_has_what
-from torchpmap._sharded.tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from torchpmap._runtime.torchrun.runtime import TorchrunRuntime
