@@ -27,8 +27,8 @@ from torchpmap._collectives.queries import (
     psum_scatter,
     pswapaxes,
 )
-from torchpmap._grad import grad, value_and_grad
-from torchpmap._vmap import vmap
+from torchpmap._transforms.grad import grad, value_and_grad
+from torchpmap._transforms.vmap import vmap
 
 Case = tuple[Callable[..., Any], tuple[Any, ...], Any]
 T = torch.tensor

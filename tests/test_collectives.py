@@ -28,10 +28,10 @@ from torchpmap._collectives.queries import (
     psum,
     psum_scatter,
 )
-from torchpmap._grad import grad
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis
-from torchpmap._vmap import vmap
+from torchpmap._transforms.grad import grad
+from torchpmap._transforms.vmap import vmap
 
 NAMES = list(CASES)
 VMAPPED = [name for name in NAMES if name.removeprefix("autograd-") not in AUTOGRAD]

@@ -11,7 +11,7 @@ from _support import EAGER
 
 import torchpmap as tp
 from torchpmap._collectives.queries import ragged_all_to_all
-from torchpmap._vmap import vmap
+from torchpmap._transforms.vmap import vmap
 
 Arrays = list[np.ndarray]
 

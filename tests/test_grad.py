@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchpmap as tp
-from torchpmap._grad import grad, value_and_grad
+from torchpmap._transforms.grad import grad, value_and_grad
 
 X = torch.tensor([1.0, 2.0, 3.0])
 

@@ -16,7 +16,7 @@ from torchpmap._collectives.queries import (
     pmin_if_bound,
     psum_if_bound,
 )
-from torchpmap._vmap import vmap
+from torchpmap._transforms.vmap import vmap
 
 X = torch.tensor([1.0, 2.0, 6.0, 7.0])
 PAIRS = [[0, 1], [2, 3]]

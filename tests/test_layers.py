@@ -14,31 +14,32 @@ PACKAGE = Path(tp.__file__).parent
 
 # A module imports only modules above it.
 MODULES = """
-_plan _sharded _sharded.rules _runtime.groups _runtime.local _runtime.torchrun _trace _collectives
-_layout _base _base.imports _base.untraced _base.sources _base.deadline _base.ending _base.errors
-_base.ambient _base.config _base.data _runtime.torchrun.launcher _runtime.inline_mode _base.pytree
-_base.axis_spec _base.devices _layout.mesh _layout.layout _layout.axis_stack _layout.grid
-_collectives.backend _collectives.primitives _collectives.groups _collectives.operands
+_transforms _plan _sharded _sharded.rules _runtime.groups _runtime.local _runtime.torchrun _trace
+_collectives _layout _base _base.imports _base.untraced _base.sources _base.deadline _base.ending
+_base.errors _base.ambient _base.config _base.data _runtime.torchrun.launcher _runtime.inline_mode
+_base.pytree _base.axis_spec _base.devices _layout.mesh _layout.layout _layout.axis_stack
+_layout.grid _collectives.backend _collectives.primitives _collectives.groups _collectives.operands
 _collectives.reduce _collectives.exchange _collectives.permute _collectives.ragged
-_collectives.queries _trace.effects _trace.agreement _grad _vmap _base.contents _trace.escaped
-_trace.kinds random._threefry random._keys random._continuous random._integers random._choices
-random random._streams _retraces _trace.replication _trace.partition _trace.environment
-_trace.custom_ops _trace.remat _trace.transform_rules _trace.capture _trace.trace _trace.program
-_trace.pickling _trace.compile _arguments _runtime.groups.shared_memory
-_runtime.groups.shared_memory_group _runtime.groups.process_groups _runtime.wire _runtime
-_runtime.base _runtime.local.reentry _runtime.local.supervise _runtime.local.vigil
-_runtime.local.losses _runtime.local.progress _runtime.local.outbox _runtime.local.inbox
-_runtime.local.output _runtime.local.forkserver _runtime.torchrun.agent _runtime.torchrun.store
-_runtime.torchrun.joining _runtime.torchrun.rendezvous _runtime.torchrun.watch
-_runtime.torchrun.runtime _runtime.local.worker _runtime.local.preload _runtime.local.process
-_runtime.local.monitor _runtime.local.crew _runtime.local.lookout _runtime.local.triage
-_runtime.local.limits _runtime.local.pool _runtime.local.runtime _runtime.current _sharded.transfer
-_sharded.rules.signature _sharded.rules.compute _sharded.rules.shape _sharded.rules.table
-_sharded.blocks _sharded.arguments _sharded.graphs _sharded.operations _sharded.gather_report
-_sharded.views _sharded.memory _sharded.strides _sharded.host _sharded.tensor _sharded.device_put
-_sharded.global_view _plan.plan _plan.uncompiled _serial _inline_call _plan.lower _plan.derivatives
-_plan.autograd _nested _prepare _plan.stages _pmap optim._checks optim multihost._values multihost
-checkpoint._files checkpoint._tree checkpoint._peers checkpoint._pickles checkpoint._table
+_collectives.queries _trace.effects _trace.agreement _transforms.grad _transforms.vmap
+_base.contents _trace.escaped _trace.kinds random._threefry random._keys random._continuous
+random._integers random._choices random random._streams _transforms.retraces _trace.replication
+_trace.partition _trace.environment _trace.custom_ops _trace.remat _trace.transform_rules
+_trace.capture _trace.trace _trace.program _trace.pickling _trace.compile _transforms.arguments
+_runtime.groups.shared_memory _runtime.groups.shared_memory_group _runtime.groups.process_groups
+_runtime.wire _runtime _runtime.base _runtime.local.reentry _runtime.local.supervise
+_runtime.local.vigil _runtime.local.losses _runtime.local.progress _runtime.local.outbox
+_runtime.local.inbox _runtime.local.output _runtime.local.forkserver _runtime.torchrun.agent
+_runtime.torchrun.store _runtime.torchrun.joining _runtime.torchrun.rendezvous
+_runtime.torchrun.watch _runtime.torchrun.runtime _runtime.local.worker _runtime.local.preload
+_runtime.local.process _runtime.local.monitor _runtime.local.crew _runtime.local.lookout
+_runtime.local.triage _runtime.local.limits _runtime.local.pool _runtime.local.runtime
+_runtime.current _sharded.transfer _sharded.rules.signature _sharded.rules.compute
+_sharded.rules.shape _sharded.rules.table _sharded.blocks _sharded.arguments _sharded.graphs
+_sharded.operations _sharded.gather_report _sharded.views _sharded.memory _sharded.strides
+_sharded.host _sharded.tensor _sharded.device_put _sharded.global_view _plan.plan _plan.uncompiled
+_transforms.rows _transforms.inline _plan.lower _plan.derivatives _plan.autograd _transforms.nesting
+_transforms.preparation _plan.stages _transforms.pmap optim._checks optim multihost._values
+multihost checkpoint._files checkpoint._tree checkpoint._peers checkpoint._pickles checkpoint._table
 checkpoint._storage checkpoint._workers checkpoint._values checkpoint._save checkpoint._load
 checkpoint _check _picture debug
 """

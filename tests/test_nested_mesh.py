@@ -24,7 +24,7 @@ from _axis_models import (
 from _support import EAGER
 
 import torchpmap as tp
-from torchpmap._nested import counts_of_list, device_counts
+from torchpmap._transforms.nesting import counts_of_list, device_counts
 
 MODES = [EAGER, False]
 modes = pytest.mark.parametrize("mode", MODES, ids=["graph", "python"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchpmap as tp
-from torchpmap._retraces import Retraces
+from torchpmap._transforms.retraces import Retraces
 
 EAGER = {"backend": "eager"}
 

@@ -10,7 +10,7 @@ import torch
 
 from torchpmap._collectives.queries import all_gather, axis_index, psum
 from torchpmap._layout import axis_stack
-from torchpmap._vmap import vmap
+from torchpmap._transforms.vmap import vmap
 
 X = torch.arange(6.0).reshape(2, 3)
 V = torch.tensor([1.0, 2.0, 3.0])

@@ -52,9 +52,7 @@ with _uncollected():
         pswapaxes,
         ragged_all_to_all,
     )
-    from torchpmap._grad import grad, value_and_grad
     from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec, make_mesh
-    from torchpmap._pmap import pmap
     from torchpmap._runtime.current import (
         default_backend,
         device_count,
@@ -77,7 +75,9 @@ with _uncollected():
     )
     from torchpmap._sharded.global_view import from_dtensor, global_view, local_view, to_dtensor
     from torchpmap._sharded.tensor import Shard, ShardedTensor
-    from torchpmap._vmap import vmap
+    from torchpmap._transforms.grad import grad, value_and_grad
+    from torchpmap._transforms.pmap import pmap
+    from torchpmap._transforms.vmap import vmap
 
 P = PartitionSpec
 

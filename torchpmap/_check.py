@@ -20,18 +20,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._arguments import Bound, Options, Static, split_statics
-from torchpmap._arguments import bind as bind_arguments
 from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_axis
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Structure, flatten
-from torchpmap._inline_call import KeepCaptured, is_limit_of_lanes
 from torchpmap._layout.axis_stack import Axis, bind
-from torchpmap._pmap import Pmapped
 from torchpmap._runtime import inline_mode
-from torchpmap._serial import run_rows
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.environment import parameters
+from torchpmap._transforms.arguments import Bound, Options, Static, split_statics
+from torchpmap._transforms.arguments import bind as bind_arguments
+from torchpmap._transforms.inline import KeepCaptured, is_limit_of_lanes
+from torchpmap._transforms.pmap import Pmapped
+from torchpmap._transforms.rows import run_rows
 from torchpmap.random._streams import peek_key, streams
 
 __all__ = ["CheckReport", "check"]

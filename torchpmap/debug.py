@@ -17,11 +17,11 @@ from torchpmap._base.pytree import flatten
 from torchpmap._check import CheckReport, check
 from torchpmap._layout import axis_stack
 from torchpmap._picture import picture
-from torchpmap._pmap import Pmapped, pmap
 from torchpmap._runtime import inline_mode
 from torchpmap._sharded.gather_report import Gather, report_gathers
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import effects
+from torchpmap._transforms.pmap import Pmapped, pmap
 
 __all__ = [
     "CheckReport",

@@ -13,22 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._arguments import Bound, Options, Static, bind
 from torchpmap._base.ambient import ambient, applied, keyed
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import TraceError, kind_of, warn
 from torchpmap._base.pytree import flatten_call
-from torchpmap._inline_call import call_inline
 from torchpmap._layout import axis_stack
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
-from torchpmap._nested import bind_inner, counts_of_list, cuts_of, device_counts
 from torchpmap._plan.autograd import is_transformed
 from torchpmap._plan.derivatives import Primal
 from torchpmap._plan.lower import Target, lower
 from torchpmap._plan.plan import Plan
 from torchpmap._plan.uncompiled import EagerPlan
-from torchpmap._retraces import Retraces
 from torchpmap._runtime.current import check_devices, process_count, process_index, runtime
 from torchpmap._runtime.current import devices as all_devices
 from torchpmap._sharded.tensor import ShardedTensor, check_open, spans_processes
@@ -38,6 +34,10 @@ from torchpmap._trace.environment import Environment
 from torchpmap._trace.kinds import insist
 from torchpmap._trace.program import Constant, Input, Program
 from torchpmap._trace.trace import Untraceable
+from torchpmap._transforms.arguments import Bound, Options, Static, bind
+from torchpmap._transforms.inline import call_inline
+from torchpmap._transforms.nesting import bind_inner, counts_of_list, cuts_of, device_counts
+from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import are_active, draw_key, new_seed
 
 __all__ = ["Preparation", "Prepared", "refuse_aliased_donation"]

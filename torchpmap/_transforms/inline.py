@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchpmap._base.errors import kind_of, lost_write
 from torchpmap._layout.axis_stack import Axis
 from torchpmap._runtime.inline_mode import note_replicated, serial
-from torchpmap._serial import run_rows
 from torchpmap._sharded.tensor import ShardedTensor, innermost
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.environment import parameters
 from torchpmap._trace.program import Input, Outcome, Program, no_stream, not_replicated
+from torchpmap._transforms.rows import run_rows
 from torchpmap.random._streams import draw_key, peek_key
 
 __all__ = ["KeepCaptured", "call_inline", "is_limit_of_lanes"]

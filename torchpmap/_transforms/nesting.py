@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from torchpmap._arguments import Bound, Options, Static, bind, split_statics
 from torchpmap._layout.grid import Cut, shifted
 from torchpmap._sharded.transfer import host_tensor
+from torchpmap._transforms.arguments import Bound, Options, Static, bind, split_statics
 
 __all__ = ["bind_inner", "counts_of_list", "cuts_of", "device_counts"]
 

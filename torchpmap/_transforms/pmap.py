@@ -17,14 +17,6 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
 
-from torchpmap._arguments import (
-    Options,
-    Static,
-    check_function,
-    make_options,
-    name_of,
-    split_statics,
-)
 from torchpmap._base.ambient import keyed
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, TraceError
@@ -39,7 +31,6 @@ from torchpmap._plan.autograd import (
 from torchpmap._plan.plan import Called
 from torchpmap._plan.stages import Lowered
 from torchpmap._plan.uncompiled import EagerPlan
-from torchpmap._prepare import Preparation, Prepared, refuse_aliased_donation
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import Handle, Runtime
 from torchpmap._runtime.current import runtime as current_runtime
@@ -47,6 +38,15 @@ from torchpmap._sharded.device_put import handles_of
 from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded, spans_processes
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.trace import Untraceable
+from torchpmap._transforms.arguments import (
+    Options,
+    Static,
+    check_function,
+    make_options,
+    name_of,
+    split_statics,
+)
+from torchpmap._transforms.preparation import Preparation, Prepared, refuse_aliased_donation
 
 __all__ = ["Pmapped", "pmap"]
 

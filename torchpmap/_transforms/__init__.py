@@ -1,0 +1,1 @@
+"""The front ends: ``pmap``, ``grad`` and ``vmap``."""
