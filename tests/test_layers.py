@@ -41,7 +41,7 @@ _transforms.rows _transforms.inline _plan.lower _plan.derivatives _plan.autograd
 _transforms.preparation _plan.stages _transforms.pmap optim._checks optim multihost._values
 multihost checkpoint._files checkpoint._tree checkpoint._peers checkpoint._pickles checkpoint._table
 checkpoint._storage checkpoint._workers checkpoint._values checkpoint._save checkpoint._load
-checkpoint _check _picture debug
+checkpoint debug._check debug._picture debug
 """
 ORDER = MODULES.split()
 

@@ -8,7 +8,7 @@ import torch
 import torchpmap as tp
 from torchpmap._base.devices import enumerate_devices
 from torchpmap._layout.layout import general_layout
-from torchpmap._picture import picture
+from torchpmap.debug._picture import picture
 
 DEVICES = enumerate_devices(8, "cpu")
 MESH = tp.make_mesh((2, 4), ("a", "b"), devices=DEVICES)

@@ -14,14 +14,14 @@ import torch
 
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import flatten
-from torchpmap._check import CheckReport, check
 from torchpmap._layout import axis_stack
-from torchpmap._picture import picture
 from torchpmap._runtime import inline_mode
 from torchpmap._sharded.gather_report import Gather, report_gathers
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import effects
 from torchpmap._transforms.pmap import Pmapped, pmap
+from torchpmap.debug._check import CheckReport, check
+from torchpmap.debug._picture import picture
 
 __all__ = [
     "CheckReport",
