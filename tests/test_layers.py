@@ -1,8 +1,10 @@
-"""Covers: the order of the modules, the public names, and the sizes of files and functions."""
+"""Covers: the layers of the folders, the public names, and the sizes of files and functions."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
+import re
 import sys
 from pathlib import Path
 
@@ -12,38 +14,10 @@ import torchpmap as tp
 
 PACKAGE = Path(tp.__file__).parent
 
-# A module imports only modules above it.
-MODULES = """
-_transforms _plan _sharded _sharded.rules _runtime.groups _runtime.local _runtime.torchrun _trace
-_collectives _layout _base _base.imports _base.untraced _base.sources _base.deadline _base.ending
-_base.errors _base.ambient _base.config _base.data _runtime.torchrun.launcher _runtime.inline_mode
-_base.pytree _base.axis_spec _base.devices _layout.mesh _layout.layout _layout.axis_stack
-_layout.grid _collectives.backend _collectives.primitives _collectives.groups _collectives.operands
-_collectives.reduce _collectives.exchange _collectives.permute _collectives.ragged
-_collectives.queries _trace.effects _trace.agreement _transforms.grad _transforms.vmap
-_base.contents _trace.escaped _trace.kinds random._threefry random._keys random._continuous
-random._integers random._choices random random._streams _transforms.retraces _trace.replication
-_trace.partition _trace.environment _trace.custom_ops _trace.remat _trace.transform_rules
-_trace.capture _trace.trace _trace.program _trace.pickling _trace.compile _transforms.arguments
-_runtime.groups.shared_memory _runtime.groups.shared_memory_group _runtime.groups.process_groups
-_runtime.wire _runtime _runtime.base _runtime.local.reentry _runtime.local.supervise
-_runtime.local.vigil _runtime.local.losses _runtime.local.progress _runtime.local.outbox
-_runtime.local.inbox _runtime.local.output _runtime.local.forkserver _runtime.torchrun.agent
-_runtime.torchrun.store _runtime.torchrun.joining _runtime.torchrun.rendezvous
-_runtime.torchrun.watch _runtime.torchrun.runtime _runtime.local.worker _runtime.local.preload
-_runtime.local.process _runtime.local.monitor _runtime.local.crew _runtime.local.lookout
-_runtime.local.triage _runtime.local.limits _runtime.local.pool _runtime.local.runtime
-_runtime.current _sharded.transfer _sharded.rules.signature _sharded.rules.compute
-_sharded.rules.shape _sharded.rules.table _sharded.blocks _sharded.arguments _sharded.graphs
-_sharded.operations _sharded.gather_report _sharded.views _sharded.memory _sharded.strides
-_sharded.host _sharded.tensor _sharded.device_put _sharded.global_view _plan.plan _plan.uncompiled
-_transforms.rows _transforms.inline _plan.lower _plan.derivatives _plan.autograd _transforms.nesting
-_transforms.preparation _plan.stages _transforms.pmap optim._checks optim multihost._values
-multihost checkpoint._files checkpoint._tree checkpoint._peers checkpoint._pickles checkpoint._table
-checkpoint._storage checkpoint._workers checkpoint._values checkpoint._save checkpoint._load
-checkpoint debug._check debug._picture debug
-"""
-ORDER = MODULES.split()
+MAP = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+ROWS = re.findall(r"^\| (\d+) \| `(\w+)` \|.*\| `(\w+)` \|$", MAP, re.MULTILINE)
+LAYERS = {folder: int(layer) for layer, folder, _ in ROWS}
+"""Of each folder, as CONTRIBUTING.md says."""
 
 LONG_FILES: set[str] = set()
 LONG_FUNCTIONS = {"pmap", "trace"}
@@ -75,19 +49,28 @@ def imports(name: str) -> set[str]:
     }
 
 
-def test_every_module_has_its_place():
-    assert len(ORDER) == len(set(ORDER))
-    assert set(ORDER) == set(SOURCES) - {""}
+def folder_of(name: str) -> str:
+    return name.partition(".")[0] or "__init__"
 
 
-@pytest.mark.parametrize("name", ORDER)
-def test_imports_point_upwards(name):
-    above = set(ORDER[: ORDER.index(name)])
-    assert imports(name) <= above
+def test_the_map_names_the_folders():
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert folders | {"__init__"} == set(LAYERS)
+    assert max(LAYERS.values()) <= 11
+    for _, folder, first in ROWS:
+        assert (PACKAGE / folder.removeprefix("__init__") / f"{first}.py").exists()
 
 
-def test_the_package_imports_only_its_modules():
-    assert imports("") <= set(ORDER)
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_folder_imports_lower_layers(name):
+    mine = folder_of(name)
+    others = {folder_of(other) for other in imports(name)} - {mine}
+    assert {other for other in others if LAYERS[other] >= LAYERS[mine]} == set()
+
+
+def test_files_import_one_way():
+    order = graphlib.TopologicalSorter({name: imports(name) for name in SOURCES})
+    order.prepare()  # raises CycleError, with the circle
 
 
 def test_public_names():

@@ -8,13 +8,13 @@ from test_layers import SOURCES
 
 OWN_PROCESSES = "bytes that a process of the same pool has sent through a socket pair"
 UNPICKLING = {
-    "_errors": OWN_PROCESSES,
-    "_runtimes._monitor": OWN_PROCESSES,
-    "_runtimes._local": OWN_PROCESSES,
-    "_runtimes._template": OWN_PROCESSES,
-    "_runtimes._worker": OWN_PROCESSES,
-    "_runtimes._torchrun": "bytes that this process has pickled itself: a copy of a function",
-    "_checkpoint_pickles": "a machine that knows the instructions and names of data only",
+    "_base.errors": OWN_PROCESSES,
+    "_runtime.local.monitor": OWN_PROCESSES,
+    "_runtime.local.runtime": OWN_PROCESSES,
+    "_runtime.local.preload": OWN_PROCESSES,
+    "_runtime.local.worker": OWN_PROCESSES,
+    "_runtime.torchrun.runtime": "bytes that this process has pickled itself: a copy of a function",
+    "checkpoint._pickles": "a machine that knows the instructions and names of data only",
 }
 """Every module that unpickles: whose bytes."""
 READERS = {"load", "loads", "Unpickler", "_Unpickler"}
