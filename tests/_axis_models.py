@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._collectives import queries as c
+from torchpmap import _collectives as c
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._collectives.queries import (
+from torchpmap._collectives import (
     all_gather,
     all_to_all,
     axis_index,

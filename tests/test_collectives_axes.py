@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchpmap as tp
-from torchpmap._collectives.queries import (
+from torchpmap._collectives import (
     all_gather,
     all_to_all,
     axis_index,

@@ -10,7 +10,7 @@ import torch
 from _support import EAGER
 
 import torchpmap as tp
-from torchpmap._collectives.queries import ragged_all_to_all
+from torchpmap._collectives import ragged_all_to_all
 from torchpmap._transforms.vmap import vmap
 
 Arrays = list[np.ndarray]

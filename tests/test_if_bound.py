@@ -9,7 +9,7 @@ import torch
 from _support import EAGER
 
 import torchpmap as tp
-from torchpmap._collectives.queries import (
+from torchpmap._collectives import (
     axis_bound,
     pmax_if_bound,
     pmean_if_bound,

@@ -14,7 +14,6 @@ from torchpmap._layout.layout import (
     general_layout,
     replicated_layout,
     row_layout,
-    stacked_layout,
 )
 from torchpmap._layout.mesh import NamedSharding, PartitionSpec, make_mesh
 
@@ -41,11 +40,6 @@ def test_replicated():
     assert (layout.block_shape, layout.dim, layout.is_replicated) == ((3, 4), None, True)
     assert layout.slices == ((slice(None), slice(None)),) * 3
     assert layout.ranks == (1, 2, 3)
-
-
-def test_stacked():
-    assert stacked_layout((3, 1), F32, 1, CPUS, "i") is row_layout((3, 4), F32, CPUS, 1, "i")
-    assert stacked_layout((3, 1), F32, None, CPUS, "i") is replicated_layout((3, 1), F32, CPUS)
 
 
 def test_interned_while_somebody_has_them():

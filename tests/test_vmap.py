@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchpmap._collectives.queries import all_gather, axis_index, psum
+from torchpmap._collectives import all_gather, axis_index, psum
 from torchpmap._layout import axis_stack
 from torchpmap._transforms.vmap import vmap
 

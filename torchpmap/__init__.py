@@ -31,7 +31,7 @@ with _uncollected():
         WorkerDied,
         WorkerError,
     )
-    from torchpmap._collectives.queries import (
+    from torchpmap._collectives import (
         all_gather,
         all_to_all,
         axis_bound,

@@ -22,18 +22,6 @@ import torch
 from torch import _C
 from torch.overrides import _pop_mode_temporarily
 
-__all__ = [
-    "Ambient",
-    "Unchanged",
-    "ambient",
-    "applied",
-    "callers_modes_off",
-    "for_graph",
-    "in_force",
-    "keyed",
-    "running_under",
-]
-
 Ambient = tuple[Hashable, ...]
 """What the settings are, in the order of the table; () stands for those of a fresh process."""
 

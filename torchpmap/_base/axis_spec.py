@@ -21,31 +21,10 @@ from torchpmap._base.pytree import (
     count_leaves,
     flatten,
     flatten_as_met,
-    flatten_call,
     is_registered_dataclass,
-    leaf_paths,
     open_node,
     sort_key,
-    unflatten,
 )
-
-__all__ = [
-    "IN_AXES_HINT",
-    "KWARGS_HINT",
-    "OUT_AXES_HINT",
-    "Leaf",
-    "Structure",
-    "argument_names",
-    "broadcast_axes",
-    "canonical_axis",
-    "check_axis_spec",
-    "flatten",
-    "flatten_call",
-    "leaf_paths",
-    "mapped_axis_size",
-    "type_text",
-    "unflatten",
-]
 
 IN_AXES_HINT = (
     "\n\nThe 'full pytree' here is the tuple of arguments passed positionally to the pmapped "

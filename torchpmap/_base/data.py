@@ -22,8 +22,6 @@ import torch
 
 from torchpmap._base.errors import PmapError, dtype_name
 
-__all__ = ["DTYPES", "not_ours", "packed", "unpacked"]
-
 DTYPES = {dtype_name(x): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 """Those that torch has, by name."""
 _KNOWN = (

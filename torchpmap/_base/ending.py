@@ -16,8 +16,6 @@ from types import FrameType
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.sources import PACKAGE
 
-__all__ = ["begin", "has_begun", "sleep_if_ending", "wait_for_calls"]
-
 _PAUSE_S = 0.002
 
 _begun = False

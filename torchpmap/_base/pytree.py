@@ -157,16 +157,6 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
     return list(args), structure
 
 
-def leaf_paths(tree: Any, name: str) -> list[str]:
-    """Return the path of every leaf of a tree or ``Structure``, in leaf order.
-
-    Example:
-        >>> leaf_paths({"w": [1, 2], "b": 3}, "params")
-        ["params['b']", "params['w'][0]", "params['w'][1]"]
-    """
-    return (tree if isinstance(tree, Structure) else flatten(tree)[1]).paths(name)
-
-
 def flatten_as_met(tree: Any) -> tuple[list[Any], Structure]:
     """Flatten with the leaves in the order of the walk."""
     global _num_registered

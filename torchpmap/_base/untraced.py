@@ -7,8 +7,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["untraced"]
-
 Class = TypeVar("Class", bound=type)
 
 

@@ -26,21 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from torchpmap._layout import axis_stack
 
-__all__ = [
-    "Pairs",
-    "ReduceOp",
-    "all_gather",
-    "all_reduce",
-    "all_reduce_many",
-    "all_to_all",
-    "narrowed",
-    "permute",
-    "reduce_scatter",
-    "reduced",
-    "summable",
-    "widened",
-]
-
 ReduceOp = Literal["sum", "max", "min"]
 Pairs = tuple[tuple[int, int], ...]
 """(source, destination) of every value that a permutation moves."""

@@ -16,8 +16,6 @@ from torchpmap._collectives.groups import gathered, merged_lead
 from torchpmap._collectives.operands import AxisName, Groups, Over, map_leaves, own_values, resolve
 from torchpmap._collectives.primitives import AllToAll, ReduceScatter
 
-__all__ = ["all_gather", "all_to_all", "psum_scatter", "pswapaxes"]
-
 
 def all_gather(
     x: Any,

@@ -21,18 +21,6 @@ from torchpmap._collectives.backend import ReduceOp, summable
 from torchpmap._collectives.primitives import AllGather, Place, Primitive, Scope, apply, extreme
 from torchpmap._layout.axis_stack import Axis, Partition
 
-__all__ = [
-    "Along",
-    "Scattered",
-    "Tensors",
-    "cuts",
-    "entry",
-    "gathered",
-    "merged_lead",
-    "pick",
-    "whole",
-]
-
 Tensors = Sequence[torch.Tensor]
 
 

@@ -18,23 +18,12 @@ import torch
 
 from torchpmap._base import axis_spec
 from torchpmap._base.errors import check_array, kind_of
-from torchpmap._base.pytree import Structure
+from torchpmap._base.pytree import Structure, flatten
 from torchpmap._collectives.backend import Pairs, ReduceOp
 from torchpmap._collectives.groups import Along, Scattered, Tensors, cuts, entry, whole
 from torchpmap._collectives.primitives import Primitive, Scope, extreme
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis, Partition, joined
-
-__all__ = [
-    "NUMBERS",
-    "AxisName",
-    "Groups",
-    "Over",
-    "map_leaves",
-    "own_values",
-    "permutation",
-    "resolve",
-]
 
 AxisName = Hashable | tuple[Hashable, ...] | list[Hashable]
 Groups = Sequence[Sequence[int]] | np.ndarray | None
@@ -265,7 +254,7 @@ def map_leaves(
         on_constant: gives the result for a number or numpy array, which is the same on every
             device; without it they become tensors.
     """
-    leaves, structure = axis_spec.flatten(x)
+    leaves, structure = flatten(x)
     tensors: dict[int, torch.Tensor] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):

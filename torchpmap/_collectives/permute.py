@@ -29,8 +29,6 @@ from torchpmap._collectives.operands import (
 from torchpmap._collectives.primitives import Permute, Scope, apply
 from torchpmap._layout.axis_stack import Axis, joined
 
-__all__ = ["ppermute", "pshuffle"]
-
 
 def ppermute(x: Any, axis_name: AxisName, perm: Iterable[tuple[int, int]]) -> Any:
     """Send ``x`` from device to device as ``perm`` says; a device nobody sends to gets zeros.

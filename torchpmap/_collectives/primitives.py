@@ -42,19 +42,6 @@ from torchpmap._collectives import backend as raw
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Partition
 
-__all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Permute",
-    "Place",
-    "Primitive",
-    "ReduceScatter",
-    "Scope",
-    "apply",
-    "extreme",
-]
-
 Tensors = Sequence[torch.Tensor]
 
 

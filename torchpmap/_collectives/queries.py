@@ -1,19 +1,6 @@
-"""Collectives over named axes, with the signatures and the meaning of ``jax.lax``.
+"""The sizes of bound axes, and the places on them; collectives for code that also runs unmapped.
 
-Each works on a pytree leaf by leaf, over a process axis, a vmapped axis, or a tuple of both
-(row-major: the first name is the slowest), under every nesting of ``torch.func``'s transforms.
-
-    _collectives_raw          plain tensors over a process group: dtypes, messages
-    _collectives_primitives   derivative and batching rules
-    _collectives_groups       several axes, groups
-    _collectives_operands     names, leaves
-    _collectives_reduce       psum pmean pmax pmin pbroadcast
-    _collectives_move         all_gather psum_scatter all_to_all pswapaxes
-    _collectives_permute      ppermute pshuffle
-    _collectives_ragged       ragged_all_to_all
-
-For code that runs both mapped and unmapped there are ``axis_bound`` and the reductions that leave
-out what is not bound, ``psum_if_bound`` and relatives.
+The reductions ``psum_if_bound`` and relatives leave out the names that are not bound.
 """
 
 from __future__ import annotations
@@ -23,39 +10,9 @@ from typing import Any
 
 import torch
 
-from torchpmap._collectives.exchange import (
-    all_gather,
-    all_to_all,
-    psum_scatter,
-    pswapaxes,
-)
 from torchpmap._collectives.operands import AxisName, Groups, resolve
-from torchpmap._collectives.permute import ppermute, pshuffle
-from torchpmap._collectives.ragged import ragged_all_to_all
-from torchpmap._collectives.reduce import pbroadcast, pmax, pmean, pmin, psum
+from torchpmap._collectives.reduce import pmax, pmean, pmin, psum
 from torchpmap._layout import axis_stack
-
-__all__ = [
-    "all_gather",
-    "all_to_all",
-    "axis_bound",
-    "axis_index",
-    "axis_size",
-    "pbroadcast",
-    "pmax",
-    "pmax_if_bound",
-    "pmean",
-    "pmean_if_bound",
-    "pmin",
-    "pmin_if_bound",
-    "ppermute",
-    "pshuffle",
-    "psum",
-    "psum_if_bound",
-    "psum_scatter",
-    "pswapaxes",
-    "ragged_all_to_all",
-]
 
 
 def axis_size(axis_name: AxisName) -> int:

@@ -18,8 +18,6 @@ from torchpmap._collectives.exchange import all_gather, all_to_all
 from torchpmap._collectives.groups import pick
 from torchpmap._collectives.operands import AxisName, Groups, resolve
 
-__all__ = ["ragged_all_to_all"]
-
 _TABLE = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 
 

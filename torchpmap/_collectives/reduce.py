@@ -25,8 +25,6 @@ from torchpmap._collectives.operands import (
 )
 from torchpmap._collectives.primitives import AllReduce, extreme
 
-__all__ = ["pbroadcast", "pmax", "pmean", "pmin", "psum"]
-
 # Sums of these overflow where their mean does not.
 _NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16)
 

@@ -27,25 +27,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-__all__ = [
-    "Axis",
-    "Partition",
-    "Parts",
-    "Signature",
-    "bind",
-    "bound",
-    "joined",
-    "lookup",
-    "mesh_axes",
-    "ordinal",
-    "peers",
-    "purpose",
-    "record",
-    "recording",
-    "serving",
-    "subgroup_name",
-]
-
 Partition = tuple[tuple[int, ...], ...]
 """Disjoint groups of axis indices that cover an axis; their inner order is their rank order."""
 

@@ -26,8 +26,6 @@ from torchpmap._layout.layout import (
 )
 from torchpmap._layout.mesh import NamedSharding, PartitionSpec, make_mesh
 
-__all__ = ["Cut", "Grid", "shifted"]
-
 Cut = tuple[int | None, ...]
 
 

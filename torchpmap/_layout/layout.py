@@ -16,16 +16,6 @@ import torch
 from torchpmap._base.devices import Device
 from torchpmap._layout.mesh import NamedSharding, replicated, row_sharding
 
-__all__ = [
-    "Layout",
-    "Shard",
-    "general_layout",
-    "replicated_layout",
-    "row_layout",
-    "spread_layout",
-    "stacked_layout",
-]
-
 DEFAULT_AXIS_NAME = "devices"
 
 
@@ -103,22 +93,6 @@ def spread_layout(shape: Sequence[int], dtype: torch.dtype, devices: tuple[Devic
         if size and size % len(devices) == 0:
             return row_layout(shape, dtype, devices, dim, None)
     return replicated_layout(shape, dtype, devices)
-
-
-def stacked_layout(
-    block_shape: Sequence[int],
-    dtype: torch.dtype,
-    dim: int | None,
-    devices: tuple[Device, ...],
-    axis_name: Hashable,
-) -> Layout:
-    """The layout of a value whose blocks are concatenated along ``dim``; None: all blocks are
-    equal.
-    """
-    if dim is None:
-        return replicated_layout(block_shape, dtype, devices)
-    shape = (*block_shape[:dim], len(devices) * block_shape[dim], *block_shape[dim + 1 :])
-    return row_layout(shape, dtype, devices, dim, axis_name)
 
 
 def _intern(

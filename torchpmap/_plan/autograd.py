@@ -25,8 +25,6 @@ from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.trace import Untraceable
 from torchpmap.random._streams import batched_key
 
-__all__ = ["apply_operation", "is_transformed", "no_derivative", "without_derivative"]
-
 _is_under_functorch = torch._C._are_functorch_transforms_active
 
 # -- the function that torch's transforms see ------------------------------------------------------

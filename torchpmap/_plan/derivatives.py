@@ -39,8 +39,6 @@ from torchpmap._trace.compile import EAGER
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.program import Outcome, Program
 
-__all__ = ["Operation", "Outputs", "Primal", "Tensors", "is_inexact"]
-
 Tensors = Sequence[torch.Tensor]
 Outputs = list[tuple[Layout, Handle]]
 

@@ -29,8 +29,6 @@ from torchpmap._trace.escaped import Watch
 from torchpmap._trace.program import Outcome, no_stream
 from torchpmap._trace.trace import Traced, TracedInput, trace
 
-__all__ = ["Body", "Pair", "Target", "lower", "lower_pair"]
-
 Body = Callable[[Sequence[torch.Tensor], Axis], Outcome]
 
 _plan_ids = itertools.count(1)

@@ -28,8 +28,6 @@ from torchpmap._trace.custom_ops import Implementations
 from torchpmap._trace.program import not_replicated
 from torchpmap.random._streams import draw_key
 
-__all__ = ["Called", "Captured", "Drawn", "Pinned", "Plan"]
-
 
 class Called(NamedTuple):
     """What starting a program gives."""

@@ -15,8 +15,6 @@ from torchpmap._plan.plan import Plan
 from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.tensor import make_sharded
 
-__all__ = ["Compiled", "Cost", "Lowered"]
-
 _COLLECTIVES = ("_c10d_functional", "torchpmap")
 
 

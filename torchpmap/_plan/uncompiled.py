@@ -25,8 +25,6 @@ from torchpmap._trace.pickling import number_of, pickled_function
 from torchpmap._trace.program import EagerCall, EagerReport, Program, no_stream, not_replicated
 from torchpmap.random._streams import draw_key, peek_key
 
-__all__ = ["EagerPlan"]
-
 
 class EagerPlan:
     """How to run one program uncompiled; prepared like a ``Plan``, but its outputs are known only

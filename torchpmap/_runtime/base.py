@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torchpmap._trace.compile import Definition
     from torchpmap._trace.program import EagerCall, EagerReport
 
-__all__ = ["Handle", "Runtime", "Team"]
-
 
 class Team:
     """The ranks that hold a value or run a call together, in axis order (interned per runtime:

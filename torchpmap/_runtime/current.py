@@ -27,21 +27,6 @@ from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import Runtime
 from torchpmap._runtime.torchrun.launcher import Place, found_place
 
-__all__ = [
-    "check_devices",
-    "default_backend",
-    "device_count",
-    "devices",
-    "init",
-    "is_launched",
-    "local_device_count",
-    "local_devices",
-    "process_count",
-    "process_index",
-    "runtime",
-    "shutdown",
-]
-
 _LOCK_S = 0.5
 _CALLS_S = 1.0
 """How long other threads have at exit to leave what they do."""

@@ -19,8 +19,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchpmap._base.config import config
 
-__all__ = ["active", "chosen", "is_replicated", "note_replicated", "serial"]
-
 # Per thread: a thread that is started in the block begins as configured.
 _chosen: ContextVar[bool | None] = ContextVar("torchpmap_inline", default=None)
 _serial: ContextVar[bool] = ContextVar("torchpmap_serial", default=False)

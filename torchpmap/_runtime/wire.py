@@ -2,7 +2,7 @@
 
 One stream socket per worker carries both directions::
 
-    controller --- DEFINE CALL PUT FREE EAGER GROUP FORGET STOP FETCH SYNC RING ... ---> worker
+    controller --- DEFINE CALL PUT FREE EAGER GROUP FORGET FETCH SYNC RING ... ---> worker
     controller <-- READY DONE DATA REPLY FAILED DRAINED ------------------------------- worker
 
 A frame is a fixed header (``length`` of the body in bytes, ``kind``, ``seq``: the number of the
@@ -29,31 +29,13 @@ import torch
 
 from torchpmap._base.errors import kind_of
 
-__all__ = [
-    "CONTROL",
-    "HEADER",
-    "Buffer",
-    "FrameError",
-    "FrameReader",
-    "InheritedFd",
-    "Origin",
-    "Stream",
-    "bytes_of",
-    "frame",
-    "pack_ints",
-    "put_frame",
-    "read_tensor",
-    "refuse_other",
-    "unpack_ints",
-]
-
 PLAIN_LINE = "\x1e"
 """What starts a line of output that the controller prints without saying where it is from."""
 
 HEADER = struct.Struct("<QQq")  # body bytes, kind, seq
 
 # controller -> worker
-DEFINE, CALL, PUT, FREE, EAGER, GROUP, FORGET, STOP = range(1, 9)
+DEFINE, CALL, PUT, FREE, EAGER, GROUP, FORGET = range(1, 8)
 FETCH, SYNC, RING, DRAIN, REGROUP = range(11, 16)
 # worker -> controller
 READY, DONE, DATA, REPLY, FAILED, DRAINED = range(101, 107)
@@ -131,11 +113,6 @@ class FrameReader:
         """Bytes of the current body that have not been read."""
         self.has_ended = False
         """Whether nothing more can be read: the one sign that an exception came from here."""
-
-    @property
-    def buffered(self) -> bool:
-        """Whether bytes are already here that a poll of the socket would not show."""
-        return self._start < self._end
 
     def header(self) -> tuple[int, int, int]:
         """(length of the body, kind, seq) of the next frame."""
@@ -235,10 +212,6 @@ def frame(kind: int, seq: int, body: Buffer = b"") -> bytes:
 
 def pack_ints(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}q", *values)
-
-
-def unpack_ints(body: memoryview) -> list[int]:
-    return body.cast("q").tolist()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

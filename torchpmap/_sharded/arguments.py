@@ -12,21 +12,6 @@ import torch
 from torchpmap._sharded.rules.compute import elementwise
 from torchpmap._sharded.rules.table import rule_of
 
-__all__ = [
-    "Facts",
-    "Slot",
-    "Unsupported",
-    "call",
-    "facts_of",
-    "filled",
-    "occurrences",
-    "plain",
-    "positional",
-    "slotted",
-    "written_by",
-    "written_slots",
-]
-
 _aten = torch.ops.aten
 _SETTINGS: dict[str, tuple[Any, ...]] = {
     "device": (None, torch.device("cpu")),

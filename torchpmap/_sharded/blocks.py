@@ -7,8 +7,6 @@ import torch
 from torchpmap._collectives import backend as raw
 from torchpmap._sharded.rules.signature import Combine
 
-__all__ = ["combined", "cut", "stored"]
-
 
 def cut(whole: torch.Tensor, dim: int, size: int, index: torch.Tensor) -> torch.Tensor:
     """This device's block of a value that it holds whole, contiguous as stored blocks are.

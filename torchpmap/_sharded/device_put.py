@@ -29,18 +29,6 @@ from torchpmap._sharded.transfer import (
 )
 from torchpmap._trace.escaped import Escaped
 
-__all__ = [
-    "block_until_ready",
-    "device_get",
-    "device_put",
-    "device_put_replicated",
-    "device_put_sharded",
-    "handle_of",
-    "handles_of",
-    "replicate",
-    "unreplicate",
-]
-
 
 def device_put(x: Any, device: Device | Sequence[Device] | NamedSharding | None = None) -> Any:
     """Return ``x`` on the devices, as ShardedTensors.

@@ -10,8 +10,6 @@ from typing import Any
 
 from torchpmap._base.sources import users_frames
 
-__all__ = ["Gather", "note_gather", "report_gathers"]
-
 _reports: ContextVar[tuple[list[Gather], ...]] = ContextVar("torchpmap_gathers", default=())
 
 

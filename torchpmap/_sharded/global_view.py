@@ -29,8 +29,6 @@ from torchpmap._sharded.transfer import (
     team_of,
 )
 
-__all__ = ["from_dtensor", "global_view", "local_view", "to_dtensor"]
-
 
 def global_view(x: Any) -> Any:
     """Return the rows of all processes as one value that spans them; every process must call it.

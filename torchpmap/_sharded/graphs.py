@@ -36,8 +36,6 @@ from torchpmap._sharded.rules.signature import Call, Operand, Placement, place
 from torchpmap._sharded.rules.table import rule_of
 from torchpmap._trace.compile import EAGER, Definition
 
-__all__ = ["Blueprint", "blueprint"]
-
 _aten = torch.ops.aten
 
 _ROUNDED = {

@@ -21,8 +21,6 @@ from torchpmap._sharded.strides import strides_of_results
 from torchpmap._sharded.transfer import store
 from torchpmap._sharded.views import Make, host_copies, link_view, share_values, write
 
-__all__ = ["ToHost", "is_recorded", "run_on_host"]
-
 
 def run_on_host(
     kind: Any,

@@ -11,8 +11,6 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-__all__ = ["CPU", "STRIDED", "Remote", "guard", "new_wrapper"]
-
 
 class Remote(torch.Tensor):
     """Base of tensors whose data is elsewhere: asking for their memory raises."""

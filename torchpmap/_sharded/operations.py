@@ -28,8 +28,6 @@ from torchpmap._sharded.arguments import Unsupported, facts_of
 from torchpmap._sharded.graphs import Blueprint, blueprint
 from torchpmap._sharded.transfer import store_on
 
-__all__ = ["Operation", "operation_for", "start"]
-
 _MAX_OPERATIONS = 1024
 _MAX_NUMBERS = 1024
 _MAX_REDUCED = 256

@@ -18,17 +18,6 @@ import torch
 from torchpmap._sharded.memory import CPU, STRIDED, new_wrapper
 from torchpmap._sharded.views import Make, is_linked
 
-__all__ = [
-    "QUESTIONS",
-    "RESHAPING",
-    "Strides",
-    "in_whole_memory",
-    "strides_of",
-    "strides_of_computed",
-    "strides_of_results",
-    "turn",
-]
-
 _aten = torch.ops.aten
 
 

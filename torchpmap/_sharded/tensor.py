@@ -53,16 +53,6 @@ from torchpmap._sharded.views import (
     write,
 )
 
-__all__ = [
-    "Shard",
-    "ShardedTensor",
-    "innermost",
-    "make_all",
-    "make_sharded",
-    "spans_processes",
-    "store",
-]
-
 _aten = torch.ops.aten
 _SHARING = frozenset({_aten.detach.default, _aten.alias.default, _aten.clone.default})
 """Operations whose result is the same immutable value: nothing moves."""

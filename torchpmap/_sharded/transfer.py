@@ -15,18 +15,6 @@ from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.current import devices, process_index, runtime
 from torchpmap._runtime.wire import bytes_of
 
-__all__ = [
-    "check_equal_everywhere",
-    "fetch_blocks",
-    "fetch_row",
-    "gather",
-    "host_tensor",
-    "places_here",
-    "store",
-    "store_on",
-    "team_of",
-]
-
 
 def team_of(layout: Layout) -> Team:
     """The team that holds values of a layout, in the running pool."""

@@ -26,19 +26,6 @@ from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.transfer import gather, store
 
-__all__ = [
-    "Make",
-    "check_writable",
-    "host_copies",
-    "is_linked",
-    "is_taken_as_grad",
-    "link_alias",
-    "link_view",
-    "share_values",
-    "unlink",
-    "write",
-]
-
 _aten = torch.ops.aten
 Make = Callable[..., Any]
 """Gives a tensor of a layout and a handle, and where it would lie in memory."""

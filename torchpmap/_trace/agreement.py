@@ -29,8 +29,6 @@ from torchpmap._base.sources import users_frames
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Signature
 
-__all__ = ["ADVICE", "Agreement", "Fingerprint"]
-
 ADVICE = (
     "must run the same collectives in the same order, from the same lines of the program: do not "
     "put one under a condition on"

@@ -25,8 +25,6 @@ from torchpmap._base.sources import users_line
 from torchpmap._trace.custom_ops import expand, is_hidden
 from torchpmap._trace.kinds import absence, oddity
 
-__all__ = ["Capture", "KeepData", "SettingChanged", "Substitute", "clean_grads", "is_real"]
-
 _aten = torch.ops.aten
 _COLLECTIVE_NAMESPACES = ("_c10d_functional", "torchpmap")
 

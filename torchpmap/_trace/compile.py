@@ -32,17 +32,6 @@ from torchpmap._base.imports import uncollected
 from torchpmap._trace.custom_ops import NATIVE
 from torchpmap.random import _threefry as _threefry
 
-__all__ = [
-    "Backend",
-    "Definition",
-    "Runner",
-    "compile_definition",
-    "have_cpp_compiler",
-    "make_cache_private",
-    "parse_compile",
-    "settled",
-]
-
 Runner = Callable[..., Sequence[torch.Tensor]]
 Kind = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype."""

@@ -32,17 +32,6 @@ from torch._library import custom_ops, simple_registry
 from torchpmap._base.sources import TORCH
 from torchpmap._trace.environment import Environment
 
-__all__ = [
-    "NATIVE",
-    "HiddenOperation",
-    "Implementations",
-    "expand",
-    "is_hidden",
-    "mentioned",
-    "reduced",
-    "source",
-]
-
 NATIVE = frozenset({"aten", "prims", "prim", "_c10d_functional", "torchpmap", "torchpmap_random"})
 """Namespaces of operations that every worker has."""
 

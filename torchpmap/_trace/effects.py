@@ -34,19 +34,8 @@ from torch._library.effects import EffectType
 from torch.autograd import forward_ad
 
 from torchpmap._base.pytree import flatten
-from torchpmap._collectives.queries import pbroadcast, pmax
+from torchpmap._collectives import pbroadcast, pmax
 from torchpmap._layout import axis_stack
-
-__all__ = [
-    "check_equal",
-    "difference",
-    "distance",
-    "emit",
-    "lines_of",
-    "mark_lines",
-    "prints",
-    "show",
-]
 
 _c10d = torch.ops._c10d_functional
 _SLOT = re.compile("\0(\\d+)\0")

@@ -32,8 +32,6 @@ import torch
 from torchpmap._base.contents import ArrayContents
 from torchpmap._base.errors import warn
 
-__all__ = ["Environment", "parameters"]
-
 _MAX_FOLLOWED = 20_000
 _MISSING = object()
 _FOREIGN = ("torch", "torchpmap", "numpy", "builtins", *sys.stdlib_module_names)

@@ -20,8 +20,6 @@ from torch.utils.weak import TensorWeakRef
 from torchpmap._base.errors import TensorEscaped, kind_of
 from torchpmap._base.sources import users_line
 
-__all__ = ["Escaped", "Watch", "note", "watched"]
-
 _functorch: Any = torch._C._functorch
 
 _current: ContextVar[Watch | None] = ContextVar("torchpmap_watch", default=None)

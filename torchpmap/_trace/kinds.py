@@ -15,8 +15,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torchpmap._base.errors import check_array
 from torchpmap._trace.escaped import Escaped
 
-__all__ = ["absence", "as_result", "check_dtype", "check_number", "insist", "oddity"]
-
 _NUMBERS = (bool, int, float, complex)
 
 

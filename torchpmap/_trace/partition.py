@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-__all__ = ["Halves", "split"]
-
 _aten = torch.ops.aten
 _CONTIGUOUS = torch.contiguous_format
 

@@ -29,8 +29,6 @@ from torch.fx.node import map_arg
 from torchpmap._base.errors import TensorEscaped
 from torchpmap._trace.custom_ops import HiddenOperation, mentioned, reduced, source
 
-__all__ = ["number_of", "pickled", "pickled_function"]
-
 _NO_LOCKS = (
     "Locks, open files, sockets and generators do not travel: create them inside the function"
 )

@@ -28,7 +28,7 @@ from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_a
 from torchpmap._base.contents import Contents
 from torchpmap._base.errors import lost_write
 from torchpmap._base.pytree import Structure, flatten
-from torchpmap._collectives import queries
+from torchpmap._collectives import axis_index, pbroadcast, pmax
 from torchpmap._layout.axis_stack import (
     Axis,
     Partition,
@@ -45,18 +45,6 @@ from torchpmap._trace.escaped import note, watched
 from torchpmap._trace.kinds import as_result
 from torchpmap._trace.transform_rules import TransformRules
 from torchpmap.random._streams import Streams, streams, within
-
-__all__ = [
-    "Constant",
-    "EagerCall",
-    "EagerReport",
-    "Input",
-    "Outcome",
-    "Program",
-    "no_stream",
-    "not_replicated",
-    "run_eager_call",
-]
 
 
 @dataclass(frozen=True)
@@ -219,7 +207,7 @@ class Program:
 
     def _run_row(self, rows: Sequence[torch.Tensor], inside: Sequence[Axis | None]) -> Outcome:
         """Call the function on one row; the stacked dims of the result are not there yet."""
-        row = queries.axis_index(self.axis_name)
+        row = axis_index(self.axis_name)
         numbers: AbstractContextManager[Streams | None] = (
             within(row, self.randomness)
             if self.is_inner
@@ -253,7 +241,7 @@ class Program:
             for block, cut in zip(laid_out.blocks, cuts, strict=True)
             if self.check_replicated and block is not None and cut[0] is None
         ]
-        checks += [queries.pmax(check, self.axis_name) for check in outcome.checks]
+        checks += [pmax(check, self.axis_name) for check in outcome.checks]
         return replace(
             laid_out,
             cuts=tuple(cuts),
@@ -287,10 +275,7 @@ def _of_all(check: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torch
     for dim, axis in zip(cut, axes, strict=True):
         if axis is not None:
             with bind(axis):
-                if dim is None:
-                    check = queries.pbroadcast(check, axis.name, 0)
-                else:
-                    check = queries.pmax(check, axis.name)
+                check = pbroadcast(check, axis.name, 0) if dim is None else pmax(check, axis.name)
     return check
 
 
@@ -458,7 +443,7 @@ def _settled(block: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torc
     same = [a for a, dim in zip(axes, cut, strict=True) if dim is None and a is not None]
     for axis in joined(same):
         with bind(axis):
-            block = queries.pbroadcast(block.detach(), axis.name, 0)
+            block = pbroadcast(block.detach(), axis.name, 0)
     return block
 
 

@@ -24,8 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from torchpmap.random._streams import active_streams
 
-__all__ = ["Record", "install", "rematerialize", "without_writes", "writes"]
-
 _aten = torch.ops.aten
 _SAVED = (
     torch_checkpoint.CheckpointPolicy.MUST_SAVE,

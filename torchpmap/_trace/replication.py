@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from torchpmap._collectives.queries import pbroadcast
+from torchpmap._collectives import pbroadcast
 from torchpmap._layout.axis_stack import Axis, Partition, bind, joined, peers
-
-__all__ = ["is_random", "replicated", "varying_nodes"]
 
 _c10d = torch.ops._c10d_functional
 _EQUALISING = (_c10d.all_reduce.default, _c10d.all_gather_into_tensor.default)

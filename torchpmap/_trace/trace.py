@@ -51,8 +51,6 @@ from torchpmap._trace.remat import Record, rematerialize, without_writes, writes
 from torchpmap._trace.replication import is_random, replicated
 from torchpmap.random._threefry import whole
 
-__all__ = ["Traced", "TracedInput", "Untraceable", "trace"]
-
 _lock = threading.RLock()  # make_fx keeps its state in globals: one trace at a time
 _aten = torch.ops.aten
 

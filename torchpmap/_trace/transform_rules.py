@@ -27,8 +27,6 @@ from torch.overrides import TorchFunctionMode
 
 from torchpmap._trace.remat import install as install_checkpoints
 
-__all__ = ["TransformRules"]
-
 _functorch: Any = torch._C._functorch
 
 

@@ -19,18 +19,15 @@ from torchpmap._base.axis_spec import (
     argument_names,
     broadcast_axes,
     check_axis_spec,
-    flatten_call,
     mapped_axis_size,
 )
 from torchpmap._base.config import check_timeout
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import call_prefix
-from torchpmap._base.pytree import Structure
+from torchpmap._base.pytree import Structure, flatten_call
 from torchpmap._trace.compile import Backend, parse_compile
 from torchpmap._trace.escaped import Escaped
 from torchpmap._trace.kinds import check_dtype, check_number, oddity
-
-__all__ = ["Bound", "Options", "Static", "bind", "split_statics"]
 
 
 @dataclass(frozen=True)

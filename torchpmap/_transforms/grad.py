@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._base import axis_spec
 from torchpmap._base.errors import check_array, dtype_name
+from torchpmap._base.pytree import flatten
 from torchpmap._collectives.operands import AxisName
 from torchpmap._collectives.reduce import pmean
-
-__all__ = ["grad", "value_and_grad"]
 
 
 def grad(
@@ -114,7 +112,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         where = [_position(k, positions, len(args)) for k in positions]
-        leaves, structure = axis_spec.flatten(tuple(args[k] for k in where))
+        leaves, structure = flatten(tuple(args[k] for k in where))
 
         def of_leaves(inputs: list[Any]) -> Any:
             full = list(args)
@@ -138,13 +136,13 @@ def _differentiate(
     """Gradients of ``fun(leaves)``, its value, and aux or None."""
     # None is an empty leaf: nothing to differentiate, and None in the gradient.
     given = [i for i, leaf in enumerate(leaves) if leaf is not None]
-    aux_leaves, aux_structure = axis_spec.flatten(None)
+    aux_leaves, aux_structure = flatten(None)
 
     def scalar_fun(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         nonlocal aux_leaves, aux_structure
         result = fun(_filled(leaves, given, inputs))
         value, aux = _pair(result) if has_aux else (result, None)
-        aux_leaves, aux_structure = axis_spec.flatten(aux)
+        aux_leaves, aux_structure = flatten(aux)
         # torch.func lets only tensors out of the differentiated function.
         return _scalar(value), [leaf for leaf in aux_leaves if isinstance(leaf, torch.Tensor)]
 

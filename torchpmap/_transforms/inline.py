@@ -29,8 +29,6 @@ from torchpmap._trace.program import Input, Outcome, Program, no_stream, not_rep
 from torchpmap._transforms.rows import run_rows
 from torchpmap.random._streams import draw_key, peek_key
 
-__all__ = ["KeepCaptured", "call_inline", "is_limit_of_lanes"]
-
 _HINT = (
     "This call runs in the calling process (torchpmap.debug.fake_pmap, or the runtime 'inline'), "
     "all rows at once under torch.func.vmap, where a value of a single row does not exist. Write "

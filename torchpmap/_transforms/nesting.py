@@ -18,8 +18,6 @@ from torchpmap._layout.grid import Cut, shifted
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._transforms.arguments import Bound, Options, Static, bind, split_statics
 
-__all__ = ["bind_inner", "counts_of_list", "cuts_of", "device_counts"]
-
 
 def bind_inner(fun: Callable[..., Any], options: Options, outer: Bound) -> Bound | None:
     """The call that a row of ``outer`` makes of the mapped function ``fun``; None if the two do not

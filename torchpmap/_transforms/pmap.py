@@ -48,8 +48,6 @@ from torchpmap._transforms.arguments import (
 )
 from torchpmap._transforms.preparation import Preparation, Prepared, refuse_aliased_donation
 
-__all__ = ["Pmapped", "pmap"]
-
 _MAX_PREPARED = 4096
 """Prepared calls a function keeps; statics or shapes that never repeat would fill memory."""
 

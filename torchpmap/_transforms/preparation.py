@@ -40,8 +40,6 @@ from torchpmap._transforms.nesting import bind_inner, counts_of_list, cuts_of, d
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import are_active, draw_key, new_seed
 
-__all__ = ["Preparation", "Prepared", "refuse_aliased_donation"]
-
 _DATA = (torch.Tensor, np.ndarray)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
-__all__ = ["Retraces"]
-
 _WARN_AT = 16
 
 

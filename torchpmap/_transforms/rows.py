@@ -32,8 +32,6 @@ from torchpmap._layout.axis_stack import Axis, Partition, subgroup_name
 from torchpmap._trace.agreement import ADVICE, Fingerprint
 from torchpmap._trace.effects import emit, lines_of
 
-__all__ = ["run_rows"]
-
 _GROUP = "rows"
 _c10d = torch.ops._c10d_functional
 

@@ -17,10 +17,9 @@ from torch._C import _functorch
 
 from torchpmap._base import axis_spec
 from torchpmap._base.errors import check_array
+from torchpmap._base.pytree import Structure, flatten, flatten_call
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis
-
-__all__ = ["vmap"]
 
 
 def vmap(
@@ -96,10 +95,10 @@ class _Output:
         self._axis_name = axis_name
         self._leaves: list[Any] = []
         self._axes: list[int | None] = []
-        self._structure: axis_spec.Structure
+        self._structure: Structure
 
     def take(self, output: Any, device: torch.device) -> list[torch.Tensor]:
-        self._leaves, self._structure = axis_spec.flatten(output)
+        self._leaves, self._structure = flatten(output)
         self._axes = axis_spec.broadcast_axes(self._out_axes, output, what="vmap out_axes")
         stacked = []
         for i, (leaf, axis) in enumerate(zip(self._leaves, self._axes, strict=True)):
@@ -127,9 +126,9 @@ class _Output:
 
 def _arguments(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], list[str], axis_spec.Structure]:
+) -> tuple[list[Any], list[str], Structure]:
     """Leaves, arrays as tensors; their paths; their structure."""
-    leaves, structure = axis_spec.flatten_call(args, kwargs)
+    leaves, structure = flatten_call(args, kwargs)
     paths = structure.call_paths(axis_spec.argument_names(fun, len(args)))
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, np.ndarray | np.generic):

@@ -29,18 +29,6 @@ from typing import Any
 
 from torchpmap._base.errors import CheckpointError
 
-__all__ = [
-    "METADATA",
-    "TABLE",
-    "Folder",
-    "broken",
-    "is_name",
-    "make_private",
-    "opened",
-    "read_metadata",
-    "read_table",
-]
-
 TABLE = "torchpmap.json"
 METADATA = ".metadata"
 _VERSION = 1

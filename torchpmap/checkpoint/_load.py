@@ -25,8 +25,6 @@ from torchpmap.checkpoint._tree import Leaf, ShapeDtypeStruct, kind_of, leaves_o
 from torchpmap.checkpoint._values import extents, whole
 from torchpmap.checkpoint._workers import Restore, run_on
 
-__all__ = ["load_tree"]
-
 Sizes = tuple[int, ...]
 
 

@@ -21,8 +21,6 @@ from torchpmap._runtime.current import runtime as current_runtime
 if TYPE_CHECKING:
     from torchpmap._runtime.torchrun.runtime import TorchrunRuntime
 
-__all__ = ["Peers", "peers", "together"]
-
 _T = TypeVar("_T")
 _PAUSE_S = 0.005
 """A file is on disk after as long, at best."""

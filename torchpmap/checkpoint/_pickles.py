@@ -26,8 +26,6 @@ import torch
 
 from torchpmap._base.data import DTYPES
 
-__all__ = ["Object", "metadata_of", "value_of"]
-
 
 class Object:
     """An object of a class of DCP: its arguments and its state, as they were written."""

@@ -27,8 +27,6 @@ from torchpmap.checkpoint._values import (
 )
 from torchpmap.checkpoint._workers import Answer, Line, attempt
 
-__all__ = ["begin"]
-
 
 @dataclass(frozen=True)
 class _Draft:

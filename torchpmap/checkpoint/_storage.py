@@ -31,8 +31,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torchpmap.checkpoint._files import Folder, broken, is_name, make_private
 from torchpmap.checkpoint._table import MARK, Extent
 
-__all__ = ["Written", "finish", "write", "write_item"]
-
 
 class Written(NamedTuple):
     """A block that was written; goes to other processes as data."""

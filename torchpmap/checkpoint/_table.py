@@ -30,8 +30,6 @@ from torchpmap.checkpoint._files import METADATA, TABLE, broken, opened, read_me
 from torchpmap.checkpoint._pickles import Object, metadata_of, value_of
 from torchpmap.checkpoint._tree import VALUES
 
-__all__ = ["MARK", "Extent", "Table", "describe"]
-
 Sizes = tuple[int, ...]
 Extent = tuple[Sizes, Sizes]
 """Offsets and sizes of a part of a leaf."""

@@ -19,8 +19,6 @@ from torchpmap._base.pytree import MAPPINGS, Node, Structure, flatten_as_met
 from torchpmap._layout.mesh import NamedSharding
 from torchpmap._sharded.tensor import ShardedTensor
 
-__all__ = ["Leaf", "ShapeDtypeStruct", "kind_of", "leaves_of", "rebuild", "skeleton_of"]
-
 VALUES = (type(None), bool, int, float, complex, str, bytes)
 Route = tuple[str | int, ...]
 _ROOT = "value"  # the key of a tree that is one leaf

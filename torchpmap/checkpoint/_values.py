@@ -30,17 +30,6 @@ from torchpmap.checkpoint._table import Extent, describe
 from torchpmap.checkpoint._tree import VALUES, Leaf, kind_of
 from torchpmap.checkpoint._workers import Line, Snapshot, run_on
 
-__all__ = [
-    "HOST",
-    "Saved",
-    "copy_here",
-    "copy_on_workers",
-    "described",
-    "extents",
-    "planned",
-    "whole",
-]
-
 HOST = -1
 """The controller of worker processes, as a writer; with several controllers, rank 0 is meant."""
 _SNAPSHOT_BYTES = 256 * 2**20

@@ -45,8 +45,6 @@ from torchpmap.checkpoint._files import broken
 from torchpmap.checkpoint._storage import Written, write
 from torchpmap.checkpoint._table import Extent, Table
 
-__all__ = ["Answer", "Line", "Restore", "Snapshot", "attempt", "run_on"]
-
 _AXIS = "checkpoint"
 _STRANGERS = 16
 """How many others may call and be sent away."""

@@ -34,8 +34,6 @@ from torchpmap._transforms.pmap import Pmapped
 from torchpmap._transforms.rows import run_rows
 from torchpmap.random._streams import peek_key, streams
 
-__all__ = ["CheckReport", "check"]
-
 _TOLERANCES = {
     torch.float16: (1e-2, 1e-3),
     torch.bfloat16: (2e-2, 1e-2),

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from torchpmap._base.errors import kind_of
 from torchpmap._layout.layout import Layout
 
-__all__ = ["picture"]
-
 
 def picture(layout: Layout) -> str:
     """The blocks of a value: a table over the dims that are cut, a list if they are over two."""

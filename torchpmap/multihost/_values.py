@@ -18,8 +18,6 @@ from torchpmap._runtime.current import process_index
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import host_tensor
 
-__all__ = ["Parcel", "Share", "as_bytes", "filled", "fingerprint", "opened", "padded"]
-
 _DATA = (torch.Tensor, np.ndarray)
 _NUMBERS = (bool, int, float, complex, np.generic)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from torchpmap._base import axis_spec
+from torchpmap._base.pytree import Structure, flatten
 from torchpmap.optim import _checks as checks
 
 __all__ = ["FunctionalOptimizer", "functional"]
@@ -102,7 +102,7 @@ class FunctionalOptimizer:
         Raises:
             TypeError: a leaf is not a floating-point or complex tensor.
         """
-        leaves, structure = axis_spec.flatten(params)
+        leaves, structure = flatten(params)
         checks.check_params(leaves, structure)
         copies = [None if leaf is None else leaf.detach() for leaf in leaves]
         optimizer = self._build(copies, structure)
@@ -136,7 +136,7 @@ class FunctionalOptimizer:
             ValueError: structures, shapes or dtypes differ from those of ``params``.
             RuntimeError: derivatives would be lost, or values are read under vmap.
         """
-        leaves, structure = axis_spec.flatten(params)
+        leaves, structure = flatten(params)
         checks.check_params(leaves, structure)
         grad_leaves = checks.subtrees(structure, grads, "grads")
         states = checks.subtrees(structure, state, "state")
@@ -172,7 +172,7 @@ class FunctionalOptimizer:
         new_leaves, new_states = step(*inputs)
         return structure.unflatten(new_leaves), structure.unflatten(new_states)
 
-    def _build(self, params: list[Any], structure: axis_spec.Structure) -> Optimizer:
+    def _build(self, params: list[Any], structure: Structure) -> Optimizer:
         """The torch optimizer of these very tensors."""
         make, given = self.__wrapped__, [p for p in params if p is not None]
         tree = given if isinstance(make, type) else structure.unflatten(params)

@@ -9,21 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer, SparseAdam
 
-from torchpmap._base import axis_spec
 from torchpmap._base.errors import kind_of
-from torchpmap._base.pytree import Node, open_node
-
-__all__ = [
-    "check_grad",
-    "check_params",
-    "check_state",
-    "kind",
-    "params_of",
-    "refuse",
-    "refuse_hidden_state",
-    "refuse_lost_derivatives",
-    "subtrees",
-]
+from torchpmap._base.pytree import Node, Structure, open_node
 
 
 def params_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -47,7 +34,7 @@ def refuse(cls: type) -> None:
         )
 
 
-def subtrees(structure: axis_spec.Structure, tree: Any, name: str) -> list[Any]:
+def subtrees(structure: Structure, tree: Any, name: str) -> list[Any]:
     """What ``tree`` has in the place of each leaf of ``structure``."""
 
     def walk(node: Node | None, tree: Any, path: str) -> Iterator[Any]:
@@ -74,7 +61,7 @@ def kind(value: Any) -> str:
     return f"of type {type(value).__name__}"
 
 
-def check_params(leaves: Sequence[Any], structure: axis_spec.Structure) -> None:
+def check_params(leaves: Sequence[Any], structure: Structure) -> None:
     for x, path in zip(leaves, structure.paths("params"), strict=True):
         is_tensor = isinstance(x, torch.Tensor)
         if x is not None and not (is_tensor and (x.is_floating_point() or x.is_complex())):

@@ -25,8 +25,6 @@ from torchpmap.random._threefry import (
     static_shape,
 )
 
-__all__ = ["categorical", "choice", "permutation"]
-
 
 def permutation(
     key: torch.Tensor, x: int | torch.Tensor, axis: int = 0, independent: bool = False

@@ -16,8 +16,6 @@ import torch
 from torchpmap._base.errors import check_array
 from torchpmap.random._threefry import Number, Words, one_key, rounded, static_shape, unit_interval
 
-__all__ = ["exponential", "gumbel", "laplace", "logistic", "normal", "truncated_normal", "uniform"]
-
 Bound: TypeAlias = Number | torch.Tensor
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

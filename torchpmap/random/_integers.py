@@ -19,8 +19,6 @@ from torchpmap.random._threefry import (
     static_shape,
 )
 
-__all__ = ["INTEGERS", "bernoulli", "rademacher", "randint"]
-
 INTEGERS = (int, np.integer)
 """Types of integers that are no tensors."""
 _MIN64, _MAX64 = -(2**63), 2**63 - 1

@@ -17,8 +17,6 @@ from torchpmap.random._threefry import (
     threefry2x32,
 )
 
-__all__ = ["PRNGKey", "bits", "fold_in", "key", "split"]
-
 _INTEGERS = (
     torch.bool,
     torch.uint8,

@@ -27,17 +27,6 @@ from torchpmap.random._integers import bernoulli, randint
 from torchpmap.random._keys import fold_in
 from torchpmap.random._threefry import threefry2x32
 
-__all__ = [
-    "Streams",
-    "are_active",
-    "batched_key",
-    "draw_key",
-    "new_seed",
-    "peek_key",
-    "streams",
-    "within",
-]
-
 _WORD = 2**32
 # torch's own text
 _ERROR_MODE = (

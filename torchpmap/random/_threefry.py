@@ -24,21 +24,6 @@ import numpy as np
 import torch
 from torch.compiler import is_dynamo_compiling
 
-__all__ = [
-    "MASK",
-    "Number",
-    "Words",
-    "decompositions",
-    "hashed_counts",
-    "one_key",
-    "random_bits",
-    "rounded",
-    "static_shape",
-    "threefry2x32",
-    "unit_interval",
-    "whole",
-]
-
 MASK = 0xFFFFFFFF
 Words: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Number: TypeAlias = int | float

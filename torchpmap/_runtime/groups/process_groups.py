@@ -37,8 +37,6 @@ from torchpmap._base.errors import GroupLost
 from torchpmap._runtime.groups.shared_memory import Meeting, Occasion, connect
 from torchpmap._runtime.groups.shared_memory_group import SharedMemoryGroup, described
 
-__all__ = ["Groups", "RankPartition", "is_communication"]
-
 RankTuple = tuple[int, ...]
 RankPartition = tuple[RankTuple, ...]
 """Disjoint tuples of ranks; a rank's group is the tuple that holds it, its place there is its rank

@@ -30,8 +30,6 @@ import torch.distributed as dist
 
 from torchpmap._base.errors import CallTimeout, GroupLost
 
-__all__ = ["SLOT_BYTES", "Meeting", "Occasion", "connect"]
-
 SLOT_BYTES = 1 << 20
 """What fits in a slot."""
 _LINE = 8

@@ -25,8 +25,6 @@ import torch.distributed as dist
 from torchpmap._base.errors import CollectiveMismatch
 from torchpmap._runtime.groups.shared_memory import SLOT_BYTES, Meeting
 
-__all__ = ["SharedMemoryGroup", "described"]
-
 _SMALL_BYTES = 1 << 15
 """Up to here every rank adds up everything, instead of a part that it then hands on."""
 

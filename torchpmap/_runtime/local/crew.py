@@ -24,8 +24,6 @@ from torchpmap._runtime.local.progress import Progress
 from torchpmap._runtime.local.reentry import STARTER
 from torchpmap._runtime.local.supervise import Event
 
-__all__ = ["Crew"]
-
 _STOP_PATIENCE_S = 1.0
 """How long workers have to end by themselves; and again, when they were killed."""
 _STORE_BYTES = 1 << 18

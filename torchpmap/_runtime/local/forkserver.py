@@ -32,19 +32,6 @@ from typing import Any
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import PmapError, RuntimeClosed
 
-__all__ = [
-    "ANSWER",
-    "EXIT_CODE",
-    "FDS",
-    "REQUEST",
-    "ForkServer",
-    "Inheritance",
-    "command",
-    "explained",
-    "process_state",
-    "server",
-]
-
 REQUEST = struct.Struct("<q")  # its number; with descriptors
 ANSWER = struct.Struct("<qq")  # number of the request, pid (or minus an errno); with a pidfd
 EXIT_CODE = struct.Struct("<q")

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 
 from torchpmap._runtime.wire import HEADER
 
-__all__ = ["Inbox"]
-
 _TURN_BYTES = 1 << 20
 """How much is read at once, before it is the turn of another worker."""
 

@@ -18,8 +18,6 @@ from torchpmap._runtime.local.reentry import LIMIT
 from torchpmap._runtime.local.supervise import Failed
 from torchpmap._runtime.local.triage import Sight, ask, described, look
 
-__all__ = ["Limits"]
-
 _LOOK_AGAIN_S = 0.5
 _STACKS_CHARS = 1 << 17
 """Of all ranks together, as the error carries them."""

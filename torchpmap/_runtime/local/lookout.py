@@ -12,8 +12,6 @@ from torchpmap._runtime.local.outbox import Outbox
 from torchpmap._runtime.local.supervise import Phase, Supervisor
 from torchpmap._runtime.local.vigil import Awaited, Vigil, notice
 
-__all__ = ["Lookout"]
-
 _CALL = "it runs a call"
 _REST = "it works off what it was sent before another device failed"
 _START = "it starts, or connects with the others"

@@ -28,8 +28,6 @@ from torchpmap._base.errors import (
 )
 from torchpmap._runtime.local.supervise import Exited, Failed, GivenUp, Verdict
 
-__all__ = ["Era", "Losses", "exception_of", "given_up"]
-
 
 @dataclass(frozen=True)
 class _Death:

@@ -33,8 +33,6 @@ from torchpmap._runtime.local.process import WorkerProcess
 from torchpmap._runtime.local.reentry import MONITOR
 from torchpmap._runtime.local.supervise import Drained, Event, Exited, Failed, Ready
 
-__all__ = ["Monitor", "Pending"]
-
 _TICK_S = 0.5
 _PIPE_READS = 16
 """More than a pipe holds, unless somebody goes on to write."""

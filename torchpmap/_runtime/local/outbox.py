@@ -19,8 +19,6 @@ from itertools import repeat, starmap
 
 from torchpmap._runtime.wire import Buffer
 
-__all__ = ["Outbox", "wait_for_room"]
-
 _send = socket.socket.send
 _NO_WAIT = repeat(socket.MSG_DONTWAIT)
 

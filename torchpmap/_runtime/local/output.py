@@ -22,8 +22,6 @@ from typing import Any
 from torchpmap._base.deadline import Deadline
 from torchpmap._runtime.wire import PLAIN_LINE
 
-__all__ = ["Lines", "Printer"]
-
 _TURN_BYTES = 1 << 16
 _LINE_BYTES = 1 << 16
 """A longer line is cut."""

@@ -38,8 +38,6 @@ from torchpmap._runtime.local.forkserver import ANSWER, EXIT_CODE, FDS, REQUEST,
 from torchpmap._runtime.wire import InheritedFd
 from torchpmap._trace.compile import have_cpp_compiler, make_cache_private
 
-__all__ = ["serve"]
-
 torch.set_num_threads(1)
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4

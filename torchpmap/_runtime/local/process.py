@@ -21,8 +21,6 @@ from torchpmap._base.deadline import Deadline
 from torchpmap._runtime.local.forkserver import EXIT_CODE, Inheritance, explained, server
 from torchpmap._runtime.local.progress import Progress
 
-__all__ = ["WorkerProcess", "preload"]
-
 
 def preload() -> None:
     """Let the fork server's imports begin; returns at once."""

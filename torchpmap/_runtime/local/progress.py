@@ -26,8 +26,6 @@ from collections.abc import Sequence
 
 from torchpmap._runtime.wire import InheritedFd
 
-__all__ = ["Progress", "WorkerProgress"]
-
 _NOBODY_WAITS = 2**62
 
 

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-__all__ = ["LIMIT", "MONITOR", "REPAIRER", "STARTER", "held_here", "refuse", "refuse_to_wait"]
-
 LIMIT, MONITOR = "torchpmap-limit", "torchpmap-monitor"
 REPAIRER, STARTER = "torchpmap-repair", "torchpmap-starter"
 _OWN_THREADS = frozenset({LIMIT, MONITOR, REPAIRER, STARTER})

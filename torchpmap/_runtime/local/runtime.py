@@ -34,8 +34,6 @@ from torchpmap._trace.effects import prints
 from torchpmap._trace.pickling import pickled
 from torchpmap._trace.program import EagerCall, EagerReport
 
-__all__ = ["LocalRuntime"]
-
 _JOINED_BYTES = 1 << 16
 """Up to here a block is copied behind its header, and sent with it."""
 

@@ -27,29 +27,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-__all__ = [
-    "Cancel",
-    "Close",
-    "Cut",
-    "Drain",
-    "Drained",
-    "Exited",
-    "Failed",
-    "GivenUp",
-    "Kill",
-    "Lingering",
-    "Overdue",
-    "Phase",
-    "Ready",
-    "Regroup",
-    "Report",
-    "Respawn",
-    "Stopped",
-    "Stubborn",
-    "Supervisor",
-    "Verdict",
-]
-
 
 class Phase(enum.Enum):
     HEALTHY = "healthy"

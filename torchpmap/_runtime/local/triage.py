@@ -29,8 +29,6 @@ from torchpmap._runtime import wire
 from torchpmap._runtime.local.forkserver import process_state
 from torchpmap._runtime.local.process import WorkerProcess
 
-__all__ = ["Answer", "Sight", "ask", "described", "look"]
-
 _ANSWER_S = 0.5
 """Longer than an answer takes, unless the GIL is held."""
 _STACK_S = 0.2

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["STOPPED_S", "Awaited", "Vigil", "notice"]
-
 STOPPED_S = 5.0
 """How long a process may be stopped while it is waited for."""
 _SLOW_S = 30.0

@@ -58,8 +58,6 @@ from torchpmap._trace.compile import Definition, Runner, compile_definition, set
 from torchpmap._trace.effects import mark_lines
 from torchpmap._trace.program import EagerCall, Program, run_eager_call
 
-__all__ = ["Birth", "arm_lifeline", "main"]
-
 _NEVER = 1 << 62
 _FOREVER_S = 30 * 24 * 3600.0
 _NOTHING: Mapping[int, torch.Tensor] = {}
@@ -89,7 +87,7 @@ class Birth:
 
 
 def main(birth: Birth) -> None:
-    """Run until told to stop or until the controller is gone; never returns."""
+    """Run until the controller is gone; never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     arm_lifeline(birth.lifeline.fd)
@@ -150,7 +148,7 @@ class _Worker:
         self.reader = FrameReader(sock)
         self.doing = "starting"
 
-    def serve(self) -> None:
+    def serve(self) -> NoReturn:
         handlers: dict[int, Callable[[int, int], None]] = {
             wire.CALL: self.call,
             wire.PUT: self.put,
@@ -170,8 +168,6 @@ class _Worker:
             length, kind, seq = reader.header()
             handler = handlers.get(kind)
             if handler is None:
-                if kind == wire.STOP:
-                    return
                 self.supervised(kind, seq, length)
                 continue
             if self.failed and kind not in _HARMLESS:

@@ -17,8 +17,6 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["end_with_agent"]
-
 _GRACE_S = 30.0
 """How long a handler of the program's for SIGTERM may take; torchrun gives as much."""
 _STDERR = 2

@@ -27,8 +27,6 @@ from torchpmap._runtime.torchrun.agent import end_with_agent
 from torchpmap._runtime.torchrun.launcher import Place
 from torchpmap._runtime.torchrun.store import JobStore
 
-__all__ = ["join", "leave_at_once", "route_to"]
-
 _LONGEST_PAUSE_S = 0.01
 _LEAVING_S = 60.0
 """How long the process that keeps the store waits at its end for the others."""

@@ -11,8 +11,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Place", "found_place"]
-
 DEFAULT_PORT = 29500
 
 

@@ -32,8 +32,6 @@ from torchpmap._base.errors import (
 from torchpmap._runtime.torchrun.joining import join, leave_at_once, route_to
 from torchpmap._runtime.torchrun.launcher import Place
 
-__all__ = ["Rendezvous", "Waiting", "mismatch", "who_has_what"]
-
 _LONGEST_PAUSE_S = 0.01
 _POSTED_AFTER_S = 1.0
 """How long a process waits before it says so."""

@@ -52,8 +52,6 @@ from torchpmap._trace.compile import Definition, Runner, compile_definition, set
 from torchpmap._trace.pickling import number_of
 from torchpmap._trace.program import EagerCall, EagerReport, Program, run_eager_call
 
-__all__ = ["TorchrunRuntime"]
-
 T = TypeVar("T")
 
 

@@ -22,8 +22,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["JobStore", "limit_waits"]
-
 T = TypeVar("T")
 
 

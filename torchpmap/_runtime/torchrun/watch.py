@@ -24,8 +24,6 @@ from torchpmap._base.errors import CallTimeout, CollectiveMismatch, PmapError
 from torchpmap._runtime.groups.process_groups import Groups
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous
 
-__all__ = ["Watch"]
-
 _INTERVAL_S = 1.0
 _STOPPING_S = 1.0
 _OBEY_S = 2.0

@@ -8,8 +8,6 @@ from typing import Any
 
 from torchpmap._sharded.rules.signature import Call, Combine, Labels, Rule, Signature
 
-__all__ = ["COMPUTE", "aligned", "dims_of", "elementwise", "numbered"]
-
 
 def elementwise(call: Call) -> Signature | None:
     """Dims are aligned from the back, as broadcasting does: label -1 is the last dim."""

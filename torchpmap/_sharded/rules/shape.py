@@ -8,8 +8,6 @@ from typing import Any
 from torchpmap._sharded.rules.compute import aligned, dims_of, numbered
 from torchpmap._sharded.rules.signature import Call, Labels, Rule, Signature
 
-__all__ = ["SHAPE"]
-
 
 def _same_dims(operand: Any, *results: Labels, **options: Any) -> Signature:
     return Signature({operand.position: numbered(operand.ndim, set())}, results, **options)

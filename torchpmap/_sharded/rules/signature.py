@@ -18,8 +18,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Call", "Combine", "Labels", "Operand", "Placement", "Rule", "Signature", "place"]
-
 Labels = tuple[Hashable, ...]
 """A label per dim, or None."""
 

@@ -17,8 +17,6 @@ from torchpmap._sharded.rules.compute import COMPUTE, elementwise
 from torchpmap._sharded.rules.shape import SHAPE
 from torchpmap._sharded.rules.signature import Rule
 
-__all__ = ["rule_of"]
-
 _ELEMENTWISE = frozenset(
     [
         "_conj",
