@@ -256,7 +256,7 @@ class Runs:
 
 def forge(key: str) -> None:
     """Write to the store what a stranger may, and wait for the other process to read it."""
-    rendezvous = tp._current.runtime().rendezvous
+    rendezvous = tp._runtime.current.runtime().rendezvous
     rendezvous.store.set(key, pickle.dumps(Runs()))
     while True:
         rendezvous.raise_cause()
@@ -274,7 +274,7 @@ def forged_cause(rank: int) -> None:
     tp.init()
     if rank == 0:
         tp.multihost.barrier("loaded")
-    tp._current.runtime().rendezvous.store.set("cause", pickle.dumps(Runs()))
+    tp._runtime.current.runtime().rendezvous.store.set("cause", pickle.dumps(Runs()))
     tp.multihost.barrier("loaded")
 
 
@@ -290,7 +290,7 @@ def forged_tree(rank: int) -> None:
     if rank == 0:
         tp.multihost.broadcast(None, source=1)
     what = "torchpmap.multihost.broadcast(source=1)"
-    tp._current.runtime().exchange((0, 1), b"+" + pickle.dumps(Runs()), what)
+    tp._runtime.current.runtime().exchange((0, 1), b"+" + pickle.dumps(Runs()), what)
     raise ValueError("forged")
 
 
@@ -299,7 +299,7 @@ def forged_report(rank: int) -> None:
     call = tp.pmap(total, "i", compile=False)
     if rank == 0:
         call(torch.ones(1))
-    runtime = tp._current.runtime()
+    runtime = tp._runtime.current.runtime()
     real = runtime._rendezvous.exchange
 
     def exchange(ranks: Any, mine: bytes, what: str) -> Any:

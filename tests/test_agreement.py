@@ -1,4 +1,4 @@
-"""Covers: _agreement.py, where devices that run Python compare their collectives."""
+"""Covers: _trace/agreement.py, where devices that run Python compare their collectives."""
 
 from __future__ import annotations
 

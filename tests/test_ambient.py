@@ -1,4 +1,6 @@
-"""Covers: _ambient.py: torch's settings around a call hold in it, and what it sets stays inside."""
+"""Covers: _base/ambient.py: torch's settings around a call hold in it, and what it sets stays
+inside.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: check_array in _errors.py: arrays that mean more than their data are refused."""
+"""Covers: check_array in _base/errors.py: arrays that mean more than their data are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Covers: _autodiff.py, _split.py: gradients, tangents and batches through pmap from outside.
+"""Covers: _plan/autograd.py, _trace/partition.py: gradients, tangents and batches through pmap from
+outside.
 
 Expectations are torch's own, for the function that the mapped one stands for.
 """

@@ -1,4 +1,4 @@
-"""Covers: _axes.py."""
+"""Covers: _layout/axis_stack.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Covers: _plan.py, _environment.py: a function sees the present outside and never writes to it."""
+"""Covers: _plan/plan.py, _trace/environment.py: a function sees the present outside and never
+writes to it.
+"""
 
 from __future__ import annotations
 

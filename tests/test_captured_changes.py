@@ -1,4 +1,6 @@
-"""Covers: _environment.py, _capture.py, _shipping.py: changes outside that a call must see."""
+"""Covers: _trace/environment.py, _trace/capture.py, _trace/pickling.py: changes outside that a call
+must see.
+"""
 
 from __future__ import annotations
 

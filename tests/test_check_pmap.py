@@ -1,4 +1,6 @@
-"""Covers: _check.py and _serial.py: check_pmap finds what it should, and nothing else."""
+"""Covers: debug/_check.py and _transforms/rows.py: check_pmap finds what it should, and nothing
+else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: _checkpoint_files.py, _checkpoint_table.py and _checkpoint_pickles.py, given folders that
+"""Covers: checkpoint/_files.py, checkpoint/_table.py and checkpoint/_pickles.py, given folders that
 somebody else has made: nothing of them runs, opens what is outside, waits, or is loaded as another
 value.
 """

@@ -1,4 +1,4 @@
-"""Covers: _collectives.py and its families, on processes, traced, and vmapped."""
+"""Covers: _collectives/queries.py and its families, on processes, traced, and vmapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: _collectives_groups.py and _collectives_permute.py, over every kind and tuple of axes."""
+"""Covers: _collectives/groups.py and _collectives/permute.py, over every kind and tuple of axes."""
 
 from __future__ import annotations
 

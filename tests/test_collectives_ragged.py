@@ -1,4 +1,4 @@
-"""Covers: _collectives_ragged.py."""
+"""Covers: _collectives/ragged.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: _compile.py, without a pool."""
+"""Covers: _trace/compile.py, without a pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: _transform_rules.py: torch.cond in mapped functions, also under vmap."""
+"""Covers: _trace/transform_rules.py: torch.cond in mapped functions, also under vmap."""
 
 from __future__ import annotations
 

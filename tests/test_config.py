@@ -1,4 +1,4 @@
-"""Covers: _config.py."""
+"""Covers: _base/config.py."""
 
 from __future__ import annotations
 

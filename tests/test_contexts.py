@@ -1,6 +1,6 @@
 """The same code from every place Python runs, with no ``__main__`` guard, and nothing left behind.
 
-Covers: _runtimes/_process.py, _runtimes/_worker.py (lifeline), _current.py (exit).
+Covers: _runtime/local/process.py, _runtime/local/worker.py (lifeline), _runtime/current.py (exit).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Covers: _custom_ops.py, _transform_rules.py: operations that users add to torch.
+"""Covers: _trace/custom_ops.py, _trace/transform_rules.py: operations that users add to torch.
 
 A worker imports nothing of the user's, so what defines an operation travels with what uses it.
 """

@@ -1,4 +1,6 @@
-"""Covers: debug.py, _inline.py and _inline_call.py: mapped functions in the calling process."""
+"""Covers: debug.py, _runtime/inline_mode.py and _transforms/inline.py: mapped functions in the
+calling process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: _devices.py."""
+"""Covers: _base/devices.py."""
 
 from __future__ import annotations
 

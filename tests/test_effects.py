@@ -1,4 +1,4 @@
-"""Covers: _effects.py, through debug.print and debug.assert_replicated, in every way to run."""
+"""Covers: _trace/effects.py, through debug.print and debug.assert_replicated, in every way to run."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def test_copies_on_the_devices():
 def test_copies_that_differ():
     one, other = torch.ones(3), torch.tensor([1.0, 1.5, 1.0])
     layout = tp.replicate(one)._alive()[0]
-    team = tp._current.runtime().team(layout.ranks)
-    broken = tp._sharded.make_sharded(layout, team.runtime.put(team, [one, one, other, one]))
+    team = tp._runtime.current.runtime().team(layout.ranks)
+    broken = tp._sharded.tensor.make_sharded(layout, team.runtime.put(team, [one, one, other, one]))
     with pytest.raises(ValueError, match=r"x differs between devices \(largest difference 0.5\)"):
         tp.debug.assert_replicated(broken)

@@ -1,4 +1,4 @@
-"""Covers: _environment.py: which changes outside a function are noticed."""
+"""Covers: _trace/environment.py: which changes outside a function are noticed."""
 
 from __future__ import annotations
 

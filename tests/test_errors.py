@@ -1,4 +1,4 @@
-"""Covers: _errors.py."""
+"""Covers: _base/errors.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Covers: _escaped.py: a tensor that outlives its mapped function is named wherever it is used."""
+"""Covers: _trace/escaped.py: a tensor that outlives its mapped function is named wherever it is
+used.
+"""
 
 from __future__ import annotations
 

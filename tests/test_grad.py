@@ -1,4 +1,4 @@
-"""Covers: _grad.py."""
+"""Covers: _transforms/grad.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Covers: _kinds.py: what cannot be on devices is refused by name; what can, arrives as it is."""
+"""Covers: _trace/kinds.py: what cannot be on devices is refused by name; what can, arrives as it
+is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: _launcher.py: what each launcher says in its variables, as one place."""
+"""Covers: _runtime/torchrun/launcher.py: what each launcher says in its variables, as one place."""
 
 from __future__ import annotations
 

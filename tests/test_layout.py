@@ -1,4 +1,4 @@
-"""Covers: _layout.py."""
+"""Covers: _layout/layout.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: _lowered.py: what a mapped call will do, before it does it."""
+"""Covers: _plan/stages.py: what a mapped call will do, before it does it."""
 
 from __future__ import annotations
 

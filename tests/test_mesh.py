@@ -1,4 +1,4 @@
-"""Covers: _mesh.py."""
+"""Covers: _layout/mesh.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Covers: _grid.py, _nested.py, and the meshes of _axes.py: a pmap of a pmap shares the devices."""
+"""Covers: _layout/grid.py, _transforms/nesting.py, and the meshes of _layout/axis_stack.py: a pmap
+of a pmap shares the devices.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: optim.py, _optim_checks.py. The expectation is torch.optim on the same numbers."""
+"""Covers: optim.py, optim/_checks.py. The expectation is torch.optim on the same numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: _runtimes/_output.py: lines of workers, and the thread that prints them."""
+"""Covers: _runtime/local/output.py: lines of workers, and the thread that prints them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: _picture.py, through debug.visualize_sharding."""
+"""Covers: debug/_picture.py, through debug.visualize_sharding."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Covers: _placement.py, _sharded.py, _operations.py: derivatives that pass through values on the
-devices, and derivatives that are traced long after the call.
+"""Covers: _sharded/device_put.py, _sharded/tensor.py, _plan/derivatives.py: derivatives that pass
+through values on the devices, and derivatives that are traced long after the call.
 
 Expectations are plain torch's.
 """

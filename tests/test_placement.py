@@ -1,4 +1,4 @@
-"""Covers: _placement.py and the device queries of _current.py."""
+"""Covers: _sharded/device_put.py and the device queries of _runtime/current.py."""
 
 from __future__ import annotations
 

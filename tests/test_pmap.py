@@ -1,4 +1,6 @@
-"""Covers: _pmap.py, _arguments.py and _program.py: what goes in and what comes out of a call."""
+"""Covers: _transforms/pmap.py, _transforms/arguments.py and _trace/program.py: what goes in and
+what comes out of a call.
+"""
 
 from __future__ import annotations
 

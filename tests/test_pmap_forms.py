@@ -1,4 +1,6 @@
-"""Covers: _pmap.py: what can be mapped, how it is compiled, what happens if it is not traceable."""
+"""Covers: _transforms/pmap.py: what can be mapped, how it is compiled, what happens if it is not
+traceable.
+"""
 
 from __future__ import annotations
 

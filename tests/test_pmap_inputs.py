@@ -1,4 +1,6 @@
-"""Covers: _pmap.py and _plan.py: every kind of input: arrays, numbers, tensors in any layout."""
+"""Covers: _transforms/pmap.py and _plan/plan.py: every kind of input: arrays, numbers, tensors in
+any layout.
+"""
 
 from __future__ import annotations
 

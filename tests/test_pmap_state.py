@@ -1,4 +1,6 @@
-"""Covers: _pmap.py, _plan.py: how often a function is traced, gradients inside, donation."""
+"""Covers: _transforms/pmap.py, _plan/plan.py: how often a function is traced, gradients inside,
+donation.
+"""
 
 from __future__ import annotations
 

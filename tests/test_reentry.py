@@ -1,4 +1,4 @@
-"""Covers: _runtimes/_reentry.py: calls and dropped values of signal handlers and finalizers."""
+"""Covers: _runtime/local/reentry.py: calls and dropped values of signal handlers and finalizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: _remat.py: torch.utils.checkpoint inside mapped functions.
+"""Covers: _trace/remat.py: torch.utils.checkpoint inside mapped functions.
 
 Expectations are the same functions without a checkpoint, in plain torch.
 """

@@ -1,4 +1,4 @@
-"""Covers: _replication.py."""
+"""Covers: _trace/replication.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: _retraces.py, and that pmap speaks up."""
+"""Covers: _transforms/retraces.py, and that pmap speaks up."""
 
 from __future__ import annotations
 

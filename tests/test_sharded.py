@@ -1,4 +1,4 @@
-"""Covers: _sharded.py: a ShardedTensor is a torch.Tensor whose data is elsewhere."""
+"""Covers: _sharded/tensor.py: a ShardedTensor is a torch.Tensor whose data is elsewhere."""
 
 from __future__ import annotations
 

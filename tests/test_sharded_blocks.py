@@ -1,5 +1,5 @@
-"""Covers: _rules*.py, _sharded_graphs.py, _blocks.py: which operations on ShardedTensors stay on
-the devices, and that their numbers are torch's.
+"""Covers: _rules*.py, _sharded/graphs.py, _sharded/blocks.py: which operations on ShardedTensors
+stay on the devices, and that their numbers are torch's.
 
 Every case is a function of ``Values``, called with values on the devices and with the same plain
 tensors; plain torch says what must come out.

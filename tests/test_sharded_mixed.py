@@ -1,4 +1,5 @@
-"""Covers: _rules_compute.py, _blocks.py: operations whose operands are laid out in different ways.
+"""Covers: _sharded/rules/compute.py, _sharded/blocks.py: operations whose operands are laid out in
+different ways.
 
 Every ATen operation of a function and of its backward pass is run again by itself, with every
 operand on the host, whole on every device or cut along any dim.  Almost all dims have 4 elements,

@@ -1,4 +1,4 @@
-"""Covers: _sharded.py: torch operations on ShardedTensors, in place and under autograd.
+"""Covers: _sharded/tensor.py: torch operations on ShardedTensors, in place and under autograd.
 
 Which of them stay on the devices is tested in test_sharded_blocks.py.
 """

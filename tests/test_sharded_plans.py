@@ -1,5 +1,5 @@
-"""Covers: _sharded_operations.py, _sharded_gathers.py: plans of operations on ShardedTensors, their
-errors, settings, gradients and reports.
+"""Covers: _sharded/operations.py, _sharded/gather_report.py: plans of operations on ShardedTensors,
+their errors, settings, gradients and reports.
 """
 
 from __future__ import annotations

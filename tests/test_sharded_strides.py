@@ -1,4 +1,4 @@
-"""Covers: _sharded_strides.py: strides, and the derivatives that torch takes by them."""
+"""Covers: _sharded/strides.py: strides, and the derivatives that torch takes by them."""
 
 from __future__ import annotations
 

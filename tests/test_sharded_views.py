@@ -1,4 +1,4 @@
-"""Covers: _sharded_views.py: views of ShardedTensors share their values, as torch's views do."""
+"""Covers: _sharded/views.py: views of ShardedTensors share their values, as torch's views do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Covers: _shared_memory_group.py and _groups.py, on processes that no runtime started."""
+"""Covers: _runtime/groups/shared_memory_group.py and _runtime/groups/process_groups.py, on
+processes that no runtime started.
+"""
 
 from __future__ import annotations
 

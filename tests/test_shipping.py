@@ -1,4 +1,6 @@
-"""Covers: _shipping.py: what travels to the workers, checked by loading it in another process."""
+"""Covers: _trace/pickling.py: what travels to the workers, checked by loading it in another
+process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Covers: _runtimes/_store.py, _data.py, _deadline.py, and of _rendezvous.py what needs no job."""
+"""Covers: _runtime/torchrun/store.py, _base/data.py, _base/deadline.py, and of
+_runtime/torchrun/rendezvous.py what needs no job.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: _streams.py: torch's random functions inside a mapped function.
+"""Covers: random/_streams.py: torch's random functions inside a mapped function.
 
 Shapes and dtypes are those of torch outside; distributions are checked by their moments.
 """

@@ -1,4 +1,5 @@
-"""Covers: _split.py, _compile.py: graphs meet blocks with the strides that they were traced with.
+"""Covers: _trace/partition.py, _trace/compile.py: graphs meet blocks with the strides that they
+were traced with.
 
 Expectations are those of torch.func.vmap, for the same function of a row.
 """

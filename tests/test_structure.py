@@ -1,4 +1,4 @@
-"""Covers: _structure.py."""
+"""Covers: _base/pytree.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: _runtimes/_supervise.py. No process is started: events go in, actions come out."""
+"""Covers: _runtime/local/supervise.py. No process is started: events go in, actions come out."""
 
 from __future__ import annotations
 

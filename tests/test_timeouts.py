@@ -1,4 +1,4 @@
-"""Covers: _runtimes/_limits.py, _runtimes/_triage.py: calls that may take only so long."""
+"""Covers: _runtime/local/limits.py, _runtime/local/triage.py: calls that may take only so long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: _trace.py: from a function to a graph, without a process or a pool."""
+"""Covers: _trace/trace.py: from a function to a graph, without a process or a pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: _tree.py."""
+"""Covers: _base/axis_spec.py."""
 
 from __future__ import annotations
 

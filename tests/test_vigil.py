@@ -1,4 +1,4 @@
-"""Covers: _runtimes/_vigil.py, without a clock and without processes."""
+"""Covers: _runtime/local/vigil.py, without a clock and without processes."""
 
 from __future__ import annotations
 

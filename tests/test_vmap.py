@@ -1,4 +1,4 @@
-"""Covers: _vmap.py."""
+"""Covers: _transforms/vmap.py."""
 
 from __future__ import annotations
 

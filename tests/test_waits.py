@@ -1,5 +1,6 @@
 """Covers: that every wait of the local runtime ends, whatever a worker, the fork server, a thread
-of ours or the operating system does: _runtimes/_pool.py, _crew.py, forkserver.py, _lookout.py.
+of ours or the operating system does: _runtime/local/pool.py, _runtime/local/crew.py, forkserver.py,
+_runtime/local/lookout.py.
 """
 
 from __future__ import annotations

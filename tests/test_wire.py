@@ -1,4 +1,6 @@
-"""Covers: _wire.py, _runtimes/_outbox.py and _inbox.py, over real sockets."""
+"""Covers: _runtime/wire.py, _runtime/local/outbox.py and _runtime/local/inbox.py, over real
+sockets.
+"""
 
 from __future__ import annotations
 

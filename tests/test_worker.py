@@ -1,4 +1,4 @@
-"""Covers: _runtimes/_worker.py: what the user's code, and a lack of memory, can do to a worker.
+"""Covers: _runtime/local/worker.py: what the user's code, and a lack of memory, can do to a worker.
 
 Its stream stays in order, its errors stay what they are, and values are what tracing promised.
 """

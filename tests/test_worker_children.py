@@ -1,5 +1,5 @@
-"""Covers: _runtimes/_worker.py: processes that user code makes with ``multiprocessing``, and that
-none of them outlives its worker.
+"""Covers: _runtime/local/worker.py: processes that user code makes with ``multiprocessing``, and
+that none of them outlives its worker.
 """
 
 from __future__ import annotations

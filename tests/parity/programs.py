@@ -1,11 +1,13 @@
 # One program a line, as in a table, whatever its length.
 # ruff: noqa: E501
 # fmt: off
-"""Programs whose exact results ``generate.py`` takes from JAX: ``FAMILIES[family]`` is a list of programs.
+"""Programs whose exact results ``generate.py`` takes from JAX: ``FAMILIES[family]`` is a list of
+programs.
 
 ``program(name, expr, *arrays, **named)``: JAX source text over ``a0, a1, ...`` and ``kw_<name>``.
-``ideal`` is an expression for the right answer where JAX raises or is wrong; ``error`` names the exception that is right where
-JAX raises something accidental or nothing; ``crashes`` marks a program that JAX 0.10 must not be asked (it may end the process).
+``ideal`` is an expression for the right answer where JAX raises or is wrong; ``error`` names the
+exception that is right where JAX raises something accidental or nothing; ``crashes`` marks a
+program that JAX 0.10 must not be asked (it may end the process).
 """
 
 from __future__ import annotations

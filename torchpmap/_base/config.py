@@ -24,7 +24,7 @@ _LONGEST_S = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One consistent set of settings; None means "find out" (see ``_devices``).
+    """One consistent set of settings; None means "find out" (see ``_base/devices``).
 
     Args:
         num_devices: how many devices to use, 1 to 256.

@@ -1,9 +1,9 @@
 """What function transforms and ``backward()`` around a call of a mapped function do with it.
 
-One ``torch.autograd.Function``, ``_Mapped``, calls operations (see ``_operations``) as torch's
-transforms ask for them.  The first gradient is cheaper: the forward plan leaves what the backward
-plan needs (its residuals) on the workers, and nothing is computed twice.  Where that gradient is
-transformed again, the transformed operation is computed from the primals.
+One ``torch.autograd.Function``, ``_Mapped``, calls operations (see ``_plan/derivatives``) as
+torch's transforms ask for them.  The first gradient is cheaper: the forward plan leaves what the
+backward plan needs (its residuals) on the workers, and nothing is computed twice.  Where that
+gradient is transformed again, the transformed operation is computed from the primals.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A body and the layouts of its inputs -> a ``Plan`` that the workers hold.
 
 A *body* is what one device does, as a function of its blocks: a ``Program``, or a derivative of one
-(see ``_autodiff``).
+(see ``_plan/autograd``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Target:
     grid: Grid
     backend: Backend
     seed: torch.Tensor
-    """Stands for the key of a call (see ``_streams``)."""
+    """Stands for the key of a call (see ``random/_streams``)."""
     ambient: Ambient
     """The settings of torch around the call; also for what is traced later, in a backward pass."""
     timeout: float | None = None

@@ -1,8 +1,8 @@
 """``compile=False``: the Python function itself runs on every worker, and the call waits for it.
 
 Nothing guarantees here that all devices run the same collectives, and Gloo answers a mismatch with
-wrong numbers.  So the ranks compare every collective before it runs (see ``_program``), and what
-they returned is compared before it is given out.
+wrong numbers.  So the ranks compare every collective before it runs (see ``_trace/program``), and
+what they returned is compared before it is given out.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ raw tensor bytes for data.  Pickles travel only over these inherited, unnamed so
 The reader counts what is left of a body.  What a handler that fails has not read is skipped, so the
 bytes of a body are never taken for a frame; reading past a body is refused.
 
-A worker's control socket carries pairs of integers (``CONTROL``), see ``_worker``.
+A worker's control socket carries pairs of integers (``CONTROL``), see ``_runtime/local/worker``.
 """
 
 from __future__ import annotations

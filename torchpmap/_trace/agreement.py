@@ -2,8 +2,8 @@
 
 Collectives that differ but move equal shapes would exchange wrong numbers without an error.  So
 each has a *fingerprint*, which the devices compare before they run it: what it does, what for (see
-``_axes.serving``), and its *call site*, the lines of the user's code that led to it with the place
-of each call in its line.  Two calls of a helper function have two call sites.
+``axis_stack.serving``), and its *call site*, the lines of the user's code that led to it with the
+place of each call in its line.  Two calls of a helper function have two call sites.
 
 Call sites are named by file, function and place in the bytecode, never by path or address: those
 differ between processes and hosts.

@@ -9,7 +9,7 @@ to know it by (its *source*)::
     torch.library.Library, define or impl in a script, a notebook  nothing: it is *hidden*
 
 The functions of a hidden operation went into torch's dispatcher, which does not give them back.
-In a graph its place is taken by what its implementation does (see ``_capture``); as part of a
+In a graph its place is taken by what its implementation does (see ``_trace/capture``); as part of a
 Python function it is refused.
 """
 

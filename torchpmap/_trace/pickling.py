@@ -6,8 +6,8 @@ means waiting for peers that will not come.
 
 Functions go through cloudpickle, which takes lambdas, closures and everything defined in
 ``__main__``.  What it lacks are ``torch.ops`` objects, which go by name (the user's own with what
-defines them: see ``_custom_ops``), and functions wrapped by ``torch.compile``, which go as the
-function inside.
+defines them: see ``_trace/custom_ops``), and functions wrapped by ``torch.compile``, which go as
+the function inside.
 """
 
 from __future__ import annotations

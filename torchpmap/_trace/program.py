@@ -7,8 +7,8 @@ no process axis all rows are lanes of the calling process.
 A function that is mapped itself may share the devices with its caller, each axis being one dim of a
 mesh: its program is then the ``inner`` one, and both take part of their rows each.
 
-The same ``Program`` is traced in the controller (``_trace``) and, with ``compile=False``, run as it
-is on every worker (``run_eager_call``), so all modes follow the same rules and raise the same
+The same ``Program`` is traced in the controller (``_trace/trace``) and, with ``compile=False``, run
+as it is on every worker (``run_eager_call``), so all modes follow the same rules and raise the same
 errors.
 """
 

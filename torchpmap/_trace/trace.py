@@ -4,8 +4,8 @@
 ``.backward()`` and the collectives dissolve into one flat ATen + collective-op graph in which the
 axis index is an input and process groups are names, so every device can run the same graph.
 
-Real tensors the program closes over (parameters, buffers, globals) are met by ``_capture``, which
-turns each into a further input of the graph: a baked-in value would go stale when the caller
+Real tensors the program closes over (parameters, buffers, globals) are met by ``_trace/capture``,
+which turns each into a further input of the graph: a baked-in value would go stale when the caller
 changes it.
 
 Errors of the user's code leave ``trace`` untouched.  What cannot be expressed as a graph (control

@@ -1,6 +1,6 @@
 """The first call of a kind: choose devices, trace, make the plan, compile.
 
-What comes out is kept by key in ``_pmap`` and only followed from then on.
+What comes out is kept by key in ``_transforms/pmap`` and only followed from then on.
 """
 
 from __future__ import annotations

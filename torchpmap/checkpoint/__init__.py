@@ -5,8 +5,8 @@ Saving is: describe the tree, copy what has to be written, and return; a thread 
 one of every worker, write, and when all have, the folder gets its name.  With several controllers
 each writes what its device has, and rank 0 gives the name.  See ``docs/checkpoint.md``.
 
-The first save or load imports ``torch.distributed.checkpoint``: see ``_checkpoint_storage``.  What
-is read is data, never code: see ``_checkpoint_table`` and ``_checkpoint_pickles``.
+The first save or load imports ``torch.distributed.checkpoint``: see ``checkpoint/_storage``.  What
+is read is data, never code: see ``checkpoint/_table`` and ``checkpoint/_pickles``.
 """
 
 from __future__ import annotations

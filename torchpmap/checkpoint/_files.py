@@ -10,7 +10,7 @@ Everything is written to ``.step_7.saving`` beside it, which is renamed when it 
 disk.  A checkpoint that was there before becomes ``.step_7.replaced`` for the moment between two
 renames, and readers look there too: at no moment is there no checkpoint to be found.
 
-What DCP's classes write is in ``_checkpoint_storage``, and the reading in ``_checkpoint_table``.
+What DCP's classes write is in ``checkpoint/_storage``, and the reading in ``checkpoint/_table``.
 A folder may come from anybody, so its files are opened with care (see ``opened``).
 """
 

@@ -85,7 +85,7 @@ class Table:
     rows: Mapping[str, Row]
     """By key."""
     skeleton: Any
-    """The containers of the tree (see ``_checkpoint_tree``); None if they are not known."""
+    """The containers of the tree (see ``checkpoint/_tree``); None if they are not known."""
     digest: str
 
     @staticmethod

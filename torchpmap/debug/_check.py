@@ -1,8 +1,8 @@
 """One mapped function, computed in three ways and compared: what ``torchpmap.debug.check_pmap``
 does.
 
-    serial    row by row in plain Python, collectives by meeting (``_serial``)
-    vmapped   all rows as lanes in the calling process (``_inline_call``)
+    serial    row by row in plain Python, collectives by meeting (``_transforms/rows``)
+    vmapped   all rows as lanes in the calling process (``_transforms/inline``)
     pmapped   on the devices, compiled as ``compile`` says
 
 The three share the rules of the collectives and little else, so a number that differs points at the

@@ -6,8 +6,8 @@ compiled graphs (which hold only the name) survive a rebuilt group.  They are ma
 of with ``torch.distributed.new_group`` because that sorts its ranks, numbers its names, and needs a
 default group.
 
-CPU processes of one host share memory (see ``_shared_memory_group``); those of several hosts talk
-through Gloo, GPUs through NCCL.
+CPU processes of one host share memory (see ``_runtime/groups/shared_memory_group``); those of
+several hosts talk through Gloo, GPUs through NCCL.
 
 A rank that waits in a Gloo collective for a rank that will not come can be freed neither by
 ``abort()`` nor by a signal (torch 2.13: Gloo overrides neither abort nor shutdown).  What works is

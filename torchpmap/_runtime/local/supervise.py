@@ -18,8 +18,8 @@
 * A rank that drained without failing has completed all its calls, so only calls from the earliest
   reported failure on are poisoned, and only values with a shard on a dead rank are lost.
 
-No clock, no sockets, no processes here: ``_local`` performs the actions and feeds back what
-happens.
+No clock, no sockets, no processes here: ``_runtime/local/runtime`` performs the actions and feeds
+back what happens.
 """
 
 from __future__ import annotations

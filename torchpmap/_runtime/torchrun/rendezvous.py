@@ -3,7 +3,7 @@
 All of it goes through the store of ``torch.distributed``'s default process group, which torchrun's
 agent keeps where it can, so that it outlives any of the processes.  Nothing here is on the path of
 a call that was made before.  Any program that reaches the store's port can write to it, so what is
-read from it is data (see ``_data``) and nothing else.
+read from it is data (see ``_base/data``) and nothing else.
 """
 
 from __future__ import annotations
