@@ -51,7 +51,7 @@ def all_gather(
         >>> f(torch.arange(4.0))[2].tolist()  # [] -> [4] per device
         [0.0, 1.0, 2.0, 3.0]
 
-    Source: jax.lax.all_gather under jax.pmap; checked in tests/test_collectives.py.
+    Source: jax.lax.all_gather under jax.pmap; checked in tests/collectives/test_collectives.py.
     """
     over = resolve("all_gather", axis_name, axis_index_groups, equal=True, how=(axis, tiled))
     if not over.axes:
@@ -101,7 +101,7 @@ def psum_scatter(
         >>> f(torch.arange(16.0).reshape(4, 4)).tolist()  # [4] -> [] per device
         [24.0, 28.0, 32.0, 36.0]
 
-    Source: jax.lax.psum_scatter under jax.pmap; checked in tests/test_collectives.py.
+    Source: jax.lax.psum_scatter under jax.pmap; checked in tests/collectives/test_collectives.py.
     """
     how = scatter_dimension, tiled
     over = resolve("psum_scatter", axis_name, axis_index_groups, equal=True, how=how)
@@ -157,7 +157,7 @@ def all_to_all(
         >>> f(torch.arange(16).reshape(4, 4))[1].tolist()  # [4] -> [4] per device
         [1, 5, 9, 13]
 
-    Source: jax.lax.all_to_all under jax.pmap; checked in tests/test_collectives.py.
+    Source: jax.lax.all_to_all under jax.pmap; checked in tests/collectives/test_collectives.py.
     """
     how = split_axis, concat_axis, tiled
     over = resolve("all_to_all", axis_name, axis_index_groups, equal=True, how=how)
@@ -200,7 +200,7 @@ def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Grou
         >>> f(torch.arange(16).reshape(4, 4))[1].tolist()  # [4] -> [4] per device
         [1, 5, 9, 13]
 
-    Source: jax.lax.pswapaxes; checked in tests/test_collectives.py.
+    Source: jax.lax.pswapaxes; checked in tests/collectives/test_collectives.py.
     """
     return all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups)
 

@@ -58,7 +58,7 @@ def ppermute(x: Any, axis_name: AxisName, perm: Iterable[tuple[int, int]]) -> An
         >>> f(torch.arange(4.0)).tolist()
         [3.0, 0.0, 1.0, 2.0]
 
-    Source: jax.lax.ppermute under jax.pmap; checked in tests/test_collectives.py.
+    Source: jax.lax.ppermute under jax.pmap; checked in tests/collectives/test_collectives.py.
     """
     over = resolve("ppermute", axis_name)
     pairs = permutation("ppermute", perm, over)
@@ -94,7 +94,7 @@ def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int]) -> Any:
         >>> f(torch.arange(4.0)).tolist()
         [3.0, 2.0, 1.0, 0.0]
 
-    Source: jax.lax.pshuffle; checked in tests/test_collectives.py.
+    Source: jax.lax.pshuffle; checked in tests/collectives/test_collectives.py.
     """
     perm = list(perm)
     if set(perm) != set(range(len(perm))):

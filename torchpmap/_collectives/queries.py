@@ -34,7 +34,7 @@ def axis_size(axis_name: AxisName) -> int:
         >>> tp.pmap(lambda x: x / tp.axis_size("i"), axis_name="i")(torch.arange(4.0)).tolist()
         [0.0, 0.25, 0.5, 0.75]
 
-    Source: jax.lax.axis_size; checked in tests/test_collectives.py.
+    Source: jax.lax.axis_size; checked in tests/collectives/test_collectives.py.
     """
     return resolve("axis_size", axis_name, sends=False).size
 
@@ -59,7 +59,7 @@ def axis_index(axis_name: AxisName) -> torch.Tensor:
         >>> tp.pmap(lambda x: x + 10 * tp.axis_index("i"), axis_name="i")(torch.zeros(4)).tolist()
         [0.0, 10.0, 20.0, 30.0]
 
-    Source: jax.lax.axis_index, which gives int32; checked in tests/test_collectives.py.
+    Source: jax.lax.axis_index, which gives int32; checked in tests/collectives/test_collectives.py.
     """
     return resolve("axis_index", axis_name, sends=False).index()
 
@@ -85,7 +85,7 @@ def axis_bound(axis_name: AxisName) -> bool:
         >>> tp.pmap(standardized, axis_name="i")(torch.full((4,), 8.0)).tolist()
         [2.0, 2.0, 2.0, 2.0]
 
-    Source: kfac_jax.utils.in_pmap; checked in tests/test_if_bound.py.
+    Source: kfac_jax.utils.in_pmap; checked in tests/collectives/test_if_bound.py.
     """
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
     known = {parts[0].name for parts in axis_stack.bound()}
@@ -119,7 +119,7 @@ def psum_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = No
         >>> tp.pmap(normalize, axis_name="i")(torch.ones(4, 1)).tolist()
         [[0.25], [0.25], [0.25], [0.25]]
 
-    Source: kfac_jax.utils.psum_if_pmap; checked in tests/test_if_bound.py.
+    Source: kfac_jax.utils.psum_if_pmap; checked in tests/collectives/test_if_bound.py.
     """
     return _if_bound(psum, x, axis_name, axis_index_groups)
 
@@ -141,7 +141,7 @@ def pmean_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = N
         >>> tp.pmap(centered, axis_name="i")(torch.arange(4.0)).tolist()
         [-1.5, -0.5, 0.5, 1.5]
 
-    Source: kfac_jax.utils.pmean_if_pmap; checked in tests/test_if_bound.py.
+    Source: kfac_jax.utils.pmean_if_pmap; checked in tests/collectives/test_if_bound.py.
     """
     return _if_bound(pmean, x, axis_name, axis_index_groups)
 
@@ -162,7 +162,7 @@ def pmax_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = No
         >>> f(torch.arange(4.0)).tolist()
         [3.0, 3.0, 3.0, 3.0]
 
-    Source: kfac_jax.utils.wrap_if_pmap; checked in tests/test_if_bound.py.
+    Source: kfac_jax.utils.wrap_if_pmap; checked in tests/collectives/test_if_bound.py.
     """
     return _if_bound(pmax, x, axis_name, axis_index_groups)
 
@@ -183,7 +183,7 @@ def pmin_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = No
         >>> f(torch.arange(4.0)).tolist()
         [0.0, 0.0, 0.0, 0.0]
 
-    Source: kfac_jax.utils.wrap_if_pmap; checked in tests/test_if_bound.py.
+    Source: kfac_jax.utils.wrap_if_pmap; checked in tests/collectives/test_if_bound.py.
     """
     return _if_bound(pmin, x, axis_name, axis_index_groups)
 

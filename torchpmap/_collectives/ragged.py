@@ -72,7 +72,7 @@ def ragged_all_to_all(
         >>> f(*map(torch.tensor, given)).tolist()
         [[1, 3, 0, 0], [2, 2, 4, 0]]
 
-    Source: jax.lax.ragged_all_to_all; checked in tests/test_collectives_ragged.py.
+    Source: jax.lax.ragged_all_to_all; checked in tests/collectives/test_collectives_ragged.py.
     """
     slices = input_offsets, send_sizes, output_offsets, recv_sizes
     return _exchange(operand, output, slices, axis_name, axis_index_groups)

@@ -60,7 +60,7 @@ def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> An
         >>> f(torch.arange(4.0)).tolist()
         [1.0, 1.0, 5.0, 5.0]
 
-    Source: jax.lax.psum under jax.pmap; checked in tests/test_collectives.py.
+    Source: jax.lax.psum under jax.pmap; checked in tests/collectives/test_collectives.py.
     """
     over = resolve("psum", axis_name, axis_index_groups, positional=True)
 
@@ -106,7 +106,7 @@ def pmean(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> A
         [1.5, 1.5, 1.5, 1.5]
 
     Source: jax.lax.pmean under jax.pmap, which divides unequal groups by the size of the first;
-        checked in tests/test_collectives.py.
+        checked in tests/collectives/test_collectives.py.
     """
     over = resolve("pmean", axis_name, axis_index_groups, positional=True)
 
@@ -151,7 +151,7 @@ def pmax(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> An
         [3.0, 3.0, 3.0, 3.0]
 
     Source: jax.lax.pmax, which has no derivative and may drop NaN; checked in
-        tests/test_collectives.py.
+        tests/collectives/test_collectives.py.
     """
     return _extremum("max", x, axis_name, axis_index_groups)
 
@@ -170,7 +170,7 @@ def pmin(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> An
         [0.0, 0.0, 0.0, 0.0]
 
     Source: jax.lax.pmin, which has no derivative and may drop NaN; checked in
-        tests/test_collectives.py.
+        tests/collectives/test_collectives.py.
     """
     return _extremum("min", x, axis_name, axis_index_groups)
 
@@ -199,7 +199,8 @@ def pbroadcast(x: Any, axis_name: AxisName, source: int) -> Any:
         >>> f(torch.arange(4.0)).tolist()
         [2.0, 2.0, 2.0, 2.0]
 
-    Source: jax.lax.pbroadcast, which exists on GPUs only; checked in tests/test_collectives.py.
+    Source: jax.lax.pbroadcast, which exists on GPUs only; checked in
+        tests/collectives/test_collectives.py.
     """
     over = resolve("pbroadcast", axis_name)
     ((source, _),) = permutation("pbroadcast", [(source, source)], over)

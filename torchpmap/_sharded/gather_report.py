@@ -45,7 +45,7 @@ def report_gathers() -> Iterator[list[Gather]]:
         >>> [(gather.name, gather.num_bytes) for gather in gathers]
         [('aten.cumsum.default', 16)]
 
-    Source: torchpmap's own; counted by the tests in tests/test_sharded_blocks.py.
+    Source: torchpmap's own; counted by the tests in tests/sharded/test_blocks.py.
     """
     gathers: list[Gather] = []
     token = _reports.set((*_reports.get(), gathers))

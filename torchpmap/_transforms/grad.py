@@ -60,7 +60,7 @@ def grad(
         >>> tp.pmap(mean, "i", in_axes=(None, 0))(torch.tensor(2.0), torch.arange(4.0)).tolist()
         [1.5, 1.5, 1.5, 1.5]
 
-    Source: jax.grad; checked in tests/test_grad.py.
+    Source: jax.grad; checked in tests/transforms/test_grad.py.
     """
     both = value_and_grad(fun, argnums, has_aux, mean_over=mean_over)
 
@@ -102,7 +102,7 @@ def value_and_grad(
         (tensor(8.), tensor(12.))
 
     Source: jax.value_and_grad, whose order is (value, gradient) where torch.func.grad_and_value has
-        (gradient, value); checked in tests/test_grad.py.
+        (gradient, value); checked in tests/transforms/test_grad.py.
     """
     single = not isinstance(argnums, Sequence)
     positions = [

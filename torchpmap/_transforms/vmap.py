@@ -57,7 +57,7 @@ def vmap(
         >>> tp.vmap(lambda x, y: x @ y, (1, None))(torch.eye(2), torch.tensor([3.0, 4.0]))
         tensor([3., 4.])
 
-    Source: jax.vmap; checked in tests/test_vmap.py.
+    Source: jax.vmap; checked in tests/transforms/test_vmap.py.
     """
     axis_spec.check_axis_spec(in_axes, "vmap in_axes")
     axis_spec.check_axis_spec(out_axes, "vmap out_axes")

@@ -70,8 +70,8 @@ def fake_pmap(*, serial: bool = False) -> Iterator[None]:
         row 0.0
         row 1.0
 
-    Source: ``chex.fake_pmap``; checked in tests/test_debug.py and, with every program that JAX was
-        asked about, in tests/test_jax_parity.py.
+    Source: ``chex.fake_pmap``; checked in tests/debug/test_debug.py and, with every program
+        that JAX was asked about, in tests/programs/test_jax_parity.py.
     """
     with inline_mode.chosen(True, serial=serial):
         yield
@@ -121,7 +121,8 @@ def check_pmap(
           values (1): serial, vmapped, pmapped
           gradients (2): serial, vmapped, pmapped
 
-    Source: checked in tests/test_check_pmap.py against programs whose ways differ by construction.
+    Source: checked in tests/debug/test_check_pmap.py against programs whose ways
+        differ by construction.
     """
     mapped = fun
     if not isinstance(mapped, Pmapped):
@@ -162,7 +163,7 @@ def print(fmt: str, *args: Any, ordered: bool = True, **kwargs: Any) -> None:
         [i=1] x = 1.0, square 1.00
         [i=2] x = 2.0, square 4.00
 
-    Source: ``jax.debug.print``; checked in tests/test_effects.py.
+    Source: ``jax.debug.print``; checked in tests/trace/test_effects.py.
     """
     if not isinstance(fmt, str):
         raise TypeError(f"debug.print: the first argument is a format string, but got {fmt!r}.")
@@ -194,7 +195,7 @@ def assert_replicated(x: Any, axis_name: Hashable | None = None) -> None:
         >>> step(torch.ones(4), torch.arange(4.0)).tolist()
         [-0.5, -0.5, -0.5, -0.5]
 
-    Source: checked in tests/test_effects.py.
+    Source: checked in tests/trace/test_effects.py.
     """
     leaves, structure = flatten(x)
     for leaf, path in zip(leaves, structure.paths("x"), strict=True):
@@ -243,7 +244,7 @@ def breakpoint(index: int = 0) -> None:
     Raises:
         RuntimeError: not under ``fake_pmap``, or not inside a mapped function.
 
-    Source: ``jax.debug.breakpoint``; checked in tests/test_debug.py.
+    Source: ``jax.debug.breakpoint``; checked in tests/debug/test_debug.py.
     """
     axes = axis_stack.bound()
     if not axes or not inline_mode.active():
@@ -294,7 +295,7 @@ def visualize_sharding(x: torch.Tensor) -> None:
         | cpu:0 cpu:1 cpu:2 cpu:3 |
         +-------------------------+
 
-    Source: ``jax.debug.visualize_array_sharding``; checked in tests/test_picture.py.
+    Source: ``jax.debug.visualize_array_sharding``; checked in tests/debug/test_picture.py.
     """
     if isinstance(x, ShardedTensor):
         builtins.print(picture(x._alive()[0]))

@@ -60,7 +60,8 @@ def functional(optimizer: Callable[..., Optimizer], **hyperparameters: Any) -> F
         >>> sorted(groups.init({"w": torch.ones(2), "b": torch.ones(2)})["b"])
         ['exp_avg', 'exp_avg_sq', 'step']
 
-    Source: optax's split into init and update; checked against torch.optim in tests/test_optim.py.
+    Source: optax's split into init and update; checked against torch.optim in
+        tests/optim/test_optim.py.
     """
     if isinstance(optimizer, type):
         checks.refuse(optimizer)

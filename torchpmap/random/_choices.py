@@ -54,7 +54,7 @@ def permutation(
         >>> tp.random.permutation(tp.random.key(0), 6).tolist()
         [0, 1, 5, 4, 3, 2]
 
-    Source: jax.random.permutation; checked in tests/test_random.py.
+    Source: jax.random.permutation; checked in tests/random/test_random.py.
     """
     words = one_key("permutation", key)
     if isinstance(x, INTEGERS):
@@ -114,7 +114,7 @@ def choice(
         >>> tp.random.choice(tp.random.key(0), coins, (4,), p=[0.1, 0.1, 0.8])
         tensor([1., 1., 5., 5.])
 
-    Source: jax.random.choice; checked in tests/test_random.py.
+    Source: jax.random.choice; checked in tests/random/test_random.py.
     """
     one_key("choice", key)
     shape = static_shape("choice", shape)
@@ -166,7 +166,7 @@ def categorical(
         >>> tp.random.categorical(tp.random.key(0), logits, shape=(8,)).tolist()
         [1, 2, 2, 1, 2, 2, 2, 2]
 
-    Source: jax.random.categorical; checked in tests/test_random.py.
+    Source: jax.random.categorical; checked in tests/random/test_random.py.
     """
     one_key("categorical", key)
     scores = as_tensor(logits, key)

@@ -53,7 +53,7 @@ def uniform(
         >>> tp.random.uniform(tp.random.key(0), (3,))
         tensor([0.9477, 0.9786, 0.3323])
 
-    Source: jax.random.uniform; checked in tests/test_random.py.
+    Source: jax.random.uniform; checked in tests/random/test_random.py.
     """
     words = one_key("uniform", key)
     check_dtype("uniform", dtype)
@@ -89,7 +89,7 @@ def normal(
         >>> tp.random.normal(tp.random.key(0), (3,))
         tensor([ 1.6226,  2.0253, -0.4336])
 
-    Source: jax.random.normal; checked in tests/test_random.py.
+    Source: jax.random.normal; checked in tests/random/test_random.py.
     """
     words = one_key("normal", key)
     check_dtype("normal", dtype)
@@ -132,7 +132,7 @@ def truncated_normal(
         >>> tp.random.truncated_normal(tp.random.key(0), -2.0, 2.0, (3,))
         tensor([ 1.4560,  1.7147, -0.4127])
 
-    Source: jax.random.truncated_normal; checked in tests/test_random.py.
+    Source: jax.random.truncated_normal; checked in tests/random/test_random.py.
     """
     words = one_key("truncated_normal", key)
     check_dtype("truncated_normal", dtype)
@@ -181,7 +181,7 @@ def exponential(
         >>> tp.random.exponential(tp.random.key(0), (3,))
         tensor([2.9501, 3.8434, 0.4039])
 
-    Source: jax.random.exponential; checked in tests/test_random.py.
+    Source: jax.random.exponential; checked in tests/random/test_random.py.
     """
     return -torch.log1p(-_unit("exponential", key, shape, dtype, 0.0))
 
@@ -211,7 +211,7 @@ def gumbel(
         >>> tp.random.gumbel(tp.random.key(0), (3,))
         tensor([ 2.9234,  3.8326, -0.0969])
 
-    Source: jax.random.gumbel; checked in tests/test_random.py.
+    Source: jax.random.gumbel; checked in tests/random/test_random.py.
     """
     return -torch.log(-torch.log(_positive("gumbel", key, shape, dtype)))
 
@@ -240,7 +240,7 @@ def laplace(
         >>> tp.random.laplace(tp.random.key(0), (3,))
         tensor([-2.2570, -3.1503,  0.4086])
 
-    Source: jax.random.laplace; checked in tests/test_random.py.
+    Source: jax.random.laplace; checked in tests/random/test_random.py.
     """
     check_dtype("laplace", dtype)
     u = _unit("laplace", key, shape, dtype, -1.0 + torch.finfo(dtype).eps / 2)
@@ -272,7 +272,7 @@ def logistic(
         >>> tp.random.logistic(tp.random.key(0), (3,))
         tensor([ 2.8964,  3.8218, -0.6978])
 
-    Source: jax.random.logistic; checked in tests/test_random.py.
+    Source: jax.random.logistic; checked in tests/random/test_random.py.
     """
     u = _positive("logistic", key, shape, dtype)
     return torch.log(u) - torch.log1p(-u)

@@ -51,7 +51,7 @@ def bernoulli(
         >>> tp.random.bernoulli(tp.random.key(0), 0.9, (4,))
         tensor([False, False,  True,  True])
 
-    Source: jax.random.bernoulli; checked in tests/test_random.py.
+    Source: jax.random.bernoulli; checked in tests/random/test_random.py.
     """
     words = one_key("bernoulli", key)
     if isinstance(p, float):
@@ -95,7 +95,7 @@ def rademacher(
         >>> tp.random.rademacher(tp.random.key(1), (5,)).tolist()
         [1, -1, 1, 1, -1]
 
-    Source: jax.random.rademacher; checked in tests/test_random.py.
+    Source: jax.random.rademacher; checked in tests/random/test_random.py.
     """
     if not dtype.is_signed:
         raise TypeError(f"rademacher: got dtype {dtype}, expected one that can hold -1.")
@@ -140,7 +140,7 @@ def randint(
         >>> tp.random.randint(tp.random.key(0), (6,), 1, 7).tolist()
         [2, 1, 3, 2, 6, 4]
 
-    Source: jax.random.randint; checked in tests/test_random.py.
+    Source: jax.random.randint; checked in tests/random/test_random.py.
     """
     words = one_key("randint", key)
     if dtype not in _RANGES:

@@ -67,7 +67,7 @@ def key(
         >>> tp.random.uniform(tp.random.key(42))
         tensor(0.4887)
 
-    Source: jax.random.key; checked in tests/test_random.py.
+    Source: jax.random.key; checked in tests/random/test_random.py.
     """
     if isinstance(seed, torch.Tensor):
         low = _integer("key", "seed", seed) & MASK
@@ -117,7 +117,7 @@ def split(key: torch.Tensor, num: int | Sequence[int] = 2) -> torch.Tensor:
         >>> draw(keys).tolist()
         [91, 22, 59, 67]
 
-    Source: jax.random.split; checked in tests/test_random.py.
+    Source: jax.random.split; checked in tests/random/test_random.py.
     """
     words = one_key("split", key)
     if isinstance(num, Sequence):
@@ -164,7 +164,7 @@ def fold_in(key: torch.Tensor, data: SupportsIndex | torch.Tensor) -> torch.Tens
         >>> tp.pmap(draw, "i", in_axes=(0, None))(torch.zeros(4), key).cpu()
         tensor([ 1.0040, -2.4425,  1.2956, -0.6219])
 
-    Source: jax.random.fold_in; checked in tests/test_random.py.
+    Source: jax.random.fold_in; checked in tests/random/test_random.py.
     """
     words = one_key("fold_in", key)
     if isinstance(data, torch.Tensor):
@@ -211,7 +211,7 @@ def bits(
         >>> tp.random.bits(tp.random.key(0), (3,)).tolist()
         [4070199207, 4202968722, 1427181096]
 
-    Source: jax.random.bits; checked in tests/test_random.py.
+    Source: jax.random.bits; checked in tests/random/test_random.py.
     """
     words = one_key("bits", key)
     if dtype not in _WIDTHS:

@@ -1,4 +1,6 @@
-"""Covers: axis_bound and the reductions that leave out unbound names, in _collectives/queries.py."""
+"""Covers: axis_bound and the reductions that leave out unbound names, in
+_collectives/queries.py.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from _fuzz_programs import Body, Collective, Derivative, Input, Local, Map, Prog
 from _fuzz_reference import run
 from _fuzz_shrink import shrink
 from _fuzz_verdict import expectation, verdict
-from _launched import TESTS, Raised, answers, launch
+from _launched import Raised, answers, launch
 
 NUM_PROGRAMS, PARTS = 200, 20
 ROTA = ("graph", "uncompiled", "serial", "inline")
@@ -50,7 +50,9 @@ def test_compiled_programs(pool: int, number: int) -> None:
 def test_programs_of_launched_ranks(tmp_path: Path) -> None:
     candidates = {f"launched:{number}": generate(f"launched:{number}") for number in range(60)}
     programs = {s: program for s, program in candidates.items() if applies(program, "launched")}
-    finished = launch(2, str(TESTS / "_torchrun_fuzz.py"), str(tmp_path), *programs)
+    finished = launch(
+        2, str(Path(__file__).with_name("_torchrun_fuzz.py")), str(tmp_path), *programs
+    )
     assert finished.code == 0, finished.output
     judged = 0
     for rank, results in enumerate(answers(2, tmp_path)):

@@ -1,9 +1,9 @@
-"""Write ``tests/random_cases.json``: what the installed jax draws for the programs below.
+"""Write ``tests/random/random_cases.json``: what the installed jax draws for the programs below.
 
-Run ``python tests/parity/generate_random.py`` where jax is installed; with the jax named in the
-file, it does not change.  A program is an expression that means the same in jax and in torchpmap:
-the names are those of ``random``, the dtypes, ``array`` and ``vmap``.  Keys are written as their
-two words, floats as their bits.
+Run ``python tests/programs/parity/generate_random.py`` where jax is installed; with the jax named
+in the file, it does not change.  A program is an expression that means the same in jax and in
+torchpmap: the names are those of ``random``, the dtypes, ``array`` and ``vmap``.  Keys are written
+as their two words, floats as their bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-OUTPUT = Path(__file__).resolve().parents[1] / "random_cases.json"
+OUTPUT = Path(__file__).resolve().parents[2] / "random" / "random_cases.json"
 SEEDS = (0, 1, 42, 2**31 - 1, 2**31, 2**32 - 1, -1, -123456789, 2**32, 2**40, 2**63 - 1, -(2**63))
 SHAPES = ((), (1,), (7,), (2, 3), (3, 1, 5), (0,), (2, 0, 3))
 FLOATS = ("float32", "float16", "bfloat16")

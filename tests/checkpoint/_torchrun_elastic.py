@@ -1,4 +1,6 @@
-"""Started by torchrun in tests/test_checkpoint.py: a training that is killed once, and resumes."""
+"""Started by torchrun in tests/checkpoint/test_checkpoint.py: a training that is killed once,
+and resumes.
+"""
 
 from __future__ import annotations
 

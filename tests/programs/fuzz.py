@@ -16,8 +16,11 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 os.environ.setdefault("TORCHPMAP_DEVICE_TYPE", "cpu")
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from _fuzz_generate import generate

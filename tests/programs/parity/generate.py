@@ -1,8 +1,8 @@
 """Write ``more_cases.json``: the results that the installed jax gives for ``programs.py``.
 
-Run ``python tests/parity/generate.py`` where jax is installed; with the jax named in the file, it
-does not change. ``--check FILE`` instead evaluates the programs stored in FILE with jax and
-judges them with the tests' own comparison, which shows that the decoding and the comparison are
+Run ``python tests/programs/parity/generate.py`` where jax is installed; with the jax named in the
+file, it does not change. ``--check FILE`` instead evaluates the programs stored in FILE with jax
+and judges them with the tests' own comparison, which shows that the decoding and the comparison are
 right before torchpmap is judged by them.
 """
 

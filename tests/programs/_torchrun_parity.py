@@ -1,4 +1,5 @@
-"""The stored programs of tests/parity in every rank of a job of 4 (see test_torchrun_parity.py).
+"""The stored programs of tests/programs/parity in every rank of a job of 4 (see
+test_torchrun_parity.py).
 
     torchrun --standalone --nproc-per-node=4 _torchrun_parity.py FOLDER ID...
 

@@ -38,7 +38,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = os.pathsep.join([str(ROOT), str(TESTS)])
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHPMAP_")}
     environment = {**inherited, "PYTHONPATH": path, "TORCHPMAP_DEVICE_TYPE": "cpu"}
-    command = [sys.executable, str(TESTS / "_failing_ranks.py"), str(folder)]
+    command = [sys.executable, str(Path(__file__).with_name("_failing_ranks.py")), str(folder)]
     subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL)
     found: dict[str, Any] = pickle.loads((folder / "ended").read_bytes())
     return found

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 import torchpmap as tp
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 import char_gpt  # noqa: E402  (found through the line above)
 import data_parallel_digits as digits  # noqa: E402

@@ -1,4 +1,5 @@
-"""Started by torchrun in tests/test_checkpoint.py, with two processes: checkpoints of both.
+"""Started by torchrun in tests/checkpoint/test_checkpoint.py, with two processes: checkpoints of
+both.
 
 Expectations are computed here from the numbers that go in; an assertion ends the job.
 """

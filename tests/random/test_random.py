@@ -29,7 +29,7 @@ ABSOLUTE = {"gumbel": 5e-7, "logistic": 5e-7, "truncated_normal": 1e-6}
 
 
 def namespace() -> dict[str, Any]:
-    """What the programs may name: as in tests/parity/generate_random.py."""
+    """What the programs may name: as in tests/programs/parity/generate_random.py."""
     names = {name: getattr(random, name) for name in random.__all__}
     widths = (
         "uint8 uint16 uint32 uint64 int8 int16 int32 int64",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _launched import TESTS, Job, answers, check, free_port, succeed
+from _launched import Job, answers, check, free_port, succeed
 from _support import TEST_ALL, wait_for
 from _torchrun_cases import CASES
 
@@ -102,7 +102,7 @@ def results(
     jobs = [
         Job(
             RANKS_PER_HOST,
-            str(TESTS / "_torchrun_cases.py"),
+            str(Path(__file__).with_name("_torchrun_cases.py")),
             str(folder),
             *NAMES,
             options=("--nnodes=2", *request.param(host, port)),

@@ -1,4 +1,4 @@
-"""Run by tests/test_checkpoint.py: saves that are killed, each at another moment.
+"""Run by tests/checkpoint/test_checkpoint.py: saves that are killed, each at another moment.
 
 A child is forked for every moment.  It replaces the checkpoint and ends itself at the k-th file
 operation in the folder; then the parent loads what is there.  Host values only: no pool to fork.

@@ -1,4 +1,6 @@
-"""Covers: _trace/effects.py, through debug.print and debug.assert_replicated, in every way to run."""
+"""Covers: _trace/effects.py, through debug.print and debug.assert_replicated, in every way to
+run.
+"""
 
 from __future__ import annotations
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from _launched import TESTS, Raised, answers, check, launch
+from _launched import Raised, answers, check, launch
 from _support import TEST_ALL
 from _torchrun_cases import CASES, GRAPH, Case
 
 import torchpmap as tp
+
+PROGRAM = str(Path(__file__).with_name("_torchrun_cases.py"))
 
 RANKS = [2, 4] if TEST_ALL else [2]
 
@@ -28,7 +30,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def of(num_ranks: int) -> list[dict[str, Any]]:
         if num_ranks not in known:
             folder: Path = tmp_path_factory.mktemp(f"ranks{num_ranks}")
-            finished = launch(num_ranks, str(TESTS / "_torchrun_cases.py"), str(folder))
+            finished = launch(num_ranks, PROGRAM, str(folder))
             assert finished.code == 0, finished.output
             known[num_ranks] = answers(num_ranks, folder)
         return known[num_ranks]

@@ -1,4 +1,6 @@
-"""Covers: _runtime/current.py and _runtimes/ as long as nothing fails (tests/faults has the rest)."""
+"""Covers: _runtime/current.py and _runtime/local/ as long as nothing fails (tests/faults has the
+rest).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchpmap under torchrun with 4 ranks against JAX: the stored programs of tests/parity.
+"""torchpmap under torchrun with 4 ranks against JAX: the stored programs of tests/programs/parity.
 
 Covers: the runtime of launched processes, through whole programs; which runs what, and how, is in
 ``_torchrun_parity.py``.  Some programs of every family by default; TORCHPMAP_TEST_ALL=1 runs all.
@@ -6,10 +6,11 @@ Covers: the runtime of launched processes, through whole programs; which runs wh
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from _launched import TESTS, Raised, answers, launch
+from _launched import Raised, answers, launch
 from _support import TEST_ALL
 from _torchrun_parity import CASES, NUM_RANKS
 from parity import values
@@ -31,7 +32,7 @@ PENDING: dict[str, str] = {
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("parity")
     names = [case["id"] for case in CHOSEN]
-    script = str(TESTS / "_torchrun_parity.py")
+    script = str(Path(__file__).with_name("_torchrun_parity.py"))
     finished = launch(NUM_RANKS, script, str(folder), *names, limit_s=500)
     assert finished.code == 0, finished.output
     return answers(NUM_RANKS, folder)

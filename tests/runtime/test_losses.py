@@ -1,4 +1,6 @@
-"""Covers: _runtime/local/losses.py. No process is started: incidents are noted, values asked about."""
+"""Covers: _runtime/local/losses.py. No process is started: incidents are noted, values asked
+about.
+"""
 
 from __future__ import annotations
 
