@@ -31,7 +31,7 @@ from torchpmap._base.data import packed
 from torchpmap.checkpoint import latest, load, save
 from torchpmap.checkpoint._files import _digest
 from torchpmap.checkpoint._pickles import metadata_of, value_of
-from torchpmap.checkpoint._workers import Line, _called
+from torchpmap.checkpoint._workers import WriterConnections, _called
 
 TREE = {
     "w": torch.arange(6.0).reshape(2, 3),
@@ -474,7 +474,7 @@ ANSWER = ([], None)
 
 
 def test_strangers_on_the_line_are_not_heard(tmp_path, capfd):
-    line = Line(tmp_path, 2)
+    line = WriterConnections(tmp_path, 2)
     strangers = [_called(line.address) for _ in range(2)]
     strangers[0].send_bytes(pickle.dumps(print))
     strangers[1].send_bytes(bytes(16) + b"1")
@@ -495,7 +495,7 @@ def test_strangers_on_the_line_are_not_heard(tmp_path, capfd):
 
 
 def test_the_line_is_in_a_folder_of_the_user_alone(tmp_path):
-    line = Line(tmp_path, 1)
+    line = WriterConnections(tmp_path, 1)
     try:
         folder = Path(line.address.address).parent
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -507,16 +507,16 @@ def test_the_line_is_in_a_folder_of_the_user_alone(tmp_path):
 def test_a_writer_that_does_not_call_is_missed(tmp_path):
     tp.config.timeout = 0.05
     try:
-        line = Line(tmp_path, 1)
+        line = WriterConnections(tmp_path, 1)
         with pytest.raises(tp.CallTimeout, match=r"only 0 called within .* \(0.05 s\)"):
             line.accept()
         line.close()
-        line = Line(tmp_path, 1)
+        line = WriterConnections(tmp_path, 1)
         with _called(line.address) as call:
             call.send_bytes(line.address.token + b"3")
             line.accept()
             answers = line.answers()
-        line = Line(tmp_path, 1)
+        line = WriterConnections(tmp_path, 1)
         with _called(line.address) as call:
             call.send_bytes(line.address.token + b"3")
             line.accept()

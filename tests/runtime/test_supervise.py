@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from torchpmap._runtime.local.supervise import (
+    Abort,
     Cancel,
     Close,
-    Cut,
     Drain,
     Drained,
     Exited,
@@ -58,7 +58,7 @@ TRANSITIONS = {
     "a call that took too long is ended": (
         [],
         Overdue(user(1, 5)),
-        [Cut(0, (0, 1, 2)), Drain((0, 1, 2)), Cancel(5, (0, 1, 2))],
+        [Abort(0, (0, 1, 2)), Drain((0, 1, 2)), Cancel(5, (0, 1, 2))],
         Phase.DRAINING,
     ),
     "if it does not end, its ranks are": (
@@ -70,7 +70,7 @@ TRANSITIONS = {
     "a call whose caller was interrupted is ended": (
         [],
         GivenUp(user(1, 5)),
-        [Cut(0, (0, 1, 2)), Drain((0, 1, 2)), Cancel(5, (0, 1, 2))],
+        [Abort(0, (0, 1, 2)), Drain((0, 1, 2)), Cancel(5, (0, 1, 2))],
         Phase.DRAINING,
     ),
     "if it does not end, its ranks live": (
@@ -91,9 +91,9 @@ TRANSITIONS = {
         [],
         Phase.REBUILDING,
     ),
-    "a failure drains all": ([], user(1), [Cut(0, (0, 1, 2)), Drain((0, 1, 2))], Phase.DRAINING),
+    "a failure drains all": ([], user(1), [Abort(0, (0, 1, 2)), Drain((0, 1, 2))], Phase.DRAINING),
     "a second failure changes nothing": ([user(1)], user(2), [], Phase.DRAINING),
-    "a death drains the others": ([], death(1), [Cut(0, (0, 2)), Drain((0, 2))], Phase.DRAINING),
+    "a death drains the others": ([], death(1), [Abort(0, (0, 2)), Drain((0, 2))], Phase.DRAINING),
     "some drained": ([user(1), Drained(0)], Drained(1), [], Phase.DRAINING),
     "drained twice counts once": (
         [user(1), Drained(0), Drained(0)],
@@ -111,19 +111,19 @@ TRANSITIONS = {
     "a death while draining frees those that wait for it": (
         [user(1)],
         death(2),
-        [Cut(0, (0, 1))],
+        [Abort(0, (0, 1))],
         Phase.DRAINING,
     ),
     "the last one that was to drain dies": (
         [user(1), Drained(0), Drained(1)],
         death(2),
-        [Cut(0, (0, 1)), Respawn((2,)), Regroup(1)],
+        [Abort(0, (0, 1)), Respawn((2,)), Regroup(1)],
         Phase.REBUILDING,
     ),
     "everybody dies": (
         [death(0), death(1)],
         death(2),
-        [Cut(0, ()), Respawn((0, 1, 2)), Regroup(1)],
+        [Abort(0, ()), Respawn((0, 1, 2)), Regroup(1)],
         Phase.REBUILDING,
     ),
     "a death is noticed once": ([death(1)], death(1), [], Phase.DRAINING),
@@ -146,13 +146,13 @@ TRANSITIONS = {
     "a failure while rebuilding drains again": (
         [user(1), *EVERYONE, Ready(1, 1)],
         communication(0),
-        [Cut(1, (0, 1, 2)), Drain((0, 1, 2))],
+        [Abort(1, (0, 1, 2)), Drain((0, 1, 2))],
         Phase.DRAINING,
     ),
     "a death while rebuilding drains again": (
         [user(1), *EVERYONE, Ready(0, 1)],
         death(2),
-        [Cut(1, (0, 1)), Drain((0, 1))],
+        [Abort(1, (0, 1)), Drain((0, 1))],
         Phase.DRAINING,
     ),
     "who lingers in a poisoned call is cancelled": (
@@ -203,7 +203,7 @@ def test_transition(before, event, actions, phase):
 
 def test_next_incident_starts_afresh():
     tested = supervisor(user(1), *EVERYONE, *ALL_READY)
-    assert tested.on(death(0)) == [Cut(1, (1, 2)), Drain((1, 2))]
+    assert tested.on(death(0)) == [Abort(1, (1, 2)), Drain((1, 2))]
     tested.on(Drained(1))
     assert tested.on(Drained(2)) == [Respawn((0,)), Regroup(2)]
     for rank in (0, 1):
@@ -227,7 +227,12 @@ def test_gives_up_after_max_attempts():
 def test_attempts_are_counted_per_incident():
     tested = Supervisor(1, max_attempts=1)
     for epoch in range(1, 10):
-        assert tested.on(death(0)) == [Cut(epoch - 1, ()), Drain(()), Respawn((0,)), Regroup(epoch)]
+        assert tested.on(death(0)) == [
+            Abort(epoch - 1, ()),
+            Drain(()),
+            Respawn((0,)),
+            Regroup(epoch),
+        ]
         assert tested.on(Ready(0, epoch)) == [Report(Verdict((), (death(0),)))]
 
 
@@ -289,7 +294,7 @@ class Pool(RuleBasedStateMachine):
         assert not (self.closed and actions), "a closed pool asks for nothing"
         for action in actions:
             match action:
-                case Cut(epoch=epoch, ranks=ranks):
+                case Abort(epoch=epoch, ranks=ranks):
                     assert epoch == self.epoch, "a cut of another epoch would hit innocent calls"
                     assert set(ranks) == self.alive
                 case Drain(ranks=ranks):

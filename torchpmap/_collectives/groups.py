@@ -55,7 +55,7 @@ def whole(axis: Axis) -> Along:
     return Along(Scope(axis.size, axis.group), axis.index if axis.group is None else None)
 
 
-def cut(axis: Axis, groups: Partition) -> Along | None:
+def along_groups(axis: Axis, groups: Partition) -> Along | None:
     """An axis cut into groups; None if every index is alone, so that there is nothing to do."""
     if groups == (tuple(range(axis.size)),):
         return whole(axis)
@@ -86,7 +86,9 @@ def cuts(axes: Sequence[Axis], partition: Partition) -> tuple[Along, ...] | None
                 return None
     if any(sum(map(len, known)) != size for known, size in zip(found, sizes, strict=True)):
         return None  # groups overlap along an axis
-    along = (cut(axis, tuple(known.values())) for axis, known in zip(axes, found, strict=True))
+    along = (
+        along_groups(axis, tuple(known.values())) for axis, known in zip(axes, found, strict=True)
+    )
     return tuple(step for step in along if step is not None)
 
 

@@ -46,12 +46,12 @@ class Axis:
     """Name of the process group; None for a vmapped axis."""
     subgroup: Callable[[Partition], str] | None = None
     """Names the process group that holds this device in a partition of a process axis."""
-    line: Line | None = None
+    line: MeshLine | None = None
     """For an axis of a mesh."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Line:
+class MeshLine:
     """Where an axis of a mesh lies in the axis of all devices."""
 
     whole: Axis
@@ -115,6 +115,11 @@ def _unbound(name: Hashable) -> str:
     )
 
 
+def group_name(ranks: Sequence[int]) -> str:
+    """The name of the group of some ranks, in their order."""
+    return f"ranks:{','.join(map(str, ranks))}"
+
+
 def subgroup_name(group: str, partition: Partition) -> str:
     """The name of the groups that ``partition`` cuts ``group`` into, the same on every rank."""
     return f"{group}[{'|'.join(','.join(map(str, part)) for part in partition)}]"
@@ -129,7 +134,7 @@ def mesh_axes(
     if len(sizes) == 1:
         return (whole,)
     return tuple(
-        None if size == 1 else _axis_of(Line(whole, tuple(sizes), (dim,)), name)
+        None if size == 1 else _axis_of(MeshLine(whole, tuple(sizes), (dim,)), name)
         for dim, (size, name) in enumerate(zip(sizes, names, strict=True))
     )
 
@@ -143,7 +148,7 @@ def joined(axes: Sequence[Axis]) -> tuple[Axis, ...]:
             found += [first, *others]
         else:
             dims = [dim for axis in (first, *others) if axis.line for dim in axis.line.dims]
-            line = Line(first.line.whole, first.line.sizes, tuple(dims))
+            line = MeshLine(first.line.whole, first.line.sizes, tuple(dims))
             found.append(_axis_of(line, first.name))
     return tuple(found)
 
@@ -153,7 +158,7 @@ def peers(axis: Axis) -> Partition:
     return (tuple(range(axis.size)),) if axis.line is None else axis.line.partition
 
 
-def _axis_of(line: Line, name: Hashable) -> Axis:
+def _axis_of(line: MeshLine, name: Hashable) -> Axis:
     whole, partition = line.whole, line.partition
     assert whole.group is not None
     if partition == (tuple(range(whole.size)),):

@@ -15,7 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from torchpmap._layout.layout import Layout
-from torchpmap._plan.derivatives import Operation, Outputs, Primal, Tensors, is_inexact
+from torchpmap._plan.derivatives import Differentiable, Outputs, Primal, Tensors, is_inexact
 from torchpmap._plan.lower import Pair
 from torchpmap._plan.plan import Called
 from torchpmap._runtime.base import Handle
@@ -35,7 +35,7 @@ class _Call:
 
     def __init__(
         self,
-        operation: Operation,
+        operation: Differentiable,
         wanted: tuple[int, ...] = (),
         start: Callable[[Tensors], Outputs] | None = None,
     ) -> None:

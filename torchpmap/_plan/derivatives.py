@@ -1,10 +1,10 @@
 """``pmap`` as a primitive: a mapped program, its derivatives and its batched form.
 
-An ``Operation`` is a mapped program as a function of all its tensors, those it closes over
+An ``Differentiable`` is a mapped program as a function of all its tensors, those it closes over
 included.  Its derivatives and its batched form are operations again, lowered to plans of their
 own, so every order and nesting of transforms ends on the workers::
 
-    Operation --pulled(wanted, given)--> primals, cotangents -> cotangents of the primals
+    Differentiable --pulled(wanted, given)--> primals, cotangents -> cotangents of the primals
               --pushed(given)----------> primals, tangents   -> tangents of the outputs
               --batched(which, size)---> the same with one more dim, behind the others
 
@@ -43,7 +43,7 @@ Tensors = Sequence[torch.Tensor]
 Outputs = list[tuple[Layout, Handle]]
 
 
-class Operation:
+class Differentiable:
     """A body and the layouts of its inputs, lowered when it first runs."""
 
     def __init__(self, target: Target, body: Body, layouts: Sequence[Layout]) -> None:
@@ -51,7 +51,7 @@ class Operation:
         self.body = body
         self.layouts = tuple(layouts)
         self._plan: Plan | None = None
-        self._derived: dict[Any, Operation] = {}
+        self._derived: dict[Any, Differentiable] = {}
         self.keys: tuple[int, ...] = ()
         """Inputs that are the key of a call."""
         self.mirrored: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ class Operation:
     def differentiable_outputs(self) -> tuple[int, ...]:
         return tuple(k for k, layout in enumerate(self.outputs) if is_inexact(layout.dtype))
 
-    def pulled(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Operation:
+    def pulled(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Differentiable:
         """(inputs, cotangents of the outputs ``given``) -> cotangents of the inputs ``wanted``."""
         operation = self._derive(
             ("pulled", wanted, given),
@@ -97,7 +97,7 @@ class Operation:
         operation.batch_dims = lambda: tuple(own[k] for k in wanted)
         return operation
 
-    def pushed(self, given: tuple[int, ...]) -> Operation:
+    def pushed(self, given: tuple[int, ...]) -> Differentiable:
         """(inputs, tangents of the inputs ``given``) -> tangents of the inexact outputs."""
         operation = self._derive(
             ("pushed", given),
@@ -111,7 +111,7 @@ class Operation:
         )
         return operation
 
-    def batched(self, which: tuple[bool, ...], size: int) -> Operation:
+    def batched(self, which: tuple[bool, ...], size: int) -> Differentiable:
         """The operation for many values at once of the inputs ``which``, along a new last dim."""
         layouts = [
             self.target.grid.extended(layout, size) if batched else layout
@@ -147,9 +147,11 @@ class Operation:
                 self._pairs[wanted] = lower_pair(self.target, body, layouts, *numbers)
         return self._pairs[wanted]
 
-    def _derive(self, key: Any, body: Callable[[], Body], layouts: Sequence[Layout]) -> Operation:
+    def _derive(
+        self, key: Any, body: Callable[[], Body], layouts: Sequence[Layout]
+    ) -> Differentiable:
         if key not in self._derived:
-            self._derived[key] = Operation(self.target, body(), layouts)
+            self._derived[key] = Differentiable(self.target, body(), layouts)
             self._derived[key].keys = self.keys
         return self._derived[key]
 
@@ -279,7 +281,7 @@ def _summed(gradients: Tensors, cuts: Sequence[Cut], grid: Grid, axis: Axis) -> 
 # -- the user's program ----------------------------------------------------------------------------
 
 
-class Primal(Operation):
+class Primal(Differentiable):
     """A mapped program; its inputs are its arguments and then the tensors it closes over."""
 
     def __init__(

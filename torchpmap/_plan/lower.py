@@ -17,7 +17,7 @@ from torchpmap._base.ambient import Ambient, applied, for_graph, in_force
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import warn
 from torchpmap._base.pytree import flatten
-from torchpmap._layout.axis_stack import Axis, Partition
+from torchpmap._layout.axis_stack import Axis, Partition, group_name
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.plan import Captured, Drawn, Pinned, Plan
@@ -60,7 +60,7 @@ class Target:
 
     @property
     def group(self) -> str:
-        return f"ranks:{','.join(map(str, self.ranks))}"
+        return group_name(self.ranks)
 
     @property
     def team(self) -> Team:

@@ -16,6 +16,7 @@ import torch
 from torchpmap._base.ambient import ambient
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Structure
+from torchpmap._layout.axis_stack import group_name
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.plan import Called
@@ -40,7 +41,7 @@ class EagerPlan:
         self._grid = grid
         self._prefix = prefix
         self._ranks = grid.ranks
-        self._group = f"ranks:{','.join(map(str, self._ranks))}"
+        self._group = group_name(self._ranks)
 
     def holds(self) -> bool:
         return True  # the function is pickled anew for every call, with what it closes over

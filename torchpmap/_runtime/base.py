@@ -69,6 +69,10 @@ class Runtime(Protocol):
         """How long a call may take that does not say so itself."""
 
     @property
+    def forked(self) -> bool:
+        """Whether this is a copy, in a forked child of the process that owns the devices."""
+
+    @property
     def closed(self) -> bool:
         """Whether the runtime was shut down; its values are gone then."""
 

@@ -138,12 +138,7 @@ def _restart_or_raise(ended: Runtime) -> None:
     """A pool that could not be repaired is replaced, but not one of the parent process, nor what
     other processes take part in.
     """
-    if getattr(ended, "forked", False):
-        raise RuntimeClosed(
-            "this process was forked from the one that owns the torchpmap devices; use torchpmap "
-            "in the parent, or start this process with spawn or forkserver."
-        )
-    if _place is not None:
+    if ended.forked or _place is not None:
         ended.insist()
     _start(ended.devices)
 

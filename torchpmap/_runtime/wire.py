@@ -44,7 +44,7 @@ MAX_BODY = 1 << 44
 """More bytes than any value has."""
 
 CONTROL = struct.Struct("<qq")  # kind, value
-CUT, CANCEL, DUMP = 1, 2, 3
+ABORT, CANCEL, DUMP = 1, 2, 3
 """Leave collectives up to an epoch, end calls from a seq on, say what is being done."""
 
 EAGER_OUTPUTS = 1 << 20

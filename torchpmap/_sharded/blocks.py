@@ -8,7 +8,7 @@ from torchpmap._collectives import backend as raw
 from torchpmap._sharded.rules.signature import Combine
 
 
-def cut(whole: torch.Tensor, dim: int, size: int, index: torch.Tensor) -> torch.Tensor:
+def own_block(whole: torch.Tensor, dim: int, size: int, index: torch.Tensor) -> torch.Tensor:
     """This device's block of a value that it holds whole, contiguous as stored blocks are.
 
     Some kernels do not look at strides: that of ``native_layer_norm_backward`` reads ``mean`` and

@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchpmap._collectives.backend import summable
+from torchpmap._layout.axis_stack import group_name
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._layout.mesh import NamedSharding, PartitionSpec
 from torchpmap._runtime.groups.process_groups import RankPartition
@@ -31,8 +32,8 @@ from torchpmap._sharded.arguments import (
     slotted,
     written_slots,
 )
-from torchpmap._sharded.blocks import combined, cut, stored
-from torchpmap._sharded.rules.signature import Call, Operand, Placement, place
+from torchpmap._sharded.blocks import combined, own_block, stored
+from torchpmap._sharded.rules.signature import Call, Operand, Placement, placement_of
 from torchpmap._sharded.rules.table import rule_of
 from torchpmap._trace.compile import EAGER, Definition
 
@@ -148,7 +149,7 @@ def blueprint(
         raise Unsupported
     trial = _try(func, arguments, operands)
     call = _described(func, arguments, trial, layouts, len(ranks))
-    placement = place(call, rule_of(func), None if prefer is None else prefer.dim)
+    placement = placement_of(call, rule_of(func), None if prefer is None else prefer.dim)
     if placement is None:
         raise Unsupported
     return _Drawing(func, arguments, operands, layouts, trial, call, placement, prefer).finished()
@@ -287,7 +288,7 @@ class _Drawing:
         # whose devices and axis name the results have
         self.model = (cut_ones or ([prefer] if prefer is not None else present))[0]
         self.ranks = self.model.ranks
-        self.group = f"ranks:{','.join(map(str, self.ranks))}"
+        self.group = group_name(self.ranks)
         self.graph = torch.fx.Graph()
         self.index = self.graph.placeholder("index")
         self.outputs = self._output_layouts()
@@ -434,7 +435,7 @@ class _Drawing:
                 continue
             dim = self.placement.operands[k]
             if dim is not None and layout.is_replicated:
-                node = graph.call_function(cut, (node, dim, len(self.ranks), self.index))
+                node = graph.call_function(own_block, (node, dim, len(self.ranks), self.index))
             if k in self.trial.written:  # the stored value may be used again
                 node = graph.call_function(_aten.clone.default, (node,))
             if self._rounds_parts and isinstance(self.trial.values[k], torch.Tensor):

@@ -155,7 +155,7 @@ def compile_definition(definition: Definition, index: torch.Tensor) -> Runner:
     return functools.partial(compiled, *leading) if leading else compiled
 
 
-def settled(
+def run_first_time(
     definition: Definition, runner: Runner, blocks: Sequence[torch.Tensor], where: str
 ) -> tuple[Sequence[torch.Tensor], Runner]:
     """Run a plan for the first time: its results, and how to run it from then on.

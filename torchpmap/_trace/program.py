@@ -416,7 +416,7 @@ def run_eager_call(
         agree(("return",))
         axes = program.axes(process_axis)
         stored = [
-            None if block is None else _settled(block, cut, axes)
+            None if block is None else _of_first_device(block, cut, axes)
             for block, cut in zip(outcome.blocks, outcome.cuts, strict=True)
         ]
     report = EagerReport(
@@ -438,7 +438,7 @@ def run_eager_call(
     ]
 
 
-def _settled(block: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torch.Tensor:
+def _of_first_device(block: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torch.Tensor:
     """The block, where it is declared the same along an axis, of the first device."""
     same = [a for a, dim in zip(axes, cut, strict=True) if dim is None and a is not None]
     for axis in joined(same):

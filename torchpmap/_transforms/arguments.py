@@ -131,7 +131,7 @@ def _static(value: Any, which: str, options: Options) -> Static:
     return Static(value)
 
 
-def bind(
+def bind_arguments(
     fun: Callable[..., Any],
     options: Options,
     args: tuple[Any, ...],

@@ -16,7 +16,7 @@ import torch
 
 from torchpmap._layout.grid import Cut, shifted
 from torchpmap._sharded.transfer import host_tensor
-from torchpmap._transforms.arguments import Bound, Options, Static, bind, split_statics
+from torchpmap._transforms.arguments import Bound, Options, Static, bind_arguments, split_statics
 
 
 def bind_inner(fun: Callable[..., Any], options: Options, outer: Bound) -> Bound | None:
@@ -29,7 +29,7 @@ def bind_inner(fun: Callable[..., Any], options: Options, outer: Bound) -> Bound
     args, kwargs = outer.structure.unflatten(values)
     try:
         args, kwargs = split_statics(options, args, kwargs)
-        bound = bind(fun, options, args, kwargs, None)
+        bound = bind_arguments(fun, options, args, kwargs, None)
     except (TypeError, ValueError):
         return None
     if any(isinstance(x, Static) and isinstance(x.value, torch.Tensor) for x in bound.leaves):

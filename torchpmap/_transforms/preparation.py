@@ -34,7 +34,7 @@ from torchpmap._trace.environment import Environment
 from torchpmap._trace.kinds import insist
 from torchpmap._trace.program import Constant, Input, Program
 from torchpmap._trace.trace import Untraceable
-from torchpmap._transforms.arguments import Bound, Options, Static, bind
+from torchpmap._transforms.arguments import Bound, Options, Static, bind_arguments
 from torchpmap._transforms.inline import call_inline
 from torchpmap._transforms.nesting import bind_inner, counts_of_list, cuts_of, device_counts
 from torchpmap._transforms.retraces import Retraces
@@ -159,7 +159,7 @@ class Preparation:
             options = replace(options, axis_size=size // processes)
         chosen = options.devices
         num_devices = None if chosen is None else len(chosen if spans else _here(chosen))
-        return bind(self._fun, options, args, kwargs, num_devices)
+        return bind_arguments(self._fun, options, args, kwargs, num_devices)
 
     def _choose_devices(self, levels: Sequence[_Level], leaves: Sequence[Any]) -> Grid:
         """As many devices as can have equally many rows each; a given list is taken as it is.

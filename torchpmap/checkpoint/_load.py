@@ -21,7 +21,7 @@ from torchpmap._sharded.transfer import host_tensor
 from torchpmap.checkpoint._files import Folder
 from torchpmap.checkpoint._peers import peers, together
 from torchpmap.checkpoint._table import Table, describe
-from torchpmap.checkpoint._tree import Leaf, ShapeDtypeStruct, kind_of, leaves_of, rebuild
+from torchpmap.checkpoint._tree import Leaf, ShapeDtypeStruct, leaf_kind, leaves_of, rebuild
 from torchpmap.checkpoint._values import extents, whole
 from torchpmap.checkpoint._workers import Restore, run_on
 
@@ -122,7 +122,7 @@ def _layout_of(like: ShapeDtypeStruct, path: str) -> Layout:
 
 def _expected(leaf: Leaf) -> tuple[Sizes, torch.dtype] | None:
     """Shape and dtype of an array; None for a Python value."""
-    kind = kind_of(leaf)
+    kind = leaf_kind(leaf)
     if kind in ("tensor", "ndarray", "numpy scalar"):
         value = leaf.value if kind == "tensor" else host_tensor(leaf.value)
         return tuple(value.shape), value.dtype
@@ -186,7 +186,7 @@ def _on_devices(ranks: Sizes, wants: Sequence[_Wanted], table: Table) -> list[Ha
 def _on_host(value: Any, leaf: Leaf) -> Any:
     like = leaf.value
     if isinstance(like, np.ndarray | np.generic):
-        return _as_kind(value, kind_of(leaf))
+        return _as_kind(value, leaf_kind(leaf))
     if isinstance(like, torch.Tensor) and like.device.type != "meta":
         value = value.to(like.device)
     return _as_given(value, like)

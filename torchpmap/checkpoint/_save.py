@@ -25,7 +25,7 @@ from torchpmap.checkpoint._values import (
     described,
     planned,
 )
-from torchpmap.checkpoint._workers import Answer, Line, attempt
+from torchpmap.checkpoint._workers import Answer, WriterConnections, attempt
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def _copied(draft: _Draft, leaves: dict[str, Saved], mine: int) -> Callable[[], 
     growing = draft.folder.growing
     here = draft.plans.get(mine)
     elsewhere = {rank: plan for rank, plan in draft.plans.items() if rank != HOST}
-    line: Line | None = None
+    line: WriterConnections | None = None
     if mine == HOST and elsewhere:
-        line = Line(growing, len(elsewhere))
+        line = WriterConnections(growing, len(elsewhere))
         try:
             copy_on_workers(elsewhere, leaves, line)
             line.accept()

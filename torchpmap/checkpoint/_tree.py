@@ -151,7 +151,7 @@ def rebuild(skeleton: Any, values: Mapping[str, Any]) -> Any:
     return built
 
 
-def kind_of(leaf: Leaf) -> str:
+def leaf_kind(leaf: Leaf) -> str:
     """What a leaf is saved as.
 
     Raises:

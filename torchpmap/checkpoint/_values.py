@@ -27,8 +27,8 @@ from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import fetch_blocks, host_tensor
 from torchpmap.checkpoint._storage import write_item
 from torchpmap.checkpoint._table import Extent, describe
-from torchpmap.checkpoint._tree import VALUES, Leaf, kind_of
-from torchpmap.checkpoint._workers import Line, Snapshot, run_on
+from torchpmap.checkpoint._tree import VALUES, Leaf, leaf_kind
+from torchpmap.checkpoint._workers import Snapshot, WriterConnections, run_on
 
 HOST = -1
 """The controller of worker processes, as a writer; with several controllers, rank 0 is meant."""
@@ -83,7 +83,7 @@ class Saved:
 
 def described(leaf: Leaf) -> Saved:
     """What is to be saved of a leaf, without fetching anything from workers."""
-    kind, value = kind_of(leaf), leaf.value
+    kind, value = leaf_kind(leaf), leaf.value
     if isinstance(value, ShardedTensor):
         layout, handle = value._alive()
         if not _is_own_copy(layout):
@@ -172,7 +172,9 @@ def copy_here(plan: SavePlan, leaves: Mapping[str, Saved]) -> dict[MetadataIndex
     return copies
 
 
-def copy_on_workers(plans: Mapping[int, SavePlan], leaves: Mapping[str, Saved], line: Line) -> None:
+def copy_on_workers(
+    plans: Mapping[int, SavePlan], leaves: Mapping[str, Saved], connections: WriterConnections
+) -> None:
     """Have worker processes copy their blocks and begin to write them."""
     writers = {item.index: rank for rank, plan in plans.items() for item in plan.items}
     by_team: dict[Sizes, list[Saved]] = {}
@@ -185,10 +187,10 @@ def copy_on_workers(plans: Mapping[int, SavePlan], leaves: Mapping[str, Saved], 
             for position, saved in enumerate(part):
                 for item, _ in saved.items():
                     todo[ranks.index(writers[item.index])].append((position, item.index))
-            snapshot = Snapshot(line.address, tuple(map(tuple, todo)))
+            snapshot = Snapshot(connections.address, tuple(map(tuple, todo)))
             run_on(current_runtime().team(ranks), snapshot, [s.held[1] for s in part if s.held])
     ranks = tuple(sorted(plans))
-    last = Snapshot(line.address, ((),) * len(ranks), tuple((r, plans[r]) for r in ranks))
+    last = Snapshot(connections.address, ((),) * len(ranks), tuple((r, plans[r]) for r in ranks))
     run_on(current_runtime().team(ranks), last, [])
 
 

@@ -5,10 +5,10 @@ copies the blocks it has to write to the host and returns; a thread of it writes
 controller through a socket of their own how it went:
 
     controller                          worker k
-    Line.open, listens
+    WriterConnections, listens
     Snapshot, one per 256 MiB  ------>  copies its blocks
     the last of them           ------>  connects, starts the thread
-    Line.answers()             <------  (what it wrote, None), or (None, what went wrong)
+    their answers()            <------  (what it wrote, None), or (None, what went wrong)
 
 A worker that dies ends its connection, so nobody waits for it; one that is stopped is waited for
 until a deadline.  What goes over the connections is data, and the first of it is a secret of this
@@ -37,7 +37,7 @@ from torchpmap._base.data import packed, unpacked
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import CallTimeout, PmapError
 from torchpmap._base.pytree import flatten
-from torchpmap._layout.axis_stack import Axis
+from torchpmap._layout.axis_stack import Axis, group_name
 from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.torchrun.store import limit_waits
 from torchpmap._trace.program import EagerCall, Outcome
@@ -152,7 +152,7 @@ class Restore:
 
 def run_on(team: Team, program: Snapshot | Restore, handles: Sequence[Handle]) -> list[Handle]:
     """Run on every device of a team and wait; the values that came out."""
-    group = f"ranks:{','.join(map(str, team.ranks))}"
+    group = group_name(team.ranks)
     team.runtime.make_groups({group: (team.ranks,)})
     call = EagerCall(
         "torchpmap.checkpoint",
@@ -165,7 +165,7 @@ def run_on(team: Team, program: Snapshot | Restore, handles: Sequence[Handle]) -
     return team.runtime.run_eagerly(team, call, handles)[1]
 
 
-class Line:
+class WriterConnections:
     """The controller's end of the connections for one save."""
 
     def __init__(self, folder: Path, num_writers: int) -> None:

@@ -27,8 +27,7 @@ from torchpmap._layout.axis_stack import Axis, bind
 from torchpmap._runtime import inline_mode
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.environment import parameters
-from torchpmap._transforms.arguments import Bound, Options, Static, split_statics
-from torchpmap._transforms.arguments import bind as bind_arguments
+from torchpmap._transforms.arguments import Bound, Options, Static, bind_arguments, split_statics
 from torchpmap._transforms.inline import KeepCaptured, is_limit_of_lanes
 from torchpmap._transforms.pmap import Pmapped
 from torchpmap._transforms.rows import run_rows

@@ -1,5 +1,5 @@
-"""Process groups of one worker, by name: made, cut from another thread, dropped, made again in the
-next epoch.
+"""Process groups of one worker, by name: made, aborted from another thread, dropped, made again in
+the next epoch.
 
 Groups are plain ``c10d`` groups registered under a *name* that is equal on all ranks, so that
 compiled graphs (which hold only the name) survive a rebuilt group.  They are made directly instead
@@ -49,9 +49,7 @@ _CONNECT_TIMEOUT = datetime.timedelta(seconds=10)
 
 
 class Groups:
-    """Named process groups of this process (one writer: the main thread; ``cut`` may come from any
-    thread).
-    """
+    """Named process groups of this process. The main thread writes; any thread may ``abort``."""
 
     def __init__(
         self,
@@ -69,7 +67,9 @@ class Groups:
         self._address = address
         self._shares_memory = config.shared_memory
         self._timeout = datetime.timedelta(seconds=config.patience)
-        self._lock = threading.Lock()  # guards _sockets, _meetings, epoch, _cut_epoch and _cut
+        self._lock = (
+            threading.Lock()
+        )  # guards _sockets, _meetings, epoch, _aborted_epoch and _aborted
         self._sockets: list[socket.socket] = []
         self._meetings: list[Meeting] = []
         self.occasion = Occasion()
@@ -78,8 +78,8 @@ class Groups:
         """
         self.calls: dict[int, str] = {}
         """The names of such calls (written by the runtime)."""
-        self._cut_epoch = 0  # the latest; the order to cut an epoch may come before its start
-        self._cut = threading.Event()
+        self._aborted_epoch = 0  # the latest; the order to abort an epoch may come before its start
+        self._aborted = threading.Event()
         self._groups: dict[str, dist.ProcessGroup | None] = {}
         self.epoch = 0
         self._is_forsaken = False
@@ -118,7 +118,7 @@ class Groups:
             return None
         with self._lock:
             self._meetings.append(meeting)
-            if self._cut.is_set():  # meanwhile
+            if self._aborted.is_set():  # meanwhile
                 meeting.abort()
         return SharedMemoryGroup(meeting, self.calls)
 
@@ -131,13 +131,13 @@ class Groups:
         with self._lock:
             new = [fd for link, fd in _open_sockets().items() if link not in before]
             self._sockets.extend(_connected(new))
-            if self._cut.is_set():  # meanwhile
+            if self._aborted.is_set():  # meanwhile
                 self._shut_down()
         return group
 
     def _wait(self, store: dist.Store, keys: Sequence[str], members: RankTuple) -> None:
-        """Wait for keys that the members set, until ``cut``."""
-        self._refuse_if_cut()
+        """Wait for keys that the members set, until ``abort``."""
+        self._refuse_if_aborted()
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause = 0.0002
         while not store.check(list(keys)):
@@ -146,18 +146,18 @@ class Groups:
                     f"process group of the ranks {list(members)}: not all came within "
                     f"{self._timeout}"
                 )
-            self._cut.wait(pause)
+            self._aborted.wait(pause)
             pause = min(2 * pause, 0.01)
-            self._refuse_if_cut()
+            self._refuse_if_aborted()
 
-    def _refuse_if_cut(self) -> None:
-        if self._cut.is_set():
+    def _refuse_if_aborted(self) -> None:
+        if self._aborted.is_set():
             raise GroupLost(
                 f"the process groups of epoch {self.epoch} are gone: another device failed"
             )
 
     def _connect(self, store: dist.Store, members: RankTuple) -> dist.ProcessGroup:
-        """Make the group, until ``cut``: Gloo cannot be stopped in connecting, but left behind."""
+        """Make the group, until ``abort``: Gloo cannot be stopped while it connects, but left."""
         result: list[dist.ProcessGroup | Exception] = []
 
         def make() -> None:
@@ -170,7 +170,7 @@ class Groups:
         thread.start()
         while thread.is_alive():
             thread.join(0.01)
-            self._refuse_if_cut()
+            self._refuse_if_aborted()
         (group,) = result
         if isinstance(group, Exception):
             raise GroupLost(f"process group of the ranks {list(members)}: {group}") from group
@@ -205,15 +205,15 @@ class Groups:
         options._timeout = min(self._timeout, _CONNECT_TIMEOUT)
         return options
 
-    def cut(self, epoch: int) -> None:
-        """Free this rank from any collective up to ``epoch``; a late cut of an older epoch does
+    def abort(self, epoch: int) -> None:
+        """Free this rank from any collective up to ``epoch``; a late order for an older epoch does
         nothing.
         """
         with self._lock:
-            self._cut_epoch = max(self._cut_epoch, epoch)
+            self._aborted_epoch = max(self._aborted_epoch, epoch)
             if epoch < self.epoch:
                 return
-            self._cut.set()
+            self._aborted.set()
             self._shut_down()
 
     def _shut_down(self) -> None:
@@ -228,7 +228,7 @@ class Groups:
         at their timeout.
         """
         with self._lock:
-            self._cut.set()
+            self._aborted.set()
             self._shut_down()
             for connection in self._sockets:
                 connection.close()
@@ -268,8 +268,8 @@ class Groups:
         self.drop()
         with self._lock:
             self.epoch, self._store = epoch, store
-            if epoch > self._cut_epoch:
-                self._cut.clear()
+            if epoch > self._aborted_epoch:
+                self._aborted.clear()
 
 
 def _open_sockets() -> dict[str, int]:

@@ -38,10 +38,10 @@ from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.outbox import Outbox, wait_for_room
 from torchpmap._runtime.local.reentry import REPAIRER, held_here, refuse, refuse_to_wait
 from torchpmap._runtime.local.supervise import (
+    Abort,
     Action,
     Cancel,
     Close,
-    Cut,
     Drain,
     Event,
     Exited,
@@ -294,8 +294,8 @@ class Pool:
                     for rank in ranks:
                         self.workers[rank].kill()
                 case _:
-                    if isinstance(action, Cut):
-                        self._crew.control(action.ranks, wire.CUT, action.epoch)
+                    if isinstance(action, Abort):
+                        self._crew.control(action.ranks, wire.ABORT, action.epoch)
                     self._actions.put(action)
         if was_healthy and self.broken:
             self._wake_all()
@@ -422,8 +422,8 @@ class Pool:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Cut(epoch=epoch, ranks=ranks):  # again: one that starts only now has missed it
-                self._crew.control(ranks, wire.CUT, epoch)
+            case Abort(epoch=epoch, ranks=ranks):  # again: one that starts only now has missed it
+                self._crew.control(ranks, wire.ABORT, epoch)
             case Drain(ranks=ranks):
                 with self.send_lock:
                     self.tell(ranks, wire.DRAIN, b"")

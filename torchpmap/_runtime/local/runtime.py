@@ -68,7 +68,6 @@ class LocalRuntime:
         self.device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
         self.timeout = config.timeout
         self.forked = False
-        """Whether this object is a copy in a forked child of the process that owns the workers."""
         # guarded by the pool's send lock:
         self._next_handle = 1
         self._teams: dict[tuple[int, ...], Team] = {}

@@ -118,7 +118,7 @@ Event = Failed | Exited | Drained | Ready | Lingering | Overdue | GivenUp | Stub
 
 
 @dataclass(frozen=True)
-class Cut:
+class Abort:
     """Break the connections of the groups of ``epoch`` on ``ranks``, so that nobody waits for a
     rank that will not come.
     """
@@ -167,7 +167,7 @@ class Close:
     verdict: Verdict
 
 
-Action = Cut | Cancel | Drain | Kill | Respawn | Regroup | Report | Close
+Action = Abort | Cancel | Drain | Kill | Respawn | Regroup | Report | Close
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class Supervisor:
         self._deaths.append(event)
         if self.phase is Phase.DRAINING:
             # those still draining may wait for the one that just went
-            return [Cut(self.epoch, self._alive()), *self._rebuild_when_settled()]
+            return [Abort(self.epoch, self._alive()), *self._rebuild_when_settled()]
         return self._drain()
 
     def _cancel(self) -> list[Action]:
@@ -285,7 +285,7 @@ class Supervisor:
         self.phase = Phase.DRAINING
         self._settled.clear()
         alive = self._alive()
-        return [Cut(self.epoch, alive), Drain(alive), *self._rebuild_when_settled()]
+        return [Abort(self.epoch, alive), Drain(alive), *self._rebuild_when_settled()]
 
     def _rebuild_when_settled(self) -> list[Action]:
         if not self._settled.issuperset(self._alive()):

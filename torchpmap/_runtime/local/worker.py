@@ -3,7 +3,7 @@
 Two threads::
 
     main     command socket --> frames in order: define, call, put, fetch, ... --> answers, there
-    control  control socket --> cut: free the main thread from a collective
+    control  control socket --> abort: free the main thread from a collective
                                 cancel: end its call
                                 dump: say what it does
                                 end of file: leave at once
@@ -54,7 +54,7 @@ from torchpmap._runtime import wire
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
 from torchpmap._runtime.local.progress import WorkerProgress
 from torchpmap._runtime.wire import FrameReader, InheritedFd, Origin, Stream, frame
-from torchpmap._trace.compile import Definition, Runner, compile_definition, settled
+from torchpmap._trace.compile import Definition, Runner, compile_definition, run_first_time
 from torchpmap._trace.effects import mark_lines
 from torchpmap._trace.program import EagerCall, Program, run_eager_call
 
@@ -271,7 +271,7 @@ class _Worker:
         running = f"running {definition.name}"
 
         def run_first(*blocks: torch.Tensor) -> Sequence[torch.Tensor]:
-            results, later = settled(definition, runner, blocks, self.where)
+            results, later = run_first_time(definition, runner, blocks, self.where)
             self.plans[definition.plan_id] = (running, later)
             return results
 
@@ -435,8 +435,8 @@ def _listen(control: socket.socket, worker: _Worker) -> NoReturn:
         if got < len(message):
             os._exit(0)
         kind, value = wire.CONTROL.unpack(message)
-        if kind == wire.CUT:
-            worker.groups.cut(value)
+        if kind == wire.ABORT:
+            worker.groups.abort(value)
         elif kind == wire.CANCEL:
             worker.cancel(value)
         elif kind == wire.DUMP:

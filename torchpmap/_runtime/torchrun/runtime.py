@@ -42,13 +42,14 @@ from torchpmap._base.errors import (
     WorkerError,
     kind_of,
 )
+from torchpmap._layout.axis_stack import group_name
 from torchpmap._runtime import wire
 from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
 from torchpmap._runtime.torchrun.launcher import Place
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous
 from torchpmap._runtime.torchrun.watch import Watch
-from torchpmap._trace.compile import Definition, Runner, compile_definition, settled
+from torchpmap._trace.compile import Definition, Runner, compile_definition, run_first_time
 from torchpmap._trace.pickling import number_of
 from torchpmap._trace.program import EagerCall, EagerReport, Program, run_eager_call
 
@@ -96,6 +97,7 @@ class TorchrunRuntime:
     """One process of several (see ``Runtime`` for the interface)."""
 
     runs_here = True
+    forked = False
     scarred = False
     """Values are lost only with the whole job."""
 
@@ -140,7 +142,7 @@ class TorchrunRuntime:
     def group_of_all(self) -> str:
         """Name of a process group of all processes, which carries CPU tensors."""
         ranks = tuple(range(len(self.devices)))
-        name = f"ranks:{','.join(map(str, ranks))}"  # that of a call on all devices
+        name = group_name(ranks)  # that of a call on all devices
         self.make_groups({name: (ranks,)})
         return name
 
@@ -223,7 +225,7 @@ class TorchrunRuntime:
     def _first_run(self, definition: Definition, runner: Runner) -> Runner:
         def run(*blocks: torch.Tensor) -> Sequence[torch.Tensor]:
             where = f"on device {self.devices[self.rank]}"
-            results, later = settled(definition, runner, blocks, where)
+            results, later = run_first_time(definition, runner, blocks, where)
             plan = self._plans[definition.plan_id]
             self._plans[definition.plan_id] = plan._replace(runner=later)
             return results

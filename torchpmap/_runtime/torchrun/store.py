@@ -46,9 +46,9 @@ class JobStore:
         for connection in self._line.sockets:
             limit_waits(connection, seconds)
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """End all waiting for answers, from any thread; there will be no others."""
-        self._line.is_cut = True
+        self._line.is_aborted = True
         for connection in self._line.sockets:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -73,14 +73,14 @@ class JobStore:
     def _asked(self, ask: Callable[..., T], *question: Any) -> T:
         line = self._line
         if not line.in_use.acquire(timeout=line.limit_s):
-            self.cut()  # another thread has waited for an answer all the while
+            self.abort()  # another thread has waited for an answer all the while
             raise dist.DistNetworkError(f"it did not answer within {line.limit_s:g} s")
         try:
-            if line.is_cut:  # torch would print a warning with a stack of C++ for each call
+            if line.is_aborted:  # torch would print a warning with a stack of C++ for each call
                 raise dist.DistNetworkError("the connection to it broke off before")
             return ask(*question)
         except dist.DistNetworkError:
-            self.cut()
+            self.abort()
             raise
         finally:
             line.in_use.release()
@@ -92,7 +92,7 @@ class _Line:
     def __init__(self, store: dist.Store) -> None:
         self.sockets = _connections(store)
         self.limit_s = 0.0
-        self.is_cut = False
+        self.is_aborted = False
         self.in_use = threading.Lock()
 
     def __del__(self) -> None:

@@ -74,7 +74,7 @@ class Watch:
         self._stopped.set()
         self._thread.join(_STOPPING_S)
         if self._thread.is_alive():  # the store does not answer it
-            self._rendezvous.store.cut()
+            self._rendezvous.store.abort()
             self._thread.join(_STOPPING_S)
 
     def _run(self) -> None:
@@ -97,7 +97,7 @@ class Watch:
     def _conclude(self, verdict: PmapError) -> None:
         self._verdict = verdict
         self._rendezvous.report_cause(verdict)
-        self._groups.cut(self._groups.epoch)
+        self._groups.abort(self._groups.epoch)
 
     def _expire(self, running: tuple[tuple[int, ...], str]) -> None:
         waits = self._groups.waits()

@@ -84,7 +84,7 @@ class Placement:
     as_view: bool = False
 
 
-def place(call: Call, rule: Rule | None, prefer: int | None = None) -> Placement | None:
+def placement_of(call: Call, rule: Rule | None, prefer: int | None = None) -> Placement | None:
     """Where the operands and results of a call live; None if it cannot run block by block.
 
     ``prefer`` is the dim of the result to cut when no operand is cut.
