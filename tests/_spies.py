@@ -8,7 +8,7 @@ import pytest
 
 from torchpmap._runtime import current
 
-_METHODS = ("put", "define", "execute", "run_eagerly", "fetch", "block")
+_METHODS = ("put", "define", "execute", "run_task", "fetch", "block")
 
 
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:

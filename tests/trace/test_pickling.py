@@ -16,10 +16,16 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from torchpmap._trace.pickling import pickled, pickled_function
+from torchpmap._trace.pickling import pickled
+from torchpmap._trace.pickling import pickled_function as pickled_by
 from torchpmap._trace.trace import TracedInput, trace
 
 ops = torch.ops
+
+
+def pickled_function(function, what, **options):
+    """With the tensors that it closes over."""
+    return pickled_by(lambda *both: both, function, what, **options)
 
 
 def there_and_back(value):

@@ -31,7 +31,7 @@ from torchpmap._layout.grid import Cut, Grid
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.lower import Body, Pair, Target, lower, lower_pair
 from torchpmap._plan.plan import Drawn, Pinned, Plan
-from torchpmap._plan.uncompiled import EagerPlan
+from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.device_put import handle_of, handles_of
 from torchpmap._trace.capture import Substitute
@@ -289,7 +289,7 @@ class Primal(Differentiable):
         target: Target,
         program: Program,
         layouts: Sequence[Layout],
-        plan: Plan | EagerPlan,
+        plan: Plan | UncompiledPlan,
         environment: Environment,
         outside: Collection[int] = (),
     ) -> None:
@@ -297,8 +297,10 @@ class Primal(Differentiable):
         self._program = program
         self._environment = environment
         self._num_arguments = len(layouts)
-        self.eager = plan if isinstance(plan, EagerPlan) else None
-        if isinstance(plan, EagerPlan):  # derivatives need a graph, also of what runs without one
+        self.eager = plan if isinstance(plan, UncompiledPlan) else None
+        if isinstance(
+            plan, UncompiledPlan
+        ):  # derivatives need a graph, also of what runs without one
             target = replace(target, backend=EAGER)
             plan = lower(target, program.run, layouts, outside)
         self.captured, self._pinned = plan.captured, plan.pinned

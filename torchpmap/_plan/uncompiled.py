@@ -1,7 +1,7 @@
 """``compile=False``: the Python function itself runs on every worker, and the call waits for it.
 
 Nothing guarantees here that all devices run the same collectives, and Gloo answers a mismatch with
-wrong numbers.  So the ranks compare every collective before it runs (see ``_trace/program``), and
+wrong numbers.  So the ranks compare every collective before it runs (see ``_trace/agreement``), and
 what they returned is compared before it is given out.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,14 +20,16 @@ from torchpmap._layout.axis_stack import group_name
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.plan import Called
+from torchpmap._plan.uncompiled_work import Given, UncompiledReport, UncompiledWork
 from torchpmap._runtime.current import runtime as current_runtime
+from torchpmap._runtime.task import Task
 from torchpmap._sharded.device_put import handles_of
 from torchpmap._trace.pickling import number_of, pickled_function
-from torchpmap._trace.program import EagerCall, EagerReport, Program, no_stream, not_replicated
+from torchpmap._trace.program import Program, no_stream, not_replicated
 from torchpmap.random._streams import draw_key, peek_key
 
 
-class EagerPlan:
+class UncompiledPlan:
     """How to run one program uncompiled; prepared like a ``Plan``, but its outputs are known only
     afterwards.
     """
@@ -55,9 +57,10 @@ class EagerPlan:
         runtime = current_runtime()
         team = runtime.team(tuple(device.id for device in self._grid.devices))
         key = peek_key()
-        call = self._message(key, here=runtime.runs_here)
+        task = self._task(key, here=runtime.runs_here)
         held = handles_of(leaves, layouts)
-        reports, outputs = runtime.run_eagerly(team, call, held)
+        told, outputs = runtime.run_task(team, task, held)
+        reports = cast(list[UncompiledReport], told)
         self._check(reports)
         report = reports[0]
         structure = report.structure
@@ -78,22 +81,22 @@ class EagerPlan:
 
         return Called(list(zip(layouts, outputs, strict=True)), tree, report.requires_grad, key)
 
-    def _message(self, key: torch.Tensor, *, here: bool) -> EagerCall:
+    def _task(self, key: torch.Tensor, *, here: bool) -> Task:
         """What the workers are told, with the function pickled."""
-        function = pickled_function(self._program, f"{self._program.name}()", here=here)
-        return EagerCall(
-            self._program.name,
-            number_of(function),
-            function,
+        name = self._program.name
+        body = pickled_function(UncompiledWork, self._program, f"{name}()", here=here)
+        return Task(
+            name,
+            number_of(body),
+            body,
             self._ranks,
             self._group,
+            Given(name, tuple(key.tolist()), ambient()),
             _sources_of_no_file(),
-            tuple(key.tolist()),
-            ambient(),
             self._timeout,
         )
 
-    def _check(self, reports: Sequence[EagerReport]) -> None:
+    def _check(self, reports: Sequence[UncompiledReport]) -> None:
         """Raise unless all devices did the same."""
         first = reports[0]
         devices = self._grid.axis_devices
@@ -126,7 +129,7 @@ def _sources_of_no_file() -> tuple[tuple[str, Any], ...]:
     return tuple(item for item in entries if len(item[1]) == 4 and not item[1][1])
 
 
-def _summary(report: EagerReport) -> str:
+def _summary(report: UncompiledReport) -> str:
     kinds = [
         None if shape is None or dtype is None else kind_of(shape, dtype)
         for shape, dtype in zip(report.shapes, report.dtypes, strict=True)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from torchpmap._base.devices import Device
     from torchpmap._runtime.groups.process_groups import RankPartition
+    from torchpmap._runtime.task import Report, Task
     from torchpmap._trace.compile import Definition
-    from torchpmap._trace.program import EagerCall, EagerReport
 
 
 class Team:
@@ -103,10 +103,10 @@ class Runtime(Protocol):
         be lost.
         """
 
-    def run_eagerly(
-        self, team: Team, call: EagerCall, held: Sequence[Any]
-    ) -> tuple[list[EagerReport], list[Handle]]:
-        """Run a Python function on every rank and wait; one report per rank, and the outputs."""
+    def run_task(
+        self, team: Team, task: Task, held: Sequence[Any]
+    ) -> tuple[list[Report | None], list[Handle]]:
+        """Run Python code on every rank and wait; one report per rank, and the outputs."""
 
     def fetch(self, handle: Any, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
         """Copy blocks here: (place in the team, dim or -1, position, CPU tensor to fill) per

@@ -2,7 +2,7 @@
 
 One stream socket per worker carries both directions::
 
-    controller --- DEFINE CALL PUT FREE EAGER GROUP FORGET FETCH SYNC RING ... ---> worker
+    controller --- DEFINE CALL PUT FREE TASK GROUP FORGET FETCH SYNC RING ... ---> worker
     controller <-- READY DONE DATA REPLY FAILED DRAINED ------------------------------- worker
 
 A frame is a fixed header (``length`` of the body in bytes, ``kind``, ``seq``: the number of the
@@ -35,7 +35,7 @@ PLAIN_LINE = "\x1e"
 HEADER = struct.Struct("<QQq")  # body bytes, kind, seq
 
 # controller -> worker
-DEFINE, CALL, PUT, FREE, EAGER, GROUP, FORGET = range(1, 8)
+DEFINE, CALL, PUT, FREE, TASK, GROUP, FORGET = range(1, 8)
 FETCH, SYNC, RING, DRAIN, REGROUP = range(11, 16)
 # worker -> controller
 READY, DONE, DATA, REPLY, FAILED, DRAINED = range(101, 107)
@@ -47,10 +47,10 @@ CONTROL = struct.Struct("<qq")  # kind, value
 ABORT, CANCEL, DUMP = 1, 2, 3
 """Leave collectives up to an epoch, end calls from a seq on, say what is being done."""
 
-EAGER_OUTPUTS = 1 << 20
+TASK_OUTPUTS = 1 << 20
 """Handles reserved for the outputs of a call whose outputs are not known yet."""
 
-MAX_FUNCTIONS = 16
+MAX_BODIES = 16
 """Functions of uncompiled calls that a worker keeps; another one is sent again."""
 
 T = TypeVar("T")
@@ -202,7 +202,7 @@ def keep_latest(kept: dict[int, T], key: int, value: T) -> None:
     same order.
     """
     kept.setdefault(key, value)
-    if len(kept) > MAX_FUNCTIONS:
+    if len(kept) > MAX_BODIES:
         del kept[next(iter(kept))]
 
 

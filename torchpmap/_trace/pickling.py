@@ -127,9 +127,12 @@ def pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def pickled_function(function: Any, what: str, *, here: bool = False) -> bytes:
-    """Bytes of (a user's function, the tensors it closes over); ``TypeError`` naming ``what`` if it
-    cannot be pickled.  ``here``: for this process, which knows the user's operations.
+def pickled_function(
+    make: Callable[[Any, list[torch.Tensor]], Any], function: Any, what: str, *, here: bool = False
+) -> bytes:
+    """Bytes of what ``make`` makes of a user's function and the tensors that it closes over;
+    ``TypeError`` naming ``what`` if it cannot be pickled.  ``here``: for this process, which knows
+    the user's operations.
     """
     operations: list[Any] = []
     with_grads = False
@@ -138,7 +141,7 @@ def pickled_function(function: Any, what: str, *, here: bool = False) -> bytes:
             buffer = io.BytesIO()
             tensors: list[torch.Tensor] = []  # filled while the function is written, itself after
             pickler = _Pickler(buffer, tensors, here, with_grads)
-            pickler.dump(_Supplied(operations, (function, tensors)))
+            pickler.dump(_Supplied(operations, make(function, tensors)))
             found = mentioned(pickler.names) if pickler.mentions_ops and not here else []
             lacks_grads = not with_grads and pickler.reads_grads(tensors)
             if len(found) == len(operations) and not lacks_grads:

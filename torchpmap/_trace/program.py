@@ -8,13 +8,12 @@ A function that is mapped itself may share the devices with its caller, each axi
 mesh: its program is then the ``inner`` one, and both take part of their rows each.
 
 The same ``Program`` is traced in the controller (``_trace/trace``) and, with ``compile=False``, run
-as it is on every worker (``run_eager_call``), so all modes follow the same rules and raise the same
+as it is on every worker, so all modes follow the same rules and raise the same
 errors.
 """
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -23,23 +22,15 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from torchpmap._base.ambient import Ambient, applied
 from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_axis
-from torchpmap._base.contents import Contents
-from torchpmap._base.errors import lost_write
 from torchpmap._base.pytree import Structure, flatten
 from torchpmap._collectives import axis_index, pbroadcast, pmax
 from torchpmap._layout.axis_stack import (
     Axis,
-    Partition,
     bind,
-    joined,
     mesh_axes,
-    recording,
-    subgroup_name,
 )
 from torchpmap._layout.grid import Cut, shifted
-from torchpmap._trace.agreement import Agreement
 from torchpmap._trace.effects import difference
 from torchpmap._trace.escaped import note, watched
 from torchpmap._trace.kinds import as_result
@@ -327,126 +318,3 @@ def not_replicated(prefix: str, path: str, difference: float) -> str:
         f"difference {difference:g}). Reduce it over the axis (for example with pmean), or give it "
         "an out axis."
     )
-
-
-# -- compile=False ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class EagerCall:
-    """One call of a Python function on the workers."""
-
-    name: str
-    function_id: int
-    function: bytes | None
-    """The pickled ``Program`` and list of the tensors it closes over; None for a worker that has
-    them.
-    """
-    ranks: tuple[int, ...]
-    group: str
-    sources: tuple[tuple[str, Any], ...]
-    """Source lines that are in no file (notebook cells), for tracebacks; travels with the function.
-    """
-    key: tuple[int, ...] = (0, 0)
-    """For random numbers."""
-    ambient: Ambient = ()
-    """The settings of torch around the call."""
-    timeout: float | None = None
-    inputs: tuple[int, ...] = ()
-    first_output: int = 0
-
-    def placed(
-        self, inputs: tuple[int, ...], first_output: int, *, without_function: bool
-    ) -> EagerCall:
-        """The call as a worker is told: where its inputs are, and where its outputs go."""
-        placed = replace(self, inputs=inputs, first_output=first_output)
-        return replace(placed, function=None, sources=()) if without_function else placed
-
-
-@dataclass(frozen=True)
-class EagerReport:
-    """What the controller learns of a rank's outputs."""
-
-    structure: Structure | str  # a text, of another process where it is not the same
-    shapes: tuple[tuple[int, ...] | None, ...]
-    """Per leaf of the structure; None for a None leaf."""
-    dtypes: tuple[torch.dtype | None, ...]
-    cuts: tuple[Cut, ...]
-    differences: tuple[tuple[str, float], ...]
-    """Leaf path and how far the value differs between devices (``check_replicated``)."""
-    requires_grad: bool
-    used_key: bool
-    used_generator: bool
-    """Whether random numbers were drawn otherwise."""
-    written: str | None
-    """What the function wrote in place and did not get as an argument."""
-
-
-def run_eager_call(
-    call: EagerCall,
-    program: Program,
-    captured: Sequence[torch.Tensor],
-    blocks: Sequence[torch.Tensor],
-    index: torch.Tensor,
-    ensure_group: Callable[[str, tuple[tuple[int, ...], ...]], None],
-) -> tuple[EagerReport, list[torch.Tensor]]:
-    """Run a program op by op on this device; (report, blocks to store)."""
-
-    agree = Agreement(call.name, call.ranks, call.group).check
-
-    def subgroup(partition: Partition) -> str:
-        name = subgroup_name(call.group, partition)
-        agree(("groups", name))  # making them waits for all
-        ensure_group(name, tuple(tuple(call.ranks[k] for k in part) for part in partition))
-        return name
-
-    linecache.cache.update(call.sources)
-    process_axis = Axis(program.axis_name, len(call.ranks), index, call.group, subgroup)
-    # the function may write to its arguments; the stored values stay
-    own = [block.clone() for block in blocks]
-    generator = torch.default_generator.get_state()
-    before = [Contents(tensor) for tensor in captured]
-    with (
-        applied(call.ambient),
-        recording(agree),
-        torch.enable_grad(),
-        torch.autograd.set_multithreading_enabled(False),  # axes are bound per thread
-    ):
-        outcome = program.run(own, process_axis, torch.tensor(call.key, device=index.device))
-        agree(("return",))
-        axes = program.axes(process_axis)
-        stored = [
-            None if block is None else _of_first_device(block, cut, axes)
-            for block, cut in zip(outcome.blocks, outcome.cuts, strict=True)
-        ]
-    report = EagerReport(
-        outcome.structure,
-        tuple(None if block is None else tuple(block.shape) for block in stored),
-        tuple(None if block is None else block.dtype for block in stored),
-        outcome.cuts,
-        tuple(
-            (path, float(check))
-            for path, check in zip(outcome.checked, outcome.checks, strict=True)
-        ),
-        outcome.requires_grad,
-        outcome.draws > 0,
-        not torch.equal(generator, torch.default_generator.get_state()),
-        _written(captured, before),
-    )
-    return report, [
-        block.detach().to(index.device).contiguous() for block in stored if block is not None
-    ]
-
-
-def _of_first_device(block: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torch.Tensor:
-    """The block, where it is declared the same along an axis, of the first device."""
-    same = [a for a, dim in zip(axes, cut, strict=True) if dim is None and a is not None]
-    for axis in joined(same):
-        with bind(axis):
-            block = pbroadcast(block.detach(), axis.name, 0)
-    return block
-
-
-def _written(captured: Sequence[torch.Tensor], before: Sequence[Contents]) -> str | None:
-    pairs = zip(captured, before, strict=True)
-    return next((lost_write(tensor) for tensor, held in pairs if not held.same()), None)

@@ -30,7 +30,7 @@ from torchpmap._plan.autograd import (
 )
 from torchpmap._plan.plan import Called
 from torchpmap._plan.stages import Lowered
-from torchpmap._plan.uncompiled import EagerPlan
+from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import Handle, Runtime
 from torchpmap._runtime.current import runtime as current_runtime
@@ -198,7 +198,7 @@ class Pmapped:
         if runtime is not self._runtime:
             self._forget(runtime)
         prepared = self._preparation.prepare(args, kwargs, has_numbers=False)
-        if isinstance(prepared.plan, EagerPlan):
+        if isinstance(prepared.plan, UncompiledPlan):
             raise TraceError(f"{options.prefix}: it runs as Python code: there is no graph to show")
         structure = flatten_call(args, kwargs)[1]
         return Lowered(
@@ -257,7 +257,7 @@ class Pmapped:
         away what they need, and is left for calls that nobody differentiates.
         """
         plan = prepared.plan
-        if isinstance(plan, EagerPlan) and done is None and not is_transformed():
+        if isinstance(plan, UncompiledPlan) and done is None and not is_transformed():
             done = _called(prepared, leaves)
         try:
             operation = self._preparation.operation(prepared)
@@ -278,7 +278,7 @@ class Pmapped:
 
 def _called(prepared: Prepared, leaves: Sequence[Any]) -> Called:
     plan, layouts = prepared.plan, prepared.layouts
-    if isinstance(plan, EagerPlan):
+    if isinstance(plan, UncompiledPlan):
         return plan.call(leaves, layouts)
     return plan.call(handles_of(leaves, layouts))
 

@@ -24,7 +24,7 @@ from torchpmap._plan.autograd import is_transformed
 from torchpmap._plan.derivatives import Primal
 from torchpmap._plan.lower import Target, lower
 from torchpmap._plan.plan import Plan
-from torchpmap._plan.uncompiled import EagerPlan
+from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._runtime.current import check_devices, process_count, process_index, runtime
 from torchpmap._runtime.current import devices as all_devices
 from torchpmap._sharded.tensor import ShardedTensor, check_open, spans_processes
@@ -47,7 +47,7 @@ _DATA = (torch.Tensor, np.ndarray)
 class Prepared:
     """One key's answer: what to run and where each leaf of the call goes."""
 
-    plan: Plan | EagerPlan
+    plan: Plan | UncompiledPlan
     positions: tuple[int, ...]
     """Leaves that travel as blocks."""
     layouts: tuple[Layout, ...]
@@ -73,8 +73,8 @@ class Preparation:
         self._fun = fun
         self._options = options
         self._inner = inner
-        self._plans: dict[Hashable, Plan | EagerPlan] = {}
-        self._operations: dict[Plan | EagerPlan, Primal] = {}
+        self._plans: dict[Hashable, Plan | UncompiledPlan] = {}
+        self._operations: dict[Plan | UncompiledPlan, Primal] = {}
         self._warned: set[str] = set()
         self._seed = new_seed()
         self._retraces = Retraces()
@@ -313,7 +313,7 @@ class Preparation:
 
     def _make_plan(
         self, program: Program, layouts: tuple[Layout, ...], grid: Grid
-    ) -> Plan | EagerPlan:
+    ) -> Plan | UncompiledPlan:
         options = self._options
         if options.backend is not None:
             try:
@@ -331,7 +331,7 @@ class Preparation:
                     "torch.cond or a static argument to compile it, or pass compile=False to "
                     "silence this warning."
                 )
-        return EagerPlan(program, grid, options.prefix, self._timeout())
+        return UncompiledPlan(program, grid, options.prefix, self._timeout())
 
     def _note_trace(self, bound: Bound) -> None:
         kinds = {path: _kind(leaf) for path, leaf in zip(bound.paths, bound.leaves, strict=True)}

@@ -1,8 +1,8 @@
 """What the worker processes do for a checkpoint: write their blocks, and read them.
 
-Both run as calls of ``compile=False`` do, so they come after what was called before.  A worker
-copies the blocks it has to write to the host and returns; a thread of it writes them, and tells the
-controller through a socket of their own how it went:
+Both are tasks, as calls of ``compile=False`` are, so they come after what was called before.  A
+worker copies the blocks it has to write to the host and returns; a thread of it writes them, and
+tells the controller through a socket of their own how it went:
 
     controller                          worker k
     WriterConnections, listens
@@ -36,16 +36,14 @@ from torchpmap._base.config import config
 from torchpmap._base.data import packed, unpacked
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import CallTimeout, PmapError
-from torchpmap._base.pytree import flatten
-from torchpmap._layout.axis_stack import Axis, group_name
+from torchpmap._layout.axis_stack import group_name
 from torchpmap._runtime.base import Handle, Team
+from torchpmap._runtime.task import Rank, Task
 from torchpmap._runtime.torchrun.store import limit_waits
-from torchpmap._trace.program import EagerCall, Outcome
 from torchpmap.checkpoint._files import broken
 from torchpmap.checkpoint._storage import Written, write
 from torchpmap.checkpoint._table import Extent, Table
 
-_AXIS = "checkpoint"
 _STRANGERS = 16
 """How many others may call and be sent away."""
 _TOKEN_BYTES = 16
@@ -86,26 +84,24 @@ class Snapshot:
     """Per device of the team: which of the given blocks to copy, and what they are."""
     plans: tuple[tuple[int, SavePlan], ...] = ()
     """Per device of the team: its rank and what it writes now; empty: more calls come."""
-    axis_name = _AXIS
 
-    def axes(self, axis: Axis) -> tuple[Axis]:
-        return (axis,)
-
-    def run(self, blocks: Sequence[torch.Tensor], axis: Axis, key: torch.Tensor) -> Outcome:
-        place = int(axis.index)
+    def run(
+        self, rank: Rank, given: None, blocks: Sequence[torch.Tensor]
+    ) -> tuple[None, list[torch.Tensor]]:
+        place = int(rank.index)
         if self.line.token not in _copies:
             _copies.clear()  # of a save that failed
         copies = _copies.setdefault(self.line.token, {})
         for position, index in self.todo[place]:
             copies[index] = blocks[position].cpu().contiguous()
         if self.plans:
-            rank, plan = self.plans[place]
+            writer, plan = self.plans[place]
             connection = _called(self.line)
-            connection.send_bytes(self.line.token + str(rank).encode())
+            connection.send_bytes(self.line.token + str(writer).encode())
             del _copies[self.line.token]
-            arguments = (connection, self.line.folder, rank, plan, copies)
+            arguments = (connection, self.line.folder, writer, plan, copies)
             threading.Thread(target=_write, args=arguments, daemon=True).start()
-        return Outcome(flatten(())[1], (), (), (), ())
+        return None, []
 
 
 def _called(line: Address) -> Connection:
@@ -137,32 +133,23 @@ class Restore:
     """Of the table from which the controller knows what will come."""
     extents: tuple[dict[str, Extent], ...]
     """Per device of the team: what it reads of which leaves."""
-    axis_name = _AXIS
 
-    def axes(self, axis: Axis) -> tuple[Axis]:
-        return (axis,)
-
-    def run(self, blocks: Sequence[torch.Tensor], axis: Axis, key: torch.Tensor) -> Outcome:
+    def run(
+        self, rank: Rank, given: None, blocks: Sequence[torch.Tensor]
+    ) -> tuple[None, list[torch.Tensor]]:
         table = Table.of(self.folder)
         if table.digest != self.digest:
             raise broken(self.folder, "it was replaced while it was loaded")
-        read = tuple(table.read(self.extents[int(axis.index)]).values())
-        return Outcome(flatten(read)[1], read, ((0,),) * len(read), (), ())
+        return None, list(table.read(self.extents[int(rank.index)]).values())
 
 
-def run_on(team: Team, program: Snapshot | Restore, handles: Sequence[Handle]) -> list[Handle]:
+def run_on(team: Team, work: Snapshot | Restore, handles: Sequence[Handle]) -> list[Handle]:
     """Run on every device of a team and wait; the values that came out."""
     group = group_name(team.ranks)
     team.runtime.make_groups({group: (team.ranks,)})
-    call = EagerCall(
-        "torchpmap.checkpoint",
-        secrets.randbits(56),
-        pickle.dumps((program, [])),
-        team.ranks,
-        group,
-        (),
-    )
-    return team.runtime.run_eagerly(team, call, handles)[1]
+    body = pickle.dumps(work)
+    task = Task("torchpmap.checkpoint", secrets.randbits(56), body, team.ranks, group)
+    return team.runtime.run_task(team, task, handles)[1]
 
 
 class WriterConnections:

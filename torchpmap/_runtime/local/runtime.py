@@ -28,11 +28,11 @@ from torchpmap._runtime.groups.process_groups import RankPartition
 from torchpmap._runtime.local.losses import Era
 from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.pool import Pool
+from torchpmap._runtime.task import Report, Task
 from torchpmap._runtime.wire import frame, pack_ints, put_frame
 from torchpmap._trace.compile import Definition
 from torchpmap._trace.effects import prints
 from torchpmap._trace.pickling import pickled
-from torchpmap._trace.program import EagerCall, EagerReport
 
 _JOINED_BYTES = 1 << 16
 """Up to here a block is copied behind its header, and sent with it."""
@@ -191,53 +191,52 @@ class LocalRuntime:
     def make_groups(self, groups: dict[str, RankPartition]) -> None:
         self._pool.make_groups(groups)
 
-    def run_eagerly(
-        self, team: Team, call: EagerCall, held: Sequence[Any]
-    ) -> tuple[list[EagerReport], list[Handle]]:
-        self.make_groups({call.group: (call.ranks,)})
-        seq, first, pending = self._pool.in_order(self._send_function, team, call, held)
+    def run_task(
+        self, team: Team, task: Task, held: Sequence[Any]
+    ) -> tuple[list[Report | None], list[Handle]]:
+        self.make_groups({task.group: (task.ranks,)})
+        seq, first, pending = self._pool.in_order(self._send_task, team, task, held)
         try:
             try:
                 is_done = pending.wait()
             except BaseException:  # Ctrl-C
                 try:
-                    self._pool.give_up(seq, team.ranks, call.name)
+                    self._pool.give_up(seq, team.ranks, task.name)
                 except BaseException:  # and once more
-                    self._pool.give_up(seq, team.ranks, call.name)
+                    self._pool.give_up(seq, team.ranks, task.name)
                     raise
                 raise
             if not is_done:
                 self._pool.repair(seq)
                 error = self._losses.of_value(pending.era, seq, team.ranks)
                 raise error or RuntimeClosed("the call was interrupted by a repair of the pool")
-            reports = [pickle.loads(pending.replies[rank]) for rank in team.ranks]
+            replies = [pickle.loads(pending.replies[rank]) for rank in team.ranks]
         except BaseException:
             team.released.append(-first)  # what some ranks may have stored
             raise
-        num_outputs = sum(shape is not None for shape in reports[0].shapes)
-        stored = range(first, first + num_outputs)
-        return reports, [_Stored(handle, seq, team, pending.era) for handle in stored]
+        stored = range(first, first + replies[0][1])
+        return [report for report, _ in replies], [
+            _Stored(handle, seq, team, pending.era) for handle in stored
+        ]
 
-    def _send_function(
-        self, team: Team, call: EagerCall, held: Sequence[Any]
-    ) -> tuple[int, int, Pending]:
+    def _send_task(self, team: Team, task: Task, held: Sequence[Any]) -> tuple[int, int, Pending]:
         self._refuse_lost(held)
         self._free(team)
         inputs = tuple(handle.id for handle in held)
-        seq, first = self._number(wire.EAGER_OUTPUTS)
-        pending = self._pool.expect(seq, team.ranks, f"it runs {call.name}")
-        if call.timeout is not None:
-            self._pool.limits.add(seq, team.ranks, call.timeout, call.name)
+        seq, first = self._number(wire.TASK_OUTPUTS)
+        pending = self._pool.expect(seq, team.ranks, f"it runs {task.name}")
+        if task.timeout is not None:
+            self._pool.limits.add(seq, team.ranks, task.timeout, task.name)
         bodies: dict[bool, bytes] = {}
         frames: dict[int, bytes] = {}
         for rank in team.ranks:
             shipped = self._shipped.setdefault(rank, {})
-            known = call.function_id in shipped
+            known = task.body_id in shipped
             if known not in bodies:
-                placed = call.placed(inputs, first, without_function=known)
+                placed = task.placed(inputs, first, without_body=known)
                 bodies[known] = pickle.dumps(placed)
-            frames[rank] = frame(wire.EAGER, seq, bodies[known])
-            wire.keep_latest(shipped, call.function_id, None)
+            frames[rank] = frame(wire.TASK, seq, bodies[known])
+            wire.keep_latest(shipped, task.body_id, None)
         try:
             self._pool.post(frames)
         except BaseException:  # Ctrl-C

@@ -30,6 +30,7 @@ import contextlib
 import faulthandler
 import fcntl
 import json
+import linecache
 import multiprocessing.util
 import os
 import pickle
@@ -53,10 +54,10 @@ from torchpmap._base.errors import CallCancelled, ShardLost, WorkerError, pack_e
 from torchpmap._runtime import wire
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
 from torchpmap._runtime.local.progress import WorkerProgress
+from torchpmap._runtime.task import Rank, Task, Work
 from torchpmap._runtime.wire import FrameReader, InheritedFd, Origin, Stream, frame
 from torchpmap._trace.compile import Definition, Runner, compile_definition, run_first_time
 from torchpmap._trace.effects import mark_lines
-from torchpmap._trace.program import EagerCall, Program, run_eager_call
 
 _NEVER = 1 << 62
 _FOREVER_S = 30 * 24 * 3600.0
@@ -130,7 +131,7 @@ class _Worker:
         self.groups = groups
         self.values: dict[int, torch.Tensor] = {}
         self.plans: dict[int, tuple[str, Runner]] = {}
-        self.functions: dict[int, bytes] = {}
+        self.bodies: dict[int, bytes] = {}
         self.index_tensors: dict[int, torch.Tensor] = {}
         self.failed = False
         self.running = 0
@@ -157,7 +158,7 @@ class _Worker:
             wire.SYNC: self.sync,
             wire.RING: self.ring,
             wire.DEFINE: self.define,
-            wire.EAGER: self.eager,
+            wire.TASK: self.task,
             wire.GROUP: self.group,
             wire.FORGET: self.forget,
         }
@@ -222,7 +223,7 @@ class _Worker:
         """Forget values; ``-first`` stands for all outputs of an uncompiled call, however many."""
         deque(map(self.values.pop, handles, repeat(None)), maxlen=0)  # a loop in C: leaves are many
         for first in [-handle for handle in handles if handle < 0]:
-            outputs = range(first, first + wire.EAGER_OUTPUTS)
+            outputs = range(first, first + wire.TASK_OUTPUTS)
             for stored in [stored for stored in self.values if stored in outputs]:
                 del self.values[stored]
 
@@ -292,25 +293,19 @@ class _Worker:
             self.index_tensors[position] = torch.tensor(position, device=self.device)
         return self.index_tensors[position]
 
-    def eager(self, seq: int, length: int) -> None:
+    def task(self, seq: int, length: int) -> None:
         self.doing = "receiving a call"
-        call: EagerCall = pickle.loads(self.reader.body(length))
-        if call.function is not None:
-            wire.keep_latest(self.functions, call.function_id, call.function)
-        self.begin(seq, f"running {call.name}")
-        program: Program
+        task: Task = pickle.loads(self.reader.body(length))
+        if task.body is not None:
+            wire.keep_latest(self.bodies, task.body_id, task.body)
+        linecache.cache.update(task.sources)
+        self.begin(seq, f"running {task.name}")
         # anew for every call: what the last one wrote to the function's surroundings must not be
         # seen
-        program, captured = pickle.loads(self.functions[call.function_id])
-        report, stored = run_eager_call(
-            call,
-            program,
-            captured,
-            self.stored(call.inputs),
-            self.index(call.ranks),
-            self.groups.ensure,
-        )
-        self.reply(seq, report, dict(enumerate(stored, call.first_output)))
+        work: Work = pickle.loads(self.bodies[task.body_id])
+        rank = Rank(task.ranks, task.group, self.index(task.ranks), self.groups.ensure)
+        report, stored = work.run(rank, task.given, self.stored(task.inputs))
+        self.reply(seq, (report, len(stored)), dict(enumerate(stored, task.first_output)))
 
     def group(self, seq: int, length: int) -> None:
         name, partition = pickle.loads(self.reader.body(length))
@@ -374,7 +369,7 @@ class _Worker:
         epoch, groups = pickle.loads(body)
         self.failed = self.was_cancelled = False
         self.cancelled_from, self.epoch_begin = _NEVER, seq
-        self.functions.clear()  # the controller sends them again
+        self.bodies.clear()  # the controller sends them again
         # an epoch has a store of its own, which remembers whatever it has read; -1: it does not
         # remove its file, which has no name
         self.groups.renew(epoch, torch.distributed.FileStore(self.store_path, -1))

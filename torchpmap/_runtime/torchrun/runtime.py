@@ -21,7 +21,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -31,7 +30,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchpmap._base.config import Config
-from torchpmap._base.data import not_ours, packed, unpacked
+from torchpmap._base.data import packed, unpacked
 from torchpmap._base.devices import Device, num_cuda_devices
 from torchpmap._base.errors import (
     POOL_CLOSED,
@@ -46,12 +45,12 @@ from torchpmap._layout.axis_stack import group_name
 from torchpmap._runtime import wire
 from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
+from torchpmap._runtime.task import Rank, Report, Task, Work
 from torchpmap._runtime.torchrun.launcher import Place
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous
 from torchpmap._runtime.torchrun.watch import Watch
 from torchpmap._trace.compile import Definition, Runner, compile_definition, run_first_time
 from torchpmap._trace.pickling import number_of
-from torchpmap._trace.program import EagerCall, EagerReport, Program, run_eager_call
 
 T = TypeVar("T")
 
@@ -283,53 +282,41 @@ class TorchrunRuntime:
                 self._groups.occasion.number = 0
                 self._watch.end()
 
-    def run_eagerly(
-        self, team: Team, call: EagerCall, held: Sequence[Any]
-    ) -> tuple[list[EagerReport], list[Handle]]:
+    def run_task(
+        self, team: Team, task: Task, held: Sequence[Any]
+    ) -> tuple[list[Report | None], list[Handle]]:
         with self._lock:
             self.insist()
-            assert call.function is not None
-            program: Program
+            assert task.body is not None
             # a copy, as the workers of the local runtime have: what it writes to must not be seen;
             # these bytes have not left the process
-            program, captured = pickle.loads(call.function)
+            work: Work = pickle.loads(task.body)
             blocks = [handle.block for handle in held]
-            index = torch.tensor(call.ranks.index(self.rank), device=self.device)
+            index = torch.tensor(task.ranks.index(self.rank), device=self.device)
+            rank = Rank(task.ranks, task.group, index, self._groups.ensure)
             with self._failing():
-                self._meet(call, blocks)
-                self._watch.begin(call.ranks, call.name, call.timeout)
+                self._meet(task, blocks)
+                self._watch.begin(task.ranks, task.name, task.timeout)
                 try:
                     with _plain():
-                        report, stored = run_eager_call(
-                            call, program, captured, blocks, index, self._groups.ensure
-                        )
+                        report, stored = work.run(rank, task.given, blocks)
                 finally:
                     self._watch.end()
-                reports = self._gathered(call, report)
+                reports = self._gathered(task, report)
             return reports, [_Block(block, team) for block in stored]
 
-    def _meet(self, call: EagerCall, blocks: Sequence[torch.Tensor]) -> None:
+    def _meet(self, task: Task, blocks: Sequence[torch.Tensor]) -> None:
         """Nothing else says that the others are at the same call: each of them is agreed on."""
-        if len(call.ranks) > 1:
+        if len(task.ranks) > 1:
             inputs = ", ".join(kind_of(block.shape, block.dtype) for block in blocks)
-            self._rendezvous.exchange(call.ranks, b"", f"{call.name}({inputs}), compile=False")
-        self.make_groups({call.group: (call.ranks,)})
+            self._rendezvous.exchange(task.ranks, b"", f"{task.name}({inputs}), compile=False")
+        self.make_groups({task.group: (task.ranks,)})
 
-    def _gathered(self, call: EagerCall, report: EagerReport) -> list[EagerReport]:
-        if len(call.ranks) == 1:
-            return [report]
-        # a class of the script is another class in every process, so structures go by their text
-        mine = str(report.structure)
-        parts = [getattr(report, field.name) for field in fields(report)]
-        given = self._rendezvous.exchange(call.ranks, packed([mine, *parts[1:]]), call.name)
-        found = []
-        for data in given:
-            theirs = unpacked(data)
-            if type(theirs) is not list or len(theirs) != len(parts):
-                raise not_ours(f"{theirs!r:.100} instead of a report of {call.name}")
-            text, *others = theirs
-            found.append(EagerReport(report.structure if text == mine else text, *others))
-        return found
+    def _gathered(self, task: Task, report: Report | None) -> list[Report | None]:
+        if report is None or len(task.ranks) == 1:
+            return [report] * len(task.ranks)
+        given = self._rendezvous.exchange(task.ranks, packed(report.as_data()), task.name)
+        return [report.like(unpacked(data)) for data in given]
 
     # -- failure and end ---------------------------------------------------------------------------
 

@@ -1,0 +1,132 @@
+"""What a rank does in an uncompiled call: run the function op by op, and report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from torchpmap._base.ambient import Ambient, applied
+from torchpmap._base.contents import Contents
+from torchpmap._base.data import not_ours
+from torchpmap._base.errors import lost_write
+from torchpmap._base.pytree import Structure
+from torchpmap._collectives import pbroadcast
+from torchpmap._layout.axis_stack import Axis, Partition, bind, joined, recording, subgroup_name
+from torchpmap._layout.grid import Cut
+from torchpmap._runtime.task import Rank
+from torchpmap._trace.agreement import Agreement
+from torchpmap._trace.program import Program
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is another one for every call."""
+
+    name: str
+    key: tuple[int, ...]
+    """For random numbers."""
+    ambient: Ambient
+    """The settings of torch around the call."""
+
+
+@dataclass(frozen=True)
+class UncompiledReport:
+    """What the controller learns of a rank's outputs."""
+
+    structure: Structure | str  # a text, of another process where it is not the same
+    shapes: tuple[tuple[int, ...] | None, ...]
+    """Per leaf of the structure; None for a None leaf."""
+    dtypes: tuple[torch.dtype | None, ...]
+    cuts: tuple[Cut, ...]
+    differences: tuple[tuple[str, float], ...]
+    """Leaf path and how far the value differs between devices (``check_replicated``)."""
+    requires_grad: bool
+    used_key: bool
+    used_generator: bool
+    """Whether random numbers were drawn otherwise."""
+    written: str | None
+    """What the function wrote in place and did not get as an argument."""
+
+    def as_data(self) -> list[Any]:
+        # a class of the script is another class in every process, so structures go by their text
+        return [str(self.structure), *(getattr(self, field.name) for field in fields(self)[1:])]
+
+    def like(self, data: list[Any]) -> UncompiledReport:
+        if type(data) is not list or len(data) != len(fields(self)):
+            raise not_ours(f"{data!r:.100} instead of a report")
+        text, *others = data
+        mine = self.structure
+        return UncompiledReport(mine if text == str(mine) else text, *others)
+
+
+@dataclass(frozen=True)
+class UncompiledWork:
+    """A program, and the tensors that it closes over."""
+
+    program: Program
+    captured: Sequence[torch.Tensor]
+
+    def run(
+        self, rank: Rank, given: Given, blocks: Sequence[torch.Tensor]
+    ) -> tuple[UncompiledReport, list[torch.Tensor]]:
+        program, index = self.program, rank.index
+        agree = Agreement(given.name, rank.ranks, rank.group).check
+
+        def subgroup(partition: Partition) -> str:
+            name = subgroup_name(rank.group, partition)
+            agree(("groups", name))  # making them waits for all
+            rank.ensure_group(name, tuple(tuple(rank.ranks[k] for k in part) for part in partition))
+            return name
+
+        process_axis = Axis(program.axis_name, len(rank.ranks), index, rank.group, subgroup)
+        # the function may write to its arguments; the stored values stay
+        own = [block.clone() for block in blocks]
+        generator = torch.default_generator.get_state()
+        before = [Contents(tensor) for tensor in self.captured]
+        with (
+            applied(given.ambient),
+            recording(agree),
+            torch.enable_grad(),
+            torch.autograd.set_multithreading_enabled(False),  # axes are bound per thread
+        ):
+            outcome = program.run(own, process_axis, torch.tensor(given.key, device=index.device))
+            agree(("return",))
+            axes = program.axes(process_axis)
+            stored = [
+                None if block is None else _of_first_device(block, cut, axes)
+                for block, cut in zip(outcome.blocks, outcome.cuts, strict=True)
+            ]
+        report = UncompiledReport(
+            outcome.structure,
+            tuple(None if block is None else tuple(block.shape) for block in stored),
+            tuple(None if block is None else block.dtype for block in stored),
+            outcome.cuts,
+            tuple(
+                (path, float(check))
+                for path, check in zip(outcome.checked, outcome.checks, strict=True)
+            ),
+            outcome.requires_grad,
+            outcome.draws > 0,
+            not torch.equal(generator, torch.default_generator.get_state()),
+            _written(self.captured, before),
+        )
+        return report, [
+            block.detach().to(index.device).contiguous() for block in stored if block is not None
+        ]
+
+
+def _of_first_device(block: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torch.Tensor:
+    """The block, where it is declared the same along an axis, of the first device."""
+    same = [a for a, dim in zip(axes, cut, strict=True) if dim is None and a is not None]
+    for axis in joined(same):
+        with bind(axis):
+            block = pbroadcast(block.detach(), axis.name, 0)
+    return block
+
+
+def _written(captured: Sequence[torch.Tensor], before: Sequence[Contents]) -> str | None:
+    pairs = zip(captured, before, strict=True)
+    return next((lost_write(tensor) for tensor, held in pairs if not held.same()), None)
