@@ -62,7 +62,7 @@ class _Call:
                 outputs = operation.start(tensors)
             else:
                 plan = self._pair.forward
-                handles = plan.start(operation.placed(tensors))
+                handles = plan.run(operation.placed(tensors))
                 outputs = list(zip(plan.outputs, handles))  # noqa: B905 - residuals follow
                 self._residuals = handles[len(plan.outputs) :]
         strides = [
@@ -104,7 +104,7 @@ class _Call:
                     handle_of(cotangents.get(k, _zeros(layout)), layout)
                     for k, layout in zip(inexact, layouts, strict=True)
                 ]
-                gradients = pair.backward.start_checked([*residuals, *held])
+                gradients = pair.backward.call([*residuals, *held]).outputs
                 return [gradients[places.index(k)] for k in wanted]
 
         return _Call(operation.pulled(wanted, given), start=shortcut)

@@ -298,9 +298,8 @@ class Primal(Differentiable):
         self._environment = environment
         self._num_arguments = len(layouts)
         self.eager = plan if isinstance(plan, UncompiledPlan) else None
-        if isinstance(
-            plan, UncompiledPlan
-        ):  # derivatives need a graph, also of what runs without one
+        if isinstance(plan, UncompiledPlan):
+            # derivatives need a graph, also of what runs without one
             target = replace(target, backend=EAGER)
             plan = lower(target, program.run, layouts, outside)
         self.captured, self._pinned = plan.captured, plan.pinned
@@ -350,7 +349,7 @@ class Primal(Differentiable):
     def start(self, tensors: Tensors) -> Outputs:
         held = self.placed(tensors)
         count = self._num_arguments
-        return self.plan.start_checked([*held[count:], *held[:count]])
+        return self.plan.call(held[:count], held[count:]).outputs
 
 
 def sparse_gradient(prefix: str, gradient: torch.Tensor) -> str:

@@ -163,33 +163,30 @@ class Plan:
         """
         return not self.num_checks and not self.requires_grad
 
-    def call(self, held: Sequence[Handle]) -> Called:
-        """Start the program on stored blocks; the outputs are promised, not awaited."""
-        return Called(self._checked(self.run(held)), self.tree, self.requires_grad)
+    def call(self, held: Sequence[Handle], captured: Sequence[Handle] | None = None) -> Called:
+        """``run``, and only the outputs, checked as ``check_replicated`` demands."""
+        outputs = self._checked(self.run(held, captured))
+        return Called(outputs, self.tree, self.requires_grad)
 
-    def run(self, held: Sequence[Handle]) -> list[Handle]:
-        """``start`` with what it closes over."""
+    def run(self, held: Sequence[Handle], captured: Sequence[Handle] | None = None) -> list[Handle]:
+        """Start the program on stored blocks: outputs, checks and residuals, promised and not
+        awaited.  ``captured``: instead of what it closes over.
+        """
+        if self.undefined:
+            self.define()
         if self.captured:
-            held = [*(captured.handle() for captured in self.captured), *held]
-        return self.start(held)
-
-    def start_checked(self, held: Sequence[Handle]) -> list[tuple[Layout, Handle]]:
-        """Run on all inputs, captured ones first; only the outputs."""
-        return self._checked(self.start(held))
+            if captured is None:
+                captured = [each.handle() for each in self.captured]
+            held = [*captured, *held]
+        team = self.team
+        num_outputs = len(self.outputs) + self.num_residuals
+        return team.runtime.execute(team, self.definition.plan_id, held, num_outputs)
 
     def define(self) -> None:
         """Make the workers compile it, if they have not."""
         if self.undefined:
             self.team.runtime.define(self.team, self.definition, self.groups)
             self.undefined.clear()
-
-    def start(self, held: Sequence[Handle]) -> list[Handle]:
-        """Run on all inputs; gives outputs, then checks, then residuals."""
-        if self.undefined:
-            self.define()
-        team = self.team
-        num_outputs = len(self.outputs) + self.num_residuals
-        return team.runtime.execute(team, self.definition.plan_id, held, num_outputs)
 
     def _checked(self, handles: list[Handle]) -> list[tuple[Layout, Handle]]:
         outputs = list(zip(self.outputs, handles))  # noqa: B905 - residuals are left out
