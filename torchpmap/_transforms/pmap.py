@@ -1,7 +1,10 @@
 """``pmap``: the front end.  A call is looked up, or prepared once, and then only followed.
 
-__call__ --key--> Prepared      the hot path
-     +----------> _prepare      the first call of a kind
+__call__ --> run_here           all rows on the device of the caller, inside a mapped function
+         --> run_inline         all rows in this process (``debug.fake_pmap``)
+         --> _run_on_devices
+               --key--> Prepared --> _run    the hot path
+               +------> prepare              the first call of a kind
 """
 
 from __future__ import annotations
@@ -146,12 +149,13 @@ class Pmapped:
         options = self._options
         if options.static_argnums or options.static_argnames:
             args, kwargs = split_statics(options, args, kwargs)
-        if axis_stack.bound() or (
-            _num_modes() and _is_traced()
-        ):  # all rows on the device of the caller
+        if axis_stack.bound() or (_num_modes() and _is_traced()):
             return self._preparation.run_here(args, kwargs)
         if inline_mode.active():
             return self._preparation.run_inline(args, kwargs)
+        return self._run_on_devices(args, kwargs)
+
+    def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = flatten_call(args, kwargs)
         key = (
             structure,
