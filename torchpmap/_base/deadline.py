@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 
 class Deadline:
@@ -26,3 +27,13 @@ class Deadline:
     @property
     def passed(self) -> bool:
         return time.monotonic() >= self._end
+
+    def pauses(self) -> Iterator[float]:
+        """Seconds to pause after each look at what others do, until then: short at first, then 10
+        ms.
+        """
+        pause = 0.0002
+        yield pause
+        while not self.passed:
+            yield pause
+            pause = min(2 * pause, 0.01)

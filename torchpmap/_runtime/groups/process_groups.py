@@ -22,7 +22,6 @@ import datetime
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
@@ -33,6 +32,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from torch.distributed.distributed_c10d import GroupName
 
 from torchpmap._base.config import Config
+from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import GroupLost
 from torchpmap._runtime.groups.shared_memory import Meeting, Occasion, connect
 from torchpmap._runtime.groups.shared_memory_group import SharedMemoryGroup, described
@@ -138,17 +138,14 @@ class Groups:
     def _wait(self, store: dist.Store, keys: Sequence[str], members: RankTuple) -> None:
         """Wait for keys that the members set, until ``abort``."""
         self._refuse_if_aborted()
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        pause = 0.0002
-        while not store.check(list(keys)):
-            if time.monotonic() > deadline:
-                raise GroupLost(
-                    f"process group of the ranks {list(members)}: not all came within "
-                    f"{self._timeout}"
-                )
+        for pause in Deadline(self._timeout.total_seconds()).pauses():
+            if store.check(list(keys)):
+                return
             self._aborted.wait(pause)
-            pause = min(2 * pause, 0.01)
             self._refuse_if_aborted()
+        raise GroupLost(
+            f"process group of the ranks {list(members)}: not all came within {self._timeout}"
+        )
 
     def _refuse_if_aborted(self) -> None:
         if self._aborted.is_set():

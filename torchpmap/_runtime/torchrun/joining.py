@@ -27,7 +27,6 @@ from torchpmap._runtime.torchrun.agent import end_with_agent
 from torchpmap._runtime.torchrun.launcher import Place
 from torchpmap._runtime.torchrun.store import JobStore
 
-_LONGEST_PAUSE_S = 0.01
 _LEAVING_S = 60.0
 """How long the process that keeps the store waits at its end for the others."""
 _LEAVING_FAILED_S = 2.0
@@ -88,8 +87,7 @@ def _attempt_of(store: JobStore, place: Place, deadline: Deadline, timeout_s: fl
     store.set(f"name/{place.rank}", mine.encode())
     names = [f"name/{rank}" for rank in range(place.size)]
     listed: list[str] = []
-    pause = 0.0002
-    while True:
+    for pause in deadline.pauses():
         if place.rank == 0 and store.check(names):
             found = [store.get(name).decode() for name in names]
             if found != listed:
@@ -103,13 +101,11 @@ def _attempt_of(store: JobStore, place: Place, deadline: Deadline, timeout_s: fl
             if mine in listed:
                 store.set(f"seen/{listed[0]}/{mine}", b"")
                 return listed[0]
-        if deadline.passed:
-            raise CallTimeout(
-                f"not all {place.size} processes of the job came within torchpmap.config.timeout "
-                f"({timeout_s:g} s)."
-            )
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    raise CallTimeout(
+        f"not all {place.size} processes of the job came within torchpmap.config.timeout "
+        f"({timeout_s:g} s)."
+    )
 
 
 def leave_at_once() -> None:
@@ -130,8 +126,10 @@ def _end(place: Place) -> None:
         store.set(f"{place.rank}", b"")
         if place.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
             keys = [f"{rank}" for rank in range(place.size)]
-            while not store.check(keys) and not deadline.passed:
-                time.sleep(_LONGEST_PAUSE_S)
+            for pause in deadline.pauses():
+                if store.check(keys):
+                    break
+                time.sleep(pause)
         if not _failed:
             dist.destroy_process_group()
 

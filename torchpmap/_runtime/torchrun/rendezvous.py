@@ -32,7 +32,6 @@ from torchpmap._base.errors import (
 from torchpmap._runtime.torchrun.joining import join, leave_at_once, route_to
 from torchpmap._runtime.torchrun.launcher import Place
 
-_LONGEST_PAUSE_S = 0.01
 _POSTED_AFTER_S = 1.0
 """How long a process waits before it says so."""
 _LAST_WORDS_S = 5.0
@@ -142,9 +141,11 @@ class Rendezvous:
     def _wait(self, keys: Sequence[str], waiting: Waiting) -> None:
         """Wait for keys, one of each rank of ``waiting``."""
         deadline, look = Deadline(self._timeout_s), Deadline(_POSTED_AFTER_S)
-        pause, posted = 0.0002, False
+        posted = False
         try:
-            while not self.store.check(keys):
+            for pause in deadline.pauses():
+                if self.store.check(keys):
+                    return
                 self.raise_cause()
                 if look.passed:
                     if not posted:
@@ -152,7 +153,7 @@ class Rendezvous:
                         posted = True
                     self._refuse_to_wait_in_vain(keys, waiting, deadline)
                 time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
+            self._refuse_to_wait_in_vain(keys, waiting, deadline)
         finally:
             if posted:
                 with contextlib.suppress(dist.DistError):
