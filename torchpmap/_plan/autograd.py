@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from torchpmap._base.torch_internals import has_transforms, is_grad, is_wrapped, transforms
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.derivatives import Differentiable, Outputs, Primal, Tensors, is_inexact
 from torchpmap._plan.lower import Pair
@@ -24,8 +25,6 @@ from torchpmap._sharded.tensor import ShardedTensor, gather, make_sharded
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.trace import Untraceable
 from torchpmap.random._streams import batched_key
-
-_is_under_functorch = torch._C._are_functorch_transforms_active
 
 # -- the function that torch's transforms see ------------------------------------------------------
 
@@ -188,7 +187,7 @@ class _Mapped(torch.autograd.Function):
 
 def is_transformed() -> bool:
     """Whether a transform of torch.func, or forward-mode differentiation, is around the caller."""
-    return _is_under_functorch() or forward_ad._current_level >= 0
+    return has_transforms() or forward_ad._current_level >= 0
 
 
 def apply_operation(
@@ -214,15 +213,12 @@ def apply_operation(
 
 def _is_pulled() -> bool:
     """Whether reverse-mode differentiation may follow."""
-    if not torch._C._are_functorch_transforms_active():
-        return torch.is_grad_enabled()
-    stack = torch._C._functorch.get_interpreter_stack()
-    kinds = [] if stack is None else [interpreter.key() for interpreter in stack]
-    return torch._C._functorch.TransformType.Grad in kinds
+    around = transforms()
+    return any(map(is_grad, around)) if around else torch.is_grad_enabled()
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.requires_grad or is_wrapped(tensor)
 
 
 # -- what has no graph -----------------------------------------------------------------------------

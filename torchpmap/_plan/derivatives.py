@@ -24,6 +24,7 @@ import torch
 
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import flatten
+from torchpmap._base.torch_internals import is_batched
 from torchpmap._collectives.backend import widened
 from torchpmap._collectives.primitives import AllReduce, Scope, apply
 from torchpmap._layout.axis_stack import Axis, joined
@@ -224,7 +225,7 @@ class _Batched:
 
         def function(*xs: torch.Tensor) -> Any:
             found[:] = self._body(xs, axis).outputs
-            self.reached = tuple(_is_batched(x) for x, _ in found)
+            self.reached = tuple(is_batched(x) for x, _ in found)
             # the others are no business of this vmap, and leave it through ``found``
             return tuple(x for (x, _), reached in zip(found, self.reached, strict=True) if reached)
 
@@ -239,13 +240,6 @@ class _Batched:
                 for (x, cut), reached in zip(found, self.reached, strict=True)
             ]
         )
-
-
-def _is_batched(x: torch.Tensor) -> bool:
-    """Whether the innermost vmap has taken rows of what this was computed from."""
-    functorch = torch._C._functorch
-    level = functorch.peek_interpreter_stack().level()
-    return functorch.is_batchedtensor(x) and functorch.maybe_get_level(x) == level
 
 
 def is_inexact(dtype: torch.dtype) -> bool:

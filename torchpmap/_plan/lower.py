@@ -17,6 +17,7 @@ from torchpmap._base.ambient import Ambient, applied, for_graph, in_force
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import warn
 from torchpmap._base.pytree import flatten
+from torchpmap._base.torch_internals import is_wrapped
 from torchpmap._layout.axis_stack import Axis, Partition, group_name
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
@@ -117,7 +118,7 @@ def lower(
         num_checks=len(outcome.checks),
         checked=outcome.checked,
         writes_inputs=traced.writes_inputs,
-        is_passing=any(map(torch._C._functorch.is_functorch_wrapped_tensor, traced.captured)),
+        is_passing=any(map(is_wrapped, traced.captured)),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchpmap._base.torch_internals import written_names
 from torchpmap._sharded.rules.compute import elementwise
 from torchpmap._sharded.rules.table import rule_of
 
@@ -155,7 +156,7 @@ def facts_of(func: Any) -> Facts:
     """What is so in every call of ``func``."""
     schema = func._schema
     names = tuple(argument.name for argument in schema.arguments)
-    declared = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    declared = written_names(schema.arguments)
     undeclared = _UNDECLARED.get(schema.name.removeprefix("aten::"))
     written = [*declared, *(() if undeclared is None else ("training", *undeclared))]
     is_elementwise = rule_of(func) is elementwise

@@ -11,6 +11,7 @@ import torch
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import check_array
 from torchpmap._base.pytree import flatten
+from torchpmap._base.torch_internals import innermost
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._layout.mesh import NamedSharding
 from torchpmap._runtime import inline_mode
@@ -19,7 +20,7 @@ from torchpmap._runtime.current import check_devices, local_devices, refuse_insi
 from torchpmap._runtime.current import devices as all_devices
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.host import is_recorded
-from torchpmap._sharded.tensor import ShardedTensor, check_open, innermost, make_sharded
+from torchpmap._sharded.tensor import ShardedTensor, check_open, make_sharded
 from torchpmap._sharded.transfer import (
     check_equal_everywhere,
     gather,

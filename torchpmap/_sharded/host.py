@@ -13,7 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.autograd import forward_ad
 
-from torchpmap._base.untraced import untraced
+from torchpmap._base.torch_internals import untraced
 from torchpmap._layout.layout import spread_layout
 from torchpmap._sharded.arguments import occurrences
 from torchpmap._sharded.gather_report import note_gather

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.ambient import ambient, keyed
+from torchpmap._base.torch_internals import in_backward
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle, Runtime, Team
 from torchpmap._sharded.arguments import Unsupported, facts_of
@@ -228,7 +229,7 @@ def start(operation: Operation, kind: Any, operands: Sequence[Any]) -> list[tupl
 
 def _preferred(known: _Known, func: Any, args: Sequence[Any], scan: _Scan) -> Layout | None:
     """In a backward pass, the layout for a whole value that is expanded."""
-    if func is not _aten.expand.default or torch._C._current_graph_task_id() == -1:
+    if func is not _aten.expand.default or not in_backward():
         return None
     layout: Layout = scan.operands[0]._layout
     return known.reduced.get((layout.ranks, tuple(args[1]))) if layout.is_replicated else None

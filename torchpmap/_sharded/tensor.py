@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, kind_of
-from torchpmap._base.untraced import untraced
+from torchpmap._base.torch_internals import innermost, num_modes, untraced
 from torchpmap._layout.layout import Layout, Shard
 from torchpmap._layout.mesh import NamedSharding
 from torchpmap._runtime.base import Handle
@@ -269,7 +269,7 @@ class ShardedTensor(Remote):
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         layout, handle = self._alive()
-        traced = torch._C._len_torch_dispatch_stack()  # then it has to be an operation
+        traced = num_modes()  # then it has to be an operation
         is_plain = not self.requires_grad and forward_ad._current_level < 0
         if type(index) is int and is_plain and layout.shape and not traced:
             size = layout.shape[0]
@@ -383,14 +383,6 @@ class ShardedTensor(Remote):
 
 _data: Any = torch.Tensor.data
 _is_inference = torch.is_inference_mode_enabled
-
-
-def innermost(value: Any) -> Any:
-    """What a value is without the function transforms that trace it."""
-    functorch = torch._C._functorch
-    while isinstance(value, torch.Tensor) and functorch.is_functorch_wrapped_tensor(value):
-        value = functorch.get_unwrapped(value)
-    return value
 
 
 def spans_processes(value: Any) -> bool:

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 
+from torchpmap._base.torch_internals import in_backward
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.transfer import gather, store
@@ -60,7 +61,7 @@ def is_taken_as_grad() -> bool:
     """Whether ``tensor.grad`` is being set to a gradient nobody else has: torch does not copy it,
     but it may be a view here of what is no view in torch, where an expanded gradient is copied.
     """
-    if torch._C._current_graph_task_id() == -1:
+    if not in_backward():
         return False
     node = torch._C._current_autograd_node()
     return node is not None and node.name().endswith("AccumulateGrad")

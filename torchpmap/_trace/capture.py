@@ -22,6 +22,7 @@ from torchpmap._base.ambient import Unchanged
 from torchpmap._base.contents import Answer, Contents
 from torchpmap._base.errors import lost_write
 from torchpmap._base.sources import users_line
+from torchpmap._base.torch_internals import is_wrapped, outside_transforms
 from torchpmap._trace.custom_ops import expand, is_hidden
 from torchpmap._trace.kinds import absence, oddity
 
@@ -248,7 +249,7 @@ def _is_users(tensor: Any) -> bool:
     """Whether it is a tensor with memory of its own that no trace and no transform has made."""
     kind = type(tensor)
     return (kind in (torch.Tensor, torch.nn.Parameter) or _is_mere_name(kind)) and (
-        not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        not is_wrapped(tensor)
     )
 
 
@@ -302,15 +303,6 @@ class Substitute(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._find, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """No function transform of those that are active sees what happens in the context."""
-    if not torch._C._functorch.peek_interpreter_stack():
-        return contextlib.nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack()
 
 
 def is_real(value: Any) -> bool:

@@ -30,6 +30,7 @@ import torch
 from torch._library import custom_ops, simple_registry
 
 from torchpmap._base.sources import TORCH
+from torchpmap._base.torch_internals import written_names
 from torchpmap._trace.environment import Environment
 
 NATIVE = frozenset({"aten", "prims", "prim", "_c10d_functional", "torchpmap", "torchpmap_random"})
@@ -273,7 +274,7 @@ def _make(kind: _Kind, home: str | None) -> _Definition:
     definition = torch.library.custom_op(
         kind.name,
         _unfilled,
-        mutates_args={a.name for a in arguments if a.alias_info and a.alias_info.is_write},
+        mutates_args=set(written_names(arguments)),
         device_types=next(iter(kind.devices), None),
         schema=kind.schema,
         tags=tuple(getattr(torch.Tag, tag) for tag in kind.tags),

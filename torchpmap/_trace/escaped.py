@@ -19,8 +19,7 @@ from torch.utils.weak import TensorWeakRef
 
 from torchpmap._base.errors import TensorEscaped, kind_of
 from torchpmap._base.sources import users_line
-
-_functorch: Any = torch._C._functorch
+from torchpmap._base.torch_internals import depth, functorch, innermost
 
 _current: ContextVar[Watch | None] = ContextVar("torchpmap_watch", default=None)
 
@@ -85,7 +84,7 @@ class Watch(TorchFunctionMode):
         self._name = name
         self._is_traced = is_traced
         self._token: Token[Watch | None] | None = None
-        self._depth = _depth()
+        self._depth = depth()
         self._made: dict[int, tuple[TensorWeakRef, str]] = {}
 
     def __enter__(self) -> Watch:
@@ -117,11 +116,9 @@ class Watch(TorchFunctionMode):
         from torch._subclasses.fake_tensor import FakeTensor
 
         if not self._is_traced:
-            return bool(_functorch.maybe_get_level(tensor) > self._depth)
+            return bool(functorch.maybe_get_level(tensor) > self._depth)
         # levels say nothing here: those around the call are set aside, and counted anew inside it
-        while _functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = _functorch.get_unwrapped(tensor)
-        return isinstance(tensor, FakeTensor)
+        return isinstance(innermost(tensor), FakeTensor)
 
     def end(self) -> None:
         """Mark what still lives: the function is over."""
@@ -155,8 +152,3 @@ def note(arguments: Iterable[torch.Tensor], fun: Any) -> None:
         code = getattr(fun, "__code__", None)
         where = "" if code is None else f", {code.co_filename}:{code.co_firstlineno}"
         watch.note(list(arguments), f"it is one of its arguments{where}")
-
-
-def _depth() -> int:
-    top = _functorch.peek_interpreter_stack()
-    return 0 if top is None else int(top.level())

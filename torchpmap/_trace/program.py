@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 
 from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_axis
 from torchpmap._base.pytree import Structure, flatten
+from torchpmap._base.torch_internals import is_limit_of_vmap
 from torchpmap._collectives import axis_index, pbroadcast, pmax
 from torchpmap._layout.axis_stack import (
     Axis,
@@ -149,7 +150,7 @@ class Program:
                 outer = None if process_axis.size == 1 else process_axis
                 return self._run_lanes(blocks, outer, inside)
             except RuntimeError as error:
-                if "functorch" in str(error) or "vmap" in str(error):
+                if is_limit_of_vmap(error):
                     error.add_note(_LANES_NOTE.format(lanes=self.lanes))
                 raise
         dims = [leaf.dim for leaf in self.leaves if isinstance(leaf, Input)]

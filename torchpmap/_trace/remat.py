@@ -22,6 +22,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from torchpmap._base.torch_internals import has_transforms
 from torchpmap.random._streams import active_streams
 
 _aten = torch.ops.aten
@@ -166,7 +167,7 @@ def _bracket(
     record = next((mode for mode in reversed(modes) if isinstance(mode, Record)), None)
     if record is not None:
         return _traced(record, context_fn)
-    if _tracing() is not None or torch._C._are_functorch_transforms_active():
+    if _tracing() is not None or has_transforms():
         return _plain(context_fn)
 
     def contexts() -> Any:

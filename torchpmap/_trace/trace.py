@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import sys
 import threading
 import traceback
@@ -37,6 +36,15 @@ from torchpmap._base.ambient import callers_modes_off
 from torchpmap._base.errors import lost_write
 from torchpmap._base.imports import uncollected
 from torchpmap._base.sources import is_users, line, users_line
+from torchpmap._base.torch_internals import (
+    depth,
+    functorch,
+    innermost,
+    is_wrapped,
+    needs_a_value,
+    outside_transforms,
+    written_values,
+)
 from torchpmap._layout.axis_stack import Axis, Partition, peers, subgroup_name
 from torchpmap._trace.capture import (
     Capture,
@@ -167,14 +175,14 @@ def trace(
         given = {t.untyped_storage()._cdata for t in (index, *blocks, *capture.stand_ins.values())}
         return tuple(_finish(block, given) for block in settled)
 
-    depth = _depth()
+    around = depth()
 
     def outer(tensor: torch.Tensor) -> torch.Tensor:
-        return capture.outer(tensor) if _is_outer(tensor, depth, outside) else tensor
+        return capture.outer(tensor) if _is_outer(tensor, around, outside) else tensor
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_lock)
-        stack.enter_context(_no_transforms(depth))
+        stack.enter_context(_no_transforms())
         stack.enter_context(_ambient(device))
         arguments = [_fake(fake_mode, (), torch.int64, device)]
         arguments += [_fake(fake_mode, i.shape, i.dtype, device) for i in inputs]
@@ -271,20 +279,11 @@ def _finish(block: torch.Tensor, given: set[int]) -> torch.Tensor:
 # -- transforms around the call --------------------------------------------------------------------
 
 
-def _depth() -> int:
-    """How many function transforms are active."""
-    top = torch._C._functorch.peek_interpreter_stack()
-    return 0 if top is None else top.level()
-
-
 @contextlib.contextmanager
-def _no_transforms(depth: int) -> Iterator[None]:
+def _no_transforms() -> Iterator[None]:
     """The function is traced for itself; what transforms do with it is decided outside."""
     with contextlib.ExitStack() as stack:
-        if depth:
-            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-            stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(outside_transforms())
         if forward_ad._current_level >= 0:
             # torch.func.jvp would enter a second level of forward_ad, which there cannot be; inside
             # another jvp it uses the first
@@ -294,20 +293,16 @@ def _no_transforms(depth: int) -> Iterator[None]:
         yield
 
 
-def _is_outer(tensor: torch.Tensor, depth: int, outside: Collection[int]) -> bool:
+def _is_outer(tensor: torch.Tensor, around: int, outside: Collection[int]) -> bool:
     """Whether a transform around the call, and not one inside the function, is tracing this
     tensor.
     """
-    functorch = torch._C._functorch
-    if not depth or not functorch.is_functorch_wrapped_tensor(tensor):
+    if not around or not is_wrapped(tensor):
         return False
     level = functorch.maybe_get_level(tensor)
-    if id(tensor) in outside or level > _depth():
+    if id(tensor) in outside or level > depth():
         return True
-    base = tensor
-    while functorch.is_functorch_wrapped_tensor(base):
-        base = functorch.get_unwrapped(base)
-    if level <= depth and is_real(base):
+    if level <= around and is_real(innermost(tensor)):
         raise NotImplementedError(
             f"at {users_line()}: a tensor of shape {list(tensor.shape)} that the mapped function "
             "closes over meets function transforms both around the call and inside the function; "
@@ -344,13 +339,6 @@ def _ambient(device: torch.device) -> Iterator[None]:
 
 # -- what cannot be traced -------------------------------------------------------------------------
 
-_UNTRACEABLE = re.compile(
-    r"trying to get value out of a tracing tensor|data-dependent|[Cc]annot access data pointer of "
-    r"Tensor"
-    r"|numpy\(\) is not supported for tensor subclasses|\.tolist\(\) is not supported for tensor "
-    r"subclasses"
-)
-
 
 def _untraceable(error: BaseException) -> Untraceable | None:
     from torch._subclasses import fake_tensor
@@ -368,7 +356,7 @@ def _untraceable(error: BaseException) -> Untraceable | None:
         reason = f"the shape of the result of {text} depends on the values of its input"
     elif isinstance(error, kinds):
         reason = f"the value of a traced tensor is needed ({text})"
-    elif isinstance(error, RuntimeError | TypeError) and _UNTRACEABLE.search(text):
+    elif needs_a_value(error):
         reason = (
             "the value of a traced tensor is needed (a Python `if`, `while`, `int()`, `.item()` or "
             "`.numpy()` on it)"
@@ -412,18 +400,9 @@ def _written_storages(graph: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
     for node in graph.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        schema = node.target._schema
-        if not schema.is_mutable:
-            continue
-        for position, argument in enumerate(schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = (
-                node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            )
-            for target in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(target, torch.fx.Node):
-                    written.setdefault(target.meta["val"].untyped_storage()._cdata, node)
+        for target in written_values(node.target, node.args, node.kwargs):
+            if isinstance(target, torch.fx.Node):
+                written.setdefault(target.meta["val"].untyped_storage()._cdata, node)
     return written
 
 

@@ -25,9 +25,8 @@ import torch.utils._pytree as pytree
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch.overrides import TorchFunctionMode
 
+from torchpmap._base.torch_internals import functorch, has_transforms, is_vmap, layers, transforms
 from torchpmap._trace.remat import install as install_checkpoints
-
-_functorch: Any = torch._C._functorch
 
 
 class TransformRules(TorchFunctionMode):
@@ -41,7 +40,7 @@ class TransformRules(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
-        if not torch._C._are_functorch_transforms_active():
+        if not has_transforms():
             return func(*args, **kwargs)
         if func is torch.ops.higher_order.cond:
             return _cond(*args, **kwargs)
@@ -60,8 +59,7 @@ class TransformRules(TorchFunctionMode):
 
 
 def _cond(condition: Any, on_true: Any, on_false: Any, operands: Any) -> Any:
-    levels = [level.key() for level in _functorch.get_interpreter_stack() or ()]
-    num_vmaps = levels.count(_functorch.TransformType.Vmap)
+    num_vmaps = sum(map(is_vmap, transforms()))
     if num_vmaps == 0 or (num_vmaps == 1 and not _is_batched(condition)):
         return torch.ops.higher_order.cond(condition, on_true, on_false, operands)
     chosen, other = on_true(*operands), on_false(*operands)
@@ -69,11 +67,7 @@ def _cond(condition: Any, on_true: Any, on_false: Any, operands: Any) -> Any:
 
 
 def _is_batched(tensor: torch.Tensor) -> bool:
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        if _functorch.is_batchedtensor(tensor):
-            return True
-        tensor = _functorch.get_unwrapped(tensor)
-    return False
+    return any(map(functorch.is_batchedtensor, layers(tensor)))
 
 
 # -- recurrent layers ------------------------------------------------------------------------------
@@ -137,8 +131,7 @@ def _tensors(args: Any) -> list[torch.Tensor]:
 
 
 def _is_differentiated() -> bool:
-    stack = _functorch.get_interpreter_stack() or ()
-    return any(level.key() != _functorch.TransformType.Vmap for level in stack)
+    return not all(map(is_vmap, transforms()))
 
 
 def _is_users(definition: CustomOpDef) -> bool:

@@ -10,19 +10,24 @@ What lanes cannot do is what ``torch.func.vmap`` cannot: a Python value of one r
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchpmap._base.errors import kind_of, lost_write
+from torchpmap._base.torch_internals import (
+    innermost,
+    is_limit_of_vmap,
+    is_wrapped,
+    outside_transforms,
+    written_values,
+)
 from torchpmap._layout.axis_stack import Axis
 from torchpmap._runtime.inline_mode import note_replicated, serial
-from torchpmap._sharded.tensor import ShardedTensor, innermost
+from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.environment import parameters
 from torchpmap._trace.program import Input, Outcome, Program, no_stream, not_replicated
@@ -37,16 +42,6 @@ _HINT = (
     "after the other with torchpmap.debug.fake_pmap(serial=True)."
 )
 
-_LIMITS = re.compile(
-    r"vmap|functorch|function transform|does not have a grad_fn|doesn't match the broadcast shape"
-    r"|[Cc]annot access (storage|data pointer)|[Bb]atch norm got a batched tensor"
-)
-
-
-def is_limit_of_lanes(error: BaseException) -> bool:
-    """Whether torch raised this because all rows run at once."""
-    return isinstance(error, RuntimeError | TypeError) and _LIMITS.search(str(error)) is not None
-
 
 def call_inline(program: Program, leaves: Sequence[Any], prefix: str) -> Any:
     """Run a program whose lanes are all rows of a call; plain tensors, stacked as ``out_axes``
@@ -54,14 +49,14 @@ def call_inline(program: Program, leaves: Sequence[Any], prefix: str) -> Any:
     """
     blocks = [_own(leaf) for leaf in leaves]
     generator = torch.default_generator.get_state()
-    with temporarily_clear_interpreter_stack():  # also where a vmap around forbids to draw
+    with outside_transforms():  # also where a vmap around forbids to draw
         program = replace(program, seed=peek_key())
     outcome = _one_by_one(program, blocks, prefix) if serial() else _as_lanes(program, blocks)
     if not torch.equal(generator, torch.default_generator.get_state()):
         torch.default_generator.set_state(generator)
         raise NotImplementedError(no_stream(prefix, "with one of torch's other functions"))
     if outcome.draws:
-        with temporarily_clear_interpreter_stack():
+        with outside_transforms():
             draw_key()  # the next call gets another one
     for path, check in zip(outcome.checked, outcome.checks, strict=True):
         difference = _largest(check)
@@ -83,14 +78,14 @@ def _as_lanes(program: Program, blocks: Sequence[torch.Tensor]) -> Outcome:
         with torch.autograd.set_multithreading_enabled(False), KeepCaptured(blocks):
             return program.run(blocks, None)
     except Exception as error:
-        if is_limit_of_lanes(error):
+        if is_limit_of_vmap(error):
             error.add_note(_HINT)
         raise
 
 
 def _one_by_one(program: Program, blocks: Sequence[torch.Tensor], prefix: str) -> Outcome:
     """Every row as if it were the only one of its device."""
-    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, blocks)):
+    if any(map(is_wrapped, blocks)):
         raise NotImplementedError(_not_differentiable(prefix))
     num_rows, program = program.lanes, replace(program, lanes=1)
     dims = [leaf.dim for leaf in program.leaves if isinstance(leaf, Input)]
@@ -189,25 +184,15 @@ class KeepCaptured(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        views = False
-        for position, argument in enumerate(func._schema.arguments):
-            alias = argument.alias_info
-            if alias is None:
-                continue
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            views = views or not alias.is_write
-            if alias.is_write:
-                self._check(value, func)
-        result = func(*args, **kwargs)
-        if not views:  # a view is inside exactly if its base is
-            self._note(result)
-        return result
-
-    def _check(self, value: Any, func: Any) -> None:
-        for tensor in value if isinstance(value, list | tuple) else (value,):
+        for tensor in written_values(func, args, kwargs):
             if (
                 isinstance(tensor, torch.Tensor)
                 and type(tensor) is not ShardedTensor
                 and tensor.untyped_storage()._cdata not in self._inside
             ):
                 raise RuntimeError(lost_write(tensor, f" ({func})"))
+        result = func(*args, **kwargs)
+        aliases = [argument.alias_info for argument in func._schema.arguments]
+        if all(alias is None or alias.is_write for alias in aliases):
+            self._note(result)  # a view is inside exactly if its base is
+        return result

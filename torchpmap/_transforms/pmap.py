@@ -24,6 +24,7 @@ from torchpmap._base.ambient import keyed
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, TraceError
 from torchpmap._base.pytree import flatten_call
+from torchpmap._base.torch_internals import is_traced, num_modes
 from torchpmap._layout import axis_stack
 from torchpmap._plan.autograd import (
     apply_operation,
@@ -61,7 +62,6 @@ _NO_PART_OF_A_GRAPH = (
 )
 
 _is_grad_enabled = torch.is_grad_enabled
-_num_modes = torch._C._len_torch_dispatch_stack
 _any_requires_grad = torch._C._any_requires_grad  # also of what is no tensor: then it does not
 
 
@@ -69,14 +69,6 @@ _any_requires_grad = torch._C._any_requires_grad  # also of what is no tensor: t
 def _outside_dynamo(mapped: Pmapped, *args: Any, **kwargs: Any) -> Any:
     """A call in a function that ``torch.compile`` compiles: between its graphs, untouched."""
     return mapped(*args, **kwargs)
-
-
-def _is_traced() -> bool:
-    """Whether somebody around the caller makes a graph of what he does (make_fx, export, fake
-    tensors): the call then becomes part of it.
-    """
-    key = torch._C._TorchDispatchModeKey
-    return any(torch._C._get_dispatch_mode(kind) for kind in (key.PROXY, key.FAKE))
 
 
 class _Method:
@@ -149,7 +141,7 @@ class Pmapped:
         options = self._options
         if options.static_argnums or options.static_argnames:
             args, kwargs = split_statics(options, args, kwargs)
-        if axis_stack.bound() or (_num_modes() and _is_traced()):
+        if axis_stack.bound() or (num_modes() and is_traced()):
             return self._preparation.run_here(args, kwargs)
         if inline_mode.active():
             return self._preparation.run_inline(args, kwargs)

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C import _functorch
 
 from torchpmap._base import axis_spec
 from torchpmap._base.errors import check_array
 from torchpmap._base.pytree import Structure, flatten, flatten_call
+from torchpmap._base.torch_internals import is_batched
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis
 
@@ -104,7 +104,7 @@ class _Output:
         for i, (leaf, axis) in enumerate(zip(self._leaves, self._axes, strict=True)):
             if axis is not None:
                 stacked.append(_as_tensor(leaf, self._structure.paths("output")[i], device))
-            elif isinstance(leaf, torch.Tensor) and _is_mapped(leaf):
+            elif isinstance(leaf, torch.Tensor) and is_batched(leaf):
                 raise ValueError(
                     f"vmap has mapped output (axis_name={self._axis_name}) but out_axes is None: "
                     f"{self._structure.paths('output')[i]} differs from row to row. Reduce it over "
@@ -175,8 +175,3 @@ def _as_tensor(leaf: Any, path: str, device: torch.device) -> torch.Tensor:
         f"vmap returns tensors, numpy arrays and Python numbers, but {path} is {leaf!r} of type "
         f"{type(leaf).__name__}. With None in out_axes it is returned as it is."
     )
-
-
-def _is_mapped(leaf: torch.Tensor) -> bool:
-    level = _functorch.maybe_current_level()
-    return _functorch.is_batchedtensor(leaf) and _functorch.maybe_get_level(leaf) == level

@@ -23,12 +23,13 @@ import torch
 from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_axis
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Structure, flatten
+from torchpmap._base.torch_internals import is_limit_of_vmap
 from torchpmap._layout.axis_stack import Axis, bind
 from torchpmap._runtime import inline_mode
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.environment import parameters
 from torchpmap._transforms.arguments import Bound, Options, Static, bind_arguments, split_statics
-from torchpmap._transforms.inline import KeepCaptured, is_limit_of_lanes
+from torchpmap._transforms.inline import KeepCaptured
 from torchpmap._transforms.pmap import Pmapped
 from torchpmap._transforms.rows import run_rows
 from torchpmap.random._streams import peek_key, streams
@@ -154,7 +155,7 @@ def check(
         with inline_mode.chosen(True):
             answers.append(_mapped(problem, "vmapped"))
     except Exception as error:
-        if not is_limit_of_lanes(error):
+        if not is_limit_of_vmap(error):
             raise
         skipped.append(("vmapped", str(error).partition("\n")[0]))
     with inline_mode.chosen(False):

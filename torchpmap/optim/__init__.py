@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import _functorch
 from torch.optim import SGD, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torchpmap._base.pytree import Structure, flatten
+from torchpmap._base.torch_internals import has_transforms, num_modes
 from torchpmap.optim import _checks as checks
 
 __all__ = ["FunctionalOptimizer", "functional"]
@@ -167,7 +167,7 @@ class FunctionalOptimizer:
             _step(optimizer)
             return copies, [None if p is None else _state_of(optimizer, p) for p in copies]
 
-        if _functorch.peek_interpreter_stack() is not None:
+        if has_transforms():
             # vmap has in-place rules for few operations, and none that add a dim to their target.
             step = torch.func.functionalize(step)
         new_leaves, new_states = step(*inputs)
@@ -230,8 +230,8 @@ def _set(optimizer: Optimizer, name: str, value: Any) -> None:
 
 def _step(optimizer: Optimizer) -> None:
     known = (
-        torch._C._len_torch_dispatch_stack() == 0  # neither fake nor traced
-        and _functorch.peek_interpreter_stack() is None
+        num_modes() == 0  # neither fake nor traced
+        and not has_transforms()
         and not torch.compiler.is_compiling()
     )
     for group in optimizer.param_groups:
@@ -282,7 +282,7 @@ class _TensorNumbers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.Tensor.item and _functorch.peek_interpreter_stack() is not None:
+        if func is torch.Tensor.item and has_transforms():
             raise RuntimeError(
                 f"{self._name} reads values with .item(), and under vmap a tensor has no single "
                 "value. Update one row at a time (pmap with one row per device, or a loop), or use "

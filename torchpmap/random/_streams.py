@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._C import _functorch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from torchpmap._base.torch_internals import functorch, innermost, is_vmap, transforms
 from torchpmap.random._choices import permutation
 from torchpmap.random._continuous import exponential, normal, uniform
 from torchpmap.random._integers import bernoulli, randint
@@ -142,20 +142,18 @@ def _vmapped_rows(rows: list[torch.Tensor | None]) -> Iterator[torch.Tensor]:
     """The index along every vmap inside the mapped function whose rows draw different numbers;
     ``rows``: indices along mapped axes, whose own vmaps do not count.
     """
-    kind = _functorch.RandomnessType
-    own = {_functorch.maybe_get_level(row) for row in rows if row is not None}
+    kind = functorch.RandomnessType
+    own = {functorch.maybe_get_level(row) for row in rows if row is not None}
     device = None if rows[0] is None else rows[0].device
-    for interpreter in _functorch.get_interpreter_stack() or ():
-        if interpreter.key() != _functorch.TransformType.Vmap or interpreter.level() in own:
+    for transform in transforms():
+        if not is_vmap(transform) or transform.level() in own:
             continue
-        vmapped = _functorch.CVmapInterpreterPtr(interpreter)
+        vmapped = functorch.CVmapInterpreterPtr(transform)
         if vmapped.randomness() == kind.Error:
             raise RuntimeError(_ERROR_MODE)
         if vmapped.randomness() == kind.Different:
-            index = torch.arange(vmapped.batchSize(), device=device)
-            while _functorch.is_functorch_wrapped_tensor(index):
-                index = _functorch.get_unwrapped(index)
-            yield _functorch._add_batch_dim(index, 0, interpreter.level())
+            index = innermost(torch.arange(vmapped.batchSize(), device=device))
+            yield functorch._add_batch_dim(index, 0, transform.level())
 
 
 # -- answers ---------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchpmap._base.config import Config
@@ -41,6 +40,7 @@ from torchpmap._base.errors import (
     WorkerError,
     kind_of,
 )
+from torchpmap._base.torch_internals import has_transforms, num_modes, outside_transforms
 from torchpmap._layout.axis_stack import group_name
 from torchpmap._runtime import wire
 from torchpmap._runtime.base import Handle, Team
@@ -58,8 +58,6 @@ T = TypeVar("T")
 _CONSEQUENCES = (WorkerError, WorkerDied)
 """What is raised where another process failed."""
 
-_is_transformed = torch._C._are_functorch_transforms_active
-_num_modes = torch._C._len_torch_dispatch_stack
 
 _COMMUNICATING = ("_c10d_functional", "torchpmap")
 """Namespaces of operators in graphs."""
@@ -254,7 +252,7 @@ class TorchrunRuntime:
             plan = self._plans[plan_id]
             blocks = [handle.block for handle in held]
             try:
-                if plan.is_watched or _is_transformed() or _num_modes():
+                if plan.is_watched or has_transforms() or num_modes():
                     results = self._run(plan, blocks)
                 else:
                     results = plan.runner(*blocks)
@@ -275,7 +273,7 @@ class TorchrunRuntime:
             self._watch.begin(plan.axis or (), plan.name, plan.timeout)
             self._groups.occasion.number = plan.number
         try:
-            with _plain() if _is_transformed() or _num_modes() else nullcontext():
+            with _plain() if has_transforms() or num_modes() else nullcontext():
                 return plan.runner(*blocks)
         finally:
             if plan.is_watched:
@@ -442,7 +440,7 @@ class _plain:
     """Outside all transforms and modes of the caller: what runs are the devices' own values."""
 
     def __enter__(self) -> None:
-        self._contexts = [temporarily_clear_interpreter_stack(), _disable_current_modes()]
+        self._contexts = [outside_transforms(), _disable_current_modes()]
         for context in self._contexts:
             context.__enter__()
 
