@@ -91,7 +91,7 @@ class Text:
         return self.numbers[starts + torch.arange(sizes.context + 1)]
 
     def entropy(self) -> float:
-        """The loss of who knows how frequent each character is, and no more."""
+        """The loss of a model that knows how frequent each character is, and no more."""
         share = self.numbers.bincount() / len(self.numbers)
         return -(share * share.log()).sum().item()
 

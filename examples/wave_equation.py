@@ -5,7 +5,7 @@
 
 A step needs the cells next to each cell, so a block needs one row of the block above it and one of
 the block below. ``ppermute`` sends them. Nothing is sent to the first block from above nor to the
-last from below, and who gets nothing has zeros: that is the wall the wave is reflected by.
+last from below, and a device that gets nothing has zeros: that is the wall that reflects the wave.
 
 The result is compared with the same scheme on the whole grid, and the energy must not change. A
 picture is written to ``outputs/``.

@@ -114,7 +114,7 @@ def mapped_axis_size(
     Args:
         leaves: (path, shape, dtype) of every leaf; an empty leaf has the shape None.
         axes: axis of every leaf, negative counts from the back.
-        what: who asks, for the messages.
+        what: the caller, for the messages.
         axis_size: the size the user promised.
 
     Raises:

@@ -49,7 +49,7 @@ def packed(
 
 
 def unpacked(data: bytes, aside: Callable[[Any], Any] | None = None) -> Any:
-    """The value of bytes that may come from anybody.
+    """The value of bytes that may come from anywhere.
 
     Args:
         data: what ``packed`` returned, or anything else.

@@ -273,7 +273,7 @@ def map_leaves(
     if tensors:
         with axis_stack.serving(lambda: over.purpose(structure, tensors)):
             alone = not over.steps and not over.dims
-            # nobody may write to the operand through the result
+            # a write to the result must not reach the operand
             results = on_tensors([x.clone() if alone else x for x in tensors.values()])
         for i, result in zip(tensors, results, strict=True):
             leaves[i] = result

@@ -31,7 +31,7 @@ from torchpmap._layout.axis_stack import Axis, joined
 
 
 def ppermute(x: Any, axis_name: AxisName, perm: Iterable[tuple[int, int]]) -> Any:
-    """Send ``x`` from device to device as ``perm`` says; a device nobody sends to gets zeros.
+    """Send ``x`` from device to device as ``perm`` says; a device that none sends to gets zeros.
 
     ppermute: any[*s] per device -> any[*s] per device
     Backward: ppermute of the cotangents with sources and destinations swapped.

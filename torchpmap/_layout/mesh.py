@@ -1,4 +1,4 @@
-"""Who holds which slice: ``Mesh``, ``PartitionSpec``, ``NamedSharding``. Pure arithmetic.
+"""Which device holds which slice: ``Mesh``, ``PartitionSpec``, ``NamedSharding``. Pure arithmetic.
 
 A mesh is an array of devices whose axes have names. A spec says, dim by dim, over which mesh axes a
 tensor is cut; mesh axes that it does not mention hold equal copies:

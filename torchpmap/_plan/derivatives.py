@@ -321,7 +321,7 @@ class Primal(Differentiable):
 
         if self._environment.changed() or not all(map(Pinned.holds, self._pinned)):
             raise RuntimeError(other_surroundings(self.target.prefix))
-        if self.plan.writes_inputs:  # a transform lets nobody write to what it did not make
+        if self.plan.writes_inputs:  # a transform allows writes only to what it made
             blocks = [block.clone() for block in blocks]
         with Substitute(find):
             outcome = self._program.run(blocks[:count], axis)

@@ -42,7 +42,7 @@ class Handle(Protocol):
 
     @property
     def team(self) -> Team:
-        """Who holds it."""
+        """The ranks that hold it."""
 
     @property
     def seq(self) -> int:

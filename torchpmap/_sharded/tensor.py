@@ -1,9 +1,9 @@
 """``ShardedTensor``: a tensor whose data lives on the devices of the pool.
 
 It is a ``torch.Tensor`` subclass without storage here.  Its state is a layout (what the value is
-and who holds which block) and a handle (the name of the blocks on the workers; the last reference
-frees them).  Values are immutable: an in-place operation makes a new value and lets this tensor
-name it.
+and which rank holds which block) and a handle (the name of the blocks on the workers; the last
+reference frees them).  Values are immutable: an in-place operation makes a new value and lets this
+tensor name it.
 
 Operations that can run block by block do so on the workers, and their results stay there; the
 others gather the operands and run on the host.

@@ -79,9 +79,9 @@ def check_equal_everywhere(values: Mapping[str, torch.Tensor]) -> None:
     """Raise ``ValueError`` in all processes unless all give the same values, by path."""
     ranks = [device.id for device in devices()]
     digests = [_digest(value) for value in values.values()]
-    everybody = runtime().exchange(ranks, b"".join(digests), f"comparing {', '.join(values)}")
+    all_digests = runtime().exchange(ranks, b"".join(digests), f"comparing {', '.join(values)}")
     for place, path in enumerate(values):
-        theirs = [them[16 * place : 16 * place + 16] for them in everybody]
+        theirs = [them[16 * place : 16 * place + 16] for them in all_digests]
         different = [rank for rank, one in zip(ranks, theirs, strict=True) if one != theirs[0]]
         if different:
             raise ValueError(

@@ -58,8 +58,9 @@ def link_view(results: Sequence[Any], parent: Any, func: Any, args: Sequence[Any
 
 
 def is_taken_as_grad() -> bool:
-    """Whether ``tensor.grad`` is being set to a gradient nobody else has: torch does not copy it,
-    but it may be a view here of what is no view in torch, where an expanded gradient is copied.
+    """Whether ``tensor.grad`` is being set to a gradient without another reference: torch does not
+    copy it, but it may be a view here of what is no view in torch, where an expanded gradient is
+    copied.
     """
     if not in_backward():
         return False
@@ -89,7 +90,7 @@ def link_alias(twin: Any, original: Any, copy: Callable[[Any], Any]) -> None:
 
 def unlink(tensor: Any, old: Any) -> None:
     """Take a tensor out of all links, to give it the value of another; views of what it was become
-    those of ``old``, a tensor that nobody else has.
+    those of ``old``, a tensor without another reference.
     """
     for name in ("_aliases", "_view", "_views"):
         if hasattr(tensor, name):

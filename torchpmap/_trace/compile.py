@@ -364,13 +364,13 @@ def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend
 
 @functools.cache
 def make_cache_private() -> None:
-    """See to it that nobody else writes to Inductor's folder, whose code is run as it is found.
+    """See to it that no other user writes to Inductor's folder, whose code is run as it is found.
 
     Torch (2.13) takes a folder in the temporary one that is named after the user, even if another
     one has made it.  One that the user has chosen is left as it is.
 
     Raises:
-        PmapError: it belongs to somebody else.
+        PmapError: it belongs to another user.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -382,7 +382,7 @@ def make_cache_private() -> None:
     if {os.lstat(folder).st_uid, os.stat(folder).st_uid} != {os.geteuid()}:
         raise PmapError(
             f"{folder}, where Inductor keeps compiled code, belongs to another user, who could put "
-            "code of his own there. Set TORCHINDUCTOR_CACHE_DIR to a folder of yours."
+            "code there. Set TORCHINDUCTOR_CACHE_DIR to a folder of yours."
         )
     os.chmod(folder, 0o700)
 

@@ -185,7 +185,7 @@ def _traced(record: Record, context_fn: Callable[[], Any]) -> Generator[None]:
 
 def _plain(context_fn: Callable[[], Any]) -> Generator[None]:
     context = context_fn()[0]
-    if isinstance(context, TorchDispatchMode):  # it would keep what nobody computes again
+    if isinstance(context, TorchDispatchMode):  # it would keep what is not computed again
         context = contextlib.nullcontext()
     with context:
         yield

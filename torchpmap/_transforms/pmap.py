@@ -250,7 +250,7 @@ class Pmapped:
         self, prepared: Prepared, leaves: list[Any], done: Called | None = None
     ) -> Any:
         """The call as part of what transforms or ``backward()`` differentiate; donation would take
-        away what they need, and is left for calls that nobody differentiates.
+        away what they need, and is left for calls that are not differentiated.
         """
         plan = prepared.plan
         if isinstance(plan, UncompiledPlan) and done is None and not is_transformed():

@@ -79,7 +79,7 @@ _saving: Saving | None = None  # the last one
 
 
 def _finish_previous() -> None:
-    """Wait for the save in progress; raise its error unless somebody has seen it."""
+    """Wait for the save in progress; raise its error unless a caller has seen it."""
     if _saving is not None:
         was_known, _saving._is_known = _saving._is_known, True
         _saving._thread.join()

@@ -11,7 +11,7 @@ disk.  A checkpoint that was there before becomes ``.step_7.replaced`` for the m
 renames, and readers look there too: at no moment is there no checkpoint to be found.
 
 What DCP's classes write is in ``checkpoint/_storage``, and the reading in ``checkpoint/_table``.
-A folder may come from anybody, so its files are opened with care (see ``opened``).
+A folder may come from anywhere, so its files are opened with care (see ``opened``).
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def begin(path: str | os.PathLike[str], tree: Any) -> Callable[[], str | None]:
 
 
 def _agreed(others: Peers, what: str, folder: Folder, tree: Any) -> tuple[_Draft, dict[str, Saved]]:
-    """What to save; nobody goes on unless all processes are about to save the same."""
+    """What to save; no process goes on unless all are about to save the same."""
 
     def draft() -> tuple[_Draft, dict[str, Saved]]:
         found, structure = leaves_of(tree, "tree")

@@ -1,6 +1,6 @@
 """Blocks and tables on disk, written by the classes of ``torch.distributed.checkpoint`` (DCP).
 
-DCP plans who writes what (``create_global_plan``), and writes the blocks and ``.metadata``
+DCP plans which rank writes what (``create_global_plan``), and writes the blocks and ``.metadata``
 (``FileSystemWriter``).  Its plans and results go from process to process as ours do: ``dcp.save``
 uses collectives, which in a thread would meet those of the program.
 

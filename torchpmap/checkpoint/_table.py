@@ -1,8 +1,8 @@
 """What a checkpoint has, and where: its table, checked, and the reading of blocks.
 
-A folder may have been made, or changed, by anybody.  So nothing is taken from its tables before all
-of it was checked: the types of everything, that the blocks of a leaf cover it once, that they are
-in regular files of the folder, apart from each other, and no larger than what they stand for.
+A folder may have been made, or changed, by any program.  So nothing is taken from its tables before
+all of it was checked: the types of everything, that the blocks of a leaf cover it once, that they
+are in regular files of the folder, apart from each other, and no larger than what they stand for.
 Nothing is allocated for more than the files have.
 """
 

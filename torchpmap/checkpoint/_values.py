@@ -1,4 +1,4 @@
-"""Values to blocks: who has which part of a leaf, and who writes it.
+"""Values to blocks: which rank has which part of a leaf, and which one writes it.
 
 Every process sees the whole plan.  Beside other controllers a value with rows only here is a part
 of a larger one: process r of n has rows r*k to (r+1)*k of n*k.  What several devices hold is
@@ -55,7 +55,7 @@ class Saved:
     """Where it is, if not."""
 
     def items(self) -> list[tuple[WriteItem, list[int]]]:
-        """What is to be written, and who has it."""
+        """What is to be written, and the ranks that have it."""
         key = self.leaf.key
         return [
             (write_item(key, self.dtype, self.shape, extent), holders)

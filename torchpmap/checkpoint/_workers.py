@@ -10,9 +10,9 @@ tells the controller through a socket of their own how it went:
     the last of them           ------>  connects, starts the thread
     their answers()            <------  (what it wrote, None), or (None, what went wrong)
 
-A worker that dies ends its connection, so nobody waits for it; one that is stopped is waited for
-until a deadline.  What goes over the connections is data, and the first of it is a secret of this
-save.
+A worker that dies ends its connection, so the controller stops waiting; for one that is stopped it
+waits until a deadline.  What goes over the connections is data, and the first of it is a secret of
+this save.
 """
 
 from __future__ import annotations
@@ -172,10 +172,10 @@ class WriterConnections:
             raise
 
     def accept(self) -> None:
-        """Take the connections of all writers, who have called.
+        """Take the connections of all writers, which have called.
 
         Raises:
-            CallTimeout: one did not say who it is.
+            CallTimeout: one did not say which it is.
         """
         deadline = Deadline(self.address.limit_s)
         callers: list[Connection] = []

@@ -3,12 +3,12 @@
 Under torchrun, srun or mpirun every process runs the same script (see docs/multihost.md), and all
 must call these functions, in the same order.  What is small and of unknown size (names, tree
 structures, digests) goes through the store that the processes met at, because that needs no size in
-advance and can say who is missing; tensors go through the process group of all of them, over Gloo
-as bytes, because the store would hold every one of them in a single process.
+advance and can say which process is missing; tensors go through the process group of all of them,
+over Gloo as bytes, because the store would hold every one of them in a single process.
 
 Each function compares what the processes are about to do, so that a process that is elsewhere in
-its program is an error that says who is where.  That costs about a millisecond per call: for what a
-training step exchanges, use collectives in a mapped function.
+its program is an error that says where each process is.  That costs about a millisecond per call:
+for what a training step exchanges, use collectives in a mapped function.
 
 With a single process all of it works too, and nothing is sent.
 """
@@ -56,7 +56,7 @@ def barrier(name: str = "") -> None:
         name: what the processes meet for; shown in errors.
 
     Raises:
-        CollectiveMismatch: a process is at another barrier, or elsewhere; the text says who.
+        CollectiveMismatch: a process is at another barrier, or elsewhere; the text says which.
         CallTimeout: a process did not come within ``torchpmap.config.timeout``.
 
     Example:
@@ -136,7 +136,7 @@ def all_gather(tree: Any, tiled: bool = False) -> Any:
     Raises:
         TypeError: a leaf is no tensor, array or number.
         CollectiveMismatch: structures, shapes or dtypes differ, or a process is elsewhere in its
-            program; the text says who has what.
+            program; the text says which process has what.
 
     Example:
         >>> import torch, torchpmap as tp

@@ -113,7 +113,8 @@ class Occasion:
 class Meeting:
     """One rank's part of the memory; one thread at a time uses it, but any may ``abort``.
 
-    There are two sets of slots, used in turn: who meets the others again has read all it wanted.
+    There are two sets of slots, used in turn: a rank that meets the others again has read all it
+    wanted.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class Meeting:
         """Return when all ranks have come; the first that came for another purpose or on another
         occasion, if any did.
 
-        ``patient``: then, too, all have come, and may meet again.  Without it nobody may: a rank
+        ``patient``: then, too, all have come, and may meet again.  Without it none may: a rank
         that is still to come would find the purpose of a later meeting.
         """
         odd = None
@@ -237,7 +238,7 @@ class Meeting:
         self._numbers[self._memory.aborted] = 1
 
     def leave(self) -> None:
-        """Wait for nobody any more; who waits for this process raises."""
+        """Wait no more; a process that waits for this one raises."""
         self.abort()
         for pidfd in self._pidfds:
             os.close(pidfd)

@@ -1,7 +1,7 @@
 """The worker processes of a pool and what they share: started, watched, replaced, ended.
 
-Who must be replaced, and when, is decided elsewhere (``Supervisor``); here it is done.  Nothing is
-left half-made when it cannot be: what was opened is closed again.
+Which worker must be replaced, and when, is decided elsewhere (``Supervisor``); here it is done.
+Nothing is left half-made when it cannot be: what was opened is closed again.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Crew:
         if old.is_open:
             if not self.monitor.forget(old):
                 raise RuntimeClosed("the thread that reads what the workers send does not go on")
-            with send_lock:  # so that nobody sends into a number that is used again
+            with send_lock:  # no thread may send into a number that is used again
                 old.close()
         new = self._new_worker(rank)
         try:

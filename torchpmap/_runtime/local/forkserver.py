@@ -168,7 +168,7 @@ class ForkServer:
         return None
 
     def _understood(self, message: bytes, fds: list[int]) -> tuple[int, int] | None:
-        """None: an answer that somebody else did not wait for."""
+        """None: an answer that another caller did not wait for."""
         number, pid = ANSWER.unpack(message)
         if number == self._requests and pid > 0 and fds:
             return pid, fds[0]

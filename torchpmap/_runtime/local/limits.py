@@ -97,13 +97,13 @@ class Limits:
     def _failed(self, limit: _Limit, late: Sequence[int], sights: Mapping[int, Sight]) -> Failed:
         lines, stacks = [], []
         for rank in limit.ranks:
-            who = f"{self._devices[rank]} (rank {rank}, pid {self._workers[rank].pid})"
+            where = f"{self._devices[rank]} (rank {rank}, pid {self._workers[rank].pid})"
             sight = sights[rank] if rank in late else None
             what = "has finished it" if sight is None else described(sight, limit.seq)
-            lines.append(f"  {who} {what}")
+            lines.append(f"  {where} {what}")
             if sight is not None:
                 shown = sight.stack[: _STACKS_CHARS // len(late)] or "  (no Python stack)"
-                stacks.append(f"{who}, innermost frame first:\n{shown}")
+                stacks.append(f"{where}, innermost frame first:\n{shown}")
         error = CallTimeout(
             f"{limit.name} did not end within its timeout of {limit.seconds:g} s:\n"
             + "\n".join(lines)

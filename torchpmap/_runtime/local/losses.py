@@ -135,7 +135,7 @@ def given_up(seq: int, rank: int, name: str) -> GivenUp:
 
 
 def _failed_collective(error: BaseException) -> PmapError:
-    """A collective failed and nobody is to blame: no exception of the function's, no death."""
+    """A collective failed without a cause: no exception of the function, no death."""
     text = str(error)
     if "imeout" in text or "imed out" in text:
         failed: PmapError = CallTimeout(

@@ -7,7 +7,7 @@
     output pipes   --> lines     --> Printer: sys.stdout / sys.stderr, prefixed with the device
 
 It never waits for anything: not for the rest of a frame, not for room in a socket, not for a lock
-that is held while somebody waits.  All waits of callers end because it goes on; should it fail, it
+that is held while a thread waits.  All waits of callers end because it goes on; should it fail, it
 says so (``on_crash``), and the pool is closed.
 """
 
@@ -35,7 +35,7 @@ from torchpmap._runtime.local.supervise import Drained, Event, Exited, Failed, R
 
 _TICK_S = 0.5
 _PIPE_READS = 16
-"""More than a pipe holds, unless somebody goes on to write."""
+"""More than a pipe holds, unless a writer goes on."""
 _JOIN_S = 1.0
 """How long to wait for this thread, which waits for nothing itself."""
 _PRINT_S = 0.5
@@ -107,7 +107,7 @@ class Monitor:
         on_tick: Callable[[], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        """``on_tick`` is called twice a second; ``on_crash`` with an exception that nobody
+        """``on_tick`` is called twice a second; ``on_crash`` with an exception that nothing
         expected, as the last thing that the thread does.
         """
         self.pending: dict[int, Pending] = {}
@@ -256,7 +256,7 @@ class Monitor:
         if length > wire.MAX_BODY:
             raise wire.FrameError(f"an answer of {length} bytes")
         pending = self.pending.get(seq) if kind == wire.DATA else None
-        if pending is None:  # also an answer that nobody waits for any more
+        if pending is None:  # also an answer that came too late
             try:
                 return memoryview(bytearray(length))
             except MemoryError:

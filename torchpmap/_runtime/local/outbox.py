@@ -2,7 +2,7 @@
 
 Half a frame would garble everything after it, and a call that only some ranks got leaves them
 waiting for the others.  So what there is no room for is kept, in order, and sent before anything
-that is posted later; the pool waits for room where nobody else waits for it.
+that is posted later; the pool waits for room where no other thread waits for it.
 
 A sender may be interrupted by Ctrl-C.  Python runs a signal handler between two steps of a program,
 never inside a builtin that does not wait: so what was sent is written down by the very call that

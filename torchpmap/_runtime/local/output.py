@@ -1,6 +1,6 @@
 """What workers write to stdout and stderr, line by line to where the user looks.
 
-A thread of its own writes, since the user's stream may be a pipe that nobody reads, and answers
+A thread of its own writes, since the user's stream may be a pipe without a reader, and answers
 must come nevertheless.  It writes only where there is room: a thread that is stuck inside of
 ``sys.stdout`` makes Python abort at exit.  Nothing is collected without bound: what a worker writes
 faster than it can be printed stays in its pipe, and the worker waits.

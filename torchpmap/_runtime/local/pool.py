@@ -5,9 +5,9 @@ order of collectives.  Nothing is awaited while it is held; the sockets' buffers
 on how far commands run ahead, and the caller whose command found no room waits without the lock.
 
 Failures are noticed by the monitor thread and judged by ``Supervisor``.  What cannot wait (cutting
-the groups, so that nobody stays blocked) the monitor does at once; the repair itself (drain,
+the groups, so that no rank stays blocked) the monitor does at once; the repair itself (drain,
 respawn, regroup) is carried out by the next caller that needs the pool, under the repair lock.
-From the first sign of a failure until then ``broken`` keeps everybody from sending.
+From the first sign of a failure until then ``broken`` keeps all threads from sending.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Progress:
             undo.pop_all()
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
-        # one per rank; then the command somebody waits for, and a bit for each rank it is of
+        # one per rank; then the command that a thread waits for, and a bit for each rank it is of
         self._numbers = memoryview(self._memory).cast("q")
         self._numbers[-2] = _NOBODY_WAITS
 
@@ -85,7 +85,7 @@ class Progress:
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Give back the memory and the bell (nobody sleeps, and nobody will); the numbers stay as
+        """Give back the memory and the bell (no thread sleeps, and none will); the numbers stay as
         they are.
         """
         shared, memory = self._numbers, self._memory

@@ -351,7 +351,7 @@ class LocalRuntime:
             self._pool.tell(tuple(self._pool.workers), wire.FORGET, pack_ints(*retired))
 
     def _free(self, team: Team) -> None:
-        """Send which values nobody uses any more (send lock held); ``execute`` sends it with the
+        """Send which values are not used any more (send lock held); ``execute`` sends it with the
         call.
         """
         released = _take(team.released)
@@ -359,7 +359,7 @@ class LocalRuntime:
             self._pool.tell(team.ranks, wire.FREE, pack_ints(*released))
 
     def _flush_released(self) -> None:
-        """Free what nobody uses although no call comes (monitor: must not wait for the lock)."""
+        """Free what is not used although no call comes (monitor: must not wait for the lock)."""
         if "_pool" not in vars(self):  # the monitor runs before the pool is finished
             return
         teams = tuple(self._teams.values())

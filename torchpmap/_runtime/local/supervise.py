@@ -106,7 +106,7 @@ class Stubborn:
 
 @dataclass(frozen=True)
 class Stopped:
-    """The process of ``rank`` does not run, and somebody has waited for it long enough."""
+    """The process of ``rank`` does not run, and a caller has waited for it long enough."""
 
     rank: int
 
@@ -119,7 +119,7 @@ Event = Failed | Exited | Drained | Ready | Lingering | Overdue | GivenUp | Stub
 
 @dataclass(frozen=True)
 class Abort:
-    """Break the connections of the groups of ``epoch`` on ``ranks``, so that nobody waits for a
+    """Break the connections of the groups of ``epoch`` on ``ranks``, so that no rank waits for a
     rank that will not come.
     """
 

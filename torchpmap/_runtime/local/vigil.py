@@ -1,4 +1,4 @@
-"""Who is waited for, and since when: who must be ended, and what the user should know.
+"""Which workers are waited for, and since when; which must be ended, and what the user should know.
 
 A worker that is merely slow is waited for without limit: computing for an hour is no error.  One
 whose process is stopped will never answer, and this can be seen.  No clock and no processes here.

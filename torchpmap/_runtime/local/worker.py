@@ -21,7 +21,7 @@ A call may fork, and the child come back from it.  The child leaves at once, sin
 numbers and groups are the parent's.
 
 The controller may die in any way, also by SIGKILL while this process holds the GIL in C code: the
-lifeline is a pipe nobody writes to, armed to deliver SIGKILL when its other end closes.
+lifeline is a pipe without a writer, armed to deliver SIGKILL when its other end closes.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class _Worker:
         self.values.update(zip(range(out, out + len(results)), results, strict=True))
 
     def skip(self, kind: int, length: int) -> None:
-        """Do nothing of a command behind a failure, except to free what it says nobody uses."""
+        """Do nothing of a command behind a failure, except to free the values that it names."""
         if kind == wire.CALL:
             _, _, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
             self.release(handles[num_inputs:])

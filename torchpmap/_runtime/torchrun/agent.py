@@ -1,7 +1,7 @@
 """Ends a process of torchrun whose agent is gone.
 
 Torchrun starts every process in a session of its own.  An agent that is killed takes none of them
-along, and nobody else would end them: they would hold their GPUs, and wait for each other.
+along, and nothing else would end them: they would hold their GPUs, and wait for each other.
 
 ``PR_SET_PDEATHSIG`` is no help: it is about the *thread* of the parent that forked, and this
 process may be a grandchild.
@@ -52,7 +52,7 @@ def _watch(agent: int) -> None:
     poll.register(agent, select.POLLIN)
     poll.poll()
     with contextlib.suppress(OSError):  # its reader may have been the agent
-        if select.select([], [_STDERR], [], 0)[1]:  # or nobody reads any more
+        if select.select([], [_STDERR], [], 0)[1]:  # or its reader is gone
             os.write(_STDERR, _TEXT)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE_S)  # a handler in Python never runs while the main thread is in C++

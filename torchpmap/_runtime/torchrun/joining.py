@@ -79,8 +79,9 @@ def join(place: Place, device_type: str, timeout_s: float, address: str | None) 
 def _attempt_of(store: JobStore, place: Place, deadline: Deadline, timeout_s: float) -> str:
     """A name that all processes which run now agree on, and none that ran before a restart.
 
-    Everybody leaves a name of his own, and rank 0 a list of them.  Who finds his name on the list
-    knows that it is not an old one, and says so; rank 0 makes new lists until everybody has.
+    Every process leaves a name of its own, and rank 0 a list of them.  A process that finds its
+    name on the list knows that the list is not an old one, and says so; rank 0 makes new lists
+    until all have.
     """
     store = store.prefixed("torchpmap/attempt")
     mine = secrets.token_hex(8)

@@ -1,4 +1,4 @@
-"""How the processes of one job meet, agree on what comes next, and learn who failed first.
+"""How the processes of one job meet, agree on what comes next, and learn which one failed first.
 
 All of it goes through the store of ``torch.distributed``'s default process group, which torchrun's
 agent keeps where it can, so that it outlives any of the processes.  Nothing here is on the path of
@@ -90,7 +90,7 @@ class Rendezvous:
         Raises:
             WorkerError: another process failed.
             CollectiveMismatch: another process does something else, or has ended its program.
-            CallTimeout: somebody did not come.
+            CallTimeout: a process did not come.
         """
         wanted, ranks = ranks, tuple(sorted(ranks))  # they may disagree on the order
         turn = self._turns[ranks]
@@ -116,7 +116,7 @@ class Rendezvous:
             raise mismatch(ranks, texts)
 
     def differing(self, ranks: Sequence[int], text: str, what: str) -> list[str] | None:
-        """Everybody's ``text``, unless all of ``ranks`` have the same."""
+        """The ``text`` of every process, unless all of ``ranks`` have the same."""
         mine = text.encode(errors="surrogatepass")
         digest = hashlib.blake2b(mine, digest_size=16).digest()
         if len(set(self.exchange(ranks, digest, what))) == 1:
@@ -191,7 +191,7 @@ class Rendezvous:
 
     def deadlock(self, running: tuple[int, ...], what: str) -> str | None:
         """Why a call with collectives, in progress over the ranks ``running``, will never end, if
-        that is certain: somebody who has not begun it waits for this process to come elsewhere.
+        that is certain: a process that has not begun it waits for this one elsewhere.
         """
         for rank in running:
             if rank == self.place.rank:
@@ -211,7 +211,7 @@ class Rendezvous:
     # -- failure and end ---------------------------------------------------------------------------
 
     def report_cause(self, error: BaseException) -> None:
-        """Tell the others why this process fails, unless somebody failed before."""
+        """Tell the others why this process fails, unless another one failed before."""
         text = "".join(traceback.format_exception(error))
         is_mismatch = isinstance(error, CollectiveMismatch)
         with contextlib.suppress(Exception):  # they may be gone, and the store with them
@@ -242,7 +242,7 @@ class Rendezvous:
     def _insist_on(self, rank: int, begin: str = "") -> None:
         """Raise if a process has ended its program."""
         if self.store.check([f"left/{rank}"]):
-            self.raise_cause()  # who fails says why before it leaves, perhaps only now
+            self.raise_cause()  # a process that fails says why before it leaves, perhaps only now
             raise CollectiveMismatch(
                 f"{begin}rank {rank} has ended its program and will not come. {_RULE}"
             )
@@ -302,6 +302,6 @@ def who_has_what(ranks: Sequence[int], texts: Sequence[str]) -> str:
     differing = (k for k in range(longest) if len({text[k] for text in padded}) > 1)
     place = next(differing, 0)
     return "\n".join(
-        f"  rank {', '.join(map(str, who))}: {text[0]}" + (f": {text[place]}" if place else "")
-        for who, text in zip(by_text.values(), padded, strict=True)
+        f"  rank {', '.join(map(str, ranks))}: {text[0]}" + (f": {text[place]}" if place else "")
+        for ranks, text in zip(by_text.values(), padded, strict=True)
     )

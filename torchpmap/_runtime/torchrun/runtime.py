@@ -1,4 +1,4 @@
-"""The runtime of a process that a launcher started beside others: everybody is a controller.
+"""The runtime of a process that a launcher started beside others: each is a controller.
 
 Each process owns one device and runs plans in place, on its own blocks; the collectives in them
 reach the other processes.  All processes run the same program, so each knows what the others hold.
@@ -6,7 +6,7 @@ Before a plan runs for the first time the processes compare it (see ``Rendezvous
 cost nothing beyond the compiled code.
 
 A process that fails in a plan drops its groups, so that the others fail at once instead of waiting
-for it, and they learn from the store who was first.  Nothing is repaired: the launcher restarts
+for it, and they learn from the store which was first.  Nothing is repaired: the launcher restarts
 the job.
 """
 
@@ -64,7 +64,7 @@ _COMMUNICATING = ("_c10d_functional", "torchpmap")
 
 
 class _Block:
-    """A value: this process's own block of it, which is freed when nobody refers to it."""
+    """A value: this process's own block of it, freed with the last reference to it."""
 
     __slots__ = ("block", "team")
 
@@ -157,7 +157,7 @@ class TorchrunRuntime:
             copy = None
             if self.rank in team.ranks:
                 block = blocks[team.ranks.index(self.rank)].detach()
-                # a copy: the caller may write to what he gave
+                # a copy: the caller may write to its tensors
                 copy = torch.empty(block.shape, dtype=block.dtype, device=self.device).copy_(block)
             return _Block(copy, team)
 
@@ -402,7 +402,7 @@ class TorchrunRuntime:
 
 
 def _lost(error: BaseException) -> WorkerDied:
-    """What to raise when a collective broke off and nobody said why."""
+    """What to raise when a collective broke off and no process said why."""
     lost = WorkerDied(
         "the connection to another process of this job broke off, and it did not say why: it was "
         "killed (for want of memory, perhaps), or its host is gone. The launcher's report names it."
