@@ -74,6 +74,11 @@ def wait_for(predicate: Callable[[], object], seconds: float = 2.0) -> bool:
     return True
 
 
+def running_pool() -> Any:
+    """The pool of the local runtime: the one way by which tests reach inside of it."""
+    return current.runtime()._pool
+
+
 def worker_pids(num_devices: int = 4) -> list[int]:
     """Process id of the worker of every device, asked of the workers themselves."""
     ask = tp.pmap(lambda x: torch.tensor(os.getpid()), compile=False)

@@ -21,10 +21,9 @@ from typing import Any
 import pytest
 import torch
 from _leftovers import MARK, marked
-from _support import EAGER, SCALE, known_pids, wait_for, worker_pids
+from _support import EAGER, SCALE, known_pids, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap._runtime import current
 
 N = 4
 rows = torch.arange(float(N))
@@ -49,7 +48,7 @@ def assert_pool_works() -> None:
 def kill(pid: int) -> None:
     """End a worker and wait until the controller knows it."""
     os.kill(pid, signal.SIGKILL)
-    assert wait_for(lambda: current.runtime()._pool.broken)
+    assert wait_for(lambda: running_pool().broken)
 
 
 @contextlib.contextmanager
@@ -144,7 +143,7 @@ def busy(
         f(rows).block_until_ready()  # compiled: that would wait at the gate too
     thread = threading.Thread(target=call)
     thread.start()
-    assert wait_for(lambda: current.runtime()._pool._monitor.pending)
+    assert wait_for(lambda: running_pool()._monitor.pending)
     try:
         yield thread
     finally:

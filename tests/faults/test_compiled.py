@@ -13,10 +13,9 @@ import time
 import pytest
 import torch
 from _rig import EAGER, N, assert_pool_works, busy, eagerly, kill, rows, sharded, total
-from _support import SCALE, wait_for, worker_pids
+from _support import SCALE, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap._runtime import current
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -131,7 +130,7 @@ def test_killed_while_the_caller_waits_in_fetch():
     y = f(torch.zeros(N, 1), torch.zeros(N, 1, dtype=torch.int64))
     for _ in range(50):
         y = f(y, torch.zeros(N, 1, dtype=torch.int64))
-    pending = current.runtime()._pool._monitor.pending
+    pending = running_pool()._monitor.pending
 
     def kill_when_waiting():
         assert wait_for(lambda: pending)
@@ -159,7 +158,7 @@ def test_a_failure_just_before_a_value_is_used(use, tmp_path, monkeypatch):
     """The value was skipped behind another thread's failure, of which its user cannot know yet."""
     value = sharded()
     gate = tmp_path / "open"
-    pool = current.runtime()._pool
+    pool = running_pool()
     epoch = pool._supervisor.epoch
     with busy(gate, error=RuntimeError("not yours")) as thread:
         skipped = total(rows)

@@ -26,10 +26,9 @@ from _rig import (
     total,
     within,
 )
-from _support import known_pids, wait_for, worker_pids
+from _support import known_pids, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap._runtime import current
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -70,7 +69,7 @@ def test_row_03_killed_in_the_middle_of_a_transfer(direction):
             return stored.cpu() if direction == "fetch" else same(block).cpu()
 
         def strike():
-            pool = current.runtime()._pool
+            pool = running_pool()
             wait_for(lambda: pool._monitor.pending or pool.outbox.unsent is not None)
             os.kill(victim, signal.SIGKILL)
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from _rig import EAGER, N, assert_pool_works, eagerly, rows, survivors, within
-from _support import wait_for
+from _support import running_pool, wait_for
 
 import torchpmap as tp
 from torchpmap._runtime import current
@@ -129,7 +129,7 @@ def test_row_16_a_late_rank_is_no_mismatch(tmp_path):
                 pass
         return tp.psum(x, "i")
 
-    pool = current.runtime()._pool
+    pool = running_pool()
     timer = threading.Timer(3, gate.touch)
     timer.start()
     epoch = pool._supervisor.epoch

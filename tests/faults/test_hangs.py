@@ -12,10 +12,9 @@ import time
 
 import pytest
 from _rig import N, assert_pool_works, eagerly, rows, sharded, survivors, total, within
-from _support import wait_for, worker_pids
+from _support import running_pool, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap._runtime import current
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -187,7 +186,7 @@ def test_row_20_stopped_with_full_sockets_while_another_dies():
         while True:
             z = total(z)
 
-    pool = current.runtime()._pool
+    pool = running_pool()
     killer = threading.Thread(
         target=lambda: (wait_for(lambda: pool.outbox.unsent is not None, 10), os.kill(pids[0], 9))
     )

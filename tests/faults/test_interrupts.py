@@ -10,10 +10,9 @@ import time
 import pytest
 import torch
 from _rig import N, assert_pool_works, busy, eagerly, kill, quarter, rows, survivors, total, within
-from _support import wait_for, worker_pids
+from _support import running_pool, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap._runtime import current
 
 pytestmark = [
     pytest.mark.usefixtures("pool"),
@@ -25,7 +24,7 @@ pytestmark = [
 def call_until_interrupted():
     """The last result of calls that go on until there is no room for one, and Ctrl-C ends it."""
     x, calls = rows, 0
-    pool = current.runtime()._pool
+    pool = running_pool()
     seen = collections.deque(maxlen=8)
 
     def is_stuck():
@@ -64,7 +63,7 @@ def test_row_22_ctrl_c_while_a_call_is_sent(ranks, tmp_path):
 
 def test_row_22_what_ctrl_c_left_unsent_is_sent_although_no_call_follows(tmp_path):
     """Others wait for it in a collective."""
-    pool = current.runtime()._pool
+    pool = running_pool()
     with busy(tmp_path / "open", [2]):
         x = call_until_interrupted()
         assert pool.outbox.unsent is not None
@@ -112,7 +111,7 @@ def test_row_22_ctrl_c_at_any_moment():
 def test_row_22_ctrl_c_during_a_repair():
     quarter(rows).block_until_ready()
     for milliseconds in (1, 2, 4, 8, 16, 32, 64):
-        pool = current.runtime()._pool
+        pool = running_pool()
         kill(worker_pids()[1])
         assert wait_for(lambda pool=pool: pool.broken)
         interrupted_after(milliseconds * 1e-3, lambda: quarter(rows))
@@ -151,7 +150,7 @@ def test_row_22_what_stands_behind_an_interrupted_call_says_so():
     behind = []
 
     def call_behind():
-        assert wait_for(lambda: current.runtime()._pool._monitor.pending)
+        assert wait_for(lambda: running_pool()._monitor.pending)
         behind.append(total(rows))
 
     with survivors():

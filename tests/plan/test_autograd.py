@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from _support import running_pool
 
 import torchpmap as tp
 from torchpmap._runtime.current import runtime
@@ -393,7 +394,7 @@ def test_residuals_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = team.runtime._next_handle  # type: ignore[attr-defined]
     out = mapped(x).sum()
     made = team.runtime._next_handle - before  # type: ignore[attr-defined]
-    monkeypatch.setattr(runtime()._pool, "_tick", lambda: None)  # would send what is released
+    monkeypatch.setattr(running_pool(), "_tick", lambda: None)  # would send what is released
     team.released.clear()
     out.backward()
     del out

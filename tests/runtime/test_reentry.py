@@ -11,10 +11,9 @@ import weakref
 
 import pytest
 import torch
-from _support import EAGER, wait_for, worker_pids
+from _support import EAGER, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap._runtime import current
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -61,7 +60,7 @@ def while_sending(request, monkeypatch):
     gc.collect()
 
     def run(call, then):
-        outbox = current.runtime()._pool.outbox
+        outbox = running_pool().outbox
         post, remaining, caller = outbox.post, [then], threading.get_ident()
 
         def interrupted(*args):
@@ -181,7 +180,7 @@ def test_a_thread_of_the_pool_s_own_does_not_wait(call):
         except RuntimeError as error:
             said.append(str(error))
 
-    monitor = current.runtime()._pool._monitor
+    monitor = running_pool()._monitor
     monitor.soon(lambda: by_collection(then))
     assert wait_for(lambda: said)
     assert "in a thread of torchpmap's own" in said[0]
@@ -201,7 +200,7 @@ def test_a_call_while_another_begins_a_repair(monkeypatch):
         start(thread)
 
     os.kill(worker_pids(4)[0], signal.SIGKILL)
-    assert wait_for(lambda: current.runtime()._pool.broken)
+    assert wait_for(lambda: running_pool().broken)
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     assert total(X).tolist() == [6.0] * 4
     assert len(errors) == 1

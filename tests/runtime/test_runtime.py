@@ -14,7 +14,17 @@ import time
 
 import pytest
 import torch
-from _support import EAGER, SCALE, known_pids, num_fds, rss_bytes, stat, wait_for, worker_pids
+from _support import (
+    EAGER,
+    SCALE,
+    known_pids,
+    num_fds,
+    rss_bytes,
+    running_pool,
+    stat,
+    wait_for,
+    worker_pids,
+)
 
 import torchpmap as tp
 from torchpmap._runtime import current
@@ -371,7 +381,7 @@ def test_another_pool_is_there_when_a_call_has_been_traced():
 def test_shutdown_does_not_wait_for_queued_calls():
     """Also when the sockets are full: a thread runs ahead until sending blocks."""
     f = tp.pmap(lambda x: x @ x, compile=EAGER)
-    pool = current.runtime()._pool
+    pool = running_pool()
     errors = []
 
     def run_ahead(x):
@@ -405,7 +415,7 @@ def test_shutdown_interrupts_a_waiting_thread():
     assert worker_pids()
     thread = threading.Thread(target=wait)
     thread.start()
-    assert wait_for(lambda: current.runtime()._pool._monitor.pending)
+    assert wait_for(lambda: running_pool()._monitor.pending)
     tp.shutdown()
     thread.join(5)
     assert not thread.is_alive()

@@ -10,10 +10,9 @@ import time
 
 import pytest
 import torch
-from _support import EAGER, SCALE, wait_for, worker_pids
+from _support import EAGER, SCALE, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap._runtime import current
 from torchpmap._runtime.local.triage import Sight, described
 
 pytestmark = [
@@ -162,7 +161,7 @@ def test_error_of_a_compiled_call_is_raised_where_its_value_is_used(use):
 
 def test_call_that_nobody_waits_for_has_the_same_limit():
     y = tp.pmap(lingers, compile=EAGER, timeout=LIMIT_S)(rows)
-    assert wait_for(lambda: current.runtime()._pool.broken, 5)
+    assert wait_for(lambda: running_pool().broken, 5)
     assert total(rows).tolist() == [1, 1]
     with pytest.raises(tp.CallTimeout):
         y.cpu()

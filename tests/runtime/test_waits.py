@@ -19,10 +19,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from _support import EAGER, is_running, num_fds, stat, wait_for, worker_pids
+from _support import EAGER, is_running, num_fds, running_pool, stat, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap._runtime import current
 from torchpmap._runtime.local import forkserver, vigil
 from torchpmap._runtime.local import output as _output
 from torchpmap._runtime.local import pool as _pool
@@ -84,7 +83,7 @@ def test_a_stopped_worker_that_nobody_waits_for_lives(monkeypatch):
     monkeypatch.setattr(vigil, "STOPPED_S", 0.0)
     assert_pool_works()
     pids = worker_pids(2)
-    monitor = current.runtime()._pool._monitor
+    monitor = running_pool()._monitor
     os.kill(pids[0], signal.SIGSTOP)
     ticks = monitor._next_tick
     assert wait_for(lambda: monitor._next_tick > ticks + 1, 5)
@@ -109,7 +108,7 @@ def test_a_worker_that_dies_while_the_socket_of_another_is_full(tmp_path):
 
     thread = threading.Thread(target=call)
     thread.start()
-    pool = current.runtime()._pool
+    pool = running_pool()
     assert wait_for(lambda: pool._monitor.pending)
     ahead = threading.Thread(target=run_ahead)
     ahead.start()
@@ -171,7 +170,7 @@ def test_an_exception_does_not_wait_for_a_rank_that_cannot_be_cancelled(tmp_path
 
     with pytest.raises(LookupError, match="mine"):
         eagerly(step)(rows)
-    assert current.runtime()._pool.broken
+    assert running_pool().broken
     with open(gate, "w"):
         assert_pool_works()
     assert worker_pids(2) == pids
@@ -227,7 +226,7 @@ def descriptors_left(count: int) -> Iterator[None]:
 def test_no_descriptors_left_for_a_repair():
     """However many there are: an error that says so, nothing left open, and later it works."""
     assert_pool_works()
-    pool = current.runtime()._pool
+    pool = running_pool()
     failed = 0
     for count in (0, 1, 4, 9, 12, 13, 14, 40):
         held, pids, fds = double(rows).block_until_ready(), worker_pids(2), num_fds()
@@ -292,7 +291,7 @@ def test_a_stopped_fork_server_is_replaced(monkeypatch):
     pids, forks = worker_pids(2), server.pid
     os.kill(forks, signal.SIGSTOP)
     os.kill(pids[1], signal.SIGKILL)
-    assert wait_for(lambda: current.runtime()._pool.broken)
+    assert wait_for(lambda: running_pool().broken)
     assert_pool_works()
     assert worker_pids(2)[0] == pids[0]
     assert stat(forks) is None
@@ -356,7 +355,7 @@ def test_a_worker_that_prints_without_end_stops_nobody(monkeypatch):
 
     monkeypatch.setattr(sys, "stdout", Slow())
     monkeypatch.setattr(_output, "_QUEUED_CHARACTERS", 1 << 17)
-    printer = current.runtime()._pool._monitor._printer
+    printer = running_pool()._monitor._printer
     most = []
     flooded = tp.pmap(flood, compile=False, devices=tp.devices())
     caller = threading.Thread(target=flooded, args=(rows,))
@@ -384,7 +383,7 @@ def test_a_monitor_that_fails_closes_the_pool():
         except tp.PmapError as error:
             errors.append(error)
 
-    monitor = current.runtime()._pool._monitor
+    monitor = running_pool()._monitor
     thread = threading.Thread(target=wait)
     thread.start()
     assert wait_for(lambda: monitor.pending)
@@ -419,7 +418,7 @@ def from_a_finalizer() -> None:
         def __del__(self) -> None:
             tp.shutdown()
 
-    pool = current.runtime()._pool
+    pool = running_pool()
     pool.in_order(lambda: [Ends()].clear())  # the send lock is held
     pool.close("again")
 
@@ -451,7 +450,7 @@ def while_another_thread_repairs() -> None:
     pids = worker_pids(2)
     os.kill(server.pid or 0, signal.SIGSTOP)
     os.kill(pids[0], signal.SIGKILL)
-    pool = current.runtime()._pool
+    pool = running_pool()
     assert wait_for(lambda: pool.broken)
     thread = threading.Thread(target=run_ahead)
     thread.start()

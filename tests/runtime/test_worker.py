@@ -19,7 +19,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from _support import EAGER, TEST_ALL, wait_for, worker_pids
+from _support import EAGER, TEST_ALL, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap._runtime import current, wire
@@ -298,7 +298,7 @@ BAD_FRAMES = {
 @pytest.mark.parametrize("make", BAD_FRAMES.values(), ids=BAD_FRAMES)
 def test_frames_of_a_worker_gone_mad(make):
     """Nothing hangs, and the next call is right."""
-    seq = current.runtime()._pool.seq + 2
+    seq = running_pool().seq + 2
 
     def step(x):
         if int(tp.axis_index("i")) == 1:
@@ -323,7 +323,7 @@ def test_frames_of_a_worker_gone_mad(make):
 )
 def test_block_unlike_its_header_ends_the_worker(body):
     value = tp.pmap(lambda x: x + 1, compile=EAGER)(rows).block_until_ready()
-    pool = current.runtime()._pool
+    pool = running_pool()
     pool.in_order(pool.tell, [1], wire.PUT, body)
     assert wait_for(lambda: pool.broken)
     with pytest.raises(tp.ShardLost, match=r"cpu:1(.|\n)*broken frame"):

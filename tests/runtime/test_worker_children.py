@@ -13,11 +13,10 @@ import time
 
 import pytest
 import torch
-from _support import EAGER, is_running, wait_for, worker_pids
+from _support import EAGER, is_running, running_pool, wait_for, worker_pids
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchpmap as tp
-from torchpmap._runtime import current
 
 pytestmark = [
     pytest.mark.usefixtures("pool"),
@@ -79,7 +78,7 @@ def test_a_child_ends_with_the_pool(method, daemon):
 def test_a_child_ends_with_its_worker():
     mine, other = eagerly(leaves_a_child("fork", False))(rows).tolist()
     os.kill(worker_pids(2)[0], signal.SIGKILL)
-    assert wait_for(lambda: current.runtime()._pool.broken)
+    assert wait_for(lambda: running_pool().broken)
     assert total(rows).tolist() == [1, 1]
     assert wait_for(lambda: not is_running(mine))
     assert is_running(other)
