@@ -14,13 +14,6 @@ import torch
 PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _NOT_USERS = (PACKAGE, TORCH, threading.__file__)
-_GENERATED = "<eval"
-"""torch.fx calls the code that it makes of a graph ``<eval_with_key>``."""
-
-
-def is_users(file: str) -> bool:
-    """Whether code of a file of this name was written by the user."""
-    return not file.startswith((*_NOT_USERS, _GENERATED))
 
 
 def users_frames(within: CodeType | None = None) -> Iterator[FrameType]:
@@ -34,11 +27,15 @@ def users_frames(within: CodeType | None = None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame runs code that the user wrote: what torch generates is in no module."""
+    return "__name__" in frame.f_globals and not frame.f_code.co_filename.startswith(_NOT_USERS)
+
+
 def users_line() -> str:
     """The innermost line of the user's in this thread."""
-    for frame in users_frames():
-        if is_users(frame.f_code.co_filename):
-            return line(frame.f_code.co_filename, frame.f_lineno)
+    for frame in filter(is_users, users_frames()):
+        return line(frame.f_code.co_filename, frame.f_lineno)
     return "an unknown line"
 
 

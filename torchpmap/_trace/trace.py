@@ -367,9 +367,9 @@ def _untraceable(error: BaseException) -> Untraceable | None:
 
 
 def _users_line(error: BaseException) -> str:
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if is_users(frame.filename):
-            return line(frame.filename, frame.lineno or 0)
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if is_users(frame):
+            return line(frame.f_code.co_filename, number)
     return "<unknown line>"
 
 
