@@ -2,6 +2,7 @@
 
 Every ```python block runs in a fresh namespace that holds ``torch`` and ``tp``, on four CPU
 devices. A ```text block right after it is what it must print; ``...`` in it stands for anything.
+The blocks of a page that says so (``ONE_PROGRAM``) run one after the other, in one namespace.
 
 The blocks of README.md and one example in twenty are compiled as their readers compile them, with
 Inductor. In the others, g++ would take half of the time of all tests: there ``compile=True`` means
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
+ONE_PROGRAM = "The blocks of this page are one program."
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -49,32 +51,36 @@ def some_compiled(params, always=lambda param: False):
         yield pytest.param(*param.values, id=param.id, marks=marks)
 
 
-def blocks():
+def programs():
+    """Lists of blocks that share a namespace: line of the page, code, what it must print."""
     for page in PAGES:
         text = page.read_text()
-        for match in BLOCK.finditer(text):
-            line = text.count("\n", 0, match.start()) + 2
-            name = f"{page.relative_to(ROOT)}:{line}"
-            yield pytest.param(name, line, match[1], match[2], id=name)
+        blocks = [
+            (text.count("\n", 0, match.start()) + 2, match[1], match[2])
+            for match in BLOCK.finditer(text)
+        ]
+        for program in [blocks] if ONE_PROGRAM in text else [[block] for block in blocks]:
+            name = str(page.relative_to(ROOT))
+            yield pytest.param(name, program, id=f"{name}:{program[0][0]}")
 
 
 @pytest.mark.parametrize(
-    ("name", "line", "code", "expected"),
-    list(some_compiled(blocks(), lambda param: param.id.startswith("README"))),
+    ("page", "program"),
+    list(some_compiled(programs(), lambda param: param.id.startswith("README"))),
 )
-def test_block_runs_and_prints_what_the_page_says(
-    name, line, code, expected, tmp_path, monkeypatch
-):
+def test_blocks_run_and_print_what_the_page_says(page, program, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__", "torch": torch, "tp": tp}
-    printed = io.StringIO()
-    # Blank lines in front make tracebacks point at the line of the page.
-    program = compile("\n" * (line - 1) + code, name, "exec", dont_inherit=True)
-    with contextlib.redirect_stdout(printed):
-        exec(program, namespace)
-    if expected is not None:
-        matches = doctest.OutputChecker().check_output(expected, printed.getvalue(), OPTIONS)
-        assert matches, f"{name} printed\n{printed.getvalue()}\nbut the page says\n{expected}"
+    for line, code, expected in program:
+        name = f"{page}:{line}"
+        printed = io.StringIO()
+        # Blank lines in front make tracebacks point at the line of the page.
+        block = compile("\n" * (line - 1) + code, name, "exec", dont_inherit=True)
+        with contextlib.redirect_stdout(printed):
+            exec(block, namespace)
+        if expected is not None:
+            matches = doctest.OutputChecker().check_output(expected, printed.getvalue(), OPTIONS)
+            assert matches, f"{name} printed\n{printed.getvalue()}\nbut the page says\n{expected}"
 
 
 def docstrings():
