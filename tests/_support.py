@@ -74,6 +74,11 @@ def wait_for(predicate: Callable[[], object], seconds: float = 2.0) -> bool:
     return True
 
 
+def eagerly(function: Callable[..., Any], axis_name: Any = "i", **options: Any) -> Any:
+    """The function mapped without tracing."""
+    return tp.pmap(function, axis_name, compile=False, **options)
+
+
 def running_pool() -> Any:
     """The pool of the local runtime: the one way by which tests reach inside of it."""
     return current.runtime()._pool

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from _leftovers import MARK, marked
-from _support import EAGER, SCALE, known_pids, running_pool, wait_for, worker_pids
+from _support import EAGER, SCALE, eagerly, known_pids, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 
@@ -29,10 +29,6 @@ N = 4
 rows = torch.arange(float(N))
 total = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
 quarter = tp.pmap(lambda x: tp.psum(x, "i") / 4, "i", compile=EAGER)
-
-
-def eagerly(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return tp.pmap(function, "i", compile=False, **options)
 
 
 def sharded() -> tp.ShardedTensor:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from _support import EAGER, is_running, num_fds, running_pool, stat, wait_for, worker_pids
+from _support import EAGER, eagerly, is_running, num_fds, running_pool, stat, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap._runtime.local import forkserver, vigil
@@ -38,10 +38,6 @@ total = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
 double = tp.pmap(lambda x: x * 2, compile=EAGER)
 largest = tp.pmap(lambda x: tp.pmax(x, "i"), "i", compile=False)
 rows = torch.arange(2.0)
-
-
-def eagerly(function):
-    return tp.pmap(function, "i", compile=False)
 
 
 def assert_pool_works():

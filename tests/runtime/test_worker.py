@@ -19,7 +19,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from _support import EAGER, TEST_ALL, running_pool, wait_for, worker_pids
+from _support import EAGER, TEST_ALL, eagerly, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap._runtime import current, wire
@@ -32,10 +32,6 @@ pytestmark = [
 
 rows = torch.arange(2.0)
 total = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
-
-
-def eagerly(function):
-    return tp.pmap(function, "i", compile=False)
 
 
 @pytest.fixture

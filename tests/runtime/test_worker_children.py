@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from _support import EAGER, is_running, running_pool, wait_for, worker_pids
+from _support import EAGER, eagerly, is_running, running_pool, wait_for, worker_pids
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchpmap as tp
@@ -26,10 +26,6 @@ pytestmark = [
 
 rows = torch.arange(2.0)
 total = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
-
-
-def eagerly(function):
-    return tp.pmap(function, "i", compile=False)
 
 
 def loaded(x):

@@ -11,6 +11,7 @@ from contextvars import copy_context
 import cloudpickle
 import pytest
 import torch
+from _support import eagerly
 
 import torchpmap as tp
 from torchpmap._layout import axis_stack
@@ -23,10 +24,6 @@ X = torch.arange(1.0, N + 1)
 @pytest.fixture
 def pool():
     tp.init(N)
-
-
-def eagerly(function, axis_name="i"):
-    return tp.pmap(function, axis_name=axis_name, compile=False)
 
 
 def total(x):
