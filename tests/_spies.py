@@ -26,3 +26,15 @@ def _noting(calls: list[tuple[str, Any]], name: str, method: Any) -> Any:
         return method(*args)
 
     return noting
+
+
+class Traces:
+    """Counts how often a function body ran; has no attributes that ``Environment`` would watch."""
+
+    __slots__ = ("n",)
+
+    def __init__(self):
+        self.n = 0
+
+    def note(self):
+        self.n += 1

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TORCHPMAP_WARM", "0")  # of the programs that tests run few compile
 
@@ -15,7 +16,7 @@ import hypothesis
 import pytest
 import torch
 from _leftovers import Inventory
-from _support import SCALE, TEST_ALL, sample, wait_for
+from _support import EAGER, SCALE, TEST_ALL, sample, wait_for
 
 import torchpmap as tp
 from torchpmap._base.devices import usable_cores
@@ -113,6 +114,12 @@ def pool(request: pytest.FixtureRequest) -> int:
     num_devices: int = getattr(request, "param", 4)
     tp.init(num_devices)
     return num_devices
+
+
+@pytest.fixture(params=[EAGER, False], ids=["graph", "python"])
+def mode(request: pytest.FixtureRequest) -> Any:
+    """``compile=``: the traced graph as it is, and the function itself."""
+    return request.param
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,26 @@ total = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
 quarter = tp.pmap(lambda x: tp.psum(x, "i") / 4, "i", compile=EAGER)
 
 
+def endless_loop() -> None:
+    while True:
+        pass
+
+
+def long_sleep() -> None:
+    time.sleep(1e6)
+
+
+def one_hangs(hang: Callable[[], None], others: str) -> Callable[[Any], Any]:
+    """A function that hangs on rank 2; ``others`` end "alone", or wait for it."""
+
+    def step(x: Any) -> Any:
+        if int(tp.axis_index("i")) == 2:
+            hang()
+        return x if others == "alone" else tp.psum(x, "i")
+
+    return step
+
+
 def sharded() -> tp.ShardedTensor:
     """A value that lives on all devices, computed."""
     return tp.pmap(lambda x: x * 10, compile=EAGER)(rows).block_until_ready()

@@ -11,21 +11,24 @@ import threading
 import time
 
 import pytest
-from _rig import N, assert_pool_works, eagerly, rows, sharded, survivors, total, within
+from _rig import (
+    N,
+    assert_pool_works,
+    eagerly,
+    endless_loop,
+    long_sleep,
+    one_hangs,
+    rows,
+    sharded,
+    survivors,
+    total,
+    within,
+)
 from _support import running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
-
-
-def endless_loop():
-    while True:
-        pass
-
-
-def long_sleep():
-    time.sleep(1e6)
 
 
 def deadlocked_lock():
@@ -47,13 +50,8 @@ def swallows_everything():
 def test_row_18_hang_in_python(hang, others):
     """The call ends, and no worker does."""
 
-    def step(x):
-        if int(tp.axis_index("i")) == 2:
-            hang()
-        return x if others == "alone" else tp.psum(x, "i")
-
     with survivors():
-        error = within(3, lambda: eagerly(step, timeout=0.5)(rows)).error
+        error = within(3, lambda: eagerly(one_hangs(hang, others), timeout=0.5)(rows)).error
         assert isinstance(error, tp.CallTimeout), error
         assert f"in {hang.__name__}" in str(error.__cause__)
         assert "cpu:2" in str(error)
@@ -133,13 +131,8 @@ def loop_of_c():
 def test_row_19_hang_with_the_interpreter_locked(hang, others):
     """A sleep ends with the signal that asks for the stack, so that its rank lives on."""
 
-    def step(x):
-        if int(tp.axis_index("i")) == 2:
-            hang()
-        return x if others == "alone" else tp.psum(x, "i")
-
     with survivors(*([] if hang is sleep_of_c else [2])):
-        error = within(5, lambda: eagerly(step, timeout=0.5)(rows)).error
+        error = within(5, lambda: eagerly(one_hangs(hang, others), timeout=0.5)(rows)).error
         assert isinstance(error, tp.CallTimeout), error
         assert f"is in C code that holds the GIL at {__file__}" in str(error)
         assert f"in {hang.__name__}" in str(error.__cause__)

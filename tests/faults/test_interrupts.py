@@ -5,11 +5,24 @@ from __future__ import annotations
 import collections
 import signal
 import threading
-import time
 
 import pytest
 import torch
-from _rig import N, assert_pool_works, busy, eagerly, kill, quarter, rows, survivors, total, within
+from _rig import (
+    N,
+    assert_pool_works,
+    busy,
+    eagerly,
+    endless_loop,
+    kill,
+    long_sleep,
+    one_hangs,
+    quarter,
+    rows,
+    survivors,
+    total,
+    within,
+)
 from _support import running_pool, wait_for, worker_pids
 
 import torchpmap as tp
@@ -119,25 +132,11 @@ def test_row_22_ctrl_c_during_a_repair():
     assert_pool_works()
 
 
-def endless_loop():
-    while True:
-        pass
-
-
-def long_sleep():
-    time.sleep(1e6)
-
-
 @pytest.mark.parametrize("others", ["alone", "others wait"])
 @pytest.mark.parametrize("hang", [endless_loop, long_sleep], ids=lambda f: f.__name__)
 def test_row_22_the_call_that_ctrl_c_ends_does_not_go_on(hang, others):
-    def step(x):
-        if int(tp.axis_index("i")) == 2:
-            hang()
-        return x if others == "alone" else tp.psum(x, "i")
-
     with survivors():
-        interrupted_after(0.5, lambda: eagerly(step)(rows))
+        interrupted_after(0.5, lambda: eagerly(one_hangs(hang, others))(rows))
         assert within(1, lambda: total(rows).tolist()).value == [6.0] * N
 
 

@@ -49,11 +49,6 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.fixture(params=[EAGER, False], ids=["graph", "python"])
-def mode(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
 def drawn(draw: Any, mode: Any = EAGER, rows: Any = X, **options: Any) -> torch.Tensor:
     torch.manual_seed(0)
     return tp.pmap(draw, compile=mode, **options)(rows).cpu()

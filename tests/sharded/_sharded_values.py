@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+import pytest
 import torch
+from _support import EAGER
 
 import torchpmap as tp
 
@@ -94,3 +96,19 @@ def where(result):
 
 def fetched_bytes(calls):
     return sum(target.nbytes for name, what in calls if name == "fetch" for *_, target in what)
+
+
+ROWS = torch.arange(8.0).reshape(4, 2)
+
+LAYOUTS = {
+    "rows": lambda: tp.device_put(ROWS, tp.devices()),
+    "columns": lambda: tp.pmap(lambda x: x, in_axes=1, out_axes=1, compile=EAGER)(ROWS),
+    "replicated": lambda: tp.replicate(ROWS),
+    "reversed": lambda: tp.device_put(ROWS, tp.devices()[::-1]),
+    "on one": lambda: tp.device_put(ROWS, tp.devices()[2]),
+    "2x2": lambda: tp.device_put(
+        ROWS,
+        tp.NamedSharding(tp.make_mesh((2, 2), ("x", "y"), devices=tp.devices()), tp.P("x", "y")),
+    ),
+}
+any_layout = pytest.mark.parametrize("put", LAYOUTS.values(), ids=LAYOUTS)

@@ -11,6 +11,7 @@ import operator
 import numpy as np
 import pytest
 import torch
+from _sharded_values import LAYOUTS, ROWS, any_layout
 from _spies import asked
 from _support import EAGER
 
@@ -18,39 +19,12 @@ import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
 
-ROWS = torch.arange(8.0).reshape(4, 2)
-
 
 def same(result, expected, rtol=0.0):
     """Equal numbers, wherever they are."""
     assert isinstance(result, torch.Tensor)
     expected = torch.as_tensor(expected)
     torch.testing.assert_close(result.cpu(), expected, rtol=rtol, atol=0, equal_nan=True)
-
-
-@pytest.fixture
-def y():
-    """Four rows on four devices."""
-    return tp.pmap(lambda x: x + 0, "i", compile=EAGER)(ROWS)
-
-
-@pytest.fixture
-def columns():
-    return tp.pmap(lambda x: x + 0, in_axes=0, out_axes=1, compile=EAGER)(ROWS)
-
-
-LAYOUTS = {
-    "rows": lambda: tp.device_put(ROWS, tp.devices()),
-    "columns": lambda: tp.pmap(lambda x: x, in_axes=1, out_axes=1, compile=EAGER)(ROWS),
-    "replicated": lambda: tp.replicate(ROWS),
-    "reversed": lambda: tp.device_put(ROWS, tp.devices()[::-1]),
-    "on one": lambda: tp.device_put(ROWS, tp.devices()[2]),
-    "2x2": lambda: tp.device_put(
-        ROWS,
-        tp.NamedSharding(tp.make_mesh((2, 2), ("x", "y"), devices=tp.devices()), tp.P("x", "y")),
-    ),
-}
-any_layout = pytest.mark.parametrize("put", LAYOUTS.values(), ids=LAYOUTS)
 
 
 # Operations --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from _spies import asked
+from _spies import Traces, asked
 from _support import EAGER
 
 import torchpmap as tp
@@ -23,23 +23,6 @@ pytestmark = pytest.mark.usefixtures("pool")
 
 X = torch.arange(4.0)
 ONES = torch.ones(4)
-
-
-@pytest.fixture(params=[EAGER, False], ids=["graph", "python"])
-def mode(request):
-    return request.param
-
-
-class Traces:
-    """Counts how often a function body ran; has no attributes that ``_environment`` would watch."""
-
-    __slots__ = ("n",)
-
-    def __init__(self):
-        self.n = 0
-
-    def note(self):
-        self.n += 1
 
 
 # What the function sees of the outside is never stale --------------------------------------------

@@ -28,11 +28,6 @@ class Named(torch.Tensor):
     """As torch.Tensor, by another name."""
 
 
-@pytest.fixture(params=[EAGER, False], ids=["graph", "python"])
-def mode(request):
-    return request.param
-
-
 def check(fun, mode, *changes):
     """Every call gives what plain Python gives, and nothing is traced again without a change."""
     mapped = tp.pmap(fun, compile=mode)

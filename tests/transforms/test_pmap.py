@@ -30,11 +30,6 @@ class State:
 pytree.register_dataclass(State)  # here, so that workers that import this module know it too
 
 
-@pytest.fixture(params=[EAGER, False], ids=["graph", "python"])
-def mode(request):
-    return request.param
-
-
 def same(result, expected):
     torch.testing.assert_close(result, torch.as_tensor(expected), rtol=0, atol=0)
 

@@ -23,11 +23,6 @@ pytestmark = pytest.mark.usefixtures("pool")
 X = torch.arange(4.0)
 
 
-@pytest.fixture(params=[EAGER, False], ids=["graph", "python"])
-def mode(request):
-    return request.param
-
-
 def double(x):
     """Twice."""
     return x * 2

@@ -15,11 +15,6 @@ import torchpmap as tp
 pytestmark = pytest.mark.usefixtures("pool")
 
 
-@pytest.fixture(params=[EAGER, False], ids=["graph", "python"])
-def mode(request):
-    return request.param
-
-
 def same(result, expected):
     torch.testing.assert_close(result, torch.as_tensor(expected), rtol=0, atol=0)
 

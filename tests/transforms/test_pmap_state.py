@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from _spies import asked
+from _spies import Traces, asked
 from _support import EAGER
 
 import torchpmap as tp
@@ -18,23 +18,6 @@ pytestmark = pytest.mark.usefixtures("pool")
 
 X = torch.arange(4.0)
 ONES = torch.ones(4)
-
-
-@pytest.fixture(params=[EAGER, False], ids=["graph", "python"])
-def mode(request):
-    return request.param
-
-
-class Traces:
-    """Counts how often a function body ran; has no attributes that ``_environment`` would watch."""
-
-    __slots__ = ("n",)
-
-    def __init__(self):
-        self.n = 0
-
-    def note(self):
-        self.n += 1
 
 
 def counted(f, **options):

@@ -183,7 +183,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def kind_of(shape: Sequence[int], dtype: torch.dtype) -> str:
     """Return ``"float32[2, 3]"``."""
-    return f"{dtype_name(dtype)}{list(shape)}"
+    return f"{dtype_name(dtype)}[{', '.join(map(str, shape))}]"
 
 
 def lost_write(tensor: torch.Tensor, how: str = "") -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from torchpmap._base.devices import Device
     from torchpmap._runtime.groups.process_groups import RankPartition
     from torchpmap._runtime.task import Report, Task
+    from torchpmap._runtime.torchrun.rendezvous import Rendezvous
     from torchpmap._trace.compile import Definition
+
+
+T = TypeVar("T")
 
 
 class Team:
@@ -127,3 +131,17 @@ class Runtime(Protocol):
 
     def close(self) -> None:
         """End the workers; idempotent."""
+
+
+class JobRuntime(Runtime, Protocol):
+    """The runtime of one of several processes, each of which is a controller."""
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """Where the processes meet."""
+
+    def together(self, work: Callable[[Rendezvous], T]) -> T:
+        """Do what needs all processes and is no call of a plan; it fails as a call does."""
+
+    def group_of_all(self) -> str:
+        """Name of a process group of all processes, which carries CPU tensors."""

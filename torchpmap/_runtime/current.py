@@ -24,7 +24,7 @@ from torchpmap._base.devices import (
 from torchpmap._base.errors import RuntimeClosed
 from torchpmap._layout import axis_stack
 from torchpmap._runtime import inline_mode
-from torchpmap._runtime.base import Runtime
+from torchpmap._runtime.base import JobRuntime, Runtime
 from torchpmap._runtime.torchrun.launcher import Place, found_place
 
 _LOCK_S = 0.5
@@ -33,6 +33,7 @@ _CALLS_S = 1.0
 
 _lock = threading.RLock()  # guards _runtime and _planned
 _runtime: Runtime | None = None
+_job: JobRuntime | None = None  # the same, beside other processes
 _planned: tuple[Device, ...] | None = None
 _place: Place | None = None  # of this process, if _planned are the devices of several
 
@@ -134,6 +135,14 @@ def runtime() -> Runtime:
         return _runtime
 
 
+def job_runtime() -> JobRuntime:
+    """The running runtime, of one of several processes."""
+    assert process_count() > 1
+    runtime()
+    assert _job is not None
+    return _job
+
+
 def _restart_or_raise(ended: Runtime) -> None:
     """A pool that could not be repaired is replaced, but not one of the parent process, nor what
     other processes take part in.
@@ -146,12 +155,12 @@ def _restart_or_raise(ended: Runtime) -> None:
 def _start(wanted: tuple[Device, ...]) -> None:
     # the runtimes import multiprocessing's and torch's process machinery: not needed before the
     # first start
-    global _runtime
+    global _runtime, _job
     atexit.unregister(_end)
     if _place is not None:
         from torchpmap._runtime.torchrun.runtime import TorchrunRuntime
 
-        _runtime = TorchrunRuntime(_place, wanted[0].platform, config.snapshot())
+        _runtime = _job = TorchrunRuntime(_place, wanted[0].platform, config.snapshot())
     else:
         from torchpmap._runtime.local.process import preload
         from torchpmap._runtime.local.runtime import LocalRuntime

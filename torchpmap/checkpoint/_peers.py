@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from torchpmap._base.config import config
 from torchpmap._base.data import packed, unpacked
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import CallTimeout, CheckpointError
 from torchpmap._runtime import inline_mode
-from torchpmap._runtime.current import process_count
-from torchpmap._runtime.current import runtime as current_runtime
-
-if TYPE_CHECKING:
-    from torchpmap._runtime.torchrun.runtime import TorchrunRuntime
+from torchpmap._runtime.base import JobRuntime
+from torchpmap._runtime.current import job_runtime, process_count
 
 _T = TypeVar("_T")
-_PAUSE_S = 0.005
 """A file is on disk after as long, at best."""
 
 
@@ -60,7 +56,7 @@ class _Alone:
 class _Beside:
     """One of several controllers."""
 
-    def __init__(self, runtime: TorchrunRuntime) -> None:
+    def __init__(self, runtime: JobRuntime) -> None:
         self._runtime = runtime
         self._rendezvous = rendezvous = runtime.rendezvous
         self._turn = 0
@@ -99,15 +95,15 @@ class _Beside:
     def _wait(self, keys: list[str], what: str) -> None:
         # not as the main program waits: that posts what it waits for, so that deadlocks are seen
         patience = config.snapshot().patience
-        deadline = Deadline(patience)
-        while not self._rendezvous.store.check(keys):
+        for pause in Deadline(patience).pauses():
+            if self._rendezvous.store.check(keys):
+                return
             self._rendezvous.raise_cause()
-            if deadline.passed:
-                raise CallTimeout(
-                    f"{what}: the other processes did not write their parts within "
-                    f"torchpmap.config.timeout ({patience:g} s)."
-                )
-            time.sleep(_PAUSE_S)
+            time.sleep(pause)
+        raise CallTimeout(
+            f"{what}: the other processes did not write their parts within "
+            f"torchpmap.config.timeout ({patience:g} s)."
+        )
 
 
 _known: tuple[Any, _Beside] | None = None
@@ -118,7 +114,7 @@ def peers() -> Peers:
     global _known
     if inline_mode.active() or process_count() == 1:
         return _Alone()
-    runtime = cast("TorchrunRuntime", current_runtime())
+    runtime = job_runtime()
     if _known is None or _known[0] is not runtime:
         _known = runtime, _Beside(runtime)
     return _known[1]

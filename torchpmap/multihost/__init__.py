@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ import torch
 from torchpmap._base.errors import check_array
 from torchpmap._base.pytree import flatten
 from torchpmap._layout import axis_stack
-from torchpmap._runtime.current import process_count, process_index, runtime
+from torchpmap._runtime.current import job_runtime, process_count, process_index
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous, who_has_what
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap.multihost._values import (
@@ -37,9 +37,6 @@ from torchpmap.multihost._values import (
     opened,
     padded,
 )
-
-if TYPE_CHECKING:
-    from torchpmap._runtime.torchrun.runtime import TorchrunRuntime
 
 __all__ = ["all_gather", "assert_equal", "barrier", "broadcast", "local_rows"]
 
@@ -290,8 +287,7 @@ def _refuse_inside(what: str) -> None:
 
 
 def _together(work: Callable[[Rendezvous], T]) -> T:
-    # several processes: there is no other runtime for them
-    return cast("TorchrunRuntime", runtime()).together(work)
+    return job_runtime().together(work)
 
 
 def _everyone() -> range:
@@ -321,7 +317,7 @@ def _from_all(shares: Sequence[Share]) -> list[list[torch.Tensor]]:
 
 def _gathered(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Equal shapes on all processes -> per tensor, those of all processes."""
-    count, group = process_count(), cast("TorchrunRuntime", runtime()).group_of_all()
+    count, group = process_count(), job_runtime().group_of_all()
     under_way = [_c10d.all_gather_into_tensor(as_bytes(tensor), count, group) for tensor in tensors]
     gathered = [_c10d.wait_tensor(data).reshape(count, -1) for data in under_way]
     return [
@@ -332,7 +328,7 @@ def _gathered(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def _sent_from(source: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors of ``source``; elsewhere only shapes and dtypes count."""
-    group = cast("TorchrunRuntime", runtime()).group_of_all()
+    group = job_runtime().group_of_all()
     under_way = [_c10d.broadcast(as_bytes(tensor), source, group) for tensor in tensors]
     return [
         _c10d.wait_tensor(data).view(tensor.dtype).reshape(tensor.shape)

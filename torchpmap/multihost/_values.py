@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from torchpmap._base.data import DTYPES, packed, unpacked
-from torchpmap._base.errors import check_array, dtype_name
+from torchpmap._base.errors import check_array, dtype_name, kind_of
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.current import process_index
 from torchpmap._sharded.tensor import ShardedTensor
@@ -35,7 +35,7 @@ def fingerprint(leaf: Any) -> str:
         value = _host(leaf)
         first = value.reshape(-1)[:_SHOWN].tolist()
         more = ", ..." if value.numel() > _SHOWN else ""
-        shown = f"{_kind(value.shape, value.dtype)} [{', '.join(map(str, first))}{more}]"
+        shown = f"{kind_of(value.shape, value.dtype)} [{', '.join(map(str, first))}{more}]"
         exact = as_bytes(value).numpy().tobytes()
     return f"{shown} (digest {hashlib.blake2b(exact, digest_size=8).hexdigest()})"
 
@@ -51,10 +51,6 @@ def _host(leaf: Any) -> torch.Tensor:
     if isinstance(leaf, ShardedTensor):
         return leaf.to_host()
     return host_tensor(leaf)
-
-
-def _kind(shape: Sequence[Any], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
 
 
 def _is_foreign(leaf: Any) -> bool:
@@ -82,7 +78,7 @@ class Share:
             mine = leaf.addressable_shards
             block = mine[0].data if mine else torch.zeros(layout.block_shape, dtype=layout.dtype)
             where = " ".join(map(str, layout.devices))
-            return cls(block, f"{_kind(layout.shape, layout.dtype)} on {where}", layout, False)
+            return cls(block, f"{kind_of(layout.shape, layout.dtype)} on {where}", layout, False)
         if not isinstance(leaf, (*_DATA, *_NUMBERS)):
             raise TypeError(
                 f"torchpmap.multihost.all_gather: {path} has type {type(leaf).__name__}, but only "
@@ -93,7 +89,7 @@ class Share:
         block = _host(leaf)
         is_tiled = tiled and block.dim() > 0
         shape = ["*", *block.shape[1:]] if is_tiled else block.shape
-        return cls(block, _kind(shape, block.dtype), None, is_tiled)
+        return cls(block, kind_of(shape, block.dtype), None, is_tiled)
 
     def joined(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
         """The result of the leaf, from the blocks of all processes."""
