@@ -211,19 +211,19 @@ def write(target: Any, handle: Handle, make: Make) -> None:
             for view in _views(alias):
                 if id(view) not in done:
                     taken = view._view.take(make(alias._layout, value))
-                    spread(view, _settled(view._layout, taken))
+                    spread(view, _laid_out(view._layout, taken))
             own = getattr(alias, "_view", None)
             if own is not None and own.parent._layout is not None and id(own.parent) not in done:
                 parent = own.parent
                 whole = make(parent._layout, parent._handle)
                 back = _BACK[own.func](own, whole, make(alias._layout, value))
-                spread(parent, _settled(parent._layout, back))
+                spread(parent, _laid_out(parent._layout, back))
 
     with torch.no_grad():
         spread(target, handle)
 
 
-def _settled(layout: Layout, value: Any) -> Handle:
+def _laid_out(layout: Layout, value: Any) -> Handle:
     """The handle of a value, a sharded or a plain tensor, in a given layout."""
     if hasattr(value, "_alive"):
         here, handle = value._alive()
