@@ -21,7 +21,10 @@ from _launched import launch
 from _support import EAGER, worker_pids
 
 import torchpmap as tp
+from torchpmap._runtime.task import Rank
 from torchpmap.checkpoint import ShapeDtypeStruct, latest, load, save
+from torchpmap.checkpoint._table import Table
+from torchpmap.checkpoint._workers import Restore
 
 HERE = Path(__file__).parent
 Pair = collections.namedtuple("Pair", "left right")
@@ -715,3 +718,21 @@ def test_elastic_restart(tmp_path):
     assert len(whole) == 11
     assert first[1:] == whole[1:9]  # the steps 0 to 7
     assert second[1:] == whole[7:]  # 6 to 9, from step 6 on bit by bit
+
+
+class OnMeta:
+    """The place of a rank whose device is not the host."""
+
+    device = torch.device("meta")
+
+    def __int__(self) -> int:
+        return 0
+
+
+def test_a_rank_reads_to_its_device(tmp_path: Path) -> None:
+    save(tmp_path / "one", {"x": torch.arange(4.0)})
+    table = Table.of(tmp_path / "one")
+    (key,) = table.rows
+    work = Restore(tmp_path / "one", table.digest, ({key: ((1,), (2,))},))
+    _, (block,) = work.run(Rank((0,), "all", OnMeta(), None), None, [])
+    assert (block.device.type, block.shape) == ("meta", (2,))

@@ -130,6 +130,7 @@ def test_deadline():
     assert Deadline(0).passed
     assert Deadline(0).left() == 0
     assert Deadline(-1).left() == 0
+    assert list(Deadline(0).pauses()) == [0.0]  # one look
     assert not Deadline(1000).passed
     assert 0 < Deadline(1000).left() <= 1000
 

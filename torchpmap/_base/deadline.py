@@ -30,10 +30,10 @@ class Deadline:
 
     def pauses(self) -> Iterator[float]:
         """Seconds to pause after each look at what others do, until then: short at first, then 10
-        ms.
+        ms; one more look comes after the last pause.
         """
         pause = 0.0002
-        yield pause
         while not self.passed:
             yield pause
             pause = min(2 * pause, 0.01)
+        yield 0.0

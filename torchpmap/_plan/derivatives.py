@@ -1,6 +1,6 @@
 """``pmap`` as a primitive: a mapped program, its derivatives and its batched form.
 
-An ``Differentiable`` is a mapped program as a function of all its tensors, those it closes over
+A ``Differentiable`` is a mapped program as a function of all its tensors, those it closes over
 included.  Its derivatives and its batched form are operations again, lowered to plans of their
 own, so every order and nesting of transforms ends on the workers::
 

@@ -91,7 +91,7 @@ class UncompiledPlan:
             body,
             self._ranks,
             self._group,
-            Given(name, tuple(key.tolist()), ambient()),
+            Given(tuple(key.tolist()), ambient()),
             _sources_of_no_file(),
             self._timeout,
         )

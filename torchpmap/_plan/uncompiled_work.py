@@ -25,7 +25,6 @@ from torchpmap._trace.program import Program
 class Given:
     """What is another one for every call."""
 
-    name: str
     key: tuple[int, ...]
     """For random numbers."""
     ambient: Ambient
@@ -54,9 +53,9 @@ class UncompiledReport:
         # a class of the script is another class in every process, so structures go by their text
         return [str(self.structure), *(getattr(self, field.name) for field in fields(self)[1:])]
 
-    def like(self, data: list[Any]) -> UncompiledReport:
+    def like(self, data: list[Any], name: str) -> UncompiledReport:
         if type(data) is not list or len(data) != len(fields(self)):
-            raise not_ours(f"{data!r:.100} instead of a report")
+            raise not_ours(f"{data!r:.100} instead of a report of {name}")
         text, *others = data
         mine = self.structure
         return UncompiledReport(mine if text == str(mine) else text, *others)
@@ -73,7 +72,7 @@ class UncompiledWork:
         self, rank: Rank, given: Given, blocks: Sequence[torch.Tensor]
     ) -> tuple[UncompiledReport, list[torch.Tensor]]:
         program, index = self.program, rank.index
-        agree = Agreement(given.name, rank.ranks, rank.group).check
+        agree = Agreement(program.name, rank.ranks, rank.group).check
 
         def subgroup(partition: Partition) -> str:
             name = subgroup_name(rank.group, partition)

@@ -11,6 +11,7 @@ import atexit
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import cast
 
 from torchpmap._base import ending
 from torchpmap._base.config import Config, config
@@ -33,7 +34,6 @@ _CALLS_S = 1.0
 
 _lock = threading.RLock()  # guards _runtime and _planned
 _runtime: Runtime | None = None
-_job: JobRuntime | None = None  # the same, beside other processes
 _planned: tuple[Device, ...] | None = None
 _place: Place | None = None  # of this process, if _planned are the devices of several
 
@@ -137,10 +137,8 @@ def runtime() -> Runtime:
 
 def job_runtime() -> JobRuntime:
     """The running runtime, of one of several processes."""
-    assert process_count() > 1
-    runtime()
-    assert _job is not None
-    return _job
+    assert process_count() > 1  # then there is no other kind
+    return cast("JobRuntime", runtime())
 
 
 def _restart_or_raise(ended: Runtime) -> None:
@@ -155,12 +153,12 @@ def _restart_or_raise(ended: Runtime) -> None:
 def _start(wanted: tuple[Device, ...]) -> None:
     # the runtimes import multiprocessing's and torch's process machinery: not needed before the
     # first start
-    global _runtime, _job
+    global _runtime
     atexit.unregister(_end)
     if _place is not None:
         from torchpmap._runtime.torchrun.runtime import TorchrunRuntime
 
-        _runtime = _job = TorchrunRuntime(_place, wanted[0].platform, config.snapshot())
+        _runtime = TorchrunRuntime(_place, wanted[0].platform, config.snapshot())
     else:
         from torchpmap._runtime.local.process import preload
         from torchpmap._runtime.local.runtime import LocalRuntime

@@ -33,8 +33,8 @@ class Report(Protocol):
     def as_data(self) -> list[Any]:
         """The report for another process."""
 
-    def like(self, data: list[Any]) -> Report:
-        """The report of another process; raises if its data cannot be one."""
+    def like(self, data: list[Any], name: str) -> Report:
+        """The report of another process on the call ``name``; raises if its data cannot be one."""
 
 
 class Work(Protocol):

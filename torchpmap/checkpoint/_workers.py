@@ -140,7 +140,8 @@ class Restore:
         table = Table.of(self.folder)
         if table.digest != self.digest:
             raise broken(self.folder, "it was replaced while it was loaded")
-        return None, list(table.read(self.extents[int(rank.index)]).values())
+        read = table.read(self.extents[int(rank.index)])
+        return None, [block.to(rank.index.device) for block in read.values()]
 
 
 def run_on(team: Team, work: Snapshot | Restore, handles: Sequence[Handle]) -> list[Handle]:

@@ -67,9 +67,8 @@ class Groups:
         self._address = address
         self._shares_memory = config.shared_memory
         self._timeout = datetime.timedelta(seconds=config.patience)
-        self._lock = (
-            threading.Lock()
-        )  # guards _sockets, _meetings, epoch, _aborted_epoch and _aborted
+        # guards _sockets, _meetings, epoch, _aborted_epoch and _aborted
+        self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self._meetings: list[Meeting] = []
         self.occasion = Occasion()

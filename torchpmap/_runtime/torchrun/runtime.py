@@ -314,7 +314,7 @@ class TorchrunRuntime:
         if report is None or len(task.ranks) == 1:
             return [report] * len(task.ranks)
         given = self._rendezvous.exchange(task.ranks, packed(report.as_data()), task.name)
-        return [report.like(unpacked(data)) for data in given]
+        return [report.like(unpacked(data), task.name) for data in given]
 
     # -- failure and end ---------------------------------------------------------------------------
 
