@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from torchpmap._base.pytree import Structure, flatten_call
 from torchpmap._trace.compile import Backend, parse_compile
 from torchpmap._trace.escaped import Escaped
 from torchpmap._trace.kinds import check_dtype, check_number, oddity
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,26 @@ class Bound:
     axes: tuple[int | None, ...]
     """Per leaf, counted from the front; None for unmapped, static and empty leaves."""
     paths: tuple[str, ...]
-    donated: tuple[bool, ...]
+    is_donated: tuple[bool, ...]
     size: int
+    spans: bool
+    """Whether the rows are those of all processes, not those of this one."""
+
+    @functools.cached_property
+    def positions(self) -> tuple[int, ...]:
+        """The leaves that travel as blocks: all but None and static ones."""
+        pairs = enumerate(self.leaves)
+        return tuple(k for k, leaf in pairs if leaf is not None and type(leaf) is not Static)
+
+    @functools.cached_property
+    def donated(self) -> tuple[int, ...]:
+        """Places among the leaves that travel."""
+        flags = self.travelling(self.is_donated)
+        return tuple(place for place, is_donated in enumerate(flags) if is_donated)
+
+    def travelling(self, per_leaf: Sequence[_T]) -> list[_T]:
+        """What belongs to the leaves that travel."""
+        return [per_leaf[position] for position in self.positions]
 
 
 def split_statics(
@@ -137,6 +157,7 @@ def bind_arguments(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     num_devices: int | None,
+    spans: bool = False,
 ) -> Bound:
     """Check a call (statics already wrapped) against the options; raises before anything is traced
     or sent.
@@ -166,9 +187,8 @@ def bind_arguments(
         None if axis is None or shape is None else axis % len(shape)
         for axis, (_, shape, _) in zip(axes, infos, strict=True)
     )
-    return Bound(
-        leaves, structure, canonical, tuple(paths), tuple(_donated(options, args, kwargs)), size
-    )
+    donated = tuple(_donated(options, args, kwargs))
+    return Bound(leaves, structure, canonical, tuple(paths), donated, size, spans)
 
 
 def _positional_axes(

@@ -1,5 +1,8 @@
-"""A mapped call in the calling process: its rows are lanes of ``torch.func.vmap``, or run one
-after the other.
+"""A mapped call in the calling process.
+
+``run_here``: inside a mapped function, where all rows of the call are lanes of the device that it
+is made on.  ``run_inline``: without devices (``debug.fake_pmap``); its rows are lanes of
+``torch.func.vmap``, or run one after the other.
 
 It keeps what the devices promise: the caller's tensors stay as they are, whatever the function
 writes; results share no memory with anything; lost writes raise; random numbers are the same.
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchpmap._base.ambient import ambient, applied
 from torchpmap._base.errors import kind_of, lost_write
 from torchpmap._base.torch_internals import (
     innermost,
@@ -25,14 +29,17 @@ from torchpmap._base.torch_internals import (
     outside_transforms,
     written_values,
 )
+from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis
 from torchpmap._runtime.inline_mode import note_replicated, serial
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.environment import parameters
 from torchpmap._trace.program import Input, Outcome, Program, no_stream, not_replicated
+from torchpmap._transforms.arguments import Bound
+from torchpmap._transforms.preparation import Preparation, refuse_aliased_donation
 from torchpmap._transforms.rows import run_rows
-from torchpmap.random._streams import draw_key, peek_key
+from torchpmap.random._streams import are_active, draw_key, peek_key
 
 _HINT = (
     "This call runs in the calling process (torchpmap.debug.fake_pmap, or the runtime 'inline'), "
@@ -43,7 +50,35 @@ _HINT = (
 )
 
 
-def call_inline(program: Program, leaves: Sequence[Any], prefix: str) -> Any:
+def run_here(preparation: Preparation, bound: Bound) -> Any:
+    """Run a call with all its rows on the device it is made on, inside a mapped function."""
+    options = preparation.options
+    if options.devices is not None and axis_stack.bound():
+        raise ValueError(
+            f"{options.prefix}: a pmap inside a mapped function runs on the device that it is "
+            "met on, and cannot have devices. Leave them out, or give them to the outer pmap."
+        )
+    program = preparation.program(bound, bound.size)
+    leaves = bound.travelling(bound.leaves)
+    blocks = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
+    outcome = program.run(blocks, None, None if are_active() else draw_key())
+    return outcome.structure.unflatten(list(outcome.blocks))
+
+
+def run_inline(preparation: Preparation, bound: Bound) -> Any:
+    """Run a call in this process, after the checks that the devices' own calls get."""
+    prefix = preparation.options.prefix
+    preparation.check(bound)
+    program = preparation.program(bound, bound.size)
+    leaves = bound.travelling(bound.leaves)
+    refuse_aliased_donation(prefix, bound.travelling(bound.paths), bound.donated, leaves)
+    records = torch.set_grad_enabled(torch.is_grad_enabled())  # not in inference mode
+    # what the function sets stays inside it; its tensors are ordinary ones, as on the devices
+    with applied(ambient()), torch.inference_mode(False), records:
+        return _run_rows(program, leaves, prefix)
+
+
+def _run_rows(program: Program, leaves: Sequence[Any], prefix: str) -> Any:
     """Run a program whose lanes are all rows of a call; plain tensors, stacked as ``out_axes``
     says.
     """

@@ -35,7 +35,7 @@ def bind_inner(fun: Callable[..., Any], options: Options, outer: Bound) -> Bound
     if any(isinstance(x, Static) and isinstance(x.value, torch.Tensor) for x in bound.leaves):
         return None
     given = [x for x in values if isinstance(x, torch.Tensor)]
-    taken = [x for x in bound.leaves if x is not None and not isinstance(x, Static)]
+    taken = bound.travelling(bound.leaves)
     same = len(given) == len(taken) and all(x is y for x, y in zip(given, taken, strict=True))
     return bound if same else None
 
@@ -56,8 +56,7 @@ def cuts_of(levels: Sequence[Bound]) -> list[Cut]:
     """For every leaf that travels, the dim that each level maps; levels have the same leaves."""
     cuts: list[Cut] | None = None
     for bound in reversed(levels):
-        pairs = zip(bound.leaves, bound.axes, strict=True)
-        axes = [axis for x, axis in pairs if x is not None and not isinstance(x, Static)]
+        axes = bound.travelling(bound.axes)
         inside: list[Cut] = [()] * len(axes) if cuts is None else cuts
         cuts = [(axis, *shifted(cut, axis)) for axis, cut in zip(axes, inside, strict=True)]
     return cuts or []

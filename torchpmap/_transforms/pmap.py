@@ -1,10 +1,10 @@
 """``pmap``: the front end.  A call is looked up, or prepared once, and then only followed.
 
-__call__ --> run_here           all rows on the device of the caller, inside a mapped function
-         --> run_inline         all rows in this process (``debug.fake_pmap``)
+__call__ --bind--> run_here       all rows on the device of the caller, inside a mapped function
+         --bind--> run_inline     all rows in this process (``debug.fake_pmap``)
          --> _run_on_devices
                --key--> Prepared --> _run    the hot path
-               +------> prepare              the first call of a kind
+               --bind-> prepare              the first call of a kind
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from torchpmap._transforms.arguments import (
     name_of,
     split_statics,
 )
+from torchpmap._transforms.inline import run_here, run_inline
 from torchpmap._transforms.preparation import Preparation, Prepared, refuse_aliased_donation
 
 _MAX_PREPARED = 4096
@@ -141,11 +142,12 @@ class Pmapped:
         options = self._options
         if options.static_argnums or options.static_argnames:
             args, kwargs = split_statics(options, args, kwargs)
-        if axis_stack.bound() or (num_modes() and is_traced()):
-            return self._preparation.run_here(args, kwargs)
-        if inline_mode.active():
-            return self._preparation.run_inline(args, kwargs)
-        return self._run_on_devices(args, kwargs)
+        is_here = axis_stack.bound() or (num_modes() and is_traced())
+        if not is_here and not inline_mode.active():
+            return self._run_on_devices(args, kwargs)
+        preparation = self._preparation
+        bound = preparation.bind(args, kwargs, in_one_process=True)
+        return (run_here if is_here else run_inline)(preparation, bound)
 
     def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = flatten_call(args, kwargs)
@@ -171,7 +173,8 @@ class Pmapped:
             return self._run(prepared, leaves)
         if len(self._prepared) >= _MAX_PREPARED:
             self._forget(runtime)
-        prepared = self._prepared[key] = self._preparation.prepare(args, kwargs)
+        bound = self._preparation.bind(args, kwargs)
+        prepared = self._prepared[key] = self._preparation.prepare(bound)
         self._latest = key, prepared
         # after tracing: what the function itself rebinds must not count as a change
         self._environment.refresh()
@@ -193,12 +196,12 @@ class Pmapped:
         runtime = current_runtime()
         if runtime is not self._runtime:
             self._forget(runtime)
-        prepared = self._preparation.prepare(args, kwargs, has_numbers=False)
+        bound = self._preparation.bind(args, kwargs)
+        prepared = self._preparation.prepare(bound, has_numbers=False)
         if isinstance(prepared.plan, UncompiledPlan):
             raise TraceError(f"{options.prefix}: it runs as Python code: there is no graph to show")
-        structure = flatten_call(args, kwargs)[1]
         return Lowered(
-            prepared.plan, structure, prepared.positions, prepared.paths, prepared.layouts
+            prepared.plan, bound.structure, prepared.positions, prepared.paths, prepared.layouts
         )
 
     def _forget(self, runtime: Runtime) -> None:

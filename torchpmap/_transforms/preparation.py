@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._base.ambient import ambient, applied, keyed
+from torchpmap._base.ambient import ambient, keyed
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import TraceError, kind_of, warn
 from torchpmap._base.pytree import flatten_call
-from torchpmap._layout import axis_stack
-from torchpmap._layout.grid import Grid
+from torchpmap._layout.grid import Cut, Grid
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.autograd import is_transformed
 from torchpmap._plan.derivatives import Primal
@@ -35,10 +34,9 @@ from torchpmap._trace.kinds import insist
 from torchpmap._trace.program import Constant, Input, Program
 from torchpmap._trace.trace import Untraceable
 from torchpmap._transforms.arguments import Bound, Options, Static, bind_arguments
-from torchpmap._transforms.inline import call_inline
 from torchpmap._transforms.nesting import bind_inner, counts_of_list, cuts_of, device_counts
 from torchpmap._transforms.retraces import Retraces
-from torchpmap.random._streams import are_active, draw_key, new_seed
+from torchpmap.random._streams import new_seed
 
 _DATA = (torch.Tensor, np.ndarray)
 
@@ -71,7 +69,7 @@ class Preparation:
     ) -> None:
         """``inner``: that of ``fun``, if it is mapped itself."""
         self._fun = fun
-        self._options = options
+        self.options = options
         self._inner = inner
         self._plans: dict[Hashable, Plan | UncompiledPlan] = {}
         self._operations: dict[Plan | UncompiledPlan, Primal] = {}
@@ -86,67 +84,18 @@ class Preparation:
         if in_new_pool:
             self._retraces.clear()
 
-    def prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_numbers: bool = True
-    ) -> Prepared:
-        """Check a call (statics already wrapped) and find or make its plan; ``has_numbers``:
-        whether it is to run, so that shapes alone will not do.
+    def bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_one_process: bool = False
+    ) -> Bound:
+        """Check a call (statics already wrapped) against the options, and take it apart;
+        ``in_one_process``: whether all rows of its axis are in this process.
         """
+        options = self.options
         leaves, _ = flatten_call(args, kwargs)
         for leaf in leaves:
             if type(leaf) is ShardedTensor:
                 check_open(leaf)
-        bound = self._bind(args, kwargs, spans=any(map(spans_processes, leaves)))
-        for path, leaf in zip(bound.paths, bound.leaves, strict=True) if has_numbers else ():
-            if isinstance(leaf, torch.Tensor):
-                insist(leaf, f"{self._options.prefix}: argument {path}")
-        levels = self._levels(bound)
-        return self._plan_for(levels, self._choose_devices(levels, leaves))
-
-    def _levels(self, bound: Bound) -> list[_Level]:
-        """This call, and those of mapped functions directly inside it that can share devices."""
-        levels = [_Level(self, bound)]
-        inner = self._inner if process_count() == 1 else None
-        while inner is not None:
-            found = bind_inner(inner._fun, inner._options, levels[-1].bound)
-            if found is None:
-                break
-            levels.append(_Level(inner, found))
-            inner = inner._inner
-        return levels
-
-    def run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call with all its rows on the device it is made on."""
-        options = self._options
-        if options.devices is not None and axis_stack.bound():
-            raise ValueError(
-                f"{options.prefix}: a pmap inside a mapped function runs on the device that it is "
-                "met on, and cannot have devices. Leave them out, or give them to the outer pmap."
-            )
-        bound = self._bind(args, kwargs, spans=True)  # all rows are here
-        program, positions = self._program(bound, bound.size)
-        leaves = [bound.leaves[position] for position in positions]
-        blocks = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
-        outcome = program.run(blocks, None, None if are_active() else draw_key())
-        return outcome.structure.unflatten(list(outcome.blocks))
-
-    def run_inline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call in this process, after the checks that the devices' own calls get."""
-        options = self._options
-        bound = self._bind(args, kwargs, spans=True)  # all rows are here
-        self._choose_devices(self._levels(bound), ())  # for its errors
-        program, positions = self._program(bound, bound.size)
-        leaves = [bound.leaves[position] for position in positions]
-        donated = [k for k, position in enumerate(positions) if bound.donated[position]]
-        paths = [bound.paths[position] for position in positions]
-        refuse_aliased_donation(options.prefix, paths, donated, leaves)
-        records = torch.set_grad_enabled(torch.is_grad_enabled())  # not in inference mode
-        # what the function sets stays inside it; its tensors are ordinary ones, as on the devices
-        with applied(ambient()), torch.inference_mode(False), records:
-            return call_inline(program, leaves, options.prefix)
-
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, spans: bool = False) -> Bound:
-        options = self._options
+        spans = in_one_process or any(map(spans_processes, leaves))
         size = options.axis_size
         if size is not None and not spans and process_count() > 1:  # it is that of all processes
             within = options.devices or all_devices(options.platform)
@@ -159,18 +108,44 @@ class Preparation:
             options = replace(options, axis_size=size // processes)
         chosen = options.devices
         num_devices = None if chosen is None else len(chosen if spans else _here(chosen))
-        return bind_arguments(self._fun, options, args, kwargs, num_devices)
+        return bind_arguments(self._fun, options, args, kwargs, num_devices, spans)
 
-    def _choose_devices(self, levels: Sequence[_Level], leaves: Sequence[Any]) -> Grid:
+    def prepare(self, bound: Bound, *, has_numbers: bool = True) -> Prepared:
+        """Find or make the plan of a call; ``has_numbers``: whether it is to run, so that shapes
+        alone will not do.
+        """
+        for path, leaf in zip(bound.paths, bound.leaves, strict=True) if has_numbers else ():
+            if isinstance(leaf, torch.Tensor):
+                insist(leaf, f"{self.options.prefix}: argument {path}")
+        levels = self._levels(bound)
+        return self._plan_for(levels, self._choose_devices(levels))
+
+    def check(self, bound: Bound) -> None:
+        """Raise what choosing devices for a call would."""
+        self._choose_devices(self._levels(bound))
+
+    def _levels(self, bound: Bound) -> list[_Level]:
+        """This call, and those of mapped functions directly inside it that can share devices."""
+        levels = [_Level(self, bound)]
+        inner = self._inner if process_count() == 1 else None
+        while inner is not None:
+            found = bind_inner(inner._fun, inner.options, levels[-1].bound)
+            if found is None:
+                break
+            levels.append(_Level(inner, found))
+            inner = inner._inner
+        return levels
+
+    def _choose_devices(self, levels: Sequence[_Level]) -> Grid:
         """As many devices as can have equally many rows each; a given list is taken as it is.
 
         Beside other processes the rows are those of this process, on its devices, unless an
         argument has the rows of all.
         """
-        options = self._options
-        spans = any(map(spans_processes, leaves))
+        options = self.options
+        spans = levels[0].bound.spans
         sizes = [level.bound.size for level in levels]
-        names = tuple(level.preparation._options.axis_name for level in levels)
+        names = tuple(level.preparation.options.axis_name for level in levels)
         if options.devices is not None:
             mine = options.devices if spans else _here(options.devices)
             counts = counts_of_list(sizes, len(mine))
@@ -189,7 +164,7 @@ class Preparation:
 
     def _wrong_number(self, sizes: Sequence[int], devices: tuple[Device, ...]) -> str:
         text = (
-            f"{self._options.prefix}: Leading axis size of input to pmapped function must "
+            f"{self.options.prefix}: Leading axis size of input to pmapped function must "
             f"equal the number of local devices passed to pmap. Got axis_size={sizes[0]}, "
             f"num_local_devices={len(devices)} (devices={list(devices)})."
         )
@@ -198,22 +173,19 @@ class Preparation:
         product = " * ".join(map(str, sizes))
         return f"{text} For a pmap of a pmap, {product} = {math.prod(sizes)} devices will do too."
 
-    def _program(self, bound: Bound, lanes: int) -> tuple[Program, tuple[int, ...]]:
-        """The program of a call, and which of its leaves travel as blocks."""
-        options = self._options
-        template: list[Input | Constant] = []
-        positions: list[int] = []
-        for position, (leaf, axis) in enumerate(zip(bound.leaves, bound.axes, strict=True)):
-            if leaf is None or isinstance(leaf, Static):
-                template.append(Constant(leaf.value if isinstance(leaf, Static) else None))
-            else:
-                positions.append(position)
-                template.append(Input(axis))
-        program = Program(
+    def program(self, bound: Bound, lanes: int) -> Program:
+        options = self.options
+        template = tuple(
+            Constant(leaf.value if isinstance(leaf, Static) else None)
+            if leaf is None or isinstance(leaf, Static)
+            else Input(axis)
+            for leaf, axis in zip(bound.leaves, bound.axes, strict=True)
+        )
+        return Program(
             self._fun,
             options.name,
             bound.structure,
-            tuple(template),
+            template,
             options.out_axes,
             options.axis_name,
             options.check_replicated,
@@ -221,38 +193,29 @@ class Preparation:
             options.randomness,
             self._seed,
         )
-        return program, tuple(positions)
 
     def _plan_for(self, levels: Sequence[_Level], grid: Grid) -> Prepared:
-        options, bound = self._options, levels[0].bound
-        program, positions = _program_of(levels, grid)
-        layouts: list[Layout] = []
-        for position, cut in zip(positions, cuts_of([x.bound for x in levels]), strict=True):
-            shape, dtype = _shape_and_dtype(bound.leaves[position])
-            layouts.append(
-                grid.layout(shape, dtype, cut)
-                if any(dim is not None for dim in cut)
-                else _shared_layout(bound.leaves[position], shape, dtype, grid)
-            )
-        donated = tuple(k for k, position in enumerate(positions) if bound.donated[position])
-        paths = tuple(bound.paths[position] for position in positions)
-        travelling = [bound.leaves[position] for position in positions]
+        options, bound = self.options, levels[0].bound
+        program = _program_of(levels, grid)
+        leaves, paths = bound.travelling(bound.leaves), tuple(bound.travelling(bound.paths))
         refuse_aliased_donation(
-            options.prefix, paths, donated, travelling
+            options.prefix, paths, bound.donated, leaves
         )  # before anything is sent
+        cuts = cuts_of([level.bound for level in levels])
+        layouts = tuple(_layout_of(leaf, cut, grid) for leaf, cut in zip(leaves, cuts, strict=True))
         in_place = all(
             type(leaf) is ShardedTensor and leaf._alive()[0].same_place(layout)
-            for leaf, layout in zip(travelling, layouts, strict=True)
+            for leaf, layout in zip(leaves, layouts, strict=True)
         )
         # arrays, tensors and ShardedTensors of one shape are different calls, but the same program
         constants = tuple(leaf for leaf in bound.leaves if leaf is None or isinstance(leaf, Static))
         kind = (
             bound.structure,
             keyed(),
-            positions,
+            bound.positions,
             constants,
-            tuple(layouts),
-            tuple(bound.axes),
+            layouts,
+            bound.axes,
             grid.sizes,
             program.all_lanes,
         )
@@ -261,16 +224,16 @@ class Preparation:
             if plan is not None:
                 self._operations.pop(plan, None)
             self._note_trace(bound)
-            plan = self._plans[kind] = self._make_plan(program, tuple(layouts), grid)
+            plan = self._plans[kind] = self._make_plan(program, layouts, grid)
         direct = plan if isinstance(plan, Plan) and plan.says_all else None
         return Prepared(
             plan,
-            positions,
-            tuple(layouts),
+            bound.positions,
+            layouts,
             in_place,
             direct,
             direct is not None and direct.structure.root is None and not direct.nones,
-            donated,
+            bound.donated,
             paths,
             program,
             grid,
@@ -293,14 +256,14 @@ class Preparation:
         return found
 
     def _target(self, grid: Grid) -> Target:
-        options = self._options
+        options = self.options
         backend = EAGER if options.backend is None else options.backend
         return Target(
             options.prefix, options.name, grid, backend, self._seed, ambient(), self._timeout()
         )
 
     def _timeout(self) -> float | None:
-        given = self._options.timeout
+        given = self.options.timeout
         return runtime().timeout if given is None else given
 
     def _outside(self) -> frozenset[int]:
@@ -314,7 +277,7 @@ class Preparation:
     def _make_plan(
         self, program: Program, layouts: tuple[Layout, ...], grid: Grid
     ) -> Plan | UncompiledPlan:
-        options = self._options
+        options = self.options
         if options.backend is not None:
             try:
                 return lower(self._target(grid), program.run, layouts, self._outside())
@@ -337,7 +300,7 @@ class Preparation:
         kinds = {path: _kind(leaf) for path, leaf in zip(bound.paths, bound.leaves, strict=True)}
         complaint = self._retraces.note(kinds)
         if complaint is not None:
-            warn(f"{self._options.prefix}: {complaint}")
+            warn(f"{self.options.prefix}: {complaint}")
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
@@ -353,19 +316,17 @@ class _Level:
     bound: Bound
 
 
-def _program_of(levels: Sequence[_Level], grid: Grid) -> tuple[Program, tuple[int, ...]]:
-    """The program of a call with those inside it, and which of its leaves travel as blocks."""
+def _program_of(levels: Sequence[_Level], grid: Grid) -> Program:
+    """The program of a call with those inside it."""
     inner: Program | None = None
     for depth in reversed(range(1, len(levels))):
         level = levels[depth]
-        program, _ = level.preparation._program(level.bound, level.bound.size // grid.sizes[depth])
+        program = level.preparation.program(level.bound, level.bound.size // grid.sizes[depth])
         inner = replace(program, inner=inner, is_inner=True)
     outermost = levels[0]
     lanes = outermost.bound.size // grid.sizes_here[0]
-    program, positions = outermost.preparation._program(outermost.bound, lanes)
-    if inner is not None:
-        program = replace(program, inner=inner, mesh=grid.sizes)
-    return program, positions
+    program = outermost.preparation.program(outermost.bound, lanes)
+    return program if inner is None else replace(program, inner=inner, mesh=grid.sizes)
 
 
 def _here(devices: Sequence[Device]) -> tuple[Device, ...]:
@@ -373,8 +334,11 @@ def _here(devices: Sequence[Device]) -> tuple[Device, ...]:
     return tuple(device for device in devices if device.process_index == mine)
 
 
-def _shared_layout(leaf: Any, shape: tuple[int, ...], dtype: torch.dtype, grid: Grid) -> Layout:
-    """Where an unmapped argument goes: what all devices are known to share stays so."""
+def _layout_of(leaf: Any, cut: Cut, grid: Grid) -> Layout:
+    """Where an argument goes; of an unmapped one, what all devices are known to share stays so."""
+    shape, dtype = _shape_and_dtype(leaf)
+    if any(dim is not None for dim in cut):
+        return grid.layout(shape, dtype, cut)
     is_known = type(leaf) is ShardedTensor and leaf.is_fully_replicated
     layout = replicated_layout(shape, dtype, grid.axis_devices)
     if is_known and leaf._alive()[0].same_place(layout):
