@@ -35,8 +35,8 @@ def mode(request: pytest.FixtureRequest) -> Any:
 
 def has_no_failed_pair(mapped: Any) -> bool:
     """Whether gradients took the cheap way wherever it was tried."""
-    operations = mapped._preparation._operations.values()
-    return all(pair is not None for o in operations for pair in o._pairs.values())
+    differentiables = mapped._preparation._differentiables.values()
+    return all(pair is not None for o in differentiables for pair in o._pairs.values())
 
 
 def same(got: torch.Tensor, expected: torch.Tensor) -> None:

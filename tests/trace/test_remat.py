@@ -248,8 +248,8 @@ def residual_bytes(wrap: Function) -> int:
     mapped = tp.pmap(lambda ws, x: model(ws, x, wrap), "i", in_axes=(None, 0), compile=EAGER)
     ws = WS.clone().requires_grad_()
     mapped(ws, X).sum().backward()
-    (operation,) = mapped._preparation._operations.values()  # type: ignore[attr-defined]
-    ((pair,),) = [operation._pairs.values()]
+    (differentiable,) = mapped._preparation._differentiables.values()  # type: ignore[attr-defined]
+    ((pair,),) = [differentiable._pairs.values()]
     assert pair is not None
     residuals = pair.backward.definition.inputs[: pair.forward.num_residuals]
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in residuals)

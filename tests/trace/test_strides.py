@@ -107,8 +107,8 @@ def check(names: list[str], compile: Any, *, inside: bool = False) -> None:
     torch.testing.assert_close(pull(weights)[0].cpu(), pull_expected(weights)[0], **close)
     assert all(
         pair is not None
-        for operation in mapped._preparation._operations.values()
-        for pair in operation._pairs.values()
+        for differentiable in mapped._preparation._differentiables.values()
+        for pair in differentiable._pairs.values()
     )
     if inside:
         gradient = tp.pmap(

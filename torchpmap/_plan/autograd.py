@@ -1,9 +1,9 @@
 """What function transforms and ``backward()`` around a call of a mapped function do with it.
 
-One ``torch.autograd.Function``, ``_Mapped``, calls operations (see ``_plan/derivatives``) as
-torch's transforms ask for them.  The first gradient is cheaper: the forward plan leaves what the
+One ``torch.autograd.Function``, ``_Mapped``, calls what ``_plan/derivatives`` derives, as torch's
+transforms ask for it.  The first gradient is cheaper: the forward plan leaves what the
 backward plan needs (its residuals) on the workers, and nothing is computed twice.  Where that
-gradient is transformed again, the transformed operation is computed from the primals.
+gradient is transformed again, the transformed function is computed from the primals.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from torchpmap._base.torch_internals import has_transforms, is_grad, is_wrapped, transforms
 from torchpmap._layout.layout import Layout
-from torchpmap._plan.derivatives import Differentiable, Outputs, Primal, Tensors, is_inexact
+from torchpmap._plan.derivatives import Differentiable, MappedProgram, Outputs, Tensors, is_inexact
 from torchpmap._plan.lower import Pair
 from torchpmap._plan.plan import Called
 from torchpmap._runtime.base import Handle
@@ -30,15 +30,15 @@ from torchpmap.random._streams import batched_key
 
 
 class _Call:
-    """One use of an operation; ``_Mapped`` hands it through all levels of transforms."""
+    """One use of a ``Differentiable``; ``_Mapped`` hands it through all levels of transforms."""
 
     def __init__(
         self,
-        operation: Differentiable,
+        differentiable: Differentiable,
         wanted: tuple[int, ...] = (),
         start: Callable[[Tensors], Outputs] | None = None,
     ) -> None:
-        self.operation = operation
+        self.differentiable = differentiable
         self._wanted = wanted
         """Inputs whose first gradient is likely to be asked for."""
         self._start = start
@@ -47,32 +47,32 @@ class _Call:
 
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         """Run on tensors that no transform is tracing any more."""
-        with self.operation.target.settings():
+        with self.differentiable.target.settings():
             return self._run(tensors)
 
     def _run(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        operation = self.operation
+        differentiable = self.differentiable
         if self._start is not None:
             outputs = self._start(tensors)
         else:
             if self._wanted:
-                self._pair = operation.pair(self._wanted)
+                self._pair = differentiable.pair(self._wanted)
             if self._pair is None:
-                outputs = operation.start(tensors)
+                outputs = differentiable.start(tensors)
             else:
                 plan = self._pair.forward
-                handles = plan.run(operation.placed(tensors))
+                handles = plan.run(differentiable.placed(tensors))
                 outputs = list(zip(plan.outputs, handles))  # noqa: B905 - residuals follow
                 self._residuals = handles[len(plan.outputs) :]
         strides = [
             _batch_first(layout.shape, dims) if dims else None
-            for (layout, _), dims in zip(outputs, operation.batch_dims(), strict=True)
+            for (layout, _), dims in zip(outputs, differentiable.batch_dims(), strict=True)
         ]
         results: list[torch.Tensor] = [
             make_sharded(layout, handle, order)
             for (layout, handle), order in zip(outputs, strides, strict=True)
         ]
-        for position, source in enumerate(operation.mirrored):
+        for position, source in enumerate(differentiable.mirrored):
             original = tensors[source]
             if type(original) is not ShardedTensor:  # the gradient of a host tensor is one
                 value = gather(*outputs[position]).to(original.device)
@@ -83,22 +83,22 @@ class _Call:
         return tuple(results)
 
     def batched(self, which: tuple[bool, ...], size: int) -> _Call:
-        return _Call(self.operation.batched(which, size), self._wanted)
+        return _Call(self.differentiable.batched(which, size), self._wanted)
 
     def pushed(self, given: tuple[int, ...]) -> _Call:
-        return _Call(self.operation.pushed(given))
+        return _Call(self.differentiable.pushed(given))
 
     def pulled(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> _Call:
-        operation = self.operation
+        differentiable = self.differentiable
         pair, residuals = self._pair, self._residuals
         shortcut = None
         if pair is not None and set(wanted) <= set(self._wanted):
-            inexact, places = operation.differentiable_outputs(), self._wanted
-            count = len(operation.layouts)
+            inexact, places = differentiable.inexact_outputs(), self._wanted
+            count = len(differentiable.layouts)
 
             def shortcut(tensors: Tensors) -> Outputs:
                 cotangents = dict(zip(given, tensors[count:], strict=True))
-                layouts = [operation.outputs[k] for k in inexact]
+                layouts = [differentiable.outputs[k] for k in inexact]
                 held = [
                     handle_of(cotangents.get(k, _zeros(layout)), layout)
                     for k, layout in zip(inexact, layouts, strict=True)
@@ -106,7 +106,7 @@ class _Call:
                 gradients = pair.backward.call([*residuals, *held]).outputs
                 return [gradients[places.index(k)] for k in wanted]
 
-        return _Call(operation.pulled(wanted, given), start=shortcut)
+        return _Call(differentiable.pulled(wanted, given), start=shortcut)
 
 
 def _batch_first(shape: Sequence[int], num_batch_dims: int) -> list[int]:
@@ -144,7 +144,7 @@ class _Mapped(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         tensors = ctx.saved_tensors
         wanted = tuple(
-            k for k in ctx.call.operation.differentiable_inputs() if ctx.needs_input_grad[k + 1]
+            k for k in ctx.call.differentiable.inexact_inputs() if ctx.needs_input_grad[k + 1]
         )
         given = tuple(k for k, x in enumerate(cotangents) if x is not None)
         results: list[Any] = [None] * (1 + len(tensors))
@@ -157,14 +157,14 @@ class _Mapped(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _call: None, *tangents: torch.Tensor | None) -> Any:
-        tensors, operation = ctx.saved_tensors, ctx.call.operation
-        if not operation.differentiable_outputs():
-            return (None,) * len(operation.outputs)
+        tensors, differentiable = ctx.saved_tensors, ctx.call.differentiable
+        if not differentiable.inexact_outputs():
+            return (None,) * len(differentiable.outputs)
         given = tuple(k for k, x in enumerate(tangents) if x is not None)
         call = ctx.call.pushed(given)
         found = _Mapped.apply(call, *tensors, *(tangents[k] for k in given))
-        results: list[Any] = [None] * len(operation.outputs)
-        for k, tangent in zip(operation.differentiable_outputs(), found, strict=True):
+        results: list[Any] = [None] * len(differentiable.outputs)
+        for k, tangent in zip(differentiable.inexact_outputs(), found, strict=True):
             results[k] = tangent
         return tuple(results)
 
@@ -175,12 +175,12 @@ class _Mapped(torch.autograd.Function):
             x if dim is None else x.movedim(dim, -1) for x, dim in zip(tensors, dims, strict=True)
         ]
         which = [dim is not None for dim in dims]
-        for k in call.operation.keys:
+        for k in call.differentiable.keys:
             if not which[k]:
                 moved[k], which[k] = batched_key(moved[k], info)
         batched = call.batched(tuple(which), info.batch_size)
         results = _Mapped.apply(batched, *moved)
-        reached = batched.operation.batched_outputs()
+        reached = batched.differentiable.batched_outputs()
         pairs = zip(results, reached, strict=True)
         return results, tuple(result.dim() - 1 if has else None for result, has in pairs)
 
@@ -190,25 +190,25 @@ def is_transformed() -> bool:
     return has_transforms() or forward_ad._current_level >= 0
 
 
-def apply_operation(
-    operation: Primal, leaves: Sequence[Any], done: Called | None = None
+def call_differentiable(
+    differentiable: MappedProgram, leaves: Sequence[Any], done: Called | None = None
 ) -> list[torch.Tensor]:
-    """Call an operation so that transforms and ``backward()`` reach its arguments and closures;
+    """Call a differentiable so that transforms and ``backward()`` reach its arguments and closures;
     ``done``: what it gave, if it has run already.
     """
     # a copy of an array: it may be overwritten before a derivative needs it
     arguments = [x if isinstance(x, torch.Tensor) else host_tensor(x).clone() for x in leaves]
-    closures = [captured.value() for captured in operation.captured]
+    closures = [captured.value() for captured in differentiable.captured]
     tensors = [*arguments, *closures]
     if done is not None:
-        for k in operation.keys:
+        for k in differentiable.keys:
             assert done.key is not None
             tensors[k] = done.key
-        return list(_Mapped.apply(_Call(operation, start=lambda _: done.outputs), *tensors))
+        return list(_Mapped.apply(_Call(differentiable, start=lambda _: done.outputs), *tensors))
     wanted: tuple[int, ...] = ()
-    if _is_pulled() and operation.differentiable_outputs() and not operation.plan.num_checks:
-        wanted = tuple(k for k in operation.differentiable_inputs() if _is_traced(tensors[k]))
-    return list(_Mapped.apply(_Call(operation, wanted), *tensors))
+    if _is_pulled() and differentiable.inexact_outputs() and not differentiable.plan.num_checks:
+        wanted = tuple(k for k in differentiable.inexact_inputs() if _is_traced(tensors[k]))
+    return list(_Mapped.apply(_Call(differentiable, wanted), *tensors))
 
 
 def _is_pulled() -> bool:

@@ -1,14 +1,14 @@
 """``pmap`` as a primitive: a mapped program, its derivatives and its batched form.
 
 A ``Differentiable`` is a mapped program as a function of all its tensors, those it closes over
-included.  Its derivatives and its batched form are operations again, lowered to plans of their
+included.  Its derivatives and its batched form are differentiable again, lowered to plans of their
 own, so every order and nesting of transforms ends on the workers::
 
     Differentiable --pulled(wanted, given)--> primals, cotangents -> cotangents of the primals
               --pushed(given)----------> primals, tangents   -> tangents of the outputs
               --batched(which, size)---> the same with one more dim, behind the others
 
-The bodies are traced anew for each operation, with ``torch.func`` around the user's function: a
+The bodies are traced anew for each of them, with ``torch.func`` around the user's function: a
 lowered graph has lost what ``detach`` and ``no_grad`` said.
 """
 
@@ -79,53 +79,51 @@ class Differentiable:
     def placed(self, tensors: Tensors) -> list[Handle]:
         return handles_of(tensors, self.layouts)
 
-    def differentiable_inputs(self) -> tuple[int, ...]:
+    def inexact_inputs(self) -> tuple[int, ...]:
         return tuple(k for k, layout in enumerate(self.layouts) if is_inexact(layout.dtype))
 
-    def differentiable_outputs(self) -> tuple[int, ...]:
+    def inexact_outputs(self) -> tuple[int, ...]:
         return tuple(k for k, layout in enumerate(self.outputs) if is_inexact(layout.dtype))
 
     def pulled(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Differentiable:
         """(inputs, cotangents of the outputs ``given``) -> cotangents of the inputs ``wanted``."""
-        operation = self._derive(
+        derived = self._derive(
             ("pulled", wanted, given),
             lambda: self._pull(wanted, given, keep_outputs=False),
             [*self.layouts, *(self.outputs[k] for k in given)],
         )
-        operation.mirrored = wanted
+        derived.mirrored = wanted
         own = self._batch_dims_in
-        operation._batch_dims_in = (*own, *(self.batch_dims()[k] for k in given))
-        operation.batch_dims = lambda: tuple(own[k] for k in wanted)
-        return operation
+        derived._batch_dims_in = (*own, *(self.batch_dims()[k] for k in given))
+        derived.batch_dims = lambda: tuple(own[k] for k in wanted)
+        return derived
 
     def pushed(self, given: tuple[int, ...]) -> Differentiable:
         """(inputs, tangents of the inputs ``given``) -> tangents of the inexact outputs."""
-        operation = self._derive(
+        derived = self._derive(
             ("pushed", given),
             lambda: self._push(given),
             [*self.layouts, *(self.layouts[k] for k in given)],
         )
         own = self._batch_dims_in
-        operation._batch_dims_in = (*own, *(own[k] for k in given))
-        operation.batch_dims = lambda: tuple(
-            self.batch_dims()[k] for k in self.differentiable_outputs()
-        )
-        return operation
+        derived._batch_dims_in = (*own, *(own[k] for k in given))
+        derived.batch_dims = lambda: tuple(self.batch_dims()[k] for k in self.inexact_outputs())
+        return derived
 
     def batched(self, which: tuple[bool, ...], size: int) -> Differentiable:
-        """The operation for many values at once of the inputs ``which``, along a new last dim."""
+        """This function for many values at once of the inputs ``which``, along a new last dim."""
         layouts = [
             self.target.grid.extended(layout, size) if batched else layout
             for layout, batched in zip(self.layouts, which, strict=True)
         ]
         key = ("batched", which, size)
-        operation = self._derive(key, lambda: _Batched(self.body, which), layouts)
-        operation.mirrored = self.mirrored
-        operation._batch_dims_in = tuple(map(operator.add, self._batch_dims_in, which))
-        operation.batch_dims = lambda: tuple(
-            map(operator.add, self.batch_dims(), operation.batched_outputs())
+        derived = self._derive(key, lambda: _Batched(self.body, which), layouts)
+        derived.mirrored = self.mirrored
+        derived._batch_dims_in = tuple(map(operator.add, self._batch_dims_in, which))
+        derived.batch_dims = lambda: tuple(
+            map(operator.add, self.batch_dims(), derived.batched_outputs())
         )
-        return operation
+        return derived
 
     def batched_outputs(self) -> tuple[bool, ...]:
         """Which outputs of a batched operation depend on a batched input, and have its dim."""
@@ -138,7 +136,7 @@ class Differentiable:
     def pair(self, wanted: tuple[int, ...]) -> Pair | None:
         """Forward and backward plans for cotangents of all inexact outputs."""
         if wanted not in self._pairs:
-            given = self.differentiable_outputs()
+            given = self.inexact_outputs()
             body = self._pull(wanted, given, keep_outputs=True)
             layouts = [*self.layouts, *(self.outputs[k] for k in given)]
             numbers = len(self.outputs), len(given)
@@ -156,7 +154,7 @@ class Differentiable:
             self._derived[key].keys = self.keys
         return self._derived[key]
 
-    # -- bodies of derived operations --------------------------------------------------------------
+    # -- bodies of what is derived ----------------------------------------------------------------
 
     def _pull(self, wanted: tuple[int, ...], given: tuple[int, ...], *, keep_outputs: bool) -> Body:
         count, grid = len(self.layouts), self.target.grid
@@ -275,7 +273,7 @@ def _summed(gradients: Tensors, cuts: Sequence[Cut], grid: Grid, axis: Axis) -> 
 # -- the user's program ----------------------------------------------------------------------------
 
 
-class Primal(Differentiable):
+class MappedProgram(Differentiable):
     """A mapped program; its inputs are its arguments and then the tensors it closes over."""
 
     def __init__(

@@ -27,7 +27,7 @@ from torchpmap._base.pytree import flatten_call
 from torchpmap._base.torch_internals import is_traced, num_modes
 from torchpmap._layout import axis_stack
 from torchpmap._plan.autograd import (
-    apply_operation,
+    call_differentiable,
     is_transformed,
     no_derivative,
     without_derivative,
@@ -259,15 +259,15 @@ class Pmapped:
         if isinstance(plan, UncompiledPlan) and done is None and not is_transformed():
             done = _called(prepared, leaves)
         try:
-            operation = self._preparation.operation(prepared)
+            differentiable = self._preparation.differentiable(prepared)
         except Untraceable as verdict:
             if done is None:
                 raise NotImplementedError(no_derivative(self._options.prefix, verdict)) from verdict
             return done.tree(
                 without_derivative(done.outputs, self._options.prefix, verdict, leaves)
             )
-        results = apply_operation(operation, leaves, done)
-        return (operation.plan.tree if done is None else done.tree)(results)
+        results = call_differentiable(differentiable, leaves, done)
+        return (differentiable.plan.tree if done is None else done.tree)(results)
 
     def _consume(self, prepared: Prepared, leaves: list[Any]) -> None:
         for position in prepared.donated:  # places among the leaves that travel

@@ -20,7 +20,7 @@ from torchpmap._base.pytree import flatten_call
 from torchpmap._layout.grid import Cut, Grid
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.autograd import is_transformed
-from torchpmap._plan.derivatives import Primal
+from torchpmap._plan.derivatives import MappedProgram
 from torchpmap._plan.lower import Target, lower
 from torchpmap._plan.plan import Plan
 from torchpmap._plan.uncompiled import UncompiledPlan
@@ -72,7 +72,7 @@ class Preparation:
         self.options = options
         self._inner = inner
         self._plans: dict[Hashable, Plan | UncompiledPlan] = {}
-        self._operations: dict[Plan | UncompiledPlan, Primal] = {}
+        self._differentiables: dict[Plan | UncompiledPlan, MappedProgram] = {}
         self._warned: set[str] = set()
         self._seed = new_seed()
         self._retraces = Retraces()
@@ -80,7 +80,7 @@ class Preparation:
     def clear(self, *, in_new_pool: bool = False) -> None:
         """Forget all plans."""
         self._plans.clear()
-        self._operations.clear()
+        self._differentiables.clear()
         if in_new_pool:
             self._retraces.clear()
 
@@ -222,7 +222,7 @@ class Preparation:
         plan = self._plans.get(kind)
         if plan is None or not plan.holds():
             if plan is not None:
-                self._operations.pop(plan, None)
+                self._differentiables.pop(plan, None)
             self._note_trace(bound)
             plan = self._plans[kind] = self._make_plan(program, layouts, grid)
         direct = plan if isinstance(plan, Plan) and plan.says_all else None
@@ -239,12 +239,12 @@ class Preparation:
             grid,
         )
 
-    def operation(self, prepared: Prepared) -> Primal:
+    def differentiable(self, prepared: Prepared) -> MappedProgram:
         """The call as transforms see it."""
-        found = self._operations.get(prepared.plan)
+        found = self._differentiables.get(prepared.plan)
         if found is None:
             target = self._target(prepared.grid)
-            found = Primal(
+            found = MappedProgram(
                 target,
                 prepared.program,
                 prepared.layouts,
@@ -252,7 +252,7 @@ class Preparation:
                 Environment(self._fun, quiet=True),
                 self._outside(),
             )
-            self._operations[prepared.plan] = found
+            self._differentiables[prepared.plan] = found
         return found
 
     def _target(self, grid: Grid) -> Target:
