@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -133,6 +133,7 @@ class Runtime(Protocol):
         """End the workers; idempotent."""
 
 
+@runtime_checkable
 class JobRuntime(Runtime, Protocol):
     """The runtime of one of several processes, each of which is a controller."""
 

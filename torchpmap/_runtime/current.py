@@ -11,7 +11,6 @@ import atexit
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import cast
 
 from torchpmap._base import ending
 from torchpmap._base.config import Config, config
@@ -137,8 +136,9 @@ def runtime() -> Runtime:
 
 def job_runtime() -> JobRuntime:
     """The running runtime, of one of several processes."""
-    assert process_count() > 1  # then there is no other kind
-    return cast("JobRuntime", runtime())
+    running = runtime()
+    assert isinstance(running, JobRuntime)  # with several processes there is no other kind
+    return running
 
 
 def _restart_or_raise(ended: Runtime) -> None:

@@ -23,8 +23,8 @@ from torchpmap._sharded.host import is_recorded
 from torchpmap._sharded.tensor import ShardedTensor, check_open, make_sharded
 from torchpmap._sharded.transfer import (
     check_equal_everywhere,
-    gather,
     host_tensor,
+    move,
     places_here,
     store,
 )
@@ -405,9 +405,7 @@ def handle_of(value: Any, layout: Layout) -> Handle:
         handle = check_open(value)
         here = value._layout
         assert here is not None
-        if here.same_place(layout):
-            return handle
-        return store(layout, gather(here, handle))
+        return move(here, handle, layout)
     return store(layout, host_tensor(value))
 
 

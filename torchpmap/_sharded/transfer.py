@@ -64,6 +64,11 @@ def gather(layout: Layout, handle: Handle) -> torch.Tensor:
     return whole
 
 
+def move(layout: Layout, handle: Handle, wanted: Layout) -> Handle:
+    """The handle of a value in another layout: its own, if all blocks are in place already."""
+    return handle if layout.same_place(wanted) else store(wanted, gather(layout, handle))
+
+
 def places_here(layout: Layout) -> list[int]:
     """Which of a layout's devices belong to this process: all, with one controller."""
     here = process_index()

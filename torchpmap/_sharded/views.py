@@ -18,14 +18,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from torchpmap._base.torch_internals import in_backward
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
-from torchpmap._sharded.transfer import gather, store
+from torchpmap._sharded.transfer import move, store
 
 _aten = torch.ops.aten
 Make = Callable[..., Any]
@@ -227,9 +227,7 @@ def _laid_out(layout: Layout, value: Any) -> Handle:
     """The handle of a value, a sharded or a plain tensor, in a given layout."""
     if hasattr(value, "_alive"):
         here, handle = value._alive()
-        if here.same_place(layout):
-            return cast(Handle, handle)
-        value = gather(here, handle)
+        return move(here, handle, layout)
     return store(layout, value)
 
 
