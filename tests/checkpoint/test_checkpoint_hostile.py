@@ -488,7 +488,7 @@ def test_strangers_on_the_line_are_not_heard(tmp_path, capfd):
     calls[0].send_bytes(pickle.dumps(Runs(tmp_path / "made")))
     first, second = line.answers()
     assert (first[0], second) == (None, ANSWER)
-    assert "is not what torchpmap writes" in first[1]
+    assert "is not in torchpmap's format" in first[1]
     assert os.listdir(tmp_path) == []
     for end in (*strangers, *calls, silent):
         end.close()

@@ -243,7 +243,7 @@ class Runs:
     ],
 )
 def test_hostile_data(data, capfd):
-    with pytest.raises(tp.PmapError, match=r"is not what torchpmap writes: .*see docs/security.md"):
+    with pytest.raises(tp.PmapError, match=r"is not in torchpmap's format: .*see docs/security.md"):
         unpacked(data)
     assert "EXECUTED" not in capfd.readouterr().out
 
@@ -300,5 +300,5 @@ def test_what_is_posted_comes_back():
     ],
 )
 def test_a_posting_of_other_types(value):
-    with pytest.raises(tp.PmapError, match="is not what torchpmap writes"):
+    with pytest.raises(tp.PmapError, match="is not in torchpmap's format"):
         Waiting.unpacked(packed(value))

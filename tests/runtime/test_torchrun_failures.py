@@ -237,7 +237,7 @@ def test_after_a_failure_no_call_is_taken(ended):
 def test_what_a_stranger_writes_to_the_store_runs_nothing(ended, name):
     reader = ended[name][0]
     assert reader.code == 1
-    assert "PmapError: what came from another process of this job is not what" in reader.output
+    assert "PmapError: data from another process of this job is not in" in reader.output
     assert not any("EXECUTED" in output.splitlines() for output in outputs(ended[name]))
 
 

@@ -1,12 +1,12 @@
 """Settings of torch around a call that change what a mapped function computes.
 
-The table here is the only place that names them, and says how each is read and written.  All of
-them are in force where a function is traced, where its graph is compiled and run, and where it runs
-as Python on a worker (``compile=False``).  Those of ``KEYED`` are looked at in every call: a change
-means a new plan.  The others are as they were when the function was traced.
+``SETTINGS`` lists them all and says how to read and write each.  The caller's values apply where a
+function is traced, where its graph is compiled and run, and where it runs as Python on a worker
+(``compile=False``).  Every call compares the settings of ``KEYED``: a change means a new plan.  The
+others keep the values that they had when the function was traced.
 
-Whatever is not in the table belongs to the caller only (see docs/state.md).  A setting that the
-function itself changes is put back after the call.
+Settings that are not listed stay with the caller (see docs/state.md).  If the function itself
+changes a listed setting, the change is undone after the call.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch import _C
 from torch.overrides import _pop_mode_temporarily
 
 Ambient = tuple[Hashable, ...]
-"""What the settings are, in the order of the table; () stands for those of a fresh process."""
+"""Values of ``SETTINGS`` or ``KEYED``, in order; () stands for those of a fresh process."""
 
 _DENORMAL = 5e-324
 """Equal to zero in a thread that flushes denormal numbers; torch has no other way to ask."""
 
-# found sooner in every call
+# every call reads these: saves the attribute lookups
 _is_any_autocast_enabled = _C._is_any_autocast_enabled
 _default_dtype, _is_deterministic = torch.get_default_dtype, _C._get_deterministic_algorithms
 _has_flash, _has_efficient = _C._get_flash_sdp_enabled, _C._get_mem_efficient_sdp_enabled
@@ -37,7 +37,7 @@ _HAS_CUDA = torch.backends.cuda.is_built()
 
 
 class Setting(NamedTuple):
-    """One setting: what it is called, and how it is read and written."""
+    """How to read and write one setting, and its name in messages."""
 
     name: str
     read: Callable[[], Any]
@@ -45,7 +45,7 @@ class Setting(NamedTuple):
 
 
 def _autocast() -> Hashable:
-    """None where it is off; else whether it caches, and the dtype per kind of device."""
+    """None if autocast is off; else whether it caches, and its dtype per device type."""
     if not _is_any_autocast_enabled():
         return None
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
@@ -71,7 +71,7 @@ def _set_warn_only(value: bool) -> None:
 
 
 def _matmul_precision() -> Any:
-    """None where the older and the newer way to say it were mixed, which torch refuses to read."""
+    """None if the program mixed the older and the newer API: then torch refuses to read it."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -147,14 +147,14 @@ SETTINGS: tuple[Setting, ...] = (
 )
 
 _IN_GRAPH = ("autocast", "flash attention", "memory-efficient attention", "cuDNN attention")
-"""What these change is decided operation by operation when a graph is made."""
+"""Tracing builds the effect of these into the graph, operation by operation."""
 
 _AROUND_GRAPH = tuple(setting for setting in KEYED if setting.name not in _IN_GRAPH)
 
 
 def keyed() -> Ambient:
-    """The settings that every call looks at, as they are for the calling thread."""
-    # KEYED, written out: a loop takes twice as long, in every call
+    """The values of ``KEYED`` in the calling thread."""
+    # KEYED written out, because every call runs this and a loop takes twice as long
     found: Ambient = (
         _autocast() if _is_any_autocast_enabled() else None,
         _default_dtype(),
@@ -169,18 +169,18 @@ def keyed() -> Ambient:
 
 
 def ambient() -> Ambient:
-    """All settings, as they are for the calling thread."""
+    """The values of ``SETTINGS`` in the calling thread."""
     return tuple(setting.read() for setting in SETTINGS)
 
 
 class Unchanged:
-    """Whether the settings that a graph does not contain are as they were when this was made."""
+    """Notices a change of the settings that a graph does not contain."""
 
     def __init__(self) -> None:
         self._values = [setting.read() for setting in _AROUND_GRAPH]
 
     def broken_by(self) -> str | None:
-        """The name of one that is not, if there is one."""
+        """The name of a setting that has changed since this was made, or None."""
         for setting, value in zip(_AROUND_GRAPH, self._values, strict=True):
             if setting.read() != value:
                 return setting.name
@@ -188,15 +188,13 @@ class Unchanged:
 
 
 def for_graph(wanted: Ambient) -> Ambient:
-    """The settings under which a graph runs: the casts that autocast made are in the graph, and
-    there are to be none besides.
-    """
+    """The settings under which a graph runs: no autocast, whose casts are in the graph already."""
     return (None, *wanted[1:])
 
 
 @contextmanager
 def applied(wanted: Ambient) -> Iterator[None]:
-    """Settings in force in the block; put back afterwards, whatever the block sets."""
+    """Apply settings in the block; restore the earlier ones afterwards, whatever the block sets."""
     before = ambient()
     try:
         _write(wanted)
@@ -206,7 +204,7 @@ def applied(wanted: Ambient) -> Iterator[None]:
 
 
 def in_force(wanted: Ambient) -> bool:
-    """Whether the settings that every call looks at are those."""
+    """Whether the ``KEYED`` settings have the ``wanted`` values in this thread."""
     return keyed() == wanted[: len(KEYED)]
 
 
@@ -215,8 +213,8 @@ def running_under(
 ) -> Callable[..., Sequence[torch.Tensor]]:
     """``run``, the code of a graph, under the settings with which it was traced.
 
-    Those that hold where this is called are taken to hold in every call: of a worker's process
-    nothing changes them, and in the caller's they are the key.
+    If those are set now, they are taken to be set in every later call: nothing changes them in a
+    worker process, and in the caller's process a change leads to another plan.
     """
     settings = for_graph(wanted)
     if not wanted or settings == ambient():
@@ -231,9 +229,9 @@ def running_under(
 
 @contextmanager
 def callers_modes_off() -> Iterator[None]:
-    """What the caller does with its own operations, off for tracing: default device and other modes
-    of torch functions, hooks on saved tensors, inference mode; and no search for NaN, which fake
-    tensors do not have.
+    """Turn off, for tracing, what the caller set for its own operations: torch function modes (such
+    as a default device), hooks on saved tensors, inference mode, and the search for NaN, for which
+    fake tensors have no values.
     """
     with (
         _popped(_C._len_torch_function_stack, _pop_mode_temporarily),
@@ -246,7 +244,7 @@ def callers_modes_off() -> Iterator[None]:
 
 @contextmanager
 def _popped(remain: Callable[[], Any], pop: Callable[[], Any]) -> Iterator[None]:
-    """Everything taken from a stack."""
+    """Pop until none remain; all are pushed again after the block."""
     with ExitStack() as taken:
         while remain():
             taken.enter_context(pop())
@@ -268,7 +266,7 @@ def _hooks_popped() -> Iterator[None]:
 
 
 def _write(wanted: Ambient) -> None:
-    # the last first: the older way to set precisions of products overwrites the newer ones
+    # in reverse: set_float32_matmul_precision, the last, overwrites the newer precision settings
     for setting, value in reversed(list(zip(SETTINGS, wanted, strict=False))):
         if value != setting.read():
             setting.write(value)

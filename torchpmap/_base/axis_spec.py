@@ -1,7 +1,7 @@
-"""Axis specifications over pytrees: prefix rules, legal axes, the vote on the axis size.
+"""Axis specifications over pytrees: prefix rules, legal axes, one size for all mapped axes.
 
 A specification is a pytree whose leaves are ints and None ("unmapped"); each leaf covers a whole
-subtree of what it describes. The texts of the messages are JAX 0.7's, with the user's names.
+subtree of what it describes. The messages are JAX 0.7's, with the user's argument names.
 """
 
 from __future__ import annotations
@@ -114,11 +114,11 @@ def mapped_axis_size(
     Args:
         leaves: (path, shape, dtype) of every leaf; an empty leaf has the shape None.
         axes: axis of every leaf, negative counts from the back.
-        what: the caller, for the messages.
+        what: name of the calling function, for the messages.
         axis_size: the size the user promised.
 
     Raises:
-        ValueError: an axis does not exist, or sizes differ (the message is a vote).
+        ValueError: an axis does not exist, or sizes differ (the message counts each size).
     """
     votes: dict[int, list[tuple[int, Leaf]]] = {}
     for leaf, axis in zip(leaves, axes, strict=True):
@@ -145,7 +145,7 @@ def mapped_axis_size(
 
 
 def argument_names(fun: Callable[..., Any], num_args: int) -> list[str]:
-    """Return what ``fun`` calls its first ``num_args`` positional arguments.
+    """Return the names of the first ``num_args`` positional arguments of ``fun``.
 
     Example:
         >>> argument_names(lambda x, *rest: x, 3)

@@ -1,8 +1,8 @@
-"""Settings: what ``tp.config`` was told, else the environment (``TORCHPMAP_*``), else the default.
+"""Settings: the value assigned to ``tp.config``, else that of ``TORCHPMAP_*``, else the default.
 
-They are read when the runtime starts, so a change counts from the next start on (``runtime``: from
-the next call on; ``check_captured``: when a tensor is sent). Every value is checked where it is
-set; a bad environment variable is reported at the start, by name.
+They are read when the runtime starts, so a change takes effect at its next start (``runtime``: in
+the next call; ``check_captured``: when a tensor is next sent). An assignment is checked at once; a
+bad environment variable is reported at the start, by name.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ MAX_DEVICES = 256
 DEVICE_TYPES = ("cpu", "cuda")
 RUNTIMES = ("auto", "local", "torchrun", "inline")
 PATIENCE_S = 1800.0
-"""How long processes wait for each other where no timeout is set."""
+"""How long processes wait for each other if no timeout is set."""
 _LONGEST_S = 1e9
-"""What every clock and lock of Python takes."""
+"""A timeout that all clocks and locks of Python accept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,17 @@ class Config:
         device_type: ``"cpu"`` or ``"cuda"``.
         warm: compile one dummy function in the fork server, so that the first compiled call of
             every worker is fast.
-        timeout: how many seconds a call may take, if ``pmap`` is not told; None: no limit.  Beside
-            other processes it also bounds how long they wait for each other, which is half an hour
-            otherwise.
-        shared_memory: whether CPU processes of one host exchange data in memory that they share;
-            otherwise, and where they cannot, they do it over Gloo.
+        timeout: how many seconds a call may take, if ``pmap`` gets no ``timeout``; None: no limit.
+            It also limits how long several processes wait for each other (None: half an hour).
+        shared_memory: whether CPU processes of one host exchange data through shared memory; if
+            not, or where that is impossible, they use Gloo.
         runtime: ``"local"`` (one worker process per device), ``"torchrun"`` (this process is one of
             several that a launcher started, and owns one device) or ``"inline"`` (mapped functions
             run in the calling process, see ``torchpmap.debug.fake_pmap``); ``"auto"`` is
             ``"torchrun"`` in a process of a launcher, else ``"local"``.
         check_captured: whether every call compares the tensors that its function closes over with
-            what was sent; otherwise only writes that torch counts are noticed, and not those
-            through ``.data`` or ``.numpy()``.
+            the values sent; if not, it notices only the writes that torch counts, and none through
+            ``.data`` or ``.numpy()``.
     """
 
     num_devices: int | None = None
@@ -99,8 +98,8 @@ class Settings:
     runtime: str
     check_captured: bool
     is_inline: bool
-    """Whether ``runtime`` is ``"inline"``; asked at every call, so it stays in its slot until an
-    assignment or ``reset``.
+    """Whether ``runtime`` is ``"inline"``; every call asks, so it is cached until an assignment or
+    ``reset``.
     """
 
     __slots__ = ("_set", "is_inline")
@@ -147,7 +146,7 @@ def _unknown(name: str) -> str:
 
 
 def _parsed(name: str, text: str) -> Any:
-    """Turn the text of a variable into a value; text that is not one is left for the check."""
+    """Turn the text of a variable into a value; return other text as it is, for the check."""
     try:
         match name:
             case "num_devices":

@@ -1,8 +1,8 @@
-"""Whether a tensor or an array still holds what it held, by comparing its bits.
+"""Notices whether the contents of a tensor or an array have changed, by comparing bits.
 
 torch counts the writes that it sees.  It does not see those through ``.data``, ``.numpy()``, DLPack
-or an array that shares the memory, and tensors of inference mode count nothing.  So a copy is kept,
-and compared bit by bit: at the speed of memory, which docs/state.md puts in numbers.
+or an array that shares the memory, and tensors of inference mode count nothing.  So a copy is kept
+and compared bit by bit; docs/state.md says what that costs.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ class Contents:
     __slots__ = ("_address", "_compares", "_copied", "_copy", "_kind", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor, *, compared: bool = True) -> None:
-        """``compared``: whether writes that torch does not count are to be found."""
+        """``compared``: whether to find writes that torch does not count, too."""
         self._tensor = tensor
         self._version = None if tensor.is_inference() else tensor._version
         self._address = tensor.data_ptr()
         self._kind = tensor.shape, tensor.stride(), tensor.dtype
         detached = tensor.detach()
-        # while it lives, no other value gets this address
+        # keeps the memory alive, so that no other tensor gets this address
         self._copy = detached
         self._compares = compared or self._version is None
         self._copied: tuple[int, int] | None = None
-        """Address and bytes of a copy that lies in memory as the tensor does."""
+        """Address and byte count of a copy with the memory layout of the tensor."""
         if self._compares:
             self._copy = _dense(detached).clone()
             if tensor.is_cpu and _dense(detached) is detached:
                 self._copied = self._copy.data_ptr(), self._copy.nbytes
 
     def same(self) -> bool:
-        """Whether the tensor holds the same now."""
+        """Whether the tensor still holds the same."""
         tensor = self._tensor
         address = tensor.data_ptr()
         if (
@@ -61,12 +61,12 @@ class Contents:
         return torch.equal(_bits(now), _bits(copy))
 
     def restore(self) -> None:
-        """Give the tensor back what it held."""
+        """Write the kept contents back to the tensor."""
         self._tensor.detach().copy_(self._copy)
 
 
 class Answer:
-    """What a tensor answered when it was asked for something besides its numbers."""
+    """A property of a tensor besides its numbers (such as ``.grad``), as it was when read."""
 
     __slots__ = ("_answer", "_question")
 
@@ -78,7 +78,7 @@ class Answer:
         """Whether the tensor would answer the same now."""
         try:
             answer = self._question()
-        except (RuntimeError, IndexError):  # such a dim is no more
+        except (RuntimeError, IndexError):  # the dim in question no longer exists
             return False
         if answer is None or isinstance(answer, torch.Tensor):
             return answer is self._answer
@@ -90,10 +90,10 @@ class ArrayContents:
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self._array = array
-        self._copy = array.copy(order="K")  # of objects: of the references to them
+        self._copy = array.copy(order="K")  # for dtype object, copies the references only
 
     def same(self) -> bool:
-        """Whether the array holds the same now."""
+        """Whether the array still holds the same."""
         array, copy = self._array, self._copy
         if (array.shape, array.dtype) != (copy.shape, copy.dtype):
             return False
@@ -103,7 +103,7 @@ class ArrayContents:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it whose elements lie side by side, as they are."""
+    """The tensor with its values side by side in memory, copied only if they are not."""
     if tensor.is_conj() or tensor.is_neg():
         return tensor.resolve_conj().resolve_neg()
     is_dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)

@@ -1,11 +1,11 @@
-"""Values as bytes that are data and nothing else: what processes tell each other over a network.
+"""Values as bytes that hold only data, never code: the messages of processes over a network.
 
 A pickle can run code where it is read, and any program that reaches the store of a job can write
-there.  So values go as JSON in which all that JSON does not have is a pair of a kind and content:
+there.  So values are sent as JSON.  What JSON lacks becomes a pair of a kind and its content:
 
     [1, (2.5, b"x")]  ->  [1, {"tuple": [{"float": "0x1.4p+1"}, {"bytes": "eA=="}]}]
 
-Reading makes values of these kinds, whatever the bytes are, or raises ``PmapError``.
+Whatever the bytes are, reading them gives values of these kinds or raises ``PmapError``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch
 from torchpmap._base.errors import PmapError, dtype_name
 
 DTYPES = {dtype_name(x): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
-"""Those that torch has, by name."""
+
 _KNOWN = (
     "None, bool, int, float, complex, str, bytes, numpy scalars, dtypes, torch.Size, and dicts, "
     "lists, tuples, sets and named tuples of them"
 )
-_MAX_INT = 1 << 63  # larger ones as text: their decimals take quadratic time
+_MAX_INT = 1 << 63  # larger ones are sent in hex: decimals take quadratic time
 
 
 def packed(
@@ -39,24 +39,24 @@ def packed(
     Args:
         value: of the kinds above.
         name: what error messages call it.
-        aside: what to write for a part that travels otherwise, given the part and its path; None
-            for all others.
+        aside: given a part and its path, returns what to write if the part is sent separately, else
+            None.
 
     Raises:
-        TypeError: a part is of another kind; names it.
+        TypeError: a part is of another kind; the text has its path.
     """
     return json.dumps(_written(value, name, aside), separators=(",", ":")).encode()
 
 
 def unpacked(data: bytes, aside: Callable[[Any], Any] | None = None) -> Any:
-    """The value of bytes that may come from anywhere.
+    """The value of bytes from any source, trusted or not.
 
     Args:
         data: what ``packed`` returned, or anything else.
-        aside: what stands for a part that travels otherwise, given what was written for it.
+        aside: given what was written for a part that was sent separately, returns the part.
 
     Raises:
-        PmapError: these are other bytes.
+        PmapError: the bytes are not from ``packed``.
     """
     try:
         return _read(json.loads(data, parse_float=_refused, parse_constant=_refused), aside)
@@ -65,9 +65,9 @@ def unpacked(data: bytes, aside: Callable[[Any], Any] | None = None) -> Any:
 
 
 def not_ours(what: str) -> PmapError:
-    """What to raise for data of another process that is not as torchpmap writes it."""
+    """The error for data of another process that is not in torchpmap's format."""
     return PmapError(
-        f"what came from another process of this job is not what torchpmap writes: {what}. "
+        f"data from another process of this job is not in torchpmap's format: {what}. "
         "Another program may have written to the store of the job: see docs/security.md."
     )
 
@@ -148,8 +148,8 @@ def _read(written: Any, aside: Callable[[Any], Any] | None) -> Any:
         module, name, parts = content
         found = _named_tuple(module, name)
         if found is None or len(found._fields) != len(parts):
-            raise ValueError(f"this process has no named tuple {module}.{name} of such fields")
-        # not by its own __new__, which may be code of the program
+            raise ValueError(f"this process has no named tuple {module}.{name} with these fields")
+        # not by its own __new__, which may be user code
         return tuple.__new__(found, [_read(part, aside) for part in parts])
     return _CONTAINERS[kind]([_read(part, aside) for part in content])
 
@@ -166,7 +166,7 @@ def _is_named_tuple(kind: Any) -> bool:
 
 
 def _named_tuple(module: str, qualname: str) -> Any:
-    """A class that this process has already; None if there is none of that name."""
+    """The named tuple class if this process has already imported it, else None."""
     found: Any = sys.modules.get(module)
     for name in qualname.split("."):
         found = vars(found).get(name) if hasattr(found, "__dict__") else None

@@ -1,4 +1,4 @@
-"""One moment that ends all the waits of one operation, however many they are."""
+"""One time limit for all the waits of an operation, however many there are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class Deadline:
-    """Made once where an operation begins, and handed to everything that waits for it.
+    """A time limit, made where an operation begins and passed to everything that waits for it.
 
     Example:
         >>> deadline = Deadline(60)
@@ -21,7 +21,7 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds until then; never below 0."""
+        """Seconds that are left; never below 0."""
         return max(0.0, self._end - time.monotonic())
 
     @property
@@ -29,8 +29,9 @@ class Deadline:
         return time.monotonic() >= self._end
 
     def pauses(self) -> Iterator[float]:
-        """Seconds to pause after each look at what others do, until then: short at first, then 10
-        ms; one more look comes after the last pause.
+        """Yield seconds to pause after each check in a polling loop: short at first, then 10 ms.
+
+        A last 0.0 comes after the end, so that the loop checks once more.
         """
         pause = 0.0002
         while not self.passed:

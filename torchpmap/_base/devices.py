@@ -1,7 +1,7 @@
 """Devices: what one copy of a mapped function runs on, how many there are, and their threads.
 
-Nothing here starts a process or touches an accelerator: a process that has initialised CUDA cannot
-be forked from, and the count is needed before the workers exist.
+Nothing here starts a process, and only ``device_kind`` initialises CUDA: a process that has done so
+can no longer fork, and the number of devices is needed before the workers exist.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Device:
 
     @property
     def torch_device(self) -> torch.device:
-        """Where its tensors live in its own worker; for every CPU device that is plain ``cpu``."""
+        """The torch device of its tensors in its worker; plain ``cpu`` for every CPU device."""
         return torch.device("cpu") if self.platform == "cpu" else torch.device("cuda", self.id)
 
     @property
@@ -58,9 +58,9 @@ def usable_cores() -> int:
 
 
 def num_cuda_devices() -> int:
-    """Return the number of visible GPUs, without a CUDA context."""
-    # torch counts through NVML, which leaves this process free to fork; only where there is no NVML
-    # does it ask the CUDA runtime.
+    """Return the number of visible GPUs, without creating a CUDA context."""
+    # torch counts through NVML, so that this process can still fork; without NVML it asks the CUDA
+    # runtime.
     return torch.cuda.device_count()
 
 

@@ -1,9 +1,9 @@
-"""Other threads when the program ends.
+"""Calls on other threads when the program ends.
 
-Python runs its exit handlers while daemon threads go on, and ends each of them where it next wants
-the interpreter, by unwinding its stack (up to 3.13).  Inside of torch's C++ code that aborts the
-process.  So at exit threads that are in a call are let out of it first, and one that makes another
-call sleeps for good, as from Python 3.14 on.
+Daemon threads go on while Python runs its exit handlers.  Then (up to 3.13) Python ends each thread
+where it next wants the interpreter, by unwinding its stack.  Inside torch's C++ code that aborts
+the process.  So the exit handlers wait for threads that are in a call to leave it, and a thread
+that makes another call sleeps for good, as from Python 3.14 on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _asleep: set[int] = set()
 
 
 def begin() -> None:
-    """The program ends: nothing is started any more."""
+    """Say that the program is ending; from now on nothing is started."""
     global _begun
     _begun = True
 
@@ -33,7 +33,7 @@ def has_begun() -> bool:
 
 
 def sleep_if_ending() -> None:
-    """Called where a call cannot go on because its pool was shut down."""
+    """Called when the pool of a call was shut down; at the end other threads sleep here."""
     if _begun and threading.current_thread() is not threading.main_thread():
         _asleep.add(threading.get_ident())
         forever = threading.Lock()
@@ -42,7 +42,7 @@ def sleep_if_ending() -> None:
 
 
 def wait_for_calls(deadline: Deadline) -> None:
-    """Wait until no other thread is inside of this package, or sleeps there."""
+    """Wait until every other thread is outside this package or in ``sleep_if_ending``."""
     while _calling() and not deadline.passed:
         time.sleep(_PAUSE_S)
 

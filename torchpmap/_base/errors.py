@@ -8,18 +8,18 @@ before anything is sent. Everything else is in this tree:
         WorkerError          user code raised and its exception could not be rebuilt
         WorkerDied           a worker process ended
         ShardLost            the value was on a worker that is gone
-        RuntimeClosed        the runtime was shut down under a value or a call
+        RuntimeClosed        the runtime of a value or a call was shut down
         TraceError           fullgraph=True and the function cannot be traced
         CollectiveMismatch   devices ran different collectives
         CallTimeout          a call took longer than its limit
         TensorEscaped        a tensor of a mapped function was used outside of it
         CheckpointError      a checkpoint is damaged, or could not be written
 
-A user's exception keeps its own type. What does not work: ``pickle.dumps(exc)`` alone. The class
-may not be importable, unpickling may raise (a required argument of ``__init__``), ``__str__`` may
-raise, and the value may hold a lock or a gigabyte. So text and traceback always travel as plain
-strings, and the exception object itself is an optional extra that the sender has already unpickled
-once: whatever breaks, breaks in the worker.
+A user's exception keeps its own type. ``pickle.dumps(exc)`` alone does not suffice: the class may
+not be importable, unpickling may raise (a required argument of ``__init__``), ``__str__`` may
+raise, and the value may hold a lock or a gigabyte. So text and traceback are always sent as plain
+strings. The exception object is an optional extra, which the sender has already unpickled once: if
+that fails, it fails in the worker.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ class ShardLost(PmapError):
 
 
 class RuntimeClosed(PmapError):
-    """The runtime was shut down, or the process was forked, under a value or a call."""
+    """The runtime of a value or a call was shut down, or the process was forked."""
 
 
 POOL_CLOSED = (
-    "the pool of devices was shut down, and its values went with the workers. Fetch what must "
-    "survive (torchpmap.device_get) before torchpmap.shutdown() or torchpmap.init() with other "
+    "the pool of devices was shut down, and the values on its workers are lost. Fetch what you "
+    "need (torchpmap.device_get) before torchpmap.shutdown() or torchpmap.init() with other "
     "devices."
 )
 
@@ -108,8 +108,8 @@ class CollectiveMismatch(PmapError):
 
 
 class GroupLost(RuntimeError):
-    """A process group broke off under a collective: the consequence of what happened to another
-    rank, which is, or will be, known.
+    """A process group failed during a collective because another rank failed, whose own error is,
+    or will be, known.
     """
 
 
@@ -118,7 +118,7 @@ class CallTimeout(PmapError):
 
 
 class TensorEscaped(PmapError):
-    """A tensor that a mapped function made, or was given, was used when the call was over."""
+    """A tensor that a mapped function made, or was given, was used after the call was over."""
 
 
 class CheckpointError(PmapError):
@@ -130,14 +130,14 @@ class CallCancelled(BaseException):
 
 
 class RemoteTraceback(Exception):
-    """The ``__cause__`` of an exception from a worker: its text is the traceback over there."""
+    """The ``__cause__`` of an exception from a worker: its text is the traceback on the worker."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
 
 
 def warn(text: str) -> None:
-    """Warn at the line of the user's code that led here, however deep inside the package we are."""
+    """Warn at the innermost line of the user's code that led here."""
     level = 2
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
@@ -202,19 +202,19 @@ def lost_write(tensor: torch.Tensor, how: str = "") -> str:
 def pack_exception(
     exc: BaseException, *, limit: int = 64 * 1024, trace: str | None = None
 ) -> bytes:
-    """Turn any exception into bytes for ``unpack_exception``; whatever it holds, it raises nothing
-    but ``CallCancelled``.
+    """Turn any exception into bytes for ``unpack_exception``; never raises any error, but lets a
+    ``CallCancelled`` through.
 
     Args:
         exc: the exception, with its traceback, causes and notes.
-        limit: most bytes of the pickled exception, and most characters of its text, of each note
-            and of its traceback.
+        limit: maximum of bytes for the pickled exception, and of characters for its text, for each
+            note and for its traceback.
         trace: what to show in place of its own traceback.
     """
     type_name = _guarded(lambda: _type_name(type(exc)), "an exception")
     # join: __str__ may return a subclass of str that cannot be pickled.
     text = _guarded(lambda: "".join([str(exc)]), "<exception str() failed>")
-    if trace is None:  # after the text: traceback lets no exception of __str__ through
+    if trace is None:  # after the text: traceback swallows any exception of __str__
         trace = _guarded(lambda: "".join(traceback.format_exception(exc)), "")
     fields = (
         type_name,
@@ -230,7 +230,7 @@ def unpack_exception(packed: bytes, *, where: str) -> BaseException:
     """Rebuild what ``pack_exception`` packed: the same type if possible, else a ``WorkerError``.
 
     Args:
-        packed: bytes from ``pack_exception``; unpickled, so only ever from our own workers.
+        packed: bytes from ``pack_exception``; unpickled, so they must be of our own workers.
         where: added as a note: ``"on device cpu:2 (rank 2, pid 71) while running step"``.
 
     Returns:
@@ -240,7 +240,7 @@ def unpack_exception(packed: bytes, *, where: str) -> BaseException:
     lost = WorkerError(f"{type_name}: {text}" if text else type_name)
 
     def told(exc: Exception) -> Exception:
-        # Past any __setattr__ of the user's class; one with such a property has no room for them.
+        # Bypasses a __setattr__ of the user's class; a property of this name makes it fail.
         BaseException.__setattr__(exc, "__notes__", [*notes, where])
         BaseException.__setattr__(exc, "__cause__", RemoteTraceback(trace))
         return exc
@@ -282,7 +282,7 @@ def _pickled(exc: BaseException, type_name: str, text: str, limit: int) -> bytes
 def _rebuilt(pickled: bytes, type_name: str) -> Exception:
     exc, args = pickle.loads(pickled)
     # Not BaseException: SystemExit of a worker must not end the caller's program.
-    # By the last part of the name: a class made in a function has lost the rest of it over there.
+    # Only the last part of the name: a class made in a function loses the rest when unpickled.
     if not isinstance(exc, Exception) or type(exc).__name__ != type_name.rpartition(".")[2]:
         raise TypeError(f"{type_name} was rebuilt as {type(exc)}")
     BaseException.__setattr__(exc, "args", args)
@@ -290,7 +290,7 @@ def _rebuilt(pickled: bytes, type_name: str) -> Exception:
 
 
 def _guarded(build: Callable[[], Any], fallback: Any) -> Any:
-    # User code runs inside (__str__, __reduce__, __setstate__); even its SystemExit must not win.
+    # User code runs inside (__str__, __reduce__, __setstate__); even its SystemExit is caught.
     try:
         return build()
     except CallCancelled:
@@ -313,11 +313,11 @@ def _capped(text: str, limit: int) -> str:
 
 
 _ARRAYS = (np.ndarray, np.memmap, np.matrix, np.recarray)
-"""Classes of arrays that mean nothing but their data."""
+"""Array classes that hold nothing but data."""
 
 
 def check_array(value: Any, what: str) -> None:
-    """Raise ``TypeError`` for an array whose class says more than a tensor can: a mask, a unit."""
+    """Raise ``TypeError`` for an array whose class holds more than data (a mask, a unit)."""
     if not isinstance(value, np.ndarray) or type(value) in _ARRAYS:
         return
     name = type(value).__name__
@@ -328,5 +328,5 @@ def check_array(value: Any, what: str) -> None:
         )
     raise TypeError(
         f"{what} is a {name}, a subclass of numpy's array; a tensor would keep its data only. Pass "
-        "numpy.asarray(x) if that is what is meant."
+        "numpy.asarray(x) if you need only the data."
     )

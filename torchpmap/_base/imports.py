@@ -1,7 +1,7 @@
-"""Imports of large packages, without looking for garbage meanwhile.
+"""Imports of large packages without garbage collection.
 
-The modules of torch's compiler make a million objects, all of which stay.  Python's collector looks
-through them again and again as their number grows, which is a quarter of the time.
+The modules of torch's compiler make a million objects, which all stay.  Python's collector scans
+them again and again as their number grows, which is a quarter of the time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Leave the collector alone in the block."""
+    """Turn the garbage collector off in the block."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -29,7 +29,7 @@ _MAX_STRUCTURES = 4096
 _MAX_LEAF_TYPES = 256
 _STR = {str}
 _structures: dict[Hashable, Structure] = {}
-_flat_calls: dict[int, Structure] = {}  # of so many arguments that are leaves
+_flat_calls: dict[int, Structure] = {}  # by number of arguments, if all are leaves
 _leaf_types: set[type] = set()
 _registered = pytree.SUPPORTED_NODES
 _num_registered = 0
@@ -145,12 +145,12 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
     """Flatten the arguments of a call; the order of keyword arguments does not matter."""
     if kwargs:
         return flatten((args, kwargs))
-    for argument in args:  # few: a loop takes less than issuperset
+    for argument in args:  # few: a loop is faster than issuperset
         if type(argument) not in _leaf_types:
             return flatten((args, kwargs))
     structure = _flat_calls.get(len(args))
     if structure is None or len(_registered) != _num_registered:
-        found = flatten((args, kwargs))  # it may find out that a type is no leaf any more
+        found = flatten((args, kwargs))  # which may find that a type is now a node
         if _leaf_types.issuperset(map(type, args)):
             _flat_calls[len(args)] = found[1]
         return found
@@ -168,8 +168,8 @@ def flatten_as_met(tree: Any) -> tuple[list[Any], Structure]:
     token = _walk(tree, leaves)
     structure = _structures.get(token)
     if structure is None:
-        # where a type was met as a leaf for the first time, the token is not yet the usual one,
-        # and calls compare structures: it takes half as long if they are one object
+        # The first walk that meets a leaf type gives an unusual token. The second gives the usual
+        # one, so that equal trees share one Structure, which calls compare in half the time.
         leaves.clear()
         token = _walk(tree, leaves)
         structure = _structures.get(token)
@@ -231,7 +231,7 @@ class Context:
 
 
 def _definition(kind: type) -> pytree.NodeDef | None:
-    """Return how torch takes this type apart, or remember it as a leaf type."""
+    """Return torch's definition of a node type; remember any other type as a leaf type."""
     known: Any = namedtuple if pytree.is_namedtuple_class(kind) else kind
     found = _registered.get(known)
     if found is None:
@@ -307,7 +307,7 @@ def _canonical(node: Node | None, start: int, order: list[int]) -> Hashable:
 
 
 def sort_key(label: Hashable) -> tuple[Any, ...]:
-    """Order dict keys of any types, the same whatever order they come in."""
+    """Return a sort key for a dict key of any type."""
     # Keys of other types go by their text: "<" may not exist, or not be a total order.
     kind = type(label)
     return kind.__qualname__, label if kind is str or kind is int else repr(label)

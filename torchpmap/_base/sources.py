@@ -1,4 +1,4 @@
-"""Whose code a file is: ours, torch's or the user's; and which line of the user's led here."""
+"""Tells the user's code from ours and torch's, and finds the line of the user's that led here."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ _NOT_USERS = (PACKAGE, TORCH, threading.__file__)
 
 
 def users_frames(within: CodeType | None = None) -> Iterator[FrameType]:
-    """Those of this thread that are neither ours nor torch's, the innermost first, up to the call
-    of ``within``.
-    """
+    """Frames of this thread outside this package and torch, innermost first, up to ``within``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not within:
         if not frame.f_code.co_filename.startswith(_NOT_USERS):
@@ -28,12 +26,12 @@ def users_frames(within: CodeType | None = None) -> Iterator[FrameType]:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Whether a frame runs code that the user wrote: what torch generates is in no module."""
+    """Whether a frame runs code that the user wrote; code that torch generates has no module."""
     return "__name__" in frame.f_globals and not frame.f_code.co_filename.startswith(_NOT_USERS)
 
 
 def users_line() -> str:
-    """The innermost line of the user's in this thread."""
+    """The innermost line of the user's code in this thread."""
     for frame in filter(is_users, users_frames()):
         return line(frame.f_code.co_filename, frame.f_lineno)
     return "an unknown line"

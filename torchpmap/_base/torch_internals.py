@@ -1,7 +1,7 @@
-"""What torch does not document, and this package needs: the file to open when a new torch comes.
+"""Undocumented parts of torch that this package needs: check them first with a new torch.
 
-Everything here was checked with torch 2.13.0.  A few private names stay where they are used, each
-in one place: those of Inductor (``_trace/compile``), of torch's own operations
+Everything here was checked with torch 2.13.0.  A few more private names are used elsewhere, each in
+one place: those of Inductor (``_trace/compile``), of torch's own operations
 (``_trace/custom_ops``, ``_trace/pickling``), of what a trace has to replace (``_trace/capture``,
 ``_trace/remat``), of the settings (``_base/ambient``), and of files that ``torch.save`` writes
 (``checkpoint/_pickles``).
@@ -23,11 +23,11 @@ Class = TypeVar("Class", bound=type)
 # -- function transforms ---------------------------------------------------------------------------
 
 functorch: Any = torch._C._functorch
-"""Its levels are those of the transforms, the outermost has 1."""
+"""Each active transform has a level, the outermost 1."""
 
 has_transforms = torch._C._are_functorch_transforms_active
 is_wrapped = functorch.is_functorch_wrapped_tensor
-"""Whether a transform, running or over, is tracing a tensor."""
+"""Whether a transform has wrapped a tensor, even if the transform is over by now."""
 
 
 def depth() -> int:
@@ -50,7 +50,7 @@ def is_grad(transform: Any) -> bool:
 
 
 def layers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor, what is below its transform, and so on; the last is of no transform."""
+    """A tensor, then the tensor that each transform wraps, down to one that none wraps."""
     yield tensor
     while is_wrapped(tensor):
         tensor = functorch.get_unwrapped(tensor)
@@ -58,20 +58,20 @@ def layers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def innermost(value: Any) -> Any:
-    """What a value is without the function transforms that trace it."""
+    """The value below all function transforms that wrap it."""
     while isinstance(value, torch.Tensor) and is_wrapped(value):
         value = functorch.get_unwrapped(value)
     return value
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether the innermost transform is a vmap that has taken rows of what this came from."""
+    """Whether the innermost transform is a vmap that batches this tensor."""
     same = functorch.maybe_get_level(tensor) == functorch.maybe_current_level()
     return bool(same and functorch.is_batchedtensor(tensor))
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """No function transform of those that are active sees what happens in the block."""
+    """Hide what happens in the block from all active function transforms."""
     if functorch.peek_interpreter_stack() is None:
         return nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -99,12 +99,12 @@ def in_backward() -> bool:
 
 
 def written_names(arguments: Sequence[Any]) -> list[str]:
-    """Names of the arguments of a schema that it says are written to."""
+    """Names of those arguments of a schema that the operation writes to."""
     return [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
 
 
 def written_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What a call of ``func`` writes to, as its schema says; of a list, its members."""
+    """The arguments that a call of ``func`` writes to; for a list, its members."""
     found: list[Any] = []
     if func._schema.is_mutable:
         for position, argument in enumerate(func._schema.arguments):
@@ -141,12 +141,12 @@ def needs_a_value(error: BaseException) -> bool:
 
 
 def untraced(cls: Class) -> Class:
-    """Mark the methods of a class: in a function that ``torch.compile`` compiles they run as they
-    are, with all that they call.
+    """Mark the methods of a class: under ``torch.compile`` they run as plain Python, with all that
+    they call.
 
-    Dynamo runs an operation on a tensor of a class that it does not know as Python does, but takes
-    the methods behind it for code to compile.  ``torch.compiler.disable`` says the same as the
-    mark, at the price of importing Dynamo and of a microsecond in every call.
+    Dynamo does not trace an operation on a tensor of a class that it does not know, but it would
+    compile the methods behind the operation.  ``torch.compiler.disable`` does the same as the mark,
+    but imports Dynamo and costs a microsecond in every call.
     """
     for value in vars(cls).values():
         for function in (getattr(value, "__func__", value), *_accessors(value)):
