@@ -25,8 +25,8 @@ FLOATS = "expected float32, float64, float16 or bfloat16."
         (
             lambda: random.key(2**63),
             ValueError,
-            "key: got seed 9223372036854775808, expected a 64-bit integer. Take "
-            "9223372036854775808 % 2**32, of which all bits count.",
+            "key: got seed 9223372036854775808, expected a 64-bit integer. Only its low "
+            "32 bits count: take 9223372036854775808 % 2**32.",
         ),
         (
             lambda: random.key(torch.tensor(1.0)),
@@ -188,7 +188,7 @@ FLOATS = "expected float32, float64, float16 or bfloat16."
         (
             lambda: random.permutation(KEY, -1),
             ValueError,
-            "permutation: got x=-1, expected how many numbers, 0 or more.",
+            "permutation: got x=-1, expected a number of at least 0.",
         ),
         (
             lambda: random.permutation(KEY, torch.tensor(5)),
@@ -219,7 +219,7 @@ FLOATS = "expected float32, float64, float16 or bfloat16."
         (
             lambda: random.choice(KEY, 3, p=[0.5, 0.5]),
             ValueError,
-            "choice: got p of shape (2,), expected 3 real numbers, one for each to pick from: "
+            "choice: got p of shape (2,), expected 3 real numbers, one per number or row to pick: "
             "shape (3,).",
         ),
         (

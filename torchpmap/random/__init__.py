@@ -2,7 +2,7 @@
 
 A key is a plain tensor, int64[2].  Every function is a pure function of the key and the other
 arguments: it works eagerly and inside ``pmap``, ``vmap``, ``grad`` and ``torch.compile``, on every
-device, and gives the same numbers there.  ``split`` and ``fold_in`` derive new keys::
+device, and gives the same numbers everywhere.  ``split`` and ``fold_in`` derive new keys::
 
     key = tp.random.key(0)
     keys = tp.random.split(key, tp.device_count())

@@ -39,13 +39,13 @@ def permutation(
         key: the key.
         x: how many numbers, or a tensor of at least one dim.
         axis: the dim along which rows change places.
-        independent: whether every line along the dim is shuffled by itself, instead of all alike.
+        independent: whether each line along the dim is shuffled by itself, instead of all alike.
 
     Returns:
         The shuffled numbers or tensor, exactly as JAX shuffles.
 
     Raises:
-        TypeError: ``x`` has no dim to shuffle, or the key is no key.
+        TypeError: ``x`` has no dim to shuffle, or ``key`` is not a key.
         ValueError: ``x`` is negative, or there is more than one key.
         IndexError: ``axis`` is not a dim of ``x``.
 
@@ -59,7 +59,7 @@ def permutation(
     words = one_key("permutation", key)
     if isinstance(x, INTEGERS):
         if x < 0:
-            raise ValueError(f"permutation: got x={x}, expected how many numbers, 0 or more.")
+            raise ValueError(f"permutation: got x={x}, expected a number of at least 0.")
         return _shuffled(words, torch.arange(x, device=key.device), 0)
     given = as_tensor(x, key)
     if given.dim() == 0:
@@ -91,17 +91,17 @@ def choice(
         key: the key.
         a: how many numbers, or a tensor of at least one dim.
         shape: shape of the picks.
-        replace: whether the same may be picked again.
+        replace: whether the same number or row may be picked again.
         p: the probabilities, a vector of numbers that need not sum to 1; by default all are equal.
-            The values of a tensor or array are not checked: with ``replace=False`` at least as many
-            must be above 0 as are picked.
+            The values of a tensor or array are not checked: with ``replace=False``, at least as
+            many as there are picks must be above 0.
         axis: the dim along which ``a`` is picked from.
 
     Returns:
-        The picks, those of JAX; with ``p`` one may differ where rounding decides.
+        The picks, equal to those of JAX; with ``p`` one may differ where rounding decides.
 
     Raises:
-        TypeError: ``a`` has no dim to pick from, or the key is no key.
+        TypeError: ``a`` has no dim to pick from, or ``key`` is not a key.
         ValueError: nothing to pick from, more picks than there are without ``replace``, ``p`` of
             the wrong shape or with a negative number in it, or more than one key.
         IndexError: ``axis`` is not a dim of ``a``.
@@ -147,15 +147,15 @@ def categorical(
         key: the key.
         logits: floating-point tensor; unnormalised logarithms of the probabilities along ``axis``.
         axis: the dim of the categories.
-        shape: shape of the result, which ends in that of ``logits`` without ``axis`` (the default);
-            what stands before it are further draws.
+        shape: shape of the result: that of ``logits`` without ``axis`` (the default), perhaps with
+            dims in front of it for further draws.
         replace: whether further draws may repeat a category.
 
     Returns:
-        The categories, those of JAX; one may differ where rounding decides.
+        The categories, equal to those of JAX; one may differ where rounding decides.
 
     Raises:
-        TypeError: ``logits`` is not floating-point, or the key is no key.
+        TypeError: ``logits`` is not floating-point, or ``key`` is not a key.
         ValueError: the shape does not fit, more draws than categories without ``replace``, or more
             than one key.
         IndexError: ``axis`` is not a dim of ``logits``.
@@ -194,7 +194,7 @@ def categorical(
 
 
 def _shuffled(key: Words, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Sort by random bits, so often that equal bits hardly matter; this is how JAX shuffles."""
+    """Sort by random bits, often enough that equal bits hardly matter, as JAX does."""
     rounds = math.ceil(3 * math.log(max(1, x.numel())) / math.log(MASK))
     for _ in range(rounds):
         first, second = hashed_counts(key, (2,))
@@ -207,7 +207,7 @@ def _shuffled(key: Words, x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the largest are along the last dim; of equal ones the first, which topk leaves open."""
+    """Indices of the largest along the last dim; among equals the first, unlike topk."""
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
 
 
@@ -246,8 +246,8 @@ def _weights(p: Any, key: torch.Tensor, size: int) -> torch.Tensor:
     weights = as_tensor(p, key)
     if weights.is_complex() or weights.shape != (size,):
         raise ValueError(
-            f"choice: got p of shape {tuple(weights.shape)}, expected {size} real numbers, one for "
-            f"each to pick from: shape ({size},)."
+            f"choice: got p of shape {tuple(weights.shape)}, expected {size} real numbers, one per "
+            f"number or row to pick: shape ({size},)."
         )
     if isinstance(p, list | tuple) and not (min(p) >= 0 and 0 < sum(p) < math.inf):
         raise ValueError(

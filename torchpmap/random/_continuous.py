@@ -1,7 +1,7 @@
-"""Real numbers drawn with a key: uniform, normal, and what follows from them by a formula.
+"""Real numbers drawn with a key: uniform, normal, and distributions computed from them.
 
 JAX's CPU and GPU compilers contract ``u * span + low`` into one fused multiply-add, which rounds
-once; here the exact product goes through float64.  bfloat16 is the exception: there both round
+once; here the exact product is computed in float64.  In bfloat16 both JAX and this module round
 twice.
 """
 
@@ -45,7 +45,7 @@ def uniform(
         by one rounding, and so may bfloat16 where Inductor compiles it.
 
     Raises:
-        TypeError: the dtype is not a float, or the key is no key.
+        TypeError: the dtype is not a float, or ``key`` is not a key.
         ValueError: bounds that do not broadcast to ``shape``, or more than one key.
 
     Example:
@@ -77,11 +77,11 @@ def normal(
 
     Returns:
         The numbers, those of JAX but for rounding: in float32 within 4 units in the last place, in
-        float64 within a relative 2e-12. In float16 and bfloat16 they are equal, or in the last
-        place where Inductor compiles them.
+        float64 within a relative 2e-12. In float16 and bfloat16 they are equal, but may
+        differ in the last place where Inductor compiles them.
 
     Raises:
-        TypeError: the dtype is not a float, or the key is no key.
+        TypeError: the dtype is not a float, or ``key`` is not a key.
         ValueError: a negative size, or more than one key.
 
     Example:
@@ -123,7 +123,7 @@ def truncated_normal(
         farther out both limits are, the fewer different numbers there are between them.
 
     Raises:
-        TypeError: the dtype is not a float, or the key is no key.
+        TypeError: the dtype is not a float, or ``key`` is not a key.
         ValueError: ``lower`` is not below ``upper`` (numbers only), limits that do not broadcast to
             ``shape``, or more than one key.
 
@@ -144,8 +144,8 @@ def truncated_normal(
     sqrt2 = rounded(math.sqrt(2), dtype)
     ends = [torch.erf(limit / sqrt2) for limit in (below, above)]
     u = between("truncated_normal", words, shape, dtype, *ends)
-    # The polynomial is no good to differentiate: the function itself lends its derivatives, where
-    # it has any (rounding may have made u 1 or -1).
+    # The derivative of the polynomial is inaccurate. That of torch.erfinv is used instead, where it
+    # exists (rounding may have made u 1 or -1).
     value, inside = u.detach(), u.detach().abs() < 1
     exact = torch.erfinv(torch.where(inside, u, 0.0))
     drawn = _erfinv(value) + (exact - exact.detach())
@@ -173,7 +173,7 @@ def exponential(
         The numbers, those of JAX within 2 units in the last place.
 
     Raises:
-        TypeError: the dtype is not a float, or the key is no key.
+        TypeError: the dtype is not a float, or ``key`` is not a key.
         ValueError: a negative size, or more than one key.
 
     Example:
@@ -203,7 +203,7 @@ def gumbel(
         relative to numbers above 1.
 
     Raises:
-        TypeError: the dtype is not a float, or the key is no key.
+        TypeError: the dtype is not a float, or ``key`` is not a key.
         ValueError: a negative size, or more than one key.
 
     Example:
@@ -232,7 +232,7 @@ def laplace(
         The numbers, those of JAX within 2 units in the last place.
 
     Raises:
-        TypeError: the dtype is not a float, or the key is no key.
+        TypeError: the dtype is not a float, or ``key`` is not a key.
         ValueError: a negative size, or more than one key.
 
     Example:
@@ -264,7 +264,7 @@ def logistic(
         above 1.
 
     Raises:
-        TypeError: the dtype is not a float, or the key is no key.
+        TypeError: the dtype is not a float, or ``key`` is not a key.
         ValueError: a negative size, or more than one key.
 
     Example:
@@ -323,7 +323,7 @@ def check_broadcast(function: str, name: str, given: Sequence[int], shape: tuple
 
 
 def as_tensor(value: Any, key: torch.Tensor) -> torch.Tensor:
-    """A tensor as it is; numbers, lists and arrays as a tensor where the key is."""
+    """A tensor as it is; numbers, lists and arrays as a tensor on the device of the key."""
     if isinstance(value, torch.Tensor):
         return value
     check_array(value, "an argument of torchpmap.random")
@@ -341,7 +341,7 @@ def _unit(
 def _positive(
     function: str, key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Uniform numbers of which none is 0: from the smallest normal number on."""
+    """Uniform numbers that are never 0 but at least the smallest normal number."""
     # JAX adds that number to all of them, but XLA folds the addition away, as float16 shows.
     return _unit(function, key, shape, dtype, 0.0).clamp_min(torch.finfo(dtype).tiny)
 

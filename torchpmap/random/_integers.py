@@ -20,7 +20,7 @@ from torchpmap.random._threefry import (
 )
 
 INTEGERS = (int, np.integer)
-"""Types of integers that are no tensors."""
+"""Types of integers that are not tensors."""
 _MIN64, _MAX64 = -(2**63), 2**63 - 1
 _RANGES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
@@ -42,7 +42,7 @@ def bernoulli(
         The draws, exactly those of JAX.
 
     Raises:
-        TypeError: ``p`` is not floating-point, or the key is no key.
+        TypeError: ``p`` is not floating-point, or ``key`` is not a key.
         ValueError: the number ``p`` is not between 0 and 1, ``p`` does not broadcast to ``shape``,
             or there is more than one key.
 
@@ -87,7 +87,7 @@ def rademacher(
         The signs, exactly those of JAX.
 
     Raises:
-        TypeError: the dtype has no sign, or the key is no key.
+        TypeError: the dtype has no sign, or ``key`` is not a key.
         ValueError: a negative size, or more than one key.
 
     Example:
@@ -115,23 +115,22 @@ def randint(
 
     randint: (int64[2], int, int) -> int[*shape]
 
-    The draws are a remainder of twice as many random bits as the dtype has, so that all integers
-    are equally likely but for one part in 2**32 in the worst case.
+    Each draw is a remainder of 64 random bits (int64: 128), so that all integers are equally likely
+    up to one part in 2**32 in the worst case.
 
     Args:
         key: the key.
         shape: shape of the result.
         minval: the smallest integer; a number, or an integer tensor that broadcasts to ``shape``.
-        maxval: one more than the largest, likewise. It is clipped to the range of the dtype, and so
-            is ``minval``. Where a tensor is not above ``minval``, ``minval`` is drawn.
-        dtype: int8, int16, int32, int64 or uint8. As in JAX, int64 gives other draws than the
-            others, which agree.
+        maxval: one more than the largest, likewise. Both bounds are clipped to the range of the
+            dtype. Where a tensor ``maxval`` is not above ``minval``, the result is ``minval``.
+        dtype: int8, int16, int32, int64 or uint8. As in JAX, all but int64 give the same draws.
 
     Returns:
         The integers, exactly those of JAX.
 
     Raises:
-        TypeError: the dtype is not one of these, a bound is not an integer, or the key is no key.
+        TypeError: the dtype is another, a bound is not an integer, or ``key`` is not a key.
         ValueError: the number ``minval`` is not below ``maxval``, bounds that do not broadcast to
             ``shape``, or more than one key.
 
@@ -176,9 +175,7 @@ class _Unsigned32:
 
 
 class _Unsigned64:
-    """Arithmetic modulo 2**64 on numbers held in int64, whose operators wrap; 0 stands for 2**64
-    where a divisor is meant.
-    """
+    """Arithmetic modulo 2**64 on numbers held in int64, which wraps; a divisor 0 means 2**64."""
 
     width = 64
 
@@ -221,7 +218,7 @@ def _not_below(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def _clipped(
     name: str, value: Any, key: torch.Tensor, shape: tuple[int, ...], info: torch.iinfo
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A bound within the range of the dtype, in int64, and whether it was above."""
+    """A bound clipped to the range of the dtype, in int64, and whether it was above the range."""
     if isinstance(value, INTEGERS):
         held = min(max(int(value), info.min), info.max)
         found = torch.full((), held, dtype=torch.int64, device=key.device)

@@ -38,7 +38,7 @@ def key(
 
     key: int -> int64[2]
 
-    A key is an ordinary tensor that holds two 32-bit words, of which the low 32 bits count. Keys
+    A key is an ordinary int64 tensor of two 32-bit words; only the low 32 bits of each count. Keys
     are stacked, mapped over, moved and sent like any other tensor. Using a key twice gives the same
     numbers twice: ``split`` it, or ``fold_in`` a number, to get new ones.
 
@@ -49,8 +49,8 @@ def key(
 
     Args:
         seed: any 64-bit integer, or an integer tensor of shape (). As in JAX without 64-bit types
-            only its low 32 bits count: -1 and 2**32 - 1 are the same seed, so are 0 and 2**40.
-        device: where the key lives; so do the numbers drawn with it. By default the device of a
+            only its low 32 bits count: -1 and 2**32 - 1 are the same seed, and so are 0 and 2**40.
+        device: device of the key and of the numbers drawn with it. By default the device of a
             tensor ``seed``, else torch's default device.
 
     Returns:
@@ -81,8 +81,8 @@ def key(
         ) from None
     if not -(2**63) <= number < 2**63:
         raise ValueError(
-            f"key: got seed {number}, expected a 64-bit integer. Take {number} % 2**32, of which "
-            "all bits count."
+            f"key: got seed {number}, expected a 64-bit integer. Only its low 32 bits count: take "
+            f"{number} % 2**32."
         )
     return torch.tensor([0, number & MASK], dtype=torch.int64, device=device)
 
@@ -104,7 +104,7 @@ def split(key: torch.Tensor, num: int | Sequence[int] = 2) -> torch.Tensor:
         The new keys, stacked; they unpack: ``key, subkey = split(key)``.
 
     Raises:
-        TypeError: ``num`` is not an int or a tuple of ints, or the key is no key.
+        TypeError: ``num`` is not an int or a tuple of ints, or ``key`` is not a key.
         ValueError: ``num`` is negative, or there is more than one key.
 
     Example:
@@ -151,7 +151,7 @@ def fold_in(key: torch.Tensor, data: SupportsIndex | torch.Tensor) -> torch.Tens
         The new key.
 
     Raises:
-        TypeError: ``data`` is not an integer, or the key is no key.
+        TypeError: ``data`` is not an integer, or ``key`` is not a key.
         ValueError: ``data`` is out of range or not one number, or there is more than one key.
 
     Example:
@@ -203,7 +203,7 @@ def bits(
         The numbers, equally likely from 0 to the largest of the dtype.
 
     Raises:
-        TypeError: the dtype is not an unsigned integer, or the key is no key.
+        TypeError: the dtype is not an unsigned integer, or ``key`` is not a key.
         ValueError: a negative size, or more than one key.
 
     Example:

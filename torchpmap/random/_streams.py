@@ -1,8 +1,8 @@
 """Random numbers inside a mapped function: ``torch.randn``, dropout and relatives, per axis index.
 
-torch's generators are state that every device would have for itself.  Inside a mapped function the
-random functions of torch draw from explicit keys instead: one key per call, from the caller's
-generator, and from it a key per function drawn from and per row::
+torch's generators are state, and every device would have its own.  So inside a mapped function
+torch's random functions draw from explicit keys.  The caller's generator gives one key per call,
+which gives a key for each draw and row::
 
     key of the call -- (number of the draw, row) -- fold_in(row of an inner pmap or vmap)
 
@@ -37,7 +37,7 @@ _Sample = Callable[..., torch.Tensor]
 
 
 def new_seed() -> torch.Tensor:
-    """What stands for the key of a call while a function is traced."""
+    """A stand-in for the key of a call while a function is traced."""
     return torch.zeros(2, dtype=torch.int64, device="cpu")
 
 
@@ -54,12 +54,12 @@ def peek_key() -> torch.Tensor:
 
 
 def are_active() -> bool:
-    """Whether a mapped function runs whose streams are in use."""
+    """Whether a mapped function with streams is running."""
     return active_streams() is not None
 
 
 def active_streams() -> Streams | None:
-    """Those of the mapped function that runs."""
+    """The streams of the mapped function that is running, if there are any."""
     modes = _get_current_function_mode_stack()
     return next((mode for mode in reversed(modes) if isinstance(mode, Streams)), None)
 
@@ -68,13 +68,13 @@ class Streams(TorchFunctionMode):
     """Answers torch's random functions from keys."""
 
     def __init__(self, key: torch.Tensor, row: torch.Tensor | None, randomness: str) -> None:
-        """``row``: index of the row along the mapped axis, None where a vmap around says it."""
+        """``row``: index of the row along the mapped axis, None where a vmap around gives it."""
         super().__init__()
         self._key = key
         self._row = row
         self._randomness = randomness
         self.inside: list[tuple[torch.Tensor, str]] = []
-        """Index and randomness of the axes that share the devices with this one."""
+        """Index and randomness of the inner mapped axes, which share the devices with this one."""
         self.draws = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,7 +84,7 @@ class Streams(TorchFunctionMode):
 
     @contextmanager
     def again(self, draws: int) -> Iterator[None]:
-        """In the block, numbers are those that came when there had been so many draws."""
+        """Repeat in the block the numbers that came after the first ``draws`` draws."""
         self.draws, before = draws, self.draws
         try:
             with self:  # torch runs backward passes outside of all modes
@@ -103,7 +103,7 @@ class Streams(TorchFunctionMode):
         if generator is not None:
             raise ValueError(
                 f"{name} got a generator inside a mapped function; its state would be lost. Leave "
-                "it out (torch.manual_seed decides), or use torchpmap.random with a key."
+                "it out (torch.manual_seed sets the seed), or use torchpmap.random with a key."
             )
         row = self._row if self._randomness == "different" else None
         draw = torch.full_like(self._key[0], self.draws)
@@ -129,7 +129,7 @@ class Streams(TorchFunctionMode):
 
 
 def batched_key(key: torch.Tensor, info: Any) -> tuple[torch.Tensor, bool]:
-    """The key of a call for all rows of a vmap around it, and whether it has them as a last dim."""
+    """The key of a call under a vmap, and whether its last dim is the rows of that vmap."""
     if info.randomness == "error":
         raise RuntimeError(_ERROR_MODE)
     if info.randomness == "same":
@@ -171,7 +171,7 @@ def _uniform(key: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _finished(value: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Options of torch's factory functions that are not about the numbers."""
+    """Apply the options of torch's factory functions that do not affect the numbers."""
     if options.get("device") is not None:
         value = value.to(options["device"])
     if options.get("out") is not None:
@@ -265,7 +265,7 @@ def _in_place(sample: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 def _random(key: Any, shape: Any, dtype: torch.dtype, low: Any = None, high: Any = None) -> Any:
     if low is None:
-        # torch: as many integers as the dtype holds exactly
+        # as torch: the integers that the dtype holds exactly
         largest = round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else None
         low, high = 0, torch.iinfo(dtype).max if largest is None else largest
     elif high is None:

@@ -41,14 +41,14 @@ _PRECISION = {
 
 
 def threefry2x32(key: Words, counts: Words) -> Words:
-    """The 20-round hash of ``counts`` under ``key``; only the low 32 bits of all words count."""
+    """The 20-round hash of ``counts`` under ``key``; only the low 32 bits of each word count."""
     is_whole = not is_dynamo_compiling() and _is_whole.get()
     return (_operation if is_whole else _hash)(*key, *counts)
 
 
 @contextmanager
 def whole() -> Iterator[None]:
-    """In the block a hash is one operation: to trace its 140 takes 70 ms, each time."""
+    """Trace each hash in the block as one operation: tracing its 140 takes 70 ms."""
     token = _is_whole.set(True)
     try:
         yield
@@ -57,7 +57,7 @@ def whole() -> Iterator[None]:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """What a compiler takes the operation apart into, to make one kernel of it."""
+    """The decomposition of the operation, from which a compiler makes one kernel."""
     return {_operation: _hash}
 
 
@@ -81,10 +81,10 @@ def _hash(key0: torch.Tensor, key1: torch.Tensor, high: torch.Tensor, low: torch
 def _stored(x: torch.Tensor) -> torch.Tensor:
     """``x`` itself, which Inductor computes once.
 
-    Inductor (torch 2.13) writes a value that is used three times out three times, unless it is
-    already stored; over 20 rounds that is an exponential number of terms, and compiling one draw
-    took ten times as long. A value of which a strided view is taken is stored. All rounds still
-    become one kernel that needs no further memory, and elsewhere the view costs next to nothing.
+    Inductor (torch 2.13) repeats the expression of a value at each of its three uses, unless the
+    value is stored; over 20 rounds that is an exponential number of terms, and compiling one draw
+    took ten times as long. Taking a strided view of a value makes Inductor store it. All rounds
+    still become one kernel without further memory, and elsewhere the view costs next to nothing.
     """
     return x.as_strided(x.shape, x.stride())
 
@@ -164,7 +164,7 @@ def rounded(value: Number, dtype: torch.dtype) -> float:
 
 
 def one_key(function: str, key: torch.Tensor) -> Words:
-    """The two words of a key, which must be a single one."""
+    """The two words of ``key``; raises unless it is one key."""
     example = "torchpmap.random.key(0)"
     if not isinstance(key, torch.Tensor):
         raise TypeError(
