@@ -1,16 +1,16 @@
-"""Process-axis collectives on plain tensors: what the back end is really asked to do.
+"""Process-axis collectives on plain tensors, as operations of torch's back ends.
 
-Each function issues ``torch.ops._c10d_functional`` operations by group *name*, so a traced graph is
-the same on all ranks and outlives a rebuilt group, and waits for them. Nothing here differentiates
-or batches; that is the job of the primitives.
+Each function issues ``torch.ops._c10d_functional`` operations and waits for them. They refer to a
+group by *name*, so a traced graph is the same on all ranks and works with a rebuilt group. Nothing
+here differentiates or batches; that is the job of the primitives.
 
 Gloo carries few dtypes, has no reduction for bool, 16-bit and unsigned integers, complex numbers
 and float8, and its max and min drop NaN. Every function therefore accepts every dtype and
 translates:
 
-* data that only moves and that the back end does not know travels as bytes;
-* sums are taken in a wider dtype, complex sums as pairs of reals. So are those of float16 and
-  bfloat16, but on GPUs: NCCL adds in the dtype itself, and JAX takes what it gives;
+* data that only moves travels as bytes if the back end does not know its dtype;
+* sums are taken in a wider dtype, complex sums as pairs of reals. Sums of float16 and bfloat16 are
+  widened on CPUs only: on GPUs NCCL adds in the dtype itself, as it does for JAX;
 * max and min of floats are taken on integers that sort like the floats, with NaN beyond the
   extreme.
 """
@@ -58,7 +58,7 @@ _WIDER = {
     torch.complex32: torch.complex64,
 }
 
-# Added in float32, of which they round away half the digits or more.
+# Added in float32: they have at most half its digits.
 _HALVES = (torch.float16, torch.bfloat16)
 
 # Flipping the top bit of an uint64 makes an int64 that compares in the same order.
@@ -155,8 +155,8 @@ def widened(x: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 
 def summable(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in the dtype in which its cotangents are summed, if it has any: however many sums that
-    takes, they are rounded once.
+    """``x`` in the dtype in which its cotangents are summed, so that several sums are rounded once;
+    integers and bools, which have none, are returned as they are.
     """
     return widened(x, "sum") if x.is_floating_point() or x.is_complex() else x
 
@@ -173,7 +173,7 @@ def _moved(x: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]) -> torc
     x = x.resolve_conj().resolve_neg().contiguous()
     if x.dtype in _CARRIED:
         return run(x)
-    if x.dtype == torch.bool:  # Inductor (torch 2.13) makes C++ of a bool seen as a byte that fails
+    if x.dtype == torch.bool:  # Inductor (torch 2.13) makes failing C++ of a bool viewed as a byte
         return run(x.to(torch.uint8)).to(torch.bool)
     as_bytes = run(x.unsqueeze(-1).view(torch.uint8))
     return as_bytes.contiguous().view(x.dtype).squeeze(-1)
@@ -235,11 +235,11 @@ def _ppermute_run(
         if destination == rank:
             receives[source] = 1
     permute = getattr(process_group, "permute", None)
-    if permute is not None:  # a group in shared memory, which needs no counts for that
+    if permute is not None:  # a group in shared memory, which needs no counts
         return permute(x, receives.index(1) if any(receives) else None)
     rows = x.contiguous().unsqueeze(0)[: sum(sends)]
-    # waits here: compilers know of torch's own collectives that their input is still being read;
-    # of this one they do not, and would write the next value over it
+    # waits here, because a compiler would write the next value over the input while it is still
+    # being read; it knows the collectives of torch, but not this one
     received = _c10d.wait_tensor(_c10d.all_to_all_single(rows, receives, sends, group))
     if sum(receives):
         return received.squeeze(0)

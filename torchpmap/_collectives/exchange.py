@@ -1,7 +1,7 @@
 """Exchanges over named axes: all_gather, psum_scatter, all_to_all and pswapaxes.
 
-The primitives know one stacked leading dim per axis; here it is cut out of, and put back into, the
-dims the user names. A tuple of axes of sizes (4, 2) is one dim of 8 = 4 * 2 rows, row-major.
+The primitives work on one stacked leading dim per axis; this module makes it of, and merges it
+into, the dims that the user names. Axes of sizes (4, 2) are one dim of 8 = 4 * 2 rows, row-major.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def all_to_all(
         tiled: cut and concatenate existing dims instead of removing one and adding one.
 
     Returns:
-        Same structure as ``x``; dim n moved from ``split_axis`` to ``concat_axis``, or with
-        ``tiled`` 1/n of the one and n times the other.
+        Same structure as ``x``; the dim n moves from ``split_axis`` to ``concat_axis``. With
+        ``tiled``, dim ``split_axis`` shrinks to 1/n and dim ``concat_axis`` grows n times.
 
     Raises:
         NameError: the axis is not bound.
@@ -249,7 +249,7 @@ def _slices(over: Over, x: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:
 
 
 def _merged(stacks: Sequence[torch.Tensor], dims: Sequence[int], tiled: bool) -> list[torch.Tensor]:
-    """The leading dim becomes the dim, or part of it."""
+    """Move the leading dim of each stack to its place; with ``tiled``, merge it into the next."""
     placed = [y.movedim(0, d) for y, d in zip(stacks, dims, strict=True)]
     if not tiled:
         return placed

@@ -1,10 +1,10 @@
 """How a collective runs over one axis or several, perhaps cut into groups of indices.
 
-Groups are groups of the row-major index over all axes. Most are a product of cuts of the single
-axes: over sizes (2, 2), [[0, 1], [2, 3]] is (each index of the first) x (all of the second). Then
-the collective runs over one axis after the other, each cut by itself (``Along``), and nothing
-leaves its group. For all others (``Scattered``) every device gets everything, works out what the
-whole axis would get, and takes its own: more is sent, but any groups will do.
+Groups consist of row-major indices over all axes. Most are a product of cuts of the single axes:
+over sizes (2, 2), [[0, 1], [2, 3]] is (each index of the first) x (all of the second). Then the
+collective runs over one axis after the other, each cut by itself (``Along``), and sends only within
+groups. For any other groups (``Scattered``) every device receives everything, computes the results
+of all groups, and takes its own.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def whole(axis: Axis) -> Along:
 
 
 def along_groups(axis: Axis, groups: Partition) -> Along | None:
-    """An axis cut into groups; None if every index is alone, so that there is nothing to do."""
+    """An axis cut into groups; None if each has one index, because then nothing is to do."""
     if groups == (tuple(range(axis.size)),):
         return whole(axis)
     if len(groups) == axis.size:
@@ -94,7 +94,7 @@ def cuts(axes: Sequence[Axis], partition: Partition) -> tuple[Along, ...] | None
 
 @dataclass(frozen=True, eq=False)
 class Scattered:
-    """Groups over several axes that are no product of cuts of each."""
+    """Groups over several axes that are not a product of cuts of each."""
 
     axes: tuple[Along, ...]
     """All of them, whole."""
@@ -143,14 +143,14 @@ class Scattered:
 
 
 def gathered(axes: Sequence[Along | Scattered], xs: Tensors) -> Tensors:
-    """Everyone's tensors, with one leading dim per axis made into one."""
+    """The tensors of all members, stacked along one leading dim."""
     for axis in reversed(axes):
         xs = axis.run(AllGather, xs)
     return [merged_lead(axes, x) for x in xs]
 
 
 def merged_lead(axes: Sequence[Along | Scattered], stack: torch.Tensor) -> torch.Tensor:
-    """One leading dim per axis as one dim."""
+    """Merge the leading dims, one per axis, into one."""
     return stack.reshape((math.prod(axis.size for axis in axes), *stack.shape[len(axes) :]))
 
 
@@ -164,13 +164,13 @@ def entry(index: torch.Tensor, table: dict[int, int]) -> torch.Tensor:
 
 
 def pick(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """``rows[index]`` for an index of no dims (one row) or one."""
-    # as a scalar, torch would ask for its value
+    """``rows[index]`` for an index with no dim (one row) or one dim."""
+    # for a scalar index torch would ask for its value
     found = _take(rows, index.reshape(-1))
     return found if index.dim() else found.squeeze(0)
 
 
-# Under vmap, torch 2.13 does not index these; integers of their width it does.
+# Under vmap, torch 2.13 cannot index these dtypes, but it can index integers of their width.
 _INDEXED_AS = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,

@@ -46,7 +46,7 @@ class Over:
     scattered: Scattered | None
     """Instead of ``along``, for groups that no cuts of the axes make."""
     how: tuple[Hashable, ...] = ()
-    """What else the collective was told, equal on all devices."""
+    """Further arguments of the collective, equal on all devices."""
 
     @property
     def steps(self) -> tuple[Along | Scattered, ...]:
@@ -67,7 +67,7 @@ class Over:
 
     @property
     def passes_on(self) -> bool:
-        """Whether what one step has added up is added to further."""
+        """Whether a later step adds up the sums of an earlier one."""
         return self.scattered is not None or len(self.along) > 1
 
     @property
@@ -104,7 +104,7 @@ class Over:
 
     @property
     def reductions(self) -> Sequence[Along | Scattered]:
-        """The steps of a reduction, for which order does not count: what is sent is sent once."""
+        """The steps of a reduction: as their order does not matter, data is sent once for all."""
         if self.partition is not None:
             return [self.steps[k] for k in self.order]
         local = [axis for axis in self.axes if axis.group is None]
@@ -161,8 +161,8 @@ def resolve(
         groups: ``axis_index_groups`` as the user gave it.
         positional: ints are dims of the operand.
         equal: groups must have one size, and the order of their indices counts.
-        sends: whether anything is to be sent; axes of a mesh are then taken together.
-        how: what else the collective was told.
+        sends: whether data will be sent; then neighbouring axes of a mesh are joined.
+        how: further arguments of the collective.
     """
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     for name in names:
@@ -186,7 +186,7 @@ def resolve(
 
 
 def _check_name(what: str, name: Any) -> None:
-    """Raise ``TypeError`` for what cannot be the name of an axis, or is that of none."""
+    """Raise ``TypeError`` for a value that cannot name an axis, and for None if all have names."""
     unnamed = name is None and not any(parts[0].name is None for parts in axis_stack.bound())
     if unnamed or not isinstance(name, Hashable) or isinstance(name, torch.Tensor | tuple | list):
         raise TypeError(
@@ -212,7 +212,7 @@ def _partition(what: str, groups: Any, axis_name: AxisName, size: int, equal: bo
 
 @functools.lru_cache(maxsize=256)
 def _leaf_names(structure: Structure) -> list[str]:
-    """Their paths; ``?`` for one through a key whose text may differ between processes."""
+    """The paths of the leaves; ``?`` for a path whose text may differ between processes."""
     return [path if _PLAIN_PATH.fullmatch(path) else "?" for path in structure.paths()]
 
 
@@ -235,7 +235,7 @@ def permutation(what: str, perm: Iterable[tuple[int, int]], over: Over) -> Pairs
 
 
 def own_values(over: Over, x: Any) -> Any:
-    """The result of a collective over no axis at all: what was given."""
+    """The result of a collective over no axis at all: the operand."""
     return map_leaves(over, x, lambda xs: xs, lambda leaf: leaf)
 
 

@@ -1,9 +1,9 @@
 """Permutations over named axes: ppermute and pshuffle.
 
 One axis is permuted as it is. Over several, for example over the devices and the rows that each of
-them holds, most values stay on their device. Those that do not travel by *shift*: all that go from
-any device p to device p + 1 are one message, all that go from p to p + 2 the next. A ring of 16
-rows on 4 devices sends one row per device.
+them holds, most values stay on their device. The others travel by *shift*: all values that go from
+a device p to device p + 1 are one message, all from p to p + 2 the next. A ring of 16 rows on 4
+devices sends one row per device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchpmap._layout.axis_stack import Axis, joined
 
 
 def ppermute(x: Any, axis_name: AxisName, perm: Iterable[tuple[int, int]]) -> Any:
-    """Send ``x`` from device to device as ``perm`` says; a device that none sends to gets zeros.
+    """Send ``x`` from device to device as ``perm`` says; a device without a sender gets zeros.
 
     ppermute: any[*s] per device -> any[*s] per device
     Backward: ppermute of the cotangents with sources and destinations swapped.
@@ -109,7 +109,7 @@ class _Shift:
     scope: Scope
     pairs: Pairs
     lanes: torch.Tensor
-    """Those of its values that this device sends; one with fewer to send repeats lane 0."""
+    """The lanes that this device sends; a device with fewer to send repeats lane 0."""
 
     def run(self, xs: Tensors) -> Tensors:
         return apply(Permute(self.scope, self.pairs), None, [pick(x, self.lanes) for x in xs])
@@ -117,7 +117,7 @@ class _Shift:
 
 @dataclass(frozen=True, eq=False)
 class _Route:
-    """How values move over several axes: one is the devices, the others together are their lanes.
+    """How values move over several axes: the process axes are devices, the others are their lanes.
 
     Every lane picks one of its candidates: all lanes of its device, what arrives here with every
     shift, and zeros.

@@ -79,7 +79,7 @@ class Primitive(ABC):
     scope: Scope
 
     elementwise: ClassVar[bool] = False
-    """The shape is kept and dims do not matter, so a foreign batch dim may stay where it is."""
+    """The shape is kept and dims do not matter, so another vmap's batch dim may stay in place."""
     replicates: ClassVar[bool] = False
     """Every member gets the same, so ``along`` gives it once, without the row dim."""
 
@@ -115,7 +115,7 @@ class AllReduce(Primitive):
 
 @dataclass(frozen=True)
 class AllGather(Primitive):
-    """[*s] -> [n, *s], everyone's operand."""
+    """[*s] -> [n, *s], the operands of all members."""
 
     replicates = True
 
@@ -231,9 +231,9 @@ class _Linear(torch.autograd.Function):
 def _tangents(
     given: Sequence[torch.Tensor | None], kinds: Sequence[_Kind]
 ) -> list[torch.Tensor | None]:
-    """Zeros for tangents that are missing; integers and bools stay without.
+    """Fill in zeros for missing tangents, but none for integers and bools.
 
-    torch 2.13 fails inside where some outputs that can have a tangent have one and others None.
+    torch 2.13 fails internally if only some of the outputs that can have a tangent have one.
     """
     return [
         torch.zeros(shape, dtype=dtype, device=device)
@@ -269,7 +269,7 @@ class _Extremum:
         return raw.reduced(x, self.op, lambda wide: take(wide, dims))
 
     def summed(self, xs: Tensors, indices: Tensors) -> Tensors:
-        """The sums over all that the extreme is taken over, in the dtype they are taken in."""
+        """The sums over the dims and scopes of the extreme, not narrowed yet."""
         xs = _widened(xs)
         if self.lead:
             xs = [x.sum(tuple(range(self.lead))) for x in xs]
@@ -386,8 +386,8 @@ def _save(ctx: Any, *tensors: torch.Tensor | None) -> None:
 def _derivative(
     ctx: Any, cotangents: Sequence[torch.Tensor | None]
 ) -> AbstractContextManager[None]:
-    """Collectives of a backward pass, known by the one that they transpose: all may come from one
-    line.
+    """Name the collectives of a backward pass by the one they transpose: all may come from one line
+    of code.
     """
     present = [k for k, cotangent in enumerate(cotangents) if cotangent is not None]
     return axis_stack.serving(

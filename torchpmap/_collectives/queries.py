@@ -1,4 +1,4 @@
-"""The sizes of bound axes, and the places on them; collectives for code that also runs unmapped.
+"""Sizes of bound axes and indices along them; reductions for code that also runs unmapped.
 
 The reductions ``psum_if_bound`` and relatives leave out the names that are not bound.
 """
@@ -100,7 +100,7 @@ def psum_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = No
 
     Args:
         x: as for ``psum``; dtypes do not depend on what is bound.
-        axis_name: a name, or a tuple of names, of which those not bound are left out. None is never
+        axis_name: a name, or a tuple of names; names that are not bound are left out. None is never
             bound.
         axis_index_groups: as for ``psum``; unused where no name is bound.
 

@@ -1,7 +1,7 @@
 """ragged_all_to_all: slices of any size from every device to every device.
 
-The sizes are tensors, so nothing that is computed may have a shape that depends on them: every
-device gets all operands, and each row of its result looks up where it comes from.
+The sizes are tensors, so no shape may depend on them: every device gets all operands, and looks up
+in them each row of its result.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def ragged_all_to_all(
     axis_name: AxisName,
     axis_index_groups: Groups = None,
 ) -> torch.Tensor:
-    """Send slices of ``operand``, of any size, to the devices; get ``output`` with those received.
+    """Send slices of ``operand``, of any size, to devices; get ``output`` with those received.
 
     ragged_all_to_all: (any[r, *s], any[m, *s], int[k] x 4) per device -> any[m, *s] per device
     Backward: the cotangent of a received row goes back to the row that was sent; that of any other
     row to ``output``.
 
     Of k slices the first k / n go to device 0, the next to device 1, and so on. Where some overlap
-    on their receiver the last one wins, by sender and then by place. Every device receives all
-    operands.
+    on their receiver, those of the last sender win, and among these the last slice. Every device
+    receives all operands.
 
     Args:
         operand: the rows that slices are taken from.
@@ -106,7 +106,7 @@ def _written(
         rows: the operands of all devices, one after the other.
         output: the rows to write to.
         arriving: first row, size and destination of every slice for this device, by sender.
-        expected: the sizes that this device knows of.
+        expected: the sizes that this device was told, its ``recv_sizes``.
         num_devices: how many operands there are.
     """
     if not len(rows) or not len(output):

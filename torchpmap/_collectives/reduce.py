@@ -1,6 +1,7 @@
 """Reductions over named axes: psum, pmean, pmax, pmin and pbroadcast.
 
-Every device gets the same result. Here live dtypes and positional axes; the primitives do the rest.
+Every device gets the same result. Dtypes and positional axes are handled here, the rest in
+``primitives``.
 """
 
 from __future__ import annotations
@@ -235,7 +236,7 @@ def _sum_dims(over: Over, x: torch.Tensor) -> torch.Tensor:
 
 
 def _divided(total: torch.Tensor, count: int | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The mean, of a sum to be narrowed to ``dtype``."""
+    """The mean, in ``dtype`` or a float dtype, from a sum that is still wide."""
     if dtype.is_floating_point or dtype.is_complex:
         return (total / count).to(dtype)
     return narrowed(total, "sum", dtype) / count

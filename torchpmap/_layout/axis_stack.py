@@ -5,14 +5,13 @@ through a process group) and a *vmapped axis* (the indices are a batch dimension
 ``torch.func.vmap``; collectives are plain arithmetic). Sixteen rows on four devices are a process
 axis of 4 times a vmapped axis of 4, in this order. User code sees only the name.
 
-Axes that share the devices, as those of a ``pmap`` of a ``pmap``, are the dims of a *mesh*: a grid
-of all devices, which are one axis themselves. The process part of such an axis is a dim of the
-mesh; its groups are lines of the grid.
+Axes that share the devices, such as those of a ``pmap`` of a ``pmap``, are the dims of a *mesh*, a
+grid of all devices; all devices together are an axis as well. The process part of such an axis is a
+dim of the mesh; its groups are lines of the grid.
 
 The axis index is always a tensor, never a Python int. Over a process axis this keeps the traced
-graph the same on every device; over a vmapped axis the index is ``arange(size)``, batched by
-exactly that ``vmap``, and being batched is how a collective recognises the functorch level it
-reduces over, with no bookkeeping of levels.
+graph the same on every device. Over a vmapped axis the index is ``arange(size)``, batched by
+exactly that ``vmap``, by which a collective recognises the functorch level it reduces over.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ Parts = tuple[Axis, ...]
 # Per thread: a thread that user code starts inside a mapped function begins with no axes.
 _bound: ContextVar[tuple[Parts, ...]] = ContextVar("torchpmap_axes", default=())
 
-# Per thread: rows that run one after the other have one each.
+# Per thread: rows that run one after the other each have a thread of their own.
 _count: ContextVar[int] = ContextVar("torchpmap_count", default=0)
 _purpose: ContextVar[Callable[[], str] | None] = ContextVar("torchpmap_purpose", default=None)
 
@@ -94,7 +93,7 @@ def bind(*parts: Axis) -> Iterator[Parts]:
         _bound.reset(token)
 
 
-bound = _bound.get  # no function of Python's: every call asks
+bound = _bound.get  # no wrapper in Python, because every call asks
 """Every bound axis, outermost first."""
 
 
@@ -128,8 +127,8 @@ def subgroup_name(group: str, partition: Partition) -> str:
 def mesh_axes(
     whole: Axis, sizes: Sequence[int], names: Sequence[Hashable]
 ) -> tuple[Axis | None, ...]:
-    """An axis of all devices as the axes of a mesh, or as it is if that has one dim; a dim of size
-    1 of several is no axis.
+    """The axes of a mesh over ``whole``, the axis of all devices: ``whole`` itself for a 1-D mesh,
+    else one axis per dim, or None for a dim of size 1.
     """
     if len(sizes) == 1:
         return (whole,)
@@ -140,7 +139,7 @@ def mesh_axes(
 
 
 def joined(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-    """The axes, neighbours of one mesh as one axis: what runs over it is sent once."""
+    """The axes, with neighbours of one mesh as one axis, so that data is sent once for all."""
     found: list[Axis] = []
     for _, group in itertools.groupby(axes, lambda axis: axis.line and axis.line.whole):
         first, *others = group
@@ -154,7 +153,7 @@ def joined(axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 
 def peers(axis: Axis) -> Partition:
-    """The indices of all devices, each with those it shares a process axis with."""
+    """The indices of all devices, grouped by the lines of a process axis."""
     return (tuple(range(axis.size)),) if axis.line is None else axis.line.partition
 
 
@@ -194,7 +193,7 @@ ordinal = _count.get
 @contextmanager
 def serving(purpose: Callable[[], str]) -> Iterator[None]:
     """Say what the collectives in the block are for, in words that are equal on all ranks; they are
-    asked for only where ranks compare what they do.
+    computed only where ranks compare what they do.
     """
     token = _purpose.set(purpose)
     try:
@@ -204,7 +203,7 @@ def serving(purpose: Callable[[], str]) -> Iterator[None]:
 
 
 def purpose() -> str:
-    """What collectives here are for."""
+    """What the collectives of this thread are for now, or an empty text."""
     told = _purpose.get()
     return "" if told is None else told()
 
@@ -213,13 +212,13 @@ def purpose() -> str:
 def recording(
     before: Callable[[Signature], None] | None = None,
 ) -> Iterator[list[Signature]]:
-    """Collect the signatures of the collectives that run in the block; ``before`` is told each
-    before it runs.
+    """Collect the signatures of the collectives that run in the block; ``before`` gets each before
+    the collective runs.
     """
     global _recorder, _before
     outer = _recorder, _before
     _recorder, _before = [], before
-    token = _count.set(0)  # ranks may differ in what ran before, of which some failed
+    token = _count.set(0)  # earlier collectives may have failed on some ranks only
     try:
         yield _recorder
     finally:

@@ -1,7 +1,7 @@
-"""The devices of a mapped call as an array, one dim per mapped axis that they are shared among.
+"""The devices of a mapped call as an array, with one dim per mapped axis that shares them.
 
-What a program takes and returns is described by a *cut*: for each dim of the grid, the dim of the
-value that is cut over it, or None where all devices along it hold the same.
+A *cut* says how an input or output of a program lies on the grid: for each dim of the grid, the dim
+of the value that is cut over it, or None if all devices along it hold the same.
 
     grid (2, 4), value [2, 5, 4]   cut (0, 2): device (r, c) holds value[r, :, c]
                                    cut (None, 2): it holds value[:, :, c]
@@ -30,7 +30,7 @@ Cut = tuple[int | None, ...]
 
 
 def shifted(cut: Cut, dim: int | None) -> Cut:
-    """The cut of a value that gets one more dim in front of what is dim ``dim`` now."""
+    """The cut of a value after a new dim is inserted at ``dim``."""
     if dim is None:
         return cut
     return tuple(k if k is None or k < dim else k + 1 for k in cut)
@@ -38,14 +38,14 @@ def shifted(cut: Cut, dim: int | None) -> Cut:
 
 @dataclass(frozen=True)
 class Grid:
-    """Devices in row-major order.  Of several processes each has rows on its own ones; then the
-    grid has one dim.
+    """Devices in row-major order.  With several processes each has rows on its own devices only,
+    and the grid has one dim.
     """
 
     devices: tuple[Device, ...]
-    """Where the blocks of this process are."""
+    """The devices that hold the blocks of this process."""
     axis_devices: tuple[Device, ...]
-    """Those of the axes: the same, unless there are several processes."""
+    """All devices of the axes: the same unless there are several processes."""
     sizes: tuple[int, ...]
     names: tuple[Hashable, ...]
     """Of the axes, the outermost first; None for an axis without a name."""
@@ -56,7 +56,7 @@ class Grid:
 
     @property
     def sizes_here(self) -> tuple[int, ...]:
-        """The sizes that the rows of this process are shared among."""
+        """The sizes of the part of the grid that holds the rows of this process."""
         return self.sizes if self.is_one_process else (len(self.devices),)
 
     @property
@@ -68,7 +68,7 @@ class Grid:
         return layout.is_replicated and len(layout.ranks) == len(self.axis_devices)
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype, cut: Cut) -> Layout:
-        """The layout of a value that is cut so."""
+        """The layout of a value with this cut."""
         dims = [dim for dim in cut if dim is not None]
         if not dims:
             return replicated_layout(shape, dtype, self.axis_devices)
@@ -103,7 +103,7 @@ class Grid:
         return tuple(dims.get(name) for name in self._distinct_names())
 
     def extended(self, layout: Layout, size: int) -> Layout:
-        """The layout with one more dim, behind the others."""
+        """The layout with one more dim of this size at the end."""
         shape = (*layout.shape, size)
         if layout.is_replicated:
             return replicated_layout(shape, layout.dtype, layout.devices)
@@ -114,14 +114,14 @@ class Grid:
         return math.prod(size for size, dim in zip(self.sizes, cut, strict=True) if dim is None)
 
     def shared_along(self, cut: Cut, whole: Axis) -> tuple[Axis, ...]:
-        """The axes along which all devices hold the same; ``whole``: that of all devices."""
+        """The axes along which all devices hold the same; ``whole`` is the axis of all devices."""
         axes = mesh_axes(whole, self.sizes, self.names)
         return tuple(
             axis for axis, dim in zip(axes, cut, strict=True) if dim is None and axis is not None
         )
 
     def _distinct_names(self) -> tuple[Hashable, ...]:
-        """Names for a mesh: those of axes that have none, or that an inner axis hides, are made."""
+        """Names for a mesh; an axis without a name, or hidden by an inner axis, gets a new one."""
         return tuple(
             f"{DEFAULT_AXIS_NAME}{k}" if name is None or name in self.names[k + 1 :] else name
             for k, name in enumerate(self.names)

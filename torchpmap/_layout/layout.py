@@ -88,7 +88,7 @@ def replicated_layout(
 
 
 def spread_layout(shape: Sequence[int], dtype: torch.dtype, devices: tuple[Device, ...]) -> Layout:
-    """The rows of the first dim that divides over the devices; whole on all if there is none."""
+    """Cut the first dim that divides over the devices; if there is none, replicate the value."""
     for dim, size in enumerate(shape):
         if size and size % len(devices) == 0:
             return row_layout(shape, dtype, devices, dim, None)
@@ -114,8 +114,8 @@ def _intern(
 def general_layout(
     shape: Sequence[int], dtype: torch.dtype, sharding: NamedSharding, *, stacked: bool = False
 ) -> Layout:
-    """Any named sharding (raises ``ValueError`` if the shape does not divide); ``stacked``: over
-    mesh axes of one device too, a value counts as rows of the devices and not as replicated.
+    """The layout of any named sharding (``ValueError`` if the shape does not divide); ``stacked``:
+    a value that is cut only over mesh axes of size 1 counts as rows, not as replicated.
     """
     shape = tuple(shape)
     sharding.shard_shape(shape)

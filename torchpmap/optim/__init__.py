@@ -31,8 +31,8 @@ _step_lock = threading.RLock()  # the flag behind is_compiling() is one per proc
 def functional(optimizer: Callable[..., Optimizer], **hyperparameters: Any) -> FunctionalOptimizer:
     """Return the pure functions ``init`` and ``update`` of a ``torch.optim`` optimizer.
 
-    They work on plain tensors, in ``pmap``, in ``vmap`` (an ensemble in one call), and between the
-    graphs of ``torch.compile``; the numbers are torch.optim's.
+    They work on plain tensors, in ``pmap`` and in ``vmap`` (an ensemble in one call); under
+    ``torch.compile`` they cause a graph break. The numbers are torch.optim's.
 
     Args:
         optimizer: a class (``torch.optim.Adam``), or a function that takes the tree of parameters
@@ -135,7 +135,7 @@ class FunctionalOptimizer:
         Raises:
             TypeError: a leaf is not a floating-point tensor, or there is no such hyperparameter.
             ValueError: structures, shapes or dtypes differ from those of ``params``.
-            RuntimeError: derivatives would be lost, or values are read under vmap.
+            RuntimeError: derivatives would be lost, or the optimizer reads values under vmap.
         """
         leaves, structure = flatten(params)
         checks.check_params(leaves, structure)
@@ -198,7 +198,7 @@ def _state_of(optimizer: Optimizer, p: torch.Tensor) -> dict[str, Any]:
 def _fill_state(optimizer: Optimizer) -> None:
     """Let torch make the state that ``step`` would make first."""
     # Replace _init_group when there is a public way. (torch.distributed.checkpoint takes a step
-    # with lr=0, which counts.) Without it the state starts empty, and the first update fills it.
+    # with lr=0, which advances counters.) Without it the first update fills the empty state.
     make = getattr(optimizer, "_init_group", None)
     if make is None or not make.__module__.startswith("torch.optim."):
         return
@@ -255,7 +255,7 @@ def _step(optimizer: Optimizer) -> None:
 
 
 def _step_on_unknown(optimizer: Optimizer) -> None:
-    # Tensor counters would be computed with in float32, where 1 - 0.999**step has only 4 digits.
+    # In float32, the dtype of tensor counters, 1 - 0.999**step has only 4 digits.
     counters = {}
     for p, entries in optimizer.state.items():
         step = entries.get("step")
