@@ -86,7 +86,7 @@ def test_a_leaf_becomes_another_leaf():
 
 
 def test_not_for_one_lane():
-    with pytest.raises(NotImplementedError, match="a value of one lane has no place of its own"):
+    with pytest.raises(NotImplementedError, match="one row of a vmap cannot be moved alone"):
         torch.func.vmap(tp.replicate)(torch.ones(2))
 
 

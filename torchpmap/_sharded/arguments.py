@@ -20,7 +20,7 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {
     "memory_format": (None, torch.contiguous_format, torch.preserve_format),
     "pin_memory": (None, False),
 }
-"""Arguments that blocks do not get, and the values with which they mean nothing."""
+"""Arguments that are not passed to blocks, and the values at which they have no effect."""
 
 _ZEROS = {
     _aten.empty_like.default: _aten.zeros_like.default,
@@ -28,7 +28,7 @@ _ZEROS = {
 }
 
 
-class Unsupported(Exception):  # a verdict: the caller gathers
+class Unsupported(Exception):  # not an error: the caller gathers
     """The call cannot run on the devices."""
 
 
@@ -65,7 +65,7 @@ def slotted(
 
 
 def plain(func: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Without the arguments that say where and how tensors are kept."""
+    """Drop the arguments that say where and how tensors are stored."""
     for name, harmless in _SETTINGS.items():
         if name in arguments and arguments.pop(name) not in harmless:
             raise Unsupported
@@ -74,7 +74,7 @@ def plain(func: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if not _aten.is_non_overlapping_and_dense.default(empty):
             raise Unsupported
         func = _aten.new_empty.default
-    # what one device finds in fresh memory is not what another finds
+    # fresh memory has other contents on every device
     return _ZEROS.get(func, func), arguments
 
 
@@ -124,8 +124,8 @@ _UNDECLARED = {
     "miopen_batch_norm": _STATISTICS,
     "native_batch_norm": _STATISTICS,
 }
-"""Arguments that an operation writes to without a word in its schema (torch 2.13), unless it has
-an argument ``training`` that is false.
+"""Arguments that an operation writes to though its schema does not say so (torch 2.13), unless its
+argument ``training`` is false.
 """
 _FILLING = (
     _aten.as_strided_scatter.default,
@@ -137,7 +137,7 @@ _OF_NUMBERS = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
 
 
 class Facts(NamedTuple):
-    """What is so in every call of an operation."""
+    """What holds for every call of an operation."""
 
     names: tuple[str, ...]
     """Of its arguments."""
@@ -146,14 +146,13 @@ class Facts(NamedTuple):
     written: tuple[tuple[int, str], ...]
     """Arguments that it writes to, and ``training`` before those that depend on it."""
     is_composite: bool
-    """Whether it is defined by others."""
+    """Whether it is defined by other operations."""
     keeps_order: bool
-    """Whether the dims of its result lie in memory as those of its operands."""
+    """Whether the dims of its result have the same order in memory as its operands'."""
 
 
 @cache
 def facts_of(func: Any) -> Facts:
-    """What is so in every call of ``func``."""
     schema = func._schema
     names = tuple(argument.name for argument in schema.arguments)
     declared = written_names(schema.arguments)

@@ -1,4 +1,4 @@
-"""What a device does around an operation on its blocks; graphs of operations name these."""
+"""What a device does before and after an operation on its blocks; operations' graphs call it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torchpmap._sharded.rules.signature import Combine
 def own_block(whole: torch.Tensor, dim: int, size: int, index: torch.Tensor) -> torch.Tensor:
     """This device's block of a value that it holds whole, contiguous as stored blocks are.
 
-    Some kernels do not look at strides: that of ``native_layer_norm_backward`` reads ``mean`` and
-    ``rstd`` as if they were contiguous, which torch's own ones always are.
+    Some kernels ignore strides: ``native_layer_norm_backward`` reads ``mean`` and ``rstd`` as if
+    they were contiguous, because torch's own always are.
     """
     rows = whole.shape[dim] // size
     return whole.narrow(dim, int(index) * rows, rows).contiguous()
@@ -21,7 +21,7 @@ def own_block(whole: torch.Tensor, dim: int, size: int, index: torch.Tensor) -> 
 def combined(
     part: torch.Tensor, kind: Combine, size: int, group: str, order: float | None
 ) -> torch.Tensor:
-    """The whole of partial results, on every device; ``order`` is that of a norm."""
+    """Combine partial results into the whole, on every device; ``order`` is that of a norm."""
     if kind == "sum" or kind == "max" or kind == "min":
         return raw.all_reduce(part, kind, group)
     if kind == "mean":
@@ -36,9 +36,9 @@ def combined(
 
 
 def stored(block: torch.Tensor) -> torch.Tensor:
-    """A block as it is kept: contiguous, and not a part of something larger.
+    """A block as it is kept: contiguous, and not a part of a larger memory.
 
-    It may share its memory with another value, as a reshaped one does: values are immutable.
+    It may share its memory with another value, for example after a reshape: values are immutable.
     """
     block = block.resolve_conj().resolve_neg()
     alone = block.untyped_storage().nbytes() == block.numel() * block.itemsize

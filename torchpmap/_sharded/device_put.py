@@ -42,14 +42,14 @@ def device_put(x: Any, device: Device | Sequence[Device] | NamedSharding | None 
             k-th), a ``NamedSharding``, or None for the first device.
 
     Returns:
-        The same structure.  A ShardedTensor that is already there is not moved.  What was computed
-        is followed by derivatives; a leaf that requires grad, such as a parameter, becomes another
-        leaf, whose ``.grad`` is its own.
+        The same structure.  A ShardedTensor that is already there is not moved.  Derivatives pass
+        through a computed tensor; an autograd leaf that requires grad, such as a parameter, becomes
+        a new leaf with its own ``.grad``.
 
     Raises:
         TypeError: ``device`` is something else, or a leaf is no tensor, array or number.
-        ValueError: a shape does not divide over the devices; or the devices are of several
-            processes, and these do not all give the same value.
+        ValueError: a shape does not divide over the devices; or the devices belong to several
+            processes, which do not all give the same value.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -116,7 +116,7 @@ def _map(tree: Any, layout: Any) -> Any:
             placed.append(None)
             continue
         is_leaf = isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
-        is_leaf = is_leaf and innermost(leaf) is leaf  # a transform calls what it traces a leaf
+        is_leaf = is_leaf and innermost(leaf) is leaf  # every tensor of a transform is a leaf
         if inline_mode.active():
             result = (value.detach() if is_leaf else value).cpu().clone()
             if wanted.is_replicated:
@@ -138,12 +138,12 @@ def _put(value: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def _is_followed(value: torch.Tensor) -> bool:
-    """Whether a derivative of what is done with ``value`` may be asked for."""
+    """Whether a derivative through ``value`` may be asked for."""
     return innermost(value) is not value or is_recorded(value)
 
 
 class _Put(torch.autograd.Function):
-    """A value in another place."""
+    """Move a value, differentiably."""
 
     @staticmethod
     def forward(value: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -166,8 +166,9 @@ class _Put(torch.autograd.Function):
     @staticmethod
     def vmap(*_: Any) -> Any:
         raise NotImplementedError(
-            "device_put and replicate under torch.func.vmap (or jacrev, jacfwd, hessian): a value "
-            "of one lane has no place of its own. Put the values on the devices outside of it."
+            "device_put and replicate do not work under torch.func.vmap (or jacrev, jacfwd, "
+            "hessian): one row of a vmap cannot be moved alone. Put the values on the devices "
+            "outside of it."
         )
 
 
@@ -176,7 +177,7 @@ def _check_spanning(
     values: Sequence[torch.Tensor | None],
     layouts: Sequence[Layout | None],
 ) -> None:
-    """What several processes put on the devices of all must be the same value."""
+    """Raise ``ValueError`` if processes give different values for devices of several processes."""
     spanning = {
         path: value
         for path, value, layout in zip(paths, values, layouts, strict=True)
@@ -207,7 +208,7 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
         devices: as many devices.
 
     Raises:
-        ValueError: numbers, structures or shapes differ.
+        ValueError: the numbers of shards and devices, or structures or shapes of shards, differ.
 
     Example:
         >>> import torch, torchpmap as tp

@@ -1,8 +1,8 @@
-"""ShardedTensors that span processes: from host-local ones and from DTensors, and back.
+"""ShardedTensors that span processes, made from host-local values or DTensors, and the way back.
 
-Where a launcher started several processes, a mapped call takes and gives the rows of its own
+If a launcher started several processes, a mapped call takes and returns the rows of its own
 process.  A ``ShardedTensor`` over the devices of all processes is the *global view* of the same
-data; a mapped call that is given one works on all rows, as with one controller.
+data; a mapped call that gets a global view works on all rows, as with one controller.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def global_view(x: Any) -> Any:
 
     global_view: [k, *s] in each of n processes -> [n*k, *s] over all devices
 
-    Nothing is sent: each process gives its own rows (of the dim that is cut; dim 0 of host
-    tensors).  A value that is replicated must be equal in all processes, and is checked.  With one
-    process ShardedTensors stay as they are.
+    Nothing is sent: each process contributes its own rows (of the dim that is cut; of dim 0 for
+    host tensors).  A replicated value must be equal in all processes; this is checked.  With one
+    process ShardedTensors are returned unchanged.
 
     Args:
         x: ShardedTensor, tensor, array, or a pytree of them; equal shapes in all processes.
@@ -67,7 +67,7 @@ def local_view(x: Any) -> Any:
     local_view: [n*k, *s] over all devices -> [k, *s] on the device of this process
 
     Raises:
-        ValueError: a value is cut otherwise than into equal blocks of rows.
+        ValueError: a value is cut, but not into equal blocks of rows.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -123,8 +123,8 @@ def _local(leaf: Any) -> Any:
         return _stored(replicated_layout(layout.shape, layout.dtype, here), leaf.to_host())
     if layout.dim is None:
         raise ValueError(
-            f"a value laid out as {layout.sharding.spec} over {layout.sharding.mesh} has no rows "
-            "of one process; use addressable_shards for its blocks here."
+            f"a value laid out as {layout.sharding.spec} over {layout.sharding.mesh} is not cut "
+            "into one block of rows per process; use addressable_shards for its blocks here."
         )
     (block,) = fetch_blocks(layout, handle, places_here(layout))
     name = layout.sharding.mesh.axis_names[0]
@@ -132,9 +132,7 @@ def _local(leaf: Any) -> Any:
 
 
 def _stored(layout: Layout, value: torch.Tensor) -> ShardedTensor:
-    """A value in a layout, of which ``value`` is the block of every process (or all of it, with
-    one).
-    """
+    """A ShardedTensor whose block in this process is ``value`` (with one process: all of it)."""
     if process_count() == 1:
         return make_sharded(layout, store(layout, value))
     team = team_of(layout)
@@ -150,7 +148,7 @@ def to_dtensor(x: ShardedTensor) -> Any:
 
     to_dtensor: ShardedTensor[*s] -> DTensor[*s]
 
-    A host-local value is seen globally first (``global_view``).  Each axis of the mesh becomes a
+    A host-local value becomes a global view first (``global_view``).  Each mesh axis becomes a
     mesh dim: ``Shard(d)`` where it cuts dim d, else ``Replicate()``.
 
     Raises:
@@ -190,13 +188,13 @@ def to_dtensor(x: ShardedTensor) -> Any:
 
 
 def from_dtensor(x: Any) -> ShardedTensor:
-    """Return a ShardedTensor of the same blocks on the same mesh as a DTensor's.
+    """Return a ShardedTensor with the blocks and the mesh of a DTensor.
 
     from_dtensor: DTensor[*s] -> ShardedTensor[*s] that spans its processes
 
     Raises:
         RuntimeError: this process was not started by a launcher.
-        TypeError: ``x`` is no DTensor.
+        TypeError: ``x`` is not a DTensor.
         ValueError: a placement is ``Partial`` (redistribute it first), or a dim does not divide.
 
     Source: ``torch.distributed.tensor.DTensor.to_local``.
@@ -217,7 +215,7 @@ def from_dtensor(x: Any) -> ShardedTensor:
             entries[placement.dim % x.dim()].append(name)
         elif not placement.is_replicate():
             raise ValueError(
-                f"the DTensor has the placement {placement}: its value is not there yet. "
+                f"the DTensor has the placement {placement}: its blocks are partial results. "
                 "Redistribute it to Shard or Replicate first."
             )
     spec = PartitionSpec(*(tuple(entry) or None for entry in entries))
@@ -229,7 +227,7 @@ _device_meshes: dict[Mesh, Any] = {}
 
 
 def _device_mesh(mesh: Mesh) -> Any:
-    """Making one makes process groups: once for each mesh."""
+    """Cached per mesh, because a new DeviceMesh makes process groups."""
     if mesh not in _device_meshes:
         from torch.distributed.device_mesh import DeviceMesh
 

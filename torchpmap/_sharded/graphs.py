@@ -44,7 +44,7 @@ _ROUNDED = {
     torch.bfloat16: torch.float32,
     torch.complex32: torch.complex64,
 }
-"""What partial results keep too few digits in to be put together, and what they have instead."""
+"""Dtypes with too few digits for partial results, and the dtypes that these get instead."""
 
 _UNFORESEEN = frozenset(
     [
@@ -58,11 +58,11 @@ _UNFORESEEN = frozenset(
         "native_batch_norm",
     ]
 )
-"""Operations that run on the host: on the CPU they leave results undefined, or give them other
+"""Operations that run on the host, because on the CPU their results are undefined or have other
 shapes than on meta tensors.
 
-Of the operations in torch's own tests (``op_db``) and in ``nn.LSTM`` these are all, in torch 2.13;
-batch norms are among them where they do not train.
+The list is complete for the operations in the tests of torch 2.13 (``op_db``) and in ``nn.LSTM``.
+A batch norm runs on the host only if it does not train.
 """
 
 _ROUNDING_STATISTICS = frozenset(
@@ -73,7 +73,7 @@ _ROUNDING_STATISTICS = frozenset(
         "native_layer_norm",
     ]
 )
-"""The same where all operands are in half precision: the CPU alone rounds the statistics to it."""
+"""The same if all operands are in half precision: only the CPU rounds the statistics to it."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Blueprint:
     """Where an operand on the host goes; None for a Python number."""
     outputs: tuple[Layout, ...]
     written: tuple[int, ...]
-    """If the operation writes: the operand whose new value an output is."""
+    """If the operation writes: per output, the operand whose new value it is."""
     leaves: tuple[int | None, ...]
     """Output number, or None, per leaf of what the operation returns."""
     spec: pytree.TreeSpec
@@ -110,7 +110,7 @@ class Blueprint:
 
     def result(self, values: Sequence[Any]) -> Any:
         """What the operation returns, made of its outputs."""
-        if self.leaves == (0,) and self.spec.is_leaf():  # sooner than tree_unflatten
+        if self.leaves == (0,) and self.spec.is_leaf():  # faster than tree_unflatten
             return values[0]
         leaves = [None if k is None else values[k] for k in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -130,7 +130,7 @@ def blueprint(
         func: the ATen operation.
         named: its arguments by name.
         operands: tensors, and numbers given to arguments in ``slots``, in the order of ``named``.
-        layouts: of the operands that are on the devices.
+        layouts: per operand; None if it is not on the devices.
         slots: names of arguments whose numbers are operands.
         prefer: layout for the result if all operands are whole.
 
@@ -205,13 +205,13 @@ def _on_meta(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> Any
         except NotImplementedError:
             raise Unsupported from None
         except Exception as error:
-            if rule_of(func) is not None:  # others need numbers to go on
+            if rule_of(func) is not None:  # without a rule it may need the values
                 _raise_as_on_host(func, arguments, values, error)
             raise Unsupported from None
 
 
 def _masked(result: Any, arguments: dict[str, Any]) -> Any:
-    """Without the gradients that are not wanted: some operations give them on meta tensors only."""
+    """Drop gradients that are not wanted: some operations return them on meta tensors only."""
     wanted = arguments.get("output_mask")
     if wanted is None:
         return result
@@ -229,7 +229,7 @@ def _raise_as_on_host(
             else value
             for value in values
         ]
-    except RuntimeError:  # they do not fit
+    except RuntimeError:  # not enough memory
         raise error from None
     call(func, filled(arguments, zeros))
 
@@ -285,7 +285,7 @@ class _Drawing:
         self.call, self.placement, self.layouts = call, placement, layouts
         present = [layout for layout in layouts if layout is not None]
         cut_ones = [layout for layout in present if layout.dim is not None]
-        # whose devices and axis name the results have
+        # the results get its devices and axis name
         self.model = (cut_ones or ([prefer] if prefer is not None else present))[0]
         self.ranks = self.model.ranks
         self.group = group_name(self.ranks)
@@ -376,7 +376,7 @@ class _Drawing:
         return block
 
     def _block_call(self) -> tuple[Any, dict[str, Any]]:
-        """The operation on blocks: the same but for sizes."""
+        """The same operation with the sizes of blocks."""
         placement = self.placement
         shape = self._block_shape(self.call.results[0], placement.results[0])
         if placement.as_view:
@@ -479,7 +479,7 @@ class _Drawing:
 def _has_unforeseen_results(
     func: Any, named: dict[str, Any], operands: Sequence[Any], layout: Layout
 ) -> bool:
-    """Whether running a call on meta tensors does not tell what it gives."""
+    """Whether a call on meta tensors does not show what the call on devices returns."""
     name = func._schema.name.removeprefix("aten::")
     if name in _UNFORESEEN and named.get("training") is not True:
         return True

@@ -1,7 +1,7 @@
 """Operations on sharded tensors that run in this process, on gathered copies.
 
-What the operation writes to is put on the devices again, where the written tensor, and all that
-share its value, then name the new value.
+A value that the operation writes is sent to the devices again; the written tensor, and all tensors
+that share its value, then refer to the new value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run_on_host(
     kwargs: dict[str, Any],
     targets: Sequence[Any],
 ) -> Any:
-    """Run an operation on tensors of class ``kind``, of which it writes to ``targets``."""
+    """Run an operation on tensors of class ``kind``; it writes to ``targets``, some of these."""
     operands = list({id(x): x for x in occurrences(kind, args, kwargs)}.values())
     if func is not torch.ops.aten._local_scalar_dense.default:
         note_gather(func, sum(operand.nbytes for operand in operands))
@@ -51,7 +51,7 @@ def run_on_host(
 
 
 def _copy(operand: Any) -> torch.Tensor:
-    """A copy on the host, with the order of the dims in memory: the result has it, too."""
+    """A copy on the host with the same order of dims in memory, which the result inherits."""
     host: torch.Tensor = operand.to_host()
     if operand.is_contiguous():
         return host
@@ -76,7 +76,7 @@ def _write_back(
 
 
 def _view_of(make: Make, parent: Any, func: Any, args: Sequence[Any], result: Any) -> Any:
-    """A view is put on the devices again, where a write to it can reach ``parent``."""
+    """Put a view on the devices again, so that a write to it can reach ``parent``."""
     layout = parent._alive()[0]
     leaves, spec = pytree.tree_flatten(result)
     places = strides_of_results(func, parent, args)
@@ -89,7 +89,7 @@ def _view_of(make: Make, parent: Any, func: Any, args: Sequence[Any], result: An
 
 
 def is_recorded(x: torch.Tensor) -> bool:
-    """Whether what is done with ``x`` is part of a derivative (requires grad, or has a tangent)."""
+    """Whether operations on ``x`` are differentiated (it requires grad, or has a tangent)."""
     if x.requires_grad and torch.is_grad_enabled():
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None

@@ -1,7 +1,7 @@
 """A tensor without memory in this process, and what torch may not do with it.
 
-torch takes a wrapper subclass for an ordinary tensor of its device.  Whatever goes past the
-operations, to the memory itself, would then read or write at address 0.
+torch treats a wrapper subclass as an ordinary tensor of its device.  Code that accesses the memory
+without an operation would read or write at address 0.
 """
 
 from __future__ import annotations
@@ -44,25 +44,24 @@ def _no_memory(call: str) -> RuntimeError:
     )
 
 
-# What makes a tensor without memory, given by position: keywords cost 0.15 us each time.
+# Makes a tensor without memory; call it with positional arguments, as keywords cost 0.15 us.
 new_wrapper = torch.Tensor._make_wrapper_subclass
 guard: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
-"""What takes its address nevertheless (``torch.utils.dlpack.to_dlpack``) raises from then on."""
+"""After it, code that still takes the address (``torch.utils.dlpack.to_dlpack``) raises."""
 CPU, STRIDED = torch.device("cpu"), torch.strided
 
 # -- what torch does without an operation ----------------------------------------------------------
 
 _aten = torch.ops.aten
 _SUBCLASSES = torch._C.DispatchKey.PythonTLSSnapshot
-"""Tensors of classes with ``__torch_dispatch__`` have this key, so of no others is anything asked.
-"""
+"""Only tensors of classes with ``__torch_dispatch__`` have this key: others bypass the kernels."""
 
 
 def _may_share_memory(keys: Any, tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """What torch asks before ``tensor.data = value``, and ``Module._apply`` before it tries.
+    """torch's check before ``tensor.data = value``, which ``Module._apply`` also makes.
 
-    For torch (2.13) every tensor on CPU can take the memory of every other: ``tensor`` would get
-    address 0, and its next use would end the process.
+    In torch 2.13 any CPU tensor can take the memory of any other: ``tensor`` would get address 0,
+    and its next use would end the process.
     """
     if isinstance(tensor, Remote) or isinstance(value, Remote):
         return type(tensor) is type(value)
@@ -71,8 +70,8 @@ def _may_share_memory(keys: Any, tensor: torch.Tensor, value: torch.Tensor) -> b
 
 
 def _copying(into: Any, value_of: Any) -> Callable[..., torch.Tensor]:
-    """A function with ``out=`` that torch (2.13) forgets, or writes through a view that is not said
-    to be one, if its arguments are of a wrapper subclass: the value is copied.
+    """A kernel that copies the value to ``out=``: for arguments of a wrapper subclass, torch 2.13
+    ignores this ``out=``, or writes to it through a view that it does not declare.
     """
 
     def copy(keys: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:

@@ -5,10 +5,10 @@
 
 An ``Operation`` is a plan of a single ATen operation: it is made once per kind of call (operation,
 layouts, structure, arguments that are not tensors, settings of torch as for mapped functions) and
-only followed from then on.  Python numbers of elementwise operations are inputs, so a learning rate
-that changes makes no new plan.
+reused from then on.  Python numbers of elementwise operations are inputs, so a new learning rate
+makes no new plan.
 
-What cannot run block by block gives no plan: the caller gathers.
+A call that cannot run block by block has no plan: the caller gathers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_NUMBERS = 1024
 _MAX_REDUCED = 256
 
 _aten = torch.ops.aten
-_ids = itertools.count(-1, -1)  # below zero: those of mapped functions are above
+_ids = itertools.count(-1, -1)  # negative, unlike those of mapped functions
 _lock = threading.RLock()
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _HOST = (torch.Tensor, torch.nn.Parameter)
@@ -49,14 +49,14 @@ class Operation:
     team: Team
     blueprint: Blueprint
     keeps_order: bool
-    """Whether it has one result, whose dims lie in memory as those of the operands."""
+    """Whether it has one result, whose dims have the same order in memory as the operands'."""
 
     def __del__(self) -> None:
         self.team.runtime.forget(self.id)
 
 
 class _Known:
-    """What is kept for one runtime."""
+    """The caches of one runtime."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -64,13 +64,13 @@ class _Known:
         """None: known to need a gather.  Least recently used first."""
         self.numbers: dict[Hashable, Handle] = {}
         self.reduced: dict[Hashable, Layout] = {}
-        """(ranks, shape) -> layout of the last value of that shape whose sum may be differentiated:
-        the gradient, a broadcast number, is laid out alike.
+        """(ranks, shape) -> layout of the last value of that shape whose sum may be differentiated.
+        The gradient, a broadcast number, gets the same layout.
         """
 
     def number(self, team: Team, value: bool | int | float | complex) -> Handle:
         """A Python number on the devices."""
-        if self.runtime.scarred:  # a worker may be younger than the number
+        if self.runtime.scarred:  # a restarted worker may lack the number
             self.numbers.clear()
         key = (team, type(value), repr(value))
         handle = self.numbers.get(key)
@@ -103,8 +103,8 @@ def _known_of(runtime: Runtime) -> _Known:
 
 
 class _Scan:
-    """Takes the arguments of a call apart: ``operands`` are the tensors and numbers that are
-    inputs, and ``argument`` gives what is left, as part of a key.
+    """Splits the arguments of a call: ``operands`` are the tensors and numbers that are inputs;
+    ``argument`` returns the rest as part of a key.
     """
 
     def __init__(self, kind: Any, slots: frozenset[str]) -> None:
@@ -144,7 +144,7 @@ def _is_portable(value: Any) -> bool:
     return type(value) is not int or -(2**63) <= value < 2**63
 
 
-# -- making and following operations ---------------------------------------------------------------
+# -- making and starting operations ----------------------------------------------------------------
 
 
 def operation_for(
@@ -177,7 +177,7 @@ def operation_for(
         with _lock:
             operation = _prepare(known, scan, func, args, kwargs, prefer)
             _keep(known.operations, key, operation, _MAX_OPERATIONS)
-    elif len(known.operations) > _MAX_OPERATIONS // 2:  # the order counts when it gets full
+    elif len(known.operations) > _MAX_OPERATIONS // 2:  # the order matters only near the limit
         _keep(known.operations, key, operation, _MAX_OPERATIONS)
     return None if operation is None else (operation, scan.operands)
 
@@ -228,7 +228,7 @@ def start(operation: Operation, kind: Any, operands: Sequence[Any]) -> list[tupl
 
 
 def _preferred(known: _Known, func: Any, args: Sequence[Any], scan: _Scan) -> Layout | None:
-    """In a backward pass, the layout for a whole value that is expanded."""
+    """In a backward pass, the layout for the result of expanding a replicated value."""
     if func is not _aten.expand.default or not in_backward():
         return None
     layout: Layout = scan.operands[0]._layout

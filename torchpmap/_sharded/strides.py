@@ -1,8 +1,8 @@
 """Where the elements of a ShardedTensor would lie in memory, if it had memory in this process.
 
-torch decides by strides, storage offset and size of the storage.  The derivative of a write to a
-view is one case: under ``torch.func`` torch finds the written part of the gradient by
-``as_strided``.  So a view says what it would say of a tensor with memory:
+torch makes decisions by strides, storage offset and storage size.  For example, in the derivative
+of a write to a view, ``torch.func`` finds the written part of the gradient by ``as_strided``.  So
+a view reports what it would report if it had memory:
 
     x = [4, 3] contiguous     x.narrow(1, 1, 1): strides (3, 1), offset 1, storage of 12 elements
 """
@@ -53,11 +53,11 @@ def strides_of_results(func: Any, tensor: torch.Tensor, args: Sequence[Any] = ()
 def strides_of_computed(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[int, ...] | None:
-    """The strides of ``func(*args, **kwargs)``, a new tensor, where ``func`` keeps the order of
-    dims; None: it is contiguous.
+    """The strides of the new tensor ``func(*args, **kwargs)`` if ``func`` keeps the order of dims;
+    None: it is contiguous.
 
-    torch keeps the order of the dims in memory where it computes element by element, and so does
-    ``x.T * 2``: whether a later ``reshape`` is a view or a copy depends on it.
+    torch's elementwise operations keep the order of dims in memory: ``x.T * 2`` is transposed, too.
+    Whether a later ``reshape`` is a view or a copy depends on it.
     """
     for operand in args:
         if isinstance(operand, torch.Tensor) and not operand.is_contiguous():
@@ -70,7 +70,7 @@ def strides_of_computed(
 
 
 class _Like(NamedTuple):
-    """What is like a tensor, for strides."""
+    """Stands for a tensor in a cache key."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -111,15 +111,13 @@ def _strides_of_results(
 def in_whole_memory(
     tensor: Any, size: Any, strides: Any, offset: int | None = None
 ) -> tuple[Any, ...]:
-    """Arguments of ``as_strided`` with which it gives the same, of a tensor that is all of the
-    memory, and contiguous.
-    """
+    """Equivalent arguments of ``as_strided`` for a contiguous tensor of the whole memory."""
     own = tensor.storage_offset()
     return _whole_memory(tensor), size, strides, own if offset is None else offset
 
 
 def _whole_memory(tensor: Any) -> Any:
-    """All elements of the memory that ``tensor`` is in, in their order."""
+    """A contiguous tensor of all elements of the memory that ``tensor`` lies in."""
     view = getattr(tensor, "_view", None)
     if view is not None and view.parent._layout is not None:
         whole = _whole_memory(view.parent)
@@ -143,10 +141,10 @@ _READINGS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.view_as_complex.default: lambda whole: torch.view_as_complex(whole.view(-1, 2)),
     _aten.view_as_real.default: torch.view_as_real,
 }
-"""Views that are not elements of what they are views of: the same view of the whole memory."""
+"""Views whose elements are not those of their parent; the whole memory is read by the same view."""
 
 
-# -- what torch asks about memory, and does on account of it ---------------------------------------
+# -- questions of torch about memory ---------------------------------------------------------------
 
 
 def _same_size_of_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -183,17 +181,17 @@ _TURNING = {
     _aten.transpose_.default: _aten.transpose.int,
     _aten.unsqueeze_.default: _aten.unsqueeze.default,
 }
-"""What gives the value."""
+"""In-place operation -> the operation that gives its value."""
 
 RESHAPING = frozenset([*_TURNING, *(getattr(_aten.set_, x) for x in _aten.set_.overloads())])
 _MEMORY_OF_ANOTHER = (
-    "set_() makes a tensor use the memory of another, which a ShardedTensor does not have in this "
-    "process. Let a ShardedTensor name the value of another by x.data = y, or copy: x.copy_(y)."
+    "set_() makes a tensor use the memory of another, but a ShardedTensor has no memory in this "
+    "process. Share the value of another ShardedTensor by x.data = y, or copy it: x.copy_(y)."
 )
 
 
 def turn(make: Make, func: Any, args: Sequence[Any]) -> Any:
-    """Run ``transpose_`` or one of its kind: the tensor gets another shape."""
+    """Run an in-place operation that changes the shape, such as ``transpose_``."""
     if func not in _TURNING:
         raise RuntimeError(_MEMORY_OF_ANOTHER)
     target, *args = args

@@ -1,12 +1,12 @@
 """``ShardedTensor``: a tensor whose data lives on the devices of the pool.
 
-It is a ``torch.Tensor`` subclass without storage here.  Its state is a layout (what the value is
-and which rank holds which block) and a handle (the name of the blocks on the workers; the last
-reference frees them).  Values are immutable: an in-place operation makes a new value and lets this
-tensor name it.
+It is a ``torch.Tensor`` subclass without storage in this process.  Its state is a layout (shape,
+dtype, and which rank holds which block) and a handle (the name of the blocks on the workers; the
+last reference frees them).  Values are immutable: an in-place operation computes a new value and
+makes this tensor refer to it.
 
-Operations that can run block by block do so on the workers, and their results stay there; the
-others gather the operands and run on the host.
+An operation that can run block by block runs on the workers, and its results stay there; any other
+operation gathers its operands and runs on the host.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _ABOUT_MEMORY = frozenset({*_SHARING, *QUESTIONS, *RESHAPING, _aten.as_strided.d
 _ANY_FORMAT = (None, torch.contiguous_format, torch.preserve_format)
 
 _REPR_MOVES_UP_TO = 1000
-"""Elements that ``repr`` fetches to show; a larger value is described without its numbers."""
+"""How many elements ``repr`` fetches at most; a larger value is shown without its numbers."""
 
 
 @untraced
@@ -69,11 +69,11 @@ class ShardedTensor(Remote):
     """A ``torch.Tensor`` whose data lives on the devices (not ``torch.distributed``'s class of the
     same name).
 
-    Results of ``pmap`` and of ``device_put`` are of this class.  ``shape``, ``dtype``, ``len`` and
-    ``repr`` need no data.  Every torch function works on it: on the devices if it can be done block
-    by block, or ends in a sum, maximum or the like over all rows, else on the host.  Handing it
-    to a mapped function again moves nothing when it is already laid out as needed.  The workers
-    free it when the last reference dies.
+    Results of ``pmap`` and of ``device_put`` are of this class.  ``shape``, ``dtype`` and ``len``
+    fetch nothing.  Every torch function works on it: on the devices if the function works block by
+    block or ends in a sum, maximum or the like over all rows, else on the host.  Passing it to a
+    mapped function moves nothing if it is already laid out as needed.  The workers free the data
+    when the last reference dies.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -118,7 +118,7 @@ class ShardedTensor(Remote):
 
     @property
     def is_fully_addressable(self) -> bool:
-        """Whether every block is in reach of this process: always, with one controller."""
+        """Whether this process can reach every block; always true with one controller."""
         layout = self._alive()[0]
         return len(places_here(layout)) == len(layout.devices)
 
@@ -129,7 +129,7 @@ class ShardedTensor(Remote):
 
     @property
     def addressable_shards(self) -> list[Shard]:
-        """The blocks in reach of this process, fetched, in mesh order."""
+        """The blocks that this process can reach, fetched, in mesh order."""
         layout, handle = self._alive()
         here = places_here(layout)
         blocks = dict(zip(here, fetch_blocks(layout, handle, here), strict=True))
@@ -146,7 +146,7 @@ class ShardedTensor(Remote):
         layout, handle = self._alive()
         return fetch_blocks(layout, handle, [places_here(layout)[index]])[0]
 
-    # -- when it is --------------------------------------------------------------------------------
+    # -- waiting and freeing -----------------------------------------------------------------------
 
     def block_until_ready(self) -> ShardedTensor:
         """Wait until the value is computed and return it; raises what its computation raised."""
@@ -186,15 +186,15 @@ class ShardedTensor(Remote):
         return layout, handle
 
     def _is_closed(self) -> bool:
-        """Whether the data went with its pool."""
+        """Whether the pool was shut down, and the data with it."""
         return self._handle is not None and self._handle.team.runtime.closed
 
     # -- another value -----------------------------------------------------------------------------
 
     @property
     def data(self) -> torch.Tensor:
-        """The same value without gradients, as ``torch.Tensor.data``; set, this tensor names the
-        value of another ShardedTensor, and writes to one are seen by both.
+        """The same value without gradients, as ``torch.Tensor.data``.  After ``x.data = y`` both
+        share the value of the ShardedTensor ``y``: a write to one changes both.
         """
         return _data.__get__(self)
 
@@ -242,9 +242,7 @@ class ShardedTensor(Remote):
         return self.to_host().tolist()
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As ``torch.Tensor.to``; a device argument, also ``"cpu"``, gathers, and so does a tensor
-        on the host.
-        """
+        """As ``torch.Tensor.to``; a device argument (also ``"cpu"``) or a host tensor gathers."""
         given = [*args, *kwargs.values()]
         like = [value for value in given if isinstance(value, torch.Tensor)]
         if any(type(value) is ShardedTensor for value in like):
@@ -269,7 +267,7 @@ class ShardedTensor(Remote):
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         layout, handle = self._alive()
-        traced = num_modes()  # then it has to be an operation
+        traced = num_modes()  # a mode sees only operations
         is_plain = not self.requires_grad and forward_ad._current_level < 0
         if type(index) is int and is_plain and layout.shape and not traced:
             size = layout.shape[0]
@@ -365,10 +363,11 @@ class ShardedTensor(Remote):
             if func is _aten.as_strided.default:
                 args = in_whole_memory(*args)
         facts = facts_of(func)
-        if facts.is_composite:  # without autograd above, nothing has taken it apart
+        if facts.is_composite:  # autograd, which decomposes it, was skipped
             return func.decompose(*args, **kwargs)
         if _is_inference() and func.is_view and not args[0].is_inference():
-            with torch.inference_mode(False), torch.no_grad():  # a view is what its tensor is
+            # a view of a normal tensor is a normal tensor
+            with torch.inference_mode(False), torch.no_grad():
                 return func(*args, **kwargs)
         written = written_by(func, args, kwargs) if facts.written else ()
         targets = [target for target in written if type(target) is ShardedTensor]
@@ -399,8 +398,8 @@ def make_sharded(
     strides: Sequence[int] | None = None,
     place: Strides | None = None,
 ) -> ShardedTensor:
-    """A tensor that names the blocks of ``handle``; ``strides``: other than contiguous ones, and
-    ``place``: where in the memory of another it would lie.
+    """A tensor that refers to the blocks of ``handle``; ``strides``: if they are not contiguous;
+    ``place``: where it would lie in the memory of another tensor.
     """
     tensor: ShardedTensor
     if place is None:
@@ -415,7 +414,7 @@ def make_sharded(
 
 
 def make_all(layouts: Sequence[Layout], handles: Sequence[Handle]) -> list[ShardedTensor]:
-    """``make_sharded`` for several: each step for all of them, which takes an eighth less."""
+    """``make_sharded`` for several; doing each step for all at once saves an eighth of the time."""
     make, kind, strided, cpu = new_wrapper, ShardedTensor, STRIDED, CPU
     tensors = [make(kind, x.shape, None, None, None, x.dtype, strided, cpu) for x in layouts]
     deque(map(guard, tensors), maxlen=0)
@@ -426,7 +425,7 @@ def make_all(layouts: Sequence[Layout], handles: Sequence[Handle]) -> list[Shard
 
 
 def _same_place(tensor: ShardedTensor) -> ShardedTensor:
-    """Another tensor of the same value, which would lie where ``tensor`` lies."""
+    """Another tensor of the same value, with the same place in memory."""
     return make_sharded(*tensor._alive(), place=strides_of(tensor))
 
 
@@ -445,7 +444,7 @@ def _shared(func: Any, source: ShardedTensor, memory_format: Any) -> ShardedTens
 def _on_devices(
     operation: Operation, operands: list[Any], func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Start an operation on the workers; the tensors are promised."""
+    """Start an operation on the workers; the results may not be computed yet."""
     made = operation.blueprint
     started = start(operation, ShardedTensor, operands)
     if made.written:
@@ -470,7 +469,7 @@ def _on_devices(
 
 
 def check_open(tensor: ShardedTensor) -> Handle:
-    """The handle of an argument, if it belongs to the running pool."""
+    """The handle of an argument; raises ``RuntimeClosed`` if its pool is not the running one."""
     _, handle = tensor._alive()
     if handle.team.runtime is not runtime():
         raise RuntimeClosed(POOL_CLOSED)

@@ -1,4 +1,4 @@
-"""Blocks to the devices and back."""
+"""Send blocks to the devices and fetch them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def places_here(layout: Layout) -> list[int]:
 
 
 def _first_here(layout: Layout) -> int:
-    """Of equal blocks the nearest."""
+    """The place of a replica in this process, or of the first one."""
     return next(iter(places_here(layout)), 0)
 
 

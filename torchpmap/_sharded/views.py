@@ -2,14 +2,14 @@
 
 In torch, ``y = x.T`` and ``y = x.detach()`` share the memory of ``x``: a write to one is a write to
 all.  Values on the devices are immutable, so here the tensors are linked instead, and a write
-computes the new value of every tensor linked to the written one: views above it by the operation
-that puts a part back (``select_scatter`` for ``select``), views below it by taking the view again.
+computes the new value of every tensor linked to the written one: its parent by the operation that
+puts a part back (``select_scatter`` for ``select``), its views by taking them again.
 
     x  <--view-- y = x.T  <--view-- z = y[0]        z.add_(1): y from z, x from y
     x  --alias-- d = x.detach()                     d has the handle of x
 
-A view keeps what it is a view of alive, as in torch; aliases know each other weakly (an alias must
-not keep the graph of gradients alive that it was detached from).
+A view keeps its parent alive, as in torch.  Aliases have weak references to each other: an alias
+must not keep the autograd graph alive that it was detached from.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchpmap._sharded.transfer import move, store
 
 _aten = torch.ops.aten
 Make = Callable[..., Any]
-"""Gives a tensor of a layout and a handle, and where it would lie in memory."""
+"""Makes a tensor from a layout, a handle and its place in memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class _View:
     parent: Any
     func: Any
     args: tuple[Any, ...]
-    """Behind the parent."""
+    """The arguments after the parent."""
     number: int
     """Which of the results it is."""
 
@@ -58,9 +58,10 @@ def link_view(results: Sequence[Any], parent: Any, func: Any, args: Sequence[Any
 
 
 def is_taken_as_grad() -> bool:
-    """Whether ``tensor.grad`` is being set to a gradient without another reference: torch does not
-    copy it, but it may be a view here of what is no view in torch, where an expanded gradient is
-    copied.
+    """Whether torch is storing a gradient in ``tensor.grad``.
+
+    torch does not copy it if nothing else refers to it.  But here it may be a view although it is
+    none in torch, which copies an expanded gradient.
     """
     if not in_backward():
         return False
@@ -69,10 +70,10 @@ def is_taken_as_grad() -> bool:
 
 
 def link_alias(twin: Any, original: Any, copy: Callable[[Any], Any]) -> None:
-    """Note that two tensors are one value, now and after every write.
+    """Note that two tensors share one value, now and after every write.
 
-    ``copy`` gives another tensor of a value, not linked.  A twin of a view is a view of a twin: the
-    parent itself may hold a graph of gradients.
+    ``copy`` makes an unlinked tensor of the same value.  A twin of a view is a view of the parent's
+    twin, because the parent itself may hold an autograd graph.
     """
     view = getattr(original, "_view", None)
     if view is not None and view.parent._layout is not None:
@@ -89,8 +90,8 @@ def link_alias(twin: Any, original: Any, copy: Callable[[Any], Any]) -> None:
 
 
 def unlink(tensor: Any, old: Any) -> None:
-    """Take a tensor out of all links, to give it the value of another; views of what it was become
-    those of ``old``, a tensor without another reference.
+    """Take a tensor out of all links, before it gets another value; ``old``, a new tensor of its
+    value, takes its place in them.
     """
     for name in ("_aliases", "_view", "_views"):
         if hasattr(tensor, name):
@@ -121,7 +122,7 @@ def _views(tensor: Any) -> Iterator[Any]:
 
 
 def _neighbours(tensor: Any) -> Iterator[Any]:
-    """What a tensor is linked to by views."""
+    """The views and the parent of a tensor."""
     yield from _views(tensor)
     view = getattr(tensor, "_view", None)
     if view is not None and view.parent._layout is not None:
@@ -147,8 +148,8 @@ def is_linked(tensor: Any) -> bool:
 
 
 def share_values(targets: Sequence[Any], operands: Sequence[Any]) -> bool:
-    """Whether a write to one of ``targets`` changes another one of ``operands``, among which a
-    tensor that is given twice is twice.
+    """Whether a write to one of ``targets`` changes another of ``operands`` (which lists a tensor
+    as often as it is given).
     """
     present = Counter(map(id, operands))
     return any(sum(present[id(other)] for other in _linked(target)) > 1 for target in targets)
@@ -171,7 +172,7 @@ def host_copies(tensors: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def check_writable(target: Any) -> None:
-    """Raise ``RuntimeError`` if a write to ``target`` could not reach all it must."""
+    """Raise ``RuntimeError`` if a write to ``target`` could not reach every linked tensor."""
     linked = _linked(target)
     if all(next(_neighbours(tensor), None) is None for tensor in linked):
         return
@@ -231,7 +232,7 @@ def _laid_out(layout: Layout, value: Any) -> Handle:
     return store(layout, value)
 
 
-# -- from a view back to what it was taken of ------------------------------------------------------
+# -- from a view back to its parent ----------------------------------------------------------------
 
 Back = Callable[[_View, torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes the view, the old whole and the new part; gives the new whole."""

@@ -21,19 +21,19 @@ def elementwise(call: Call) -> Signature | None:
 
 
 def aligned(shape: Sequence[int], whole: Sequence[int]) -> tuple[int | None, ...]:
-    """Labels, from the back, of the dims that a shape shares with what it is broadcast to."""
+    """Labels (-1: the last dim) of the dims that a shape shares with the broadcast shape."""
     return tuple(
         k if -k <= len(whole) and shape[k] == whole[k] else None for k in range(-len(shape), 0)
     )
 
 
 def numbered(ndim: int, mixed: set[int]) -> Labels:
-    """Every dim its own number, but those in ``mixed``."""
+    """Each dim's number as its label; None for the dims in ``mixed``."""
     return tuple(None if dim in mixed else dim for dim in range(ndim))
 
 
 def dims_of(value: Any, ndim: int) -> set[int]:
-    """An argument that names one or several dims, counted from the front."""
+    """The dims, counted from the front, that an argument names."""
     named = value if isinstance(value, list | tuple) else (value,)
     size = max(ndim, 1)
     for dim in named:
@@ -48,7 +48,7 @@ def dims_of(value: Any, ndim: int) -> set[int]:
 # -- reductions ------------------------------------------------------------------------------------
 
 _BY_ORDER: dict[Any, Combine] = {0: "sum", math.inf: "max", -math.inf: "min"}
-"""How norms of parts become that of the whole; for all other orders it is the norm again."""
+"""How norms of parts are combined, by their order; for any other order by the same norm."""
 
 
 def _reduction(combine: Combine | None) -> Rule:
@@ -61,7 +61,7 @@ def _reduction(combine: Combine | None) -> Rule:
             order = call.arguments["ord"] if "ord" in call.arguments else call.arguments["p"]
             kind = _BY_ORDER.get(order, "norm")
         if len(call.results) > 1:
-            kind = None  # values with their places
+            kind = None  # values with their indices
         kept = numbered(x.ndim, dims)
         if not call.arguments.get("keepdim"):
             kept = tuple(label for label in kept if label is not None)
@@ -89,7 +89,7 @@ _REDUCTIONS: dict[Combine | None, str] = {
 
 
 def _along(call: Call) -> Signature | None:
-    """What mixes elements along ``dim`` or ``dims`` alone; other operands have the same dims."""
+    """Operations that mix elements only along ``dim`` or ``dims``."""
     named = call.arguments["dim"] if "dim" in call.arguments else call.arguments["dims"]
     if named is None or named == []:
         return None  # roll() of the flat values
@@ -104,7 +104,7 @@ def _along(call: Call) -> Signature | None:
 
 
 def _indexed(call: Call) -> Signature | None:
-    """``index_select`` and its kind: as above, with a 1-d index that is whole everywhere."""
+    """``index_select`` and the like: as ``_along``, with an index that every device has whole."""
     signature = _along(call)
     if signature is not None:
         signature.operands.pop(call.arguments["index"].position, None)
@@ -112,7 +112,7 @@ def _indexed(call: Call) -> Signature | None:
 
 
 def _index(call: Call) -> Signature | None:
-    """``x[:, index]`` with tensors of integers, whole everywhere."""
+    """``x[:, index]`` with tensors of integers, which every device has whole."""
     x, indices = call.arguments["self"], call.arguments["indices"]
     taken = [dim for dim, index in enumerate(indices) if index is not None]
     num_new = len(call.results[0]) - (x.ndim - len(taken))
@@ -124,7 +124,7 @@ def _index(call: Call) -> Signature | None:
 
 
 def _trailing(num_dims: int | Callable[[Call], int]) -> Rule:
-    """Operations on the last dims, one by one for all others."""
+    """Operations on the last dims; the dims before are batch dims."""
 
     def rule(call: Call) -> Signature | None:
         core = num_dims if isinstance(num_dims, int) else num_dims(call)
@@ -185,7 +185,7 @@ def _convolution(call: Call) -> Signature | None:
 def _batched(call: Call, rows: Sequence[Any], num_batch: int, num_rows: int) -> Signature:
     """Operands and results with a batch in front; the other results are sums over the batch.
 
-    ``num_rows``: how many of the results have a batch, those counted that are not wanted.
+    ``num_rows``: how many of the results have a batch, including unwanted results.
     """
     wanted = call.arguments.get("output_mask") or [True] * len(call.results)
     have_rows = [k < num_rows for k, wants in enumerate(wanted) if wants]

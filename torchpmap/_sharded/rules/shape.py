@@ -31,8 +31,8 @@ def _transpose(call: Call) -> Signature:
 def _reshaped(call: Call) -> Signature:
     """The same elements in the same order, in other dims.
 
-    A dim of the result is cut as a dim of the operand is if as many elements lie before both: [4,
-    6, 5] -> [24, 5] keeps dim 0, and so does [24, 5] -> [4, 6, 5] on 4 devices.
+    A dim of the result gets the label of an operand's dim if the dims before both have the same
+    product: [4, 6, 5] -> [24, 5] keeps dim 0, and so does [24, 5] -> [4, 6, 5] on 4 devices.
     """
     (x,), shape = call.operands, call.results[0]
     labels: list[Any] = [None] * len(shape)
@@ -79,7 +79,7 @@ def _split(call: Call) -> Signature:
 
 
 def _select_back(call: Call) -> Signature:
-    """``select_scatter`` and the gradient of ``select``: the dim is there again."""
+    """``select_scatter`` and the gradient of ``select``: the result has the selected dim."""
     shape = call.results[0]
     labels = numbered(len(shape), dims_of(call.arguments["dim"], len(shape)))
     rest = tuple(label for label in labels if label is not None)
@@ -131,7 +131,7 @@ def _stack(call: Call) -> Signature:
 
 
 def _new(call: Call) -> Signature:
-    """A new tensor that takes only dtype and, if they are equal, the layout."""
+    """A new tensor with the dtype of ``self``, and with its layout if the shapes are equal."""
     x, shape = call.arguments["self"], call.results[0]
     labels = numbered(x.ndim, set())
     if x.shape == shape:

@@ -34,7 +34,7 @@ class Operand:
     cut: int | None
     """The dim that is cut over the devices."""
     written: bool
-    """Whether the operation writes to it, so that it must stay as it is laid out."""
+    """Whether the operation writes to it; then it must keep its layout."""
     itemsize: int
 
     @property
@@ -64,7 +64,7 @@ class Signature:
     combine: tuple[Combine | None, ...] = ()
     """Per result, for a label that it lacks; empty: none can be put together."""
     size: str | None = None
-    """The argument that is the shape of the first result: for blocks it is the block's."""
+    """The argument that is the shape of the first result; on blocks it gets the block's shape."""
     as_view: bool = False
     """Whether a block of the result is the block of the operand in another shape."""
 

@@ -1,9 +1,8 @@
 """Which signature an operation has: torch's tag for elementwise operations, and two tables.
 
 The tables are torchpmap's own.  The sharding propagation of ``torch.distributed.tensor`` knows more
-operations and needs no process group, but in torch 2.13 it takes ``cumsum(-1)`` and ``cumprod(-1)``
-along a cut dim, and the gradient of ``select``, for operations on blocks, which gives wrong
-numbers.
+operations and needs no process group.  But in torch 2.13 it runs ``cumsum(-1)`` and ``cumprod(-1)``
+along a cut dim, and the gradient of ``select``, block by block, which gives wrong numbers.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def rule_of(func: Any) -> Rule | None:
     base = name[:-1] if in_place else name
     if base in _ELEMENTWISE or torch.Tag.pointwise in func.tags:
         return elementwise
-    if in_place:  # of these torch tags few
+    if in_place:  # torch tags few in-place operations
         packet = getattr(torch.ops.aten, base, None)
         twin = getattr(packet, func._overloadname, None)
         if twin is not None and torch.Tag.pointwise in twin.tags:
