@@ -170,7 +170,7 @@ TABLES = {
     ),
     "numpy has no bfloat16": (
         put(lambda b: leaf(b, "array"), "dtype", "bfloat16"),
-        r"'array' is bfloat16\[3\], which numpy has not",
+        r"'array' is bfloat16\[3\], which numpy lacks",
     ),
     "huge shape": (put(leaf, "shape", [10**13, 3]), "a part of 'w' is in none of its files"),
     "negative shape": (put(leaf, "shape", [-2, -3]), "'shape' is .* which is no list of sizes"),
@@ -508,7 +508,7 @@ def test_a_writer_that_does_not_call_is_missed(tmp_path):
     tp.config.timeout = 0.05
     try:
         line = WriterConnections(tmp_path, 1)
-        with pytest.raises(tp.CallTimeout, match=r"only 0 called within .* \(0.05 s\)"):
+        with pytest.raises(tp.CallTimeout, match=r"only 0 connected within .* \(0.05 s\)"):
             line.accept()
         line.close()
         line = WriterConnections(tmp_path, 1)

@@ -1,12 +1,13 @@
-"""Checkpoints: pytrees of tensors on disk, written by every device for itself, and found whole or
-not at all.
+"""Checkpoints: pytrees of tensors on disk.  Every device writes its own blocks, and a checkpoint
+appears complete or not at all.
 
-Saving is: describe the tree, copy what has to be written, and return; a thread of this process, and
-one of every worker, write, and when all have, the folder gets its name.  With several controllers
-each writes what its device has, and rank 0 gives the name.  See ``docs/checkpoint.md``.
+A save describes the tree, copies the values and returns.  A thread of this process, and one of
+every worker, then write the copies; when all are done, the folder gets its name.  With several
+controllers each writes the blocks of its device, and rank 0 names the folder.  See
+``docs/checkpoint.md``.
 
-The first save or load imports ``torch.distributed.checkpoint``: see ``checkpoint/_storage``.  What
-is read is data, never code: see ``checkpoint/_table`` and ``checkpoint/_pickles``.
+The first save or load imports ``torch.distributed.checkpoint``: see ``checkpoint/_storage``.  Files
+are read as data, never as code: see ``checkpoint/_table`` and ``checkpoint/_pickles``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Saving:
         self._path = path
         self._error: Exception | None = None
         self._is_known = False
-        # not a daemon: a program that ends waits for it
+        # not a daemon: the program waits for it at its end
         self._thread = threading.Thread(
             target=self._run, args=(write,), name="torchpmap-checkpoint"
         )
@@ -56,14 +57,14 @@ class Saving:
             self._error = error
 
     def done(self) -> bool:
-        """Whether nothing is left to wait for."""
+        """Whether the save has ended, complete or failed."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete and on disk.
 
         Raises:
-            CheckpointError: it could not be written; what was there before is still there.
+            CheckpointError: it could not be written; an earlier one at the path is unchanged.
         """
         self._thread.join()
         self._is_known = True
@@ -89,7 +90,7 @@ def _finish_previous() -> None:
 
 
 def _wait_for_previous() -> None:
-    """A reader finds what was saved; an error is for the process that saves."""
+    """Wait, so that a reader finds the latest save; ``wait`` or the next save raises its error."""
     if _saving is not None:
         _saving._thread.join()
 
@@ -109,16 +110,16 @@ def save(path: PathLike, tree: Any, *, asynchronous: Literal[True]) -> Saving: .
 def save(path: PathLike, tree: Any, *, asynchronous: bool = False) -> Saving | None:
     """Save a pytree to the folder ``path``; every device writes its own blocks.
 
-    The folder appears when it is whole and on disk, so a kill at any moment leaves the checkpoint
-    that was there before, or the new one.  With several controllers (torchrun) all of them call it
-    with the same path and their own trees; what each has of a row-sharded value is saved as a part
-    of the whole, process by process.
+    The folder gets its name when it is complete and on disk, so a kill at any moment leaves the
+    earlier checkpoint or the new one.  With several controllers (torchrun) each calls it with the
+    same path and its own tree; the rows of a row-sharded value are joined in process order.
 
     Args:
-        path: a folder on a file system that all hosts see; its parents are made, and a checkpoint
-            of that name is replaced.
+        path: a folder on a file system that all hosts share; its parents are created, and a
+            checkpoint of that name is replaced.
         tree: pytree of ShardedTensors, tensors, numpy arrays, numbers, strings, bytes and None.
-        asynchronous: return as soon as the values are copied; they may be changed or donated then.
+        asynchronous: return as soon as the values are copied; after that, you may change or donate
+            them.
 
     Returns:
         None; with ``asynchronous=True`` a ``Saving`` with ``wait()`` and ``done()``.
@@ -126,8 +127,8 @@ def save(path: PathLike, tree: Any, *, asynchronous: bool = False) -> Saving | N
     Raises:
         TypeError: a leaf of another type, or a dict key that is neither a string nor an int.
         ValueError: two leaves with one name, or processes with different trees.
-        FileExistsError: there is something at ``path`` that is no checkpoint.
-        CheckpointError: it could not be written, or the asynchronous save before could not.
+        FileExistsError: ``path`` exists and is not a checkpoint.
+        CheckpointError: this save, or an asynchronous save before it, could not be written.
 
     Example:
         >>> import tempfile, torch, torchpmap as tp
@@ -160,19 +161,19 @@ def save(path: PathLike, tree: Any, *, asynchronous: bool = False) -> Saving | N
 def load(path: PathLike, like: Any = None) -> Any:
     """Return the pytree that was saved to ``path``.
 
-    The number of devices, and of processes, may be another than when it was saved.  Every device
-    reads its own blocks.  With several controllers (torchrun) all of them call it.
+    The numbers of devices and processes may differ from those of the save.  Every device reads its
+    own blocks.  With several controllers (torchrun) all of them call it.
 
     Args:
-        path: what ``save`` was given, or a checkpoint of ``torch.distributed.checkpoint``.
-        like: pytree with the structure, shapes and dtypes that are expected; each value is placed
-            as the leaf here: ShardedTensors on the same devices in the same way, tensors on their
-            device, numpy arrays as such, a ``ShapeDtypeStruct`` by its sharding.  Its own values
-            are not used and not changed.
+        path: the path given to ``save``, or a checkpoint of ``torch.distributed.checkpoint``.
+        like: pytree of the expected structure, shapes and dtypes; each value is placed like its
+            leaf: ShardedTensors on the same devices in the same layout, tensors on their device,
+            numpy arrays as such, a ``ShapeDtypeStruct`` by its sharding.  The values of ``like``
+            are neither used nor changed.
 
     Returns:
-        a tree like ``like``; without it the tree as it was saved, of CPU tensors, numpy arrays and
-        Python values, with dicts in place of containers other than dicts, lists and tuples.
+        a tree like ``like``; without it the saved tree, of CPU tensors, numpy arrays and Python
+        values, with dicts in place of containers other than dicts, lists and tuples.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -196,8 +197,8 @@ def load(path: PathLike, like: Any = None) -> Any:
 def latest(directory: PathLike) -> Path | None:
     """Return the checkpoint with the highest number in ``directory``; None if there is none.
 
-    Folders count whose names end in a number (``step_200``) and in which nothing is missing; others
-    that look like a checkpoint are passed over with a warning.
+    Only complete checkpoints count, in folders whose names end in a number (``step_200``).  Damaged
+    checkpoints are skipped with a warning.
 
     Example:
         >>> import tempfile, torch, torchpmap as tp
@@ -230,6 +231,6 @@ def latest(directory: PathLike) -> Path | None:
 def _refuse_inside(name: str) -> None:
     if axis_stack.bound():
         raise RuntimeError(
-            f"torchpmap.checkpoint.{name} was called inside a mapped function, where values are "
-            "those of one row. Return what shall be saved, and save it outside."
+            f"torchpmap.checkpoint.{name} was called inside a mapped function, where a value is "
+            "that of one row. Call it outside: pass values as arguments, and return them."
         )

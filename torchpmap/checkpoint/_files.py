@@ -1,17 +1,17 @@
-"""A checkpoint on disk: files of DCP, a table beside them, and a folder that appears at once.
+"""A checkpoint on disk: files of DCP and a table, in a folder that is named when it is complete.
 
     step_7/
-      __0_0.distcp      the blocks that rank 0 wrote, one behind the other (torch.save of a tensor)
-      __host_0.distcp   those of the controller
-      .metadata         where they are, as torch.distributed.checkpoint (DCP) wants to know it
+      __0_0.distcp      the blocks that rank 0 wrote, one after the other (torch.save of a tensor)
+      __host_0.distcp   the blocks of the controller
+      .metadata         where the blocks are, for torch.distributed.checkpoint (DCP)
       torchpmap.json    the same, with checksums and the containers of the tree
 
-Everything is written to ``.step_7.saving`` beside it, which is renamed when it is whole and on
-disk.  A checkpoint that was there before becomes ``.step_7.replaced`` for the moment between two
-renames, and readers look there too: at no moment is there no checkpoint to be found.
+Everything is written to ``.step_7.saving`` beside it, which is renamed when it is complete and on
+disk.  An earlier checkpoint of that name becomes ``.step_7.replaced`` for the moment between two
+renames.  Readers look there too, so they find a checkpoint at any moment.
 
-What DCP's classes write is in ``checkpoint/_storage``, and the reading in ``checkpoint/_table``.
-A folder may come from anywhere, so its files are opened with care (see ``opened``).
+``checkpoint/_storage`` writes with the classes of DCP; ``checkpoint/_table`` reads.  A folder may
+come from anywhere, so its files are opened with care (see ``opened``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TABLE = "torchpmap.json"
 METADATA = ".metadata"
 _VERSION = 1
 _MOST_BYTES = 2**28
-"""Of a table: of a million blocks."""
+"""Of a table, which is enough for a million blocks."""
 _FOLDER_MODE, _FILE_MODE = 0o700, 0o600
 _ADVICE = (
     "Load an earlier checkpoint (torchpmap.checkpoint.latest passes over broken ones), or bring "
@@ -46,9 +46,9 @@ def broken(folder: Path, what: str) -> CheckpointError:
 
 
 def read_table(folder: Path) -> tuple[dict[str, Any], str] | None:
-    """What ``torchpmap.json`` says, and its digest; None if there is only a table of DCP.
+    """The content of ``torchpmap.json``, and its digest; None if there is only a table of DCP.
 
-    All files are there in their full size then; nothing else of the table was checked.
+    All files were checked to be there in full size; the rest of the table was not checked.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -109,7 +109,7 @@ def opened(folder: Path, name: str) -> BufferedReader:
     if not is_name(name):
         raise broken(folder, f"{name!r:.50} is not the name of a file in it")
     try:
-        # a pipe would be waited for, and a link may lead out of the folder
+        # opening a pipe may wait forever, and a link may lead out of the folder
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(folder / name, flags)
     except FileNotFoundError as error:
@@ -134,7 +134,7 @@ def _is_there(folder: Path, name: str) -> bool:
 
 
 def is_name(name: str) -> bool:
-    """Whether a text can be the name of a file in a folder, and nothing else."""
+    """Whether a text is a file name without a path."""
     return name not in ("", ".", "..") and "/" not in name and name.isprintable()
 
 
@@ -162,7 +162,7 @@ def _digest(body: Any) -> str:
 
 
 class Folder:
-    """Where one checkpoint is, and where the next one of that name grows."""
+    """The paths of a checkpoint: complete, being written, and being replaced."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(os.fspath(path)))
@@ -202,7 +202,7 @@ class Folder:
         shutil.rmtree(self.growing, ignore_errors=True)
 
     def check_written(self, sizes: Mapping[str, int]) -> None:
-        """See that what other processes wrote has come."""
+        """Check that this process sees the files of the others."""
         for name, size in sizes.items():
             path = self.growing / name
             if not path.exists() or path.stat().st_size != size:
@@ -213,7 +213,7 @@ class Folder:
                 )
 
     def commit(self, leaves: Mapping[str, Any], skeleton: Any, sizes: Mapping[str, int]) -> None:
-        """Write the table, when all else is written, and give the folder its name."""
+        """Write the table, after all other files, and give the folder its name."""
         # FileSystemWriter.finish syncs it before it is flushed
         _sync(self.growing / METADATA)
         files = {**sizes, METADATA: (self.growing / METADATA).stat().st_size}
@@ -246,7 +246,7 @@ def _remove(folder: Path) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Only the user may read a file, whatever becomes of the folder around it."""
+    """Let only the user read a file, even if the folder is opened to others later."""
     path.chmod(_FILE_MODE)
 
 

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as values where the tree to fill has its own."""
+"""Load a checkpoint: every value is placed like its leaf in the tree to fill."""
 
 from __future__ import annotations
 
@@ -142,14 +142,14 @@ def _check(leaf: Leaf, expected: tuple[Sizes, torch.dtype] | None, table: Table)
 
 
 def _as_kind(value: Any, kind: str) -> Any:
-    """A value on the host as it was saved, or as it is wanted."""
+    """A value on the host as a leaf of a kind."""
     if kind in ("ndarray", "numpy scalar"):
         return value.numpy() if kind == "ndarray" else value.numpy()[()]
     return value
 
 
 def _restore(wants: Sequence[_Wanted], table: Table) -> list[Any]:
-    """Read the leaves; nothing of the tree to fill is changed.
+    """Read the leaves; the tree to fill is not changed.
 
     Raises:
         CheckpointError: a block is damaged.
@@ -193,7 +193,7 @@ def _on_host(value: Any, leaf: Leaf) -> Any:
 
 
 def _as_given(value: torch.Tensor, like: Any) -> torch.Tensor:
-    """Whether it is a parameter, and requires a gradient, is as before."""
+    """Make ``value`` a parameter, or require grad, if ``like`` does."""
     if isinstance(like, torch.nn.Parameter):
         return torch.nn.Parameter(value, like.requires_grad)
     if isinstance(like, torch.Tensor) and like.requires_grad:

@@ -1,7 +1,7 @@
-"""The other controllers that take part in a checkpoint; there are none beside worker processes.
+"""The other controllers that take part in a checkpoint; a controller of workers has none.
 
-All of it goes through the store of the job (see ``Rendezvous``), as data: a collective in the
-thread that saves in the background would meet those of the main program.
+They exchange data through the store of the job (see ``Rendezvous``): a collective in the background
+thread that saves would mix with collectives of the main program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torchpmap._runtime.base import JobRuntime
 from torchpmap._runtime.current import job_runtime, process_count
 
 _T = TypeVar("_T")
-"""A file is on disk after as long, at best."""
 
 
 class Peers(Protocol):
@@ -27,18 +26,18 @@ class Peers(Protocol):
 
     @property
     def rank(self) -> int:
-        """The number of this one."""
+        """The rank of this process."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of controllers."""
 
     def exchange(self, mine: Any, what: str) -> list[Any]:
-        """What all processes give, by rank; only in the main program."""
+        """The data of all processes, by rank; must be called in the main program."""
 
     def settle(self, mine: Any, decide: Callable[[list[Any]], str | None], what: str) -> str | None:
-        """Rank 0 decides by what all give, and all get its answer: what went wrong, if anything
-        did.  In any thread, but one call after the other.
+        """Rank 0 decides from the data of all processes, and all get its answer: what went wrong,
+        or None.  May be called in any thread, but only one call at a time.
         """
 
 
@@ -80,7 +79,7 @@ class _Beside:
             answer = decide(self._collected(turn, mine, what))
         finally:
             store.set(f"{turn}/answer", packed(answer))
-        # a process in this turn has read the one before
+        # all processes are in this turn, so all have read the answer of the last one
         store.delete_key(f"checkpoint/{self._turn - 2}/answer")
         return answer
 
@@ -93,7 +92,7 @@ class _Beside:
         return given
 
     def _wait(self, keys: list[str], what: str) -> None:
-        # not as the main program waits: that posts what it waits for, so that deadlocks are seen
+        # the main program's way to wait also posts what it waits for, to detect deadlocks
         patience = config.snapshot().patience
         for pause in Deadline(patience).pauses():
             if self._rendezvous.store.check(keys):
@@ -121,7 +120,7 @@ def peers() -> Peers:
 
 
 def together(others: Peers, what: str, work: Callable[[], _T]) -> _T:
-    """Do a thing in all processes; if it fails in one, it fails in all."""
+    """Do ``work`` in all processes; if it fails in one process, all raise."""
     error: Exception | None = None
     try:
         result = work()

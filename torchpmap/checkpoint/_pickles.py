@@ -1,12 +1,12 @@
-"""Pickles that are read as data: ``.metadata`` of DCP, and what ``torch.save`` writes.
+"""Pickles that are read as data: ``.metadata`` of DCP, and files of ``torch.save``.
 
-A pickle is a program for a machine that imports what it likes and calls it.  The one here knows the
-instructions for containers, numbers and strings; its names are those in a vocabulary, which lead
-to functions of this module; and it calls nothing else.  Python's machine in Python does the rest:
-the one in C would allocate what a pickle of a few bytes claims to need.
+A pickle is a program for a machine that imports and calls anything.  The machine here knows only
+the instructions for containers, numbers and strings.  It finds names only in a vocabulary of
+functions of this module, and calls nothing else.  It is built on Python's unpickler in Python: the
+one in C would allocate as much memory as a pickle of a few bytes claims to need.
 
 ``torch.load(weights_only=True)`` is not used: it unpacks compressed records without a limit, and
-takes what any module has registered.
+accepts all names that any module has registered.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Object:
 
 
 Name = tuple[str, str]
-"""Module and name of what a pickle refers to."""
+"""Module and name of an object that a pickle refers to."""
 
 _OPCODES = """
 PROTO FRAME STOP MARK POP MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET
@@ -53,7 +53,7 @@ def _unknown(machine: Any) -> None:
     raise pickle.UnpicklingError("it has an instruction that data does not need")
 
 
-_Unpickler: Any = pickle._Unpickler  # whose annotations say nothing of its inside
+_Unpickler: Any = pickle._Unpickler  # its internals have no annotations
 
 
 class _Machine(_Unpickler):  # type: ignore[misc]
@@ -121,7 +121,7 @@ class _Machine(_Unpickler):  # type: ignore[misc]
 
 
 def _hashable(keys: Any) -> Any:
-    """Keys whose hash is no long way: that of tuples in tuples would overflow the stack of C."""
+    """Allow only flat keys: the hash of deeply nested tuples would overflow the C stack."""
     for key in keys:
         if type(key) not in _KEYS:
             raise pickle.UnpicklingError(f"it has a {type(key).__name__} as a key")
@@ -182,7 +182,7 @@ class _Archive:
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
-        file: Any = data  # it has what is read of a file
+        file: Any = data  # it has the methods of a file that ZipFile calls
         infos = zipfile.ZipFile(file).infolist()
         self._infos = {info.filename: info for info in infos}
         if len(infos) != len(self._infos):
@@ -203,7 +203,7 @@ class _Archive:
     def _extent(self, name: str) -> tuple[int, int]:
         """Where a record begins, and its length."""
         info = self._infos[name]
-        # torch compresses nothing; what is compressed may be any size
+        # torch compresses nothing; a compressed record may unpack to any size
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
             raise ValueError(f"the record {name!r:.50} is compressed")
         lengths = self._data[info.header_offset + 26 : info.header_offset + 30]
@@ -217,7 +217,7 @@ class _Archive:
         return _Machine(pickled, _PLAIN | _STORAGES | _TENSORS, self._storage).load()
 
     def _storage(self, pid: Any) -> torch.Tensor:
-        """The elements that a tensor is made from, by what ``torch.save`` calls them."""
+        """The elements that a tensor is made from, by the persistent id of ``torch.save``."""
         kind, dtype, key, _, count = pid
         if kind != "storage" or not any(dtype is known for known in _STORAGES.values()):
             raise pickle.UnpicklingError("it refers to what is no tensor")
@@ -227,7 +227,7 @@ class _Archive:
         if not size:
             return torch.empty(0, dtype=dtype)
         elements = torch.frombuffer(self._data, dtype=torch.uint8, offset=start, count=size)
-        # torch.save aligns them; what it has not written may be anywhere
+        # torch.save aligns them, but other programs may not
         return (elements if start % 64 == 0 else elements.clone()).view(dtype)
 
 
@@ -279,10 +279,10 @@ _TENSORS: dict[Name, Any] = {
 
 
 def value_of(data: mmap.mmap) -> Any:
-    """What ``torch.save`` wrote; tensors are views of ``data``.
+    """The value that ``torch.save`` wrote; tensors are views of ``data``.
 
     Raises:
-        Exception: of any kind, if these are other bytes.
+        Exception: of any kind, if ``data`` is anything else.
     """
     return _Archive(data).value()
 
@@ -318,9 +318,9 @@ _METADATA: dict[Name, Any] = {
 
 
 def metadata_of(data: bytes) -> Any:
-    """What is in a file ``.metadata``.
+    """The content of a file ``.metadata``.
 
     Raises:
-        Exception: of any kind, if these are other bytes.
+        Exception: of any kind, if ``data`` is anything else.
     """
     return _Machine(data, _METADATA, _unknown).load()

@@ -30,7 +30,7 @@ from torchpmap.checkpoint._workers import Answer, WriterConnections, attempt
 
 @dataclass(frozen=True)
 class _Draft:
-    """What is going to be saved, without the values."""
+    """All about a save but the values."""
 
     folder: Folder
     plans: dict[int, SavePlan]
@@ -40,7 +40,7 @@ class _Draft:
     skeleton: Any
 
     def commit(self, given: Sequence[Sequence[Answer]]) -> str | None:
-        """Give the folder its name if all is well; else what is not."""
+        """Give the folder its name; returns what went wrong, or None."""
         answers = [answer for each in given for answer in each]
         try:
             failures = [failure for _, failure in answers if failure is not None]
@@ -56,7 +56,7 @@ class _Draft:
 
 
 def begin(path: str | os.PathLike[str], tree: Any) -> Callable[[], str | None]:
-    """Copy what has to be written; what is returned writes it, and says what went wrong."""
+    """Copy the values to write; the returned function writes them, and returns what went wrong."""
     others, what = peers(), f"torchpmap.checkpoint.save({str(path)!r})"
     draft, leaves = _agreed(others, what, Folder(path), tree)
     try:
@@ -68,7 +68,7 @@ def begin(path: str | os.PathLike[str], tree: Any) -> Callable[[], str | None]:
 
 
 def _agreed(others: Peers, what: str, folder: Folder, tree: Any) -> tuple[_Draft, dict[str, Saved]]:
-    """What to save; no process goes on unless all are about to save the same."""
+    """What to save; raises in every process unless all processes save the same tree."""
 
     def draft() -> tuple[_Draft, dict[str, Saved]]:
         found, structure = leaves_of(tree, "tree")
@@ -99,14 +99,14 @@ def _compare(given: Sequence[dict[str, str]], what: str) -> None:
             if mine != theirs:
                 raise ValueError(
                     f"{what}: the processes differ at {path}: rank 0 has {mine}, rank {rank} has "
-                    f"{theirs}. What is no ShardedTensor is saved once, so it must be the same in "
-                    "all processes. To save a value of each, make it a row: "
+                    f"{theirs}. A value that is not a ShardedTensor is saved once, so it must be "
+                    "the same in all processes. To save one value per process, make it a row: "
                     "torchpmap.device_put(value[None], torchpmap.local_devices())."
                 )
 
 
 def _copied(draft: _Draft, leaves: dict[str, Saved], mine: int) -> Callable[[], list[Answer]]:
-    """Copy what has to be written; what is returned writes it."""
+    """Copy the values to write; the returned function writes them."""
     growing = draft.folder.growing
     here = draft.plans.get(mine)
     elsewhere = {rank: plan for rank, plan in draft.plans.items() if rank != HOST}

@@ -1,17 +1,17 @@
 """Blocks and tables on disk, written by the classes of ``torch.distributed.checkpoint`` (DCP).
 
 DCP plans which rank writes what (``create_global_plan``), and writes the blocks and ``.metadata``
-(``FileSystemWriter``).  Its plans and results go from process to process as ours do: ``dcp.save``
-uses collectives, which in a thread would meet those of the program.
+(``FileSystemWriter``).  torchpmap sends plans and results between processes itself: ``dcp.save``
+uses collectives, which in a thread would mix with collectives of the program.
 
 What DCP does not do:
 
-* ``_write_item`` keeps no checksum.  So every block is read once more when it is written.
+* ``_write_item`` stores no checksum, so every written block is read once more to compute it.
 * ``finish`` syncs ``.metadata`` before it is flushed, and in place: ``Folder`` does the rest.
-* Its files can be read by others.  So they are made private.
+* Other users can read its files, so they are made private.
 
-To import DCP takes a second or more.  So this module, and those that import it, are imported when a
-process first saves or loads: in its main thread, as torch's modules import each other in circles.
+Importing DCP takes a second or more, so this module, and the modules that import it, are imported
+by the first save or load, in the main thread: torch's modules import each other in circles.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Written(NamedTuple):
 
     key: str
     offsets: torch.Size | None
-    """None of a Python value."""
+    """None for a Python value."""
     chunk: int | None
     """Which block of the leaf it is."""
     file: str
@@ -46,7 +46,7 @@ class Written(NamedTuple):
     crc: int
 
     def result(self) -> WriteResult:
-        """As DCP wants to know it."""
+        """The same as a class of DCP."""
         place = _StorageInfo(self.file, self.position, self.length)
         return WriteResult(MetadataIndex(self.key, self.offsets, self.chunk), self.length, place)
 
@@ -79,7 +79,7 @@ class _Values(dcp.DefaultSavePlanner):
 def write(
     folder: Path, writer: int | str, plan: dcp.SavePlan, values: Mapping[MetadataIndex, Any]
 ) -> list[Written]:
-    """Write blocks and Python values to a file that is on disk afterwards."""
+    """Write blocks and Python values to a file, and sync it to disk."""
     # nothing to copy ahead: the values are on the host
     storage = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
     # the file is named after the writer; nothing else depends on it
@@ -96,10 +96,10 @@ def _written(folder: Path, index: MetadataIndex, place: _StorageInfo) -> Written
 
 
 def _checksum(folder: Path, place: _StorageInfo) -> int:
-    """That of a block as it is in its file.
+    """The checksum of a block, read from its file.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: the block is not there.
     """
     name, left, crc = place.relative_path, place.length, 0
     try:
@@ -132,9 +132,9 @@ def finish(
     skeleton: Any,
     written: Sequence[Written],
 ) -> None:
-    """Write the tables of all that was written, and give the folder its name.
+    """Write the tables, and give the folder its name.
 
-    ``leaves`` are those of the JSON; their records come in here.
+    ``leaves`` are the rows of the JSON table; the records of the written blocks are added to them.
     """
     ends: dict[str, int] = {}
     for each in written:

@@ -1,9 +1,9 @@
-"""What a checkpoint has, and where: its table, checked, and the reading of blocks.
+"""The checked table of a checkpoint (what it has, and where), and the reading of its blocks.
 
-A folder may have been made, or changed, by any program.  So nothing is taken from its tables before
-all of it was checked: the types of everything, that the blocks of a leaf cover it once, that they
-are in regular files of the folder, apart from each other, and no larger than what they stand for.
-Nothing is allocated for more than the files have.
+A folder may have been made, or changed, by any program.  So a table is used only after all of it
+was checked: types are right; the blocks of a leaf cover it exactly once; they lie in regular files
+of the folder, do not overlap, and are not larger than their records.  No memory is allocated beyond
+the size of the files.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Sizes = tuple[int, ...]
 Extent = tuple[Sizes, Sizes]
 """Offsets and sizes of a part of a leaf."""
 MARK = "torchpmap"
-"""In ``.metadata``: there was a table beside it."""
+"""Its presence in ``.metadata`` says that there must be a table beside it."""
 _NAMES = {kind.__name__ for kind in VALUES}
 _VALUE = "value"
-"""The kind of what DCP saved, and is no tensor."""
+"""The kind of a leaf that DCP saved and that is not a tensor."""
 _ARRAYS = ("tensor", "ndarray", "numpy scalar")
 _MOST = 2**62
 _ODD = re.compile("q.*|bits.*|u?int[1-7]")
 _DTYPES = {name: dtype for name, dtype in DTYPES.items() if not _ODD.fullmatch(name)}
-"""Those that blocks can have: of others there are no tensors, or they need more than their data."""
+"""Dtypes that blocks can have; others have no tensors, or need more than the data of a tensor."""
 
 
 def describe(kind: str, dtype: torch.dtype | None, shape: Sequence[int]) -> str:
@@ -60,7 +60,7 @@ class Record:
     position: int
     length: int
     crc: int | None
-    """None of what torchpmap did not write."""
+    """None if torchpmap did not write it."""
 
     def __str__(self) -> str:
         return f"bytes {self.position} to {self.position + self.length} of {self.file}"
@@ -73,7 +73,7 @@ class Row:
     kind: str
     shape: Sizes
     dtype: torch.dtype | None
-    """None of a Python value."""
+    """None for a Python value."""
     records: tuple[Record, ...]
 
 
@@ -90,7 +90,7 @@ class Table:
 
     @staticmethod
     def of(folder: Path) -> Table:
-        """That of a checkpoint, all of whose files are there in their full size.
+        """The table of a checkpoint, whose files are checked to be there in full size.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
@@ -116,7 +116,7 @@ class Table:
         return describe(row.kind, row.dtype, row.shape)
 
     def read(self, extents: Mapping[str, Extent | None]) -> dict[str, Any]:
-        """Parts of tensors, by key; of others, and without offsets and sizes, all.
+        """The given parts of leaves, by key; None, or a leaf that is not a tensor: all of it.
 
         Raises:
             CheckpointError: a block is damaged.
@@ -138,7 +138,7 @@ class _Files:
         self._open: dict[str, BufferedReader] = {}
 
     def value(self, record: Record) -> Any:
-        """What a record holds; tensors are views of memory of its own."""
+        """The value of a record; its tensors are views of new memory."""
         file = self._open.get(record.file)
         if file is None:
             file = self._stack.enter_context(opened(self._folder, record.file))
@@ -152,7 +152,7 @@ class _Files:
             raise self.broken(record, "have changed since they were written (the checksum differs)")
         try:
             return value_of(data)
-        except Exception as error:  # what is no pickle may raise anything
+        except Exception as error:  # bytes that are not a pickle may raise anything
             raise self.broken(record, f"are no value that was saved: {error}") from None
 
     def broken(self, record: Record, what: str) -> CheckpointError:
@@ -185,7 +185,7 @@ Slices = tuple[slice, ...]
 
 
 def _shared(record: Record, offsets: Sizes, sizes: Sizes) -> tuple[Slices, Slices] | None:
-    """Where what a block and a part have in common is in both; None if there is nothing."""
+    """The overlap of a block and a part, as slices of both; None if there is no overlap."""
     there, here = [], []
     for begin, size, offset, length in zip(
         record.offsets, record.sizes, offsets, sizes, strict=True
@@ -241,7 +241,7 @@ def _row(key: str, row: Any) -> Row:
     dtype = _DTYPES[name] if name else None
     found = Row(kind, shape, dtype, tuple(_record(key, record) for record in records))
     if kind in _ARRAYS[1:] and not _is_of_numpy(found):
-        raise _Wrong(f"the leaf {key!r} is {kind_of(shape, _DTYPES[name])}, which numpy has not")
+        raise _Wrong(f"the leaf {key!r} is {kind_of(shape, _DTYPES[name])}, which numpy lacks")
     if dtype is None and (shape or len(records) != 1 or found.records[0].sizes):
         raise _Wrong(f"the leaf {key!r} is a value in {len(records)} records")
     if dtype is not None:
@@ -273,7 +273,7 @@ def _record(key: str, record: Any) -> Record:
 
 
 def _check_cover(key: str, row: Row, dtype: torch.dtype) -> None:
-    """The blocks of a tensor are in it, apart from each other, and together all of it."""
+    """Check that the blocks of a tensor lie in it, do not overlap, and cover it."""
     total = 0
     for record in row.records:
         dims = len(record.offsets), len(record.sizes)
@@ -293,7 +293,7 @@ def _check_cover(key: str, row: Row, dtype: torch.dtype) -> None:
 
 
 def _are_apart(records: Iterable[Record]) -> bool:
-    """A sweep along the first dim: only blocks that share an index of it are compared."""
+    """A sweep along the first dim, which compares only blocks that share an index of that dim."""
     open_ones: list[Record] = []
     for record in sorted((r for r in records if prod(r.sizes)), key=lambda r: r.offsets):
         if record.offsets:
@@ -305,7 +305,7 @@ def _are_apart(records: Iterable[Record]) -> bool:
 
 
 def _check_places(folder: Path, rows: Mapping[str, Row], sizes: Any) -> None:
-    """The records are in files of the folder, apart from each other."""
+    """Check that the records lie in files of the folder and do not overlap."""
     places: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for row in rows.values():
         for record in row.records:
@@ -325,7 +325,7 @@ def _check_places(folder: Path, rows: Mapping[str, Row], sizes: Any) -> None:
 
 
 def _check_tree(skeleton: Any, rows: Mapping[str, Row]) -> None:
-    """Every leaf is once in the tree."""
+    """Check that every leaf is in the tree exactly once."""
     left = set(rows)
 
     def walk(node: Any) -> None:
@@ -351,7 +351,7 @@ def _check_tree(skeleton: Any, rows: Mapping[str, Row]) -> None:
         raise _Wrong(f"the leaves {reprlib.repr(sorted(left))} are not in the tree")
 
 
-# -- what DCP saved by itself ----------------------------------------------------------------------
+# -- checkpoints written by DCP alone --------------------------------------------------------------
 
 
 def _of_dcp(folder: Path) -> tuple[dict[str, Any], str]:
@@ -379,7 +379,7 @@ def _of_dcp(folder: Path) -> tuple[dict[str, Any], str]:
         }
     except CheckpointError:
         raise
-    except Exception as error:  # what is no pickle may raise anything
+    except Exception as error:  # bytes that are not a pickle may raise anything
         raise broken(folder, f"{METADATA} cannot be read: {error}") from None
     digest = hashlib.blake2b(data, digest_size=16).hexdigest()
     return {"leaves": leaves, "tree": None}, digest

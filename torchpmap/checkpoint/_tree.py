@@ -1,8 +1,8 @@
 """A pytree as a checkpoint sees it: leaves under readable keys, in containers that JSON can name.
 
-A key is what ``torch.distributed.checkpoint`` makes of nested dicts and lists: the labels on the
-way to the leaf, with dots between them.  Without a tree to fill, a loaded tree has the dicts, lists
-and tuples that were saved; other containers come back as dicts of their fields.
+Keys are those of ``torch.distributed.checkpoint`` for nested dicts and lists: the labels on the way
+to the leaf, with dots between them.  Without a tree to fill, a loaded tree has the saved dicts,
+lists and tuples; other containers come back as dicts of their fields.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ShapeDtypeStruct:
 
     Args:
         shape: of the whole value.
-        dtype: of torch.
-        sharding: where it shall be; None: a CPU tensor.
+        dtype: a torch dtype.
+        sharding: where the value is placed; None: a CPU tensor.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -76,7 +76,7 @@ def leaves_of(tree: Any, name: str) -> tuple[list[Leaf], Structure]:
         routes = [(_ROOT,)]
     leaves: dict[str, Leaf] = {}
     for value, path, (first, *rest) in zip(values, paths, routes, strict=True):
-        route = (str(first), *rest)  # the whole is a dict to torch.distributed.checkpoint
+        route = (str(first), *rest)  # torch.distributed.checkpoint saves the tree as a dict
         key = ".".join(map(str, route))
         if key in leaves:
             raise ValueError(
@@ -88,10 +88,10 @@ def leaves_of(tree: Any, name: str) -> tuple[list[Leaf], Structure]:
 
 
 def _routes(node: Node | None, path: str, leaves: Iterator[Any]) -> tuple[list[Route], bool]:
-    """The way to every leaf; and whether torch.distributed.checkpoint would look for leaves here.
+    """The route to every leaf, and whether torch.distributed.checkpoint (DCP) would look into it.
 
-    It takes a list without tensors or dicts for one value.  What such a list holds is called by
-    strings, so that it looks like a dict to it.
+    DCP takes a list without tensors or dicts for one value.  The labels of such a list become
+    strings, so that DCP takes it for a dict.
     """
     if node is None:
         return [()], isinstance(next(leaves), torch.Tensor | np.ndarray | np.generic)
@@ -124,7 +124,7 @@ def _labels(node: Node, path: str) -> list[str | int]:
 
 
 def skeleton_of(structure: Structure) -> Any:
-    """The containers as JSON; where a leaf is, there is its key."""
+    """The containers as JSON, with keys in place of the leaves."""
 
     def describe(node: Node | None, route: Route) -> Any:
         if node is None:

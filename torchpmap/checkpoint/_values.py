@@ -1,8 +1,8 @@
-"""Values to blocks: which rank has which part of a leaf, and which one writes it.
+"""Values as blocks: which rank has which part of a leaf, and which rank writes it.
 
-Every process sees the whole plan.  Beside other controllers a value with rows only here is a part
-of a larger one: process r of n has rows r*k to (r+1)*k of n*k.  What several devices hold is
-written by the one of them that has least to write.
+Every process makes the whole plan.  With several controllers, a process's row-sharded value is a
+part of a larger value: process r of n has rows r*k to (r+1)*k of n*k.  If several devices hold a
+block, the device that has least to write writes it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from torchpmap.checkpoint._tree import VALUES, Leaf, leaf_kind
 from torchpmap.checkpoint._workers import Snapshot, WriterConnections, run_on
 
 HOST = -1
-"""The controller of worker processes, as a writer; with several controllers, rank 0 is meant."""
+"""The controller of worker processes, as a writer; with several controllers, rank 0."""
 _SNAPSHOT_BYTES = 256 * 2**20
-"""A worker copies its blocks in calls of this size: on a GPU they are there twice for a moment."""
+"""A worker copies its blocks in calls of this size, as a GPU briefly holds them twice."""
 
 Sizes = tuple[int, ...]
 
@@ -46,16 +46,16 @@ class Saved:
     kind: str
     shape: Sizes
     dtype: torch.dtype | None
-    """None of a Python value."""
+    """None for a Python value."""
     blocks: dict[Extent, list[int]]
     """The ranks that have each block."""
     host: Any
     """The value, if it is on the host."""
     held: tuple[Layout, Handle] | None = None
-    """Where it is, if not."""
+    """Its layout and handle, if it is on the devices."""
 
     def items(self) -> list[tuple[WriteItem, list[int]]]:
-        """What is to be written, and the ranks that have it."""
+        """The blocks to write, and the ranks that have them."""
         key = self.leaf.key
         return [
             (write_item(key, self.dtype, self.shape, extent), holders)
@@ -63,13 +63,13 @@ class Saved:
         ]
 
     def row(self) -> dict[str, Any]:
-        """As in the table, before anything is written."""
+        """Its row of the table, still without records."""
         dtype = "" if self.dtype is None else dtype_name(self.dtype)
         row = {"kind": self.kind, "shape": self.shape, "dtype": dtype}
         return {**row, "route": self.leaf.route, "records": []}
 
     def describe(self) -> str:
-        """One line, equal in all processes that may save together."""
+        """One line, which must be equal in all processes that save together."""
         text = describe(self.kind, self.dtype, self.shape)
         if self.held is not None:
             return f"{text} in the blocks {self.blocks}"
@@ -82,7 +82,7 @@ class Saved:
 
 
 def described(leaf: Leaf) -> Saved:
-    """What is to be saved of a leaf, without fetching anything from workers."""
+    """How a leaf is to be saved; fetches nothing from workers."""
     kind, value = leaf_kind(leaf), leaf.value
     if isinstance(value, ShardedTensor):
         layout, handle = value._alive()
@@ -107,12 +107,12 @@ def described(leaf: Leaf) -> Saved:
 
 
 def _is_own_copy(layout: Layout) -> bool:
-    """Whether a value is, beside other controllers, one that each process has for itself."""
+    """Whether each of several controllers has its own copy of a value."""
     return layout.is_replicated and len(layout.devices) == 1 and process_count() > 1
 
 
 def whole(layout: Layout) -> tuple[Sizes, int | None]:
-    """Shape of the value of all controllers, and the dim along which they have parts of it."""
+    """Shape of the value over all controllers, and the dim that is divided between them, if any."""
     here = process_index()
     is_part = all(device.process_index == here for device in layout.devices)
     if process_count() == 1 or not is_part or _is_own_copy(layout):
@@ -124,7 +124,7 @@ def whole(layout: Layout) -> tuple[Sizes, int | None]:
 
 
 def extents(layout: Layout) -> dict[int, Extent]:
-    """Offsets and sizes of the block of each rank in the value of all controllers."""
+    """Offsets and sizes of the block of each rank in the value over all controllers."""
     shape, dim = whole(layout)
     if dim is not None:
         origin, size = (0,) * len(shape), layout.shape[dim]
@@ -144,27 +144,27 @@ def extents(layout: Layout) -> dict[int, Extent]:
 
 
 def planned(leaves: Sequence[Saved], host: int) -> tuple[dict[int, SavePlan], Metadata]:
-    """What each writes, by rank, and all of it; ``host`` writes what is on the host."""
+    """What each rank writes, and DCP's table of it all; the rank ``host`` writes host values."""
     held: dict[int, list[WriteItem]] = {}
     for item, holders in (each for saved in leaves for each in saved.items()):
         for holder in holders:
             held.setdefault(host if holder == HOST else holder, []).append(item)
     planner = DefaultSavePlanner(flatten_state_dict=False)
     given = [SavePlan(items) for items in held.values()]
-    plans, metadata = planner.create_global_plan(given)  # each block in one of them
+    plans, metadata = planner.create_global_plan(given)  # leaves each block in one plan
     metadata.planner_data = {saved.leaf.key: saved.leaf.route for saved in leaves}
     return {rank: plan for rank, plan in zip(held, plans, strict=True) if plan.items}, metadata
 
 
 def copy_here(plan: SavePlan, leaves: Mapping[str, Saved]) -> dict[MetadataIndex, Any]:
-    """Copies of what this process has to write."""
+    """Copies of the values that this process writes."""
     copies = {}
     for item in plan.items:
         saved = leaves[item.index.fqn]
         value = saved.host
         if saved.held is not None:
             layout, handle = saved.held
-            # a controller beside others has one device, of its own number
+            # each of several controllers has one device, whose id is the process index
             (value,) = fetch_blocks(layout, handle, [layout.ranks.index(process_index())])
         elif saved.dtype is not None:
             value = value.clone(memory_format=torch.contiguous_format)

@@ -1,18 +1,17 @@
 """What the worker processes do for a checkpoint: write their blocks, and read them.
 
-Both are tasks, as calls of ``compile=False`` are, so they come after what was called before.  A
-worker copies the blocks it has to write to the host and returns; a thread of it writes them, and
-tells the controller through a socket of their own how it went:
+Both are tasks, like calls with ``compile=False``, so they run after all earlier calls.  A worker
+copies the blocks that it writes to the host and returns; its background thread writes them, and
+sends the result to the controller through a separate socket:
 
     controller                          worker k
     WriterConnections, listens
     Snapshot, one per 256 MiB  ------>  copies its blocks
-    the last of them           ------>  connects, starts the thread
-    their answers()            <------  (what it wrote, None), or (None, what went wrong)
+    the last Snapshot          ------>  connects, starts the thread
+    answers()                  <------  (what it wrote, None), or (None, what went wrong)
 
-A worker that dies ends its connection, so the controller stops waiting; for one that is stopped it
-waits until a deadline.  What goes over the connections is data, and the first of it is a secret of
-this save.
+If a worker dies, its connection ends and the controller stops waiting; for a stopped worker the
+controller waits until a deadline.  Only data goes over a connection, first the save's secret token.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from torchpmap.checkpoint._storage import Written, write
 from torchpmap.checkpoint._table import Extent, Table
 
 _STRANGERS = 16
-"""How many others may call and be sent away."""
+"""How many connections of other processes may wait to be refused."""
 _TOKEN_BYTES = 16
 _MOST_BYTES_OF_GREETING = 64
 _copies: dict[bytes, dict[MetadataIndex, torch.Tensor]] = {}
@@ -70,7 +69,7 @@ class Address:
 
     address: str
     token: bytes
-    """Of 16 random bytes."""
+    """16 random bytes."""
     folder: Path
     limit_s: float
 
@@ -81,16 +80,16 @@ class Snapshot:
 
     line: Address
     todo: tuple[tuple[tuple[int, MetadataIndex], ...], ...]
-    """Per device of the team: which of the given blocks to copy, and what they are."""
+    """Per device of the team: the positions of the given blocks to copy, and their indices."""
     plans: tuple[tuple[int, SavePlan], ...] = ()
-    """Per device of the team: its rank and what it writes now; empty: more calls come."""
+    """Per device of the team: its rank and what it writes now; empty: more calls follow."""
 
     def run(
         self, rank: Rank, given: None, blocks: Sequence[torch.Tensor]
     ) -> tuple[None, list[torch.Tensor]]:
         place = int(rank.index)
         if self.line.token not in _copies:
-            _copies.clear()  # of a save that failed
+            _copies.clear()  # they are left from a save that failed
         copies = _copies.setdefault(self.line.token, {})
         for position, index in self.todo[place]:
             copies[index] = blocks[position].cpu().contiguous()
@@ -113,7 +112,7 @@ def _called(line: Address) -> Connection:
 
 
 def _limited(end: socket.socket, limit_s: float) -> Connection:
-    """What waits for its peer no longer than that, and raises ``BlockingIOError`` then."""
+    """A connection that waits at most ``limit_s`` for its peer, then raises ``BlockingIOError``."""
     end.settimeout(None)
     limit_waits(end, limit_s)
     return Connection(end.detach())
@@ -130,9 +129,9 @@ class Restore:
 
     folder: Path
     digest: str
-    """Of the table from which the controller knows what will come."""
+    """Of the table that the controller has read."""
     extents: tuple[dict[str, Extent], ...]
-    """Per device of the team: what it reads of which leaves."""
+    """Per device of the team: the part of each leaf that it reads."""
 
     def run(
         self, rank: Rank, given: None, blocks: Sequence[torch.Tensor]
@@ -145,7 +144,7 @@ class Restore:
 
 
 def run_on(team: Team, work: Snapshot | Restore, handles: Sequence[Handle]) -> list[Handle]:
-    """Run on every device of a team and wait; the values that came out."""
+    """Run on every device of a team and wait; returns the handles of the results."""
     group = group_name(team.ranks)
     team.runtime.make_groups({group: (team.ranks,)})
     body = pickle.dumps(work)
@@ -173,10 +172,10 @@ class WriterConnections:
             raise
 
     def accept(self) -> None:
-        """Take the connections of all writers, which have called.
+        """Accept the connections that all writers have made.
 
         Raises:
-            CallTimeout: one did not say which it is.
+            CallTimeout: a writer did not send its token and rank.
         """
         deadline = Deadline(self.address.limit_s)
         callers: list[Connection] = []
@@ -185,7 +184,7 @@ class WriterConnections:
             if not ready:
                 raise CallTimeout(
                     f"of {self._num_writers} worker processes that write a checkpoint only "
-                    f"{len(self._connections)} called within torchpmap.config.timeout "
+                    f"{len(self._connections)} connected within torchpmap.config.timeout "
                     f"({self.address.limit_s:g} s)."
                 )
             for caller in [caller for caller in callers if caller in ready]:
@@ -217,7 +216,7 @@ class WriterConnections:
             connection.close()
 
     def answers(self) -> list[Answer]:
-        """What the writers say at their end; waits."""
+        """Wait for the writers; returns their answers."""
         deadline = Deadline(self.address.limit_s)
         return [self._answer(*each, deadline) for each in self._connections.items()]
 
