@@ -29,7 +29,7 @@ class Result:
     section: str
     metric: str
     num_devices: int | None
-    """None where the contenders themselves differ in it."""
+    """None if the contenders differ in it."""
     unit: str
     seconds: dict[str, list[float]]
     """Contender -> one number per round; the first contender is compared with the others."""
@@ -53,7 +53,7 @@ class Result:
         return statistics.median([mine / theirs for mine, theirs in pairs])
 
     def to_json(self) -> dict[str, Any]:
-        """Everything the line says, and the numbers it was made from."""
+        """The content of the line, and the measurements behind it."""
         others = list(self.seconds)[1:]
         return {
             "section": self.section,
@@ -84,7 +84,7 @@ def interleave(
     unit: str,
     warm_ups: int = 1,
 ) -> list[Result]:
-    """Measure A B C A B C ...: one result per metric; ``warm_ups`` rounds before do not count."""
+    """Measure A B C A B C ...: one result per metric, without the first ``warm_ups`` rounds."""
     collected: dict[str, dict[str, list[float]]] = {}
     for number in range(-warm_ups, rounds):
         for name, sample in contenders.items():
@@ -110,7 +110,7 @@ def no_gc() -> Iterator[None]:
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what the numbers were made."""
+    """The machine and the versions that are measured."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
@@ -155,7 +155,7 @@ def print_table(results: Sequence[Result]) -> None:
 
 
 def print_checks(checks: Sequence[Check]) -> None:
-    """Print every bar with PASS or FAIL; nothing else follows, as a busy machine fails some."""
+    """Print every bar with PASS or FAIL; FAIL is no error, because a busy machine fails some."""
     print("\nbars")
     for check in checks:
         verdict = "PASS" if check.value <= check.bar else "FAIL"

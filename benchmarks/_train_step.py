@@ -1,6 +1,6 @@
-"""One process of ``train_step.py``: a rank of a contender, which does steps when it is told to.
+"""One process of ``train_step.py``: a rank of a contender, which runs steps on request.
 
-``python _train_step.py CONTENDER``, for ``torchrun`` and ``ddp`` once per rank by torch's launcher.
+``python _train_step.py CONTENDER``; torch's launcher starts ``torchrun`` and ``ddp`` once per rank.
 It connects to the address in ``TRAIN_STEP_ADDRESS`` and then waits, without using a core, for the
 name of a model or for a number of steps; it answers with the seconds and the loss of the last step.
 """
@@ -25,11 +25,11 @@ from char_gpt import GPT, Sizes
 
 RANKS = 2
 BATCHES = 8
-"""Different batches; they come round again."""
+"""How many different batches there are; they are used in turn."""
 
 Batch = tuple[Tensor, Tensor]
 Steps = Callable[[int], float]
-"""Does a number of steps and returns the loss of the last, of the rows of this process."""
+"""Runs a number of steps and returns the loss of the last step for the rows of this process."""
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def mlp() -> tuple[Objective, list[Batch]]:
 
 
 def gpt() -> tuple[Objective, list[Batch]]:
-    """That of ``examples/char_gpt.py``, 0.6 million weights; 32 rows of 64 characters."""
+    """The GPT of ``examples/char_gpt.py``, 0.6 million weights; 32 rows of 64 characters."""
     sizes = Sizes()
     windows = [torch.randint(96, (sizes.batch, sizes.context + 1)) for _ in range(BATCHES)]
     return Objective(GPT(96, sizes)), [(w[:, :-1], w[:, 1:]) for w in windows]
@@ -67,7 +67,7 @@ MODELS = {"MLP": mlp, "GPT": gpt}
 
 
 def make(name: str) -> tuple[Objective, Iterator[Batch]]:
-    """The same numbers in every process."""
+    """A model and its batches, with the same numbers in every process."""
     torch.manual_seed(0)
     model, batches = MODELS[name]()
     return model, itertools.cycle(batches)
@@ -77,7 +77,7 @@ def make(name: str) -> tuple[Objective, Iterator[Batch]]:
 
 
 def pmapped(name: str) -> Steps:
-    """``torchpmap.pmap`` of the whole step, by the runtime that this process finds itself in."""
+    """``torchpmap.pmap`` of the whole step, with the runtime of this process."""
     import torchpmap as tp
 
     if tp.process_count() == 1:
@@ -133,11 +133,11 @@ def distributed_data_parallel(name: str) -> Steps:
 CONTENDERS = {"local": pmapped, "torchrun": pmapped, "ddp": distributed_data_parallel}
 
 
-# -- told by the other side ------------------------------------------------------------------------
+# -- orders from train_step.py ---------------------------------------------------------------------
 
 
 def serve(contender: str, connection: Any) -> None:
-    """Do what arrives: ``str``, a model to prepare; ``int``, steps to do; None, the end."""
+    """Follow orders: a ``str`` is a model to prepare, an ``int`` a number of steps, None ends."""
     steps: Steps | None = None
     while (order := connection.recv()) is not None:
         if isinstance(order, str):

@@ -1,4 +1,4 @@
-"""What a call costs: dispatch, leaves, round trip, psum, fetch, first call; with JAX beside it.
+"""What a call costs: dispatch, leaves, round trip, psum, fetch, first call; compared with JAX.
 
 See README.md beside this file.
 """
@@ -133,7 +133,7 @@ class Loop:
         self.library = library
         self.mapped = library.map(fun, num_devices)
         self.value = start
-        self.synced(3)  # compiled on every device, and the value is where the next call wants it
+        self.synced(3)  # compiles on every device, and lays out the value for the next call
 
     def chained(self, calls: int) -> dict[str, float]:
         """Seconds per call, until the results are there and until the last call returned."""
@@ -165,7 +165,7 @@ def double_all(xs: list[Any]) -> list[Any]:
 
 
 def zeros(num_devices: int, size: int) -> np.ndarray:
-    return np.zeros((num_devices, size), np.float32)  # doubling and summing them is never inf
+    return np.zeros((num_devices, size), np.float32)  # doubled and summed they never become inf
 
 
 def chained_sample(library: Library, num_devices: int) -> Any:
@@ -200,7 +200,7 @@ def fetch_sample(library: Library, num_devices: int) -> Any:
     loop = Loop(library, double, zeros(num_devices, 64 * MEGABYTE // 4 // num_devices), num_devices)
 
     def sample() -> dict[str, float]:
-        loop.synced(1)  # a new value: jax keeps what was fetched
+        loop.synced(1)  # a new value, because jax caches fetched values
         start = time.perf_counter()
         loop.library.fetch(loop.value)
         return {"64 MB": time.perf_counter() - start}
@@ -244,7 +244,7 @@ def first_call_sample(num_devices: int, modes: Sequence[str]) -> Any:
         found = {}
         for mode in modes:
             with tempfile.TemporaryDirectory() as cache:
-                for state in ("cold", "warm"):  # the second run finds what the first one left
+                for state in ("cold", "warm"):  # the second run uses the cache of the first
                     times = first_call(num_devices, mode, cache)
                     if mode == "ready":
                         found[f"{state} cache: call, workers ready"] = times["call"]
@@ -269,7 +269,7 @@ STEADY: dict[str, tuple[Callable[[Library, int], Any], tuple[int, ...], int, int
 
 
 def measure(sections: Sequence[str], quick: bool) -> list[Result]:
-    """Run the sections; a pool per number of devices is started outside of what is timed."""
+    """Run the sections; starting a pool for each number of devices is not timed."""
     results: list[Result] = []
     for num_devices in (2, 4, 8):
         mine = [name for name in STEADY if name in sections and num_devices in STEADY[name][1]]
@@ -335,7 +335,7 @@ def main() -> None:
     started = environment()
     print(", ".join(f"{key} {value}" for key, value in started.items()))
     if started["load_average"] > 0.5:
-        print("this machine is busy: trust ratios only, and run it again when it is not")
+        print("this machine is busy: trust ratios only, and measure again when it is quiet")
     if jax is None:
         print("jax is not installed: only torchpmap is measured")
     results = measure(options.only, options.quick)

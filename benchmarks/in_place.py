@@ -1,4 +1,4 @@
-"""What a mapped call adds to the compiled code where a process runs it itself, as under torchrun.
+"""What a mapped call costs above its compiled code in a process that runs it, as under torchrun.
 
 See README.md beside this file.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# a job of one process, which a launcher would have described so; read when torchpmap starts
+# as a launcher describes a job of one process; read when torchpmap starts
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
@@ -34,7 +34,7 @@ def function(x: torch.Tensor) -> torch.Tensor:
 
 
 def contenders() -> dict[str, tuple[Callable[[Any], Any], Any]]:
-    """What is called, and with what first."""
+    """Per contender, the function to call and its first argument."""
     x = torch.zeros(3)
     graph = make_fx(lambda x: [function(x)])(x)
     code = standalone_compile(graph, [x], dynamic_shapes="from_example_inputs")

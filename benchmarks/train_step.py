@@ -1,4 +1,4 @@
-"""A data-parallel training step, beside DistributedDataParallel with torch.compile.
+"""A data-parallel training step, compared with DistributedDataParallel and torch.compile.
 
 See README.md beside this file.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 from _harness import Check, Result, environment, interleave, print_checks, print_table
 
-# name in the table -> (name that _train_step.py knows, whether every rank is a program of its own)
+# name in the table -> (name for _train_step.py, whether a launcher starts a process per rank)
 OURS = {"local": ("local", False), "torchrun": ("torchrun", True)}
 THEIRS = {"DDP": ("ddp", True)}
 RANKS = 2
@@ -32,7 +32,7 @@ TITLES = {
 
 
 class Contender:
-    """The processes of one contender; they do nothing until they are told."""
+    """The processes of one contender, which wait for orders."""
 
     def __init__(self, name: str, is_launched: bool) -> None:
         self.loss = math.nan
@@ -55,13 +55,13 @@ class Contender:
             ]
 
     def ask(self, order: str | int) -> list[Any]:
-        """Tell every rank, and wait for the answers."""
+        """Send an order to every rank, and wait for the answers."""
         for rank in self._ranks:
             rank.send(order)
         return [rank.recv() for rank in self._ranks]
 
     def do(self, steps: int) -> float:
-        """Seconds of the slowest rank."""
+        """Run a number of steps; returns the seconds of the slowest rank."""
         seconds, losses = zip(*self.ask(steps), strict=True)
         self.loss = sum(losses) / len(losses)
         return max(seconds)
@@ -112,7 +112,7 @@ def sample(contender: Contender, steps: int) -> Callable[[], dict[str, float]]:
 
 
 def insist_on_equal(losses: Mapping[str, float]) -> None:
-    """All did the same steps from the same start; else they should not be compared."""
+    """Raise unless all losses agree: contenders are compared only if they compute the same."""
     expected = next(iter(losses.values()))
     if not all(math.isclose(loss, expected, rel_tol=0.01) for loss in losses.values()):
         raise RuntimeError(f"the contenders do not compute the same: losses {losses}")
@@ -139,7 +139,7 @@ def main() -> None:
     at_start = environment()
     print(", ".join(f"{key} {value}" for key, value in at_start.items()))
     if at_start["load_average"] > 0.5:
-        print("this machine is busy: trust ratios only, and run it again when it is not")
+        print("this machine is busy: trust ratios only, and measure again when it is quiet")
     results = measure(options.only, options.quick)
     print_table(results)
     print("\nthroughput, x DDP")

@@ -1,4 +1,4 @@
-"""Finding out what a mapped function does, and whether it does it right (``torchpmap.debug``)."""
+"""Tools that show what a mapped function does, and check its results (``torchpmap.debug``)."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ __all__ = [
 
 @contextmanager
 def fake_pmap(*, serial: bool = False) -> Iterator[None]:
-    """Run every ``pmap`` of the block in the calling process, with collectives that give the true
-    results; a decorator too.
+    """Run every mapped call of the ``with`` block in the calling process, with the true results of
+    collectives; also a decorator.
 
-    All rows run at once, as lanes of ``torch.func.vmap``; nothing is traced, compiled or sent, and
-    no worker is started.  Every exception has its ordinary traceback, results are plain tensors,
-    and ``.backward()``, ``torch.func.grad`` and ``vmap`` around a mapped function work.  Calls are
-    checked, and misuse raises, as on the devices.  Donated arguments stay usable.  For the calling
-    thread only; ``tp.config.runtime = "inline"`` or ``TORCHPMAP_RUNTIME=inline`` is the same for
-    the whole program.
+    All rows run at once under ``torch.func.vmap``; nothing is traced, compiled or sent, and no
+    worker is started.  Every exception has its ordinary traceback, results are plain tensors, and
+    ``.backward()``, ``torch.func.grad`` and ``vmap`` around a mapped function work.  Calls are
+    checked, and misuse raises, as on the devices.  Donated arguments stay usable.  Only the calling
+    thread is affected; ``tp.config.runtime = "inline"`` or ``TORCHPMAP_RUNTIME=inline`` does the
+    same for the whole program.
 
-    Inside the mapped function no Python value of one row exists (``.item()``, ``if x > 0``,
-    ``.backward()``): torch raises, with a note that says what to do.  With ``serial=True`` it does.
+    Inside the mapped function, ``.backward()`` and the Python value of one row (``.item()``,
+    ``if x > 0``) raise, with a note that says what to do.  With ``serial=True`` they work.
 
     Args:
-        serial: run the rows one after the other, as plain Python (one thread per row, one of which
-            runs at a time; rows wait for each other at collectives).  Everything that works in
-            Python works inside then, but the result cannot be differentiated from outside.
+        serial: run the rows one after the other, as plain Python (one thread per row, only one runs
+            at a time; rows wait for each other at collectives).  Then all of Python works inside,
+            but the call cannot be differentiated from outside.
 
     Returns:
         A context manager.
@@ -70,8 +70,8 @@ def fake_pmap(*, serial: bool = False) -> Iterator[None]:
         row 0.0
         row 1.0
 
-    Source: ``chex.fake_pmap``; checked in tests/debug/test_debug.py and, with every program
-        that JAX was asked about, in tests/programs/test_jax_parity.py.
+    Source: ``chex.fake_pmap``; checked in tests/debug/test_debug.py and, with the programs whose
+        results are known from JAX, in tests/programs/test_jax_parity.py.
     """
     with inline_mode.chosen(True, serial=serial):
         yield
@@ -90,15 +90,16 @@ def check_pmap(
 ) -> CheckReport:
     """Compute ``pmap(fun)(*args)`` in three ways and compare the values and the gradients.
 
-    *serial*: row by row in plain Python, rows meeting at collectives; *vmapped*: as under
-    ``fake_pmap``; *pmapped*: on the devices, compiled.  The gradients are those of a fixed random
-    weighted sum of all floating-point outputs, to all floating-point tensors among the arguments.
-    What a way cannot do (``.item()`` in lanes) is skipped and said so in the report.
+    *serial*: row by row in plain Python, where rows wait for each other at collectives; *vmapped*:
+    as under ``fake_pmap``; *pmapped*: on the devices, compiled.  The gradients are those of a fixed
+    random weighted sum of all floating-point outputs, to all floating-point tensors among the
+    arguments.  The report lists what was skipped because a way cannot do it (such as vmapped with
+    ``.item()``).
 
     Args:
-        fun: the function of one row, or what ``pmap`` made of one (then without further options).
+        fun: the function of one row, or a mapped function (then without further options).
         args: the arguments of the mapped function.
-        axis_name, in_axes, out_axes, options: as of ``pmap``.
+        axis_name, in_axes, out_axes, options: as for ``pmap``.
         rtol: relative tolerance of floating-point numbers; default: by dtype, 1e-4 for float32.
         atol: absolute tolerance; default: by dtype, 1e-5 for float32.
         gradients: whether to compare gradients too.
@@ -107,8 +108,8 @@ def check_pmap(
         A report; ``print`` it.
 
     Raises:
-        AssertionError: two ways differ; the text names the first leaf that does, the way, the index
-            of the worst element and both numbers.
+        AssertionError: two ways differ; the text names the first leaf that differs, the way, the
+            index of the worst element and both numbers.
         What ``fun`` or ``pmap`` raises.
 
     Example:
@@ -137,16 +138,16 @@ def check_pmap(
 
 def print(fmt: str, *args: Any, ordered: bool = True, **kwargs: Any) -> None:
     """Print ``fmt.format(*args, **kwargs)`` once for every index of the mapped axis, with the
-    values that the call has, also in compiled code.
+    values of the call, also in compiled code.
 
-    A line starts with the index of its device, ``[i=2]``; under a ``vmap`` inside there is a line
-    for every row.  Under ``grad`` it prints the values, once.
+    A line starts with the index of its device, ``[i=2]``; under a ``vmap`` inside the function
+    there is a line for every row.  Under ``grad`` the values are printed once.
 
     Args:
-        fmt: a format string as of ``str.format``; every argument must be used.
-        args, kwargs: tensors, pytrees of them, or anything else, which is formatted at once.
-        ordered: print in the order of the index: the lines travel to the first device, so every
-            device must come to this print.  Otherwise each device prints when it gets there.
+        fmt: a format string as for ``str.format``; every argument must be used.
+        args, kwargs: tensors, pytrees of them, or anything else, which is formatted immediately.
+        ordered: print in the order of the index: all lines are sent to the first device, so every
+            device must reach this print.  Otherwise each device prints as soon as it gets there.
 
     Raises:
         TypeError, ValueError, IndexError, KeyError: the format does not fit its arguments.
@@ -173,9 +174,9 @@ def print(fmt: str, *args: Any, ordered: bool = True, **kwargs: Any) -> None:
 def assert_replicated(x: Any, axis_name: Hashable | None = None) -> None:
     """Raise on all devices if a value differs between the devices of an axis.
 
-    Inside a mapped function it compares when the values are known, also in compiled code: the error
-    comes with the results of the call.  Outside, it compares the copies that the devices hold of
-    replicated ShardedTensors.  NaN equals NaN.
+    Inside a mapped function it compares the values of the call, also in compiled code: the error
+    comes with the results of the call.  Outside, it compares the devices' copies of replicated
+    ShardedTensors.  NaN equals NaN.
 
     Args:
         x: tensor or pytree of tensors; Python values are the same everywhere.
@@ -234,7 +235,7 @@ def breakpoint(index: int = 0) -> None:
     """Stop in the debugger inside a mapped function, for one index of its axis.
 
     It needs ``fake_pmap``: elsewhere the function is traced, or runs in another process.  With
-    ``fake_pmap(serial=True)`` it stops in the row ``index`` alone, where tensors are plain ones.
+    ``fake_pmap(serial=True)`` it stops only in the row ``index``, where tensors are plain ones.
     With ``fake_pmap()`` all rows run at once, so it stops once, and tensors show all rows.
     ``PYTHONBREAKPOINT`` chooses the debugger, as for Python's own ``breakpoint()``.
 

@@ -1,8 +1,7 @@
-"""One mapped function, computed in three ways and compared: what ``torchpmap.debug.check_pmap``
-does.
+"""Compute a mapped function in three ways and compare, for ``torchpmap.debug.check_pmap``.
 
-    serial    row by row in plain Python, collectives by meeting (``_transforms/rows``)
-    vmapped   all rows as lanes in the calling process (``_transforms/inline``)
+    serial    row by row in plain Python; rows meet at collectives (``_transforms/rows``)
+    vmapped   all rows under one vmap in the calling process (``_transforms/inline``)
     pmapped   on the devices, compiled as ``compile`` says
 
 The three share the rules of the collectives and little else, so a number that differs points at the
@@ -42,12 +41,12 @@ _TOLERANCES = {
     torch.complex64: (1e-4, 1e-5),
     torch.complex128: (1e-7, 1e-9),
 }
-"""(rtol, atol) by dtype: ways add in different orders; other dtypes must be equal."""
+"""(rtol, atol) by dtype, as the ways add in different orders; other dtypes must be equal."""
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What ``check_pmap`` compared, and that it was equal.
+    """What ``check_pmap`` compared and found equal.
 
     Args:
         name: of the function.
@@ -287,7 +286,7 @@ def _serial_row(problem: _Problem, key: torch.Tensor, row: int, axis: Axis) -> _
         else leaf
         for leaf, dim in zip(problem.leaves(), bound.axes, strict=True)
     ]
-    # the function may write to its arguments, which leaves that require grad do not allow
+    # clones, because torch forbids the function to write to leaves that require grad
     given = [
         leaf.clone()
         if isinstance(leaf, torch.Tensor)

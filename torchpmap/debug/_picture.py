@@ -9,7 +9,7 @@ from torchpmap._layout.layout import Layout
 
 
 def picture(layout: Layout) -> str:
-    """The blocks of a value: a table over the dims that are cut, a list if they are over two."""
+    """The blocks of a value: a table over the cut dims, or a list if more than two dims are cut."""
     holders: dict[tuple[tuple[int, int], ...], list[str]] = {}
     for device, part in zip(layout.devices, layout.slices, strict=True):
         bounds = [index.indices(size)[:2] for index, size in zip(part, layout.shape, strict=True)]
@@ -31,7 +31,7 @@ def picture(layout: Layout) -> str:
     rows, columns = (list(dict.fromkeys(ranges[dim] for ranges, _ in blocks)) for dim in cut)
     cells = [
         [devices for ranges, devices in blocks if ranges[cut[0]] == row] for row in rows
-    ]  # of a row in the order of its columns: blocks are sorted
+    ]  # each row is in the order of the columns, because blocks are sorted
     return f"{head}\n{_table(cells, rows, columns)}"
 
 

@@ -1,16 +1,16 @@
-"""What the processes of one job do together besides mapped calls: wait, give, gather, compare.
+"""What the processes of one job do together besides mapped calls: wait, broadcast, gather, compare.
 
 Under torchrun, srun or mpirun every process runs the same script (see docs/multihost.md), and all
-must call these functions, in the same order.  What is small and of unknown size (names, tree
-structures, digests) goes through the store that the processes met at, because that needs no size in
-advance and can say which process is missing; tensors go through the process group of all of them,
-over Gloo as bytes, because the store would hold every one of them in a single process.
+must call these functions, in the same order.  Small data of unknown size (names, tree structures,
+digests) goes through the job's store, which needs no size in advance and can say which process is
+missing.  Tensors go through the process group of all processes, over Gloo as bytes, because the
+store would hold them all in a single process.
 
-Each function compares what the processes are about to do, so that a process that is elsewhere in
-its program is an error that says where each process is.  That costs about a millisecond per call:
-for what a training step exchanges, use collectives in a mapped function.
+Each function compares what the processes are about to do: if a process is elsewhere in its program,
+an error says where each process is.  That costs about a millisecond per call; inside a training
+step, use collectives in a mapped function.
 
-With a single process all of it works too, and nothing is sent.
+With a single process the functions work too, and send nothing.
 """
 
 from __future__ import annotations
@@ -75,18 +75,18 @@ def broadcast(tree: Any, source: int = 0) -> Any:
 
     Args:
         tree: tensors, arrays, numbers, strings, bytes, None, dtypes and sizes, in dicts, lists,
-            tuples, sets and named tuples.  Only that of ``source`` counts: the others may have
-            other shapes, another structure, or pass None.  Objects of other classes are refused:
-            a process takes only data from others (see docs/security.md).
-        source: number of the process that gives.
+            tuples, sets and named tuples.  Only the tree of ``source`` counts: other processes may
+            pass other shapes, another structure, or None.  Objects of other classes are refused:
+            a process accepts only data from others (see docs/security.md).
+        source: number of the process whose tree is sent.
 
     Returns:
-        The same structure.  Tensors come as new CPU tensors, detached, arrays as arrays; a
-        ShardedTensor counts by its value on the host.
+        The same structure.  Tensors become new, detached CPU tensors, and arrays new arrays; a
+        ShardedTensor is sent as its value on the host.
 
     Raises:
         IndexError: there is no process ``source``.
-        ValueError: (on all processes) the tree of ``source`` cannot be given: a part of it is of
+        ValueError: (on all processes) the tree of ``source`` cannot be sent: a part of it is of
             another class, or is a ShardedTensor with blocks in other processes; names the part.
         CollectiveMismatch: a process is elsewhere in its program.
 
@@ -95,7 +95,7 @@ def broadcast(tree: Any, source: int = 0) -> Any:
         >>> tp.multihost.broadcast({"seed": 7, "w": torch.ones(2)})
         {'seed': 7, 'w': tensor([1., 1.])}
 
-    Source: ``jax.experimental.multihost_utils.broadcast_one_to_all``, which wants equal shapes.
+    Source: ``jax.experimental.multihost_utils.broadcast_one_to_all``, which needs equal shapes.
     """
     what = f"torchpmap.multihost.broadcast(source={source})"
     _refuse_inside(what)
@@ -121,14 +121,13 @@ def all_gather(tree: Any, tiled: bool = False) -> Any:
     Args:
         tree: pytree of tensors, arrays and numbers, of one structure; leaves have the same dtype
             and shape in every process.  None stays None.
-        tiled: concatenate along dim 0 instead of stacking on a new one; the processes may have
-            different numbers of rows then.  Numbers and tensors of no dims are stacked all the
-            same.
+        tiled: concatenate along dim 0 instead of stacking on a new one; then the processes may have
+            different numbers of rows.  Numbers and tensors of no dims are always stacked.
 
     Returns:
         The same structure, of detached CPU tensors.  A ShardedTensor with blocks in several
-        processes gives its whole value, whatever ``tiled`` says; one that only this process holds
-        counts by its value on the host.
+        processes gives its whole value, with any ``tiled``; a ShardedTensor that only this process
+        holds is gathered as its value on the host.
 
     Raises:
         TypeError: a leaf is no tensor, array or number.
@@ -172,12 +171,12 @@ def assert_equal(tree: Any, message: str = "") -> None:
     """Raise, in every process, unless all processes have an equal ``tree``.
 
     Tensors and arrays are equal if shape, dtype and every bit are (so NaN equals itself, and 0.0 is
-    not -0.0); anything else if it is pickled to the same bytes.  Only digests are sent.
+    not -0.0); other values are equal if they pickle to the same bytes.  Only digests are sent.
 
     Args:
-        tree: any pytree.  ShardedTensors count by their value on the host, so one with different
-            blocks in several processes cannot be compared: it is one value.
-        message: begins the error's text.
+        tree: any pytree.  ShardedTensors are compared by their value on the host.  One with
+            different blocks in several processes cannot be compared, because it is a single value.
+        message: the start of the error's text.
 
     Raises:
         AssertionError: with the path of the first leaf that differs, and which process has what.
@@ -210,7 +209,7 @@ def assert_equal(tree: Any, message: str = "") -> None:
 
 
 def local_rows(tree: Any, dim: int = 0) -> Any:
-    """Return the rows of this process, of values that every process has whole.
+    """Return this process's rows of values that every process has whole.
 
     local_rows: T[n * k, *s] -> T[k, *s]: the part of ``process_index()`` of n equal ones
 
@@ -316,7 +315,7 @@ def _from_all(shares: Sequence[Share]) -> list[list[torch.Tensor]]:
 
 
 def _gathered(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Equal shapes on all processes -> per tensor, those of all processes."""
+    """Per tensor, the tensors of all processes, which must have equal shapes."""
     count, group = process_count(), job_runtime().group_of_all()
     under_way = [_c10d.all_gather_into_tensor(as_bytes(tensor), count, group) for tensor in tensors]
     gathered = [_c10d.wait_tensor(data).reshape(count, -1) for data in under_way]
@@ -327,7 +326,7 @@ def _gathered(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _sent_from(source: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of ``source``; elsewhere only shapes and dtypes count."""
+    """The tensors of process ``source``; in other processes only shapes and dtypes are used."""
     group = job_runtime().group_of_all()
     under_way = [_c10d.broadcast(as_bytes(tensor), source, group) for tensor in tensors]
     return [

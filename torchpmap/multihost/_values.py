@@ -23,11 +23,11 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _GIVEN, _REFUSED = b"+", b"-"
 _SHOWN = 6
-"""Elements of a tensor that a message shows."""
+"""How many elements of a tensor a message shows."""
 
 
 def fingerprint(leaf: Any) -> str:
-    """Text that is equal for equal leaves, and shows what it can."""
+    """Text that is the same only for equal leaves; it shows the first values."""
     if not isinstance(leaf, _DATA):
         shown = repr(leaf) if isinstance(leaf, _PLAIN) else f"an object {type(leaf).__name__}"
         exact = pickle.dumps(leaf)
@@ -43,7 +43,7 @@ def fingerprint(leaf: Any) -> str:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The data of a tensor of any dtype, as one row of bytes (Gloo knows few dtypes)."""
     dense = tensor.resolve_conj().resolve_neg().contiguous()
-    # in a last dim of its own: the only element of a tensor can have any stride
+    # the new last dim has stride 1, as view() needs; the dim of a single element may have any
     return dense.reshape(-1).unsqueeze(-1).view(torch.uint8).view(-1)
 
 
@@ -62,13 +62,13 @@ def _is_foreign(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class Share:
-    """What this process gives of one leaf to ``all_gather``."""
+    """The part of this process in ``all_gather`` of one leaf."""
 
     block: torch.Tensor
     kind: str
-    """Equal in all processes, as far as shapes must be."""
+    """Dtype and the part of the shape that must be equal in all processes."""
     layout: Layout | None
-    """Of a value that is in several processes."""
+    """Of a value that has blocks in several processes; else None."""
     is_tiled: bool
 
     @classmethod
@@ -112,7 +112,7 @@ class Parcel:
     """A tree of one process, for the others."""
 
     header: bytes
-    """A mark and the tree without its tensors; or another mark, and why there is none."""
+    """``_GIVEN`` and the tree without its tensors, or ``_REFUSED`` and the reason."""
     tensors: list[torch.Tensor]
 
     @classmethod
@@ -123,22 +123,22 @@ class Parcel:
             if not isinstance(leaf, _DATA):
                 return None
             value = _host(leaf)
-            as_bytes(value)  # fails where the others do not wait for it yet
+            as_bytes(value)  # if it fails, then before the others wait for the tensor
             tensors.append(value)
             return [list(value.shape), dtype_name(value.dtype), isinstance(leaf, np.ndarray)]
 
         try:
             return cls(_GIVEN + packed(tree, "tree", aside), tensors)
-        except Exception as error:  # the others wait for it, so they must learn of it
+        except Exception as error:  # the others wait for a header, so they get the error
             return cls(_REFUSED + f"{type(error).__name__}: {error}".encode(errors="replace"), [])
 
 
 def opened(header: bytes, what: str) -> list[torch.Tensor]:
-    """Where the tensors of a tree will be.
+    """Empty tensors to receive the tensors of a tree.
 
     Raises:
-        ValueError: that process has none to give.
-        PmapError: this is no header.
+        ValueError: the process could not send its tree.
+        PmapError: this is not a header.
     """
     places: list[torch.Tensor] = []
     if header.startswith(_REFUSED):
