@@ -101,7 +101,7 @@ def test_row_18_an_exception_that_cannot_be_reported(kind, others):
     with survivors():
         error = within(4, lambda: eagerly(step)(rows)).error
         assert isinstance(error, tp.WorkerError), error
-        assert f"{kind.__name__}: it took too long to say" in str(error)
+        assert f"{kind.__name__}: it took too long to get its text" in str(error)
 
 
 @pytest.mark.parametrize("kind", FOREVER, ids=lambda kind: kind.__name__)

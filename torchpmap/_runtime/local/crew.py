@@ -1,7 +1,7 @@
-"""The worker processes of a pool and what they share: started, watched, replaced, ended.
+"""Starts, watches, replaces and ends the worker processes of a pool, and owns what they share.
 
-Which worker must be replaced, and when, is decided elsewhere (``Supervisor``); here it is done.
-Nothing is left half-made when it cannot be: what was opened is closed again.
+``Supervisor`` decides which worker must be replaced, and when.  If a step fails here, it closes
+what it has opened.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torchpmap._runtime.local.reentry import STARTER
 from torchpmap._runtime.local.supervise import Event
 
 _STOP_PATIENCE_S = 1.0
-"""How long workers have to end by themselves; and again, when they were killed."""
+"""How long workers have to end by themselves, and once more after they were killed."""
 _STORE_BYTES = 1 << 18
-"""How much the store may hold of epochs that are over."""
+"""How much data of past epochs the store may hold."""
 _STARTER_S = 0.5
-"""It looks more often whether it is still wanted."""
+"""How long to wait for the starter, which looks more often whether it is still wanted."""
 
 
 class Crew:
@@ -65,8 +65,8 @@ class Crew:
             undo.pop_all()
 
     def empty_store(self) -> None:
-        """Forget the epochs before, now and then (no worker uses the store, and each opens it anew
-        for the epoch to come).
+        """Delete past epochs from a large store (no worker uses it now, and each opens it again for
+        the next epoch).
         """
         if os.fstat(self._store_fd).st_size > _STORE_BYTES:
             os.ftruncate(self._store_fd, 0)
@@ -96,8 +96,8 @@ class Crew:
         old = self.workers[rank]
         if old.is_open:
             if not self.monitor.forget(old):
-                raise RuntimeClosed("the thread that reads what the workers send does not go on")
-            with send_lock:  # no thread may send into a number that is used again
+                raise RuntimeClosed("the thread that reads the workers' answers does not respond")
+            with send_lock:  # no thread may send into a descriptor whose number is used again
                 old.close()
         new = self._new_worker(rank)
         try:
@@ -108,9 +108,9 @@ class Crew:
         self.workers[rank] = new
 
     def control(self, ranks: Iterable[int], kind: int, value: int) -> None:
-        """Send what a worker obeys while it runs a call; never waits."""
+        """Send a message that workers obey even while they run a call; never waits."""
         for rank in ranks:
-            with contextlib.suppress(OSError):  # it is gone, or full of such messages
+            with contextlib.suppress(OSError):  # the worker is gone, or its socket is full
                 message = wire.CONTROL.pack(kind, value)
                 self.workers[rank].control.send(message, socket.MSG_DONTWAIT)
 
@@ -132,8 +132,6 @@ class Crew:
         os.close(self._store_fd)
 
     def abandon(self) -> None:
-        """In a forked child: the workers are the parent's, and must not live as long as the child
-        does.
-        """
+        """In a forked child, which must not keep the parent's workers alive."""
         for worker in self.workers.values():
             worker.close()

@@ -1,13 +1,13 @@
 """The process from which workers are forked, and how it is asked for one.
 
-It imports torch once, so that a worker is there in milliseconds.  It is like the one of
+It imports torch once, so that a worker starts in milliseconds.  It is like the fork server of
 ``multiprocessing``, except that
 
-* it imports from where this process does, in the same order, and never from the current folder
-  because it happens to be one (``multiprocessing`` starts its own with ``python -c``);
+* its ``sys.path`` is that of this process, without the current folder that ``python -c`` would add
+  (``multiprocessing`` starts its fork server so);
 * it listens nowhere, and has no folder: requests come over a socket that it inherits;
-* whatever happens to it (killed, stopped) or to this process (also stopped or killed), no wait is
-  without end and no process is left: a pipe that only this process keeps open kills it.
+* if it or this process is killed or stopped, no wait is endless and no process is left: a pipe that
+  only this process keeps open kills the fork server when it closes.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from typing import Any
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import PmapError, RuntimeClosed
 
-REQUEST = struct.Struct("<q")  # its number; with descriptors
+REQUEST = struct.Struct("<q")  # number of the request; with descriptors
 ANSWER = struct.Struct("<qq")  # number of the request, pid (or minus an errno); with a pidfd
 EXIT_CODE = struct.Struct("<q")
 FDS = (
     *("command", "control", "lifeline", "output", "errors"),
     *("store", "progress", "bell", "stacks"),
 )
-"""What descriptors of a request become in the worker's ``Birth``; before them come those of the
-pickled ``Inheritance`` and of the pipe for the exit code.
+"""Names in the worker's ``Birth`` for the descriptors of a request.  Two others come first: of the
+pickled ``Inheritance``, and of the pipe for the exit code.
 """
 
 _ATTEMPTS = 2
 _IMPORT_S = 300.0
-"""Longer than any import takes; it does not work at all then."""
+"""Longer than any import takes."""
 _STOPPED_S = 5.0
-"""After this a process that does not run is taken for one that never will."""
+"""How long a fork server may be stopped before it is replaced."""
 _LOOK_S = 0.1
 _END_S = 1.0
 
@@ -80,8 +80,8 @@ class ForkServer:
         return None if process is None else process.pid
 
     def ensure_running(self) -> None:
-        """Returns at once; its imports run while the caller goes on."""
-        if self._lock.acquire(blocking=False):  # else another thread sees to it
+        """Start it if need be; returns at once, while its imports run."""
+        if self._lock.acquire(blocking=False):  # else another thread starts it
             try:
                 self._ensure_running()
             finally:
@@ -94,9 +94,9 @@ class ForkServer:
         imports.
 
         Raises:
-            RuntimeClosed: it is not wanted any more.
+            RuntimeClosed: the worker is not wanted any more.
             OSError: there are no descriptors, no memory or no processes left.
-            PmapError: it cannot be started.
+            PmapError: the fork server cannot be started.
         """
         memory = os.memfd_create("torchpmap-birth", os.MFD_CLOEXEC)
         try:
@@ -109,12 +109,12 @@ class ForkServer:
                     found = self._ask([memory, *fds], deadline, is_wanted)
                     if found is not None:
                         return found
-                    self._end()  # it is gone, or never answers
+                    self._end()  # the fork server is gone, or never answers
         finally:
             os.close(memory)
         raise PmapError(
-            "the process from which workers are forked does not start, or is ended again and "
-            "again; what it wrote to stderr says why."
+            "the process from which workers are forked does not start, or ends again and again; "
+            "its output on stderr says why."
         )
 
     def _ensure_running(self) -> None:
@@ -139,7 +139,7 @@ class ForkServer:
     def _ask(
         self, fds: Sequence[int], deadline: Deadline, is_wanted: Callable[[], bool]
     ) -> tuple[int, int] | None:
-        """None if there is no answer, and will be none."""
+        """Pid and pidfd of a new worker; None if no answer will come."""
         channel, process = self._channel, self._process
         assert channel is not None
         assert process is not None
@@ -168,7 +168,7 @@ class ForkServer:
         return None
 
     def _understood(self, message: bytes, fds: list[int]) -> tuple[int, int] | None:
-        """None: an answer that another caller did not wait for."""
+        """Pid and pidfd; None for the answer to a request whose caller no longer waits."""
         number, pid = ANSWER.unpack(message)
         if number == self._requests and pid > 0 and fds:
             return pid, fds[0]
@@ -176,7 +176,7 @@ class ForkServer:
             os.close(fd)
         if number != self._requests:
             return None
-        # of a process whose descriptor could not be received, the others are closed now: it ends
+        # a worker whose pidfd could not be received ends, since its other descriptors are closed
         number = errno.EMFILE if pid > 0 else -pid
         raise OSError(number, os.strerror(number))
 
@@ -191,7 +191,7 @@ class ForkServer:
             self._lock.release()
 
     def stop(self) -> None:
-        """End it; at exit, where no worker is wanted any more."""
+        """End it at exit, when no worker is wanted any more."""
         if self._lock.acquire(timeout=_END_S):
             try:
                 self._end()
@@ -199,7 +199,7 @@ class ForkServer:
                 self._lock.release()
 
     def _end(self) -> None:
-        """Also if it is stopped: its lifeline is closed, which kills it."""
+        """End it, even if it is stopped: closing its lifeline kills it."""
         self._hang_up()
         process, self._process = self._process, None
         if process is not None:
@@ -214,11 +214,11 @@ class ForkServer:
             self._channel, self._lifeline = None, -1
 
     def abandon(self) -> None:
-        """In a forked child: it is the parent's."""
+        """In a forked child: the fork server is the parent's."""
         self._lock = threading.Lock()
         self._hang_up()
         if self._process is not None:
-            self._process.returncode = 0  # else it warns that the process runs
+            self._process.returncode = 0  # else Popen warns that the process still runs
             self._process = None
 
 
@@ -226,7 +226,7 @@ def _spawn(channel: int, lifeline: int) -> subprocess.Popen[bytes]:
     main = "from torchpmap._runtime.local.preload import serve; serve({}, {}, {})"
     python_path = os.environ.get("PYTHONPATH")
     args, environment = command(main.format(channel, lifeline, ascii(python_path)))
-    # the server ignores Ctrl-C, but not before it runs
+    # the server ignores Ctrl-C only after its start
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         return subprocess.Popen(
@@ -237,15 +237,15 @@ def _spawn(channel: int, lifeline: int) -> subprocess.Popen[bytes]:
 
 
 def command(code: str) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of a Python that runs ``code``, and imports only from where this
-    one does.
+    """Arguments and environment of a Python that runs ``code`` with the ``sys.path`` of this
+    process.
     """
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if "-I" not in flags and "-P" not in flags:
         flags.append("-P")  # else ``-c`` puts the current folder first
     environment = dict(os.environ)
     if "PYTHONPATH" in environment:
-        # what a relative folder is now, it was not when this process started
+        # a relative folder may be another one now than when this process started
         absolute = filter(os.path.isabs, environment["PYTHONPATH"].split(os.pathsep))
         environment["PYTHONPATH"] = os.pathsep.join(absolute)
     path = ascii([entry for entry in sys.path if type(entry) is str])
@@ -264,7 +264,7 @@ def process_state(pid: int) -> str:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Say what to do about it when there are no file descriptors left."""
+    """If there are no file descriptors left, raise an error that says what to do about it."""
     try:
         yield
     except OSError as error:

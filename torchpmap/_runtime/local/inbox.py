@@ -1,4 +1,4 @@
-"""The frames of one worker, put together from what has arrived: reading never waits."""
+"""Puts together the frames of one worker from the bytes that have arrived; never waits."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Inbox:
         self._sock = sock
         self._room = room
         self._buffer = memoryview(bytearray(1 << 16))
-        self._start = self._end = 0  # what of the buffer has been received, but not used
+        self._start = self._end = 0  # the part of the buffer that is received, but not used
         self._head = (0, 0)
         self._body: memoryview | None = None  # of a frame that has begun
         self._filled = 0
         self._lost = 0  # bytes still to come of a body for which there was no memory
 
     def frames(self) -> Iterator[tuple[int, int, memoryview]]:
-        """Read once more; (kind, seq, body) of each frame that is complete now.
+        """Read what has arrived; yields (kind, seq, body) of each frame that is complete now.
 
         Raises:
             EOFError: the peer is gone.
-            MemoryError: for the body of a frame, which is passed over.
+            MemoryError: there is none for the body of a frame, which is skipped.
         """
         received = 0
         while received < _TURN_BYTES:
@@ -46,7 +46,7 @@ class Inbox:
                 yield *self._head, body
 
     def _receive(self) -> int:
-        """Read into the body directly where it wants more than is in the buffer."""
+        """Read into the body directly if it needs more than the buffer has."""
         body, buffer = self._body, self._buffer
         if body is not None:  # then the buffer is empty
             got = self._sock.recv_into(body[self._filled :], 0, socket.MSG_DONTWAIT)
@@ -61,7 +61,7 @@ class Inbox:
         return got
 
     def _advance(self) -> bool:
-        """Use what is in the buffer; whether a frame is complete."""
+        """Use what is in the buffer; returns whether a frame is complete."""
         if self._lost:
             passed = min(self._lost, self._end - self._start)
             self._start += passed

@@ -1,7 +1,7 @@
-"""Calls that may take only so long.
+"""Time limits of calls.
 
-The clock of a call runs from when it is sent, or from when a rank begins it if it stands behind
-others.  What is compiled for it is compiled before, and does not count.
+The time of a call counts from when it is sent, or, if it is queued behind others, from when a rank
+begins it.  Its plan is compiled before, which does not count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchpmap._runtime.local.triage import Sight, ask, described, look
 
 _LOOK_AGAIN_S = 0.5
 _STACKS_CHARS = 1 << 17
-"""Of all ranks together, as the error carries them."""
+"""Length of the stacks of all ranks together in an error."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class _Limit:
     since: float
     look_at: float
     is_queued: bool = False
-    """Whether no rank had begun it when it was looked at last."""
+    """Whether no rank had begun the call at the last look."""
 
 
 class Limits:
@@ -46,8 +46,8 @@ class Limits:
         withhold: Callable[[int], None],
         on_overdue: Callable[[Failed], None],
     ) -> None:
-        """``reached``: whether ranks are done with a command; ``withhold``: called when it is known
-        that a command fails, ``on_overdue`` when also is why, both by a thread of its own.
+        """``reached``: whether ranks are done with a command.  A thread of its own calls
+        ``withhold`` as soon as a command has failed, and then ``on_overdue`` with the reason.
         """
         self._devices = devices
         self._workers = workers

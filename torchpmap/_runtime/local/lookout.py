@@ -1,4 +1,4 @@
-"""Looks, now and then, at the workers that are waited for (monitor thread; see ``Vigil``)."""
+"""Looks twice a second at the workers that threads wait for (monitor thread; see ``Vigil``)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torchpmap._runtime.local.supervise import Phase, Supervisor
 from torchpmap._runtime.local.vigil import Awaited, Vigil, notice
 
 _CALL = "it runs a call"
-_REST = "it works off what it was sent before another device failed"
-_START = "it starts, or connects with the others"
+_REST = "it finishes the calls sent before another device failed"
+_START = "it starts, or connects to the others"
 
 
 class Lookout:
@@ -27,13 +27,13 @@ class Lookout:
         self._vigil = Vigil()
 
     def after_repair(self, supervisor: Supervisor) -> list[int]:
-        """The ranks that are stopped for good, of those that a repair waits for."""
+        """The ranks that a repair waits for and that are stopped for good."""
         what = _START if supervisor.phase is Phase.REBUILDING else _REST
         ranks = supervisor.unsettled()
         return self._look({rank: Awaited(what, supervisor.epoch) for rank in ranks})
 
     def after_calls(self) -> list[int]:
-        """The same of those that callers wait for."""
+        """The ranks that callers wait for and that are stopped for good."""
         crew, progress = self._crew, self._crew.progress
         found = {rank: Awaited(_CALL, progress[rank]) for rank in progress.awaited()}
         blocked = set(self._outbox.blocked)

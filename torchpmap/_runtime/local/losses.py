@@ -1,12 +1,12 @@
-"""What failures cost: which calls are poisoned, which shards are gone, and the exception for each.
+"""What failures cost: which calls are poisoned, which shards are lost, and the exception for each.
 
 Values are numbered by the command (``seq``) that made them.  A failure poisons all commands from
 the earliest one that failed to the last one sent before the repair; a death loses everything the
-rank held.  What was complete elsewhere stays valid.
+rank held.  Values that were complete elsewhere stay valid.
 
-A value refers to its era, the time between two repairs, and what has happened to the values of an
-era is written there.  So an incident is remembered as long as a value lives that it concerns, and
-asking costs the same after a thousand incidents.
+A value refers to its era, the time between two repairs.  The era records what has happened to its
+values.  So an incident is remembered as long as a value that it concerns is alive, and a look-up
+costs the same after a thousand incidents.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Era:
         self._scarred = scarred
         self.is_scarred = False
         self.failure: Verdict | None = None
-        self.deaths: dict[int, _Death] = {}  # by rank; of several, the one that cost the value
+        self.deaths: dict[int, _Death] = {}  # by rank; the first of a rank, which lost the values
 
     def scar(self) -> None:
         self.is_scarred = True
@@ -59,13 +59,13 @@ class Losses:
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
         self.scarred: set[int] = set()
-        """Not empty as long as values live that may be lost."""
+        """Not empty as long as values that may be lost are alive."""
         self.era = Era(self.scarred)
-        """That of the commands that are sent now."""
+        """The era of the commands that are sent now."""
         self._eras = WeakSet([self.era])
 
     def note(self, verdict: Verdict, completed: dict[int, int]) -> None:
-        """An incident ends an era: ``completed`` is the last command per dead rank."""
+        """Record an incident, which ends the era; ``completed``: the last command per dead rank."""
         if verdict.first_seq is not None:
             self.era.failure = verdict
             self.era.scar()
@@ -89,7 +89,7 @@ class Losses:
         return None
 
     def of_command(self, era: Era, seq: int) -> BaseException | None:
-        """What command ``seq`` itself raised (not: what it stood behind)."""
+        """What command ``seq`` itself raised; not what a command before it raised."""
         failure = era.failure
         if failure is not None and any(each.seq == seq for each in failure.failures):
             return exception_of(failure, self._devices)
@@ -110,7 +110,7 @@ class Losses:
 
 
 def exception_of(verdict: Verdict, devices: Sequence[Device]) -> BaseException:
-    """The first cause as an exception; what happened besides is in its notes."""
+    """The first cause as an exception, with the other failures in its notes."""
     cause = verdict.cause
     error: BaseException
     if isinstance(cause, Exited):
@@ -129,13 +129,13 @@ def exception_of(verdict: Verdict, devices: Sequence[Device]) -> BaseException:
 
 
 def given_up(seq: int, rank: int, name: str) -> GivenUp:
-    """The caller of ``name`` was interrupted: it has its exception, this is for calls behind."""
+    """The caller of ``name`` was interrupted and has its exception; this one is for later calls."""
     error = PmapError(f"{name} did not end: it was interrupted in the calling process")
     return GivenUp(Failed(rank, seq, False, pack_exception(error), f"while running {name}"))
 
 
 def _failed_collective(error: BaseException) -> PmapError:
-    """A collective failed without a cause: no exception of the function, no death."""
+    """The error for a collective that failed without a user's exception or a death."""
     text = str(error)
     if "imeout" in text or "imed out" in text:
         failed: PmapError = CallTimeout(

@@ -7,8 +7,8 @@
     output pipes   --> lines     --> Printer: sys.stdout / sys.stderr, prefixed with the device
 
 It never waits for anything: not for the rest of a frame, not for room in a socket, not for a lock
-that is held while a thread waits.  All waits of callers end because it goes on; should it fail, it
-says so (``on_crash``), and the pool is closed.
+that is held while a thread waits.  Callers rely on it to end their waits.  If it fails, it calls
+``on_crash``, and the pool is closed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torchpmap._runtime.local.supervise import Drained, Event, Exited, Failed, R
 
 _TICK_S = 0.5
 _PIPE_READS = 16
-"""More than a pipe holds, unless a writer goes on."""
+"""More reads than empty a full pipe, unless its writer goes on."""
 _JOIN_S = 1.0
 """How long to wait for this thread, which waits for nothing itself."""
 _PRINT_S = 0.5
@@ -107,8 +107,8 @@ class Monitor:
         on_tick: Callable[[], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        """``on_tick`` is called twice a second; ``on_crash`` with an exception that nothing
-        expected, as the last thing that the thread does.
+        """``on_tick`` is called twice a second; ``on_crash`` with an unexpected exception, which
+        ends the thread.
         """
         self.pending: dict[int, Pending] = {}
         """Requests by seq: callers add, the monitor removes; guarded by the interpreter (single
@@ -152,7 +152,7 @@ class Monitor:
         self._do(lambda: self._register(worker))
 
     def forget(self, worker: WorkerProcess) -> bool:
-        """Stop reading from a worker; whether its descriptors may be closed."""
+        """Stop reading from a worker; returns whether its descriptors may be closed."""
         done = threading.Event()
 
         def unregister() -> None:
@@ -163,7 +163,7 @@ class Monitor:
         return done.wait(_JOIN_S)
 
     def stop(self) -> bool:
-        """End the thread, which prints first what is left; whether it reads no more."""
+        """Print what is left and end the thread; returns whether it has stopped reading."""
         self._stopped = True
         self._do(lambda: None)
         if threading.current_thread() is self._thread:  # it has failed
@@ -174,12 +174,12 @@ class Monitor:
         return not self._inboxes
 
     def soon(self, command: Callable[[], None]) -> None:
-        """Let this thread do something."""
+        """Call ``command`` in the monitor thread."""
         self._do(command)
 
     def _do(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        with contextlib.suppress(OSError):  # BlockingIOError: it has not come to look for long
+        with contextlib.suppress(OSError):  # BlockingIOError: many wake-ups are pending already
             self._waker.send(b"!")
 
     # -- the thread --------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class Monitor:
 
     def _let_go(self) -> None:
         for worker in tuple(self._inboxes):
-            with contextlib.suppress(Exception):  # it may be why the thread has failed
+            with contextlib.suppress(Exception):  # this may be why the thread has failed
                 self._unregister(worker)
 
     def _turn(self) -> None:
@@ -218,7 +218,7 @@ class Monitor:
             self._on_tick()
 
     def _is_watched(self, key: selectors.SelectorKey) -> bool:
-        """Whether it is still this registration: descriptors' numbers are used again."""
+        """Whether this registration still holds: a descriptor's number may be used again."""
         present = self._selector.get_map().get(key.fileobj)
         return present is not None and present.data is key.data
 
@@ -252,7 +252,7 @@ class Monitor:
         )
 
     def _room(self, worker: WorkerProcess, kind: int, seq: int, length: int) -> memoryview:
-        """Where an answer goes."""
+        """The memory for the body of an answer."""
         if length > wire.MAX_BODY:
             raise wire.FrameError(f"an answer of {length} bytes")
         pending = self.pending.get(seq) if kind == wire.DATA else None
@@ -268,7 +268,7 @@ class Monitor:
         return target
 
     def _fail(self, worker: WorkerProcess, seq: int, length: int) -> None:
-        """There is no memory for an answer."""
+        """Report that there is no memory for an answer."""
         error = MemoryError(f"no memory for an answer of {length} bytes")
         where = f"in the calling process, from {self._devices[worker.rank]}"
         self._on_event(Failed(worker.rank, seq, False, pack_exception(error), where))
@@ -283,8 +283,8 @@ class Monitor:
         except MemoryError:  # ``_room`` has reported it
             pass
         except (EOFError, ConnectionResetError):
-            # it has ended or does so, or has closed its socket, or it is not known where the next
-            # frame begins; the exit code of one that ends by itself stays
+            # the worker ends, has closed its socket, or has sent a broken frame; one that has
+            # ended by itself keeps its exit code
             worker.kill()
             if worker.socket in self._selector.get_map():
                 self._selector.unregister(worker.socket)
@@ -337,11 +337,11 @@ class Monitor:
     def _exited(self, worker: WorkerProcess) -> None:
         try:
             self._bury(worker, worker.exitcode())
-        except EOFError:  # the fork server is gone, which is no reason for the worker to go
+        except EOFError:  # the fork server is gone; the worker goes on
             self._selector.unregister(worker.exit_pipe)
 
     def _gone(self, worker: WorkerProcess) -> None:
-        """It has ended; how, the fork server says next."""
+        """The worker has ended; the fork server reports its exit code next."""
         self._selector.unregister(worker.pidfd)
         if worker.exit_pipe in self._selector.get_map():
             self._gone_since[worker] = Deadline(_TICK_S)
@@ -349,7 +349,7 @@ class Monitor:
             self._bury(worker, None)
 
     def _bury(self, worker: WorkerProcess, exitcode: int | None) -> None:
-        self._answers(worker)  # what it said last
+        self._answers(worker)  # its last answers
         self._unregister(worker)
         last_words = worker.last_words.decode(errors="replace")
         assert worker.pid is not None
@@ -358,7 +358,7 @@ class Monitor:
     # -- output ------------------------------------------------------------------------------------
 
     def say(self, line: str) -> None:
-        """Print a line of our own on stderr."""
+        """Print a line of torchpmap's own on stderr."""
         self._printer.write("stderr", line + "\n")
 
     def _output(self, worker: WorkerProcess) -> None:
@@ -383,7 +383,7 @@ class Monitor:
                 self._selector.register(fd, selectors.EVENT_READ, data)
 
     def _rest(self, worker: WorkerProcess) -> None:
-        """Print what was written so far, also a last line that has no end yet."""
+        """Print what was written so far, including a last line that has no end yet."""
         for stream, lines in zip(("stdout", "stderr"), self._lines[worker], strict=True):
             for _ in range(_PIPE_READS):
                 text = "" if self._printer.is_full else lines.read()

@@ -1,9 +1,9 @@
-"""What workers write to stdout and stderr, line by line to where the user looks.
+"""Prints what workers write to stdout and stderr, line by line, on the user's streams.
 
-A thread of its own writes, since the user's stream may be a pipe without a reader, and answers
-must come nevertheless.  It writes only where there is room: a thread that is stuck inside of
-``sys.stdout`` makes Python abort at exit.  Nothing is collected without bound: what a worker writes
-faster than it can be printed stays in its pipe, and the worker waits.
+A thread of its own writes: the user's stream may be a pipe that is not read, and answers must
+arrive nevertheless.  It writes only if there is room, since a thread that is stuck inside of
+``sys.stdout`` makes Python abort at exit.  Memory is bounded: if a worker writes faster than its
+lines can be printed, they stay in its pipe, and the worker waits.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Lines:
         self._prefix = prefix
         self._partial = b""  # a line without its end; shorter than _LINE_BYTES
         self.tail = b""
-        """The last that was read."""
+        """The last bytes that were read."""
 
     def read(self) -> str | None:
-        """What is there, up to a limit, as lines for the user; None at the end of file."""
+        """What has arrived, up to a limit, as lines for the user; None at the end of file."""
         try:
             found = os.read(self.fd, _TURN_BYTES)
         except BlockingIOError:
@@ -71,26 +71,26 @@ class Lines:
 
 
 class Printer:
-    """Writes in order what the monitor gives it, and does what is to happen after that."""
+    """Writes in order what the monitor gives it, and makes calls in between."""
 
     def __init__(self, on_room: Callable[[], None]) -> None:
-        """``on_room`` is called when it has been full, and is so no more."""
+        """``on_room`` is called when the printer has been full and has room again."""
         self._on_room = on_room
         self._queue: deque[tuple[str, str] | Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._queued = 0  # characters
         self._was_full = False
-        self._begun: float | None = None  # when the last step was, of what it does now
+        self._begun: float | None = None  # when the last step of the current item began
         self._end: Deadline | None = None
         self.thread = threading.Thread(target=self._run, name="torchpmap-printer", daemon=True)
         self.thread.start()
 
     @property
     def is_full(self) -> bool:
-        """Whether it is to be given no more until it calls ``on_room``."""
+        """Whether it must be given no more until it calls ``on_room``."""
         with self._changed:
             is_full = self._queued > _QUEUED_CHARACTERS
-            # only its thread takes this back: another pipe may wait for room already
+            # only the printing thread resets this: another pipe may wait for room already
             self._was_full = self._was_full or is_full
             return is_full
 
@@ -113,7 +113,7 @@ class Printer:
                 self._changed.notify()
 
     def then(self, act: Callable[[], None]) -> None:
-        """Do something when all that was written before is out (or cannot be: ``overdue``)."""
+        """Call ``act`` when all earlier text is printed (or cannot be printed: ``overdue``)."""
         if self.is_idle or self._is_stuck:
             act()
             return
@@ -122,7 +122,7 @@ class Printer:
             self._changed.notify()
 
     def overdue(self) -> list[Callable[[], None]]:
-        """What must not wait any more, because the user's stream takes nothing."""
+        """The calls that must not wait any more, because the user's stream takes nothing."""
         if not self._is_stuck:
             return []
         with self._changed:
@@ -131,7 +131,7 @@ class Printer:
         return found
 
     def stop(self, patience_s: float) -> None:
-        """Let it write what is left, if it can in time."""
+        """End the thread when it has written what is left, or when its time is up."""
         with self._changed:
             self._end = Deadline(patience_s)
             self._changed.notify()
@@ -177,11 +177,11 @@ class Printer:
 
 
 def _room_of(stream: Any) -> select.poll | None:
-    """What waits for room in a stream that may have none for long."""
+    """What can wait for room in a stream; None if writing to it does not wait for a reader."""
     try:
         fd = stream.fileno()
         mode = os.fstat(fd).st_mode
-    except Exception:  # it is in memory, or whatever the user has made
+    except Exception:  # the stream is in memory, or of a class of the user's
         return None
     if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(fd)):
         return None

@@ -1,13 +1,13 @@
-"""The worker processes of one host, sending to them in one order, and their repair.
+"""The worker processes of one host: sends them commands in one order, and repairs them.
 
-One lock, the *send lock*, is what gives all ranks the same order of commands, and with it the same
-order of collectives.  Nothing is awaited while it is held; the sockets' buffers are the only bound
-on how far commands run ahead, and the caller whose command found no room waits without the lock.
+One lock, the *send lock*, gives all ranks the same order of commands, and so of collectives.  The
+thread that holds it waits for nothing.  Only the sockets' buffers limit how far commands run ahead;
+a caller whose command finds no room waits without the lock.
 
-Failures are noticed by the monitor thread and judged by ``Supervisor``.  What cannot wait (cutting
-the groups, so that no rank stays blocked) the monitor does at once; the repair itself (drain,
-respawn, regroup) is carried out by the next caller that needs the pool, under the repair lock.
-From the first sign of a failure until then ``broken`` keeps all threads from sending.
+The monitor thread notices failures, and ``Supervisor`` judges them.  The monitor aborts the process
+groups at once, so that no rank stays blocked.  The repair itself (drain, respawn, regroup) begins
+when the next caller needs the pool.  From the first sign of a failure until the pool is repaired
+``broken`` keeps all threads from sending.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ from torchpmap._runtime.wire import frame
 T = TypeVar("T")
 
 _GRACE_S = 1.0
-"""How long a rank may go on with what a failure elsewhere has poisoned."""
+"""How long a rank may go on with a call that a failure elsewhere has poisoned."""
 _OBEY_S = 2.0
-"""How long it may go on with a call that took too long."""
+"""How long a rank may go on with a call that took too long."""
 _EARLY_S = 2.0
-"""How long a caller waits for all ranks when it is known already why its call failed."""
+"""How long a caller waits for all ranks if it is already known why its call failed."""
 _EARLY_LOOK_S = 0.25
 _CLOSE_S = 4.0
 """How long ``close`` may take in all, whatever has happened."""
 _LOOK_MS = 1000
-"""How long a thread sleeps at most before it looks whether the pool was closed meanwhile."""
+"""How long a thread sleeps at most before it checks whether the pool was closed."""
 _ROOM_MS = 50
 """The same where a failure does not wake it."""
 _SHORT_SLEEP_MS = 2
-"""Worth more than telling the workers to ring, which takes some 30 us."""
+"""How long to sleep before telling the workers to ring, which takes some 30 us."""
 
 
 class Pool:
@@ -106,12 +106,12 @@ class Pool:
         self._supervisor = Supervisor(len(devices), phase=Phase.REBUILDING, epoch=1)
         self._verdict = self._supervisor.verdict()  # written by the monitor
         self._actions: queue.SimpleQueue[Action] = queue.SimpleQueue()  # monitor -> repairer
-        self._unfinished: Action | None = None  # what the last repairer could not do
-        self._replaced: set[int] = set()  # what of it is done
+        self._unfinished: Action | None = None  # in which the last repairer failed
+        self._replaced: set[int] = set()  # the ranks for which that action is done
         self._killed: set[int] = set()  # ranks that were killed because they had been stopped
         self._repairs = threading.RLock()  # guards the beginning of a repair
         self._repair_in_progress: Future[None] | None = None
-        self._completed: dict[int, int] = {}  # of replaced workers; written by the repairer
+        self._completed: dict[int, int] = {}  # last command by dead rank; written by the repairer
         self.losses = Losses(self._devices)
         self.broken = True
         """Whether commands must wait (set by the monitor, cleared by the repairer)."""
@@ -141,8 +141,8 @@ class Pool:
     # -- sending -----------------------------------------------------------------------------------
 
     def in_order(self, send: Callable[..., T], *args: Any) -> T:
-        """What ``send(*args)`` returns, called with the send lock held and the pool in working
-        order, repaired first if need be.  Returns when all that it posted is on its way.
+        """Call ``send(*args)`` with the send lock held and the pool in working order, repaired
+        first if need be.  Returns its result when everything that it posted is sent.
         """
         if self._is_sending():
             refuse()
@@ -161,12 +161,12 @@ class Pool:
         return sent
 
     def _push(self) -> bool:
-        """Send what there was no room for; whether nothing is left."""
+        """Send what there was no room for; returns whether nothing is left."""
         with self.send_lock:
             return self.outbox.finish()
 
     def _wait_for_room(self) -> None:
-        """Wait until what was posted can perhaps be sent; repairs the pool if it is broken."""
+        """Wait until there may be room to send; repair the pool if it is broken."""
         refuse_to_wait()
         if self.broken:
             self.repair()
@@ -191,13 +191,13 @@ class Pool:
     ) -> Pending:
         """Register a request before it is sent (send lock held)."""
         pending = self._monitor.pending[seq] = Pending(seq, self.losses.era, ranks, what, targets)
-        if self.broken:  # since we took the lock: the monitor may have missed this one
+        if self.broken:  # since the lock was taken: the monitor may have missed this request
             self._monitor.interrupt(seq)
         return pending
 
     def refuse_lost(self, era: Era, seq: int, ranks: Sequence[int]) -> None:
-        """Raise if the value of command ``seq`` is lost (send lock held), perhaps only just: a
-        worker that misses it fails, and all with it.
+        """Raise if the value of command ``seq`` is lost; a worker without it would fail, and all
+        others with it (send lock held).
         """
         error = self.losses.of_value(era, seq, ranks)
         if error is not None:
@@ -212,7 +212,7 @@ class Pool:
         what: str = "it runs a call",
     ) -> Pending:
         """Send a request, with a body per rank; ``about``: the command whose value it needs;
-        ``what``: what the ranks do for it.
+        ``what``: what the ranks do meanwhile.
         """
         refuse_to_wait()
 
@@ -261,8 +261,8 @@ class Pool:
                 self._close_progress()
 
     def _ask_to_ring(self, ranks: Sequence[int]) -> tuple[int, int]:
-        """In which epoch, by which command."""
-        epoch = self._supervisor.epoch  # first: what fails from here on changes it
+        """Returns the epoch, and the number of the command."""
+        epoch = self._supervisor.epoch  # read first: a failure from here on changes it
         self.tell(ranks, wire.RING, b"")
         return epoch, self.seq
 
@@ -301,7 +301,7 @@ class Pool:
             self._wake_all()
 
     def _explained(self, event: Exited) -> Exited:
-        """With what the supervisor cannot know."""
+        """Add what the supervisor cannot know."""
         rank = event.rank
         pending = tuple(self._monitor.pending.values())
         doomed = min((each.seq for each in pending if rank in each.missing), default=None)
@@ -313,7 +313,7 @@ class Pool:
         self._progress.ring()
 
     def _on_tick(self) -> None:
-        """Look after those that are waited for (monitor thread)."""
+        """Look at calls and workers that take long (monitor thread)."""
         if time.monotonic() - self._drain_begin >= _GRACE_S:
             self._on_event(Lingering())
         if time.monotonic() - self._drain_begin >= _OBEY_S:
@@ -350,8 +350,9 @@ class Pool:
     def repair(self, wanted: int | None = None) -> None:
         """Wait until the pool works; raises if it is closed.
 
-        A thread of its own does the work: a caller may be interrupted, by Ctrl-C or because it is
-        known that the user's exception has poisoned ``wanted``; others wait for slow ranks then.
+        A thread of its own does the work, since a caller may leave earlier: at Ctrl-C, or when it
+        is known that a user's exception has poisoned ``wanted``.  The repair then waits for slow
+        ranks without it.
         """
         self._insist()
         refuse_to_wait(self.send_lock, self._repairs)
@@ -365,7 +366,7 @@ class Pool:
                 thread.daemon = True
                 try:
                     thread.start()
-                except RuntimeError:  # there are too many
+                except RuntimeError:  # there are too many threads
                     self._repair_in_progress = None
                     raise
         while not futures.wait([repair], _EARLY_LOOK_S).done:
@@ -377,7 +378,7 @@ class Pool:
             raise failure
 
     def _known_failure(self, seq: int) -> BaseException | None:
-        """What has poisoned a command, if ranks have had time for what they can do."""
+        """What has poisoned a command, if the ranks have had time to report."""
         if time.monotonic() - self._drain_begin < _EARLY_S:
             return None
         verdict = self._verdict
@@ -404,13 +405,13 @@ class Pool:
         """Raise if the pool was closed."""
         if self.closed_because is not None:
             sleep_if_ending()
-        if isinstance(self._closed_by, OSError):  # what the user can mend
+        if isinstance(self._closed_by, OSError):  # which the user can mend
             raise OSError(*self._closed_by.args) from self._closed_by
         if self.closed_because is not None:
             raise RuntimeClosed(self.closed_because) from self._closed_by
 
     def _next_action(self) -> Action | None:
-        """What the supervisor wants next, if it comes soon; meanwhile what was posted is sent."""
+        """The supervisor's next action, if it comes soon; meanwhile sends what was posted."""
         if self._push():
             with contextlib.suppress(queue.Empty):
                 return self._actions.get(timeout=_LOOK_MS / 1000)
@@ -422,7 +423,7 @@ class Pool:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Abort(epoch=epoch, ranks=ranks):  # again: one that starts only now has missed it
+            case Abort(epoch=epoch, ranks=ranks):  # again: a new worker has missed the first
                 self._crew.control(ranks, wire.ABORT, epoch)
             case Drain(ranks=ranks):
                 with self.send_lock:
@@ -448,7 +449,7 @@ class Pool:
                 self._completed.clear()
                 self.limits.clear()
                 self._on_repaired({death.rank for death in verdict.deaths})
-                with self._state_lock:  # unless the next failure is already there
+                with self._state_lock:  # there may be a new failure already
                     self.broken = self._supervisor.phase is not Phase.HEALTHY
                     self.broken = self.broken or self.closed_because is not None
             case Close(verdict=verdict):
@@ -459,13 +460,13 @@ class Pool:
     # -- the end -----------------------------------------------------------------------------------
 
     def _on_crash(self, error: BaseException) -> None:
-        """A thread of the pool's own failed: no other would do its work."""
+        """A thread of the pool failed, and no other does its work."""
         self._closed_by = error
         self.close(f"the pool failed: {type(error).__name__}: {error}")
 
     def close(self, because: str) -> None:
-        """End all workers; idempotent.  Takes at most ``_CLOSE_S``, whatever locks are held: it
-        may be called where a signal handler or a finalizer has interrupted this very class.
+        """End all workers; idempotent.  Takes at most ``_CLOSE_S``, whatever locks are held: a
+        signal handler or a finalizer that has interrupted this class may call it.
         """
         if not self._closing.acquire(blocking=False):
             if self._closer != threading.get_ident():
@@ -483,13 +484,11 @@ class Pool:
         self._close_progress()
 
     def _close_progress(self) -> None:
-        if self._waiting.acquire(blocking=False):  # else it needs the bell, and comes here next
+        if self._waiting.acquire(blocking=False):  # else a thread needs the bell, and calls this
             self._progress.close()
 
     def abandon(self, because: str) -> None:
-        """In a forked child: the workers are the parent's, and must not live as long as the child
-        does.
-        """
+        """In a forked child, which must not keep the parent's workers alive."""
         self.closed_because = because
         self.broken = True
         self._closing, self._closed = threading.Lock(), threading.Event()

@@ -23,10 +23,10 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-gc.disable()  # what is made below stays: looking through it again and again takes 0.8 s
+gc.disable()  # the objects made below stay: traversing them again and again takes 0.8 s
 
 # Inductor would start a pool of compile processes, and probe the C++ compiler four times (6 s) for
-# vector instructions that /proc/cpuinfo tells already.
+# vector instructions that /proc/cpuinfo lists already.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
@@ -52,8 +52,8 @@ def _keep_memory() -> None:
 
 
 def _warm_up() -> None:
-    """Compile one small function, so that every worker is born with Inductor's modules and tables
-    in memory.
+    """Compile one small function, so that every worker starts with Inductor's modules and tables in
+    memory.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -68,7 +68,7 @@ _keep_memory()
 if config.warm and have_cpp_compiler():
     with contextlib.suppress(Exception):  # a worker that compiles for real reports what is wrong
         _warm_up()
-gc.freeze()  # workers need not look through it either, and its pages stay shared
+gc.freeze()  # workers do not traverse these objects either, so their pages stay shared
 gc.enable()
 
 
@@ -114,7 +114,7 @@ def _reap(exit_pipes: dict[int, int]) -> None:
     for pid, pipe in tuple(exit_pipes.items()):
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
-            with contextlib.suppress(OSError):  # the controller does not want to know
+            with contextlib.suppress(OSError):  # the controller has closed its end
                 os.write(pipe, EXIT_CODE.pack(os.waitstatus_to_exitcode(status)))
             os.close(exit_pipes.pop(pid))
 
@@ -147,8 +147,8 @@ def _become_worker(fds: Sequence[int], not_theirs: Sequence[int]) -> NoReturn:
             with contextlib.suppress(OSError):
                 os.chdir(taken.folder)
         multiprocessing.current_process().name = taken.name
-        # any lock that a library makes (tqdm's, while Inductor compiles) is a named semaphore with
-        # "forkserver", reported as leaked at exit
+        # with "forkserver" any lock that a library makes (tqdm's, while Inductor compiles) is a
+        # named semaphore, reported as leaked at exit
         multiprocessing.set_start_method("fork", force=True)
         named: dict[str, Any] = {
             name: InheritedFd(fd) for name, fd in zip(FDS, inherited, strict=True)

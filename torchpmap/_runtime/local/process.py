@@ -1,4 +1,4 @@
-"""One worker process, as the controller sees it: its sockets and pipes, its end.
+"""The controller's side of one worker process: its sockets and pipes, its start and its end.
 
 Scripts need no ``if __name__ == "__main__"``: workers get graphs or pickled functions, and never
 import the user's main module.
@@ -29,7 +29,7 @@ def preload() -> None:
 
 
 class WorkerProcess:
-    """One worker and our ends of its sockets (owner: the runtime, which must call ``close``).
+    """One worker, and the controller's ends of its sockets (the owner must call ``close``).
 
     Frames may be sent before ``start``: they wait in the socket.
     """
@@ -64,7 +64,7 @@ class WorkerProcess:
             self.exit_pipe, exit_pipe = _pipe(undo)
             self.stacks = os.memfd_create("torchpmap-stacks", os.MFD_CLOEXEC)
             undo.callback(os.close, self.stacks)
-            fcntl.fcntl(self.stacks, fcntl.F_SETFL, os.O_APPEND)  # what was read can be cut off
+            fcntl.fcntl(self.stacks, fcntl.F_SETFL, os.O_APPEND)  # so that it can be truncated
             for fd in (self.output, self.errors, self.exit_pipe):
                 os.set_blocking(fd, False)
             undo.pop_all()
@@ -83,7 +83,7 @@ class WorkerProcess:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was not closed."""
+        """Whether ``close`` has not been called."""
         return self.socket.fileno() >= 0
 
     def kill(self) -> None:
@@ -92,8 +92,8 @@ class WorkerProcess:
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def hang_up(self) -> None:
-        """Let the worker end after what it was sent (a frame would have to wait for room in the
-        socket).
+        """Let the worker end after the commands it was sent (a frame that says so would have to
+        wait for room in the socket).
         """
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
@@ -106,11 +106,11 @@ class WorkerProcess:
             poll.poll(int(1000 * patience.left()))
 
     def exitcode(self) -> int | None:
-        """What the fork server says about its end.
+        """The exit code of the worker, as the fork server reports it.
 
         Raises:
-            BlockingIOError: nothing yet.
-            EOFError: nothing, and it will not.
+            BlockingIOError: it is not known yet.
+            EOFError: it will never be known.
         """
         found = os.read(self.exit_pipe, EXIT_CODE.size)
         if not found:
@@ -118,7 +118,7 @@ class WorkerProcess:
         return int(EXIT_CODE.unpack(found)[0])
 
     def close(self) -> None:
-        """Close our ends; idempotent."""
+        """Close the controller's ends; idempotent."""
         self._close_theirs()
         self.socket.close()
         self.control.close()

@@ -1,19 +1,18 @@
 """How far every worker has come: one number per rank in memory they all share, and a bell.
 
-A worker writes the number of each command it is done with.  A thread of the controller that waits
-writes what it waits for, and sleeps; the worker that makes that true rings.  So a value that is
-there costs no message, and one that is not costs a single wake-up, of the thread that waits for it.
+A worker writes the number of each command it is done with.  A waiting thread of the controller
+writes the number it waits for, and sleeps; the last worker to reach it rings.  So waiting for a
+finished value costs no message, and waiting for an unfinished one costs a single wake-up.
 
 ::
 
     controller:  wanted = 7; until all numbers >= 7: sleep until the bell rings
     worker:      numbers[rank] = 7; if all numbers >= wanted: ring
 
-Nothing orders these stores and loads of different processors, so once in a great while each side
-misses what the other has just written.  Therefore the first sleep is short, and before a long one
-the worker is *told* to ring (``RING``), which cannot be missed.  A ring too many does no harm: the
-numbers, and the pool after a failure, say what has happened.  Only one thread may sleep, because
-the thread that wakes takes the ring away from the others.
+Nothing orders these stores and loads of different processors, so in rare cases each side misses
+what the other has just written.  Therefore the first sleep is short, and before a long one the
+worker is *told* to ring (``RING``), which cannot be missed.  An extra ring does no harm: the woken
+thread reads the numbers again.  Only one thread may sleep, because a ring wakes only one.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ class Progress:
             undo.pop_all()
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
-        # one per rank; then the command that a thread waits for, and a bit for each rank it is of
+        # one per rank; then the command that a thread waits for, and a bit for each of its ranks
         self._numbers = memoryview(self._memory).cast("q")
         self._numbers[-2] = _NOBODY_WAITS
 
     def inherited(self) -> tuple[InheritedFd, InheritedFd]:
-        """What ``WorkerProgress`` is made of."""
+        """The memory and the bell, for ``WorkerProgress``."""
         return InheritedFd(self._fd), InheritedFd(self._bell)
 
     def __getitem__(self, rank: int) -> int:
@@ -73,7 +72,7 @@ class Progress:
         return self.reached(seq, ranks)
 
     def awaited(self) -> list[int]:
-        """The ranks that the thread that sleeps, if any, waits for."""
+        """The ranks that the sleeping thread, if there is one, waits for."""
         wanted, ranks = self._numbers[-2], self._numbers[-1]
         if wanted == _NOBODY_WAITS:
             return []
@@ -81,7 +80,7 @@ class Progress:
         return [rank for rank in members if self._numbers[rank] < wanted]
 
     def ring(self) -> None:
-        """Wake the thread that sleeps, or the next one."""
+        """Wake the sleeping thread, or the next one that would sleep."""
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
@@ -105,7 +104,7 @@ class WorkerProgress:
         self._bell = bell.fd
 
     def note(self, seq: int) -> None:
-        """Everything up to command ``seq`` is done."""
+        """Record that everything up to command ``seq`` is done."""
         numbers = self._numbers
         numbers[self._rank] = seq
         if seq >= numbers[-2]:

@@ -1,8 +1,8 @@
-"""Calls of torchpmap that are made in the middle of one: by signal handlers and finalizers.
+"""Calls of torchpmap that interrupt another one: from signal handlers and finalizers.
 
-Python runs both between two steps of a program, a finalizer in whatever thread happens to collect
-garbage.  They may drop values, which takes no lock.  A call is refused where it could only wait for
-the code that it has interrupted.
+Python runs both between two steps of a program, a finalizer in any thread that collects garbage.
+They may drop values, which takes no lock.  They may not make a call that would wait for the code
+that it has interrupted.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 LIMIT, MONITOR = "torchpmap-limit", "torchpmap-monitor"
 REPAIRER, STARTER = "torchpmap-repair", "torchpmap-starter"
 _OWN_THREADS = frozenset({LIMIT, MONITOR, REPAIRER, STARTER})
-"""Without these no call goes on: they cannot wait for one."""
+"""Every call needs these threads, so they cannot wait for one."""
 
-_REMEDY = "Note there what is to be done, and do it where the program looks at the note."
+_REMEDY = "Set a flag there instead, and make the call where the program checks the flag."
 
 
 def held_here(lock: Any) -> Callable[[], bool]:
-    """What tells whether the calling thread holds an ``RLock``."""
+    """A function that tells whether the calling thread holds an ``RLock``."""
     return lock._is_owned
 
 
@@ -33,13 +33,13 @@ def refuse() -> NoReturn:
 
 
 def refuse_to_wait(*locks: Any) -> None:
-    """Raise in a thread of a pool's own, and in one that holds one of ``locks``: what they wait for
-    would not come.
+    """Raise in a thread of the pool itself, and in one that holds one of ``locks``: it would wait
+    for itself.
     """
     if threading.current_thread().name in _OWN_THREADS:
         raise RuntimeError(
-            "a finalizer (__del__, weakref.finalize) calls torchpmap and waits, in a thread of "
-            "torchpmap's own that happens to collect garbage. " + _REMEDY
+            "a finalizer (__del__, weakref.finalize) calls torchpmap and waits, in one of "
+            "torchpmap's own threads, which happened to collect garbage. " + _REMEDY
         )
     if any(held_here(lock)() for lock in locks):
         refuse()

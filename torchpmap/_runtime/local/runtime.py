@@ -1,7 +1,7 @@
 """The default runtime: this process is the controller, one worker process per device on this host.
 
 A call is one small frame, packed once and written to every worker of its team under the pool's send
-lock.  Values are numbers (handles) here; the workers hold what they stand for.
+lock.  Values are numbers (handles) here; the workers hold the tensors.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from torchpmap._trace.effects import prints
 from torchpmap._trace.pickling import pickled
 
 _JOINED_BYTES = 1 << 16
-"""Up to here a block is copied behind its header, and sent with it."""
+"""Up to this size a block is copied behind its header, and sent with it."""
 
 
 class _Stored:
-    """A value of a team's workers."""
+    """A value that a team's workers hold."""
 
     __slots__ = ("era", "id", "seq", "team")
 
@@ -47,7 +47,7 @@ class _Stored:
         self.id = id
         self.era = era
         self.seq = seq
-        """Of the command that makes it."""
+        """Number of the command that makes it."""
         self.team = team
 
     def __del__(self) -> None:
@@ -73,7 +73,7 @@ class LocalRuntime:
         self._teams: dict[tuple[int, ...], Team] = {}
         self._definitions: dict[int, tuple[tuple[int, ...], bytes]] = {}
         self._limited: dict[int, tuple[float, str]] = {}
-        """Seconds and name of the plans whose calls may take only so long."""
+        """Timeout and name of each plan whose calls have a timeout."""
         self._shipped: dict[int, dict[int, None]] = {}  # rank -> ids of the functions it keeps
         # appended to by finalizers in any thread, emptied under the send lock:
         self._retired: deque[int] = deque()
@@ -94,7 +94,7 @@ class LocalRuntime:
         team = self._teams.get(ranks)
         if team is None:
             if not self._pool.workers.keys() >= set(ranks):
-                # of a pool that another thread has shut down since the call began
+                # the ranks are of a pool that another thread has shut down since the call began
                 raise RuntimeClosed(POOL_CLOSED)
             with self._pool.send_lock:
                 new = Team(self, ranks)
@@ -128,7 +128,7 @@ class LocalRuntime:
             return list(
                 map(_Stored, range(out, out + num_outputs), repeat(seq), repeat(team), repeat(era))
             )
-        except BaseException:  # Ctrl-C: the workers make what no caller gets to see
+        except BaseException:  # Ctrl-C: the workers make values that no caller gets
             team.released.extend(range(out, out + num_outputs))
             raise
 
@@ -202,7 +202,7 @@ class LocalRuntime:
             except BaseException:  # Ctrl-C
                 try:
                     self._pool.give_up(seq, team.ranks, task.name)
-                except BaseException:  # and once more
+                except BaseException:  # Ctrl-C again
                     self._pool.give_up(seq, team.ranks, task.name)
                     raise
                 raise
@@ -272,10 +272,10 @@ class LocalRuntime:
 
     def is_ready(self, handle: Handle) -> bool:
         if self._pool.broken and not self.closed:
-            return False  # a repair would have to be waited for
+            return False  # else this would wait for a repair
         if self._is_computed(handle):
             return True
-        if self.devices[0].platform != "cpu":  # so that asking again will tell
+        if self.devices[0].platform != "cpu":  # a GPU worker notes its progress only when asked
             self._pool.ask(dict.fromkeys(handle.team.ranks, b""), wire.SYNC)
         return False
 
@@ -303,7 +303,7 @@ class LocalRuntime:
     def _check(self, handle: Any, ranks: Sequence[int]) -> None:
         self.insist()
         if self.scarred:
-            if self._pool.broken:  # what it costs is known after the repair
+            if self._pool.broken:  # which values are lost is known after the repair
                 self._pool.repair(handle.seq)
             error = self._losses.of_value(handle.era, handle.seq, ranks)
             if error is not None:
@@ -328,13 +328,13 @@ class LocalRuntime:
         return self._pool.has_reached(handle.seq, handle.team.ranks)
 
     def _insist(self, handle: Any, ranks: Sequence[int], ask: Callable[[], bool]) -> None:
-        """Ask ``ranks`` about a value, again after a repair, until it answers or is known to be
-        lost there.
+        """Ask ``ranks`` about a value, again after each repair, until all answer; raises if the
+        value is lost.
         """
         while True:
             self._check(handle, ranks)
             if ask():
-                self._check(handle, ranks)  # a failure may have come and gone before we asked
+                self._check(handle, ranks)  # a failure may have come and gone before ``ask``
                 return
             self._pool.repair(handle.seq)
 
@@ -351,7 +351,7 @@ class LocalRuntime:
             self._pool.tell(tuple(self._pool.workers), wire.FORGET, pack_ints(*retired))
 
     def _free(self, team: Team) -> None:
-        """Send which values are not used any more (send lock held); ``execute`` sends it with the
+        """Send which values are not used any more (send lock held); ``execute`` sends this with its
         call.
         """
         released = _take(team.released)
@@ -359,8 +359,8 @@ class LocalRuntime:
             self._pool.tell(team.ranks, wire.FREE, pack_ints(*released))
 
     def _flush_released(self) -> None:
-        """Free what is not used although no call comes (monitor: must not wait for the lock)."""
-        if "_pool" not in vars(self):  # the monitor runs before the pool is finished
+        """Free unused values when no calls are made (monitor: must not wait for the lock)."""
+        if "_pool" not in vars(self):  # the monitor runs before ``__init__`` ends
             return
         teams = tuple(self._teams.values())
         idle = not (self._retired or any(team.released for team in teams))
@@ -378,7 +378,7 @@ class LocalRuntime:
     def _restore(self, new_ranks: set[int]) -> None:
         """After a repair: give new workers the plans of the old ones."""
         with self._pool.send_lock:
-            self._shipped.clear()  # some were skipped behind the failure
+            self._shipped.clear()  # workers have skipped functions sent after the failure
             for team in self._teams.values():
                 team.sockets = [self._pool.workers[rank].socket for rank in team.ranks]
             for ranks, body in self._definitions.values():
@@ -395,7 +395,7 @@ class LocalRuntime:
 
 @cache
 def _packer(num_ints: int) -> Callable[..., bytes]:
-    """Packs the header of a call and so many numbers."""
+    """A function that packs the header of a call and ``num_ints`` numbers."""
     return struct.Struct(f"<QQ{num_ints + 1}q").pack
 
 

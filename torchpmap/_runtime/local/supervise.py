@@ -7,19 +7,19 @@
                                   +-----------Failed/Exited----------+
     more than ``max_attempts`` rebuilds in a row --> CLOSED
 
-* DRAINING: every surviving rank first works off (or skips) what was sent before, because a rank
+* DRAINING: every surviving rank first finishes (or skips) what was sent before, because a rank
   blocked in a collective with the failed one reports a *consequence*, often before the cause
-  arrives.  Only when all have answered is the cause chosen.
+  arrives.  The cause is chosen when all have answered.
 * A rank that is still busy after a moment is cancelled, if what it does is poisoned anyway.  It is
   never killed for being slow: computing for an hour is no error.  It is killed when its process is
-  stopped, which the owner sees, and when a call that took longer than it may does not end.
+  stopped, which the owner notices, and when a call does not end after its timeout.
 * The cause is, in this order: an exception of the user's code (earliest call, lowest rank), a
   death, a communication error.
 * A rank that drained without failing has completed all its calls, so only calls from the earliest
   reported failure on are poisoned, and only values with a shard on a dead rank are lost.
 
-No clock, no sockets, no processes here: ``_runtime/local/runtime`` performs the actions and feeds
-back what happens.
+No clock, no sockets, no processes here: ``_runtime/local/pool`` performs the actions and reports
+the events.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Exited:
     pid: int
     last_words: str = ""
     why: str = ""
-    """Why we killed it, if we did."""
+    """Why the pool killed it, if it did."""
     doomed: int | None = None
-    """The earliest request that it has not answered."""
+    """The earliest request that the rank has not answered."""
 
 
 @dataclass(frozen=True)
 class Drained:
-    """``rank`` has worked off or skipped everything sent before the drain."""
+    """``rank`` has finished or skipped everything sent before the drain."""
 
     rank: int
 
@@ -82,26 +82,26 @@ class Ready:
 
 @dataclass(frozen=True)
 class Lingering:
-    """Those that drain have had time to work off what was nearly done."""
+    """The draining ranks have had time to finish what was nearly done."""
 
 
 @dataclass(frozen=True)
 class Overdue:
-    """A call took longer than it may; ``failure`` tells so."""
+    """A call took longer than its timeout; ``failure`` says so."""
 
     failure: Failed
 
 
 @dataclass(frozen=True)
 class GivenUp:
-    """The caller of a call was interrupted; ``failure`` is for those that stand behind it."""
+    """The caller of a call was interrupted; ``failure`` is for the calls queued behind it."""
 
     failure: Failed
 
 
 @dataclass(frozen=True)
 class Stubborn:
-    """Those that were cancelled have had time to obey."""
+    """The cancelled ranks have had time to obey."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class Cancel:
-    """End what these ranks do of the calls from ``seq`` on."""
+    """End the calls from ``seq`` on that these ranks run."""
 
     seq: int
     ranks: tuple[int, ...]
@@ -260,7 +260,7 @@ class Supervisor:
         self._dead.add(event.rank)
         self._deaths.append(event)
         if self.phase is Phase.DRAINING:
-            # those still draining may wait for the one that just went
+            # a rank that still drains may wait for the one that has just died
             return [Abort(self.epoch, self._alive()), *self._rebuild_when_settled()]
         return self._drain()
 
@@ -314,5 +314,5 @@ class Supervisor:
         return [Report(verdict)]
 
     def verdict(self) -> Verdict:
-        """As far as it is known."""
+        """The verdict so far."""
         return Verdict(tuple(self._failures), tuple(self._deaths))

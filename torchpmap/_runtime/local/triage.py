@@ -1,9 +1,9 @@
-"""What a worker does just now, seen from outside: also when it cannot answer.
+"""What a worker is doing, seen from outside, even if it cannot answer.
 
-Three witnesses::
+Three sources::
 
     its control thread   answers which call runs, unless C code holds the GIL
-    faulthandler         writes the Python stacks on SIGUSR1, also then, unless it is stopped
+    faulthandler         writes the Python stacks on SIGUSR1, unless the process is stopped
     the kernel           knows whether the process runs, sleeps or is stopped
 """
 
@@ -33,7 +33,7 @@ _ANSWER_S = 0.5
 """Longer than an answer takes, unless the GIL is held."""
 _STACK_S = 0.2
 _SETTLED_S = 0.01
-"""A stack is complete when nothing was added for so long: it is written in less than a tenth."""
+"""A stack is complete when nothing was added for so long; writing it takes a tenth of that."""
 _tokens = itertools.count(1)
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -48,7 +48,7 @@ _LIBRARIES = (
 
 
 class Answer(NamedTuple):
-    """What a worker says."""
+    """What a worker answers to ``ask``."""
 
     state: str
     """As in ``/proc/PID/stat``."""
@@ -56,7 +56,7 @@ class Answer(NamedTuple):
     """None if it does not answer."""
 
     def has_begun(self, seq: int) -> bool:
-        """A worker that cannot say what it runs is taken to run this call."""
+        """Whether the worker has begun call ``seq``; assumed if it does not answer."""
         return self.said is None or self.said.get("seq", 0) >= seq
 
 
@@ -72,12 +72,12 @@ class Sight(NamedTuple):
     waits: str | None
     """The rank that it waits for, and the collective."""
     stack: str
-    """Of its main thread, innermost frame first."""
+    """The stack of its main thread, innermost frame first."""
 
 
 def ask(workers: Mapping[int, WorkerProcess]) -> dict[int, Answer]:
-    """Ask workers what they do, which does not disturb them; takes half a second at most (one
-    thread at a time).
+    """Ask workers what they do, without disturbing them; takes half a second at most (one thread at
+    a time).
     """
     states = {
         rank: "" if worker.pid is None else process_state(worker.pid)
@@ -101,8 +101,8 @@ def ask(workers: Mapping[int, WorkerProcess]) -> dict[int, Answer]:
 
 
 def look(workers: Mapping[int, WorkerProcess], answers: Mapping[int, Answer]) -> dict[int, Sight]:
-    """What workers do, with their stacks.  The signal for it cuts a sleep in C code short, so only
-    a call that has failed may be looked at.
+    """What workers do, with their stacks.  Only for a call that has failed: the signal for the
+    stacks cuts a sleep in C code short.
     """
     for worker in workers.values():
         with contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ def _answer(control: socket.socket, token: int, deadline: Deadline) -> dict[str,
         while poll.poll(int(1000 * deadline.left())):
             number, length = wire.CONTROL.unpack(control.recv(wire.CONTROL.size))
             body = control.recv(length)
-            if number == token:  # not a late one
+            if number == token:  # else it is a late answer to an earlier question
                 found: dict[str, Any] = json.loads(body)
                 return found
             if deadline.passed:
@@ -151,7 +151,7 @@ def _stacks(fd: int, deadline: Deadline) -> str:
 
 
 def _main_stack(text: str) -> str:
-    """Of the thread that runs calls."""
+    """The stack of the thread that runs calls."""
     for thread in text.split("\n\n"):
         _, _, frames = thread.partition("\n")
         if f'File "{_WORKER}"' in frames and "in serve" in frames:
@@ -160,7 +160,7 @@ def _main_stack(text: str) -> str:
 
 
 def described(sight: Sight, seq: int) -> str:
-    """What a rank does that is to run call ``seq``.
+    """What a rank that should run call ``seq`` is doing.
 
     Example:
         >>> stack = '  File "train.py", line 7 in step'
@@ -187,7 +187,7 @@ def described(sight: Sight, seq: int) -> str:
 
 
 def _place(stack: str) -> str:
-    """Where the user's code is."""
+    """The innermost line of the user's code."""
     frames = _FRAME.findall(stack)
     for file, line, _ in frames:
         if not file.startswith(_LIBRARIES):

@@ -1,7 +1,7 @@
-"""Which workers are waited for, and since when; which must be ended, and what the user should know.
+"""Decides which awaited workers must be ended, and which the user should be told about.
 
-A worker that is merely slow is waited for without limit: computing for an hour is no error.  One
-whose process is stopped will never answer, and this can be seen.  No clock and no processes here.
+A worker may be slow without limit: computing for an hour is no error.  A worker whose process is
+stopped never answers, and the state of the process shows that.  No clock and no processes here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 STOPPED_S = 5.0
 """How long a process may be stopped while it is waited for."""
 _SLOW_S = 30.0
-"""After this the user is told."""
+"""How long a rank is waited for before the user is told."""
 
 _STATES = {
     "R": "computing",
@@ -26,7 +26,7 @@ _STATES = {
 
 
 class Awaited(NamedTuple):
-    """What a rank is waited for; another one when the rank has gone on meanwhile."""
+    """What a rank is doing while it is waited for, and how far it has come."""
 
     what: str
     progress: Any
@@ -41,7 +41,7 @@ class _Wait:
 
 
 class Vigil:
-    """Fed with the same facts again and again."""
+    """Compares the awaited ranks with those of the last ``look``."""
 
     def __init__(self) -> None:
         self._waits: dict[int, _Wait] = {}
@@ -49,8 +49,8 @@ class Vigil:
     def look(
         self, now: float, awaited: Mapping[int, Awaited], state: Callable[[int], str]
     ) -> tuple[list[int], list[tuple[int, str, float]]]:
-        """The ranks that are stopped for good; and those to tell the user of, once each, with the
-        state of the process and for how long they have been waited for.
+        """The ranks that are stopped for good; and the slow ranks, once each, with the state of the
+        process and for how many seconds they have been waited for.
         """
         before, self._waits = self._waits, {}
         stopped, slow = [], []
@@ -73,8 +73,8 @@ class Vigil:
 
 
 def notice(ranks: Sequence[tuple[str, str, str]], seconds: float) -> str:
-    """The line that tells the user of a long wait: for each rank its name, what it is waited for,
-    and the state of its process.
+    """The line that tells the user of a long wait: for each rank its name, what it is doing, and
+    the state of its process.
 
     Example:
         >>> notice([("cpu:1 (rank 1, pid 71)", "it runs step", "R")], 30.2)

@@ -5,23 +5,22 @@ Two threads::
     main     command socket --> frames in order: define, call, put, fetch, ... --> answers, there
     control  control socket --> abort: free the main thread from a collective
                                 cancel: end its call
-                                dump: say what it does
+                                dump: report what it does
                                 end of file: leave at once
 
 ``values`` (handle -> tensor) and ``plans`` belong to the main thread alone; ``Groups`` guards what
 both threads touch.
 
-An exception in a call never ends the worker, whatever its type: only what is raised while the
-command socket is read is about that socket (``reader.has_ended``).  The worker drops its process
-groups *first* (peers blocked in a collective with it then fail in milliseconds), reports, and skips
-every further call until the controller starts a new epoch: what was queued behind a failed call
-could mean anything.
+An exception in a call never ends the worker, whatever its type; only the end of the command socket
+does (``reader.has_ended``).  After an exception the worker drops its process groups *first* (peers
+blocked in a collective with it then fail in milliseconds), and reports.  It skips every further
+call until the controller starts a new epoch, since calls behind a failed one may depend on it.
 
-A call may fork, and the child come back from it.  The child leaves at once, since sockets, shared
+A call may fork, and return in the child, too.  The child then exits at once, since sockets, shared
 numbers and groups are the parent's.
 
-The controller may die in any way, also by SIGKILL while this process holds the GIL in C code: the
-lifeline is a pipe without a writer, armed to deliver SIGKILL when its other end closes.
+The controller may die in any way, even by SIGKILL while this process holds the GIL in C code.  So
+the lifeline, a pipe to which nothing is written, delivers SIGKILL when its other end closes.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ _NEVER = 1 << 62
 _FOREVER_S = 30 * 24 * 3600.0
 _NOTHING: Mapping[int, torch.Tensor] = {}
 _HARMLESS = (wire.PUT, wire.FREE, wire.FORGET, wire.DEFINE)
-"""What a rank does also after a failure: skipping it would leave a gap, and it involves no other
-rank.
+"""Commands that a rank obeys even after a failure: they involve no other rank, and skipping one
+would leave a gap.
 """
 
 
@@ -100,7 +99,7 @@ def main(birth: Birth) -> None:
         )  # graphs say cuda:0 on every rank
     device = torch.device("cuda", 0) if birth.device_type == "cuda" else torch.device("cpu")
     torch.set_num_threads(birth.num_threads)
-    # how long a collective may wait is the controller's to say, which sees why
+    # the controller decides how long a collective may wait, since it sees why
     groups = Groups(birth.rank, device, None, replace(birth.config, timeout=_FOREVER_S))
     worker = _Worker(birth, device, groups)
     faulthandler.register(signal.SIGUSR1, file=birth.stacks.fd)
@@ -135,7 +134,7 @@ class _Worker:
         self.index_tensors: dict[int, torch.Tensor] = {}
         self.failed = False
         self.running = 0
-        """The call that user code is running for; 0: none, and nothing may be raised."""
+        """The call whose user code runs; 0: none, so no interrupt may raise."""
         self.cancelled_from = _NEVER
         self.was_cancelled = False
         self.epoch_begin = 0
@@ -178,7 +177,7 @@ class _Worker:
                 try:
                     handler(seq, length)
                 finally:
-                    self.running = 0  # what interrupts before this is caught below
+                    self.running = 0  # an interrupt before this is caught below
                 if self.is_forked:
                     os._exit(0)
                 if calls_are_done:
@@ -204,7 +203,7 @@ class _Worker:
         self.values.update(zip(range(out, out + len(results)), results, strict=True))
 
     def skip(self, kind: int, length: int) -> None:
-        """Do nothing of a command behind a failure, except to free the values that it names."""
+        """Skip a command behind a failure, but free the values that it names."""
         if kind == wire.CALL:
             _, _, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
             self.release(handles[num_inputs:])
@@ -300,7 +299,7 @@ class _Worker:
             wire.keep_latest(self.bodies, task.body_id, task.body)
         linecache.cache.update(task.sources)
         self.begin(seq, f"running {task.name}")
-        # anew for every call: what the last one wrote to the function's surroundings must not be
+        # unpickled for every call: changes that the last one made to captured objects must not be
         # seen
         work: Work = pickle.loads(self.bodies[task.body_id])
         rank = Rank(task.ranks, task.group, self.index(task.ranks), self.groups.ensure)
@@ -320,7 +319,7 @@ class _Worker:
 
         body = cloudpickle.dumps(report)
         self.running = 0
-        if self.was_cancelled:  # and the function went on
+        if self.was_cancelled:  # and the function caught it
             raise CallCancelled
         if self.is_forked:
             os._exit(0)
@@ -344,8 +343,8 @@ class _Worker:
         self.stream.send([frame(wire.FAILED, seq, pickle.dumps((origin, packed, where)))])
 
     def pack(self, seq: int, error: BaseException) -> bytes:
-        """An exception as bytes; its text and its pickling are code of the user's, which may be
-        cancelled as the function itself.
+        """An exception as bytes; its text and its pickling may run the user's code, which can be
+        cancelled like the function itself.
         """
         try:
             try:
@@ -354,7 +353,7 @@ class _Worker:
             finally:
                 self.running = 0
         except CallCancelled:
-            late = "it took too long to say what it says, or to pickle it"
+            late = "it took too long to get its text, or to pickle it"
             return pack_exception(WorkerError(f"{type(error).__qualname__}: {late}"))
 
     def supervised(self, kind: int, seq: int, length: int) -> None:
@@ -370,7 +369,7 @@ class _Worker:
         self.failed = self.was_cancelled = False
         self.cancelled_from, self.epoch_begin = _NEVER, seq
         self.bodies.clear()  # the controller sends them again
-        # an epoch has a store of its own, which remembers whatever it has read; -1: it does not
+        # a new store for each epoch, since a store remembers what it has read; -1: it does not
         # remove its file, which has no name
         self.groups.renew(epoch, torch.distributed.FileStore(self.store_path, -1))
         try:
@@ -381,22 +380,22 @@ class _Worker:
         else:
             self.stream.send([frame(wire.READY, epoch)])
 
-    # -- from outside the main thread's course -----------------------------------------------------
+    # -- from other threads, signals and forks -----------------------------------------------------
 
     def cancel(self, seq: int) -> None:
-        """End calls from ``seq`` on, those of this epoch (control thread)."""
+        """End this epoch's calls from ``seq`` on (control thread)."""
         if seq > self.epoch_begin:
             self.cancelled_from = min(seq, self.cancelled_from)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
 
     def interrupt(self, _: Any = None, frame: FrameType | None = None) -> None:
-        """Raise if the running call is to end (signal handler, so in the main thread).
+        """Raise if the running call is cancelled (signal handler, so in the main thread).
 
         Not in an import, which would leave half a module for all later calls; the controller asks
         again.
         """
         if self.running >= self.cancelled_from and not _imports(frame):
-            if not self.failed:  # else it tells of an exception, step by step
+            if not self.failed:  # else it packs an exception, in several steps
                 self.running = 0
             self.was_cancelled = True
             raise CallCancelled
@@ -441,8 +440,8 @@ def _listen(control: socket.socket, worker: _Worker) -> NoReturn:
 
 
 def arm_lifeline(fd: int) -> None:
-    """Die when the other end of a pipe is closed, whatever this process does then: also when it is
-    stopped, or holds the GIL in C code.
+    """Die when the other end of a pipe is closed, even while this process is stopped or holds the
+    GIL in C code.
     """
     fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
@@ -454,13 +453,13 @@ def arm_lifeline(fd: int) -> None:
 
 def _arm_child(lifeline: InheritedFd) -> None:
     """In a child that user code has made with ``multiprocessing``: it dies with the pool too."""
-    # opened anew: of one that is shared, the signal goes to the worker alone
+    # opened again: the signal for a shared descriptor goes to the worker alone
     arm_lifeline(os.open(lifeline.path(), os.O_RDONLY | os.O_CLOEXEC))
 
 
 def _kill_children() -> None:
-    """End the processes that user code has made with ``multiprocessing``, also by spawning them: no
-    exit handler of this process will.
+    """End the processes that user code has forked or spawned with ``multiprocessing``: no exit
+    handler of this process does it.
     """
     for child in multiprocessing.active_children():
         with contextlib.suppress(OSError, ValueError):  # it has ended, or was closed
@@ -468,8 +467,8 @@ def _kill_children() -> None:
 
 
 def _redirect_output(birth: Birth) -> None:
-    """Everything written to stdout and stderr, also from C, travels to the controller, which prints
-    it where the user looks.
+    """Send everything written to stdout and stderr, also from C, to the controller, which prints
+    it.
     """
     os.dup2(birth.output.fd, 1)
     os.dup2(birth.errors.fd, 2)
