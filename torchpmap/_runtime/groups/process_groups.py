@@ -3,7 +3,7 @@ the next epoch.
 
 Groups are plain ``c10d`` groups registered under a *name* that is equal on all ranks, so that
 compiled graphs (which hold only the name) survive a rebuilt group.  They are made directly instead
-of with ``torch.distributed.new_group`` because that sorts its ranks, numbers its names, and needs a
+of with ``torch.distributed.new_group``, which sorts its ranks, chooses its own names, and needs a
 default group.
 
 CPU processes of one host share memory (see ``_runtime/groups/shared_memory_group``); those of
@@ -45,7 +45,7 @@ in the group.
 
 
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=10)
-"""For a peer that came and died before it was connected."""
+"""How long Gloo waits for a peer that has come, but died before it was connected."""
 
 
 class Groups:
@@ -59,8 +59,8 @@ class Groups:
         config: Config,
         address: str | None = None,
     ) -> None:
-        """``store``: where members meet; None: ``renew`` gives one for each epoch.  ``address``: of
-        this host, where others reach it; None if all ranks are on this host."""
+        """``store``: where members meet; None: ``renew`` sets one for each epoch.  ``address``:
+        where other hosts reach this one; None if all ranks are on this host."""
         self._rank = rank
         self._device = device
         self._store = store
@@ -72,11 +72,9 @@ class Groups:
         self._sockets: list[socket.socket] = []
         self._meetings: list[Meeting] = []
         self.occasion = Occasion()
-        """The call in progress, where processes are not told what to run but know (written by the
-        runtime).
-        """
+        """The call in progress, if every process is a controller (written by the runtime)."""
         self.calls: dict[int, str] = {}
-        """The names of such calls (written by the runtime)."""
+        """Names of calls, by the number of their occasion (written by the runtime)."""
         self._aborted_epoch = 0  # the latest; the order to abort an epoch may come before its start
         self._aborted = threading.Event()
         self._groups: dict[str, dist.ProcessGroup | None] = {}
@@ -87,7 +85,7 @@ class Groups:
         """Make this rank's group of ``partition`` under ``name``; every member must do the same."""
         if name in self._groups:
             return
-        if self._is_forsaken:  # its members would be waited for without an end
+        if self._is_forsaken:  # else this process would wait for the members forever
             raise GroupLost("process group: this process was forked, and is no rank of any group")
         members = next((part for part in partition if self._rank in part), None)
         if members is None:
@@ -153,7 +151,7 @@ class Groups:
             )
 
     def _connect(self, store: dist.Store, members: RankTuple) -> dist.ProcessGroup:
-        """Make the group, until ``abort``: Gloo cannot be stopped while it connects, but left."""
+        """Make the group, until ``abort``.  A thread does it: Gloo cannot be stopped in between."""
         result: list[dist.ProcessGroup | Exception] = []
 
         def make() -> None:
@@ -220,8 +218,8 @@ class Groups:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def drop(self) -> None:
-        """Let go of all groups: peers that wait for this rank fail within milliseconds instead of
-        at their timeout.
+        """Drop all groups: peers that wait for this rank fail within milliseconds instead of at
+        their timeout.
         """
         with self._lock:
             self._aborted.set()
@@ -248,8 +246,8 @@ class Groups:
         return None
 
     def forsake(self) -> None:
-        """In a forked child: no collective finds a group, whose other end is the parent's,
-        and none makes one.
+        """In a forked child: collectives find no group, and make none.  All groups are the
+        parent's.
         """
         self._is_forsaken = True
         for meeting in self._meetings:
@@ -260,7 +258,7 @@ class Groups:
         self._groups.clear()
 
     def renew(self, epoch: int, store: dist.Store) -> None:
-        """Drop what is left and start ``epoch`` with no groups, whose members meet in ``store``."""
+        """Drop all groups and start ``epoch`` without any; new ones connect through ``store``."""
         self.drop()
         with self._lock:
             self.epoch, self._store = epoch, store
@@ -269,7 +267,7 @@ class Groups:
 
 
 def _open_sockets() -> dict[str, int]:
-    """Identity and descriptor of every socket; the number alone is used again after a close."""
+    """Identity and descriptor of every socket; a closed descriptor's number is used again."""
     found = {}
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is gone by now
@@ -280,12 +278,12 @@ def _open_sockets() -> dict[str, int]:
 
 
 def _connected(fds: Iterable[int]) -> list[socket.socket]:
-    """Duplicates of those of ``fds`` that have a peer."""
+    """Duplicates of the sockets in ``fds`` that have a peer."""
     found = []
     for fd in fds:
         try:
             duplicate = socket.socket(fileno=os.dup(fd))
-        except OSError:  # closed by now: that of an attempt left behind
+        except OSError:  # closed by now, by an earlier attempt to connect
             continue
         try:
             duplicate.getpeername()
@@ -310,7 +308,7 @@ _CPP_COLLECTIVES = tuple(f"aoti_torch_{kind}__c10d_functional_" for kind in ("cp
 
 _PACKAGE = __name__.partition(".")[0]
 
-# past any property of the same name in the class of a user's exception
+# these bypass properties of the same names in the class of a user's exception
 _exception: Any = BaseException
 _group: Any = BaseExceptionGroup
 _cause: Callable[[BaseException], BaseException | None] = _exception.__cause__.__get__
@@ -320,10 +318,10 @@ _members: Callable[[BaseException], tuple[BaseException, ...]] = _group.exceptio
 
 
 def is_communication(error: BaseException) -> bool:
-    """Whether an exception comes from a collective, so that another rank may be the cause, or was
-    raised because of one that does.
+    """Whether an exception comes from a collective, or was raised because of one that does, so that
+    another rank may be the cause.
 
-    What it says does not count, only where it was raised: a user's code may say anything.
+    Only the place counts where it was raised, not its text: the user's code may raise any text.
     """
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -332,7 +330,7 @@ def is_communication(error: BaseException) -> bool:
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        # the type's own: __class__ may lie
+        # type(), not __class__, which a user's class may redefine
         if issubclass(type(one), GroupLost) or (
             issubclass(type(one), RuntimeError) and _is_raised_by_group(one)
         ):
@@ -344,7 +342,7 @@ def is_communication(error: BaseException) -> bool:
 
 
 def _is_raised_by_group(error: BaseException) -> bool:
-    """Whether C++ raised it: in waiting for a collective, or in reaching the other ranks for us."""
+    """Whether C++ raised it: waiting for a collective, or reaching other ranks for torchpmap."""
     trace = _trace(error)
     frame: FrameType | None = None
     while trace is not None:
@@ -358,6 +356,6 @@ def _is_raised_by_group(error: BaseException) -> bool:
             is_distributed or name.startswith("wait_tensor")
         )
     module = str(frame.f_globals.get("__name__"))
-    if module.startswith("torch._inductor."):  # C++ of Inductor's (cpp_wrapper) names what failed
+    if module.startswith("torch._inductor."):  # Inductor's C++ (cpp_wrapper) names the operator
         return str(error).startswith(_CPP_COLLECTIVES)
     return is_distributed and module.partition(".")[0] == _PACKAGE

@@ -4,13 +4,12 @@
 
     a line of numbers per rank | aborted | token | bounds, twice | slots and a result, twice
 
-Meeting means to count up a number of one's own, and to wait for those of the others: a few times by
-giving up the core, then asleep (a futex).  Beside the number stands what the rank comes for, so
-that ranks which do different things raise instead of exchanging nonsense.
+To meet, each rank increments its own number and waits for the numbers of the others.  It yields the
+core a few times, then sleeps (a futex).  Beside the number stands the rank's purpose, so that ranks
+with different purposes raise instead of exchanging wrong data.
 
-Stores must become visible in the order in which they are made, and Python has no fence to ask for
-that, so this is for x86-64 on Linux only.  Everywhere else, and between hosts, ``connect`` returns
-None.
+Stores must become visible in program order, and Python has no memory fence.  So this is for x86-64
+on Linux only.  Everywhere else, and between hosts, ``connect`` returns None.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ import torch.distributed as dist
 from torchpmap._base.errors import CallTimeout, GroupLost
 
 SLOT_BYTES = 1 << 20
-"""What fits in a slot."""
+"""Size of a slot."""
 _LINE = 8
-"""Numbers of a rank, in a cache line of its own: how often it has met the others, and the last two
-times what for and on which occasion.
+"""Numbers of a rank, in a cache line of its own: how often it has met the others, and the purpose
+and the occasion of its last two meetings.
 """
 _YIELDS = 100
-"""How often a rank gives up the core for another one before it sleeps."""
+"""How often a rank yields the core before it sleeps."""
 _MAX_ROWS = 256
-"""Shapes whose views are kept, since making them takes longer than exchanging a few numbers."""
+"""How many views are kept: making one takes longer than exchanging a few numbers."""
 _LOOK_AROUND_NS = 50_000_000
-"""How long it sleeps before it makes sure that the others are still there."""
+"""How long a rank sleeps before it checks that the others are still there."""
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # numbers of x86-64
 
 
@@ -59,7 +58,7 @@ _look_around = _Timespec(0, _LOOK_AROUND_NS)
 
 
 class _Memory:
-    """The bytes, as numbers and as tensors."""
+    """The shared bytes, as numbers and as tensors."""
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
@@ -98,14 +97,14 @@ class _Memory:
 
 
 def _extent(size: int) -> tuple[int, int]:
-    """Bytes before the slots, and in all."""
+    """The number of bytes before the slots, and in total."""
     numbers = _LINE * (size + 2) + 2 * size * (size + 1)
     start = -(-8 * numbers // mmap.PAGESIZE) * mmap.PAGESIZE
     return start, start + 2 * (size + 1) * SLOT_BYTES
 
 
 class Occasion:
-    """The call that a process runs, as a number that all processes give it."""
+    """The call that a process runs, as a number that is the same in all processes."""
 
     number = 0
 
@@ -113,8 +112,8 @@ class Occasion:
 class Meeting:
     """One rank's part of the memory; one thread at a time uses it, but any may ``abort``.
 
-    There are two sets of slots, used in turn: a rank that meets the others again has read all it
-    wanted.
+    There are two sets of slots, used in turn: a rank that comes to the next meeting has read the
+    slots of the last one.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class Meeting:
         limit_s: float,
         occasion: Occasion,
     ) -> None:
-        """``ranks``: how messages name the members; ``place``: of this one among them."""
+        """``ranks``: the members, as messages name them; ``place``: of this process among them."""
         self.ranks = ranks
         self.place = place
         self._memory = memory
@@ -155,17 +154,17 @@ class Meeting:
 
     @property
     def bounds(self) -> list[memoryview]:
-        """Beside these slots, for each rank: where in what it gives the part of each rank begins,
-        and the last one ends.
+        """For each rank, beside its current slot: where the part for each rank begins in its input,
+        and where the last part ends.
         """
         return self._memory.bounds[self._turn]
 
     def meet(self, purpose: int, *, patient: bool = False) -> int | None:
-        """Return when all ranks have come; the first that came for another purpose or on another
+        """Wait for all ranks; returns the first that came for another purpose or on another
         occasion, if any did.
 
-        ``patient``: then, too, all have come, and may meet again.  Without it none may: a rank
-        that is still to come would find the purpose of a later meeting.
+        With ``patient`` all have come then, too, and may meet again.  Without it they must not meet
+        again: a late rank would read the purpose of a later meeting.
         """
         odd = None
         numbers, mine, occasion = self._numbers, self._mine, self._occasion.number
@@ -185,7 +184,7 @@ class Meeting:
         return odd
 
     def purpose_of(self, place: int) -> tuple[int, int]:
-        """What a rank came for the last time, and on which occasion."""
+        """The purpose and the occasion of a rank at the last meeting."""
         beside = _LINE * place + 1 + 2 * (self._met & 1)
         return self._numbers[beside], self._numbers[beside + 1]
 
@@ -216,7 +215,7 @@ class Meeting:
 
     @property
     def waits(self) -> tuple[int, int] | None:
-        """What this rank has come for, and the rank it has been waiting for, if it has (any
+        """The purpose of this rank and the rank that it waits for; None if it does not wait (any
         thread).
         """
         awaited = self._awaited
@@ -227,18 +226,18 @@ class Meeting:
         _syscall(_FUTEX, self._memory.address + 8 * number, _FUTEX_WAKE, 0x7FFFFFFF, None)
 
     def abort(self) -> None:
-        """Make every rank that waits, or will, raise (from any thread)."""
+        """Make every rank raise that waits, now or later (from any thread)."""
         self._numbers[self._memory.aborted] = 1
         for place in range(self._memory.size):
             self._wake(_LINE * place)
 
     def forsake(self) -> None:
-        """In a forked child: meeting raises, and the numbers that all share stay the parent's."""
+        """In a forked child: meeting raises, and writes no more to the shared numbers."""
         self._numbers = memoryview(bytearray(self._numbers)).cast("q")
         self._numbers[self._memory.aborted] = 1
 
     def leave(self) -> None:
-        """Wait no more; a process that waits for this one raises."""
+        """Leave the group; a process that waits for this one raises."""
         self.abort()
         for pidfd in self._pidfds:
             os.close(pidfd)
@@ -255,8 +254,8 @@ def connect(
     *,
     willing: bool,
 ) -> Meeting | None:
-    """Meet the other ``ranks`` for the first time; None, for all, if they cannot share memory, or
-    if one of them is not ``willing``.
+    """Meet the other ``ranks`` for the first time; None on all of them if they cannot share memory,
+    or if one of them is not ``willing``.
 
     ``wait`` waits for keys of the store.
     """
@@ -302,7 +301,7 @@ def _is_able() -> bool:
 
 
 def _found(pid: int, fd: int, token: int, size: int) -> _Memory | None:
-    """The memory that another process has made, if it is on this host and lets us."""
+    """The memory that another process made; None on another host, or without permission."""
     if fd < 0:
         return None
     try:
@@ -310,7 +309,7 @@ def _found(pid: int, fd: int, token: int, size: int) -> _Memory | None:
     except OSError:
         return None
     try:
-        # in a container of its own, or on another host, the numbers stand for another file
+        # in another container, or on another host, the same pid and fd stand for another file
         if os.fstat(here).st_size != _extent(size)[1]:
             return None
         memory = _Memory(here, size)

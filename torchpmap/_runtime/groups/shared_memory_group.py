@@ -1,14 +1,14 @@
 """A process group of CPU processes on one host, over memory that they share.
 
 Gloo sends every byte through a socket, which costs a fifth of a millisecond for four bytes, and
-several copies for large tensors.  Here each rank copies what it gives into a slot that all can
-read, meets the others, and reads theirs::
+several copies for large tensors.  Here each rank copies its input into a slot that all can read,
+meets the others, and reads their slots::
 
     rank 0   slot 0 <- mine | meet | out <- slot 0 + slot 1
     rank 1   slot 1 <- mine | meet | out <- slot 0 + slot 1
 
-What does not fit in a slot goes in several pieces.  A collective runs in the thread that asks for
-it, and is over when it returns.
+An input that does not fit in a slot goes in several pieces.  A collective runs in the calling
+thread, and is complete when it returns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchpmap._base.errors import CollectiveMismatch
 from torchpmap._runtime.groups.shared_memory import SLOT_BYTES, Meeting
 
 _SMALL_BYTES = 1 << 15
-"""Up to here every rank adds up everything, instead of a part that it then hands on."""
+"""Up to this size every rank reduces the whole tensor; above it, a share that it hands on."""
 
 _REDUCTIONS: dict[Any, tuple[str, Callable[..., torch.Tensor]]] = {
     dist.ReduceOp.SUM: ("sum", torch.add),
@@ -59,29 +59,29 @@ def _without_grad(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Done(dist._Work):
-    """All there is to wait for is over when a collective returns."""
+    """Stands for a collective that has returned, and so is complete."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
 
 
 _done = _Done()
-_ProcessGroup: Any = dist.ProcessGroup  # annotated with overloads that C++ never asks for
+_ProcessGroup: Any = dist.ProcessGroup  # annotated with overloads that C++ never calls
 
 
 class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     """The collectives that ``torch.ops._c10d_functional`` asks a group for."""
 
     def __init__(self, meeting: Meeting, calls: Mapping[int, str]) -> None:
-        """``calls``: names for the numbers of occasions."""
+        """``calls``: the names of calls, by the number of their ``Occasion``."""
         super().__init__(meeting.place, len(meeting.ranks))
         self._meeting = meeting
         self._calls = calls
         self._rank, self._size = meeting.place, len(meeting.ranks)
 
     def agree(self, number: int) -> bool:
-        """Whether all ranks have come with the same number, of up to 62 bits; in any case they may
-        go on.
+        """Whether all ranks have come with the same number, of up to 62 bits; the group stays
+        usable if they have not.
         """
         kind = -1 - number
         odd = self._meeting.meet(kind, patient=True)
@@ -124,7 +124,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def _reduce_whole(
         self, x: torch.Tensor, reduce: Callable[..., torch.Tensor], kind: int
     ) -> None:
-        """Every rank adds up everything; what counts here is how few operations it takes."""
+        """Every rank reduces the whole tensor, which takes the fewest operations."""
         _, rows = self._meeting.rows(x.dtype, x.shape)
         rows[self._rank].copy_(x)
         self._meet(kind)
@@ -133,7 +133,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def _reduce_shares(
         self, piece: torch.Tensor, reduce: Callable[..., torch.Tensor], kind: int
     ) -> None:
-        """Every rank adds up a part, and hands it on."""
+        """Every rank reduces a share, and hands it on."""
         rank, size, count = self._rank, self._size, piece.numel()
         slots = self._meeting.slots(piece.dtype)[:, :count]
         slots[rank].copy_(piece)
@@ -171,7 +171,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def _all_to_all(
         self, out: torch.Tensor, x: torch.Tensor, taken: Sequence[int], given: Sequence[int]
     ) -> None:
-        """Row counts say what is taken from and given to each rank; without them all is even."""
+        """``taken`` and ``given``: rows from and to each rank; empty if all are the same."""
         size, kind = self._size, _kind("all_to_all", x.dtype, 0)
         mine, source, target = _bounds(x.nbytes, tuple(given), size), _bytes_of(x), _bytes_of(out)
         places = _bounds(out.nbytes, tuple(taken), size)
@@ -211,7 +211,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
                 piece.copy_(rows[root])
 
     def permute(self, x: torch.Tensor, source: int | None) -> torch.Tensor:
-        """What ``source`` gives, or zeros; every rank gives ``x``, and some may take none of it."""
+        """``x`` of the rank ``source``, or zeros if that is None; every rank gives its ``x``."""
         x = x.contiguous()
         kind = _kind("permute", x.dtype, x.numel())
         out = torch.zeros_like(x) if source is None else torch.empty_like(x)
@@ -284,7 +284,7 @@ def described(kind: int) -> str:
 
 
 def _pieces(x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """What fits in a slot, of a contiguous tensor."""
+    """Parts of a contiguous tensor that fit in a slot."""
     return (x,) if x.nbytes <= SLOT_BYTES else x.view(-1).split(SLOT_BYTES // x.element_size())
 
 
@@ -298,7 +298,7 @@ def _reduction(operation: Any) -> tuple[str, Callable[..., torch.Tensor]]:
 def _reduce_rows(
     rows: Sequence[torch.Tensor], reduce: Callable[..., torch.Tensor], out: torch.Tensor
 ) -> None:
-    """In the order of the ranks, so that all get the same bits."""
+    """Reduce in the order of the ranks, so that all get the same bits."""
     if len(rows) == 1:
         out.copy_(rows[0])
         return
@@ -308,7 +308,7 @@ def _reduce_rows(
 
 
 def _bytes_of(x: torch.Tensor) -> torch.Tensor:
-    # the last dim has the stride 1 also where a single element counts as contiguous with another
+    # a tensor of one element counts as contiguous with any stride; the new last dim has stride 1
     return x.reshape(-1).unsqueeze(-1).view(torch.uint8).view(-1)
 
 
