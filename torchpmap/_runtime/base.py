@@ -1,4 +1,4 @@
-"""What a runtime is: it stores blocks on devices, runs plans on them, and gives them back."""
+"""The interface of a runtime: it stores blocks on devices, runs plans there and returns blocks."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Team:
         self.runtime = runtime
         self.ranks = ranks
         self.sockets: list[socket.socket] = []
-        """To its workers, where it has some."""
+        """To the workers of ``ranks``; empty in a runtime without workers."""
         self.released: deque[int] = deque()
-        """Values there whose last reference died (any thread appends, the sender of the next frame
-        takes).
+        """Handles that the ranks are to free, because the last reference died (any thread appends,
+        the sender of the next frame removes).
         """
 
 
@@ -50,7 +50,7 @@ class Handle(Protocol):
 
     @property
     def seq(self) -> int:
-        """A number that no value has which was computed before."""
+        """A number that is not smaller than that of any value computed before."""
 
 
 class Runtime(Protocol):
@@ -62,19 +62,19 @@ class Runtime(Protocol):
 
     @property
     def runs_here(self) -> bool:
-        """Whether plans and functions run in this process, where all that the user defined is."""
+        """Whether plans and functions run in this process, which has all that the user defined."""
 
     @property
     def scarred(self) -> bool:
-        """Whether values may be lost: only then need callers ``check`` what they keep."""
+        """Whether values may be lost: only then must callers ``check`` the handles they keep."""
 
     @property
     def timeout(self) -> float | None:
-        """How long a call may take that does not say so itself."""
+        """How many seconds a call without a timeout of its own may take."""
 
     @property
     def forked(self) -> bool:
-        """Whether this is a copy, in a forked child of the process that owns the devices."""
+        """Whether this object is a copy in a forked child of the process that owns the devices."""
 
     @property
     def closed(self) -> bool:
@@ -87,15 +87,15 @@ class Runtime(Protocol):
         """Store one CPU tensor per rank of the team."""
 
     def define(self, team: Team, definition: Definition, groups: dict[str, RankPartition]) -> None:
-        """Compile a plan: one rank first, the others load what it built.  Returns when the first is
-        done.
+        """Compile a plan: one rank compiles it, then the others load the result.  Returns when the
+        first rank is done.
         """
 
     def make_groups(self, groups: dict[str, RankPartition]) -> None:
         """Make sure that process groups of these names exist on all ranks."""
 
     def forget(self, plan_id: int) -> None:
-        """A plan will not be called again."""
+        """Drop a plan, which will not be called again."""
 
     def check(self, handle: Handle) -> None:
         """Raise if a value is known to be lost."""
@@ -103,8 +103,8 @@ class Runtime(Protocol):
     def execute(
         self, team: Team, plan_id: int, held: Sequence[Any], num_outputs: int
     ) -> list[Handle]:
-        """Start a plan on stored values; its outputs.  Does not wait; raises if a value is known to
-        be lost.
+        """The outputs of a plan, which is started on stored values without waiting for it; raises
+        if a value is known to be lost.
         """
 
     def run_task(
@@ -113,8 +113,8 @@ class Runtime(Protocol):
         """Run Python code on every rank and wait; one report per rank, and the outputs."""
 
     def fetch(self, handle: Any, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
-        """Copy blocks here: (place in the team, dim or -1, position, CPU tensor to fill) per
-        request; waits.
+        """Copy blocks to CPU tensors, and wait.  A request is (place in the team, dim or -1 for the
+        whole block, position, tensor to fill).
         """
 
     def block(self, handle: Handle) -> None:
@@ -124,7 +124,7 @@ class Runtime(Protocol):
         """Whether a value is known to be computed, without waiting."""
 
     def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
-        """What the processes of ``ranks`` give, in their order; all must call it."""
+        """``mine`` of every process of ``ranks``, in that order; all must call it."""
 
     def insist(self) -> None:
         """Raise ``RuntimeClosed`` if the runtime was closed."""
@@ -142,7 +142,7 @@ class JobRuntime(Runtime, Protocol):
         """Where the processes meet."""
 
     def together(self, work: Callable[[Rendezvous], T]) -> T:
-        """Do what needs all processes and is no call of a plan; it fails as a call does."""
+        """Run work that needs all processes and calls no plan; it fails as a call does."""
 
     def group_of_all(self) -> str:
         """Name of a process group of all processes, which carries CPU tensors."""

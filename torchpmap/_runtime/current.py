@@ -29,7 +29,7 @@ from torchpmap._runtime.torchrun.launcher import Place, found_place
 
 _LOCK_S = 0.5
 _CALLS_S = 1.0
-"""How long other threads have at exit to leave what they do."""
+"""How long exit waits for the calls of other threads."""
 
 _lock = threading.RLock()  # guards _runtime and _planned
 _runtime: Runtime | None = None
@@ -91,7 +91,7 @@ def shutdown() -> None:
     ended = _runtime
     if ended is not None:
         ended.close()
-    if _lock.acquire(timeout=_LOCK_S):  # else another thread starts one, which is not ours to end
+    if _lock.acquire(timeout=_LOCK_S):  # else another thread starts a pool, and must end it itself
         try:
             if _runtime is not None and _runtime is not ended:
                 _runtime.close()
@@ -101,12 +101,12 @@ def shutdown() -> None:
 
 
 def refuse_inside(name: str) -> None:
-    """Raise inside a mapped function, which would start devices of its own."""
+    """Raise inside a mapped function: there the call would start more devices."""
     if any(part.group is not None for parts in axis_stack.bound() for part in parts):
         raise RuntimeError(
-            f"torchpmap.{name} was called inside a mapped function, which runs on one device, "
-            "where its values are. Call it outside, and pass values as arguments (in_axes=None: "
-            "the same for all)."
+            f"torchpmap.{name} was called inside a mapped function, which runs on one device and "
+            "has its values there. Call it outside, and pass values as arguments (in_axes=None: "
+            "the same value for all devices)."
         )
 
 
@@ -135,15 +135,15 @@ def runtime() -> Runtime:
 
 
 def job_runtime() -> JobRuntime:
-    """The running runtime, of one of several processes."""
+    """The running runtime, where a launcher started several processes."""
     running = runtime()
     assert isinstance(running, JobRuntime)  # with several processes there is no other kind
     return running
 
 
 def _restart_or_raise(ended: Runtime) -> None:
-    """A pool that could not be repaired is replaced, but not one of the parent process, nor what
-    other processes take part in.
+    """Replace a pool that could not be repaired.  Raise instead in a forked child, and in one of
+    several processes of a job.
     """
     if ended.forked or _place is not None:
         ended.insist()
@@ -169,7 +169,7 @@ def _start(wanted: tuple[Device, ...]) -> None:
 
 
 def _preload() -> None:
-    """Let the fork server's imports begin, unless no workers will be wanted."""
+    """Let the fork server's imports begin, unless no workers will be needed."""
     if _place is None and not inline_mode.active():
         from torchpmap._runtime.local.process import preload
 
@@ -234,7 +234,7 @@ def devices(backend: str | None = None) -> list[Device]:
 
 
 def check_devices(chosen: Iterable[Device]) -> None:
-    """Raise ``ValueError`` for a device that is not in use, as of a pool of another size."""
+    """Raise ``ValueError`` for a device that is not in use, such as one of an earlier pool."""
     known = devices()
     for device in chosen:
         if device not in known:

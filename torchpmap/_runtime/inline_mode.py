@@ -1,11 +1,11 @@
-"""Whether mapped functions run in the calling process, and what has to be remembered if they do.
+"""Whether mapped functions run in the calling process, and which of its tensors are replicated.
 
 The runtime ``inline`` has no devices: all rows of a call are lanes of one ``torch.func.vmap`` in
-the calling process, or run there one after the other (``serial``).  It is chosen for a block of
-code (``chosen``, per thread), or for all of it by the setting ``runtime``.
+the calling process, or run there one after the other (``serial``).  ``chosen`` selects it for a
+block of code in one thread, the setting ``runtime`` for the whole program.
 
-A replicated value is a plain tensor there, and nothing about a plain tensor says whether its dim 0
-is a dim of devices.  So the replicated ones are noted, for ``unreplicate``.
+A replicated value is a plain tensor there, and a plain tensor does not show whether its dim 0
+stands for devices.  So replicated tensors are recorded, for ``unreplicate``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchpmap._base.config import config
 
-# Per thread: a thread that is started in the block begins as configured.
+# Per thread: a thread that is started in the block follows the settings.
 _chosen: ContextVar[bool | None] = ContextVar("torchpmap_inline", default=None)
 _serial: ContextVar[bool] = ContextVar("torchpmap_serial", default=False)
 
@@ -33,7 +33,7 @@ def active() -> bool:
 
 
 def serial() -> bool:
-    """Whether the rows of such a call run one after the other, and not as lanes."""
+    """Whether the rows of an inline call run one after the other, and not as lanes."""
     return _serial.get()
 
 
@@ -49,11 +49,11 @@ def chosen(inline: bool, *, serial: bool = False) -> Iterator[None]:
 
 
 def note_replicated(value: torch.Tensor) -> torch.Tensor:
-    """Remember that ``value`` stands for one that all devices hold."""
+    """Record that ``value`` stands for a value that all devices hold."""
     _replicated[value] = True
     return value
 
 
 def is_replicated(value: torch.Tensor) -> bool:
-    """Whether ``note_replicated`` was told about this very tensor."""
+    """Whether ``note_replicated`` was called with this very tensor."""
     return value in _replicated

@@ -1,5 +1,5 @@
-"""What the ranks of a team run as Python, each on its own blocks: an uncompiled call, or their part
-of a checkpoint.
+"""Tasks: Python code that each rank of a team runs on its own blocks, for an uncompiled call or for
+its part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ class Rank:
     """The rank that a task runs on."""
 
     ranks: tuple[int, ...]
-    """Of the team, in axis order."""
+    """The ranks of the team, in axis order."""
     group: str
-    """Of all of them, in that order."""
+    """Name of the process group of ``ranks``, in that order."""
     index: torch.Tensor
-    """This rank's place among them, on its device."""
+    """This rank's place in ``ranks``, on its device."""
     ensure_group: Callable[[str, RankPartition], None]
-    """Makes groups of some of them, which all must do."""
+    """Makes process groups of parts of ``ranks``; all of them must call it."""
 
 
 class Report(Protocol):
-    """What a rank tells of its run.  Between hosts only data travels."""
+    """What a rank reports of its run.  Between hosts it travels as data, never as a pickle."""
 
     def as_data(self) -> list[Any]:
-        """The report for another process."""
+        """The report in a form that can be sent to another host."""
 
     def like(self, data: list[Any], name: str) -> Report:
-        """The report of another process on the call ``name``; raises if its data cannot be one."""
+        """The report that another process made of the call ``name``; raises if ``data`` is none."""
 
 
 class Work(Protocol):
-    """The body of a task; ranks unpickle it anew for every run."""
+    """The body of a task; a rank unpickles it again for every run."""
 
     def run(
         self, rank: Rank, given: Any, blocks: Sequence[torch.Tensor]
@@ -51,14 +51,14 @@ class Task:
     """One run of a body on the ranks of a team."""
 
     name: str
-    """The call as messages name it."""
+    """Name of the call in messages."""
     body_id: int
     body: bytes | None
-    """The pickled ``Work``; None for a worker that has it."""
+    """The pickled ``Work``; None for a worker that has it already."""
     ranks: tuple[int, ...]
     group: str
     given: Any = None
-    """What the body is told this time."""
+    """The argument of the body in this run."""
     sources: tuple[tuple[str, Any], ...] = ()
     """Source lines that are in no file (notebook cells), for tracebacks; sent with the body."""
     timeout: float | None = None
@@ -66,6 +66,6 @@ class Task:
     first_output: int = 0
 
     def placed(self, inputs: tuple[int, ...], first_output: int, *, without_body: bool) -> Task:
-        """The task as a worker is told: where its inputs are, and where its outputs go."""
+        """The task as it is sent to a worker: with the handles of its inputs and first output."""
         placed = replace(self, inputs=inputs, first_output=first_output)
         return replace(placed, body=None, sources=()) if without_body else placed

@@ -5,12 +5,13 @@ One stream socket per worker carries both directions::
     controller --- DEFINE CALL PUT FREE TASK GROUP FORGET FETCH SYNC RING ... ---> worker
     controller <-- READY DONE DATA REPLY FAILED DRAINED ------------------------------- worker
 
-A frame is a fixed header (``length`` of the body in bytes, ``kind``, ``seq``: the number of the
-command it is or answers) and a body: 64-bit integers for the hot kinds, a pickle for the rare ones,
-raw tensor bytes for data.  Pickles travel only over these inherited, unnamed sockets.
+A frame is a fixed header and a body.  The header is the ``length`` of the body in bytes, the
+``kind``, and ``seq``, the number of a command: of this one, or of the one it answers.  The body is
+64-bit integers for the hot kinds, a pickle for the rare ones, raw tensor bytes for data.  Pickles
+travel only over these inherited, unnamed sockets.
 
-The reader counts what is left of a body.  What a handler that fails has not read is skipped, so the
-bytes of a body are never taken for a frame; reading past a body is refused.
+The reader counts the bytes left of a body.  If a handler fails, the rest of its body is skipped, so
+it is never taken for a frame.  Reading past a body is refused.
 
 A worker's control socket carries pairs of integers (``CONTROL``), see ``_runtime/local/worker``.
 """
@@ -30,7 +31,7 @@ import torch
 from torchpmap._base.errors import kind_of
 
 PLAIN_LINE = "\x1e"
-"""What starts a line of output that the controller prints without saying where it is from."""
+"""First character of a line of output that the controller prints without naming the device."""
 
 HEADER = struct.Struct("<QQq")  # body bytes, kind, seq
 
@@ -45,13 +46,13 @@ MAX_BODY = 1 << 44
 
 CONTROL = struct.Struct("<qq")  # kind, value
 ABORT, CANCEL, DUMP = 1, 2, 3
-"""Leave collectives up to an epoch, end calls from a seq on, say what is being done."""
+"""Leave collectives up to an epoch; end calls from a seq on; report the current activity."""
 
 TASK_OUTPUTS = 1 << 20
 """Handles reserved for the outputs of a call whose outputs are not known yet."""
 
 MAX_BODIES = 16
-"""Functions of uncompiled calls that a worker keeps; another one is sent again."""
+"""How many functions of uncompiled calls a worker keeps; others are sent again."""
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
@@ -71,7 +72,7 @@ class Origin(enum.IntEnum):
 
 
 class FrameError(EOFError):
-    """What arrives are no frames; nothing more can be read."""
+    """The peer sends no valid frames; nothing more can be read."""
 
 
 class Stream:
@@ -80,10 +81,10 @@ class Stream:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.is_torn = False
-        """Whether a frame was perhaps sent in part."""
+        """Whether a frame may have been sent in part."""
 
     def send(self, buffers: Sequence[Buffer]) -> None:
-        """Send all buffers in order; a peer that is gone is noticed by the reading side."""
+        """Send all buffers in order; the reading side notices a peer that is gone."""
         self.is_torn = True
         try:
             if len(buffers) == 1:
@@ -112,7 +113,7 @@ class FrameReader:
         self.left = 0
         """Bytes of the current body that have not been read."""
         self.has_ended = False
-        """Whether nothing more can be read: the one sign that an exception came from here."""
+        """Whether nothing more can be read: the only sign that an exception came from here."""
 
     def header(self) -> tuple[int, int, int]:
         """(length of the body, kind, seq) of the next frame."""
@@ -127,7 +128,7 @@ class FrameReader:
     def body(self, length: int) -> memoryview:
         """The next ``length`` bytes of the body, valid until the next read.
 
-        Raises ``MemoryError`` before it reads anything.
+        Without memory for them, raises ``MemoryError`` before it reads anything.
         """
         if length > self.left:
             raise self._beyond(length)
@@ -146,7 +147,7 @@ class FrameReader:
         length = len(target)
         if length > self.left:
             raise self._beyond(length)
-        if not length:  # the target is perhaps not writable
+        if not length:  # an empty target may be read-only
             return
         have = min(length, self._end - self._start)
         target[:have] = self._view[self._start : self._start + have]
@@ -166,7 +167,7 @@ class FrameReader:
             self.left -= have
 
     def broken(self, why: str) -> FrameError:
-        """What to raise, since where the next frame begins is no longer known."""
+        """The error to raise; the start of the next frame is no longer known."""
         self.has_ended = True
         return FrameError(f"broken frame: {why}")
 
@@ -198,8 +199,8 @@ class FrameReader:
 
 
 def keep_latest(kept: dict[int, T], key: int, value: T) -> None:
-    """Add to what both sides keep, and drop, of the functions sent: both must do the same in the
-    same order.
+    """Add a sent function to those kept, and drop the oldest if there are too many.  Controller and
+    worker must do this for the same functions in the same order.
     """
     kept.setdefault(key, value)
     if len(kept) > MAX_BODIES:
@@ -242,15 +243,15 @@ def refuse_other(tensor: torch.Tensor, expected: Sequence[int], where: str) -> N
         code, _, *shape = expected
         raise RuntimeError(
             f"the value {where} is {kind_of(tensor.shape, tensor.dtype)}, but "
-            f"{kind_of(shape, _DTYPES[code])} was expected: what computed it gave something else "
-            "than it does when it is traced."
+            f"{kind_of(shape, _DTYPES[code])} was expected: the operation that computed it gives "
+            "another shape or dtype when it runs than when it is traced."
         )
 
 
 def read_tensor(reader: FrameReader, where: str) -> torch.Tensor:
     """A tensor from a description (see ``describe``) followed by its bytes, the rest of the body.
 
-    Raises ``MemoryError``, with the bytes still to be skipped, if there is no room ``where``.
+    Without memory ``where``, raises ``MemoryError``; the bytes are then still to be skipped.
     """
     code, dims = struct.unpack("<2q", reader.body(16))
     if not (0 <= code < len(_DTYPES) and 0 <= 8 * dims <= reader.left):
@@ -268,7 +269,7 @@ def read_tensor(reader: FrameReader, where: str) -> torch.Tensor:
 
 
 class InheritedFd:
-    """A file descriptor that a worker was born with."""
+    """A file descriptor that a worker inherited."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

@@ -1,10 +1,10 @@
 """Ends a process of torchrun whose agent is gone.
 
-Torchrun starts every process in a session of its own.  An agent that is killed takes none of them
-along, and nothing else would end them: they would hold their GPUs, and wait for each other.
+Torchrun starts every process in a session of its own.  If the agent is killed, nothing else ends
+these processes: they would keep their GPUs, and wait for each other.
 
-``PR_SET_PDEATHSIG`` is no help: it is about the *thread* of the parent that forked, and this
-process may be a grandchild.
+``PR_SET_PDEATHSIG`` does not help: it reacts to the end of the parent's *thread* that forked, and
+this process may be a grandchild.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 _GRACE_S = 30.0
-"""How long a handler of the program's for SIGTERM may take; torchrun gives as much."""
+"""How long the program's handler for SIGTERM may take; torchrun allows the same."""
 _STDERR = 2
 _TEXT = b"torchpmap: the agent of torchrun that started this process has ended, so it ends, too.\n"
 
@@ -33,7 +33,7 @@ def end_with_agent() -> None:
     _is_watched = True
     try:
         agent = os.pidfd_open(_agent())
-    except OSError:  # it is another user's, or this is an old kernel
+    except OSError:  # the agent is another user's, or this is an old kernel
         return
     threading.Thread(target=_watch, args=(agent,), name="torchpmap-agent", daemon=True).start()
 
@@ -51,8 +51,8 @@ def _watch(agent: int) -> None:
     poll = select.poll()
     poll.register(agent, select.POLLIN)
     poll.poll()
-    with contextlib.suppress(OSError):  # its reader may have been the agent
-        if select.select([], [_STDERR], [], 0)[1]:  # or its reader is gone
+    with contextlib.suppress(OSError):  # the reader of stderr may have been the agent
+        if select.select([], [_STDERR], [], 0)[1]:  # else it is full, and writing would wait
             os.write(_STDERR, _TEXT)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE_S)  # a handler in Python never runs while the main thread is in C++

@@ -1,9 +1,9 @@
 """How a process becomes a member of its job, and how it leaves.
 
-The store of ``torch.distributed``'s default process group is where they meet.  Torchrun's agent
-keeps it where it can, so it outlives the processes, and remembers what those before a restart have
-left.  ``TORCHELASTIC_RESTART_COUNT`` does not tell them apart: only the agent whose own process
-failed counts up (pytorch #108158).  So the processes of one attempt find a name for it themselves.
+The processes meet in the store of ``torch.distributed``'s default process group.  If torchrun's
+agent keeps it, it outlives the processes, and still has the keys from before a restart.
+``TORCHELASTIC_RESTART_COUNT`` does not tell the attempts apart: only the agent whose own process
+failed counts up (pytorch #108158).  So the processes of one attempt agree on a name for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchpmap._runtime.torchrun.store import JobStore
 _LEAVING_S = 60.0
 """How long the process that keeps the store waits at its end for the others."""
 _LEAVING_FAILED_S = 2.0
-"""The same when it has failed: the others still want to know why."""
+"""The same when it has failed: the others still read why."""
 _SIOCGIFADDR = 0x8915
 
 _attempt: str | None = None
@@ -52,7 +52,7 @@ def join(place: Place, device_type: str, timeout_s: float, address: str | None) 
         for name, value in place.environment().items():
             os.environ.setdefault(name, value)
         interface = "lo" if address is None else _interface_of(address)
-        if interface is not None:  # else Gloo advertises what the host's name is for: 127.0.0.1
+        if interface is not None:  # else Gloo advertises the address of the host name: 127.0.0.1
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         timeout = datetime.timedelta(seconds=timeout_s)
         store, rank, size = next(rendezvous("env://", timeout=timeout))
@@ -61,8 +61,8 @@ def join(place: Place, device_type: str, timeout_s: float, address: str | None) 
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
             timeout=timeout,
-            # torch itself (2.13) takes the store as it is, and a process of a restarted job may
-            # find the address of one that was killed
+            # torch itself (2.13) uses no prefix, so that a process of a restarted job may read the
+            # address of a killed one
             store=dist.PrefixStore(_attempt, store),
             rank=rank,
             world_size=size,
@@ -77,11 +77,11 @@ def join(place: Place, device_type: str, timeout_s: float, address: str | None) 
 
 
 def _attempt_of(store: JobStore, place: Place, deadline: Deadline, timeout_s: float) -> str:
-    """A name that all processes which run now agree on, and none that ran before a restart.
+    """A name for this attempt of the job, which all its processes agree on.
 
-    Every process leaves a name of its own, and rank 0 a list of them.  A process that finds its
-    name on the list knows that the list is not an old one, and says so; rank 0 makes new lists
-    until all have.
+    Every process stores a name of its own, and rank 0 a list of all names.  A process that finds
+    its name on the list knows that the list is of this attempt, and confirms it.  Rank 0 makes new
+    lists until all processes have confirmed one.
     """
     store = store.prefixed("torchpmap/attempt")
     mine = secrets.token_hex(8)
@@ -94,7 +94,7 @@ def _attempt_of(store: JobStore, place: Place, deadline: Deadline, timeout_s: fl
             if found != listed:
                 listed = found
                 store.set("list", " ".join(listed).encode())
-            # seen on a list of this process: on an old one names of before were seen, too
+            # the keys name this process: those of an earlier attempt do not count
             if store.check([f"seen/{mine}/{name}" for name in listed[1:]]):
                 return mine
         elif place.rank > 0 and store.check(["list"]):
@@ -116,7 +116,7 @@ def leave_at_once() -> None:
 
 
 def _end(place: Place) -> None:
-    """The process that keeps the store stays until the others need it no more."""
+    """The process that keeps the store stays until the others no longer need it."""
     if not dist.is_initialized():
         return
     deadline = Deadline(_LEAVING_FAILED_S if _failed else _LEAVING_S)
@@ -136,7 +136,7 @@ def _end(place: Place) -> None:
 
 
 def route_to(host: str) -> str:
-    """The address of this host on the way to another one; nothing is sent."""
+    """The address that this host uses to reach ``host``; nothing is sent."""
     family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)

@@ -1,7 +1,7 @@
-"""Whether a launcher started this process as one of several, and what it said about them.
+"""The place of this process among those that a launcher started.
 
-torchrun, SLURM's ``srun`` and the ``mpirun``s tell every process its number in variables of their
-own; here they become one ``Place``.  Pure: an environment in, a place or None out.
+torchrun, SLURM's ``srun`` and the ``mpirun``s each use their own environment variables for it; here
+they become one ``Place``.  Pure: an environment in, a place or None out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Place:
     rank: int
     size: int
     local_rank: int
-    """Among the processes on this host."""
+    """The rank among the processes on this host."""
     local_size: int
     host: str
     """Where process 0 can be reached."""
@@ -44,7 +44,7 @@ def found_place(environ: Mapping[str, str] = os.environ) -> Place | None:
     """The place of this process; None if no launcher started it.
 
     Raises:
-        ValueError: a launcher's variables are incomplete or no numbers.
+        ValueError: a launcher's variables are incomplete, or are no numbers.
     """
     for launcher, find in _LAUNCHERS.items():
         numbers = find(environ)
@@ -61,7 +61,7 @@ def _torchrun(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _srun(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    # a batch script has SLURM_PROCID too; only what srun starts has a number of tasks of its step
+    # a batch script has SLURM_PROCID too, but only srun sets SLURM_STEP_NUM_TASKS
     if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
         return None
     if environ["SLURM_STEP_NUM_TASKS"] == "1":  # an interactive shell
@@ -75,7 +75,7 @@ def _srun(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> str:
-    """The number of tasks on this node: of ``3(x2),1`` it is 1 on node 2."""
+    """The number of tasks on this node: ``3(x2),1`` gives 1 on node 2."""
     counts: list[str] = []
     for count, times in re.findall(
         r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")

@@ -1,9 +1,9 @@
 """How the processes of one job meet, agree on what comes next, and learn which one failed first.
 
-All of it goes through the store of ``torch.distributed``'s default process group, which torchrun's
-agent keeps where it can, so that it outlives any of the processes.  Nothing here is on the path of
-a call that was made before.  Any program that reaches the store's port can write to it, so what is
-read from it is data (see ``_base/data``) and nothing else.
+All of it goes through the store of ``torch.distributed``'s default process group.  If torchrun's
+agent keeps this store, it outlives the processes.  A call that was made before uses nothing of
+this.  Any program that reaches the store's port can write to it, so it is read as data (see
+``_base/data``), never as pickles.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from torchpmap._runtime.torchrun.joining import join, leave_at_once, route_to
 from torchpmap._runtime.torchrun.launcher import Place
 
 _POSTED_AFTER_S = 1.0
-"""How long a process waits before it says so."""
+"""How long a process waits before it posts that it waits."""
 _LAST_WORDS_S = 5.0
 """How long the store may take to answer a process that has failed."""
 _LEAVING_S = 2.0
-"""The same for one that ends."""
+"""The same for a process that ends."""
 _RULE = (
     "All processes must make the same mapped calls, with arguments of the same shapes and dtypes, "
     "in the same order."
@@ -48,13 +48,13 @@ _starts = itertools.count()
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a process posts when it has waited for a while: enough to see that it waits in vain."""
+    """What a process posts when it has waited for a while; it shows whether it waits in vain."""
 
     ranks: tuple[int, ...]
     turn: int
     what: str
     calls: dict[tuple[int, ...], int]
-    """How many calls with collectives it has begun, per axis."""
+    """How many calls with collectives the process has begun, per axis."""
 
     def packed(self) -> bytes:
         return packed((self.ranks, self.turn, self.what, self.calls))
@@ -68,7 +68,7 @@ class Waiting:
 
 
 class Rendezvous:
-    """This process among those of its job (one thread at a time uses it)."""
+    """How this process reaches the others of its job (for one thread at a time)."""
 
     def __init__(self, place: Place, device_type: str, timeout_s: float) -> None:
         self.place = place
@@ -76,7 +76,7 @@ class Rendezvous:
         self.address = None if place.local_size == place.size else route_to(place.host)
         with _store_failures():
             store = join(place, device_type, timeout_s, self.address)
-        # it remembers what the runtime before this one left
+        # the store still has the keys of the runtime before this one
         self.store = store.prefixed(str(next(_starts)))
         self.calls: Counter[tuple[int, ...]] = Counter()
         """Calls with collectives that were begun, per axis (written by the runtime)."""
@@ -85,14 +85,14 @@ class Rendezvous:
     # -- agreement ---------------------------------------------------------------------------------
 
     def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
-        """What every one of ``ranks`` gives, in their order; all must come, to do ``what``.
+        """``mine`` of every process of ``ranks``, in that order; all must call it, for ``what``.
 
         Raises:
             WorkerError: another process failed.
             CollectiveMismatch: another process does something else, or has ended its program.
             CallTimeout: a process did not come.
         """
-        wanted, ranks = ranks, tuple(sorted(ranks))  # they may disagree on the order
+        wanted, ranks = ranks, tuple(sorted(ranks))  # processes may disagree on the order
         turn = self._turns[ranks]
         self._turns[ranks] += 1
         prefix = f"turn/{','.join(map(str, ranks))}/{turn}"
@@ -101,7 +101,7 @@ class Rendezvous:
             self.store.set(f"{prefix}/{self.place.rank}", packed((what, mine)))
             self._wait(keys, Waiting(ranks, turn, what, dict(self.calls)))
             given = [_checked(unpacked(self.store.get(key)), (str, bytes)) for key in keys]
-            # a process in this turn has read the one before
+            # all have begun this turn, so all have read the keys of the turn before
             self.store.delete_key(f"{prefix.rsplit('/', 1)[0]}/{turn - 1}/{self.place.rank}")
         if len({their for their, _ in given}) > 1:
             raise mismatch(ranks, [their for their, _ in given])
@@ -125,7 +125,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def in_turn(self, ranks: Sequence[int], what: str) -> Iterator[None]:
-        """On every host the first of ``ranks`` does the block before the others."""
+        """On every host the lowest of ``ranks`` runs the block before the others."""
         ranks = tuple(sorted(ranks))
         start = self.place.rank - self.place.local_rank
         here = [rank for rank in ranks if start <= rank < start + self.place.local_size]
@@ -157,7 +157,7 @@ class Rendezvous:
         finally:
             if posted:
                 with contextlib.suppress(dist.DistError):
-                    # not deleted: a store waits for a key that is gone
+                    # not deleted: ``get`` waits for a key that is gone
                     self.store.set(f"waiting/{self.place.rank}", b"")
 
     def _refuse_to_wait_in_vain(
@@ -180,18 +180,18 @@ class Rendezvous:
             )
 
     def waiting_of(self, rank: int) -> Waiting | None:
-        """What another process waits for, if it has for a while."""
+        """What another process waits for, if it has waited for a while."""
         key = f"waiting/{rank}"
         posted = self.store.get(key) if self.store.check([key]) else b""
         return Waiting.unpacked(posted) if posted else None
 
     def _is_crossed(self, other: Waiting) -> bool:
-        """Whether it waits for this process, which has not come yet."""
+        """Whether another process waits for this one, which has not come yet."""
         return self.place.rank in other.ranks and other.turn >= self._turns[other.ranks]
 
     def deadlock(self, running: tuple[int, ...], what: str) -> str | None:
-        """Why a call with collectives, in progress over the ranks ``running``, will never end, if
-        that is certain: a process that has not begun it waits for this one elsewhere.
+        """Why a call with collectives over the ranks ``running`` never ends: a process that has not
+        begun it waits for this one in another call.  None if that is not certain.
         """
         for rank in running:
             if rank == self.place.rank:
@@ -214,7 +214,7 @@ class Rendezvous:
         """Tell the others why this process fails, unless another one failed before."""
         text = "".join(traceback.format_exception(error))
         is_mismatch = isinstance(error, CollectiveMismatch)
-        with contextlib.suppress(Exception):  # they may be gone, and the store with them
+        with contextlib.suppress(Exception):  # the others may be gone, and the store with them
             if self.store.add("failures", 1) == 1:
                 cause = (self.place.rank, is_mismatch, str(error) if is_mismatch else text)
                 self.store.set("cause", packed(cause))
@@ -242,17 +242,17 @@ class Rendezvous:
     def _insist_on(self, rank: int, begin: str = "") -> None:
         """Raise if a process has ended its program."""
         if self.store.check([f"left/{rank}"]):
-            self.raise_cause()  # a process that fails says why before it leaves, perhaps only now
+            self.raise_cause()  # a failing process reports its cause just before it leaves
             raise CollectiveMismatch(
                 f"{begin}rank {rank} has ended its program and will not come. {_RULE}"
             )
 
     def hurry(self, seconds: float = _LAST_WORDS_S) -> None:
-        """From now on wait only a moment for what the others have said: they may be gone."""
+        """From now on wait only so long for the store: the other processes may be gone."""
         self.store.limit(min(seconds, self._timeout_s))
 
     def leave(self, *, failed: bool) -> None:
-        """Say that this process makes no more calls here."""
+        """Post that this process makes no more calls."""
         self.hurry(_LEAVING_S)
         if failed:
             leave_at_once()
@@ -284,7 +284,7 @@ def _store_failures() -> Iterator[None]:
 
 
 def mismatch(ranks: Sequence[int], texts: Sequence[str]) -> CollectiveMismatch:
-    """What to raise on all of ``ranks`` when they are at different places of the program."""
+    """The error for all of ``ranks`` when they are at different places of the program."""
     return CollectiveMismatch(
         "the processes are about to run different programs, which would hang or give wrong "
         f"numbers:\n{who_has_what(ranks, texts)}\n{_RULE}"
@@ -292,7 +292,7 @@ def mismatch(ranks: Sequence[int], texts: Sequence[str]) -> CollectiveMismatch:
 
 
 def who_has_what(ranks: Sequence[int], texts: Sequence[str]) -> str:
-    """The ranks by what they have: its first line, and the first line that is not the same."""
+    """One line per different text: its ranks, its first line, and the first line that differs."""
     by_text: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         by_text.setdefault(text, []).append(rank)

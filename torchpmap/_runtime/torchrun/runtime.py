@@ -1,13 +1,13 @@
-"""The runtime of a process that a launcher started beside others: each is a controller.
+"""The runtime of one of several processes that a launcher started; each of them is a controller.
 
 Each process owns one device and runs plans in place, on its own blocks; the collectives in them
 reach the other processes.  All processes run the same program, so each knows what the others hold.
 Before a plan runs for the first time the processes compare it (see ``Rendezvous``); later calls
 cost nothing beyond the compiled code.
 
-A process that fails in a plan drops its groups, so that the others fail at once instead of waiting
-for it, and they learn from the store which was first.  Nothing is repaired: the launcher restarts
-the job.
+A process that fails in a plan drops its groups.  So the others fail at once instead of waiting for
+it, and they read from the store which process failed first.  Nothing is repaired: the launcher
+restarts the job.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ T = TypeVar("T")
 
 
 _CONSEQUENCES = (WorkerError, WorkerDied)
-"""What is raised where another process failed."""
+"""Errors that a process raises because another one failed."""
 
 
 _COMMUNICATING = ("_c10d_functional", "torchpmap")
-"""Namespaces of operators in graphs."""
+"""Namespaces of the operators in graphs that communicate."""
 
 
 class _Block:
-    """A value: this process's own block of it, freed with the last reference to it."""
+    """This process's own block of a value, freed with the last reference to it."""
 
     __slots__ = ("block", "team")
 
-    seq = 0  # when it exists it is computed
+    seq = 0  # plans run in place: a block that exists is computed
 
     def __init__(self, block: torch.Tensor | None, team: Team) -> None:
         """``block``: None where this process has no part of the value."""
@@ -84,10 +84,10 @@ class _Defined(NamedTuple):
     axis: tuple[int, ...] | None
     """The ranks that its collectives wait for; None if there are none."""
     number: int
-    """The same in all processes, and no other plan's."""
+    """Identifies the plan: the same number in all processes."""
     timeout: float | None
     is_watched: bool
-    """Whether it may have to be ended."""
+    """Whether a call of it may have to be ended."""
 
 
 class TorchrunRuntime:
@@ -104,7 +104,7 @@ class TorchrunRuntime:
         self.timeout = config.timeout
         self.device = _own_device(place, device_type)
         self._closed_because: str | None = None
-        self._lock = threading.RLock()  # one call at a time: collectives have one order
+        self._lock = threading.RLock()  # one call at a time: all ranks need one order of them
         self._plans: dict[int, _Defined] = {}
         self._teams: dict[tuple[int, ...], Team] = {}
         self._rendezvous = Rendezvous(place, device_type, config.patience)
@@ -122,7 +122,7 @@ class TorchrunRuntime:
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """How this process reaches the others besides collectives."""
+        """How this process reaches the others without collectives."""
         self.insist()
         return self._rendezvous
 
@@ -130,7 +130,7 @@ class TorchrunRuntime:
         return self.together(lambda rendezvous: rendezvous.exchange(ranks, mine, what))
 
     def together(self, work: Callable[[Rendezvous], T]) -> T:
-        """Do what needs all processes and is no call of a plan; it fails as a call does."""
+        """Run work that needs all processes and calls no plan; it fails as a call does."""
         with self._lock:
             self.insist()
             with self._failing():
@@ -139,7 +139,7 @@ class TorchrunRuntime:
     def group_of_all(self) -> str:
         """Name of a process group of all processes, which carries CPU tensors."""
         ranks = tuple(range(len(self.devices)))
-        name = group_name(ranks)  # that of a call on all devices
+        name = group_name(ranks)  # which calls on all devices use, too
         self.make_groups({name: (ranks,)})
         return name
 
@@ -165,7 +165,7 @@ class TorchrunRuntime:
         self.insist()
         for place, dim, position, target in requests:
             ranks = handle.team.ranks
-            rank = ranks[min(place, len(ranks) - 1)]  # of what all hold the team is this process
+            rank = ranks[min(place, len(ranks) - 1)]  # a replicated value's team: this process only
             if rank != self.rank:
                 raise RuntimeError(
                     f"the block on device {self.devices[rank]} belongs to another process (rank "
@@ -197,7 +197,7 @@ class TorchrunRuntime:
                 raise ValueError(
                     f"{definition.name}: this process (rank {self.rank}) has none of the devices "
                     f"{', '.join(str(self.devices[rank]) for rank in ranks)}; only the processes "
-                    "that do may call it."
+                    "of these devices may call it."
                 )
             with self._failing():
                 described = _described(definition)
@@ -207,7 +207,7 @@ class TorchrunRuntime:
                 index = torch.tensor(ranks.index(self.rank), device=self.device)
                 with self._in_turn(definition), _plain(), torch.no_grad():
                     runner = compile_definition(definition, index)
-                if not definition.backend.is_inductor:  # whose code turns gradients off itself
+                if not definition.backend.is_inductor:  # Inductor's code turns gradients off itself
                     runner = torch.no_grad()(runner)
                 axis = ranks if _communicates(definition) else None
                 number = number_of(described.encode())
@@ -230,7 +230,7 @@ class TorchrunRuntime:
         return run
 
     def _in_turn(self, definition: Definition) -> AbstractContextManager[None]:
-        """What one process of a host has compiled, the others find in Inductor's cache."""
+        """Let one process of each host compile first: the others load it from Inductor's cache."""
         if definition.backend.is_inductor and len(definition.ranks) > 1:
             return self._rendezvous.in_turn(definition.ranks, definition.name)
         return nullcontext()
@@ -266,8 +266,8 @@ class TorchrunRuntime:
         return [_Block(result, team) for result in results]
 
     def _run(self, plan: _Defined, blocks: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """A plan that waits for other processes, or may take only so long, or is started from
-        within a transform.
+        """Run a plan that waits for other processes, has a timeout, or is started in a transform or
+        a mode.
         """
         if plan.is_watched:
             self._watch.begin(plan.axis or (), plan.name, plan.timeout)
@@ -286,8 +286,8 @@ class TorchrunRuntime:
         with self._lock:
             self.insist()
             assert task.body is not None
-            # a copy, as the workers of the local runtime have: what it writes to must not be seen;
-            # these bytes have not left the process
+            # a copy, as in the local runtime: what the function changes must not be seen outside;
+            # the pickle is safe, since it has not left this process
             work: Work = pickle.loads(task.body)
             blocks = [handle.block for handle in held]
             index = torch.tensor(task.ranks.index(self.rank), device=self.device)
@@ -304,7 +304,7 @@ class TorchrunRuntime:
             return reports, [_Block(block, team) for block in stored]
 
     def _meet(self, task: Task, blocks: Sequence[torch.Tensor]) -> None:
-        """Nothing else says that the others are at the same call: each of them is agreed on."""
+        """Agree with the others on every uncompiled call: it has no plan that was compared."""
         if len(task.ranks) > 1:
             inputs = ", ".join(kind_of(block.shape, block.dtype) for block in blocks)
             self._rendezvous.exchange(task.ranks, b"", f"{task.name}({inputs}), compile=False")
@@ -325,7 +325,7 @@ class TorchrunRuntime:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """What the block raises ends the job, as in ``execute``."""
+        """An exception of the block ends the job, as in ``execute``."""
         try:
             yield
         except Exception as error:
@@ -333,7 +333,7 @@ class TorchrunRuntime:
             raise failure from failure.__cause__
 
     def _failed(self, error: Exception) -> Exception:
-        """What to raise for an exception of a call; the others are told, and wait no longer."""
+        """The exception to raise for ``error``; tells the others, which then stop waiting."""
         self._rendezvous.hurry()
         if is_communication(error):
             try:
@@ -346,7 +346,7 @@ class TorchrunRuntime:
             except Exception:  # the store is gone too
                 error = _lost(error)
         if not isinstance(error, _CONSEQUENCES):
-            self._record(error)  # now: torchrun takes the earliest for the cause
+            self._record(error)  # at once: torchrun takes the earliest record for the cause
         self._rendezvous.report_cause(error)
         self._groups.drop()
         self._closed_because = (
@@ -357,21 +357,21 @@ class TorchrunRuntime:
         return error
 
     def _end_process(self, error: BaseException) -> None:
-        """The call that is to raise ``error`` does not come back."""
+        """End this process: the call that should raise ``error`` does not return."""
         self._record(error)
         traceback.print_exception(error)
         sys.stderr.flush()
         os._exit(1)
 
     def _record(self, error: BaseException) -> None:
-        """Leave torchrun a note of why this process fails."""
+        """Write for torchrun why this process fails."""
         if "TORCHELASTIC_ERROR_FILE" not in os.environ or error is self._recorded:
             return
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         self._recorded, where = error, error.__traceback__
         try:
-            raise error  # it reads the one that is being handled
+            raise error  # torchrun records the exception that is being handled
         except BaseException as handled:
             get_error_handler().record_exception(handled)
         error.with_traceback(where)
@@ -402,18 +402,18 @@ class TorchrunRuntime:
 
 
 def _lost(error: BaseException) -> WorkerDied:
-    """What to raise when a collective broke off and no process said why."""
+    """The error to raise when a collective broke off and no process reported why."""
     lost = WorkerDied(
         "the connection to another process of this job broke off, and it did not say why: it was "
-        "killed (for want of memory, perhaps), or its host is gone. The launcher's report names it."
+        "killed (perhaps for lack of memory), or its host is gone. The launcher's report names it."
     )
     lost.__cause__ = error
     return lost
 
 
 def _note_as_later(file: Path) -> None:
-    """Torchrun takes the earliest failure for the cause, counts in whole seconds, and this is the
-    consequence of another one.
+    """Date a consequence a second later: torchrun takes the earliest failure for the cause, and
+    counts in whole seconds.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         note = json.loads(file.read_text())
@@ -426,7 +426,7 @@ def _own_device(place: Place, device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     visible = num_cuda_devices()
-    number = place.local_rank if visible > 1 else 0  # some launchers show each process its own
+    number = place.local_rank if visible > 1 else 0  # some launchers show a process only its GPU
     if number >= visible:
         raise ValueError(
             f"local rank {place.local_rank} has no GPU: {visible} are visible, and each process "
@@ -437,7 +437,7 @@ def _own_device(place: Place, device_type: str) -> torch.device:
 
 
 class _plain:
-    """Outside all transforms and modes of the caller: what runs are the devices' own values."""
+    """Leaves the caller's transforms and modes: a plan runs on the devices' own values."""
 
     def __enter__(self) -> None:
         self._contexts = [outside_transforms(), _disable_current_modes()]

@@ -1,13 +1,13 @@
-"""The store of a job, which answers in time or is gone.
+"""The store of a job, with a time limit for every answer.
 
 A ``TCPStore`` waits without end for the answer to ``check``, ``get``, ``set``, ``add`` and
-``delete_key`` (torch 2.13: only ``wait`` has a timeout).  Where the host of the store is cut off,
-or the process that keeps it is stopped, every process of the job would hang.  So its socket, which
-is found by the port of its peer, gets time limits of the kernel's, which the store reports as
-``DistNetworkError``.
+``delete_key`` (torch 2.13: only ``wait`` has a timeout).  If the host of the store is cut off, or
+the process that keeps it is stopped, every process of the job would hang.  So the kernel gets time
+limits for the store's socket, which is found by the port of its peer.  The store reports a passed
+limit as ``DistNetworkError``.
 
-An answer may still come after that, and would be taken for the answer to the next question.  So the
-connection is shut down with the first failure, and all later calls fail at once.
+A late answer would be taken for the answer to the next question.  So the connection is shut down at
+the first failure, and all later calls fail at once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 
 class JobStore:
-    """A store of ``torch.distributed``, all of whose calls end."""
+    """A store of ``torch.distributed``; all its calls end in time."""
 
     def __init__(self, store: dist.Store, limit_s: float) -> None:
         self.raw = store
-        """For what torch does with it; the limits hold there, too."""
+        """The store to pass to torch; the limits hold there, too."""
         self._line = _Line(store)
         self.limit(limit_s)
 
@@ -41,13 +41,13 @@ class JobStore:
         return part
 
     def limit(self, seconds: float) -> None:
-        """How long an answer may take from now on."""
+        """Set how long an answer may take from now on."""
         self._line.limit_s = seconds
         for connection in self._line.sockets:
             limit_waits(connection, seconds)
 
     def abort(self) -> None:
-        """End all waiting for answers, from any thread; there will be no others."""
+        """End all waiting for answers, from any thread; later calls fail at once."""
         self._line.is_aborted = True
         for connection in self._line.sockets:
             with contextlib.suppress(OSError):
@@ -57,7 +57,7 @@ class JobStore:
         return self._asked(self.raw.check, list(keys))
 
     def get(self, key: str) -> bytes:
-        """A value that is known to be there."""
+        """The value of a key that is known to be there."""
         return self._asked(self.raw.get, key)
 
     def set(self, key: str, value: bytes) -> None:
@@ -101,11 +101,11 @@ class _Line:
 
 
 def limit_waits(connection: socket.socket, seconds: float) -> None:
-    """Blocking calls on a socket wait no longer for its peer; in C++ too."""
-    # 0 would stand for no limit
+    """Limit how long a blocking call on a socket waits for its peer, in C++ too."""
+    # 0 would mean no limit
     whole, rest = divmod(max(1, int(seconds * 1e6)), 1_000_000)
     limit = struct.pack("ll", whole, rest)
-    with contextlib.suppress(OSError):  # it is closed
+    with contextlib.suppress(OSError):  # the socket is closed
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
@@ -122,7 +122,7 @@ def _connections(store: dist.Store) -> list[socket.socket]:
             if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
                 continue
             duplicate = socket.socket(fileno=os.dup(int(entry)))
-        except OSError:  # closed by now, as that of the listing
+        except OSError:  # closed by now, such as the descriptor of the listing
             continue
         if _peer_port(duplicate) == store.port:
             found.append(duplicate)

@@ -1,11 +1,11 @@
-"""Notices that a call in progress can never end, because another process waits for us elsewhere.
+"""Notices a call that can never end, because another process waits for this one in another call.
 
-A process that meets a plan for the first time waits for the others (see ``Rendezvous``).  If one of
-them is in a collective of another plan meanwhile, each waits for the other, and Gloo would for half
-an hour.  This thread looks once a second, in calls that take longer than that.
+A process that runs a plan for the first time waits for the others (see ``Rendezvous``).  If one of
+them is in a collective of another plan meanwhile, each waits for the other, and Gloo gives up only
+after half an hour.  This thread looks once a second, in calls that take longer than that.
 
-It also ends calls that take longer than they may.  A call in a collective is cut free and raises;
-one that does not go on is in the user's code, where only the end of the process ends it.
+It also ends calls that exceed their timeout.  A call that waits in a collective is freed, and
+raises.  A call that still goes on is in the user's code, where only the end of the process ends it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Watch:
     def __init__(
         self, rendezvous: Rendezvous, groups: Groups, end_process: Callable[[BaseException], None]
     ) -> None:
-        """``end_process``: called for an error that the call does not come to raise."""
+        """``end_process``: called with an error if the call does not return to raise it."""
         self._end_process = end_process
         self._rendezvous = rendezvous
         self._groups = groups
@@ -66,14 +66,14 @@ class Watch:
             raise self._verdict
 
     def raise_verdict(self) -> None:
-        """Raise if this thread has ended the call."""
+        """Raise if the watching thread has ended the call."""
         if self._verdict is not None:
             raise self._verdict
 
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join(_STOPPING_S)
-        if self._thread.is_alive():  # the store does not answer it
+        if self._thread.is_alive():  # it waits for an answer of the store
             self._rendezvous.store.abort()
             self._thread.join(_STOPPING_S)
 
@@ -88,7 +88,7 @@ class Watch:
                 try:
                     crossed = self._rendezvous.deadlock(*running)
                 except (dist.DistError, PmapError):
-                    return  # the store is gone or not the job's alone, as the main thread will see
+                    return  # the store is gone or was tampered with; the main thread will raise
                 if crossed is not None:
                     self._conclude(CollectiveMismatch(crossed))
                     return
