@@ -230,7 +230,7 @@ def test_compiled(capfd):
         (
             lambda x: tp.debug.print("{:.2f}", x),
             TypeError,
-            r"the format '.2f' is one of numbers, but the value has shape \[3\]",
+            r"the format '.2f' is for a number, but the value has shape \[3\]",
         ),
     ],
     ids=["not text", "unused", "unused name", "missing", "missing name", "format of many"],

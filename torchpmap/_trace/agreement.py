@@ -1,12 +1,12 @@
-"""That devices which run a function as Python, each for itself, run the same collectives.
+"""Checks that devices which run a function as plain Python all run the same collectives.
 
-Collectives that differ but move equal shapes would exchange wrong numbers without an error.  So
-each has a *fingerprint*, which the devices compare before they run it: what it does, what for (see
-``axis_stack.serving``), and its *call site*, the lines of the user's code that led to it with the
-place of each call in its line.  Two calls of a helper function have two call sites.
+Different collectives that move equal shapes would exchange wrong numbers without an error.  So the
+devices compare a *fingerprint* of each before they run it: what it does, what for (see
+``axis_stack.serving``), and its *call site*: the calls in the user's code that led to it, each with
+its line and column.  Two calls of a helper function have two call sites.
 
-Call sites are named by file, function and place in the bytecode, never by path or address: those
-differ between processes and hosts.
+A call site names file, function and place in the bytecode.  It contains no path and no address,
+because these differ between processes and hosts.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ ADVICE = (
     "must run the same collectives in the same order, from the same lines of the program: do not "
     "put one under a condition on"
 )
-"""Of a message about those that did not."""
+"""Part of the message about a mismatch."""
 
 
 class Fingerprint:
-    """What this thread is about to run; equal to that of another device, or row, at the same."""
+    """The collective that a thread is about to run; equal on all devices or rows that agree."""
 
     def __init__(self, what: str, group: str = "", within: CodeType | None = None) -> None:
         """``within``: where the user's code was called from."""
@@ -54,11 +54,11 @@ class Fingerprint:
         return hash(self.key)
 
     def digest(self) -> bytes:
-        """16 bytes for it."""
+        """16 bytes that stand for the fingerprint."""
         return hashlib.blake2b(self.key.encode(), digest_size=16).digest()
 
     def __str__(self) -> str:
-        """With the call site, as long as this thread is there."""
+        """Includes the call site, which is right only until the thread goes on."""
         reason = f" for {self._purpose}" if self._purpose else ""
         places = [
             f"{_file(frame.f_code) or '<string>'}:{frame.f_lineno}{_column(frame)} in "
@@ -76,39 +76,39 @@ def _place(frame: FrameType) -> str:
 
 
 def _file(code: CodeType) -> str:
-    """Nothing of a file that is none: its name may be a number that each process counts."""
+    """Empty for code from no file, such as a notebook cell: its name may differ by process."""
     return "" if code.co_filename.startswith("<") else code.co_filename.rpartition(os.sep)[2]
 
 
 def _column(frame: FrameType) -> str:
-    """``":12"``, unless Python was told to forget columns."""
+    """``":12"``; empty if Python runs without columns (``-X no_debug_ranges``)."""
     places = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
     column = next(places, (None,) * 4)[2]
     return "" if column is None else f":{column + 1}"
 
 
 class Agreement:
-    """What one device compares with the others during a call; made where the function is called,
-    and used by that thread.
+    """Compares the collectives of one device with those of the others during a call; made where the
+    function is called, and used by that thread.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], group: str) -> None:
-        """``group``: of all devices of the call."""
+        """``group``: the process group of all devices of the call."""
         self._name = name
         self._ranks = ranks
         self._group = group
         self._within = sys._getframe(1).f_code
         self._thread = threading.get_ident()
         self._mismatch: str | None = None
-        """What differed before: a function that catches the error must not go on with it."""
+        """An earlier mismatch: raised again at each check, as the function may catch the error."""
         self._agree: Callable[[int], bool] | None = None
-        """How processes that share memory compare numbers, which is quicker."""
+        """Compares a number through shared memory, where the processes share it: quicker."""
         if len(ranks) > 1:
             process_group: Any = _resolve_process_group(group)  # type: ignore[arg-type]  # a str
             self._agree = getattr(process_group, "agree", None)
 
     def check(self, signature: Signature) -> None:
-        """Raise on all devices unless what comes next is the same on all."""
+        """Raise on all devices unless all are about to run the same collective."""
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 f"{self._name}: a collective ran on a thread that the function has started. The "
@@ -138,7 +138,7 @@ class Agreement:
         return set(self._gathered(digest, len(digest))) == {digest}
 
     def _gathered(self, mine: bytes, length: int) -> list[bytes]:
-        """Every device's bytes, cut or filled up to a length."""
+        """Every device's bytes, cut or padded to ``length``."""
         sent = torch.frombuffer(bytearray(mine[:length].ljust(length)), dtype=torch.uint8)
         c10d = torch.ops._c10d_functional
         theirs = c10d.wait_tensor(
@@ -148,6 +148,6 @@ class Agreement:
 
 
 _GROUP = 2
-"""Place in a signature."""
+"""Position of the process group in a signature."""
 _ROW_BYTES = 2048
-"""Of a line about one device."""
+"""Length of one device's line in the message."""

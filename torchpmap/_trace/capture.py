@@ -1,7 +1,7 @@
-"""What a traced function closes over: real tensors that meet traced operations become inputs.
+"""Makes the real tensors that a traced function closes over inputs of its graph.
 
-``Capture`` is a dispatch mode: whatever reaches an operation, from whichever Python object, it
-sees.  A value that was baked into the graph instead would go stale when the caller changes it.
+``Capture`` is a dispatch mode, so it sees every tensor that reaches an operation, whichever Python
+object holds it.  A value baked into the graph would go stale when the caller changes it.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Capture(TorchDispatchMode):
         self.captured: list[torch.Tensor] = []
         self.nodes: list[torch.fx.Node] = []
         self.pinned: list[Any] = []
-        """Tensors whose value was read, and an ``Answer`` for whatever else one was asked."""
+        """Tensors whose value was read, and an ``Answer`` for each other property that was read."""
         self._asked: set[Any] = set()
         self._plain: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By id of either: the tensor without its class, and the tensor."""
+        """(the tensor without its class, the tensor), by the id of either."""
         self.read: list[tuple[torch.Tensor, Contents]] = []
         """Tensors whose memory Python code could read and write, and what they held before."""
         self.stand_ins: dict[int, torch.Tensor] = {}
@@ -76,7 +76,7 @@ class Capture(TorchDispatchMode):
         return self._add(value) if stand_in is None else stand_in
 
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same tensor without a class that is only a name."""
+        """The same tensor without its class, if that is only a name (see ``_is_mere_name``)."""
         if not _is_mere_name(type(tensor)) or not is_real(tensor):
             return tensor
         if id(tensor) not in self._plain:
@@ -89,18 +89,18 @@ class Capture(TorchDispatchMode):
         """The stand-in of a tensor that a function transform around the call is tracing."""
         stand_in = self.stand_ins.get(id(tensor))
         if stand_in is None:
-            with outside_transforms():  # those inside the function would trace it
+            with outside_transforms():  # transforms inside the function would trace it
                 stand_in = self._stand_in(tensor)
                 if stand_in.is_floating_point() or stand_in.is_complex():
                     stand_in.requires_grad_()
         return stand_in
 
     def note(self, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any, answer: Any) -> None:
-        """Note what a tensor that may be no operand said of itself: Python goes on with that."""
+        """Note a property of a tensor, such as its shape: the function's Python code used it."""
         if getattr(func, "__self__", None) is torch.Tensor.grad and (
             id(tensor) in self.grads_before or not (answer is None or is_real(answer))
         ):
-            return  # it is the traced function's own
+            return  # the gradient is the traced function's own
         asked = id(tensor), getattr(func, "__self__", func), repr((args, kwargs))
         if asked not in self._asked:
             self._asked.add(asked)
@@ -120,7 +120,7 @@ class Capture(TorchDispatchMode):
         ):
             reason = oddity(value) or absence(value)
             if reason is not None:
-                # a TypeError would be taken by ``+`` for "try the other operand"
+                # after a TypeError, ``+`` would try the other operand
                 raise ValueError(f"at {users_line()}: a tensor from outside the function {reason}")
 
     def _stand_in(self, real: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ class Capture(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _without_value(self, value: Any) -> Any:
-        """Hide that a number is known: torch would run the operation now, here, alone."""
+        """Hide that a value is known: torch would run the collective now, in this process alone."""
         from torch._subclasses.fake_tensor import FakeTensor
         from torch.fx.experimental.proxy_tensor import (
             get_proxy_mode,
@@ -175,10 +175,10 @@ class Capture(TorchDispatchMode):
 
 
 class KeepData(TorchFunctionMode):
-    """What reaches the data of the caller's tensors by ways that a dispatch mode does not see.
+    """Guards the data of the caller's tensors against accesses that a dispatch mode does not see.
 
-    ``tensor.data = ...`` would leave a tensor without its data; ``.data`` would give it away; and
-    numbers read by ``.numpy()`` or ``.tolist()`` would go stale (or, in fake mode, be garbage).
+    ``tensor.data = ...`` would replace the caller's data; ``.data`` would let the function write to
+    it; and numbers read by ``.numpy()`` or ``.tolist()`` would go stale (in fake mode, be garbage).
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -188,7 +188,7 @@ class KeepData(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(map(_is_mere_name, types)):
-            # torch would give the result, a traced tensor, that class too, and cannot
+            # torch would convert the result, a traced tensor, to that class too, and fail
             with torch._C.DisableTorchFunctionSubclass():
                 if func not in _DESCRIBING and func.__name__ not in ("__get__", "__set__"):
                     plain = self._capture.plain  # a backward pass would meet the class again
@@ -233,7 +233,7 @@ _DESCRIBING = frozenset(
 
 
 def _is_mere_name(kind: type) -> bool:
-    """Whether it is a class of tensors whose operations are torch's own."""
+    """Whether it is a subclass of tensors that leaves all operations to torch."""
     return (
         kind not in (torch.Tensor, torch.nn.Parameter)
         and issubclass(kind, torch.Tensor)
@@ -262,12 +262,12 @@ _ENTRIES = (
 
 
 class Substitute(TorchFunctionMode):
-    """Tensors that the function closes over, replaced by others as they enter torch functions.
+    """Replaces tensors that the function closes over when they enter torch functions.
 
-    Unlike ``Capture`` it stands above functorch and autograd, so the replacements may be traced by
-    transforms around the function.  A transform inside the function wraps what it is given before
-    any torch function sees it, and an autograd.Function takes it: the functions of torch through
-    which it goes are replaced meanwhile.  Only one thread traces at a time; others get torch's own.
+    Unlike ``Capture`` it works above functorch and autograd, so transforms around the function may
+    trace the replacements.  Tensors that enter a transform or an autograd.Function inside the
+    function pass no torch function, so the functions of torch that take them (``_ENTRIES``) are
+    patched meanwhile.  Only one thread traces at a time; other threads get torch's own functions.
     """
 
     def __init__(self, find: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -313,10 +313,10 @@ def is_real(value: Any) -> bool:
 
 @contextlib.contextmanager
 def clean_grads(capture: Capture) -> Iterator[list[torch.Tensor]]:
-    """``loss.backward()`` inside the program sets ``.grad`` of captured parameters to traced
-    tensors: take them off again.
+    """Restore ``.grad`` of captured parameters, which ``loss.backward()`` inside the program sets
+    to traced tensors.
 
-    Yields a list that holds, afterwards, every gradient that was left on a captured leaf.
+    Yields a list that afterwards holds every gradient that was left on a captured leaf.
     """
     leftover: list[torch.Tensor] = []
     try:

@@ -64,7 +64,7 @@ EAGER = Backend("eager")
 
 @dataclass(frozen=True)
 class Definition:
-    """What a worker must know to run a plan: travels once."""
+    """What a worker must know to run a plan; sent once."""
 
     plan_id: int
     name: str
@@ -140,7 +140,7 @@ def have_cpp_compiler() -> bool:
 def compile_definition(definition: Definition, index: torch.Tensor) -> Runner:
     """The runner of a definition on this device: block tensors in, block tensors out."""
     leading = (index,) if definition.uses_index else ()
-    # under python -W error, torch's own deprecations would end it
+    # under python -W error, torch's own deprecation warnings would raise
     with applied(for_graph(definition.ambient)), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         compiled = _compile(definition, leading, index.device)
@@ -160,10 +160,9 @@ def run_first_time(
 ) -> tuple[Sequence[torch.Tensor], Runner]:
     """Run a plan for the first time: its results, and how to run it from then on.
 
-    Everything else relies on what tracing promised: the shapes and dtypes that are fetched, and, in
-    code that Inductor makes of what follows, that values are contiguous.  A wrong fake kernel, or a
-    setting that the device does not have, breaks that promise in every run alike, so the first one
-    tells.
+    Later code relies on what tracing promised: the shapes and dtypes of the results, and that they
+    are contiguous (Inductor's code for later plans reads them so).  A wrong fake kernel, or a
+    setting that the device does not have, breaks the promise in every run: checking one is enough.
     """
     with _Promises(definition, where) if _has_users_operations(definition.graph) else nullcontext():
         results = runner(*blocks)
@@ -189,15 +188,15 @@ def run_first_time(
 
 
 class _Promises(TorchDispatchMode):
-    """Compares what the user's operations give with what their fake kernels say: compiled code
-    would read beyond a value that is smaller.
+    """Compares the results of the user's operations with what their fake kernels promise: compiled
+    code would read beyond the end of a smaller result.
     """
 
     def __init__(self, definition: Definition, where: str) -> None:
         super().__init__()
         self._definition = definition
         self._where = where
-        # inside a mode there is no autograd, which an operation may use itself
+        # a dispatch mode switches autograd off, but an operation may use it inside
         dispatch = torch._C
         self._outside = (
             dispatch._dispatch_tls_local_include_set(),
@@ -215,7 +214,7 @@ class _Promises(TorchDispatchMode):
             promised = func(*given[0], **given[1])
         with torch._C._ForceDispatchKeyGuard(*self._outside):
             results = func(*args, **kwargs)
-        strides = self._definition.backend != EAGER  # a graph that is run as it is takes any
+        strides = self._definition.backend != EAGER  # which accepts any strides
         for got, fake in zip(tree_leaves(results), tree_leaves(promised), strict=True):
             mine, theirs = _described(got, strides), _described(fake, strides)
             if mine != theirs:
@@ -247,13 +246,13 @@ def _namespaces(graph: torch.fx.GraphModule) -> set[str]:
 
 
 def _has_users_operations(graph: torch.fx.GraphModule) -> bool:
-    """Whether results may not be as their fakes said, which Inductor's checks would tell."""
+    """Whether a result may differ from its fake, so that Inductor's checks are needed."""
     return not _namespaces(graph) <= NATIVE
 
 
 def _needs_no_autograd(definition: Definition) -> bool:
-    """Whether a plan has collectives, whose way through autograd (Python, in torch 2.13) takes as
-    long as a small one itself, and no code of the user's, which may ask for derivatives.
+    """Whether a plan has collectives, and no code of the user's, which may ask for derivatives.
+    Their autograd layer (Python, in torch 2.13) takes as long as a small collective itself.
     """
     names = _namespaces(definition.graph)
     return (
@@ -296,10 +295,10 @@ def _by_backend(graph: torch.fx.GraphModule, examples: list[Any], backend: Backe
 
 # -- strides ---------------------------------------------------------------------------------------
 
-# What is stored is contiguous: graphs are traced so, and Inductor's code reads it so.  Where an
-# operand is not, the results of some operations have other strides than they had for fake tensors:
-# in torch 2.13 those of batch_norm, copysign, mse_loss_backward and more, and whatever the fake of
-# an operation of the user's says.
+# Stored values are contiguous: graphs are traced with contiguous inputs, and Inductor's code relies
+# on it.  If an operand is not contiguous, some results have other strides than in the trace: in
+# torch 2.13 those of batch_norm, copysign, mse_loss_backward and more, and perhaps those of an
+# operation of the user's.
 
 _PLAIN = {"view", "unsqueeze", "squeeze", "clone", "sum", "mean", "amax", "amin", "full", "mm"}
 """Operations on contiguous tensors that give contiguous ones, besides pointwise ones."""
@@ -324,7 +323,7 @@ def _keeps_strides(graph: torch.fx.GraphModule) -> bool:
 
 
 def _reshape(graph: torch.fx.GraphModule) -> None:
-    """Let views be copies where the strides do not allow a view and no write would miss it."""
+    """Let views be copies where the strides allow no view, unless the graph writes to a tensor."""
     targets = [n.target for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
     if any(target._schema.is_mutable for target in targets):
         return
@@ -336,7 +335,7 @@ def _reshape(graph: torch.fx.GraphModule) -> None:
 
 def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend) -> Runner:
     with uncollected():
-        import torch._inductor.compile_fx  # standalone_compile would
+        import torch._inductor.compile_fx  # standalone_compile would import it
         from torch._inductor import list_mode_options, standalone_compile
         from torch._inductor.decomposition import decompositions
 
@@ -344,10 +343,10 @@ def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend
     decompositions.update(_threefry.decompositions())
     patches: dict[str, Any] = {} if _has_users_operations(graph) else dict(_PATCHES)
     if all(example.device.type == "cpu" for example in examples):
-        # threads that wait for g++: this worker compiles, and the others wait for what it builds
+        # many threads, as they wait for g++, and the other workers wait for what this one builds
         patches["compile_threads"] = min(8, len(os.sched_getaffinity(0)))
-        # Inductor would ask the C++ compiler four times (6 s) for vector instructions that
-        # /proc/cpuinfo tells already
+        # Inductor would run the C++ compiler four times (6 s) to find out which vector instructions
+        # the CPU has, but /proc/cpuinfo lists them
         if torch._inductor.config.cpp.vec_isa_ok is None:
             patches["cpp.vec_isa_ok"] = True
     if backend.mode is not None:
@@ -364,13 +363,13 @@ def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend
 
 @functools.cache
 def make_cache_private() -> None:
-    """See to it that no other user writes to Inductor's folder, whose code is run as it is found.
+    """Keep other users from writing to Inductor's folder, because the code in it is run unchecked.
 
-    Torch (2.13) takes a folder in the temporary one that is named after the user, even if another
-    one has made it.  One that the user has chosen is left as it is.
+    Torch (2.13) uses a folder named after the user in the temporary folder, even if another user
+    has made it.  A folder that the user has chosen is left as it is.
 
     Raises:
-        PmapError: it belongs to another user.
+        PmapError: the folder belongs to another user.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -389,7 +388,7 @@ def make_cache_private() -> None:
 
 @contextlib.contextmanager
 def _without_artifact_warning() -> Iterator[None]:
-    """Graphs that print are not cached by torch 2.13, which says so for every one of them."""
+    """Silence torch 2.13's warning, for every graph that prints, that it cannot be cached."""
     log = logging.getLogger("torch._inductor.standalone_compile")
 
     def keep(record: logging.LogRecord) -> bool:

@@ -1,16 +1,16 @@
-"""Operations that users add to torch (``torch.library``), on workers that import nothing of theirs.
+"""Operations that users add to torch (``torch.library``), on workers without the users' imports.
 
-Whatever names such an operation, a graph or a pickled function, brings along what a worker needs
-to know it by (its *source*)::
+A graph or a pickled function that names such an operation is sent with its *source*, by which a
+worker learns it::
 
     torch.library.custom_op in a script, a notebook or a function  its Python functions
     any Python definition in a module that can be imported         the name of the module
     C++, loaded by torch.ops.load_library                          the paths of the libraries
     torch.library.Library, define or impl in a script, a notebook  nothing: it is *hidden*
 
-The functions of a hidden operation went into torch's dispatcher, which does not give them back.
-In a graph its place is taken by what its implementation does (see ``_trace/capture``); as part of a
-Python function it is refused.
+Torch's dispatcher does not give back the functions of a hidden operation.  A graph contains the
+operations that its implementation calls instead (see ``_trace/capture``); a Python function that
+uses it is refused.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def _call_fake(operation: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def source(operation: str) -> Any:
-    """What a worker needs to know an operation by, picklable; None: nothing.
+    """The source of an operation, picklable; None if a worker needs none.
 
-    Raises ``HiddenOperation`` where it cannot have any.
+    Raises ``HiddenOperation`` if a worker needs one and there is none.
     """
     if operation.partition("::")[0] in NATIVE:
         return None
@@ -132,7 +132,7 @@ def mentioned(names: set[str]) -> list[tuple[str, Any]]:
 
 
 def _home(definition: _Definition) -> str | None:
-    """The module whose import makes this definition; None if there is none to rely on."""
+    """The module whose import makes this definition; None if no import is sure to make it."""
     function = definition._init_fn
     name = function.__module__
     inside = "<locals>" in getattr(function, "__qualname__", "<locals>")
@@ -185,7 +185,7 @@ def is_hidden(operation: torch._ops.OpOverload) -> bool:
 
 
 def expand(operation: torch._ops.OpOverload, device: str, args: Any, kwargs: Any) -> Any:
-    """Run the Python implementation of a hidden operation on whatever tensors it is given."""
+    """Run the Python implementation of a hidden operation, on traced tensors too."""
     if operation._can_decompose():
         return operation.decompose(*args, **kwargs)
     key: str = torch._C._dispatch_key_for_device(device)
@@ -207,7 +207,7 @@ def expand(operation: torch._ops.OpOverload, device: str, args: Any, kwargs: Any
 
 @dataclass(frozen=True)
 class _Kind:
-    """What of a definition is fixed once it is made."""
+    """The parts of a definition that are fixed once it is made."""
 
     name: str
     schema: str
@@ -252,7 +252,7 @@ def _kernels(definition: _Definition) -> dict[str | None, Callable[..., Any]]:
 
 
 def reduced(definition: _Definition) -> tuple[Any, ...]:
-    """The pickle of a definition: it is made, and then given its functions, which may use it."""
+    """The pickle of a definition: made first, then filled with its functions, which may use it."""
     functions = _kernels(definition), _rules(definition)
     module = definition._init_fn.__module__
     home = module if _is_importable(module) else None
@@ -264,7 +264,7 @@ _made: dict[str, _Definition] = {}  # torch itself keeps only weak references
 
 def _make(kind: _Kind, home: str | None) -> _Definition:
     """The definition on a worker: one that is there, or a new one in its place."""
-    if home is not None:  # its functions may import it, which must not replace what is made here
+    if home is not None:  # if its functions imported it later, it would replace what is made here
         with contextlib.suppress(ImportError):
             importlib.import_module(home)
     earlier = custom_ops.OPDEFS.get(kind.name)
@@ -323,7 +323,7 @@ class Implementations:
             environment.refresh()
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors that they read from outside: the workers have copies."""
+        """Tensors that the functions read from outside, of which the workers have copies."""
         return [tensor for environment in self._environments for tensor in environment.tensors()]
 
     def __bool__(self) -> bool:

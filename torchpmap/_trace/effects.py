@@ -4,15 +4,15 @@ Both are operators without results, registered with torch as effects, so that th
 graph, in order, through every optimizer (torch.library's effect tokens).  They run where and when
 the values exist: on the workers, also in compiled code.
 
-Above each operator stands an ``autograd.Function``, as above the collectives: under torch.func's
-derivatives it sees the primal values once, and a vmap around it adds a leading dim to what it sees,
-the outermost first.
+An ``autograd.Function`` wraps each operator, as it does the collectives: under torch.func's
+derivatives it sees the primal values once, and each vmap around it adds a leading dim to them, the
+outermost first.
 
     devices       ordered: the lines of all devices travel to the first one, which prints them all
     lanes         one call prints all of them
     derivatives   values only
 
-An ordered print is a collective: every device must come to it.
+An ordered print is a collective: every device must reach it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Template(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         if isinstance(value, torch.Tensor) and format_spec and value.dim():
             raise TypeError(
-                f"debug.print: the format {format_spec!r} is one of numbers, but the value has "
+                f"debug.print: the format {format_spec!r} is for a number, but the value has "
                 f"shape {list(value.shape)}. Leave the format out, or print one element."
             )
         return format(self._slotted(value), format_spec)
@@ -117,7 +117,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Lines:
-    """How lines are made of tensors: first an index per name, then a value per slot."""
+    """How lines are made of a list of tensors: an index per name, then a value per slot."""
 
     template: str
     specs: tuple[str, ...]
@@ -129,7 +129,7 @@ class _Lines:
 
 
 def show(fmt: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, ordered: bool) -> None:
-    """Print ``fmt.format(*args, **kwargs)`` for every index of all bound axes, when it is known."""
+    """Print ``fmt.format(*args, **kwargs)``, once known, for every index of all bound axes."""
     formatter = _Template()
     template = formatter.vformat(fmt, args, kwargs)
     names, indices, groups = [], [], []
@@ -182,7 +182,7 @@ def lines_of(
     groups: Sequence[str],
     tensors: Sequence[torch.Tensor],
 ) -> str:
-    """The lines of this device; arguments as of the operator."""
+    """The lines that this device prints; the arguments are those of the operator."""
     return "\n".join(text for _, text in _entries(template, specs, names, batch, tensors))
 
 
@@ -215,8 +215,8 @@ def _filled(texts: Sequence[str], slot: re.Match[str]) -> str:
 
 def _formatted(values: Sequence[torch.Tensor], specs: Sequence[str]) -> list[str]:
     if forward_ad._current_level >= 0:
-        # torch looks for a tangent to print too, which raises below autograd, as here; what belongs
-        # to this thread, and with it being below autograd, does not reach another one
+        # torch would look for a tangent to print, which raises below autograd, where this thread
+        # is; a new thread is not below it
         with ThreadPoolExecutor(1) as pool:
             return list(pool.map(_text, values, specs))
     return list(map(_text, values, specs))
@@ -244,14 +244,14 @@ def _print(
     entries = _entries(template, specs, names, batch, tensors)
     for group in reversed(groups):
         entries = _collected(entries, group, tensors[0].device)
-    if len(groups) > 1:  # of one group, the devices are in order as they are
+    if len(groups) > 1:  # the devices of one group are in order already
         entries.sort(key=lambda entry: entry[0])
     if entries:
         emit("\n".join(text for _, text in entries))
 
 
 def _collected(entries: _Entries, group: str, device: torch.device) -> _Entries:
-    """The entries of all members on the first of them, none on the others."""
+    """The entries of all members on the first member, none on the others."""
     axis_stack.record(("print", "", group))
     process_group = _resolve_process_group(group)  # type: ignore[arg-type]
     size, first = process_group.size(), process_group.rank() == 0
@@ -273,7 +273,6 @@ def _collected(entries: _Entries, group: str, device: torch.device) -> _Entries:
 
 
 def prints(graph: torch.fx.GraphModule) -> bool:
-    """Whether a graph has a print in it."""
     return any(node.target is torch.ops.torchpmap.debug_print.default for node in graph.graph.nodes)
 
 
@@ -282,7 +281,7 @@ def prints(graph: torch.fx.GraphModule) -> bool:
 
 def difference(value: torch.Tensor, axis_name: Any) -> torch.Tensor:
     """The largest distance of any device's value from the first device's; infinite where only one
-    of them is NaN.
+    of the two is NaN.
     """
     return pmax(distance(value, pbroadcast(value, axis_name, 0)), axis_name)
 
@@ -297,7 +296,7 @@ def distance(value: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
 
 
 def check_equal(distance: torch.Tensor, message: str) -> None:
-    """Raise ``ValueError(message)``, with the distance in it, when that is known and is not 0."""
+    """Raise ``ValueError(message)``, with ``distance`` filled in, once it is known not to be 0."""
     _Check.apply(message, distance)
 
 

@@ -2,13 +2,13 @@
 
 JAX bakes closed-over values into the program at the first call and never looks again.  Here the
 cells, globals, defaults and attributes that the function's code can reach are noted by identity;
-when one is rebound, the function is traced again. (In-place changes of tensors are noticed
-separately, without a new trace; so is what the function asks of a tensor that is no operand.)
+when one is rebound, the function is traced again. (In-place changes of tensors need no new trace
+and are noticed separately, by ``Captured``; so are changes of a property that the function read.)
 
-It follows plain functions, partials, methods, modules (``torch.nn``), instances, classes, and what
-holds others: lists, dicts, sets and their kind.  Of a class the methods are followed whose name
-the code mentions, and those that Python and torch call by themselves.  numpy arrays count no
-versions: their contents are compared.
+It follows plain functions, partials, methods, modules (``torch.nn``), instances, classes, and
+containers such as lists, dicts and sets.  Of a class it follows the methods that the code names,
+and those that Python and torch call by themselves.  numpy arrays have no version counter, so their
+contents are compared.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _MISSING = object()
 _FOREIGN = ("torch", "torchpmap", "numpy", "builtins", *sys.stdlib_module_names)
 """Packages whose functions and instances do not change under a user's feet."""
 _HOLDERS = ("types", "argparse", "collections", "torch.optim", "torch.distributions")
-"""But these have instances that hold nothing except a user's values."""
+"""Except for these: their instances hold nothing but a user's values."""
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, frozenset, deque)
 _SIMPLE = bool | int | float | complex | str | bytes | None
 _IMPLIED = {"forward", "backward", "setup_context", "vmap", "jvp"}
-"""Methods that torch calls, which no code of the user's need mention."""
+"""Methods that torch calls, so the user's code may not mention them."""
 _AT_CREATION = {"__init__", "__new__", "__post_init__"}
 _NO_CODE = _AT_CREATION | {"__module__", "__dict__", "__doc__", "__weakref__", "__slots__"}
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
@@ -52,7 +52,7 @@ class Environment:
     """The outside references of one function."""
 
     def __init__(self, fun: Callable[..., Any], *, quiet: bool = False) -> None:
-        """``quiet``: another one for this function warns of what is not watched."""
+        """``quiet``: another ``Environment`` of this function warns of what is not watched."""
         self._fun: Any = fun
         self._watched: _Watched | None = None
         self._code: tuple[Any, Any, Any] | None = None
@@ -90,15 +90,15 @@ class Environment:
             self._has_warned = True
             warn(
                 f"{getattr(self._fun, '__name__', self._fun)} closes over {self._unwatched}, which "
-                f"leads to more than {_MAX_FOLLOWED} objects. Changes of those beyond are not "
-                "noticed: the compiled function goes on with the old ones. Pass what changes as an "
-                "argument."
+                f"leads to more than {_MAX_FOLLOWED} objects. Changes of the objects beyond these "
+                "are not noticed: the compiled function keeps using the old ones. Pass what "
+                "changes as an argument."
             )
         return False
 
 
 def parameters(fun: Callable[..., Any]) -> list[torch.Tensor]:
-    """The leaf tensors that require grad, of those that a function can reach."""
+    """The leaf tensors that a function can reach and that require grad."""
     environment = Environment(fun)
     environment.refresh()
     leaves = [tensor for tensor in environment.tensors() if tensor.is_leaf and tensor.requires_grad]
@@ -106,14 +106,14 @@ def parameters(fun: Callable[..., Any]) -> list[torch.Tensor]:
 
 
 class _Watched:
-    """What was met, such that all of it is compared at once: the check is part of every call."""
+    """What a walk met, stored so that comparing it is quick: the check is part of every call."""
 
     def __init__(self) -> None:
         self.reads: list[Callable[[], Any]] = []
         self._read: list[Any] = []
         """What they gave."""
         self._views: list[Iterable[Any]] = []
-        """What has items, such as lists and ``dict.values()``."""
+        """Objects with items, such as lists and ``dict.values()``."""
         self._items: list[Any] = []
         """Of all the views."""
         self._sized: list[Any] = []
@@ -140,7 +140,7 @@ class _Watched:
         """Whether nothing has changed."""
         if self._sized and list(map(len, self._sized)) != self._sizes:
             return False
-        # these loops run in C; the items that are left are seldom other objects that are equal
+        # these loops run in C; objects that are equal but not identical are rare
         is_read = all(map(is_, map(call, self.reads), self._read))
         if is_read and all(map(is_, chain.from_iterable(self._views), self._items)):
             return True
@@ -159,15 +159,15 @@ class _Walk:
         self.watched = _Watched()
         self.tensors: list[torch.Tensor] = []
         self.unwatched: str | None = None
-        """What the function closes over that led too far."""
+        """The value that the function closes over and that leads to too many objects."""
         self._seen: dict[int, Any] = {}
         """By id; kept, so that no other value gets the id."""
         self._queue: deque[tuple[Any, str]] = deque()
         self._names: set[str] = set()
         """What the code that was met mentions."""
         self._owners: list[tuple[Mapping[str, Any], set[str], set[str], str]] = []
-        """(attributes by name, mentioned anyway, watched by now, what led there): of these only
-        what is mentioned is watched."""
+        """(attributes by name, names that are always watched, names watched by now, origin); any
+        other attribute is watched when the code mentions its name."""
 
     def run(self, value: Any) -> None:
         self._add(value, "the function itself")
@@ -183,7 +183,7 @@ class _Walk:
             self._mentioned()
 
     def _mentioned(self) -> None:
-        """Go on to attributes that code met meanwhile mentions."""
+        """Watch the attributes that the code met so far mentions."""
         for table, implied, done, origin in self._owners:
             for name in [name for name in list(table) if name in self._names or name in implied]:
                 if name not in done:
@@ -301,7 +301,7 @@ class _Walk:
         self._names |= names
         self._owners.append((vars(function), {"__wrapped__"}, set(), origin))
         known = function.__globals__
-        if _is_foreign(known.get("__name__")):  # torch's, around one of the user's
+        if _is_foreign(known.get("__name__")):  # a wrapper of torch's around a user's function
             return
         read_names, imported = _globals(code)
         for name in imported:
@@ -316,7 +316,7 @@ class _Walk:
                     self._watch(read, repr(name) if is_outermost else origin)
 
     def _attributes(self, module: Any, names: set[str], origin: str) -> None:
-        """Follow what is mentioned of a module."""
+        """Watch the attributes of a module that are in ``names``."""
         if not isinstance(module, types.ModuleType) or _is_foreign(module.__name__):
             return
         self._seen[id(module)] = module
@@ -336,7 +336,7 @@ class _Walk:
             if name not in _OF_MODULES or name == "training":
                 self._watch(functools.partial(state.get, name, _MISSING), origin)
         for name in _TABLES:
-            table = state.get(name)  # not before Module.__init__
+            table = state.get(name)  # missing before Module.__init__
             if table:
                 self._view(table.values(), origin)
                 self._view(table.keys(), origin)
@@ -370,7 +370,8 @@ def _names(code: types.CodeType) -> Iterable[str]:
 def _globals(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(globals, modules) that the code, or a function inside it, reads or imports.
 
-    An attribute may have the name of a global that changes all the time, such as a loop's ``i``.
+    ``co_names`` would not do: an attribute may have the name of a global that changes all the time,
+    such as a loop's ``i``.
     """
     found: dict[str, None] = {}
     imported: dict[str, None] = {}
@@ -388,7 +389,7 @@ def _globals(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _same(now: Any, expected: Any) -> bool:
-    """Whether two values that are not one object are the same to any code."""
+    """Whether no code can tell two values apart that are different objects."""
     kind = type(now)
     if kind is not type(expected):
         return False
@@ -404,7 +405,7 @@ def _same(now: Any, expected: Any) -> bool:
         return _all_same(now, expected)
     if isinstance(now, np.generic):
         return now.dtype == expected.dtype and now.tobytes() == expected.tobytes()
-    if kind is types.MethodType:  # another one at each read
+    if kind is types.MethodType:  # a new object at each read
         return now.__self__ is expected.__self__ and now.__func__ is expected.__func__
     return kind in _COMPARED and bool(now == expected)
 
@@ -454,7 +455,7 @@ def _same_function(
 
 
 def _dict_of(value: Any) -> dict[str, Any] | None:
-    """Its attributes, without asking a ``__getattr__`` of the user's."""
+    """Its attributes, read without calling the user's ``__getattr__``."""
     try:
         table = object.__getattribute__(value, "__dict__")
     except AttributeError:

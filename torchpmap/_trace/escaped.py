@@ -1,8 +1,8 @@
-"""Tensors of a mapped function that outlive it, named as such wherever they are used.
+"""Clear errors for tensors of a mapped function that are used after its end.
 
-While a function is traced, or its rows run as lanes of a vmap, its tensors stand for values that
-there are none of outside.  A ``Watch`` notes each of them, weakly, with the user's line that made
-it.  Those that still live at the end have escaped: their class becomes ``Escaped``, which refuses
+While a function is traced, or its rows run as lanes of a vmap, its tensors stand for values that do
+not exist outside.  A ``Watch`` holds a weak reference to each, with the user's line that made it.
+Tensors that are still alive at the end have escaped: their class becomes ``Escaped``, which refuses
 every use.
 """
 
@@ -25,7 +25,7 @@ _current: ContextVar[Watch | None] = ContextVar("torchpmap_watch", default=None)
 
 
 class Escaped(torch.Tensor):
-    """A tensor of a mapped function that is over."""
+    """A tensor of a mapped function that has ended."""
 
     _torchpmap_story: str
 
@@ -73,11 +73,11 @@ _DESCRIBING = tuple(
     getattr(torch.Tensor, name)
     for name in ("shape", "dtype", "layout", "ndim", "requires_grad", "is_leaf", "is_meta")
 )
-"""What may be asked of an escaped tensor: messages and debuggers do."""
+"""Attributes that an escaped tensor still has, for messages and debuggers."""
 
 
 class Watch(TorchFunctionMode):
-    """Notes what the mapped function ``name`` makes while this is entered."""
+    """Notes the tensors that the mapped function ``name`` makes inside the ``with`` block."""
 
     def __init__(self, name: str, *, is_traced: bool = False) -> None:
         super().__init__()
@@ -104,11 +104,11 @@ class Watch(TorchFunctionMode):
         return result
 
     def note(self, value: Any, where: str | None) -> None:
-        """Note tensors that were given (``where`` says so) or made by the running line."""
+        """Note arguments (``where`` describes them), or tensors made by the running line."""
         for tensor in value if isinstance(value, list | tuple) else (value,):
             if isinstance(tensor, torch.Tensor) and self._stands_for_others(tensor):
                 known = self._made.get(id(tensor))
-                if known is None or known[0]() is not tensor:  # an id is used again
+                if known is None or known[0]() is not tensor:  # Python reuses ids
                     story = where or f"made at {users_line()}"
                     self._made[id(tensor)] = TensorWeakRef(tensor), story
 
@@ -117,11 +117,11 @@ class Watch(TorchFunctionMode):
 
         if not self._is_traced:
             return bool(functorch.maybe_get_level(tensor) > self._depth)
-        # levels say nothing here: those around the call are set aside, and counted anew inside it
+        # levels tell nothing here: tracing sets aside those around the call, and counts anew inside
         return isinstance(innermost(tensor), FakeTensor)
 
     def end(self) -> None:
-        """Mark what still lives: the function is over."""
+        """Mark the tensors that are still alive after the function as escaped."""
         for reference, where in self._made.values():
             tensor = reference()
             if tensor is not None:
@@ -131,8 +131,8 @@ class Watch(TorchFunctionMode):
 
 @contextmanager
 def watched(name: str) -> Iterator[None]:
-    """Mark what the mapped function ``name`` makes in the block and lets escape, unless a watch is
-    on already.
+    """Mark the tensors of the mapped function ``name`` that outlive the block, unless an outer
+    watch does so.
     """
     if _current.get() is not None:
         yield
@@ -146,7 +146,7 @@ def watched(name: str) -> Iterator[None]:
 
 
 def note(arguments: Iterable[torch.Tensor], fun: Any) -> None:
-    """Note what a function is given, if it is watched."""
+    """Note the arguments of a function, if it is watched."""
     watch = _current.get()
     if watch is not None:
         code = getattr(fun, "__code__", None)

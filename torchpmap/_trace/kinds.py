@@ -1,7 +1,7 @@
 """Kinds of tensors and numbers that cannot be on devices, and what to use instead of each.
 
-A value on a device is a dense block of numbers of one dtype.  ``oddity`` says why a tensor is no
-such thing, ``absence`` why there are no numbers in it; each ends with what to do.
+A value on a device is a dense block of numbers of one dtype.  ``oddity`` says why a tensor is not
+such a block, ``absence`` why it has no numbers; each ends with what to do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def insist(tensor: torch.Tensor, what: str) -> None:
-    """Raise unless ``what``, a tensor that is to be sent, is dense and has numbers."""
+    """Raise unless ``tensor`` can be sent: dense, with numbers.  The error calls it ``what``."""
     if isinstance(tensor, Escaped):
         tensor.refuse(what)
     reason = oddity(tensor) or absence(tensor)
@@ -28,7 +28,7 @@ def insist(tensor: torch.Tensor, what: str) -> None:
 
 
 def oddity(tensor: torch.Tensor) -> str | None:
-    """Why this is not one dense block, if it is not."""
+    """Why this is not one dense block; None if it is."""
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         return (
             "is an uninitialized parameter, which has no shape yet. Call its module (a lazy one) "
@@ -61,7 +61,7 @@ def oddity(tensor: torch.Tensor) -> str | None:
 
 
 def absence(tensor: torch.Tensor) -> str | None:
-    """Why there are no numbers in it, if there are none."""
+    """Why there are no numbers in it; None if there are."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     if tensor.device.type == "meta":
@@ -96,7 +96,7 @@ def check_dtype(value: np.ndarray[Any, Any] | np.generic, what: str) -> None:
 
 
 def as_result(value: Any, path: str) -> torch.Tensor:
-    """What a mapped function returned at ``path`` as a tensor."""
+    """The value that a mapped function returned at ``path``, as a tensor."""
     if isinstance(value, torch.Tensor):
         reason = oddity(value) or (absence(value) if value.device.type == "meta" else None)
         if reason is not None:

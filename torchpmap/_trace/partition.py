@@ -1,8 +1,8 @@
 """A graph of a function and its gradient -> a forward and a backward graph.
 
-What depends on no cotangent is computed by the forward graph; what the backward graph reads of it
-are its *residuals*, further outputs of the forward graph that stay on the devices.  So nothing is
-computed twice, as in ``jax.linearize``.
+The forward graph computes all that depends on no cotangent.  The values of it that the backward
+graph reads are *residuals*: further outputs of the forward graph, which stay on the devices.  So
+nothing is computed twice, as in ``jax.linearize``.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Halves:
     backward: GraphModule
     num_residuals: int
     backward_inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    """Shape and dtype of what ``backward`` takes."""
+    """Shape and dtype of each input of ``backward``."""
 
 
 def split(
     joint: GraphModule, num_outputs: int, num_cotangents: int, backward: Collection[Node] = ()
 ) -> Halves:
-    """Split ``joint``, which writes to no tensor, and whose first ``num_outputs`` outputs belong to
-    the forward graph, and whose last ``num_cotangents`` inputs to the backward graph.
+    """Split ``joint``, which must not write to tensors.  Its first ``num_outputs`` outputs belong
+    to the forward graph, and its last ``num_cotangents`` inputs to the backward graph.
 
-    ``backward``: what is to be computed there although it depends on no cotangent.
+    ``backward``: nodes of the backward graph that depend on no cotangent.
     """
     nodes = list(joint.graph.nodes)
     cotangents = [node for node in nodes if node.op == "placeholder"][-num_cotangents:]
@@ -67,7 +67,7 @@ def split(
 
 
 def _sources(nodes: Sequence[Node]) -> set[Node]:
-    """Nodes, and all that they are computed from."""
+    """The nodes, and all nodes that they are computed from."""
     found: set[Node] = set()
     pending = list(nodes)
     while pending:
@@ -83,23 +83,23 @@ class _Crossings:
     """How nodes of the forward graph reach the backward graph."""
 
     stored: list[Node]
-    """What is left on the devices."""
+    """The residuals."""
     again: set[Node]
     """Views that the backward graph makes for itself."""
     restored: dict[Node, Node]
-    """What stands for a node in the backward graph, where that is not what is stored."""
+    """The node that replaces one in the backward graph, if that is not stored as it is."""
 
 
 def _cross(graph: Graph, crossing: Sequence[Node], late: set[Node]) -> _Crossings:
     """Choose what is stored so that the backward graph can read ``crossing``.
 
-    A stored block is contiguous, but the backward graph was traced with the strides that its
-    inputs had then: views in it would fail, or read other elements.  So the backward graph makes
-    its views anew, from what they look at, and a block that is dense in another order of its dims
-    is stored with these dims in order, and gets them back.
+    A stored block is contiguous, but the backward graph was traced with the strides of the original
+    value: views in it would fail, or read other elements.  So the backward graph makes its views
+    again, from their base.  A block that is dense in another order of its dims is stored with its
+    dims permuted to memory order, and permuted back.
     """
     chains = [_views_of(node) for node in crossing]
-    exact = any("as_strided" in str(node.target) for node in late)  # reads what it does not name
+    exact = any("as_strided" in str(node.target) for node in late)  # may read beyond its operand
     smallest = {chain[-1] if exact else min(reversed(chain), key=_size) for chain in chains}
     kept: dict[Node, None] = {}
     again: set[Node] = set()
@@ -122,7 +122,7 @@ def _cross(graph: Graph, crossing: Sequence[Node], late: set[Node]) -> _Crossing
 
 
 def _size(node: Node) -> float:
-    """Number of elements; that of several tensors, which are not stored as one, is infinite."""
+    """Number of elements; infinite for a node of several tensors, which cannot be stored as one."""
     value = node.meta["val"]
     return value.numel() if isinstance(value, torch.Tensor) else math.inf
 
@@ -158,14 +158,14 @@ def _value(node: Node) -> torch.Tensor:
 
 
 def _dense(graph: Graph, node: Node) -> tuple[Node, Node]:
-    """The elements of a node in the order of its strides, and from these the node again."""
+    """(the elements of a node in memory order, the node made of them again)."""
     value = _value(node)
     strides = value.stride()
     order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
     with graph.inserting_after(node):
         stored = _call(graph, _aten.permute.default, node, order)
     if _viewed(node) is not None or not _value(stored).is_contiguous():
-        # a part of something that need not be kept, or with gaps
+        # a view of a block that need not be kept, or one with gaps
         with graph.inserting_after(stored):
             stored = _call(graph, _aten.clone.default, stored, memory_format=_CONTIGUOUS)
     with graph.inserting_after(stored):

@@ -1,13 +1,13 @@
 """Pickles for the workers: graphs (every plan) and Python functions (``compile=False`` only).
 
 Graphs travel as lists of nodes.  ``torch.fx``'s own pickle is generated code that is traced again
-when it is loaded; an operation on constants alone is *executed* by that, which for a collective
-means waiting for peers that will not come.
+when it is loaded.  That trace *executes* an operation on constants alone, and a collective would
+then wait for peers that never come.
 
 Functions go through cloudpickle, which takes lambdas, closures and everything defined in
-``__main__``.  What it lacks are ``torch.ops`` objects, which go by name (the user's own with what
-defines them: see ``_trace/custom_ops``), and functions wrapped by ``torch.compile``, which go as
-the function inside.
+``__main__``, but not two kinds of objects.  ``torch.ops`` objects go by name (the user's own with
+their source: see ``_trace/custom_ops``), and functions wrapped by ``torch.compile`` go as the
+function inside.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Attributes and globals that the pickled functions mention."""
         self.mentions_ops = False
         self.definitions: list[str] = []
-        """The user's operations whose functions were met."""
+        """The user's operations whose functions are in the pickle."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
@@ -83,7 +83,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, type(torch.ops)):
             return operator.attrgetter("ops"), (torch,)
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
-            # torch.backends.cuda and others, which cloudpickle takes for values
+            # torch.backends.cuda and others, which cloudpickle would send by value
             return importlib.import_module, (obj.__name__,)
         if isinstance(obj, memoryview):
             return _viewed, _memory(obj)
@@ -95,8 +95,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
     def reads_grads(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether the functions may read ``.grad`` of a tensor from outside.  Those that call
-        ``.backward()`` read what that makes, from no gradient, as when they are traced.
+        """Whether the functions may read ``.grad`` of a tensor from outside.  Functions that call
+        ``.backward()`` start without gradients, as when they are traced, and read their own.
         """
         return (
             "grad" in self.names
@@ -130,8 +130,8 @@ def pickled(value: Any) -> bytes:
 def pickled_function(
     make: Callable[[Any, list[torch.Tensor]], Any], function: Any, what: str, *, here: bool = False
 ) -> bytes:
-    """Bytes of what ``make`` makes of a user's function and the tensors that it closes over;
-    ``TypeError`` naming ``what`` if it cannot be pickled.  ``here``: for this process, which knows
+    """The pickle of ``make(function, tensors)``, with the tensors that a user's function closes
+    over; ``TypeError`` naming ``what`` if there is none.  ``here``: for this process, which knows
     the user's operations.
     """
     operations: list[Any] = []
@@ -139,7 +139,7 @@ def pickled_function(
     try:
         while True:
             buffer = io.BytesIO()
-            tensors: list[torch.Tensor] = []  # filled while the function is written, itself after
+            tensors: list[torch.Tensor] = []  # filled while the function, before it, is pickled
             pickler = _Pickler(buffer, tensors, here, with_grads)
             pickler.dump(_Supplied(operations, make(function, tensors)))
             found = mentioned(pickler.names) if pickler.mentions_ops and not here else []
@@ -152,7 +152,7 @@ def pickled_function(
         raise
     except HiddenOperation as hidden:
         raise TypeError(f"compile=False runs {what} on the workers, but {hidden}") from None
-    except _NO_PICKLE as error:  # others are the caller's own: a timeout, raised by a signal
+    except _NO_PICKLE as error:  # other errors are the caller's: a timeout, raised by a signal
         reason = str(error) or type(error).__name__
         raise TypeError(
             f"compile=False runs {what} on the workers and must send it there, but it cannot be "
@@ -167,7 +167,7 @@ _NO_PICKLE = (
 
 
 class _Supplied:
-    """A value, unpickled when the workers know some operations."""
+    """A value that a worker unpickles after it has learned some operations."""
 
     def __init__(self, operations: list[tuple[str, Any]], value: Any) -> None:
         self._operations = operations
@@ -227,7 +227,7 @@ def _with_grad(make: Callable[..., torch.Tensor], args: Any, grad: Any) -> torch
 
 
 def _memory(view: memoryview) -> tuple[Any, ...]:
-    """The arguments of ``_viewed``: pickle itself would make bytes of it."""
+    """The arguments of ``_viewed``; pickle itself would turn a memoryview into bytes."""
     data = view.tobytes()
     made = (data if view.readonly else bytearray(data), view.format, view.shape)
     try:

@@ -4,12 +4,11 @@ A device with several rows runs the function once, under ``torch.func.vmap`` ove
 *lanes*.  A mapped axis is then a process axis (the devices) times a vmapped axis (the lanes).  With
 no process axis all rows are lanes of the calling process.
 
-A function that is mapped itself may share the devices with its caller, each axis being one dim of a
-mesh: its program is then the ``inner`` one, and both take part of their rows each.
+If the function is itself mapped, the two may share the devices, which then form a mesh with one dim
+per axis.  Its program is the ``inner`` one, and each device takes a part of the rows of both.
 
 The same ``Program`` is traced in the controller (``_trace/trace``) and, with ``compile=False``, run
-as it is on every worker, so all modes follow the same rules and raise the same
-errors.
+as it is on every worker, so all modes follow the same rules and raise the same errors.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from torchpmap.random._streams import Streams, streams, within
 
 @dataclass(frozen=True)
 class Input:
-    """A leaf that arrives as a block; ``dim`` is the mapped dim (as big as there are lanes), None
-    for an unmapped leaf.
+    """A leaf that arrives as a block; ``dim`` is the mapped dim (its size: the number of lanes),
+    None for an unmapped leaf.
     """
 
     dim: int | None
@@ -62,11 +61,11 @@ class Outcome:
     structure: Structure
     blocks: tuple[torch.Tensor | None, ...]
     cuts: tuple[Cut, ...]
-    """Per leaf, and per axis that devices are shared among: the stacked dim, or None for a value
-    that is the same on all devices along it.
+    """Per leaf, and per axis that shares the devices: the stacked dim, or None for a value that is
+    the same on all devices along this axis.
     """
     checks: tuple[torch.Tensor, ...]
-    """How far values declared the same differ between devices (``check_replicated``)."""
+    """How far values declared replicated differ between devices (``check_replicated``)."""
     checked: tuple[str, ...]
     """Their leaf paths."""
     draws: int = 0
@@ -74,7 +73,7 @@ class Outcome:
 
     @property
     def dims(self) -> tuple[int | None, ...]:
-        """Per leaf, what the cut says of the outermost axis."""
+        """Per leaf, its cut along the outermost axis."""
         return tuple(cut[0] for cut in self.cuts)
 
     @property
@@ -106,7 +105,7 @@ class Program:
     seed: torch.Tensor
     """Stands for the key of a call."""
     inner: Program | None = None
-    """What ``fun`` does, if it is mapped itself and shares the devices."""
+    """The program of ``fun``, if it is mapped itself and shares the devices."""
     mesh: tuple[int, ...] = ()
     """With an inner program: devices along this axis, and along those inside."""
     is_inner: bool = False
@@ -122,7 +121,7 @@ class Program:
         return tuple(level.lanes for level in self.levels)
 
     def axes(self, process_axis: Axis) -> tuple[Axis | None, ...]:
-        """The axis of all devices as one per level; None where there is one device along it."""
+        """The axis of all devices, split into one per level; None for a level with one device."""
         names = [level.axis_name for level in self.levels]
         return mesh_axes(process_axis, self.mesh or (process_axis.size,), names)
 
@@ -132,8 +131,8 @@ class Program:
         process_axis: Axis | None,
         key: torch.Tensor | None = None,
     ) -> Outcome:
-        """Run on one device's blocks; the devices are the indices of ``process_axis``, if there are
-        several.  ``key``: of this call, instead of ``seed``.
+        """Run on one device's blocks.  ``process_axis``: the axis of the devices, if there is one;
+        ``key``: that of this call, instead of ``seed``.
         """
         if key is not None:
             return replace(self, seed=key).run(blocks, process_axis)
@@ -191,14 +190,14 @@ class Program:
         stacked: list[torch.Tensor | None] = []
         for value, dim in zip(outcome.blocks, outcome.dims, strict=True):
             rows = None if value is None else next(lanes_first)
-            if rows is not None:  # one value for all devices is the one of the first row
+            if rows is not None:  # a value for all devices is that of the first row
                 rows = _FirstRow.apply(rows) if dim is None else rows.movedim(0, dim)
             stacked.append(rows)
         checks = tuple(rows[0] for rows in lanes_first)
         return replace(outcome, blocks=tuple(stacked), checks=checks)
 
     def _run_row(self, rows: Sequence[torch.Tensor], inside: Sequence[Axis | None]) -> Outcome:
-        """Call the function on one row; the stacked dims of the result are not there yet."""
+        """Call the function on one row; the result has no stacked dims yet."""
         row = axis_index(self.axis_name)
         numbers: AbstractContextManager[Streams | None] = (
             within(row, self.randomness)
@@ -261,8 +260,8 @@ class Program:
 
 
 def _of_all(check: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torch.Tensor:
-    """The largest of what devices along inner axes found; along an axis that gives the value of its
-    first device, what that found.
+    """The largest check of the devices along inner axes; along an axis that returns the value of
+    its first device, the check of that device.
     """
     for dim, axis in zip(cut, axes, strict=True):
         if axis is not None:
@@ -281,8 +280,7 @@ _LANES_NOTE = (
 class _FirstRow(torch.autograd.Function):
     """[lanes, *s] -> [*s]: the first of rows that are declared equal.
 
-    Each accounts for an equal part of the derivative, as each device does where a device has one
-    row.
+    Each row gets an equal part of the cotangent, as each device does when it has one row.
     """
 
     generate_vmap_rule = True

@@ -1,13 +1,13 @@
-"""``torch.utils.checkpoint`` in mapped functions: the gradient computes again what is in it.
+"""``torch.utils.checkpoint`` in mapped functions: the gradient computes its contents again.
 
 In PyTorch a checkpoint is a pair of hooks on the tensors that autograd saves, which ``torch.func``
-refuses.  Here the operations of a checkpointed function are remembered while it is traced (a
-``Region``), and so are those of its backward pass; in the finished graph, copies of the former are
-put before the latter.  So values and gradients are those of the function without a checkpoint under
-every transform, and random numbers, which are computed from keys, are the same again.
+refuses.  Here the trace records the operations of a checkpointed function (a ``Region``), and those
+of its backward pass; in the finished graph, copies of the former are put before the latter.  So
+values and gradients are the same as without a checkpoint under every transform, and so are random
+numbers, which are computed from keys.
 
-Without a graph (``compile=False``) torch's own hooks work where no transform of ``torch.func`` is
-around; where one is, nothing is computed again.
+Without a graph (``compile=False``) torch's own hooks do the work, except under a transform of
+``torch.func``: there nothing is computed again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Region:
 
 
 class Record(TorchDispatchMode):
-    """Remembers, while a function is traced, its checkpoints and what their backward pass is."""
+    """Records the checkpoints of a traced function, and the operations of backward passes."""
 
     supports_higher_order_operators = True
 
@@ -82,7 +82,7 @@ class Record(TorchDispatchMode):
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
-        """What is traced in the block is to be computed again."""
+        """Record what is traced in the block as a region that is to be computed again."""
         number = torch.autograd._get_sequence_nr
         with _made() as made:
             region = Region(made, number())
@@ -95,7 +95,7 @@ class Record(TorchDispatchMode):
                 region.end = number()
 
     def follow(self, made: dict[Node, list[Node]]) -> None:
-        """The graph was traced again, and its nodes became others."""
+        """Replace every node by those that it became when the graph was traced again."""
         self.backward = {
             new: number for node, number in self.backward.items() for new in made.get(node, ())
         }
@@ -104,7 +104,7 @@ class Record(TorchDispatchMode):
 
 
 def _tracing() -> Any:
-    """The mode that makes a graph, if one does."""
+    """The mode that is tracing a graph, or None."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
 
 
@@ -124,15 +124,15 @@ def _made() -> Iterator[list[Node]]:
                 nodes.append(last)
 
 
-# torch 2.13 has no way to say what a checkpoint is, and ``checkpoint`` itself is imported by name
-# everywhere: the two names that it looks up in its module are replaced, and are torch's own outside
-# of mapped functions.
+# torch 2.13 has no way to replace what a checkpoint does, and programs import ``checkpoint`` by
+# name: so the two names that it looks up in its module are replaced.  Outside of mapped functions
+# the replacements call torch's own.
 _own_bracket = torch_checkpoint._checkpoint_without_reentrant_generator
 _own_function = torch_checkpoint.CheckpointFunction
 
 
 def install() -> None:
-    """Make checkpoints of mapped functions those of this module."""
+    """Let mapped functions use the checkpoints of this module."""
     module: Any = torch_checkpoint
     module._checkpoint_without_reentrant_generator = _bracket
     module.CheckpointFunction = _Reentrant
@@ -141,7 +141,7 @@ def install() -> None:
 class _Reentrant(_own_function):
     @classmethod
     def apply(cls, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Of a mapped function, ``use_reentrant=True`` means the same as False."""
+        """In a mapped function, ``use_reentrant=True`` means the same as False."""
         if active_streams() is None:
             return _own_function.apply(function, preserve, *args)
         return torch_checkpoint.checkpoint(
@@ -158,7 +158,7 @@ def _bracket(
     *rest: Any,
     **kwargs: Any,
 ) -> Generator[None]:
-    """What ``checkpoint`` runs around the first half, and sets up for the second."""
+    """Replaces the generator in which ``checkpoint`` runs a function and sets up its second run."""
     streams = active_streams()
     if streams is None:
         settings = (preserve_rng_state, context_fn, determinism_check, debug, *rest)
@@ -185,7 +185,7 @@ def _traced(record: Record, context_fn: Callable[[], Any]) -> Generator[None]:
 
 def _plain(context_fn: Callable[[], Any]) -> Generator[None]:
     context = context_fn()[0]
-    if isinstance(context, TorchDispatchMode):  # it would keep what is not computed again
+    if isinstance(context, TorchDispatchMode):  # it would keep values for a second run
         context = contextlib.nullcontext()
     with context:
         yield
@@ -205,11 +205,11 @@ def _entered(*contexts: Any) -> Iterator[None]:
 def rematerialize(graph: GraphModule, record: Record, *, ordered: bool, split: bool) -> set[Node]:
     """Compute again, in front of each backward pass, what it needs of a checkpoint.
 
-    ``ordered``: whether operations run in the order of the graph.  If not, what is computed again
-    is made to depend on the backward pass: a compiler would compute it once, early, and keep it.
-    ``split``: whether the backward pass is cut off, so that outputs are not at hand there.
+    ``ordered``: whether operations run in the order of the graph.  If not, the copies are made to
+    depend on the backward pass: a compiler would compute them once, early, and keep the values.
+    ``split``: whether the backward pass gets a graph of its own, without the function's outputs.
 
-    Returns what belongs to a backward pass: the copies, and the operations they are for.
+    Returns the nodes of backward passes: the copies, and the operations they are for.
     """
     if not record.regions:
         return set()
@@ -258,7 +258,7 @@ class _Again:
             self.run(inner, {copies[node] for node in inner.nodes if node in copies})
 
     def _is_at_hand(self, node: Node, own: set[Node], backward: Sequence[Node]) -> bool:
-        """Whether a node is kept for something else, was told to be saved, or has an effect."""
+        """Whether a node is kept for another reader, must be saved, or has an effect."""
         if node.meta.get("recompute") in _SAVED or _has_effect(node):
             return True
         others = [user for user in node.users if user not in own and user not in set(backward)]
@@ -283,7 +283,7 @@ class _Again:
         return copies
 
     def _never(self, before: Node) -> Node | None:
-        """False, but only the backward pass up to here can tell."""
+        """A node that is always false, but depends on the backward pass up to ``before``."""
         latest = None
         for node in self._graph.nodes:
             if node is before:
@@ -301,7 +301,7 @@ class _Again:
         return self._call(_aten.bitwise_and.Tensor, unequal, equal)
 
     def _tie(self, copy: Node, never: Node) -> bool:
-        """Let a node depend on ``never``, by its smallest operand; whether that could be done."""
+        """Let a node depend on ``never``, by its smallest operand; False if no operand fits."""
         operands = [
             node
             for node in copy.all_input_nodes
@@ -326,7 +326,7 @@ class _Again:
 
 
 def _has_effect(node: Node) -> bool:
-    """Whether an operation is more than its result; torch says so of waiting for a collective."""
+    """Whether an operation has an effect; torch says so of waiting for a collective too."""
     is_collective = getattr(node.target, "namespace", None) == "_c10d_functional"
     return node.is_impure() and not is_collective
 
@@ -345,7 +345,7 @@ def writes(graph: GraphModule) -> bool:
 
 
 def without_writes(graph: GraphModule, record: Record) -> GraphModule:
-    """The graph with no operation that writes to a tensor, which could not be moved or copied."""
+    """The graph without operations that write to a tensor: these cannot be moved or copied."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     sources = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -360,7 +360,7 @@ def without_writes(graph: GraphModule, record: Record) -> GraphModule:
 
 
 class _Tracking(torch.fx.Interpreter):
-    """Runs a graph while it is traced again, and remembers which nodes became which."""
+    """Runs a graph while it is traced again, and records the nodes that each node became."""
 
     def __init__(self, graph: GraphModule) -> None:
         super().__init__(graph)

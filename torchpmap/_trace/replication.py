@@ -1,9 +1,9 @@
 """Which values of a traced graph may differ between devices.
 
 A value is *replicated* when it depends on nothing that differs between devices, or has passed
-through a collective that gives every device the same.  What ``out_axes=None`` declares replicated
-and is not, is made so with a broadcast: JAX returns its first device's value and silently leaves
-the others different.
+through a collective that gives every device the same.  A value that ``out_axes=None`` declares
+replicated, but that may differ, is broadcast.  JAX instead returns the first device's value and
+silently leaves the others different.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _EQUALISING = (_c10d.all_reduce.default, _c10d.all_gather_into_tensor.default)
 def varying_nodes(
     graph: torch.fx.Graph, varying_inputs: Collection[torch.fx.Node], *groups: str
 ) -> set[torch.fx.Node]:
-    """The nodes whose value may differ between devices that are all in one group of each of
-    ``groups``; a graph may still be under construction.
+    """The nodes whose value may differ between devices that are together in each of ``groups``; the
+    graph may still be under construction.
     """
     varying = set(varying_inputs)
     for node in graph.nodes:
@@ -55,12 +55,12 @@ def replicated(
     varying_closures: Collection[torch.fx.Node],
     groups: Mapping[str, Partition],
 ) -> list[torch.Tensor]:
-    """Broadcast from the first device what must be the same along axes and may not be; in a trace.
+    """In a trace, broadcast from the first device blocks that must be the same but may differ.
 
     Args:
         results: blocks of a device, each with the axes along which it must be the same.
         varying_arguments: whether devices hold different blocks, per argument of the trace.
-        varying_closures: what else may differ.
+        varying_closures: nodes of closures that may differ.
         groups: the process groups by name, as indices of devices.
     """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot

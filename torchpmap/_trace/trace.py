@@ -4,13 +4,12 @@
 ``.backward()`` and the collectives dissolve into one flat ATen + collective-op graph in which the
 axis index is an input and process groups are names, so every device can run the same graph.
 
-Real tensors the program closes over (parameters, buffers, globals) are met by ``_trace/capture``,
-which turns each into a further input of the graph: a baked-in value would go stale when the caller
-changes it.
+``_trace/capture`` turns each real tensor that the program closes over (parameters, buffers,
+globals) into a further input of the graph: a baked-in value would go stale when the caller changes
+it.
 
-Errors of the user's code leave ``trace`` untouched.  What cannot be expressed as a graph (control
-flow on values, shapes that depend on values) leaves it as ``Untraceable``, which names the user's
-line.
+``trace`` raises errors of the user's code as they are.  It raises ``Untraceable``, which names the
+user's line, for what a graph cannot express (control flow on values, shapes that depend on values).
 
 torch's tracing machinery (and with it Dynamo and SymPy, 1.5 s of imports) is imported at the first
 trace, not with the package.
@@ -67,12 +66,12 @@ def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
     return _aten.zeros.default(size, **kwargs)
 
 
-# torch 2.13: on fake tensors it puts a meta device into the graph; seen in vmap(hessian(x ** 3))
+# torch 2.13: for fake tensors it puts a meta device into the graph; seen in vmap(hessian(x ** 3))
 _DECOMPOSED = {_aten._efficientzerotensor.default: _zeros}
 
 Body = Callable[[Sequence[torch.Tensor], Axis], Sequence[tuple[torch.Tensor, Sequence[Axis]]]]
 """Takes one block per input, and the axis of the devices; returns the output blocks, each with the
-axes along which it must be the same on all devices: that one, or some of a mesh of it.
+axes along which it must be the same on all devices: that axis, or axes of a mesh made of it.
 """
 
 
@@ -108,11 +107,11 @@ class Traced:
     indices.
     """
     random: str | None
-    """An operation that draws from a generator, which devices do not share."""
+    """An operation that draws from a torch generator, which devices do not share; or None."""
     inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     """Shape and dtype of the placeholders behind the index."""
     halves: Halves | None
-    """The graph in two, if that was asked for."""
+    """The graph in two, if ``trace`` got ``split_at``."""
     writes_inputs: bool
     """Whether the function writes in place to an argument, or to its copy of a closure."""
 
@@ -148,7 +147,7 @@ def trace(
     cotangents.  ``ordered``: whether the graph runs as it is.
     """
     with uncollected():
-        import torch._dynamo  # make_fx would
+        import torch._dynamo  # make_fx would import it
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -269,8 +268,8 @@ def _fake(
 
 
 def _finish(block: torch.Tensor, given: set[int]) -> torch.Tensor:
-    """A stored value is contiguous, detached and shares no memory with an input (inputs may be
-    freed or donated).
+    """The block as it is stored: contiguous, detached, and sharing no memory with an input (inputs
+    may be freed or donated).
     """
     block = block.detach().contiguous()
     return block.clone() if block.untyped_storage()._cdata in given else block
@@ -281,12 +280,12 @@ def _finish(block: torch.Tensor, given: set[int]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _no_transforms() -> Iterator[None]:
-    """The function is traced for itself; what transforms do with it is decided outside."""
+    """Trace the function without the transforms around the call: ``_plan/autograd`` serves them."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(outside_transforms())
         if forward_ad._current_level >= 0:
-            # torch.func.jvp would enter a second level of forward_ad, which there cannot be; inside
-            # another jvp it uses the first
+            # torch.func.jvp would enter a second level of forward_ad, which torch forbids; if it
+            # counts as nested in another jvp, it uses the first level
             from torch._functorch import eager_transforms
 
             stack.enter_context(patch.object(eager_transforms, "JVP_NESTING", 1))
@@ -321,7 +320,7 @@ def _drop(record: logging.LogRecord) -> bool:
 @contextlib.contextmanager
 def _ambient(device: torch.device) -> Iterator[None]:
     """Single-threaded autograd (modes are per thread), ``torch.compile``d inner functions inlined,
-    factory calls on ``device``; nothing of what the caller does with its own operations.
+    factory calls on ``device``; the caller's own modes are off.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(callers_modes_off())
@@ -386,7 +385,7 @@ def _placeholders(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
 
 
 def _order_placeholders(graph: torch.fx.GraphModule, captured: Sequence[torch.fx.Node]) -> None:
-    """Captured placeholders were created where they were met: put them behind the index, before the
+    """Put captured placeholders, which were created where they were met, between the index and the
     inputs.
     """
     index = _placeholders(graph)[0]
@@ -419,8 +418,8 @@ def _refuse_lost_writes(graph: torch.fx.GraphModule, capture: Capture) -> None:
 
 
 def _refuse_lost_gradients(graph: torch.fx.GraphModule, leftover: Sequence[torch.Tensor]) -> None:
-    """A gradient that nothing in the (dead-code-free) graph computes any more was neither returned
-    nor used.
+    """Raise for a gradient that the graph, now without dead code, no longer computes: it was
+    neither returned nor used.
     """
     alive = {
         value.untyped_storage()._cdata
@@ -436,8 +435,8 @@ def _refuse_lost_gradients(graph: torch.fx.GraphModule, leftover: Sequence[torch
 
 
 def _protect_inputs(graph: torch.fx.GraphModule) -> bool:
-    """An in-place write to an input works on a copy: the stored value may be used again; returns
-    whether there is one.
+    """Let in-place writes to an input go to a copy, because the stored value may be used again;
+    returns whether there are any.
     """
     found = False
     written = _written_storages(graph)

@@ -1,18 +1,18 @@
 """Rules of function transforms that torch 2.13 lacks or has wrong, for code in mapped functions.
 
-*Operations made with* ``torch.library.custom_op``: torch puts what ``register_autograd`` was given
+*Operations made with* ``torch.library.custom_op``: torch puts the rules of ``register_autograd``
 into an ``autograd.Function`` of the old kind, which ``torch.func.grad`` refuses, and forward mode
 takes such an operation for a constant (https://github.com/pytorch/pytorch/issues/170834).  Under
-transforms a function of the new kind, with the same rules, takes its place.
+transforms a function of the new kind, with the same rules, replaces it.
 
-``torch.cond`` *under* ``vmap``: where vmaps are nested, torch takes a batch dim of the outer one
-for one of the inner (https://github.com/pytorch/pytorch/pull/195323).  Both branches are computed,
-and each row gets its own, as in JAX.
+``torch.cond`` *under* ``vmap``: in nested vmaps, torch mistakes a batch dim of the outer one for
+one of the inner (https://github.com/pytorch/pytorch/pull/195323).  Here both branches are computed,
+and each row selects its own, as in JAX.
 
 *Recurrent layers under* ``vmap``: torch has no batching rules for them.  They are decomposed, as
 torch does it elsewhere.
 
-To be deleted, each, when torch has it right.
+Delete each rule when torch has it right.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _is_batched(tensor: torch.Tensor) -> bool:
 
 
 def _recurrent(func: Any) -> Callable[..., Any] | None:
-    """What to call instead of a layer that torch cannot vmap."""
+    """The function to call instead of a layer that torch cannot vmap; None for any other."""
     name = getattr(func, "__name__", "")
     if name not in _RECURRENT or func is not getattr(torch._VF, name):
         return None
@@ -135,7 +135,7 @@ def _is_differentiated() -> bool:
 
 
 def _is_users(definition: CustomOpDef) -> bool:
-    """Whether the rules here apply: torch's own have theirs, and no rule differentiates writes."""
+    """Whether the rules here apply: torch's operations have theirs, and writes have none."""
     package = str(definition._init_fn.__module__).partition(".")[0]
     return package != "torch" and not definition._opoverload._schema.is_mutable
 
@@ -149,7 +149,7 @@ def _definition(func: Any) -> CustomOpDef | None:
 
 
 def _apply(definition: CustomOpDef, args: Any, kwargs: Any) -> Any:
-    """Call through ``_Function``, which takes and gives tensors and tuples of them only."""
+    """Call through ``_Function``, which takes and returns no containers but tuples of leaves."""
     given = iter(args)
     positional, named = [], {}
     for argument in definition._opoverload._schema.arguments:
