@@ -1,9 +1,9 @@
-"""What function transforms and ``backward()`` around a call of a mapped function do with it.
+"""Function transforms and ``backward()`` around a call of a mapped function.
 
-One ``torch.autograd.Function``, ``_Mapped``, calls what ``_plan/derivatives`` derives, as torch's
-transforms ask for it.  The first gradient is cheaper: the forward plan leaves what the
-backward plan needs (its residuals) on the workers, and nothing is computed twice.  Where that
-gradient is transformed again, the transformed function is computed from the primals.
+One ``torch.autograd.Function``, ``_Mapped``, calls the derivatives of ``_plan/derivatives`` as
+torch's transforms ask for them.  The first gradient is cheaper: the forward plan leaves what the
+backward plan needs (its residuals) on the workers, and nothing is computed twice.  If that gradient
+is transformed again, the transformed function starts from the primals.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Call:
         self._residuals: list[Handle] = []
 
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        """Run on tensors that no transform is tracing any more."""
+        """Run on tensors that no transform is tracing."""
         with self.differentiable.target.settings():
             return self._run(tensors)
 
@@ -74,7 +74,7 @@ class _Call:
         ]
         for position, source in enumerate(differentiable.mirrored):
             original = tensors[source]
-            if type(original) is not ShardedTensor:  # the gradient of a host tensor is one
+            if type(original) is not ShardedTensor:  # the gradient of a host tensor is on the host
                 value = gather(*outputs[position]).to(original.device)
                 order = strides[position]
                 if order is not None:
@@ -110,9 +110,9 @@ class _Call:
 
 
 def _batch_first(shape: Sequence[int], num_batch_dims: int) -> list[int]:
-    """Strides with which what one vmap after the other sees of a result is contiguous.
+    """Strides that make a result contiguous for each of the vmaps around the call.
 
-    torch copies a tangent that has other strides than its primal, and cannot where both are views.
+    torch copies a tangent that has other strides than its primal, and fails if both are views.
     """
     front = len(shape) - num_batch_dims
     strides, size = [0] * len(shape), 1
@@ -194,7 +194,7 @@ def call_differentiable(
     differentiable: MappedProgram, leaves: Sequence[Any], done: Called | None = None
 ) -> list[torch.Tensor]:
     """Call a differentiable so that transforms and ``backward()`` reach its arguments and closures;
-    ``done``: what it gave, if it has run already.
+    ``done``: what it returned, if it has run already.
     """
     # a copy of an array: it may be overwritten before a derivative needs it
     arguments = [x if isinstance(x, torch.Tensor) else host_tensor(x).clone() for x in leaves]
@@ -240,7 +240,7 @@ class _Underivable(torch.autograd.Function):
 def without_derivative(
     outputs: Outputs, prefix: str, verdict: Untraceable, leaves: Sequence[Any]
 ) -> list[torch.Tensor]:
-    """Outputs that require grad as they should, and whose backward to any of ``leaves`` raises."""
+    """The outputs as tensors that require grad, and raise in ``backward()``."""
     sources = [torch.zeros((), requires_grad=True)]  # there may be closures that require grad
     sources += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return list(_Underivable.apply(no_derivative(prefix, verdict), outputs, *sources))

@@ -1,15 +1,15 @@
 """``pmap`` as a primitive: a mapped program, its derivatives and its batched form.
 
-A ``Differentiable`` is a mapped program as a function of all its tensors, those it closes over
-included.  Its derivatives and its batched form are differentiable again, lowered to plans of their
-own, so every order and nesting of transforms ends on the workers::
+A ``Differentiable`` is a mapped program as a function of all its tensors, including those it closes
+over.  Its derivatives and its batched form are differentiable again, lowered to plans of their own,
+so every order and nesting of transforms runs on the workers::
 
     Differentiable --pulled(wanted, given)--> primals, cotangents -> cotangents of the primals
               --pushed(given)----------> primals, tangents   -> tangents of the outputs
               --batched(which, size)---> the same with one more dim, behind the others
 
-The bodies are traced anew for each of them, with ``torch.func`` around the user's function: a
-lowered graph has lost what ``detach`` and ``no_grad`` said.
+Each of them traces the body anew, with ``torch.func`` around the user's function, because a lowered
+graph has lost the effects of ``detach`` and ``no_grad``.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Differentiable:
         self._plan: Plan | None = None
         self._derived: dict[Any, Differentiable] = {}
         self.keys: tuple[int, ...] = ()
-        """Inputs that are the key of a call."""
+        """Inputs that are the key of a call, for its random numbers."""
         self.mirrored: tuple[int, ...] = ()
         """For a gradient, the inputs that its outputs belong to."""
         self.batch_dims: Callable[[], tuple[int, ...]] = lambda: (0,) * len(self.outputs)
-        """How many trailing dims of each output are those of batches."""
+        """How many trailing dims of each output are batch dims."""
         self._batch_dims_in = (0,) * len(layouts)
         self._pairs: dict[Any, Pair | None] = {}
 
@@ -111,7 +111,7 @@ class Differentiable:
         return derived
 
     def batched(self, which: tuple[bool, ...], size: int) -> Differentiable:
-        """This function for many values at once of the inputs ``which``, along a new last dim."""
+        """This function for a batch of values of the inputs ``which``, along a new last dim."""
         layouts = [
             self.target.grid.extended(layout, size) if batched else layout
             for layout, batched in zip(self.layouts, which, strict=True)
@@ -126,7 +126,7 @@ class Differentiable:
         return derived
 
     def batched_outputs(self) -> tuple[bool, ...]:
-        """Which outputs of a batched operation depend on a batched input, and have its dim."""
+        """Which outputs of a batched form depend on a batched input, and have the batch dim."""
         assert isinstance(self.body, _Batched)
         if self.body.reached is None:
             _ = self.plan  # tracing tells
@@ -141,7 +141,7 @@ class Differentiable:
             layouts = [*self.layouts, *(self.outputs[k] for k in given)]
             numbers = len(self.outputs), len(given)
             self._pairs[wanted] = None
-            # what has no derivative may still run: the error is raised when one is asked for
+            # a function without a derivative may still run: ``backward()`` raises the error
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 self._pairs[wanted] = lower_pair(self.target, body, layouts, *numbers)
         return self._pairs[wanted]
@@ -154,7 +154,7 @@ class Differentiable:
             self._derived[key].keys = self.keys
         return self._derived[key]
 
-    # -- bodies of what is derived ----------------------------------------------------------------
+    # -- derived bodies ---------------------------------------------------------------------------
 
     def _pull(self, wanted: tuple[int, ...], given: tuple[int, ...], *, keep_outputs: bool) -> Body:
         count, grid = len(self.layouts), self.target.grid
@@ -171,7 +171,7 @@ class Differentiable:
             pulled: Any = torch.func.vjp(function, *(primals[k] for k in wanted), has_aux=True)
             _, pull_back, outputs = pulled
             cuts = [cut for _, cut in outcomes[-1].outputs]
-            # of one value for all devices, each device accounts for an equal part (as in jax)
+            # of the cotangent of a replicated output, each device gets an equal part (as in jax)
             shares = [
                 x / grid.copies(cuts[k]) if None in cuts[k] else x
                 for k, x in zip(given, cotangents, strict=True)
@@ -210,7 +210,7 @@ class Differentiable:
 
 
 class _Batched:
-    """A body for many values at once of the inputs ``which``."""
+    """A body for a batch of values of the inputs ``which``."""
 
     def __init__(self, body: Body, which: tuple[bool, ...]) -> None:
         self._body = body
@@ -224,11 +224,11 @@ class _Batched:
         def function(*xs: torch.Tensor) -> Any:
             found[:] = self._body(xs, axis).outputs
             self.reached = tuple(is_batched(x) for x, _ in found)
-            # the others are no business of this vmap, and leave it through ``found``
+            # outputs that are not batched leave this vmap through ``found``
             return tuple(x for (x, _), reached in zip(found, self.reached, strict=True) if reached)
 
-        # keys have the batch dim where the rows are to draw different numbers
-        # out_dims=-1 of an output that is not batched reads out of bounds in torch 2.13.
+        # "same": keys have the batch dim if rows are to draw different numbers.
+        # out_dims=0: -1 for an output that is not batched reads out of bounds in torch 2.13.
         over_batch = torch.func.vmap(function, self._in_dims, 0, randomness="same")
         batched = iter(over_batch(*blocks))
         assert self.reached is not None
@@ -257,8 +257,8 @@ def _outcome(outputs: Sequence[tuple[torch.Tensor, Cut]]) -> Outcome:
 
 
 def _summed(gradients: Tensors, cuts: Sequence[Cut], grid: Grid, axis: Axis) -> list[torch.Tensor]:
-    """The gradient of an input that devices share is the sum of theirs."""
-    summed = [widened(gradient, "sum") for gradient in gradients]  # they are rounded once
+    """The gradient of an input that devices share: the sum of their gradients."""
+    summed = [widened(gradient, "sum") for gradient in gradients]  # rounded once, after the sum
     for cut in dict.fromkeys(tuple(dim is None for dim in cut) for cut in cuts):
         alike = [k for k, own in enumerate(cuts) if tuple(dim is None for dim in own) == cut]
         for along in joined(grid.shared_along(cuts[alike[0]], axis)):
@@ -291,7 +291,7 @@ class MappedProgram(Differentiable):
         self._num_arguments = len(layouts)
         self.eager = plan if isinstance(plan, UncompiledPlan) else None
         if isinstance(plan, UncompiledPlan):
-            # derivatives need a graph, also of what runs without one
+            # derivatives need a graph, even if the call itself runs without one
             target = replace(target, backend=EAGER)
             plan = lower(target, program.run, layouts, outside)
         self.captured, self._pinned = plan.captured, plan.pinned
@@ -319,7 +319,7 @@ class MappedProgram(Differentiable):
 
         if self._environment.changed() or not all(map(Pinned.holds, self._pinned)):
             raise RuntimeError(other_surroundings(self.target.prefix))
-        if self.plan.writes_inputs:  # a transform allows writes only to what it made
+        if self.plan.writes_inputs:  # a transform allows writes only to tensors that it made
             blocks = [block.clone() for block in blocks]
         with Substitute(find):
             outcome = self._program.run(blocks[:count], axis)

@@ -68,8 +68,8 @@ class Target:
         return current_runtime().team(tuple(device.id for device in self.devices))
 
     def settings(self) -> AbstractContextManager[None]:
-        """The settings of torch for plans that run in this process, also when they changed since
-        the call, as before a backward pass.
+        """Apply the call's settings of torch, for plans that run in this process: they may have
+        changed since the call, as before a backward pass.
         """
         if not current_runtime().runs_here or in_force(self.ambient):
             return nullcontext()

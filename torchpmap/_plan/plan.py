@@ -1,7 +1,7 @@
 """The frozen result of preparing a call: everything about one (function, shapes, layouts) that can
 be decided once.
 
-    leaves of a call --Placement--> handles --Plan--> one frame to the workers --> handles -->
+    leaves of a call --handles_of--> handles --Plan--> one frame to the workers --> handles -->
     ShardedTensors
 
 A ``Plan`` belongs to one runtime; dropping it makes the workers forget it.
@@ -30,15 +30,15 @@ from torchpmap.random._streams import draw_key
 
 
 class Called(NamedTuple):
-    """What starting a program gives."""
+    """The result of starting a program."""
 
     outputs: list[tuple[Layout, Handle]]
     tree: Callable[[list[Any]], Any]
-    """Makes of them what the function returns."""
+    """Turns the leaves into what the function returns."""
     requires_grad: bool
-    """Whether they depend on a captured tensor that requires grad."""
+    """Whether the outputs depend on a captured tensor that requires grad."""
     key: torch.Tensor | None = None
-    """That of the random numbers, where it is not an input."""
+    """The key of the random numbers, if it is not an input."""
 
 
 class Captured:
@@ -52,7 +52,7 @@ class Captured:
         self._requires_grad = tensor.requires_grad
         self._handle: Handle | None = None
         self._given: Handle | None = None
-        """That of a ``ShardedTensor``, when it was laid out."""
+        """The handle that a ``ShardedTensor`` had when it was laid out."""
         self._sent: Contents | None = None
 
     def fits(self) -> bool:
@@ -65,7 +65,7 @@ class Captured:
         )
 
     def value(self) -> torch.Tensor:
-        """What a call takes."""
+        """The tensor as an input of the next call."""
         return self.tensor
 
     def handle(self) -> Handle:
@@ -75,14 +75,14 @@ class Captured:
                 self._handle = handle_of(tensor, self.layout)
                 self._given = tensor._handle
         elif self._handle is None or self._sent is None or not self._sent.same():
-            # the copy first: a write between the two is sent again, and never missed
+            # copy first: a write between the two lines is then sent again, not missed
             self._sent = Contents(tensor, compared=config.check_captured)
             self._handle = handle_of(tensor, self.layout)
         return self._handle
 
 
 class Drawn(Captured):
-    """The key for the random numbers of a call: another one each time."""
+    """The key for the random numbers of a call: a new one each time."""
 
     __slots__ = ()
 
@@ -94,7 +94,7 @@ class Drawn(Captured):
 
 
 class Pinned:
-    """A tensor whose value was read while tracing, or something else that it was asked."""
+    """A tensor whose value, or another property of it, was read while tracing."""
 
     __slots__ = ("_handle", "_read", "_tensor")
 
@@ -106,7 +106,7 @@ class Pinned:
             self._read = tensor if isinstance(tensor, Answer) else Contents(tensor)
 
     def holds(self) -> bool:
-        """Whether it has that value still."""
+        """Whether that is still the same."""
         if self._read is not None:
             return self._read.same()
         return getattr(self._tensor, "_handle", None) is self._handle
@@ -140,11 +140,11 @@ class Plan:
     writes_inputs: bool = False
     """Whether it writes in place to (its copies of) inputs."""
     undefined: list[bool] = field(default_factory=lambda: [True])
-    """Empty once the workers know it."""
+    """Empty once the workers know the plan."""
     num_residuals: int = 0
-    """Trailing outputs that only a gradient needs; they stay where they are."""
+    """Trailing outputs that only a gradient needs; they stay on the devices."""
     implementations: Implementations | None = None
-    """Of the user's own operations in it, which the workers have copies of."""
+    """Functions of the user's own operations, of which the workers have copies."""
 
     def holds(self) -> bool:
         """Whether what tracing baked in is still true."""
@@ -158,19 +158,19 @@ class Plan:
 
     @property
     def says_all(self) -> bool:
-        """Whether its outputs are as it promises: without checks, and without gradients to follow
-        from what it closes over.
+        """Whether its outputs need nothing more: no checks, and no gradients of captured tensors
+        can follow.
         """
         return not self.num_checks and not self.requires_grad
 
     def call(self, held: Sequence[Handle], captured: Sequence[Handle] | None = None) -> Called:
-        """``run``, and only the outputs, checked as ``check_replicated`` demands."""
+        """``run``, and return only the outputs, after the checks of ``check_replicated``."""
         outputs = self._checked(self.run(held, captured))
         return Called(outputs, self.tree, self.requires_grad)
 
     def run(self, held: Sequence[Handle], captured: Sequence[Handle] | None = None) -> list[Handle]:
-        """Start the program on stored blocks: outputs, checks and residuals, promised and not
-        awaited.  ``captured``: instead of what it closes over.
+        """Start the program on stored blocks, without waiting; handles of its outputs, checks and
+        residuals.  ``captured``: blocks instead of the tensors it closes over.
         """
         if self.undefined:
             self.define()
@@ -183,7 +183,7 @@ class Plan:
         return team.runtime.execute(team, self.definition.plan_id, held, num_outputs)
 
     def define(self) -> None:
-        """Make the workers compile it, if they have not."""
+        """Make the workers compile the plan, if they have not."""
         if self.undefined:
             self.team.runtime.define(self.team, self.definition, self.groups)
             self.undefined.clear()
@@ -205,5 +205,5 @@ class Plan:
         return self.structure.unflatten(leaves)
 
     def __del__(self) -> None:
-        if not getattr(self, "undefined", True):  # it may never have been finished
+        if not getattr(self, "undefined", True):  # missing if ``__init__`` failed
             self.team.runtime.forget(self.definition.plan_id)

@@ -27,15 +27,15 @@ class Cost:
     ``torch.utils.flop_counter`` counts them).
     """
     collectives: tuple[tuple[str, int], ...]
-    """Operation and bytes that the device gives to it, in program order."""
+    """Operation and the bytes that the device sends into it, in program order."""
     argument_bytes: int
     output_bytes: int
     peak_bytes: int
-    """Most that is alive at once, arguments included, if nothing is fused."""
+    """The most that is alive at once, arguments included, if no operations are fused."""
 
     @property
     def collective_bytes(self) -> int:
-        """Bytes given to collectives."""
+        """Bytes that the device sends into collectives."""
         return sum(size for _, size in self.collectives)
 
 

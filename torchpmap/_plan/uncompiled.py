@@ -1,8 +1,8 @@
 """``compile=False``: the Python function itself runs on every worker, and the call waits for it.
 
-Nothing guarantees here that all devices run the same collectives, and Gloo answers a mismatch with
-wrong numbers.  So the ranks compare every collective before it runs (see ``_trace/agreement``), and
-what they returned is compared before it is given out.
+Without a graph, nothing guarantees that all devices run the same collectives, and Gloo answers a
+mismatch with wrong numbers.  So the ranks compare every collective before it runs (see
+``_trace/agreement``), and the controller compares their results before the call returns.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ class UncompiledPlan:
         return Called(list(zip(layouts, outputs, strict=True)), tree, report.requires_grad, key)
 
     def _task(self, key: torch.Tensor, *, here: bool) -> Task:
-        """What the workers are told, with the function pickled."""
         name = self._program.name
         body = pickled_function(UncompiledWork, self._program, f"{name}()", here=here)
         return Task(
@@ -97,7 +96,7 @@ class UncompiledPlan:
         )
 
     def _check(self, reports: Sequence[UncompiledReport]) -> None:
-        """Raise unless all devices did the same."""
+        """Raise if devices returned different kinds of results, or the function broke a rule."""
         first = reports[0]
         devices = self._grid.axis_devices
         for report, device in zip(reports, devices, strict=True):

@@ -23,7 +23,7 @@ from torchpmap._trace.program import Program
 
 @dataclass(frozen=True)
 class Given:
-    """What is another one for every call."""
+    """What differs from call to call."""
 
     key: tuple[int, ...]
     """For random numbers."""
@@ -35,7 +35,7 @@ class Given:
 class UncompiledReport:
     """What the controller learns of a rank's outputs."""
 
-    structure: Structure | str  # a text, of another process where it is not the same
+    structure: Structure | str  # the text of another process's structure, if it differs
     shapes: tuple[tuple[int, ...] | None, ...]
     """Per leaf of the structure; None for a None leaf."""
     dtypes: tuple[torch.dtype | None, ...]
@@ -45,12 +45,12 @@ class UncompiledReport:
     requires_grad: bool
     used_key: bool
     used_generator: bool
-    """Whether random numbers were drawn otherwise."""
+    """Whether torch's own generator was used."""
     written: str | None
-    """What the function wrote in place and did not get as an argument."""
+    """The error for an in-place write to a tensor that is no argument."""
 
     def as_data(self) -> list[Any]:
-        # a class of the script is another class in every process, so structures go by their text
+        # a class of the script is another class in every process, so structures are sent as text
         return [str(self.structure), *(getattr(self, field.name) for field in fields(self)[1:])]
 
     def like(self, data: list[Any], name: str) -> UncompiledReport:
@@ -76,7 +76,7 @@ class UncompiledWork:
 
         def subgroup(partition: Partition) -> str:
             name = subgroup_name(rank.group, partition)
-            agree(("groups", name))  # making them waits for all
+            agree(("groups", name))  # making groups waits for all devices
             rank.ensure_group(name, tuple(tuple(rank.ranks[k] for k in part) for part in partition))
             return name
 
@@ -118,7 +118,7 @@ class UncompiledWork:
 
 
 def _of_first_device(block: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torch.Tensor:
-    """The block, where it is declared the same along an axis, of the first device."""
+    """The block; along every axis where it is declared replicated, that of the first device."""
     same = [a for a, dim in zip(axes, cut, strict=True) if dim is None and a is not None]
     for axis in joined(same):
         with bind(axis):
