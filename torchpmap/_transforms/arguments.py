@@ -1,5 +1,5 @@
 """From the arguments of a call to leaves with axes: statics, prefixes, names, the axis size (pure;
-all misuse ends here).
+all misuse is reported here).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Options:
-    """What ``pmap`` was told, checked."""
+    """The arguments of ``pmap``, checked."""
 
     name: str
     axis_name: Hashable
@@ -87,7 +87,7 @@ class Bound:
     is_donated: tuple[bool, ...]
     size: int
     spans: bool
-    """Whether the rows are those of all processes, not those of this one."""
+    """Whether the rows are those of all processes, not only of this one."""
 
     @functools.cached_property
     def positions(self) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class Bound:
         return tuple(place for place, is_donated in enumerate(flags) if is_donated)
 
     def travelling(self, per_leaf: Sequence[_T]) -> list[_T]:
-        """What belongs to the leaves that travel."""
+        """The entries for leaves that travel."""
         return [per_leaf[position] for position in self.positions]
 
 

@@ -27,10 +27,10 @@ def grad(
 
     grad: (fun: (*args) -> float[]) -> (*args) -> gradient, with the structure of the argument
 
-    Inside a mapped function the gradient is the one of the *sum* of all devices' results, as the
-    transpose of psum is psum: ``grad`` of ``psum(loss)`` is n times the gradient of one loss, and
-    ``grad`` of ``pmean(loss)`` is that of the own loss alone.  For weights that all devices share,
-    ``mean_over`` gives what is meant: the gradient of the mean.
+    Inside a mapped function the gradient is that of the *sum* of all devices' results, because the
+    transpose of psum is psum: on n devices, ``grad`` of ``psum(loss)`` is n times the gradient of
+    the device's own loss, and ``grad`` of ``pmean(loss)`` is the gradient of the own loss alone.
+    For weights that all devices share, pass ``mean_over`` to get the gradient of the mean.
 
     Args:
         fun: returns a real scalar, or with ``has_aux`` a pair (scalar, anything).
@@ -87,7 +87,7 @@ def value_and_grad(
         fun: returns a real scalar, or with ``has_aux`` a pair (scalar, anything).
         argnums: as for ``grad``.
         has_aux: whether ``fun`` returns a pair.
-        mean_over: as for ``grad``; the value is the mean, too (aux stays what it is).
+        mean_over: as for ``grad``; the value is the mean, too (aux is not averaged).
 
     Returns:
         A function of the same arguments that returns the pair (value, gradient); with ``has_aux``
@@ -122,7 +122,7 @@ def value_and_grad(
 
         grads, value, aux = _differentiate(of_leaves, leaves, has_aux)
         if mean_over != ():
-            # each device's gradient is that of the sum: the mean of these is that of the mean
+            # each device has a gradient of the sum; their mean is the gradient of the mean
             value, grads = pmean((value, grads), mean_over)
         gradients = structure.unflatten(grads)
         return (value, aux) if has_aux else value, gradients[0] if single else gradients

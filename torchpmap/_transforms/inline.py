@@ -4,11 +4,12 @@
 is made on.  ``run_inline``: without devices (``debug.fake_pmap``); its rows are lanes of
 ``torch.func.vmap``, or run one after the other.
 
-It keeps what the devices promise: the caller's tensors stay as they are, whatever the function
-writes; results share no memory with anything; lost writes raise; random numbers are the same.
+``run_inline`` keeps the promises of a call on devices: the caller's tensors stay as they are,
+whatever the function writes; results share no memory with anything; lost writes raise; random
+numbers are the same.
 
-What lanes cannot do is what ``torch.func.vmap`` cannot: a Python value of one row (``.item()``,
-``if x > 0``), and ``.backward()``.  torch's error says so; ``_HINT`` adds what to do about it.
+Lanes have the limits of ``torch.func.vmap``: no Python value of one row (``.item()``, ``if x > 0``)
+and no ``.backward()``.  torch raises an error, to which ``_HINT`` adds what to do.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def run_here(preparation: Preparation, bound: Bound) -> Any:
     options = preparation.options
     if options.devices is not None and axis_stack.bound():
         raise ValueError(
-            f"{options.prefix}: a pmap inside a mapped function runs on the device that it is "
-            "met on, and cannot have devices. Leave them out, or give them to the outer pmap."
+            f"{options.prefix}: a pmap inside a mapped function runs on the device of its "
+            "caller, and cannot have devices. Leave them out, or give them to the outer pmap."
         )
     program = preparation.program(bound, bound.size)
     leaves = bound.travelling(bound.leaves)
@@ -72,19 +73,19 @@ def run_inline(preparation: Preparation, bound: Bound) -> Any:
     program = preparation.program(bound, bound.size)
     leaves = bound.travelling(bound.leaves)
     refuse_aliased_donation(prefix, bound.travelling(bound.paths), bound.donated, leaves)
-    records = torch.set_grad_enabled(torch.is_grad_enabled())  # not in inference mode
-    # what the function sets stays inside it; its tensors are ordinary ones, as on the devices
+    records = torch.set_grad_enabled(torch.is_grad_enabled())  # stays off in inference mode
+    # settings that the function changes are restored; its tensors are ordinary, as on the devices
     with applied(ambient()), torch.inference_mode(False), records:
         return _run_rows(program, leaves, prefix)
 
 
 def _run_rows(program: Program, leaves: Sequence[Any], prefix: str) -> Any:
-    """Run a program whose lanes are all rows of a call; plain tensors, stacked as ``out_axes``
-    says.
+    """Run a program whose lanes are all rows of a call; the results are plain tensors, stacked as
+    ``out_axes`` says.
     """
     blocks = [_own(leaf) for leaf in leaves]
     generator = torch.default_generator.get_state()
-    with outside_transforms():  # also where a vmap around forbids to draw
+    with outside_transforms():  # a vmap around the call may forbid random numbers
         program = replace(program, seed=peek_key())
     outcome = _one_by_one(program, blocks, prefix) if serial() else _as_lanes(program, blocks)
     if not torch.equal(generator, torch.default_generator.get_state()):
@@ -119,7 +120,7 @@ def _as_lanes(program: Program, blocks: Sequence[torch.Tensor]) -> Outcome:
 
 
 def _one_by_one(program: Program, blocks: Sequence[torch.Tensor], prefix: str) -> Outcome:
-    """Every row as if it were the only one of its device."""
+    """Run every row as if it were the only one of its device."""
     if any(map(is_wrapped, blocks)):
         raise NotImplementedError(_not_differentiable(prefix))
     num_rows, program = program.lanes, replace(program, lanes=1)
@@ -168,7 +169,7 @@ def _kinds(outcome: Outcome) -> str:
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """Gives a value that requires grad, and whose backward raises rather than miss a row's part."""
+    """A value that requires grad, and whose backward raises: it would miss parts of other rows."""
 
     @staticmethod
     def forward(ctx: Any, _: torch.Tensor, value: torch.Tensor, prefix: str) -> torch.Tensor:
@@ -196,14 +197,14 @@ def _own(leaf: Any) -> torch.Tensor:
 
 
 def _largest(check: torch.Tensor) -> float:
-    """The number in a tensor, through the function transforms around the call (of a batch of them
-    the largest).
+    """The number in a tensor that function transforms around the call may have wrapped; of a batch,
+    the largest.
     """
     return float(innermost(check).max())
 
 
 class KeepCaptured(TorchDispatchMode):
-    """Refuses, before it happens, an in-place write to a tensor that was there before the call."""
+    """Refuses an in-place write, before it happens, to a tensor that was made before the call."""
 
     def __init__(self, blocks: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -229,5 +230,5 @@ class KeepCaptured(TorchDispatchMode):
         result = func(*args, **kwargs)
         aliases = [argument.alias_info for argument in func._schema.arguments]
         if all(alias is None or alias.is_write for alias in aliases):
-            self._note(result)  # a view is inside exactly if its base is
+            self._note(result)  # a view needs no note: it has its base's storage
         return result

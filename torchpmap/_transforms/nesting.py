@@ -63,7 +63,7 @@ def cuts_of(levels: Sequence[Bound]) -> list[Cut]:
 
 
 def device_counts(sizes: Sequence[int], available: int) -> tuple[int, ...]:
-    """Devices along each axis: divisors of the sizes that fill most, the first the largest."""
+    """Devices along each axis: divisors of the sizes; most in all, then most on the first axis."""
     choices = itertools.product(*(_divisors(size, available) for size in sizes))
     fitting = (counts for counts in choices if math.prod(counts) <= available)
     return max(fitting, key=lambda counts: (math.prod(counts), counts))

@@ -1,4 +1,4 @@
-"""``pmap``: the front end.  A call is looked up, or prepared once, and then only followed.
+"""``pmap``: the front end.  A kind of call is prepared once, and then looked up.
 
 __call__ --bind--> run_here       all rows on the device of the caller, inside a mapped function
          --bind--> run_inline     all rows in this process (``debug.fake_pmap``)
@@ -63,7 +63,7 @@ _NO_PART_OF_A_GRAPH = (
 )
 
 _is_grad_enabled = torch.is_grad_enabled
-_any_requires_grad = torch._C._any_requires_grad  # also of what is no tensor: then it does not
+_any_requires_grad = torch._C._any_requires_grad  # takes other values too, and ignores them
 
 
 @_disable_dynamo
@@ -164,7 +164,7 @@ class Pmapped:
         runtime = current_runtime()
         if runtime is not self._runtime or self._environment.changed():
             self._forget(runtime)
-        # most calls are like the one before, and to compare keys takes less than to hash one
+        # most calls are like the one before, and comparing two keys is quicker than hashing one
         latest, prepared = self._latest
         if key != latest:
             prepared = self._prepared.get(key)
@@ -179,7 +179,7 @@ class Pmapped:
         # after tracing: what the function itself rebinds must not count as a change
         self._environment.refresh()
         result = self._run(prepared, leaves)
-        self._environment.refresh()  # gradients are traced when it runs
+        self._environment.refresh()  # running may have traced gradients
         return result
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -188,7 +188,7 @@ class Pmapped:
 
         Raises:
             TypeError, ValueError: as the call itself.
-            TraceError: the function cannot be traced, or is not to be (``compile=False``).
+            TraceError: the function cannot be traced, or is never traced (``compile=False``).
         """
         options = self._options
         if options.static_argnums or options.static_argnames:
@@ -229,7 +229,7 @@ class Pmapped:
         if prepared.in_place:
             held, team = [leaf._handle for leaf in leaves], direct.team
             for handle in held:
-                if handle.team is not team:  # that of the same ranks in another pool
+                if handle.team is not team:  # the team of the same ranks in another pool
                     raise RuntimeClosed(POOL_CLOSED)
         else:
             held = handles_of(leaves, prepared.layouts)
@@ -241,7 +241,7 @@ class Pmapped:
         return direct.tree(make_all(direct.outputs, handles))
 
     def _run_checked(self, prepared: Prepared, leaves: list[Any]) -> Any:
-        """The call where the plan does not say all about its outputs."""
+        """The call if the outputs need checks, or gradients of captured tensors may follow."""
         called = _called(prepared, leaves)
         if called.requires_grad and torch.is_grad_enabled():
             return self._run_differentiated(prepared, leaves, called)
@@ -252,8 +252,8 @@ class Pmapped:
     def _run_differentiated(
         self, prepared: Prepared, leaves: list[Any], done: Called | None = None
     ) -> Any:
-        """The call as part of what transforms or ``backward()`` differentiate; donation would take
-        away what they need, and is left for calls that are not differentiated.
+        """The call as transforms or ``backward()`` differentiate it; nothing is donated, because
+        derivatives need the arguments.
         """
         plan = prepared.plan
         if isinstance(plan, UncompiledPlan) and done is None and not is_transformed():
@@ -287,7 +287,7 @@ def _leaf_key(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         try:
             return kind, leaf.shape, leaf.dtype, leaf.layout, leaf.is_meta, spans_processes(leaf)
-        except RuntimeError:  # it has no shape, or escaped; preparing the call says so
+        except RuntimeError:  # it has no shape, or escaped; preparing the call raises the error
             return kind
     if isinstance(leaf, np.ndarray | np.generic):
         return kind, leaf.shape, leaf.dtype
@@ -341,15 +341,14 @@ def pmap(
             returns one unstacked value, that of the first device (made equal on all devices).
         static_broadcasted_argnums: positions of arguments that are plain hashable Python values;
             each new value traces again.
-        static_broadcasted_argnames: names of keyword arguments that are so.
-        devices: the devices to run on, in axis order; exactly as many as rows (of a ``pmap`` of a
-            ``pmap``: or as rows and columns, row-major).  Default: the first ones of
-            ``tp.devices()``, with several rows on each where there are more rows.
+        static_broadcasted_argnames: the same for keyword arguments, by name.
+        devices: the devices to run on, in axis order; exactly one per row (for a ``pmap`` of a
+            ``pmap``: one per row, or one per row and column, row-major).  Default: the first of
+            ``tp.devices()``, with several rows on each if there are more rows than devices.
         backend: ``"cpu"`` or ``"cuda"``.
         axis_size: size of the axis where no argument is mapped; otherwise it is checked.
-        donate_argnums: positions of arguments whose memory on the devices is given up with the
-            call.
-        donate_argnames: names of keyword arguments that are so.
+        donate_argnums: positions of arguments whose memory on the devices the call gives up.
+        donate_argnames: the same for keyword arguments, by name.
         compile: True (Inductor), False (run ``fun`` itself in Python on every device), or a dict of
             ``torch.compile``'s ``backend``, ``mode`` and ``options``; ``{"backend": "eager"}`` runs
             the traced graph uncompiled.
@@ -358,8 +357,9 @@ def pmap(
             numbers or the "same", or are an "error".
         check_replicated: raise if an output with out axis None differs between devices (makes the
             call wait).
-        timeout: most seconds that a call may take on the devices, without compiling; then it raises
-            ``CallTimeout``, which tells what each device did.  Default: ``tp.config.timeout``.
+        timeout: most seconds that a call may take on the devices, not counting compilation; then it
+            raises ``CallTimeout``, which tells what each device did.  Default:
+            ``tp.config.timeout``.
 
     Returns:
         The mapped function; ``__wrapped__`` is ``fun``.
@@ -381,7 +381,7 @@ def pmap(
     settings: dict[str, Any] = dict(locals())
     del settings["fun"]
     if fun is None:
-        make_options("<function>", **settings)  # misuse is reported where it stands
+        make_options("<function>", **settings)  # misuse raises here, at the decorator's line
         return functools.partial(_mapped, settings)
     return _mapped(settings, fun)
 

@@ -1,6 +1,6 @@
 """The first call of a kind: choose devices, trace, make the plan, compile.
 
-What comes out is kept by key in ``_transforms/pmap`` and only followed from then on.
+``_transforms/pmap`` keeps the result by key, and later calls look it up.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Prepared:
     in_place: bool
     """Whether the key says that every block is where the plan wants it."""
     direct: Plan | None
-    """The plan, if it says all about its outputs."""
+    """The plan, if its outputs need nothing more (``Plan.says_all``)."""
     is_lone: bool
-    """Whether that gives one value, in no container."""
+    """Whether ``direct`` returns one value, in no container."""
     donated: tuple[int, ...]
     paths: tuple[str, ...]
     program: Program
@@ -67,7 +67,7 @@ class Preparation:
     def __init__(
         self, fun: Callable[..., Any], options: Options, inner: Preparation | None = None
     ) -> None:
-        """``inner``: that of ``fun``, if it is mapped itself."""
+        """``inner``: the preparation of ``fun``, if it is mapped itself."""
         self._fun = fun
         self.options = options
         self._inner = inner
@@ -97,7 +97,7 @@ class Preparation:
                 check_open(leaf)
         spans = in_one_process or any(map(spans_processes, leaves))
         size = options.axis_size
-        if size is not None and not spans and process_count() > 1:  # it is that of all processes
+        if size is not None and not spans and process_count() > 1:  # it counts all processes' rows
             within = options.devices or all_devices(options.platform)
             processes = len({device.process_index for device in within})
             if size % processes:
@@ -111,8 +111,8 @@ class Preparation:
         return bind_arguments(self._fun, options, args, kwargs, num_devices, spans)
 
     def prepare(self, bound: Bound, *, has_numbers: bool = True) -> Prepared:
-        """Find or make the plan of a call; ``has_numbers``: whether it is to run, so that shapes
-        alone will not do.
+        """Find or make the plan of a call; ``has_numbers``: whether the call is to run, so that its
+        arguments need numbers.
         """
         for path, leaf in zip(bound.paths, bound.leaves, strict=True) if has_numbers else ():
             if isinstance(leaf, torch.Tensor):
@@ -121,7 +121,7 @@ class Preparation:
         return self._plan_for(levels, self._choose_devices(levels))
 
     def check(self, bound: Bound) -> None:
-        """Raise what choosing devices for a call would."""
+        """Raise the errors of choosing devices for a call."""
         self._choose_devices(self._levels(bound))
 
     def _levels(self, bound: Bound) -> list[_Level]:
@@ -139,8 +139,8 @@ class Preparation:
     def _choose_devices(self, levels: Sequence[_Level]) -> Grid:
         """As many devices as can have equally many rows each; a given list is taken as it is.
 
-        Beside other processes the rows are those of this process, on its devices, unless an
-        argument has the rows of all.
+        With several processes, the rows are those of this process, on its devices, unless an
+        argument has the rows of all processes.
         """
         options = self.options
         spans = levels[0].bound.spans
@@ -310,14 +310,14 @@ class Preparation:
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """One of the axes that share the devices."""
+    """A mapped call whose axis shares the devices with others."""
 
     preparation: Preparation
     bound: Bound
 
 
 def _program_of(levels: Sequence[_Level], grid: Grid) -> Program:
-    """The program of a call with those inside it."""
+    """The program of a call, with the programs inside it."""
     inner: Program | None = None
     for depth in reversed(range(1, len(levels))):
         level = levels[depth]
@@ -335,7 +335,7 @@ def _here(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 def _layout_of(leaf: Any, cut: Cut, grid: Grid) -> Layout:
-    """Where an argument goes; of an unmapped one, what all devices are known to share stays so."""
+    """Where an argument goes; an unmapped one that all devices are known to share stays shared."""
     shape, dtype = _shape_and_dtype(leaf)
     if any(dim is not None for dim in cut):
         return grid.layout(shape, dtype, cut)

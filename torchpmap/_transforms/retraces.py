@@ -1,4 +1,4 @@
-"""Notices that a function is traced again and again, and what it is that keeps changing (pure)."""
+"""Notices that a function is traced again and again, and which argument keeps changing (pure)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Retraces:
         self._seen.clear()
 
     def note(self, kinds: Mapping[str, Hashable]) -> str | None:
-        """Note a trace; what to warn about, the first time it is one too many."""
+        """Note a trace; returns a warning the first time that there are too many."""
         self.count += 1
         for path, kind in kinds.items():
             self._seen.setdefault(path, {})[kind] = None

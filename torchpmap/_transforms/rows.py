@@ -1,16 +1,16 @@
 """The rows of a mapped call one after the other, as plain Python, with collectives between them.
 
-Every row has a thread of its own, and one of them runs at a time, always the first that can: a row
-runs until it reaches a collective, then the next one does, and the last to arrive lets all go on.
+Every row has a thread of its own, and one thread runs at a time, always the first that can: a row
+runs until it reaches a collective, then the next row does, and the last to arrive lets all go on.
 
     row 0  ....all_reduce              ......return
     row 1                ....all_reduce            ......return
                                        | values of all rows are known: each gets its result
 
-The collectives' rules for derivatives are the ones of the devices, but nothing else is: no vmap, no
-trace, no compiler, no process group.  ``_Collectives`` gives every process-group operation the
-meaning that its documentation has, on the values of all rows.  So results are an independent check
-of the other ways to run a function, and inside it everything that Python can do works.
+The collectives have the same derivative rules as on devices, but nothing else is shared: no vmap,
+no trace, no compiler, no process group.  ``_Collectives`` does with the values of all rows what the
+documentation of each process-group operation says.  So results are an independent check of the
+other ways to run a function, and the function can do everything that Python can.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def run_rows(
     size: int,
     leaves: Sequence[torch.Tensor],
 ) -> list[T]:
-    """Call ``run_row(index, axis)`` for every index of an axis, which ``run_row`` is to bind; what
-    they return, in order.
+    """The results of ``run_row(index, axis)`` for every index of an axis, in order; ``run_row``
+    must bind the axis.
 
     Args:
         run_row: runs one row.
@@ -107,7 +107,7 @@ def run_rows(
 
 @contextlib.contextmanager
 def _around_a_row(meeting: _Meeting, row: int, settings: Ambient) -> Iterator[None]:
-    """Settings that belong to a thread."""
+    """Apply the settings that belong to a thread."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(applied(settings))
         # single-threaded: axes are bound per thread
@@ -120,8 +120,8 @@ def _around_a_row(meeting: _Meeting, row: int, settings: Ambient) -> Iterator[No
 def _forward_mode() -> Iterator[None]:
     """Keep torch's level of forward-mode derivatives open while rows run.
 
-    There is one level per process, opened by the outermost ``jvp`` and closed at its end; rows take
-    turns inside theirs.  Where it is open already, as it is here, ``jvp`` leaves it alone.
+    There is one level per process.  The outermost ``jvp`` opens it, and closes it at its end, while
+    other rows are still inside theirs.  If the level is open already, ``jvp`` leaves it alone.
     """
     from torch._functorch.eager_transforms import jvp_increment_nesting
 
@@ -135,9 +135,7 @@ def _forward_mode() -> Iterator[None]:
 
 @dataclass
 class _Meeting:
-    """Where rows wait for each other; everything is guarded by ``turn``, which the row that runs
-    holds.
-    """
+    """Where rows wait for each other; ``turn``, which the running row holds, guards everything."""
 
     size: int
     leaves: Sequence[torch.Tensor]
@@ -168,7 +166,7 @@ class _Meeting:
         return next(part for part in self.groups[group] if row in part)
 
     def exchange(self, row: int, group: str, what: Fingerprint, value: Any) -> list[Any]:
-        """Wait until all members want to do ``what``; their operands, in rank order."""
+        """Wait until all members want to do ``what``; returns their operands, in rank order."""
         self._waiting[row] = (group, what, value)
         members = self.members(row, group)
         present = [self._waiting.get(member, ("", None, value)) for member in members]
@@ -205,7 +203,7 @@ class _Meeting:
         self.turn.notify_all()
 
     def _pass_on(self) -> None:
-        """Let another row run; fail if none ever can."""
+        """Let another row run; fail if no row can ever run."""
         self.turn.notify_all()
         if not self._waiting or len(self._waiting) + len(self._ended) < self.size:
             return

@@ -127,7 +127,7 @@ class _Output:
 def _arguments(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], list[str], Structure]:
-    """Leaves, arrays as tensors; their paths; their structure."""
+    """(leaves, with arrays as tensors; their paths; their structure)."""
     leaves, structure = flatten_call(args, kwargs)
     paths = structure.call_paths(axis_spec.argument_names(fun, len(args)))
     for position, leaf in enumerate(leaves):
