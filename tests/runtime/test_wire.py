@@ -149,7 +149,7 @@ def test_integers_round_trip(values):
 # -- tensors ---------------------------------------------------------------------------------------
 
 # Those with a name in torch are sent; a bits or quantized dtype holds nothing that torch can make.
-SENT = [dtype for dtype in wire._DTYPES if not str(dtype).startswith(("torch.q", "torch.bits"))]
+SENT = [dtype for dtype in wire.DTYPES if not str(dtype).startswith(("torch.q", "torch.bits"))]
 SHAPES = [(), (1,), (3,), (0,), (2, 0, 3), (4, 3, 2), (1, 1, 1, 1, 5)]
 
 

@@ -20,9 +20,11 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.utils._pytree as pytree
+
+T = TypeVar("T")
 
 MAPPINGS = (dict, OrderedDict, defaultdict)
 _MAX_STRUCTURES = 4096
@@ -335,3 +337,11 @@ def _paths(node: Node | None, name: str) -> list[str]:
     for key, child in zip(node.keys, node.children, strict=True):
         paths += _paths(child, name + key)
     return paths
+
+
+def replaced(leaves: Sequence[T], positions: Sequence[int], values: Sequence[T]) -> list[T]:
+    """A copy of ``leaves`` with new values at some positions."""
+    copy = list(leaves)
+    for position, value in zip(positions, values, strict=True):
+        copy[position] = value
+    return copy

@@ -127,6 +127,11 @@ _NEEDS_A_VALUE = re.compile(
 )
 
 
+def is_timeout(error: BaseException) -> bool:
+    """Whether torch raised this because a collective took too long."""
+    return bool(re.search(r"[Tt]imeout|[Tt]imed out", str(error)))
+
+
 def is_limit_of_vmap(error: BaseException) -> bool:
     """Whether torch raised this because all rows run at once."""
     return isinstance(error, RuntimeError | TypeError) and bool(_LIMIT_OF_VMAP.search(str(error)))

@@ -31,6 +31,8 @@ Pairs = tuple[tuple[int, int], ...]
 """(source, destination) of every value that a permutation moves."""
 
 _c10d = torch.ops._c10d_functional
+NAMESPACES = ("_c10d_functional", "torchpmap")
+"""Namespaces of the operations in graphs that communicate."""
 
 _CARRIED = frozenset(
     {

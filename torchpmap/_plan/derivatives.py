@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.errors import kind_of
-from torchpmap._base.pytree import flatten
+from torchpmap._base.pytree import flatten, replaced
 from torchpmap._base.torch_internals import is_batched
 from torchpmap._collectives.backend import widened
 from torchpmap._collectives.primitives import AllReduce, Scope, apply
@@ -164,7 +164,7 @@ class Differentiable:
             outcomes: list[Outcome] = []
 
             def function(*xs: torch.Tensor) -> Any:
-                outcomes.append(self.body(_filled(primals, wanted, xs), axis))
+                outcomes.append(self.body(replaced(primals, wanted, xs), axis))
                 outputs = outcomes[-1].outputs
                 return tuple(outputs[k][0] for k in given), [block for block, _ in outputs]
 
@@ -195,7 +195,7 @@ class Differentiable:
             cuts: list[Cut] = []
 
             def function(*xs: torch.Tensor) -> Any:
-                outcome = self.body(_filled(primals, given, xs), axis)
+                outcome = self.body(replaced(primals, given, xs), axis)
                 outputs = [(x, cut) for x, cut in outcome.outputs if is_inexact(x.dtype)]
                 cuts[:] = [cut for _, cut in outputs]
                 return tuple(x for x, _ in outputs)
@@ -242,13 +242,6 @@ class _Batched:
 
 def is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-def _filled(values: Tensors, positions: Sequence[int], replacements: Tensors) -> list[torch.Tensor]:
-    filled = list(values)
-    for position, replacement in zip(positions, replacements, strict=True):
-        filled[position] = replacement
-    return filled
 
 
 def _outcome(outputs: Sequence[tuple[torch.Tensor, Cut]]) -> Outcome:

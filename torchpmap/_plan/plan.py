@@ -157,7 +157,7 @@ class Plan:
         return not self.pinned or all(map(Pinned.holds, self.pinned))
 
     @property
-    def says_all(self) -> bool:
+    def has_final_outputs(self) -> bool:
         """Whether its outputs need nothing more: no checks, and no gradients of captured tensors
         can follow.
         """
@@ -200,10 +200,14 @@ class Plan:
 
     def tree(self, leaves: list[Any]) -> Any:
         """Output leaves (without the None ones) to what the function returns."""
-        for position in self.nones:
-            leaves.insert(position, None)
-        return self.structure.unflatten(leaves)
+        return self.structure.unflatten(with_nones(leaves, self.nones))
 
     def __del__(self) -> None:
         if not getattr(self, "undefined", True):  # missing if ``__init__`` failed
             self.team.runtime.forget(self.definition.plan_id)
+
+
+def with_nones(leaves: list[Any], positions: Sequence[int]) -> list[Any]:
+    for position in positions:
+        leaves.insert(position, None)
+    return leaves

@@ -10,12 +10,11 @@ import torch
 
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.pytree import Structure, flatten_call
+from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.plan import Plan
 from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.tensor import make_sharded
-
-_COLLECTIVES = ("_c10d_functional", "torchpmap")
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def _cost(plan: Plan) -> Cost:
         (node.target._schema.name.split("::")[1], sum(sizes[n] for n in node.all_input_nodes))
         for node in nodes
         if isinstance(node.target, torch._ops.OpOverload)
-        and node.target.namespace in _COLLECTIVES
+        and node.target.namespace in NAMESPACES
         and "wait" not in node.target._schema.name
     )
     inputs = sum(sizes[node] for node in nodes if node.op == "placeholder")

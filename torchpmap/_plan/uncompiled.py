@@ -19,7 +19,7 @@ from torchpmap._base.pytree import Structure
 from torchpmap._layout.axis_stack import group_name
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout
-from torchpmap._plan.plan import Called
+from torchpmap._plan.plan import Called, with_nones
 from torchpmap._plan.uncompiled_work import Given, UncompiledReport, UncompiledWork
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._runtime.task import Task
@@ -75,9 +75,7 @@ class UncompiledPlan:
         nones = [k for k, shape in enumerate(report.shapes) if shape is None]
 
         def tree(leaves: list[Any]) -> Any:
-            for position in nones:
-                leaves.insert(position, None)
-            return structure.unflatten(leaves)
+            return structure.unflatten(with_nones(leaves, nones))
 
         return Called(list(zip(layouts, outputs, strict=True)), tree, report.requires_grad, key)
 

@@ -57,10 +57,11 @@ MAX_BODIES = 16
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 
-_DTYPES: tuple[torch.dtype, ...] = tuple(
+DTYPES: tuple[torch.dtype, ...] = tuple(
     sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 )
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+"""All of torch, in an order that is the same in all processes."""
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 class Origin(enum.IntEnum):
@@ -243,7 +244,7 @@ def refuse_other(tensor: torch.Tensor, expected: Sequence[int], where: str) -> N
         code, _, *shape = expected
         raise RuntimeError(
             f"the value {where} is {kind_of(tensor.shape, tensor.dtype)}, but "
-            f"{kind_of(shape, _DTYPES[code])} was expected: the operation that computed it gives "
+            f"{kind_of(shape, DTYPES[code])} was expected: the operation that computed it gives "
             "another shape or dtype when it runs than when it is traced."
         )
 
@@ -254,9 +255,9 @@ def read_tensor(reader: FrameReader, where: str) -> torch.Tensor:
     Without memory ``where``, raises ``MemoryError``; the bytes are then still to be skipped.
     """
     code, dims = struct.unpack("<2q", reader.body(16))
-    if not (0 <= code < len(_DTYPES) and 0 <= 8 * dims <= reader.left):
+    if not (0 <= code < len(DTYPES) and 0 <= 8 * dims <= reader.left):
         raise reader.broken(f"a tensor of dtype {code} with {dims} dims")
-    dtype, shape = _DTYPES[code], struct.unpack(f"<{dims}q", reader.body(8 * dims))
+    dtype, shape = DTYPES[code], struct.unpack(f"<{dims}q", reader.body(8 * dims))
     size = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or size != reader.left:
         raise reader.broken(f"{kind_of(shape, dtype)} in {reader.left} bytes")

@@ -23,11 +23,11 @@ from torchpmap._base.contents import Answer, Contents
 from torchpmap._base.errors import lost_write
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import is_wrapped, outside_transforms
+from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._trace.custom_ops import expand, is_hidden
 from torchpmap._trace.kinds import absence, oddity
 
 _aten = torch.ops.aten
-_COLLECTIVE_NAMESPACES = ("_c10d_functional", "torchpmap")
 
 
 class SettingChanged(Exception):
@@ -152,7 +152,7 @@ class Capture(TorchDispatchMode):
         if isinstance(func, torch._ops.OpOverload) and is_hidden(func):
             with self:
                 return expand(func, self._device.type, args, kwargs)
-        if func.namespace in _COLLECTIVE_NAMESPACES:
+        if func.namespace in NAMESPACES:
             args = pytree.tree_map(self._without_value, args)
         return func(*args, **kwargs)
 

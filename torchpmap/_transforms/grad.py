@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from torchpmap._base.errors import check_array, dtype_name
-from torchpmap._base.pytree import flatten
+from torchpmap._base.pytree import flatten, replaced
 from torchpmap._collectives.operands import AxisName
 from torchpmap._collectives.reduce import pmean
 
@@ -140,7 +140,7 @@ def _differentiate(
 
     def scalar_fun(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         nonlocal aux_leaves, aux_structure
-        result = fun(_filled(leaves, given, inputs))
+        result = fun(replaced(leaves, given, inputs))
         value, aux = _pair(result) if has_aux else (result, None)
         aux_leaves, aux_structure = flatten(aux)
         # torch.func lets only tensors out of the differentiated function.
@@ -149,15 +149,8 @@ def _differentiate(
     inputs = [_differentiable(leaves[i]) for i in given]
     grads, (value, aux_tensors) = torch.func.grad_and_value(scalar_fun, has_aux=True)(inputs)
     tensors = [i for i, leaf in enumerate(aux_leaves) if isinstance(leaf, torch.Tensor)]
-    aux = aux_structure.unflatten(_filled(aux_leaves, tensors, aux_tensors))
-    return _filled(leaves, given, grads), value, aux
-
-
-def _filled(leaves: list[Any], places: list[int], values: Sequence[Any]) -> list[Any]:
-    filled = list(leaves)
-    for i, value in zip(places, values, strict=True):
-        filled[i] = value
-    return filled
+    aux = aux_structure.unflatten(replaced(aux_leaves, tensors, aux_tensors))
+    return replaced(leaves, given, grads), value, aux
 
 
 def _position(argnum: int, argnums: list[int], count: int) -> int:

@@ -69,7 +69,7 @@ def run_here(preparation: Preparation, bound: Bound) -> Any:
 def run_inline(preparation: Preparation, bound: Bound) -> Any:
     """Run a call in this process, after the checks that the devices' own calls get."""
     prefix = preparation.options.prefix
-    preparation.check(bound)
+    preparation.check_devices(bound)
     program = preparation.program(bound, bound.size)
     leaves = bound.travelling(bound.leaves)
     refuse_aliased_donation(prefix, bound.travelling(bound.paths), bound.donated, leaves)

@@ -52,7 +52,7 @@ class Prepared:
     in_place: bool
     """Whether the key says that every block is where the plan wants it."""
     direct: Plan | None
-    """The plan, if its outputs need nothing more (``Plan.says_all``)."""
+    """The plan, if its outputs need nothing more (``Plan.has_final_outputs``)."""
     is_lone: bool
     """Whether ``direct`` returns one value, in no container."""
     donated: tuple[int, ...]
@@ -120,7 +120,7 @@ class Preparation:
         levels = self._levels(bound)
         return self._plan_for(levels, self._choose_devices(levels))
 
-    def check(self, bound: Bound) -> None:
+    def check_devices(self, bound: Bound) -> None:
         """Raise the errors of choosing devices for a call."""
         self._choose_devices(self._levels(bound))
 
@@ -225,7 +225,7 @@ class Preparation:
                 self._differentiables.pop(plan, None)
             self._note_trace(bound)
             plan = self._plans[kind] = self._make_plan(program, layouts, grid)
-        direct = plan if isinstance(plan, Plan) and plan.says_all else None
+        direct = plan if isinstance(plan, Plan) and plan.has_final_outputs else None
         return Prepared(
             plan,
             bound.positions,

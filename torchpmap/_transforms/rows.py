@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchpmap._base.ambient import Ambient, ambient, applied
 from torchpmap._base.errors import CollectiveMismatch, kind_of
+from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._layout.axis_stack import Axis, Partition, subgroup_name
 from torchpmap._trace.agreement import ADVICE, Fingerprint
 from torchpmap._trace.effects import emit, lines_of
@@ -226,7 +227,7 @@ class _Collectives(TorchDispatchMode):
         self._row = row
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace not in ("_c10d_functional", "torchpmap"):
+        if func.namespace not in NAMESPACES:
             return func(*args, **(kwargs or {}))
         if func is _c10d.wait_tensor.default:  # results are there already
             return args[0]

@@ -26,7 +26,7 @@ from torchpmap._base.errors import check_array
 from torchpmap._base.pytree import flatten
 from torchpmap._layout import axis_stack
 from torchpmap._runtime.current import job_runtime, process_count, process_index
-from torchpmap._runtime.torchrun.rendezvous import Rendezvous, who_has_what
+from torchpmap._runtime.torchrun.rendezvous import Rendezvous, texts_by_rank
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap.multihost._values import (
     Parcel,
@@ -204,7 +204,7 @@ def assert_equal(tree: Any, message: str = "") -> None:
     differing = next(row for row in rows if len(set(row)) > 1)
     raise AssertionError(
         f"{message or what}: the processes do not have the same values:\n"
-        f"{who_has_what(_everyone(), differing)}"
+        f"{texts_by_rank(_everyone(), differing)}"
     )
 
 

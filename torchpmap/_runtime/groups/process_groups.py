@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -36,6 +35,7 @@ from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import GroupLost
 from torchpmap._runtime.groups.shared_memory import Meeting, Occasion, connect
 from torchpmap._runtime.groups.shared_memory_group import SharedMemoryGroup, described
+from torchpmap._runtime.sockets import connected, open_sockets
 
 RankTuple = tuple[int, ...]
 RankPartition = tuple[RankTuple, ...]
@@ -123,11 +123,11 @@ class Groups:
         store.set(f"here/{self._rank}", "")
         # once Gloo waits for a peer, nothing can stop it
         self._wait(store, [f"here/{member}" for member in members], members)
-        before = _open_sockets()
+        before = open_sockets()
         group = self._connect(store, members)
         with self._lock:
-            new = [fd for link, fd in _open_sockets().items() if link not in before]
-            self._sockets.extend(_connected(new))
+            new = [fd for link, fd in open_sockets().items() if link not in before]
+            self._sockets.extend(connected(new))
             if self._aborted.is_set():  # meanwhile
                 self._shut_down()
         return group
@@ -264,34 +264,6 @@ class Groups:
             self.epoch, self._store = epoch, store
             if epoch > self._aborted_epoch:
                 self._aborted.clear()
-
-
-def _open_sockets() -> dict[str, int]:
-    """Identity and descriptor of every socket; a closed descriptor's number is used again."""
-    found = {}
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor of the listing itself is gone by now
-            link = os.readlink(f"/proc/self/fd/{entry}")
-            if link.startswith("socket:"):
-                found[link] = int(entry)
-    return found
-
-
-def _connected(fds: Iterable[int]) -> list[socket.socket]:
-    """Duplicates of the sockets in ``fds`` that have a peer."""
-    found = []
-    for fd in fds:
-        try:
-            duplicate = socket.socket(fileno=os.dup(fd))
-        except OSError:  # closed by now, by an earlier attempt to connect
-            continue
-        try:
-            duplicate.getpeername()
-        except OSError:
-            duplicate.close()
-        else:
-            found.append(duplicate)
-    return found
 
 
 _OPERATOR_FRAMES = frozenset(

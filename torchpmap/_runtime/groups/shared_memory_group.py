@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from torchpmap._base.errors import CollectiveMismatch
 from torchpmap._runtime.groups.shared_memory import SLOT_BYTES, Meeting
+from torchpmap._runtime.wire import DTYPES
 
 _SMALL_BYTES = 1 << 15
 """Up to this size every rank reduces the whole tensor; above it, a share that it hands on."""
@@ -41,8 +42,7 @@ _OPERATIONS = (
     "broadcast",
     "permute",
 )
-_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
-_KINDS = list(itertools.product(_OPERATIONS, _DTYPES))
+_KINDS = list(itertools.product(_OPERATIONS, DTYPES))
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 _COUNT_BITS = 48
 

@@ -26,6 +26,7 @@ from torchpmap._base.errors import (
     pack_exception,
     unpack_exception,
 )
+from torchpmap._base.torch_internals import is_timeout
 from torchpmap._runtime.local.supervise import Exited, Failed, GivenUp, Verdict
 
 
@@ -137,7 +138,7 @@ def given_up(seq: int, rank: int, name: str) -> GivenUp:
 def _failed_collective(error: BaseException) -> PmapError:
     """The error for a collective that failed without a user's exception or a death."""
     text = str(error)
-    if "imeout" in text or "imed out" in text:
+    if is_timeout(error):
         failed: PmapError = CallTimeout(
             "a collective waited longer than torchpmap.config.timeout for the other devices; "
             "either one of them is very slow, or (compile=False) it does not run the same "

@@ -114,7 +114,7 @@ class Monitor:
         """Requests by seq: callers add, the monitor removes; guarded by the interpreter (single
         dict operations).
         """
-        self.prompt = False
+        self.prints = False
         """Whether plans print: then what they printed comes before their results (set by any
         thread).
         """
@@ -291,13 +291,13 @@ class Monitor:
 
     def _answer(self, worker: WorkerProcess, kind: int, seq: int, body: memoryview) -> None:
         rank = worker.rank
-        if self.prompt or kind in (wire.REPLY, wire.FAILED, wire.DRAINED):
+        if self.prints or kind in (wire.REPLY, wire.FAILED, wire.DRAINED):
             self._rest(worker)
         if kind in (wire.DONE, wire.DATA, wire.REPLY):
             pending = self.pending.get(seq)
             if kind == wire.REPLY and pending is not None:
                 pending.replies[rank] = body
-            if self.prompt or kind == wire.REPLY:  # what the call printed comes before its result
+            if self.prints or kind == wire.REPLY:  # what the call printed comes before its result
                 self._printer.then(lambda: self._complete(rank, seq))
             else:
                 self._complete(rank, seq)

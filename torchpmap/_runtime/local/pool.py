@@ -229,11 +229,11 @@ class Pool:
     @property
     def prints(self) -> bool:
         """Whether plans print: then their output comes before their results."""
-        return self._monitor.prompt
+        return self._monitor.prints
 
     def expect_output(self) -> None:
         """Plans print from now on."""
-        self._monitor.prompt = True
+        self._monitor.prints = True
 
     def has_reached(self, seq: int, ranks: Sequence[int]) -> bool:
         """Whether all of ``ranks`` are known to be done with everything up to command ``seq``."""

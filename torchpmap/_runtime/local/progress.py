@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from torchpmap._runtime.wire import InheritedFd
 
-_NOBODY_WAITS = 2**62
+_NO_WAITER = 2**62
 
 
 class Progress:
@@ -44,7 +44,7 @@ class Progress:
         self._poll.register(self._bell, select.POLLIN)
         # one per rank; then the command that a thread waits for, and a bit for each of its ranks
         self._numbers = memoryview(self._memory).cast("q")
-        self._numbers[-2] = _NOBODY_WAITS
+        self._numbers[-2] = _NO_WAITER
 
     def inherited(self) -> tuple[InheritedFd, InheritedFd]:
         """The memory and the bell, for ``WorkerProgress``."""
@@ -68,13 +68,13 @@ class Progress:
             if not self.reached(seq, ranks) and self._poll.poll(patience_ms):
                 os.eventfd_read(self._bell)
         finally:
-            numbers[-2] = _NOBODY_WAITS
+            numbers[-2] = _NO_WAITER
         return self.reached(seq, ranks)
 
     def awaited(self) -> list[int]:
         """The ranks that the sleeping thread, if there is one, waits for."""
         wanted, ranks = self._numbers[-2], self._numbers[-1]
-        if wanted == _NOBODY_WAITS:
+        if wanted == _NO_WAITER:
             return []
         members = (rank for rank in range(ranks.bit_length()) if ranks >> rank & 1)
         return [rank for rank in members if self._numbers[rank] < wanted]

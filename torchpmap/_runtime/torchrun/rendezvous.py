@@ -287,11 +287,11 @@ def mismatch(ranks: Sequence[int], texts: Sequence[str]) -> CollectiveMismatch:
     """The error for all of ``ranks`` when they are at different places of the program."""
     return CollectiveMismatch(
         "the processes are about to run different programs, which would hang or give wrong "
-        f"numbers:\n{who_has_what(ranks, texts)}\n{_RULE}"
+        f"numbers:\n{texts_by_rank(ranks, texts)}\n{_RULE}"
     )
 
 
-def who_has_what(ranks: Sequence[int], texts: Sequence[str]) -> str:
+def texts_by_rank(ranks: Sequence[int], texts: Sequence[str]) -> str:
     """One line per different text: its ranks, its first line, and the first line that differs."""
     by_text: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):

@@ -41,6 +41,7 @@ from torchpmap._base.errors import (
     kind_of,
 )
 from torchpmap._base.torch_internals import has_transforms, num_modes, outside_transforms
+from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._layout.axis_stack import group_name
 from torchpmap._runtime import wire
 from torchpmap._runtime.base import Handle, Team
@@ -57,10 +58,6 @@ T = TypeVar("T")
 
 _CONSEQUENCES = (WorkerError, WorkerDied)
 """Errors that a process raises because another one failed."""
-
-
-_COMMUNICATING = ("_c10d_functional", "torchpmap")
-"""Namespaces of the operators in graphs that communicate."""
 
 
 class _Block:
@@ -452,7 +449,7 @@ class _plain:
 def _communicates(definition: Definition) -> bool:
     """Whether a plan waits for the other processes."""
     nodes = definition.graph.graph.nodes
-    return any(getattr(node.target, "namespace", "") in _COMMUNICATING for node in nodes)
+    return any(getattr(node.target, "namespace", "") in NAMESPACES for node in nodes)
 
 
 def _described(definition: Definition) -> str:

@@ -13,7 +13,6 @@ the first failure, and all later calls fail at once.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 import threading
@@ -21,6 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from torchpmap._runtime.sockets import connected, open_sockets
 
 T = TypeVar("T")
 
@@ -116,25 +117,4 @@ def _connections(store: dist.Store) -> list[socket.socket]:
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):
         return []
-    found = []
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
-                continue
-            duplicate = socket.socket(fileno=os.dup(int(entry)))
-        except OSError:  # closed by now, such as the descriptor of the listing
-            continue
-        if _peer_port(duplicate) == store.port:
-            found.append(duplicate)
-        else:
-            duplicate.close()
-    return found
-
-
-def _peer_port(connection: socket.socket) -> int | None:
-    try:
-        peer = connection.getpeername()
-    except OSError:
-        return None
-    is_inet = connection.family in (socket.AF_INET, socket.AF_INET6)
-    return int(peer[1]) if is_inet else None
+    return connected(open_sockets().values(), store.port)
