@@ -20,7 +20,7 @@ ROW = re.compile(r"^\| (\d+) \| `(\w+)` \| (.+) \| `\w+` \|$", re.MULTILINE)
 IMPORT = re.compile(r"^ *from torchpmap(?:\.(\w+)[.\w]*)? import (\w+)", re.MULTILINE)
 
 COLUMNS = {"checkpoint": 1, "multihost": 2, "random": 1, "optim": 3}
-"""All others are in column 0. No arrow may go through a box."""
+"""All other folders are in column 0. No arrow may go through a box."""
 LEFT, RIGHT = (0.5, 4.7, 7.5, 10.3), (4.5, 7.3, 10.1, 12.7)
 """Edges of the columns."""
 PITCH, HEIGHT = 1.26, 0.98
@@ -44,7 +44,7 @@ def read_imports(folder: str) -> set[str]:
 
 
 def reduced(imports: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Without the imports that follow from others: those of what is imported."""
+    """Leave out imports that follow from others: of A -> B -> C, the import A -> C."""
 
     def below(folder: str) -> set[str]:
         return imports[folder].union(*map(below, imports[folder]))
@@ -53,7 +53,7 @@ def reduced(imports: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def spans(imports: dict[str, set[str]]) -> dict[str, tuple[int, int]]:
-    """First and last column of each box: so wide that all arrows are vertical."""
+    """First and last column of each box, so wide that all arrows are vertical."""
     found = {folder: (COLUMNS.get(folder, 0),) * 2 for folder in imports}
     for folder, others in imports.items():
         for other in others:
@@ -63,7 +63,7 @@ def spans(imports: dict[str, set[str]]) -> dict[str, tuple[int, int]]:
 
 
 def label(axes: Axes, x: float, y: float, width: float, name: str, job: str) -> None:
-    """The name and, below it, the job in as many lines as it takes."""
+    """Write the name and, below it, the job in as many lines as it takes."""
     style = {"color": INK, "ha": "center", "va": "center"}
     lines = textwrap.wrap(job, int(11.5 * width))
     top = y + 0.02 + 0.105 * len(lines)
