@@ -6,9 +6,9 @@
 
 Data-parallel: every device has the whole model and a part of each batch, and ``pmean`` averages the
 gradients. One step, with all its passes, the average and AdamW, is one compiled graph; parameters
-and optimizer state are donated and never leave the devices. The batch of a step depends on its
-number alone, so a run that was stopped and resumed is the run that was not, and a checkpoint can be
-resumed on another number of devices.
+and optimizer state are donated and never leave the devices. The batch of a step depends only on the
+number of the step. So a run that was stopped and resumed gives the same result as one that was not,
+and a checkpoint can be resumed on another number of devices.
 
 It writes text that looks like documentation, and the curve of the loss to ``outputs/``.
 """
@@ -40,7 +40,7 @@ optimizer = tp.optim.functional(torch.optim.AdamW, lr=2e-3, betas=(0.9, 0.99), w
 
 
 class Sizes(NamedTuple):
-    """Of the model, and of a batch: over all devices and passes together."""
+    """Sizes of the model, and of a batch over all devices and passes together."""
 
     context: int = 64
     width: int = 128
@@ -100,7 +100,7 @@ class Text:
 
 
 class Block(nn.Module):
-    """Attention to the characters before, then a perceptron for each."""
+    """Attention to the preceding characters, then a perceptron for each character."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def make_step(model: nn.Module, devices: list[tp.Device], bf16: bool, compile: A
 
     def step(state: State, windows: Tensor) -> tuple[State, Tensor]:
         loss, grads = tp.value_and_grad(loss_of)(state.params, windows[0])
-        for part in windows[1:]:  # --accumulate: one pass after the other, one average in the end
+        for part in windows[1:]:  # --accumulate: one pass after the other, one average at the end
             more_loss, more = tp.value_and_grad(loss_of)(state.params, part)
             loss, grads = loss + more_loss, {name: grads[name] + more[name] for name in grads}
         loss, grads = tp.pmean((loss, grads), AXIS)
@@ -189,7 +189,7 @@ def train(
     resume: bool = False,
     progress: bool = False,
 ) -> tuple[dict[str, Tensor], dict[int, float]]:
-    """Return the parameters, and the loss of every step that was made, by its number."""
+    """Return the parameters, and the losses by the numbers of the steps."""
     devices = tp.devices()[:num_devices]
     parts = (num_devices, accumulate, sizes.batch // num_devices // accumulate)
     if num_devices * accumulate * parts[-1] != sizes.batch:

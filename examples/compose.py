@@ -3,7 +3,7 @@
     python examples/compose.py
     torchrun --nproc-per-node=2 examples/compose.py
 
-Each part is checked against plain torch. The data are of four rows; a device has two of them.
+Each part is checked against plain torch. The data have four rows, two on each device.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def squared_error(params: Params, x: torch.Tensor, y: torch.Tensor) -> torch.Ten
     return ((x @ params["w"] + params["b"] - y) ** 2).mean()
 
 
-# Part 1, linear regression: every row of the data is a part of it with a loss of its own, pmean
-# averages over the parts. in_axes: the parameters go to every device whole (None), the data by rows
-# (0). out_axes: after pmean the loss and the gradients are equal everywhere, so None hands back one
+# Part 1, linear regression: each of the four parts of the data has its own loss, and pmean averages
+# over the parts. in_axes: every device gets the whole parameters (None), and its rows of the data
+# (0). out_axes: after pmean the loss and the gradients are equal everywhere, so None returns one
 # copy of each instead of four.
 def loss_and_grads(params: Params, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, Params]:
     return tp.pmean(tp.value_and_grad(squared_error)(params, x, y), "devices")
@@ -45,7 +45,7 @@ x = torch.randn(4, 25, 3)  # [part, row, feature]
 y = x @ true_w + 1.0 + 0.01 * torch.randn(4, 25)
 params = {"w": torch.zeros(3), "b": torch.zeros(())}
 
-x_here, y_here = local_rows((x, y))  # under torchrun; all of them in a single process
+x_here, y_here = local_rows((x, y))  # of this process; with one process these are all rows
 loss, grads = parallel(params, x_here, y_here)
 expected_grads, expected_loss = torch.func.grad_and_value(squared_error)(
     params, x.reshape(100, 3), y.reshape(100)
@@ -91,7 +91,7 @@ low, high = sharp.min().item(), sharp.max().item()
 say(f"16 patches on {tp.device_count()} devices: values from {low:.1f} to {high:.1f}")
 
 
-# Part 3, gradients of a collective: each row is one number, the loss couples all of them.
+# Part 3, gradients of a collective: each row is one number, and the loss couples all rows.
 def coupled(x: torch.Tensor) -> torch.Tensor:
     return tp.psum(x, "i") ** 2
 
@@ -102,7 +102,7 @@ gradient = all_gather(gradient, tiled=True)
 say("gradient of psum(x) ** 2, summed over the four rows:", gradient.tolist())
 torch.testing.assert_close(gradient, torch.full((4,), 4 * 2 * v.sum().item()))
 
-# Only the row that is the largest value can change the maximum.
+# Only the row with the largest value can change the maximum.
 gradient = tp.pmap(tp.grad(lambda x: tp.pmax(x, "i")), axis_name="i")(local_rows(v))
 gradient = all_gather(gradient, tiled=True)
 say("gradient of pmax(x), summed over the four rows:", gradient.tolist())

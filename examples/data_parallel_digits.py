@@ -4,9 +4,9 @@
     torchrun --nproc-per-node=2 examples/data_parallel_digits.py
 
 The parameters and the momentum are copied to the devices once and stay there: each call of the
-pmapped step takes the state the previous call left on the devices, and one batch cut into equal
-parts. The gradients are averaged with ``pmean``: one, two or four devices train the same network,
-workers of one program as well as processes of torchrun, of which each takes its part of a batch.
+mapped step takes the state that the previous call left on the devices, and one batch cut into equal
+parts. ``pmean`` averages the gradients, so one, two or four devices train the same network. The
+devices may be workers of one program, or processes of torchrun that take their part of a batch.
 Two pictures are written to ``outputs/``: the learning curves, and predictions on unseen digits.
 """
 

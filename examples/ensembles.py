@@ -7,8 +7,8 @@ Each member has its own first weights, its own learning rate and its own weighti
 Bayesian bootstrap). One call trains all of them by one step of Adam. The parameters and Adam's
 state are donated: they never leave the devices, and each step reuses their memory.
 
-Where there is data, the mean of the members must be better than the average member; where there is
-none, their spread must say so. A picture of both is written to ``outputs/``.
+Near the data the mean of the members must be better than the average member. Far from the data the
+spread of the members must be larger. A picture of both is written to ``outputs/``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def predict(params: Params, x: Tensor) -> Tensor:
 
 
 class Prediction(NamedTuple):
-    """Of the ensemble at the points x, and the mean squared error of the average member."""
+    """Mean and spread of the ensemble at the points x, and the average member's squared error."""
 
     mean: Tensor
     spread: Tensor
@@ -129,7 +129,7 @@ def main() -> None:
     params, ask = train(n, args.steps, not args.no_compile)
     seen = torch.cat([torch.linspace(-2, 0, 81), torch.linspace(1, 2, 41)])
     unseen, x = torch.linspace(0.3, 0.7, 21), torch.linspace(-2.2, 2.2, 200)
-    answers = [tp.unreplicate(ask(params, at)) for at in (seen, unseen, x)]  # all take part
+    answers = [tp.unreplicate(ask(params, at)) for at in (seen, unseen, x)]  # in all processes
     if tp.process_index() != 0:
         return  # one process reports
 

@@ -5,8 +5,8 @@
 
 No launcher and no ``if __name__ == "__main__"`` are needed: torchpmap starts one worker process per
 device by itself. Here the devices are two CPU cores. Under torchrun every process runs this file
-and is one device: ``local_rows`` takes its rows of a value that all processes have, ``all_gather``
-puts the results together again. With one process both change nothing.
+and is one device: ``local_rows`` takes its rows of a value that all processes have, and
+``all_gather`` puts the results together again. With one process both change nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def check(title: str, result: torch.Tensor, expected: torch.Tensor) -> None:
 say("devices:", *tp.devices())
 x = torch.arange(4.0)
 
-# The function sees a scalar, one row of x. Each device has two rows, one after the other, and the
-# four results are stacked again.
+# The function sees a scalar, one row of x. Each device has two consecutive rows, and the four
+# results are stacked again.
 double = tp.pmap(lambda x: x * 2)
 doubled = double(local_rows(x))
 check("doubled", doubled, x * 2)
@@ -48,7 +48,7 @@ check("doubled", doubled, x * 2)
 numbers = torch.tensor(sorted(device.id for device in doubled.devices()))
 check("doubled lives on devices", numbers, torch.arange(tp.device_count()))
 
-# It can go straight into the next pmapped function, or be used like any tensor.
+# You can pass it to the next mapped function, or use it like any tensor.
 check("doubled again", double(doubled), x * 4)
 check("plus one", doubled + 1, x * 2 + 1)
 
@@ -69,7 +69,7 @@ ring = [(0, 1), (1, 2), (2, 3), (3, 0)]
 rotate = tp.pmap(lambda x: tp.ppermute(x, "i", ring), axis_name="i")
 check("rotated", rotate(local_rows(x)), x.roll(1))
 
-# An argument that every device gets whole has the axis None; a closure works as well.
+# An argument that every device gets whole has in_axes None; a closure works as well.
 weights = torch.tensor([1.0, 10.0, 100.0])
 rows = torch.arange(12.0).reshape(4, 3)
 dot = tp.pmap(lambda row, weights: row @ weights, in_axes=(0, None))

@@ -3,12 +3,12 @@
     python examples/mcmc_chains.py [--devices 2] [--samples 500] [--no-compile]
     torchrun --nproc-per-node=2 examples/mcmc_chains.py
 
-Each row of the mapped axis is one chain, with a random key of its own. The chains do not talk to
-each other; only the last call does, which compares them (R-hat, Gelman and Rubin 1992) with
-``pmean``. The keys make a chain the same wherever it runs: on one device, two or four.
+Each row of the mapped axis is one chain, with a random key of its own. The chains do not
+communicate until the last call, which compares them (R-hat, Gelman and Rubin 1992) with ``pmean``.
+Because of its key a chain is the same on one device, two or four.
 
-The target: a ~ N(0, 1), and given a, b ~ N(sin(2 a), 0.5 ** 2). Mean and variance of the samples
-are compared with those of the formula.
+The target: a ~ N(0, 1), and given a, b ~ N(sin(2 a), 0.5 ** 2). The mean and variance of the
+samples are compared with those of the formula.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TRUE_VARIANCE = torch.tensor([1.0, 0.75 - math.exp(-8) / 2], dtype=torch.float64
 
 
 class Summary(NamedTuple):
-    """Of all chains together, one value per coordinate."""
+    """Statistics of all chains together, one value per coordinate."""
 
     mean: Tensor
     variance: Tensor
@@ -56,7 +56,7 @@ def leapfrog(position: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def first_position(key: Tensor) -> Tensor:
-    """Chains start far apart, or R-hat could not tell whether they have met."""
+    """Start the chains far apart: otherwise R-hat could not tell whether they have met."""
     return 3 * tp.random.normal(key, (2,), torch.float64)
 
 
@@ -95,9 +95,9 @@ def summarize(parts: list[Tensor]) -> Summary:
 def run(num_samples: int, compile: Any = True) -> tuple[list[Tensor], Tensor, Summary]:
     """Return samples [chain, sample, coordinate] call by call, accepted shares, and summary.
 
-    Under torchrun: those of the chains of this process; the summary is that of all.
+    Under torchrun the samples and shares are of this process's chains, the summary is of all.
     """
-    # compile={"backend": "eager"}: traced, but not worth compiling for a few numbers each.
+    # compile={"backend": "eager"}: traced, but too little work to be worth compiling.
     traced: Any = {"backend": "eager"} if compile else False
     draw_all = tp.pmap(draw, in_axes=(0, None), compile=traced)
     advance_all = tp.pmap(advance, donate_argnums=0, compile=compile)
@@ -135,7 +135,7 @@ def main() -> None:
     torch.testing.assert_close(summary.variance.cpu(), TRUE_VARIANCE, rtol=0, atol=0.15)
     assert (summary.r_hat.cpu() < 1.05).all()
 
-    # The same from all samples in one place, by NumPy.
+    # NumPy computes the same from all samples in one place.
     whole = np.concatenate([part.numpy() for part in samples], axis=1)
     np.testing.assert_allclose(summary.mean.numpy(), whole.mean((0, 1)), atol=1e-12)
     within, between = whole.var(1, ddof=1).mean(0), whole.mean(1).var(0, ddof=1)

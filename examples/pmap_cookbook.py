@@ -4,8 +4,8 @@
     torchrun --nproc-per-node=2 examples/pmap_cookbook.py
 
 Every number is checked against plain torch or NumPy. Eight rows run on any number of devices: on
-four, each device holds two of them. The nested pmaps at the end, and their gradient, are the parts
-of the notebook that today's JAX cannot run any more.
+four, each device holds two of them. Today's JAX can no longer run two parts of the notebook: the
+nested pmaps at the end, and their gradient.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def pure_maps(pmap: Pmap) -> None:
 
 def random_matrices(pmap: Pmap) -> None:
     # Each matrix is made where it is used; only one number per row comes back to the host. Drawing
-    # is a long chain of integer operations: not worth compiling where it is done once.
+    # is a long chain of integer operations, not worth compiling for one call.
     keys = tp.random.split(tp.random.key(0), ROWS)
     matrices = pmap(lambda key: tp.random.normal(key, (200, 300)), compile=False)(local_rows(keys))
     products = pmap(lambda x: x @ x.T)(matrices)
@@ -93,7 +93,7 @@ def collectives(pmap: Pmap) -> None:
 
 
 def rule_30(pmap: Pmap) -> None:
-    """A line of cells in eight pieces; each step a piece needs one cell of either neighbour."""
+    """A line of cells in eight pieces; in a step a piece needs one cell of each neighbour."""
     send_right = [(k, (k + 1) % ROWS) for k in range(ROWS)]
     send_left = [(target, source) for source, target in send_right]
 
@@ -128,7 +128,7 @@ def gradients(pmap: Pmap) -> None:
         return tp.grad(lambda w: inner(w).sum())(x)
 
     def plain(x: Tensor) -> Tensor:
-        """The same of the whole array: the derivative of cos is written out."""
+        """The same for the whole array, with the derivative of cos written out."""
         scale = torch.tan(torch.sin(x).sum(1, keepdim=True)) * torch.tanh(x).sum(1, keepdim=True)
         return -torch.sin(x) * scale
 

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node=2 examples/wave_equation.py
 
 A step needs the cells next to each cell, so a block needs one row of the block above it and one of
-the block below. ``ppermute`` sends them. Nothing is sent to the first block from above nor to the
-last from below, and a device that gets nothing has zeros: that is the wall that reflects the wave.
+the block below. ``ppermute`` sends them. The first block receives nothing from above, the last
+nothing from below, and ``ppermute`` gives zeros instead: the wall that reflects the wave.
 
 The result is compared with the same scheme on the whole grid, and the energy must not change. A
 picture is written to ``outputs/``.
@@ -55,7 +55,7 @@ def laplacian(padded: Tensor) -> Tensor:
 
 
 def advance(wave: Wave, num_steps: int, pad: Callable[[Tensor], Tensor]) -> Wave:
-    """The leapfrog scheme, for a block or for the whole grid: only ``pad`` differs."""
+    """Run the leapfrog scheme on a block or on the whole grid: only ``pad`` differs."""
     for _ in range(num_steps):
         after = 2 * wave.now - wave.before + COURANT * laplacian(pad(wave.now))
         wave = Wave(after, wave.now)
@@ -81,7 +81,7 @@ def first_wave(size: int) -> Wave:
 def simulate(
     num_devices: int, size: int, num_steps: int, compile: Any = True
 ) -> tuple[list[Tensor], list[float]]:
-    """Return the whole grid and the energy after every call of the pmapped function."""
+    """Return the whole grid and the energy after every call of the mapped function."""
     if size % num_devices or num_steps % STEPS_PER_CALL:
         raise ValueError(
             f"size={size} must be divisible by {num_devices} devices, and steps={num_steps} by "
@@ -99,7 +99,7 @@ def simulate(
     wave = local_rows(Wave(now.reshape(blocks), before.reshape(blocks)))
     grids, energies = [now], [measure(wave).item()]
     for _ in range(num_steps // STEPS_PER_CALL):
-        wave = step(wave)  # stays on the devices; what follows copies it for the picture
+        wave = step(wave)  # stays on the devices; the next line copies it for the picture
         grids.append(all_gather(wave.now, tiled=True).reshape(size, size))
         energies.append(measure(wave).item())
     return grids, energies
