@@ -212,33 +212,20 @@ def _exchanges(groups: Groups) -> dict[str, Case]:
     return {
         "all_gather": Case(lambda x, i: c.all_gather(x, i, **g), stacked(0), (2,)),
         "all_gather_last": Case(lambda x, i: c.all_gather(x, i, axis=-1, **g), stacked(-1), (2,)),
-        "all_gather_tiled": Case(
-            lambda x, i: c.all_gather(x, i, axis=-1, tiled=True, **g),
-            grouped(everyone(concatenated(-1)), groups),
-            (2, 2),
-        ),
+        "all_gather_tiled": Case(lambda x, i: c.all_gather(x, i, axis=-1, tiled=True, **g),
+            grouped(everyone(concatenated(-1)), groups), (2, 2)),
         "psum_scatter": Case(
-            lambda x, i: c.psum_scatter(x, i, **g), grouped(scattered(0, False), groups), (m, 2)
-        ),
+            lambda x, i: c.psum_scatter(x, i, **g), grouped(scattered(0, False), groups), (m, 2)),
         "psum_scatter_tiled": Case(
             lambda x, i: c.psum_scatter(x, i, scatter_dimension=-1, tiled=True, **g),
-            grouped(scattered(-1, True), groups),
-            (2, 2 * m),
-        ),
-        "all_to_all": Case(
-            lambda x, i: c.all_to_all(x, i, -2, -1, **g),
-            grouped(exchanged(-2, -1, False), groups),
-            (m, 2),
-        ),
-        "all_to_all_tiled": Case(
-            lambda x, i: c.all_to_all(x, i, 1, 0, tiled=True, **g),
-            grouped(exchanged(1, 0, True), groups),
-            (2, 2 * m),
-        ),
+            grouped(scattered(-1, True), groups), (2, 2 * m)),
+        "all_to_all": Case(lambda x, i: c.all_to_all(x, i, -2, -1, **g),
+            grouped(exchanged(-2, -1, False), groups), (m, 2)),
+        "all_to_all_tiled": Case(lambda x, i: c.all_to_all(x, i, 1, 0, tiled=True, **g),
+            grouped(exchanged(1, 0, True), groups), (2, 2 * m)),
         "pswapaxes": Case(
-            lambda x, i: c.pswapaxes(x, i, 0, **g), grouped(exchanged(0, 0, False), groups), (m,)
-        ),
-    }
+            lambda x, i: c.pswapaxes(x, i, 0, **g), grouped(exchanged(0, 0, False), groups), (m,)),
+    }  # fmt: skip
 
 
 def _linear() -> dict[str, Case]:

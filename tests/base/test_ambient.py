@@ -65,35 +65,21 @@ CHANGED = {
     "a promotion": (default_dtype, lambda x: torch.cos(torch.arange(3)) * x),
     "a Python number": (default_dtype, lambda x: torch.tensor(0.1) + x),
     "bfloat16 by default": (lambda: default_dtype(torch.bfloat16), lambda x: x * 0.1),
-    "autocast": (
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        lambda x: torch.eye(3) @ (torch.ones(3, 3) * x / 3),
-    ),
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda x: torch.eye(3) @ (torch.ones(3, 3) * x / 3)),
     "autocast, left inside": (
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        lambda x: _without_autocast(x),
-    ),
-    "deterministic algorithms": (
-        lambda: put(torch.use_deterministic_algorithms, True),
-        lambda x: x + torch.empty(2).isnan().all(),
-    ),
-    "flush denormal": (
-        lambda: put(torch.set_flush_denormal, True),
-        lambda x: torch.tensor(1e-310, dtype=torch.float64) * (x + 1),
-    ),
-    "precision of products": (
-        lambda: put(torch.set_float32_matmul_precision, "medium"),
-        lambda x: x + {"highest": 1, "high": 2, "medium": 3}[torch.get_float32_matmul_precision()],
-    ),
-    "newer precision of products": (
-        lambda: put(newer_precision, "bf16"),
-        lambda x: x + (torch.backends.mkldnn.matmul.fp32_precision == "bf16"),
-    ),
-    "attention": (
-        lambda: put(torch.backends.cuda.enable_flash_sdp, False),
-        lambda x: x + torch.backends.cuda.flash_sdp_enabled(),
-    ),
-}
+        lambda: torch.autocast("cpu", torch.bfloat16), lambda x: _without_autocast(x)),
+    "deterministic algorithms": (lambda: put(torch.use_deterministic_algorithms, True),
+        lambda x: x + torch.empty(2).isnan().all()),
+    "flush denormal": (lambda: put(torch.set_flush_denormal, True),
+        lambda x: torch.tensor(1e-310, dtype=torch.float64) * (x + 1)),
+    "precision of products": (lambda: put(torch.set_float32_matmul_precision, "medium"),
+        lambda x: x + {"highest": 1, "high": 2, "medium": 3}[torch.get_float32_matmul_precision()]),
+    "newer precision of products": (lambda: put(newer_precision, "bf16"),
+        lambda x: x + (torch.backends.mkldnn.matmul.fp32_precision == "bf16")),
+    "attention": (lambda: put(torch.backends.cuda.enable_flash_sdp, False),
+        lambda x: x + torch.backends.cuda.flash_sdp_enabled()),
+}  # fmt: skip
 
 
 def _without_autocast(x):

@@ -26,38 +26,26 @@ PLAIN = np.arange(4.0)
 PLACES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an argument": (lambda x: tp.pmap(lambda x: x, compile=EAGER)(x), "argument x is"),
     "uncompiled": (lambda x: tp.pmap(lambda x: x, compile=False)(x), "argument x is"),
-    "in a tree": (
-        lambda x: tp.pmap(lambda t: t["a"][1], compile=EAGER)({"a": [PLAIN, x]}),
-        r"argument t\['a'\]\[1\] is",
-    ),
+    "in a tree": (lambda x: tp.pmap(lambda t: t["a"][1], compile=EAGER)({"a": [PLAIN, x]}),
+        r"argument t\['a'\]\[1\] is"),
     "by keyword": (lambda x: tp.pmap(lambda *, k: k, compile=EAGER)(k=x), "argument k is"),
-    "not mapped": (
-        lambda x: tp.pmap(lambda a, b: a, in_axes=(0, None), compile=EAGER)(PLAIN, x),
-        "argument b is",
-    ),
-    "after an array": (
-        lambda x: [tp.pmap(lambda x: x, compile=EAGER)(each) for each in (PLAIN, x)],
-        "argument x is",
-    ),
+    "not mapped": (lambda x: tp.pmap(lambda a, b: a, in_axes=(0, None), compile=EAGER)(PLAIN, x),
+        "argument b is"),
+    "after an array": (lambda x: [tp.pmap(lambda x: x, compile=EAGER)(each) for each in (PLAIN, x)],
+        "argument x is"),
     "a result": (lambda x: tp.pmap(lambda a: x, compile=EAGER)(PLAIN), "output of <lambda> is"),
-    "an uncompiled result": (
-        lambda x: tp.pmap(lambda a: {"y": x}, compile=False)(PLAIN),
-        r"output of <lambda>\['y'\] is",
-    ),
-    "to a collective": (
-        lambda x: tp.pmap(lambda a: tp.psum(x, "i"), "i", compile=EAGER)(PLAIN),
-        "psum: the operand is",
-    ),
+    "an uncompiled result": (lambda x: tp.pmap(lambda a: {"y": x}, compile=False)(PLAIN),
+        r"output of <lambda>\['y'\] is"),
+    "to a collective": (lambda x: tp.pmap(lambda a: tp.psum(x, "i"), "i", compile=EAGER)(PLAIN),
+        "psum: the operand is"),
     "vmap": (lambda x: tp.vmap(lambda a: a)(x), "vmap: argument a is"),
     "grad": (lambda x: tp.grad(lambda a: a.sum())(x), "grad: an argument is"),
     "device_put": (lambda x: tp.device_put({"a": x}, tp.devices()[0]), r"\['a'\] is"),
     "device_put_sharded": (lambda x: tp.device_put_sharded([x] * 4, tp.devices()), "is"),
     "replicate": (lambda x: tp.replicate([x]), r"\[0\] is"),
     "compiled": (
-        lambda x: tp.pmap(lambda x: x, compile=EAGER).lower(PLAIN).compile()(x),
-        "argument x is",
-    ),
-}
+        lambda x: tp.pmap(lambda x: x, compile=EAGER).lower(PLAIN).compile()(x), "argument x is"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("place", PLACES)

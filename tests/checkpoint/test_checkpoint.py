@@ -560,37 +560,23 @@ SAVED = {"params": {"w": torch.ones(2, 3)}, "step": 4}
 @pytest.mark.parametrize(
     ("like", "message"),
     [
-        (
-            {"params": {"w": torch.ones(3, 2)}, "step": 0},
-            r"like\['params'\]\['w'\] is float32\[3, 2\], but 'params.w' in the checkpoint .* is "
-            r"float32\[2, 3\]. Give a tree of the shapes",
-        ),
-        (
-            {"params": {"w": torch.ones(2, 3).bfloat16()}, "step": 0},
-            r"like\['params'\]\['w'\] is bfloat16\[2, 3\], but 'params.w' .* is float32\[2, 3\]",
-        ),
-        (
-            {"params": {"w": 1.0}, "step": 0},
-            r"like\['params'\]\['w'\] is a Python float, but 'params.w' .* is float32\[2, 3\]",
-        ),
-        (
-            {"params": {"w": torch.ones(2, 3)}, "step": torch.tensor(0)},
-            r"like\['step'\] is int64\[\], but 'step' .* is a Python int",
-        ),
-        (
-            {"params": {"w": torch.ones(2, 3)}, "step": 0.0},
-            r"like\['step'\] is a Python float, but 'step' .* is a Python int",
-        ),
-        (
-            {"params": {"w": torch.ones(2, 3), "b": torch.ones(3)}, "step": 0},
-            r"another structure: the checkpoint lacks like\['params'\]\['b'\] \('params.b'\)\. ",
-        ),
-        (
-            {"params": {"w": torch.ones(2, 3)}},
-            r"has another structure: like has no place for 'step' of the checkpoint\. Give a tree",
-        ),
+        ({"params": {"w": torch.ones(3, 2)}, "step": 0},
+         r"like\['params'\]\['w'\] is float32\[3, 2\], but 'params.w' in the checkpoint .* is "
+         r"float32\[2, 3\]. Give a tree of the shapes"),
+        ({"params": {"w": torch.ones(2, 3).bfloat16()}, "step": 0},
+         r"like\['params'\]\['w'\] is bfloat16\[2, 3\], but 'params.w' .* is float32\[2, 3\]"),
+        ({"params": {"w": 1.0}, "step": 0},
+         r"like\['params'\]\['w'\] is a Python float, but 'params.w' .* is float32\[2, 3\]"),
+        ({"params": {"w": torch.ones(2, 3)}, "step": torch.tensor(0)},
+         r"like\['step'\] is int64\[\], but 'step' .* is a Python int"),
+        ({"params": {"w": torch.ones(2, 3)}, "step": 0.0},
+         r"like\['step'\] is a Python float, but 'step' .* is a Python int"),
+        ({"params": {"w": torch.ones(2, 3), "b": torch.ones(3)}, "step": 0},
+         r"another structure: the checkpoint lacks like\['params'\]\['b'\] \('params.b'\)\. "),
+        ({"params": {"w": torch.ones(2, 3)}},
+         r"has another structure: like has no place for 'step' of the checkpoint\. Give a tree"),
     ],
-)
+)  # fmt: skip
 def test_mismatch(tmp_path, like, message):
     save(tmp_path / "c", SAVED)
     with pytest.raises(ValueError, match=message):

@@ -285,10 +285,7 @@ def operations(f: Any, *args: torch.Tensor) -> list[str]:
 
 
 def test_tree_travels_as_one_message_per_dtype() -> None:
-    def f(x: torch.Tensor) -> Any:
-        return psum([x, x * 2, x.to(torch.int64), x[0]], "i")
-
-    names = operations(f, torch.ones(3))
+    names = operations(lambda x: psum([x, x * 2, x.to(torch.int64), x[0]], "i"), torch.ones(3))
     assert names.count("_c10d_functional.all_reduce.default") == 2
     assert names.count("_c10d_functional.wait_tensor.default") == 2
 
@@ -325,39 +322,20 @@ def test_constants_are_not_sent() -> None:
         (lambda x: axis_index(("i", "k")), NameError, "unbound axis name: k"),
         (lambda x: psum(x, ("i", "i")), ValueError, "repeated axis in axis_name="),
         (lambda x: psum(x, ("i", 0, -1)), ValueError, "duplicate positional axes"),
-        (
-            lambda x: psum(x, ("i", 5)),
-            ValueError,
-            "axis 5 is out of bounds for array of dimension 1",
-        ),
+        (lambda x: psum(x, ("i", 5)), ValueError,
+         "axis 5 is out of bounds for array of dimension 1"),
         (lambda x: all_gather(x, "i", axis=5), ValueError, "axis 5 is out of bounds .*dimension 2"),
-        (
-            lambda x: all_gather(x[0], "i", tiled=True),
-            ValueError,
-            "axis 0 is out of bounds for array of dimension 0",
-        ),
-        (
-            lambda x: psum(x, "i", axis_index_groups=[[0, 1]]),
-            ValueError,
-            "axis_index_groups must cover all indices exactly once",
-        ),
-        (
-            lambda x: pmax(x, "i", axis_index_groups=[[0, 1, 2], [2, 3]]),
-            ValueError,
-            "axis_index_groups must cover all indices exactly once",
-        ),
-        (
-            lambda x: psum(x, ("i", 0), axis_index_groups=PAIRS),
-            ValueError,
-            "axis_index_groups only supported for sums over just named axes",
-        ),
-        (
-            lambda x: vmap(lambda y: psum(y, ("i", "j"), axis_index_groups=PAIRS), axis_name="j")(
-                x
-            ),
-            ValueError,
-            r"axis \('i', 'j'\) has the indices 0 to 15, but psum got \[\[0, 1\], \[2, 3\]\]",
-        ),
+        (lambda x: all_gather(x[0], "i", tiled=True), ValueError,
+         "axis 0 is out of bounds for array of dimension 0"),
+        (lambda x: psum(x, "i", axis_index_groups=[[0, 1]]), ValueError,
+         "axis_index_groups must cover all indices exactly once"),
+        (lambda x: pmax(x, "i", axis_index_groups=[[0, 1, 2], [2, 3]]), ValueError,
+         "axis_index_groups must cover all indices exactly once"),
+        (lambda x: psum(x, ("i", 0), axis_index_groups=PAIRS), ValueError,
+         "axis_index_groups only supported for sums over just named axes"),
+        (lambda x: vmap(lambda y: psum(y, ("i", "j"), axis_index_groups=PAIRS), axis_name="j")(x),
+         ValueError,
+         r"axis \('i', 'j'\) has the indices 0 to 15, but psum got \[\[0, 1\], \[2, 3\]\]"),
         *(
             (f, ValueError, "must all have the same size")
             for f in (
@@ -366,47 +344,29 @@ def test_constants_are_not_sent() -> None:
                 lambda x: all_to_all(x, "i", 0, 0, axis_index_groups=UNEVEN),
             )
         ),
-        (
-            lambda x: psum_scatter(x[:2], "i"),
-            ValueError,
-            "reduce_scatter operand scatter dimension size 2 must match shard count 4",
-        ),
-        (
-            lambda x: psum_scatter(x[:2], "i", tiled=True),
-            ValueError,
-            "tiled reduce_scatter operand scatter dimension size 2 must be divisible by "
-            "shard_count 4",
-        ),
+        (lambda x: psum_scatter(x[:2], "i"), ValueError,
+         "reduce_scatter operand scatter dimension size 2 must match shard count 4"),
+        (lambda x: psum_scatter(x[:2], "i", tiled=True), ValueError,
+         "tiled reduce_scatter operand scatter dimension size 2 must be divisible by "
+         "shard_count 4"),
         (lambda x: psum_scatter(x > 0, "i"), TypeError, "add does not accept dtype bool"),
-        (
-            lambda x: all_to_all(x[:2], "i", 0, 0),
-            ValueError,
-            r"all_to_all requires the size of the mapped axis axis_name to equal "
-            r"x.shape\[split_axis\], but they are 4 and 2 respectively.",
-        ),
-        (
-            lambda x: all_to_all(x[:2], "i", 0, 0, tiled=True),
-            ValueError,
-            r"The size of all_to_all split_axis \(2\) has to be divisible by the size of the named "
-            r"axis i \(4\)",
-        ),
-        (
-            lambda x: ppermute(x, "i", [(0, 1), (2, 1)]),
-            ValueError,
-            r"ppermute sources and destinations must be unique, got \(\(0, 1\), \(2, 1\)\)\.",
-        ),
+        (lambda x: all_to_all(x[:2], "i", 0, 0), ValueError,
+         r"all_to_all requires the size of the mapped axis axis_name to equal "
+         r"x.shape\[split_axis\], but they are 4 and 2 respectively."),
+        (lambda x: all_to_all(x[:2], "i", 0, 0, tiled=True), ValueError,
+         r"The size of all_to_all split_axis \(2\) has to be divisible by the size of the named "
+         r"axis i \(4\)"),
+        (lambda x: ppermute(x, "i", [(0, 1), (2, 1)]), ValueError,
+         r"ppermute sources and destinations must be unique, got \(\(0, 1\), \(2, 1\)\)\."),
         (lambda x: ppermute(x, "i", [(-1, 0), (3, 1)]), ValueError, "must be unique"),
         (lambda x: ppermute(x, "i", [(0, 4)]), IndexError, "index 4 is out of range .* size 4"),
         (lambda x: pbroadcast(x, "i", 4), IndexError, "pbroadcast: index 4 is out of range"),
-        (
-            lambda x: pshuffle(x, "i", [1, 1, 2, 3]),
-            ValueError,
-            r"`perm` does not represent a permutation: \[1, 1, 2, 3\]",
-        ),
+        (lambda x: pshuffle(x, "i", [1, 1, 2, 3]), ValueError,
+         r"`perm` does not represent a permutation: \[1, 1, 2, 3\]"),
         (lambda x: pmax(x * 1j, "i"), TypeError, "pmax does not accept dtype torch.complex64"),
         (lambda x: psum({"a": [x, "b"]}, "i"), TypeError, r"x\['a'\]\[1\] is 'b' of type str"),
     ],
-)
+)  # fmt: skip
 def test_message(f: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         vmap(f, axis_name="i")(torch.ones(4, 4))

@@ -45,36 +45,20 @@ def operations(n: int) -> dict[str, Op]:
     return {
         "sin": (torch.sin, torch.sin),
         "psum": (lambda x: tp.psum(x, AXIS), lambda r: r.sum(0, keepdim=True).expand_as(r)),
-        "pmean": (
-            lambda x: x - tp.pmean(x, AXIS),
-            lambda r: r - r.mean(0, keepdim=True),
-        ),
-        "pmax": (
-            lambda x: x * tp.pmax(x, AXIS),
-            lambda r: r * r.amax(0, keepdim=True),
-        ),
+        "pmean": (lambda x: x - tp.pmean(x, AXIS), lambda r: r - r.mean(0, keepdim=True)),
+        "pmax": (lambda x: x * tp.pmax(x, AXIS), lambda r: r * r.amax(0, keepdim=True)),
         "ring": (lambda x: x + tp.ppermute(x, AXIS, ring), lambda r: r + r.roll(1, 0)),
-        "line": (
-            lambda x: x * 2 + tp.ppermute(x, AXIS, line),
-            lambda r: r * 2 + torch.cat([torch.zeros_like(r[:1]), r[:-1]]),
-        ),
-        "gather": (
-            lambda x: x * tp.all_gather(x, AXIS).cos().sum(0),
-            lambda r: r * r.cos().sum(0, keepdim=True),
-        ),
-        "groups": (
-            lambda x: tp.psum(x, AXIS, axis_index_groups=groups) - x,
-            lambda r: per_group(r, lambda rows: rows.sum(0)) - r,
-        ),
-        "index": (
-            lambda x: x * (1 + tp.axis_index(AXIS)),
-            lambda r: r * torch.arange(1, n + 1).view(-1, *(1,) * (r.dim() - 1)),
-        ),
-        "scatter": (
-            lambda x: tp.psum_scatter(torch.stack([x * k for k in range(n)]), AXIS),
-            lambda r: torch.stack([r.sum(0) * k for k in range(n)]),
-        ),
-    }
+        "line": (lambda x: x * 2 + tp.ppermute(x, AXIS, line),
+            lambda r: r * 2 + torch.cat([torch.zeros_like(r[:1]), r[:-1]])),
+        "gather": (lambda x: x * tp.all_gather(x, AXIS).cos().sum(0),
+            lambda r: r * r.cos().sum(0, keepdim=True)),
+        "groups": (lambda x: tp.psum(x, AXIS, axis_index_groups=groups) - x,
+            lambda r: per_group(r, lambda rows: rows.sum(0)) - r),
+        "index": (lambda x: x * (1 + tp.axis_index(AXIS)),
+            lambda r: r * torch.arange(1, n + 1).view(-1, *(1,) * (r.dim() - 1))),
+        "scatter": (lambda x: tp.psum_scatter(torch.stack([x * k for k in range(n)]), AXIS),
+            lambda r: torch.stack([r.sum(0) * k for k in range(n)])),
+    }  # fmt: skip
 
 
 @st.composite

@@ -58,35 +58,19 @@ def test_nothing_hangs(ended):
     ("name", "rows"),
     [
         ("other_function", ["rank 0, 2: total", "rank 1: largest"]),
-        (
-            "other_shape",
-            [
-                "rank 0: total(float32[1, 2]) on 2 devices",
-                "rank 1: total(float32[1, 3]) on 2 devices",
-            ],
-        ),
-        (
-            "other_number_of_rows",
-            ["rank 0: total(float32[1]) on 2 devices", "rank 1: total(float32[2]) on 2 devices"],
-        ),
+        ("other_shape", ["rank 0: total(float32[1, 2]) on 2 devices",
+         "rank 1: total(float32[1, 3]) on 2 devices"]),
+        ("other_number_of_rows",
+         ["rank 0: total(float32[1]) on 2 devices", "rank 1: total(float32[2]) on 2 devices"]),
         ("one_untraced", ["rank 0: total", "rank 1: total(float32[1]), compile=False"]),
         ("one_at_a_barrier", ["rank 0: total", "rank 1: torchpmap.multihost.barrier('loaded')"]),
-        (
-            "other_barriers",
-            [
-                "rank 0, 2: torchpmap.multihost.barrier('loaded')",
-                "rank 1: torchpmap.multihost.barrier('saved')",
-            ],
-        ),
-        (
-            "other_shapes_gathered",
-            [
-                "rank 0: torchpmap.multihost.all_gather(tiled=False): tree['x'] is float32[1]",
-                "rank 1: torchpmap.multihost.all_gather(tiled=False): tree['x'] is float32[2]",
-            ],
-        ),
+        ("other_barriers", ["rank 0, 2: torchpmap.multihost.barrier('loaded')",
+         "rank 1: torchpmap.multihost.barrier('saved')"]),
+        ("other_shapes_gathered",
+         ["rank 0: torchpmap.multihost.all_gather(tiled=False): tree['x'] is float32[1]",
+         "rank 1: torchpmap.multihost.all_gather(tiled=False): tree['x'] is float32[2]"]),
     ],
-)
+)  # fmt: skip
 def test_different_programs_are_the_same_error_everywhere(ended, name, rows):
     table = "".join(f"  {row}\n" for row in rows)
     for (code, _), output in zip(ended[name], outputs(ended[name]), strict=True):

@@ -22,35 +22,25 @@ QUIET = ([], [])
 CASES = {
     "a stopped process, after five seconds": (
         [(0, {1: CALL}, "RT"), (4.9, {1: CALL}, "RT"), (5, {1: CALL}, "RT")],
-        [QUIET, QUIET, ([1], [])],
-    ),
-    "as long as it is there": (
-        [(0, {0: CALL}, "t"), (6, {0: CALL}, "t"), (7, {0: CALL}, "t")],
-        [QUIET, ([0], []), ([0], [])],
-    ),
+        [QUIET, QUIET, ([1], [])]),
+    "as long as it is there": ([(0, {0: CALL}, "t"), (6, {0: CALL}, "t"), (7, {0: CALL}, "t")],
+        [QUIET, ([0], []), ([0], [])]),
     "one that goes on in between": (
         [(0, {0: CALL}, "T"), (4, {0: CALL}, "S"), (5, {0: CALL}, "T"), (9.9, {0: CALL}, "T")],
-        [QUIET] * 4,
-    ),
+        [QUIET] * 4),
     "one that nobody waits for": ([(0, {}, "T"), (60, {}, "T"), (61, {0: CALL}, "T")], [QUIET] * 3),
     "one that nobody waited for in between": (
-        [(0, {0: CALL}, "T"), (3, {}, "T"), (5, {0: CALL}, "T"), (9, {0: CALL}, "T")],
-        [QUIET] * 4,
-    ),
+        [(0, {0: CALL}, "T"), (3, {}, "T"), (5, {0: CALL}, "T"), (9, {0: CALL}, "T")], [QUIET] * 4),
     "two of three": (
         [(0, dict.fromkeys(range(3), CALL), "TRt"), (5, dict.fromkeys(range(3), CALL), "TRt")],
-        [QUIET, ([0, 2], [])],
-    ),
-    "a slow one, told once": (
-        [(0, {0: CALL}, "R"), (30, {0: CALL}, "S"), (60, {0: CALL}, "R")],
-        [QUIET, ([], [(0, "S", 30)]), QUIET],
-    ),
+        [QUIET, ([0, 2], [])]),
+    "a slow one, told once": ([(0, {0: CALL}, "R"), (30, {0: CALL}, "S"), (60, {0: CALL}, "R")],
+        [QUIET, ([], [(0, "S", 30)]), QUIET]),
     "many short waits are not a long one": (
         [(0, {0: CALL}, "R"), (20, {0: NEXT}, "R"), (40, {0: NEXT}, "R"), (50, {0: NEXT}, "R")],
-        [QUIET, QUIET, QUIET, ([], [(0, "R", 30)])],
-    ),
+        [QUIET, QUIET, QUIET, ([], [(0, "R", 30)])]),
     "a state that is not known": ([(0, {0: CALL}, [""]), (29, {0: CALL}, [""])], [QUIET] * 2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("steps", "said"), CASES.values(), ids=CASES)

@@ -129,61 +129,34 @@ def test_empty_values():
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
-        (
-            lambda: tp.device_put(X, "cpu:0"),
-            TypeError,
-            "a torchpmap Device, a non-empty list of them or a NamedSharding, but got 'cpu:0'",
-        ),
+        (lambda: tp.device_put(X, "cpu:0"), TypeError,
+         "a torchpmap Device, a non-empty list of them or a NamedSharding, but got 'cpu:0'"),
         (lambda: tp.device_put(X, []), TypeError, r"a non-empty list of them .* but got \[\]"),
         (lambda: tp.device_put(X, [0]), TypeError, r"but got \[0\]"),
-        (
-            lambda: tp.device_put({"a": X[:3]}, tp.devices()),
-            ValueError,
-            r"x\['a'\] must have 4 rows, but its shape is \[3, 2\].*use torchpmap\.replicate",
-        ),
+        (lambda: tp.device_put({"a": X[:3]}, tp.devices()), ValueError,
+         r"x\['a'\] must have 4 rows, but its shape is \[3, 2\].*use torchpmap\.replicate"),
         (lambda: tp.device_put(1.0, tp.devices()), ValueError, r"x must have 4 rows, .* is \[\]"),
-        (
-            lambda: tp.device_put("text"),
-            TypeError,
-            r"x has type str, which cannot be put on a device",
-        ),
+        (lambda: tp.device_put("text"), TypeError,
+         r"x has type str, which cannot be put on a device"),
         (lambda: tp.device_put([np.array(["a"])]), TypeError, "can't convert"),
-        (
-            lambda: tp.device_put(X[:3], mesh_sharding("x")),
-            ValueError,
-            r"axis 0 is partitioned 2 times \(by mesh axis 'x'\), but the dimension size is 3",
-        ),
-        (
-            lambda: tp.device_put(X[0], mesh_sharding(None, "x")),
-            ValueError,
-            r"only valid for values of rank at least 2, but was applied to a value of rank 1",
-        ),
+        (lambda: tp.device_put(X[:3], mesh_sharding("x")), ValueError,
+         r"axis 0 is partitioned 2 times \(by mesh axis 'x'\), but the dimension size is 3"),
+        (lambda: tp.device_put(X[0], mesh_sharding(None, "x")), ValueError,
+         r"only valid for values of rank at least 2, but was applied to a value of rank 1"),
         (lambda: tp.device_put(X, tp.Device(9, "cpu")), ValueError, r"cpu:9\) is not in use"),
-        (
-            lambda: tp.device_put(X[:2], [tp.Device(0, "cpu"), tp.Device(9, "cpu")]),
-            ValueError,
-            r"cpu:9\) is not in use",
-        ),
+        (lambda: tp.device_put(X[:2], [tp.Device(0, "cpu"), tp.Device(9, "cpu")]), ValueError,
+         r"cpu:9\) is not in use"),
         (lambda: tp.replicate(X, [tp.Device(0, "cuda")]), ValueError, r"cuda:0\) is not in use"),
         (lambda: tp.replicate(X, []), ValueError, "at least one device"),
-        (
-            lambda: tp.device_put_sharded([X], tp.devices()),
-            ValueError,
-            r"len\(shards\) = 1 must equal len\(devices\) = 4",
-        ),
+        (lambda: tp.device_put_sharded([X], tp.devices()), ValueError,
+         r"len\(shards\) = 1 must equal len\(devices\) = 4"),
         (lambda: tp.device_put_sharded([], []), ValueError, "there must be at least one"),
-        (
-            lambda: tp.device_put_sharded([X, {"a": X}], tp.devices()[:2]),
-            ValueError,
-            "shards must have one structure, but shard 0 has .* and shard 1 has",
-        ),
-        (
-            lambda: tp.device_put_sharded([{"a": X}, {"a": X[:3]}], tp.devices()[:2]),
-            ValueError,
-            r"must agree in shape and dtype, but shards\[k\]\['a'\] has",
-        ),
+        (lambda: tp.device_put_sharded([X, {"a": X}], tp.devices()[:2]), ValueError,
+         "shards must have one structure, but shard 0 has .* and shard 1 has"),
+        (lambda: tp.device_put_sharded([{"a": X}, {"a": X[:3]}], tp.devices()[:2]), ValueError,
+         r"must agree in shape and dtype, but shards\[k\]\['a'\] has"),
     ],
-)
+)  # fmt: skip
 def test_errors(call, kind, text, monkeypatch):
     calls = asked(monkeypatch)
     with pytest.raises(kind, match=text):
