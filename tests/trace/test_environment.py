@@ -123,10 +123,7 @@ def test_cells_and_defaults():
 
 
 def test_unassigned_cells():
-    def f():
-        return value
-
-    environment = watched(f)
+    environment = watched(lambda: value)
     value = 1
     assert environment.changed()
 

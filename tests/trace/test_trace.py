@@ -299,9 +299,6 @@ def test_randomness_is_noticed(body, expected):
 
 
 def test_control_flow_operators():
-    def body(x):
-        return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
-
-    result = traced(body, (2,))
+    result = traced(lambda x: torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,)), (2,))
     assert result.graph(torch.ones(2))[0].tolist() == [2.0, 2.0]
     assert result.graph(-torch.ones(2))[0].tolist() == [-2.0, -2.0]

@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from _support import EAGER
 
@@ -39,6 +40,16 @@ def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 def counting(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
+
+
+def strided(n: int) -> list[list[int]]:
+    return [list(range(n))[::2], list(range(n))[1::2]]
+
+
+def rows(*counts: int) -> Any:
+    """A fixture: the number of rows of a test that runs with each of these."""
+    ids = [f"{count} rows" for count in counts]
+    return pytest.fixture(params=counts, ids=ids)(lambda request: request.param)
 
 
 def check_grads(f: Any, *args: torch.Tensor, order: int = 2, forward: bool = False) -> None:

@@ -85,10 +85,7 @@ def test_lower_with_flattened_args() -> None:
 
 
 def test_pmap_static_argnums() -> None:
-    def f(x: torch.Tensor, function: Any) -> torch.Tensor:
-        return function(x, 5.0)
-
-    mapped = pmap(f, static_broadcasted_argnums=1)
+    mapped = pmap(lambda x, function: function(x, 5.0), static_broadcasted_argnums=1)
     same(mapped(counting(4), torch.add), counting(4) + 5)
     same(mapped(counting(4), torch.sub), counting(4) - 5)
     same(mapped(counting(4), lambda x, y: x * y), counting(4) * 5)

@@ -52,13 +52,7 @@ def test_arrays(reverse: bool) -> None:
 
 @pytest.mark.parametrize(
     "use",
-    [
-        lambda x, y: x + y,
-        lambda x, y: x + y.sum(0),
-        pytest.param(
-            lambda x, y: x + y[0],
-        ),
-    ],
+    [lambda x, y: x + y, lambda x, y: x + y.sum(0), pytest.param(lambda x, y: x + y[0])],
     ids=["whole", "sum", "index"],
 )
 def test_arrays_captured(use: Any) -> None:

@@ -56,11 +56,8 @@ def test_vmap_of_pmap2() -> None:
 
 
 def test_vmap_of_pmap3() -> None:
-    def f(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return (x * scale).sin()
-
     x, scales = sample(4, 2), sample(5, seed=1)
-    mapped = pmap(f, in_axes=(0, None))
+    mapped = pmap(lambda x, scale: (x * scale).sin(), in_axes=(0, None))
     expected = torch.stack([mapped(x, scale).to_host() for scale in scales])
     same(torch.func.vmap(lambda s: mapped(x, s))(scales), expected)
     same(expected, (x * scales[:, None, None]).sin())
@@ -300,10 +297,7 @@ def test_nested_with_closure(nest: Any) -> None:
             def g(row: torch.Tensor) -> torch.Tensor:
                 z = row * y
 
-                def h(cell: torch.Tensor) -> torch.Tensor:
-                    return cell.cos() * y + z.sum().sin()
-
-                return inner(h)(row) + z.cos()
+                return inner(lambda cell: cell.cos() * y + z.sum().sin())(row) + z.cos()
 
             return outer(g)(x).sum()
 

@@ -7,43 +7,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _ported import counting, pmap, same, sample
+from _ported import counting, pmap, rows, same, sample, strided
 
 import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
 
-
-@pytest.fixture(params=[4, 8, 3], ids=["4 rows", "8 rows", "3 rows"])
-def n(request: pytest.FixtureRequest) -> int:
-    """Rows, on four devices: one each, two each, one device idle."""
-    return request.param
+n = rows(4, 8, 3)  # on four devices: one each, two each, one device idle
+even = rows(4, 8)
 
 
-def test_basic(n: int) -> None:
+@pytest.mark.parametrize(
+    ("collective", "whole"),
+    [(tp.psum, torch.sum), (tp.pmean, torch.mean), (tp.pmax, torch.amax), (tp.pmin, torch.amin)],
+    ids=["psum", "pmean", "pmax", "pmin"],
+)
+def test_reductions(n: int, collective: Any, whole: Any) -> None:
+    """testBasic, testMean, testReduceMax, testReduceMin."""
     x = sample(n, 4)
-    same(pmap(lambda x: x - tp.psum(x, "i"), "i")(x), x - x.sum(0))
+    same(pmap(lambda x: x - collective(x, "i"), "i")(x), x - whole(x, 0))
 
 
 def test_basic_in_python() -> None:
     """testBasic without a graph."""
     x = sample(4, 4)
     same(pmap(lambda x: x - tp.psum(x, "i"), "i", compile=False)(x), x - x.sum(0))
-
-
-def test_mean(n: int) -> None:
-    x = sample(n, 4)
-    same(pmap(lambda x: x - tp.pmean(x, "i"), "i")(x), x - x.mean(0))
-
-
-def test_reduce_max(n: int) -> None:
-    x = sample(n, 4)
-    same(pmap(lambda x: x - tp.pmax(x, "i"), "i")(x), x - x.amax(0))
-
-
-def test_reduce_min(n: int) -> None:
-    x = sample(n, 4)
-    same(pmap(lambda x: x - tp.pmin(x, "i"), "i")(x), x - x.amin(0))
 
 
 def test_complex_psum(n: int) -> None:
@@ -54,36 +42,25 @@ def test_complex_psum(n: int) -> None:
 # all_gather --------------------------------------------------------------------------------------
 
 
-def test_gather(n: int) -> None:
-    x = sample(n, 4)
-    got = pmap(lambda x: tp.all_gather(x, "i"), "i")(x)
-    assert got.shape == (n, n, 4)
-    for row in got:
-        same(row, x)
-
-
-def test_gather_bool(n: int) -> None:
-    x = sample(n, 4) > 0
-    got = pmap(lambda x: tp.all_gather(x, "i"), "i")(x)
-    same(got, x.expand(n, n, 4))
-
-
-def test_gather_negative_axis(n: int) -> None:
-    x = sample(n, 3)
-    got = pmap(lambda x: tp.all_gather(x, "i", axis=-1), "i")(x)
-    same(got, x.T.expand(n, 3, n))
-
-
-def test_gather_tiled(n: int) -> None:
-    x = sample(n, 4)
-    got = pmap(lambda x: tp.all_gather(x, "i", tiled=True), "i")(x)
-    same(got, x.reshape(-1).expand(n, n * 4))
-
-
-def test_gather_tiled_negative_axis(n: int) -> None:
-    x = sample(n, 4, 3)
-    got = pmap(lambda x: tp.all_gather(x, "i", tiled=True, axis=-1), "i")(x)
-    same(got, torch.cat(tuple(x), -1).expand(n, 4, n * 3))
+@pytest.mark.parametrize(
+    ("shape", "options", "expected"),
+    [
+        ((4,), {}, lambda x, n: x.expand(n, n, 4)),
+        ((3,), {"axis": -1}, lambda x, n: x.T.expand(n, 3, n)),
+        ((4,), {"tiled": True}, lambda x, n: x.reshape(-1).expand(n, n * 4)),
+        (
+            (4, 3),
+            {"tiled": True, "axis": -1},
+            lambda x, n: torch.cat(tuple(x), -1).expand(n, 4, -1),
+        ),
+    ],
+    ids=["stacked", "negative_axis", "tiled", "tiled_negative_axis"],
+)
+def test_gather(n: int, shape: Any, options: Any, expected: Any) -> None:
+    """testGather, testGatherBool, testGatherNegativeAxis, testGatherTiled, and both of these."""
+    x = sample(n, *shape)
+    for y in (x, x > 0):
+        same(pmap(lambda y: tp.all_gather(y, "i", **options), "i")(y), expected(y, n))
 
 
 # psum_scatter ------------------------------------------------------------------------------------
@@ -310,17 +287,8 @@ def test_pswapaxes(n: int, dim: int) -> None:
 # Groups ------------------------------------------------------------------------------------------
 
 
-def strided(n: int) -> list[list[int]]:
-    return [list(range(n))[::2], list(range(n))[1::2]]
-
-
 def halves(n: int) -> list[list[int]]:
     return [list(range(n))[: n // 2], list(range(n))[n // 2 :]]
-
-
-@pytest.fixture(params=[4, 8], ids=["4 rows", "8 rows"])
-def even(request: pytest.FixtureRequest) -> int:
-    return request.param
 
 
 @pytest.mark.parametrize("groups", [halves, strided])
@@ -342,10 +310,8 @@ def test_psum_uneven_replica_groups(even: int) -> None:
 
 
 def test_psum_constant_replica_groups(even: int) -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
-        return x - tp.psum(2.0, "i", axis_index_groups=strided(even))
-
-    same(pmap(f, "i")(sample(even, 4)), sample(even, 4) - even)
+    x = sample(even, 4)
+    same(pmap(lambda x: x - tp.psum(2.0, "i", axis_index_groups=strided(even)), "i")(x), x - even)
 
 
 def test_psum_constant_uneven_replica_groups() -> None:
@@ -354,19 +320,13 @@ def test_psum_constant_uneven_replica_groups() -> None:
     same(f(torch.zeros(4)), torch.tensor([3.0, 3, 1, 3]))
 
 
-def test_gather_replica_groups(even: int) -> None:
-    x = sample(even, 4)
-    got = pmap(lambda x: tp.all_gather(x, "i", axis_index_groups=strided(even)), "i")(x)
-    assert got.shape == (even, even // 2, 4)
-    for group in strided(even):
-        for k in group:
-            same(got[k], x[group])
-
-
-def test_gather_replica_groups_interleaved(even: int) -> None:
-    x = sample(even, 4)
-    groups = [group[::-1] for group in strided(even)][::-1]
+@pytest.mark.parametrize("interleaved", [False, True], ids=["in order", "reversed"])
+def test_gather_replica_groups(even: int, interleaved: bool) -> None:
+    """Also testGatherReplicaGroupsInterleaved."""
+    x, groups = sample(even, 4), strided(even)
+    groups = [group[::-1] for group in groups][::-1] if interleaved else groups
     got = pmap(lambda x: tp.all_gather(x, "i", axis_index_groups=groups), "i")(x)
+    assert got.shape == (even, even // 2, 4)
     for group in groups:
         for k in group:
             same(got[k], x[group])

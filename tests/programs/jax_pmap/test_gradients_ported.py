@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from _ported import check_grads, counting, pmap, same, sample
+from _ported import check_grads, counting, pmap, rows, same, sample, strided
 from torch.utils.checkpoint import checkpoint
 
 import torchpmap as tp
@@ -14,9 +14,7 @@ import torchpmap as tp
 pytestmark = pytest.mark.usefixtures("pool")
 
 
-@pytest.fixture(params=[4, 8], ids=["4 rows", "8 rows"])
-def n(request: pytest.FixtureRequest) -> int:
-    return request.param
+n = rows(4, 8)
 
 
 # From outside ------------------------------------------------------------------------------------
@@ -39,13 +37,9 @@ def test_jvp_and_partial_eval(n: int) -> None:
     f = pmap(lambda x: tp.psum(x.sin(), "i") * x, "i")
     x, tangent = sample(n, 3), sample(n, 3, seed=1)
 
-    def split(x: torch.Tensor, tangent: torch.Tensor) -> Any:
-        value, push = torch.func.linearize(f, x)
-        return value, push(tangent)
-
-    value, pushed = split(x, tangent)
+    value, push = torch.func.linearize(f, x)
     same(value, x.sin().sum(0) * x)
-    same(pushed, (x.cos() * tangent).sum(0) * x + x.sin().sum(0) * tangent)
+    same(push(tangent), (x.cos() * tangent).sum(0) * x + x.sin().sum(0) * tangent)
 
 
 def test_grad_of_jvp(n: int) -> None:
@@ -68,16 +62,12 @@ def test_two_args_grad(n: int) -> None:
     same(by_y, 5.0 * n * x.cos() * y.cos())
 
 
-def even_groups(n: int) -> list[list[int]]:
-    return [list(range(n))[::2], list(range(n))[1::2]]
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("grouped", [False, True], ids=["all", "groups"])
 @pytest.mark.parametrize("tiled", [False, True], ids=["stacked", "tiled"])
 @pytest.mark.parametrize("name", ["all_gather", "psum_scatter"])
 def test_grad_of(n: int, name: str, tiled: bool, grouped: bool) -> None:
-    groups = even_groups(n) if grouped else None
+    groups = strided(n) if grouped else None
     members = n // 2 if grouped else n
     collective = getattr(tp, name)
     f = pmap(lambda x: collective(x, "i", tiled=tiled, axis_index_groups=groups) ** 2, "i")
@@ -171,16 +161,12 @@ def test_grad_of_pmap_compilation_caching() -> None:
 def test_remat_of_pmap(n: int) -> None:
     f = pmap(lambda x: tp.psum(x.sin().sin(), "i") * x, "i")
 
-    def whole(x: torch.Tensor) -> torch.Tensor:
-        return (x.sin().sin().sum(0) * x).sum()
-
     x = sample(n, 2).requires_grad_()
     checkpoint(f, x, use_reentrant=False).sum().backward()
-    same(x.grad, torch.func.grad(whole)(x.detach()))
+    same(x.grad, torch.func.grad(lambda x: (x.sin().sin().sum(0) * x).sum())(x.detach()))
 
 
-@pytest.mark.parametrize("compile", [{"backend": "eager"}, False], ids=["graph", "python"])
-def test_custom_jvp(compile: Any) -> None:
+def test_custom_jvp(mode: Any) -> None:
     class Sine(torch.autograd.Function):
         @staticmethod
         def forward(x: Any) -> Any:
@@ -203,16 +189,13 @@ def test_custom_jvp(compile: Any) -> None:
 
     x = counting(4)
 
-    def f(x: torch.Tensor) -> Any:
-        return torch.func.jvp(Sine.apply, (x,), (torch.ones_like(x),))
-
-    value, tangent = tp.pmap(f, compile=compile)(x)
+    f = tp.pmap(lambda x: torch.func.jvp(Sine.apply, (x,), (torch.ones_like(x),)), compile=mode)
+    value, tangent = f(x)
     same(value, x.sin())
     same(tangent, 7 * x.cos())
 
 
-@pytest.mark.parametrize("compile", [{"backend": "eager"}, False], ids=["graph", "python"])
-def test_custom_vjp(compile: Any) -> None:
+def test_custom_vjp(mode: Any) -> None:
     class Sine(torch.autograd.Function):
         generate_vmap_rule = True
 
@@ -230,8 +213,8 @@ def test_custom_vjp(compile: Any) -> None:
             return 2 * x.cos() * g
 
     x = counting(8)
-    same(tp.pmap(tp.grad(Sine.apply), compile=compile)(x), 2 * x.cos())
-    whole = tp.pmap(Sine.apply, compile=compile)
+    same(tp.pmap(tp.grad(Sine.apply), compile=mode)(x), 2 * x.cos())
+    whole = tp.pmap(Sine.apply, compile=mode)
     same(torch.func.grad(lambda x: whole(x).sum())(x), 2 * x.cos())
 
 
@@ -241,15 +224,13 @@ def test_custom_vjp(compile: Any) -> None:
 def test_grad_of_pswapaxes(n: int) -> None:
     x, w = counting(n, 1, n), counting(n) + 2
 
-    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return tp.grad(lambda x: (tp.pswapaxes(x, "i", 1) * w).sum())(x)
-
-    same(pmap(f, "i")(x, w), w.expand(n, 1, n))
+    f = pmap(lambda x, w: tp.grad(lambda x: (tp.pswapaxes(x, "i", 1) * w).sum())(x), "i")
+    same(f(x, w), w.expand(n, 1, n))
 
 
 @pytest.mark.parametrize(("split", "concat"), [(0, 1), (1, 0), (0, 0), (1, 1)])
 def test_grad_of_all_to_all_replica_groups(n: int, split: int, concat: int) -> None:
-    groups, half = even_groups(n), n // 2
+    groups, half = strided(n), n // 2
     x, w = sample(n, half, half), sample(n, half, half, seed=1)
 
     def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -260,11 +241,8 @@ def test_grad_of_all_to_all_replica_groups(n: int, split: int, concat: int) -> N
         return tp.grad(loss)(x)
 
     def whole(x: torch.Tensor) -> torch.Tensor:
-        parts = [
-            (x[group].movedim((0, split + 1), (concat + 1, 0)).sin() * w[group]).sum()
-            for group in groups
-        ]
-        return torch.stack(parts).sum()
+        moved = (x[group].movedim((0, split + 1), (concat + 1, 0)) for group in groups)
+        return sum((y.sin() * w[group]).sum() for y, group in zip(moved, groups, strict=True))
 
     same(pmap(f, "i")(x, w), torch.func.grad(whole)(x))
 
@@ -299,17 +277,11 @@ def test_psum_zero_cotangents_forward() -> None:
     same(tangent, torch.full((4,), 4.0))
 
 
+ROWS_AT_ONCE = "two rows per device: torch.vmap has no requires_grad_"
+
+
 @pytest.mark.parametrize(
-    "n",
-    [
-        4,
-        pytest.param(
-            8,
-            marks=pytest.mark.xfail(
-                raises=RuntimeError, reason="two rows per device: torch.vmap has no requires_grad_"
-            ),
-        ),
-    ],
+    "n", [4, pytest.param(8, marks=pytest.mark.xfail(raises=RuntimeError, reason=ROWS_AT_ONCE))]
 )
 def test_axis_index_remat(n: int) -> None:
     def f(key: torch.Tensor, x: torch.Tensor) -> Any:
