@@ -1,7 +1,8 @@
 """Covers: the runtime of processes that a launcher started, with 2 and 4 ranks on this host.
 
-The cases and what they must give are in ``_torchrun_cases.py``; each number of ranks is one job
-that runs them all, and every case is a test that looks at what its ranks got.
+The cases and what they must give are in ``_torchrun_cases.py`` and ``_torchrun_values.py``; each
+number of ranks is one job that runs them all, and every case is a test that looks at what its ranks
+got.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import pytest
 import torch
 from _launched import Raised, answers, check, launch
 from _support import TEST_ALL
-from _torchrun_cases import CASES, GRAPH, Case
+from _torchrun_values import CASES, GRAPH, Case
 
 import torchpmap as tp
 
-PROGRAM = str(Path(__file__).with_name("_torchrun_cases.py"))
+PROGRAM = str(Path(__file__).with_name("_torchrun_values.py"))
 
 RANKS = [2, 4] if TEST_ALL else [2]
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from _launched import Job, answers, check, free_port, succeed
 from _support import TEST_ALL, wait_for
-from _torchrun_cases import CASES
+from _torchrun_values import CASES
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -102,7 +102,7 @@ def results(
     jobs = [
         Job(
             RANKS_PER_HOST,
-            str(Path(__file__).with_name("_torchrun_cases.py")),
+            str(Path(__file__).with_name("_torchrun_values.py")),
             str(folder),
             *NAMES,
             options=("--nnodes=2", *request.param(host, port)),
