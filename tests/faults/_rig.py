@@ -40,15 +40,24 @@ def long_sleep() -> None:
     time.sleep(1e6)
 
 
-def one_hangs(hang: Callable[[], None], others: str) -> Callable[[Any], Any]:
-    """A function that hangs on rank 2; ``others`` end "alone", or wait for it."""
+def on_rank(
+    rank: int, act: Callable[[], object], others: str = "others wait"
+) -> Callable[[Any], Any]:
+    """A function that acts on one rank; the others wait for it, or each ends "alone"."""
 
     def step(x: Any) -> Any:
-        if int(tp.axis_index("i")) == 2:
-            hang()
+        if int(tp.axis_index("i")) == rank:
+            act()
         return x if others == "alone" else tp.psum(x, "i")
 
     return step
+
+
+def raising(make: Callable[[], BaseException]) -> Callable[[], None]:
+    def act() -> None:
+        raise make()
+
+    return act
 
 
 def sharded() -> tp.ShardedTensor:

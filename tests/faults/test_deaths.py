@@ -20,6 +20,7 @@ from _rig import (
     kill,
     new_pids,
     note_time,
+    on_rank,
     rows,
     sharded,
     survivors,
@@ -44,11 +45,7 @@ def test_row_01_idle_worker_killed():
 
 @pytest.mark.parametrize("victim", range(N))
 def test_row_02_killed_while_the_others_wait_in_a_collective(victim):
-    def step(x):
-        if int(tp.axis_index("i")) == victim:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return tp.psum(x, "i")
-
+    step = on_rank(victim, lambda: os.kill(os.getpid(), signal.SIGKILL))
     with survivors(victim):
         error = within(1, lambda: eagerly(step)(rows)).error
         assert isinstance(error, tp.WorkerDied)
@@ -104,14 +101,8 @@ ENDS = {
 @pytest.mark.parametrize("name", ENDS)
 def test_row_04_how_a_worker_can_end(name, place):
     end, kind, text = ENDS[name]
-
-    def step(x):
-        if int(tp.axis_index("i")) == 1:
-            end()
-        return x if place == "alone" else tp.psum(x, "i")
-
     with survivors(*([1] if kind is tp.WorkerDied else [])):
-        error = within(1, lambda: eagerly(step)(rows)).error
+        error = within(1, lambda: eagerly(on_rank(1, end, place))(rows)).error
         assert isinstance(error, kind), error
         assert text in str(error)
 

@@ -10,7 +10,18 @@ import threading
 
 import pytest
 import torch
-from _rig import EAGER, N, assert_pool_works, eagerly, rows, sharded, survivors, within
+from _rig import (
+    EAGER,
+    N,
+    assert_pool_works,
+    eagerly,
+    on_rank,
+    raising,
+    rows,
+    sharded,
+    survivors,
+    within,
+)
 
 import torchpmap as tp
 from torchpmap._base.config import Config
@@ -42,8 +53,7 @@ def test_row_08_exception_on_one_rank(place):
         assert 'raise ValueError("my message")' in str(error.__cause__)
 
 
-class Disconnected(ConnectionResetError):
-    pass
+class Disconnected(ConnectionResetError): ...
 
 
 OF_STREAMS_AND_CONTROL = [
@@ -74,13 +84,8 @@ OF_STREAMS_AND_CONTROL = [
 @pytest.mark.parametrize("raised", OF_STREAMS_AND_CONTROL, ids=lambda e: f"{type(e).__name__}-{e}")
 def test_row_08_every_exception_keeps_its_type(raised, others):
     """No class and no word is taken for a failure of the connection or of a collective."""
-
-    def step(x):
-        if int(tp.axis_index("i")) == 1:
-            raise raised
-        return x if others == "alone" else tp.psum(x, "i")
-
     with survivors():
+        step = on_rank(1, raising(lambda: raised), others)
         error = within(1, lambda: eagerly(step)(rows)).error
         assert type(error) is type(raised)
         assert str(error) == str(raised)
@@ -93,12 +98,8 @@ class MyError(Exception):
 
 
 def test_row_08_exceptions_keep_what_they_hold():
-    def step(x):
-        if int(tp.axis_index("i")) == 1:
-            raise MyError(7, "seven")
-        return tp.psum(x, "i")
-
     with survivors():
+        step = on_rank(1, raising(lambda: MyError(7, "seven")))
         error = within(1, lambda: eagerly(step)(rows)).error
         assert isinstance(error, MyError)
         assert error.code == 7
@@ -204,14 +205,8 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_row_10_exceptions_that_cannot_travel(name):
     make, kind, text = HOSTILE[name]
-
-    def step(x):
-        if int(tp.axis_index("i")) == 1:
-            raise make()
-        return tp.psum(x, "i")
-
     with survivors(*([1] if kind is tp.WorkerDied else [])):
-        error = within(1, lambda: eagerly(step)(rows)).error
+        error = within(1, lambda: eagerly(on_rank(1, raising(make)))(rows)).error
         assert isinstance(error, kind), error
         assert text in str(error)
         assert len(str(error)) < 200_000

@@ -17,7 +17,8 @@ from _rig import (
     eagerly,
     endless_loop,
     long_sleep,
-    one_hangs,
+    on_rank,
+    raising,
     rows,
     sharded,
     survivors,
@@ -51,20 +52,16 @@ def test_row_18_hang_in_python(hang, others):
     """The call ends, and no worker does."""
 
     with survivors():
-        error = within(3, lambda: eagerly(one_hangs(hang, others), timeout=0.5)(rows)).error
+        error = within(3, lambda: eagerly(on_rank(2, hang, others), timeout=0.5)(rows)).error
         assert isinstance(error, tp.CallTimeout), error
         assert f"in {hang.__name__}" in str(error.__cause__)
         assert "cpu:2" in str(error)
 
 
 def test_row_18_a_rank_that_cannot_be_interrupted_is_replaced():
-    def step(x):
-        if int(tp.axis_index("i")) == 2:
-            swallows_everything()
-        return tp.psum(x, "i")
-
+    step = eagerly(on_rank(2, swallows_everything), timeout=0.5)
     with survivors(2):
-        error = within(5, lambda: eagerly(step, timeout=0.5)(rows)).error
+        error = within(5, lambda: step(rows)).error
         assert isinstance(error, tp.CallTimeout), error
         assert "in swallows_everything" in str(error.__cause__)
 
@@ -92,12 +89,7 @@ FOREVER = [PickledForever, ToldForever, NotedForever]
 @pytest.mark.parametrize("kind", FOREVER, ids=lambda kind: kind.__name__)
 def test_row_18_an_exception_that_cannot_be_reported(kind, others):
     """What it says is code of the user's too."""
-
-    def step(x):
-        if int(tp.axis_index("i")) == 2:
-            raise kind("mine")
-        return x if others == "alone" else tp.psum(x, "i")
-
+    step = on_rank(2, raising(lambda: kind("mine")), others)
     with survivors():
         error = within(4, lambda: eagerly(step)(rows)).error
         assert isinstance(error, tp.WorkerError), error
@@ -106,7 +98,7 @@ def test_row_18_an_exception_that_cannot_be_reported(kind, others):
 
 @pytest.mark.parametrize("kind", FOREVER, ids=lambda kind: kind.__name__)
 def test_row_18_an_exception_that_cannot_be_reported_in_time(kind):
-    """Nobody else is there to notice that it is late."""
+    """There is no other rank that would notice that it is late."""
 
     def step(x):
         raise kind("mine")
@@ -132,28 +124,25 @@ def test_row_19_hang_with_the_interpreter_locked(hang, others):
     """A sleep ends with the signal that asks for the stack, so that its rank lives on."""
 
     with survivors(*([] if hang is sleep_of_c else [2])):
-        error = within(5, lambda: eagerly(one_hangs(hang, others), timeout=0.5)(rows)).error
+        error = within(5, lambda: eagerly(on_rank(2, hang, others), timeout=0.5)(rows)).error
         assert isinstance(error, tp.CallTimeout), error
         assert f"is in C code that holds the GIL at {__file__}" in str(error)
         assert f"in {hang.__name__}" in str(error.__cause__)
+
+
+def stop_oneself():
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @pytest.mark.parametrize("limit", [{"timeout": 0.5}, {}], ids=["timeout", "no timeout"])
 @pytest.mark.parametrize("when", ["in a collective", "idle"])
 def test_row_20_stopped_process(when, limit):
     """Without a timeout too: a stopped process is no slow one."""
-
-    def step(x):
-        if int(tp.axis_index("i")) == 2:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return tp.psum(x, "i")
-
     with survivors(2):
         if when == "idle":
             os.kill(worker_pids()[2], signal.SIGSTOP)
-            call = eagerly(lambda x: tp.psum(x, "i"), **limit)
-        else:
-            call = eagerly(step, **limit)
+        stopping = N if when == "idle" else 2
+        call = eagerly(on_rank(stopping, stop_oneself), **limit)
         error = within(10, lambda: call(rows)).error
         assert isinstance(error, tp.CallTimeout if limit else tp.WorkerDied), error
         assert "stopped" in str(error)

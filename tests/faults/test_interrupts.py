@@ -16,7 +16,7 @@ from _rig import (
     endless_loop,
     kill,
     long_sleep,
-    one_hangs,
+    on_rank,
     quarter,
     rows,
     survivors,
@@ -136,16 +136,11 @@ def test_row_22_ctrl_c_during_a_repair():
 @pytest.mark.parametrize("hang", [endless_loop, long_sleep], ids=lambda f: f.__name__)
 def test_row_22_the_call_that_ctrl_c_ends_does_not_go_on(hang, others):
     with survivors():
-        interrupted_after(0.5, lambda: eagerly(one_hangs(hang, others))(rows))
+        interrupted_after(0.5, lambda: eagerly(on_rank(2, hang, others))(rows))
         assert within(1, lambda: total(rows).tolist()).value == [6.0] * N
 
 
 def test_row_22_what_stands_behind_an_interrupted_call_says_so():
-    def step(x):
-        if int(tp.axis_index("i")) == 2:
-            endless_loop()
-        return x
-
     behind = []
 
     def call_behind():
@@ -156,7 +151,7 @@ def test_row_22_what_stands_behind_an_interrupted_call_says_so():
         total(rows).block_until_ready()
         thread = threading.Thread(target=call_behind)
         thread.start()
-        interrupted_after(1, lambda: eagerly(step)(rows))
+        interrupted_after(1, lambda: eagerly(on_rank(2, endless_loop, "alone"))(rows))
         thread.join()
         with pytest.raises(tp.PmapError, match="step did not end: it was interrupted in the call"):
             behind[0].tolist()
