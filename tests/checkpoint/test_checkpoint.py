@@ -1,51 +1,28 @@
-"""Covers: checkpoint.py and the modules _checkpoint_*, with worker processes and under torchrun."""
+"""Covers: checkpoint.py and the modules _checkpoint_*: what is saved is what is loaded."""
 
 from __future__ import annotations
 
 import collections
-import json
 import os
 import pickle
-import resource
-import shutil
-import signal
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from _launched import launch
-from _support import EAGER, worker_pids
+from _support import EAGER
+from _values import WHOLE, Runs, mesh, put, rows, table_of
 
 import torchpmap as tp
 from torchpmap._runtime.task import Rank
-from torchpmap.checkpoint import ShapeDtypeStruct, latest, load, save
+from torchpmap.checkpoint import ShapeDtypeStruct, load, save
 from torchpmap.checkpoint._table import Table
 from torchpmap.checkpoint._workers import Restore
 
-HERE = Path(__file__).parent
+pytestmark = pytest.mark.usefixtures("four_devices")
 Pair = collections.namedtuple("Pair", "left right")
-WHOLE = torch.arange(32.0).reshape(8, 4)
-
-
-@pytest.fixture(autouse=True)
-def four_devices(pool):
-    """Every test starts with them, whatever the one before did."""
-
-
-def mesh() -> tp.Mesh:
-    return tp.make_mesh((2, 2), ("x", "y"), devices=tp.devices())
-
-
-def put(value: torch.Tensor, *spec) -> tp.ShardedTensor:
-    return tp.device_put(value, tp.NamedSharding(mesh(), tp.P(*spec)))
-
-
-def rows(value: torch.Tensor) -> tp.ShardedTensor:
-    return tp.device_put(value, tp.devices())
 
 
 # -- what goes in comes out ------------------------------------------------------------------------
@@ -232,12 +209,8 @@ def test_inline(tmp_path):
 # -- who writes ------------------------------------------------------------------------------------
 
 
-def table(path: Path) -> dict:
-    return json.loads((path / "torchpmap.json").read_text())["checkpoint"]
-
-
 def writers(path: Path, key: str) -> dict[tuple, str]:
-    return {tuple(r["offsets"]): r["file"] for r in table(path)["leaves"][key]["records"]}
+    return {tuple(r["offsets"]): r["file"] for r in table_of(path)["leaves"][key]["records"]}
 
 
 def test_every_device_writes_its_own_blocks(tmp_path):
@@ -315,10 +288,7 @@ def test_what_torch_alone_saved(tmp_path):
     ("damage", "message"),
     [
         (lambda file: file.unlink(), r"the file __0_0.distcp is missing \(No such file"),
-        (
-            lambda file: os.truncate(file, 10),
-            r"__0_0.distcp ends before byte \d+\. Load",
-        ),
+        (lambda file: os.truncate(file, 10), r"__0_0.distcp ends before byte \d+\. Load"),
     ],
 )
 def test_what_torch_alone_saved_is_damaged(tmp_path, damage, message):
@@ -331,16 +301,6 @@ def test_what_torch_alone_saved_is_damaged(tmp_path, damage, message):
             load(tmp_path / "c", like)
 
 
-class Runs:
-    """Unpickling it makes a folder."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 def test_no_code_of_a_checkpoint_runs(tmp_path):
     save(tmp_path / "c", {"w": rows(WHOLE[:4])})
     metadata = tmp_path / "c" / ".metadata"
@@ -349,207 +309,6 @@ def test_no_code_of_a_checkpoint_runs(tmp_path):
     assert torch.equal(load(tmp_path / "c")["w"], WHOLE[:4])
     assert torch.equal(load(tmp_path / "c", {"w": rows(WHOLE[4:])})["w"].to_host(), WHOLE[:4])
     assert os.listdir(tmp_path) == ["c"]
-
-
-# -- asynchronous ----------------------------------------------------------------------------------
-
-
-def test_values_may_change_while_they_are_saved(tmp_path):
-    host, array, given = torch.ones(3), np.ones(3), rows(WHOLE[:4])
-    saving = save(tmp_path / "c", {"a": host, "b": array, "c": given}, asynchronous=True)
-    host.zero_()
-    array[:] = 0
-    tp.pmap(lambda x: x * 0, donate_argnums=0, compile=EAGER)(given).block_until_ready()
-    assert given.is_deleted()
-    assert saving.wait() is None
-    assert saving.done()
-    assert repr(saving) == f"<Saving {tmp_path / 'c'}: complete>"
-    found = load(tmp_path / "c")
-    assert found["a"].tolist() == found["b"].tolist() == [1.0, 1.0, 1.0]
-    assert torch.equal(found["c"], WHOLE[:4])
-
-
-def test_readers_wait_for_a_save_in_progress(tmp_path):
-    save(tmp_path / "step_1", {"w": rows(WHOLE[:4])}, asynchronous=True)
-    assert latest(tmp_path) == tmp_path / "step_1"
-    save(tmp_path / "step_1", {"w": rows(WHOLE[4:])}, asynchronous=True)
-    assert torch.equal(load(tmp_path / "step_1")["w"], WHOLE[4:])
-
-
-@contextmanager
-def files_are_limited_to(num_bytes: int):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-FULL = r"could not be saved: OSError: \[Errno 27\] File too large. What was there before is still"
-
-
-def test_an_error_in_the_background_is_raised_by_wait(tmp_path):
-    save(tmp_path / "c", {"w": torch.ones(3)})
-    with files_are_limited_to(100):
-        saving = save(tmp_path / "c", {"w": torch.zeros(3)}, asynchronous=True)
-        with pytest.raises(tp.CheckpointError, match=FULL):
-            saving.wait()
-    assert repr(saving).endswith("failed>")
-    assert os.listdir(tmp_path) == ["c"]
-    assert load(tmp_path / "c")["w"].tolist() == [1.0, 1.0, 1.0]
-    save(tmp_path / "c", {"w": torch.zeros(3)})  # it is not raised twice
-
-
-def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path):
-    with files_are_limited_to(100):
-        saving = save(tmp_path / "c", {"w": torch.zeros(3)}, asynchronous=True)
-        saving._thread.join()
-    with pytest.raises(tp.CheckpointError, match=FULL) as raised:
-        save(tmp_path / "d", {"w": torch.zeros(3)})
-    assert raised.value.__notes__ == ["in an asynchronous save before this one"]
-    save(tmp_path / "d", {"w": torch.zeros(3)})
-    assert os.listdir(tmp_path) == ["d"]
-
-
-def test_an_error_that_nobody_asked_for_is_printed_at_the_end(tmp_path):
-    code = """
-import resource, sys, torch, torchpmap as tp
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, -1))
-tp.checkpoint.save(sys.argv[1], {"w": torch.zeros(3)}, asynchronous=True)
-"""
-    environment = {**os.environ, "TORCHPMAP_RUNTIME": "inline"}
-    command = [sys.executable, "-c", code, str(tmp_path / "c")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert f"torchpmap: the checkpoint {tmp_path}/c could not be saved: OSError" in done.stderr
-
-
-def limit_of_files(num_bytes: int) -> None:
-    """On device 1."""
-
-    def limit(x):
-        if int(tp.axis_index("i")) == 1:
-            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-        return x
-
-    tp.pmap(limit, axis_name="i", compile=False)(torch.zeros(4))
-
-
-def test_one_device_cannot_write(tmp_path):
-    save(tmp_path / "c", {"w": rows(WHOLE[:4])})
-    limit_of_files(100)
-    try:
-        with pytest.raises(tp.CheckpointError, match=FULL):
-            save(tmp_path / "c", {"w": rows(WHOLE[:4] + 1)})
-    finally:
-        limit_of_files(-1)
-    assert os.listdir(tmp_path) == ["c"]
-    assert torch.equal(load(tmp_path / "c")["w"], WHOLE[:4])
-
-
-def test_a_worker_is_killed_while_it_writes(tmp_path):
-    save(tmp_path / "c", {"w": rows(torch.zeros(4))})
-    large = rows(torch.ones(4, 4_000_000))
-    pids = worker_pids()
-    saving = save(tmp_path / "c", {"w": large}, asynchronous=True)
-    os.kill(pids[2], signal.SIGKILL)
-    try:
-        saving.wait()
-    except tp.CheckpointError as error:  # unless it was done already
-        assert "the worker process that was writing __2_0.distcp has ended" in str(error)  # noqa: PT017
-        assert load(tmp_path / "c")["w"].tolist() == [0.0] * 4
-    else:
-        assert load(tmp_path / "c")["w"].sum() == 16_000_000
-    assert os.listdir(tmp_path) == ["c"]
-    assert len(worker_pids()) == 4  # after the repair
-
-
-# -- never half of one -----------------------------------------------------------------------------
-
-
-def test_killed_at_any_moment(tmp_path):
-    command = [sys.executable, str(HERE / "_checkpoint_kills.py"), str(tmp_path)]
-    environment = {**os.environ, "TORCHPMAP_RUNTIME": "inline"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[0]) > 10
-
-
-def test_between_the_renames_the_old_one_is_found(tmp_path):
-    save(tmp_path / "step_1", {"step": 1})
-    (tmp_path / "step_1").rename(tmp_path / ".step_1.replaced")
-    assert load(tmp_path / "step_1") == {"step": 1}
-    assert latest(tmp_path) == tmp_path / "step_1"
-    save(tmp_path / "step_1", {"step": 2})
-    assert load(tmp_path / "step_1") == {"step": 2}
-    assert os.listdir(tmp_path) == ["step_1"]
-
-
-# -- damage ----------------------------------------------------------------------------------------
-
-
-def flip(name: str, at: float):
-    def damage(path: Path) -> None:
-        data = bytearray((path / name).read_bytes())
-        data[int(at * len(data))] ^= 4
-        (path / name).write_bytes(data)
-
-    return damage
-
-
-def cut(name: str):
-    return lambda path: os.truncate(path / name, 10)
-
-
-def remove(name: str):
-    return lambda path: (path / name).unlink()
-
-
-DAMAGES = [
-    (flip("__1_0.distcp", 0.5), r"bytes 0 to \d+ of __1_0.distcp have changed since"),
-    (flip("__host_0.distcp", 0.1), r"bytes 0 to \d+ of __host_0.distcp have changed since"),
-    (cut("__1_0.distcp"), r"the file __1_0.distcp has 10 bytes, but \d+ were written"),
-    (remove("__2_0.distcp"), r"the file __2_0.distcp is missing"),
-    (remove(".metadata"), r"the file .metadata is missing"),
-    (remove("torchpmap.json"), r"the file torchpmap.json is missing"),
-    (cut("torchpmap.json"), r"torchpmap.json is not what was written"),
-    (flip("torchpmap.json", 0.5), r"torchpmap.json (has changed|is not what was written)"),
-]
-
-
-@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[m[:50] for _, m in DAMAGES])
-def test_damage(tmp_path, damage, message):
-    tree = {"w": rows(WHOLE[:4]), "host": torch.ones(5)}
-    save(tmp_path / "step_1", tree)
-    shutil.copytree(tmp_path / "step_1", tmp_path / "step_2")
-    damage(tmp_path / "step_2")
-    expected = rf"(?s)the checkpoint {tmp_path}/step_2 is damaged: {message}.*Load an earlier"
-    for like in (None, tree):
-        with pytest.raises(tp.CheckpointError, match=expected):
-            load(tmp_path / "step_2", like)
-    assert torch.equal(tree["w"].to_host(), WHOLE[:4])  # the pool is as it was
-    assert torch.equal(load(tmp_path / "step_1", tree)["w"].to_host(), WHOLE[:4])
-
-
-def test_later_version(tmp_path):
-    from torchpmap.checkpoint._files import _digest
-
-    save(tmp_path / "c", 1)
-    body = {**table(tmp_path / "c"), "version": 2}
-    text = json.dumps({"digest": _digest(body), "checkpoint": body})
-    (tmp_path / "c" / "torchpmap.json").write_text(text)
-    with pytest.raises(
-        tp.CheckpointError, match=r"is in version 2 .* up to 1. Use a later release"
-    ):
-        load(tmp_path / "c")
-
-
-def test_there_is_no_checkpoint(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*/none: nothing has this name"):
-        load(tmp_path / "none")
-    with pytest.raises(FileNotFoundError, match=r"it has no torchpmap.json. Give the folder that"):
-        load(tmp_path)
 
 
 # -- mismatch and misuse ---------------------------------------------------------------------------
@@ -629,81 +388,9 @@ def test_parents_are_made(tmp_path):
     assert load(tmp_path / "a" / "b") == 1
 
 
-@pytest.mark.parametrize("compile", [EAGER, False])
-def test_inside_a_mapped_function(tmp_path, compile):
+def test_inside_a_mapped_function(tmp_path, mode):
     with pytest.raises(RuntimeError, match=r"checkpoint.save was called inside a mapped function"):
-        tp.pmap(lambda x: save(tmp_path / "c", x), compile=compile)(torch.ones(4))
-
-
-# -- latest ----------------------------------------------------------------------------------------
-
-
-def test_latest_goes_by_number(tmp_path):
-    assert latest(tmp_path / "none") is None
-    assert latest(tmp_path) is None
-    for name in ("step_9", "step_10", "best", "5"):
-        save(tmp_path / name, 1)
-    (tmp_path / "step_11").mkdir()
-    (tmp_path / "notes_12").write_text("")
-    (tmp_path / ".step_13.saving").mkdir()
-    assert latest(tmp_path) == tmp_path / "step_10"
-
-
-def test_latest_passes_over_what_is_damaged(tmp_path):
-    for step in (1, 2):
-        save(tmp_path / f"step_{step}", {"w": rows(WHOLE[:4])})
-    (tmp_path / "step_2" / "__3_0.distcp").unlink()
-    with pytest.warns(
-        UserWarning, match=r"passes over step_2: .* the file __3_0.distcp is missing"
-    ):
-        assert latest(tmp_path) == tmp_path / "step_1"
-
-
-# -- torchrun --------------------------------------------------------------------------------------
-
-
-@pytest.mark.timeout(300)
-def test_two_controllers(tmp_path):
-    tree = {"rows": rows(WHOLE[:2].reshape(4, 2)), "shared": tp.replicate(torch.arange(1.0, 4.0))}
-    save(tmp_path / "local", {**tree, "step": 5, "copies": torch.tensor([5.0, 6.0])})
-    done = launch(2, str(HERE / "_torchrun_checkpoint.py"), str(tmp_path))
-    assert done.code == 0, done.output
-    assert done.output.count("passed test_") == 8, done.output
-    like = {
-        "rows": rows(torch.zeros(4, 2)),
-        "columns": tp.pmap(lambda x: x, in_axes=1, out_axes=1, compile=EAGER)(
-            torch.zeros(3, 4, dtype=torch.int64)
-        ),
-        "shared": tp.replicate(torch.zeros(3)),
-        "spread": torch.zeros(6, dtype=torch.bfloat16),
-        "own": torch.tensor(0.0),
-        "host": np.zeros(3, np.int64),
-        "step": 0,
-    }
-    found = load(tmp_path / "both", like)
-    assert found["rows"].sharding == like["rows"].sharding
-    assert found["rows"].tolist() == torch.arange(8.0).reshape(4, 2).tolist()
-    assert found["columns"].tolist() == torch.arange(12).reshape(3, 4).tolist()
-    assert found["shared"].tolist() == [2.0, 2.0, 2.0]
-    assert found["spread"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert (found["own"].item(), found["host"].tolist(), found["step"]) == (3.0, [0, 1, 2], 7)
-
-
-@pytest.mark.timeout(300)
-def test_elastic_restart(tmp_path):
-    """Rank 1 is killed at step 8 and the job resumes at 6; the losses are those of a whole run."""
-    options = ("--standalone", "--max-restarts=2")
-    done = launch(2, str(HERE / "_torchrun_elastic.py"), str(tmp_path), options=options)
-    assert done.code == 0, done.output
-    first, second, whole = (
-        (tmp_path / name).read_text().splitlines()
-        for name in ("attempt_0", "attempt_1", "uninterrupted")
-    )
-    assert (first[0], second[0], whole[0]) == ("start 0", "start 6", "start 0")
-    assert not (tmp_path / "attempt_2").exists()
-    assert len(whole) == 11
-    assert first[1:] == whole[1:9]  # the steps 0 to 7
-    assert second[1:] == whole[7:]  # 6 to 9, from step 6 on bit by bit
+        tp.pmap(lambda x: save(tmp_path / "c", x), compile=mode)(torch.ones(4))
 
 
 class OnMeta:

@@ -1,67 +1,31 @@
 """Covers: checkpoint/_files.py, checkpoint/_table.py and checkpoint/_pickles.py, given folders that
-somebody else has made: nothing of them runs, opens what is outside, waits, or is loaded as another
+another user has made: nothing of them runs, opens what is outside, waits, or is loaded as another
 value.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
-import json
 import mmap
 import os
 import pickle
 import shutil
 import struct
-import warnings
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from _changed import TREE, leaf, loaded, record, replaced_block, same
+from _values import Runs, sign, table_of
 
 import torchpmap as tp
 from torchpmap._base.data import packed
-from torchpmap.checkpoint import latest, load, save
-from torchpmap.checkpoint._files import _digest
+from torchpmap.checkpoint import latest, save
 from torchpmap.checkpoint._pickles import metadata_of, value_of
 from torchpmap.checkpoint._workers import WriterConnections, _called
-
-TREE = {
-    "w": torch.arange(6.0).reshape(2, 3),
-    "many": [torch.ones(1), torch.zeros(0, 2), (torch.tensor(True), "text", 2.5, None)],
-    "array": torch.arange(3).numpy(),
-    "step": 7,
-}
-DCP_TREE = {"w": TREE["w"], "c": torch.tensor([1 + 2j]).conj(), "step": 7, "names": ["a", b"b"]}
-
-
-class Runs:
-    """Unpickling it makes a folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of ours and one of DCP, which no test changes."""
-    root = tmp_path_factory.mktemp("given")
-    with tp.debug.fake_pmap():
-        save(root / "ours", TREE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        dcp.save(DCP_TREE, checkpoint_id=root / "dcp", no_dist=True)
-    return {"ours": root / "ours", "dcp": root / "dcp"}
 
 
 @pytest.fixture
@@ -74,48 +38,13 @@ def by_dcp(folders, tmp_path):
     return Path(shutil.copytree(folders["dcp"], tmp_path / "step_1"))
 
 
-def table_of(folder: Path) -> Any:
-    return json.loads((folder / "torchpmap.json").read_text())["checkpoint"]
-
-
-def sign(folder: Path, body: Any) -> None:
-    """Write a table as if torchpmap had written it."""
-    text = json.dumps({"digest": _digest(body), "checkpoint": body})
-    (folder / "torchpmap.json").write_text(text)
-
-
-def loaded(folder: Path) -> Any:
-    with tp.debug.fake_pmap():
-        return load(folder)
-
-
 def refused(folder: Path, match: str = "") -> None:
     """The checkpoint is neither loaded nor found."""
     with pytest.raises(tp.CheckpointError, match=match):
         loaded(folder)
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return bool((a == b).all()) if hasattr(a, "all") else a == b
-
-
 # -- tables ----------------------------------------------------------------------------------------
-
-
-def leaf(body: Any, key: str = "w") -> Any:
-    return body["leaves"][key]
-
-
-def record(body: Any, key: str = "w") -> Any:
-    return leaf(body, key)["records"][0]
 
 
 def put(where, name: str, value: Any):
@@ -335,16 +264,6 @@ def test_metadata_runs_no_code(by_dcp, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def replaced_block(folder: Path, key: str, block: bytes) -> None:
-    """Put other bytes in the place of a block, with their checksum."""
-    body = table_of(folder)
-    (folder / "own.distcp").write_bytes(block)
-    body["files"]["own.distcp"] = len(block)
-    record(body, key).update(file="own.distcp", position=0, length=len(block))
-    record(body, key)["crc"] = zlib.crc32(block)
-    sign(folder, body)
-
-
 def saved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -515,135 +434,3 @@ def test_a_writer_that_does_not_call_is_missed(tmp_path):
         "(0.05 s)"
     )
     assert answers == [(None, late)] * 2
-
-
-# -- any change ------------------------------------------------------------------------------------
-
-BYTES = st.one_of(
-    st.tuples(st.just("set"), st.floats(0, 1), st.integers(0, 255)),
-    st.tuples(st.just("cut"), st.floats(0, 1), st.integers(1, 64)),
-    st.tuples(st.just("grow"), st.floats(0, 1), st.integers(1, 64)),
-    st.tuples(st.just("end"), st.floats(0, 1), st.just(0)),
-)
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-2, 2**70)
-    | st.sampled_from([1, 2, 3, 6, 7, 1.5, "w", "int", "tensor", "float32", "__host_0.distcp"])
-    | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner),
-    max_leaves=4,
-)
-
-
-def changed(data: bytes, change: tuple[str, float, int]) -> bytes:
-    kind, at, number = change
-    place = min(int(at * len(data)), len(data) - 1)
-    match kind:
-        case "set":
-            return data[:place] + bytes([number]) + data[place + 1 :]
-        case "cut":
-            return data[:place] + data[place + number :]
-        case "grow":
-            return data[:place] + data[place : place + number] + data[place:]
-    return data[:place]
-
-
-def spots(body: Any) -> list[tuple[Any, Any]]:
-    """Every place in a table that can be changed: a container, and a key or index of it."""
-    found = []
-    keys = body if isinstance(body, dict) else range(len(body)) if isinstance(body, list) else ()
-    for key in keys:
-        found += [(body, key), *spots(body[key])]
-    return found
-
-
-@contextlib.contextmanager
-def a_copy(folder: Path, root: Path):
-    target = Path(shutil.copytree(folder, root / "step_1"))
-    try:
-        yield target
-    finally:
-        shutil.rmtree(target)
-
-
-def outcome(folder: Path) -> Any:
-    """What is loaded, or None where the documented errors are raised; ``latest`` raises nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert latest(folder.parent) in (None, folder)
-    try:
-        return loaded(folder)
-    except (tp.CheckpointError, FileNotFoundError):
-        return None
-
-
-ANY = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-
-
-@ANY
-@given(file=st.sampled_from(["torchpmap.json", "__host_0.distcp", ".metadata"]), change=BYTES)
-def test_any_change_of_bytes(folders, tmp_path, file, change):
-    with a_copy(folders["ours"], tmp_path) as folder:
-        (folder / file).write_bytes(changed((folder / file).read_bytes(), change))
-        found = outcome(folder)
-        assert found is None or same(found, TREE)
-
-
-@ANY
-@given(data=st.data())
-def test_any_change_of_the_table(folders, tmp_path, data):
-    body = copy.deepcopy(table_of(folders["ours"]))
-    for _ in range(data.draw(st.integers(1, 2))):
-        container, key = data.draw(st.sampled_from(spots(body)))
-        if data.draw(st.booleans()):
-            container[key] = data.draw(JSON)
-        else:
-            del container[key]
-        if not spots(body):
-            break
-    with a_copy(folders["ours"], tmp_path) as folder:
-        sign(folder, body)
-        outcome(folder)  # what is whose, and called what, is as the table says
-
-
-@ANY
-@given(key=st.sampled_from(["w", "many.2.0", "array", "step", "many.2.1"]), change=BYTES)
-def test_any_change_of_a_block_with_its_checksum(folders, tmp_path, key, change):
-    whole = (folders["ours"] / "__host_0.distcp").read_bytes()
-    place = record(table_of(folders["ours"]), key)
-    block = whole[place["position"] : place["position"] + place["length"]]
-    with a_copy(folders["ours"], tmp_path) as folder:
-        replaced_block(folder, key, changed(block, change) or b"x")
-        found = outcome(folder)
-        assert found is None or same_kinds(found, TREE)
-
-
-def same_kinds(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_kinds(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same_kinds, a, b))
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape
-    return type(a) is type(b)
-
-
-@ANY
-@given(file=st.sampled_from([".metadata", "__0_0.distcp"]), change=BYTES)
-def test_any_change_of_what_dcp_saved(folders, tmp_path, file, change):
-    """DCP keeps no checksums: another value may come out, but nothing else happens."""
-    with a_copy(folders["dcp"], tmp_path) as folder:
-        (folder / file).write_bytes(changed((folder / file).read_bytes(), change))
-        outcome(folder)
-
-
-def test_what_dcp_saved_is_loaded(folders):
-    found = loaded(folders["dcp"])
-    assert same(found, {**DCP_TREE, "c": torch.tensor([1 - 2j])})
