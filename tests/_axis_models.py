@@ -21,6 +21,12 @@ Rows = np.ndarray
 Groups = Sequence[Sequence[int]] | None
 N = 8
 
+
+def sample(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=generator).to(torch.float64)
+
+
 # --- axes -----------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from _axis_models import (
     extreme_shares,
     grouped,
     permuted,
+    sample,
     transposed,
 )
 from _spmd import Run, spmd
@@ -52,11 +53,6 @@ TRACED = [
     *("all_gather_tiled-scattered", "all_gather-halves", "psum_scatter_tiled-two_orders"),
     *("all_to_all-scattered", "all_to_all_tiled-neighbours", "ppermute-any", "ppermute-partial"),
 ]
-
-
-def sample(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-4, 5, shape, generator=generator).to(torch.float64)
 
 
 # --- run on the processes -------------------------------------------------------------------------
@@ -422,16 +418,15 @@ CALLED = [
 ]
 
 
-@pytest.mark.parametrize("compile", [EAGER, False])
-def test_more_rows_than_devices(compile: Any, pool: int) -> None:
+def test_more_rows_than_devices(mode: Any, pool: int) -> None:
     for name in CALLED:
         case = LINEAR[name]
         x, w = linear_inputs(case)
-        f = tp.pmap(value_and_pullback(case, "i"), axis_name="i", compile=compile)
+        f = tp.pmap(value_and_pullback(case, "i"), axis_name="i", compile=mode)
         check_linear(case, *(y.cpu() for y in f(x, w)))
     groups = UNEVEN["uneven_mixed"]
     extreme = tp.value_and_grad(lambda x: pmax(x, "i", axis_index_groups=groups).sum())
-    value, slope = tp.pmap(extreme, axis_name="i", compile=compile)(TIES[:, 0])
+    value, slope = tp.pmap(extreme, axis_name="i", compile=mode)(TIES[:, 0])
     assert value.tolist() == [3, 3, 3, 3, 2, 2, 3, 2]
     assert slope.tolist() == [1.5, 2, 0, 1.5, 0, 3, 0, 0]
 

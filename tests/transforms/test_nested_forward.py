@@ -17,12 +17,7 @@ import torchpmap as tp
 pytestmark = [pytest.mark.usefixtures("pool"), pytest.mark.parametrize("pool", [2], indirect=True)]
 
 X = torch.tensor([0.5, -1.0, 2.0, 1.5])
-WHOLE = {
-    tp.pmax: torch.amax,
-    tp.pmin: torch.amin,
-    tp.psum: torch.sum,
-    tp.pmean: torch.mean,
-}
+WHOLE = {tp.pmax: torch.amax, tp.pmin: torch.amin, tp.psum: torch.sum, tp.pmean: torch.mean}
 
 
 @pytest.fixture(params=[2, 4], ids=["row", "lanes"])

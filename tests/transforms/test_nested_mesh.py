@@ -1,12 +1,11 @@
 """Covers: _layout/grid.py, _transforms/nesting.py, and the meshes of _layout/axis_stack.py: a pmap
-of a pmap shares the devices.
+of a pmap shares the devices, in collectives too.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,52 +20,16 @@ from _axis_models import (
     everyone,
     extreme_shares,
     grouped,
+    sample,
     transposed,
 )
+from _nested import NAMES, mesh_of, nested, same
 from _support import EAGER
 
 import torchpmap as tp
 from torchpmap._transforms.nesting import counts_of_list, device_counts
 
-MODES = [EAGER, False]
-modes = pytest.mark.parametrize("mode", MODES, ids=["graph", "python"])
-NAMES = ("rows", "cols")
-
-
-@pytest.fixture(autouse=True)
-def devices(request: pytest.FixtureRequest) -> int:
-    num_devices: int = getattr(request, "param", 8)
-    tp.init(num_devices)
-    tp.block_until_ready(tp.replicate(torch.zeros(())))  # nothing is starting any more
-    return num_devices
-
-
-def on(num_devices: int) -> Any:
-    return pytest.mark.parametrize("devices", [num_devices], indirect=True)
-
-
-def nested(f: Callable[..., Any], inner: dict[str, Any] | None = None, **outer: Any) -> Any:
-    return tp.pmap(tp.pmap(f, "cols", **(inner or {})), "rows", **{"compile": EAGER, **outer})
-
-
-def on_rows(f: Callable[..., Any], inner: dict[str, Any] | None = None, **outer: Any) -> Any:
-    """The same, without a mesh: the inner axis is where the outer one is."""
-    mapped = tp.pmap(f, "cols", **(inner or {}))
-    return tp.pmap(lambda *args: mapped(*args), "rows", **{"compile": EAGER, **outer})
-
-
-def sample(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-4, 5, shape, generator=generator).to(torch.float64)
-
-
-def mesh_of(y: Any) -> dict[Any, int]:
-    return dict(y.sharding.mesh.shape)
-
-
-def same(got: Any, expected: Any) -> None:
-    np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=1e-12, atol=1e-12)
-
+pytestmark = pytest.mark.usefixtures("eight_devices")
 
 # --- which devices --------------------------------------------------------------------------------
 
@@ -100,7 +63,6 @@ def test_counts_of_a_list() -> None:
     assert [counts_of_list((2, 3), n) for n in (1, 3, 4, 5, 12)] == [None] * 5
 
 
-@modes
 def test_rows_and_columns_have_a_device_each(mode: Any) -> None:
     x = torch.arange(24.0).reshape(2, 4, 3)
     y = nested(lambda x: x * 2, compile=mode)(x)
@@ -121,7 +83,6 @@ def test_processes(backend: Any) -> None:
     same(total, 8 * torch.ones(2, 4).double().sin())
 
 
-@modes
 @pytest.mark.parametrize(
     ("inner_axes", "outer_axes", "spec", "shape"),
     [
@@ -154,7 +115,6 @@ def test_axes_in_front_and_behind(
     same(got, wanted)
 
 
-@modes
 def test_shared_arguments_and_results(mode: Any) -> None:
     x, w, v = sample(2, 4), sample(4, seed=1), sample(3, seed=2)
     f = nested(
@@ -175,8 +135,6 @@ def test_shared_arguments_and_results(mode: Any) -> None:
     assert len(columns.devices()) == len(rows.devices()) == 8
 
 
-@modes
-@on(8)
 @pytest.mark.parametrize("inner", [0, None])
 @pytest.mark.parametrize("outer", [0, None])
 def test_out_axes_none_is_the_value_of_the_first(outer: Any, inner: Any, mode: Any) -> None:
@@ -192,7 +150,6 @@ def test_out_axes_none_is_the_value_of_the_first(outer: Any, inner: Any, mode: A
             same(shard.data, wanted[shard.index])
 
 
-@modes
 def test_what_does_not_fit_is_folded(mode: Any) -> None:
     def f(x: torch.Tensor) -> Any:
         index = tp.axis_index("rows"), tp.axis_index("cols"), tp.axis_index(("cols", "rows"))
@@ -223,7 +180,6 @@ def test_what_does_not_fit_is_folded(mode: Any) -> None:
         same(all_values, x.flatten().expand(rows, columns, -1))
 
 
-@modes
 def test_given_devices(mode: Any) -> None:
     x = sample(2, 3)
     for count, mesh in ((2, (2, 1)), (6, (2, 3))):
@@ -262,7 +218,6 @@ def test_names_need_not_be_there_or_differ() -> None:
     assert mesh_of(hidden) == {"devices0": 2, "i": 4}
 
 
-@modes
 def test_three_levels(mode: Any) -> None:
     x = sample(2, 2, 2, 3)
 
@@ -420,7 +375,6 @@ def test_extremes_share_ties(nest: Nest) -> None:
                 np.testing.assert_allclose(rows, wanted, err_msg=f"{op} {name}")
 
 
-@modes
 def test_collectives_over_one_of_two_axes(mode: Any) -> None:
     """Each row, or column, is on its own, on devices of its own."""
 
@@ -485,382 +439,3 @@ def test_ragged() -> None:
     f = nested(lambda *xs: tp.ragged_all_to_all(*xs, axis_name="cols"))
     got = f(operand, output, *given)
     assert got.tolist() == [[[1, 3, 0, 0], [2, 2, 4, 0]], [[5, 7, 0, 0], [6, 6, 8, 0]]]
-
-
-# --- derivatives from outside ---------------------------------------------------------------------
-
-
-def model(w: torch.Tensor, x: torch.Tensor) -> Any:
-    """Per row and column, of x [3]: with a sum over each axis, and over both."""
-    y = (x * w).sin()
-    return y / tp.psum(y.exp(), "rows"), tp.psum(y * x, "cols"), tp.pmean(y, NAMES)
-
-
-def whole_model(w: torch.Tensor, x: torch.Tensor) -> Any:
-    """The same of x [r, c, 3]."""
-    y = (x * w).sin()
-    columns = (y * x).sum(1)
-    return y / y.exp().sum(0), columns, y.mean((0, 1))
-
-
-def mapped_model(mode: Any) -> Any:
-    return nested(
-        model,
-        {"in_axes": (None, 0), "out_axes": (0, None, None)},
-        in_axes=(None, 0),
-        out_axes=(0, 0, None),
-        compile=mode,
-    )
-
-
-def scalar(f: Any, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return sum((y.to("cpu") * (k + 1)).cos().sum() for k, y in enumerate(f(w, x)))
-
-
-shapes = pytest.mark.parametrize("shape", [(2, 4), (9, 4)], ids=str)
-
-
-@modes
-@shapes
-def test_backward(mode: Any, shape: tuple[int, int]) -> None:
-    f = mapped_model(mode)
-    given = []
-    for function in (f, whole_model):
-        w, x = sample(3).requires_grad_(), (sample(*shape, 3, seed=1) / 3).requires_grad_()
-        scalar(function, w, x).backward()
-        given.append((w.grad, x.grad))
-    (got_w, got_x), (w, x) = given
-    same(got_w, w)
-    same(got_x, x)
-
-
-@modes
-def test_transforms(mode: Any) -> None:
-    f = mapped_model(mode)
-    w, x = sample(3), sample(2, 4, 3, seed=1) / 3
-    tangents = sample(3, seed=2), sample(2, 4, 3, seed=3)
-
-    def compared(transform: Callable[[Any], Any]) -> None:
-        for got, wanted in zip(transform(f), transform(whole_model), strict=True):
-            same(got.detach(), wanted)
-
-    compared(lambda g: torch.func.grad(functools.partial(scalar, g), (0, 1))(w, x))
-    compared(lambda g: torch.func.jvp(g, (w, x), tangents)[1])
-    cotangents = tuple(sample(*y.shape, seed=4) for y in whole_model(w, x))
-    compared(lambda g: torch.func.vjp(g, w, x)[1](cotangents))
-    compared(lambda g: torch.func.vmap(g, (0, None))(torch.stack([w, 2 * w]), x))
-    compared(lambda g: torch.func.jacrev(g)(w, x))
-    compared(lambda g: torch.func.jacfwd(g)(w, x))
-    compared(lambda g: torch.func.hessian(functools.partial(scalar, g))(w, x))
-
-
-@modes
-@shapes
-def test_gradients_of_arguments_that_one_axis_shares(mode: Any, shape: tuple[int, int]) -> None:
-    """It gets the sum over the devices of that axis, and of its rows on each."""
-    f = nested(
-        lambda u, v, x: (u * v * x).sin(),
-        {"in_axes": (None, 0, 0), "out_axes": None},
-        in_axes=(0, None, 0),
-        compile=mode,
-    )
-
-    def whole(u: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return (u[:, None] * v * x).sin().mean(1)  # columns account for equal parts of one value
-
-    given = sample(shape[0]) + 0.5, sample(shape[1], seed=1) + 0.5, sample(*shape, seed=2) / 3
-    w = sample(shape[0], seed=3)
-    got, wanted = (torch.func.vjp(g, *given)[1](w) for g in (f, whole))
-    for slope, expected in zip(got, wanted, strict=True):
-        same(slope, expected)
-
-
-def test_gradients_lie_as_the_arguments_do() -> None:
-    x = sample(2, 4)
-    f = nested(lambda x: x**2)
-    y = f(x)  # on the devices
-    (slope,) = torch.func.vjp(lambda y: f(y), y)[1](f(y))
-    same(slope, 2 * x**2 * x**4)
-    assert slope.sharding == y.sharding
-
-
-def test_backward_to_closures() -> None:
-    w = sample(3).requires_grad_()
-    x = sample(2, 4, 3, seed=1)
-    nested(lambda x: tp.psum((x * w).sin().sum(), "cols"))(x).sum().backward()
-    expected = (4 * (x * w.detach()).cos() * x).sum((0, 1))  # every column has the sum of all
-    same(w.grad, expected)
-
-
-def test_backward_inside() -> None:
-    def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        w = w.clone().requires_grad_()
-        (w * x).sum().sin().backward()
-        return tp.psum(w.grad, NAMES)
-
-    w, x = sample(3), sample(2, 4, 3, seed=1)
-    got = nested(f, {"in_axes": (None, 0), "out_axes": None}, in_axes=(None, 0), out_axes=None)(
-        w, x
-    )
-    same(got, ((x @ w).cos()[..., None] * x).sum((0, 1)))
-
-
-# --- random numbers -------------------------------------------------------------------------------
-
-
-def draws(x: torch.Tensor) -> Any:
-    first = torch.randn(2)
-    inside = tp.vmap(lambda x: torch.rand(()) + 0 * x, axis_name="k")(x)
-    return first, inside, torch.nn.functional.dropout(torch.ones(5), 0.5)
-
-
-@modes
-@pytest.mark.parametrize("inner", ["different", "same"])
-@pytest.mark.parametrize("outer", ["different", "same"])
-@pytest.mark.parametrize("shape", [(2, 4), (9, 4), (8, 1)], ids=str)
-@pytest.mark.sampled(4)
-def test_random_numbers_do_not_depend_on_the_mesh(
-    shape: tuple[int, int], outer: str, inner: str, mode: Any
-) -> None:
-    x = torch.zeros(*shape, 3)
-
-    def drawn(make: Any) -> list[torch.Tensor]:
-        torch.manual_seed(5)
-        f = make(draws, {"randomness": inner}, randomness=outer, compile=mode)
-        return [torch.cat([y.to("cpu") for y in f(x)], -1) for _ in range(2)]
-
-    got, wanted = drawn(nested), drawn(on_rows)
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-    assert not torch.equal(got[0], got[1])
-    rows = {tuple(row.tolist()) for row in got[0].flatten(0, 1)}
-    assert len(rows) == (shape[0] if outer == "different" else 1) * (
-        shape[1] if inner == "different" else 1
-    )
-    with tp.debug.fake_pmap():
-        for a, b in zip(got, drawn(nested), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-
-
-@modes
-def test_refused_random_numbers(mode: Any) -> None:
-    x = torch.zeros(2, 4)
-    with pytest.raises(RuntimeError, match="randomness error mode"):
-        nested(lambda x: torch.rand(()), {"randomness": "error"}, compile=mode)(x)
-    with pytest.raises(RuntimeError, match="randomness='error' was given"):
-        nested(lambda x: torch.rand(()), randomness="error", compile=mode)(x)
-
-
-# --- options --------------------------------------------------------------------------------------
-
-
-@pytest.mark.sampled(2)
-@modes
-@pytest.mark.parametrize("shape", [(2, 4), (9, 4)], ids=str)
-def test_check_replicated(shape: tuple[int, int], mode: Any) -> None:
-    x = torch.arange(float(np.prod(shape))).reshape(shape)
-    checked = {"out_axes": None, "check_replicated": True}
-
-    def over(name: Any, inner: Any, **outer: Any) -> Any:
-        return nested(lambda x: tp.psum(x, name), inner, compile=mode, **outer)(x)
-
-    same(over(NAMES, checked, **checked), x.sum())
-    same(over("cols", checked), x.sum(1))
-    same(over("rows", {}, **checked), x.sum(0))
-    with pytest.raises(ValueError, match=r"None for the output of .*largest difference"):
-        over("rows", checked)
-    with pytest.raises(ValueError, match=r"None for the output of .*largest difference"):
-        over("cols", {}, **checked)
-    with pytest.raises(ValueError, match="out_axes is None"):
-        over((), checked, **checked)
-
-    def only_first_column(x: torch.Tensor) -> torch.Tensor:  # is the same in all rows
-        return torch.where(tp.axis_index("cols") == 0, 1.0, x)
-
-    f = nested(only_first_column, {"out_axes": None}, compile=mode, **checked)
-    same(f(x), 1.0)  # what the inner call gives is the value of its first column
-
-
-@modes
-def test_statics_keywords_and_none(mode: Any) -> None:
-    def f(x: torch.Tensor, k: str, y: Any = None, *, scale: torch.Tensor) -> Any:
-        assert k == "double"
-        assert y is None
-        return {"x": 2 * x * scale, "none": None}
-
-    x, scale = sample(2, 4), sample(2, 4, seed=1)
-    inner = {"static_broadcasted_argnums": 1}
-    got = nested(f, inner, static_broadcasted_argnums=1, compile=mode)(
-        x, "double", None, scale=scale
-    )
-    same(got["x"], 2 * x * scale)
-    assert got["none"] is None
-    assert mesh_of(got["x"]) == {"rows": 2, "cols": 4}
-
-
-def test_kinds_of_arguments() -> None:
-    x = sample(2, 4)
-    f = nested(lambda tree, y: tree["x"] + tree["n"] * y, {"in_axes": ({"x": 0, "n": None}, 0)},
-               in_axes=({"x": 0, "n": None}, 0))  # fmt: skip
-    got = f({"x": x.numpy(), "n": 3}, x.to(torch.float32))
-    same(got, 4 * x)
-    assert mesh_of(got) == {"rows": 2, "cols": 4}
-    on_the_devices = tp.device_put(x, tp.devices()[3])
-    same(f({"x": on_the_devices, "n": 3}, got), x + 12 * x)
-
-
-@modes
-def test_what_does_not_fit_leaf_by_leaf_runs_on_the_rows(mode: Any) -> None:
-    """A static tuple of the outer call is two numbers to the inner one."""
-    x = sample(2, 4)
-    f = nested(
-        lambda x, pair: x * pair[0] + pair[1],
-        {"in_axes": (0, None)},
-        static_broadcasted_argnums=1,
-        compile=mode,
-    )
-    got = f(x, (2, 1))
-    same(got, 2 * x + 1)
-    assert mesh_of(got) == {"rows": 2}
-
-
-@modes
-def test_misuse_of_the_inner_call_is_reported(mode: Any) -> None:
-    x = sample(2, 4)
-    with pytest.raises(ValueError, match="pmap in_axes"):
-        nested(lambda x: x, {"in_axes": (0, 0)}, compile=mode)(x)
-    with pytest.raises(ValueError, match=r"axis_size"):
-        nested(lambda x: x, {"axis_size": 3}, compile=mode)(x)
-    with pytest.raises(ValueError, match="out_axes"):
-        nested(lambda x: x, {"out_axes": 3}, compile=mode)(x)
-    with pytest.raises(TypeError, match="must return tensors"):
-        nested(lambda x: "text", compile=mode)(x)
-    with pytest.raises(KeyError, match="mine"):
-        nested(lambda x: {}["mine"], compile=mode)(x)
-
-
-def test_errors_of_the_inner_call_name_it() -> None:
-    with pytest.raises(NameError, match=r"Bound here: 'rows' \(size 2\), 'cols' \(size 4\)"):
-        nested(lambda x: tp.psum(x, "k"))(sample(2, 4))
-
-
-@pytest.mark.parametrize("mode", [EAGER, True, False], ids=["graph", "Inductor", "python"])
-def test_control_flow_on_values(mode: Any) -> None:
-    """With one row and one column on each device, Python sees values."""
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        return tp.psum(x * 10 if x.item() > 3 else x, "cols")
-
-    x = torch.arange(8.0).reshape(2, 4)
-    with pytest.warns(match="running without tracing") if mode is not False else nothing():
-        got = nested(f, compile=mode)(x)
-    same(got, torch.where(x > 3, 10 * x, x).sum(1, keepdim=True).expand(2, 4))
-    if mode is not False:
-        with pytest.raises(tp.TraceError, match="fullgraph=True"):
-            nested(f, compile=mode, fullgraph=True)(x)
-
-
-def nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
-
-
-def test_mismatched_collectives_are_found() -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
-        return tp.psum(x, "cols") if int(tp.axis_index("rows")) else x
-
-    with pytest.raises(tp.CollectiveMismatch, match="devices run different collectives"):
-        nested(f, compile=False)(torch.zeros(2, 4))
-
-
-def test_donation() -> None:
-    x = tp.device_put(sample(2, 4), tp.devices()[0])
-    f = nested(lambda x: x + 1, {"donate_argnums": 0}, donate_argnums=0)
-    y = f(x)
-    same(f(y), sample(2, 4) + 2)
-    with pytest.raises(RuntimeError, match="donated"):
-        y.cpu()
-    z = nested(lambda x: x + 1, {"donate_argnums": 0})
-    kept = z(sample(2, 4))
-    z(kept)
-    same(kept, sample(2, 4) + 1)  # donation of the inner call means nothing, as in jax
-
-
-def test_fake_pmap_gives_the_same() -> None:
-    x = sample(9, 4, 3) / 3
-    wanted = mapped_model(EAGER)(sample(3), x)
-    for serial in (False, True):
-        with tp.debug.fake_pmap(serial=serial):
-            for got, y in zip(mapped_model(EAGER)(sample(3), x), wanted, strict=True):
-                same(got, y)
-    with tp.debug.fake_pmap():
-        chosen = nested(lambda x: x, devices=tp.devices()[:8])(sample(2, 4))
-        same(chosen, sample(2, 4))
-
-
-def test_three_ways_agree() -> None:
-    f = nested(lambda x: tp.psum(x.sin(), "rows") / tp.pmax(x, NAMES).exp())
-    report = tp.debug.check_pmap(f, sample(2, 4) / 3)
-    assert report.values == ("serial", "vmapped", "pmapped")
-    assert report.gradients == report.values
-
-
-def test_lowered() -> None:
-    f = nested(lambda w, x: tp.psum(w @ x, "cols"), {"in_axes": (None, 0)}, in_axes=(None, 0))
-    meta = torch.empty(5, 3, device="meta"), torch.empty(2, 4, 3, 2, device="meta")
-    lowered = f.lower(*meta)
-    assert lowered.in_layouts["w"].is_replicated
-    assert lowered.in_layouts["x"].block_shape == (1, 1, 3, 2)
-    (out,) = lowered.out_layouts
-    assert (out.shape, out.block_shape) == ((2, 4, 5, 2), (1, 1, 5, 2))
-    assert lowered.cost().flops == 2 * 5 * 3 * 2
-    w, x = torch.ones(5, 3), torch.ones(2, 4, 3, 2)
-    same(lowered.compile()(w, x), torch.full((2, 4, 5, 2), 12.0))
-
-
-@modes
-def test_prints_are_in_order(mode: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
-        tp.debug.print("x = {}\nor so", x)
-        return x
-
-    for shape in ((2, 4), (9, 4)):
-        capfd.readouterr()
-        tp.block_until_ready(
-            nested(f, compile=mode)(torch.arange(float(np.prod(shape))).reshape(shape))
-        )
-        lines = [line for line in capfd.readouterr().out.splitlines() if line]
-        assert [line.strip() for line in lines[1::2]] == ["or so"] * int(np.prod(shape))
-        assert lines[::2] == [
-            f"[rows={r}, cols={c}] x = {float(r * shape[1] + c)}"
-            for r in range(shape[0])
-            for c in range(shape[1])
-        ]
-
-
-def test_assert_replicated() -> None:
-    def f(x: torch.Tensor, name: Any) -> torch.Tensor:
-        y = tp.psum(x, "cols")
-        tp.debug.assert_replicated(y, name)
-        return y
-
-    x = torch.arange(8.0).reshape(2, 4)
-    options: dict[str, Any] = {"static_broadcasted_argnums": 1}
-    mapped = nested(f, options, **options)
-    same(mapped(x, "cols"), x.sum(1, keepdim=True).expand(2, 4))
-    for name in ("rows", NAMES):
-        with pytest.raises(ValueError, match="differs between devices of axis"):
-            tp.block_until_ready(mapped(x, name))
-
-
-def test_a_plan_is_made_once_per_kind() -> None:
-    traces = []
-    f = nested(lambda x: traces.append(1) or x + 1)
-    for k in range(3):
-        same(f(sample(2, 4) + k), sample(2, 4) + k + 1)
-    assert len(traces) == 1
-    f(f(sample(2, 4)))
-    assert len(traces) == 1  # where the argument lies makes no other program
-    f(sample(4, 4))
-    assert len(traces) == 2
