@@ -42,10 +42,12 @@ MAX_PROCESSES = 4
 LONGEST = (
     "test_examples.py",
     "test_nested_mesh.py",
+    "test_nested_mesh_calls.py",
     "test_contexts.py",
     "test_jax_parity.py",
     "test_streams.py",
     "test_checkpoint.py",
+    "test_checkpoint_failures.py",
     "test_random.py",
     "test_torchrun_failures.py",
     "test_collectives_axes.py",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from _support import running_pool
+from _support import EAGER, running_pool
 
 import torchpmap as tp
 from torchpmap._runtime.current import runtime
@@ -22,15 +22,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
 ]
 
-EAGER = {"backend": "eager"}
 X = torch.tensor([0.5, -1.0, 2.0, 1.5])
 Y = torch.arange(12.0).reshape(4, 3) / 7
 W = torch.tensor([[0.5, -0.25, 1.0], [2.0, 0.0, -1.0], [0.125, 1.0, 0.5]])
-
-
-@pytest.fixture(params=[EAGER, False], ids=["graph", "python"])
-def mode(request: pytest.FixtureRequest) -> Any:
-    return request.param
 
 
 def has_no_failed_pair(mapped: Any) -> bool:
@@ -56,10 +50,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "psum": (scaled_by_the_sum, lambda x: x.sin() * (x**2).sum(0)),
     "pmean": (lambda x: x / (1 + tp.pmean(x**2, ROWS)), lambda x: x / (1 + (x**2).mean(0))),
     "pmax": (lambda x: x * tp.pmax(x, ROWS), lambda x: x * x.amax(0)),
-    "all_gather": (
-        lambda x: tp.all_gather(x, ROWS).cos().sum(0) * x,
-        lambda x: x.cos().sum(0) * x,
-    ),
+    "all_gather": (lambda x: tp.all_gather(x, ROWS).cos().sum(0) * x, lambda x: x.cos().sum(0) * x),
     "ppermute": (
         lambda x: x * tp.ppermute(x, ROWS, [(k, (k + 1) % 4) for k in range(4)]),
         lambda x: x * x.roll(1, 0),
@@ -135,8 +126,8 @@ def test_gradients_of_batches_and_batches_of_gradients(mode: Any) -> None:
         return x.sin() * (x**2).sum(0)
 
     batch = torch.stack([Y, Y + 1])
-    for function in (torch.func.vmap(torch.func.grad(lambda x: mapped(x).sum())),):
-        same(function(batch), torch.func.vmap(torch.func.grad(lambda x: whole(x).sum()))(batch))
+    got, expected = (torch.func.grad(lambda x, f=f: f(x).sum()) for f in (mapped, whole))
+    same(torch.func.vmap(got)(batch), torch.func.vmap(expected)(batch))
     total = torch.func.grad(lambda b: (torch.func.vmap(mapped)(b) ** 2).sum())
     same(total(batch), torch.func.grad(lambda b: (torch.func.vmap(whole)(b) ** 2).sum())(batch))
 
@@ -375,11 +366,10 @@ def test_the_forward_pass_is_not_computed_again() -> None:
     same(x.grad, 3 * (2 * Y).sin())
 
 
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-def test_tangents_have_the_dtype_of_the_value(dtype: torch.dtype, compile: Any) -> None:
+def test_tangents_have_the_dtype_of_the_value(dtype: torch.dtype, mode: Any) -> None:
     x = torch.arange(1.0, 5.0, dtype=dtype)
-    mapped = tp.pmap(lambda p: (p + 0.5) * 2, compile=compile)
+    mapped = tp.pmap(lambda p: (p + 0.5) * 2, compile=mode)
     jacobian = torch.func.jacfwd(mapped)(x)
     assert jacobian.dtype == dtype
     assert jacobian.cpu().equal(2 * torch.eye(4, dtype=dtype))
@@ -449,7 +439,7 @@ def test_gradients_that_nothing_batched_reaches() -> None:
     same(of_z, torch.full((4,), 2 * 14.0))
 
 
-def test_donation_is_left_for_calls_that_nobody_differentiates() -> None:
+def test_donation_is_left_for_calls_that_are_not_differentiated() -> None:
     mapped = tp.pmap(lambda x: x * 2, donate_argnums=0, compile=EAGER)
     x = tp.device_put(X, tp.devices()).requires_grad_()
     mapped(x).sum().backward()
@@ -466,63 +456,6 @@ def test_compiled_by_inductor() -> None:
     )
     got = torch.func.grad(lambda w: (mapped(w, Y) ** 2).sum())(W)
     same(got, torch.func.grad(lambda w: ((torch.tanh(Y @ w.T) * Y.sum()) ** 2).sum())(W))
-
-
-# Third order -------------------------------------------------------------------------------------
-
-POLYNOMIALS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "no collective": lambda x: (x**4).sum(),
-    "psum": lambda x: tp.psum(x.sin() * x, ROWS).prod() * x.sum(),
-    "ppermute": lambda x: (x**3 * tp.ppermute(x, ROWS, [(k, (k + 1) % 4) for k in range(4)])).sum(),
-    "all_gather": lambda x: (tp.all_gather(x, ROWS).sin().prod(0) * x).sum(),
-    "pmax": lambda x: (tp.pmax(x, ROWS) ** 3 * x.cos()).sum(),
-}
-JACOBIANS = {"F": torch.func.jacfwd, "R": torch.func.jacrev}
-
-
-def derivative(word: str, function: Any) -> Any:
-    """``word``: the transforms from the outside in, G for the gradient of the sum, V for vmap."""
-    if not word:
-        return function
-    inner = derivative(word[1:], function)
-    if word[0] == "V":
-        return lambda x: torch.func.vmap(inner)(torch.stack([x, x + 0.5]))
-    if word[0] == "G":
-        return torch.func.grad(lambda x: inner(x).sum())
-    return JACOBIANS[word[0]](inner)
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("pool", [2], indirect=True)  # two rows per device
-@pytest.mark.parametrize("name", POLYNOMIALS)
-@pytest.mark.parametrize(
-    "word",
-    ["FFG", "FRG", "RFG", "RRG", "VFFG", "VFRG", "VRFG", "VRRG", "FFF", "VFFF", "RFF", "GGG"],
-)
-def test_third_order(word: str, name: str, pool: int) -> None:
-    row = POLYNOMIALS[name]
-    x = torch.tensor([[0.3], [-0.7], [1.1], [0.6]])
-    expected = derivative(word, tp.vmap(row, axis_name=ROWS))(x)
-    got = derivative(word, tp.pmap(row, ROWS, compile=EAGER))(x)
-    torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
-
-
-LINEAR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "affine": lambda x: x * 2 + 1,
-    "constant": lambda x: x * 0 + 1,
-    "flipped": lambda x: x.flip(0),
-    "expanded sum": lambda x: x.sum().expand(3),
-}
-
-
-@pytest.mark.parametrize("word", ["FRR", "FRF", "FFR", "RFR", "FF"])
-@pytest.mark.parametrize("name", LINEAR)
-def test_third_order_of_linear_functions_of_vectors(word: str, name: str, mode: Any) -> None:
-    row = LINEAR[name]
-    x = torch.tensor([[0.3, 0.1], [-0.7, 0.5]])
-    expected = derivative(word, torch.func.vmap(row))(x)
-    got = derivative(word, tp.pmap(row, compile=mode))(x)
-    torch.testing.assert_close(got.cpu(), expected)
 
 
 def test_batches_seen_by_transforms_are_contiguous() -> None:
