@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -77,6 +79,39 @@ def wait_for(predicate: Callable[[], object], seconds: float = 2.0) -> bool:
 def eagerly(function: Callable[..., Any], axis_name: Any = "i", **options: Any) -> Any:
     """The function mapped without tracing."""
     return tp.pmap(function, axis_name, compile=False, **options)
+
+
+def in_threads(count: int, function: Callable[[int], Any], seconds: float = 60.0) -> list[Any]:
+    """What the function gives for 0, 1 and so on, each in a thread; or its first exception."""
+    results: list[Any] = [None] * count
+    errors: list[BaseException] = []
+
+    def run(k: int) -> None:
+        try:
+            results[k] = function(k)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds * SCALE)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def live_tensors(num_elements: int, num_devices: int = 4) -> list[int]:
+    """How many values of so many elements (views and their bases once) every device holds."""
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor]
+        marked = [x for x in tensors if x.numel() == num_elements]
+        return torch.tensor(len({x.untyped_storage().data_ptr() for x in marked}))
+
+    return eagerly(count)(torch.zeros(num_devices)).tolist()
 
 
 def running_pool() -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from _support import EAGER, running_pool, wait_for
+from _support import EAGER, in_threads, running_pool, wait_for
 
 import torchpmap as tp
 from torchpmap._runtime.local.progress import Progress, WorkerProgress
@@ -64,7 +64,7 @@ def test_a_wait_ends_with_its_patience(progress):
     assert not progress.wait(1, (0,), 1)
 
 
-def test_nobody_rings_when_nobody_waits(progress):
+def test_no_bell_is_rung_when_no_thread_waits(progress):
     worker(progress, 0).note(1)
     assert not progress.wait(2, (0,), 1)  # would not have slept, with a ring left over
     worker(progress, 0).note(3)
@@ -82,22 +82,7 @@ def test_the_numbers_stay_after_close():
 def test_many_threads_wait_at_once(pool):
     mapped = tp.pmap(lambda x: (x @ x).sum(), compile=EAGER)
     x = torch.ones(4, 200, 200)
-    failed: list[BaseException] = []
-
-    def wait_often() -> None:
-        try:
-            for _ in range(30):
-                mapped(x).block_until_ready()
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=wait_often) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failed
-    assert not any(thread.is_alive() for thread in threads)
+    in_threads(6, lambda k: [mapped(x).block_until_ready() for _ in range(30)])
 
 
 def test_a_value_that_is_there_needs_no_message(pool, monkeypatch):

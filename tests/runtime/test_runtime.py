@@ -17,7 +17,9 @@ import torch
 from _support import (
     EAGER,
     SCALE,
+    in_threads,
     known_pids,
+    live_tensors,
     num_fds,
     rss_bytes,
     running_pool,
@@ -31,16 +33,6 @@ from torchpmap._runtime import current
 
 TWO = pytest.mark.parametrize("pool", [2], indirect=True)
 pytestmark = pytest.mark.usefixtures("pool")
-
-
-def live_tensors(num_devices):
-    """Number of values of 12,345 elements (views and their bases once) that every device holds."""
-
-    def count(x):
-        marked = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.numel() == 12345]
-        return torch.tensor(len({o.untyped_storage().data_ptr() for o in marked}))
-
-    return tp.pmap(count, compile=False)(torch.zeros(num_devices)).tolist()
 
 
 # -- order and volume ------------------------------------------------------------------------------
@@ -91,14 +83,14 @@ def test_resources_are_flat_over_20_000_calls(pool):
 @TWO
 def test_value_is_freed_with_its_last_reference(pool):
     make = tp.pmap(lambda x: x.expand(12345) + 1, compile=EAGER)
-    before = live_tensors(pool)
+    before = live_tensors(12345, pool)
     y = make(torch.zeros(2))
     same = y.detach()
-    assert live_tensors(pool) == [n + 1 for n in before]
+    assert live_tensors(12345, pool) == [n + 1 for n in before]
     del y
-    assert live_tensors(pool) == [n + 1 for n in before]
+    assert live_tensors(12345, pool) == [n + 1 for n in before]
     del same
-    assert wait_for(lambda: live_tensors(pool) == before)
+    assert wait_for(lambda: live_tensors(12345, pool) == before)
 
 
 @TWO
@@ -113,24 +105,24 @@ def test_value_is_freed_although_no_call_follows(pool):
 
 @TWO
 def test_donated_value_is_freed(pool):
-    before = live_tensors(pool)
+    before = live_tensors(12345, pool)
     x = tp.device_put_sharded([torch.zeros(12345)] * 2, tp.devices())
     y = tp.pmap(lambda x: x + 1, donate_argnums=0, compile=EAGER)(x)
-    assert live_tensors(pool) == [n + 1 for n in before]
+    assert live_tensors(12345, pool) == [n + 1 for n in before]
     assert x.is_deleted()
     del y
 
 
 @TWO
 def test_values_do_not_pile_up_between_compiled_calls(pool):
-    """Neither uncompiled calls nor transfers alone may keep what nobody references."""
+    """Neither uncompiled calls nor transfers alone may keep values without references."""
     f = tp.pmap(lambda x: x.expand(12345) + 1, compile=False)
     for _ in range(50):
         f(torch.zeros(2))
-    assert max(live_tensors(pool)) < 10
+    assert max(live_tensors(12345, pool)) < 10
     for _ in range(50):
         tp.replicate(torch.zeros(12345))
-    assert max(live_tensors(pool)) < 10
+    assert max(live_tensors(12345, pool)) < 10
 
 
 @TWO
@@ -145,10 +137,10 @@ def test_plan_of_a_dropped_function_is_forgotten(pool):
     gc.collect()
     assert wait_for(lambda: not runtime._retired, 3)
     plans = len(runtime._definitions)
-    before = live_tensors(pool)
+    before = live_tensors(12345, pool)
     assert use() == [12345, 12345]
     gc.collect()
-    assert wait_for(lambda: live_tensors(pool) == before, 3)
+    assert wait_for(lambda: live_tensors(12345, pool) == before, 3)
     assert wait_for(lambda: len(runtime._definitions) == plans, 3)
 
 
@@ -232,28 +224,19 @@ def test_output_survives_a_broken_stdout(pool, monkeypatch):
 def test_eight_threads_call_the_same_and_different_functions(pool):
     shared = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
     barrier = threading.Barrier(8)
-    errors = []
 
     def work(k):
-        try:
-            own = tp.pmap(lambda x: tp.pmax(x, "i") * k, "i", compile=EAGER if k % 2 else False)
-            barrier.wait(30)
-            for step in range(15):
-                x = torch.tensor([float(step), 1000.0 * k])
-                total = step + 1000.0 * k
-                y = shared(x)
-                assert own(x).tolist() == [max(step, 1000.0 * k) * k] * 2
-                assert y.tolist() == [total, total]
-                assert float(shared(y)[1]) == 2 * total
-        except BaseException as error:
-            errors.append(error)
+        own = tp.pmap(lambda x: tp.pmax(x, "i") * k, "i", compile=EAGER if k % 2 else False)
+        barrier.wait(30)
+        for step in range(15):
+            x = torch.tensor([float(step), 1000.0 * k])
+            total = step + 1000.0 * k
+            y = shared(x)
+            assert own(x).tolist() == [max(step, 1000.0 * k) * k] * 2
+            assert y.tolist() == [total, total]
+            assert float(shared(y)[1]) == 2 * total
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(8, work)
 
 
 @TWO
@@ -272,22 +255,13 @@ def test_sources_that_another_thread_adds_while_they_are_looked_through(pool, mo
 def test_big_transfers_in_both_directions_at_once(pool):
     """Neither side may wait for the other to read: 8 MB in and out, from four threads."""
     double = tp.pmap(lambda x: x * 2, compile=EAGER)
-    errors = []
 
     def work(k):
-        try:
-            for _ in range(3):
-                x = torch.full((2, 1 << 20), float(k))
-                assert torch.equal(double(x).cpu(), 2 * x)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(3):
+            x = torch.full((2, 1 << 20), float(k))
+            assert torch.equal(double(x).cpu(), 2 * x)
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(4, work)
 
 
 # -- beginning and end -----------------------------------------------------------------------------
@@ -339,7 +313,6 @@ def test_shutdown_is_idempotent_and_a_later_call_starts_a_new_pool():
     assert num_fds() == fds
 
 
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
 @pytest.mark.parametrize(
     "use",
     [
@@ -352,10 +325,10 @@ def test_shutdown_is_idempotent_and_a_later_call_starts_a_new_pool():
     ],
     ids=["replicate", "device_put", "sharded", "replicated", "init", "shutdown"],
 )
-def test_devices_are_chosen_outside_of_mapped_functions(use, compile):
+def test_devices_are_chosen_outside_of_mapped_functions(use, mode):
     tp.init(2)
     with pytest.raises(RuntimeError, match="was called inside a mapped function"):
-        tp.pmap(lambda x: [use(x), x][1], compile=compile)(torch.arange(2.0))
+        tp.pmap(lambda x: [use(x), x][1], compile=mode)(torch.arange(2.0))
     assert tp.device_count() == 2
 
 

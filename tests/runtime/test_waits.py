@@ -19,7 +19,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from _support import EAGER, eagerly, is_running, num_fds, running_pool, stat, wait_for, worker_pids
+from _support import (
+    EAGER,
+    eagerly,
+    in_threads,
+    is_running,
+    num_fds,
+    running_pool,
+    stat,
+    wait_for,
+    worker_pids,
+)
 
 import torchpmap as tp
 from torchpmap._runtime.local import forkserver, vigil
@@ -75,7 +85,7 @@ def test_a_stopped_worker_is_ended(wait, monkeypatch):
     assert value[1].item() == 2
 
 
-def test_a_stopped_worker_that_nobody_waits_for_lives(monkeypatch):
+def test_a_stopped_worker_that_no_call_waits_for_lives(monkeypatch):
     monkeypatch.setattr(vigil, "STOPPED_S", 0.0)
     assert_pool_works()
     pids = worker_pids(2)
@@ -161,7 +171,7 @@ def test_an_exception_does_not_wait_for_a_rank_that_cannot_be_cancelled(tmp_path
 
     def step(x):
         if x == 1:
-            ctypes.PyDLL(None).open(os.fsencode(gate), os.O_RDONLY)  # until somebody writes
+            ctypes.PyDLL(None).open(os.fsencode(gate), os.O_RDONLY)  # until there is a writer
         raise LookupError("mine")
 
     with pytest.raises(LookupError, match="mine"):
@@ -315,7 +325,7 @@ def test_it_imports_from_where_this_process_does(here, python_path, tmp_path, mo
 # -- the user's stream, and threads of ours --------------------------------------------------------
 
 
-def test_answers_come_although_nobody_reads_stdout(monkeypatch):
+def test_answers_come_although_stdout_is_not_read(monkeypatch):
     monkeypatch.setattr(_output, "_STUCK_S", 0.0)
     reader, writer = os.pipe()
     with open(reader, "rb"), open(writer, "w") as full:
@@ -332,7 +342,7 @@ def test_answers_come_although_nobody_reads_stdout(monkeypatch):
     tp.init(2)
 
 
-def test_a_worker_that_prints_without_end_stops_nobody(monkeypatch):
+def test_a_worker_that_prints_without_end_stops_no_call(monkeypatch):
     """What it prints is read in turns with the answers of others."""
 
     class Slow:
@@ -364,7 +374,7 @@ def test_a_worker_that_prints_without_end_stops_nobody(monkeypatch):
 
 
 def test_a_monitor_that_fails_closes_the_pool():
-    """An exception that nobody expected is told, and nobody waits for ever."""
+    """An exception that was not expected is told, and no caller waits for ever."""
     assert_pool_works()
     old = double(rows)
 
@@ -420,12 +430,7 @@ def from_a_finalizer() -> None:
 
 
 def from_several_threads() -> None:
-    threads = [threading.Thread(target=tp.shutdown) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
+    in_threads(8, lambda k: tp.shutdown(), 30)
 
 
 def with_stopped_workers() -> None:
@@ -458,12 +463,8 @@ def while_another_thread_repairs() -> None:
 
 
 SHUTDOWNS = [
-    from_a_signal_handler,
-    from_a_finalizer,
-    from_several_threads,
-    with_stopped_workers,
-    while_workers_start,
-    while_another_thread_repairs,
+    *(from_a_signal_handler, from_a_finalizer, from_several_threads, with_stopped_workers),
+    *(while_workers_start, while_another_thread_repairs),
 ]
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from _sharded_values import HERE, HOST, WHOLE, fetched_bytes, numbers, on_devices, where
 from _spies import asked
-from _support import EAGER, running_pool, wait_for, worker_pids
+from _support import EAGER, live_tensors, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap._runtime import current
@@ -73,24 +73,16 @@ def test_kept_plans_are_bounded(monkeypatch):
 
 
 def test_results_are_freed_on_the_devices():
-    def alive(x):
-        import gc
-
-        marked = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.numel() == 65432]
-        return torch.tensor(len(marked))
-
-    count = tp.pmap(alive, compile=False)
-    ask = torch.zeros(4)
     x = tp.device_put(torch.zeros(4, 65432), tp.devices())
-    assert count(ask).tolist() == [1] * 4
+    assert live_tensors(65432) == [1] * 4
     for _ in range(20):
         x = (x + 1).clamp(0, 3)
-    assert count(ask).tolist() == [1] * 4
+    assert live_tensors(65432) == [1] * 4
     x += 1
     x[:, None]
-    assert count(ask).tolist() == [1] * 4
+    assert live_tensors(65432) == [1] * 4
     del x
-    assert count(ask).tolist() == [0] * 4
+    assert live_tensors(65432) == [0] * 4
 
 
 def test_results_feed_mapped_functions_without_a_move(monkeypatch):

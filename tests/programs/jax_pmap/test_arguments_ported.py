@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import threading
 import weakref
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from _ported import counting, pmap, same, sample
-from _support import EAGER
+from _support import EAGER, in_threads
 
 import torchpmap as tp
 
@@ -285,18 +284,8 @@ def test_psum_with_no_axis_doesnt_leak_functions() -> None:
 def test_cache_hits_across_threads() -> None:
     f, traces = counted(lambda x: x + 1)
     f(torch.zeros(4))
-    results: dict[int, Any] = {}
-
-    def run(k: int) -> None:
-        results[k] = f(torch.full((4,), float(k)))
-
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for k in range(6):
-        same(results[k], torch.full((4,), k + 1.0))
+    for k, got in enumerate(in_threads(6, lambda k: f(torch.full((4,), float(k))))):
+        same(got, torch.full((4,), k + 1.0))
     assert len(traces) == 1
 
 

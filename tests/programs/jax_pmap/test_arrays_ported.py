@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 from _ported import counting, pmap, same, sample
 from _spies import asked
+from _support import in_threads
 
 import torchpmap as tp
 
@@ -52,7 +52,7 @@ def test_arrays(reverse: bool) -> None:
 
 @pytest.mark.parametrize(
     "use",
-    [lambda x, y: x + y, lambda x, y: x + y.sum(0), pytest.param(lambda x, y: x + y[0])],
+    [lambda x, y: x + y, lambda x, y: x + y.sum(0), lambda x, y: x + y[0]],
     ids=["whole", "sum", "index"],
 )
 def test_arrays_captured(use: Any) -> None:
@@ -96,18 +96,9 @@ def test_no_copy_indexing_1d(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threadsafe_indexing() -> None:
     x = sample(4, 50, 20)
     y = pmap(lambda x: x + 0)(x)
-    results: dict[int, torch.Tensor] = {}
-
-    def run(k: int) -> None:
-        results[k] = torch.stack([y[(k + j) % 4] for j in range(4)])
-
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for k in range(8):
-        same(results[k], x.roll(-k, 0))
+    results = in_threads(8, lambda k: torch.stack([y[(k + j) % 4] for j in range(4)]))
+    for k, got in enumerate(results):
+        same(got, x.roll(-k, 0))
 
 
 def test_repr() -> None:
