@@ -89,6 +89,8 @@ def test_row_08_every_exception_keeps_its_type(raised, others):
         error = within(1, lambda: eagerly(step)(rows)).error
         assert type(error) is type(raised)
         assert str(error) == str(raised)
+        assert "on device cpu:1" in error.__notes__[0]
+        assert "raise make()" in str(error.__cause__)
 
 
 class MyError(Exception):
