@@ -99,17 +99,15 @@ def test_a_call_follows_the_settings_around_it(mapped, name):
         assert result.view(-1).equal(expected.view(-1)), (result, expected)
 
 
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
-def test_one_mapped_function_follows_changes(compile):
-    f = tp.pmap(lambda x: x / 3, compile=compile)
+def test_one_mapped_function_follows_changes(mode):
+    f = tp.pmap(lambda x: x / 3, compile=mode)
     for dtype in (torch.float32, torch.float64, torch.float32, torch.float64):
         with default_dtype(dtype):
             assert f(X).cpu().equal(X / 3)
 
 
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
-def test_a_call_of_another_thread_follows_its_settings(compile):
-    f = tp.pmap(lambda x: torch.ones(2, 2) @ (torch.ones(2, 2) * x), compile=compile)
+def test_a_call_of_another_thread_follows_its_settings(mode):
+    f = tp.pmap(lambda x: torch.ones(2, 2) @ (torch.ones(2, 2) * x), compile=mode)
     found = []
 
     def run():
@@ -123,10 +121,9 @@ def test_a_call_of_another_thread_follows_its_settings(compile):
     assert set(found) == {torch.bfloat16, torch.float32}
 
 
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
-def test_a_backward_pass_has_the_settings_of_its_call(compile):
+def test_a_backward_pass_has_the_settings_of_its_call(mode):
     p = torch.ones(4, requires_grad=True)
-    f = tp.pmap(lambda p: (torch.arange(3) / 3 * p).sum(), compile=compile)
+    f = tp.pmap(lambda p: (torch.arange(3) / 3 * p).sum(), compile=mode)
     with default_dtype():
         y = f(p)
     y.sum().backward()  # traced now
@@ -199,15 +196,14 @@ CALLERS = {
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
 @pytest.mark.parametrize("name", CALLERS)
-def test_what_the_caller_does_with_its_own_operations(name, compile):
+def test_what_the_caller_does_with_its_own_operations(name, mode):
     w = torch.nn.Parameter(torch.tensor(3.0))
 
     def fun(x, scale):
         return torch.add(tp.grad(lambda a: (a * a * w).sum())(x), torch.ones(()) * scale)
 
-    f = tp.pmap(fun, in_axes=(0, None), compile=compile)
+    f = tp.pmap(fun, in_axes=(0, None), compile=mode)
     with CALLERS[name]():
         result = f(X.float().numpy(), 2.0)
         numbers = result.tolist()

@@ -56,12 +56,7 @@ def remote_text(exc: BaseException) -> str:
 @pytest.mark.parametrize(
     "cls",
     [
-        WorkerError,
-        WorkerDied,
-        ShardLost,
-        RuntimeClosed,
-        TraceError,
-        CollectiveMismatch,
+        *(WorkerError, WorkerDied, ShardLost, RuntimeClosed, TraceError, CollectiveMismatch),
         CallTimeout,
     ],
 )

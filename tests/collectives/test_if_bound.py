@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from _support import EAGER
 
 import torchpmap as tp
 from torchpmap._collectives import (
@@ -39,24 +38,18 @@ def test_axis_bound() -> None:
     assert seen[6:] == [True, True, True, True, True, False]
 
 
-@pytest.mark.parametrize("compile", [EAGER, False])
-def test_bound_on_devices(compile: Any, pool: int) -> None:
+def test_bound_on_devices(mode: Any, pool: int) -> None:
     def f(x: torch.Tensor) -> Any:
         return x * axis_bound("i"), x * axis_bound("j"), psum_if_bound(x, ("i", "j"))
 
-    got = tp.pmap(f, axis_name="i", compile=compile)(X)
+    got = tp.pmap(f, axis_name="i", compile=mode)(X)
     assert [x.tolist() for x in got] == [X.tolist(), [0.0] * 4, [16.0] * 4]
     assert [x.tolist() for x in f(X)] == [[0.0] * 4, [0.0] * 4, X.tolist()]
 
 
 @pytest.mark.parametrize(
     ("reduce", "over_axis"),
-    [
-        (psum_if_bound, 16.0),
-        (pmean_if_bound, 4.0),
-        (pmax_if_bound, 7.0),
-        (pmin_if_bound, 1.0),
-    ],
+    [(psum_if_bound, 16.0), (pmean_if_bound, 4.0), (pmax_if_bound, 7.0), (pmin_if_bound, 1.0)],
 )
 def test_reductions(reduce: Any, over_axis: float) -> None:
     assert reduce(X, "i").tolist() == X.tolist()

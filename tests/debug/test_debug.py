@@ -252,10 +252,7 @@ def both_ways(call, kind):
 
 MISUSE = {
     "axis sizes": (lambda: tp.pmap(lambda x, y: x)(X, torch.zeros(3)), ValueError),
-    "rows and devices": (
-        lambda: tp.pmap(lambda x: x, devices=tp.devices()[:2])(X),
-        ValueError,
-    ),
+    "rows and devices": (lambda: tp.pmap(lambda x: x, devices=tp.devices()[:2])(X), ValueError),
     "unknown device": (
         lambda: tp.pmap(lambda x: x, devices=[tp.Device(99, "cpu")])(X[:1]),
         ValueError,

@@ -67,7 +67,7 @@ def test_axes_are_bound_per_thread() -> None:
 
 
 def test_recording_collects_and_nests() -> None:
-    axis_stack.record(("nobody", "listens"))
+    axis_stack.record(("no call", "listens"))
     with axis_stack.recording() as outer:
         axis_stack.record(("a",))
         with axis_stack.recording() as inner:

@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from torchpmap._base.devices import Device
-from torchpmap._layout.layout import (
-    _interned,
-    general_layout,
-    replicated_layout,
-    row_layout,
-)
+from torchpmap._layout.layout import _interned, general_layout, replicated_layout, row_layout
 from torchpmap._layout.mesh import NamedSharding, PartitionSpec, make_mesh
 
 CPUS = tuple(Device(i, "cpu") for i in range(4))
@@ -42,7 +37,7 @@ def test_replicated():
     assert layout.ranks == (1, 2, 3)
 
 
-def test_interned_while_somebody_has_them():
+def test_interned_while_they_are_in_use():
     assert row_layout((4, 2), F32, CPUS, 0, "i") is row_layout([4, 2], F32, CPUS, 0, "i")
     kinds = [
         row_layout((4, 4), F32, CPUS, 0, "i"),

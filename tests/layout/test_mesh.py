@@ -125,11 +125,7 @@ def test_axis_names_are_any_hashable():
             "Mesh requires the ndim of its first argument (`devices`) to equal the length of its "
             "second argument (`axis_names`), but got devices.ndim == 1 and len(axis_names) == 2.",
         ),
-        (
-            [CPUS[:2]],
-            ("x", "x"),
-            "the axis names of a Mesh must be distinct, but got 'x' twice.",
-        ),
+        ([CPUS[:2]], ("x", "x"), "the axis names of a Mesh must be distinct, but got 'x' twice."),
         (
             [CPUS[1], CPUS[0], CPUS[1]],
             "i",

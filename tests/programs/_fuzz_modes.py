@@ -26,10 +26,7 @@ MODES = {
 }
 """The options of every ``pmap``, as source."""
 
-AROUND = {
-    "inline": "tp.debug.fake_pmap()",
-    "serial": "tp.debug.fake_pmap(serial=True)",
-}
+AROUND = {"inline": "tp.debug.fake_pmap()", "serial": "tp.debug.fake_pmap(serial=True)"}
 
 REFUSED = (
     # a captured value of an outer derivative or vmap, used under another one inside the function

@@ -312,16 +312,7 @@ def test_char_gpt_refuses_a_batch_that_does_not_divide():
 
 def test_char_gpt_command_line_writes_text_and_its_picture(tmp_path):
     sizes = (
-        "--steps",
-        "10",
-        "--width",
-        "32",
-        "--layers",
-        "1",
-        "--batch",
-        "16",
-        "--accumulate",
-        "2",
+        *("--steps", "10", "--width", "32", "--layers", "1", "--batch", "16", "--accumulate", "2"),
     )
     lines = run_both_ways("char_gpt.py", *sizes, "--no-compile", "--output", str(tmp_path))
     first, last = re.search(r"loss: ([\d.]+) at first, ([\d.]+) in the end", lines).groups()

@@ -197,13 +197,12 @@ def test_one_key_per_device_draws_what_a_batch_of_keys_draws(pool, compile, name
 
 
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["traced", "python"])
-def test_the_axis_index_folded_in_gives_every_device_its_own_key(pool, compile):
+def test_the_axis_index_folded_in_gives_every_device_its_own_key(pool, mode):
     def draw(key):
         mine = random.fold_in(key, tp.axis_index("i"))
         return random.bits(mine, (3,)), random.normal(mine, (3,))
 
-    mapped = tp.pmap(draw, "i", in_axes=None, axis_size=4, compile=compile)
+    mapped = tp.pmap(draw, "i", in_axes=None, axis_size=4, compile=mode)
     bits, normals = mapped(random.key(21))
     programs = [
         f"vmap(lambda i: {draw}(fold_in(key(21), i), (3,)))(array([0, 1, 2, 3], int32))"
@@ -213,15 +212,14 @@ def test_the_axis_index_folded_in_gives_every_device_its_own_key(pool, compile):
     assert_close_to_jax(programs[1], normals.cpu(), result(programs[1]))
 
 
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["traced", "python"])
-def test_a_key_made_inside_or_closed_over_is_one_key(pool, compile):
+def test_a_key_made_inside_or_closed_over_is_one_key(pool, mode):
     outside = random.key(9)
 
     def draw(x):
         return x + random.bits(random.key(9)).to(torch.int64), x + random.bits(outside).to(x.dtype)
 
     expected = [int(result("bits(key(9), ())"))] * 4
-    first, second = tp.pmap(draw, compile=compile)(torch.zeros(4, dtype=torch.int64))
+    first, second = tp.pmap(draw, compile=mode)(torch.zeros(4, dtype=torch.int64))
     assert first.tolist() == second.tolist() == expected
 
 

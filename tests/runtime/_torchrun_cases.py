@@ -114,10 +114,7 @@ ROWS: dict[str, Any] = {
     "ppermute": (lambda x: tp.ppermute(x, AXIS, RING), [3.0, 0.0, 1.0, 2.0]),
     "psum_in_groups": (lambda x: tp.psum(x, AXIS, axis_index_groups=PAIRS), [1.0, 1.0, 5.0, 5.0]),
     "all_to_all": (lambda x: tp.all_to_all(x, AXIS, 0, 0), GRID.T, GRID),
-    "gradient_inside_of_a_mean": (
-        tp.grad(lambda x: tp.pmean(x * x, AXIS)),
-        [0.0, 2.0, 4.0, 6.0],
-    ),
+    "gradient_inside_of_a_mean": (tp.grad(lambda x: tp.pmean(x * x, AXIS)), [0.0, 2.0, 4.0, 6.0]),
 }
 """Name -> what a row does, what all rows get, and the rows if they are not X."""
 

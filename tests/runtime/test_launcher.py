@@ -110,7 +110,7 @@ def test_hydra_on_two_hosts():
     assert place == Place(1, 2, 0, 1, "node0", DEFAULT_PORT, "mpiexec")
 
 
-def test_several_hosts_and_nobody_says_where_the_first_is():
+def test_several_hosts_without_the_address_of_the_first():
     text = (
         "mpiexec started 2 processes on several hosts, but nothing says where rank 0 is. Set "
         "MASTER_ADDR to its host name (and MASTER_PORT to a free port)."

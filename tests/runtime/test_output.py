@@ -82,7 +82,7 @@ def test_it_prints_in_order_and_then_acts(printer, monkeypatch):
     assert seen == [("".join(f"{k}\n" for k in range(100)), "oh\n")]
 
 
-def test_a_stream_that_takes_nothing_stops_nobody(printer, monkeypatch):
+def test_a_stream_that_takes_nothing_holds_up_no_answer(printer, monkeypatch):
     """Answers come, what is kept is bounded, and what was not printed is when there is room."""
     monkeypatch.setattr(_output, "_STUCK_S", 0.0)
     reader, writer = os.pipe()

@@ -118,7 +118,7 @@ def broadcasts(sizes: Any) -> list[torch.Tensor]:
 
 
 def permutes(sizes: Any) -> list[torch.Tensor]:
-    """Rank r gives to rank r + 1; the last to nobody, and nobody to the first."""
+    """Rank r gives to rank r + 1; the last gives to none, and the first gets nothing."""
     rank, size = me()
     ranks = list(range(size))
     xs = [given(rank, (count, 2)).T for count in sizes]

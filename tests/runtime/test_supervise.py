@@ -104,8 +104,8 @@ TRANSITIONS = {
         [death(1, doomed=9), Drained(0)], Lingering(), [Cancel(9, (2,))], Phase.DRAINING),
     "who lingers in a call that a death does not concern goes on": (
         [death(1)], Lingering(), [], Phase.DRAINING),
-    "nobody lingers in a rebuild": ([user(1), *EVERYONE], Lingering(), [], Phase.REBUILDING),
-    "nobody lingers while healthy": ([], Lingering(), [], Phase.HEALTHY),
+    "no rank lingers in a rebuild": ([user(1), *EVERYONE], Lingering(), [], Phase.REBUILDING),
+    "no rank lingers while healthy": ([], Lingering(), [], Phase.HEALTHY),
     "a stopped rank is killed": ([], Stopped(1), [Kill((1,))], Phase.HEALTHY),
     "a stopped rank is killed while it drains": (
         [user(0)], Stopped(1), [Kill((1,))], Phase.DRAINING),
@@ -329,7 +329,7 @@ class Pool(RuleBasedStateMachine):
 
     @invariant()
     def never_stuck(self):
-        """Somebody's answer or end is awaited: a repair cannot wait for nothing."""
+        """A rank's answer or end is awaited: a repair cannot wait for nothing."""
         if hasattr(self, "tested") and not self.closed and self.tested.phase is not Phase.HEALTHY:
             assert self.to_drain or self.to_join
 

@@ -15,10 +15,7 @@ from _support import EAGER, SCALE, running_pool, wait_for, worker_pids
 import torchpmap as tp
 from torchpmap._runtime.local.triage import Sight, described
 
-pytestmark = [
-    pytest.mark.usefixtures("pool"),
-    pytest.mark.parametrize("pool", [2], indirect=True),
-]
+pytestmark = [pytest.mark.usefixtures("pool"), pytest.mark.parametrize("pool", [2], indirect=True)]
 
 rows = torch.arange(2.0)
 total = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
@@ -159,7 +156,7 @@ def test_error_of_a_compiled_call_is_raised_where_its_value_is_used(use):
     assert value.tolist() == [1, 2]
 
 
-def test_call_that_nobody_waits_for_has_the_same_limit():
+def test_a_call_whose_result_is_not_used_has_the_same_limit():
     y = tp.pmap(lingers, compile=EAGER, timeout=LIMIT_S)(rows)
     assert wait_for(lambda: running_pool().broken, 5)
     assert total(rows).tolist() == [1, 1]

@@ -49,6 +49,12 @@ def outputs(processes: Any) -> list[str]:
     return [re.sub(r"^\[rank\d\]: ?", "", text, flags=re.MULTILINE) for _, text in processes]
 
 
+def of_failed(processes: Any) -> list[str]:
+    """What each printed, where all have failed."""
+    assert {code for code, _ in processes} == {1}
+    return outputs(processes)
+
+
 def test_nothing_hangs(ended):
     hung = [name for name, processes in ended.items() if any(code is None for code, _ in processes)]
     assert not hung
@@ -73,8 +79,7 @@ def test_nothing_hangs(ended):
 )  # fmt: skip
 def test_different_programs_are_the_same_error_everywhere(ended, name, rows):
     table = "".join(f"  {row}\n" for row in rows)
-    for (code, _), output in zip(ended[name], outputs(ended[name]), strict=True):
-        assert code == 1
+    for output in of_failed(ended[name]):
         assert DIFFERENT + table + RULE in output
 
 
@@ -95,8 +100,7 @@ def test_different_programs_are_the_same_error_everywhere(ended, name, rows):
 )
 def test_different_graphs_show_the_first_line_that_differs(ended, name, first, second):
     pattern = re.escape(DIFFERENT) + f"  {first}.*\n  {second}.*\n" + re.escape(RULE)
-    for (code, _), output in zip(ended[name], outputs(ended[name]), strict=True):
-        assert code == 1
+    for output in of_failed(ended[name]):
         assert re.search(pattern, output), output
 
 
@@ -105,22 +109,18 @@ def test_a_known_call_here_and_a_new_one_there(ended):
         "CollectiveMismatch: total: rank 0 runs it, but rank 1 has not come to it, and waits for "
         f"rank 0 in another call: total(float32[1]), compile=False. {RULE}"
     )
-    for (code, _), output in zip(
-        ended["one_untraced_later"], outputs(ended["one_untraced_later"]), strict=True
-    ):
-        assert code == 1
+    for output in of_failed(ended["one_untraced_later"]):
         assert text in output
 
 
 def test_known_calls_of_equal_shapes_in_another_order(ended):
-    """Between processes that share memory; whoever sees it first says it for all."""
+    """Between processes that share memory; the one that sees it first says it for all."""
     text = (
         r"CollectiveMismatch: rank (\d) runs sum of torch.float32 x 1 in (\w+), but rank (\d) sum "
         r"of torch.float32 x 1 in (\w+). All devices must run the same collectives in the same "
         r"order."
     )
-    for (code, _), output in zip(ended["other_order"], outputs(ended["other_order"]), strict=True):
-        assert code == 1
+    for output in of_failed(ended["other_order"]):
         found = re.search(text, output)
         assert found is not None, output
         said = {int(found[1]): found[2], int(found[3]): found[4]}
@@ -136,10 +136,7 @@ def test_different_collectives_of_an_untraced_function(ended):
 
 
 def test_equal_collectives_of_an_untraced_function_in_another_order(ended):
-    for (code, _), output in zip(
-        ended["other_order_untraced"], outputs(ended["other_order_untraced"]), strict=True
-    ):
-        assert code == 1
+    for output in of_failed(ended["other_order_untraced"]):
         assert "CollectiveMismatch: function: devices run different collectives" in output
         assert "in total, called at _failing_ranks.py" in output
         assert "a value" not in output
@@ -149,10 +146,7 @@ def test_equal_collectives_of_an_untraced_function_in_another_order(ended):
     ("name", "text"),
     [
         ("ended_before_a_new_plan", "CollectiveMismatch: total: rank 1 has ended its program and"),
-        (
-            "ended_before_a_sum",
-            "CollectiveMismatch: rank 1 has ended its program and will not",
-        ),
+        ("ended_before_a_sum", "CollectiveMismatch: rank 1 has ended its program and will not"),
     ],
 )
 def test_a_process_that_ended_early(ended, name, text):
@@ -175,8 +169,7 @@ def test_a_process_that_ended_early(ended, name, text):
 def test_an_exception_on_one_process_is_the_first_thing_the_others_show(
     ended, name, culprit, place
 ):
-    for rank, ((code, _), output) in enumerate(zip(ended[name], outputs(ended[name]), strict=True)):
-        assert code == 1
+    for rank, output in enumerate(of_failed(ended[name])):
         first, *rest = output.split("The above exception was the direct cause of")
         assert f"ValueError: boom in the {place}" in first
         assert f'raise ValueError("boom in the {place}")' in first  # its traceback
@@ -200,7 +193,7 @@ def test_a_killed_process_ends_the_others(ended, name, victim):
             assert "WorkerDied: the connection to another process of this job broke off" in output
 
 
-def test_a_killed_process_that_nobody_is_connected_to_is_missed_in_time(ended):
+def test_a_killed_process_without_a_connection_is_missed_in_time(ended):
     waiting, killed = ended["killed_while_others_agree"]
     assert killed.code == -9
     assert waiting.code == 1
@@ -215,8 +208,7 @@ def test_after_a_failure_no_call_is_taken(ended):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["forged_message", "forged_cause", "forged_posting", "forged_tree", "forged_report"],
+    "name", ["forged_message", "forged_cause", "forged_posting", "forged_tree", "forged_report"]
 )
 def test_what_a_stranger_writes_to_the_store_runs_nothing(ended, name):
     reader = ended[name][0]
@@ -272,7 +264,7 @@ add = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile={"backend": "eager"})
 add(torch.ones(1))
 pathlib.Path(sys.argv[1], f"pid{tp.process_index()}").write_text(f"{os.getpid()}\\n")
 if tp.process_index() == 1:
-    add(torch.ones(1))  # nobody comes
+    add(torch.ones(1))  # no other rank comes
 time.sleep(1000)
 """
 

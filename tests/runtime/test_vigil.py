@@ -28,8 +28,8 @@ CASES = {
     "one that goes on in between": (
         [(0, {0: CALL}, "T"), (4, {0: CALL}, "S"), (5, {0: CALL}, "T"), (9.9, {0: CALL}, "T")],
         [QUIET] * 4),
-    "one that nobody waits for": ([(0, {}, "T"), (60, {}, "T"), (61, {0: CALL}, "T")], [QUIET] * 3),
-    "one that nobody waited for in between": (
+    "one no call waits for": ([(0, {}, "T"), (60, {}, "T"), (61, {0: CALL}, "T")], [QUIET] * 3),
+    "one no call waited for in between": (
         [(0, {0: CALL}, "T"), (3, {}, "T"), (5, {0: CALL}, "T"), (9, {0: CALL}, "T")], [QUIET] * 4),
     "two of three": (
         [(0, dict.fromkeys(range(3), CALL), "TRt"), (5, dict.fromkeys(range(3), CALL), "TRt")],

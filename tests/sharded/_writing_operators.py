@@ -15,7 +15,7 @@ _INTERNAL = re.compile(
     r"_(?!_i|foreach_|amp_|fused_(sgd|adam|adamw|adagrad)_|index_put_impl_|masked_softmax"
     r"|native_batch_norm_legit|batch_norm_with_update|fused_moving_avg|embedding_renorm)"
 )
-"""Operators that nobody calls by themselves; arguments at random may end the process."""
+"""Operators that only torch itself calls; arguments at random may end the process."""
 
 _ELSEWHERE = re.compile(
     r"cudnn|miopen|mkldnn|mps|quantized|sparse|set_|resize|rename|record_stream|requires_grad|retain"

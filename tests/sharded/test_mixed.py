@@ -86,14 +86,8 @@ def loss(function, reduction):
 
 
 LOSSES = [
-    F.mse_loss,
-    F.l1_loss,
-    F.smooth_l1_loss,
-    F.huber_loss,
-    F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-    F.soft_margin_loss,
-    F.poisson_nll_loss,
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy),
+    *(F.binary_cross_entropy_with_logits, F.soft_margin_loss, F.poisson_nll_loss),
 ]
 MASKS = [mask for mask in itertools.product([True, False], repeat=3) if any(mask)]
 REDUCTIONS = ["none", "mean", "sum"]

@@ -67,17 +67,8 @@ def test_operations(put, function):
 
 
 BINARY = [
-    operator.add,
-    operator.sub,
-    operator.mul,
-    operator.truediv,
-    operator.pow,
-    operator.mod,
-    operator.eq,
-    operator.ne,
-    operator.lt,
-    operator.ge,
-    torch.maximum,
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.mod),
+    *(operator.eq, operator.ne, operator.lt, operator.ge, torch.maximum),
 ]
 
 

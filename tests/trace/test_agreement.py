@@ -142,23 +142,10 @@ def under_grad(x, odd):
 
 
 DIVERGING = [
-    swapped,
-    swapped_calls_of_a_helper,
-    swapped_on_one_line,
-    other_operand_of_one_expression,
-    once_more_in_a_loop,
-    before_or_after_a_recursion,
-    sum_or_mean,
-    other_source,
-    other_dim,
-    other_positional_axis,
-    other_order_of_leaves,
-    other_leaf_is_none,
-    other_keys,
-    backward_of_another,
-    backward_of_another_leaf,
-    gradient_of_another_extreme,
-    in_text,
+    *(swapped, swapped_calls_of_a_helper, swapped_on_one_line, other_operand_of_one_expression),
+    *(once_more_in_a_loop, before_or_after_a_recursion, sum_or_mean, other_source, other_dim),
+    *(other_positional_axis, other_order_of_leaves, other_leaf_is_none, other_keys),
+    *(backward_of_another, backward_of_another_leaf, gradient_of_another_extreme, in_text),
     under_grad,
 ]
 

@@ -37,10 +37,7 @@ def backend(graph, examples, **extra):
         ({"backend": "inductor"}, INDUCTOR),
         ({"backend": "eager"}, EAGER),
         ({"mode": "default"}, Backend("inductor", None, "default")),
-        (
-            {"options": {"b": 1, "a": 2}},
-            Backend("inductor", None, None, (("a", 2), ("b", 1))),
-        ),
+        ({"options": {"b": 1, "a": 2}}, Backend("inductor", None, None, (("a", 2), ("b", 1)))),
         ({"backend": "aot_eager"}, Backend("aot_eager")),
         ({"backend": backend, "mode": "default"}, Backend("backend", backend, "default")),
     ],

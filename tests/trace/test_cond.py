@@ -10,18 +10,15 @@ import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
 
-mode = pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "uncompiled"])
-
 
 def choose(condition, x):
     return torch.cond(condition, lambda x: x * 10, lambda x: -x, (x,))
 
 
-@mode
 @pytest.mark.parametrize("rows", [4, 8])
-def test_every_row_takes_its_branch(rows, compile):
+def test_every_row_takes_its_branch(rows, mode):
     x = torch.arange(float(rows))
-    got = tp.pmap(lambda x: choose(x > 1, x), compile=compile)(x)
+    got = tp.pmap(lambda x: choose(x > 1, x), compile=mode)(x)
     assert got.tolist() == torch.where(x > 1, x * 10, -x).tolist()
 
 
@@ -53,16 +50,12 @@ NESTED = {
         lambda row, x: choose(x > row, x),
         torch.where(INNER.T > ROWS, 10 * INNER.T, -INNER.T),
     ),
-    "neither": (
-        lambda row, x: choose(torch.tensor(2) > 1, x + row),
-        10 * (INNER.T + ROWS),
-    ),
+    "neither": (lambda row, x: choose(torch.tensor(2) > 1, x + row), 10 * (INNER.T + ROWS)),
 }
 
 
-@mode
 @pytest.mark.parametrize("case", NESTED)
-def test_vmap_inside(case, compile):
+def test_vmap_inside(case, mode):
     f, expected = NESTED[case]
-    mapped = tp.pmap(lambda row, x: torch.func.vmap(lambda x: f(row, x))(x), compile=compile)
+    mapped = tp.pmap(lambda row, x: torch.func.vmap(lambda x: f(row, x))(x), compile=mode)
     assert mapped(ROWS, INNER).tolist() == expected.T.tolist()

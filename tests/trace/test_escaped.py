@@ -103,11 +103,10 @@ def test_every_use_is_refused(how, rows):
 
 
 @ROWS
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
 @pytest.mark.parametrize("how", [argument, result, inside_grad], ids=lambda how: how.__name__)
-def test_as_an_argument_it_has_its_name(how, rows, compile):
+def test_as_an_argument_it_has_its_name(how, rows, mode):
     tensor = leaked(how, rows, compile=EAGER)
-    fun = mapped(lambda x, y: x, in_axes=(0, None), compile=compile)
+    fun = mapped(lambda x, y: x, in_axes=(0, None), compile=mode)
     for _ in range(2):
         with pytest.raises(tp.TensorEscaped, match=r"argument y\['a'\] \(of type float32\[3\]\)"):
             fun(torch.ones(4), {"a": tensor})

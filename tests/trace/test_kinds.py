@@ -107,26 +107,23 @@ def test_captured_tensors(name, monkeypatch):
     assert sent == []
 
 
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
 @pytest.mark.parametrize("name", ["coo", "csr"])
-def test_results(name, compile):
+def test_results(name, mode):
     reason = TENSORS[name][1]
     fun = {"coo": torch.Tensor.to_sparse, "csr": torch.Tensor.to_sparse_csr}[name]
     with pytest.raises(TypeError, match=rf"the output of .*\[1\].* {reason}"):
-        tp.pmap(lambda x: (x, fun(x)), compile=compile)(torch.ones(4, 4, 4))
+        tp.pmap(lambda x: (x, fun(x)), compile=mode)(torch.ones(4, 4, 4))
 
 
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
-def test_results_without_numbers(compile):
+def test_results_without_numbers(mode):
     with pytest.raises(TypeError, match=r"the output of .* is on the meta device"):
-        tp.pmap(lambda x: torch.ones(3, device="meta"), compile=compile)(torch.ones(4))
+        tp.pmap(lambda x: torch.ones(3, device="meta"), compile=mode)(torch.ones(4))
 
 
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
-def test_sparse_gradients_from_outside(compile):
+def test_sparse_gradients_from_outside(mode):
     weight = torch.ones(10, 2, requires_grad=True)
     lookup = torch.nn.functional.embedding
-    f = tp.pmap(lambda w, k: lookup(k, w, sparse=True), in_axes=(None, 0), compile=compile)
+    f = tp.pmap(lambda w, k: lookup(k, w, sparse=True), in_axes=(None, 0), compile=mode)
     result = f(weight, torch.zeros(4, 3, dtype=torch.long)).sum()
     with pytest.raises(
         NotImplementedError, match=r"gradient of type float32\[10, 2\].*sparse=True"
@@ -193,21 +190,19 @@ ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
 @pytest.mark.parametrize("name", ARRAYS)
-def test_arrays_of_any_layout(name, compile):
+def test_arrays_of_any_layout(name, mode):
     array = ARRAYS[name]
-    result = tp.pmap(lambda x: (x * 2, array), compile=compile)(array)
+    result = tp.pmap(lambda x: (x * 2, array), compile=mode)(array)
     np.testing.assert_array_equal(result[0], array * 2)
     np.testing.assert_array_equal(result[1], np.stack([array] * 4))
 
 
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
-def test_tensors_of_any_layout(compile):
+def test_tensors_of_any_layout(mode):
     x = torch.arange(8).reshape(4, 2) * (1 + 2j)
     for tensor in (x.conj(), x.conj().imag, x.T.contiguous().T, x[:, :1].expand(4, 3), x[:, 0]):
         captured = tensor[0]
-        result = tp.pmap(lambda a, c=captured: a + c, compile=compile)(tensor).cpu()
+        result = tp.pmap(lambda a, c=captured: a + c, compile=mode)(tensor).cpu()
         assert result.equal(tensor + captured)
 
 
@@ -255,13 +250,12 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_recurrent_layers_with_more_rows_than_devices(name, compile):
+def test_recurrent_layers_with_more_rows_than_devices(name, mode):
     torch.manual_seed(0)
     layer = LAYERS[name]()
     x = torch.randn(8, 4, 2, 3)
-    result = tp.pmap(lambda a: layer(a)[0], compile=compile)(x)
+    result = tp.pmap(lambda a: layer(a)[0], compile=mode)(x)
     expected = torch.stack([layer(a)[0] for a in x])
     torch.testing.assert_close(result.cpu(), expected)
     weights = list(layer.parameters())

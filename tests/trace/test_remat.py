@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from _support import EAGER
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -29,7 +30,6 @@ pytestmark = [
     pytest.mark.filterwarnings("error:None of the inputs"),
 ]
 
-EAGER = {"backend": "eager"}
 SIZE, LAYERS = 16, 5
 Function = Callable[..., Any]
 
@@ -76,7 +76,6 @@ def model(ws: torch.Tensor, x: torch.Tensor, wrap: Function) -> torch.Tensor:
 torch.manual_seed(0)
 WS = torch.randn(LAYERS, SIZE, SIZE) / 8
 X = torch.randn(4, 32, SIZE)
-MODES = {"graph": EAGER, "python": False}
 
 
 def whole(ws: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -87,18 +86,17 @@ def whole(ws: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("pool", [4, 2], indirect=True)
-@pytest.mark.parametrize("compile", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("wrap", CHECKPOINTS.values(), ids=CHECKPOINTS)
-def test_the_same_gradients(wrap: Function, compile: Any, pool: int) -> None:
+def test_the_same_gradients(wrap: Function, mode: Any, pool: int) -> None:
     expected = torch.func.grad(whole, argnums=(0, 1))(WS, X)
 
     def inside(ws: torch.Tensor, x: torch.Tensor) -> Any:
         return tp.grad(lambda ws: model(ws, x, wrap))(ws)
 
-    got = tp.pmap(inside, "i", in_axes=(None, 0), compile=compile)(WS, X)
+    got = tp.pmap(inside, "i", in_axes=(None, 0), compile=mode)(WS, X)
     torch.testing.assert_close(got.cpu().sum(0), expected[0])
 
-    mapped = tp.pmap(lambda ws, x: model(ws, x, wrap), "i", in_axes=(None, 0), compile=compile)
+    mapped = tp.pmap(lambda ws, x: model(ws, x, wrap), "i", in_axes=(None, 0), compile=mode)
     ws, x = WS.clone().requires_grad_(), X.clone().requires_grad_()
     mapped(ws, x).sum().backward()
     torch.testing.assert_close((ws.grad, x.grad), expected)
@@ -158,9 +156,8 @@ def test_transforms(transform: Any, outside: bool, pool: int) -> None:
 
 
 @pytest.mark.parametrize("pool", [4, 2], indirect=True)
-@pytest.mark.parametrize("compile", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_dropout_has_the_same_mask_again(use_reentrant: bool, compile: Any, pool: int) -> None:
+def test_dropout_has_the_same_mask_again(use_reentrant: bool, mode: Any, pool: int) -> None:
     """The derivative of a product with a mask is the mask, wherever the value is not zero."""
 
     def f(x: torch.Tensor) -> Any:
@@ -171,20 +168,18 @@ def test_dropout_has_the_same_mask_again(use_reentrant: bool, compile: Any, pool
         return masked.sum(), masked
 
     x = torch.ones(4, 64)
-    gradient, masked = tp.pmap(tp.grad(f, has_aux=True), compile=compile)(x)
+    gradient, masked = tp.pmap(tp.grad(f, has_aux=True), compile=mode)(x)
     expected = torch.where(masked.cpu() > 1.5, 2 * torch.e**2, 0.0)
     torch.testing.assert_close(gradient.cpu(), expected)
 
     x.requires_grad_()
-    masked = tp.pmap(lambda x: f(x)[1], compile=compile)(x)
+    masked = tp.pmap(lambda x: f(x)[1], compile=mode)(x)
     masked.sum().backward()
-    torch.testing.assert_close(
-        x.grad, torch.where(masked.detach().cpu() > 1.5, 2 * torch.e**2, 0.0)
-    )
+    expected = torch.where(masked.detach().cpu() > 1.5, 2 * torch.e**2, 0.0)
+    torch.testing.assert_close(x.grad, expected)
 
 
-@pytest.mark.parametrize("compile", MODES.values(), ids=MODES)
-def test_backward_inside(compile: Any) -> None:
+def test_backward_inside(mode: Any) -> None:
     def f(x: torch.Tensor) -> Any:
         x = x.clone().requires_grad_()
         y = remat(lambda x: nn.functional.dropout(x, 0.5).exp() * tp.psum(x, "i"), x)
@@ -192,15 +187,14 @@ def test_backward_inside(compile: Any) -> None:
         return x.grad, y.detach()
 
     x = torch.ones(4, 64)
-    gradient, y = tp.pmap(f, "i", compile=compile)(x)
+    gradient, y = tp.pmap(f, "i", compile=mode)(x)
     # y = exp(m x) s, with s = 4 the sum over devices of x; dy/dx = m exp(m x) s + the sum of exp
     dropped = y.cpu() / 4
     expected = torch.where(dropped > 1.5, 2 * y.cpu(), 0.0) + dropped.sum(0)
     torch.testing.assert_close(gradient.cpu(), expected)
 
 
-@pytest.mark.parametrize("compile", MODES.values(), ids=MODES)
-def test_modules_and_keyword_arguments(compile: Any) -> None:
+def test_modules_and_keyword_arguments(mode: Any) -> None:
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.ReLU(inplace=True))
     x = torch.randn(4, 5, 3, requires_grad=True)
@@ -209,7 +203,7 @@ def test_modules_and_keyword_arguments(compile: Any) -> None:
         y = checkpoint_sequential(module, 2, x, use_reentrant=False)
         return remat(lambda y, *, scale: (y * scale).sin(), y, scale=torch.tensor(3.0))
 
-    tp.pmap(f, compile=compile)(x).sum().backward()
+    tp.pmap(f, compile=mode)(x).sum().backward()
     got = [x.grad, *(p.grad for p in module.parameters())]
     x.grad = None
     module.zero_grad()

@@ -29,10 +29,7 @@ def test_what_depends_on_a_varying_input_varies(graph):
 
 @pytest.mark.parametrize(
     ("target", "args"),
-    [
-        (c10d.all_reduce.default, ("sum", "g")),
-        (c10d.all_gather_into_tensor.default, (4, "g")),
-    ],
+    [(c10d.all_reduce.default, ("sum", "g")), (c10d.all_gather_into_tensor.default, (4, "g"))],
 )
 def test_reductions_over_the_axis_make_equal(graph, target, args):
     x = graph.placeholder("x")

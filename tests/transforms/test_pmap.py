@@ -142,12 +142,11 @@ def test_out_axes_none_of_reduced_and_unmapped_values(mode):
     assert all(value.is_fully_replicated for value in out)
 
 
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "python"])
-def test_check_replicated(compile):
+def test_check_replicated(mode):
     def f(x):
         return {"same": tp.pmean(x, "i"), "other": [x]}
 
-    g = tp.pmap(f, "i", out_axes=None, check_replicated=True, compile=compile)
+    g = tp.pmap(f, "i", out_axes=None, check_replicated=True, compile=mode)
     with pytest.raises(
         ValueError, match=r"out_axes is None for the output of f\['other'\]\[0\], but"
     ) as e:
@@ -280,12 +279,7 @@ def test_constants_and_numpy_outputs(mode):
 
     out = tp.pmap(f, compile=mode)(torch.zeros(4))
     assert [value.dtype for value in out[:7]] == [
-        torch.int64,
-        torch.float32,
-        torch.bool,
-        torch.complex64,
-        torch.float64,
-        torch.int64,
+        *(torch.int64, torch.float32, torch.bool, torch.complex64, torch.float64, torch.int64),
         torch.float32,
     ]
     assert [value.tolist() for value in out[:6]] == [
@@ -350,7 +344,7 @@ def test_a_compiled_permutation_is_not_overwritten_while_it_travels():
         return u
 
     u = torch.tensor([2.0, -1.0, 2.5, -0.5, 3.0, 0.0, 3.5, 0.5, 4.0, 1.0]).repeat(2)
-    expected = torch.nn.functional.pad(u, (3, 3))  # the ends are zero, as where nobody sends
+    expected = torch.nn.functional.pad(u, (3, 3))  # the ends are zero, as where no row sends
     for _ in range(3):
         inner = expected[1:-1] + 0.25 * (expected[:-2] - 2 * expected[1:-1] + expected[2:])
         expected = torch.cat([expected[:1], inner, expected[-1:]])

@@ -59,13 +59,7 @@ class Scaler:
         Scaler(2).__call__,
     ],
     ids=[
-        "function",
-        "lambda",
-        "partial",
-        "partial2",
-        "callable",
-        "method",
-        "classmethod",
+        *("function", "lambda", "partial", "partial2", "callable", "method", "classmethod"),
         "bound_call",
     ],
 )

@@ -25,20 +25,8 @@ ROWS = torch.arange(12.0).reshape(4, 3)  # 4 devices, 3 columns
 # Kinds of input ----------------------------------------------------------------------------------
 
 DTYPES = [
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16"),
+    *("float32", "float64", "complex64", "complex128"),
 ]
 
 
