@@ -99,7 +99,7 @@ TABLES = {
     "value of another type": (
         put(lambda b: leaf(b, "step"), "kind", "str"), "are of type int, not str"),
     "numpy has no bfloat16": (put(lambda b: leaf(b, "array"), "dtype", "bfloat16"),
-        r"'array' is bfloat16\[3\], which numpy has not"),
+        r"'array' is bfloat16\[3\], which numpy lacks"),
     "huge shape": (put(leaf, "shape", [10**13, 3]), "a part of 'w' is in none of its files"),
     "negative shape": (put(leaf, "shape", [-2, -3]), "'shape' is .* which is no list of sizes"),
     "shape of floats": (put(leaf, "shape", [2.0, 3.0]), "'shape' is .* which is no list of sizes"),

@@ -20,8 +20,8 @@ FLOATS = "expected float32, float64, float16 or bfloat16."
         (lambda: random.key(1.5), TypeError,
          "key: got a seed of type float, expected an int or an integer tensor."),
         (lambda: random.key(2**63), ValueError,
-         "key: got seed 9223372036854775808, expected a 64-bit integer. Take "
-         "9223372036854775808 % 2**32, of which all bits count."),
+         "key: got seed 9223372036854775808, expected a 64-bit integer. Only its low "
+         "32 bits count: take 9223372036854775808 % 2**32."),
         (lambda: random.key(torch.tensor(1.0)), TypeError,
          "key: got seed of dtype float32, expected an int or an integer tensor."),
         (lambda: random.key(torch.tensor([1, 2])), ValueError,
@@ -101,7 +101,7 @@ FLOATS = "expected float32, float64, float16 or bfloat16."
         (lambda: random.randint(KEY, (2,), 0, 5, torch.float32), TypeError,
          "randint: got dtype torch.float32, expected int8, int16, int32, int64 or uint8."),
         (lambda: random.permutation(KEY, -1), ValueError,
-         "permutation: got x=-1, expected how many numbers, 0 or more."),
+         "permutation: got x=-1, expected a number of at least 0."),
         (lambda: random.permutation(KEY, torch.tensor(5)), TypeError,
          "permutation: got x of shape (), expected an int (not a tensor: the shape of the "
          "result depends on it) or a tensor of at least one dim."),
@@ -114,7 +114,7 @@ FLOATS = "expected float32, float64, float16 or bfloat16."
         (lambda: random.choice(KEY, torch.tensor(3)), TypeError,
          "choice: got a of shape (), expected an int or a tensor with a dim."),
         (lambda: random.choice(KEY, 3, p=[0.5, 0.5]), ValueError,
-         "choice: got p of shape (2,), expected 3 real numbers, one for each to pick from: "
+         "choice: got p of shape (2,), expected 3 real numbers, one per number or row to pick: "
          "shape (3,)."),
         (lambda: random.choice(KEY, 2, p=[1.5, -0.5]), ValueError,
          "choice: got p=[1.5, -0.5], expected probabilities: numbers of at least 0, not all 0."),

@@ -93,7 +93,7 @@ class Preparation:
         options = self.options
         leaves, _ = flatten_call(args, kwargs)
         for leaf in leaves:
-            if type(leaf) is ShardedTensor:
+            if type(leaf) is ShardedTensor and not in_one_process:  # which needs no running pool
                 check_open(leaf)
         spans = in_one_process or any(map(spans_processes, leaves))
         size = options.axis_size
