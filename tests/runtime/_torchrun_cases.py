@@ -207,6 +207,25 @@ def axis_size_that_does_not_divide():
     return mapped(lambda: torch.tensor(1), axis_size=5)()
 
 
+@expect(lambda rank, count: torch.tensor([2 * rank]))
+def fake_pmap_takes_what_the_devices_take():
+    function = mapped(lambda x: 2 * x, devices=tp.devices())
+    with tp.debug.fake_pmap():
+        return function(torch.tensor([tp.process_index()]))
+
+
+@expect_error(ValueError, "must equal the number of local devices passed to pmap. Got axis_size=2")
+def fake_pmap_refuses_what_the_devices_refuse():
+    with tp.debug.fake_pmap():
+        return mapped(lambda x: x, devices=tp.devices())(torch.ones(2))
+
+
+@expect_same(("serial", "vmapped", "pmapped"))
+def check_pmap_with_devices():
+    rows = torch.tensor([[tp.process_index(), 1.0]])
+    return tp.debug.check_pmap(lambda x: x.sin(), rows, devices=tp.devices()).values
+
+
 @expect_rows([6.0, 6.0, 6.0, 6.0])
 def torch_compile_around_it():  # JAX: [1, 1] and [5, 5]
     function = mapped(lambda x: tp.psum(x, AXIS))

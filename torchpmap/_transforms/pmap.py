@@ -142,11 +142,11 @@ class Pmapped:
         options = self._options
         if options.static_argnums or options.static_argnames:
             args, kwargs = split_statics(options, args, kwargs)
-        is_here = axis_stack.bound() or (num_modes() and is_traced())
+        is_here = bool(axis_stack.bound() or (num_modes() and is_traced()))
         if not is_here and not inline_mode.active():
             return self._run_on_devices(args, kwargs)
         preparation = self._preparation
-        bound = preparation.bind(args, kwargs, in_one_process=True)
+        bound = preparation.bind(args, kwargs, has_all_rows=is_here)
         return (run_here if is_here else run_inline)(preparation, bound)
 
     def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -85,17 +85,15 @@ class Preparation:
             self._retraces.clear()
 
     def bind(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_one_process: bool = False
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_all_rows: bool = False
     ) -> Bound:
-        """Check a call (statics already wrapped) against the options, and take it apart;
-        ``in_one_process``: whether all rows of its axis are in this process.
+        """Check a call (statics already wrapped) against the options, and take it apart.
+
+        ``has_all_rows``: whether the arguments have the rows of all processes in any case.
         """
         options = self.options
         leaves, _ = flatten_call(args, kwargs)
-        for leaf in leaves:
-            if type(leaf) is ShardedTensor and not in_one_process:  # which needs no running pool
-                check_open(leaf)
-        spans = in_one_process or any(map(spans_processes, leaves))
+        spans = has_all_rows or any(map(spans_processes, leaves))
         size = options.axis_size
         if size is not None and not spans and process_count() > 1:  # it counts all processes' rows
             within = options.devices or all_devices(options.platform)
@@ -114,8 +112,10 @@ class Preparation:
         """Find or make the plan of a call; ``has_numbers``: whether the call is to run, so that its
         arguments need numbers.
         """
-        for path, leaf in zip(bound.paths, bound.leaves, strict=True) if has_numbers else ():
-            if isinstance(leaf, torch.Tensor):
+        for path, leaf in zip(bound.paths, bound.leaves, strict=True):
+            if type(leaf) is ShardedTensor:
+                check_open(leaf)
+            if has_numbers and isinstance(leaf, torch.Tensor):
                 insist(leaf, f"{self.options.prefix}: argument {path}")
         levels = self._levels(bound)
         return self._plan_for(levels, self._choose_devices(levels))

@@ -27,9 +27,10 @@ from torchpmap._layout.axis_stack import Axis, bind
 from torchpmap._runtime import inline_mode
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.environment import parameters
-from torchpmap._transforms.arguments import Bound, Options, Static, bind_arguments, split_statics
+from torchpmap._transforms.arguments import Bound, Options, Static, split_statics
 from torchpmap._transforms.inline import KeepCaptured
 from torchpmap._transforms.pmap import Pmapped
+from torchpmap._transforms.preparation import Preparation
 from torchpmap._transforms.rows import run_rows
 from torchpmap.random._streams import peek_key, streams
 
@@ -180,9 +181,7 @@ def check(
 def _problem(
     fun: Callable[..., Any], options: Options, args: tuple[Any, ...], gradients: bool
 ) -> _Problem:
-    args, _ = split_statics(options, args, {})
-    chosen = options.devices
-    bound = bind_arguments(fun, options, args, {}, None if chosen is None else len(chosen))
+    bound = Preparation(fun, options).bind(*split_statics(options, args, {}))
     leaves = [
         _host(leaf) if isinstance(leaf, torch.Tensor | np.ndarray) else leaf
         for leaf in bound.leaves
