@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from torchpmap._runtime.torchrun.launcher import DEFAULT_PORT, Place, found_place
+from torchpmap._runtime.torchrun.launcher import DEFAULT_PORT, JobPlace, found_place
 
 TORCHRUN = {
     "RANK": "3",
@@ -39,7 +39,7 @@ def test_no_launcher():
 
 
 def test_torchrun():
-    assert found_place(TORCHRUN) == Place(3, 4, 1, 2, "node0", 1234, "torchrun")
+    assert found_place(TORCHRUN) == JobPlace(3, 4, 1, 2, "node0", 1234, "torchrun")
 
 
 def test_what_torch_distributed_reads_is_what_torchrun_said():
@@ -50,11 +50,11 @@ def test_what_torch_distributed_reads_is_what_torchrun_said():
 
 def test_only_rank_and_size_mean_one_host():
     place = found_place({"RANK": "1", "WORLD_SIZE": "2"})
-    assert place == Place(1, 2, 1, 2, "127.0.0.1", DEFAULT_PORT, "torchrun")
+    assert place == JobPlace(1, 2, 1, 2, "127.0.0.1", DEFAULT_PORT, "torchrun")
 
 
 def test_srun():
-    assert found_place(SRUN) == Place(5, 8, 1, 4, "gpu07", DEFAULT_PORT, "srun")
+    assert found_place(SRUN) == JobPlace(5, 8, 1, 4, "gpu07", DEFAULT_PORT, "srun")
 
 
 @pytest.mark.parametrize(("node", "count"), [("0", 2), ("1", 2), ("2", 3)])
@@ -102,12 +102,12 @@ def test_torchrun_inside_srun_is_torchrun():
 
 
 def test_open_mpi():
-    assert found_place(OPEN_MPI) == Place(1, 2, 1, 2, "127.0.0.1", DEFAULT_PORT, "mpirun")
+    assert found_place(OPEN_MPI) == JobPlace(1, 2, 1, 2, "127.0.0.1", DEFAULT_PORT, "mpirun")
 
 
 def test_hydra_on_two_hosts():
     place = found_place({**HYDRA, "MASTER_ADDR": "node0"})
-    assert place == Place(1, 2, 0, 1, "node0", DEFAULT_PORT, "mpiexec")
+    assert place == JobPlace(1, 2, 0, 1, "node0", DEFAULT_PORT, "mpiexec")
 
 
 def test_several_hosts_without_the_address_of_the_first():

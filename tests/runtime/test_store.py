@@ -30,7 +30,7 @@ from torchpmap._base.data import packed, unpacked
 from torchpmap._base.deadline import Deadline
 from torchpmap._runtime.groups.process_groups import Groups
 from torchpmap._runtime.torchrun import watch
-from torchpmap._runtime.torchrun.launcher import Place
+from torchpmap._runtime.torchrun.launcher import JobPlace
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous, Waiting
 from torchpmap._runtime.torchrun.store import JobStore
 
@@ -109,7 +109,7 @@ def test_the_watch_stops_although_the_store_does_not_answer_it(monkeypatch):
     with keeper() as (process, port):
         raw = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         rendezvous = Rendezvous.__new__(Rendezvous)  # it would meet the others
-        rendezvous.place = Place(0, 2, 0, 2, "127.0.0.1", port, "torchrun")
+        rendezvous.place = JobPlace(0, 2, 0, 2, "127.0.0.1", port, "torchrun")
         rendezvous.store = store = JobStore(raw, 1000.0)
         rendezvous.calls = rendezvous._turns = collections.Counter()
         os.kill(process.pid, signal.SIGSTOP)

@@ -18,7 +18,14 @@ import numpy as np
 import torch
 
 from torchpmap._collectives.backend import ReduceOp, summable
-from torchpmap._collectives.primitives import AllGather, Place, Primitive, Scope, apply, extreme
+from torchpmap._collectives.primitives import (
+    AllGather,
+    IndexedScope,
+    Primitive,
+    Scope,
+    apply,
+    extreme,
+)
 from torchpmap._layout.axis_stack import Axis, Partition
 
 Tensors = Sequence[torch.Tensor]
@@ -33,7 +40,7 @@ class Along:
     """That of a vmapped axis."""
 
     @property
-    def place(self) -> Place:
+    def indexed_scope(self) -> IndexedScope:
         return self.scope, self.index
 
     @property

@@ -121,8 +121,8 @@ class Over:
         """Max or min over the axes and as many leading dims as there are positional axes."""
         if self.scattered is None:
             steps = self.along if self.partition is not None else self.reductions
-            places = [axis.place for axis in steps if isinstance(axis, Along)]
-            return extreme(op, places, xs, lead=len(self.dims))
+            scopes = [axis.indexed_scope for axis in steps if isinstance(axis, Along)]
+            return extreme(op, scopes, xs, lead=len(self.dims))
         return self.scattered.extreme(op, xs)
 
     def dims_of(self, x: torch.Tensor) -> tuple[int, ...]:

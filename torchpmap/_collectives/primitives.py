@@ -65,7 +65,7 @@ class Scope:
         return self.group
 
 
-Place = tuple[Scope, torch.Tensor | None]
+IndexedScope = tuple[Scope, torch.Tensor | None]
 """A scope and, over a vmapped axis, the index of that axis."""
 
 
@@ -289,7 +289,7 @@ class _Extremum:
 
 
 def extreme(
-    op: raw.ReduceOp, places: Sequence[Place], xs: Tensors, lead: int = 0
+    op: raw.ReduceOp, scopes: Sequence[IndexedScope], xs: Tensors, lead: int = 0
 ) -> list[torch.Tensor]:
     """Max or min of every tensor over its leading ``lead`` dims and all scopes at once.
 
@@ -298,10 +298,10 @@ def extreme(
     axes together: taken one axis after the other, two holders on device 0 and one on device 1 would
     get 1/4, 1/4 and 1/2.
     """
-    if not places and not lead:
+    if not scopes and not lead:
         return list(xs)
-    how = _Extremum(op, lead, tuple(scope for scope, _ in places))
-    return list(_Extreme.apply(how, *(index for _, index in places), *xs))
+    how = _Extremum(op, lead, tuple(scope for scope, _ in scopes))
+    return list(_Extreme.apply(how, *(index for _, index in scopes), *xs))
 
 
 class _Extreme(torch.autograd.Function):
@@ -361,12 +361,12 @@ class _Extreme(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], how: _Extremum, *tensors: Any) -> Any:
         count = len(how.scopes)
         indices, xs, dims = tensors[:count], tensors[count:], in_dims[1 + count :]
-        places = list(zip(how.scopes, indices, strict=True))
-        mine = [place for place, dim in zip(places, in_dims[1:], strict=False) if dim is not None]
+        scopes = list(zip(how.scopes, indices, strict=True))
+        mine = [scope for scope, dim in zip(scopes, in_dims[1:], strict=False) if dim is not None]
         if not mine:
-            return _pass_through(lambda moved: extreme(how.op, places, moved, how.lead), xs, dims)
+            return _pass_through(lambda moved: extreme(how.op, scopes, moved, how.lead), xs, dims)
         ((scope, _),) = mine
-        others = [place for place in places if place is not mine[0]]
+        others = [each for each in scopes if each is not mine[0]]
 
         def along(rows: torch.Tensor) -> torch.Tensor:
             (result,) = extreme(how.op, others, [rows], how.lead + 1)

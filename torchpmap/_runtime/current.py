@@ -25,7 +25,7 @@ from torchpmap._base.errors import RuntimeClosed
 from torchpmap._layout import axis_stack
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import JobRuntime, Runtime
-from torchpmap._runtime.torchrun.launcher import Place, found_place
+from torchpmap._runtime.torchrun.launcher import JobPlace, found_place
 
 _LOCK_S = 0.5
 _CALLS_S = 1.0
@@ -34,7 +34,7 @@ _CALLS_S = 1.0
 _lock = threading.RLock()  # guards _runtime and _planned
 _runtime: Runtime | None = None
 _planned: tuple[Device, ...] | None = None
-_place: Place | None = None  # of this process, if _planned are the devices of several
+_place: JobPlace | None = None  # of this process, if _planned are the devices of several
 
 
 def init(num_devices: int | None = None, device_type: str | None = None) -> None:
@@ -191,7 +191,7 @@ def _enumerate(settings: Config) -> tuple[Device, ...]:
     return enumerate_devices(settings.num_devices or default_num_devices(kind), kind)
 
 
-def _wanted_place(settings: Config) -> Place | None:
+def _wanted_place(settings: Config) -> JobPlace | None:
     if settings.runtime not in ("auto", "torchrun"):
         return None
     place = found_place()

@@ -55,8 +55,8 @@ def _copy(operand: Any) -> torch.Tensor:
     host: torch.Tensor = operand.to_host()
     if operand.is_contiguous():
         return host
-    place = strides_of_results(torch.ops.aten.clone.default, operand)[0]
-    return torch.empty_strided(host.shape, place.strides, dtype=host.dtype, device="cpu").copy_(
+    source = strides_of_results(torch.ops.aten.clone.default, operand)[0]
+    return torch.empty_strided(host.shape, source.strides, dtype=host.dtype, device="cpu").copy_(
         host
     )
 
@@ -79,11 +79,11 @@ def _view_of(make: Make, parent: Any, func: Any, args: Sequence[Any], result: An
     """Put a view on the devices again, so that a write to it can reach ``parent``."""
     layout = parent._alive()[0]
     leaves, spec = pytree.tree_flatten(result)
-    places = strides_of_results(func, parent, args)
+    found = strides_of_results(func, parent, args)
     views = []
-    for leaf, place in zip(leaves, places, strict=True):
+    for leaf, strides in zip(leaves, found, strict=True):
         wanted = spread_layout(leaf.shape, leaf.dtype, layout.devices)
-        views.append(make(wanted, store(wanted, leaf), place=place))
+        views.append(make(wanted, store(wanted, leaf), strides=strides))
     link_view(views, parent, func, args)
     return pytree.tree_unflatten(views, spec)
 

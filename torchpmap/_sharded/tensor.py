@@ -209,12 +209,12 @@ class ShardedTensor(Remote):
         layout, handle = value._alive()
         if value is self:
             return
-        old = None if self._layout is None else _same_place(self)
+        old = None if self._layout is None else _same_strides(self)
         _data.__set__(self, value)  # shape and dtype, and what torch checks
         if old is not None:
             unlink(self, old)
         self._layout, self._handle = layout, handle
-        link_alias(self, value, _same_place)
+        link_alias(self, value, _same_strides)
 
     # -- to the host -------------------------------------------------------------------------------
 
@@ -302,8 +302,8 @@ class ShardedTensor(Remote):
         return self.to_host().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def __copy__(self) -> ShardedTensor:
-        twin = _same_place(self)
-        link_alias(twin, self, _same_place)
+        twin = _same_strides(self)
+        link_alias(twin, self, _same_strides)
         twin.__dict__.update(self.__dict__)
         twin.requires_grad_(self.requires_grad)
         return twin
@@ -395,19 +395,19 @@ def spans_processes(value: Any) -> bool:
 def make_sharded(
     layout: Layout,
     handle: Handle,
-    strides: Sequence[int] | None = None,
-    place: Strides | None = None,
+    order: Sequence[int] | None = None,
+    strides: Strides | None = None,
 ) -> ShardedTensor:
-    """A tensor that refers to the blocks of ``handle``; ``strides``: if they are not contiguous;
-    ``place``: where it would lie in the memory of another tensor.
+    """A tensor that refers to the blocks of ``handle``; ``order``: its strides, if it is not
+    contiguous; ``strides``: where it would lie in the memory of another tensor.
     """
     tensor: ShardedTensor
-    if place is None:
+    if strides is None:
         tensor = new_wrapper(
-            ShardedTensor, layout.shape, strides, None, None, layout.dtype, STRIDED, CPU
+            ShardedTensor, layout.shape, order, None, None, layout.dtype, STRIDED, CPU
         )
     else:
-        tensor = place.tensor(ShardedTensor, layout.dtype, layout.shape)
+        tensor = strides.tensor(ShardedTensor, layout.dtype, layout.shape)
     guard(tensor)
     tensor._layout, tensor._handle = layout, handle
     return tensor
@@ -424,21 +424,21 @@ def make_all(layouts: Sequence[Layout], handles: Sequence[Handle]) -> list[Shard
     return tensors
 
 
-def _same_place(tensor: ShardedTensor) -> ShardedTensor:
-    """Another tensor of the same value, with the same place in memory."""
-    return make_sharded(*tensor._alive(), place=strides_of(tensor))
+def _same_strides(tensor: ShardedTensor) -> ShardedTensor:
+    """Another tensor of the same value, with the same strides."""
+    return make_sharded(*tensor._alive(), strides=strides_of(tensor))
 
 
 def _shared(func: Any, source: ShardedTensor, memory_format: Any) -> ShardedTensor:
     """``detach``, ``alias`` and ``clone``."""
     if func is not _aten.clone.default and not is_taken_as_grad():
-        twin = _same_place(source)
-        link_alias(twin, source, _same_place)
+        twin = _same_strides(source)
+        link_alias(twin, source, _same_strides)
         return twin
     if memory_format is torch.contiguous_format or source.is_contiguous():
         return make_sharded(*source._alive())
-    place = strides_of_results(_aten.clone.default, source)[0]
-    return make_sharded(*source._alive(), place=place)
+    strides = strides_of_results(_aten.clone.default, source)[0]
+    return make_sharded(*source._alive(), strides=strides)
 
 
 def _on_devices(
@@ -453,8 +453,8 @@ def _on_devices(
             write(target, handle, make_sharded)
         return made.result(written)
     if func.is_view:
-        places = strides_of_results(func, args[0], args[1:])
-        results = [make_sharded(*x, place=place) for x, place in zip(started, places, strict=True)]
+        theirs = strides_of_results(func, args[0], args[1:])
+        results = [make_sharded(*x, strides=y) for x, y in zip(started, theirs, strict=True)]
         link_view(results, args[0], func, args[1:])
     elif func is _aten.new_empty_strided.default:
         results = [make_sharded(*started[0], args[2])]

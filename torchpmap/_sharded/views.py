@@ -29,7 +29,7 @@ from torchpmap._sharded.transfer import move, store
 
 _aten = torch.ops.aten
 Make = Callable[..., Any]
-"""Makes a tensor from a layout, a handle and its place in memory."""
+"""Makes a tensor from a layout, a handle and strides."""
 
 
 @dataclass(frozen=True, eq=False)

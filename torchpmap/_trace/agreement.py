@@ -5,7 +5,7 @@ devices compare a *fingerprint* of each before they run it: what it does, what f
 ``axis_stack.serving``), and its *call site*: the calls in the user's code that led to it, each with
 its line and column.  Two calls of a helper function have two call sites.
 
-A call site names file, function and place in the bytecode.  It contains no path and no address,
+A call site names file, function and position in the bytecode.  It contains no path and no address,
 because these differ between processes and hosts.
 """
 
@@ -45,7 +45,7 @@ class Fingerprint:
         self._number = axis_stack.ordinal()
         self._purpose = axis_stack.purpose()
         self._frames = list(users_frames(within))
-        self.key = "|".join((what, group, self._purpose, *map(_place, self._frames)))
+        self.key = "|".join((what, group, self._purpose, *map(_call_site, self._frames)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Fingerprint) and self.key == other.key
@@ -60,16 +60,16 @@ class Fingerprint:
     def __str__(self) -> str:
         """Includes the call site, which is right only until the thread goes on."""
         reason = f" for {self._purpose}" if self._purpose else ""
-        places = [
+        sites = [
             f"{_file(frame.f_code) or '<string>'}:{frame.f_lineno}{_column(frame)} in "
             f"{frame.f_code.co_name}"
             for frame in self._frames
         ]
-        site = f" at {', called at '.join(places)}" if places else ""
+        site = f" at {', called at '.join(sites)}" if sites else ""
         return self._what + reason + (f"{site} (collective {self._number})" if site else "")
 
 
-def _place(frame: FrameType) -> str:
+def _call_site(frame: FrameType) -> str:
     code = frame.f_code
     lines = zlib.crc32(code.co_linetable)  # with columns: two lambdas may share a line
     return f"{_file(code)}:{code.co_qualname}:{code.co_firstlineno}:{lines}:{frame.f_lasti}"
@@ -82,8 +82,8 @@ def _file(code: CodeType) -> str:
 
 def _column(frame: FrameType) -> str:
     """``":12"``; empty if Python runs without columns (``-X no_debug_ranges``)."""
-    places = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
-    column = next(places, (None,) * 4)[2]
+    positions = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
+    column = next(positions, (None,) * 4)[2]
     return "" if column is None else f":{column + 1}"
 
 

@@ -47,8 +47,8 @@ class Written(NamedTuple):
 
     def result(self) -> WriteResult:
         """The same as a class of DCP."""
-        place = _StorageInfo(self.file, self.position, self.length)
-        return WriteResult(MetadataIndex(self.key, self.offsets, self.chunk), self.length, place)
+        stored = _StorageInfo(self.file, self.position, self.length)
+        return WriteResult(MetadataIndex(self.key, self.offsets, self.chunk), self.length, stored)
 
 
 def write_item(
@@ -90,27 +90,27 @@ def write(
     return [_written(folder, result.index, result.storage_data) for result in results]
 
 
-def _written(folder: Path, index: MetadataIndex, place: _StorageInfo) -> Written:
-    where = place.relative_path, place.offset, place.length
-    return Written(index.fqn, index.offset, index.index, *where, _checksum(folder, place))
+def _written(folder: Path, index: MetadataIndex, stored: _StorageInfo) -> Written:
+    where = stored.relative_path, stored.offset, stored.length
+    return Written(index.fqn, index.offset, index.index, *where, _checksum(folder, stored))
 
 
-def _checksum(folder: Path, place: _StorageInfo) -> int:
+def _checksum(folder: Path, stored: _StorageInfo) -> int:
     """The checksum of a block, read from its file.
 
     Raises:
         CheckpointError: the block is not there.
     """
-    name, left, crc = place.relative_path, place.length, 0
+    name, left, crc = stored.relative_path, stored.length, 0
     try:
         with (folder / name).open("rb") as file:
-            file.seek(place.offset)
+            file.seek(stored.offset)
             while data := file.read(min(left, 2**24)):  # a block may be half of the memory
                 left, crc = left - len(data), zlib.crc32(data, crc)
     except OSError as error:
         raise broken(folder, f"{name} cannot be read: {error.strerror}") from error
     if left:
-        raise broken(folder, f"{name} ends before byte {place.offset + place.length}")
+        raise broken(folder, f"{name} ends before byte {stored.offset + stored.length}")
     return crc
 
 

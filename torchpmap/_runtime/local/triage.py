@@ -169,13 +169,13 @@ def described(sight: Sight, seq: int) -> str:
         >>> described(Sight("T", False, 0, "", None, ""), 5)
         'is stopped (SIGSTOP, or a debugger)'
     """
-    place = _place(sight.stack)
+    line = _users_line(sight.stack)
     if sight.state in ("T", "t"):
         return "is stopped (SIGSTOP, or a debugger)"
     if not sight.answered:
-        return f"is in C code that holds the GIL{place}" if sight.stack else "does not answer"
+        return f"is in C code that holds the GIL{line}" if sight.stack else "does not answer"
     if sight.waits is not None:
-        return f"waits for {sight.waits}{place}"
+        return f"waits for {sight.waits}{line}"
     if sight.seq == 0:
         return "waits for a command"
     if sight.seq < seq:
@@ -183,10 +183,10 @@ def described(sight: Sight, seq: int) -> str:
     what = sight.doing.removeprefix("running ")
     if sight.doing.startswith("compiling "):
         return f"is {sight.doing}"
-    return f"{'sleeps or waits in' if sight.state == 'S' else 'runs'} {what}{place}"
+    return f"{'sleeps or waits in' if sight.state == 'S' else 'runs'} {what}{line}"
 
 
-def _place(stack: str) -> str:
+def _users_line(stack: str) -> str:
     """The innermost line of the user's code."""
     frames = _FRAME.findall(stack)
     for file, line, _ in frames:

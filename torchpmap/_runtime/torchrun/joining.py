@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import CallTimeout
 from torchpmap._runtime.torchrun.agent import end_with_agent
-from torchpmap._runtime.torchrun.launcher import Place
+from torchpmap._runtime.torchrun.launcher import JobPlace
 from torchpmap._runtime.torchrun.store import JobStore
 
 _LEAVING_S = 60.0
@@ -38,7 +38,7 @@ _store: JobStore | None = None
 _failed = False
 
 
-def join(place: Place, device_type: str, timeout_s: float, address: str | None) -> JobStore:
+def join(place: JobPlace, device_type: str, timeout_s: float, address: str | None) -> JobStore:
     """The store of this attempt of the job; makes the default process group if there is none (it is
     kept until the process ends).
 
@@ -76,7 +76,7 @@ def join(place: Place, device_type: str, timeout_s: float, address: str | None) 
     return _store.prefixed(f"torchpmap/{_attempt}")
 
 
-def _attempt_of(store: JobStore, place: Place, deadline: Deadline, timeout_s: float) -> str:
+def _attempt_of(store: JobStore, place: JobPlace, deadline: Deadline, timeout_s: float) -> str:
     """A name for this attempt of the job, which all its processes agree on.
 
     Every process stores a name of its own, and rank 0 a list of all names.  A process that finds
@@ -115,7 +115,7 @@ def leave_at_once() -> None:
     _failed = True
 
 
-def _end(place: Place) -> None:
+def _end(place: JobPlace) -> None:
     """The process that keeps the store stays until the others no longer need it."""
     if not dist.is_initialized():
         return

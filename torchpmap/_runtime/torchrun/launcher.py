@@ -1,7 +1,7 @@
 """The place of this process among those that a launcher started.
 
 torchrun, SLURM's ``srun`` and the ``mpirun``s each use their own environment variables for it; here
-they become one ``Place``.  Pure: an environment in, a place or None out.
+they become one ``JobPlace``.  Pure: an environment in, a place or None out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class JobPlace:
     """One process among those that a launcher started together."""
 
     rank: int
@@ -40,7 +40,7 @@ class Place:
         }
 
 
-def found_place(environ: Mapping[str, str] = os.environ) -> Place | None:
+def found_place(environ: Mapping[str, str] = os.environ) -> JobPlace | None:
     """The place of this process; None if no launcher started it.
 
     Raises:
@@ -105,7 +105,7 @@ def _hydra(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 _LAUNCHERS = {"torchrun": _torchrun, "srun": _srun, "mpirun": _open_mpi, "mpiexec": _hydra}
 
 
-def _place(launcher: str, numbers: tuple[str, ...], environ: Mapping[str, str]) -> Place:
+def _place(launcher: str, numbers: tuple[str, ...], environ: Mapping[str, str]) -> JobPlace:
     try:
         rank, size, local_rank = (int(text) for text in numbers[:3])
         local_size = int(numbers[3]) if numbers[3] else size
@@ -128,7 +128,7 @@ def _place(launcher: str, numbers: tuple[str, ...], environ: Mapping[str, str]) 
                 "rank 0 is. Set MASTER_ADDR to its host name (and MASTER_PORT to a free port)."
             )
         host = "127.0.0.1"
-    return Place(rank, size, local_rank, local_size, host, port, launcher)
+    return JobPlace(rank, size, local_rank, local_size, host, port, launcher)
 
 
 def _first_host(environ: Mapping[str, str]) -> str | None:

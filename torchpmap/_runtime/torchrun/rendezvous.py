@@ -30,7 +30,7 @@ from torchpmap._base.errors import (
     WorkerError,
 )
 from torchpmap._runtime.torchrun.joining import join, leave_at_once, route_to
-from torchpmap._runtime.torchrun.launcher import Place
+from torchpmap._runtime.torchrun.launcher import JobPlace
 
 _POSTED_AFTER_S = 1.0
 """How long a process waits before it posts that it waits."""
@@ -70,7 +70,7 @@ class Waiting:
 class Rendezvous:
     """How this process reaches the others of its job (for one thread at a time)."""
 
-    def __init__(self, place: Place, device_type: str, timeout_s: float) -> None:
+    def __init__(self, place: JobPlace, device_type: str, timeout_s: float) -> None:
         self.place = place
         self._timeout_s = timeout_s
         self.address = None if place.local_size == place.size else route_to(place.host)

@@ -47,7 +47,7 @@ from torchpmap._runtime import wire
 from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
 from torchpmap._runtime.task import Rank, Report, Task, Work
-from torchpmap._runtime.torchrun.launcher import Place
+from torchpmap._runtime.torchrun.launcher import JobPlace
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous
 from torchpmap._runtime.torchrun.watch import Watch
 from torchpmap._trace.compile import Definition, Runner, compile_definition, run_first_time
@@ -95,7 +95,7 @@ class TorchrunRuntime:
     scarred = False
     """Values are lost only with the whole job."""
 
-    def __init__(self, place: Place, device_type: str, config: Config) -> None:
+    def __init__(self, place: JobPlace, device_type: str, config: Config) -> None:
         self.devices = tuple(Device(rank, device_type, rank) for rank in range(place.size))
         self.rank = place.rank
         self.timeout = config.timeout
@@ -419,7 +419,7 @@ def _note_as_later(file: Path) -> None:
         file.write_text(json.dumps(note))
 
 
-def _own_device(place: Place, device_type: str) -> torch.device:
+def _own_device(place: JobPlace, device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     visible = num_cuda_devices()
