@@ -76,7 +76,7 @@ class Static:
 
 
 @dataclass(frozen=True)
-class Bound:
+class CallArguments:
     """A call, taken apart."""
 
     leaves: list[Any]
@@ -151,14 +151,14 @@ def _static(value: Any, which: str, options: Options) -> Static:
     return Static(value)
 
 
-def bind_arguments(
+def take_apart(
     fun: Callable[..., Any],
     options: Options,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     num_devices: int | None,
     spans: bool = False,
-) -> Bound:
+) -> CallArguments:
     """Check a call (statics already wrapped) against the options; raises before anything is traced
     or sent.
     """
@@ -188,7 +188,7 @@ def bind_arguments(
         for axis, (_, shape, _) in zip(axes, infos, strict=True)
     )
     donated = tuple(_donated(options, args, kwargs))
-    return Bound(leaves, structure, canonical, tuple(paths), donated, size, spans)
+    return CallArguments(leaves, structure, canonical, tuple(paths), donated, size, spans)
 
 
 def _positional_axes(

@@ -37,7 +37,7 @@ from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.environment import parameters
 from torchpmap._trace.program import Input, Outcome, Program, no_stream, not_replicated
-from torchpmap._transforms.arguments import Bound
+from torchpmap._transforms.arguments import CallArguments
 from torchpmap._transforms.preparation import Preparation, refuse_aliased_donation
 from torchpmap._transforms.rows import run_rows
 from torchpmap.random._streams import are_active, draw_key, peek_key
@@ -51,7 +51,7 @@ _HINT = (
 )
 
 
-def run_here(preparation: Preparation, bound: Bound) -> Any:
+def run_here(preparation: Preparation, call: CallArguments) -> Any:
     """Run a call with all its rows on the device it is made on, inside a mapped function."""
     options = preparation.options
     if options.devices is not None and axis_stack.bound():
@@ -59,20 +59,20 @@ def run_here(preparation: Preparation, bound: Bound) -> Any:
             f"{options.prefix}: a pmap inside a mapped function runs on the device of its "
             "caller, and cannot have devices. Leave them out, or give them to the outer pmap."
         )
-    program = preparation.program(bound, bound.size)
-    leaves = bound.travelling(bound.leaves)
+    program = preparation.program(call, call.size)
+    leaves = call.travelling(call.leaves)
     blocks = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
     outcome = program.run(blocks, None, None if are_active() else draw_key())
     return outcome.structure.unflatten(list(outcome.blocks))
 
 
-def run_inline(preparation: Preparation, bound: Bound) -> Any:
+def run_inline(preparation: Preparation, call: CallArguments) -> Any:
     """Run a call in this process, after the checks that the devices' own calls get."""
     prefix = preparation.options.prefix
-    preparation.check_devices(bound)
-    program = preparation.program(bound, bound.size)
-    leaves = bound.travelling(bound.leaves)
-    refuse_aliased_donation(prefix, bound.travelling(bound.paths), bound.donated, leaves)
+    preparation.check_devices(call)
+    program = preparation.program(call, call.size)
+    leaves = call.travelling(call.leaves)
+    refuse_aliased_donation(prefix, call.travelling(call.paths), call.donated, leaves)
     records = torch.set_grad_enabled(torch.is_grad_enabled())  # stays off in inference mode
     # settings that the function changes are restored; its tensors are ordinary, as on the devices
     with applied(ambient()), torch.inference_mode(False), records:

@@ -16,10 +16,18 @@ import torch
 
 from torchpmap._layout.grid import Cut, shifted
 from torchpmap._sharded.transfer import host_tensor
-from torchpmap._transforms.arguments import Bound, Options, Static, bind_arguments, split_statics
+from torchpmap._transforms.arguments import (
+    CallArguments,
+    Options,
+    Static,
+    split_statics,
+    take_apart,
+)
 
 
-def bind_inner(fun: Callable[..., Any], options: Options, outer: Bound) -> Bound | None:
+def inner_call(
+    fun: Callable[..., Any], options: Options, outer: CallArguments
+) -> CallArguments | None:
     """The call that a row of ``outer`` makes of the mapped function ``fun``; None if the two do not
     fit together leaf by leaf, and for misuse, which is reported where the function is called.
     """
@@ -29,15 +37,15 @@ def bind_inner(fun: Callable[..., Any], options: Options, outer: Bound) -> Bound
     args, kwargs = outer.structure.unflatten(values)
     try:
         args, kwargs = split_statics(options, args, kwargs)
-        bound = bind_arguments(fun, options, args, kwargs, None)
+        call = take_apart(fun, options, args, kwargs, None)
     except (TypeError, ValueError):
         return None
-    if any(isinstance(x, Static) and isinstance(x.value, torch.Tensor) for x in bound.leaves):
+    if any(isinstance(x, Static) and isinstance(x.value, torch.Tensor) for x in call.leaves):
         return None
     given = [x for x in values if isinstance(x, torch.Tensor)]
-    taken = bound.travelling(bound.leaves)
+    taken = call.travelling(call.leaves)
     same = len(given) == len(taken) and all(x is y for x, y in zip(given, taken, strict=True))
-    return bound if same else None
+    return call if same else None
 
 
 def _row_of(leaf: Any, axis: int | None) -> Any:
@@ -52,11 +60,11 @@ def _row_of(leaf: Any, axis: int | None) -> Any:
     return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
-def cuts_of(levels: Sequence[Bound]) -> list[Cut]:
+def cuts_of(levels: Sequence[CallArguments]) -> list[Cut]:
     """For every leaf that travels, the dim that each level maps; levels have the same leaves."""
     cuts: list[Cut] | None = None
-    for bound in reversed(levels):
-        axes = bound.travelling(bound.axes)
+    for call in reversed(levels):
+        axes = call.travelling(call.axes)
         inside: list[Cut] = [()] * len(axes) if cuts is None else cuts
         cuts = [(axis, *shifted(cut, axis)) for axis, cut in zip(axes, inside, strict=True)]
     return cuts or []

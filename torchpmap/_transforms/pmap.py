@@ -1,10 +1,10 @@
 """``pmap``: the front end.  A kind of call is prepared once, and then looked up.
 
-__call__ --bind--> run_here       all rows on the device of the caller, inside a mapped function
-         --bind--> run_inline     all rows in this process (``debug.fake_pmap``)
+__call__ --call--> run_here       all rows on the device of the caller, inside a mapped function
+         --call--> run_inline     all rows in this process (``debug.fake_pmap``)
          --> _run_on_devices
                --key--> Prepared --> _run    the hot path
-               --bind-> prepare              the first call of a kind
+               --call-> prepare              the first call of a kind
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class Pmapped:
         if not is_here and not inline_mode.active():
             return self._run_on_devices(args, kwargs)
         preparation = self._preparation
-        bound = preparation.bind(args, kwargs, has_all_rows=is_here)
-        return (run_here if is_here else run_inline)(preparation, bound)
+        call = preparation.arguments_of(args, kwargs, has_all_rows=is_here)
+        return (run_here if is_here else run_inline)(preparation, call)
 
     def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = flatten_call(args, kwargs)
@@ -173,8 +173,8 @@ class Pmapped:
             return self._run(prepared, leaves)
         if len(self._prepared) >= _MAX_PREPARED:
             self._forget(runtime)
-        bound = self._preparation.bind(args, kwargs)
-        prepared = self._prepared[key] = self._preparation.prepare(bound)
+        call = self._preparation.arguments_of(args, kwargs)
+        prepared = self._prepared[key] = self._preparation.prepare(call)
         self._latest = key, prepared
         # after tracing: what the function itself rebinds must not count as a change
         self._environment.refresh()
@@ -196,12 +196,12 @@ class Pmapped:
         runtime = current_runtime()
         if runtime is not self._runtime:
             self._forget(runtime)
-        bound = self._preparation.bind(args, kwargs)
-        prepared = self._preparation.prepare(bound, has_numbers=False)
+        call = self._preparation.arguments_of(args, kwargs)
+        prepared = self._preparation.prepare(call, has_numbers=False)
         if isinstance(prepared.plan, UncompiledPlan):
             raise TraceError(f"{options.prefix}: it runs as Python code: there is no graph to show")
         return Lowered(
-            prepared.plan, bound.structure, prepared.positions, prepared.paths, prepared.layouts
+            prepared.plan, call.structure, prepared.positions, prepared.paths, prepared.layouts
         )
 
     def _forget(self, runtime: Runtime) -> None:

@@ -33,8 +33,8 @@ from torchpmap._trace.environment import Environment
 from torchpmap._trace.kinds import insist
 from torchpmap._trace.program import Constant, Input, Program
 from torchpmap._trace.trace import Untraceable
-from torchpmap._transforms.arguments import Bound, Options, Static, bind_arguments
-from torchpmap._transforms.nesting import bind_inner, counts_of_list, cuts_of, device_counts
+from torchpmap._transforms.arguments import CallArguments, Options, Static, take_apart
+from torchpmap._transforms.nesting import counts_of_list, cuts_of, device_counts, inner_call
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import new_seed
 
@@ -84,9 +84,9 @@ class Preparation:
         if in_new_pool:
             self._retraces.clear()
 
-    def bind(
+    def arguments_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_all_rows: bool = False
-    ) -> Bound:
+    ) -> CallArguments:
         """Check a call (statics already wrapped) against the options, and take it apart.
 
         ``has_all_rows``: whether the arguments have the rows of all processes in any case.
@@ -106,30 +106,30 @@ class Preparation:
             options = replace(options, axis_size=size // processes)
         chosen = options.devices
         num_devices = None if chosen is None else len(chosen if spans else _here(chosen))
-        return bind_arguments(self._fun, options, args, kwargs, num_devices, spans)
+        return take_apart(self._fun, options, args, kwargs, num_devices, spans)
 
-    def prepare(self, bound: Bound, *, has_numbers: bool = True) -> Prepared:
+    def prepare(self, call: CallArguments, *, has_numbers: bool = True) -> Prepared:
         """Find or make the plan of a call; ``has_numbers``: whether the call is to run, so that its
         arguments need numbers.
         """
-        for path, leaf in zip(bound.paths, bound.leaves, strict=True):
+        for path, leaf in zip(call.paths, call.leaves, strict=True):
             if type(leaf) is ShardedTensor:
                 check_open(leaf)
             if has_numbers and isinstance(leaf, torch.Tensor):
                 insist(leaf, f"{self.options.prefix}: argument {path}")
-        levels = self._levels(bound)
+        levels = self._levels(call)
         return self._plan_for(levels, self._choose_devices(levels))
 
-    def check_devices(self, bound: Bound) -> None:
+    def check_devices(self, call: CallArguments) -> None:
         """Raise the errors of choosing devices for a call."""
-        self._choose_devices(self._levels(bound))
+        self._choose_devices(self._levels(call))
 
-    def _levels(self, bound: Bound) -> list[_Level]:
+    def _levels(self, call: CallArguments) -> list[_Level]:
         """This call, and those of mapped functions directly inside it that can share devices."""
-        levels = [_Level(self, bound)]
+        levels = [_Level(self, call)]
         inner = self._inner if process_count() == 1 else None
         while inner is not None:
-            found = bind_inner(inner._fun, inner.options, levels[-1].bound)
+            found = inner_call(inner._fun, inner.options, levels[-1].call)
             if found is None:
                 break
             levels.append(_Level(inner, found))
@@ -143,8 +143,8 @@ class Preparation:
         argument has the rows of all processes.
         """
         options = self.options
-        spans = levels[0].bound.spans
-        sizes = [level.bound.size for level in levels]
+        spans = levels[0].call.spans
+        sizes = [level.call.size for level in levels]
         names = tuple(level.preparation.options.axis_name for level in levels)
         if options.devices is not None:
             mine = options.devices if spans else _here(options.devices)
@@ -173,18 +173,18 @@ class Preparation:
         product = " * ".join(map(str, sizes))
         return f"{text} For a pmap of a pmap, {product} = {math.prod(sizes)} devices will do too."
 
-    def program(self, bound: Bound, lanes: int) -> Program:
+    def program(self, call: CallArguments, lanes: int) -> Program:
         options = self.options
         template = tuple(
             Constant(leaf.value if isinstance(leaf, Static) else None)
             if leaf is None or isinstance(leaf, Static)
             else Input(axis)
-            for leaf, axis in zip(bound.leaves, bound.axes, strict=True)
+            for leaf, axis in zip(call.leaves, call.axes, strict=True)
         )
         return Program(
             self._fun,
             options.name,
-            bound.structure,
+            call.structure,
             template,
             options.out_axes,
             options.axis_name,
@@ -195,27 +195,27 @@ class Preparation:
         )
 
     def _plan_for(self, levels: Sequence[_Level], grid: Grid) -> Prepared:
-        options, bound = self.options, levels[0].bound
+        options, call = self.options, levels[0].call
         program = _program_of(levels, grid)
-        leaves, paths = bound.travelling(bound.leaves), tuple(bound.travelling(bound.paths))
+        leaves, paths = call.travelling(call.leaves), tuple(call.travelling(call.paths))
         refuse_aliased_donation(
-            options.prefix, paths, bound.donated, leaves
+            options.prefix, paths, call.donated, leaves
         )  # before anything is sent
-        cuts = cuts_of([level.bound for level in levels])
+        cuts = cuts_of([level.call for level in levels])
         layouts = tuple(_layout_of(leaf, cut, grid) for leaf, cut in zip(leaves, cuts, strict=True))
         in_place = all(
             type(leaf) is ShardedTensor and leaf._alive()[0].same_place(layout)
             for leaf, layout in zip(leaves, layouts, strict=True)
         )
         # arrays, tensors and ShardedTensors of one shape are different calls, but the same program
-        constants = tuple(leaf for leaf in bound.leaves if leaf is None or isinstance(leaf, Static))
+        constants = tuple(leaf for leaf in call.leaves if leaf is None or isinstance(leaf, Static))
         kind = (
-            bound.structure,
+            call.structure,
             keyed(),
-            bound.positions,
+            call.positions,
             constants,
             layouts,
-            bound.axes,
+            call.axes,
             grid.sizes,
             program.all_lanes,
         )
@@ -223,17 +223,17 @@ class Preparation:
         if plan is None or not plan.holds():
             if plan is not None:
                 self._differentiables.pop(plan, None)
-            self._note_trace(bound)
+            self._note_trace(call)
             plan = self._plans[kind] = self._make_plan(program, layouts, grid)
         direct = plan if isinstance(plan, Plan) and plan.has_final_outputs else None
         return Prepared(
             plan,
-            bound.positions,
+            call.positions,
             layouts,
             in_place,
             direct,
             direct is not None and direct.structure.root is None and not direct.nones,
-            bound.donated,
+            call.donated,
             paths,
             program,
             grid,
@@ -296,8 +296,8 @@ class Preparation:
                 )
         return UncompiledPlan(program, grid, options.prefix, self._timeout())
 
-    def _note_trace(self, bound: Bound) -> None:
-        kinds = {path: _kind(leaf) for path, leaf in zip(bound.paths, bound.leaves, strict=True)}
+    def _note_trace(self, call: CallArguments) -> None:
+        kinds = {path: _kind(leaf) for path, leaf in zip(call.paths, call.leaves, strict=True)}
         complaint = self._retraces.note(kinds)
         if complaint is not None:
             warn(f"{self.options.prefix}: {complaint}")
@@ -313,7 +313,7 @@ class _Level:
     """A mapped call whose axis shares the devices with others."""
 
     preparation: Preparation
-    bound: Bound
+    call: CallArguments
 
 
 def _program_of(levels: Sequence[_Level], grid: Grid) -> Program:
@@ -321,11 +321,11 @@ def _program_of(levels: Sequence[_Level], grid: Grid) -> Program:
     inner: Program | None = None
     for depth in reversed(range(1, len(levels))):
         level = levels[depth]
-        program = level.preparation.program(level.bound, level.bound.size // grid.sizes[depth])
+        program = level.preparation.program(level.call, level.call.size // grid.sizes[depth])
         inner = replace(program, inner=inner, is_inner=True)
     outermost = levels[0]
-    lanes = outermost.bound.size // grid.sizes_here[0]
-    program = outermost.preparation.program(outermost.bound, lanes)
+    lanes = outermost.call.size // grid.sizes_here[0]
+    program = outermost.preparation.program(outermost.call, lanes)
     return program if inner is None else replace(program, inner=inner, mesh=grid.sizes)
 
 

@@ -27,7 +27,7 @@ from torchpmap._layout.axis_stack import Axis, bind
 from torchpmap._runtime import inline_mode
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.environment import parameters
-from torchpmap._transforms.arguments import Bound, Options, Static, split_statics
+from torchpmap._transforms.arguments import CallArguments, Options, Static, split_statics
 from torchpmap._transforms.inline import KeepCaptured
 from torchpmap._transforms.pmap import Pmapped
 from torchpmap._transforms.preparation import Preparation
@@ -95,7 +95,7 @@ class _Problem:
 
     fun: Callable[..., Any]
     options: Options
-    bound: Bound
+    call: CallArguments
     differentiated: tuple[int, ...]
     """Leaves that gradients are taken to."""
     generator: torch.Tensor
@@ -107,12 +107,12 @@ class _Problem:
             leaf.detach().clone().requires_grad_(position in self.differentiated)
             if isinstance(leaf, torch.Tensor)
             else leaf
-            for position, leaf in enumerate(self.bound.leaves)
+            for position, leaf in enumerate(self.call.leaves)
         ]
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         values = [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
-        args, kwargs = self.bound.structure.unflatten(values)
+        args, kwargs = self.call.structure.unflatten(values)
         return args, kwargs
 
     def gradients(
@@ -181,10 +181,9 @@ def check(
 def _problem(
     fun: Callable[..., Any], options: Options, args: tuple[Any, ...], gradients: bool
 ) -> _Problem:
-    bound = Preparation(fun, options).bind(*split_statics(options, args, {}))
+    call = Preparation(fun, options).arguments_of(*split_statics(options, args, {}))
     leaves = [
-        _host(leaf) if isinstance(leaf, torch.Tensor | np.ndarray) else leaf
-        for leaf in bound.leaves
+        _host(leaf) if isinstance(leaf, torch.Tensor | np.ndarray) else leaf for leaf in call.leaves
     ]
     floating = [
         k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _is_real(leaf)
@@ -192,7 +191,7 @@ def _problem(
     return _Problem(
         fun,
         options,
-        replace(bound, leaves=leaves),
+        replace(call, leaves=leaves),
         tuple(floating if gradients else ()),
         torch.default_generator.get_state(),
     )
@@ -245,11 +244,11 @@ class _Row:
 
 
 def _serial(problem: _Problem) -> _Answer:
-    options, bound = problem.options, problem.bound
+    options, call = problem.options, problem.call
     rows = run_rows(
         functools.partial(_serial_row, problem, peek_key()),
         options.axis_name,
-        bound.size,
+        call.size,
         parameters(problem.fun),
     )
     for number, row in enumerate(rows):
@@ -264,7 +263,7 @@ def _serial(problem: _Problem) -> _Answer:
     ]
     gradients = [
         _joined([row.gradients[k] for row in rows], axis, lambda parts: torch.stack(parts).sum(0))
-        for k, axis in enumerate(bound.axes)
+        for k, axis in enumerate(call.axes)
     ]
     return _Answer("serial", rows[0].structure, outputs, gradients)
 
@@ -278,12 +277,12 @@ def _joined(
 
 
 def _serial_row(problem: _Problem, key: torch.Tensor, row: int, axis: Axis) -> _Row:
-    options, bound = problem.options, problem.bound
+    options, call = problem.options, problem.call
     leaves = [
         leaf.detach().select(dim, row).clone().requires_grad_(leaf.requires_grad)
         if isinstance(leaf, torch.Tensor) and dim is not None
         else leaf
-        for leaf, dim in zip(problem.leaves(), bound.axes, strict=True)
+        for leaf, dim in zip(problem.leaves(), call.axes, strict=True)
     ]
     # clones, because torch forbids the function to write to leaves that require grad
     given = [
@@ -313,7 +312,7 @@ def _serial_row(problem: _Problem, key: torch.Tensor, row: int, axis: Axis) -> _
             path = structure.paths(f"the output of {options.name}")[number]
             dim = canonical_axis(out_axis, output.dim() + 1, what="pmap out_axes", path=path)
         if output is not None and output.is_floating_point():
-            weight = _row_weight(number, output, dim, row, bound.size)
+            weight = _row_weight(number, output, dim, row, call.size)
         dims.append(dim)
         weights.append(weight)
     gradients = problem.gradients(outputs, weights, leaves)
@@ -346,7 +345,7 @@ def _compare(compare: _Comparison, problem: _Problem, reference: _Answer, answer
             largest = max(largest, compare(path, answer.way, expected, got))
     if answer.gradients is not None and reference.gradients is not None:
         for k in problem.differentiated:
-            path = f"the gradient to argument {problem.bound.paths[k]}"
+            path = f"the gradient to argument {problem.call.paths[k]}"
             expected, got = reference.gradients[k], answer.gradients[k]
             assert expected is not None
             assert got is not None

@@ -16,7 +16,7 @@ import torch
 from torchpmap._base.errors import check_array
 from torchpmap.random._threefry import Number, Words, one_key, rounded, static_shape, unit_interval
 
-Bound: TypeAlias = Number | torch.Tensor
+Limit: TypeAlias = Number | torch.Tensor
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -25,8 +25,8 @@ def uniform(
     key: torch.Tensor,
     shape: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
-    minval: Bound = 0.0,
-    maxval: Bound = 1.0,
+    minval: Limit = 0.0,
+    maxval: Limit = 1.0,
 ) -> torch.Tensor:
     """Draw numbers that are uniform in [minval, maxval).
 
@@ -101,8 +101,8 @@ def normal(
 
 def truncated_normal(
     key: torch.Tensor,
-    lower: Bound,
-    upper: Bound,
+    lower: Limit,
+    upper: Limit,
     shape: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
@@ -283,19 +283,19 @@ def between(
     key: Words,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    minval: Bound,
-    maxval: Bound,
+    minval: Limit,
+    maxval: Limit,
 ) -> torch.Tensor:
     """Uniform numbers between two bounds."""
     low, high = (
-        rounded(bound, dtype)
-        if isinstance(bound, Number)
-        else torch.as_tensor(bound, device=key[0].device).to(dtype)
-        for bound in (minval, maxval)
+        rounded(limit, dtype)
+        if isinstance(limit, Number)
+        else torch.as_tensor(limit, device=key[0].device).to(dtype)
+        for limit in (minval, maxval)
     )
-    for name, bound in (("minval", low), ("maxval", high)):
-        if isinstance(bound, torch.Tensor):
-            check_broadcast(function, name, bound.shape, shape)
+    for name, limit in (("minval", low), ("maxval", high)):
+        if isinstance(limit, torch.Tensor):
+            check_broadcast(function, name, limit.shape, shape)
     unit = unit_interval(key, shape, dtype)
     if not isinstance(low, torch.Tensor) and not isinstance(high, torch.Tensor):
         if (low, high) == (0.0, 1.0):
@@ -346,14 +346,14 @@ def _positive(
     return _unit(function, key, shape, dtype, 0.0).clamp_min(torch.finfo(dtype).tiny)
 
 
-def _check_order(function: str, name: str, low: Bound, other: str, high: Bound) -> None:
+def _check_order(function: str, name: str, low: Limit, other: str, high: Limit) -> None:
     if isinstance(low, Number) and isinstance(high, Number) and not low < high:
         raise ValueError(
             f"{function}: got {name}={low} and {other}={high}, expected {name} < {other}."
         )
 
 
-def _scaled(unit: torch.Tensor, span: Bound, low: Bound) -> torch.Tensor:
+def _scaled(unit: torch.Tensor, span: Limit, low: Limit) -> torch.Tensor:
     """``unit * span + low``, rounded once (in bfloat16 and float64 twice)."""
     dtype = unit.dtype
     if dtype in (torch.float64, torch.bfloat16):
