@@ -216,8 +216,8 @@ CALLING = {
         "pmap(<lambda>, in_axes=0)(<inputs>): pmap requires at least one argument with "
         "a mapped axis. Map an argument (in_axes), or give axis_size or devices."),
     "size 0": (ValueError, lambda: tp.pmap(f)(ones(0, 4)),
-        "pmap(f, in_axes=0)(<inputs>): the mapped axis has size 0, but a program needs at least "
-        "one device."),
+        "pmap(f, in_axes=0)(<inputs>): the mapped axis has size 0, but it needs at least one "
+        "row."),
     "fewer devices than rows": (ValueError, lambda: tp.pmap(f, devices=tp.devices()[:2])(ones(4)),
         "pmap(f, in_axes=0)(<inputs>): Leading axis size of input to pmapped function must equal "
         "the number of local devices passed to pmap. Got axis_size=4, num_local_devices=2 "

@@ -1,4 +1,4 @@
-"""``pmap`` as a primitive: a mapped program, its derivatives and its batched form.
+"""What torch's transforms ask of a mapped program: its derivatives and its batched form.
 
 A ``Differentiable`` is a mapped program as a function of all its tensors, including those it closes
 over.  Its derivatives and its batched form are differentiable again, lowered to plans of their own,

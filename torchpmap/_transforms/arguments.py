@@ -180,8 +180,7 @@ def take_apart(
         )
     if size == 0:
         raise ValueError(
-            f"{options.prefix}: the mapped axis has size 0, but a program needs at least one "
-            "device."
+            f"{options.prefix}: the mapped axis has size 0, but it needs at least one row."
         )
     canonical = tuple(
         None if axis is None or shape is None else axis % len(shape)

@@ -34,14 +34,14 @@ def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
     folder = Folder(path).find()
     leaves, structure = leaves_of(like, "like")
 
-    def plan() -> tuple[Table, list[_Wanted]]:
+    def read() -> tuple[Table, list[_Wanted]]:
         table = Table.of(folder)
         if like is None:
             return table, []
         _check_names(table, {leaf.key: leaf.path for leaf in leaves})
         return table, [_wanted(leaf, table) for leaf in leaves]
 
-    table, wants = together(others, what, plan)
+    table, wants = together(others, what, read)
     digests = others.exchange(table.digest, what)
     if len(set(digests)) > 1:
         raise CheckpointError(

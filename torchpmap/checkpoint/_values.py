@@ -1,8 +1,8 @@
 """Values as blocks: which rank has which part of a leaf, and which rank writes it.
 
-Every process makes the whole plan.  With several controllers, a process's row-sharded value is a
-part of a larger value: process r of n has rows r*k to (r+1)*k of n*k.  If several devices hold a
-block, the device that has least to write writes it.
+Every process decides this for all ranks.  With several controllers, a process's row-sharded value
+is a part of a larger value: process r of n has rows r*k to (r+1)*k of n*k.  If several devices hold
+a block, the device that has least to write writes it.
 """
 
 from __future__ import annotations
