@@ -379,19 +379,19 @@ ANSWER = ([], None)
 
 
 def test_strangers_on_the_line_are_not_heard(tmp_path, capfd):
-    line = WriterConnections(tmp_path, 2)
-    strangers = [_called(line.address) for _ in range(2)]
+    connections = WriterConnections(tmp_path, 2)
+    strangers = [_called(connections.address) for _ in range(2)]
     strangers[0].send_bytes(pickle.dumps(print))
     strangers[1].send_bytes(bytes(16) + b"1")
-    calls = [_called(line.address), _called(line.address)]
-    silent = _called(line.address)
+    calls = [_called(connections.address), _called(connections.address)]
+    silent = _called(connections.address)
     for rank, call in enumerate(calls):
-        call.send_bytes(line.address.token + str(rank).encode())
-    line.accept()
-    assert not Path(line.address.address).exists()
+        call.send_bytes(connections.address.token + str(rank).encode())
+    connections.accept()
+    assert not Path(connections.address.path).exists()
     calls[1].send_bytes(packed(ANSWER))
     calls[0].send_bytes(pickle.dumps(Runs(tmp_path / "made")))
-    first, second = line.answers()
+    first, second = connections.answers()
     assert (first[0], second) == (None, ANSWER)
     assert "is not in torchpmap's format" in first[1]
     assert os.listdir(tmp_path) == []
@@ -400,33 +400,33 @@ def test_strangers_on_the_line_are_not_heard(tmp_path, capfd):
 
 
 def test_the_line_is_in_a_folder_of_the_user_alone(tmp_path):
-    line = WriterConnections(tmp_path, 1)
+    connections = WriterConnections(tmp_path, 1)
     try:
-        folder = Path(line.address.address).parent
+        folder = Path(connections.address.path).parent
         assert folder.stat().st_mode & 0o777 == 0o700
         assert folder.stat().st_uid == os.geteuid()
     finally:
-        line.close()
+        connections.close()
 
 
 def test_a_writer_that_does_not_call_is_missed(tmp_path):
     tp.config.timeout = 0.05
     try:
-        line = WriterConnections(tmp_path, 1)
+        connections = WriterConnections(tmp_path, 1)
         with pytest.raises(tp.CallTimeout, match=r"only 0 connected within .* \(0.05 s\)"):
-            line.accept()
-        line.close()
-        line = WriterConnections(tmp_path, 1)
-        with _called(line.address) as call:
-            call.send_bytes(line.address.token + b"3")
-            line.accept()
-            answers = line.answers()
-        line = WriterConnections(tmp_path, 1)
-        with _called(line.address) as call:
-            call.send_bytes(line.address.token + b"3")
-            line.accept()
+            connections.accept()
+        connections.close()
+        connections = WriterConnections(tmp_path, 1)
+        with _called(connections.address) as call:
+            call.send_bytes(connections.address.token + b"3")
+            connections.accept()
+            answers = connections.answers()
+        connections = WriterConnections(tmp_path, 1)
+        with _called(connections.address) as call:
+            call.send_bytes(connections.address.token + b"3")
+            connections.accept()
             os.write(call.fileno(), struct.pack("!i", 1000) + b"{")  # it is stopped then
-            answers += line.answers()
+            answers += connections.answers()
     finally:
         tp.config.reset()
     late = (

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from torchpmap._runtime.local.supervise import (
     Abort,
+    Announce,
     Cancel,
     Close,
     Drain,
@@ -22,7 +23,6 @@ from torchpmap._runtime.local.supervise import (
     Phase,
     Ready,
     Regroup,
-    Report,
     Respawn,
     Stopped,
     Stubborn,
@@ -85,7 +85,7 @@ TRANSITIONS = {
     "a death is noticed once": ([death(1)], death(1), [], Phase.DRAINING),
     "ready of some": ([user(1), *EVERYONE], Ready(0, 1), [], Phase.REBUILDING),
     "ready of all": ([user(1, seq=7), *EVERYONE, Ready(0, 1), Ready(2, 1)], Ready(1, 1),
-        [Report(Verdict((user(1, seq=7),), ()))], Phase.HEALTHY),
+        [Announce(Verdict((user(1, seq=7),), ()))], Phase.HEALTHY),
     "ready of an older epoch": (
         [user(1), *EVERYONE, *ALL_READY, user(1), *EVERYONE, Ready(0, 2), Ready(1, 2)], Ready(2, 1),
         [], Phase.REBUILDING),
@@ -129,7 +129,7 @@ def test_next_incident_starts_afresh():
     assert tested.on(Drained(2)) == [Respawn((0,)), Regroup(2)]
     for rank in (0, 1):
         tested.on(Ready(rank, 2))
-    assert tested.on(Ready(2, 2)) == [Report(Verdict((), (death(0),)))]
+    assert tested.on(Ready(2, 2)) == [Announce(Verdict((), (death(0),)))]
 
 
 def test_gives_up_after_max_attempts():
@@ -154,7 +154,7 @@ def test_attempts_are_counted_per_incident():
             Respawn((0,)),
             Regroup(epoch),
         ]
-        assert tested.on(Ready(0, epoch)) == [Report(Verdict((), (death(0),)))]
+        assert tested.on(Ready(0, epoch)) == [Announce(Verdict((), (death(0),)))]
 
 
 CAUSES = {
@@ -239,7 +239,7 @@ class Pool(RuleBasedStateMachine):
                     self.epoch = epoch
                     self.to_join = set(self.alive)
                     self.attempts += 1
-                case Report(verdict=verdict):
+                case Announce(verdict=verdict):
                     self.check(verdict)
                     self.reports += 1
                     self.attempts = 0

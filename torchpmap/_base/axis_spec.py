@@ -42,7 +42,7 @@ OUT_AXES_HINT = (
     "argument to `pmap` is a pytree prefix of the pmapped function's output."
 )
 
-Leaf = tuple[str, tuple[int, ...] | None, str]
+LeafInfo = tuple[str, tuple[int, ...] | None, str]
 """(path, shape, dtype) of one leaf; the shape of an empty leaf is None."""
 
 
@@ -103,7 +103,7 @@ def canonical_axis(axis: int, ndim: int, *, what: str, path: str) -> int:
 
 
 def mapped_axis_size(
-    leaves: Sequence[Leaf],
+    leaves: Sequence[LeafInfo],
     axes: Sequence[int | None],
     *,
     what: str = "pmap",
@@ -120,7 +120,7 @@ def mapped_axis_size(
     Raises:
         ValueError: an axis does not exist, or sizes differ (the message counts each size).
     """
-    votes: dict[int, list[tuple[int, Leaf]]] = {}
+    votes: dict[int, list[tuple[int, LeafInfo]]] = {}
     for leaf, axis in zip(leaves, axes, strict=True):
         path, shape, _ = leaf
         if axis is None or shape is None:
@@ -170,7 +170,7 @@ def type_text(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype.removeprefix('torch.')}[{','.join(map(str, shape))}]"
 
 
-def _vote(votes: dict[int, list[tuple[int, Leaf]]], what: str, axis_size: int | None) -> str:
+def _vote(votes: dict[int, list[tuple[int, LeafInfo]]], what: str, axis_size: int | None) -> str:
     lines = [f"{what} got inconsistent sizes for array axes to be mapped:"]
     if axis_size is not None:
         lines.append(f"  * the `axis_size` argument was {axis_size};")
@@ -186,7 +186,7 @@ def _vote(votes: dict[int, list[tuple[int, Leaf]]], what: str, axis_size: int | 
     return "\n".join(lines)[:-1]
 
 
-def _example(axis: int, leaf: Leaf) -> str:
+def _example(axis: int, leaf: LeafInfo) -> str:
     path, shape, dtype = leaf
     return f"axis {axis} of argument {path} of type {type_text(dtype, shape or ())}"
 

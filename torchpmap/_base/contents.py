@@ -65,7 +65,7 @@ class Contents:
         self._tensor.detach().copy_(self._copy)
 
 
-class Answer:
+class ReadProperty:
     """A property of a tensor besides its numbers (such as ``.grad``), as it was when read."""
 
     __slots__ = ("_answer", "_question")

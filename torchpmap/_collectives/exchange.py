@@ -13,7 +13,14 @@ import torch
 
 from torchpmap._collectives.backend import narrowed, summable, widened
 from torchpmap._collectives.groups import gathered, merged_lead
-from torchpmap._collectives.operands import AxisName, Groups, Over, map_leaves, own_values, resolve
+from torchpmap._collectives.operands import (
+    AxisName,
+    IndexGroups,
+    Over,
+    map_leaves,
+    own_values,
+    resolve,
+)
 from torchpmap._collectives.primitives import AllToAll, ReduceScatter
 
 
@@ -21,7 +28,7 @@ def all_gather(
     x: Any,
     axis_name: AxisName,
     *,
-    axis_index_groups: Groups = None,
+    axis_index_groups: IndexGroups = None,
     axis: int = 0,
     tiled: bool = False,
 ) -> Any:
@@ -71,7 +78,7 @@ def psum_scatter(
     axis_name: AxisName,
     *,
     scatter_dimension: int = 0,
-    axis_index_groups: Groups = None,
+    axis_index_groups: IndexGroups = None,
     tiled: bool = False,
 ) -> Any:
     """Sum ``x`` over ``axis_name``; every device gets its own slice of the sum.
@@ -126,7 +133,7 @@ def all_to_all(
     split_axis: int,
     concat_axis: int,
     *,
-    axis_index_groups: Groups = None,
+    axis_index_groups: IndexGroups = None,
     tiled: bool = False,
 ) -> Any:
     """Send slice k of ``x`` to device k; every device gets the slices sent to it, stacked.
@@ -175,7 +182,9 @@ def all_to_all(
     return map_leaves(over, x, exchange)
 
 
-def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Groups = None) -> Any:
+def pswapaxes(
+    x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: IndexGroups = None
+) -> Any:
     """Swap the mapped axis ``axis_name`` with the dim ``axis`` of ``x``.
 
     pswapaxes: any[n, *s] per device -> any[n, *s] per device

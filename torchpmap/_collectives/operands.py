@@ -26,7 +26,7 @@ from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis, Partition, joined
 
 AxisName = Hashable | tuple[Hashable, ...] | list[Hashable]
-Groups = Sequence[Sequence[int]] | np.ndarray | None
+IndexGroups = Sequence[Sequence[int]] | np.ndarray | None
 
 NUMBERS = (bool, int, float, complex)
 
@@ -146,7 +146,7 @@ class Over:
 def resolve(
     what: str,
     axis_name: AxisName,
-    groups: Groups = None,
+    groups: IndexGroups = None,
     *,
     positional: bool = False,
     equal: bool = False,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchpmap._collectives.operands import AxisName, Groups, resolve
+from torchpmap._collectives.operands import AxisName, IndexGroups, resolve
 from torchpmap._collectives.reduce import pmax, pmean, pmin, psum
 from torchpmap._layout import axis_stack
 
@@ -92,7 +92,7 @@ def axis_bound(axis_name: AxisName) -> bool:
     return all(name is not None and name in known for name in names)
 
 
-def psum_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
+def psum_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Any:
     """Sum ``x`` over ``axis_name`` where it is bound; anywhere else, over this one device.
 
     psum_if_bound: number[*s] per device -> number[*s] per device
@@ -124,7 +124,7 @@ def psum_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = No
     return _if_bound(psum, x, axis_name, axis_index_groups)
 
 
-def pmean_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
+def pmean_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Any:
     """Average ``x`` over ``axis_name`` where it is bound; anywhere else, over this one device.
 
     pmean_if_bound: number[*s] per device -> inexact[*s] per device
@@ -146,7 +146,7 @@ def pmean_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = N
     return _if_bound(pmean, x, axis_name, axis_index_groups)
 
 
-def pmax_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
+def pmax_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Any:
     """Take the maximum of ``x`` over ``axis_name`` where it is bound; anywhere else it is ``x``.
 
     pmax_if_bound: real[*s] per device -> real[*s] per device
@@ -167,7 +167,7 @@ def pmax_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = No
     return _if_bound(pmax, x, axis_name, axis_index_groups)
 
 
-def pmin_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
+def pmin_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Any:
     """Take the minimum of ``x`` over ``axis_name`` where it is bound; anywhere else it is ``x``.
 
     pmin_if_bound: real[*s] per device -> real[*s] per device
@@ -188,7 +188,9 @@ def pmin_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = No
     return _if_bound(pmin, x, axis_name, axis_index_groups)
 
 
-def _if_bound(collective: Callable[..., Any], x: Any, axis_name: AxisName, groups: Groups) -> Any:
+def _if_bound(
+    collective: Callable[..., Any], x: Any, axis_name: AxisName, groups: IndexGroups
+) -> Any:
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
     bound = tuple(name for name in names if _is_dim(name) or axis_bound(name))
     named = [name for name in bound if not _is_dim(name)]

@@ -16,7 +16,7 @@ from torchpmap._base.errors import check_array
 from torchpmap._collectives.backend import summable
 from torchpmap._collectives.exchange import all_gather, all_to_all
 from torchpmap._collectives.groups import pick
-from torchpmap._collectives.operands import AxisName, Groups, resolve
+from torchpmap._collectives.operands import AxisName, IndexGroups, resolve
 
 _TABLE = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 
@@ -30,7 +30,7 @@ def ragged_all_to_all(
     recv_sizes: Any,
     *,
     axis_name: AxisName,
-    axis_index_groups: Groups = None,
+    axis_index_groups: IndexGroups = None,
 ) -> torch.Tensor:
     """Send slices of ``operand``, of any size, to devices; get ``output`` with those received.
 
@@ -79,7 +79,7 @@ def ragged_all_to_all(
 
 
 def _exchange(
-    operand: Any, output: Any, slices: Sequence[Any], axis_name: AxisName, groups: Groups
+    operand: Any, output: Any, slices: Sequence[Any], axis_name: AxisName, groups: IndexGroups
 ) -> torch.Tensor:
     over = resolve("ragged_all_to_all", axis_name, groups, equal=True)
     operand, output, *table = (_tensor(x) for x in (operand, output, *slices))

@@ -17,7 +17,7 @@ from torchpmap._collectives.backend import ReduceOp, narrowed, widened
 from torchpmap._collectives.operands import (
     NUMBERS,
     AxisName,
-    Groups,
+    IndexGroups,
     Over,
     map_leaves,
     own_values,
@@ -30,7 +30,7 @@ from torchpmap._collectives.primitives import AllReduce, extreme
 _NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16)
 
 
-def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
+def psum(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Any:
     """Sum ``x`` over the mapped axis ``axis_name``; every device gets the sum.
 
     psum: number[*s] per device -> number[*s] per device (equal on all)
@@ -80,7 +80,7 @@ def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> An
     return map_leaves(over, x, total, constant)
 
 
-def pmean(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
+def pmean(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Any:
     """Average ``x`` over the mapped axis ``axis_name``; every device gets the mean.
 
     pmean: number[*s] per device -> inexact[*s] per device (equal on all)
@@ -127,7 +127,7 @@ def pmean(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> A
     return map_leaves(over, x, mean, constant)
 
 
-def pmax(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
+def pmax(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Any:
     """Take the elementwise maximum of ``x`` over ``axis_name``; every device gets it.
 
     pmax: real[*s] per device -> real[*s] per device (equal on all)
@@ -157,7 +157,7 @@ def pmax(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> An
     return _extremum("max", x, axis_name, axis_index_groups)
 
 
-def pmin(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None) -> Any:
+def pmin(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Any:
     """Take the elementwise minimum of ``x`` over ``axis_name``; every device gets it.
 
     pmin: real[*s] per device -> real[*s] per device (equal on all)
@@ -254,7 +254,7 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.int32) if x.dtype in _NARROW else x
 
 
-def _extremum(op: ReduceOp, x: Any, axis_name: AxisName, groups: Groups) -> Any:
+def _extremum(op: ReduceOp, x: Any, axis_name: AxisName, groups: IndexGroups) -> Any:
     over = resolve(f"p{op}", axis_name, groups, positional=True)
     if not over.axes and not over.dims:
         return own_values(over, x)

@@ -29,7 +29,7 @@ import torch
 Partition = tuple[tuple[int, ...], ...]
 """Disjoint groups of axis indices that cover an axis; their inner order is their rank order."""
 
-Signature = tuple[Hashable, ...]
+CollectiveSignature = tuple[Hashable, ...]
 """What a collective is: operation, reduction or route, group, shape, dtype; equal on all ranks."""
 
 
@@ -79,8 +79,8 @@ _count: ContextVar[int] = ContextVar("torchpmap_count", default=0)
 _purpose: ContextVar[Callable[[], str] | None] = ContextVar("torchpmap_purpose", default=None)
 
 # Per process: autograd may run a backward pass, and so its collectives, on threads of its own.
-_recorder: list[Signature] | None = None
-_before: Callable[[Signature], None] | None = None
+_recorder: list[CollectiveSignature] | None = None
+_before: Callable[[CollectiveSignature], None] | None = None
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def _axis_of(line: MeshLine, name: Hashable) -> Axis:
     return Axis(name, size, index, ordered(partition), subgroup, line)
 
 
-def record(signature: Signature) -> None:
+def record(signature: CollectiveSignature) -> None:
     """Note a collective that runs now, outside a trace; every rank must note the same sequence."""
     _count.set(_count.get() + 1)
     if _before is not None:
@@ -210,8 +210,8 @@ def purpose() -> str:
 
 @contextmanager
 def recording(
-    before: Callable[[Signature], None] | None = None,
-) -> Iterator[list[Signature]]:
+    before: Callable[[CollectiveSignature], None] | None = None,
+) -> Iterator[list[CollectiveSignature]]:
     """Collect the signatures of the collectives that run in the block; ``before`` gets each before
     the collective runs.
     """

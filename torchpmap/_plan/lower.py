@@ -26,7 +26,7 @@ from torchpmap._runtime.base import Team
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._trace.compile import EAGER, Backend, Definition, Kind, have_cpp_compiler
 from torchpmap._trace.custom_ops import Implementations
-from torchpmap._trace.escaped import Watch
+from torchpmap._trace.escaped import EscapeWatch
 from torchpmap._trace.program import Outcome, no_stream
 from torchpmap._trace.trace import Traced, TracedInput, trace
 
@@ -171,7 +171,7 @@ def _trace(
 ) -> tuple[Traced, Outcome, bool]:
     """What tracing found, what the body returned, and whether that requires grad."""
     outcomes: list[Outcome] = []
-    watch = Watch(target.name, is_traced=True)
+    watch = EscapeWatch(target.name, is_traced=True)
 
     def demands(
         blocks: Sequence[torch.Tensor], axis: Axis

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpmap._base.config import config
-from torchpmap._base.contents import Answer, Contents
+from torchpmap._base.contents import Contents, ReadProperty
 from torchpmap._base.pytree import Structure
 from torchpmap._layout.axis_stack import Partition
 from torchpmap._layout.layout import Layout
@@ -30,7 +30,7 @@ from torchpmap.random._streams import draw_key
 
 
 class Called(NamedTuple):
-    """The result of starting a program."""
+    """The result of starting a plan."""
 
     outputs: list[tuple[Layout, Handle]]
     tree: Callable[[list[Any]], Any]
@@ -98,12 +98,12 @@ class Pinned:
 
     __slots__ = ("_handle", "_read", "_tensor")
 
-    def __init__(self, tensor: torch.Tensor | Answer) -> None:
+    def __init__(self, tensor: torch.Tensor | ReadProperty) -> None:
         self._tensor = tensor
         self._handle = tensor._handle if isinstance(tensor, ShardedTensor) else None
-        self._read: Contents | Answer | None = None
+        self._read: Contents | ReadProperty | None = None
         if not isinstance(tensor, ShardedTensor):
-            self._read = tensor if isinstance(tensor, Answer) else Contents(tensor)
+            self._read = tensor if isinstance(tensor, ReadProperty) else Contents(tensor)
 
     def holds(self) -> bool:
         """Whether that is still the same."""
@@ -114,7 +114,7 @@ class Pinned:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A program for a team of devices, which compile it when it first runs."""
+    """What one call runs on a team of devices, which compile it when it first runs."""
 
     definition: Definition
     groups: dict[str, Partition]
@@ -169,7 +169,7 @@ class Plan:
         return Called(outputs, self.tree, self.requires_grad)
 
     def run(self, held: Sequence[Handle], captured: Sequence[Handle] | None = None) -> list[Handle]:
-        """Start the program on stored blocks, without waiting; handles of its outputs, checks and
+        """Start it on stored blocks, without waiting; handles of its outputs, checks and
         residuals.  ``captured``: blocks instead of the tensors it closes over.
         """
         if self.undefined:

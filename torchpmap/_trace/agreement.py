@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torchpmap._base.errors import CollectiveMismatch
 from torchpmap._base.sources import users_frames
 from torchpmap._layout import axis_stack
-from torchpmap._layout.axis_stack import Signature
+from torchpmap._layout.axis_stack import CollectiveSignature
 
 ADVICE = (
     "must run the same collectives in the same order, from the same lines of the program: do not "
@@ -107,7 +107,7 @@ class Agreement:
             process_group: Any = _resolve_process_group(group)  # type: ignore[arg-type]  # a str
             self._agree = getattr(process_group, "agree", None)
 
-    def check(self, signature: Signature) -> None:
+    def check(self, signature: CollectiveSignature) -> None:
         """Raise on all devices unless all are about to run the same collective."""
         if threading.get_ident() != self._thread:
             raise RuntimeError(

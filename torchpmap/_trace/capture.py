@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torchpmap._base.ambient import Unchanged
-from torchpmap._base.contents import Answer, Contents
+from torchpmap._base.contents import Contents, ReadProperty
 from torchpmap._base.errors import lost_write
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import is_wrapped, outside_transforms
@@ -53,7 +53,7 @@ class Capture(TorchDispatchMode):
         self.captured: list[torch.Tensor] = []
         self.nodes: list[torch.fx.Node] = []
         self.pinned: list[Any] = []
-        """Tensors whose value was read, and an ``Answer`` for each other property that was read."""
+        """Tensors whose value was read, and a ``ReadProperty`` for each other property."""
         self._asked: set[Any] = set()
         self._plain: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """(the tensor without its class, the tensor), by the id of either."""
@@ -104,7 +104,9 @@ class Capture(TorchDispatchMode):
         asked = id(tensor), getattr(func, "__self__", func), repr((args, kwargs))
         if asked not in self._asked:
             self._asked.add(asked)
-            self.pinned.append(Answer(functools.partial(func, tensor, *args, **kwargs), answer))
+            self.pinned.append(
+                ReadProperty(functools.partial(func, tensor, *args, **kwargs), answer)
+            )
 
     def _add(self, real: torch.Tensor) -> torch.Tensor:
         stand_in = self._stand_in(real)

@@ -1,9 +1,9 @@
 """Clear errors for tensors of a mapped function that are used after its end.
 
 While a function is traced, or its rows run as lanes of a vmap, its tensors stand for values that do
-not exist outside.  A ``Watch`` holds a weak reference to each, with the user's line that made it.
-Tensors that are still alive at the end have escaped: their class becomes ``Escaped``, which refuses
-every use.
+not exist outside.  An ``EscapeWatch`` holds a weak reference to each, with the user's line that
+made it.  Tensors that are still alive at the end have escaped: their class becomes ``Escaped``,
+which refuses every use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchpmap._base.errors import TensorEscaped, kind_of
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import depth, functorch, innermost
 
-_current: ContextVar[Watch | None] = ContextVar("torchpmap_watch", default=None)
+_current: ContextVar[EscapeWatch | None] = ContextVar("torchpmap_watch", default=None)
 
 
 class Escaped(torch.Tensor):
@@ -76,18 +76,18 @@ _DESCRIBING = tuple(
 """Attributes that an escaped tensor still has, for messages and debuggers."""
 
 
-class Watch(TorchFunctionMode):
+class EscapeWatch(TorchFunctionMode):
     """Notes the tensors that the mapped function ``name`` makes inside the ``with`` block."""
 
     def __init__(self, name: str, *, is_traced: bool = False) -> None:
         super().__init__()
         self._name = name
         self._is_traced = is_traced
-        self._token: Token[Watch | None] | None = None
+        self._token: Token[EscapeWatch | None] | None = None
         self._depth = depth()
         self._made: dict[int, tuple[TensorWeakRef, str]] = {}
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> EscapeWatch:
         self._token = _current.set(self)
         super().__enter__()
         return self
@@ -137,7 +137,7 @@ def watched(name: str) -> Iterator[None]:
     if _current.get() is not None:
         yield
         return
-    watch = Watch(name)
+    watch = EscapeWatch(name)
     try:
         with watch:
             yield

@@ -69,7 +69,7 @@ def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
 # torch 2.13: for fake tensors it puts a meta device into the graph; seen in vmap(hessian(x ** 3))
 _DECOMPOSED = {_aten._efficientzerotensor.default: _zeros}
 
-Body = Callable[[Sequence[torch.Tensor], Axis], Sequence[tuple[torch.Tensor, Sequence[Axis]]]]
+TracedBody = Callable[[Sequence[torch.Tensor], Axis], Sequence[tuple[torch.Tensor, Sequence[Axis]]]]
 """Takes one block per input, and the axis of the devices; returns the output blocks, each with the
 axes along which it must be the same on all devices: that axis, or axes of a mesh made of it.
 """
@@ -127,7 +127,7 @@ class TracedInput:
 
 
 def trace(
-    body: Body,
+    body: TracedBody,
     inputs: Sequence[TracedInput],
     *,
     axis_name: Any,

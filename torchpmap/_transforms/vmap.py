@@ -140,7 +140,7 @@ def _arguments(
 def _size(
     leaves: list[Any], paths: Sequence[str], axes: list[int | None], axis_size: int | None
 ) -> int:
-    described: list[axis_spec.Leaf] = []
+    described: list[axis_spec.LeafInfo] = []
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, torch.Tensor):
             described.append((path, tuple(leaf.shape), str(leaf.dtype)))

@@ -25,7 +25,7 @@ from torchpmap.checkpoint._values import (
     described,
     planned,
 )
-from torchpmap.checkpoint._workers import Answer, WriterConnections, attempt
+from torchpmap.checkpoint._workers import WriteAnswer, WriterConnections, attempt
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Draft:
     """The leaves in the table."""
     skeleton: Any
 
-    def commit(self, given: Sequence[Sequence[Answer]]) -> str | None:
+    def commit(self, given: Sequence[Sequence[WriteAnswer]]) -> str | None:
         """Give the folder its name; returns what went wrong, or None."""
         answers = [answer for each in given for answer in each]
         try:
@@ -105,7 +105,7 @@ def _compare(given: Sequence[dict[str, str]], what: str) -> None:
                 )
 
 
-def _copied(draft: _Draft, leaves: dict[str, Saved], mine: int) -> Callable[[], list[Answer]]:
+def _copied(draft: _Draft, leaves: dict[str, Saved], mine: int) -> Callable[[], list[WriteAnswer]]:
     """Copy the values to write; the returned function writes them."""
     growing = draft.folder.growing
     here = draft.plans.get(mine)
@@ -121,7 +121,7 @@ def _copied(draft: _Draft, leaves: dict[str, Saved], mine: int) -> Callable[[], 
             raise
     copies = {} if here is None else copy_here(here, leaves)
 
-    def write() -> list[Answer]:
+    def write() -> list[WriteAnswer]:
         writer = "host" if mine == HOST else mine
         answers = [] if here is None else [attempt(growing, writer, here, copies)]
         return answers if line is None else answers + line.answers()

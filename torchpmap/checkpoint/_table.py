@@ -51,7 +51,7 @@ def describe(kind: str, dtype: torch.dtype | None, shape: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class BlockRecord:
     """One block of a leaf, or a value, in a file."""
 
     offsets: Sizes
@@ -74,7 +74,7 @@ class Row:
     shape: Sizes
     dtype: torch.dtype | None
     """None for a Python value."""
-    records: tuple[Record, ...]
+    records: tuple[BlockRecord, ...]
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class _Files:
         self._stack = stack
         self._open: dict[str, BufferedReader] = {}
 
-    def value(self, record: Record) -> Any:
+    def value(self, record: BlockRecord) -> Any:
         """The value of a record; its tensors are views of new memory."""
         file = self._open.get(record.file)
         if file is None:
@@ -155,7 +155,7 @@ class _Files:
         except Exception as error:  # bytes that are not a pickle may raise anything
             raise self.broken(record, f"are no value that was saved: {error}") from None
 
-    def broken(self, record: Record, what: str) -> CheckpointError:
+    def broken(self, record: BlockRecord, what: str) -> CheckpointError:
         return broken(self._folder, f"{record} {what}")
 
 
@@ -184,7 +184,7 @@ def _read(files: _Files, row: Row, extent: Extent | None) -> Any:
 Slices = tuple[slice, ...]
 
 
-def _shared(record: Record, offsets: Sizes, sizes: Sizes) -> tuple[Slices, Slices] | None:
+def _shared(record: BlockRecord, offsets: Sizes, sizes: Sizes) -> tuple[Slices, Slices] | None:
     """The overlap of a block and a part, as slices of both; None if there is no overlap."""
     there, here = [], []
     for begin, size, offset, length in zip(
@@ -257,7 +257,7 @@ def _is_of_numpy(row: Row) -> bool:
     return row.kind == "ndarray" or not row.shape
 
 
-def _record(key: str, record: Any) -> Record:
+def _record(key: str, record: Any) -> BlockRecord:
     if type(record) is not dict:
         raise _Wrong(f"a record of {key!r} is {reprlib.repr(record)}, which is no object")
     file, crc = record.get("file"), record.get("crc")
@@ -269,7 +269,7 @@ def _record(key: str, record: Any) -> Record:
     position, length = _number(record, "position"), _number(record, "length")
     if not length:
         raise _Wrong(f"a record of {key!r} has no bytes")
-    return Record(offsets, sizes, file, position, length, crc)
+    return BlockRecord(offsets, sizes, file, position, length, crc)
 
 
 def _check_cover(key: str, row: Row, dtype: torch.dtype) -> None:
@@ -292,9 +292,9 @@ def _check_cover(key: str, row: Row, dtype: torch.dtype) -> None:
         raise _Wrong(f"two blocks of {key!r} overlap")
 
 
-def _are_apart(records: Iterable[Record]) -> bool:
+def _are_apart(records: Iterable[BlockRecord]) -> bool:
     """A sweep along the first dim, which compares only blocks that share an index of that dim."""
-    open_ones: list[Record] = []
+    open_ones: list[BlockRecord] = []
     for record in sorted((r for r in records if prod(r.sizes)), key=lambda r: r.offsets):
         if record.offsets:
             open_ones = [r for r in open_ones if r.offsets[0] + r.sizes[0] > record.offsets[0]]

@@ -50,13 +50,13 @@ _MOST_BYTES_OF_GREETING = 64
 _copies: dict[bytes, dict[MetadataIndex, torch.Tensor]] = {}
 """In a worker: what it has copied for the save that is being prepared, by the save's token."""
 
-Answer = tuple[list[Written] | None, str | None]
+WriteAnswer = tuple[list[Written] | None, str | None]
 """What was written, or what went wrong."""
 
 
 def attempt(
     folder: Path, writer: int | str, plan: SavePlan, values: Mapping[MetadataIndex, Any]
-) -> Answer:
+) -> WriteAnswer:
     try:
         return write(folder, writer, plan, values), None
     except Exception as error:
@@ -67,7 +67,7 @@ def attempt(
 class Address:
     """How a worker reaches the controller for one save."""
 
-    address: str
+    path: str
     token: bytes
     """16 random bytes."""
     folder: Path
@@ -78,7 +78,7 @@ class Address:
 class Snapshot:
     """Copy blocks; the last call also writes what all calls have copied."""
 
-    line: Address
+    address: Address
     todo: tuple[tuple[tuple[int, MetadataIndex], ...], ...]
     """Per device of the team: the positions of the given blocks to copy, and their indices."""
     plans: tuple[tuple[int, SavePlan], ...] = ()
@@ -88,27 +88,27 @@ class Snapshot:
         self, rank: Rank, given: None, blocks: Sequence[torch.Tensor]
     ) -> tuple[None, list[torch.Tensor]]:
         place = int(rank.index)
-        if self.line.token not in _copies:
+        if self.address.token not in _copies:
             _copies.clear()  # they are left from a save that failed
-        copies = _copies.setdefault(self.line.token, {})
+        copies = _copies.setdefault(self.address.token, {})
         for position, index in self.todo[place]:
             copies[index] = blocks[position].cpu().contiguous()
         if self.plans:
             writer, plan = self.plans[place]
-            connection = _called(self.line)
-            connection.send_bytes(self.line.token + str(writer).encode())
-            del _copies[self.line.token]
-            arguments = (connection, self.line.folder, writer, plan, copies)
+            connection = _called(self.address)
+            connection.send_bytes(self.address.token + str(writer).encode())
+            del _copies[self.address.token]
+            arguments = (connection, self.address.folder, writer, plan, copies)
             threading.Thread(target=_write, args=arguments, daemon=True).start()
         return None, []
 
 
-def _called(line: Address) -> Connection:
+def _called(address: Address) -> Connection:
     """A connection to the controller, which need not have accepted it yet."""
     with socket.socket(socket.AF_UNIX) as end:
-        end.settimeout(line.limit_s)
-        end.connect(line.address)
-        return _limited(end, line.limit_s)
+        end.settimeout(address.limit_s)
+        end.connect(address.path)
+        return _limited(end, address.limit_s)
 
 
 def _limited(end: socket.socket, limit_s: float) -> Connection:
@@ -158,14 +158,14 @@ class WriterConnections:
     def __init__(self, folder: Path, num_writers: int) -> None:
         token = secrets.token_bytes(_TOKEN_BYTES)
         # in a folder that only this user can enter
-        address = str(Path(util.get_temp_dir(), f"checkpoint-{secrets.token_hex(8)}"))
-        self.address = Address(address, token, folder, config.snapshot().patience)
+        path = str(Path(util.get_temp_dir(), f"checkpoint-{secrets.token_hex(8)}"))
+        self.address = Address(path, token, folder, config.snapshot().patience)
         self._num_writers = num_writers
         self._listener = socket.socket(socket.AF_UNIX)
         self._connections: dict[str, Connection] = {}
         """By the rank that writes."""
         try:
-            self._listener.bind(address)
+            self._listener.bind(path)
             self._listener.listen(num_writers + _STRANGERS)
         except OSError:
             self._listener.close()
@@ -208,19 +208,19 @@ class WriterConnections:
 
     def _hang_up(self) -> None:
         self._listener.close()
-        Path(self.address.address).unlink(missing_ok=True)
+        Path(self.address.path).unlink(missing_ok=True)
 
     def close(self) -> None:
         self._hang_up()
         for connection in self._connections.values():
             connection.close()
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[WriteAnswer]:
         """Wait for the writers; returns their answers."""
         deadline = Deadline(self.address.limit_s)
         return [self._answer(*each, deadline) for each in self._connections.items()]
 
-    def _answer(self, writer: str, connection: Connection, deadline: Deadline) -> Answer:
+    def _answer(self, writer: str, connection: Connection, deadline: Deadline) -> WriteAnswer:
         late = (
             f"the worker process that writes __{writer}_0.distcp was not done within "
             f"torchpmap.config.timeout ({self.address.limit_s:g} s)"
@@ -229,7 +229,7 @@ class WriterConnections:
             try:
                 if not connection.poll(deadline.left()):
                     return None, late
-                answer: Answer = unpacked(connection.recv_bytes())
+                answer: WriteAnswer = unpacked(connection.recv_bytes())
             except BlockingIOError:
                 return None, late
             except (EOFError, OSError):

@@ -31,7 +31,7 @@ from torchpmap._base.errors import CallTimeout, GroupLost
 
 SLOT_BYTES = 1 << 20
 """Size of a slot."""
-_LINE = 8
+_CACHE_LINE = 8
 """Numbers of a rank, in a cache line of its own: how often it has met the others, and the purpose
 and the occasion of its last two meetings.
 """
@@ -66,12 +66,12 @@ class _Memory:
         memory = mmap.mmap(fd, total)
         self.numbers = memoryview(memory)[: self._start].cast("q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self.aborted, self.token = _LINE * size, _LINE * (size + 1)
+        self.aborted, self.token = _CACHE_LINE * size, _CACHE_LINE * (size + 1)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._rows: dict[tuple[int, torch.dtype, torch.Size], Rows] = {}
         width = size + 1
-        bounds = self.numbers[_LINE * (size + 2) :]
+        bounds = self.numbers[_CACHE_LINE * (size + 2) :]
         lines = [bounds[k * width : (k + 1) * width] for k in range(2 * size)]
         self.bounds = lines[:size], lines[size:]
 
@@ -98,7 +98,7 @@ class _Memory:
 
 def _extent(size: int) -> tuple[int, int]:
     """The number of bytes before the slots, and in total."""
-    numbers = _LINE * (size + 2) + 2 * size * (size + 1)
+    numbers = _CACHE_LINE * (size + 2) + 2 * size * (size + 1)
     start = -(-8 * numbers // mmap.PAGESIZE) * mmap.PAGESIZE
     return start, start + 2 * (size + 1) * SLOT_BYTES
 
@@ -130,8 +130,8 @@ class Meeting:
         self.place = place
         self._memory = memory
         self._numbers = memory.numbers
-        self._mine = _LINE * place
-        self._others = [_LINE * k for k in range(memory.size) if k != place]
+        self._mine = _CACHE_LINE * place
+        self._others = [_CACHE_LINE * k for k in range(memory.size) if k != place]
         self._met = 0
         self._turn = 0
         self._awaited: int | None = None
@@ -178,14 +178,14 @@ class Meeting:
             if numbers[theirs] < met:
                 self._wait(theirs, met)
             if numbers[theirs + beside] != purpose or numbers[theirs + beside + 1] != occasion:
-                odd = theirs // _LINE if odd is None else odd
+                odd = theirs // _CACHE_LINE if odd is None else odd
                 if not patient:
                     break
         return odd
 
     def purpose_of(self, place: int) -> tuple[int, int]:
         """The purpose and the occasion of a rank at the last meeting."""
-        beside = _LINE * place + 1 + 2 * (self._met & 1)
+        beside = _CACHE_LINE * place + 1 + 2 * (self._met & 1)
         return self._numbers[beside], self._numbers[beside + 1]
 
     def _wait(self, theirs: int, met: int) -> None:
@@ -196,7 +196,7 @@ class Meeting:
             if numbers[theirs] >= met:
                 return
         end = time.monotonic() + self._limit_s
-        self._awaited = theirs // _LINE
+        self._awaited = theirs // _CACHE_LINE
         while (seen := numbers[theirs]) < met:
             if numbers[self._memory.aborted]:
                 raise GroupLost("process group: another process has left it, or it was cut")
@@ -204,7 +204,7 @@ class Meeting:
                 raise GroupLost("process group: another process of it has ended")
             if time.monotonic() > end:
                 raise CallTimeout(
-                    f"rank {self.ranks[theirs // _LINE]} did not come to a collective within "
+                    f"rank {self.ranks[theirs // _CACHE_LINE]} did not come to a collective within "
                     f"torchpmap.config.timeout ({self._limit_s:g} s)"
                 )
             address = self._memory.address + 8 * theirs
@@ -229,7 +229,7 @@ class Meeting:
         """Make every rank raise that waits, now or later (from any thread)."""
         self._numbers[self._memory.aborted] = 1
         for place in range(self._memory.size):
-            self._wake(_LINE * place)
+            self._wake(_CACHE_LINE * place)
 
     def forsake(self) -> None:
         """In a forked child: meeting raises, and writes no more to the shared numbers."""

@@ -40,6 +40,7 @@ from torchpmap._runtime.local.reentry import REPAIRER, held_here, refuse, refuse
 from torchpmap._runtime.local.supervise import (
     Abort,
     Action,
+    Announce,
     Cancel,
     Close,
     Drain,
@@ -51,7 +52,6 @@ from torchpmap._runtime.local.supervise import (
     Overdue,
     Phase,
     Regroup,
-    Report,
     Respawn,
     Stopped,
     Stubborn,
@@ -444,7 +444,7 @@ class Pool:
                 with self.send_lock:
                     body = pickle.dumps((epoch, self._groups))
                     self.tell(tuple(self.workers), wire.REGROUP, body)
-            case Report(verdict=verdict):
+            case Announce(verdict=verdict):
                 self.losses.note(verdict, self._completed)
                 self._completed.clear()
                 self.limits.clear()

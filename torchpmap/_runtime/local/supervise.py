@@ -156,7 +156,7 @@ class Regroup:
 
 
 @dataclass(frozen=True)
-class Report:
+class Announce:
     verdict: Verdict
 
 
@@ -167,7 +167,7 @@ class Close:
     verdict: Verdict
 
 
-Action = Abort | Cancel | Drain | Kill | Respawn | Regroup | Report | Close
+Action = Abort | Cancel | Drain | Kill | Respawn | Regroup | Announce | Close
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class Supervisor:
         self._settled.clear()
         self._attempts = 0
         self._is_overdue = False
-        return [Report(verdict)]
+        return [Announce(verdict)]
 
     def verdict(self) -> Verdict:
         """The verdict so far."""

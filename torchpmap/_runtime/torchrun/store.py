@@ -32,27 +32,27 @@ class JobStore:
     def __init__(self, store: dist.Store, limit_s: float) -> None:
         self.raw = store
         """The store to pass to torch; the limits hold there, too."""
-        self._line = _Line(store)
+        self._connection = _Connection(store)
         self.limit(limit_s)
 
     def prefixed(self, prefix: str) -> JobStore:
         """The part of this store whose keys begin with ``prefix``."""
         part = JobStore.__new__(JobStore)
-        part.raw, part._line = dist.PrefixStore(prefix, self.raw), self._line
+        part.raw, part._connection = dist.PrefixStore(prefix, self.raw), self._connection
         return part
 
     def limit(self, seconds: float) -> None:
         """Set how long an answer may take from now on."""
-        self._line.limit_s = seconds
-        for connection in self._line.sockets:
-            limit_waits(connection, seconds)
+        self._connection.limit_s = seconds
+        for end in self._connection.sockets:
+            limit_waits(end, seconds)
 
     def abort(self) -> None:
         """End all waiting for answers, from any thread; later calls fail at once."""
-        self._line.is_aborted = True
-        for connection in self._line.sockets:
+        self._connection.is_aborted = True
+        for end in self._connection.sockets:
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+                end.shutdown(socket.SHUT_RDWR)
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._asked(self.raw.check, list(keys))
@@ -72,22 +72,23 @@ class JobStore:
         self._asked(self.raw.delete_key, key)
 
     def _asked(self, ask: Callable[..., T], *question: Any) -> T:
-        line = self._line
-        if not line.in_use.acquire(timeout=line.limit_s):
+        connection = self._connection
+        if not connection.in_use.acquire(timeout=connection.limit_s):
             self.abort()  # another thread has waited for an answer all the while
-            raise dist.DistNetworkError(f"it did not answer within {line.limit_s:g} s")
+            raise dist.DistNetworkError(f"it did not answer within {connection.limit_s:g} s")
         try:
-            if line.is_aborted:  # torch would print a warning with a stack of C++ for each call
+            # asking again, torch would print a warning with a stack of C++ for each call
+            if connection.is_aborted:
                 raise dist.DistNetworkError("the connection to it broke off before")
             return ask(*question)
         except dist.DistNetworkError:
             self.abort()
             raise
         finally:
-            line.in_use.release()
+            connection.in_use.release()
 
 
-class _Line:
+class _Connection:
     """The connection of a store, and of all its parts."""
 
     def __init__(self, store: dist.Store) -> None:
@@ -97,8 +98,8 @@ class _Line:
         self.in_use = threading.Lock()
 
     def __del__(self) -> None:
-        for connection in self.sockets:
-            connection.close()
+        for end in self.sockets:
+            end.close()
 
 
 def limit_waits(connection: socket.socket, seconds: float) -> None:
