@@ -167,6 +167,7 @@ def argument_names(fun: Callable[..., Any], num_args: int) -> list[str]:
 
 def type_text(dtype: str, shape: Sequence[int]) -> str:
     """Return a tensor type as JAX prints it, ``float32[4,3]``."""
+    # not ``kind_of``: JAX's messages have no space there, and numbers have no torch.dtype
     return f"{dtype.removeprefix('torch.')}[{','.join(map(str, shape))}]"
 
 

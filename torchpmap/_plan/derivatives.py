@@ -282,7 +282,6 @@ class MappedProgram(Differentiable):
         self._program = program
         self._environment = environment
         self._num_arguments = len(layouts)
-        self.eager = plan if isinstance(plan, UncompiledPlan) else None
         if isinstance(plan, UncompiledPlan):
             # derivatives need a graph, even if the call itself runs without one
             target = replace(target, backend=EAGER)

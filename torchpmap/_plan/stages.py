@@ -68,7 +68,6 @@ class Lowered:
         self._plan = plan
         self._structure = structure
         self._positions = tuple(positions)
-        self._layouts = tuple(layouts)
         self.in_layouts = dict(zip(paths, layouts, strict=True))
         self.out_layouts = plan.outputs
 

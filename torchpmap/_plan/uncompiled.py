@@ -25,7 +25,7 @@ from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._runtime.task import Task
 from torchpmap._sharded.device_put import handles_of
 from torchpmap._trace.pickling import number_of, pickled_function
-from torchpmap._trace.program import Program, no_stream, not_replicated
+from torchpmap._trace.program import Program, no_stream, not_replicated, unequal_results
 from torchpmap.random._streams import draw_key, peek_key
 
 
@@ -105,10 +105,12 @@ class UncompiledPlan:
                 first.cuts,
             ):
                 raise ValueError(
-                    f"{self._prefix}: devices returned different kinds of results: "
-                    f"{devices[0]} returned {_summary(first)}, {device} returned "
-                    f"{_summary(report)}. All devices must return the same structure, shapes and "
-                    "dtypes to be stacked."
+                    unequal_results(
+                        self._prefix,
+                        "devices",
+                        (devices[0], _summary(first)),
+                        (device, _summary(report)),
+                    )
                 )
             if report.written is not None:
                 raise RuntimeError(report.written)

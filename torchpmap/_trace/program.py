@@ -311,6 +311,17 @@ def no_stream(prefix: str, drawn: str) -> str:
     )
 
 
+def unequal_results(
+    prefix: str, whose: str, first: tuple[object, str], other: tuple[object, str]
+) -> str:
+    """``whose``: "rows" or "devices"; ``first``, ``other``: which one returned which kinds."""
+    return (
+        f"{prefix}: {whose} returned different kinds of results: {first[0]} returned {first[1]}, "
+        f"{other[0]} returned {other[1]}. All {whose} must return the same structure, shapes and "
+        "dtypes to be stacked."
+    )
+
+
 def not_replicated(prefix: str, path: str, difference: float) -> str:
     return (
         f"{prefix}: out_axes is None for {path}, but its value differs between devices (largest "

@@ -36,7 +36,14 @@ from torchpmap._runtime.inline_mode import note_replicated, serial
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.environment import parameters
-from torchpmap._trace.program import Input, Outcome, Program, no_stream, not_replicated
+from torchpmap._trace.program import (
+    Input,
+    Outcome,
+    Program,
+    no_stream,
+    not_replicated,
+    unequal_results,
+)
 from torchpmap._transforms.arguments import CallArguments
 from torchpmap._transforms.preparation import Preparation, refuse_aliased_donation
 from torchpmap._transforms.rows import run_rows
@@ -139,9 +146,9 @@ def _one_by_one(program: Program, blocks: Sequence[torch.Tensor], prefix: str) -
     for row, outcome in enumerate(outcomes):
         if _kinds(outcome) != _kinds(first):
             raise ValueError(
-                f"{prefix}: rows returned different kinds of results: row 0 returned "
-                f"{_kinds(first)}, row {row} returned {_kinds(outcome)}. All rows must return the "
-                "same structure, shapes and dtypes to be stacked."
+                unequal_results(
+                    prefix, "rows", ("row 0", _kinds(first)), (f"row {row}", _kinds(outcome))
+                )
             )
     wants_grad = torch.is_grad_enabled() and (
         first.requires_grad or any(block.requires_grad for block in blocks)

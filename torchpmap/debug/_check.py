@@ -27,6 +27,7 @@ from torchpmap._layout.axis_stack import Axis, bind
 from torchpmap._runtime import inline_mode
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.environment import parameters
+from torchpmap._trace.program import unequal_results
 from torchpmap._transforms.arguments import CallArguments, Options, Static, split_statics
 from torchpmap._transforms.inline import KeepCaptured
 from torchpmap._transforms.pmap import Pmapped
@@ -242,6 +243,10 @@ class _Row:
     dims: list[int | None]
     gradients: list[torch.Tensor | None]
 
+    def kinds(self) -> str:
+        kinds = [None if y is None else kind_of(y.shape, y.dtype) for y in self.outputs]
+        return f"{self.structure} of {kinds}"
+
 
 def _serial(problem: _Problem) -> _Answer:
     options, call = problem.options, problem.call
@@ -251,11 +256,13 @@ def _serial(problem: _Problem) -> _Answer:
         call.size,
         parameters(problem.fun),
     )
-    for number, row in enumerate(rows):
-        if row.structure != rows[0].structure:
+    kinds = [row.kinds() for row in rows]
+    for number, found in enumerate(kinds):
+        if found != kinds[0]:
             raise ValueError(
-                f"{options.prefix}: rows return different structures: row 0 returned "
-                f"{rows[0].structure} and row {number} {row.structure}."
+                unequal_results(
+                    options.prefix, "rows", ("row 0", kinds[0]), (f"row {number}", found)
+                )
             )
     outputs = [
         _joined([row.outputs[k] for row in rows], dim, lambda parts: parts[0])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpmap._base.errors import dtype_name
 from torchpmap.random._continuous import as_tensor, between, check_broadcast
 from torchpmap.random._threefry import (
     MASK,
@@ -225,9 +226,9 @@ def _clipped(
         return found, torch.full_like(found, int(value) > info.max)
     tensor = as_tensor(value, key)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.uint64:
-        dtype = str(tensor.dtype).removeprefix("torch.")
         raise TypeError(
-            f"randint: got {name} of dtype {dtype}, expected an integer, at most int64."
+            f"randint: got {name} of dtype {dtype_name(tensor.dtype)}, expected an integer, at "
+            "most int64."
         )
     check_broadcast("randint", name, tensor.shape, shape)
     wide = tensor.to(torch.int64)

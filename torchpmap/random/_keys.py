@@ -8,6 +8,7 @@ from typing import SupportsIndex
 
 import torch
 
+from torchpmap._base.errors import dtype_name
 from torchpmap.random._threefry import (
     MASK,
     hashed_counts,
@@ -223,8 +224,8 @@ def _integer(function: str, name: str, value: torch.Tensor) -> torch.Tensor:
     """``value`` in int64: one integer."""
     if value.dtype not in _INTEGERS:
         raise TypeError(
-            f"{function}: got {name} of dtype {str(value.dtype).removeprefix('torch.')}, expected "
-            "an int or an integer tensor."
+            f"{function}: got {name} of dtype {dtype_name(value.dtype)}, expected an int "
+            "or an integer tensor."
         )
     if value.dim():
         raise ValueError(

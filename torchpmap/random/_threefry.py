@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from torchpmap._base.errors import dtype_name
+
 MASK = 0xFFFFFFFF
 Words: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Number: TypeAlias = int | float
@@ -172,10 +174,10 @@ def one_key(function: str, key: torch.Tensor) -> Words:
             f"from a seed: {example}."
         )
     if key.dtype != torch.int64:
-        name = str(key.dtype).removeprefix("torch.")
         raise TypeError(
-            f"{function}: got a key of dtype {name}, expected int64. Make a key with {example}, or "
-            "convert the two 32-bit words of jax.random.key_data with .to(torch.int64)."
+            f"{function}: got a key of dtype {dtype_name(key.dtype)}, expected int64. Make a key "
+            f"with {example}, or convert the two 32-bit words of jax.random.key_data with "
+            ".to(torch.int64)."
         )
     if key.shape != (2,):
         shape = tuple(key.shape)
