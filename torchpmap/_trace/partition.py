@@ -3,6 +3,9 @@
 The forward graph computes all that depends on no cotangent.  The values of it that the backward
 graph reads are *residuals*: further outputs of the forward graph, which stay on the devices.  So
 nothing is computed twice, as in ``jax.linearize``.
+
+functorch's ``default_partition`` is not used: here views are remade in the backward graph, because
+blocks are stored contiguous, and effects come as a set of nodes that belong to it.
 """
 
 from __future__ import annotations
