@@ -359,7 +359,7 @@ def test_compressed_records_are_not_unpacked():
     [
         (b"K\x06tq", b"M\xff\xfftq", "65535 elements in 24 bytes"),
         (b"K\x02K\x03\x86", b"M\xff\xffK\x03\x86", "a tensor that is larger than its data"),
-        (b"K\x02K\x03\x86", b"J\xfe\xff\xff\xffK\x03\x86", "a tensor of no shape"),
+        (b"K\x02K\x03\x86", b"J\xfe\xff\xff\xffK\x03\x86", "a tensor without a valid shape"),
         (b"K\x02K\x03\x86", b"K\x01K\x03\x86", r"are not float32\[2, 3\]"),
         (b"FloatStorage", b"IntStorage", r"are not float32\[2, 3\]"),
         (b"FloatStorage", b"Size", "it refers to what is no tensor"),

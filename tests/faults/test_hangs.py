@@ -88,7 +88,7 @@ FOREVER = [PickledForever, ToldForever, NotedForever]
 @pytest.mark.parametrize("others", ["alone", "others wait"])
 @pytest.mark.parametrize("kind", FOREVER, ids=lambda kind: kind.__name__)
 def test_row_18_an_exception_that_cannot_be_reported(kind, others):
-    """What it says is code of the user's too."""
+    """The exception's text is computed by user code too."""
     step = on_rank(2, raising(lambda: kind("mine")), others)
     with survivors():
         error = within(4, lambda: eagerly(step)(rows)).error

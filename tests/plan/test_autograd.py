@@ -362,7 +362,7 @@ def test_the_forward_pass_is_not_computed_again() -> None:
     x = Y.clone().requires_grad_()
     for _ in range(3):
         mapped(x).sum().backward()
-    assert len(traced) == 2  # the function, and the function with its gradient
+    assert len(traced) == 2  # one trace of the function, one of function and gradient
     same(x.grad, 3 * (2 * Y).sin())
 
 

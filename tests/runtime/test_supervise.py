@@ -80,7 +80,7 @@ TRANSITIONS = {
         [user(1)], death(2), [Abort(0, (0, 1))], Phase.DRAINING),
     "the last one that was to drain dies": ([user(1), Drained(0), Drained(1)], death(2),
         [Abort(0, (0, 1)), Respawn((2,)), Regroup(1)], Phase.REBUILDING),
-    "everybody dies": ([death(0), death(1)], death(2),
+    "all ranks die": ([death(0), death(1)], death(2),
         [Abort(0, ()), Respawn((0, 1, 2)), Regroup(1)], Phase.REBUILDING),
     "a death is noticed once": ([death(1)], death(1), [], Phase.DRAINING),
     "ready of some": ([user(1), *EVERYONE], Ready(0, 1), [], Phase.REBUILDING),

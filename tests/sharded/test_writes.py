@@ -1,5 +1,5 @@
-"""Covers: _sharded/host.py, _sharded/memory.py, _base/untraced.py: what is written to is written,
-and memory that is not here is not touched.
+"""Covers: _sharded/host.py, _sharded/memory.py, _base/torch_internals.py: what is written
+to is written, and memory that is not here is not touched.
 
 Expectations are plain torch's.
 """

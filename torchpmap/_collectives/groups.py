@@ -92,7 +92,7 @@ def cuts(axes: Sequence[Axis], partition: Partition) -> tuple[Along, ...] | None
             if known.setdefault(frozenset(places), places) != places:  # one set in two orders
                 return None
     if any(sum(map(len, known)) != size for known, size in zip(found, sizes, strict=True)):
-        return None  # groups overlap along an axis
+        return None  # an index is in two groups of this axis, or in none
     along = (
         along_groups(axis, tuple(known.values())) for axis, known in zip(axes, found, strict=True)
     )

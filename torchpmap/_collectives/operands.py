@@ -50,7 +50,7 @@ class Over:
 
     @property
     def steps(self) -> tuple[Along | Scattered, ...]:
-        """What a collective runs over in turn, slowest first."""
+        """The axes a collective runs over one after another, slowest first."""
         return self.along if self.scattered is None else (self.scattered,)
 
     def purpose(self, structure: Structure, tensors: dict[int, torch.Tensor]) -> str:

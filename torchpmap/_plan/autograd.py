@@ -196,7 +196,7 @@ def call_differentiable(
     """Call a differentiable so that transforms and ``backward()`` reach its arguments and closures;
     ``done``: what it returned, if it has run already.
     """
-    # a copy of an array: it may be overwritten before a derivative needs it
+    # copy arrays, because the caller may overwrite them before a derivative needs them
     arguments = [x if isinstance(x, torch.Tensor) else host_tensor(x).clone() for x in leaves]
     closures = [captured.value() for captured in differentiable.captured]
     tensors = [*arguments, *closures]

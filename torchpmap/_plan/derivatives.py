@@ -129,7 +129,7 @@ class Differentiable:
         """Which outputs of a batched form depend on a batched input, and have the batch dim."""
         assert isinstance(self.body, _Batched)
         if self.body.reached is None:
-            _ = self.plan  # tracing tells
+            _ = self.plan  # tracing the plan sets body.reached
         assert self.body.reached is not None
         return self.body.reached
 

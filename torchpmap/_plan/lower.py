@@ -38,7 +38,7 @@ _missing_compiler_warned = False
 
 @dataclass(frozen=True)
 class Target:
-    """Where bodies are lowered to."""
+    """The devices and options that a body is lowered for."""
 
     prefix: str
     """The call as messages name it."""

@@ -47,7 +47,7 @@ class UncompiledReport:
     used_generator: bool
     """Whether torch's own generator was used."""
     written: str | None
-    """The error for an in-place write to a tensor that is no argument."""
+    """The error for an in-place write to a tensor that is not an argument."""
 
     def as_data(self) -> list[Any]:
         # a class of the script is another class in every process, so structures are sent as text

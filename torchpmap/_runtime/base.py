@@ -58,7 +58,7 @@ class Runtime(Protocol):
 
     devices: tuple[Device, ...]
     device: torch.device
-    """Where tensors are inside plans."""
+    """Device of the tensors that a plan computes with."""
 
     @property
     def runs_here(self) -> bool:

@@ -114,7 +114,7 @@ class FrameReader:
         self.left = 0
         """Bytes of the current body that have not been read."""
         self.has_ended = False
-        """Whether nothing more can be read: the only sign that an exception came from here."""
+        """Whether the socket has ended. If it has not, the exception came from elsewhere."""
 
     def header(self) -> tuple[int, int, int]:
         """(length of the body, kind, seq) of the next frame."""

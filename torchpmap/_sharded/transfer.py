@@ -27,7 +27,7 @@ def store(layout: Layout, value: torch.Tensor) -> Handle:
 
 
 def store_on(team: Team, layout: Layout, value: torch.Tensor) -> Handle:
-    """``store`` on a team of a given pool."""
+    """As ``store``, for a team that is known."""
     if value.dtype is not layout.dtype or value.shape != layout.shape:
         raise RuntimeError(
             f"a value of type {kind_of(value.shape, value.dtype)} is to be sent where "

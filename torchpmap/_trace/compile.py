@@ -198,7 +198,7 @@ class _Promises(TorchDispatchMode):
         self._where = where
         # a dispatch mode switches autograd off, but an operation may use it inside
         dispatch = torch._C
-        self._outside = (
+        self._dispatch_keys = (
             dispatch._dispatch_tls_local_include_set(),
             dispatch._dispatch_tls_local_exclude_set(),
         )
@@ -212,7 +212,7 @@ class _Promises(TorchDispatchMode):
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             given = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
             promised = func(*given[0], **given[1])
-        with torch._C._ForceDispatchKeyGuard(*self._outside):
+        with torch._C._ForceDispatchKeyGuard(*self._dispatch_keys):
             results = func(*args, **kwargs)
         strides = self._definition.backend != EAGER  # which accepts any strides
         for got, fake in zip(tree_leaves(results), tree_leaves(promised), strict=True):

@@ -263,7 +263,7 @@ _made: dict[str, _Definition] = {}  # torch itself keeps only weak references
 
 
 def _make(kind: _Kind, home: str | None) -> _Definition:
-    """The definition on a worker: one that is there, or a new one in its place."""
+    """Return the worker's definition; make it if there is none."""
     if home is not None:  # if its functions imported it later, it would replace what is made here
         with contextlib.suppress(ImportError):
             importlib.import_module(home)

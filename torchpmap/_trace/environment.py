@@ -56,7 +56,7 @@ class Environment:
         self._fun: Any = fun
         self._watched: _Watched | None = None
         self._code: tuple[Any, Any, Any] | None = None
-        """Of a function that closes over nothing: all there is to compare."""
+        """The snapshot of a function that closes over nothing."""
         self._tensors: list[torch.Tensor] = []
         self._unwatched: str | None = None
         self._has_warned = quiet
@@ -111,7 +111,7 @@ class _Watched:
     def __init__(self) -> None:
         self.reads: list[Callable[[], Any]] = []
         self._read: list[Any] = []
-        """What they gave."""
+        """The results of the reads."""
         self._views: list[Iterable[Any]] = []
         """Objects with items, such as lists and ``dict.values()``."""
         self._items: list[Any] = []

@@ -132,7 +132,7 @@ class Program:
         key: torch.Tensor | None = None,
     ) -> Outcome:
         """Run on one device's blocks.  ``process_axis``: the axis of the devices, if there is one;
-        ``key``: that of this call, instead of ``seed``.
+        ``key``: the random key of this call; replaces ``seed``.
         """
         if key is not None:
             return replace(self, seed=key).run(blocks, process_axis)

@@ -174,7 +174,7 @@ class _Call:
         self.structure = structure
         """Of (positional arguments, keyword arguments)."""
         self.results = structure
-        """Of what the operation returns (known when it has run)."""
+        """Structure of the results; set when the operation has run."""
 
     def arguments(self, leaves: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         positional, named = pytree.tree_unflatten(leaves, self.structure)

@@ -88,7 +88,7 @@ class _Method:
 
     @__wrapped__.setter
     def __wrapped__(self, _: Any) -> None:
-        """What ``update_wrapper`` sets is the function without its instance."""
+        """Ignore what update_wrapper sets: it is the unbound function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)

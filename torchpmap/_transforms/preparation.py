@@ -267,7 +267,9 @@ class Preparation:
         return runtime().timeout if given is None else given
 
     def _outside(self) -> frozenset[int]:
-        """Ids of tensors within reach of the function that transforms around the call trace."""
+        """Ids of the tensors that the function can reach, if transforms trace the call; else
+        empty.
+        """
         if not is_transformed():
             return frozenset()
         environment = Environment(self._fun)

@@ -242,14 +242,14 @@ def _tensor(
 ) -> torch.Tensor:
     numbers = (offset, *size, *stride)
     if type(elements) is not torch.Tensor or not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError("a tensor of no shape")
+        raise ValueError("a tensor without a valid shape")
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if prod(size) and last >= elements.numel():
         raise ValueError("a tensor that is larger than its data")
     tensor = elements.as_strided(size, stride, offset) if prod(size) else elements.new_empty(size)
     marks = metadata or {}
     if not marks.keys() <= {"conj", "neg"}:
-        raise ValueError("a tensor of no known kind")
+        raise ValueError("a tensor with an unknown flag")
     tensor = tensor.conj() if marks.get("conj") else tensor
     return torch._neg_view(tensor) if marks.get("neg") else tensor
 

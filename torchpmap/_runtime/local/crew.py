@@ -29,7 +29,7 @@ _STOP_PATIENCE_S = 1.0
 _STORE_BYTES = 1 << 18
 """How much data of past epochs the store may hold."""
 _STARTER_S = 0.5
-"""How long to wait for the starter, which looks more often whether it is still wanted."""
+"""How long to wait for the starter thread, which checks more often than this whether to stop."""
 
 
 class Crew:

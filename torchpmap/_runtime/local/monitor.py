@@ -70,13 +70,13 @@ class Pending:
         self.seq = seq
         self.era = era
         self.what = what
-        """What the ranks do meanwhile."""
+        """What the ranks do while the controller waits."""
         self.missing = set(ranks)
         self.targets = targets or {}
         self.replies: dict[int, memoryview] = {}
         self.interrupted = False
         self.is_withheld = False
-        """Whether its command is about to fail, whatever is answered from now on."""
+        """Whether the command will fail whatever the ranks still answer."""
         self._lock = threading.Lock()
         self._lock.acquire()
 

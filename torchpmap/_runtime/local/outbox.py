@@ -37,7 +37,7 @@ class Outbox:
         self.unsent: _Unsent | None = None
         """What found no room, or what an interrupted sender left."""
         self.rounds = 0
-        """How often everything was sent after there had been no room."""
+        """How many times a full socket was emptied again."""
 
     @property
     def blocked(self) -> Sequence[socket.socket]:
@@ -71,7 +71,7 @@ class Outbox:
         self.unsent = sockets, messages, sent, following
         try:  # noqa: SIM105 - which takes half a microsecond
             sent.extend(map(_send, sockets, messages, _NO_WAIT))
-        except OSError:  # no room, or the peer is gone: ``finish`` tells
+        except OSError:  # no room, or the peer is gone: ``finish`` finds out which
             pass
         if not later and sum(sent) == sum(map(len, messages)):
             self.unsent = None

@@ -76,7 +76,7 @@ _LOOK_MS = 1000
 _ROOM_MS = 50
 """The same where a failure does not wake it."""
 _SHORT_SLEEP_MS = 2
-"""How long to sleep before telling the workers to ring, which takes some 30 us."""
+"""How long to poll before asking the workers for a wake-up message (asking costs 30 us)."""
 
 
 class Pool:
