@@ -435,7 +435,7 @@ def test_rows_in_different_collectives_raise(serial):
         "  row 3: ppermute [0] [1] of float32[] for ppermute('i', (0, 1)) of float32[] at "
         f"test_debug.py:{first + 5}:16 in f (collective 1)\n"
         "Every row must run the same collectives in the same order, from the same lines of the "
-        "program: do not put one under a condition on a row's own values or axis index."
+        "script: do not put one under a condition on a row's own values or axis index."
     )
 
 

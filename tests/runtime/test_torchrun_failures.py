@@ -145,8 +145,8 @@ def test_equal_collectives_of_an_untraced_function_in_another_order(ended):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("ended_before_a_new_plan", "CollectiveMismatch: total: rank 1 has ended its program and"),
-        ("ended_before_a_sum", "CollectiveMismatch: rank 1 has ended its program and will not"),
+        ("ended_before_a_new_plan", "CollectiveMismatch: total: rank 1 has ended its script and"),
+        ("ended_before_a_sum", "CollectiveMismatch: rank 1 has ended its script and will not"),
     ],
 )
 def test_a_process_that_ended_early(ended, name, text):
@@ -204,7 +204,7 @@ def test_a_killed_process_without_a_connection_is_missed_in_time(ended):
 def test_after_a_failure_no_call_is_taken(ended):
     for output in outputs(ended["used_after_a_failure"]):
         assert "RuntimeClosed: a mapped call failed in this process, so the others cannot" in output
-        assert "End the program, and let the launcher restart it." in output
+        assert "End the script, and let the launcher restart it." in output
 
 
 @pytest.mark.parametrize(

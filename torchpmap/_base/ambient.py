@@ -71,7 +71,7 @@ def _set_warn_only(value: bool) -> None:
 
 
 def _matmul_precision() -> Any:
-    """None if the program mixed the older and the newer API: then torch refuses to read it."""
+    """None if the script mixed the older and the newer API: then torch refuses to read it."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:

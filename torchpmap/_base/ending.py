@@ -1,4 +1,4 @@
-"""Calls on other threads when the program ends.
+"""Calls on other threads when the script ends.
 
 Daemon threads go on while Python runs its exit handlers.  Then (up to 3.13) Python ends each thread
 where it next wants the interpreter, by unwinding its stack.  Inside torch's C++ code that aborts
@@ -23,7 +23,7 @@ _asleep: set[int] = set()
 
 
 def begin() -> None:
-    """Say that the program is ending; from now on nothing is started."""
+    """Say that the script is ending; from now on nothing is started."""
     global _begun
     _begun = True
 

@@ -281,7 +281,7 @@ def _pickled(exc: BaseException, type_name: str, text: str, limit: int) -> bytes
 
 def _rebuilt(pickled: bytes, type_name: str) -> Exception:
     exc, args = pickle.loads(pickled)
-    # Not BaseException: SystemExit of a worker must not end the caller's program.
+    # Not BaseException: SystemExit of a worker must not end the caller's script.
     # Only the last part of the name: a class made in a function loses the rest when unpickled.
     if not isinstance(exc, Exception) or type(exc).__name__ != type_name.rpartition(".")[2]:
         raise TypeError(f"{type_name} was rebuilt as {type(exc)}")

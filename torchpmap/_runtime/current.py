@@ -124,7 +124,7 @@ def runtime() -> Runtime:
         return current
     if ending.has_begun():
         ending.sleep_if_ending()
-        raise RuntimeClosed("the program is ending, and its devices have been shut down")
+        raise RuntimeClosed("the script is ending, and its devices have been shut down")
     with _lock:
         if _runtime is None or (_runtime.closed and _planned is None):
             _start(tuple(devices()))

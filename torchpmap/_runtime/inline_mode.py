@@ -2,7 +2,7 @@
 
 The runtime ``inline`` has no devices: all rows of a call are lanes of one ``torch.func.vmap`` in
 the calling process, or run there one after the other (``serial``).  ``chosen`` selects it for a
-block of code in one thread, the setting ``runtime`` for the whole program.
+block of code in one thread, the setting ``runtime`` for the whole script.
 
 A replicated value is a plain tensor there, and a plain tensor does not show whether its dim 0
 stands for devices.  So replicated tensors are recorded, for ``unreplicate``.

@@ -30,7 +30,7 @@ from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import CollectiveSignature
 
 ADVICE = (
-    "must run the same collectives in the same order, from the same lines of the program: do not "
+    "must run the same collectives in the same order, from the same lines of the script: do not "
     "put one under a condition on"
 )
 """Part of the message about a mismatch."""

@@ -124,7 +124,7 @@ def _made() -> Iterator[list[Node]]:
                 nodes.append(last)
 
 
-# torch 2.13 has no way to replace what a checkpoint does, and programs import ``checkpoint`` by
+# torch 2.13 has no way to replace what a checkpoint does, and scripts import ``checkpoint`` by
 # name: so the two names that it looks up in its module are replaced.  Outside of mapped functions
 # the replacements call torch's own.
 _own_bracket = torch_checkpoint._checkpoint_without_reentrant_generator

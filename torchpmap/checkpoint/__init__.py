@@ -39,7 +39,7 @@ class Saving:
         self._path = path
         self._error: Exception | None = None
         self._is_known = False
-        # not a daemon: the program waits for it at its end
+        # not a daemon: the script waits for it at its end
         self._thread = threading.Thread(
             target=self._run, args=(write,), name="torchpmap-checkpoint"
         )

@@ -1,7 +1,7 @@
 """The other controllers that take part in a checkpoint; a controller of workers has none.
 
 They exchange data through the store of the job (see ``Rendezvous``): a collective in the background
-thread that saves would mix with collectives of the main program.
+thread that saves would mix with collectives of the main script.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Peers(Protocol):
         """The number of controllers."""
 
     def exchange(self, mine: Any, what: str) -> list[Any]:
-        """The data of all processes, by rank; must be called in the main program."""
+        """The data of all processes, by rank; must be called in the main script."""
 
     def settle(self, mine: Any, decide: Callable[[list[Any]], str | None], what: str) -> str | None:
         """Rank 0 decides from the data of all processes, and all get its answer: what went wrong,
@@ -92,7 +92,7 @@ class _Beside:
         return given
 
     def _wait(self, keys: list[str], what: str) -> None:
-        # the main program's way to wait also posts what it waits for, to detect deadlocks
+        # the main script's way to wait also posts what it waits for, to detect deadlocks
         patience = config.snapshot().patience
         for pause in Deadline(patience).pauses():
             if self._rendezvous.store.check(keys):

@@ -2,7 +2,7 @@
 
 DCP plans which rank writes what (``create_global_plan``), and writes the blocks and ``.metadata``
 (``FileSystemWriter``).  torchpmap sends plans and results between processes itself: ``dcp.save``
-uses collectives, which in a thread would mix with collectives of the program.
+uses collectives, which in a thread would mix with collectives of the script.
 
 What DCP does not do:
 

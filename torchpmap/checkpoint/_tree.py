@@ -58,7 +58,7 @@ class Leaf:
     route: Route
     """The same for torch.distributed.checkpoint: an int for a place in a list."""
     path: str
-    """In the program: ``tree['params']['w']``."""
+    """In the script: ``tree['params']['w']``."""
     value: Any
 
 

@@ -46,7 +46,7 @@ def fake_pmap(*, serial: bool = False) -> Iterator[None]:
     ``.backward()``, ``torch.func.grad`` and ``vmap`` around a mapped function work.  Calls are
     checked, and misuse raises, as on the devices.  Donated arguments stay usable.  Only the calling
     thread is affected; ``tp.config.runtime = "inline"`` or ``TORCHPMAP_RUNTIME=inline`` does the
-    same for the whole program.
+    same for the whole script.
 
     Inside the mapped function, ``.backward()`` and the Python value of one row (``.item()``,
     ``if x > 0``) raise, with a note that says what to do.  With ``serial=True`` they work.

@@ -6,7 +6,7 @@ digests) goes through the job's store, which needs no size in advance and can sa
 missing.  Tensors go through the process group of all processes, over Gloo as bytes, because the
 store would hold them all in a single process.
 
-Each function compares what the processes are about to do: if a process is elsewhere in its program,
+Each function compares what the processes are about to do: if a process is elsewhere in its script,
 an error says where each process is.  That costs about a millisecond per call; inside a training
 step, use collectives in a mapped function.
 
@@ -88,7 +88,7 @@ def broadcast(tree: Any, source: int = 0) -> Any:
         IndexError: there is no process ``source``.
         ValueError: (on all processes) the tree of ``source`` cannot be sent: a part of it is of
             another class, or is a ShardedTensor with blocks in other processes; names the part.
-        CollectiveMismatch: a process is elsewhere in its program.
+        CollectiveMismatch: a process is elsewhere in its script.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -132,7 +132,7 @@ def all_gather(tree: Any, tiled: bool = False) -> Any:
     Raises:
         TypeError: a leaf is no tensor, array or number.
         CollectiveMismatch: structures, shapes or dtypes differ, or a process is elsewhere in its
-            program; the text says which process has what.
+            script; the text says which process has what.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -180,7 +180,7 @@ def assert_equal(tree: Any, message: str = "") -> None:
 
     Raises:
         AssertionError: with the path of the first leaf that differs, and which process has what.
-        CollectiveMismatch: a process is elsewhere in its program.
+        CollectiveMismatch: a process is elsewhere in its script.
 
     Example:
         >>> import torch, torchpmap as tp

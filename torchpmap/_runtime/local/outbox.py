@@ -4,7 +4,7 @@ Half a frame would garble everything after it, and a call that only some ranks g
 waiting for the others.  So bytes without room are kept, in order, and sent before anything that is
 posted later.  The pool waits for room without the send lock.
 
-Ctrl-C may interrupt a sender.  Python runs a signal handler between two steps of a program, never
+Ctrl-C may interrupt a sender.  Python runs a signal handler between two instructions, never
 inside a builtin that does not wait.  So one builtin both sends and records what was sent
 (``list.extend`` of what ``send`` returns), and what remains is exactly what was not sent.
 """

@@ -1,6 +1,6 @@
 """Calls of torchpmap that interrupt another one: from signal handlers and finalizers.
 
-Python runs both between two steps of a program, a finalizer in any thread that collects garbage.
+Python runs both between two instructions, a finalizer in any thread that collects garbage.
 They may drop values, which takes no lock.  They may not make a call that would wait for the code
 that it has interrupted.
 """
@@ -16,7 +16,7 @@ REPAIRER, STARTER = "torchpmap-repair", "torchpmap-starter"
 _OWN_THREADS = frozenset({LIMIT, MONITOR, REPAIRER, STARTER})
 """Every call needs these threads, so they cannot wait for one."""
 
-_REMEDY = "Set a flag there instead, and make the call where the program checks the flag."
+_REMEDY = "Set a flag there instead, and make the call where the script checks the flag."
 
 
 def held_here(lock: Any) -> Callable[[], bool]:

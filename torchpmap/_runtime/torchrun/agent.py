@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 _GRACE_S = 30.0
-"""How long the program's handler for SIGTERM may take; torchrun allows the same."""
+"""How long the script's handler for SIGTERM may take; torchrun allows the same."""
 _STDERR = 2
 _TEXT = b"torchpmap: the agent of torchrun that started this process has ended, so it ends, too.\n"
 

@@ -68,7 +68,7 @@ def join(place: JobPlace, device_type: str, timeout_s: float, address: str | Non
             world_size=size,
         )
         atexit.register(_end, place)
-    if _store is None:  # the program made the group
+    if _store is None:  # the script made the group
         _store = JobStore(dist.distributed_c10d._get_default_store(), timeout_s)
     if _attempt is None:
         _attempt = _attempt_of(_store, place, deadline, timeout_s)

@@ -89,7 +89,7 @@ class Rendezvous:
 
         Raises:
             WorkerError: another process failed.
-            CollectiveMismatch: another process does something else, or has ended its program.
+            CollectiveMismatch: another process does something else, or has ended its script.
             CallTimeout: a process did not come.
         """
         wanted, ranks = ranks, tuple(sorted(ranks))  # processes may disagree on the order
@@ -234,17 +234,17 @@ class Rendezvous:
         raise error
 
     def raise_absence(self) -> None:
-        """Raise if another process has ended its program."""
+        """Raise if another process has ended its script."""
         for rank in range(self.place.size):
             if rank != self.place.rank:
                 self._insist_on(rank)
 
     def _insist_on(self, rank: int, begin: str = "") -> None:
-        """Raise if a process has ended its program."""
+        """Raise if a process has ended its script."""
         if self.store.check([f"left/{rank}"]):
             self.raise_cause()  # a failing process reports its cause just before it leaves
             raise CollectiveMismatch(
-                f"{begin}rank {rank} has ended its program and will not come. {_RULE}"
+                f"{begin}rank {rank} has ended its script and will not come. {_RULE}"
             )
 
     def hurry(self, seconds: float = _LAST_WORDS_S) -> None:
@@ -284,7 +284,7 @@ def _store_failures() -> Iterator[None]:
 
 
 def mismatch(ranks: Sequence[int], texts: Sequence[str]) -> CollectiveMismatch:
-    """The error for all of ``ranks`` when they are at different places of the program."""
+    """The error for all of ``ranks`` when they are at different places of the script."""
     return CollectiveMismatch(
         "the processes are about to run different programs, which would hang or give wrong "
         f"numbers:\n{texts_by_rank(ranks, texts)}\n{_RULE}"

@@ -1,7 +1,7 @@
 """The runtime of one of several processes that a launcher started; each of them is a controller.
 
 Each process owns one device and runs plans in place, on its own blocks; the collectives in them
-reach the other processes.  All processes run the same program, so each knows what the others hold.
+reach the other processes.  All processes run the same script, so each knows what the others hold.
 Before a plan runs for the first time the processes compare it (see ``Rendezvous``); later calls
 cost nothing beyond the compiled code.
 
@@ -348,7 +348,7 @@ class TorchrunRuntime:
         self._groups.drop()
         self._closed_because = (
             "a mapped call failed in this process, so the others cannot go on with it: "
-            f"{type(error).__name__}: {str(error).removesuffix('.')}. End the program, and let the "
+            f"{type(error).__name__}: {str(error).removesuffix('.')}. End the script, and let the "
             "launcher restart it."
         )
         return error
