@@ -24,6 +24,14 @@ from typing import Any, TypeVar
 
 import torch.utils._pytree as pytree
 
+# torch's own functions, for what operations of torch take and return
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
 T = TypeVar("T")
 
 MAPPINGS = (dict, OrderedDict, defaultdict)

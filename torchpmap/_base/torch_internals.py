@@ -1,93 +1,204 @@
 """Undocumented parts of torch that this package needs: check them first with a new torch.
 
-Everything here was checked with torch 2.13.0.  A few more private names are used elsewhere, each in
-one place: those of Inductor (``_trace/compile``), of torch's own operations
-(``_trace/custom_ops``, ``_trace/pickling``), of what a trace has to replace (``_trace/capture``,
-``_trace/remat``), of the settings (``_base/ambient``), and of files that ``torch.save`` writes
-(``checkpoint/_pickles``).
+Everything here was checked with torch 2.13.0.  ``tests/test_layers.py`` refuses private names of
+torch in other files, except in these, which were checked with the same version:
+
+    _base/ambient          getters and setters of torch's settings; the caller's modes and hooks
+    _base/pytree           torch.utils._pytree: what is a node of a tree
+    _collectives/backend   torch.ops._c10d_functional: the collectives
+    _trace/compile         Inductor, the list of Dynamo's back ends, keys of the dispatcher
+    _trace/custom_ops      what the dispatcher and torch.library know about the user's operations
+    _trace/remat           the function behind torch.utils.checkpoint, which it replaces
+    _trace/trace           what tracing sets in Dynamo, and errors of fake tensors
+    checkpoint/_pickles    classes and functions that files of torch.save name
+
+The test cannot see private attributes of objects.  Besides ``operator._schema``, which many files
+read, these are used elsewhere: attributes of ``CustomOpDef`` (``_trace/custom_ops``,
+``_trace/transform_rules``), parts of an operator's name (``_trace/pickling``, ``_trace/compile``,
+``_trace/transform_rules``, ``_sharded/rules/table``), ``storage._cdata`` (``_trace/trace``,
+``_trace/partition``, ``_transforms/inline``), ``tensor._version`` (``_base/contents``),
+``graph._root`` and ``node._sequence_nr()`` (``_trace/remat``), ``_torchdynamo_orig_callable``
+(``_trace/pickling``) and ``optimizer._init_group`` (``optim``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import CodeType, FunctionType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+
+# these are loaded with torch; what is not (Dynamo, Inductor, DCP) is imported inside functions
+from torch import _decomp, _ops
+from torch._C import _distributed_c10d
+from torch._functorch import eager_transforms, pyfunctorch
+from torch._functorch import utils as functorch_utils
+from torch._functorch import vmap as functorch_vmap
+from torch._library import custom_ops, effects
+from torch._subclasses import fake_tensor
+from torch.autograd import forward_ad
+from torch.distributed import distributed_c10d
+from torch.utils import _python_dispatch
 
 Class = TypeVar("Class", bound=type)
 
 
 # -- function transforms ---------------------------------------------------------------------------
 
-functorch: Any = torch._C._functorch
-"""Each active transform has a level, the outermost 1."""
+_functorch: Any = torch._C._functorch
 
 has_transforms = torch._C._are_functorch_transforms_active
-is_wrapped = functorch.is_functorch_wrapped_tensor
+is_wrapped = _functorch.is_functorch_wrapped_tensor
 """Whether a transform has wrapped a tensor, even if the transform is over by now."""
+
+is_vmap_wrapper = _functorch.is_batchedtensor
+"""Whether it was a vmap that has wrapped a tensor."""
+
+level_of = _functorch.maybe_get_level
+"""The level of the transform that has wrapped a tensor (the outermost transform has level 1)."""
+
+add_batch_dim = _functorch._add_batch_dim
+"""(tensor, dim, level) -> the tensor as the vmap of that level hands it to its function."""
+
+ENTRIES = (
+    (eager_transforms, "_wrap_for_grad"),
+    (functorch_vmap, "_add_batch_dim"),
+    (functorch_utils, "unwrap_dead_wrappers"),
+)
+"""(module, function) where tensors enter torch.func's derivatives, its vmap, and an
+``autograd.Function``.  ``_trace/capture`` replaces these functions while it traces.
+"""
 
 
 def depth() -> int:
     """How many function transforms are active."""
-    top = functorch.peek_interpreter_stack()
+    top = _functorch.peek_interpreter_stack()
     return 0 if top is None else int(top.level())
 
 
 def transforms() -> list[Any]:
     """The active function transforms, the outermost first."""
-    return functorch.get_interpreter_stack() or []
+    return _functorch.get_interpreter_stack() or []
 
 
 def is_vmap(transform: Any) -> bool:
-    return bool(transform.key() == functorch.TransformType.Vmap)
+    return bool(transform.key() == _functorch.TransformType.Vmap)
 
 
 def is_grad(transform: Any) -> bool:
-    return bool(transform.key() == functorch.TransformType.Grad)
+    return bool(transform.key() == _functorch.TransformType.Grad)
+
+
+def size_and_randomness(transform: Any) -> tuple[int, str]:
+    """Of a vmap: the number of its rows, and its argument ``randomness``."""
+    vmapped = _functorch.CVmapInterpreterPtr(transform)
+    return vmapped.batchSize(), vmapped.randomness().name.lower()
 
 
 def layers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """A tensor, then the tensor that each transform wraps, down to one that none wraps."""
     yield tensor
     while is_wrapped(tensor):
-        tensor = functorch.get_unwrapped(tensor)
+        tensor = _functorch.get_unwrapped(tensor)
         yield tensor
 
 
 def innermost(value: Any) -> Any:
     """The value below all function transforms that wrap it."""
     while isinstance(value, torch.Tensor) and is_wrapped(value):
-        value = functorch.get_unwrapped(value)
+        value = _functorch.get_unwrapped(value)
     return value
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether the innermost transform is a vmap that batches this tensor."""
-    same = functorch.maybe_get_level(tensor) == functorch.maybe_current_level()
-    return bool(same and functorch.is_batchedtensor(tensor))
+    same = _functorch.maybe_get_level(tensor) == _functorch.maybe_current_level()
+    return bool(same and _functorch.is_batchedtensor(tensor))
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
     """Hide what happens in the block from all active function transforms."""
-    if functorch.peek_interpreter_stack() is None:
+    if _functorch.peek_interpreter_stack() is None:
         return nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack()
+    return pyfunctorch.temporarily_clear_interpreter_stack()
 
 
-# -- modes and autograd ----------------------------------------------------------------------------
+# -- forward-mode derivatives ----------------------------------------------------------------------
+
+# torch has one level of them per process, opened by the outermost jvp or dual_level.  It keeps the
+# number of the level in a global variable, which must be read anew each time.
+
+LEVEL = "_current_level"
+forward_state = vars(forward_ad)
+"""``forward_state[LEVEL]`` is ``forward_level()``, but 20 ns quicker: for what runs often."""
+
+set_forward_grad = forward_ad._set_fwd_grad_enabled
+"""``with set_forward_grad(True)``: forward mode goes on inside ``jvp`` of an ``autograd.Function``,
+where torch turns it off.
+"""
+
+jvp_level = eager_transforms.jvp_increment_nesting
+"""A block in which ``torch.func.jvp`` counts as nested in another, and opens no level itself."""
+
+
+def forward_level() -> int:
+    """The level of forward-mode derivatives; -1 if none are taken."""
+    return forward_ad._current_level
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func, or forward-mode differentiation, is around the caller."""
+    return has_transforms() or forward_ad._current_level >= 0
+
+
+def nested_jvp() -> AbstractContextManager[Any]:
+    """As ``jvp_level``, without a new level among the function transforms."""
+    return patch.object(eager_transforms, "JVP_NESTING", 1)
+
+
+# -- modes -----------------------------------------------------------------------------------------
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+"""Its subclasses get every operation below autograd, while they are active."""
+
+dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+"""The active modes with ``__torch_dispatch__`` (``__torch_function__``), the outermost first."""
+
+outside_modes = _python_dispatch._disable_current_modes
+"""A block that no dispatch mode sees."""
 
 num_modes = torch._C._len_torch_dispatch_stack
+_mode_of: Any = torch._C._get_dispatch_mode
+_modes = torch._C._TorchDispatchModeKey
+
+
+def tracing_mode() -> Any:
+    """The mode that makes the caller's operations nodes of a graph, or None."""
+    return _mode_of(_modes.PROXY)
 
 
 def is_traced() -> bool:
     """Whether the caller's operations become nodes of a graph, or run on fake tensors."""
-    kinds = torch._C._TorchDispatchModeKey
-    return any(torch._C._get_dispatch_mode(kind) for kind in (kinds.PROXY, kinds.FAKE))
+    return any(_mode_of(kind) for kind in (_modes.PROXY, _modes.FAKE))
+
+
+# -- autograd --------------------------------------------------------------------------------------
+
+any_requires_grad = torch._C._any_requires_grad
+"""Whether one of the arguments requires grad; those that are no tensors are ignored."""
+
+autograd_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node whose backward this thread runs, or None."""
+
+next_node_number = torch.autograd._get_sequence_nr
+"""The number that the next node will have; it grows with every node."""
 
 
 def in_backward() -> bool:
@@ -95,7 +206,95 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# -- schemas ---------------------------------------------------------------------------------------
+# -- tensors ---------------------------------------------------------------------------------------
+
+FakeTensor = fake_tensor.FakeTensor
+"""A tensor with a shape and a device, but no values."""
+
+FakeTensorMode = fake_tensor.FakeTensorMode
+outside_fake_mode = fake_tensor.unset_fake_temporarily
+"""A block in which no ``FakeTensorMode`` is active."""
+
+new_wrapper = torch.Tensor._make_wrapper_subclass
+"""Makes a tensor without memory; call it with positional arguments, as keywords cost 0.15 us."""
+
+guard_memory: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+"""After it, code that still takes the address (``torch.utils.dlpack.to_dlpack``) raises."""
+
+no_torch_dispatch = torch._C._disabled_torch_dispatch_impl
+"""``__torch_dispatch__`` of a class of tensors that has none of its own."""
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""``__torch_function__`` for a class that needs none; torch's default would convert results."""
+
+no_torch_functions = torch._C.DisableTorchFunction
+"""A block in which no ``__torch_function__`` is called, neither of a class nor of a mode."""
+
+no_subclass_functions = torch._C.DisableTorchFunctionSubclass
+"""A block in which only modes get ``__torch_function__``."""
+
+below_dispatch = torch._C._DisableTorchDispatch
+"""A block in which no ``__torch_dispatch__`` is called: an operation changes the tensor itself."""
+
+parse_to: Callable[..., tuple[Any, ...]] = torch._C._nn._parse_to
+"""The arguments of ``Tensor.to`` -> (device, dtype, non_blocking, memory_format)."""
+
+
+# -- operations and their schemas ------------------------------------------------------------------
+
+OpOverload = _ops.OpOverload
+"""``torch.ops.aten.add.Tensor``"""
+
+OpOverloadPacket = _ops.OpOverloadPacket
+"""``torch.ops.aten.add``"""
+
+OpNamespace = _ops._OpNamespace
+"""``torch.ops.aten``"""
+
+HigherOrderOperator = _ops.HigherOrderOperator
+"""``torch.ops.higher_order.cond``"""
+
+CustomOpDef = custom_ops.CustomOpDef
+"""What ``torch.library.custom_op`` returns."""
+
+OPDEFS = custom_ops.OPDEFS
+"""All of these that exist, by the names of their operations."""
+
+DispatchKey = torch._C.DispatchKey
+
+VF: Any = torch._VF
+"""Has the functions behind torch's recurrent layers."""
+
+decompositions: Any = _decomp.decompositions
+"""Has functions that do as operations do, written with other operations."""
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operation only calls others: above ``__torch_dispatch__`` it is never seen."""
+    composite = DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite)
+
+
+def keep_in_order(library: Any, operation: str) -> None:
+    """Register an operation as an effect, so that graphs keep its calls, in order."""
+    library._register_effectful_op(operation, effects.EffectType.ORDERED)
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Compute without oneDNN in the block."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def gives_views(func: Any) -> bool:
+    """Whether an operation returns a view of an argument (not the argument that it writes to)."""
+    aliases = [argument.alias_info for argument in func._schema.arguments]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def written_names(arguments: Sequence[Any]) -> list[str]:
@@ -112,6 +311,98 @@ def written_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
                 found += value if isinstance(value, list | tuple) else [value]
     return found
+
+
+# -- process groups --------------------------------------------------------------------------------
+
+Work = dist._Work
+"""Base of what a collective returns, to be waited for."""
+
+default_store = distributed_c10d._get_default_store
+"""() -> the store of the group that ``torch.distributed.init_process_group`` has made."""
+
+group_named: Any = _distributed_c10d._resolve_process_group
+"""The group of this name, as operations in a graph find it."""
+
+
+def register_group(name: str, group: dist.ProcessGroup) -> None:
+    """Let operations find a group by a name.  (``new_group`` would choose the name itself.)"""
+    group._set_group_name(distributed_c10d.GroupName(name))
+    _distributed_c10d._register_process_group(distributed_c10d.GroupName(name), group)
+
+
+def unregister_group(name: str) -> None:
+    _distributed_c10d._unregister_process_group(distributed_c10d.GroupName(name))
+
+
+def make_gloo(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    address: str | None,
+    connecting: timedelta,
+    running: timedelta,
+) -> Any:
+    """Gloo between ``size`` processes, on the interface of an address (None: within a host), with
+    how long it waits while it connects, and in each collective.
+    """
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    options._devices = [
+        kind.create_device(interface="lo")
+        if address is None
+        else kind.create_device(hostname=address)
+    ]
+    options._timeout = connecting
+    gloo = kind(store, rank, size, options)
+    gloo._set_default_timeout(running)
+    return gloo
+
+
+def make_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def add_backend(group: dist.ProcessGroup, device: str, backend: Any, *, is_default: bool) -> None:
+    """Let a group use ``backend`` for tensors of a kind of device."""
+    kinds = dist.ProcessGroup.BackendType
+    kind = kinds.NCCL if device == "cuda" else kinds.GLOO
+    group._register_backend(torch.device(device), kind, backend)
+    if is_default:
+        group._set_default_backend(kind)
+
+
+_OPERATOR_FRAMES = frozenset(
+    call.__code__
+    for call in (OpOverload.__call__, OpOverload.redispatch, OpOverloadPacket.__call__)
+)
+"""Every operator is called in such a frame, by eager code, graphs and Inductor's code alike."""
+
+_CPP_COLLECTIVES = tuple(f"aoti_torch_{kind}__c10d_functional_" for kind in ("cpu", "cuda"))
+
+
+def is_raised_by_collective(error: BaseException, frame: FrameType) -> bool:
+    """Whether a collective raised this in ``frame``, the innermost one of the traceback."""
+    if frame.f_code in _OPERATOR_FRAMES:
+        namespace, _, name = str(frame.f_locals["self"]).partition(".")
+        return namespace == "_c10d_functional" and (
+            issubclass(type(error), dist.DistError) or name.startswith("wait_tensor")
+        )
+    # Inductor's C++ (cpp_wrapper) names the operator
+    module = str(frame.f_globals.get("__name__"))
+    return module.startswith("torch._inductor.") and str(error).startswith(_CPP_COLLECTIVES)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def place_in_file(name: str, position: int, length: int) -> Any:
+    """Where DCP's metadata says that a value is."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(name, position, length)
 
 
 # -- errors that only their text tells apart -------------------------------------------------------
@@ -143,6 +434,17 @@ def needs_a_value(error: BaseException) -> bool:
 
 
 # -- Dynamo ----------------------------------------------------------------------------------------
+
+disable_dynamo = torch._disable_dynamo
+"""As ``torch.compiler.disable``, but imports Dynamo only when the function is called."""
+
+as_if_compiling = torch.compiler._compile_session_context
+"""A block in which ``torch.compiler.is_compiling()`` is true."""
+
+
+def break_graph(reason: str) -> None:
+    """End the graph that ``torch.compile`` is making; with ``fullgraph=True``, raise ``reason``."""
+    torch._dynamo.graph_break(msg=reason)
 
 
 def untraced(cls: Class) -> Class:

@@ -21,16 +21,15 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
-from torch._C._distributed_c10d import _resolve_process_group
-from torch._subclasses.fake_tensor import FakeTensor
 
+from torchpmap._base.torch_internals import FakeTensor, group_named
 from torchpmap._layout import axis_stack
 
 ReduceOp = Literal["sum", "max", "min"]
 Pairs = tuple[tuple[int, int], ...]
 """(source, destination) of every value that a permutation moves."""
 
-_c10d = torch.ops._c10d_functional
+c10d = torch.ops._c10d_functional
 NAMESPACES = ("_c10d_functional", "torchpmap")
 """Namespaces of the operations in graphs that communicate."""
 
@@ -72,7 +71,7 @@ def all_reduce(x: torch.Tensor, op: ReduceOp, group: str) -> torch.Tensor:
     _record("all_reduce", op, group, x)
 
     def run(carried: torch.Tensor) -> torch.Tensor:
-        return _c10d.wait_tensor(_c10d.all_reduce(carried.contiguous(), op, group))
+        return c10d.wait_tensor(c10d.all_reduce(carried.contiguous(), op, group))
 
     return reduced(x, op, run)
 
@@ -100,7 +99,7 @@ def all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     _record("all_gather", "", group, x)
 
     def run(carried: torch.Tensor) -> torch.Tensor:
-        return _c10d.wait_tensor(_c10d.all_gather_into_tensor(carried, size, group))
+        return c10d.wait_tensor(c10d.all_gather_into_tensor(carried, size, group))
 
     return _moved(x.unsqueeze(0), run)
 
@@ -111,7 +110,7 @@ def reduce_scatter(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
 
     def run(carried: torch.Tensor) -> torch.Tensor:
         carried = carried.contiguous()
-        return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(carried, "sum", size, group))
+        return c10d.wait_tensor(c10d.reduce_scatter_tensor(carried, "sum", size, group))
 
     return reduced(x, "sum", run).squeeze(0)
 
@@ -122,7 +121,7 @@ def all_to_all(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     rows = [1] * size
 
     def run(carried: torch.Tensor) -> torch.Tensor:
-        return _c10d.wait_tensor(_c10d.all_to_all_single(carried, rows, rows, group))
+        return c10d.wait_tensor(c10d.all_to_all_single(carried, rows, rows, group))
 
     return _moved(x, run)
 
@@ -228,7 +227,7 @@ def _reduced_in_order(
 def _ppermute_run(
     x: torch.Tensor, sources: list[int], destinations: list[int], group: str
 ) -> torch.Tensor:
-    process_group = _resolve_process_group(group)  # type: ignore[arg-type]  # a plain str to users
+    process_group = group_named(group)
     rank, size = process_group.rank(), process_group.size()
     sends, receives = [0] * size, [0] * size
     for source, destination in zip(sources, destinations, strict=True):
@@ -242,7 +241,7 @@ def _ppermute_run(
     rows = x.contiguous().unsqueeze(0)[: sum(sends)]
     # waits here, because a compiler would write the next value over the input while it is still
     # being read; it knows the collectives of torch, but not this one
-    received = _c10d.wait_tensor(_c10d.all_to_all_single(rows, receives, sends, group))
+    received = c10d.wait_tensor(c10d.all_to_all_single(rows, receives, sends, group))
     if sum(receives):
         return received.squeeze(0)
     return torch.zeros_like(x, memory_format=torch.contiguous_format)

@@ -36,8 +36,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch.autograd import forward_ad
 
+from torchpmap._base.torch_internals import set_forward_grad
 from torchpmap._collectives import backend as raw
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Partition
@@ -340,7 +340,7 @@ class _Extreme(torch.autograd.Function):
         xs = ctx.saved_tensors[count : count + len(given)]
         filled = _tangents(given, [(x.shape, x.dtype, x.device) for x in xs])
         # torch 2.13 turns forward mode off here: a jvp around this one would see constants
-        with forward_ad._set_fwd_grad_enabled(True):
+        with set_forward_grad(True):
             return _Extreme._derivative(ctx, filled, pushed)
 
     @staticmethod

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from torchpmap._base.torch_internals import has_transforms, is_grad, is_wrapped, transforms
+from torchpmap._base.torch_internals import is_grad, is_wrapped, transforms
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.derivatives import Differentiable, MappedProgram, Outputs, Tensors, is_inexact
 from torchpmap._plan.lower import Pair
@@ -183,11 +182,6 @@ class _Mapped(torch.autograd.Function):
         reached = batched.differentiable.batched_outputs()
         pairs = zip(results, reached, strict=True)
         return results, tuple(result.dim() - 1 if has else None for result, has in pairs)
-
-
-def is_transformed() -> bool:
-    """Whether a transform of torch.func, or forward-mode differentiation, is around the caller."""
-    return has_transforms() or forward_ad._current_level >= 0
 
 
 def call_differentiable(

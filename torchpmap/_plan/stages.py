@@ -10,6 +10,7 @@ import torch
 
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.pytree import Structure, flatten_call
+from torchpmap._base.torch_internals import FakeTensorMode, OpOverload
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.plan import Plan
@@ -130,7 +131,6 @@ class Compiled:
 
 
 def _cost(plan: Plan) -> Cost:
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -148,7 +148,7 @@ def _cost(plan: Plan) -> Cost:
     collectives = tuple(
         (node.target._schema.name.split("::")[1], sum(sizes[n] for n in node.all_input_nodes))
         for node in nodes
-        if isinstance(node.target, torch._ops.OpOverload)
+        if isinstance(node.target, OpOverload)
         and node.target.namespace in NAMESPACES
         and "wait" not in node.target._schema.name
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpmap._base.torch_internals import written_names
+from torchpmap._base.torch_internals import is_composite, written_names
 from torchpmap._sharded.rules.compute import elementwise
 from torchpmap._sharded.rules.table import rule_of
 
@@ -160,12 +160,11 @@ def facts_of(func: Any) -> Facts:
     written = [*declared, *(() if undeclared is None else ("training", *undeclared))]
     is_elementwise = rule_of(func) is elementwise
     numbers = [a.name for a in schema.arguments if str(a.type) in _OF_NUMBERS]
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return Facts(
         names,
         frozenset(numbers if is_elementwise else ()),
         tuple((names.index(name), name) for name in written if name in names),
-        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite),
+        is_composite(func),
         is_elementwise or func in _FILLING,
     )
 

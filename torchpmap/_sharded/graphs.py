@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
+from torchpmap._base.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torchpmap._base.torch_internals import outside_modes
 from torchpmap._collectives.backend import summable
 from torchpmap._layout.axis_stack import group_name
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
@@ -89,7 +89,7 @@ class Blueprint:
     """If the operation writes: per output, the operand whose new value it is."""
     leaves: tuple[int | None, ...]
     """Output number, or None, per leaf of what the operation returns."""
-    spec: pytree.TreeSpec
+    spec: TreeSpec
     reduces: bool
     """Whether the first operand is cut, and a result is not."""
     func: Any
@@ -105,7 +105,7 @@ class Blueprint:
             else value
             for value in operands
         ]
-        with _disable_current_modes(), torch.no_grad():
+        with outside_modes(), torch.no_grad():
             call(self.func, filled(self.arguments, values))
 
     def result(self, values: Sequence[Any]) -> Any:
@@ -113,7 +113,7 @@ class Blueprint:
         if self.leaves == (0,) and self.spec.is_leaf():  # faster than tree_unflatten
             return values[0]
         leaves = [None if k is None else values[k] for k in self.leaves]
-        return pytree.tree_unflatten(leaves, self.spec)
+        return tree_unflatten(leaves, self.spec)
 
 
 def blueprint(
@@ -163,7 +163,7 @@ class _Trial:
     """Meta tensors and numbers, per operand."""
     written: tuple[int, ...]
     leaves: tuple[int | None, ...]
-    spec: pytree.TreeSpec
+    spec: TreeSpec
     results: tuple[torch.Tensor, ...]
 
 
@@ -171,7 +171,7 @@ def _try(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> _Tria
     """Run a call on meta tensors of the whole shapes."""
     values = [_meta(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in operands]
     result = _masked(_on_meta(func, arguments, values), arguments)
-    leaves, spec = pytree.tree_flatten(result)
+    leaves, spec = tree_flatten(result)
     if any(not (leaf is None or isinstance(leaf, torch.Tensor)) for leaf in leaves):
         raise Unsupported
     written = written_slots(func, arguments)
@@ -199,7 +199,7 @@ def _try(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> _Tria
 
 
 def _on_meta(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> Any:
-    with _disable_current_modes(), torch.no_grad():
+    with outside_modes(), torch.no_grad():
         try:
             return call(func, filled(arguments, values))
         except NotImplementedError:
@@ -412,7 +412,7 @@ class _Drawing:
             raise Unsupported from error
         if self.trial.written:
             made = [blocks[position] for position in self.trial.written]
-        leaves = [leaf for leaf in pytree.tree_leaves(made) if leaf is not None]
+        leaves = [leaf for leaf in tree_leaves(made) if leaf is not None]
         expected = [
             (self._block_shape(result.shape, dim), result.dtype)
             for result, dim in zip(self.trial.results, self._result_dims(), strict=True)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.autograd import forward_ad
 
-from torchpmap._base.torch_internals import untraced
+from torchpmap._base.pytree import tree_flatten, tree_map, tree_unflatten
+from torchpmap._base.torch_internals import LEVEL, forward_state, untraced
 from torchpmap._layout.layout import spread_layout
 from torchpmap._sharded.arguments import occurrences
 from torchpmap._sharded.gather_report import note_gather
@@ -39,14 +39,12 @@ def run_on_host(
     else:
         copies = [_copy(operand) for operand in operands]
     gathered = {id(x): copy for x, copy in zip(operands, copies, strict=True)}
-    host_args, host_kwargs = pytree.tree_map(
-        lambda value: gathered.get(id(value), value), (args, kwargs)
-    )
+    host_args, host_kwargs = tree_map(lambda value: gathered.get(id(value), value), (args, kwargs))
     result = func(*host_args, **host_kwargs)
     if targets:
         _write_back(make, func, targets, gathered)
         originals = {id(gathered[id(target)]): target for target in targets}
-        return pytree.tree_map(lambda value: originals.get(id(value), value), result)
+        return tree_map(lambda value: originals.get(id(value), value), result)
     return _view_of(make, args[0], func, args[1:], result) if func.is_view else result
 
 
@@ -78,21 +76,21 @@ def _write_back(
 def _view_of(make: Make, parent: Any, func: Any, args: Sequence[Any], result: Any) -> Any:
     """Put a view on the devices again, so that a write to it can reach ``parent``."""
     layout = parent._alive()[0]
-    leaves, spec = pytree.tree_flatten(result)
+    leaves, spec = tree_flatten(result)
     found = strides_of_results(func, parent, args)
     views = []
     for leaf, strides in zip(leaves, found, strict=True):
         wanted = spread_layout(leaf.shape, leaf.dtype, layout.devices)
         views.append(make(wanted, store(wanted, leaf), strides=strides))
     link_view(views, parent, func, args)
-    return pytree.tree_unflatten(views, spec)
+    return tree_unflatten(views, spec)
 
 
 def is_recorded(x: torch.Tensor) -> bool:
     """Whether operations on ``x`` are differentiated (it requires grad, or has a tangent)."""
     if x.requires_grad and torch.is_grad_enabled():
         return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    return forward_state[LEVEL] >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 @untraced

@@ -11,6 +11,8 @@ from typing import Any, NoReturn, cast
 
 import torch
 
+from torchpmap._base.torch_internals import DispatchKey
+
 
 class Remote(torch.Tensor):
     """Base of tensors whose data is elsewhere: asking for their memory raises."""
@@ -44,16 +46,12 @@ def _no_memory(call: str) -> RuntimeError:
     )
 
 
-# Makes a tensor without memory; call it with positional arguments, as keywords cost 0.15 us.
-new_wrapper = torch.Tensor._make_wrapper_subclass
-guard: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
-"""After it, code that still takes the address (``torch.utils.dlpack.to_dlpack``) raises."""
 CPU, STRIDED = torch.device("cpu"), torch.strided
 
 # -- what torch does without an operation ----------------------------------------------------------
 
 _aten = torch.ops.aten
-_SUBCLASSES = torch._C.DispatchKey.PythonTLSSnapshot
+_SUBCLASSES = DispatchKey.PythonTLSSnapshot
 """Only tensors of classes with ``__torch_dispatch__`` have this key: others bypass the kernels."""
 
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpmap._sharded.memory import CPU, STRIDED, new_wrapper
+from torchpmap._base.torch_internals import below_dispatch, new_wrapper
+from torchpmap._sharded.memory import CPU, STRIDED
 from torchpmap._sharded.views import Make, is_linked
 
 _aten = torch.ops.aten
@@ -201,7 +202,7 @@ def turn(make: Make, func: Any, args: Sequence[Any]) -> Any:
             "or detached tensors; use the out-of-place operation."
         )
     result = _TURNING[func](make(*target._alive()), *args)
-    with torch._C._DisableTorchDispatch():
+    with below_dispatch():
         func(target, *args)
     target._layout, target._handle = result._alive()
     return target

@@ -18,11 +18,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd import forward_ad
 
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, kind_of
-from torchpmap._base.torch_internals import innermost, num_modes, untraced
+from torchpmap._base.torch_internals import (
+    LEVEL,
+    forward_state,
+    guard_memory,
+    innermost,
+    new_wrapper,
+    no_torch_function,
+    num_modes,
+    parse_to,
+    untraced,
+)
 from torchpmap._layout.layout import Layout, Shard
 from torchpmap._layout.mesh import NamedSharding
 from torchpmap._runtime.base import Handle
@@ -30,7 +39,7 @@ from torchpmap._runtime.current import runtime
 from torchpmap._sharded.arguments import facts_of, occurrences, written_by
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.host import ToHost, is_recorded, run_on_host
-from torchpmap._sharded.memory import CPU, STRIDED, Remote, guard, new_wrapper
+from torchpmap._sharded.memory import CPU, STRIDED, Remote
 from torchpmap._sharded.operations import Operation, operation_for, start
 from torchpmap._sharded.strides import (
     QUESTIONS,
@@ -97,7 +106,7 @@ class ShardedTensor(Remote):
     _handle: Handle | None
     _consumed_by: str
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any) -> ShardedTensor:
@@ -247,7 +256,7 @@ class ShardedTensor(Remote):
         like = [value for value in given if isinstance(value, torch.Tensor)]
         if any(type(value) is ShardedTensor for value in like):
             return super().to(*args, **kwargs)
-        if not like and torch._C._nn._parse_to(*args, **kwargs)[0] is None:
+        if not like and parse_to(*args, **kwargs)[0] is None:
             return super().to(*args, **kwargs)
         return self.cpu().to(*args, **kwargs)
 
@@ -268,7 +277,7 @@ class ShardedTensor(Remote):
     def __getitem__(self, index: Any) -> torch.Tensor:
         layout, handle = self._alive()
         traced = num_modes()  # a mode sees only operations
-        is_plain = not self.requires_grad and forward_ad._current_level < 0
+        is_plain = not self.requires_grad and forward_state[LEVEL] < 0
         if type(index) is int and is_plain and layout.shape and not traced:
             size = layout.shape[0]
             if not -size <= index < size:
@@ -408,7 +417,7 @@ def make_sharded(
         )
     else:
         tensor = strides.tensor(ShardedTensor, layout.dtype, layout.shape)
-    guard(tensor)
+    guard_memory(tensor)
     tensor._layout, tensor._handle = layout, handle
     return tensor
 
@@ -417,7 +426,7 @@ def make_all(layouts: Sequence[Layout], handles: Sequence[Handle]) -> list[Shard
     """``make_sharded`` for several; doing each step for all at once saves an eighth of the time."""
     make, kind, strided, cpu = new_wrapper, ShardedTensor, STRIDED, CPU
     tensors = [make(kind, x.shape, None, None, None, x.dtype, strided, cpu) for x in layouts]
-    deque(map(guard, tensors), maxlen=0)
+    deque(map(guard_memory, tensors), maxlen=0)
     for tensor, layout, handle in zip(tensors, layouts, handles, strict=True):
         tensor._layout = layout
         tensor._handle = handle

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from torchpmap._base.torch_internals import in_backward
+from torchpmap._base.torch_internals import autograd_node, in_backward
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.transfer import move, store
@@ -65,7 +65,7 @@ def is_taken_as_grad() -> bool:
     """
     if not in_backward():
         return False
-    node = torch._C._current_autograd_node()
+    node = autograd_node()
     return node is not None and node.name().endswith("AccumulateGrad")
 
 

@@ -19,13 +19,13 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
-from torch._C._distributed_c10d import _resolve_process_group
 
 from torchpmap._base.errors import CollectiveMismatch
 from torchpmap._base.sources import users_frames
+from torchpmap._base.torch_internals import group_named
+from torchpmap._collectives.backend import c10d
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import CollectiveSignature
 
@@ -104,8 +104,7 @@ class Agreement:
         self._agree: Callable[[int], bool] | None = None
         """Compares a number through shared memory, where the processes share it: quicker."""
         if len(ranks) > 1:
-            process_group: Any = _resolve_process_group(group)  # type: ignore[arg-type]  # a str
-            self._agree = getattr(process_group, "agree", None)
+            self._agree = getattr(group_named(group), "agree", None)
 
     def check(self, signature: CollectiveSignature) -> None:
         """Raise on all devices unless all are about to run the same collective."""
@@ -140,7 +139,6 @@ class Agreement:
     def _gathered(self, mine: bytes, length: int) -> list[bytes]:
         """Every device's bytes, cut or padded to ``length``."""
         sent = torch.frombuffer(bytearray(mine[:length].ljust(length)), dtype=torch.uint8)
-        c10d = torch.ops._c10d_functional
         theirs = c10d.wait_tensor(
             c10d.all_gather_into_tensor(sent.unsqueeze(0), len(self._ranks), self._group)
         )

@@ -13,16 +13,24 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
-import torch.utils._pytree as pytree
-from torch._functorch import eager_transforms, vmap
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torchpmap._base.ambient import Unchanged
 from torchpmap._base.contents import Contents, ReadProperty
 from torchpmap._base.errors import lost_write
+from torchpmap._base.pytree import tree_map, tree_map_only
 from torchpmap._base.sources import users_line
-from torchpmap._base.torch_internals import is_wrapped, outside_transforms
+from torchpmap._base.torch_internals import (
+    ENTRIES,
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    is_wrapped,
+    no_subclass_functions,
+    no_torch_dispatch,
+    outside_modes,
+    outside_transforms,
+)
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._trace.custom_ops import expand, is_hidden
 from torchpmap._trace.kinds import absence, oddity
@@ -80,7 +88,7 @@ class Capture(TorchDispatchMode):
         if not _is_mere_name(type(tensor)) or not is_real(tensor):
             return tensor
         if id(tensor) not in self._plain:
-            with outside_transforms(), _disable_current_modes():
+            with outside_transforms(), outside_modes():
                 pair = tensor.as_subclass(torch.Tensor), tensor
             self._plain[id(tensor)] = self._plain[id(pair[0])] = pair
         return self._plain[id(tensor)][0]
@@ -150,17 +158,16 @@ class Capture(TorchDispatchMode):
                 self.pinned.append(args[0])
             return func(*args, **kwargs)
         if func not in (_aten.lift_fresh.default, _aten.lift_fresh_copy.default):
-            args, kwargs = pytree.tree_map(self.substitute, (args, kwargs))
-        if isinstance(func, torch._ops.OpOverload) and is_hidden(func):
+            args, kwargs = tree_map(self.substitute, (args, kwargs))
+        if isinstance(func, OpOverload) and is_hidden(func):
             with self:
                 return expand(func, self._device.type, args, kwargs)
         if func.namespace in NAMESPACES:
-            args = pytree.tree_map(self._without_value, args)
+            args = tree_map(self._without_value, args)
         return func(*args, **kwargs)
 
     def _without_value(self, value: Any) -> Any:
         """Hide that a value is known: torch would run the collective now, in this process alone."""
-        from torch._subclasses.fake_tensor import FakeTensor
         from torch.fx.experimental.proxy_tensor import (
             get_proxy_mode,
             get_proxy_slot,
@@ -191,10 +198,10 @@ class KeepData(TorchFunctionMode):
         kwargs = kwargs or {}
         if any(map(_is_mere_name, types)):
             # torch would convert the result, a traced tensor, to that class too, and fail
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_subclass_functions():
                 if func not in _DESCRIBING and func.__name__ not in ("__get__", "__set__"):
                     plain = self._capture.plain  # a backward pass would meet the class again
-                    args, kwargs = pytree.tree_map_only(torch.Tensor, plain, (args, kwargs))
+                    args, kwargs = tree_map_only(torch.Tensor, plain, (args, kwargs))
                 return self._keep(func, args, kwargs)
         return self._keep(func, args, kwargs)
 
@@ -208,7 +215,7 @@ class KeepData(TorchFunctionMode):
         if not (accessor or func in _READERS) or not _is_users(args[0]):
             return func(*args, **kwargs)
         if not accessor:
-            with _disable_current_modes():
+            with outside_modes():
                 self._capture.read.append((args[0], Contents(args[0])))
                 return func(*args, **kwargs)
         if func.__name__ == "__set__":
@@ -240,7 +247,7 @@ def _is_mere_name(kind: type) -> bool:
         kind not in (torch.Tensor, torch.nn.Parameter)
         and issubclass(kind, torch.Tensor)
         and getattr(kind.__torch_function__, "__func__", None) is _TORCHS_OWN
-        and kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+        and kind.__torch_dispatch__ is no_torch_dispatch
     )
 
 
@@ -255,20 +262,12 @@ def _is_users(tensor: Any) -> bool:
     )
 
 
-_ENTRIES = (
-    (eager_transforms, "_wrap_for_grad"),
-    (vmap, "_add_batch_dim"),
-    (torch._functorch.utils, "unwrap_dead_wrappers"),
-)
-"""Where tensors enter torch.func's derivatives, its vmap, and an autograd.Function (torch 2.13)."""
-
-
 class Substitute(TorchFunctionMode):
     """Replaces tensors that the function closes over when they enter torch functions.
 
     Unlike ``Capture`` it works above functorch and autograd, so transforms around the function may
     trace the replacements.  Tensors that enter a transform or an autograd.Function inside the
-    function pass no torch function, so the functions of torch that take them (``_ENTRIES``) are
+    function pass no torch function, so the functions of torch that take them (``ENTRIES``) are
     patched meanwhile.  Only one thread traces at a time; other threads get torch's own functions.
     """
 
@@ -278,7 +277,7 @@ class Substitute(TorchFunctionMode):
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        for module, name in _ENTRIES:
+        for module, name in ENTRIES:
             enter = getattr(module, name)
             setattr(module, name, self._first_found(enter))
             self._undo.callback(setattr, module, name, enter)
@@ -303,13 +302,11 @@ class Substitute(TorchFunctionMode):
         return enter_found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._find, (args, kwargs or {}))
+        args, kwargs = tree_map_only(torch.Tensor, self._find, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def is_real(value: Any) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
 
 

@@ -22,13 +22,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchpmap._base.ambient import Ambient, applied, for_graph, running_under
 from torchpmap._base.errors import PmapError, kind_of
 from torchpmap._base.imports import uncollected
+from torchpmap._base.pytree import tree_leaves, tree_map_only
+from torchpmap._base.torch_internals import FakeTensorMode, OpOverload, TorchDispatchMode
 from torchpmap._trace.custom_ops import NATIVE
 from torchpmap.random import _threefry as _threefry
 
@@ -239,9 +238,7 @@ def _described(value: Any, strides: bool) -> str:
 
 def _namespaces(graph: torch.fx.GraphModule) -> set[str]:
     return {
-        node.target.namespace
-        for node in graph.graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload)
+        node.target.namespace for node in graph.graph.nodes if isinstance(node.target, OpOverload)
     }
 
 
@@ -309,7 +306,7 @@ def _keeps_strides(graph: torch.fx.GraphModule) -> bool:
     return all(
         node.op in ("placeholder", "output")
         or (
-            isinstance(node.target, torch._ops.OpOverload)
+            isinstance(node.target, OpOverload)
             and (
                 node.target.namespace == "_c10d_functional"
                 or (
@@ -324,7 +321,7 @@ def _keeps_strides(graph: torch.fx.GraphModule) -> bool:
 
 def _reshape(graph: torch.fx.GraphModule) -> None:
     """Let views be copies where the strides allow no view, unless the graph writes to a tensor."""
-    targets = [n.target for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    targets = [n.target for n in graph.graph.nodes if isinstance(n.target, OpOverload)]
     if any(target._schema.is_mutable for target in targets):
         return
     for node in graph.graph.nodes:
@@ -359,6 +356,16 @@ def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend
             dynamic_shapes="from_example_inputs",
             options={"config_patches": patches},
         )
+
+
+def warm_up() -> None:
+    """Compile a small function: afterwards the modules and tables of Inductor are in memory."""
+    make_cache_private()
+    from torch._inductor import standalone_compile
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(lambda x: (x * 2 + 1,))(torch.empty(3))
+    standalone_compile(graph, [torch.empty(3)], dynamic_shapes="from_example_inputs")
 
 
 @functools.cache

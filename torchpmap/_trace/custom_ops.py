@@ -27,16 +27,15 @@ from typing import Any
 
 import cloudpickle
 import torch
-from torch._library import custom_ops, simple_registry
+from torch._library import simple_registry
 
 from torchpmap._base.sources import TORCH
-from torchpmap._base.torch_internals import written_names
+from torchpmap._base.torch_internals import OPDEFS, CustomOpDef, OpOverload, written_names
 from torchpmap._trace.environment import Environment
 
 NATIVE = frozenset({"aten", "prims", "prim", "_c10d_functional", "torchpmap", "torchpmap_random"})
 """Namespaces of operations that every worker has."""
 
-_Definition = custom_ops.CustomOpDef
 _REGISTERED = re.compile(r"^(\S+?)(?:\[alias\])?: registered at (.*):\d+", re.MULTILINE)
 
 
@@ -95,7 +94,7 @@ def source(operation: str) -> Any:
     """
     if operation.partition("::")[0] in NATIVE:
         return None
-    definition = custom_ops.OPDEFS.get(operation)
+    definition = OPDEFS.get(operation)
     if definition is not None:
         module = _home(definition)
         return definition if module is None else _Module(module)
@@ -131,7 +130,7 @@ def mentioned(names: set[str]) -> list[tuple[str, Any]]:
 # -- where an operation comes from -----------------------------------------------------------------
 
 
-def _home(definition: _Definition) -> str | None:
+def _home(definition: CustomOpDef) -> str | None:
     """The module whose import makes this definition; None if no import is sure to make it."""
     function = definition._init_fn
     name = function.__module__
@@ -174,17 +173,17 @@ def _fake(operation: str) -> Any:
 # -- hidden operations -----------------------------------------------------------------------------
 
 
-def is_hidden(operation: torch._ops.OpOverload) -> bool:
+def is_hidden(operation: OpOverload) -> bool:
     """Whether only the implementation of an operation, not the operation, can go into a graph."""
     name = operation._schema.name
-    if operation.namespace in NATIVE or name in custom_ops.OPDEFS:
+    if operation.namespace in NATIVE or name in OPDEFS:
         return False
     places = _places(operation.name())
     file = places.pop("debug", "")
     return _is_python(file) and _module_of(name, file) is None
 
 
-def expand(operation: torch._ops.OpOverload, device: str, args: Any, kwargs: Any) -> Any:
+def expand(operation: OpOverload, device: str, args: Any, kwargs: Any) -> Any:
     """Run the Python implementation of a hidden operation, on traced tensors too."""
     if operation._can_decompose():
         return operation.decompose(*args, **kwargs)
@@ -218,7 +217,7 @@ class _Kind:
     rules: tuple[str, ...]
 
     @classmethod
-    def of(cls, definition: _Definition) -> _Kind:
+    def of(cls, definition: CustomOpDef) -> _Kind:
         name = definition._qualname
         return cls(
             name,
@@ -231,7 +230,7 @@ class _Kind:
         )
 
 
-def _rules(definition: _Definition) -> dict[str, Callable[..., Any]]:
+def _rules(definition: CustomOpDef) -> dict[str, Callable[..., Any]]:
     rules = {
         "fake": definition._abstract_fn,
         "setup_context": definition._setup_context_fn,
@@ -241,7 +240,7 @@ def _rules(definition: _Definition) -> dict[str, Callable[..., Any]]:
     return {name: function for name, function in rules.items() if function is not None}
 
 
-def _kernels(definition: _Definition) -> dict[str | None, Callable[..., Any]]:
+def _kernels(definition: CustomOpDef) -> dict[str | None, Callable[..., Any]]:
     """The user's functions by device type; torch 2.13 wraps them, and offers no way back."""
     kernels = {}
     for device, wrapped in definition._backend_fns.items():
@@ -251,7 +250,7 @@ def _kernels(definition: _Definition) -> dict[str | None, Callable[..., Any]]:
     return kernels
 
 
-def reduced(definition: _Definition) -> tuple[Any, ...]:
+def reduced(definition: CustomOpDef) -> tuple[Any, ...]:
     """The pickle of a definition: made first, then filled with its functions, which may use it."""
     functions = _kernels(definition), _rules(definition)
     module = definition._init_fn.__module__
@@ -259,15 +258,15 @@ def reduced(definition: _Definition) -> tuple[Any, ...]:
     return _make, (_Kind.of(definition), home), functions, None, None, _fill
 
 
-_made: dict[str, _Definition] = {}  # torch itself keeps only weak references
+_made: dict[str, CustomOpDef] = {}  # torch itself keeps only weak references
 
 
-def _make(kind: _Kind, home: str | None) -> _Definition:
+def _make(kind: _Kind, home: str | None) -> CustomOpDef:
     """Return the worker's definition; make it if there is none."""
     if home is not None:  # if its functions imported it later, it would replace what is made here
         with contextlib.suppress(ImportError):
             importlib.import_module(home)
-    earlier = custom_ops.OPDEFS.get(kind.name)
+    earlier = OPDEFS.get(kind.name)
     if earlier is not None and _Kind.of(earlier) == kind:
         return earlier
     arguments = torch._C.parse_schema(f"{kind.name}{kind.schema}").arguments
@@ -292,7 +291,7 @@ def _unfilled(*args: Any, **kwargs: Any) -> Any:
 
 
 def _fill(
-    definition: _Definition,
+    definition: CustomOpDef,
     functions: tuple[dict[str | None, Callable[..., Any]], dict[str, Callable[..., Any]]],
 ) -> None:
     kernels, rules = functions
@@ -316,7 +315,7 @@ class Implementations:
     def __init__(self, graph: torch.fx.GraphModule) -> None:
         sent = any(map(_travels, _operations(graph)))
         # all of them: one may use another
-        names = [name for name in tuple(custom_ops.OPDEFS) if _travels(name)] if sent else []
+        names = [name for name in tuple(OPDEFS) if _travels(name)] if sent else []
         self._functions = {name: _functions(name) for name in names}
         self._environments = [Environment(f) for fs in self._functions.values() for f in fs]
         for environment in self._environments:
@@ -339,17 +338,17 @@ def _operations(graph: torch.fx.GraphModule) -> Iterator[str]:
     for module in graph.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.nodes:
-                if isinstance(node.target, torch._ops.OpOverload):
+                if isinstance(node.target, OpOverload):
                     yield node.target._schema.name
 
 
 def _travels(name: str) -> bool:
-    definition = None if name.startswith("aten::") else custom_ops.OPDEFS.get(name)
+    definition = None if name.startswith("aten::") else OPDEFS.get(name)
     return definition is not None and _home(definition) is None
 
 
 def _functions(name: str) -> tuple[Callable[..., Any], ...]:
-    definition = custom_ops.OPDEFS.get(name)
+    definition = OPDEFS.get(name)
     if definition is None:
         return ()
     return (*_kernels(definition).values(), *_rules(definition).values())

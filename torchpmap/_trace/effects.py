@@ -29,15 +29,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import _resolve_process_group
-from torch._library.effects import EffectType
-from torch.autograd import forward_ad
 
 from torchpmap._base.pytree import flatten
+from torchpmap._base.torch_internals import forward_level, group_named, keep_in_order
 from torchpmap._collectives import pbroadcast, pmax
+from torchpmap._collectives.backend import c10d
 from torchpmap._layout import axis_stack
 
-_c10d = torch.ops._c10d_functional
 _SLOT = re.compile("\0(\\d+)\0")
 _AS_REPR = "!r"
 
@@ -214,7 +212,7 @@ def _filled(texts: Sequence[str], slot: re.Match[str]) -> str:
 
 
 def _formatted(values: Sequence[torch.Tensor], specs: Sequence[str]) -> list[str]:
-    if forward_ad._current_level >= 0:
+    if forward_level() >= 0:
         # torch would look for a tangent to print, which raises below autograd, where this thread
         # is; a new thread is not below it
         with ThreadPoolExecutor(1) as pool:
@@ -253,12 +251,12 @@ def _print(
 def _collected(entries: _Entries, group: str, device: torch.device) -> _Entries:
     """The entries of all members on the first member, none on the others."""
     axis_stack.record(("print", "", group))
-    process_group = _resolve_process_group(group)  # type: ignore[arg-type]
+    process_group = group_named(group)
     size, first = process_group.size(), process_group.rank() == 0
     data = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(device)
 
     def gathered(x: torch.Tensor) -> torch.Tensor:
-        every = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, size, group))
+        every = c10d.wait_tensor(c10d.all_gather_into_tensor(x, size, group))
         return every.cpu()
 
     lengths = gathered(torch.tensor([len(data)], device=device)).tolist()
@@ -344,4 +342,4 @@ for _schema, _run in (
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     _library.impl(_name, lambda *_: None, "Meta")
-    _library._register_effectful_op(f"torchpmap::{_name}", EffectType.ORDERED)
+    keep_in_order(_library, f"torchpmap::{_name}")

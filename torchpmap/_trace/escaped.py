@@ -18,8 +18,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from torchpmap._base.errors import TensorEscaped, kind_of
+from torchpmap._base.pytree import tree_leaves
 from torchpmap._base.sources import users_line
-from torchpmap._base.torch_internals import depth, functorch, innermost
+from torchpmap._base.torch_internals import (
+    FakeTensor,
+    depth,
+    innermost,
+    level_of,
+    no_torch_functions,
+)
 
 _current: ContextVar[EscapeWatch | None] = ContextVar("torchpmap_watch", default=None)
 
@@ -51,7 +58,7 @@ class Escaped(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__self__", None) in _DESCRIBING:
-            with torch._C.DisableTorchFunction():
+            with no_torch_functions():
                 return func(*args, **(kwargs or {}))
         return cls._refuse_all((args, kwargs), func)
 
@@ -63,7 +70,7 @@ class Escaped(torch.Tensor):
 
     @classmethod
     def _refuse_all(cls, values: Any, func: Any) -> NoReturn:
-        for leaf in torch.utils._pytree.tree_leaves(values):
+        for leaf in tree_leaves(values):
             if isinstance(leaf, Escaped):
                 leaf.refuse()
         raise TensorEscaped(f"{func} met a tensor that escaped from a mapped function")
@@ -113,10 +120,8 @@ class EscapeWatch(TorchFunctionMode):
                     self._made[id(tensor)] = TensorWeakRef(tensor), story
 
     def _stands_for_others(self, tensor: torch.Tensor) -> bool:
-        from torch._subclasses.fake_tensor import FakeTensor
-
         if not self._is_traced:
-            return bool(functorch.maybe_get_level(tensor) > self._depth)
+            return bool(level_of(tensor) > self._depth)
         # levels tell nothing here: tracing sets aside those around the call, and counts anew inside
         return isinstance(innermost(tensor), FakeTensor)
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchpmap._base.errors import check_array
+from torchpmap._base.torch_internals import FakeTensor, no_torch_dispatch
 from torchpmap._trace.escaped import Escaped
 
 _NUMBERS = (bool, int, float, complex)
@@ -50,7 +51,7 @@ def oddity(tensor: torch.Tensor) -> str | None:
             ".to_dense(), or its parts."
         )
     kind = type(tensor)
-    own = kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    own = kind.__torch_dispatch__ is not no_torch_dispatch
     if own and not kind.__module__.startswith(("torchpmap.", "torch._subclasses.")):
         return (
             f"is a {kind.__module__}.{kind.__name__}, a kind of tensor with operations of its own, "
@@ -62,8 +63,6 @@ def oddity(tensor: torch.Tensor) -> str | None:
 
 def absence(tensor: torch.Tensor) -> str | None:
     """Why there are no numbers in it; None if there are."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     if tensor.device.type == "meta":
         return (
             "is on the meta device, where tensors have no numbers. Pass a real tensor; to see what "

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from torchpmap._base.torch_internals import OpOverload
+
 _aten = torch.ops.aten
 _CONTIGUOUS = torch.contiguous_format
 
@@ -176,7 +178,7 @@ def _dense(graph: Graph, node: Node) -> tuple[Node, Node]:
         return stored, _call(graph, _aten.permute.default, stored, inverse)
 
 
-def _call(graph: Graph, target: torch._ops.OpOverload, node: Node, *args: Any, **kw: Any) -> Node:
+def _call(graph: Graph, target: OpOverload, node: Node, *args: Any, **kw: Any) -> Node:
     made = graph.call_function(target, (node, *args), kw)
     made.meta["val"] = target(_value(node), *args, **kw)
     return made

@@ -23,10 +23,17 @@ from typing import Any
 
 import cloudpickle
 import torch
-from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch.fx.node import map_arg
 
 from torchpmap._base.errors import TensorEscaped
+from torchpmap._base.torch_internals import (
+    OPDEFS,
+    CustomOpDef,
+    HigherOrderOperator,
+    OpNamespace,
+    OpOverload,
+    OpOverloadPacket,
+)
 from torchpmap._trace.custom_ops import HiddenOperation, mentioned, reduced, source
 
 _NO_LOCKS = (
@@ -64,9 +71,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, torch.memory_format | torch.layout):
             # their own pickle looks for a module that has a "torch" and may find the user's script
             return getattr, (torch, str(obj).removeprefix("torch."))
-        if isinstance(obj, torch._ops.OpOverload):
+        if isinstance(obj, OpOverload):
             return _overload, (obj._schema.name, obj._overloadname, self._source(obj.name()))
-        if isinstance(obj, torch._ops.OpOverloadPacket):
+        if isinstance(obj, OpOverloadPacket):
             overload = getattr(obj, obj.overloads()[0])
             return _packet, (obj._qualified_op_name, self._source(overload.name()))
         if isinstance(obj, CustomOpDef):
@@ -74,9 +81,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return _defined_here, (obj._qualname,)
             self.definitions.append(obj._qualname)
             return reduced(obj)
-        if isinstance(obj, torch._ops.HigherOrderOperator):
+        if isinstance(obj, HigherOrderOperator):
             return operator.attrgetter(f"ops.higher_order.{obj._name}"), (torch,)
-        if isinstance(obj, torch._ops._OpNamespace):
+        if isinstance(obj, OpNamespace):
             self.names.add(obj.name)
             self.mentions_ops = True
             return getattr, (torch.ops, obj.name)

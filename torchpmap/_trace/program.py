@@ -19,11 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_axis
 from torchpmap._base.pytree import Structure, flatten
-from torchpmap._base.torch_internals import is_limit_of_vmap
+from torchpmap._base.torch_internals import is_limit_of_vmap, set_forward_grad
 from torchpmap._collectives import axis_index, pbroadcast, pmax
 from torchpmap._layout.axis_stack import (
     Axis,
@@ -299,7 +298,7 @@ class _FirstRow(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
-        with forward_ad._set_fwd_grad_enabled(True):  # as in _Extreme.jvp
+        with set_forward_grad(True):  # as in _Extreme.jvp
             return tangent[0].clone()
 
 

@@ -20,9 +20,17 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from torchpmap._base.torch_internals import has_transforms
+from torchpmap._base.torch_internals import (
+    OpOverload,
+    TorchDispatchMode,
+    autograd_node,
+    dispatch_modes,
+    has_transforms,
+    next_node_number,
+    outside_fake_mode,
+    tracing_mode,
+)
 from torchpmap.random._streams import active_streams
 
 _aten = torch.ops.aten
@@ -72,7 +80,7 @@ class Record(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        node = torch._C._current_autograd_node() if self.regions else None
+        node = autograd_node() if self.regions else None
         if node is None:
             return func(*args, **(kwargs or {}))
         with _made() as made:
@@ -83,16 +91,15 @@ class Record(TorchDispatchMode):
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
         """Record what is traced in the block as a region that is to be computed again."""
-        number = torch.autograd._get_sequence_nr
         with _made() as made:
-            region = Region(made, number())
+            region = Region(made, next_node_number())
             (self._open[-1].inside if self._open else self.regions).append(region)
             self._open.append(region)
             try:
                 yield
             finally:
                 self._open.pop()
-                region.end = number()
+                region.end = next_node_number()
 
     def follow(self, made: dict[Node, list[Node]]) -> None:
         """Replace every node by those that it became when the graph was traced again."""
@@ -103,15 +110,10 @@ class Record(TorchDispatchMode):
             region.follow(made)
 
 
-def _tracing() -> Any:
-    """The mode that is tracing a graph, or None."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-
-
 @contextlib.contextmanager
 def _made() -> Iterator[list[Node]]:
     """The nodes that the trace of this thread adds to its graph in the block."""
-    mode = _tracing()
+    mode = tracing_mode()
     assert mode is not None
     root = mode.tracer.graph._root
     last, nodes = root.prev, list[Node]()
@@ -163,11 +165,11 @@ def _bracket(
     if streams is None:
         settings = (preserve_rng_state, context_fn, determinism_check, debug, *rest)
         return _own_bracket(fn, *settings, **kwargs)
-    modes = _get_current_dispatch_mode_stack()
+    modes = dispatch_modes()
     record = next((mode for mode in reversed(modes) if isinstance(mode, Record)), None)
     if record is not None:
         return _traced(record, context_fn)
-    if _tracing() is not None or has_transforms():
+    if tracing_mode() is not None or has_transforms():
         return _plain(context_fn)
 
     def contexts() -> Any:
@@ -316,10 +318,10 @@ class _Again:
             copy.replace_input_with(operand, self._call(_aten.where.self, never, zero, operand))
         return True
 
-    def _call(self, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Node:
+    def _call(self, target: OpOverload, *args: Any, **kwargs: Any) -> Node:
         node = self._graph.call_function(target, args, kwargs)
         values = torch.fx.map_arg((args, kwargs), lambda source: source.meta["val"])
-        with torch._subclasses.fake_tensor.unset_fake_temporarily():
+        with outside_fake_mode():
             node.meta["val"] = target(*values[0], **values[1])
         self._late.add(node)
         return node
@@ -332,7 +334,7 @@ def _has_effect(node: Node) -> bool:
 
 
 def _is_view(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    return isinstance(node.target, OpOverload) and node.target.is_view
 
 
 # -- graphs with writes ----------------------------------------------------------------------------
@@ -341,7 +343,7 @@ def _is_view(node: Node) -> bool:
 def writes(graph: GraphModule) -> bool:
     """Whether an operation of a graph writes to a tensor."""
     targets = [node.target for node in graph.graph.nodes]
-    return any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets)
+    return any(isinstance(t, OpOverload) and t._schema.is_mutable for t in targets)
 
 
 def without_writes(graph: GraphModule, record: Record) -> GraphModule:

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from torchpmap._base.torch_internals import OpOverload
 from torchpmap._collectives import pbroadcast
+from torchpmap._collectives.backend import c10d
 from torchpmap._layout.axis_stack import Axis, Partition, bind, joined, peers
 
-_c10d = torch.ops._c10d_functional
-_EQUALISING = (_c10d.all_reduce.default, _c10d.all_gather_into_tensor.default)
+_EQUALISING = (c10d.all_reduce.default, c10d.all_gather_into_tensor.default)
 
 
 def varying_nodes(
@@ -38,7 +39,7 @@ def varying_nodes(
 def is_random(node: torch.fx.Node) -> bool:
     """Whether the node draws from a random generator."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False

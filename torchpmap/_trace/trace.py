@@ -25,22 +25,25 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
 
 from torchpmap._base.ambient import callers_modes_off
 from torchpmap._base.errors import lost_write
 from torchpmap._base.imports import uncollected
 from torchpmap._base.sources import is_users, line, users_line
 from torchpmap._base.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
     depth,
-    functorch,
+    forward_level,
     innermost,
     is_wrapped,
+    level_of,
     needs_a_value,
+    nested_jvp,
+    outside_modes,
     outside_transforms,
     written_values,
 )
@@ -148,7 +151,6 @@ def trace(
     """
     with uncollected():
         import torch._dynamo  # make_fx would import it
-        from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
 
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -260,9 +262,7 @@ def _finish_graph(graph: torch.fx.GraphModule) -> None:
 def _fake(
     mode: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    with _disable_current_modes():
+    with outside_modes():
         meta = torch.empty(shape, dtype=dtype, device="meta")
         return FakeTensor(mode, meta, device)
 
@@ -283,12 +283,10 @@ def _no_transforms() -> Iterator[None]:
     """Trace the function without the transforms around the call: ``_plan/autograd`` serves them."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(outside_transforms())
-        if forward_ad._current_level >= 0:
+        if forward_level() >= 0:
             # torch.func.jvp would enter a second level of forward_ad, which torch forbids; if it
             # counts as nested in another jvp, it uses the first level
-            from torch._functorch import eager_transforms
-
-            stack.enter_context(patch.object(eager_transforms, "JVP_NESTING", 1))
+            stack.enter_context(nested_jvp())
         yield
 
 
@@ -298,7 +296,7 @@ def _is_outer(tensor: torch.Tensor, around: int, outside: Collection[int]) -> bo
     """
     if not around or not is_wrapped(tensor):
         return False
-    level = functorch.maybe_get_level(tensor)
+    level = level_of(tensor)
     if id(tensor) in outside or level > depth():
         return True
     if level <= around and is_real(innermost(tensor)):
@@ -397,7 +395,7 @@ def _written_storages(graph: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
     """Storage -> first node that writes to it."""
     written: dict[int, torch.fx.Node] = {}
     for node in graph.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
         for target in written_values(node.target, node.args, node.kwargs):
             if isinstance(target, torch.fx.Node):

@@ -21,11 +21,23 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-import torch.utils._pytree as pytree
-from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch.overrides import TorchFunctionMode
 
-from torchpmap._base.torch_internals import functorch, has_transforms, is_vmap, layers, transforms
+from torchpmap._base.pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torchpmap._base.torch_internals import (
+    OPDEFS,
+    VF,
+    CustomOpDef,
+    OpOverload,
+    OpOverloadPacket,
+    decompositions,
+    has_transforms,
+    is_vmap,
+    is_vmap_wrapper,
+    layers,
+    transforms,
+    without_onednn,
+)
 from torchpmap._trace.remat import install as install_checkpoints
 
 
@@ -63,11 +75,11 @@ def _cond(condition: Any, on_true: Any, on_false: Any, operands: Any) -> Any:
     if num_vmaps == 0 or (num_vmaps == 1 and not _is_batched(condition)):
         return torch.ops.higher_order.cond(condition, on_true, on_false, operands)
     chosen, other = on_true(*operands), on_false(*operands)
-    return pytree.tree_map(lambda yes, no: torch.where(condition, yes, no), chosen, other)
+    return tree_map(lambda yes, no: torch.where(condition, yes, no), chosen, other)
 
 
 def _is_batched(tensor: torch.Tensor) -> bool:
-    return any(map(functorch.is_batchedtensor, layers(tensor)))
+    return any(map(is_vmap_wrapper, layers(tensor)))
 
 
 # -- recurrent layers ------------------------------------------------------------------------------
@@ -76,23 +88,17 @@ def _is_batched(tensor: torch.Tensor) -> bool:
 def _recurrent(func: Any) -> Callable[..., Any] | None:
     """The function to call instead of a layer that torch cannot vmap; None for any other."""
     name = getattr(func, "__name__", "")
-    if name not in _RECURRENT or func is not getattr(torch._VF, name):
+    if name not in _RECURRENT or func is not getattr(VF, name):
         return None
     if name == "lstm_cell":
         return _lstm_cell
 
     def decomposed(*args: Any) -> Any:
-        from torch._decomp import decompositions
-
         packed, plain = _RECURRENT[name]
         # (data, batch_sizes, hx, params, ...) or (input, hx, params, ...)
         is_packed = isinstance(args[-1], bool) and isinstance(args[3], list | tuple)
-        enabled = torch._C._get_mkldnn_enabled()
-        torch._C._set_mkldnn_enabled(False)  # its LSTM has no batching rule either
-        try:
+        with without_onednn():  # its LSTM has no batching rule either
             return getattr(decompositions, packed if is_packed else plain)(*args)
-        finally:
-            torch._C._set_mkldnn_enabled(enabled)
 
     return decomposed
 
@@ -124,7 +130,7 @@ def _lstm_cell(
 
 
 def _tensors(args: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
 
 
 # -- torch.library.custom_op -----------------------------------------------------------------------
@@ -141,9 +147,9 @@ def _is_users(definition: CustomOpDef) -> bool:
 
 
 def _definition(func: Any) -> CustomOpDef | None:
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, OpOverload):
         return OPDEFS.get(func._name)
-    if isinstance(func, torch._ops.OpOverloadPacket):
+    if isinstance(func, OpOverloadPacket):
         return OPDEFS.get(func._qualified_op_name)
     return None
 
@@ -160,16 +166,16 @@ def _apply(definition: CustomOpDef, args: Any, kwargs: Any) -> Any:
             positional.append(kwargs[name])
         else:
             positional.append(next(given, argument.default_value))
-    leaves, structure = pytree.tree_flatten((positional, named))
+    leaves, structure = tree_flatten((positional, named))
     call = _Call(definition, structure)
     results = _Function.apply(*leaves, call)
-    return pytree.tree_unflatten(results, call.results)
+    return tree_unflatten(results, call.results)
 
 
 class _Call:
     """One use of an operation."""
 
-    def __init__(self, definition: CustomOpDef, structure: pytree.TreeSpec) -> None:
+    def __init__(self, definition: CustomOpDef, structure: TreeSpec) -> None:
         self.definition = definition
         self.structure = structure
         """Of (positional arguments, keyword arguments)."""
@@ -177,11 +183,11 @@ class _Call:
         """Structure of the results; set when the operation has run."""
 
     def arguments(self, leaves: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        positional, named = pytree.tree_unflatten(leaves, self.structure)
+        positional, named = tree_unflatten(leaves, self.structure)
         return tuple(positional), named
 
     def flat(self, results: Any) -> tuple[Any, ...]:
-        leaves, self.results = pytree.tree_flatten(results)
+        leaves, self.results = tree_flatten(results)
         return tuple(leaves)
 
 
@@ -200,7 +206,7 @@ class _Function(torch.autograd.Function):
         if setup is None:
             return
         args, kwargs = call.arguments(leaves)
-        result = pytree.tree_unflatten(output, call.results)
+        result = tree_unflatten(output, call.results)
         if kwargs:
             setup(ctx=ctx, inputs=args, keyword_only_inputs=kwargs, output=result)
         else:
@@ -218,7 +224,7 @@ class _Function(torch.autograd.Function):
         needed = ctx.needs_input_grad
         try:  # as the rule knows it: one entry, or list of entries, per positional argument
             ctx.needs_input_grad = call.arguments(needed[:-1])[0]
-            given = pytree.tree_unflatten(cotangents, call.results)
+            given = tree_unflatten(cotangents, call.results)
             with TransformRules():  # torch calls backward functions outside of all modes
                 gradients = rule(ctx, *(given if isinstance(given, tuple) else (given,)))
         finally:
@@ -249,7 +255,7 @@ class _Function(torch.autograd.Function):
         if definition._vmap_fn is not None:
             results, out_dims = definition._vmap_fn(info, dims, *args, **kwargs)
             flat = call.flat(results)
-            spread = pytree.tree_flatten(out_dims, is_leaf=lambda dim: dim is None)[0]
+            spread = tree_flatten(out_dims, is_leaf=lambda dim: dim is None)[0]
             return flat, tuple(spread) if len(spread) == len(flat) else tuple(spread * len(flat))
         rows = [
             [

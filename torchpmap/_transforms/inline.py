@@ -19,11 +19,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchpmap._base.ambient import ambient, applied
 from torchpmap._base.errors import kind_of, lost_write
 from torchpmap._base.torch_internals import (
+    TorchDispatchMode,
+    gives_views,
     innermost,
     is_limit_of_vmap,
     is_wrapped,
@@ -235,7 +236,6 @@ class KeepCaptured(TorchDispatchMode):
             ):
                 raise RuntimeError(lost_write(tensor, f" ({func})"))
         result = func(*args, **kwargs)
-        aliases = [argument.alias_info for argument in func._schema.arguments]
-        if all(alias is None or alias.is_write for alias in aliases):
-            self._note(result)  # a view needs no note: it has its base's storage
+        if not gives_views(func):  # which need no note: they have the storage of their base
+            self._note(result)
         return result

@@ -17,18 +17,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
 
 from torchpmap._base.ambient import keyed
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, TraceError
 from torchpmap._base.pytree import flatten_call
-from torchpmap._base.torch_internals import is_traced, num_modes
+from torchpmap._base.torch_internals import (
+    any_requires_grad,
+    break_graph,
+    disable_dynamo,
+    is_traced,
+    is_transformed,
+    num_modes,
+)
 from torchpmap._layout import axis_stack
 from torchpmap._plan.autograd import (
     call_differentiable,
-    is_transformed,
     no_derivative,
     without_derivative,
 )
@@ -63,10 +68,9 @@ _NO_PART_OF_A_GRAPH = (
 )
 
 _is_grad_enabled = torch.is_grad_enabled
-_any_requires_grad = torch._C._any_requires_grad  # takes other values too, and ignores them
 
 
-@_disable_dynamo
+@disable_dynamo
 def _outside_dynamo(mapped: Pmapped, *args: Any, **kwargs: Any) -> Any:
     """A call in a function that ``torch.compile`` compiles: between its graphs, untouched."""
     return mapped(*args, **kwargs)
@@ -137,7 +141,7 @@ class Pmapped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
-            torch._dynamo.graph_break(msg=_NO_PART_OF_A_GRAPH)
+            break_graph(_NO_PART_OF_A_GRAPH)
             return _outside_dynamo(self, *args, **kwargs)
         options = self._options
         if options.static_argnums or options.static_argnames:
@@ -220,7 +224,7 @@ class Pmapped:
         if prepared.donated:
             refuse_aliased_donation(self._options.prefix, prepared.paths, prepared.donated, leaves)
         if is_transformed() or (
-            _is_grad_enabled() and (plan.requires_grad or _any_requires_grad(*leaves))
+            _is_grad_enabled() and (plan.requires_grad or any_requires_grad(*leaves))
         ):
             return self._run_differentiated(prepared, leaves)
         direct = prepared.direct
@@ -388,5 +392,5 @@ def pmap(
 
 def _mapped(settings: dict[str, Any], fun: Callable[..., Any]) -> Pmapped:
     if is_dynamo_compiling():
-        torch._dynamo.graph_break(msg=_NO_PART_OF_A_GRAPH)
+        break_graph(_NO_PART_OF_A_GRAPH)
     return Pmapped(check_function(fun), make_options(name_of(fun), **settings))

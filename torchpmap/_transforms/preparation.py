@@ -17,9 +17,9 @@ from torchpmap._base.ambient import ambient, keyed
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import TraceError, kind_of, warn
 from torchpmap._base.pytree import flatten_call
+from torchpmap._base.torch_internals import is_transformed
 from torchpmap._layout.grid import Cut, Grid
 from torchpmap._layout.layout import Layout, replicated_layout
-from torchpmap._plan.autograd import is_transformed
 from torchpmap._plan.derivatives import MappedProgram
 from torchpmap._plan.lower import Target, lower
 from torchpmap._plan.plan import Plan

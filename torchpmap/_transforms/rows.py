@@ -24,17 +24,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchpmap._base.ambient import Ambient, ambient, applied
 from torchpmap._base.errors import CollectiveMismatch, kind_of
-from torchpmap._collectives.backend import NAMESPACES
+from torchpmap._base.torch_internals import TorchDispatchMode, forward_level, jvp_level
+from torchpmap._collectives.backend import NAMESPACES, c10d
 from torchpmap._layout.axis_stack import Axis, Partition, subgroup_name
 from torchpmap._trace.agreement import ADVICE, Fingerprint
 from torchpmap._trace.effects import emit, lines_of
 
 _GROUP = "rows"
-_c10d = torch.ops._c10d_functional
 
 Tensors = list[torch.Tensor]
 T = TypeVar("T")
@@ -124,10 +123,8 @@ def _forward_mode() -> Iterator[None]:
     There is one level per process.  The outermost ``jvp`` opens it, and closes it at its end, while
     other rows are still inside theirs.  If the level is open already, ``jvp`` leaves it alone.
     """
-    from torch._functorch.eager_transforms import jvp_increment_nesting
-
-    with jvp_increment_nesting():
-        if forward_ad._current_level >= 0:
+    with jvp_level():
+        if forward_level() >= 0:
             yield
         else:
             with forward_ad.dual_level():
@@ -229,7 +226,7 @@ class _Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace not in NAMESPACES:
             return func(*args, **(kwargs or {}))
-        if func is _c10d.wait_tensor.default:  # results are there already
+        if func is c10d.wait_tensor.default:  # results are there already
             return args[0]
         if func is torch.ops.torchpmap.debug_print.default:
             return self._print(args)
@@ -284,9 +281,9 @@ def _ppermute(
 
 
 _MEANINGS: dict[Any, Callable[..., torch.Tensor]] = {
-    _c10d.all_reduce.default: _all_reduce,
-    _c10d.all_gather_into_tensor.default: _all_gather,
-    _c10d.reduce_scatter_tensor.default: _reduce_scatter,
-    _c10d.all_to_all_single.default: _all_to_all,
+    c10d.all_reduce.default: _all_reduce,
+    c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.reduce_scatter_tensor.default: _reduce_scatter,
+    c10d.all_to_all_single.default: _all_to_all,
     torch.ops.torchpmap.ppermute.default: _ppermute,
 }

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torchpmap._base.torch_internals import place_in_file
 from torchpmap.checkpoint._files import Folder, broken, is_name, make_private
 from torchpmap.checkpoint._table import MARK, Extent
 
@@ -47,7 +47,7 @@ class Written(NamedTuple):
 
     def result(self) -> WriteResult:
         """The same as a class of DCP."""
-        stored = _StorageInfo(self.file, self.position, self.length)
+        stored = place_in_file(self.file, self.position, self.length)
         return WriteResult(MetadataIndex(self.key, self.offsets, self.chunk), self.length, stored)
 
 
@@ -90,12 +90,12 @@ def write(
     return [_written(folder, result.index, result.storage_data) for result in results]
 
 
-def _written(folder: Path, index: MetadataIndex, stored: _StorageInfo) -> Written:
+def _written(folder: Path, index: MetadataIndex, stored: Any) -> Written:
     where = stored.relative_path, stored.offset, stored.length
     return Written(index.fqn, index.offset, index.index, *where, _checksum(folder, stored))
 
 
-def _checksum(folder: Path, stored: _StorageInfo) -> int:
+def _checksum(folder: Path, stored: Any) -> int:
     """The checksum of a block, read from its file.
 
     Raises:

@@ -24,6 +24,7 @@ import torch
 
 from torchpmap._base.errors import check_array
 from torchpmap._base.pytree import flatten
+from torchpmap._collectives.backend import c10d
 from torchpmap._layout import axis_stack
 from torchpmap._runtime.current import job_runtime, process_count, process_index
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous, texts_by_rank
@@ -42,8 +43,6 @@ __all__ = ["all_gather", "assert_equal", "barrier", "broadcast", "local_rows"]
 
 T = TypeVar("T")
 _DATA = (torch.Tensor, np.ndarray)
-
-_c10d = torch.ops._c10d_functional
 
 
 def barrier(name: str = "") -> None:
@@ -317,8 +316,8 @@ def _from_all(shares: Sequence[Share]) -> list[list[torch.Tensor]]:
 def _gathered(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Per tensor, the tensors of all processes, which must have equal shapes."""
     count, group = process_count(), job_runtime().group_of_all()
-    under_way = [_c10d.all_gather_into_tensor(as_bytes(tensor), count, group) for tensor in tensors]
-    gathered = [_c10d.wait_tensor(data).reshape(count, -1) for data in under_way]
+    under_way = [c10d.all_gather_into_tensor(as_bytes(tensor), count, group) for tensor in tensors]
+    gathered = [c10d.wait_tensor(data).reshape(count, -1) for data in under_way]
     return [
         [row.clone().view(tensor.dtype).reshape(tensor.shape) for row in data]
         for tensor, data in zip(tensors, gathered, strict=True)
@@ -328,8 +327,8 @@ def _gathered(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 def _sent_from(source: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors of process ``source``; in other processes only shapes and dtypes are used."""
     group = job_runtime().group_of_all()
-    under_way = [_c10d.broadcast(as_bytes(tensor), source, group) for tensor in tensors]
+    under_way = [c10d.broadcast(as_bytes(tensor), source, group) for tensor in tensors]
     return [
-        _c10d.wait_tensor(data).view(tensor.dtype).reshape(tensor.shape)
+        c10d.wait_tensor(data).view(tensor.dtype).reshape(tensor.shape)
         for tensor, data in zip(tensors, under_way, strict=True)
     ]

@@ -16,10 +16,14 @@ from typing import Any
 import torch
 from torch.optim import SGD, Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from torchpmap._base.pytree import Structure, flatten
-from torchpmap._base.torch_internals import has_transforms, num_modes
+from torchpmap._base.pytree import Structure, flatten, tree_leaves, tree_map_only
+from torchpmap._base.torch_internals import (
+    as_if_compiling,
+    disable_dynamo,
+    has_transforms,
+    num_modes,
+)
 from torchpmap.optim import _checks as checks
 
 __all__ = ["FunctionalOptimizer", "functional"]
@@ -86,7 +90,7 @@ class FunctionalOptimizer:
         given += [f"{name}={value!r}" for name, value in self._hyperparameters.items()]
         return f"optim.functional({', '.join(given)})"
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def init(self, params: Any) -> Any:
         """Return the state before the first step.
 
@@ -112,7 +116,7 @@ class FunctionalOptimizer:
         _fill_state(optimizer)
         return structure.unflatten([None if p is None else _state_of(optimizer, p) for p in copies])
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def update(
         self, grads: Any, state: Any, params: Any, **hyperparameters: Any
     ) -> tuple[Any, Any]:
@@ -149,10 +153,10 @@ class FunctionalOptimizer:
         inputs = (leaves, grad_leaves, states, hyperparameters)
         differentiable = self._hyperparameters.get("differentiable", False)
         if not differentiable:
-            checks.refuse_lost_derivatives(pytree.tree_leaves(inputs))
+            checks.refuse_lost_derivatives(tree_leaves(inputs))
 
         def step(*inputs: Any) -> Any:
-            copies, grads, states, hyperparameters = pytree.tree_map_only(
+            copies, grads, states, hyperparameters = tree_map_only(
                 torch.Tensor, lambda x: (x if differentiable else x.detach()).clone(), inputs
             )
             optimizer = self._build(copies, structure)
@@ -264,7 +268,7 @@ def _step_on_unknown(optimizer: Optimizer) -> None:
             entries["step"] = step.double()
     # torch 2.13 refuses capturable=True on CPU unless it is compiling ("If capturable=True, params
     # and state_steps must be on supported devices"). Delete this context when it does not.
-    with _step_lock, torch.compiler._compile_session_context(), _TensorNumbers(optimizer):
+    with _step_lock, as_if_compiling(), _TensorNumbers(optimizer):
         optimizer.step()
     for p, dtype in counters.items():
         optimizer.state[p]["step"] = optimizer.state[p]["step"].to(dtype)

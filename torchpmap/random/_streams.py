@@ -18,9 +18,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
-from torchpmap._base.torch_internals import functorch, innermost, is_vmap, transforms
+from torchpmap._base.torch_internals import (
+    add_batch_dim,
+    function_modes,
+    innermost,
+    is_vmap,
+    level_of,
+    size_and_randomness,
+    transforms,
+)
 from torchpmap.random._choices import permutation
 from torchpmap.random._continuous import exponential, normal, uniform
 from torchpmap.random._integers import bernoulli, randint
@@ -60,7 +68,7 @@ def are_active() -> bool:
 
 def active_streams() -> Streams | None:
     """The streams of the mapped function that is running, if there are any."""
-    modes = _get_current_function_mode_stack()
+    modes = function_modes()
     return next((mode for mode in reversed(modes) if isinstance(mode, Streams)), None)
 
 
@@ -142,18 +150,17 @@ def _vmapped_rows(rows: list[torch.Tensor | None]) -> Iterator[torch.Tensor]:
     """The index along every vmap inside the mapped function whose rows draw different numbers;
     ``rows``: indices along mapped axes, whose own vmaps do not count.
     """
-    kind = functorch.RandomnessType
-    own = {functorch.maybe_get_level(row) for row in rows if row is not None}
+    own = {level_of(row) for row in rows if row is not None}
     device = None if rows[0] is None else rows[0].device
     for transform in transforms():
         if not is_vmap(transform) or transform.level() in own:
             continue
-        vmapped = functorch.CVmapInterpreterPtr(transform)
-        if vmapped.randomness() == kind.Error:
+        size, randomness = size_and_randomness(transform)
+        if randomness == "error":
             raise RuntimeError(_ERROR_MODE)
-        if vmapped.randomness() == kind.Different:
-            index = innermost(torch.arange(vmapped.batchSize(), device=device))
-            yield functorch._add_batch_dim(index, 0, transform.level())
+        if randomness == "different":
+            index = innermost(torch.arange(size, device=device))
+            yield add_batch_dim(index, 0, transform.level())
 
 
 # -- answers ---------------------------------------------------------------------------------------
@@ -354,7 +361,7 @@ def streams(
 @contextmanager
 def within(row: torch.Tensor, randomness: str) -> Iterator[None]:
     """In the block, numbers depend on the index along one more mapped axis too."""
-    (active,) = (m for m in _get_current_function_mode_stack() if isinstance(m, Streams))
+    (active,) = (m for m in function_modes() if isinstance(m, Streams))
     active.inside.append((row, randomness))
     try:
         yield

@@ -27,12 +27,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
-from torch.distributed.distributed_c10d import GroupName
 
 from torchpmap._base.config import Config
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import GroupLost
+from torchpmap._base.torch_internals import (
+    add_backend,
+    is_raised_by_collective,
+    make_gloo,
+    make_nccl,
+    register_group,
+    unregister_group,
+)
 from torchpmap._runtime.groups.shared_memory import Meeting, Occasion, connect
 from torchpmap._runtime.groups.shared_memory_group import SharedMemoryGroup, described
 from torchpmap._runtime.sockets import connected, open_sockets
@@ -94,8 +100,7 @@ class Groups:
         assert self._store is not None
         store = dist.PrefixStore(f"{self.epoch}/{name}/{members[0]}", self._store)
         group = self._share(store, members) or self._connected_group(store, members)
-        group._set_group_name(GroupName(name))
-        _register_process_group(GroupName(name), group)
+        register_group(name, group)
         self._groups[name] = group
 
     def _share(self, store: dist.Store, members: RankTuple) -> SharedMemoryGroup | None:
@@ -172,32 +177,14 @@ class Groups:
 
     def _make(self, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
         group = dist.ProcessGroup(store, rank, size)
-        gloo = dist.ProcessGroupGloo(
-            dist.PrefixStore("gloo", store), rank, size, self._gloo_options()
-        )
-        gloo._set_default_timeout(self._timeout)
-        kinds = dist.ProcessGroup.BackendType
-        group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+        gloo_store = dist.PrefixStore("gloo", store)
+        connecting = min(self._timeout, _CONNECT_TIMEOUT)
+        gloo = make_gloo(gloo_store, rank, size, self._address, connecting, self._timeout)
+        add_backend(group, "cpu", gloo, is_default=self._device.type != "cuda")
         if self._device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
-            group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
-            group._set_default_backend(kinds.NCCL)
-        else:
-            group._set_default_backend(kinds.GLOO)
+            nccl = make_nccl(dist.PrefixStore("nccl", store), rank, size, self._timeout)
+            add_backend(group, "cuda", nccl, is_default=True)
         return group
-
-    def _gloo_options(self) -> Any:
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [
-            gloo.create_device(interface="lo")
-            if self._address is None
-            else gloo.create_device(hostname=self._address)
-        ]
-        options._timeout = min(self._timeout, _CONNECT_TIMEOUT)
-        return options
 
     def abort(self, epoch: int) -> None:
         """Free this rank from any collective up to ``epoch``; a late order for an older epoch does
@@ -232,7 +219,7 @@ class Groups:
             self._meetings.clear()
         for name, group in self._groups.items():
             if group is not None:
-                _unregister_process_group(GroupName(name))
+                unregister_group(name)
                 if self._device.type == "cuda":
                     group.abort()
         self._groups.clear()
@@ -254,7 +241,7 @@ class Groups:
             meeting.forsake()
         for name, group in self._groups.items():
             if group is not None:
-                _unregister_process_group(GroupName(name))
+                unregister_group(name)
         self._groups.clear()
 
     def renew(self, epoch: int, store: dist.Store) -> None:
@@ -265,18 +252,6 @@ class Groups:
             if epoch > self._aborted_epoch:
                 self._aborted.clear()
 
-
-_OPERATOR_FRAMES = frozenset(
-    call.__code__
-    for call in (
-        torch._ops.OpOverload.__call__,
-        torch._ops.OpOverload.redispatch,
-        torch._ops.OpOverloadPacket.__call__,
-    )
-)
-"""Every operator is called in such a frame, by eager code, graphs and Inductor's code alike."""
-
-_CPP_COLLECTIVES = tuple(f"aoti_torch_{kind}__c10d_functional_" for kind in ("cpu", "cuda"))
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -321,13 +296,7 @@ def _is_raised_by_group(error: BaseException) -> bool:
         frame, trace = trace.tb_frame, trace.tb_next
     if frame is None:
         return False
-    is_distributed = issubclass(type(error), dist.DistError)
-    if frame.f_code in _OPERATOR_FRAMES:
-        namespace, _, name = str(frame.f_locals["self"]).partition(".")
-        return namespace == "_c10d_functional" and (
-            is_distributed or name.startswith("wait_tensor")
-        )
-    module = str(frame.f_globals.get("__name__"))
-    if module.startswith("torch._inductor."):  # Inductor's C++ (cpp_wrapper) names the operator
-        return str(error).startswith(_CPP_COLLECTIVES)
-    return is_distributed and module.partition(".")[0] == _PACKAGE
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return is_raised_by_collective(error, frame) or (
+        issubclass(type(error), dist.DistError) and package == _PACKAGE
+    )

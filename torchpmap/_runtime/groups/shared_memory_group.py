@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from torchpmap._base.errors import CollectiveMismatch
+from torchpmap._base.torch_internals import Work
 from torchpmap._runtime.groups.shared_memory import SLOT_BYTES, Meeting
 from torchpmap._runtime.wire import DTYPES
 
@@ -58,7 +59,7 @@ def _without_grad(collective: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class _Done(dist._Work):
+class _Done(Work):
     """Stands for a collective that has returned, and so is complete."""
 
     def wait(self, timeout: Any = None) -> bool:

@@ -36,7 +36,7 @@ from torchpmap._base.config import config
 from torchpmap._runtime.local import worker
 from torchpmap._runtime.local.forkserver import ANSWER, EXIT_CODE, FDS, REQUEST, Inheritance
 from torchpmap._runtime.wire import InheritedFd
-from torchpmap._trace.compile import have_cpp_compiler, make_cache_private
+from torchpmap._trace.compile import have_cpp_compiler, warm_up
 
 torch.set_num_threads(1)
 
@@ -51,23 +51,10 @@ def _keep_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def _warm_up() -> None:
-    """Compile one small function, so that every worker starts with Inductor's modules and tables in
-    memory.
-    """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    make_cache_private()
-    graph = make_fx(lambda x: (x * 2 + 1,))(torch.empty(3))
-    torch._inductor.standalone_compile(
-        graph, [torch.empty(3)], dynamic_shapes="from_example_inputs"
-    )
-
-
 _keep_memory()
 if config.warm and have_cpp_compiler():
     with contextlib.suppress(Exception):  # a worker that compiles for real reports what is wrong
-        _warm_up()
+        warm_up()  # every worker starts with Inductor's modules and tables in memory
 gc.freeze()  # workers do not traverse these objects either, so their pages stay shared
 gc.enable()
 

@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import CallTimeout
+from torchpmap._base.torch_internals import default_store
 from torchpmap._runtime.torchrun.agent import end_with_agent
 from torchpmap._runtime.torchrun.launcher import JobPlace
 from torchpmap._runtime.torchrun.store import JobStore
@@ -69,7 +70,7 @@ def join(place: JobPlace, device_type: str, timeout_s: float, address: str | Non
         )
         atexit.register(_end, place)
     if _store is None:  # the script made the group
-        _store = JobStore(dist.distributed_c10d._get_default_store(), timeout_s)
+        _store = JobStore(default_store(), timeout_s)
     if _attempt is None:
         _attempt = _attempt_of(_store, place, deadline, timeout_s)
     _store.limit(timeout_s)

@@ -26,7 +26,6 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from torchpmap._base.config import Config
 from torchpmap._base.data import packed, unpacked
@@ -40,7 +39,12 @@ from torchpmap._base.errors import (
     WorkerError,
     kind_of,
 )
-from torchpmap._base.torch_internals import has_transforms, num_modes, outside_transforms
+from torchpmap._base.torch_internals import (
+    has_transforms,
+    num_modes,
+    outside_modes,
+    outside_transforms,
+)
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._layout.axis_stack import group_name
 from torchpmap._runtime import wire
@@ -437,7 +441,7 @@ class _plain:
     """Leaves the caller's transforms and modes: a plan runs on the devices' own values."""
 
     def __enter__(self) -> None:
-        self._contexts = [outside_transforms(), _disable_current_modes()]
+        self._contexts = [outside_transforms(), outside_modes()]
         for context in self._contexts:
             context.__enter__()
 
