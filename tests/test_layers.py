@@ -1,4 +1,4 @@
-"""Covers: the layers of the folders, the public names, and the sizes of files and functions."""
+"""Covers: the layers of the folders, the public names, private parts of torch, sizes of files."""
 
 from __future__ import annotations
 
@@ -18,6 +18,19 @@ MAP = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
 ROWS = re.findall(r"^\| (\d+) \| `(\w+)` \|.*\| `(\w+)` \|$", MAP, re.MULTILINE)
 LAYERS = {folder: int(layer) for layer, folder, _ in ROWS}
 """Of each folder, as CONTRIBUTING.md says."""
+
+INTERNALS = "_base/torch_internals"
+NEAR_TORCH = {
+    "_base/ambient": "the list of torch's settings: a getter and a setter of each",
+    "_base/pytree": "torch.utils._pytree",
+    "_collectives/backend": "torch.ops._c10d_functional",
+    "_trace/compile": "Inductor and Dynamo's back ends, imported when a graph is compiled",
+    "_trace/custom_ops": "questions to the dispatcher that nothing else asks",
+    "_trace/remat": "the function that it replaces",
+    "_trace/trace": "what tracing sets in Dynamo, imported at the first trace",
+    "checkpoint/_pickles": "what files of torch.save name",
+}
+"""Files that name private parts of torch, besides ``INTERNALS``, whose docstring lists them too."""
 
 LONG_FILES: set[str] = set()
 LONG_FUNCTIONS = {"pmap", "trace"}
@@ -71,6 +84,35 @@ def test_a_folder_imports_lower_layers(name):
 def test_files_import_one_way():
     order = graphlib.TopologicalSorter({name: imports(name) for name in SOURCES})
     order.prepare()  # raises CycleError, with the circle
+
+
+def private_parts_of_torch(path: Path) -> set[str]:
+    """Those that a file imports, or reaches by attributes of what it imports."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    origins, found = {}, set()
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            found |= {prefix + alias.name for alias in node.names}
+            for alias in node.names:
+                name = alias.name if prefix or alias.asname else alias.name.partition(".")[0]
+                origins[alias.asname or name] = prefix + name
+    for attribute in (ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)):
+        start, _, rest = attribute.partition(".")
+        found.add(f"{origins.get(start, '')}.{rest}")
+    private = re.compile(r"functorch\b.*|torch\.(?!ops\.(?!_c10d))([\w.]+\.)?_(?!_)[\w.]+")
+    return {name for name in found if private.fullmatch(name)}
+
+
+def test_few_files_name_private_parts_of_torch():
+    paths = {str(path.relative_to(PACKAGE).with_suffix("")): path for path in SOURCES.values()}
+    found = {name: parts for name, path in paths.items() if (parts := private_parts_of_torch(path))}
+    assert {name: found[name] for name in found.keys() - NEAR_TORCH.keys() - {INTERNALS}} == {}
+    assert NEAR_TORCH.keys() - found.keys() == set()
+    listed = re.findall(
+        r"^    (\S+)  +\S", ast.get_docstring(ast.parse(paths[INTERNALS].read_text())), re.M
+    )
+    assert listed == sorted(NEAR_TORCH)
 
 
 def test_public_names():
