@@ -227,10 +227,10 @@ no_torch_dispatch = torch._C._disabled_torch_dispatch_impl
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """``__torch_function__`` for a class that needs none; torch's default would convert results."""
 
-no_torch_functions = torch._C.DisableTorchFunction
+torch_function_off = torch._C.DisableTorchFunction
 """A block in which no ``__torch_function__`` is called, neither of a class nor of a mode."""
 
-no_subclass_functions = torch._C.DisableTorchFunctionSubclass
+subclass_function_off = torch._C.DisableTorchFunctionSubclass
 """A block in which only modes get ``__torch_function__``."""
 
 below_dispatch = torch._C._DisableTorchDispatch

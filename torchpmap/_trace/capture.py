@@ -26,10 +26,10 @@ from torchpmap._base.torch_internals import (
     OpOverload,
     TorchDispatchMode,
     is_wrapped,
-    no_subclass_functions,
     no_torch_dispatch,
     outside_modes,
     outside_transforms,
+    subclass_function_off,
 )
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._trace.custom_ops import expand, is_hidden
@@ -198,7 +198,7 @@ class KeepData(TorchFunctionMode):
         kwargs = kwargs or {}
         if any(map(_is_mere_name, types)):
             # torch would convert the result, a traced tensor, to that class too, and fail
-            with no_subclass_functions():
+            with subclass_function_off():
                 if func not in _DESCRIBING and func.__name__ not in ("__get__", "__set__"):
                     plain = self._capture.plain  # a backward pass would meet the class again
                     args, kwargs = tree_map_only(torch.Tensor, plain, (args, kwargs))

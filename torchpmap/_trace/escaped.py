@@ -25,7 +25,7 @@ from torchpmap._base.torch_internals import (
     depth,
     innermost,
     level_of,
-    no_torch_functions,
+    torch_function_off,
 )
 
 _current: ContextVar[EscapeWatch | None] = ContextVar("torchpmap_watch", default=None)
@@ -58,7 +58,7 @@ class Escaped(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__self__", None) in _DESCRIBING:
-            with no_torch_functions():
+            with torch_function_off():
                 return func(*args, **(kwargs or {}))
         return cls._refuse_all((args, kwargs), func)
 
