@@ -115,7 +115,7 @@ def test_the_watch_stops_although_the_store_does_not_answer_it(monkeypatch):
         os.kill(process.pid, signal.SIGSTOP)
         running = watch.Watch(rendezvous, Groups(0, torch.device("cpu"), raw, Config()), print)
         running.begin((0, 1), "total", None)
-        assert wait_for(store._line.in_use.locked)
+        assert wait_for(store._connection.in_use.locked)
         running.stop()
         assert not running._thread.is_alive()
 
