@@ -10,15 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from torchpmap._base import devices as _devices
 from torchpmap._base.devices import (
+    PLATFORMS,
     Device,
-    default_device_type,
-    default_num_devices,
+    default_platform,
     enumerate_devices,
     threads_per_device,
-    usable_cores,
 )
+from torchpmap._base.platform import usable_cores
 
 
 def with_cores(monkeypatch, cores):
@@ -53,9 +52,9 @@ def test_device_kind_of_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(("gpus", "kind"), [(0, "cpu"), (1, "cuda"), (8, "cuda")])
-def test_default_device_type(monkeypatch, gpus, kind):
+def test_default_platform(monkeypatch, gpus, kind):
     with_gpus(monkeypatch, gpus)
-    assert default_device_type() == kind
+    assert default_platform().name == kind
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_default_device_type(monkeypatch, gpus, kind):
 def test_default_num_devices(monkeypatch, cores, gpus, kind, count):
     with_cores(monkeypatch, cores)
     with_gpus(monkeypatch, gpus)
-    assert default_num_devices(kind) == count
+    assert PLATFORMS[kind].count() == count
 
 
 @pytest.mark.parametrize(
@@ -95,5 +94,5 @@ def test_enumerate_devices(monkeypatch):
 
 
 def test_asking_for_defaults_does_not_initialise_cuda():
-    _devices.default_num_devices(_devices.default_device_type())
+    default_platform().count()
     assert not torch.cuda.is_initialized()

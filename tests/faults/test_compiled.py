@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 from _rig import EAGER, N, assert_pool_works, busy, eagerly, kill, rows, sharded, total
-from _support import SCALE, running_pool, wait_for, worker_pids
+from _support import LAGS, SCALE, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 
@@ -24,6 +24,7 @@ def pick(x, index):
     return torch.index_select(x, 0, index)
 
 
+@pytest.mark.skipif(LAGS, reason="an index out of range ends the worker: test_lagging.py")
 def test_runtime_error_inside_a_graph():
     table = torch.arange(20.0).reshape(N, 5)
     f = tp.pmap(pick, compile=EAGER)

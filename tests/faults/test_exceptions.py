@@ -22,6 +22,7 @@ from _rig import (
     survivors,
     within,
 )
+from _support import LAGS
 
 import torchpmap as tp
 from torchpmap._base.config import Config
@@ -261,6 +262,7 @@ def test_row_11_error_under_a_transform(function):
         assert 'raise ArithmeticError("on the way back")' in str(error.__cause__)
 
 
+@pytest.mark.skipif(LAGS, reason="an index out of range ends the worker: test_lagging.py")
 def test_row_11_error_in_a_compiled_call():
     pick = tp.pmap(lambda x, k: tp.psum(torch.index_select(x, 0, k), "i"), "i", compile=EAGER)
     table = torch.arange(20.0).reshape(N, 5)

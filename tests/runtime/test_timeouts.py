@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from _support import EAGER, SCALE, running_pool, wait_for, worker_pids
+from _support import EAGER, LAGS, SCALE, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap._runtime.local.triage import Sight, described
@@ -152,8 +152,9 @@ def test_error_of_a_compiled_call_is_raised_where_its_value_is_used(use):
     y = tp.pmap(lingers, compile=EAGER, timeout=LIMIT_S)(value)
     with pytest.raises(tp.CallTimeout, match="lingers did not end within its timeout"):
         use(y).cpu()
-    assert worker_pids(2) == pids
-    assert value.tolist() == [1, 2]
+    if not LAGS:  # a device's work cannot be interrupted: its worker is replaced
+        assert worker_pids(2) == pids
+        assert value.tolist() == [1, 2]
 
 
 def test_a_call_whose_result_is_not_used_has_the_same_limit():

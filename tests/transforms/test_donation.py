@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _support import EAGER, rss_bytes, worker_pids
+from _support import EAGER, LAGS, rss_bytes, worker_pids
 
 import torchpmap as tp
 
@@ -39,6 +39,7 @@ def growth(compile, donate_argnums):
     return [later - earlier for earlier, later in zip(before, after, strict=True)]
 
 
+@pytest.mark.skipif(LAGS, reason="results are allocated at the launch, not in order of the stream")
 @pytest.mark.parametrize("compile", MODES.values(), ids=MODES)
 def test_donated_memory_is_used_again(compile):
     assert max(growth(compile, donate_argnums=0)) < NUM_CALLS // 4 * ROW_BYTES

@@ -22,6 +22,8 @@ import torch
 from torch import _C
 from torch.overrides import _pop_mode_temporarily
 
+from torchpmap._base.devices import CUDA, PLATFORMS
+
 Ambient = tuple[Hashable, ...]
 """Values of ``SETTINGS`` or ``KEYED``, in order; () stands for those of a fresh process."""
 
@@ -33,7 +35,7 @@ _is_any_autocast_enabled = _C._is_any_autocast_enabled
 _default_dtype, _is_deterministic = torch.get_default_dtype, _C._get_deterministic_algorithms
 _has_flash, _has_efficient = _C._get_flash_sdp_enabled, _C._get_mem_efficient_sdp_enabled
 _has_cudnn, _fp32_precision = _C._get_cudnn_sdp_enabled, _C._get_fp32_precision_getter
-_HAS_CUDA = torch.backends.cuda.is_built()
+_HAS_CUDA = CUDA.is_built()
 
 
 class Setting(NamedTuple):
@@ -48,13 +50,13 @@ def _autocast() -> Hashable:
     """None if autocast is off; else whether it caches, and its dtype per device type."""
     if not _is_any_autocast_enabled():
         return None
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    kinds = [kind for kind in PLATFORMS if torch.is_autocast_enabled(kind)]
     return torch.is_autocast_cache_enabled(), tuple((k, torch.get_autocast_dtype(k)) for k in kinds)
 
 
 def _set_autocast(value: Any) -> None:
     caches, dtypes = value or (True, ())
-    for kind in ("cpu", "cuda"):
+    for kind in PLATFORMS:
         torch.set_autocast_enabled(kind, kind in dict(dtypes))
     for kind, dtype in dtypes:
         torch.set_autocast_dtype(kind, dtype)
@@ -103,7 +105,7 @@ KEYED: tuple[Setting, ...] = (
 )
 if _HAS_CUDA:
     KEYED += (
-        _precision("cuda", "matmul"),
+        _precision(CUDA.name, "matmul"),
         Setting("memory-efficient attention", _has_efficient, _C._set_sdp_use_mem_efficient),
         Setting("cuDNN attention", _has_cudnn, _C._set_sdp_use_cudnn),
     )
@@ -122,7 +124,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("plain attention", _C._get_math_sdp_enabled, _C._set_sdp_use_math),
     *(_precision("mkldnn", operation) for operation in ("conv", "rnn")),
-    *(_precision("cuda", operation) for operation in ("conv", "rnn")),
+    *(_precision(CUDA.name, operation) for operation in ("conv", "rnn")),
     Setting("oneDNN", _C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
     Setting("oneDNN deterministic", _C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic),
     Setting("cuDNN", _C._get_cudnn_enabled, _C._set_cudnn_enabled),
@@ -164,7 +166,7 @@ def keyed() -> Ambient:
         _fp32_precision("mkldnn", "matmul"),
     )
     if _HAS_CUDA:
-        found += (_fp32_precision("cuda", "matmul"), _has_efficient(), _has_cudnn())
+        found += (_fp32_precision(CUDA.name, "matmul"), _has_efficient(), _has_cudnn())
     return found
 
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from torchpmap._base.devices import PLATFORMS
+
 MAX_DEVICES = 256
-DEVICE_TYPES = ("cpu", "cuda")
 RUNTIMES = ("auto", "local", "torchrun", "inline")
 PATIENCE_S = 1800.0
 """How long processes wait for each other if no timeout is set."""
@@ -167,8 +168,9 @@ def _check_num_devices(name: str, value: Any) -> int:
 
 
 def _check_device_type(name: str, value: Any) -> str:
-    if value not in DEVICE_TYPES:
-        raise ValueError(f"{name} must be 'cpu' or 'cuda', but got {value!r}.")
+    if type(value) is not str or value not in PLATFORMS:
+        legal = " or ".join(map(repr, PLATFORMS))
+        raise ValueError(f"{name} must be {legal}, but got {value!r}.")
     return str(value)
 
 

@@ -11,7 +11,20 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_DEFAULT_CPU_DEVICES = 8
+from torchpmap._base.lagging import Lagging
+from torchpmap._base.platform import Cuda, Platform, usable_cores
+
+_lags = os.environ.get("TORCHPMAP_TEST_LAG") == "1"
+CUDA = Cuda()
+PLATFORMS: dict[str, Platform] = {
+    each.name: each for each in (Lagging() if _lags else Platform(), CUDA)
+}
+
+
+def default_platform() -> Platform:
+    """The kind of accelerator that this host has, else the CPU."""
+    found = (each for each in PLATFORMS.values() if each.is_hardware and each.count())
+    return next(found, PLATFORMS["cpu"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,42 +51,18 @@ class Device:
     @property
     def torch_device(self) -> torch.device:
         """The torch device of its tensors in its worker; plain ``cpu`` for every CPU device."""
-        return torch.device("cpu") if self.platform == "cpu" else torch.device("cuda", self.id)
+        return PLATFORMS[self.platform].device(self.id)
 
     @property
     def device_kind(self) -> str:
         """Model of the hardware; asking for it initialises CUDA in this process."""
-        return "cpu" if self.platform == "cpu" else torch.cuda.get_device_name(self.id)
+        return PLATFORMS[self.platform].model(self.id)
 
     def __str__(self) -> str:
         return f"{self.platform}:{self.id}"
 
     def __repr__(self) -> str:
         return f"Device({self})"
-
-
-def usable_cores() -> int:
-    """Return how many CPU cores this process may run on."""
-    return len(os.sched_getaffinity(0))
-
-
-def num_cuda_devices() -> int:
-    """Return the number of visible GPUs, without creating a CUDA context."""
-    # torch counts through NVML, so that this process can still fork; without NVML it asks the CUDA
-    # runtime.
-    return torch.cuda.device_count()
-
-
-def default_device_type() -> str:
-    """Return ``"cuda"`` if there is a GPU, else ``"cpu"``."""
-    return "cuda" if num_cuda_devices() > 0 else "cpu"
-
-
-def default_num_devices(device_type: str) -> int:
-    """Return the number of GPUs, or one CPU device per usable core, at most 8."""
-    if device_type == "cuda":
-        return num_cuda_devices()
-    return min(usable_cores(), MAX_DEFAULT_CPU_DEVICES)
 
 
 def threads_per_device(num_devices: int) -> int:
@@ -91,9 +80,10 @@ def enumerate_devices(num_devices: int, device_type: str) -> tuple[Device, ...]:
         >>> enumerate_devices(2, "cpu")
         (Device(cpu:0), Device(cpu:1))
     """
-    if device_type == "cuda" and num_devices > (available := num_cuda_devices()):
+    platform = PLATFORMS[device_type]
+    if platform.is_hardware and num_devices > (available := platform.count()):
         raise ValueError(
-            f"{num_devices} cuda devices were asked for, but {available} are visible; "
+            f"{num_devices} {device_type} devices were asked for, but {available} are visible; "
             "ask for fewer, or for device_type='cpu'."
         )
     return tuple(Device(i, device_type) for i in range(num_devices))

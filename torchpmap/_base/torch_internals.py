@@ -359,19 +359,38 @@ def make_gloo(
     return gloo
 
 
+def was_forked_with_cuda() -> bool:
+    """Whether this process was forked from one that had initialised CUDA."""
+    return bool(torch.cuda._is_in_bad_fork())
+
+
 def make_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def add_backend(group: dist.ProcessGroup, device: str, backend: Any, *, is_default: bool) -> None:
+def abort_nccl(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Abort the communicators of several groups, within one group start and end: else the aborts of
+    two wait for each other (pytorch/pytorch#119797).
+    """
+    backends: list[Any] = [group._get_backend(device) for group in groups]
+    if backends:
+        backends[0]._group_start()
+        for backend in backends:
+            backend.abort()
+        backends[0]._group_end()
+
+
+def add_backend(
+    group: dist.ProcessGroup, device: str, kind: str, backend: Any, *, is_default: bool
+) -> None:
     """Let a group use ``backend`` for tensors of a kind of device."""
-    kinds = dist.ProcessGroup.BackendType
-    kind = kinds.NCCL if device == "cuda" else kinds.GLOO
-    group._register_backend(torch.device(device), kind, backend)
+    group._register_backend(
+        torch.device(device), getattr(dist.ProcessGroup.BackendType, kind), backend
+    )
     if is_default:
-        group._set_default_backend(kind)
+        group._set_default_backend(getattr(dist.ProcessGroup.BackendType, kind))
 
 
 _OPERATOR_FRAMES = frozenset(
@@ -380,7 +399,7 @@ _OPERATOR_FRAMES = frozenset(
 )
 """Every operator is called in such a frame, by eager code, graphs and Inductor's code alike."""
 
-_CPP_COLLECTIVES = tuple(f"aoti_torch_{kind}__c10d_functional_" for kind in ("cpu", "cuda"))
+_CPP_COLLECTIVE = re.compile(r"aoti_torch_\w+?__c10d_functional_")
 
 
 def is_raised_by_collective(error: BaseException, frame: FrameType) -> bool:
@@ -392,7 +411,7 @@ def is_raised_by_collective(error: BaseException, frame: FrameType) -> bool:
         )
     # Inductor's C++ (cpp_wrapper) names the operator
     module = str(frame.f_globals.get("__name__"))
-    return module.startswith("torch._inductor.") and str(error).startswith(_CPP_COLLECTIVES)
+    return module.startswith("torch._inductor.") and bool(_CPP_COLLECTIVE.match(str(error)))
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

@@ -235,7 +235,9 @@ def without_derivative(
     outputs: Outputs, prefix: str, verdict: Untraceable, leaves: Sequence[Any]
 ) -> list[torch.Tensor]:
     """The outputs as tensors that require grad, and raise in ``backward()``."""
-    sources = [torch.zeros((), requires_grad=True)]  # there may be closures that require grad
+    sources = [
+        torch.zeros((), requires_grad=True, device="cpu")
+    ]  # there may be closures that require grad
     sources += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return list(_Underivable.apply(no_derivative(prefix, verdict), outputs, *sources))
 

@@ -139,7 +139,7 @@ def _cost(plan: Plan) -> Cost:
     kinds = [*([((), torch.int64)] if definition.uses_index else []), *definition.inputs]
     mode = FakeTensorMode()
     with mode:
-        examples = [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
+        examples = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in kinds]
     counter = FlopCounterMode(display=False)
     with counter:
         FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*examples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torchpmap._base.ambient import Ambient, applied
 from torchpmap._base.contents import Contents
 from torchpmap._base.data import not_ours
+from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import lost_write
 from torchpmap._base.pytree import Structure
 from torchpmap._collectives import pbroadcast
@@ -83,10 +85,13 @@ class UncompiledWork:
         process_axis = Axis(program.axis_name, len(rank.ranks), index, rank.group, subgroup)
         # the function may write to its arguments; the stored values stay
         own = [block.clone() for block in blocks]
-        generator = torch.default_generator.get_state()
+        platform = PLATFORMS[index.device.type]
+        platform.move(self.captured)
+        generator = platform.random_state()
         before = [Contents(tensor) for tensor in self.captured]
         with (
             applied(given.ambient),
+            nullcontext() if index.device.type == "cpu" else index.device,  # of factory functions
             recording(agree),
             torch.enable_grad(),
             torch.autograd.set_multithreading_enabled(False),  # axes are bound per thread
@@ -109,7 +114,7 @@ class UncompiledWork:
             ),
             outcome.requires_grad,
             outcome.draws > 0,
-            not torch.equal(generator, torch.default_generator.get_state()),
+            not torch.equal(generator, platform.random_state()),
             _written(self.captured, before),
         )
         return report, [

@@ -16,9 +16,9 @@ from torchpmap._base import ending
 from torchpmap._base.config import Config, config
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import (
+    PLATFORMS,
     Device,
-    default_device_type,
-    default_num_devices,
+    default_platform,
     enumerate_devices,
 )
 from torchpmap._base.errors import RuntimeClosed
@@ -178,7 +178,8 @@ def _preload() -> None:
 
 def _enumerate(settings: Config) -> tuple[Device, ...]:
     global _place
-    kind = settings.device_type or default_device_type()
+    platform = PLATFORMS[settings.device_type] if settings.device_type else default_platform()
+    kind = platform.name
     _place = _wanted_place(settings)
     if _place is not None:
         if settings.num_devices not in (None, _place.size):
@@ -188,7 +189,7 @@ def _enumerate(settings: Config) -> tuple[Device, ...]:
                 "num_devices out."
             )
         return tuple(Device(rank, kind, rank) for rank in range(_place.size))
-    return enumerate_devices(settings.num_devices or default_num_devices(kind), kind)
+    return enumerate_devices(settings.num_devices or platform.count(), kind)
 
 
 def _wanted_place(settings: Config) -> JobPlace | None:

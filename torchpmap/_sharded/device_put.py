@@ -407,7 +407,7 @@ def handle_of(value: Any, layout: Layout) -> Handle:
         here = value._layout
         assert here is not None
         return move(here, handle, layout)
-    return store(layout, host_tensor(value))
+    return store(layout, value if isinstance(value, torch.Tensor) else host_tensor(value))
 
 
 def handles_of(values: Sequence[Any], layouts: Sequence[Layout]) -> list[Handle]:

@@ -231,7 +231,9 @@ def _device_mesh(mesh: Mesh) -> Any:
     if mesh not in _device_meshes:
         from torch.distributed.device_mesh import DeviceMesh
 
-        ids = torch.tensor([device.id for device in mesh.devices.flat]).view(mesh.devices.shape)
+        ids = torch.tensor([device.id for device in mesh.devices.flat], device="cpu").view(
+            mesh.devices.shape
+        )
         names = tuple(map(str, mesh.axis_names))
         kind = mesh.devices.flat[0].platform
         _device_meshes[mesh] = DeviceMesh(kind, ids, mesh_dim_names=names)

@@ -224,7 +224,7 @@ def _raise_as_on_host(
     """Raise what a call raises on the host; on meta tensors some errors have another text."""
     try:
         zeros = [
-            torch.zeros(value.shape, dtype=value.dtype)
+            torch.zeros(value.shape, dtype=value.dtype, device="cpu")
             if isinstance(value, torch.Tensor)
             else value
             for value in values

@@ -75,7 +75,7 @@ class _Known:
         key = (team, type(value), repr(value))
         handle = self.numbers.get(key)
         if handle is None:
-            tensor = torch.tensor(value, dtype=_DTYPES[type(value)])
+            tensor = torch.tensor(value, dtype=_DTYPES[type(value)], device="cpu")
             handle = team.runtime.put(team, [tensor] * len(team.ranks))
         return _keep(self.numbers, key, handle, _MAX_NUMBERS)
 

@@ -36,7 +36,7 @@ def store_on(team: Team, layout: Layout, value: torch.Tensor) -> Handle:
             "argument instead."
         )
     value = value.detach()
-    if value.device.type != "cpu":
+    if value.device.type != "cpu" and not team.runtime.runs_here:
         value = value.cpu()
     if layout.is_replicated:
         return team.runtime.put(team, [value] * len(layout.ranks))

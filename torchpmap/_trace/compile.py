@@ -28,6 +28,7 @@ from torchpmap._base.errors import PmapError, kind_of
 from torchpmap._base.imports import uncollected
 from torchpmap._base.pytree import tree_leaves, tree_map_only
 from torchpmap._base.torch_internals import FakeTensorMode, OpOverload, TorchDispatchMode
+from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._trace.custom_ops import NATIVE
 from torchpmap.random import _threefry as _threefry
 
@@ -242,6 +243,12 @@ def _namespaces(graph: torch.fx.GraphModule) -> set[str]:
     }
 
 
+def communicates(definition: Definition) -> bool:
+    """Whether a plan waits for the other processes."""
+    nodes = definition.graph.graph.nodes
+    return any(getattr(node.target, "namespace", "") in NAMESPACES for node in nodes)
+
+
 def _has_users_operations(graph: torch.fx.GraphModule) -> bool:
     """Whether a result may differ from its fake, so that Inductor's checks are needed."""
     return not _namespaces(graph) <= NATIVE
@@ -349,6 +356,9 @@ def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend
     if backend.mode is not None:
         patches |= list_mode_options(backend.mode, dynamic=False)
     patches |= dict(backend.options)
+    if examples and examples[0].device.type != "cpu":
+        # a CUDA graph holds the communicators of its epoch, and nothing here ends its generations
+        patches["triton.cudagraphs"] = False
     with _without_artifact_warning():
         return standalone_compile(
             graph,

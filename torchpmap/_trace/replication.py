@@ -44,7 +44,7 @@ def is_random(node: torch.fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     for position, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":  # attention, which draws only for its dropout
+        if argument.name in ("dropout_p", "dropout"):  # attention and RNNs draw only for this
             given = node.args[position:] or [node.kwargs.get(argument.name, argument.default_value)]
             return bool(given[0] != 0)
     return True

@@ -160,7 +160,9 @@ def _one_by_one(program: Program, blocks: Sequence[torch.Tensor], prefix: str) -
         whole = rows[0] if dim is None else torch.cat([r for r in rows if r is not None], dim)
         whole = None if whole is None else whole.detach()
         if whole is not None and wants_grad and (whole.is_floating_point() or whole.is_complex()):
-            whole = _NotDifferentiable.apply(torch.zeros((), requires_grad=True), whole, prefix)
+            whole = _NotDifferentiable.apply(
+                torch.zeros((), requires_grad=True, device="cpu"), whole, prefix
+            )
         stacked.append(whole)
     return replace(first, blocks=tuple(stacked))
 

@@ -178,7 +178,9 @@ def _on_devices(ranks: Sizes, wants: Sequence[_Wanted], table: Table) -> list[Ha
         return run_on(team, Restore(table.folder, table.digest, tuple(parts)), [])
     handles, here = [], process_index()
     for key, where in places.items():
-        block = table.read({key: where[here]})[key] if here in ranks else torch.empty(0)
+        block = (
+            table.read({key: where[here]})[key] if here in ranks else torch.empty(0, device="cpu")
+        )
         handles.append(runtime.put(team, [block] * len(ranks)))
     return handles
 

@@ -225,7 +225,7 @@ class _Archive:
         if size != count * dtype.itemsize:
             raise ValueError(f"{count} elements in {size} bytes")
         if not size:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         elements = torch.frombuffer(self._data, dtype=torch.uint8, offset=start, count=size)
         # torch.save aligns them, but other programs may not
         return (elements if start % 64 == 0 else elements.clone()).view(dtype)

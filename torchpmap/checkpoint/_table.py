@@ -251,7 +251,7 @@ def _row(key: str, row: Any) -> Row:
 
 def _is_of_numpy(row: Row) -> bool:
     try:
-        torch.empty(0, dtype=row.dtype).numpy()
+        torch.empty(0, dtype=row.dtype, device="cpu").numpy()
     except (TypeError, RuntimeError):
         return False
     return row.kind == "ndarray" or not row.shape

@@ -300,7 +300,7 @@ def _from_all(shares: Sequence[Share]) -> list[list[torch.Tensor]]:
     tiled = [share for share in shares if share.is_tiled]
     if not tiled:
         return _gathered([share.block for share in shares])
-    counts = torch.tensor([len(share.block) for share in tiled])
+    counts = torch.tensor([len(share.block) for share in tiled], device="cpu")
     numbers = zip(*(each.tolist() for each in _gathered([counts])[0]), strict=True)
     rows = [next(numbers) if share.is_tiled else () for share in shares]
     sent = [

@@ -76,7 +76,11 @@ class Share:
         if _is_foreign(leaf):
             layout, _ = leaf._alive()
             mine = leaf.addressable_shards
-            block = mine[0].data if mine else torch.zeros(layout.block_shape, dtype=layout.dtype)
+            block = (
+                mine[0].data
+                if mine
+                else torch.zeros(layout.block_shape, dtype=layout.dtype, device="cpu")
+            )
             where = " ".join(map(str, layout.devices))
             return cls(block, f"{kind_of(layout.shape, layout.dtype)} on {where}", layout, False)
         if not isinstance(leaf, (*_DATA, *_NUMBERS)):
@@ -94,7 +98,7 @@ class Share:
     def joined(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
         """The result of the leaf, from the blocks of all processes."""
         if self.layout is not None:
-            whole = torch.empty(self.layout.shape, dtype=self.layout.dtype)
+            whole = torch.empty(self.layout.shape, dtype=self.layout.dtype, device="cpu")
             for device, index in zip(self.layout.devices, self.layout.slices, strict=True):
                 whole[index] = blocks[device.process_index]
             return whole
@@ -149,7 +153,7 @@ def opened(header: bytes, what: str) -> list[torch.Tensor]:
 
 
 def _place(shape: Any, dtype: str, is_array: bool) -> torch.Tensor:
-    return torch.empty(shape, dtype=DTYPES[dtype])
+    return torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
 
 
 def filled(header: bytes, tensors: Iterable[torch.Tensor]) -> Any:

@@ -30,12 +30,12 @@ import torch.distributed as dist
 
 from torchpmap._base.config import Config
 from torchpmap._base.deadline import Deadline
+from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import GroupLost
 from torchpmap._base.torch_internals import (
     add_backend,
     is_raised_by_collective,
     make_gloo,
-    make_nccl,
     register_group,
     unregister_group,
 )
@@ -69,6 +69,7 @@ class Groups:
         where other hosts reach this one; None if all ranks are on this host."""
         self._rank = rank
         self._device = device
+        self._platform = PLATFORMS[device.type]
         self._store = store
         self._address = address
         self._shares_memory = config.shared_memory
@@ -180,10 +181,12 @@ class Groups:
         gloo_store = dist.PrefixStore("gloo", store)
         connecting = min(self._timeout, _CONNECT_TIMEOUT)
         gloo = make_gloo(gloo_store, rank, size, self._address, connecting, self._timeout)
-        add_backend(group, "cpu", gloo, is_default=self._device.type != "cuda")
-        if self._device.type == "cuda":
-            nccl = make_nccl(dist.PrefixStore("nccl", store), rank, size, self._timeout)
-            add_backend(group, "cuda", nccl, is_default=True)
+        device = self._platform.communicator(store, rank, size, self._timeout)
+        add_backend(group, "cpu", "GLOO", gloo, is_default=device is None)
+        if device is not None:
+            add_backend(
+                group, self._device.type, self._platform.collectives, device, is_default=True
+            )
         return group
 
     def abort(self, epoch: int) -> None:
@@ -196,6 +199,12 @@ class Groups:
                 return
             self._aborted.set()
             self._shut_down()
+            self._platform.abort([group for group in tuple(self._groups.values()) if group])
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether collectives of this epoch may have been aborted half-way."""
+        return self._aborted.is_set()
 
     def _shut_down(self) -> None:
         for meeting in self._meetings:
@@ -209,6 +218,7 @@ class Groups:
         their timeout.
         """
         with self._lock:
+            was_aborted = self._aborted.is_set()
             self._aborted.set()
             self._shut_down()
             for connection in self._sockets:
@@ -217,11 +227,11 @@ class Groups:
             for meeting in self._meetings:
                 meeting.leave()
             self._meetings.clear()
-        for name, group in self._groups.items():
-            if group is not None:
-                unregister_group(name)
-                if self._device.type == "cuda":
-                    group.abort()
+        held = {name: group for name, group in self._groups.items() if group is not None}
+        for name in held:
+            unregister_group(name)
+        if not was_aborted:
+            self._platform.abort(list(held.values()))
         self._groups.clear()
 
     def waits(self) -> str | None:

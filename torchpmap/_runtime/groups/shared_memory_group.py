@@ -271,6 +271,11 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
             self._broadcast(x, options.rootRank)
         return _done
 
+    # as torch 2.11 calls them
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
 
 def _kind(name: str, dtype: torch.dtype, count: int) -> int:
     return _NUMBERS[name, dtype] << _COUNT_BITS | count

@@ -30,6 +30,7 @@ from multiprocessing import spawn
 from typing import Any
 
 from torchpmap._base.deadline import Deadline
+from torchpmap._base.devices import default_platform
 from torchpmap._base.errors import PmapError, RuntimeClosed
 
 REQUEST = struct.Struct("<q")  # number of the request; with descriptors
@@ -223,9 +224,12 @@ class ForkServer:
 
 
 def _spawn(channel: int, lifeline: int) -> subprocess.Popen[bytes]:
-    main = "from torchpmap._runtime.local.preload import serve; serve({}, {}, {})"
     python_path = os.environ.get("PYTHONPATH")
-    args, environment = command(main.format(channel, lifeline, ascii(python_path)))
+    args, environment = command(
+        "from torchpmap._runtime.local.preload import prepare, serve; "
+        f"prepare(compiles={not default_platform().is_hardware}); "
+        f"serve({channel}, {lifeline}, {python_path!a})"
+    )
     # the server ignores Ctrl-C only after its start
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -34,6 +35,7 @@ import torch
 
 from torchpmap._base.config import config
 from torchpmap._runtime.local import worker
+from torchpmap._runtime.local.birth import Birth, arm_lifeline
 from torchpmap._runtime.local.forkserver import ANSWER, EXIT_CODE, FDS, REQUEST, Inheritance
 from torchpmap._runtime.wire import InheritedFd
 from torchpmap._trace.compile import have_cpp_compiler, warm_up
@@ -51,19 +53,25 @@ def _keep_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-_keep_memory()
-if config.warm and have_cpp_compiler():
+def prepare(*, compiles: bool) -> None:
+    """Pay what every worker would.  ``compiles``: whether to compile; with an accelerator visible
+    Inductor would ask for its state, and so initialise it.
+    """
+    _keep_memory()
     with contextlib.suppress(Exception):  # a worker that compiles for real reports what is wrong
-        warm_up()  # every worker starts with Inductor's modules and tables in memory
-gc.freeze()  # workers do not traverse these objects either, so their pages stay shared
-gc.enable()
+        if config.warm and not compiles:
+            importlib.import_module("torch._inductor.compile_fx")
+        elif config.warm and have_cpp_compiler():
+            warm_up()  # every worker starts with Inductor's modules and tables in memory
+    gc.freeze()  # workers do not traverse these objects either, so their pages stay shared
+    gc.enable()
 
 
 def serve(channel_fd: int, lifeline: int, python_path: str | None) -> NoReturn:
     """Fork workers until the controller is gone; never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    worker.arm_lifeline(lifeline)
+    arm_lifeline(lifeline)
     if python_path is not None:
         os.environ["PYTHONPATH"] = python_path
     woken, waker = socket.socketpair()
@@ -140,7 +148,7 @@ def _become_worker(fds: Sequence[int], not_theirs: Sequence[int]) -> NoReturn:
         named: dict[str, Any] = {
             name: InheritedFd(fd) for name, fd in zip(FDS, inherited, strict=True)
         }
-        worker.main(worker.Birth(**taken.birth, **named))
+        worker.main(Birth(**taken.birth, **named))
     except BaseException:
         traceback.print_exc()
     finally:

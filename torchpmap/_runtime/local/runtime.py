@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.config import Config
-from torchpmap._base.devices import enumerate_devices
+from torchpmap._base.devices import PLATFORMS, enumerate_devices
 from torchpmap._base.ending import sleep_if_ending
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed
 from torchpmap._runtime import wire
@@ -65,7 +65,7 @@ class LocalRuntime:
     def __init__(self, num_devices: int, device_type: str, config: Config) -> None:
         self.devices = enumerate_devices(num_devices, device_type)
         # each worker sees one GPU
-        self.device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
+        self.device = PLATFORMS[device_type].device()
         self.timeout = config.timeout
         self.forked = False
         # guarded by the pool's send lock:
@@ -273,11 +273,7 @@ class LocalRuntime:
     def is_ready(self, handle: Handle) -> bool:
         if self._pool.broken and not self.closed:
             return False  # else this would wait for a repair
-        if self._is_computed(handle):
-            return True
-        if self.devices[0].platform != "cpu":  # a GPU worker notes its progress only when asked
-            self._pool.ask(dict.fromkeys(handle.team.ranks, b""), wire.SYNC)
-        return False
+        return self._is_computed(handle)
 
     @property
     def scarred(self) -> bool:

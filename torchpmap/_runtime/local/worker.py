@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import json
 import linecache
 import multiprocessing.util
@@ -36,26 +35,40 @@ import pickle
 import signal
 import socket
 import struct
-import sys
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import repeat
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from torchpmap._base.config import Config
+from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import CallCancelled, ShardLost, WorkerError, pack_exception
 from torchpmap._runtime import wire
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
+from torchpmap._runtime.local.birth import (
+    Birth,
+    arm_child,
+    arm_lifeline,
+    flush,
+    kill_children,
+    redirect_output,
+)
+from torchpmap._runtime.local.completion import Completion
 from torchpmap._runtime.local.progress import WorkerProgress
 from torchpmap._runtime.task import Rank, Task, Work
-from torchpmap._runtime.wire import FrameReader, InheritedFd, Origin, Stream, frame
-from torchpmap._trace.compile import Definition, Runner, compile_definition, run_first_time
+from torchpmap._runtime.wire import FrameReader, Origin, Stream, frame
+from torchpmap._trace.compile import (
+    Definition,
+    Runner,
+    communicates,
+    compile_definition,
+    run_first_time,
+)
 from torchpmap._trace.effects import mark_lines
 
 _NEVER = 1 << 62
@@ -67,23 +80,19 @@ would leave a gap.
 """
 
 
-@dataclass(frozen=True)
-class Birth:
-    """What a worker is told when it starts."""
+_HINT = (
+    "\nThe device cannot be used any more, so its worker ends. A kernel runs later than it is "
+    "called: CUDA_LAUNCH_BLOCKING=1 shows the call that fails."
+)
 
-    rank: int
-    device_type: str
-    num_threads: int
-    config: Config
-    command: InheritedFd
-    control: InheritedFd
-    lifeline: InheritedFd
-    output: InheritedFd
-    errors: InheritedFd
-    store: InheritedFd
-    progress: InheritedFd
-    bell: InheritedFd
-    stacks: InheritedFd
+
+class _Plan(NamedTuple):
+    """A plan that this worker has compiled."""
+
+    doing: str
+    run: Runner
+    outputs: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    communicates: bool
 
 
 def main(birth: Birth) -> None:
@@ -91,13 +100,16 @@ def main(birth: Birth) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     arm_lifeline(birth.lifeline.fd)
-    _redirect_output(birth)
+    redirect_output(birth)
     mark_lines(wire.PLAIN_LINE)
-    if birth.device_type == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = _nth_visible_gpu(
-            birth.rank
-        )  # graphs say cuda:0 on every rank
-    device = torch.device("cuda", 0) if birth.device_type == "cuda" else torch.device("cpu")
+    platform = PLATFORMS[birth.device_type]
+    if platform.is_initialized():
+        raise RuntimeError(
+            f"{platform.name} was initialised in the process that forks the workers, which cannot "
+            "use it then. Something that Python imports at its start does that; it must not."
+        )
+    os.environ.update(platform.environment(birth.rank))  # graphs name device 0 on every rank
+    device = platform.open()
     torch.set_num_threads(birth.num_threads)
     # the controller decides how long a collective may wait, since it sees why
     groups = Groups(birth.rank, device, None, replace(birth.config, timeout=_FOREVER_S))
@@ -105,7 +117,7 @@ def main(birth: Birth) -> None:
     faulthandler.register(signal.SIGUSR1, file=birth.stacks.fd)
     signal.signal(signal.SIGUSR2, worker.interrupt)
     os.register_at_fork(after_in_child=worker.forsake)
-    multiprocessing.util.register_after_fork(birth.lifeline, _arm_child)
+    multiprocessing.util.register_after_fork(birth.lifeline, arm_child)
     threading.Thread(
         target=_listen, args=(birth.control.socket(), worker), name="torchpmap-control", daemon=True
     ).start()
@@ -116,10 +128,10 @@ def main(birth: Birth) -> None:
         if type(error) is not EOFError:
             traceback.print_exc()
             exitcode = 1
-    _kill_children()
+    kill_children()
     # a process with a group in flight or a user's thread alive may hang in interpreter shutdown:
     # leave directly
-    _flush()
+    flush()
     os._exit(exitcode)
 
 
@@ -127,9 +139,10 @@ class _Worker:
     def __init__(self, birth: Birth, device: torch.device, groups: Groups) -> None:
         self.rank = birth.rank
         self.device = device
+        self.platform = PLATFORMS[birth.device_type]
         self.groups = groups
         self.values: dict[int, torch.Tensor] = {}
-        self.plans: dict[int, tuple[str, Runner]] = {}
+        self.plans: dict[int, _Plan] = {}
         self.bodies: dict[int, bytes] = {}
         self.index_tensors: dict[int, torch.Tensor] = {}
         self.failed = False
@@ -145,6 +158,14 @@ class _Worker:
         self.progress = WorkerProgress(birth.rank, birth.progress, birth.bell)
         sock = birth.command.socket()
         self.stream = Stream(sock)
+        self.sending = threading.Lock()
+        self.communicates = False
+        """Whether the current command has collectives."""
+        self.completion: Completion | None = None
+        if self.platform.is_asynchronous:
+            self.completion = Completion(
+                self.platform, lambda: groups.is_aborted, self.progress.note, self.fail_late
+            )
         self.reader = FrameReader(sock)
         self.doing = "starting"
 
@@ -162,7 +183,7 @@ class _Worker:
             wire.FORGET: self.forget,
         }
         torch.set_grad_enabled(False)
-        calls_are_done = self.device.type == "cpu"  # when they return
+        done = self.progress.note if self.completion is None else self.launched
         reader = self.reader
         while True:
             length, kind, seq = reader.header()
@@ -180,8 +201,7 @@ class _Worker:
                     self.running = 0  # an interrupt before this is caught below
                 if self.is_forked:
                     os._exit(0)
-                if calls_are_done:
-                    self.progress.note(seq)
+                done(seq)
             except BaseException as error:
                 if reader.has_ended or self.stream.is_torn:
                     raise
@@ -194,12 +214,12 @@ class _Worker:
         plan_id, out, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
         if len(handles) > num_inputs:
             self.release(handles[num_inputs:])
-        self.doing, run = self.plans[plan_id]
+        self.doing, run, outputs, self.communicates = self.plans[plan_id]
         inputs = self.stored(handles[:num_inputs])
         self.running = seq
         if seq >= self.cancelled_from:
             self.interrupt()
-        results = run(*inputs)
+        results = self.platform.launch(run, inputs, outputs)
         self.values.update(zip(range(out, out + len(results)), results, strict=True))
 
     def skip(self, kind: int, length: int) -> None:
@@ -213,7 +233,7 @@ class _Worker:
         self.doing = "receiving a value"
         (handle,) = struct.unpack("<q", self.reader.body(8))
         tensor = wire.read_tensor(self.reader, self.where)
-        self.values[handle] = tensor if self.device.type == "cpu" else tensor.to(self.device)
+        self.values[handle] = tensor.to(self.device)
 
     def free(self, seq: int, length: int) -> None:
         self.release(self.reader.body(length).cast("q").tolist())
@@ -240,26 +260,41 @@ class _Worker:
         dtype and shape that are expected.
         """
         handle, dim, position, *expected = self.reader.body(length).cast("q").tolist()
+        if not self.settled():
+            return
         (tensor,) = self.stored([handle])
         if dim >= 0:
             tensor = tensor.select(dim, position)
         wire.refuse_other(tensor, expected, self.where)
         tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
         payload = wire.bytes_of(tensor)
-        self.stream.send([wire.HEADER.pack(len(payload), wire.DATA, seq), payload])
+        self.send([wire.HEADER.pack(len(payload), wire.DATA, seq), payload])
 
     def sync(self, seq: int, length: int) -> None:
-        self.synchronize(seq)
-        self.stream.send([frame(wire.DONE, seq)])
+        if self.settled():
+            self.progress.note(seq)
+            self.send([frame(wire.DONE, seq)])
 
     def ring(self, seq: int, length: int) -> None:
-        self.synchronize(seq)
-        self.progress.ring()
+        if self.settled():
+            self.progress.note(seq)
+            self.progress.ring()
 
-    def synchronize(self, seq: int) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.progress.note(seq)
+    def send(self, buffers: Sequence[wire.Buffer]) -> None:
+        with self.sending:
+            self.stream.send(buffers)
+
+    # -- an asynchronous device --------------------------------------------------------------------
+
+    def launched(self, seq: int) -> None:
+        """The command has returned, but the device may still be at it."""
+        assert self.completion is not None
+        self.completion.launched(seq, self.doing, self.communicates)
+        self.communicates = False
+
+    def settled(self) -> bool:
+        """Wait until the device has done everything; whether nothing has failed."""
+        return self.completion is None or self.completion.settle()
 
     # -- rare frames -------------------------------------------------------------------------------
 
@@ -268,14 +303,15 @@ class _Worker:
         definition: Definition = pickle.loads(self.reader.body(length))
         self.begin(seq, f"compiling {definition.name}")
         runner = compile_definition(definition, self.index(definition.ranks))
-        running = f"running {definition.name}"
 
         def run_first(*blocks: torch.Tensor) -> Sequence[torch.Tensor]:
             results, later = run_first_time(definition, runner, blocks, self.where)
-            self.plans[definition.plan_id] = (running, later)
+            self.plans[definition.plan_id] = plan._replace(run=later)
             return results
 
-        self.plans[definition.plan_id] = (running, run_first)
+        doing = f"running {definition.name}"
+        plan = _Plan(doing, run_first, definition.outputs, communicates(definition))
+        self.plans[definition.plan_id] = plan
         self.reply(seq, None)
 
     def begin(self, seq: int, doing: str) -> None:
@@ -303,7 +339,10 @@ class _Worker:
         # seen
         work: Work = pickle.loads(self.bodies[task.body_id])
         rank = Rank(task.ranks, task.group, self.index(task.ranks), self.groups.ensure)
+        if not self.settled():
+            return
         report, stored = work.run(rank, task.given, self.stored(task.inputs))
+        self.platform.synchronize()
         self.reply(seq, (report, len(stored)), dict(enumerate(stored, task.first_output)))
 
     def group(self, seq: int, length: int) -> None:
@@ -324,8 +363,8 @@ class _Worker:
         if self.is_forked:
             os._exit(0)
         self.values.update(values)
-        _flush()
-        self.stream.send([frame(wire.REPLY, seq, body)])
+        flush()
+        self.send([frame(wire.REPLY, seq, body)])
 
     # -- failure and repair ------------------------------------------------------------------------
 
@@ -337,10 +376,24 @@ class _Worker:
             origin = Origin.CANCELLED
         self.groups.drop()
         self.failed = True
-        _flush()
-        packed = self.pack(seq, error)
-        where = f"{self.where} (rank {self.rank}, pid {os.getpid()}) while {self.doing}"
-        self.stream.send([frame(wire.FAILED, seq, pickle.dumps((origin, packed, where)))])
+        self.report(seq, self.doing, origin, error, self.pack)
+
+    def fail_late(self, seq: int, doing: str, error: BaseException) -> None:
+        """A command has failed that had returned (completion thread)."""
+        origin = Origin.COMMUNICATION if is_communication(error) else Origin.USER
+        self.groups.abort(self.groups.epoch)
+        self.failed = True
+        self.report(seq, doing, origin, error, lambda _, error: pack_exception(error))
+
+    def report(self, seq: int, doing: str, origin: Origin, error: BaseException, pack: Any) -> None:
+        is_usable = self.platform.recover(error)
+        flush()
+        where = f"{self.where} (rank {self.rank}, pid {os.getpid()}) while {doing}"
+        where += "" if is_usable else _HINT
+        body = pickle.dumps((origin, pack(seq, error), where))
+        self.send([frame(wire.FAILED, seq, body)])
+        if not is_usable:
+            os._exit(1)
 
     def pack(self, seq: int, error: BaseException) -> bytes:
         """An exception as bytes; its text and its pickling may run the user's code, which can be
@@ -359,13 +412,16 @@ class _Worker:
     def supervised(self, kind: int, seq: int, length: int) -> None:
         body = self.reader.body(length)
         if kind == wire.DRAIN:
-            self.stream.send([frame(wire.DRAINED, seq)])
+            self.settled()  # a command that an abort has left half done fails now
+            self.send([frame(wire.DRAINED, seq)])
             return
         if kind != wire.REGROUP:
             raise self.reader.broken(f"of unknown kind {kind}")
         epoch: int
         groups: dict[str, RankPartition]
         epoch, groups = pickle.loads(body)
+        if self.completion is not None:
+            self.completion.renew()
         self.failed = self.was_cancelled = False
         self.cancelled_from, self.epoch_begin = _NEVER, seq
         self.bodies.clear()  # the controller sends them again
@@ -378,7 +434,7 @@ class _Worker:
         except Exception as error:
             self.fail(seq, error)
         else:
-            self.stream.send([frame(wire.READY, epoch)])
+            self.send([frame(wire.READY, epoch)])
 
     # -- from other threads, signals and forks -----------------------------------------------------
 
@@ -402,8 +458,10 @@ class _Worker:
 
     def describe(self) -> bytes:
         """What the main thread does (control thread)."""
-        waits = self.groups.waits()
-        return json.dumps({"seq": self.running, "doing": self.doing, "waits": waits}).encode()
+        seq, doing = self.running, self.doing
+        if not seq and self.completion is not None and self.completion.current is not None:
+            seq, doing, *_ = self.completion.current
+        return json.dumps({"seq": seq, "doing": doing, "waits": self.groups.waits()}).encode()
 
     def forsake(self) -> None:
         """In a child that a call has forked: it may work on, but not as this worker."""
@@ -437,54 +495,3 @@ def _listen(control: socket.socket, worker: _Worker) -> NoReturn:
             body = worker.describe()
             with contextlib.suppress(OSError):
                 control.send(wire.CONTROL.pack(value, len(body)) + body, socket.MSG_DONTWAIT)
-
-
-def arm_lifeline(fd: int) -> None:
-    """Die when the other end of a pipe is closed, even while this process is stopped or holds the
-    GIL in C code.
-    """
-    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
-    with contextlib.suppress(BlockingIOError):
-        if os.read(fd, 1) == b"":  # the controller went before the signal was armed
-            os._exit(0)
-
-
-def _arm_child(lifeline: InheritedFd) -> None:
-    """In a child that user code has made with ``multiprocessing``: it dies with the pool too."""
-    # opened again: the signal for a shared descriptor goes to the worker alone
-    arm_lifeline(os.open(lifeline.path(), os.O_RDONLY | os.O_CLOEXEC))
-
-
-def _kill_children() -> None:
-    """End the processes that user code has forked or spawned with ``multiprocessing``: no exit
-    handler of this process does it.
-    """
-    for child in multiprocessing.active_children():
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or was closed
-            child.kill()
-
-
-def _redirect_output(birth: Birth) -> None:
-    """Send everything written to stdout and stderr, also from C, to the controller, which prints
-    it.
-    """
-    os.dup2(birth.output.fd, 1)
-    os.dup2(birth.errors.fd, 2)
-    birth.output.close()
-    birth.errors.close()
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    faulthandler.enable()
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-
-
-def _nth_visible_gpu(rank: int) -> str:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[rank].strip() if visible else str(rank)

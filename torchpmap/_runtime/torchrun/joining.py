@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from torchpmap._base.deadline import Deadline
+from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import CallTimeout
 from torchpmap._base.torch_internals import default_store
 from torchpmap._runtime.torchrun.agent import end_with_agent
@@ -60,7 +61,7 @@ def join(place: JobPlace, device_type: str, timeout_s: float, address: str | Non
         _store = JobStore(store, timeout_s)
         _attempt = _attempt_of(_store, place, deadline, timeout_s)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            PLATFORMS[device_type].backends,
             timeout=timeout,
             # torch itself (2.13) uses no prefix, so that a process of a restarted job may read the
             # address of a killed one

@@ -29,7 +29,7 @@ import torch
 
 from torchpmap._base.config import Config
 from torchpmap._base.data import packed, unpacked
-from torchpmap._base.devices import Device, num_cuda_devices
+from torchpmap._base.devices import PLATFORMS, Device
 from torchpmap._base.errors import (
     POOL_CLOSED,
     CallTimeout,
@@ -39,13 +39,13 @@ from torchpmap._base.errors import (
     WorkerError,
     kind_of,
 )
+from torchpmap._base.platform import Event, Platform
 from torchpmap._base.torch_internals import (
     has_transforms,
     num_modes,
     outside_modes,
     outside_transforms,
 )
-from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._layout.axis_stack import group_name
 from torchpmap._runtime import wire
 from torchpmap._runtime.base import Handle, Team
@@ -54,7 +54,13 @@ from torchpmap._runtime.task import Rank, Report, Task, Work
 from torchpmap._runtime.torchrun.launcher import JobPlace
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous
 from torchpmap._runtime.torchrun.watch import Watch
-from torchpmap._trace.compile import Definition, Runner, compile_definition, run_first_time
+from torchpmap._trace.compile import (
+    Definition,
+    Runner,
+    communicates,
+    compile_definition,
+    run_first_time,
+)
 from torchpmap._trace.pickling import number_of
 
 T = TypeVar("T")
@@ -67,13 +73,16 @@ _CONSEQUENCES = (WorkerError, WorkerDied)
 class _Block:
     """This process's own block of a value, freed with the last reference to it."""
 
-    __slots__ = ("block", "team")
+    __slots__ = ("block", "event", "team")
 
     seq = 0  # plans run in place: a block that exists is computed
 
-    def __init__(self, block: torch.Tensor | None, team: Team) -> None:
-        """``block``: None where this process has no part of the value."""
+    def __init__(self, block: torch.Tensor | None, team: Team, event: Event | None = None) -> None:
+        """``block``: None where this process has no part of the value; ``event``: when it is
+        computed, if the device is asynchronous.
+        """
         self.block = block
+        self.event = event
         self.team = team
 
 
@@ -103,7 +112,8 @@ class TorchrunRuntime:
         self.devices = tuple(Device(rank, device_type, rank) for rank in range(place.size))
         self.rank = place.rank
         self.timeout = config.timeout
-        self.device = _own_device(place, device_type)
+        self._platform = PLATFORMS[device_type]
+        self.device = _own_device(place, self._platform)
         self._closed_because: str | None = None
         self._lock = threading.RLock()  # one call at a time: all ranks need one order of them
         self._plans: dict[int, _Defined] = {}
@@ -179,11 +189,10 @@ class TorchrunRuntime:
 
     def block(self, handle: Handle) -> None:
         self.insist()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._platform.synchronize()
 
-    def is_ready(self, handle: Handle) -> bool:
-        return not self.closed
+    def is_ready(self, handle: Any) -> bool:
+        return not self.closed and (handle.event is None or handle.event.query())
 
     def check(self, handle: Handle) -> None:
         self.insist()
@@ -201,7 +210,7 @@ class TorchrunRuntime:
                     "of these devices may call it."
                 )
             with self._failing():
-                described = _described(definition)
+                described = _described(definition, self.device)
                 if len(ranks) > 1:
                     self._rendezvous.agree(ranks, described, definition.name)
                 self.make_groups(groups)
@@ -210,7 +219,7 @@ class TorchrunRuntime:
                     runner = compile_definition(definition, index)
                 if not definition.backend.is_inductor:  # Inductor's code turns gradients off itself
                     runner = torch.no_grad()(runner)
-                axis = ranks if _communicates(definition) else None
+                axis = ranks if communicates(definition) else None
                 number = number_of(described.encode())
                 self._groups.calls[number] = definition.name
                 first = self._first_run(definition, runner)
@@ -262,9 +271,10 @@ class TorchrunRuntime:
                 raise failure from failure.__cause__
         finally:
             self._lock.release()
+        event = self._platform.record() if self._platform.is_asynchronous else None
         if num_outputs == 1:
-            return [_Block(results[0], team)]
-        return [_Block(result, team) for result in results]
+            return [_Block(results[0], team, event)]
+        return [_Block(result, team, event) for result in results]
 
     def _run(self, plan: _Defined, blocks: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run a plan that waits for other processes, has a timeout, or is started in a transform or
@@ -398,6 +408,8 @@ class TorchrunRuntime:
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._previous_hook
         self._watch.stop()
+        if not failed:
+            self._platform.synchronize()  # or what runs would be aborted half-way
         self._rendezvous.leave(failed=failed)  # first: it is why the others' collectives end
         self._groups.drop()
 
@@ -423,18 +435,18 @@ def _note_as_later(file: Path) -> None:
         file.write_text(json.dumps(note))
 
 
-def _own_device(place: JobPlace, device_type: str) -> torch.device:
-    if device_type == "cpu":
-        return torch.device("cpu")
-    visible = num_cuda_devices()
+def _own_device(place: JobPlace, platform: Platform) -> torch.device:
+    if not platform.is_hardware:
+        return platform.device()
+    visible = platform.count()
     number = place.local_rank if visible > 1 else 0  # some launchers show a process only its GPU
     if number >= visible:
         raise ValueError(
-            f"local rank {place.local_rank} has no GPU: {visible} are visible, and each process "
-            "needs one. Start fewer processes per host, or use TORCHPMAP_DEVICE_TYPE=cpu."
+            f"local rank {place.local_rank} has no device of its own: {visible} are visible, and "
+            "each process needs one. Start fewer processes per host, or use "
+            "TORCHPMAP_DEVICE_TYPE=cpu."
         )
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
+    return platform.open(number)
 
 
 class _plain:
@@ -450,24 +462,19 @@ class _plain:
             context.__exit__(*exception)
 
 
-def _communicates(definition: Definition) -> bool:
-    """Whether a plan waits for the other processes."""
-    nodes = definition.graph.graph.nodes
-    return any(getattr(node.target, "namespace", "") in NAMESPACES for node in nodes)
-
-
-def _described(definition: Definition) -> str:
-    """A plan as text, equal for all processes that would run the same."""
+def _described(definition: Definition, device: torch.device) -> str:
+    """A plan for ``device`` as text, equal for all processes that would run the same."""
     inputs = ", ".join(kind_of(*given) for given in definition.inputs)
     backend = definition.backend
     lines: Iterable[str] = [
         f"{definition.name}({inputs}) on {len(definition.ranks)} devices",
         f"compile: {backend.name} {backend.mode} {backend.options}",
-        *str(definition.graph.graph).replace("cuda:", "cuda ").splitlines(),
+        *str(definition.graph.graph).splitlines(),
     ]
     constants = {
         name: value
         for name, value in sorted(vars(definition.graph).items())
         if isinstance(value, torch.Tensor)
     }
-    return "\n".join([*lines, *(f"{name} = {value!r}" for name, value in constants.items())])
+    text = "\n".join([*lines, *(f"{name} = {value!r}" for name, value in constants.items())])
+    return text.replace(str(device), device.type)  # each process has a number of its own

@@ -1,0 +1,139 @@
+"""Covers: _base/platform.py, and that no other module knows of kinds of accelerators."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchpmap as tp
+from torchpmap._base.devices import CUDA, PLATFORMS
+from torchpmap._base.platform import Platform
+
+PACKAGE = Path(tp.__file__).parent
+
+
+def strings(path):
+    """The string literals of a file that are no docstrings."""
+    tree = ast.parse(path.read_text())
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return [x.value for x in constants if isinstance(x.value, str) and id(x) not in texts]
+
+
+def test_one_file_names_cuda():
+    naming = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if any(re.search(r"\bcuda\b", text) for text in strings(path))
+    }
+    assert naming == {"_base/platform.py"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "rank", "shown"),
+    [(None, 2, "2"), ("", 1, "1"), ("4,6", 1, "6"), ("MIG-a, MIG-b", 1, "MIG-b")],
+)
+def test_a_worker_sees_its_own_device(monkeypatch, visible, rank, shown):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert CUDA.environment(rank) == {"CUDA_VISIBLE_DEVICES": shown}
+    assert Platform().environment(rank) == {}
+
+
+def test_the_cpu_is_always_done():
+    cpu = Platform()
+    assert cpu.record().query()
+    cpu.record().synchronize()
+    cpu.synchronize()
+    assert cpu.recover(ValueError())
+    assert cpu.launch(lambda x: [x + 1], [torch.ones(2)], [((2,), torch.float32)])[0].tolist() == [
+        2,
+        2,
+    ]
+
+
+class Recorded:
+    """Stands for the back end NCCL of a group."""
+
+    def __init__(self, calls, name):
+        self.calls, self.name = calls, name
+
+    def __getattr__(self, method):
+        return lambda *args: self.calls.append((self.name, method, *args))
+
+
+def test_communicators_are_aborted_together():
+    calls = []
+    backends = [Recorded(calls, "a"), Recorded(calls, "b")]
+    groups = [SimpleNamespace(_get_backend=lambda _, one=one: one) for one in backends]
+    CUDA.abort(groups)
+    assert calls == [("a", "_group_start"), ("a", "abort"), ("b", "abort"), ("a", "_group_end")]
+    CUDA.abort([])
+
+
+def test_communicators_connect_at_once(monkeypatch):
+    calls = []
+    nccl = Recorded(calls, "nccl")
+    made = SimpleNamespace(Options=lambda: SimpleNamespace(_timeout=None))
+
+    class Group:
+        Options = made.Options
+
+        def __new__(cls, store, rank, size, options):
+            calls.append((rank, size, options._timeout))
+            return nccl
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert CUDA.communicator(dist.HashStore(), 1, 4, "timeout") is nccl
+    device = torch.device("cuda", 0)
+    assert calls == [(1, 4, "timeout"), ("nccl", "eager_connect_single_device", device)]
+
+
+WATCHED = """
+import sys, torch
+touched = []
+def touch(name):
+    def probe(*args, **kwargs):
+        touched.append(name)
+        raise RuntimeError(name)
+    return probe
+for name in ("_lazy_init", "current_device", "get_rng_state", "synchronize", "set_device"):
+    setattr(torch.cuda, name, touch(name))
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+from torchpmap._runtime.local.preload import prepare
+prepare(compiles={})
+print("touched", sorted(set(touched)), "torch._inductor.compile_fx" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_fork_server_leaves_accelerators_alone(compiles):
+    code = WATCHED.replace("{}", str(compiles))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "TORCHPMAP_WARM": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    # to compile would touch the device, which is why it is not done
+    assert ("touched []" in done.stdout) is not compiles
+    assert done.stdout.endswith(" True\n")
+
+
+def test_the_kinds():
+    assert list(PLATFORMS) == ["cpu", "cuda"]
+    assert [each.is_hardware for each in PLATFORMS.values()] == [False, True]

@@ -1,0 +1,125 @@
+"""Covers: _runtime/local/completion.py on the lagging platform, in this process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+import torch
+
+from torchpmap._base.errors import GroupLost
+from torchpmap._base.lagging import Lagging
+from torchpmap._runtime.local.completion import Completion
+
+KIND = [((2,), torch.float32)]
+
+
+class Device:
+    """A lagging device, and what its completion thread says."""
+
+    def __init__(self):
+        self.platform = Lagging()
+        self.noted: queue.Queue = queue.Queue()
+        self.failed: list = []
+        self.is_aborted = False
+        self.seq = 0
+        self.completion = Completion(
+            self.platform,
+            lambda: self.is_aborted,
+            self.noted.put,
+            lambda seq, doing, error: self.failed.append((seq, doing, error)),
+        )
+
+    def launch(self, run, *inputs, communicates=False):
+        results = self.platform.launch(run, inputs, KIND)
+        self.seq += 1
+        self.completion.launched(self.seq, f"call {self.seq}", communicates)
+        return results[0]
+
+    def all_noted(self):
+        return [self.noted.get_nowait() for _ in range(self.noted.qsize())]
+
+
+@pytest.fixture
+def device():
+    device = Device()
+    yield device
+    device.completion.close()
+    device.platform.close()
+
+
+@pytest.fixture
+def gate():
+    opened = threading.Event()
+    yield opened
+    opened.set()
+
+
+def raising(error):
+    def run(*_):
+        raise error
+
+    return run
+
+
+def test_a_command_is_done_when_the_device_is(device, gate):
+    def slow(x):
+        gate.wait()
+        return [x + 1]
+
+    first = device.launch(slow, torch.ones(2))
+    second = device.launch(lambda x: [x * 10], first)  # of what is not there yet
+    assert device.all_noted() == []
+    gate.set()
+    assert device.completion.settle()
+    assert device.all_noted() == [1, 2]
+    assert second.tolist() == [20, 20]
+
+
+def test_an_error_comes_late_and_once(device):
+    device.launch(lambda: [torch.ones(2)])
+    device.launch(raising(ValueError("late")))
+    device.launch(lambda: [torch.ones(2)])
+    assert not device.completion.settle()
+    ((seq, doing, error),) = device.failed
+    assert (seq, doing, str(error)) == (2, "call 2", "late")
+    assert device.all_noted() == [1]  # none behind the failure
+
+
+def test_a_new_epoch_notes_again(device):
+    device.launch(raising(ValueError("late")))
+    device.completion.renew()
+    device.launch(lambda: [torch.ones(2)])
+    assert device.completion.settle()
+    assert device.all_noted() == [2]
+
+
+@pytest.mark.parametrize("communicates", [False, True])
+def test_what_an_abort_may_have_cut_is_not_done(device, gate, communicates):
+    def cut():
+        gate.wait()
+        raise GroupLost("aborted")  # which a device does not tell
+
+    device.launch(cut if communicates else lambda: [torch.ones(2)], communicates=communicates)
+    device.is_aborted = True
+    gate.set()
+    assert device.completion.settle() is not communicates
+    assert [type(error) for _, _, error in device.failed] == [GroupLost] * communicates
+
+
+def test_an_assert_in_a_kernel_ends_the_device(device):
+    device.launch(raising(IndexError("index out of range in self")))
+    assert not device.completion.settle()
+    ((_, _, error),) = device.failed
+    assert not device.platform.recover(error)
+    with pytest.raises(IndexError):
+        device.launch(lambda: [torch.ones(2)])
+    with pytest.raises(IndexError):
+        device.platform.synchronize()
+
+
+def test_an_error_of_the_function_does_not(device):
+    device.launch(raising(ValueError("late")))
+    device.completion.settle()
+    assert device.platform.recover(device.failed[0][2])

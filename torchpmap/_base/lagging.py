@@ -1,0 +1,116 @@
+"""A stand-in for an accelerator, on the CPU, for tests: ``TORCHPMAP_TEST_LAG=1``.
+
+Calls run later, on a thread of their own; until then their results are garbage.  Errors come when
+the thread reaches them.  A collective that was aborted raises nothing, and leaves garbage.  An
+index out of range is what an assert in a kernel is: the device cannot be used after it.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchpmap._base.errors import GroupLost
+from torchpmap._base.platform import Event, Kinds, Platform, Run
+
+
+class _Moment:
+    """An event of the thread."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self.error: BaseException | None = None
+
+    def reach(self, error: BaseException | None) -> None:
+        self.error = error
+        self._reached.set()
+
+    def query(self) -> bool:
+        return self._reached.is_set()
+
+    def synchronize(self) -> None:
+        self._reached.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class Lagging(Platform):
+    is_asynchronous = True
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        """Of a call that no event has told of."""
+        self._broken: BaseException | None = None
+        """What every use of the device raises from now on."""
+
+    def launch(
+        self, run: Run, inputs: Sequence[torch.Tensor], outputs: Kinds
+    ) -> Sequence[torch.Tensor]:
+        self._insist()
+        results = [_garbage(shape, dtype) for shape, dtype in outputs]
+
+        def work() -> None:
+            for result, value in zip(results, run(*inputs), strict=True):
+                result.copy_(value)
+
+        self._add(work)
+        return results
+
+    def record(self) -> Event:
+        moment = _Moment()
+
+        def reach() -> None:
+            error, self._error = self._error, None
+            moment.reach(self._broken or error)
+
+        self._add(reach)
+        return moment
+
+    def synchronize(self) -> None:
+        self.record().synchronize()
+
+    def recover(self, error: BaseException) -> bool:
+        return self._broken is None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._work.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _insist(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def _add(self, work: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="torchpmap-lag", daemon=True)
+            self._thread.start()
+        self._work.put(work)
+
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(torch.get_num_threads())  # the number is one of each thread
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except (GroupLost, dist.DistError):  # of a group that was aborted
+                pass
+            except BaseException as error:
+                if re.search("out of (range|bounds)", str(error)):
+                    self._broken = error
+                self._error = error
+
+
+def _garbage(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    result = torch.empty(shape, dtype=dtype)
+    result.view(-1).view(torch.uint8).fill_(0x7F) if result.numel() else None
+    return result

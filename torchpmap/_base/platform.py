@@ -1,0 +1,215 @@
+"""Kinds of devices, and everything in which they differ.
+
+No other module names a kind of device; each asks the ``Platform`` of its devices.  ``Platform``
+itself is the CPU.  ``Accelerator`` is a device of ``torch.accelerator``; ``Cuda`` adds what that
+interface lacks (ROCm has the same names).  A new kind is a subclass of a page and an entry in
+``PLATFORMS`` (``_base/devices``).
+
+The controller and the fork server use only the first group of methods, which initialise no device:
+a process that has initialised CUDA cannot be forked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from torchpmap._base.torch_internals import abort_nccl, make_nccl, was_forked_with_cuda
+
+_MAX_CPU_DEVICES = 8
+
+Run = Callable[..., Sequence[torch.Tensor]]
+Kinds = Sequence[tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes."""
+
+
+class Event(Protocol):
+    """A moment in the work of a device."""
+
+    def query(self) -> bool:
+        """Whether the device has reached it."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached it."""
+
+
+def usable_cores() -> int:
+    """Return how many CPU cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+class Platform:
+    """The CPU: an operation is complete when it returns."""
+
+    name = "cpu"
+    collectives = "GLOO"
+    """The kind of back end that carries collectives between devices."""
+    backends = "gloo"
+    """The back ends of ``torch.distributed``, as ``init_process_group`` takes them."""
+    is_asynchronous = False
+    """Whether an operation may return before it is complete, and raise its error later."""
+    is_hardware = False
+    """Whether there are only so many devices, and one process needs one of its own."""
+
+    # -- without initialising a device -------------------------------------------------------------
+
+    def is_built(self) -> bool:
+        """Whether this build of torch has such devices."""
+        return True
+
+    def count(self) -> int:
+        """How many devices are used without a setting: here one per usable core, at most 8."""
+        return min(usable_cores(), _MAX_CPU_DEVICES)
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Variables that show a new process only device ``rank``, as its device 0."""
+        return {}
+
+    def is_initialized(self) -> bool:
+        """Whether this process, or the process that it was forked from, uses a device."""
+        return False
+
+    def device(self, number: int = 0) -> torch.device:
+        """The device of tensors: 0 in a process that sees only its own."""
+        return torch.device(self.name)
+
+    # -- in the process of a device ----------------------------------------------------------------
+
+    def open(self, number: int = 0) -> torch.device:
+        """Make a visible device the current one of this process."""
+        return self.device(number)
+
+    def model(self, number: int) -> str:
+        """The name of the hardware."""
+        return self.name
+
+    def launch(
+        self, run: Run, inputs: Sequence[torch.Tensor], outputs: Kinds
+    ) -> Sequence[torch.Tensor]:
+        """Start ``run``; returns its results, of the kinds ``outputs``, which need not be computed
+        yet.
+        """
+        return run(*inputs)
+
+    def record(self) -> Event:
+        """The moment at which everything launched so far is complete."""
+        return _Past()
+
+    def synchronize(self) -> None:
+        """Wait for everything launched so far; raises its errors."""
+
+    def random_state(self) -> torch.Tensor:
+        """The state of torch's generators that the current device uses."""
+        return torch.default_generator.get_state()
+
+    def move(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Move tensors of the host to the current device, in place."""
+
+    def recover(self, error: BaseException) -> bool:
+        """Make the device usable after an error; False if this process cannot use it any more."""
+        return True
+
+    def communicator(self, store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
+        """The back end for tensors on the devices, beside Gloo for those of the host; or None."""
+        return None
+
+    def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """End the collectives of ``groups`` that run on the devices (from any thread)."""
+
+
+class _Past:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Accelerator(Platform):
+    """A kind of device that ``torch.accelerator`` knows."""
+
+    is_asynchronous = True
+    is_hardware = True
+    variable: str
+    """The environment variable that lists the visible devices."""
+
+    def environment(self, rank: int) -> dict[str, str]:
+        visible = os.environ.get(self.variable)
+        return {self.variable: visible.split(",")[rank].strip() if visible else str(rank)}
+
+    def device(self, number: int = 0) -> torch.device:
+        return torch.device(self.name, number)
+
+    def open(self, number: int = 0) -> torch.device:
+        torch.accelerator.set_device_index(number)
+        return self.device(number)
+
+    def record(self) -> Event:
+        event = torch.Event(self.name)
+        event.record()
+        return event
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize()
+
+    def random_state(self) -> torch.Tensor:
+        state = torch.get_device_module(self.name).get_rng_state()
+        return torch.cat([torch.default_generator.get_state(), state])
+
+    def move(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            grad, tensor.grad = tensor.grad, None
+            tensor.data = tensor.data.to(self.device())
+            tensor.grad = None if grad is None else grad.to(self.device())
+
+    def recover(self, error: BaseException) -> bool:
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.accelerator.empty_cache()
+        # an error of the device itself (an assert in a kernel, an illegal address) is raised by
+        # every later use of it
+        try:
+            self.synchronize()
+        except torch.AcceleratorError:
+            return False
+        return True
+
+
+class Cuda(Accelerator):
+    """NVIDIA's GPUs with NCCL, or AMD's with RCCL."""
+
+    name = "cuda"
+    collectives = "NCCL"
+    backends = "cpu:gloo,cuda:nccl"
+    variable = "CUDA_VISIBLE_DEVICES" if torch.version.hip is None else "HIP_VISIBLE_DEVICES"
+
+    def count(self) -> int:
+        # torch counts through NVML, which initialises nothing; it asks the CUDA runtime only if
+        # there is no NVML
+        return torch.cuda.device_count()
+
+    def is_built(self) -> bool:
+        return torch.backends.cuda.is_built()
+
+    def is_initialized(self) -> bool:
+        return torch.cuda.is_initialized() or was_forked_with_cuda()
+
+    def model(self, number: int) -> str:
+        return torch.cuda.get_device_name(number)
+
+    def record(self) -> Event:
+        event = torch.cuda.Event(blocking=True)  # else the thread that waits takes a whole core
+        event.record()
+        return event
+
+    def communicator(self, store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
+        nccl = make_nccl(dist.PrefixStore("nccl", store), rank, size, timeout)
+        # connects now, where the wait can be limited: else the first call would
+        nccl.eager_connect_single_device(torch.device(self.name, torch.cuda.current_device()))
+        return nccl
+
+    def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        abort_nccl(groups, self.device())
