@@ -69,7 +69,7 @@ def test_a_command_is_done_when_the_device_is(device, gate):
         return [x + 1]
 
     first = device.launch(slow, torch.ones(2))
-    second = device.launch(lambda x: [x * 10], first)  # of what is not there yet
+    second = device.launch(lambda x: [x * 10], first)  # its input is not computed yet
     assert device.all_noted() == []
     gate.set()
     assert device.completion.settle()

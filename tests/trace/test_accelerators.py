@@ -98,9 +98,9 @@ class Host:
 def test_what_an_uncompiled_function_closes_over_is_moved():
     parameter = SimpleNamespace(data=Host(), grad=Host())
     buffer = SimpleNamespace(data=Host(), grad=None)
-    CUDA.move([parameter, buffer])
-    assert (parameter.data, parameter.grad) == ("on cuda:0", "on cuda:0")
-    assert (buffer.data, buffer.grad) == ("on cuda:0", None)
+    CUDA.move([parameter, buffer], torch.device("cuda:1"))
+    assert (parameter.data, parameter.grad) == ("on cuda:1", "on cuda:1")
+    assert (buffer.data, buffer.grad) == ("on cuda:1", None)
 
 
 def test_a_tensor_on_the_device_does_not_visit_the_host():

@@ -112,5 +112,6 @@ class Lagging(Platform):
 
 def _garbage(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     result = torch.empty(shape, dtype=dtype)
-    result.view(-1).view(torch.uint8).fill_(0x7F) if result.numel() else None
+    if result.numel():
+        result.view(-1).view(torch.uint8).fill_(0x7F)
     return result

@@ -106,8 +106,8 @@ class Platform:
         """The state of torch's generators that the current device uses."""
         return torch.default_generator.get_state()
 
-    def move(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Move tensors of the host to the current device, in place."""
+    def move(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        """Move tensors of the host to a device of this kind, in place."""
 
     def recover(self, error: BaseException) -> bool:
         """Make the device usable after an error; False if this process cannot use it any more."""
@@ -160,11 +160,11 @@ class Accelerator(Platform):
         state = torch.get_device_module(self.name).get_rng_state()
         return torch.cat([torch.default_generator.get_state(), state])
 
-    def move(self, tensors: Sequence[torch.Tensor]) -> None:
+    def move(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         for tensor in tensors:
             grad, tensor.grad = tensor.grad, None
-            tensor.data = tensor.data.to(self.device())
-            tensor.grad = None if grad is None else grad.to(self.device())
+            tensor.data = tensor.data.to(device)
+            tensor.grad = None if grad is None else grad.to(device)
 
     def recover(self, error: BaseException) -> bool:
         if isinstance(error, torch.OutOfMemoryError):

@@ -34,7 +34,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-# these are loaded with torch; what is not (Dynamo, Inductor, DCP) is imported inside functions
+# torch loads these itself; functions import the modules that it does not (Dynamo, Inductor, DCP)
 from torch import _decomp, _ops
 from torch._C import _distributed_c10d
 from torch._functorch import eager_transforms, pyfunctorch

@@ -86,7 +86,7 @@ class UncompiledWork:
         # the function may write to its arguments; the stored values stay
         own = [block.clone() for block in blocks]
         platform = PLATFORMS[index.device.type]
-        platform.move(self.captured)
+        platform.move(self.captured, index.device)
         generator = platform.random_state()
         before = [Contents(tensor) for tensor in self.captured]
         with (

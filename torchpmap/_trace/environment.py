@@ -52,7 +52,7 @@ class Environment:
     """The outside references of one function."""
 
     def __init__(self, fun: Callable[..., Any], *, quiet: bool = False) -> None:
-        """``quiet``: another ``Environment`` of this function warns of what is not watched."""
+        """``quiet``: another ``Environment`` of this function warns about unwatched objects."""
         self._fun: Any = fun
         self._watched: _Watched | None = None
         self._code: tuple[Any, Any, Any] | None = None

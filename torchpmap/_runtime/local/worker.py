@@ -48,6 +48,7 @@ import torch
 
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import CallCancelled, ShardLost, WorkerError, pack_exception
+from torchpmap._base.platform import Kinds
 from torchpmap._runtime import wire
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
 from torchpmap._runtime.local.birth import (
@@ -91,7 +92,7 @@ class _Plan(NamedTuple):
 
     doing: str
     run: Runner
-    outputs: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    outputs: Kinds
     communicates: bool
 
 
@@ -376,21 +377,23 @@ class _Worker:
             origin = Origin.CANCELLED
         self.groups.drop()
         self.failed = True
-        self.report(seq, self.doing, origin, error, self.pack)
+        self.report(seq, self.doing, origin, error, self.pack(seq, error))
 
     def fail_late(self, seq: int, doing: str, error: BaseException) -> None:
         """A command has failed that had returned (completion thread)."""
         origin = Origin.COMMUNICATION if is_communication(error) else Origin.USER
         self.groups.abort(self.groups.epoch)
         self.failed = True
-        self.report(seq, doing, origin, error, lambda _, error: pack_exception(error))
+        self.report(seq, doing, origin, error, pack_exception(error))
 
-    def report(self, seq: int, doing: str, origin: Origin, error: BaseException, pack: Any) -> None:
+    def report(
+        self, seq: int, doing: str, origin: Origin, error: BaseException, packed: bytes
+    ) -> None:
         is_usable = self.platform.recover(error)
         flush()
         where = f"{self.where} (rank {self.rank}, pid {os.getpid()}) while {doing}"
         where += "" if is_usable else _HINT
-        body = pickle.dumps((origin, pack(seq, error), where))
+        body = pickle.dumps((origin, packed, where))
         self.send([frame(wire.FAILED, seq, body)])
         if not is_usable:
             os._exit(1)
