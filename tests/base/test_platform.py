@@ -56,10 +56,8 @@ def test_the_cpu_is_always_done():
     cpu.record().synchronize()
     cpu.synchronize()
     assert cpu.recover(ValueError())
-    assert cpu.launch(lambda x: [x + 1], [torch.ones(2)], [((2,), torch.float32)])[0].tolist() == [
-        2,
-        2,
-    ]
+    (result,) = cpu.launch(lambda xs: [xs[0] + 1], [torch.ones(2)], [((2,), torch.float32)])
+    assert result.tolist() == [2, 2]
 
 
 class Recorded:

@@ -32,7 +32,7 @@ class Device:
         )
 
     def launch(self, run, *inputs, communicates=False):
-        results = self.platform.launch(run, inputs, KIND)
+        results = self.platform.launch(run, list(inputs), KIND)
         self.seq += 1
         self.completion.launched(self.seq, f"call {self.seq}", communicates)
         return results[0]
@@ -64,12 +64,12 @@ def raising(error):
 
 
 def test_a_command_is_done_when_the_device_is(device, gate):
-    def slow(x):
+    def slow(xs):
         gate.wait()
-        return [x + 1]
+        return [xs[0] + 1]
 
     first = device.launch(slow, torch.ones(2))
-    second = device.launch(lambda x: [x * 10], first)  # its input is not computed yet
+    second = device.launch(lambda xs: [xs[0] * 10], first)  # its input is not computed yet
     assert device.all_noted() == []
     gate.set()
     assert device.completion.settle()
@@ -78,9 +78,9 @@ def test_a_command_is_done_when_the_device_is(device, gate):
 
 
 def test_an_error_comes_late_and_once(device):
-    device.launch(lambda: [torch.ones(2)])
+    device.launch(lambda _: [torch.ones(2)])
     device.launch(raising(ValueError("late")))
-    device.launch(lambda: [torch.ones(2)])
+    device.launch(lambda _: [torch.ones(2)])
     assert not device.completion.settle()
     ((seq, doing, error),) = device.failed
     assert (seq, doing, str(error)) == (2, "call 2", "late")
@@ -90,18 +90,18 @@ def test_an_error_comes_late_and_once(device):
 def test_a_new_epoch_notes_again(device):
     device.launch(raising(ValueError("late")))
     device.completion.renew()
-    device.launch(lambda: [torch.ones(2)])
+    device.launch(lambda _: [torch.ones(2)])
     assert device.completion.settle()
     assert device.all_noted() == [2]
 
 
 @pytest.mark.parametrize("communicates", [False, True])
 def test_what_an_abort_may_have_cut_is_not_done(device, gate, communicates):
-    def cut():
+    def cut(_):
         gate.wait()
         raise GroupLost("aborted")  # which a device does not tell
 
-    device.launch(cut if communicates else lambda: [torch.ones(2)], communicates=communicates)
+    device.launch(cut if communicates else lambda _: [torch.ones(2)], communicates=communicates)
     device.is_aborted = True
     gate.set()
     assert device.completion.settle() is not communicates
@@ -114,7 +114,7 @@ def test_an_assert_in_a_kernel_ends_the_device(device):
     ((_, _, error),) = device.failed
     assert not device.platform.recover(error)
     with pytest.raises(IndexError):
-        device.launch(lambda: [torch.ones(2)])
+        device.launch(lambda _: [torch.ones(2)])
     with pytest.raises(IndexError):
         device.platform.synchronize()
 

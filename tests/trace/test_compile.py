@@ -75,7 +75,7 @@ def definition(backend, uses_index):
 @pytest.mark.parametrize("uses_index", [False, True])
 def test_runners_take_blocks(chosen, uses_index):
     run = compile_definition(definition(chosen, uses_index), torch.tensor(3))
-    (out,) = run(torch.ones(2))
+    (out,) = run([torch.ones(2)])
     assert out.tolist() == ([4.0, 4.0] if uses_index else [2.0, 2.0])
 
 

@@ -293,7 +293,7 @@ def compiled_peak(wrap: Function) -> int:
     with torch.no_grad():
         run = compile_definition(definition, torch.tensor(0))
         with torch.profiler.profile(profile_memory=True) as profile:
-            run(ws, x)
+            run([ws, x])
     changes = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     return max(accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from _support import EAGER, LAGS, rss_bytes, worker_pids
@@ -48,3 +50,40 @@ def test_donated_memory_is_used_again(compile):
 @pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "uncompiled"])
 def test_the_measurement_sees_what_is_not_donated(compile):
     assert min(growth(compile, donate_argnums=())) > NUM_CALLS * 3 // 4 * ROW_BYTES
+
+
+NUM_ELEMENTS = 12_345
+
+
+@torch.library.custom_op("test_donation::count", mutates_args=())
+def count_live(x: torch.Tensor) -> torch.Tensor:
+    """How many tensors of as many elements the process holds."""
+    tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.numel() == x.numel()]
+    return torch.tensor(len({o.untyped_storage().data_ptr() for o in tensors}))
+
+
+@count_live.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+def held_in_the_call(compile, donate_argnums):
+    """How many values a worker holds when a call has used its argument for the last time."""
+    tp.init(NUM_DEVICES)
+
+    def step(x):
+        doubled = x * 2
+        return doubled, count_live(doubled)
+
+    mapped = tp.pmap(step, donate_argnums=donate_argnums, compile=compile)
+    x = tp.device_put(torch.zeros(NUM_DEVICES, NUM_ELEMENTS), tp.devices())
+    x, _ = mapped(x)  # the first call checks what the operation promised
+    counts = mapped(x)[1]
+    return counts.tolist()
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("compile", [EAGER, True], ids=["graph", "inductor"])
+def test_a_donated_argument_is_freed_before_the_call_ends(compile):
+    assert held_in_the_call(compile, donate_argnums=0) == [1, 1]
+    assert held_in_the_call(compile, donate_argnums=()) == [2, 2]

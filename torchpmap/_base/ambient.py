@@ -211,8 +211,8 @@ def in_force(wanted: Ambient) -> bool:
 
 
 def running_under(
-    wanted: Ambient, run: Callable[..., Sequence[torch.Tensor]]
-) -> Callable[..., Sequence[torch.Tensor]]:
+    wanted: Ambient, run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
     """``run``, the code of a graph, under the settings with which it was traced.
 
     If those are set now, they are taken to be set in every later call: nothing changes them in a
@@ -222,9 +222,9 @@ def running_under(
     if not wanted or settings == ambient():
         return run
 
-    def run_under(*blocks: torch.Tensor) -> Sequence[torch.Tensor]:
+    def run_under(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         with applied(settings):
-            return run(*blocks)
+            return run(blocks)
 
     return run_under
 

@@ -52,13 +52,13 @@ class Lagging(Platform):
         """What every use of the device raises from now on."""
 
     def launch(
-        self, run: Run, inputs: Sequence[torch.Tensor], outputs: Kinds
+        self, run: Run, inputs: list[torch.Tensor], outputs: Kinds
     ) -> Sequence[torch.Tensor]:
         self._insist()
         results = [_garbage(shape, dtype) for shape, dtype in outputs]
 
         def work() -> None:
-            for result, value in zip(results, run(*inputs), strict=True):
+            for result, value in zip(results, run(inputs), strict=True):
                 result.copy_(value)
 
         self._add(work)

@@ -22,7 +22,8 @@ from torchpmap._base.torch_internals import abort_nccl, make_nccl, was_forked_wi
 
 _MAX_CPU_DEVICES = 8
 
-Run = Callable[..., Sequence[torch.Tensor]]
+Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+"""Takes its inputs in a list, and empties it."""
 Kinds = Sequence[tuple[tuple[int, ...], torch.dtype]]
 """Shapes and dtypes."""
 
@@ -88,12 +89,12 @@ class Platform:
         return self.name
 
     def launch(
-        self, run: Run, inputs: Sequence[torch.Tensor], outputs: Kinds
+        self, run: Run, inputs: list[torch.Tensor], outputs: Kinds
     ) -> Sequence[torch.Tensor]:
         """Start ``run``; returns its results, of the kinds ``outputs``, which need not be computed
         yet.
         """
-        return run(*inputs)
+        return run(inputs)
 
     def record(self) -> Event:
         """The moment at which everything launched so far is complete."""

@@ -6,6 +6,7 @@ torch in other files, except in these, which were checked with the same version:
     _base/ambient          getters and setters of torch's settings; the caller's modes and hooks
     _base/pytree           torch.utils._pytree: what is a node of a tree
     _collectives/backend   torch.ops._c10d_functional: the collectives
+    _trace/boxed           graphs and artifacts of Inductor whose arguments are a list
     _trace/compile         Inductor, the list of Dynamo's back ends, keys of the dispatcher
     _trace/custom_ops      what the dispatcher and torch.library know about the user's operations
     _trace/remat           the function behind torch.utils.checkpoint, which it replaces

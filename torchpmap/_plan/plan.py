@@ -163,24 +163,39 @@ class Plan:
         """
         return not self.num_checks and not self.requires_grad
 
-    def call(self, held: Sequence[Handle], captured: Sequence[Handle] | None = None) -> Called:
+    def call(
+        self,
+        held: list[Handle],
+        captured: Sequence[Handle] | None = None,
+        give_up: Callable[[], None] | None = None,
+    ) -> Called:
         """``run``, and return only the outputs, after the checks of ``check_replicated``."""
-        outputs = self._checked(self.run(held, captured))
+        outputs = self._checked(self.run(held, captured, give_up))
         return Called(outputs, self.tree, self.requires_grad)
 
-    def run(self, held: Sequence[Handle], captured: Sequence[Handle] | None = None) -> list[Handle]:
+    def run(
+        self,
+        held: list[Handle],
+        captured: Sequence[Handle] | None = None,
+        give_up: Callable[[], None] | None = None,
+    ) -> list[Handle]:
         """Start it on stored blocks, without waiting; handles of its outputs, checks and
-        residuals.  ``captured``: blocks instead of the tensors it closes over.
+        residuals.
+
+        Args:
+            held: the arguments; the list belongs to the call from here on.
+            captured: blocks instead of the tensors it closes over.
+            give_up: see ``Runtime.execute``.
         """
         if self.undefined:
             self.define()
         if self.captured:
             if captured is None:
                 captured = [each.handle() for each in self.captured]
-            held = [*captured, *held]
+            held[:0] = captured
         team = self.team
         num_outputs = len(self.outputs) + self.num_residuals
-        return team.runtime.execute(team, self.definition.plan_id, held, num_outputs)
+        return team.runtime.execute(team, self.definition.plan_id, held, num_outputs, give_up)
 
     def define(self) -> None:
         """Make the workers compile the plan, if they have not."""

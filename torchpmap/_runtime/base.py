@@ -101,10 +101,19 @@ class Runtime(Protocol):
         """Raise if a value is known to be lost."""
 
     def execute(
-        self, team: Team, plan_id: int, held: Sequence[Any], num_outputs: int
+        self,
+        team: Team,
+        plan_id: int,
+        held: list[Any],
+        num_outputs: int,
+        give_up: Callable[[], None] | None = None,
     ) -> list[Handle]:
         """The outputs of a plan, which is started on stored values without waiting for it; raises
         if a value is known to be lost.
+
+        When nothing can prevent the start, ``give_up`` is called, which drops the caller's
+        references to donated values, and ``held`` is emptied.  A value to which nothing else refers
+        is freed after its last use in the call.
         """
 
     def run_task(

@@ -29,10 +29,10 @@ from torchpmap._base.imports import uncollected
 from torchpmap._base.pytree import tree_leaves, tree_map_only
 from torchpmap._base.torch_internals import FakeTensorMode, OpOverload, TorchDispatchMode
 from torchpmap._collectives.backend import NAMESPACES
+from torchpmap._trace.boxed import Boxed, boxed_artifact, boxed_call, boxed_graph
 from torchpmap._trace.custom_ops import NATIVE
 from torchpmap.random import _threefry as _threefry
 
-Runner = Callable[..., Sequence[torch.Tensor]]
 Kind = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype."""
 
@@ -137,27 +137,32 @@ def have_cpp_compiler() -> bool:
     return any(shutil.which(candidate) for candidate in candidates if candidate)
 
 
-def compile_definition(definition: Definition, index: torch.Tensor) -> Runner:
+def compile_definition(definition: Definition, index: torch.Tensor) -> Boxed:
     """The runner of a definition on this device: block tensors in, block tensors out."""
-    leading = (index,) if definition.uses_index else ()
+    leading = [index] if definition.uses_index else []
     # under python -W error, torch's own deprecation warnings would raise
     with applied(for_graph(definition.ambient)), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         compiled = _compile(definition, leading, index.device)
     compiled = running_under(definition.ambient, compiled)
+
+    def with_index(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        blocks.insert(0, index)
+        return compiled(blocks)
+
+    def below_autograd(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        blocks[:0] = leading
+        with torch._C._AutoDispatchBelowAutograd():
+            return compiled(blocks)
+
     if _needs_no_autograd(definition):
-
-        def run(*blocks: torch.Tensor) -> Sequence[torch.Tensor]:
-            with torch._C._AutoDispatchBelowAutograd():
-                return compiled(*leading, *blocks)
-
-        return run
-    return functools.partial(compiled, *leading) if leading else compiled
+        return below_autograd
+    return with_index if leading else compiled
 
 
 def run_first_time(
-    definition: Definition, runner: Runner, blocks: Sequence[torch.Tensor], where: str
-) -> tuple[Sequence[torch.Tensor], Runner]:
+    definition: Definition, runner: Boxed, blocks: list[torch.Tensor], where: str
+) -> tuple[Sequence[torch.Tensor], Boxed]:
     """Run a plan for the first time: its results, and how to run it from then on.
 
     Later code relies on what tracing promised: the shapes and dtypes of the results, and that they
@@ -165,7 +170,7 @@ def run_first_time(
     setting that the device does not have, breaks the promise in every run: checking one is enough.
     """
     with _Promises(definition, where) if _has_users_operations(definition.graph) else nullcontext():
-        results = runner(*blocks)
+        results = runner(blocks)
     kinds = [
         kind_of(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
         for x in results
@@ -181,8 +186,8 @@ def run_first_time(
     if all(x.is_contiguous() for x in results):
         return results, runner
 
-    def run(*blocks: torch.Tensor) -> Sequence[torch.Tensor]:
-        return [x.contiguous() for x in runner(*blocks)]
+    def run(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return [x.contiguous() for x in runner(blocks)]
 
     return [x.contiguous() for x in results], run
 
@@ -267,10 +272,11 @@ def _needs_no_autograd(definition: Definition) -> bool:
 
 
 def _compile(
-    definition: Definition, leading: tuple[torch.Tensor, ...], device: torch.device
-) -> Runner:
+    definition: Definition, leading: Sequence[torch.Tensor], device: torch.device
+) -> Boxed:
     graph, backend = definition.graph, definition.backend
     if backend == EAGER:
+        graph = boxed_graph(graph)
         if not _keeps_strides(graph):
             _reshape(graph)
         return graph.forward
@@ -283,7 +289,7 @@ def _compile(
     return _by_backend(graph, examples, backend)
 
 
-def _by_backend(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend) -> Runner:
+def _by_backend(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend) -> Boxed:
     function = backend.function
     if function is None:
         from torch._dynamo.backends.registry import lookup_backend
@@ -294,7 +300,7 @@ def _by_backend(graph: torch.fx.GraphModule, examples: list[Any], backend: Backe
         extra["mode"] = backend.mode
     if backend.options:
         extra["options"] = dict(backend.options)
-    return function(graph, examples, **extra)
+    return boxed_call(function(graph, examples, **extra))
 
 
 # -- strides ---------------------------------------------------------------------------------------
@@ -337,7 +343,7 @@ def _reshape(graph: torch.fx.GraphModule) -> None:
     graph.recompile()
 
 
-def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend) -> Runner:
+def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend) -> Boxed:
     with uncollected():
         import torch._inductor.compile_fx  # standalone_compile would import it
         from torch._inductor import list_mode_options, standalone_compile
@@ -360,12 +366,13 @@ def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend
         # a CUDA graph holds the communicators of its epoch, and nothing here ends its generations
         patches["triton.cudagraphs"] = False
     with _without_artifact_warning():
-        return standalone_compile(
+        artifact = standalone_compile(
             graph,
             examples,
             dynamic_shapes="from_example_inputs",
             options={"config_patches": patches},
         )
+    return boxed_artifact(artifact)
 
 
 def warm_up() -> None:

@@ -231,26 +231,26 @@ class Pmapped:
         if direct is None:
             return self._run_checked(prepared, leaves)
         if prepared.in_place:
-            held, team = [leaf._handle for leaf in leaves], direct.team
-            for handle in held:
-                if handle.team is not team:  # the team of the same ranks in another pool
+            team = direct.team
+            for leaf in leaves:
+                if leaf._handle.team is not team:  # the team of the same ranks in another pool
                     raise RuntimeClosed(POOL_CLOSED)
+            held = [leaf._handle for leaf in leaves]
         else:
             held = handles_of(leaves, prepared.layouts)
-        handles = direct.run(held)
-        if prepared.donated:
-            self._consume(prepared, leaves)
+        handles = direct.run(held, None, self._giving_up(prepared, leaves))
         if prepared.is_lone:
             return make_sharded(direct.outputs[0], handles[0])
         return direct.tree(make_all(direct.outputs, handles))
 
     def _run_checked(self, prepared: Prepared, leaves: list[Any]) -> Any:
         """The call if the outputs need checks, or gradients of captured tensors may follow."""
-        called = _called(prepared, leaves)
+        give_up = self._giving_up(prepared, leaves)
+        called = _called(prepared, leaves, give_up)
         if called.requires_grad and torch.is_grad_enabled():
             return self._run_differentiated(prepared, leaves, called)
-        if prepared.donated:
-            self._consume(prepared, leaves)
+        if give_up is not None:
+            give_up()
         return called.tree([make_sharded(layout, handle) for layout, handle in called.outputs])
 
     def _run_differentiated(
@@ -273,17 +273,26 @@ class Pmapped:
         results = call_differentiable(differentiable, leaves, done)
         return (differentiable.plan.tree if done is None else done.tree)(results)
 
-    def _consume(self, prepared: Prepared, leaves: list[Any]) -> None:
-        for position in prepared.donated:  # places among the leaves that travel
-            if type(leaves[position]) is ShardedTensor:
-                leaves[position]._consume(f"{self._options.prefix}, which it was donated to")
+    def _giving_up(self, prepared: Prepared, leaves: list[Any]) -> Callable[[], None] | None:
+        """What takes the donated arguments from the caller; None if there are none."""
+        if not prepared.donated:
+            return None
+
+        def give_up() -> None:
+            for position in prepared.donated:  # places among the leaves that travel
+                if type(leaves[position]) is ShardedTensor:
+                    leaves[position]._consume(f"{self._options.prefix}, which it was donated to")
+
+        return give_up
 
 
-def _called(prepared: Prepared, leaves: Sequence[Any]) -> Called:
+def _called(
+    prepared: Prepared, leaves: Sequence[Any], give_up: Callable[[], None] | None = None
+) -> Called:
     plan, layouts = prepared.plan, prepared.layouts
     if isinstance(plan, UncompiledPlan):
         return plan.call(leaves, layouts)
-    return plan.call(handles_of(leaves, layouts))
+    return plan.call(handles_of(leaves, layouts), None, give_up)
 
 
 def _leaf_key(leaf: Any) -> Hashable:

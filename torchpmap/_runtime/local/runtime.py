@@ -103,17 +103,30 @@ class LocalRuntime:
         return team
 
     def execute(
-        self, team: Team, plan_id: int, held: Sequence[Any], num_outputs: int
+        self,
+        team: Team,
+        plan_id: int,
+        held: list[Any],
+        num_outputs: int,
+        give_up: Callable[[], None] | None = None,
     ) -> list[Handle]:
-        return self._pool.in_order(self._send_call, team, plan_id, held, num_outputs)
+        return self._pool.in_order(self._send_call, team, plan_id, held, num_outputs, give_up)
 
     def _send_call(
-        self, team: Team, plan_id: int, held: Sequence[Any], num_outputs: int
+        self,
+        team: Team,
+        plan_id: int,
+        held: list[Any],
+        num_outputs: int,
+        give_up: Callable[[], None] | None,
     ) -> list[Handle]:
         pool, sockets = self._pool, team.sockets
         if self._scarred:
             self._refuse_lost(held)
         inputs = [handle.id for handle in held]
+        if give_up is not None:
+            give_up()
+        held.clear()  # perhaps the last references: such inputs are released with this call
         era = self._losses.era
         seq = pool.seq = pool.seq + 1
         out = self._next_handle

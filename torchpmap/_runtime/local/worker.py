@@ -63,9 +63,9 @@ from torchpmap._runtime.local.completion import Completion
 from torchpmap._runtime.local.progress import WorkerProgress
 from torchpmap._runtime.task import Rank, Task, Work
 from torchpmap._runtime.wire import FrameReader, Origin, Stream, frame
+from torchpmap._trace.boxed import Boxed
 from torchpmap._trace.compile import (
     Definition,
-    Runner,
     communicates,
     compile_definition,
     run_first_time,
@@ -91,7 +91,7 @@ class _Plan(NamedTuple):
     """A plan that this worker has compiled."""
 
     doing: str
-    run: Runner
+    run: Boxed
     outputs: Kinds
     communicates: bool
 
@@ -213,10 +213,10 @@ class _Worker:
 
     def call(self, seq: int, length: int) -> None:
         plan_id, out, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
-        if len(handles) > num_inputs:
-            self.release(handles[num_inputs:])
         self.doing, run, outputs, self.communicates = self.plans[plan_id]
         inputs = self.stored(handles[:num_inputs])
+        if len(handles) > num_inputs:  # donated inputs among them: only ``inputs`` holds them now
+            self.release(handles[num_inputs:])
         self.running = seq
         if seq >= self.cancelled_from:
             self.interrupt()
@@ -305,7 +305,7 @@ class _Worker:
         self.begin(seq, f"compiling {definition.name}")
         runner = compile_definition(definition, self.index(definition.ranks))
 
-        def run_first(*blocks: torch.Tensor) -> Sequence[torch.Tensor]:
+        def run_first(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
             results, later = run_first_time(definition, runner, blocks, self.where)
             self.plans[definition.plan_id] = plan._replace(run=later)
             return results

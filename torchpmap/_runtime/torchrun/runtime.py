@@ -54,9 +54,9 @@ from torchpmap._runtime.task import Rank, Report, Task, Work
 from torchpmap._runtime.torchrun.launcher import JobPlace
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous
 from torchpmap._runtime.torchrun.watch import Watch
+from torchpmap._trace.boxed import Boxed
 from torchpmap._trace.compile import (
     Definition,
-    Runner,
     communicates,
     compile_definition,
     run_first_time,
@@ -89,7 +89,7 @@ class _Block:
 class _Defined(NamedTuple):
     """A plan that this process has compiled."""
 
-    runner: Runner
+    runner: Boxed
     name: str
     axis: tuple[int, ...] | None
     """The ranks that its collectives wait for; None if there are none."""
@@ -229,8 +229,8 @@ class TorchrunRuntime:
                     first, definition.name, axis, number, limit, watched
                 )
 
-    def _first_run(self, definition: Definition, runner: Runner) -> Runner:
-        def run(*blocks: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _first_run(self, definition: Definition, runner: Boxed) -> Boxed:
+        def run(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
             where = f"on device {self.devices[self.rank]}"
             results, later = run_first_time(definition, runner, blocks, where)
             plan = self._plans[definition.plan_id]
@@ -253,7 +253,12 @@ class TorchrunRuntime:
         self._plans.pop(plan_id, None)
 
     def execute(
-        self, team: Team, plan_id: int, held: Sequence[Any], num_outputs: int
+        self,
+        team: Team,
+        plan_id: int,
+        held: list[Any],
+        num_outputs: int,
+        give_up: Callable[[], None] | None = None,
     ) -> list[Handle]:
         self._lock.acquire()  # "with" takes twice as long
         try:
@@ -261,11 +266,14 @@ class TorchrunRuntime:
                 self.insist()
             plan = self._plans[plan_id]
             blocks = [handle.block for handle in held]
+            if give_up is not None:
+                give_up()
+            held.clear()
             try:
                 if plan.is_watched or has_transforms() or num_modes():
                     results = self._run(plan, blocks)
                 else:
-                    results = plan.runner(*blocks)
+                    results = plan.runner(blocks)
             except Exception as error:
                 failure = self._failed(error)
                 raise failure from failure.__cause__
@@ -276,7 +284,7 @@ class TorchrunRuntime:
             return [_Block(results[0], team, event)]
         return [_Block(result, team, event) for result in results]
 
-    def _run(self, plan: _Defined, blocks: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _run(self, plan: _Defined, blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run a plan that waits for other processes, has a timeout, or is started in a transform or
         a mode.
         """
@@ -285,7 +293,7 @@ class TorchrunRuntime:
             self._groups.occasion.number = plan.number
         try:
             with _plain() if has_transforms() or num_modes() else nullcontext():
-                return plan.runner(*blocks)
+                return plan.runner(blocks)
         finally:
             if plan.is_watched:
                 self._groups.occasion.number = 0
