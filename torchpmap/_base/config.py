@@ -34,8 +34,9 @@ class Config:
             every worker is fast.
         timeout: how many seconds a call may take, if ``pmap`` gets no ``timeout``; None: no limit.
             It also limits how long several processes wait for each other (None: half an hour).
-        shared_memory: whether CPU processes of one host exchange data through shared memory; if
-            not, or where that is impossible, they use Gloo.
+        shared_memory: whether processes of one host exchange data through shared memory; if not,
+            or where that is impossible, CPU processes use Gloo, and large blocks come through the
+            workers' sockets.
         runtime: ``"local"`` (one worker process per device), ``"torchrun"`` (this process is one of
             several that a launcher started, and owns one device) or ``"inline"`` (mapped functions
             run in the calling process, see ``torchpmap.debug.fake_pmap``); ``"auto"`` is

@@ -7,6 +7,7 @@ index out of range is what an assert in a kernel is: the device cannot be used a
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import re
 import threading
@@ -50,6 +51,7 @@ class Lagging(Platform):
         """Of a call that no event has told of."""
         self._broken: BaseException | None = None
         """What every use of the device raises from now on."""
+        self._pinned: set[int] = set()
 
     def launch(
         self, run: Run, inputs: list[torch.Tensor], outputs: Kinds
@@ -63,6 +65,25 @@ class Lagging(Platform):
 
         self._add(work)
         return results
+
+    def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        # as CUDA does, reads pinned memory late without holding it
+        address, size = tensor.data_ptr(), tensor.nbytes
+        held = None if address in self._pinned else tensor
+        copy = _garbage(tensor.shape, tensor.dtype)
+
+        def work() -> None:
+            ctypes.memmove(copy.data_ptr(), address, size)
+            assert held is None or held.data_ptr() == address
+
+        self._add(work)
+        return copy
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        self._pinned.add(address)
+
+    def unpin(self, address: int) -> None:
+        self._pinned.remove(address)
 
     def record(self) -> Event:
         moment = _Moment()

@@ -96,6 +96,18 @@ class Platform:
         """
         return run(inputs)
 
+    def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A tensor of the host on a device; the device may read the host's memory until the next
+        ``record``.
+        """
+        return tensor
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Let devices copy from memory of the host by themselves, if they can."""
+
+    def unpin(self, address: int) -> None:
+        """Undo ``pin``."""
+
     def record(self) -> Event:
         """The moment at which everything launched so far is complete."""
         return _Past()
@@ -149,6 +161,11 @@ class Accelerator(Platform):
         torch.accelerator.set_device_index(number)
         return self.device(number)
 
+    def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        # of memory that is not pinned, torch would copy only after all work before it
+        source = tensor if tensor.is_pinned() else tensor.pin_memory()
+        return source.to(device, non_blocking=True)
+
     def record(self) -> Event:
         event = torch.Event(self.name)
         event.record()
@@ -200,6 +217,12 @@ class Cuda(Accelerator):
 
     def model(self, number: int) -> str:
         return torch.cuda.get_device_name(number)
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)  # copies are slow if it cannot
+
+    def unpin(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
 
     def record(self) -> Event:
         event = torch.cuda.Event(blocking=True)  # else the thread that waits takes a whole core

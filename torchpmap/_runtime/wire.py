@@ -2,7 +2,7 @@
 
 One stream socket per worker carries both directions::
 
-    controller --- DEFINE CALL PUT FREE TASK GROUP FORGET FETCH SYNC RING ... ---> worker
+    controller --- DEFINE CALL PUT PLACE FREE TASK GROUP FORGET FETCH SYNC RING ... ---> worker
     controller <-- READY DONE DATA REPLY FAILED DRAINED ------------------------------- worker
 
 A frame is a fixed header and a body.  The header is the ``length`` of the body in bytes, the
@@ -36,7 +36,7 @@ PLAIN_LINE = "\x1e"
 HEADER = struct.Struct("<QQq")  # body bytes, kind, seq
 
 # controller -> worker
-DEFINE, CALL, PUT, FREE, TASK, GROUP, FORGET = range(1, 8)
+DEFINE, CALL, PUT, FREE, TASK, GROUP, FORGET, PLACE = range(1, 9)
 FETCH, SYNC, RING, DRAIN, REGROUP = range(11, 16)
 # worker -> controller
 READY, DONE, DATA, REPLY, FAILED, DRAINED = range(101, 107)
@@ -231,6 +231,11 @@ def put_frame(seq: int, handle: int, tensor: torch.Tensor) -> list[Buffer]:
     payload = bytes_of(tensor)
     meta = pack_ints(handle, *describe(tensor))
     return [HEADER.pack(len(meta) + len(payload), PUT, seq) + meta, payload]
+
+
+def place_frame(seq: int, handle: int, tensor: torch.Tensor, offset: int) -> bytes:
+    """Frame that stores under ``handle`` a copy of ``tensor`` that lies in shared memory."""
+    return frame(PLACE, seq, pack_ints(handle, offset, *describe(tensor)))
 
 
 def describe(tensor: torch.Tensor) -> tuple[int, ...]:

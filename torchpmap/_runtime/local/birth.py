@@ -34,6 +34,7 @@ class Birth:
     progress: InheritedFd
     bell: InheritedFd
     stacks: InheritedFd
+    staging: InheritedFd
 
 
 def arm_lifeline(fd: int) -> None:

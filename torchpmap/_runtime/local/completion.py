@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from torchpmap._base.errors import GroupLost
 from torchpmap._base.platform import Event, Platform
 
@@ -27,6 +29,8 @@ class Launched(NamedTuple):
     doing: str
     communicates: bool
     event: Event
+    source: torch.Tensor | None
+    """Memory of the host that must not change before the event."""
 
 
 class Completion:
@@ -53,9 +57,11 @@ class Completion:
         )
         self._thread.start()
 
-    def launched(self, seq: int, doing: str, communicates: bool) -> None:
+    def launched(
+        self, seq: int, doing: str, communicates: bool, source: torch.Tensor | None = None
+    ) -> None:
         """All work up to command ``seq`` has been given to the device."""
-        self._queue.put(Launched(seq, doing, communicates, self._platform.record()))
+        self._queue.put(Launched(seq, doing, communicates, self._platform.record(), source))
 
     def settle(self) -> bool:
         """Wait until everything launched is noted or has failed; whether nothing has failed."""

@@ -20,6 +20,7 @@ from torchpmap._base.config import Config
 from torchpmap._base.deadline import Deadline
 from torchpmap._runtime.local.forkserver import EXIT_CODE, Inheritance, explained, server
 from torchpmap._runtime.local.progress import Progress
+from torchpmap._runtime.local.staging import Staging
 
 
 def preload() -> None:
@@ -64,12 +65,15 @@ class WorkerProcess:
             self.exit_pipe, exit_pipe = _pipe(undo)
             self.stacks = os.memfd_create("torchpmap-stacks", os.MFD_CLOEXEC)
             undo.callback(os.close, self.stacks)
+            self.staging = Staging(is_used=config.shared_memory)
+            undo.callback(self.staging.close)
             fcntl.fcntl(self.stacks, fcntl.F_SETFL, os.O_APPEND)  # so that it can be truncated
             for fd in (self.output, self.errors, self.exit_pipe):
                 os.set_blocking(fd, False)
             undo.pop_all()
         self._theirs = [exit_pipe, command.detach(), control.detach(), lifeline, output, errors]
-        self._shared = [store_fd, *(each.fd for each in progress.inherited()), self.stacks]
+        self._shared = [store_fd, *(each.fd for each in progress.inherited())]
+        self._shared += [self.stacks, self.staging.fd]
 
     def start(self, is_wanted: Callable[[], bool]) -> None:
         """Fork the worker; waits for the fork server's imports if they are still running."""
@@ -122,6 +126,7 @@ class WorkerProcess:
         self._close_theirs()
         self.socket.close()
         self.control.close()
+        self.staging.close()
         fds = (
             self.lifeline,
             self.output,

@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import repeat
+from itertools import repeat, zip_longest
 from typing import Any
 
 import torch
@@ -28,8 +28,10 @@ from torchpmap._runtime.groups.process_groups import RankPartition
 from torchpmap._runtime.local.losses import Era
 from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.pool import Pool
+from torchpmap._runtime.local.process import WorkerProcess
+from torchpmap._runtime.local.staging import STAGED_BYTES, Region
 from torchpmap._runtime.task import Report, Task
-from torchpmap._runtime.wire import frame, pack_ints, put_frame
+from torchpmap._runtime.wire import frame, pack_ints, place_frame, put_frame
 from torchpmap._trace.compile import Definition
 from torchpmap._trace.effects import prints
 from torchpmap._trace.pickling import pickled
@@ -146,19 +148,42 @@ class LocalRuntime:
             raise
 
     def put(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
-        return self._pool.in_order(self._send_blocks, team, blocks)
-
-    def _send_blocks(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
-        self._free(team)
-        seq, handle = self._number(1)
-        frames: list[list[wire.Buffer]] = []
-        previous = None
-        for block in blocks:
-            frames.append(frames[-1] if block is previous else put_frame(seq, handle, block))
-            previous = block
-        outbox = self._pool.outbox
+        if blocks[0].nbytes < STAGED_BYTES:
+            return self._pool.in_order(self._send_blocks, team, blocks, [])
+        staged: list[tuple[WorkerProcess, Region | None]] = []
         try:
-            if sum(map(len, frames[0])) <= _JOINED_BYTES:
+            for rank, block in zip(team.ranks, blocks, strict=True):
+                worker = self._pool.workers[rank]
+                staged.append((worker, worker.staging.store(block)))
+            return self._pool.in_order(self._send_blocks, team, blocks, staged)
+        except BaseException:  # Ctrl-C, or the pool was closed
+            for _, region in staged:
+                if region is not None:
+                    region.free()
+            raise
+
+    def _send_blocks(
+        self,
+        team: Team,
+        blocks: Sequence[torch.Tensor],
+        staged: list[tuple[WorkerProcess, Region | None]],
+    ) -> Handle:
+        """``staged``: the process for which each block was stored, and where; empty when it is
+        certain that the process frees that memory.
+        """
+        self._free(team)
+        workers = [self._pool.workers[rank] for rank in team.ranks]
+        # a worker may have been replaced meanwhile
+        regions = [
+            region if worker is meant else None
+            for worker, (meant, region) in zip(workers, staged, strict=False)
+        ]
+        seq, handle = self._number(1)
+        frames = _frames(seq, handle, blocks, regions)
+        outbox = self._pool.outbox
+        staged.clear()
+        try:
+            if sum(map(len, frames[0])) <= _JOINED_BYTES and not any(regions):
                 outbox.post(team.sockets, [b"".join(buffers) for buffers in frames])
             else:
                 heads, payloads = zip(*frames, strict=True)
@@ -258,25 +283,43 @@ class LocalRuntime:
         return seq, first, pending
 
     def fetch(self, handle: Any, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
-        ranks = handle.team.ranks
-        targets = {ranks[place]: wire.bytes_of(target) for place, _, _, target in requests}
-        bodies = {
-            ranks[place]: pack_ints(handle.id, dim, position, *wire.describe(target))
-            for place, dim, position, target in requests
-        }
+        ranks = tuple(handle.team.ranks[place] for place, *_ in requests)
 
         def ask() -> bool:
+            # under the send lock ``about`` refuses values of workers that were replaced meanwhile,
+            # and with them these regions
+            regions = [
+                self._pool.workers[rank].staging.lend(target.nbytes)
+                if target.nbytes >= STAGED_BYTES
+                else None
+                for rank, (*_, target) in zip(ranks, requests, strict=True)
+            ]
+            bodies, targets = {}, {}
+            for rank, region, request in zip(ranks, regions, requests, strict=True):
+                _, dim, position, target = request
+                offset = -1 if region is None else region.offset
+                described = wire.describe(target)
+                bodies[rank] = pack_ints(handle.id, dim, position, offset, *described)
+                if region is None:
+                    targets[rank] = wire.bytes_of(target)
             about = handle.era, handle.seq
             pending = self._pool.ask(bodies, wire.FETCH, targets, about=about)
-            if pending.wait():
+            is_done = pending.wait()
+            if not is_done:
+                self._pool.repair(handle.seq)
+            for region, (*_, target) in zip(regions, requests, strict=True):
+                if region is not None:
+                    if is_done:
+                        region.read(target)
+                    region.free()  # after a repair no worker is at an earlier command
+            if is_done:
                 return True
-            self._pool.repair(handle.seq)
             error = self._losses.of_command(pending.era, pending.seq)
             if error is not None:  # asking again would not help
                 raise error
             return False
 
-        self._insist(handle, tuple(bodies), ask)
+        self._insist(handle, ranks, ask)
 
     def block(self, handle: Handle) -> None:
         if self._pool.prints or not self._is_computed(handle):
@@ -400,6 +443,22 @@ class LocalRuntime:
             "this process was forked from the one that owns the torchpmap devices; use torchpmap "
             "in the parent, or start the child with spawn or forkserver"
         )
+
+
+def _frames(
+    seq: int, handle: int, blocks: Sequence[torch.Tensor], regions: Sequence[Region | None]
+) -> list[Sequence[wire.Buffer]]:
+    """For each rank, the frame that stores its block, in two parts."""
+    frames: list[Sequence[wire.Buffer]] = []
+    packed, previous = None, None
+    for block, region in zip_longest(blocks, regions):
+        if region is not None:
+            frames.append((place_frame(seq, handle, block, region.offset), b""))
+            continue
+        if block is not previous or packed is None:
+            packed, previous = put_frame(seq, handle, block), block
+        frames.append(packed)
+    return frames
 
 
 @cache

@@ -34,20 +34,17 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from torchpmap._base.devices import PLATFORMS
-from torchpmap._base.errors import CallCancelled, ShardLost, WorkerError, pack_exception
+from torchpmap._base.errors import CallCancelled, WorkerError, pack_exception
 from torchpmap._base.platform import Kinds
 from torchpmap._runtime import wire
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
@@ -61,6 +58,8 @@ from torchpmap._runtime.local.birth import (
 )
 from torchpmap._runtime.local.completion import Completion
 from torchpmap._runtime.local.progress import WorkerProgress
+from torchpmap._runtime.local.staging import Staged
+from torchpmap._runtime.local.values import Values
 from torchpmap._runtime.task import Rank, Task, Work
 from torchpmap._runtime.wire import FrameReader, Origin, Stream, frame
 from torchpmap._trace.boxed import Boxed
@@ -75,7 +74,7 @@ from torchpmap._trace.effects import mark_lines
 _NEVER = 1 << 62
 _FOREVER_S = 30 * 24 * 3600.0
 _NOTHING: Mapping[int, torch.Tensor] = {}
-_HARMLESS = (wire.PUT, wire.FREE, wire.FORGET, wire.DEFINE)
+_HARMLESS = (wire.PUT, wire.PLACE, wire.FREE, wire.FORGET, wire.DEFINE)
 """Commands that a rank obeys even after a failure: they involve no other rank, and skipping one
 would leave a gap.
 """
@@ -142,7 +141,6 @@ class _Worker:
         self.device = device
         self.platform = PLATFORMS[birth.device_type]
         self.groups = groups
-        self.values: dict[int, torch.Tensor] = {}
         self.plans: dict[int, _Plan] = {}
         self.bodies: dict[int, bytes] = {}
         self.index_tensors: dict[int, torch.Tensor] = {}
@@ -155,6 +153,8 @@ class _Worker:
         """The command that began the epoch."""
         self.is_forked = False
         self.where = f"on device {device.type}:{birth.rank}"
+        self.staged = Staged(birth.staging.fd, self.platform.pin, self.platform.unpin)
+        self.values = Values(self.platform, device, self.where, self.staged)
         self.store_path = birth.store.path()
         self.progress = WorkerProgress(birth.rank, birth.progress, birth.bell)
         sock = birth.command.socket()
@@ -162,6 +162,8 @@ class _Worker:
         self.sending = threading.Lock()
         self.communicates = False
         """Whether the current command has collectives."""
+        self.source: torch.Tensor | None = None
+        """Memory of the host from which the device copies in the current command."""
         self.completion: Completion | None = None
         if self.platform.is_asynchronous:
             self.completion = Completion(
@@ -174,6 +176,7 @@ class _Worker:
         handlers: dict[int, Callable[[int, int], None]] = {
             wire.CALL: self.call,
             wire.PUT: self.put,
+            wire.PLACE: self.place,
             wire.FREE: self.free,
             wire.FETCH: self.fetch,
             wire.SYNC: self.sync,
@@ -214,62 +217,43 @@ class _Worker:
     def call(self, seq: int, length: int) -> None:
         plan_id, out, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
         self.doing, run, outputs, self.communicates = self.plans[plan_id]
-        inputs = self.stored(handles[:num_inputs])
+        inputs = self.values.of(handles[:num_inputs])
         if len(handles) > num_inputs:  # donated inputs among them: only ``inputs`` holds them now
-            self.release(handles[num_inputs:])
+            self.values.release(handles[num_inputs:])
         self.running = seq
         if seq >= self.cancelled_from:
             self.interrupt()
         results = self.platform.launch(run, inputs, outputs)
-        self.values.update(zip(range(out, out + len(results)), results, strict=True))
+        self.values.add(out, results)
 
     def skip(self, kind: int, length: int) -> None:
         """Skip a command behind a failure, but free the values that it names."""
         if kind == wire.CALL:
             _, _, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
-            self.release(handles[num_inputs:])
+            self.values.release(handles[num_inputs:])
         self.reader.skip()
 
     def put(self, seq: int, length: int) -> None:
         self.doing = "receiving a value"
-        (handle,) = struct.unpack("<q", self.reader.body(8))
-        tensor = wire.read_tensor(self.reader, self.where)
-        self.values[handle] = tensor.to(self.device)
+        self.values.receive(self.reader)
+
+    def place(self, seq: int, length: int) -> None:
+        self.doing = "receiving a value"
+        self.source = self.values.place(self.reader.body(length))
 
     def free(self, seq: int, length: int) -> None:
-        self.release(self.reader.body(length).cast("q").tolist())
-
-    def release(self, handles: list[int]) -> None:
-        """Forget values; ``-first`` stands for all outputs of an uncompiled call, however many."""
-        deque(map(self.values.pop, handles, repeat(None)), maxlen=0)  # a loop in C: leaves are many
-        for first in [-handle for handle in handles if handle < 0]:
-            outputs = range(first, first + wire.TASK_OUTPUTS)
-            for stored in [stored for stored in self.values if stored in outputs]:
-                del self.values[stored]
-
-    def stored(self, handles: Sequence[int]) -> list[torch.Tensor]:
-        try:
-            return list(map(self.values.__getitem__, handles))
-        except KeyError:  # this process is younger than the value
-            raise ShardLost(
-                "an argument is lost: it lived on a device whose worker died. Compute or load it "
-                "again."
-            ) from None
+        self.values.release(self.reader.body(length).cast("q").tolist())
 
     def fetch(self, seq: int, length: int) -> None:
-        """Send a stored tensor, or one row of it: handle, dim (-1: all of it), position, and the
-        dtype and shape that are expected.
-        """
-        handle, dim, position, *expected = self.reader.body(length).cast("q").tolist()
+        body = self.reader.body(length)
         if not self.settled():
             return
-        (tensor,) = self.stored([handle])
-        if dim >= 0:
-            tensor = tensor.select(dim, position)
-        wire.refuse_other(tensor, expected, self.where)
-        tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-        payload = wire.bytes_of(tensor)
-        self.send([wire.HEADER.pack(len(payload), wire.DATA, seq), payload])
+        fetched = self.values.fetched(body)
+        if fetched is None:
+            self.send([frame(wire.DONE, seq)])
+        else:
+            payload = wire.bytes_of(fetched)
+            self.send([wire.HEADER.pack(len(payload), wire.DATA, seq), payload])
 
     def sync(self, seq: int, length: int) -> None:
         if self.settled():
@@ -290,8 +274,8 @@ class _Worker:
     def launched(self, seq: int) -> None:
         """The command has returned, but the device may still be at it."""
         assert self.completion is not None
-        self.completion.launched(seq, self.doing, self.communicates)
-        self.communicates = False
+        self.completion.launched(seq, self.doing, self.communicates, self.source)
+        self.communicates, self.source = False, None
 
     def settled(self) -> bool:
         """Wait until the device has done everything; whether nothing has failed."""
@@ -342,7 +326,7 @@ class _Worker:
         rank = Rank(task.ranks, task.group, self.index(task.ranks), self.groups.ensure)
         if not self.settled():
             return
-        report, stored = work.run(rank, task.given, self.stored(task.inputs))
+        report, stored = work.run(rank, task.given, self.values.of(task.inputs))
         self.platform.synchronize()
         self.reply(seq, (report, len(stored)), dict(enumerate(stored, task.first_output)))
 
@@ -470,6 +454,7 @@ class _Worker:
         """In a child that a call has forked: it may work on, but not as this worker."""
         self.is_forked = True
         self.groups.forsake()
+        self.staged.forsake()
 
 
 def _imports(frame: FrameType | None) -> bool:

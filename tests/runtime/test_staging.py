@@ -1,0 +1,211 @@
+"""Covers: _runtime/local/staging.py and _runtime/local/values.py, blocks in shared memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+
+import pytest
+import torch
+from _support import EAGER, eagerly, wait_for, worker_pids
+
+import torchpmap as tp
+from torchpmap._base.lagging import Lagging
+from torchpmap._runtime import wire
+from torchpmap._runtime.local import staging
+from torchpmap._runtime.local.completion import Completion
+from torchpmap._runtime.local.staging import GONE, STAGED_BYTES, TAKEN, Staged, Staging
+
+N = STAGED_BYTES // 4
+
+
+class Pair:
+    """The two sides, in one process."""
+
+    def __init__(self):
+        self.staging = Staging()
+        self.fd = os.dup(self.staging.fd)
+        self.pinned: set[int] = set()
+        self.staged = Staged(self.fd, lambda address, _: self.pinned.add(address), self.unpin)
+
+    def unpin(self, address):
+        self.pinned.remove(address)
+
+    def send(self, block):
+        region = self.staging.store(block)
+        return region, self.staged.tensor(region.offset, tuple(block.shape), block.dtype)
+
+    def close(self):
+        self.staging.close()
+        os.close(self.fd)
+
+
+@pytest.fixture
+def pair():
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", wire.DTYPES, ids=str)
+def test_every_dtype_arrives(pair, dtype):
+    try:
+        block = torch.randint(0, 2, (64, dtype.itemsize), dtype=torch.uint8).view(dtype)
+        block.clone()
+    except (RuntimeError, TypeError, NotImplementedError):
+        pytest.skip("torch makes no such tensors")
+    _, arrived = pair.send(block)
+    assert arrived.dtype == dtype
+    assert bytes(wire.bytes_of(arrived)) == bytes(wire.bytes_of(block))
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        torch.arange(12.0).view(3, 4).t(),
+        torch.arange(12.0).view(3, 4)[:, 1:3],
+        torch.ones(()).expand(3, 4),
+        torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+        torch.tensor(2.5),
+        torch.nn.Parameter(torch.ones(3)),
+    ],
+    ids=["transposed", "cut", "expanded", "conjugate", "negative", "number", "parameter"],
+)
+def test_every_kind_of_tensor_arrives(pair, block):
+    _, arrived = pair.send(block)
+    assert torch.equal(arrived, block)
+    assert arrived.is_contiguous()
+
+
+def test_a_region_is_used_again_when_no_view_is_left(pair):
+    first, arrived = pair.send(torch.ones(N))
+    row = arrived.view(2, -1)[1]
+    del arrived
+    second, _ = pair.send(torch.full((N,), 2.0))
+    assert second is not first
+    assert row.eq(1).all()
+    del row
+    third, again = pair.send(torch.full((N - 9,), 3.0))  # about as large
+    assert third is first
+    assert again.eq(3).all()
+
+
+def test_idle_regions_give_their_memory_back(pair, monkeypatch):
+    region, arrived = pair.send(torch.ones(8 * N))
+    monkeypatch.setattr(staging, "_IDLE_S", -1.0)
+    pair.staging.trim()
+    assert region.state == TAKEN  # it is used
+    assert arrived.eq(1).all()
+    del arrived
+    pages = os.fstat(pair.fd).st_blocks
+    pair.staging.trim()
+    assert region.state == GONE
+    assert os.fstat(pair.fd).st_blocks < pages - 8 * N * 4 // 512 + 16
+    other, arrived = pair.send(torch.ones(8 * N))
+    assert other.offset != region.offset
+    assert arrived.eq(1).all()
+    assert len(pair.pinned) == 1  # the worker has let go of the first
+
+
+def test_without_memory_nothing_is_stored(pair):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (STAGED_BYTES, hard))
+    try:
+        assert pair.staging.store(torch.ones(N)) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert pair.send(torch.ones(N))[1].eq(1).all()
+
+
+def test_a_forked_child_frees_nothing(pair):
+    region, arrived = pair.send(torch.ones(N))
+    pair.staged.forsake()
+    del arrived
+    assert region.state == TAKEN
+
+
+def test_memory_is_not_used_again_before_the_device_has_read_it(pair):
+    device = Lagging()
+    pair.staged = Staged(pair.fd, device.pin, device.unpin)
+    noted: list[int] = []
+    completion = Completion(device, lambda: False, noted.append, lambda *_: None)
+    gate = threading.Event()
+
+    def slow(_):
+        gate.wait()
+        return []
+
+    device.launch(slow, [], [])
+    uploaded = []
+    for k in range(3):
+        _, arrived = pair.send(torch.full((N,), float(k)))
+        uploaded.append(device.upload(arrived, torch.device("cpu")))
+        completion.launched(k, "receiving a value", False, arrived)
+        del arrived
+    gate.set()
+    assert completion.settle()
+    assert [x.unique().tolist() for x in uploaded] == [[0.0], [1.0], [2.0]]
+    first = min(pair.staged._regions.values(), key=lambda region: region.offset)
+    assert pair.send(torch.ones(N))[0].offset == first.offset
+    completion.close()
+    device.close()
+
+
+# -- in workers ------------------------------------------------------------------------------------
+
+add = tp.pmap(lambda x, y: x + y, compile=EAGER)
+
+
+def batch(value):
+    return torch.full((2, N), float(value))
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+def test_batches_keep_their_numbers(pool):
+    given = batch(0)
+    totals = [add(given, batch(1))]
+    for k in range(1, 10):  # the caller writes to what it has passed
+        given.fill_(k)
+        totals.append(add(given, totals[-1]))
+    assert [total[1, 0].item() for total in totals] == [sum(range(k + 1)) + 1 for k in range(10)]
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+def test_a_result_that_is_its_argument_lives_on(pool):
+    same = eagerly(lambda x: x.view(2, -1))
+    kept = [same(batch(k)) for k in range(4)]
+    assert [x[0, 0, 0].item() for x in kept] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+def test_a_new_worker_has_memory_of_its_own(pool):
+    first = tp.device_put(batch(1), tp.devices())
+    os.kill(worker_pids(2)[1], signal.SIGKILL)
+    assert wait_for(lambda: not first.is_ready(), 5)
+    second = tp.device_put(batch(2), tp.devices())
+    third = tp.device_put(batch(3), tp.devices())
+    assert (second + third)[:, 0].tolist() == [5, 5]
+    assert first.addressable_data(0)[0, 0].item() == 1  # this worker lives
+
+
+@pytest.fixture(params=[False, True], ids=["socket", "shared"])
+def fresh_pool(request):
+    tp.shutdown()
+    tp.config.shared_memory = request.param
+    tp.init(2)
+    yield
+    tp.config.reset()
+    tp.shutdown()
+
+
+def test_large_blocks_come_and_go_with_and_without_shared_memory(fresh_pool):
+    whole = torch.randn(2, N).mT  # its blocks are not contiguous
+    y = tp.pmap(lambda x: x * 2, in_axes=1, out_axes=1, compile=EAGER)(whole)
+    assert torch.equal(torch.as_tensor(y), whole * 2)
+    assert torch.equal(y[:, 1], whole[:, 1] * 2)
+    both = tp.replicate(whole)
+    assert torch.equal(both.addressable_data(1), whole)

@@ -1,0 +1,247 @@
+"""Memory that the controller and one worker share, for large blocks on their way to the device.
+
+::
+
+    controller                      a file without a name                     worker
+    store(block) -- one copy -->  | state | bytes | state | bytes | ...  -->  tensor(offset, ...)
+
+A block takes a *region* of the file.  On a CPU the worker's value is a view of it.  On an
+accelerator the device copies from it by itself, since the worker has pinned it.  When the worker
+needs the region no more, it frees it, and the next block of about this size takes it: its pages are
+there already, and new pages take longer than the copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+import torch
+
+STAGED_BYTES = 1 << 18
+"""Smaller blocks are copied through the socket, which is then as fast."""
+_IDLE_S = 10.0
+"""How long a region that no block needs keeps its memory."""
+_TRIED = 8
+"""How many regions are asked whether they are free before a new one is made."""
+
+FREE, TAKEN, GONE = range(3)
+"""States of a region.  Who may change it: the controller one that is free, the worker one that is
+taken.
+"""
+_HEAD = mmap.PAGESIZE
+"""Bytes before those of the block; the first number is the state."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_FAILED = ctypes.c_void_p(-1).value
+_MADV_REMOVE = 9
+
+
+def _room(num_bytes: int) -> int:
+    """How many bytes a region has for a block: one of eight sizes per power of two, so that regions
+    are used again for blocks of other sizes.
+    """
+    step = max(mmap.PAGESIZE, 1 << max(0, num_bytes.bit_length() - 4))
+    return -(-num_bytes // step) * step
+
+
+class Region:
+    """A part of the file in the memory of this process, as long as this object lives.
+
+    Mapped through ``ctypes``, because ``mmap.mmap`` keeps a descriptor open for each mapping.
+    """
+
+    def __init__(self, fd: int, offset: int, room: int) -> None:
+        self.offset = offset
+        self.room = room
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        address = _libc.mmap(None, _HEAD + room, protection, flags, fd, offset)
+        if address == _FAILED:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+        self._address = address
+        self._state = ctypes.c_int64.from_address(address)
+        self.taken_at = 0.0
+
+    @property
+    def state(self) -> int:
+        return self._state.value
+
+    @state.setter
+    def state(self, state: int) -> None:
+        self._state.value = state
+
+    @property
+    def address(self) -> int:
+        """Of the block's bytes."""
+        return self._address + _HEAD
+
+    def tensor(
+        self, shape: tuple[int, ...], dtype: torch.dtype, at_end: Callable[[], None] | None = None
+    ) -> torch.Tensor:
+        """Its bytes as a tensor; ``at_end`` is called when the last view of them is gone."""
+        memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(self.address)
+        if at_end is not None:
+            weakref.finalize(memory, at_end).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+    def fill(self, block: torch.Tensor) -> None:
+        """Copy a tensor of any device into it."""
+        block = block.detach().resolve_conj().resolve_neg()
+        if block.is_cpu and block.is_contiguous():
+            # torch would copy with several threads, for whose cores it may have to wait
+            ctypes.memmove(self.address, block.data_ptr(), block.nbytes)
+        else:
+            self.tensor(tuple(block.shape), block.dtype).copy_(block)
+
+    def read(self, target: torch.Tensor) -> None:
+        """Copy it to a contiguous tensor of the host."""
+        ctypes.memmove(target.data_ptr(), self.address, target.nbytes)
+
+    def free(self) -> None:
+        """Let the controller use it for another block."""
+        self.state = FREE
+
+    def free_memory(self) -> None:
+        """Give the block's pages back to the system, in all processes."""
+        _libc.madvise(self.address, self.room, _MADV_REMOVE)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_state"):  # else it could not be mapped
+            _libc.munmap(self._address, _HEAD + self.room)
+
+
+class Staging:
+    """The controller's side (any thread; the owner must call ``close``)."""
+
+    def __init__(self, *, is_used: bool = True) -> None:
+        self._is_used = is_used
+        self.fd = os.memfd_create("torchpmap-staging", os.MFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._regions: defaultdict[int, deque[Region]] = defaultdict(deque)  # by their room
+        self._end = 0
+
+    def store(self, block: torch.Tensor) -> Region | None:
+        """Copy a block to a region, which the worker will free; None if there is no memory."""
+        region = self.lend(block.nbytes)
+        if region is None:
+            return None
+        try:
+            region.fill(block)
+        except BaseException:  # Ctrl-C
+            region.free()
+            raise
+        return region
+
+    def lend(self, num_bytes: int) -> Region | None:
+        """A region for so many bytes, which is taken until it is freed; None if there is none."""
+        if not self._is_used:
+            return None
+        room = _room(num_bytes)
+        with self._lock:
+            return self._found(self._regions[room]) or self._added(room)
+
+    def _found(self, regions: deque[Region]) -> Region | None:
+        for _ in range(min(_TRIED, len(regions))):
+            regions.rotate(-1)
+            region = regions[-1]
+            if region.state == FREE:
+                region.state = TAKEN
+                region.taken_at = time.monotonic()
+                return region
+        return None
+
+    def _added(self, room: int) -> Region | None:
+        size = _HEAD + room
+        try:
+            # asks for the memory now: a page that cannot be had later ends the process
+            os.posix_fallocate(self.fd, self._end, size)
+            region = Region(self.fd, self._end, room)
+        except OSError:
+            return None
+        self._end += size
+        region.state = TAKEN
+        region.taken_at = time.monotonic()
+        self._regions[room].append(region)
+        return region
+
+    def trim(self) -> None:
+        """Free regions that have not been used for a while."""
+        if not self._regions or not self._lock.acquire(blocking=False):
+            return
+        try:
+            now = time.monotonic()
+            for regions in self._regions.values():
+                for region in tuple(regions):
+                    if region.state == FREE and now - region.taken_at > _IDLE_S:
+                        region.state = GONE
+                        region.free_memory()
+                        regions.remove(region)
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        with self._lock:
+            self._regions.clear()
+            if self.fd >= 0:
+                os.close(self.fd)
+            self.fd = -1
+
+
+class Staged:
+    """The worker's side (main thread; a region may be freed by any)."""
+
+    def __init__(self, fd: int, pin: Callable[[int, int], None], unpin: Callable[[int], None]):
+        """``pin``: makes memory (address, bytes) one that the device can read by itself."""
+        self._fd = fd
+        self._pin = pin
+        self._unpin = unpin
+        self._regions: dict[int, Region] = {}  # by their offset
+        self._is_forked = False
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The block of a region, which is free again when the last view of the tensor is gone.
+
+        Raises:
+            OSError: this process has no memory to map it.
+        """
+        region = self.region(offset, math.prod(shape) * dtype.itemsize)
+
+        def free() -> None:
+            if not self._is_forked:
+                region.free()
+
+        return region.tensor(shape, dtype, free)
+
+    def region(self, offset: int, num_bytes: int) -> Region:
+        """The region at an offset, lent for so many bytes; raises ``OSError`` as above."""
+        region = self._regions.get(offset)
+        return self._added(offset, _room(num_bytes)) if region is None else region
+
+    def _added(self, offset: int, room: int) -> Region:
+        for old in [each for each in self._regions.values() if each.state == GONE]:
+            self._unpin(old.address)
+            del self._regions[old.offset]
+        region = self._regions[offset] = Region(self._fd, offset, room)
+        self._pin(region.address, room)
+        return region
+
+    def forsake(self) -> None:
+        """In a forked child: the regions are the parent's."""
+        self._is_forked = True

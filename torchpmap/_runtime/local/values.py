@@ -1,0 +1,85 @@
+"""What one worker stores: handle -> tensor on its device (main thread of the worker)."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count, repeat
+
+import torch
+
+from torchpmap._base.errors import ShardLost, kind_of
+from torchpmap._base.platform import Platform
+from torchpmap._runtime import wire
+from torchpmap._runtime.local.staging import Staged
+from torchpmap._runtime.wire import FrameReader
+
+
+class Values:
+    def __init__(self, platform: Platform, device: torch.device, where: str, staged: Staged):
+        self._platform = platform
+        self._device = device
+        self._where = where
+        self._staged = staged
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def of(self, handles: Iterable[int]) -> list[torch.Tensor]:
+        try:
+            return list(map(self._tensors.__getitem__, handles))
+        except KeyError:  # this process is younger than the value
+            raise ShardLost(
+                "an argument is lost: it lived on a device whose worker died. Compute or load it "
+                "again."
+            ) from None
+
+    def add(self, first: int, results: Sequence[torch.Tensor]) -> None:
+        """Store results under consecutive handles."""
+        self._tensors.update(zip(count(first), results, strict=False))
+
+    def update(self, values: Mapping[int, torch.Tensor]) -> None:
+        self._tensors.update(values)
+
+    def release(self, handles: Iterable[int]) -> None:
+        """Forget values; ``-first`` stands for all outputs of an uncompiled call, however many."""
+        tensors = self._tensors
+        deque(map(tensors.pop, handles, repeat(None)), maxlen=0)  # a loop in C: leaves are many
+        for first in [-handle for handle in handles if handle < 0]:
+            outputs = range(first, first + wire.TASK_OUTPUTS)
+            for stored in [stored for stored in tensors if stored in outputs]:
+                del tensors[stored]
+
+    def receive(self, reader: FrameReader) -> None:
+        """Store what a frame PUT brings."""
+        (handle,) = struct.unpack("<q", reader.body(8))
+        tensor = wire.read_tensor(reader, self._where)
+        self._tensors[handle] = self._platform.upload(tensor, self._device)
+
+    def place(self, body: memoryview) -> torch.Tensor:
+        """Store what lies in shared memory, as a frame PLACE says; returns that memory, which the
+        device may still be reading.
+        """
+        handle, offset, code, _, *dims = body.cast("q").tolist()
+        shape, dtype = tuple(dims), wire.DTYPES[code]
+        try:
+            tensor = self._staged.tensor(offset, shape, dtype)
+        except OSError as error:
+            raise MemoryError(f"no memory {self._where} for {kind_of(shape, dtype)}") from error
+        self._tensors[handle] = self._platform.upload(tensor, self._device)
+        return tensor
+
+    def fetched(self, body: memoryview) -> torch.Tensor | None:
+        """A stored tensor on the host, or one row of it; None if it is in shared memory now.
+
+        The body of FETCH: handle, dim (-1: all of it), position, the offset in shared memory (-1:
+        none), and the dtype and shape that are expected.
+        """
+        handle, dim, position, offset, *expected = body.cast("q").tolist()
+        (tensor,) = self.of([handle])
+        if dim >= 0:
+            tensor = tensor.select(dim, position)
+        wire.refuse_other(tensor, expected, self._where)
+        if offset >= 0:
+            self._staged.region(offset, tensor.nbytes).fill(tensor)
+            return None
+        return tensor.cpu().resolve_conj().resolve_neg().contiguous()
