@@ -5,6 +5,7 @@ torch in other files, except in these, which were checked with the same version:
 
     _base/ambient          getters and setters of torch's settings; the caller's modes and hooks
     _base/pytree           torch.utils._pytree: what is a node of a tree
+    _base/torch_versions   what differs between versions of torch
     _collectives/backend   torch.ops._c10d_functional: the collectives
     _trace/boxed           graphs and artifacts of Inductor whose arguments are a list
     _trace/compile         Inductor, the list of Dynamo's back ends, keys of the dispatcher
@@ -458,8 +459,10 @@ def needs_a_value(error: BaseException) -> bool:
 disable_dynamo = torch._disable_dynamo
 """As ``torch.compiler.disable``, but imports Dynamo only when the function is called."""
 
-as_if_compiling = torch.compiler._compile_session_context
-"""A block in which ``torch.compiler.is_compiling()`` is true."""
+
+def as_if_compiling() -> AbstractContextManager[Any]:
+    """A block in which ``torch.compiler.is_compiling()`` is true."""
+    return patch.object(torch.compiler, "_is_compiling_flag", True)
 
 
 def break_graph(reason: str) -> None:

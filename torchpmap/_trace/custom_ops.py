@@ -31,6 +31,7 @@ from torch._library import simple_registry
 
 from torchpmap._base.sources import TORCH
 from torchpmap._base.torch_internals import OPDEFS, CustomOpDef, OpOverload, written_names
+from torchpmap._base.torch_versions import autocast_dtypes
 from torchpmap._trace.environment import Environment
 
 NATIVE = frozenset({"aten", "prims", "prim", "_c10d_functional", "torchpmap", "torchpmap_random"})
@@ -166,8 +167,7 @@ def _module_of(operation: str, file: str) -> str | None:
 
 
 def _fake(operation: str) -> Any:
-    entry = simple_registry.singleton.get(operation)
-    return None if entry is None else entry.fake_impl.kernel
+    return simple_registry.singleton.find(operation).fake_impl.kernel
 
 
 # -- hidden operations -----------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class _Kind:
             definition._schema,
             tuple(tag.name for tag in definition._tags),
             tuple(definition._backend_fns),
-            tuple(definition._autocast_dtype.items()),
+            tuple(autocast_dtypes(definition).items()),
             simple_registry.singleton.find(name).effect.effect,
             tuple(_rules(definition)),
         )

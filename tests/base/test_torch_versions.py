@@ -1,0 +1,52 @@
+"""Covers: _base/torch_versions.py.  Expectations are plain torch, row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from _support import EAGER
+
+import torchpmap as tp
+
+X = torch.arange(48.0).reshape(2, 3, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float64, torch.complex64])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_are_viewed_as_another_dtype(dim: int, dtype: torch.dtype) -> None:
+    expected = torch.stack([row.view(dtype) for row in X.unbind(dim)])
+    assert torch.equal(torch.vmap(lambda row: row.view(dtype), dim)(X), expected)
+    twice = torch.vmap(torch.vmap(lambda row: row.view(dtype)))
+    assert torch.equal(twice(X), X.view(dtype))
+
+
+def test_a_view_of_rows_shares_their_memory() -> None:
+    x = torch.zeros(4, 2)
+    torch.vmap(lambda row: row.view(torch.int32).add_(7))(x)
+    assert x.view(torch.int32).tolist() == [[7, 7]] * 4
+
+
+def test_a_row_without_dims_keeps_its_size() -> None:
+    numbers = torch.tensor([1.0, -1.0])
+    viewed = torch.vmap(lambda x: x.view(torch.int32))(numbers)
+    assert torch.equal(viewed, numbers.view(torch.int32))
+    with pytest.raises(RuntimeError, match=r"self\.dim\(\) cannot be 0 to view"):
+        torch.vmap(lambda x: x.view(torch.int16))(numbers)
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+def test_in_a_mapped_function(pool: int) -> None:
+    double = tp.pmap(lambda x: x.view(torch.int32) * 2, compile=EAGER)
+    x = torch.randn(4, 3)  # two rows on each device
+    assert torch.equal(double(x).cpu(), x.view(torch.int32) * 2)
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+@pytest.mark.parametrize(
+    "compile", [EAGER, pytest.param(True, marks=pytest.mark.inductor)], ids=["graph", "inductor"]
+)
+def test_a_check_without_results_stays_in_the_graph(compile: object, pool: int) -> None:
+    factor = tp.pmap(torch.linalg.cholesky, compile=compile)
+    assert torch.equal(factor(4 * torch.eye(2).expand(2, 2, 2)).cpu()[0], 2 * torch.eye(2))
+    with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
+        tp.block_until_ready(factor(-torch.eye(2).expand(2, 2, 2)))

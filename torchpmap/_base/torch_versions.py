@@ -1,0 +1,65 @@
+"""What differs between torch 2.11 and torch 2.15: all versions of torch that are told apart.
+
+Each part says what which version does, and ends with what is used elsewhere.  ``docs/versions.md``
+says with which versions the tests were run.  Delete a part when no supported version needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# torch loads these itself
+from torch._library import custom_ops
+
+_functorch: Any = torch._C._functorch
+
+
+# -- a missing batching rule -----------------------------------------------------------------------
+
+# torch 2.11 cannot vmap ``tensor.view(dtype)``; the rule came with
+# https://github.com/pytorch/pytorch/pull/180728.
+
+_VIEW = "aten::view.dtype"
+
+
+def _view_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    level = _functorch.maybe_current_level()
+    rows, dim = _functorch._unwrap_batched(x, level)
+    batched = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
+    with torch._C._ExcludeDispatchKeyGuard(batched):
+        if dim is None:
+            return rows.view(dtype)
+        if rows.dim() == 1 and rows.dtype.itemsize != dtype.itemsize:
+            raise RuntimeError(
+                f"self.dim() cannot be 0 to view {rows.dtype} as {dtype} (different element sizes)"
+            )
+        return _functorch._add_batch_dim(rows.movedim(dim, 0).view(dtype), 0, level)
+
+
+if not torch._C._dispatch_has_kernel_for_dispatch_key(_VIEW, "FuncTorchBatched"):
+    _rules = torch.library.Library("aten", "IMPL")
+    _rules.impl("view.dtype", _view_rows, "FuncTorchBatched")
+
+
+# -- checks that raise -----------------------------------------------------------------------------
+
+# torch 2.11 takes this operation, which returns nothing, for dead code: a compiled ``cholesky``
+# would return a wrong result.  Torch 2.13 knows that it has an effect.
+torch.fx.has_side_effect(torch.ops.aten._linalg_check_errors.default)
+
+
+# -- operations of the user's ----------------------------------------------------------------------
+
+
+def autocast_dtypes(definition: custom_ops.CustomOpDef) -> dict[str, torch.dtype]:
+    """Of what ``torch.library.custom_op`` returns: device type -> the dtype that
+    ``register_autocast`` was given.
+    """
+    found: dict[str, torch.dtype] | None = getattr(definition, "_autocast_dtype", None)
+    if found is not None:
+        return found
+    # torch 2.11 knows two types, and has an attribute for each
+    both = {kind: getattr(definition, f"_autocast_{kind}_dtype") for kind in ("cpu", "cuda")}
+    return {kind: dtype for kind, dtype in both.items() if dtype is not None}
