@@ -177,11 +177,22 @@ def pick(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return found if index.dim() else found.squeeze(0)
 
 
-# Under vmap, torch 2.13 cannot index these dtypes, but it can index integers of their width.
-_INDEXED_AS = {
+def choose(condition: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``torch.where``, also for the unsigned integers, which torch 2.11 refuses on the CPU."""
+    carried = _SIGNED.get(x.dtype)
+    if carried is None:
+        return torch.where(condition, x, y)
+    return torch.where(condition, x.view(carried), y.view(carried)).view(x.dtype)
+
+
+_SIGNED = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
+}
+
+# Under vmap, torch 2.13 cannot index these dtypes, but it can index integers of their width.
+_INDEXED_AS = _SIGNED | {
     torch.complex32: torch.int32,
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e4m3fnuz: torch.uint8,

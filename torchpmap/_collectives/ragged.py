@@ -15,7 +15,7 @@ import torch
 from torchpmap._base.errors import check_array
 from torchpmap._collectives.backend import summable
 from torchpmap._collectives.exchange import all_gather, all_to_all
-from torchpmap._collectives.groups import pick
+from torchpmap._collectives.groups import choose, pick
 from torchpmap._collectives.operands import AxisName, IndexGroups, resolve
 
 _TABLE = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
@@ -125,7 +125,7 @@ def _written(
     row = torch.where(last > 0, row, 0)
     row = torch.where(wrong.any(), len(rows), row)  # there is no such row: torch raises
     received = (last > 0).reshape(-1, *(1,) * (output.dim() - 1))
-    return torch.where(received, pick(rows, row), output)
+    return choose(received, pick(rows, row), output)
 
 
 def _tensor(x: Any) -> torch.Tensor:
