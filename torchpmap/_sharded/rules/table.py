@@ -37,6 +37,7 @@ _ELEMENTWISE = frozenset(
         "hardswish_backward",
         "hardtanh_backward",
         "leaky_relu_backward",
+        "leaky_relu",
         "log_sigmoid_backward",
         "log_sigmoid_forward",
         "masked_fill",
