@@ -292,7 +292,7 @@ def compiled_peak(wrap: Function) -> int:
     definition = tp.pmap(tp.grad(loss), in_axes=(None, 0)).lower(ws, x)._plan.definition
     with torch.no_grad():
         run = compile_definition(definition, torch.tensor(0))
-        with torch.profiler.profile(profile_memory=True) as profile:
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
             run([ws, x])
     changes = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     return max(accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.fx import GraphModule, Node
+from torch.fx.traceback import preserve_node_meta
 
 from torchpmap._base.torch_internals import (
     OpOverload,
@@ -181,7 +182,8 @@ def _bracket(
 
 
 def _traced(record: Record, context_fn: Callable[[], Any]) -> Generator[None]:
-    with record.region(), context_fn()[0]:
+    # torch 2.11 notes what a policy says of a node only where metadata is kept
+    with record.region(), preserve_node_meta(), context_fn()[0]:
         yield
 
 
