@@ -196,6 +196,8 @@ class KeepData(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # it has its own tensors, and no sets of getters
+            return func(*args, **kwargs)
         if any(map(_is_mere_name, types)):
             # torch would convert the result, a traced tensor, to that class too, and fail
             with subclass_function_off():
