@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from _support import EAGER
@@ -50,3 +54,41 @@ def test_a_check_without_results_stays_in_the_graph(compile: object, pool: int) 
     assert torch.equal(factor(4 * torch.eye(2).expand(2, 2, 2)).cpu()[0], 2 * torch.eye(2))
     with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
         tp.block_until_ready(factor(-torch.eye(2).expand(2, 2, 2)))
+
+
+def printed_by(script: str, *options: str, **environment: str) -> str:
+    """What a program writes to stderr; it must succeed."""
+    command = [sys.executable, *options, "-c", script]
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+FIRST_JVP = """
+import torch, torchpmap
+print(torch.func.jvp(torch.sin, (torch.ones(2),), (torch.ones(2),)))
+"""
+
+
+def test_the_first_jvp_does_not_warn() -> None:
+    assert printed_by(FIRST_JVP, "-W", "error") == ""
+
+
+COMPILER_BUT_NO_GPU = """
+import sys
+import torch._inductor.compile_fx
+from torchpmap._trace.compile import warm_up
+assert "torch.utils.cpp_extension" not in sys.modules
+torch.version.cuda = "13.0"
+torch.cuda._is_compiled = lambda: True
+torch.cuda.is_available = lambda: False
+warm_up()
+assert "torch.utils.cpp_extension" in sys.modules, "torch did not look for CUDA"
+"""
+
+
+@pytest.mark.inductor
+def test_compiling_for_cpus_does_not_ask_for_a_gpu() -> None:
+    assert printed_by(COMPILER_BUT_NO_GPU, CUDA_HOME=sys.prefix) == ""

@@ -17,10 +17,7 @@ from _support import EAGER, running_pool
 import torchpmap as tp
 from torchpmap._runtime.current import runtime
 
-pytestmark = [
-    pytest.mark.usefixtures("pool"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
-]
+pytestmark = pytest.mark.usefixtures("pool")
 
 X = torch.tensor([0.5, -1.0, 2.0, 1.5])
 Y = torch.arange(12.0).reshape(4, 3) / 7

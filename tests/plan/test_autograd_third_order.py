@@ -11,10 +11,7 @@ from _support import EAGER
 
 import torchpmap as tp
 
-pytestmark = [
-    pytest.mark.usefixtures("pool"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
-]
+pytestmark = pytest.mark.usefixtures("pool")
 
 ROWS = "rows"
 POLYNOMIALS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

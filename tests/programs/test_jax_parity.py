@@ -36,9 +36,6 @@ from parity.values import Case
 
 import torchpmap as tp
 
-# torch builds its forward-mode rules with torch.jit.script, at the first jvp of a process.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-
 HERE = Path(__file__).parent / "parity"
 CASES: list[Case] = [
     case

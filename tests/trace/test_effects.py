@@ -12,11 +12,7 @@ from _support import EAGER
 
 import torchpmap as tp
 
-pytestmark = [
-    pytest.mark.usefixtures("pool"),
-    # torch builds its forward-mode rules with torch.jit.script, at the first jvp of a process.
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
-]
+pytestmark = pytest.mark.usefixtures("pool")
 
 X = torch.arange(4.0)
 WAYS = {"graph": EAGER, "python": False, "lanes": True, "serial": True}

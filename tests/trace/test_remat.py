@@ -26,7 +26,6 @@ from torchpmap._trace.compile import compile_definition
 
 pytestmark = [
     pytest.mark.usefixtures("pool"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
     pytest.mark.filterwarnings("error:None of the inputs"),
 ]
 

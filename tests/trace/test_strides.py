@@ -18,7 +18,6 @@ import torchpmap as tp
 
 pytestmark = [
     pytest.mark.usefixtures("pool"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
 ]
 

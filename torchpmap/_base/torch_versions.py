@@ -6,12 +6,15 @@ says with which versions the tests were run.  Delete a part when no supported ve
 
 from __future__ import annotations
 
+import threading
+import warnings
 from typing import Any
 
 import torch
 
 # torch loads these itself
 from torch._library import custom_ops
+from torch.autograd import forward_ad
 
 _functorch: Any = torch._C._functorch
 
@@ -48,6 +51,29 @@ if not torch._C._dispatch_has_kernel_for_dispatch_key(_VIEW, "FuncTorchBatched")
 # torch 2.11 takes this operation, which returns nothing, for dead code: a compiled ``cholesky``
 # would return a wrong result.  Torch 2.13 knows that it has an effect.
 torch.fx.has_side_effect(torch.ops.aten._linalg_check_errors.default)
+
+
+# -- warnings that are torch's own affair ----------------------------------------------------------
+
+# At the first jvp of a process torch makes rules with ``torch.jit.script``, which warns that it is
+# deprecated: up to torch 2.13 with a DeprecationWarning, which Python shows only to tests; torch
+# 2.15 with a FutureWarning, which everybody sees, from every worker.
+
+_make_forward_rules = forward_ad._maybe_load_decompositions
+_making = threading.Lock()
+
+
+def _make_forward_rules_quietly() -> None:
+    if torch.compiler.is_dynamo_compiling():  # which makes them itself
+        _make_forward_rules()
+        return
+    with _making, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script` is")
+        _make_forward_rules()
+    forward_ad._maybe_load_decompositions = _make_forward_rules
+
+
+forward_ad._maybe_load_decompositions = _make_forward_rules_quietly
 
 
 # -- operations of the user's ----------------------------------------------------------------------
