@@ -365,7 +365,7 @@ def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend
     if examples and examples[0].device.type != "cpu":
         # a CUDA graph holds the communicators of its epoch, and nothing here ends its generations
         patches["triton.cudagraphs"] = False
-    with _without_artifact_warning():
+    with _quietly():
         artifact = standalone_compile(
             graph,
             examples,
@@ -382,7 +382,8 @@ def warm_up() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     graph = make_fx(lambda x: (x * 2 + 1,))(torch.empty(3))
-    standalone_compile(graph, [torch.empty(3)], dynamic_shapes="from_example_inputs")
+    with _quietly():
+        standalone_compile(graph, [torch.empty(3)], dynamic_shapes="from_example_inputs")
 
 
 @functools.cache
@@ -410,16 +411,27 @@ def make_cache_private() -> None:
     os.chmod(folder, 0o700)
 
 
+_UNWANTED = {
+    # of every graph that prints: it cannot be cached (torch 2.13)
+    "torch._inductor.standalone_compile": "artifact generation failed",
+    # torch with CUDA asks for a GPU where there is a CUDA compiler, also to compile for a CPU
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
+}
+"""Logger -> what it warns of, to no use here."""
+
+
 @contextlib.contextmanager
-def _without_artifact_warning() -> Iterator[None]:
-    """Silence torch 2.13's warning, for every graph that prints, that it cannot be cached."""
-    log = logging.getLogger("torch._inductor.standalone_compile")
+def _quietly() -> Iterator[None]:
+    """Compile without the warnings that are ``_UNWANTED``."""
 
     def keep(record: logging.LogRecord) -> bool:
-        return "artifact generation failed" not in record.getMessage()
+        return _UNWANTED[record.name] not in record.getMessage()
 
-    log.addFilter(keep)
+    logs = [logging.getLogger(name) for name in _UNWANTED]
+    for log in logs:
+        log.addFilter(keep)
     try:
         yield
     finally:
-        log.removeFilter(keep)
+        for log in logs:
+            log.removeFilter(keep)
