@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fork_server(request: pytest.FixtureRequest) -> None:
+def fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where tests compile, the process from which workers are forked imports Inductor.
 
     Every worker of every pool would do it else, in some 3 s of computing each.
@@ -108,6 +108,8 @@ def fork_server(request: pytest.FixtureRequest) -> None:
         os.environ["TORCHPMAP_WARM"] = "1"
         preload()
         os.environ["TORCHPMAP_WARM"] = before
+    yield
+    gc.unfreeze()  # Triton's bindings report what is left when Python ends (torch 2.15)
 
 
 @pytest.fixture
