@@ -4,44 +4,57 @@
 #
 # The set-up is done once, in .venv. PYTHON=... picks the interpreter; PIP_FLAGS=... is handed to pip, for
 # example PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" for torch without CUDA.
+#
+# TORCH=2.15.0 does all this with another torch, in an environment of its own: .venv-2.15.0, or
+# .venv-2.15.0-python3.13 for a PYTHON=... that is one. The other packages are then the newest, not those pinned.
 
+GIVEN_PYTHON := $(filter-out file undefined default,$(origin PYTHON))
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_FLAGS ?=
-PIP = .venv/bin/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt
+TORCH ?=
+ifeq ($(TORCH),)
+VENV := .venv
+PINS := -c constraints.txt
+else
+NAME_PYTHON := import sys; print("-python%d.%d" % sys.version_info[:2])
+VENV := .venv-$(TORCH)$(if $(GIVEN_PYTHON),$(shell $(PYTHON) -c '$(NAME_PYTHON)'))
+PINS :=
+endif
+PIP = $(VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) $(PINS)
 
 .PHONY: demo test test-lag lint types clean
 
-demo: .venv/demo.stamp
-	.venv/bin/python examples/data_parallel_digits.py
+demo: $(VENV)/demo.stamp
+	$(VENV)/bin/python examples/data_parallel_digits.py
 
-test: .venv/dev.stamp
-	.venv/bin/python -m pytest
+test: $(VENV)/dev.stamp
+	$(VENV)/bin/python -m pytest
 
 # Devices that are asynchronous as a GPU is, on the CPU: calls run later, on a thread of the worker.
-test-lag: .venv/dev.stamp
-	TORCHPMAP_TEST_LAG=1 .venv/bin/python -m pytest -n 2 tests/faults tests/runtime/test_timeouts.py \
+test-lag: $(VENV)/dev.stamp
+	TORCHPMAP_TEST_LAG=1 $(VENV)/bin/python -m pytest -n 2 tests/faults tests/runtime/test_timeouts.py \
 		tests/runtime/test_waits.py tests/transforms/test_donation.py
 
-lint: .venv/dev.stamp
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
+lint: $(VENV)/dev.stamp
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 
-types: .venv/dev.stamp
-	.venv/bin/mypy
+types: $(VENV)/dev.stamp
+	$(VENV)/bin/mypy
 
 # torch goes first and pinned: without the pin pip takes the newest one, gigabytes of CUDA packages included.
-.venv/torch.stamp: constraints.txt
-	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	$(PIP) torch==2.13.0
+$(VENV)/torch.stamp: constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch==$(or $(TORCH),2.13.0)
 	touch $@
 
-.venv/demo.stamp: .venv/torch.stamp pyproject.toml
+$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) -e '.[examples]'
 	touch $@
 
-.venv/dev.stamp: .venv/torch.stamp pyproject.toml
+$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) -e '.[examples,dev]'
-	touch $@ .venv/demo.stamp
+	touch $@ $(VENV)/demo.stamp
 
 clean:
-	rm -rf .venv outputs build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* outputs build dist .pytest_cache .mypy_cache .ruff_cache
