@@ -11,6 +11,7 @@ a process that has initialised CUDA cannot be forked.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -219,7 +220,10 @@ class Cuda(Accelerator):
         return torch.cuda.get_device_name(number)
 
     def pin(self, address: int, num_bytes: int) -> None:
-        torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)  # copies are slow if it cannot
+        if int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)) != 0:
+            # copies are slower then; the error stays set, and the next kernel would raise it
+            with contextlib.suppress(torch.AcceleratorError):
+                torch.zeros(1, device=self.device())
 
     def unpin(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
