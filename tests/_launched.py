@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -107,7 +108,8 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("TORCHPMAP_", "GLOO_")) and name not in ("MASTER_ADDR", "RANK")
+        if name == "TORCHPMAP_TEST_LAG"
+        or (not name.startswith(("TORCHPMAP_", "GLOO_")) and name not in ("MASTER_ADDR", "RANK"))
     }
     path = os.pathsep.join([str(ROOT), str(TESTS)])
     return {
@@ -119,6 +121,30 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         **more,
     }
+
+
+# -- many small jobs -------------------------------------------------------------------------------
+
+
+def jobs_of(program: str, folder: Path, **settings: str) -> dict[str, Any]:
+    """Run the jobs of a program in tests/runtime (see ``_failing_ranks.py``): by name, how each of
+    their processes ended.
+    """
+    command = [sys.executable, str(TESTS / "runtime" / program), str(folder)]
+    subprocess.run(command, env=_environment(settings), check=True, stdin=subprocess.DEVNULL)
+    found: dict[str, Any] = pickle.loads((folder / "ended").read_bytes())
+    return found
+
+
+def outputs(processes: Any) -> list[str]:
+    """What each printed, without the prefix that torch gives to lines of uncaught exceptions."""
+    return [re.sub(r"^\[rank\d\]: ?", "", text, flags=re.MULTILINE) for _, text in processes]
+
+
+def of_failed(processes: Any) -> list[str]:
+    """What each printed, where all have failed."""
+    assert {code for code, _ in processes} == {1}
+    return outputs(processes)
 
 
 # -- many small cases in one job -------------------------------------------------------------------

@@ -364,11 +364,14 @@ def _codes(pids: list[int]) -> dict[int, int]:
     return codes
 
 
-if __name__ == "__main__":
+def run_all(folder: Path, names: list[str]) -> None:
+    """Run jobs, by default all, and write down how their processes ended."""
     torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
+    ended = {name: _run(name, folder) for name in names or JOBS}
+    (folder / "ended").write_bytes(pickle.dumps(ended))
+
+
+if __name__ == "__main__":
     import _failing_ranks  # what is pickled must be found there, not in this script
 
-    run = _failing_ranks._run
-    ended = {name: run(name, folder) for name in sys.argv[2:] or JOBS}
-    (folder / "ended").write_bytes(pickle.dumps(ended))
+    _failing_ranks.run_all(Path(sys.argv[1]), sys.argv[2:])

@@ -1,4 +1,4 @@
-"""Covers: _runtime/local/completion.py on the lagging platform, in this process."""
+"""Covers: _runtime.completion.py on the lagging platform, in this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from torchpmap._base.errors import GroupLost
 from torchpmap._base.lagging import Lagging
-from torchpmap._runtime.local.completion import Completion
+from torchpmap._runtime.completion import Completion
 
 KIND = [((2,), torch.float32)]
 
@@ -18,7 +18,7 @@ KIND = [((2,), torch.float32)]
 class Device:
     """A lagging device, and what its completion thread says."""
 
-    def __init__(self):
+    def __init__(self, begun=None):
         self.platform = Lagging()
         self.noted: queue.Queue = queue.Queue()
         self.failed: list = []
@@ -29,6 +29,7 @@ class Device:
             lambda: self.is_aborted,
             self.noted.put,
             lambda seq, doing, error: self.failed.append((seq, doing, error)),
+            *([] if begun is None else [begun.put]),
         )
 
     def launch(self, run, *inputs, communicates=False):
@@ -36,6 +37,10 @@ class Device:
         self.seq += 1
         self.completion.launched(self.seq, f"call {self.seq}", communicates)
         return results[0]
+
+    def close(self):
+        self.completion.close()
+        self.platform.close()
 
     def all_noted(self):
         return [self.noted.get_nowait() for _ in range(self.noted.qsize())]
@@ -45,8 +50,7 @@ class Device:
 def device():
     device = Device()
     yield device
-    device.completion.close()
-    device.platform.close()
+    device.close()
 
 
 @pytest.fixture
@@ -77,6 +81,33 @@ def test_a_command_is_done_when_the_device_is(device, gate):
     assert second.tolist() == [20, 20]
 
 
+def test_waiting_for_one_command(device, gate):
+    def slow(_):
+        gate.wait()
+        return [torch.ones(2)]
+
+    device.launch(lambda _: [torch.ones(2)])
+    device.launch(slow)
+    assert device.completion.wait(1)
+    assert device.completion.done == 1
+    gate.set()
+    assert device.completion.wait(2)
+    device.launch(raising(ValueError("late")))
+    assert not device.completion.wait(3)
+    assert device.completion.done == 2
+
+
+def test_a_command_begins_when_the_one_before_it_is_done(gate):
+    device = Device(begin := queue.Queue())
+    device.launch(lambda _: [torch.ones(2)])
+    device.launch(lambda _: [gate.wait() and torch.ones(2)])
+    device.launch(lambda _: [torch.ones(2)])
+    assert [begin.get(), begin.get(), begin.qsize()] == [1, 2, 0]
+    gate.set()
+    assert begin.get() == 3
+    device.close()
+
+
 def test_an_error_comes_late_and_once(device):
     device.launch(lambda _: [torch.ones(2)])
     device.launch(raising(ValueError("late")))
@@ -103,6 +134,7 @@ def test_what_an_abort_may_have_cut_is_not_done(device, gate, communicates):
 
     device.launch(cut if communicates else lambda _: [torch.ones(2)], communicates=communicates)
     device.is_aborted = True
+    device.platform.abort([])
     gate.set()
     assert device.completion.settle() is not communicates
     assert [type(error) for _, _, error in device.failed] == [GroupLost] * communicates

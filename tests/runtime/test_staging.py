@@ -15,7 +15,7 @@ import torchpmap as tp
 from torchpmap._base.lagging import Lagging
 from torchpmap._runtime import wire
 from torchpmap._runtime.local import staging
-from torchpmap._runtime.local.completion import Completion
+from torchpmap._runtime.completion import Completion
 from torchpmap._runtime.local.staging import GONE, STAGED_BYTES, TAKEN, Staged, Staging
 
 N = STAGED_BYTES // 4

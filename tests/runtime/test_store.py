@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -112,9 +113,11 @@ def test_the_watch_stops_although_the_store_does_not_answer_it(monkeypatch):
         rendezvous.place = JobPlace(0, 2, 0, 2, "127.0.0.1", port, "torchrun")
         rendezvous.store = store = JobStore(raw, 1000.0)
         rendezvous.calls = rendezvous._turns = collections.Counter()
+        rendezvous._gone = set()
         os.kill(process.pid, signal.SIGSTOP)
-        running = watch.Watch(rendezvous, Groups(0, torch.device("cpu"), raw, Config()), print)
-        running.begin((0, 1), "total", None)
+        groups = Groups(0, torch.device("cpu"), raw, Config())
+        running = watch.Watch(rendezvous, groups, SimpleNamespace(verdict=None))
+        running.begin(running.announced((0, 1), "total", None))
         assert wait_for(store._connection.in_use.locked)
         running.stop()
         assert not running._thread.is_alive()

@@ -7,16 +7,12 @@ there, and has no exit code.
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from _launched import ROOT, TESTS, Job, free_port, launch, succeed
+from _launched import Job, free_port, jobs_of, launch, of_failed, outputs, succeed
 from _support import TEST_ALL, is_running, wait_for
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all jobs
@@ -34,25 +30,7 @@ RULE = (
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Job -> how each of its processes ended."""
-    folder: Path = tmp_path_factory.mktemp("failing")
-    path = os.pathsep.join([str(ROOT), str(TESTS)])
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHPMAP_")}
-    environment = {**inherited, "PYTHONPATH": path, "TORCHPMAP_DEVICE_TYPE": "cpu"}
-    command = [sys.executable, str(Path(__file__).with_name("_failing_ranks.py")), str(folder)]
-    subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL)
-    found: dict[str, Any] = pickle.loads((folder / "ended").read_bytes())
-    return found
-
-
-def outputs(processes: Any) -> list[str]:
-    """What each printed, without the prefix that torch gives to lines of uncaught exceptions."""
-    return [re.sub(r"^\[rank\d\]: ?", "", text, flags=re.MULTILINE) for _, text in processes]
-
-
-def of_failed(processes: Any) -> list[str]:
-    """What each printed, where all have failed."""
-    assert {code for code, _ in processes} == {1}
-    return outputs(processes)
+    return jobs_of("_failing_ranks.py", tmp_path_factory.mktemp("failing"))
 
 
 def test_nothing_hangs(ended):

@@ -1,8 +1,9 @@
 """A stand-in for an accelerator, on the CPU, for tests: ``TORCHPMAP_TEST_LAG=1``.
 
 Calls run later, on a thread of their own; until then their results are garbage.  Errors come when
-the thread reaches them.  A collective that was aborted raises nothing, and leaves garbage.  An
-index out of range is what an assert in a kernel is: the device cannot be used after it.
+the thread reaches them.  A collective that has lost a rank goes on until this process aborts it;
+then it raises nothing, and leaves garbage.  An index out of range is what an assert in a kernel is:
+the device cannot be used after it.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Lagging(Platform):
         self._broken: BaseException | None = None
         """What every use of the device raises from now on."""
         self._pinned: set[int] = set()
+        self._aborted = threading.Event()
 
     def launch(
         self, run: Run, inputs: list[torch.Tensor], outputs: Kinds
@@ -60,6 +62,8 @@ class Lagging(Platform):
         results = [_garbage(shape, dtype) for shape, dtype in outputs]
 
         def work() -> None:
+            if self._broken is not None:
+                return
             for result, value in zip(results, run(inputs), strict=True):
                 result.copy_(value)
 
@@ -101,6 +105,9 @@ class Lagging(Platform):
     def recover(self, error: BaseException) -> bool:
         return self._broken is None
 
+    def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._aborted.set()
+
     def close(self) -> None:
         """End the thread."""
         self._work.put(None)
@@ -123,8 +130,8 @@ class Lagging(Platform):
         while (work := self._work.get()) is not None:
             try:
                 work()
-            except (GroupLost, dist.DistError):  # of a group that was aborted
-                pass
+            except (GroupLost, dist.DistError):  # a rank is gone, or has aborted the group
+                self._aborted.wait()
             except BaseException as error:
                 if re.search("out of (range|bounds)", str(error)):
                     self._broken = error

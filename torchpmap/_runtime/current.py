@@ -84,20 +84,25 @@ def shutdown() -> None:
     pool.
 
     Values that lived on the workers are gone: using one raises ``RuntimeClosed``.  Takes 5 s at
-    most, whatever state the workers are in.
+    most, whatever state the workers are in.  Under a launcher it first waits for all calls.
+
+    Raises:
+        Under a launcher, what a call raised on its device, if nothing has raised that yet.
     """
     global _runtime, _planned
     refuse_inside("shutdown")
     ended = _runtime
-    if ended is not None:
-        ended.close()
-    if _lock.acquire(timeout=_LOCK_S):  # else another thread starts a pool, and must end it itself
-        try:
-            if _runtime is not None and _runtime is not ended:
-                _runtime.close()
-            _runtime = _planned = None
-        finally:
-            _lock.release()
+    try:
+        if ended is not None:
+            ended.close()
+    finally:
+        if _lock.acquire(timeout=_LOCK_S):  # else another thread starts a pool, and must end it
+            try:
+                if _runtime is not None and _runtime is not ended:
+                    _runtime.close()
+                _runtime = _planned = None
+            finally:
+                _lock.release()
 
 
 def refuse_inside(name: str) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import select
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -241,6 +242,17 @@ class Groups:
         for purpose, rank in filter(None, waits):
             return f"rank {rank} in {described(purpose)}"
         return None
+
+    def has_lost_peer(self) -> bool:
+        """Whether a process that is in a group with this one has ended (from any thread).
+
+        A collective on a device need not notice it: NCCL does not, within a host.
+        """
+        poll = select.poll()
+        with self._lock:
+            for connection in self._sockets:
+                poll.register(connection, select.POLLRDHUP)
+            return bool(poll.poll(0)) or any(meeting.has_lost_peer() for meeting in self._meetings)
 
     def forsake(self) -> None:
         """In a forked child: collectives find no group, and make none.  All groups are the

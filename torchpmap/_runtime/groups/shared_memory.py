@@ -200,7 +200,7 @@ class Meeting:
         while (seen := numbers[theirs]) < met:
             if numbers[self._memory.aborted]:
                 raise GroupLost("process group: another process has left it, or it was cut")
-            if self._peers.poll(0) and numbers[theirs] < met:
+            if self.has_lost_peer() and numbers[theirs] < met:
                 raise GroupLost("process group: another process of it has ended")
             if time.monotonic() > end:
                 raise CallTimeout(
@@ -230,6 +230,10 @@ class Meeting:
         self._numbers[self._memory.aborted] = 1
         for place in range(self._memory.size):
             self._wake(_CACHE_LINE * place)
+
+    def has_lost_peer(self) -> bool:
+        """Whether another process of the group has ended (any thread)."""
+        return bool(self._peers.poll(0))
 
     def forsake(self) -> None:
         """In a forked child: meeting raises, and writes no more to the shared numbers."""

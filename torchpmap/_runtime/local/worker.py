@@ -47,6 +47,7 @@ from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import CallCancelled, WorkerError, pack_exception
 from torchpmap._base.platform import Kinds
 from torchpmap._runtime import wire
+from torchpmap._runtime.completion import Completion
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
 from torchpmap._runtime.local.birth import (
     Birth,
@@ -56,7 +57,6 @@ from torchpmap._runtime.local.birth import (
     kill_children,
     redirect_output,
 )
-from torchpmap._runtime.local.completion import Completion
 from torchpmap._runtime.local.progress import WorkerProgress
 from torchpmap._runtime.local.staging import Staged
 from torchpmap._runtime.local.values import Values

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import struct
+import sys
 import time
 
 import torch.distributed as dist
@@ -38,6 +39,7 @@ _SIOCGIFADDR = 0x8915
 _attempt: str | None = None
 _store: JobStore | None = None
 _failed = False
+_exits_with_failure = False
 
 
 def join(place: JobPlace, device_type: str, timeout_s: float, address: str | None) -> JobStore:
@@ -50,6 +52,8 @@ def join(place: JobPlace, device_type: str, timeout_s: float, address: str | Non
     global _attempt, _store
     deadline = Deadline(timeout_s)
     end_with_agent()
+    atexit.unregister(_exit)
+    atexit.register(_exit)  # before _end, and so called after it
     if not dist.is_initialized():
         for name, value in place.environment().items():
             os.environ.setdefault(name, value)
@@ -115,6 +119,19 @@ def leave_at_once() -> None:
     """This process has failed: at its end it does not wait for the others."""
     global _failed
     _failed = True
+
+
+def exit_with_failure() -> None:
+    """The script has come to its end, but it has failed: so its process ends with code 1."""
+    global _exits_with_failure
+    _exits_with_failure = True
+
+
+def _exit() -> None:
+    if _exits_with_failure:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # a handler cannot give Python another exit code
 
 
 def _end(place: JobPlace) -> None:

@@ -14,7 +14,7 @@ import itertools
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +62,8 @@ class Waiting:
     @classmethod
     def unpacked(cls, data: bytes) -> Waiting:
         ranks, turn, what, calls = _checked(unpacked(data), (tuple, int, str, dict))
-        for numbers in (ranks, tuple(calls.values()), *calls):
-            _checked(numbers, (int,) * len(numbers) if type(numbers) is tuple else ())
-        return cls(ranks, turn, what, calls)
+        _check_numbers(ranks)
+        return cls(ranks, turn, what, _checked_calls(calls))
 
 
 class Rendezvous:
@@ -80,7 +79,11 @@ class Rendezvous:
         self.store = store.prefixed(str(next(_starts)))
         self.calls: Counter[tuple[int, ...]] = Counter()
         """Calls with collectives that were begun, per axis (written by the runtime)."""
+        self.insist: Callable[[], None] = lambda: None
+        """Raises if this process has failed in another thread (written by the runtime)."""
         self._turns: Counter[tuple[int, ...]] = Counter()
+        self._gone: set[int] = set()
+        """Ranks that are known to have ended their scripts."""
 
     # -- agreement ---------------------------------------------------------------------------------
 
@@ -146,6 +149,7 @@ class Rendezvous:
             for pause in deadline.pauses():
                 if self.store.check(keys):
                     return
+                self.insist()
                 self.raise_cause()
                 if look.passed:
                     if not posted:
@@ -189,47 +193,66 @@ class Rendezvous:
         """Whether another process waits for this one, which has not come yet."""
         return self.place.rank in other.ranks and other.turn >= self._turns[other.ranks]
 
-    def deadlock(self, running: tuple[int, ...], what: str) -> str | None:
-        """Why a call with collectives over the ranks ``running`` never ends: a process that has not
-        begun it waits for this one in another call.  None if that is not certain.
+    def in_vain(self, running: tuple[int, ...], number: int, what: str) -> PmapError | None:
+        """Why call ``number`` with collectives over the ranks ``running`` never ends: a process has
+        failed, has ended its script before that call, or waits for this one in another call before
+        it.  None if that is not certain.
         """
-        for rank in running:
-            if rank == self.place.rank:
+        others = [rank for rank in running if rank != self.place.rank]
+        try:
+            if others:
+                self.raise_cause()
+        except (WorkerError, CollectiveMismatch) as cause:
+            return cause
+        for rank in others:
+            key = f"left/{rank}"
+            if self.store.check([key]):
+                if _checked_calls(unpacked(self.store.get(key))).get(running, 0) < number:
+                    return CollectiveMismatch(
+                        f"{what}: rank {rank} has ended its script and will not come. {_RULE}"
+                    )
                 continue
             other = self.waiting_of(rank)
             if (
                 other is not None
                 and self._is_crossed(other)
-                and other.calls.get(running, 0) < self.calls[running]
+                and other.calls.get(running, 0) < number
             ):
-                return (
+                return CollectiveMismatch(
                     f"{what}: rank {self.place.rank} runs it, but rank {rank} has not come to it, "
                     f"and waits for rank {self.place.rank} in another call: {other.what}. {_RULE}"
                 )
         return None
+
+    def have_left(self, ranks: Sequence[int]) -> bool:
+        """Whether one of ``ranks`` has ended its script; what is known needs no store."""
+        if self._gone.isdisjoint(ranks):
+            self._gone.update(rank for rank in ranks if self.store.check([f"left/{rank}"]))
+        return not self._gone.isdisjoint(ranks)
 
     # -- failure and end ---------------------------------------------------------------------------
 
     def report_cause(self, error: BaseException) -> None:
         """Tell the others why this process fails, unless another one failed before."""
         text = "".join(traceback.format_exception(error))
+        summary = traceback.format_exception_only(error)[0].partition("\n")[0]  # without notes
         is_mismatch = isinstance(error, CollectiveMismatch)
         with contextlib.suppress(Exception):  # the others may be gone, and the store with them
             if self.store.add("failures", 1) == 1:
-                cause = (self.place.rank, is_mismatch, str(error) if is_mismatch else text)
-                self.store.set("cause", packed(cause))
+                summary = str(error) if is_mismatch else summary
+                self.store.set("cause", packed((self.place.rank, is_mismatch, summary, text)))
 
     def raise_cause(self) -> None:
         """Raise if another process has reported a cause."""
         if not self.store.check(["cause"]):
             return
-        rank, is_mismatch, text = _checked(unpacked(self.store.get("cause")), (int, bool, str))
+        cause = _checked(unpacked(self.store.get("cause")), (int, bool, str, str))
+        rank, is_mismatch, summary, text = cause
         if rank == self.place.rank:
             return
         if is_mismatch:
-            raise CollectiveMismatch(text)
-        last = text.strip().rsplit("\n", 1)[-1]
-        error = WorkerError(f"rank {rank} failed first: {last}")
+            raise CollectiveMismatch(summary)
+        error = WorkerError(f"rank {rank} failed first: {summary}")
         error.__cause__ = RemoteTraceback(f"on rank {rank}:\n{text}")
         raise error
 
@@ -257,7 +280,16 @@ class Rendezvous:
         if failed:
             leave_at_once()
         with contextlib.suppress(Exception):
-            self.store.set(f"left/{self.place.rank}", b"")
+            self.store.set(f"left/{self.place.rank}", packed(dict(self.calls)))
+
+    def see_off(self) -> None:
+        """Wait a little for the others to end too."""
+        keys = [f"left/{rank}" for rank in range(self.place.size)]
+        with contextlib.suppress(dist.DistError):
+            for pause in Deadline(_LEAVING_S).pauses():
+                if self.store.check(keys) or self.store.check(["cause"]):
+                    return
+                time.sleep(pause)
 
 
 def _checked(value: Any, kinds: tuple[type, ...]) -> Any:
@@ -270,6 +302,19 @@ def _checked(value: Any, kinds: tuple[type, ...]) -> Any:
         wanted = ", ".join(kind.__name__ for kind in kinds)
         raise not_ours(f"{value!r:.100} instead of ({wanted})")
     return value
+
+
+def _check_numbers(value: Any) -> None:
+    _checked(value, (int,) * len(value) if type(value) is tuple else ())
+
+
+def _checked_calls(value: Any) -> dict[tuple[int, ...], int]:
+    """Numbers of calls, per axis; raises as ``_checked`` does."""
+    (calls,) = _checked((value,), (dict,))
+    for numbers in (tuple(calls.values()), *calls):
+        _check_numbers(numbers)
+    checked: dict[tuple[int, ...], int] = calls
+    return checked
 
 
 @contextlib.contextmanager

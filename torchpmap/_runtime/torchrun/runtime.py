@@ -5,24 +5,18 @@ reach the other processes.  All processes run the same script, so each knows wha
 Before a plan runs for the first time the processes compare it (see ``Rendezvous``); later calls
 cost nothing beyond the compiled code.
 
-A process that fails in a plan drops its groups.  So the others fail at once instead of waiting for
-it, and they read from the store which process failed first.  Nothing is repaired: the launcher
+On an asynchronous device a call only gives the plan to the device; ``Completion`` notes when it is
+done.  A failure of one process ends the job (see ``Failures``).  Nothing is repaired: the launcher
 restarts the job.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
+import functools
 import pickle
-import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -30,16 +24,8 @@ import torch
 from torchpmap._base.config import Config
 from torchpmap._base.data import packed, unpacked
 from torchpmap._base.devices import PLATFORMS, Device
-from torchpmap._base.errors import (
-    POOL_CLOSED,
-    CallTimeout,
-    CollectiveMismatch,
-    RuntimeClosed,
-    WorkerDied,
-    WorkerError,
-    kind_of,
-)
-from torchpmap._base.platform import Event, Platform
+from torchpmap._base.errors import CallTimeout, WorkerError, kind_of
+from torchpmap._base.platform import Kinds, Platform
 from torchpmap._base.torch_internals import (
     has_transforms,
     num_modes,
@@ -49,11 +35,13 @@ from torchpmap._base.torch_internals import (
 from torchpmap._layout.axis_stack import group_name
 from torchpmap._runtime import wire
 from torchpmap._runtime.base import Handle, Team
-from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
+from torchpmap._runtime.completion import Completion
+from torchpmap._runtime.groups.process_groups import Groups, RankPartition
 from torchpmap._runtime.task import Rank, Report, Task, Work
+from torchpmap._runtime.torchrun.failure import Failures
 from torchpmap._runtime.torchrun.launcher import JobPlace
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous
-from torchpmap._runtime.torchrun.watch import Watch
+from torchpmap._runtime.torchrun.watch import Watch, Watched
 from torchpmap._trace.boxed import Boxed
 from torchpmap._trace.compile import (
     Definition,
@@ -66,24 +54,25 @@ from torchpmap._trace.pickling import number_of
 T = TypeVar("T")
 
 
-_CONSEQUENCES = (WorkerError, WorkerDied)
-"""Errors that a process raises because another one failed."""
+_STOPPING_S = 1.0
+_HINT = (
+    "The device cannot be used any more. A kernel runs later than it is called: "
+    "CUDA_LAUNCH_BLOCKING=1 shows the call that fails."
+)
 
 
 class _Block:
     """This process's own block of a value, freed with the last reference to it."""
 
-    __slots__ = ("block", "event", "team")
+    __slots__ = ("block", "seq", "team")
 
-    seq = 0  # plans run in place: a block that exists is computed
-
-    def __init__(self, block: torch.Tensor | None, team: Team, event: Event | None = None) -> None:
-        """``block``: None where this process has no part of the value; ``event``: when it is
-        computed, if the device is asynchronous.
+    def __init__(self, block: torch.Tensor | None, team: Team, seq: int = 0) -> None:
+        """``block``: None where this process has no part of the value; ``seq``: the call that the
+        device computes it in, if it is asynchronous.
         """
         self.block = block
-        self.event = event
         self.team = team
+        self.seq = seq
 
 
 class _Defined(NamedTuple):
@@ -98,6 +87,7 @@ class _Defined(NamedTuple):
     timeout: float | None
     is_watched: bool
     """Whether a call of it may have to be ended."""
+    outputs: Kinds
 
 
 class TorchrunRuntime:
@@ -114,7 +104,6 @@ class TorchrunRuntime:
         self.timeout = config.timeout
         self._platform = PLATFORMS[device_type]
         self.device = _own_device(place, self._platform)
-        self._closed_because: str | None = None
         self._lock = threading.RLock()  # one call at a time: all ranks need one order of them
         self._plans: dict[int, _Defined] = {}
         self._teams: dict[tuple[int, ...], Team] = {}
@@ -122,14 +111,30 @@ class TorchrunRuntime:
         self._groups = Groups(
             place.rank, self.device, self._rendezvous.store.raw, config, self._rendezvous.address
         )
-        self._watch = Watch(self._rendezvous, self._groups, self._end_process)
-        self._recorded: BaseException | None = None
-        self._previous_hook = sys.excepthook
-        sys.excepthook = self._uncaught
+        self._failures = Failures(self._rendezvous, self._groups)
+        self._rendezvous.insist = self._failures.insist
+        self._watch = Watch(self._rendezvous, self._groups, self._failures)
+        self._launched: dict[int, Watched] = {}
+        """Calls that the device is not done with, if they are watched."""
+        self._seq = 0
+        """Of the latest call."""
+        self._completion: Completion | None = None
+        if self._platform.is_asynchronous:
+            self._completion = Completion(
+                self._platform,
+                lambda: self._groups.is_aborted,
+                self._note,
+                self._fail_late,
+                self._come_to,
+            )
 
     @property
     def closed(self) -> bool:
-        return self._closed_because is not None
+        return self._failures.closed_because is not None
+
+    def insist(self) -> None:
+        """Raise if the runtime was closed."""
+        self._failures.insist()
 
     @property
     def rendezvous(self) -> Rendezvous:
@@ -143,8 +148,8 @@ class TorchrunRuntime:
     def together(self, work: Callable[[Rendezvous], T]) -> T:
         """Run work that needs all processes and calls no plan; it fails as a call does."""
         with self._lock:
-            self.insist()
-            with self._failing():
+            self._settle()  # the work may use a group that a call uses
+            with self._failures.failing():
                 return work(self._rendezvous)
 
     def group_of_all(self) -> str:
@@ -173,7 +178,7 @@ class TorchrunRuntime:
             return _Block(copy, team)
 
     def fetch(self, handle: Any, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
-        self.insist()
+        self.block(handle)
         for place, dim, position, target in requests:
             ranks = handle.team.ranks
             rank = ranks[min(place, len(ranks) - 1)]  # a replicated value's team: this process only
@@ -188,11 +193,13 @@ class TorchrunRuntime:
             target.copy_(block)
 
     def block(self, handle: Handle) -> None:
+        if self._completion is not None:
+            self._completion.wait(handle.seq)
         self.insist()
-        self._platform.synchronize()
 
-    def is_ready(self, handle: Any) -> bool:
-        return not self.closed and (handle.event is None or handle.event.query())
+    def is_ready(self, handle: Handle) -> bool:
+        is_done = self._completion is None or handle.seq <= self._completion.done
+        return is_done and not self.closed
 
     def check(self, handle: Handle) -> None:
         self.insist()
@@ -209,7 +216,7 @@ class TorchrunRuntime:
                     f"{', '.join(str(self.devices[rank]) for rank in ranks)}; only the processes "
                     "of these devices may call it."
                 )
-            with self._failing():
+            with self._failures.failing():
                 described = _described(definition, self.device)
                 if len(ranks) > 1:
                     self._rendezvous.agree(ranks, described, definition.name)
@@ -226,15 +233,16 @@ class TorchrunRuntime:
                 limit = definition.timeout
                 watched = axis is not None or limit is not None
                 self._plans[definition.plan_id] = _Defined(
-                    first, definition.name, axis, number, limit, watched
+                    first, definition.name, axis, number, limit, watched, definition.outputs
                 )
 
     def _first_run(self, definition: Definition, runner: Boxed) -> Boxed:
         def run(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
             where = f"on device {self.devices[self.rank]}"
             results, later = run_first_time(definition, runner, blocks, where)
-            plan = self._plans[definition.plan_id]
-            self._plans[definition.plan_id] = plan._replace(runner=later)
+            plan = self._plans.get(definition.plan_id)
+            if plan is not None:  # else it was forgotten before the device came to it
+                self._plans[definition.plan_id] = plan._replace(runner=later)
             return results
 
         return run
@@ -262,7 +270,7 @@ class TorchrunRuntime:
     ) -> list[Handle]:
         self._lock.acquire()  # "with" takes twice as long
         try:
-            if self._closed_because is not None:
+            if self._failures.closed_because is not None:
                 self.insist()
             plan = self._plans[plan_id]
             blocks = [handle.block for handle in held]
@@ -270,40 +278,63 @@ class TorchrunRuntime:
                 give_up()
             held.clear()
             try:
-                if plan.is_watched or has_transforms() or num_modes():
+                if self._completion is not None:
+                    results = self._launch(plan, blocks, self._completion)
+                elif plan.is_watched or has_transforms() or num_modes():
                     results = self._run(plan, blocks)
                 else:
                     results = plan.runner(blocks)
             except Exception as error:
-                failure = self._failed(error)
+                failure = self._failures.fail(error)
                 raise failure from failure.__cause__
+            seq = self._seq
         finally:
             self._lock.release()
-        event = self._platform.record() if self._platform.is_asynchronous else None
         if num_outputs == 1:
-            return [_Block(results[0], team, event)]
-        return [_Block(result, team, event) for result in results]
+            return [_Block(results[0], team, seq)]
+        return [_Block(result, team, seq) for result in results]
 
     def _run(self, plan: _Defined, blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run a plan that waits for other processes, has a timeout, or is started in a transform or
         a mode.
         """
         if plan.is_watched:
-            self._watch.begin(plan.axis or (), plan.name, plan.timeout)
-            self._groups.occasion.number = plan.number
+            self._watch.begin(self._watch.announced(plan.axis or (), plan.name, plan.timeout))
         try:
             with _plain() if has_transforms() or num_modes() else nullcontext():
-                return plan.runner(blocks)
+                return self._run_on_occasion(plan, blocks)
         finally:
             if plan.is_watched:
-                self._groups.occasion.number = 0
                 self._watch.end()
+
+    def _launch(
+        self, plan: _Defined, blocks: list[torch.Tensor], completion: Completion
+    ) -> Sequence[torch.Tensor]:
+        """Give a plan to a device that runs it later."""
+        self._seq += 1
+        if plan.is_watched:
+            watched = self._watch.announced(plan.axis or (), plan.name, plan.timeout)
+            self._launched[self._seq] = watched
+        run = functools.partial(self._run_on_occasion, plan)
+        with _plain() if has_transforms() or num_modes() else nullcontext():
+            results = self._platform.launch(run, blocks, plan.outputs)
+        completion.launched(self._seq, plan.name, communicates=plan.axis is not None)
+        return results
+
+    def _run_on_occasion(
+        self, plan: _Defined, blocks: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        self._groups.occasion.number = plan.number if plan.is_watched else 0
+        try:
+            return plan.runner(blocks)
+        finally:
+            self._groups.occasion.number = 0
 
     def run_task(
         self, team: Team, task: Task, held: Sequence[Any]
     ) -> tuple[list[Report | None], list[Handle]]:
         with self._lock:
-            self.insist()
+            self._settle()
             assert task.body is not None
             # a copy, as in the local runtime: what the function changes must not be seen outside;
             # the pickle is safe, since it has not left this process
@@ -311,12 +342,13 @@ class TorchrunRuntime:
             blocks = [handle.block for handle in held]
             index = torch.tensor(task.ranks.index(self.rank), device=self.device)
             rank = Rank(task.ranks, task.group, index, self._groups.ensure)
-            with self._failing():
+            with self._failures.failing():
                 self._meet(task, blocks)
-                self._watch.begin(task.ranks, task.name, task.timeout)
+                self._watch.begin(self._watch.announced(task.ranks, task.name, task.timeout))
                 try:
                     with _plain():
                         report, stored = work.run(rank, task.given, blocks)
+                    self._platform.synchronize()
                 finally:
                     self._watch.end()
                 reports = self._gathered(task, report)
@@ -335,112 +367,48 @@ class TorchrunRuntime:
         given = self._rendezvous.exchange(task.ranks, packed(report.as_data()), task.name)
         return [report.like(unpacked(data), task.name) for data in given]
 
-    # -- failure and end ---------------------------------------------------------------------------
+    # -- an asynchronous device --------------------------------------------------------------------
 
-    def insist(self) -> None:
-        """Raise if the runtime was closed."""
-        if self._closed_because is not None:
-            raise RuntimeClosed(self._closed_because)
+    def _settle(self) -> None:
+        """Wait until the device has done everything; raise what has failed."""
+        if self._completion is not None:
+            self._completion.settle()
+        self.insist()
 
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        """An exception of the block ends the job, as in ``execute``."""
+    def _come_to(self, seq: int) -> None:
+        """The device has come to a call (this and the next two: completion thread)."""
+        if seq in self._launched:
+            self._watch.begin(self._launched[seq])
+
+    def _note(self, seq: int) -> None:
+        if self._launched.pop(seq, None) is not None:
+            self._watch.end()
+
+    def _fail_late(self, seq: int, doing: str, error: BaseException) -> None:
+        """A call has failed that had returned."""
+        if not isinstance(error, Exception):  # it would end the thread that it is raised in
+            error = WorkerError(f"{doing}: {type(error).__name__}: {error}")
+        if not self._platform.recover(error):
+            error.add_note(_HINT)
         try:
-            yield
-        except Exception as error:
-            failure = self._failed(error)
-            raise failure from failure.__cause__
-
-    def _failed(self, error: Exception) -> Exception:
-        """The exception to raise for ``error``; tells the others, which then stop waiting."""
-        self._rendezvous.hurry()
-        if is_communication(error):
-            try:
-                self._watch.raise_verdict()
-                self._rendezvous.raise_cause()
-                self._rendezvous.raise_absence()
-                error = _lost(error)
-            except (WorkerError, CollectiveMismatch, CallTimeout) as cause:
-                error = cause
-            except Exception:  # the store is gone too
-                error = _lost(error)
-        if not isinstance(error, _CONSEQUENCES):
-            self._record(error)  # at once: torchrun takes the earliest record for the cause
-        self._rendezvous.report_cause(error)
-        self._groups.drop()
-        self._closed_because = (
-            "a mapped call failed in this process, so the others cannot go on with it: "
-            f"{type(error).__name__}: {str(error).removesuffix('.')}. End the script, and let the "
-            "launcher restart it."
-        )
-        return error
-
-    def _end_process(self, error: BaseException) -> None:
-        """End this process: the call that should raise ``error`` does not return."""
-        self._record(error)
-        traceback.print_exception(error)
-        sys.stderr.flush()
-        os._exit(1)
-
-    def _record(self, error: BaseException) -> None:
-        """Write for torchrun why this process fails."""
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ or error is self._recorded:
-            return
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        self._recorded, where = error, error.__traceback__
-        try:
-            raise error  # torchrun records the exception that is being handled
-        except BaseException as handled:
-            get_error_handler().record_exception(handled)
-        error.with_traceback(where)
-        if isinstance(error, _CONSEQUENCES):
-            _note_as_later(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
-
-    def _uncaught(
-        self, kind: type[BaseException], error: BaseException, where: TracebackType | None
-    ) -> None:
-        """``sys.excepthook``: the others, and torchrun, learn what ended this process."""
-        if not self.closed:
-            self._rendezvous.hurry()
-            self._rendezvous.report_cause(error.with_traceback(where))
-            self._groups.drop()
-            self._closed_because = f"this process failed: {kind.__name__}: {error}"
-        self._record(error)
-        self._previous_hook(kind, error, where)
+            self._note(seq)
+        except CallTimeout as verdict:
+            error = verdict
+        self._failures.fail(error, is_late=True)
 
     def close(self) -> None:
+        if self._completion is not None and not self.closed:
+            self._completion.settle()  # or what runs would be aborted half-way, here and elsewhere
         failed = self.closed
-        if self._closed_because is None:
-            self._closed_because = POOL_CLOSED
-        if sys.excepthook == self._uncaught:
-            sys.excepthook = self._previous_hook
+        self._failures.close()
         self._watch.stop()
-        if not failed:
-            self._platform.synchronize()  # or what runs would be aborted half-way
         self._rendezvous.leave(failed=failed)  # first: it is why the others' collectives end
+        if self._completion is not None and not failed:
+            self._rendezvous.see_off()  # their collectives may still read from this device
         self._groups.drop()
-
-
-def _lost(error: BaseException) -> WorkerDied:
-    """The error to raise when a collective broke off and no process reported why."""
-    lost = WorkerDied(
-        "the connection to another process of this job broke off, and it did not say why: it was "
-        "killed (perhaps for lack of memory), or its host is gone. The launcher's report names it."
-    )
-    lost.__cause__ = error
-    return lost
-
-
-def _note_as_later(file: Path) -> None:
-    """Date a consequence a second later: torchrun takes the earliest failure for the cause, and
-    counts in whole seconds.
-    """
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        note = json.loads(file.read_text())
-        extra = note["message"]["extraInfo"]
-        extra["timestamp"] = str(int(extra["timestamp"]) + 1)
-        file.write_text(json.dumps(note))
+        if self._completion is not None:
+            self._completion.close(_STOPPING_S)
+        self._failures.surface()
 
 
 def _own_device(place: JobPlace, platform: Platform) -> torch.device:

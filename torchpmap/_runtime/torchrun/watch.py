@@ -1,11 +1,15 @@
-"""Notices a call that can never end, because another process waits for this one in another call.
+"""Notices a call that can never end, because another process does not come to it.
 
 A process that runs a plan for the first time waits for the others (see ``Rendezvous``).  If one of
 them is in a collective of another plan meanwhile, each waits for the other, and Gloo gives up only
-after half an hour.  This thread looks once a second, in calls that take longer than that.
+after half an hour.  NCCL does not even notice a process that has failed or ended.  This thread
+looks once a second, in calls that take longer than that.
 
 It also ends calls that exceed their timeout.  A call that waits in a collective is freed, and
 raises.  A call that still goes on is in the user's code, where only the end of the process ends it.
+
+On an asynchronous device a call is in progress from when the device comes to it until it is done
+with it.
 """
 
 from __future__ import annotations
@@ -15,13 +19,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from torchpmap._base.deadline import Deadline
-from torchpmap._base.errors import CallTimeout, CollectiveMismatch, PmapError
+from torchpmap._base.errors import CallTimeout, PmapError
 from torchpmap._runtime.groups.process_groups import Groups
+from torchpmap._runtime.torchrun.failure import Failures, lost
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous
 
 _INTERVAL_S = 1.0
@@ -31,44 +36,50 @@ _OBEY_S = 2.0
 _PAUSE_S = 0.05
 
 
-class Watch:
-    """``begin`` and ``running`` belong to the thread that makes calls."""
+class Watched(NamedTuple):
+    """A call that may have to be ended."""
 
-    def __init__(
-        self, rendezvous: Rendezvous, groups: Groups, end_process: Callable[[BaseException], None]
-    ) -> None:
-        """``end_process``: called with an error if the call does not return to raise it."""
-        self._end_process = end_process
+    ranks: tuple[int, ...]
+    """Those that its collectives wait for."""
+    number: int
+    """Which of the calls over ``ranks`` it is."""
+    name: str
+    timeout: float | None
+    caller: int
+    """The thread that has made the call."""
+
+
+class Watch:
+    """``announced``: the thread that makes calls; ``begin`` and ``end``: the one that runs them, or
+    that sees the device run them.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, groups: Groups, failures: Failures) -> None:
         self._rendezvous = rendezvous
         self._groups = groups
-        self.running: tuple[tuple[int, ...], str] | None = None
-        """Ranks and name of the call in progress."""
-        self._verdict: PmapError | None = None
+        self._failures = failures
+        self._running: Watched | None = None
         self._end = math.inf
-        self._timeout = math.inf
-        self._caller = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchpmap-watch", daemon=True)
         self._thread.start()
 
-    def begin(self, ranks: tuple[int, ...], name: str, timeout: float | None) -> None:
-        """A call with collectives over ``ranks`` begins."""
-        self._rendezvous.calls[ranks] += 1
-        if timeout is not None:
-            self._timeout, self._caller = timeout, threading.get_ident()
-            self._end = time.monotonic() + timeout
-        self.running = ranks, name
+    def announced(self, ranks: tuple[int, ...], name: str, timeout: float | None) -> Watched:
+        """A call with collectives over ``ranks``, in its place among all calls."""
+        calls = self._rendezvous.calls
+        calls[ranks] += 1
+        return Watched(ranks, calls[ranks], name, timeout, threading.get_ident())
+
+    def begin(self, call: Watched) -> None:
+        self._end = math.inf if call.timeout is None else time.monotonic() + call.timeout
+        self._running = call
 
     def end(self) -> None:
         """The call has ended; raises if it took too long."""
-        self.running, self._end = None, math.inf
-        if type(self._verdict) is CallTimeout:
-            raise self._verdict
-
-    def raise_verdict(self) -> None:
-        """Raise if the watching thread has ended the call."""
-        if self._verdict is not None:
-            raise self._verdict
+        self._running, self._end = None, math.inf
+        verdict = self._failures.verdict
+        if type(verdict) is CallTimeout:
+            raise verdict
 
     def stop(self) -> None:
         self._stopped.set()
@@ -80,39 +91,45 @@ class Watch:
     def _run(self) -> None:
         before = None
         while not self._stopped.wait(_INTERVAL_S):
-            running = self.running
+            running = self._running
             if running is not None and time.monotonic() >= self._end:
                 self._expire(running)
                 return
             if running is not None and running is before:
                 try:
-                    crossed = self._rendezvous.deadlock(*running)
+                    verdict = self._verdict_on(running)
                 except (dist.DistError, PmapError):
                     return  # the store is gone or was tampered with; the main thread will raise
-                if crossed is not None:
-                    self._conclude(CollectiveMismatch(crossed))
+                if verdict is not None:
+                    self._failures.conclude(verdict)
                     return
             before = running
 
-    def _conclude(self, verdict: PmapError) -> None:
-        self._verdict = verdict
-        self._rendezvous.report_cause(verdict)
-        self._groups.abort(self._groups.epoch)
+    def _verdict_on(self, running: Watched) -> PmapError | None:
+        """Why a call never ends; None if that is not certain."""
+        ranks = running.ranks
+        has_lost_peer = self._groups.has_lost_peer()  # first: who leaves or fails says so before
+        try:
+            has_lost_peer &= not self._rendezvous.have_left(ranks)
+            verdict = self._rendezvous.in_vain(ranks, running.number, running.name)
+        except dist.DistError as error:
+            if has_lost_peer:  # it has kept the store
+                return lost(error)
+            raise
+        return lost(None) if verdict is None and has_lost_peer else verdict
 
-    def _expire(self, running: tuple[tuple[int, ...], str]) -> None:
+    def _expire(self, running: Watched) -> None:
         waits = self._groups.waits()
-        frame = sys._current_frames().get(self._caller)
+        frame = sys._current_frames().get(running.caller)
         stack = "".join(traceback.format_stack(frame))
         what = f"waits for {waits}" if waits is not None else "runs"
-        self._conclude(
-            CallTimeout(
-                f"{running[1]} did not end within its timeout of {self._timeout:g} s; rank "
-                f"{self._rendezvous.place.rank} {what}:\n{stack}"
-            )
+        verdict = CallTimeout(
+            f"{running.name} did not end within its timeout of {running.timeout:g} s; rank "
+            f"{self._rendezvous.place.rank} {what}:\n{stack}"
         )
+        self._failures.conclude(verdict)
         deadline = Deadline(_OBEY_S)
-        while self.running is running:
+        while self._running is running:
             if deadline.passed:
-                assert self._verdict is not None
-                self._end_process(self._verdict)
+                self._failures.end_process(verdict)
             self._stopped.wait(_PAUSE_S)

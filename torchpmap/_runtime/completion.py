@@ -34,7 +34,9 @@ class Launched(NamedTuple):
 
 
 class Completion:
-    """``launched`` and ``settle``: main thread; ``note``, ``fail`` are called by the own thread."""
+    """``launched``, ``wait`` and ``settle``: main thread; ``begin``, ``note`` and ``fail`` are
+    called by the own thread.
+    """
 
     def __init__(
         self,
@@ -42,12 +44,18 @@ class Completion:
         is_aborted: Callable[[], bool],
         note: Callable[[int], None],
         fail: Callable[[int, str, BaseException], None],
+        begin: Callable[[int], None] = lambda seq: None,
     ) -> None:
+        """``begin``: the device has come to a command.  ``note`` may raise, which fails it."""
         self._platform = platform
         self._is_aborted = is_aborted
+        self._begin = begin
         self._note = note
         self._fail = fail
         self._queue: queue.Queue[Launched | None] = queue.Queue()
+        self._progress = threading.Condition()
+        self.done = 0
+        """The last command that the device is done with."""
         self.has_failed = False
         """Since ``renew``."""
         self.current: Launched | None = None
@@ -63,6 +71,13 @@ class Completion:
         """All work up to command ``seq`` has been given to the device."""
         self._queue.put(Launched(seq, doing, communicates, self._platform.record(), source))
 
+    def wait(self, seq: int) -> bool:
+        """Wait until command ``seq`` is noted, or one has failed; whether it is noted."""
+        if self.done < seq:
+            with self._progress:
+                self._progress.wait_for(lambda: self.done >= seq or self.has_failed)
+        return self.done >= seq
+
     def settle(self) -> bool:
         """Wait until everything launched is noted or has failed; whether nothing has failed."""
         self._queue.join()
@@ -73,9 +88,10 @@ class Completion:
         self.settle()
         self.has_failed = False
 
-    def close(self) -> None:
+    def close(self, limit_s: float | None = None) -> None:
+        """End the thread; wait at most so long for a device that does not end what it runs."""
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(limit_s)
 
     def _watch(self) -> None:
         while (each := self._queue.get()) is not None:
@@ -86,17 +102,21 @@ class Completion:
                 self._queue.task_done()
 
     def _finish(self, each: Launched) -> None:
-        error: BaseException | None = None
+        has_failed = self.has_failed
+        if not has_failed:
+            self._begin(each.seq)
         try:
             each.event.synchronize()
             if each.communicates and self._is_aborted():
-                error = GroupLost(f"a collective of {each.doing} was aborted")
-        except Exception as raised:
-            error = raised
-        if self.has_failed:
-            return
-        if error is None:
-            self._note(each.seq)
-        else:
-            self.has_failed = True
-            self._fail(each.seq, each.doing, error)
+                raise GroupLost(f"a collective of {each.doing} was aborted")
+            if not has_failed:
+                self._note(each.seq)
+        except BaseException as error:
+            if not has_failed:
+                self._fail(each.seq, each.doing, error)
+                has_failed = True
+        with self._progress:
+            self.has_failed = has_failed
+            if not has_failed:
+                self.done = each.seq
+            self._progress.notify_all()
