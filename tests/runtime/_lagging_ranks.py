@@ -164,6 +164,13 @@ def assert_in_a_kernel(rank: int) -> None:
     value.tolist()
 
 
+@job(2, TORCHPMAP_SHARED_MEMORY="0")
+def other_order_of_a_known_and_a_new_call(rank: int) -> None:
+    calls = [warmed_up(), mapped(lambda x: 2 * total(x))]
+    for call in calls if rank == 0 else reversed(calls):
+        call(own(rank))
+
+
 @job(2)
 def takes_too_long(rank: int) -> None:
     sums = mapped(total, timeout=1)

@@ -8,6 +8,7 @@ there, and has no exit code.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -94,6 +95,13 @@ def test_an_assert_in_a_kernel_says_what_to_do(ended):
     assert "IndexError: index out of range" in culprit
     assert "CUDA_LAUNCH_BLOCKING=1 shows the call that fails." in culprit
     assert "WorkerError: rank 1 failed first: IndexError: index out of range" in other
+
+
+def test_calls_in_another_order(ended):
+    """Gloo would add the numbers of one call to those of the other, and NCCL too."""
+    for output in of_failed(ended["other_order_of_a_known_and_a_new_call"]):
+        assert "CollectiveMismatch: the processes are about to run different programs" in output
+        assert re.search(r"  rank 0: 2 calls before .*\n  rank 1: 1 calls before ", output), output
 
 
 def test_a_call_that_takes_too_long(ended):

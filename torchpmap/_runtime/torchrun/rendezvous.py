@@ -14,7 +14,7 @@ import itertools
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,14 +101,18 @@ class Rendezvous:
         prefix = f"turn/{','.join(map(str, ranks))}/{turn}"
         keys = [f"{prefix}/{rank}" for rank in ranks]
         with _store_failures():
-            self.store.set(f"{prefix}/{self.place.rank}", packed((what, mine)))
+            posted = packed((what, mine, dict(self.calls)))
+            self.store.set(f"{prefix}/{self.place.rank}", posted)
             self._wait(keys, Waiting(ranks, turn, what, dict(self.calls)))
-            given = [_checked(unpacked(self.store.get(key)), (str, bytes)) for key in keys]
+            given = [_checked(unpacked(self.store.get(key)), (str, bytes, dict)) for key in keys]
             # all have begun this turn, so all have read the keys of the turn before
             self.store.delete_key(f"{prefix.rsplit('/', 1)[0]}/{turn - 1}/{self.place.rank}")
-        if len({their for their, _ in given}) > 1:
-            raise mismatch(ranks, [their for their, _ in given])
-        found = dict(zip(ranks, (theirs for _, theirs in given), strict=True))
+        if len({their for their, _, _ in given}) > 1:
+            raise mismatch(ranks, [their for their, _, _ in given])
+        _check_calls_before(
+            what, {r: _checked_calls(c) for r, (_, _, c) in zip(ranks, given, strict=True)}
+        )
+        found = dict(zip(ranks, (theirs for _, theirs, _ in given), strict=True))
         return [found[rank] for rank in wanted]
 
     def agree(self, ranks: Sequence[int], text: str, what: str) -> None:
@@ -315,6 +319,19 @@ def _checked_calls(value: Any) -> dict[tuple[int, ...], int]:
         _check_numbers(numbers)
     checked: dict[tuple[int, ...], int] = calls
     return checked
+
+
+def _check_calls_before(what: str, calls: Mapping[int, Mapping[tuple[int, ...], int]]) -> None:
+    """Raise, on all of the ranks, unless they have begun the same calls before ``what``.
+
+    Where a call waits for its collectives they could not have met; on asynchronous devices they do.
+    """
+    for axis in sorted({axis for theirs in calls.values() for axis in theirs}):
+        ranks = [rank for rank in axis if rank in calls]
+        counts = [calls[rank].get(axis, 0) for rank in ranks]
+        if len(set(counts)) > 1:
+            texts = [f"{count} calls before {what}" for count in counts]
+            raise mismatch(ranks, texts)
 
 
 @contextlib.contextmanager
