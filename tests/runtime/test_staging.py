@@ -14,8 +14,8 @@ from _support import EAGER, eagerly, wait_for, worker_pids
 import torchpmap as tp
 from torchpmap._base.lagging import Lagging
 from torchpmap._runtime import wire
-from torchpmap._runtime.local import staging
 from torchpmap._runtime.completion import Completion
+from torchpmap._runtime.local import staging
 from torchpmap._runtime.local.staging import GONE, STAGED_BYTES, TAKEN, Staged, Staging
 
 N = STAGED_BYTES // 4
