@@ -12,12 +12,14 @@ import torch
 from _support import EAGER
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchpmap as tp
 from torchpmap import random
-from torchpmap._trace.compile import have_cpp_compiler
+from torchpmap._trace.compile import compile_definition, have_cpp_compiler, warm_up
 
 CASES = json.loads((Path(__file__).parent / "random_cases.json").read_text())["cases"]
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -263,6 +265,36 @@ def test_inductor(pool):
     expected = tp.vmap(draw, None, axis_name="i", axis_size=2)(random.key(3))
     for found, value in zip(mapped, expected, strict=True):
         assert found.tolist() == value.tolist()
+
+
+class Called(TorchDispatchMode):
+    """Notes which operations are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.namespace)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.inductor
+@pytest.mark.skipif(not have_cpp_compiler(), reason="no C++ compiler")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is")  # Inductor's imports
+@pytest.mark.parametrize("pool", [1], indirect=True)
+def test_inductor_makes_one_kernel_of_a_hash(pool):
+    definition = (
+        tp.pmap(random.normal, static_broadcasted_argnums=1)
+        .lower(random.key(0)[None], (3,))
+        ._plan.definition
+    )
+    with fresh_cache():
+        warm_up()  # as the process does from which workers are forked
+        run = compile_definition(definition, torch.tensor(0))
+        with Called() as called:
+            run(random.key(0)[None])
+    assert "torchpmap_random" not in called.names
 
 
 def test_large_counts_use_both_words():

@@ -347,10 +347,9 @@ def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend
     with uncollected():
         import torch._inductor.compile_fx  # standalone_compile would import it
         from torch._inductor import list_mode_options, standalone_compile
-        from torch._inductor.decomposition import decompositions
 
     make_cache_private()
-    decompositions.update(_threefry.decompositions())
+    _teach_hashes()
     patches: dict[str, Any] = {} if _has_users_operations(graph) else dict(_PATCHES)
     if all(example.device.type == "cpu" for example in examples):
         # many threads, as they wait for g++, and the other workers wait for what this one builds
@@ -373,6 +372,16 @@ def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend
             options={"config_patches": patches},
         )
     return boxed_artifact(artifact)
+
+
+def _teach_hashes() -> None:
+    """Let Inductor make one kernel of a hash, instead of a call of Python."""
+    from torch._inductor import decomposition
+
+    rules = _threefry.decompositions()
+    if not rules.keys() <= decomposition.decompositions.keys():
+        decomposition.decompositions.update(rules)
+        decomposition.fast_random_decomps.cache_clear()  # a copy, made by the first compilation
 
 
 def warm_up() -> None:
