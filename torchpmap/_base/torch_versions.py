@@ -86,6 +86,9 @@ def autocast_dtypes(definition: custom_ops.CustomOpDef) -> dict[str, torch.dtype
     found: dict[str, torch.dtype] | None = getattr(definition, "_autocast_dtype", None)
     if found is not None:
         return found
-    # torch 2.11 knows two types, and has an attribute for each
-    both = {kind: getattr(definition, f"_autocast_{kind}_dtype") for kind in ("cpu", "cuda")}
-    return {kind: dtype for kind, dtype in both.items() if dtype is not None}
+    # torch 2.11 has an attribute for each type
+    return {
+        name[len("_autocast_") : -len("_dtype")]: dtype
+        for name, dtype in vars(definition).items()
+        if name.startswith("_autocast_") and dtype is not None
+    }
