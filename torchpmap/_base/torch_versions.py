@@ -49,7 +49,8 @@ if not torch._C._dispatch_has_kernel_for_dispatch_key(_VIEW, "FuncTorchBatched")
 # -- checks that raise -----------------------------------------------------------------------------
 
 # torch 2.11 takes this operation, which returns nothing, for dead code: a compiled ``cholesky``
-# would return a wrong result.  Torch 2.13 knows that it has an effect.
+# would return a wrong result (https://github.com/pytorch/pytorch/issues/182965).  Torch 2.13 knows
+# that it has an effect.
 torch.fx.has_side_effect(torch.ops.aten._linalg_check_errors.default)
 
 
@@ -86,7 +87,7 @@ def autocast_dtypes(definition: custom_ops.CustomOpDef) -> dict[str, torch.dtype
     found: dict[str, torch.dtype] | None = getattr(definition, "_autocast_dtype", None)
     if found is not None:
         return found
-    # torch 2.11 has an attribute for each type
+    # torch 2.11 has an attribute for each type (https://github.com/pytorch/pytorch/pull/183689)
     return {
         name[len("_autocast_") : -len("_dtype")]: dtype
         for name, dtype in vars(definition).items()
