@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+os.environ |= {"TORCHPMAP_DEVICE_TYPE": "cpu", "JAX_PLATFORMS": "cpu"}  # whatever the host has
 # read when jax is imported; more virtual devices than are used cost nothing
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"

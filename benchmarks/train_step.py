@@ -46,6 +46,7 @@ class Contender:
                 env={
                     **os.environ,
                     "TRAIN_STEP_ADDRESS": f"{host}:{port}",
+                    "TORCHPMAP_DEVICE_TYPE": "cpu",  # whatever the host has
                     "OMP_NUM_THREADS": "1",
                     "GLOO_SOCKET_IFNAME": "lo",
                 },

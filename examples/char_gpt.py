@@ -267,7 +267,7 @@ def mean(values: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT on every device.")
-    parser.add_argument("--devices", type=int, default=2, help="under torchrun: its processes")
+    parser.add_argument("--devices", type=int, help="default: every GPU, or two cores")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=32, help="over all devices and passes")
     parser.add_argument("--width", type=int, default=128, help="of the model")
@@ -282,7 +282,7 @@ def main() -> None:
     args = parser.parse_args()
 
     if tp.process_count() == 1:
-        tp.init(num_devices=args.devices)
+        tp.init(args.devices or (2 if tp.default_backend() == "cpu" else None))
     text, n = Text(read_text()), tp.device_count()
     sizes = Sizes(width=args.width, layers=args.layers, batch=args.batch)
     params, losses = train(

@@ -117,14 +117,14 @@ def draw(x: Tensor, prediction: Prediction, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train an ensemble on every device.")
-    parser.add_argument("--devices", type=int, default=2, choices=(1, 2, 4, 8, 16, 32, 64))
+    parser.add_argument("--devices", type=int, choices=(1, 2, 4, 8, 16, 32, 64))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--no-compile", action="store_true", help="run operation by operation")
     parser.add_argument("--output", type=Path, default=Path("outputs"), help="folder for the PNG")
     args = parser.parse_args()
 
     if tp.process_count() == 1:
-        tp.init(num_devices=args.devices)
+        tp.init(args.devices or (2 if tp.default_backend() == "cpu" else None))
     n = tp.device_count()  # under torchrun: its processes
     params, ask = train(n, args.steps, not args.no_compile)
     seen = torch.cat([torch.linspace(-2, 0, 81), torch.linspace(1, 2, 41)])

@@ -19,7 +19,7 @@ import torchpmap as tp
 from torchpmap.multihost import all_gather, local_rows
 
 if tp.process_count() == 1:
-    tp.init(num_devices=2)
+    tp.init(num_devices=2, device_type="cpu")
 
 
 def say(*words: object) -> None:

@@ -114,13 +114,13 @@ def run(num_samples: int, compile: Any = True) -> tuple[list[Tensor], Tensor, Su
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run sixteen Markov chains over the devices.")
-    parser.add_argument("--devices", type=int, default=2, help="under torchrun: its processes")
+    parser.add_argument("--devices", type=int, help="default: every GPU, or two cores")
     parser.add_argument("--samples", type=int, default=500, help="of each chain")
     parser.add_argument("--no-compile", action="store_true", help="run operation by operation")
     args = parser.parse_args()
 
     if tp.process_count() == 1:
-        tp.init(num_devices=args.devices)
+        tp.init(args.devices or (2 if tp.default_backend() == "cpu" else None))
     samples, accepted, summary = run(args.samples, not args.no_compile)
     samples, accepted = all_gather((samples, accepted), tiled=True)
     if tp.process_index() != 0:

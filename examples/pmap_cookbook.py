@@ -140,12 +140,12 @@ def gradients(pmap: Pmap) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="JAX's Pmap Cookbook on torch.")
-    parser.add_argument("--devices", type=int, default=2, help="under torchrun: its processes")
+    parser.add_argument("--devices", type=int, help="default: every GPU, or two cores")
     parser.add_argument("--no-compile", action="store_true", help="run operation by operation")
     args = parser.parse_args()
 
     if tp.process_count() == 1:
-        tp.init(num_devices=args.devices)
+        tp.init(args.devices or (2 if tp.default_backend() == "cpu" else None))
     pmap = functools.partial(tp.pmap, compile=not args.no_compile)
     for part in (pure_maps, random_matrices, collectives, rule_30, gradients):
         part(pmap)

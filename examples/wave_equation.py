@@ -117,7 +117,7 @@ def draw(grids: list[Tensor], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Simulate a wave on every device.")
-    parser.add_argument("--devices", type=int, default=2, help="under torchrun: its processes")
+    parser.add_argument("--devices", type=int, help="default: every GPU, or two cores")
     parser.add_argument("--size", type=int, default=120, help="rows and columns of the grid")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--no-compile", action="store_true", help="run operation by operation")
@@ -125,7 +125,7 @@ def main() -> None:
     args = parser.parse_args()
 
     if tp.process_count() == 1:
-        tp.init(num_devices=args.devices)
+        tp.init(args.devices or (2 if tp.default_backend() == "cpu" else None))
     n = tp.device_count()
     grids, energies = simulate(n, args.size, args.steps, not args.no_compile)
     if tp.process_index() != 0:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _support import SCALE
+from _support import DEVICE, SCALE
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -108,7 +108,7 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if name == "TORCHPMAP_TEST_LAG"
+        if name in ("TORCHPMAP_TEST_LAG", "TORCHPMAP_TEST_SHARE")
         or (not name.startswith(("TORCHPMAP_", "GLOO_")) and name not in ("MASTER_ADDR", "RANK"))
     }
     path = os.pathsep.join([str(ROOT), str(TESTS)])
@@ -116,7 +116,7 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
         **inherited,
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": "1",  # torchrun would say that it sets it
-        "TORCHPMAP_DEVICE_TYPE": "cpu",
+        "TORCHPMAP_DEVICE_TYPE": DEVICE,
         "TORCHPMAP_TIMEOUT": "60",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         **more,

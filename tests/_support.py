@@ -25,6 +25,8 @@ SCALE = float(
 )
 """Factor on all time bounds, for slow machines and for test processes that share one."""
 
+DEVICE = os.environ.get("TORCHPMAP_TEST_DEVICE") or "cpu"
+"""The kind of the devices of all tests, whatever the host has."""
 LAGS = os.environ.get("TORCHPMAP_TEST_LAG") == "1"
 """Whether CPU devices behave like accelerators (``_base/lagging.py``)."""
 TEST_ALL = os.environ.get("TORCHPMAP_TEST_ALL") == "1"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib.util
 import os
 import signal
 import threading
@@ -12,20 +14,24 @@ from typing import Any
 
 os.environ.setdefault("TORCHPMAP_WARM", "0")  # of the programs that tests run few compile
 
-import hypothesis
 import pytest
 import torch
 from _leftovers import Inventory
-from _support import EAGER, SCALE, TEST_ALL, sample, wait_for
+from _support import DEVICE, EAGER, SCALE, TEST_ALL, sample, wait_for
 
 import torchpmap as tp
 from torchpmap._base.devices import usable_cores
 from torchpmap._runtime.local.process import preload
 
-hypothesis.settings.register_profile(
-    "reproducible", derandomize=True, deadline=None, database=None, print_blob=True
-)
-hypothesis.settings.load_profile("reproducible")
+os.environ["TORCHPMAP_DEVICE_TYPE"] = DEVICE  # read when a pool starts
+
+with contextlib.suppress(ModuleNotFoundError):  # tests/gpu.py does without it
+    import hypothesis
+
+    hypothesis.settings.register_profile(
+        "reproducible", derandomize=True, deadline=None, database=None, print_blob=True
+    )
+    hypothesis.settings.load_profile("reproducible")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the cores have test processes, whose threads would wait for another
@@ -70,6 +76,20 @@ LONGEST = (
 """Test files that take more than 10 s. They come first, so that no process is left with one."""
 
 
+HAS_TIMEOUTS = importlib.util.find_spec("pytest_timeout") is not None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    if not HAS_TIMEOUTS:
+        parser.addini("timeout", "seconds per test; tests/gpu.py keeps to it")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not HAS_TIMEOUTS:
+        config.addinivalue_line("markers", "timeout(seconds): of one test")
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Test processes by default: one per core, and only this one if part of the suite is asked for.
 
@@ -93,6 +113,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in kept]
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    for item in items:
+        only = item.get_closest_marker("cpu_only")
+        if only is not None and DEVICE != "cpu":
+            item.add_marker(pytest.mark.skip(reason=f"CPU devices only: {only.args[0]}"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from _support import DEVICE
 
+import torchpmap as tp
 from torchpmap._base.devices import (
     PLATFORMS,
     Device,
@@ -91,6 +93,17 @@ def test_enumerate_devices(monkeypatch):
     assert enumerate_devices(2, "cuda") == (Device(0, "cuda"), Device(1, "cuda"))
     with pytest.raises(ValueError, match="3 cuda devices were asked for, but 2 are visible"):
         enumerate_devices(3, "cuda")
+
+
+def test_tests_run_on_the_cpu_whatever_the_host_has(monkeypatch, request):
+    if DEVICE != "cpu":
+        pytest.skip("TORCHPMAP_TEST_DEVICE names another kind")
+    request.addfinalizer(tp.shutdown)
+    tp.shutdown()
+    with_gpus(monkeypatch, 1)
+    assert default_platform().name == "cuda"
+    tp.init(2)
+    assert tp.default_backend() == "cpu"
 
 
 def test_asking_for_defaults_does_not_initialise_cuda():

@@ -15,8 +15,11 @@ import torch
 import torch.distributed as dist
 
 import torchpmap as tp
+from torchpmap._base.config import Config
 from torchpmap._base.devices import CUDA, PLATFORMS
-from torchpmap._base.platform import Platform
+from torchpmap._base.platform import Platform, SharedCuda
+from torchpmap._base.torch_internals import group_named
+from torchpmap._runtime.groups import process_groups
 
 PACKAGE = Path(tp.__file__).parent
 
@@ -96,6 +99,56 @@ def test_communicators_connect_at_once(monkeypatch):
     assert CUDA.communicator(dist.HashStore(), 1, 4, "timeout") is nccl
     device = torch.device("cuda", 0)
     assert calls == [(1, 4, "timeout"), ("nccl", "eager_connect_single_device", device)]
+
+
+@pytest.mark.parametrize(("visible", "shown"), [(None, "0"), ("4,6", "4")])
+def test_workers_share_a_device(monkeypatch, visible, shown):
+    shared = SharedCuda()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert shared.environment(3) == {"CUDA_VISIBLE_DEVICES": shown}
+    assert shared.device(3) == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    assert shared.model(3) == "GPU 0"
+    for gpus, count in ((0, 0), (1, 8)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert shared.count() == count
+
+
+def test_workers_that_share_a_device_talk_through_gloo(monkeypatch, tmp_path):
+    monkeypatch.setitem(PLATFORMS, "cuda", SharedCuda())
+    store = dist.FileStore(str(tmp_path / "store"), -1)
+    device = torch.device("cuda", 0)
+    groups = process_groups.Groups(0, device, store, Config(timeout=10.0))
+    groups.ensure("alone", ((0,),))
+    try:
+        backend = group_named("alone")._get_backend(device)
+        assert isinstance(backend, dist.ProcessGroupGloo)
+    finally:
+        groups.drop()
+
+
+SHARING = """
+import torch
+torch.cuda.device_count = lambda: 1
+import torchpmap as tp
+print(tp.devices()[:3])
+"""
+
+
+def test_a_setting_lets_workers_share_a_device():
+    for shares in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-c", SHARING],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env={**os.environ, "TORCHPMAP_DEVICE_TYPE": "cuda", "TORCHPMAP_TEST_SHARE": shares},
+        )
+        assert done.returncode == 0, done.stderr
+        seen = ["Device(cuda:0)", "Device(cuda:1)", "Device(cuda:2)"][: 3 if shares == "1" else 1]
+        assert done.stdout == f"[{', '.join(seen)}]\n"
 
 
 WATCHED = """

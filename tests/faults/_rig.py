@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from _leftovers import MARK, marked
-from _support import EAGER, SCALE, eagerly, known_pids, running_pool, wait_for, worker_pids
+from _support import DEVICE, EAGER, SCALE, eagerly, known_pids, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 
@@ -87,7 +87,7 @@ def survivors(*dead: int) -> Iterator[None]:
     now = worker_pids()
     assert [rank for rank in range(N) if now[rank] == pids[rank]] == alive
     for rank in dead:
-        with pytest.raises(tp.ShardLost, match=f"cpu:{rank}"):
+        with pytest.raises(tp.ShardLost, match=f"{DEVICE}:{rank}"):
             value[rank].item()
 
 

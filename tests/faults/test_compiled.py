@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 from _rig import EAGER, N, assert_pool_works, busy, eagerly, kill, rows, sharded, total
-from _support import LAGS, SCALE, running_pool, wait_for, worker_pids
+from _support import DEVICE, LAGS, SCALE, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 
@@ -32,7 +32,7 @@ def test_runtime_error_inside_a_graph():
     y = f(table, torch.tensor([[0], [1], [99], [2]]))
     with pytest.raises(IndexError, match="out of range") as caught:
         y.cpu()
-    assert "on device cpu:2 (rank 2" in caught.value.__notes__[0]
+    assert f"on device {DEVICE}:2 (rank 2" in caught.value.__notes__[0]
     with pytest.raises(IndexError):
         y.block_until_ready()
     with pytest.raises(IndexError):

@@ -27,7 +27,7 @@ from _rig import (
     total,
     within,
 )
-from _support import known_pids, running_pool, wait_for, worker_pids
+from _support import DEVICE, known_pids, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 
@@ -144,7 +144,7 @@ def test_row_06_several_workers_die_together(dead):
         error = within(2, lambda: eagerly(step)(rows)).error
         assert isinstance(error, tp.WorkerDied)
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
-        assert all(f"device cpu:{rank}" in text for rank in dead)
+        assert all(f"device {DEVICE}:{rank}" in text for rank in dead)
 
 
 def test_row_07_death_again_during_the_repair():
@@ -204,7 +204,7 @@ def test_values_of_a_dead_worker_are_named_in_the_error():
     value = sharded()
     kill(worker_pids()[2])
     for use in (value.cpu, lambda: value[2], value.block_until_ready, lambda: total(value).cpu()):
-        with pytest.raises(tp.ShardLost, match=r"shard on device cpu:2 is lost: .*SIGKILL"):
+        with pytest.raises(tp.ShardLost, match=rf"shard on device {DEVICE}:2 is lost: .*SIGKILL"):
             use()
     assert_pool_works()
 
@@ -213,17 +213,17 @@ def test_row_01_lost_value_used_at_once():
     """Without a call in between that notices: the error must not be about handles or keys."""
     value, pids = sharded(), worker_pids()
     os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises((tp.ShardLost, tp.WorkerDied), match="cpu:1"):
+    with pytest.raises((tp.ShardLost, tp.WorkerDied), match=f"{DEVICE}:1"):
         total(value).cpu()
-    with pytest.raises(tp.ShardLost, match="cpu:1"):
+    with pytest.raises(tp.ShardLost, match=f"{DEVICE}:1"):
         value.cpu()
     value, pids = sharded(), worker_pids()
     kill(pids[1])
-    with pytest.raises(tp.ShardLost, match="cpu:1"):
+    with pytest.raises(tp.ShardLost, match=f"{DEVICE}:1"):
         total(value).cpu()
     value, pids = sharded(), worker_pids()
     os.kill(pids[3], signal.SIGKILL)
-    with pytest.raises((tp.ShardLost, tp.WorkerDied), match="cpu:3"):
+    with pytest.raises((tp.ShardLost, tp.WorkerDied), match=f"{DEVICE}:3"):
         eagerly(lambda x: x)(value)
     assert_pool_works()
 
@@ -241,7 +241,7 @@ def test_row_06_one_dies_and_another_raises():
 
     with pytest.raises(ValueError, match="on two") as caught:
         eagerly(step)(rows)
-    assert any("cpu:1" in note and "exit code 1" in note for note in caught.value.__notes__)
+    assert any(f"{DEVICE}:1" in note and "exit code 1" in note for note in caught.value.__notes__)
     assert_pool_works()
 
 

@@ -22,7 +22,7 @@ from _rig import (
     survivors,
     within,
 )
-from _support import LAGS
+from _support import DEVICE, LAGS
 
 import torchpmap as tp
 from torchpmap._base.config import Config
@@ -50,7 +50,7 @@ def test_row_08_exception_on_one_rank(place):
         error = within(0.5, lambda: eagerly(step)(rows)).error
         assert isinstance(error, ValueError)
         assert str(error) == "my message"
-        assert "on device cpu:1 (rank 1, pid" in error.__notes__[0]
+        assert f"on device {DEVICE}:1 (rank 1, pid" in error.__notes__[0]
         assert 'raise ValueError("my message")' in str(error.__cause__)
 
 
@@ -90,7 +90,7 @@ def test_row_08_every_exception_keeps_its_type(raised, others):
         error = within(1, lambda: eagerly(step)(rows)).error
         assert type(error) is type(raised)
         assert str(error) == str(raised)
-        assert "on device cpu:1" in error.__notes__[0]
+        assert f"on device {DEVICE}:1" in error.__notes__[0]
         assert "raise make()" in str(error.__cause__)
 
 
@@ -269,7 +269,7 @@ def test_row_11_error_in_a_compiled_call():
     with survivors():
         error = within(1, lambda: pick(table, torch.tensor([[0], [1], [99], [2]])).cpu()).error
         assert isinstance(error, IndexError)
-        assert "on device cpu:2 (rank 2" in error.__notes__[0]
+        assert f"on device {DEVICE}:2 (rank 2" in error.__notes__[0]
 
 
 def test_row_12_swallowed_communication_error():

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from _rig import N, rows, sharded, total, worker_pids
-from _support import EAGER, LAGS
+from _support import DEVICE, EAGER, LAGS
 
 import torchpmap as tp
 
@@ -58,7 +58,7 @@ def test_an_assert_in_a_kernel_replaces_the_worker():
         pick(table, torch.tensor([[0], [1], [99], [2]])).cpu()
     assert "CUDA_LAUNCH_BLOCKING=1" in caught.value.__notes__[0]
     assert total(rows).tolist() == [rows.sum()] * N
-    with pytest.raises(tp.ShardLost, match="device cpu:2"):
+    with pytest.raises(tp.ShardLost, match=f"device {DEVICE}:2"):
         value.cpu()
     assert value[0] == 0  # the others have theirs
     same = [old == new for old, new in zip(pids, worker_pids(), strict=True)]

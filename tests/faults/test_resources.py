@@ -24,7 +24,7 @@ from _rig import (
     unindented,
     within,
 )
-from _support import anonymous_bytes, num_fds, rss_bytes, wait_for, worker_pids
+from _support import DEVICE, anonymous_bytes, num_fds, rss_bytes, wait_for, worker_pids
 
 import torchpmap as tp
 
@@ -35,6 +35,8 @@ HUGE = 512 << 20
 @pytest.fixture
 def limited(pool):
     """The workers may have 256 MB more than now, enough for a repair; a new pool follows."""
+    if DEVICE != "cpu":
+        pytest.skip("the limit is one of the memory of processes")
 
     def limit(x):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -56,7 +58,7 @@ def test_row_26_a_worker_has_no_memory_for_a_block(byte):
         error = within(10, lambda: tp.pmap(lambda x: x[0], compile=EAGER)(block).cpu()).error
         assert isinstance(error, MemoryError | RuntimeError), error
         assert str(HUGE) in str(error)
-        assert "device cpu:" in "\n".join([str(error), *error.__notes__])
+        assert f"device {DEVICE}:" in "\n".join([str(error), *error.__notes__])
 
 
 @pytest.mark.usefixtures("limited")
@@ -121,6 +123,7 @@ def test_row_26_no_descriptor_is_left_during(moment):
     assert not ended.left
 
 
+@pytest.mark.cpu_only("the workers' memory is not that of their processes")
 @pytest.mark.usefixtures("pool")
 def test_row_27_two_thousand_calls_leave_nothing():
     chain = tp.pmap(lambda x: tp.psum(x, "i") / N, "i", compile=EAGER)
@@ -142,6 +145,7 @@ def test_row_27_two_thousand_calls_leave_nothing():
     assert max(now - old for now, old in zip(sizes(rss_bytes, pids), memory, strict=True)) < 2 << 20
 
 
+@pytest.mark.cpu_only("the workers' memory is not that of their processes")
 @pytest.mark.usefixtures("pool")
 def test_row_27_two_hundred_failing_calls_leave_nothing():
     def step(x):

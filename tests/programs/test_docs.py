@@ -24,6 +24,8 @@ from _support import TEST_ALL
 import torchpmap as tp
 from torchpmap._trace import compile as _compile
 
+pytestmark = pytest.mark.cpu_only("pages name the CPU devices that they run on")
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from _launched import Raised, host, run_cases
+from _support import DEVICE
 from _torchrun_cases import (
     AXIS,
     CASES,
@@ -46,14 +47,16 @@ def operations_on_local_rows():
     return [(y + 1).sum(), (y == y).double().mean() / 2]
 
 
-@expect(lambda rank, count: [True, [f"cpu:{rank}"], part(X, rank, count), None])
+@expect(lambda rank, count: [True, [f"{DEVICE}:{rank}"], part(X, rank, count), None])
 def shards_of_local_rows():
     y = mapped(lambda x: x)(mine())
     (shard,) = y.addressable_shards
     return [y.is_fully_addressable, [str(shard.device)], shard.data, shard.index[0].start]
 
 
-@expect(lambda rank, count: [False, [4], f"cpu:{rank}", rank * 4 // count, part(X, rank, count)])
+@expect(
+    lambda rank, count: [False, [4], f"{DEVICE}:{rank}", rank * 4 // count, part(X, rank, count)]
+)
 def shards_of_a_spanning_value():
     g = spanning()
     (shard,) = g.addressable_shards
@@ -72,7 +75,7 @@ def printing_the_numbers_of_a_spanning_value():
 
 
 @expect(lambda rank, count: "ShardedTensor(shape=[4], dtype=torch.float32, rows of dim 0 on "
-        + " ".join(f"cpu:{k}" for k in range(count)) + ")")  # fmt: skip
+        + " ".join(f"{DEVICE}:{k}" for k in range(count)) + ")")  # fmt: skip
 def text_of_a_spanning_value():
     return str(spanning())
 

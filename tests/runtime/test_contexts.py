@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from _support import SCALE, is_running, wait_for
+from _support import DEVICE, SCALE, is_running, wait_for
 
 PROGRAM = """
 import torch
@@ -149,8 +149,8 @@ def test_notebook(environment):
     assert done.returncode == 0, done.stderr
     texts = json.loads(done.stdout)
     assert texts[0] == PRINTED
-    assert "[cpu:0] here\n" in texts[3]
-    assert "[cpu:1] here\n" in texts[3]
+    assert f"[{DEVICE}:0] here\n" in texts[3]
+    assert f"[{DEVICE}:1] here\n" in texts[3]
     assert "in a cell True\n" in texts[3]
 
 

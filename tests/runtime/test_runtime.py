@@ -15,6 +15,7 @@ import time
 import pytest
 import torch
 from _support import (
+    DEVICE,
     EAGER,
     SCALE,
     in_threads,
@@ -56,6 +57,7 @@ def test_thousand_unawaited_collectives(pool):
     assert x.tolist() == [1001.0, 1001.0]
 
 
+@pytest.mark.cpu_only("the workers' memory is not that of their processes")
 @TWO
 def test_resources_are_flat_over_20_000_calls(pool):
     step = tp.pmap(lambda x: x + 1, compile=EAGER)
@@ -144,6 +146,7 @@ def test_plan_of_a_dropped_function_is_forgotten(pool):
     assert wait_for(lambda: len(runtime._definitions) == plans, 3)
 
 
+@pytest.mark.cpu_only("the workers' memory is not that of their processes")
 @TWO
 def test_uncompiled_functions_do_not_pile_up(pool):
     def call(tensor):
@@ -172,9 +175,10 @@ def test_prints_arrive_before_the_call_returns(pool, capsys):
     tp.pmap(speak, compile=False)(torch.tensor([7, 8]))
     captured = capsys.readouterr()
     assert sorted(captured.out.splitlines()) == [
-        *("[cpu:0] I have 7", "[cpu:0] from C", "[cpu:1] I have 8", "[cpu:1] from C")
+        *(f"[{DEVICE}:0] I have 7", f"[{DEVICE}:0] from C"),
+        *(f"[{DEVICE}:1] I have 8", f"[{DEVICE}:1] from C"),
     ]
-    assert sorted(captured.err.splitlines()) == ["[cpu:0] oh", "[cpu:1] oh"]
+    assert sorted(captured.err.splitlines()) == [f"[{DEVICE}:0] oh", f"[{DEVICE}:1] oh"]
 
 
 @TWO
@@ -186,7 +190,7 @@ def test_long_output_arrives_whole(pool, capsys):
 
     tp.pmap(speak, compile=False)(torch.zeros(2))
     lines = capsys.readouterr().out.splitlines()
-    for device in ("[cpu:0] ", "[cpu:1] "):
+    for device in (f"[{DEVICE}:0] ", f"[{DEVICE}:1] "):
         mine = [line.removeprefix(device) for line in lines if line.startswith(device)]
         assert mine == [str(k) for k in range(20_000)]
 

@@ -18,6 +18,8 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 from torchpmap._runtime.groups.shared_memory_group import SharedMemoryGroup
 
+pytestmark = pytest.mark.cpu_only("GPUs do not exchange data through shared memory")
+
 SLOT = 1 << 20
 """Bytes that a rank hands over at once."""
 SIZES = (0, 1, 7, SLOT // 8, SLOT // 8 + 1, 3 * SLOT // 8 + 5)

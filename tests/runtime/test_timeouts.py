@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from _support import EAGER, LAGS, SCALE, running_pool, wait_for, worker_pids
+from _support import DEVICE, EAGER, LAGS, SCALE, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap._runtime.local.triage import Sight, described
@@ -93,11 +93,11 @@ def test_rank_that_obeys_lives(function, does):
         tp.pmap(function, "i", compile=False, timeout=LIMIT_S)(rows)
     head, first, second = str(caught.value).splitlines()
     assert head == f"{function.__name__} did not end within its timeout of 0.2 s:"
-    assert first.startswith(f"  cpu:0 (rank 0, pid {pids[0]}) ")
-    assert second.startswith(f"  cpu:1 (rank 1, pid {pids[1]}) {does}")
+    assert first.startswith(f"  {DEVICE}:0 (rank 0, pid {pids[0]}) ")
+    assert second.startswith(f"  {DEVICE}:1 (rank 1, pid {pids[1]}) {does}")
     assert "test_timeouts.py:" in second
     stacks = str(caught.value.__cause__)
-    assert f"cpu:1 (rank 1, pid {pids[1]}), innermost frame first:" in stacks
+    assert f"{DEVICE}:1 (rank 1, pid {pids[1]}), innermost frame first:" in stacks
     assert f"in {function.__name__}" in stacks
     assert caught.value.__notes__ == [f"while running {function.__name__}"]
     assert worker_pids(2) == pids
@@ -106,7 +106,7 @@ def test_rank_that_obeys_lives(function, does):
 
 
 def test_rank_that_waits_in_a_collective():
-    with pytest.raises(tp.CallTimeout, match=r"cpu:0 .* waits for rank 1 in .* at "):
+    with pytest.raises(tp.CallTimeout, match=rf"{DEVICE}:0 .* waits for rank 1 in .* at "):
         tp.pmap(loops, "i", compile=False, timeout=SCALE)(rows)
 
 
@@ -122,11 +122,11 @@ def test_rank_that_does_not_obey_is_replaced(function, does):
     value, pids = kept(), worker_pids(2)
     with pytest.raises(tp.CallTimeout) as caught:
         tp.pmap(function, "i", compile=False, timeout=LIMIT_S)(rows)
-    assert f"cpu:1 (rank 1, pid {pids[1]}) {does}" in str(caught.value)
+    assert f"{DEVICE}:1 (rank 1, pid {pids[1]}) {does}" in str(caught.value)
     after = worker_pids(2)
     assert [a == b for a, b in zip(after, pids, strict=True)] == [True, False]
     assert value[0].item() == 1
-    with pytest.raises(tp.ShardLost, match="cpu:1"):
+    with pytest.raises(tp.ShardLost, match=f"{DEVICE}:1"):
         value.tolist()
     assert total(rows).tolist() == [1, 1]
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from _support import (
+    DEVICE,
     EAGER,
     eagerly,
     in_threads,
@@ -206,7 +207,7 @@ def test_a_user_is_told_who_is_waited_for(tmp_path, monkeypatch, capfd):
     caller.join(30)
     text = "".join(said)
     assert text.startswith("torchpmap: waiting for ")
-    assert text.count(f"cpu:1 (rank 1, pid {pids[1]}): it runs slow (") == 1
+    assert text.count(f"{DEVICE}:1 (rank 1, pid {pids[1]}): it runs slow (") == 1
 
 
 # -- no descriptors --------------------------------------------------------------------------------
@@ -284,7 +285,7 @@ def test_workers_outlive_the_fork_server():
     assert_pool_works()
     assert worker_pids(2) == pids
     os.kill(pids[1], signal.SIGKILL)  # it is noticed, and replaced
-    with pytest.raises(tp.ShardLost, match="cpu:1"):
+    with pytest.raises(tp.ShardLost, match=f"{DEVICE}:1"):
         held.tolist()
     assert_pool_works()
     assert worker_pids(2)[0] == pids[0]

@@ -240,6 +240,7 @@ def test_block_until_ready_raises_what_the_computation_raised():
 # Devices -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu_only("the devices are named")
 def test_devices():
     devices = tp.devices()
     assert [str(device) for device in devices] == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from _sharded_values import HERE, HOST, WHOLE, fetched_bytes, numbers, on_devices, where
 from _spies import asked
-from _support import EAGER, live_tensors, running_pool, wait_for, worker_pids
+from _support import DEVICE, EAGER, live_tensors, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap._runtime import current
@@ -186,7 +186,7 @@ def test_operations_after_the_death_of_a_worker():
     victim = worker_pids()[1]
     os.kill(victim, signal.SIGKILL)
     assert wait_for(lambda: running_pool().broken)
-    with pytest.raises(tp.ShardLost, match="cpu:1"):
+    with pytest.raises(tp.ShardLost, match=f"{DEVICE}:1"):
         values.x.mul(0.75)
     fresh = on_devices()
     result = fresh.x.mul(0.75) + fresh.x.sum()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from _sharded_values import LAYOUTS, ROWS, any_layout
 from _spies import asked
-from _support import EAGER
+from _support import DEVICE, EAGER
 
 import torchpmap as tp
 
@@ -45,7 +45,7 @@ def test_is_a_tensor_without_moving_data(y, monkeypatch):
 
 
 def test_repr(y, columns):
-    where = "cpu:0 cpu:1 cpu:2 cpu:3"
+    where = f"{DEVICE}:0 {DEVICE}:1 {DEVICE}:2 {DEVICE}:3"
     assert repr(y) == (
         "ShardedTensor([[0., 1.],\n        [2., 3.],\n        [4., 5.],\n        [6., 7.]], "
         f"rows of dim 0 on {where})"
@@ -61,7 +61,7 @@ def test_repr(y, columns):
 def test_repr_of_large_values_moves_nothing(monkeypatch):
     large = tp.device_put(torch.zeros(4, 300, dtype=torch.int16), tp.devices())
     calls = asked(monkeypatch)
-    where = "rows of dim 0 on cpu:0 cpu:1 cpu:2 cpu:3"
+    where = f"rows of dim 0 on {DEVICE}:0 {DEVICE}:1 {DEVICE}:2 {DEVICE}:3"
     assert repr(large) == f"ShardedTensor(shape=[4, 300], dtype=torch.int16, {where})"
     assert calls == []
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from _sharded_values import numbers
-from _support import EAGER, TEST_ALL
+from _support import DEVICE, EAGER, TEST_ALL
 from _writing_operators import copied, mapped, run, sample, writing_operators
 
 import torchpmap as tp
@@ -352,7 +352,7 @@ def test_values_of_a_closed_pool_can_be_looked_at():
     x, loss = cut(numbers(4, 2)), tp.replicate(torch.tensor(1.0))
     tp.shutdown()
     for text in (repr(x), str(x), f"{x}", str([x])):
-        assert "shape=[4, 2], dtype=torch.float32, rows of dim 0 on cpu:0" in text
+        assert f"shape=[4, 2], dtype=torch.float32, rows of dim 0 on {DEVICE}:0" in text
         assert "which were shut down: the data is gone" in text
     assert "the data is gone" in f"{loss:.3f}"
     assert {x: 1}[x] == 1

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from _support import EAGER
+from _support import DEVICE, EAGER
 
 import torchpmap as tp
 
@@ -181,7 +181,7 @@ def test_users_own_prints_still_say_where_they_are_from(capsys):
 
     tp.pmap(f, compile=False)(torch.zeros(2)).block_until_ready()
     lines = capsys.readouterr().out.splitlines()
-    assert sorted(lines) == ["[0] ours", "[1] ours", "[cpu:0] mine", "[cpu:1] mine"]
+    assert sorted(lines) == ["[0] ours", "[1] ours", f"[{DEVICE}:0] mine", f"[{DEVICE}:1] mine"]
 
 
 def test_outside_a_mapped_function(capsys):

@@ -10,6 +10,8 @@ from _support import EAGER, LAGS, rss_bytes, worker_pids
 
 import torchpmap as tp
 
+pytestmark = pytest.mark.cpu_only("it reads the memory of processes")
+
 NUM_DEVICES = 2
 ROW_BYTES = 4 * 2**20
 NUM_CALLS = 128

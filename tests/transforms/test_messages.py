@@ -11,6 +11,8 @@ from _support import EAGER
 import torchpmap as tp
 from torchpmap._runtime import current
 
+pytestmark = pytest.mark.cpu_only("the texts name CPU devices")
+
 ones = torch.ones
 HINT = """
 

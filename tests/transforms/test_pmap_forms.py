@@ -13,7 +13,7 @@ import weakref
 
 import pytest
 import torch
-from _support import EAGER
+from _support import DEVICE, EAGER
 
 import torchpmap as tp
 from torchpmap._plan import lower
@@ -375,7 +375,7 @@ def test_exceptions_on_a_device_keep_their_type():
 
     with pytest.raises(KeyError, match="boom") as error:
         tp.pmap(fails, compile=False)(X)
-    assert any("cpu:2" in note for note in error.value.__notes__)
+    assert any(f"{DEVICE}:2" in note for note in error.value.__notes__)
     assert "in fails" in str(error.value.__cause__)
     assert tp.pmap(double, compile=False)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from torchpmap._base.lagging import Lagging
-from torchpmap._base.platform import Cuda, Platform, usable_cores
+from torchpmap._base.platform import Cuda, Platform, SharedCuda, usable_cores
 
 _lags = os.environ.get("TORCHPMAP_TEST_LAG") == "1"
-CUDA = Cuda()
+_shares = os.environ.get("TORCHPMAP_TEST_SHARE") == "1"
+CUDA = SharedCuda() if _shares else Cuda()
 PLATFORMS: dict[str, Platform] = {
     each.name: each for each in (Lagging() if _lags else Platform(), CUDA)
 }

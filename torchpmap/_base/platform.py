@@ -128,7 +128,9 @@ class Platform:
         return True
 
     def communicator(self, store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
-        """The back end for tensors on the devices, beside Gloo for those of the host; or None."""
+        """The back end for tensors on the devices, beside Gloo for those of the host; None: Gloo
+        carries both.
+        """
         return None
 
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -241,3 +243,35 @@ class Cuda(Accelerator):
 
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
         abort_nccl(groups, self.device())
+
+
+class SharedCuda(Cuda):
+    """The first GPU for every worker, for tests: ``TORCHPMAP_TEST_SHARE=1``.
+
+    NCCL refuses two processes on one GPU.  Gloo copies through the host, and its collectives end
+    when its sockets are shut down.
+    """
+
+    collectives = "GLOO"
+    backends = "gloo"
+
+    def count(self) -> int:
+        return _MAX_CPU_DEVICES if super().count() else 0
+
+    def environment(self, rank: int) -> dict[str, str]:
+        return super().environment(0)
+
+    def device(self, number: int = 0) -> torch.device:
+        return super().device(0)
+
+    def open(self, number: int = 0) -> torch.device:
+        return super().open(0)
+
+    def model(self, number: int) -> str:
+        return super().model(0)
+
+    def communicator(self, store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
+        return None
+
+    def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        pass

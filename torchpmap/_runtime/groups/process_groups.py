@@ -184,10 +184,9 @@ class Groups:
         gloo = make_gloo(gloo_store, rank, size, self._address, connecting, self._timeout)
         device = self._platform.communicator(store, rank, size, self._timeout)
         add_backend(group, "cpu", "GLOO", gloo, is_default=device is None)
-        if device is not None:
-            add_backend(
-                group, self._device.type, self._platform.collectives, device, is_default=True
-            )
+        if self._device.type != "cpu":
+            kind = self._platform.collectives
+            add_backend(group, self._device.type, kind, device or gloo, is_default=True)
         return group
 
     def abort(self, epoch: int) -> None:
