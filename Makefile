@@ -1,6 +1,7 @@
 # make demo    train the digits classifier on every device      make lint     ruff
 # make test    the whole test-suite                              make types    mypy
 # make test-lag    the tests of faults on asynchronous devices
+# make test-gpu    the suite on a GPU, into outputs/gpu (OUTPUT=... is another folder)
 #
 # The set-up is done once, in .venv. PYTHON=... picks the interpreter; PIP_FLAGS=... is handed to pip, for
 # example PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" for torch without CUDA.
@@ -22,7 +23,7 @@ PINS :=
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) $(PINS)
 
-.PHONY: demo test test-lag lint types clean
+.PHONY: demo test test-lag test-gpu lint types clean
 
 demo: $(VENV)/demo.stamp
 	$(VENV)/bin/python examples/data_parallel_digits.py
@@ -34,6 +35,12 @@ test: $(VENV)/dev.stamp
 test-lag: $(VENV)/dev.stamp
 	TORCHPMAP_TEST_LAG=1 $(VENV)/bin/python -m pytest -n 2 tests/faults tests/runtime/test_timeouts.py \
 		tests/runtime/test_waits.py tests/transforms/test_donation.py
+
+# Needs torch, numpy, cloudpickle and pytest, and no network: where .venv is not set up, GPU_PYTHON has them.
+GPU_PYTHON ?= $(shell test -x $(VENV)/bin/python && echo $(VENV)/bin/python || command -v python3)
+OUTPUT ?= outputs/gpu
+test-gpu:
+	PYTHONPATH=. $(GPU_PYTHON) tests/gpu.py --output $(OUTPUT)
 
 lint: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff check .

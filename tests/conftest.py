@@ -72,6 +72,8 @@ LONGEST = (
     "test_runtime.py",
     "test_optim.py",
     "test_gradients_ported.py",
+    "test_gpu_scripts.py",
+    "test_one_device.py",
 )
 """Test files that take more than 10 s. They come first, so that no process is left with one."""
 
@@ -81,7 +83,7 @@ HAS_TIMEOUTS = importlib.util.find_spec("pytest_timeout") is not None
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     if not HAS_TIMEOUTS:
-        parser.addini("timeout", "seconds per test; tests/gpu.py keeps to it")
+        parser.addini("timeout", "seconds per test, of pytest-timeout")
 
 
 def pytest_configure(config: pytest.Config) -> None:

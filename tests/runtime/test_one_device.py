@@ -1,0 +1,227 @@
+"""Covers: what a first user does, with one device.  ``make test-gpu`` runs it on a GPU, where the
+collectives are those of NCCL in a world of one; elsewhere the device is a CPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _support import DEVICE, EAGER, eagerly
+
+import torchpmap as tp
+from torchpmap._base.devices import PLATFORMS
+
+pytestmark = pytest.mark.parametrize("pool", [1], indirect=True)
+
+X = torch.arange(6.0).reshape(1, 6)
+COMPILED = pytest.param(True, id="inductor", marks=pytest.mark.inductor)
+
+
+@pytest.fixture(params=[COMPILED, EAGER, False], ids=["inductor", "graph", "python"])
+def how(request):
+    return request.param
+
+
+def assert_near(got, expected, **tolerance):
+    torch.testing.assert_close(got.cpu(), expected, **tolerance)
+
+
+def test_a_call(pool, how):
+    y = tp.pmap(lambda x: x * 2 + 1, compile=how)(X)
+    assert [str(device) for device in y.devices()] == [f"{DEVICE}:0"]
+    assert y.tolist() == (X * 2 + 1).tolist()
+
+
+COLLECTIVES = {
+    "psum": lambda x: tp.psum(x, "i"),
+    "pmean": lambda x: tp.pmean(x, "i"),
+    "pmax": lambda x: tp.pmax(x, "i"),
+    "all_gather": lambda x: tp.all_gather(x, "i")[0],
+    "ppermute": lambda x: tp.ppermute(x, "i", [(0, 0)]),
+    "psum_scatter": lambda x: tp.psum_scatter(x[None], "i"),
+    "all_to_all": lambda x: tp.all_to_all(x[None], "i", 0, 0)[0],
+    "pbroadcast": lambda x: tp.pbroadcast(x, "i", 0),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_of_one(pool, name, mode):
+    f = tp.pmap(COLLECTIVES[name], "i", compile=mode)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        if not (name == "pmean" and dtype == torch.int64):
+            assert f(X.to(dtype)).cpu().equal(X.to(dtype)), dtype
+
+
+@pytest.mark.inductor
+def test_a_chain_of_compiled_collectives(pool):
+    step = tp.pmap(lambda x: tp.psum(x, "i") + 1, "i")
+    y = X
+    for _ in range(20):
+        y = step(y)
+    assert y.tolist() == (X + 20).tolist()
+
+
+def test_gradients(pool, how):
+    torch.manual_seed(0)
+    w, x = torch.randn(4, 3), torch.randn(1, 8, 4)
+
+    def loss(w, x):
+        return torch.tanh(x @ w).square().sum()
+
+    value, grads = tp.pmap(
+        lambda w, x: tp.psum(tp.value_and_grad(loss)(w, x), "i"),
+        "i",
+        in_axes=(None, 0),
+        out_axes=None,
+        compile=how,
+    )(w, x)
+    expected, expected_value = torch.func.grad_and_value(loss)(w, x[0])
+    assert_near(value, expected_value)
+    assert_near(grads, expected)
+
+
+def test_attention(pool, how):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 4, 16, 32)
+
+    def loss(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum()
+
+    grads = tp.pmap(tp.grad(loss, (0, 1, 2)), compile=how)(q, k, v)
+    expected = torch.func.grad(loss, (0, 1, 2))(q, k, v)
+    for got, wanted in zip(grads, expected, strict=True):
+        assert_near(got, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_dropout(pool, how):
+    torch.manual_seed(0)
+    x = torch.ones(1, 100_000)
+    y = tp.pmap(lambda x: F.dropout(x, 0.5), compile=how)(x).cpu()
+    assert y.unique().tolist() == [0.0, 2.0]
+    assert abs((y == 0).double().mean() - 0.5) < 0.01  # six standard deviations
+
+
+def test_keys_give_the_same_bits_everywhere(pool, how):
+    key = tp.random.key(7)
+    here = tp.random.bits(key, (4,))
+    there = tp.pmap(lambda k: tp.random.bits(k, (4,)), compile=how)(key[None])
+    assert there.cpu()[0].equal(here)
+
+
+def test_a_recurrent_layer(pool):
+    torch.manual_seed(0)
+    layer, x = torch.nn.LSTM(5, 3, batch_first=True), torch.randn(1, 2, 7, 5)
+    expected, (expected_hidden, _) = layer(x[0])
+    weights = {name: weight.detach() for name, weight in layer.named_parameters()}
+
+    def forward(weights, x):
+        return torch.func.functional_call(layer, weights, (x,))
+
+    y, (hidden, _) = tp.pmap(forward, in_axes=(None, 0), compile=False)(weights, x)
+    assert_near(y[0], expected.detach())
+    assert_near(hidden[0], expected_hidden.detach())
+
+
+def test_closures_and_constants(pool, how):
+    table = torch.arange(6.0)
+
+    def f(x):
+        return x + table + torch.arange(6, device=x.device) + torch.ones_like(x)
+
+    assert tp.pmap(f, compile=how)(X).tolist() == (3 * X + 1).tolist()
+    table += 1  # it is sent again
+    assert tp.pmap(f, compile=how)(X).tolist() == (3 * X + 2).tolist()
+
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_come_and_go(pool, dtype, mode):
+    x = torch.tensor([[0.0, 1.0, 1.5, 96.0]]).to(dtype)
+    y = tp.pmap(lambda x: (x, x.to(torch.complex128).real), compile=mode)(x)
+    assert y[0].cpu().view(torch.uint8).equal(x.view(torch.uint8))
+    assert y[1].cpu().equal(x.to(torch.complex128).real)
+
+
+def test_autocast(pool, mode):
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 1, 16, 16)
+
+    def f(a, b):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return a @ b
+
+    y = tp.pmap(f, compile=mode)(a, b)
+    assert y.dtype == torch.bfloat16
+    assert_near(y.float(), a @ b, rtol=0.05, atol=0.1)
+
+
+def test_a_large_value(pool, mode):
+    x = torch.arange(1 << 24, dtype=torch.int32)[None]  # 64 MB
+    y = tp.pmap(lambda x: x ^ 5, compile=mode)(x)
+    assert y.cpu().equal(x ^ 5)
+
+
+def test_donation(pool, mode):
+    step = tp.pmap(lambda x: x + 1, donate_argnums=0, compile=mode)
+    first = y = tp.device_put(X)
+    for _ in range(5):
+        y = step(y)
+    assert y.tolist() == (X + 5).tolist()
+    assert first.is_deleted()
+    with pytest.raises(RuntimeError, match="its memory on the devices is gone"):
+        first.cpu()
+
+
+def test_waiting(pool):
+    y = tp.pmap(lambda x: x @ x.mT, compile=EAGER)(torch.ones(1, 512, 512))
+    assert y.block_until_ready().is_ready()
+    assert y[0, 0, 0] == 512
+
+
+def test_a_checkpoint(pool, tmp_path):
+    state = {"w": tp.pmap(lambda x: x * 3, compile=EAGER)(X), "step": 7}
+    tp.checkpoint.save(tmp_path / "saved", state)
+    loaded = tp.checkpoint.load(tmp_path / "saved", like=state)
+    assert loaded["w"].tolist() == (X * 3).tolist()
+    assert loaded["step"] == 7
+
+
+def test_an_exception_leaves_values_and_worker(pool, mode):
+    value = tp.device_put(X)
+
+    def f(x):
+        if x.shape[-1] == 3:
+            raise ValueError("three")
+        return x
+
+    with pytest.raises(ValueError, match="three"):
+        tp.pmap(f, compile=mode)(torch.ones(1, 3)).cpu()
+    assert value.tolist() == X.tolist()
+
+
+def test_no_memory_is_an_error_of_the_call_alone(pool):
+    value = tp.device_put(X)
+    huge = eagerly(lambda x: x.new_empty(1 << 50) * x.sum())
+    with pytest.raises(RuntimeError, match=r"memory|allocate"):
+        huge(X).block_until_ready()
+    assert value.tolist() == X.tolist()
+
+
+def test_an_index_out_of_range(pool):
+    """On a GPU the assert of a kernel breaks the context, so the worker is replaced."""
+    table, good, bad = torch.arange(5.0)[None], torch.tensor([[4]]), torch.tensor([[99]])
+    pick = tp.pmap(lambda x, k: x.index_select(0, k), compile=EAGER)
+    with pytest.raises((IndexError, RuntimeError)):
+        pick(table, bad).cpu()
+    assert pick(table, good).tolist() == [[4.0]]
+
+
+def test_this_process_uses_no_device(pool):
+    tp.pmap(lambda x: x * 2, compile=EAGER)(X).cpu()
+    assert not PLATFORMS[DEVICE].is_initialized()
