@@ -44,6 +44,7 @@ class _Moment:
 
 class Lagging(Platform):
     is_asynchronous = True
+    bucket_bytes = 2**20
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -56,6 +56,11 @@ class Platform:
     """Whether an operation may return before it is complete, and raise its error later."""
     is_hardware = False
     """Whether there are only so many devices, and one process needs one of its own."""
+    bucket_bytes: int | None = None
+    """How much of the sums over the devices goes in one message, which runs beside the computation
+    (see ``_trace/buckets``); None: all sums of a collective go together, as nothing runs beside
+    them.
+    """
 
     # -- without initialising a device -------------------------------------------------------------
 
@@ -150,6 +155,7 @@ class Accelerator(Platform):
 
     is_asynchronous = True
     is_hardware = True
+    bucket_bytes = 25 * 2**20
     variable: str
     """The environment variable that lists the visible devices."""
 

@@ -22,6 +22,7 @@ from typing import Literal
 
 import torch
 
+from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.torch_internals import FakeTensor, group_named
 from torchpmap._layout import axis_stack
 
@@ -77,9 +78,13 @@ def all_reduce(x: torch.Tensor, op: ReduceOp, group: str) -> torch.Tensor:
 
 
 def all_reduce_many(xs: Sequence[torch.Tensor], op: ReduceOp, group: str) -> list[torch.Tensor]:
-    """``all_reduce`` of several tensors, in one message per dtype: latency is paid once."""
-    if len(xs) == 1:
-        return [all_reduce(xs[0], op, group)]
+    """``all_reduce`` of several tensors, in one message per dtype: latency is paid once.
+
+    In a graph for devices that exchange data while they compute, ``_trace/buckets`` chooses the
+    messages.
+    """
+    if len(xs) == 1 or _goes_in_buckets(xs[0]):
+        return [all_reduce(x, op, group) for x in xs]
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for position, x in enumerate(xs):
         alike.setdefault((x.dtype, x.device), []).append(position)
@@ -135,6 +140,11 @@ def permute(x: torch.Tensor, pairs: Pairs, group: str) -> torch.Tensor:
         return torch.ops.torchpmap.ppermute(carried, sources, destinations, group)
 
     return _moved(x, run)
+
+
+def _goes_in_buckets(x: torch.Tensor) -> bool:
+    platform = PLATFORMS.get(x.device.type)
+    return isinstance(x, FakeTensor) and platform is not None and platform.bucket_bytes is not None
 
 
 def _record(name: str, how: str, group: str, x: torch.Tensor) -> None:

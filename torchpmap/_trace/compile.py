@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.ambient import Ambient, applied, for_graph, running_under
+from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import PmapError, kind_of
 from torchpmap._base.imports import uncollected
 from torchpmap._base.pytree import tree_leaves, tree_map_only
@@ -39,6 +40,20 @@ Kind = tuple[tuple[int, ...], torch.dtype]
 # a plan's inputs have the sizes it was compiled for: checking each of them again costs 0.4 us per
 # leaf and call
 _PATCHES = {"size_asserts": False, "alignment_asserts": False}
+
+
+def _no_time(node: Any) -> float:
+    return 0.0
+
+
+# launches of collectives as early, waits for them as late as the graph allows: Inductor orders the
+# rest for little memory, which would undo what _trace/buckets has done.  These two passes need no
+# times, but Inductor would estimate them (torch 2.11 starts nvidia-smi for that).
+_OVERLAPPING = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+    "estimate_op_runtime": _no_time,
+}
 
 _KEYS = ("backend", "mode", "options")
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -358,6 +373,9 @@ def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend
         # the CPU has, but /proc/cpuinfo lists them
         if torch._inductor.config.cpp.vec_isa_ok is None:
             patches["cpp.vec_isa_ok"] = True
+    platform = PLATFORMS.get(examples[0].device.type) if examples else None
+    if platform is not None and platform.bucket_bytes is not None:
+        patches |= _OVERLAPPING
     if backend.mode is not None:
         patches |= list_mode_options(backend.mode, dynamic=False)
     patches |= dict(backend.options)

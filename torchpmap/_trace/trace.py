@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.ambient import callers_modes_off
+from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import lost_write
 from torchpmap._base.imports import uncollected
 from torchpmap._base.sources import is_users, line, users_line
@@ -48,6 +49,7 @@ from torchpmap._base.torch_internals import (
     written_values,
 )
 from torchpmap._layout.axis_stack import Axis, Partition, peers, subgroup_name
+from torchpmap._trace.buckets import bucketed
 from torchpmap._trace.capture import (
     Capture,
     KeepData,
@@ -224,7 +226,10 @@ def trace(
         halves=halves,
         writes_inputs=writes_inputs,
     )
+    limit = PLATFORMS[device.type].bucket_bytes
     for module in (graph, *((halves.forward, halves.backward) if halves else ())):
+        if limit is not None:
+            bucketed(module, limit)
         _finish_graph(module)
     return traced
 
