@@ -34,7 +34,7 @@ test: $(VENV)/dev.stamp
 # Devices that are asynchronous as a GPU is, on the CPU: calls run later, on a thread of the worker.
 test-lag: $(VENV)/dev.stamp
 	TORCHPMAP_TEST_LAG=1 $(VENV)/bin/python -m pytest -n 2 tests/faults tests/runtime/test_timeouts.py \
-		tests/runtime/test_waits.py tests/transforms/test_donation.py
+		tests/runtime/test_waits.py tests/runtime/test_torchrun.py tests/transforms/test_donation.py
 
 # Needs torch, numpy, cloudpickle and pytest, and no network: where .venv is not set up, GPU_PYTHON has them.
 GPU_PYTHON ?= $(shell test -x $(VENV)/bin/python && echo $(VENV)/bin/python || command -v python3)

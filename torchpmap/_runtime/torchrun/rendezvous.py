@@ -213,7 +213,7 @@ class Rendezvous:
             if self.store.check([key]):
                 if _checked_calls(unpacked(self.store.get(key))).get(running, 0) < number:
                     return CollectiveMismatch(
-                        f"{what}: rank {rank} has ended its script and will not come. {_RULE}"
+                        f"rank {rank} has ended its script and will not come. {_RULE}"
                     )
                 continue
             other = self.waiting_of(rank)
