@@ -36,7 +36,7 @@ def test_environment():
 
 
 NUM = "must be an int from 1 to 256, but got"
-TYPE = "must be 'cpu' or 'cuda', but got"
+TYPE = "must be 'cpu' or 'cuda' or 'xpu', but got"
 TIME = "must be a number of seconds above 0 (at most 1e9), but got"
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from _support import DEVICE
 
 import torchpmap as tp
 from torchpmap._base.devices import (
+    CUDA,
     PLATFORMS,
     Device,
     default_platform,
@@ -20,6 +22,12 @@ from torchpmap._base.devices import (
     threads_per_device,
 )
 from torchpmap._base.platform import usable_cores
+from torchpmap._runtime.torchrun.launcher import JobPlace
+from torchpmap._runtime.torchrun.placement import devices_of
+
+TWO_GPUS = SimpleNamespace(
+    name="cuda", is_hardware=True, count=lambda: 2, chosen=lambda: None, owned=None
+)
 
 
 def with_cores(monkeypatch, cores):
@@ -36,8 +44,35 @@ def test_device():
     assert (str(device), repr(device)) == ("cpu:1", "Device(cpu:1)")
     assert device.torch_device == torch.device("cpu")
     assert device.device_kind == "cpu"
-    assert Device(3, "cuda").torch_device == torch.device("cuda:3")
     assert str(Device(3, "cuda")) == "cuda:3"
+
+
+def test_the_controller_of_workers_sees_all_devices(monkeypatch):
+    with_gpus(monkeypatch, 2)
+    found = [device.torch_device for device in enumerate_devices(2, "cuda")]
+    assert found == [torch.device("cuda:0"), torch.device("cuda:1")]
+
+
+def test_a_process_names_its_own_device_as_it_sees_it(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda number: None)
+    monkeypatch.setattr(CUDA, "owned", None)
+    CUDA.open(0, 3)  # a worker, or a process that sees only its GPU
+    assert Device(3, "cuda", local_hardware_id=3).torch_device == torch.device("cuda:0")
+    CUDA.open(1, 9)  # the second process on the second host
+    assert Device(9, "cuda", 9, 1).torch_device == torch.device("cuda:1")
+    text = r"cuda:1 belongs to another process \(process_index 1\) .* has only cuda:9"
+    for ask in ("torch_device", "device_kind"):
+        with pytest.raises(RuntimeError, match=text):
+            getattr(Device(1, "cuda", 1), ask)
+
+
+def test_before_the_start_only_the_own_device_has_a_number():
+    place = JobPlace(3, 4, 1, 2, "host", 1, "torchrun")
+    devices = devices_of(place, TWO_GPUS)
+    assert [device.local_hardware_id for device in devices] == [None, None, None, 1]
+    assert [device.process_index for device in devices] == [0, 1, 2, 3]
+    with pytest.raises(RuntimeError, match="cuda:2 belongs to another process"):
+        devices[2].torch_device  # noqa: B018 - it raises
 
 
 def test_device_is_a_value():
@@ -50,7 +85,7 @@ def test_device_is_a_value():
 
 def test_device_kind_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
-    assert Device(2, "cuda").device_kind == "GPU 2"
+    assert Device(2, "cuda", local_hardware_id=1).device_kind == "GPU 1"
 
 
 @pytest.mark.parametrize(("gpus", "kind"), [(0, "cpu"), (1, "cuda"), (8, "cuda")])

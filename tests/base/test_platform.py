@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torchpmap as tp
 from torchpmap._base.config import Config
 from torchpmap._base.devices import CUDA, PLATFORMS
-from torchpmap._base.platform import Platform, SharedCuda
+from torchpmap._base.platform import Accelerator, Owned, Platform, SharedCuda
 from torchpmap._base.torch_internals import group_named
 from torchpmap._runtime.groups import process_groups
 
@@ -53,6 +53,74 @@ def test_a_worker_sees_its_own_device(monkeypatch, visible, rank, shown):
     assert Platform().environment(rank) == {}
 
 
+ALL = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize(
+    ("variables", "given", "shown"),
+    [
+        (ALL, {"HIP_VISIBLE_DEVICES": "4,6"}, {"HIP_VISIBLE_DEVICES": "6"}),
+        (ALL, {"CUDA_VISIBLE_DEVICES": "4,6"}, {"CUDA_VISIBLE_DEVICES": "6"}),
+        (
+            ALL,
+            {"HIP_VISIBLE_DEVICES": "1,2", "CUDA_VISIBLE_DEVICES": "4,6"},
+            {"HIP_VISIBLE_DEVICES": "2"},
+        ),
+        (ALL, {}, {"HIP_VISIBLE_DEVICES": "1"}),
+        (ALL, {"HIP_VISIBLE_DEVICES": "GPU-a,GPU-b"}, {"HIP_VISIBLE_DEVICES": "GPU-b"}),
+        (PLATFORMS["xpu"].variables, {"ZE_AFFINITY_MASK": "0.0,0.1"}, {"ZE_AFFINITY_MASK": "0.1"}),
+    ],
+)
+def test_the_variable_that_counts_is_set(monkeypatch, variables, given, shown):
+    for name in variables:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    platform = Accelerator()
+    monkeypatch.setattr(Accelerator, "variables", variables, raising=False)
+    assert platform.environment(1) == shown
+
+
+def test_slices_of_a_gpu_are_counted_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a process sees the first one
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a, MIG-b")
+    assert CUDA.count() == 2
+    assert [CUDA.hardware(number) for number in (0, 1)] == ["MIG-a", "MIG-b"]
+    assert CUDA.narrow(1) == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"
+    assert CUDA.hardware(0) == "MIG-b"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert CUDA.count() == 1
+    assert CUDA.narrow(1) == 1
+
+
+def test_hardware_is_known_by_its_uuid(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    properties = [SimpleNamespace(uuid=name) for name in "ab"]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    assert [CUDA.hardware(number) for number in (0, 1)] == ["cuda a", "cuda b"]
+    assert Platform().hardware(0) == ""
+
+
+def test_a_build_without_intels_gpus_has_none():
+    xpu = PLATFORMS["xpu"]
+    assert (xpu.count(), xpu.is_built(), xpu.is_initialized()) == (0, False, False)
+
+
+def test_every_thread_records_on_the_processs_own_device(monkeypatch):
+    """The current device is one of each thread: 0 in a new one."""
+    used = []
+    streams = {1: "stream of device 1"}
+    monkeypatch.setattr(CUDA, "owned", Owned(5, 1))
+    monkeypatch.setattr(torch.accelerator, "current_stream", streams.__getitem__)
+    monkeypatch.setattr(torch.accelerator, "synchronize", used.append)
+    event = SimpleNamespace(record=used.append)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: event)
+    assert CUDA.record() is event
+    CUDA.synchronize()
+    assert used == ["stream of device 1", 1]
+
+
 def test_the_cpu_is_always_done():
     cpu = Platform()
     assert cpu.record().query()
@@ -82,6 +150,13 @@ def test_communicators_are_aborted_together():
     CUDA.abort([])
 
 
+def test_a_device_that_is_lost_aborts_nothing():
+    def lost(_):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    CUDA.abort([SimpleNamespace(_get_backend=lost)])
+
+
 def test_communicators_connect_at_once(monkeypatch):
     calls = []
     nccl = Recorded(calls, "nccl")
@@ -95,9 +170,9 @@ def test_communicators_connect_at_once(monkeypatch):
             return nccl
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert CUDA.communicator(dist.HashStore(), 1, 4, "timeout") is nccl
-    device = torch.device("cuda", 0)
+    monkeypatch.setattr(CUDA, "owned", Owned(1, 1))
+    assert CUDA.communicator(dist.HashStore(), 1, 4, "timeout") is nccl  # in a thread of its own
+    device = torch.device("cuda", 1)
     assert calls == [(1, 4, "timeout"), ("nccl", "eager_connect_single_device", device)]
 
 
@@ -186,5 +261,5 @@ def test_the_fork_server_leaves_accelerators_alone(compiles):
 
 
 def test_the_kinds():
-    assert list(PLATFORMS) == ["cpu", "cuda"]
-    assert [each.is_hardware for each in PLATFORMS.values()] == [False, True]
+    assert list(PLATFORMS) == ["cpu", "cuda", "xpu"]
+    assert [each.is_hardware for each in PLATFORMS.values()] == [False, True, True]

@@ -26,6 +26,8 @@ from _launched import free_port
 from _support import SCALE
 
 import torchpmap as tp
+from torchpmap._base.devices import PLATFORMS
+from torchpmap._base.platform import Platform
 
 GRAPH = {"backend": "eager"}
 LIMIT_S = 40.0
@@ -149,6 +151,27 @@ def other_order_untraced(rank: int) -> None:
 @job(2)
 def other_shapes_gathered(rank: int) -> None:
     tp.multihost.all_gather({"x": torch.ones(1 + rank)})
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+class OneDevice(Platform):
+    """A host with devices for two processes, whose script puts both on the first one."""
+
+    is_hardware = True
+
+    def count(self) -> int:
+        return 2
+
+    def hardware(self, number: int) -> str:
+        return "GPU-7"
+
+
+@job(2)
+def both_on_one_device(rank: int) -> None:
+    PLATFORMS["cpu"] = OneDevice()
+    tp.init()
 
 
 # -- processes that are gone -----------------------------------------------------------------------

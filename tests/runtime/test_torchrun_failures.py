@@ -82,6 +82,12 @@ def test_different_graphs_show_the_first_line_that_differs(ended, name, first, s
         assert re.search(pattern, output), output
 
 
+def test_two_processes_on_one_device(ended):
+    for output in of_failed(ended["both_on_one_device"]):
+        assert "ValueError: rank 0 (device 0 of those that it sees, host " in output
+        assert "have the same device: GPU-7. Each process needs one of its own." in output
+
+
 def test_a_known_call_here_and_a_new_one_there(ended):
     text = (
         "CollectiveMismatch: total: rank 0 runs it, but rank 1 has not come to it, and waits for "

@@ -7,18 +7,18 @@ can no longer fork, and the number of devices is needed before the workers exist
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from torchpmap._base.lagging import Lagging
-from torchpmap._base.platform import Cuda, Platform, SharedCuda, usable_cores
+from torchpmap._base.platform import Cuda, Platform, SharedCuda, Xpu, usable_cores
 
 _lags = os.environ.get("TORCHPMAP_TEST_LAG") == "1"
 _shares = os.environ.get("TORCHPMAP_TEST_SHARE") == "1"
 CUDA = SharedCuda() if _shares else Cuda()
 PLATFORMS: dict[str, Platform] = {
-    each.name: each for each in (Lagging() if _lags else Platform(), CUDA)
+    each.name: each for each in (Lagging() if _lags else Platform(), CUDA, Xpu())
 }
 
 
@@ -34,8 +34,10 @@ class Device:
 
     Args:
         id: number of the device among all devices.
-        platform: ``"cpu"`` or ``"cuda"``.
+        platform: ``"cpu"``, ``"cuda"`` or ``"xpu"``.
         process_index: number of the controller process that the device belongs to.
+        local_hardware_id: number of the device among those that this controller process sees; None
+            if it belongs to another one.
 
     Example:
         >>> device = Device(1, "cpu")
@@ -48,16 +50,42 @@ class Device:
     id: int
     platform: str
     process_index: int = 0
+    local_hardware_id: int | None = field(default=None, compare=False)
 
     @property
     def torch_device(self) -> torch.device:
-        """The torch device of its tensors in its worker; plain ``cpu`` for every CPU device."""
-        return PLATFORMS[self.platform].device(self.id)
+        """The torch device, as the calling process sees it; plain ``cpu`` for every CPU device.
+
+        Raises:
+            RuntimeError: this process cannot use it: it belongs to another one.
+        """
+        return PLATFORMS[self.platform].device(self._number())
 
     @property
     def device_kind(self) -> str:
-        """Model of the hardware; asking for it initialises CUDA in this process."""
-        return PLATFORMS[self.platform].model(self.id)
+        """Model of the hardware; asking for it initialises CUDA in this process.
+
+        Raises:
+            RuntimeError: it belongs to another process.
+        """
+        return PLATFORMS[self.platform].model(self._number())
+
+    def _number(self) -> int:
+        """Its number in this process: a worker sees only its own device, as number 0."""
+        platform = PLATFORMS[self.platform]
+        if not platform.is_hardware:
+            return 0
+        own = platform.owned
+        if own is None and self.local_hardware_id is not None:
+            return self.local_hardware_id
+        if own is not None and own.id == self.id:
+            return own.number
+        mine = "" if own is None else f", which has only {self.platform}:{own.id}"
+        raise RuntimeError(
+            f"{self} belongs to another process (process_index {self.process_index}) than this "
+            f"one{mine}. Pass tensors to it through torchpmap, or choose from "
+            "torchpmap.local_devices()."
+        )
 
     def __str__(self) -> str:
         return f"{self.platform}:{self.id}"
@@ -87,4 +115,4 @@ def enumerate_devices(num_devices: int, device_type: str) -> tuple[Device, ...]:
             f"{num_devices} {device_type} devices were asked for, but {available} are visible; "
             "ask for fewer, or for device_type='cpu'."
         )
-    return tuple(Device(i, device_type) for i in range(num_devices))
+    return tuple(Device(i, device_type, local_hardware_id=i) for i in range(num_devices))

@@ -14,12 +14,17 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from torchpmap._base.torch_internals import abort_nccl, make_nccl, was_forked_with_cuda
+from torchpmap._base.torch_internals import (
+    abort_nccl,
+    make_nccl,
+    was_forked_with_cuda,
+    was_forked_with_xpu,
+)
 
 _MAX_CPU_DEVICES = 8
 
@@ -44,6 +49,15 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+class Owned(NamedTuple):
+    """The device of a process that has only one."""
+
+    id: int
+    """Its number among all devices."""
+    number: int
+    """Its number among those that the process sees."""
+
+
 class Platform:
     """The CPU: an operation is complete when it returns."""
 
@@ -61,6 +75,8 @@ class Platform:
     (see ``_trace/buckets``); None: all sums of a collective go together, as nothing runs beside
     them.
     """
+    owned: Owned | None = None
+    """Set by ``open``; None in a process that has opened none."""
 
     # -- without initialising a device -------------------------------------------------------------
 
@@ -84,15 +100,32 @@ class Platform:
         """The device of tensors: 0 in a process that sees only its own."""
         return torch.device(self.name)
 
+    def chosen(self) -> int | None:
+        """The device that the script has made the current one; None if it has used none."""
+        return None
+
+    def narrow(self, number: int) -> int:
+        """The number of a visible device, after what must be done to see it alone."""
+        return number
+
     # -- in the process of a device ----------------------------------------------------------------
 
-    def open(self, number: int = 0) -> torch.device:
-        """Make a visible device the current one of this process."""
+    def open(self, number: int, id: int) -> torch.device:
+        """Make a visible device the current one of this process, which is to use no other; ``id``:
+        its number among all devices.
+        """
+        self.owned = Owned(id, number)
         return self.device(number)
 
     def model(self, number: int) -> str:
         """The name of the hardware."""
         return self.name
+
+    def hardware(self, number: int) -> str:
+        """A text that no other hardware has, here or on another host; empty where processes may
+        share it.
+        """
+        return ""
 
     def launch(
         self, run: Run, inputs: list[torch.Tensor], outputs: Kinds
@@ -156,19 +189,41 @@ class Accelerator(Platform):
     is_asynchronous = True
     is_hardware = True
     bucket_bytes = 25 * 2**20
-    variable: str
-    """The environment variable that lists the visible devices."""
+    variables: tuple[str, ...]
+    """Environment variables that list the visible devices; of those that are set the first counts.
+    """
 
     def environment(self, rank: int) -> dict[str, str]:
-        visible = os.environ.get(self.variable)
-        return {self.variable: visible.split(",")[rank].strip() if visible else str(rank)}
+        listed = self._listed()
+        return {self._variable(): listed[rank] if listed else str(rank)}
+
+    def _variable(self) -> str:
+        return next((name for name in self.variables if os.environ.get(name)), self.variables[0])
+
+    def _listed(self) -> list[str]:
+        """The visible devices, as numbers or as names of hardware; empty: all."""
+        visible = os.environ.get(self._variable())
+        return [each.strip() for each in visible.split(",")] if visible else []
 
     def device(self, number: int = 0) -> torch.device:
         return torch.device(self.name, number)
 
-    def open(self, number: int = 0) -> torch.device:
+    def chosen(self) -> int | None:
+        used = torch.get_device_module(self.name).is_initialized()
+        return torch.accelerator.current_device_index() if used else None
+
+    def open(self, number: int, id: int) -> torch.device:
         torch.accelerator.set_device_index(number)
-        return self.device(number)
+        return super().open(number, id)
+
+    def model(self, number: int) -> str:
+        return str(torch.get_device_module(self.name).get_device_name(number))
+
+    def hardware(self, number: int) -> str:
+        properties = torch.get_device_module(self.name).get_device_properties(number)
+        return f"{self.name} {properties.uuid}"
+
+    # the current device is one of each thread, so these name the device
 
     def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         # of memory that is not pinned, torch would copy only after all work before it
@@ -176,15 +231,20 @@ class Accelerator(Platform):
         return source.to(device, non_blocking=True)
 
     def record(self) -> Event:
-        event = torch.Event(self.name)
-        event.record()
+        return self._recorded(torch.Event(self.name))
+
+    def _recorded(self, event: Any) -> Any:
+        event.record(torch.accelerator.current_stream(self._number()))
         return event
 
+    def _number(self) -> int:
+        return 0 if self.owned is None else self.owned.number
+
     def synchronize(self) -> None:
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(self._number())
 
     def random_state(self) -> torch.Tensor:
-        state = torch.get_device_module(self.name).get_rng_state()
+        state = torch.get_device_module(self.name).get_rng_state(self._number())
         return torch.cat([torch.default_generator.get_state(), state])
 
     def move(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -211,9 +271,16 @@ class Cuda(Accelerator):
     name = "cuda"
     collectives = "NCCL"
     backends = "cpu:gloo,cuda:nccl"
-    variable = "CUDA_VISIBLE_DEVICES" if torch.version.hip is None else "HIP_VISIBLE_DEVICES"
+    variables = (
+        ("CUDA_VISIBLE_DEVICES",)
+        if torch.version.hip is None
+        else ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    )
 
     def count(self) -> int:
+        listed = self._listed()
+        if _are_slices(listed):
+            return len(listed)  # torch would ask the CUDA runtime, which shows only the first
         # torch counts through NVML, which initialises nothing; it asks the CUDA runtime only if
         # there is no NVML
         return torch.cuda.device_count()
@@ -224,8 +291,16 @@ class Cuda(Accelerator):
     def is_initialized(self) -> bool:
         return torch.cuda.is_initialized() or was_forked_with_cuda()
 
-    def model(self, number: int) -> str:
-        return torch.cuda.get_device_name(number)
+    def narrow(self, number: int) -> int:
+        if not _are_slices(self._listed()):
+            return number
+        if not self.is_initialized():
+            os.environ.update(self.environment(number))
+        return 0
+
+    def hardware(self, number: int) -> str:
+        listed = self._listed()
+        return listed[number] if _are_slices(listed) else super().hardware(number)
 
     def pin(self, address: int, num_bytes: int) -> None:
         if int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)) != 0:
@@ -237,18 +312,24 @@ class Cuda(Accelerator):
         torch.cuda.cudart().cudaHostUnregister(address)
 
     def record(self) -> Event:
-        event = torch.cuda.Event(blocking=True)  # else the thread that waits takes a whole core
-        event.record()
+        # else the thread that waits takes a whole core
+        event: Event = self._recorded(torch.cuda.Event(blocking=True))
         return event
 
     def communicator(self, store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
         nccl = make_nccl(dist.PrefixStore("nccl", store), rank, size, timeout)
         # connects now, where the wait can be limited: else the first call would
-        nccl.eager_connect_single_device(torch.device(self.name, torch.cuda.current_device()))
+        nccl.eager_connect_single_device(self.device(self._number()))
         return nccl
 
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        abort_nccl(groups, self.device())
+        with contextlib.suppress(RuntimeError):  # a device that cannot be used any more
+            abort_nccl(groups, self.device())
+
+
+def _are_slices(listed: Sequence[str]) -> bool:
+    """Whether these are parts of GPUs (MIG), of which a process can use one."""
+    return bool(listed) and listed[0].startswith("MIG-")
 
 
 class SharedCuda(Cuda):
@@ -270,14 +351,42 @@ class SharedCuda(Cuda):
     def device(self, number: int = 0) -> torch.device:
         return super().device(0)
 
-    def open(self, number: int = 0) -> torch.device:
-        return super().open(0)
+    def open(self, number: int, id: int) -> torch.device:
+        return super().open(0, id)
 
     def model(self, number: int) -> str:
         return super().model(0)
+
+    def hardware(self, number: int) -> str:
+        return ""
 
     def communicator(self, store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
         return None
 
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
         pass
+
+
+class Xpu(Accelerator):
+    """Intel's GPUs with XCCL.  (It has never been run on one.)
+
+    XCCL cannot abort a collective: a process that waits in one for a dead one has to be ended.
+    """
+
+    name = "xpu"
+    collectives = "XCCL"
+    backends = "cpu:gloo,xpu:xccl"
+    variables = ("ZE_AFFINITY_MASK",)
+
+    def count(self) -> int:
+        return torch.xpu.device_count()
+
+    def is_built(self) -> bool:
+        return dist.is_xccl_available()
+
+    def is_initialized(self) -> bool:
+        return torch.xpu.is_initialized() or was_forked_with_xpu()
+
+    def communicator(self, store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
+        options = dist.ProcessGroupXCCL.Options()
+        return dist.ProcessGroupXCCL(dist.PrefixStore("xccl", store), rank, size, options)

@@ -366,6 +366,10 @@ def was_forked_with_cuda() -> bool:
     return bool(torch.cuda._is_in_bad_fork())
 
 
+def was_forked_with_xpu() -> bool:
+    return bool(torch.xpu._is_in_bad_fork())
+
+
 def make_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout

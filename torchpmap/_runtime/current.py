@@ -26,6 +26,7 @@ from torchpmap._layout import axis_stack
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import JobRuntime, Runtime
 from torchpmap._runtime.torchrun.launcher import JobPlace, found_place
+from torchpmap._runtime.torchrun.placement import devices_of
 
 _LOCK_S = 0.5
 _CALLS_S = 1.0
@@ -193,7 +194,7 @@ def _enumerate(settings: Config) -> tuple[Device, ...]:
                 f"{_place.size} processes, and each has one. Start that many processes, or leave "
                 "num_devices out."
             )
-        return tuple(Device(rank, kind, rank) for rank in range(_place.size))
+        return devices_of(_place, platform)
     return enumerate_devices(settings.num_devices or platform.count(), kind)
 
 

@@ -109,7 +109,7 @@ def main(birth: Birth) -> None:
             "use it then. Something that Python imports at its start does that; it must not."
         )
     os.environ.update(platform.environment(birth.rank))  # graphs name device 0 on every rank
-    device = platform.open()
+    device = platform.open(0, birth.rank)
     torch.set_num_threads(birth.num_threads)
     # the controller decides how long a collective may wait, since it sees why
     groups = Groups(birth.rank, device, None, replace(birth.config, timeout=_FOREVER_S))

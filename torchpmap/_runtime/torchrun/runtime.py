@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,9 +24,9 @@ import torch
 
 from torchpmap._base.config import Config
 from torchpmap._base.data import packed, unpacked
-from torchpmap._base.devices import PLATFORMS, Device
+from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import CallTimeout, WorkerError, kind_of
-from torchpmap._base.platform import Kinds, Platform
+from torchpmap._base.platform import Kinds
 from torchpmap._base.torch_internals import (
     has_transforms,
     num_modes,
@@ -40,6 +41,12 @@ from torchpmap._runtime.groups.process_groups import Groups, RankPartition
 from torchpmap._runtime.task import Rank, Report, Task, Work
 from torchpmap._runtime.torchrun.failure import Failures
 from torchpmap._runtime.torchrun.launcher import JobPlace
+from torchpmap._runtime.torchrun.placement import (
+    Placement,
+    devices_of,
+    own_number,
+    refuse_shared,
+)
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous
 from torchpmap._runtime.torchrun.watch import Watch, Watched
 from torchpmap._trace.boxed import Boxed
@@ -99,15 +106,17 @@ class TorchrunRuntime:
     """Values are lost only with the whole job."""
 
     def __init__(self, place: JobPlace, device_type: str, config: Config) -> None:
-        self.devices = tuple(Device(rank, device_type, rank) for rank in range(place.size))
+        self._platform = PLATFORMS[device_type]
+        self.devices = devices_of(place, self._platform)
         self.rank = place.rank
         self.timeout = config.timeout
-        self._platform = PLATFORMS[device_type]
-        self.device = _own_device(place, self._platform)
+        number = self._platform.narrow(own_number(place, self._platform))
+        self.device = self._platform.open(number, place.rank)
         self._lock = threading.RLock()  # one call at a time: all ranks need one order of them
         self._plans: dict[int, _Defined] = {}
         self._teams: dict[tuple[int, ...], Team] = {}
         self._rendezvous = Rendezvous(place, device_type, config.patience)
+        self._compare_placements(number)
         self._groups = Groups(
             place.rank, self.device, self._rendezvous.store.raw, config, self._rendezvous.address
         )
@@ -127,6 +136,14 @@ class TorchrunRuntime:
                 self._fail_late,
                 self._come_to,
             )
+
+    def _compare_placements(self, number: int) -> None:
+        if not self._platform.is_hardware:
+            return
+        mine = Placement(socket.gethostname(), self._platform.hardware(number), number)
+        ranks = range(len(self.devices))
+        given = self._rendezvous.exchange(ranks, packed(tuple(mine)), "choosing the devices")
+        refuse_shared([Placement.of(unpacked(data)) for data in given])
 
     @property
     def closed(self) -> bool:
@@ -409,20 +426,6 @@ class TorchrunRuntime:
         if self._completion is not None:
             self._completion.close(_STOPPING_S)
         self._failures.surface()
-
-
-def _own_device(place: JobPlace, platform: Platform) -> torch.device:
-    if not platform.is_hardware:
-        return platform.device()
-    visible = platform.count()
-    number = place.local_rank if visible > 1 else 0  # some launchers show a process only its GPU
-    if number >= visible:
-        raise ValueError(
-            f"local rank {place.local_rank} has no device of its own: {visible} are visible, and "
-            "each process needs one. Start fewer processes per host, or use "
-            "TORCHPMAP_DEVICE_TYPE=cpu."
-        )
-    return platform.open(number)
 
 
 class _plain:

@@ -1,0 +1,54 @@
+"""Covers: _runtime/torchrun/placement.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchpmap._base.errors import PmapError
+from torchpmap._runtime.torchrun.placement import Placement, choose, refuse_shared
+
+
+def on(hardware, number=0, host="node0"):
+    return Placement(host, hardware, number)
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "chosen", "number"),
+    [
+        (8, 0, None, 0),
+        (8, 3, None, 3),
+        (1, 3, None, 0),  # the launcher shows each process its own
+        (8, 3, 3, 3),  # torch.cuda.set_device(local_rank) before
+        (8, 3, 5, 5),
+        (8, 3, 0, 3),  # the default of a process that has used CUDA
+    ],
+)
+def test_choice(visible, local_rank, chosen, number):
+    assert choose(visible, local_rank, chosen) == number
+
+
+def test_no_device_is_left():
+    text = "local rank 2 has no device of its own: 2 are visible, and each process needs one."
+    with pytest.raises(ValueError, match=text):
+        choose(2, 2, None)
+
+
+def test_two_processes_on_one_device():
+    refuse_shared([on("a"), on("b"), on("c", host="node1")])
+    text = (
+        r"^rank 1 \(device 1 of those that it sees, host node0\) and rank 2 \(device 0, host "
+        r"node1\) have the same device: b\. .* Start at most as many processes per host"
+    )
+    with pytest.raises(ValueError, match=text):
+        refuse_shared([on("a"), on("b", 1), on("b", host="node1"), on("a")])
+
+
+def test_some_hardware_may_be_shared():
+    refuse_shared([on(""), on("")])
+
+
+def test_what_a_stranger_posts():
+    assert Placement.of(("host", "a", 1)) == Placement("host", "a", 1)
+    for data in (("host", "a"), ["host", "a", 1], ("host", "a", "1"), None):
+        with pytest.raises(PmapError, match="instead of a placement"):
+            Placement.of(data)
