@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from torchpmap._base.errors import PmapError
-from torchpmap._runtime.torchrun.placement import Placement, choose, refuse_shared
+from torchpmap._runtime.torchrun.placement import Placement, choose, refuse_shared, share_code
+from torchpmap._runtime.torchrun.runtime import TorchrunRuntime
+from torchpmap._trace.compile import EAGER, INDUCTOR
 
 
 def on(hardware, number=0, host="node0"):
@@ -45,6 +49,24 @@ def test_two_processes_on_one_device():
 
 def test_some_hardware_may_be_shared():
     refuse_shared([on(""), on("")])
+
+
+def test_code_is_shared_where_the_number_is_the_same():
+    assert share_code([on("a"), on("b"), on("c", host="node1")])
+    assert not share_code([on("a", 0), on("b", 1)])
+    assert share_code([])
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
+@pytest.mark.parametrize("backend", [INDUCTOR, EAGER])
+def test_processes_take_turns_only_for_what_they_share(shares, ranks, backend):
+    runtime = TorchrunRuntime.__new__(TorchrunRuntime)  # it would meet the others
+    runtime._shares_code = shares
+    runtime._rendezvous = SimpleNamespace(in_turn=lambda ranks, name: "a turn")
+    definition = SimpleNamespace(backend=backend, ranks=ranks, name="f")
+    takes_turns = runtime._in_turn(definition) == "a turn"
+    assert takes_turns is (shares and len(ranks) == 2 and backend is INDUCTOR)
 
 
 def test_what_a_stranger_posts():

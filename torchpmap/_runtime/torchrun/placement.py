@@ -23,7 +23,7 @@ class Placement(NamedTuple):
     hardware: str
     """Equal only for the same device; empty if processes may share it."""
     number: int
-    """Among those that the process sees."""
+    """Among those that the process sees: graphs, and the keys of compiled code, contain it."""
 
     @classmethod
     def of(cls, data: Any) -> Placement:
@@ -90,3 +90,8 @@ def refuse_shared(placements: Sequence[Placement]) -> None:
                 "(CUDA_VISIBLE_DEVICES, torch.cuda.set_device), give each process another one. "
                 "TORCHPMAP_DEVICE_TYPE=cpu needs none."
             )
+
+
+def share_code(placements: Sequence[Placement]) -> bool:
+    """Whether code that one process has compiled fits the others."""
+    return len({placement.number for placement in placements}) == 1

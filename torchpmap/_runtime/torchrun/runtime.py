@@ -46,6 +46,7 @@ from torchpmap._runtime.torchrun.placement import (
     devices_of,
     own_number,
     refuse_shared,
+    share_code,
 )
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous
 from torchpmap._runtime.torchrun.watch import Watch, Watched
@@ -116,7 +117,8 @@ class TorchrunRuntime:
         self._plans: dict[int, _Defined] = {}
         self._teams: dict[tuple[int, ...], Team] = {}
         self._rendezvous = Rendezvous(place, device_type, config.patience)
-        self._compare_placements(number)
+        self._shares_code = self._compare_placements(number)
+        """Whether what one process has compiled fits the others."""
         self._groups = Groups(
             place.rank, self.device, self._rendezvous.store.raw, config, self._rendezvous.address
         )
@@ -137,13 +139,15 @@ class TorchrunRuntime:
                 self._come_to,
             )
 
-    def _compare_placements(self, number: int) -> None:
+    def _compare_placements(self, number: int) -> bool:
         if not self._platform.is_hardware:
-            return
+            return True
         mine = Placement(socket.gethostname(), self._platform.hardware(number), number)
         ranks = range(len(self.devices))
         given = self._rendezvous.exchange(ranks, packed(tuple(mine)), "choosing the devices")
-        refuse_shared([Placement.of(unpacked(data)) for data in given])
+        placements = [Placement.of(unpacked(data)) for data in given]
+        refuse_shared(placements)
+        return share_code(placements)
 
     @property
     def closed(self) -> bool:
@@ -265,8 +269,14 @@ class TorchrunRuntime:
         return run
 
     def _in_turn(self, definition: Definition) -> AbstractContextManager[None]:
-        """Let one process of each host compile first: the others load it from Inductor's cache."""
-        if definition.backend.is_inductor and len(definition.ranks) > 1:
+        """Let one process of each host compile first: the others load it from Inductor's cache.
+
+        Where they see several GPUs, each has another number, which is in the code: then all compile
+        at the same time.  To hide the other GPUs from the process would not do, since a script that
+        calls ``torch.cuda.set_device(local_rank)`` would no longer find its own.
+        """
+        is_shared = definition.backend.is_inductor and len(definition.ranks) > 1
+        if is_shared and self._shares_code:
             return self._rendezvous.in_turn(definition.ranks, definition.name)
         return nullcontext()
 
