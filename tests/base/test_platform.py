@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,6 +120,52 @@ def test_every_thread_records_on_the_processs_own_device(monkeypatch):
     assert CUDA.record() is event
     CUDA.synchronize()
     assert used == ["stream of device 1", 1]
+
+
+def test_a_host_value_goes_through_pinned_memory(monkeypatch):
+    made, empty = [], torch.empty
+
+    def noted(*args, pin_memory=False, **kwargs):  # this build cannot pin
+        made.append((pin_memory, str(kwargs["device"])))
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", noted)
+    value = torch.arange(6.0).reshape(2, 3).T
+    with torch.device("meta"):
+        placed = CUDA.place(value, torch.device("cpu"))
+    assert made == [(True, "cpu"), (False, "cpu")]
+    assert placed.is_contiguous()
+    kept = value.clone()
+    value.zero_()
+    assert placed.equal(kept)
+
+
+def test_a_value_of_a_device_does_not_visit_the_host(monkeypatch):
+    made, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(k) or empty(*a, **k))
+    placed = CUDA.place(torch.empty(3, device="meta"), torch.device("meta"))
+    assert placed.device.type == "meta"
+    assert [each["device"].type for each in made[1:]] == ["meta"]
+
+
+def test_a_fetch_waits_for_no_later_call(monkeypatch):
+    events = []
+
+    @contextmanager
+    def stream(chosen):
+        events.append(("enter", chosen))
+        yield
+        events.append(("leave", chosen, target.tolist()))
+
+    monkeypatch.setattr(CUDA, "owned", Owned(5, 1))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda number: f"another stream of {number}")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    target = torch.zeros(2)
+    CUDA.fetch(torch.ones(2), target)
+    assert events == [
+        ("enter", "another stream of 1"),
+        ("leave", "another stream of 1", [1.0, 1.0]),
+    ]
 
 
 def test_the_cpu_is_always_done():

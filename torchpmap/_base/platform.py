@@ -147,6 +147,16 @@ class Platform:
     def unpin(self, address: int) -> None:
         """Undo ``pin``."""
 
+    def place(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A contiguous copy of a value of the host or of a device, on ``device``; it need not be
+        complete yet, but the value may change from now on.
+        """
+        return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
+
+    def fetch(self, value: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a value that is complete to the host; waits for nothing else."""
+        target.copy_(value)
+
     def record(self) -> Event:
         """The moment at which everything launched so far is complete."""
         return _Past()
@@ -223,12 +233,26 @@ class Accelerator(Platform):
         properties = torch.get_device_module(self.name).get_device_properties(number)
         return f"{self.name} {properties.uuid}"
 
-    # the current device is one of each thread, so these name the device
-
     def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         # of memory that is not pinned, torch would copy only after all work before it
         source = tensor if tensor.is_pinned() else tensor.pin_memory()
         return source.to(device, non_blocking=True)
+
+    def place(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if value.device.type == "cpu":
+            # from other memory the copy would wait until the device has done all before it; torch
+            # keeps this memory until the copy is complete
+            pinned = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
+            value = pinned.copy_(value)
+        on_device = torch.empty(value.shape, dtype=value.dtype, device=device)
+        return on_device.copy_(value, non_blocking=True)
+
+    # the current device is one of each thread, so these name the device
+
+    def fetch(self, value: torch.Tensor, target: torch.Tensor) -> None:
+        module = torch.get_device_module(self.name)
+        with module.stream(module.Stream(self._number())):  # else it would wait for later calls
+            target.copy_(value)
 
     def record(self) -> Event:
         return self._recorded(torch.Event(self.name))

@@ -158,7 +158,7 @@ class Groups:
             )
 
     def _connect(self, store: dist.Store, members: RankTuple) -> dist.ProcessGroup:
-        """Make the group, until ``abort``.  A thread does it: Gloo cannot be stopped in between."""
+        """Make the group, until ``abort``.  A thread does it: Gloo and NCCL cannot be stopped."""
         result: list[dist.ProcessGroup | Exception] = []
 
         def make() -> None:
@@ -169,9 +169,15 @@ class Groups:
 
         thread = threading.Thread(target=make, name="torchpmap-connect", daemon=True)
         thread.start()
+        deadline = Deadline(self._timeout.total_seconds())
         while thread.is_alive():
             thread.join(0.01)
             self._refuse_if_aborted()
+            if deadline.passed:  # NCCL waits without end for a rank that has died meanwhile
+                raise GroupLost(
+                    f"process group of the ranks {list(members)}: not all were connected within "
+                    f"{self._timeout}"
+                )
         (group,) = result
         if isinstance(group, Exception):
             raise GroupLost(f"process group of the ranks {list(members)}: {group}") from group

@@ -191,12 +191,15 @@ class TorchrunRuntime:
     def put(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
         with self._lock:
             self.insist()
-            copy = None
-            if self.rank in team.ranks:
-                block = blocks[team.ranks.index(self.rank)].detach()
-                # a copy: the caller may write to its tensors
-                copy = torch.empty(block.shape, dtype=block.dtype, device=self.device).copy_(block)
-            return _Block(copy, team)
+            if self.rank not in team.ranks:
+                return _Block(None, team)
+            block = blocks[team.ranks.index(self.rank)].detach()
+            # a copy: the caller may write to its tensors
+            copy = self._platform.place(block, self.device)
+            if self._completion is not None:
+                self._seq += 1
+                self._completion.launched(self._seq, "receiving a value", communicates=False)
+            return _Block(copy, team, self._seq)
 
     def fetch(self, handle: Any, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
         self.block(handle)
@@ -211,7 +214,7 @@ class TorchrunRuntime:
                 )
             block = handle.block.select(dim, position) if dim >= 0 else handle.block
             wire.refuse_other(block, wire.describe(target), f"on device {self.devices[rank]}")
-            target.copy_(block)
+            self._platform.fetch(block, target)
 
     def block(self, handle: Handle) -> None:
         if self._completion is not None:
