@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from _support import EAGER
 
 import torchpmap as tp
 from torchpmap import NamedSharding, P, make_mesh
+from torchpmap._sharded import device_put as device_put_module
 
 pytestmark = pytest.mark.usefixtures("pool")
 X = torch.arange(8.0).reshape(4, 2)
@@ -180,6 +183,32 @@ def test_device_put_sharded():
     assert numbers.tolist() == [1, 2]
     rows = tp.device_put_sharded(list(tp.device_put(X, tp.devices())), tp.devices())
     assert rows.tolist() == X.tolist()
+
+
+def test_rows_on_the_device_of_this_process_do_not_visit_the_host(monkeypatch):
+    given = []
+
+    class HasDevice:
+        """The runtime of one of several processes."""
+
+        runs_here = True
+
+        def team(self, ranks):
+            return SimpleNamespace(ranks=ranks, runtime=self)
+
+        def put(self, team, blocks):
+            given.extend(block.device.type for block in blocks)
+            return SimpleNamespace(team=team, seq=0)
+
+    monkeypatch.setattr(device_put_module, "current_runtime", HasDevice)
+    tp.device_put_sharded([torch.ones(2, device="meta"), torch.ones(2)], tp.devices()[:2])
+    assert given == ["meta", "cpu"]
+
+
+def test_a_gradient_goes_back_to_the_device_of_the_value():
+    context = SimpleNamespace(before=None, device=torch.device("meta"))
+    gradient, _ = device_put_module._Put.backward(context, torch.ones(2))
+    assert gradient.device.type == "meta"
 
 
 def test_device_put_replicated():

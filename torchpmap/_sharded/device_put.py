@@ -153,11 +153,13 @@ class _Put(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, Any], output: Any) -> None:
         value, ctx.layout = inputs
         ctx.before = value._layout if type(value) is ShardedTensor else None
+        ctx.device = value.device
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-        back = cotangent.cpu() if ctx.before is None else _put(cotangent, ctx.before)
-        return back, None
+        if ctx.before is None:
+            return cotangent.cpu().to(ctx.device), None
+        return _put(cotangent, ctx.before), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
@@ -241,7 +243,7 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
             results.append(None)
             continue
         values = [
-            part.cpu() if isinstance(part, torch.Tensor) else _host(part, path) for part in parts
+            _near(part) if isinstance(part, torch.Tensor) else _host(part, path) for part in parts
         ]
         kinds = {(tuple(value.shape), value.dtype) for value in values}
         if len(kinds) != 1:
@@ -255,11 +257,17 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
     return structure.unflatten(results)
 
 
+def _near(value: torch.Tensor) -> torch.Tensor:
+    """A tensor that the running devices can take: on the host, or on the device of this process."""
+    plain = type(value) is not ShardedTensor and not inline_mode.active()
+    return value if plain and current_runtime().runs_here else value.cpu()
+
+
 def _put_rows(layout: Layout, rows: Sequence[torch.Tensor]) -> torch.Tensor:
     if inline_mode.active():
         return torch.stack(list(rows))
     if any(map(_is_followed, rows)):
-        return _put(torch.stack(list(rows)), layout)
+        return _put(torch.stack([row.cpu() for row in rows]), layout)
     team = current_runtime().team(layout.ranks)
     return make_sharded(layout, team.runtime.put(team, [row.unsqueeze(0) for row in rows]))
 
