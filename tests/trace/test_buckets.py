@@ -282,7 +282,7 @@ def test_compiled_code_starts_sums_while_it_computes(buckets, group, monkeypatch
     others = ["mm", "mm", "all_reduce_"] * (LAYERS - 1)
     assert found == [*forward, *last, *others, *["wait_tensor"] * LAYERS]
     given = examples(shapes)
-    for result, expected in zip(runner(*given), graph(*given), strict=True):
+    for result, expected in zip(runner(list(given)), graph(*given), strict=True):
         torch.testing.assert_close(result, expected)
 
 
