@@ -11,7 +11,7 @@ import pickle
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import repeat, zip_longest
 from typing import Any
@@ -157,9 +157,7 @@ class LocalRuntime:
                 staged.append((worker, worker.staging.store(block)))
             return self._pool.in_order(self._send_blocks, team, blocks, staged)
         except BaseException:  # Ctrl-C, or the pool was closed
-            for _, region in staged:
-                if region is not None:
-                    region.free()
+            _free_all(region for _, region in staged)
             raise
 
     def _send_blocks(
@@ -284,42 +282,45 @@ class LocalRuntime:
 
     def fetch(self, handle: Any, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
         ranks = tuple(handle.team.ranks[place] for place, *_ in requests)
+        self._insist(handle, ranks, lambda: self._fetched(handle, ranks, requests))
 
-        def ask() -> bool:
-            # under the send lock ``about`` refuses values of workers that were replaced meanwhile,
-            # and with them these regions
-            regions = [
-                self._pool.workers[rank].staging.lend(target.nbytes)
-                if target.nbytes >= STAGED_BYTES
-                else None
-                for rank, (*_, target) in zip(ranks, requests, strict=True)
-            ]
-            bodies, targets = {}, {}
-            for rank, region, request in zip(ranks, regions, requests, strict=True):
-                _, dim, position, target = request
-                offset = -1 if region is None else region.offset
-                described = wire.describe(target)
-                bodies[rank] = pack_ints(handle.id, dim, position, offset, *described)
-                if region is None:
-                    targets[rank] = wire.bytes_of(target)
-            about = handle.era, handle.seq
+    def _fetched(
+        self,
+        handle: Any,
+        ranks: Sequence[int],
+        requests: Sequence[tuple[int, int, int, torch.Tensor]],
+    ) -> bool:
+        """Ask each rank for a block, and wait; False if a failure came first."""
+        regions: list[Region | None] = []
+        bodies, targets = {}, {}
+        for rank, (_, dim, position, target) in zip(ranks, requests, strict=True):
+            region = None
+            if target.nbytes >= STAGED_BYTES:
+                # if the worker is replaced before it is asked, the value is lost: ``ask`` raises
+                region = self._pool.workers[rank].staging.lend(target.nbytes)
+            if region is None:
+                targets[rank] = wire.bytes_of(target)
+            offset = -1 if region is None else region.offset
+            bodies[rank] = pack_ints(handle.id, dim, position, offset, *wire.describe(target))
+            regions.append(region)
+        about = handle.era, handle.seq
+        try:
             pending = self._pool.ask(bodies, wire.FETCH, targets, about=about)
-            is_done = pending.wait()
-            if not is_done:
-                self._pool.repair(handle.seq)
+        except Exception:  # nothing was sent
+            _free_all(regions)
+            raise
+        is_done = pending.wait()
+        if is_done:
             for region, (*_, target) in zip(regions, requests, strict=True):
                 if region is not None:
-                    if is_done:
-                        region.read(target)
-                    region.free()  # after a repair no worker is at an earlier command
-            if is_done:
-                return True
-            error = self._losses.of_command(pending.era, pending.seq)
-            if error is not None:  # asking again would not help
-                raise error
-            return False
-
-        self._insist(handle, ranks, ask)
+                    region.read(target)
+        else:
+            self._pool.repair(handle.seq)
+        _free_all(regions)  # after a repair no worker is at an earlier command
+        error = None if is_done else self._losses.of_command(pending.era, pending.seq)
+        if error is not None:  # asking again would not help
+            raise error
+        return is_done
 
     def block(self, handle: Handle) -> None:
         if self._pool.prints or not self._is_computed(handle):
@@ -443,6 +444,12 @@ class LocalRuntime:
             "this process was forked from the one that owns the torchpmap devices; use torchpmap "
             "in the parent, or start the child with spawn or forkserver"
         )
+
+
+def _free_all(regions: Iterable[Region | None]) -> None:
+    for region in regions:
+        if region is not None:
+            region.free()
 
 
 def _frames(
