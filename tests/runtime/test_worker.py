@@ -232,7 +232,16 @@ def short_of_memory(pool):
     tp.shutdown()
 
 
-def test_block_without_memory_is_not_read_as_frames(short_of_memory, tmp_path):
+@pytest.fixture(params=[False, True], ids=["socket", "shared"])
+def shares(request):
+    """Whether blocks travel in shared memory."""
+    tp.shutdown()
+    tp.config.shared_memory = request.param
+    yield request.param
+    tp.config.reset()
+
+
+def test_block_without_memory_is_not_read_as_frames(shares, short_of_memory, tmp_path):
     body = pickle.dumps(Bomb(str(tmp_path / "exploded")))
     attack = wire.frame(wire.DEFINE, 7, body)
     data = torch.zeros(2, LARGE, dtype=torch.uint8)
@@ -243,6 +252,8 @@ def test_block_without_memory_is_not_read_as_frames(short_of_memory, tmp_path):
         assert str(caught.value) == (
             f"no memory on device {DEVICE}:0 for uint8[1, {LARGE}]: {LARGE} bytes"
         )
+    lent = [len(worker.staging.taken()) for worker in running_pool().workers.values()]
+    assert lent == [0, 0]
     assert not (tmp_path / "exploded").exists()
 
 

@@ -269,9 +269,14 @@ def read_tensor(reader: FrameReader, where: str) -> torch.Tensor:
     try:
         tensor = torch.empty(shape, dtype=dtype)
     except (RuntimeError, MemoryError) as error:
-        raise MemoryError(f"no memory {where} for {kind_of(shape, dtype)}: {size} bytes") from error
+        raise no_memory(where, shape, dtype) from error
     reader.into(bytes_of(tensor))
     return tensor
+
+
+def no_memory(where: str, shape: Sequence[int], dtype: torch.dtype) -> MemoryError:
+    size = math.prod(shape) * dtype.itemsize
+    return MemoryError(f"no memory {where} for {kind_of(shape, dtype)}: {size} bytes")
 
 
 class InheritedFd:

@@ -180,6 +180,11 @@ class Staging:
         self._regions[room].append(region)
         return region
 
+    def taken(self) -> list[Region]:
+        """The regions that blocks use now."""
+        with self._lock:
+            return [each for all in self._regions.values() for each in all if each.state == TAKEN]
+
     def trim(self) -> None:
         """Free regions that have not been used for a while."""
         if not self._regions or not self._lock.acquire(blocking=False):
@@ -238,7 +243,11 @@ class Staged:
         for old in [each for each in self._regions.values() if each.state == GONE]:
             self._unpin(old.address)
             del self._regions[old.offset]
-        region = self._regions[offset] = Region(self._fd, offset, room)
+        try:
+            region = self._regions[offset] = Region(self._fd, offset, room)
+        except OSError:
+            Region(self._fd, offset, 0).free()
+            raise
         self._pin(region.address, room)
         return region
 

@@ -9,7 +9,7 @@ from itertools import count, repeat
 
 import torch
 
-from torchpmap._base.errors import ShardLost, kind_of
+from torchpmap._base.errors import ShardLost
 from torchpmap._base.platform import Platform
 from torchpmap._runtime import wire
 from torchpmap._runtime.local.staging import Staged
@@ -64,7 +64,7 @@ class Values:
         try:
             tensor = self._staged.tensor(offset, shape, dtype)
         except OSError as error:
-            raise MemoryError(f"no memory {self._where} for {kind_of(shape, dtype)}") from error
+            raise wire.no_memory(self._where, shape, dtype) from error
         self._tensors[handle] = self._platform.upload(tensor, self._device)
         return tensor
 
