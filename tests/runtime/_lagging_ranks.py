@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -153,7 +155,13 @@ def late_error_while_waiting_for_others(rank: int) -> None:
     value = _fail_on_rank_1(rank)
     if rank == 1:
         mapped(lambda x: 2 * total(x))(own(rank))
-    value.tolist()
+    store = tp._runtime.current.runtime().rendezvous.store
+    try:
+        value.tolist()
+    except tp.WorkerError:
+        while not store.check(["left/1"]):  # it does not wait for this process to end
+            time.sleep(0.01)
+        raise
 
 
 @job(2)
@@ -162,6 +170,30 @@ def assert_in_a_kernel(rank: int) -> None:
     pick = mapped(lambda x, k: x.index_select(0, k).sum())
     value = sums(pick(torch.ones(1, 5), torch.tensor([[99 * rank]])))
     value.tolist()
+
+
+def _kill_rank_1(rank: int) -> None:
+    sums = warmed_up()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sums(own(rank)).tolist()
+
+
+@job(2)
+def killed(rank: int) -> None:
+    _kill_rank_1(rank)
+
+
+@job(2, TORCHPMAP_SHARED_MEMORY="0")
+def killed_without_shared_memory(rank: int) -> None:
+    _kill_rank_1(rank)
+
+
+@job(2)
+def ended_before_a_call(rank: int) -> None:
+    sums = warmed_up()
+    if rank == 0:
+        sums(own(rank))
 
 
 @job(2, TORCHPMAP_SHARED_MEMORY="0")

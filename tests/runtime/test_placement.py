@@ -54,7 +54,6 @@ def test_some_hardware_may_be_shared():
 def test_code_is_shared_where_the_number_is_the_same():
     assert share_code([on("a"), on("b"), on("c", host="node1")])
     assert not share_code([on("a", 0), on("b", 1)])
-    assert share_code([])
 
 
 @pytest.mark.parametrize("shares", [False, True])

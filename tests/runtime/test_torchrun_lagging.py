@@ -95,6 +95,21 @@ def test_an_assert_in_a_kernel_says_what_to_do(ended):
     assert "WorkerError: rank 1 failed first: IndexError: index out of range" in other
 
 
+@pytest.mark.parametrize("name", ["killed", "killed_without_shared_memory"])
+def test_a_device_that_waits_for_a_killed_process(ended, name):
+    waiting, victim = ended[name]
+    assert (waiting.code, victim.code) == (1, -9)
+    text = "WorkerDied: the connection to another process of this job broke off"
+    assert text in outputs([waiting])[0]
+
+
+def test_a_device_that_waits_for_a_process_that_has_ended(ended):
+    waiting, gone = ended["ended_before_a_call"]
+    assert (waiting.code, gone.code) == (1, 0)
+    text = "CollectiveMismatch: rank 1 has ended its script and will not come."
+    assert text in outputs([waiting])[0]
+
+
 def test_calls_in_another_order(ended):
     """Gloo would add the numbers of one call to those of the other, and NCCL too."""
     for output in of_failed(ended["other_order_of_a_known_and_a_new_call"]):

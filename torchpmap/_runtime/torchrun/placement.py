@@ -86,9 +86,9 @@ def refuse_shared(placements: Sequence[Placement]) -> None:
                 f"rank {other} (device {theirs.number} of those that it sees, host {theirs.host}) "
                 f"and rank {rank} (device {mine.number}, host {mine.host}) have the same device: "
                 f"{mine.hardware}. Each process needs one of its own. Start at most as many "
-                "processes per host as it has devices; if you choose devices yourself "
-                "(CUDA_VISIBLE_DEVICES, torch.cuda.set_device), give each process another one. "
-                "TORCHPMAP_DEVICE_TYPE=cpu needs none."
+                "processes per host as it has devices; if you choose devices yourself (with "
+                "CUDA_VISIBLE_DEVICES, or as torch's current device), give each process another "
+                "one. TORCHPMAP_DEVICE_TYPE=cpu needs none."
             )
 
 

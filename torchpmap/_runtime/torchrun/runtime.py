@@ -330,11 +330,13 @@ class TorchrunRuntime:
         """
         if plan.is_watched:
             self._watch.begin(self._watch.announced(plan.axis or (), plan.name, plan.timeout))
+            self._groups.occasion.number = plan.number
         try:
             with _plain() if has_transforms() or num_modes() else nullcontext():
-                return self._run_on_occasion(plan, blocks)
+                return plan.runner(blocks)
         finally:
             if plan.is_watched:
+                self._groups.occasion.number = 0
                 self._watch.end()
 
     def _launch(

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -36,17 +35,11 @@ _OBEY_S = 2.0
 _PAUSE_S = 0.05
 
 
-class Watched(NamedTuple):
-    """A call that may have to be ended."""
-
-    ranks: tuple[int, ...]
-    """Those that its collectives wait for."""
-    number: int
-    """Which of the calls over ``ranks`` it is."""
-    name: str
-    timeout: float | None
-    caller: int
-    """The thread that has made the call."""
+Watched = tuple[tuple[int, ...], int, str, float | None, int]
+"""A call that may have to be ended: the ranks its collectives wait for, which of the calls over
+these it is, its name, its timeout, and the thread that has made it.  (Every call makes one: a class
+with names would take five times as long.)
+"""
 
 
 class Watch:
@@ -56,6 +49,7 @@ class Watch:
 
     def __init__(self, rendezvous: Rendezvous, groups: Groups, failures: Failures) -> None:
         self._rendezvous = rendezvous
+        self._calls = rendezvous.calls
         self._groups = groups
         self._failures = failures
         self._running: Watched | None = None
@@ -66,12 +60,13 @@ class Watch:
 
     def announced(self, ranks: tuple[int, ...], name: str, timeout: float | None) -> Watched:
         """A call with collectives over ``ranks``, in its place among all calls."""
-        calls = self._rendezvous.calls
-        calls[ranks] += 1
-        return Watched(ranks, calls[ranks], name, timeout, threading.get_ident())
+        number = self._calls[ranks] = self._calls[ranks] + 1
+        return ranks, number, name, timeout, threading.get_ident()
 
     def begin(self, call: Watched) -> None:
-        self._end = math.inf if call.timeout is None else time.monotonic() + call.timeout
+        timeout = call[3]
+        if timeout is not None:
+            self._end = time.monotonic() + timeout
         self._running = call
 
     def end(self) -> None:
@@ -107,11 +102,11 @@ class Watch:
 
     def _verdict_on(self, running: Watched) -> PmapError | None:
         """Why a call never ends; None if that is not certain."""
-        ranks = running.ranks
+        ranks, number, name, _, _ = running
         has_lost_peer = self._groups.has_lost_peer()  # first: who leaves or fails says so before
         try:
             has_lost_peer &= not self._rendezvous.have_left(ranks)
-            verdict = self._rendezvous.in_vain(ranks, running.number, running.name)
+            verdict = self._rendezvous.in_vain(ranks, number, name)
         except dist.DistError as error:
             if has_lost_peer:  # it has kept the store
                 return lost(error)
@@ -119,12 +114,13 @@ class Watch:
         return lost(None) if verdict is None and has_lost_peer else verdict
 
     def _expire(self, running: Watched) -> None:
+        _, _, name, timeout, caller = running
         waits = self._groups.waits()
-        frame = sys._current_frames().get(running.caller)
+        frame = sys._current_frames().get(caller)
         stack = "".join(traceback.format_stack(frame))
         what = f"waits for {waits}" if waits is not None else "runs"
         verdict = CallTimeout(
-            f"{running.name} did not end within its timeout of {running.timeout:g} s; rank "
+            f"{name} did not end within its timeout of {timeout:g} s; rank "
             f"{self._rendezvous.place.rank} {what}:\n{stack}"
         )
         self._failures.conclude(verdict)
