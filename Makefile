@@ -19,7 +19,7 @@ PINS := -c constraints.txt
 else
 NAME_PYTHON := import sys; print("-python%d.%d" % sys.version_info[:2])
 VENV := .venv-$(TORCH)$(if $(GIVEN_PYTHON),$(shell $(PYTHON) -c '$(NAME_PYTHON)'))
-PINS :=
+PINS := torch==$(TORCH)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) $(PINS)
 
@@ -52,7 +52,7 @@ types: $(VENV)/dev.stamp
 # torch goes first and pinned: without the pin pip takes the newest one, gigabytes of CUDA packages included.
 $(VENV)/torch.stamp: constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch==$(or $(TORCH),2.13.0)
+	$(PIP) $(if $(TORCH),,torch==2.13.0)
 	touch $@
 
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml

@@ -37,6 +37,6 @@ def test_another_torch_gets_its_own_environment(tmp_path: Path, given: bool) -> 
     python = (f"PYTHON={sys.executable}",) if given else ()
     found = commands(tmp_path, "TORCH=2.15.0", *python)
     folder = f".venv-2.15.0-{PYTHON}" if given else ".venv-2.15.0"
-    assert f"{folder}/bin/python -m pip install --quiet torch==2.15.0" in found
-    assert f"{folder}/bin/python -m pip install --quiet -e '.[examples,dev]'" in found
+    pip = f"{folder}/bin/python -m pip install --quiet torch==2.15.0"  # no dependency replaces it
+    assert {pip, f"{pip} -e '.[examples,dev]'"} <= set(found)
     assert found[-1] == f"{folder}/bin/python -m pytest"
