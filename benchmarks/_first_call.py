@@ -1,8 +1,8 @@
 """One fresh process of the "first call" section of ``dispatch.py``; prints its times as JSON.
 
-``python _first_call.py NUM_DEVICES {overlapped,ready}``.  ``overlapped`` does what a program does:
-choose the devices, call.  ``ready`` waits in between until every worker has answered, so that
-starting the pool and the call are timed apart.
+``python _first_call.py NUM_DEVICES {overlapped,ready} [BACKEND]``.  ``overlapped`` does what a
+program does: choose the devices, call.  ``ready`` waits in between until every worker has answered,
+so that starting the pool and the call are timed apart.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ def step(
     return updated, tp.psum(value, "i") / tp.axis_size("i")
 
 
-def main(num_devices: int, mode: str) -> dict[str, float]:
+def main(num_devices: int, mode: str, backend: str = "inductor") -> dict[str, float]:
     """Time the parts of a first call in seconds."""
     torch.manual_seed(0)
     parameters = [
         (torch.randn(m, n) / m**0.5, torch.zeros(n)) for m, n in itertools.pairwise(SIZES)
     ]
     x, y = torch.randn(num_devices, ROWS, SIZES[0]), torch.randn(num_devices, ROWS, SIZES[-1])
-    train = tp.pmap(step, axis_name="i", in_axes=(None, 0, 0), out_axes=None)
+    how = {"backend": backend}
+    train = tp.pmap(step, axis_name="i", in_axes=(None, 0, 0), out_axes=None, compile=how)
     start = time.perf_counter()
     tp.init(num_devices)
     if mode == "ready":
@@ -68,4 +69,4 @@ def main(num_devices: int, mode: str) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]), sys.argv[2])))
+    print(json.dumps(main(int(sys.argv[1]), *sys.argv[2:])))

@@ -86,6 +86,16 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 # -- one file --------------------------------------------------------------------------------------
 
+RUNNING: set[subprocess.Popen[bytes]] = set()
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End it, with all that it has started, and wait for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    RUNNING.discard(process)
+
 
 @dataclass
 class Ended:
@@ -121,15 +131,14 @@ def run_file(section: str, file: str, has_gpu: bool, limit_s: float) -> Ended:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            RUNNING.add(process)
             try:
                 code = process.wait(limit_s)
                 why = f"it ended with code {code}"
             except subprocess.TimeoutExpired:
                 code, why = -1, f"it was killed after {limit_s:.0f} s"
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                kill(process)
         lines = report.read_text().splitlines() if report.exists() else []
         text = log.read_text(errors="replace")
     ended = Ended(section, file, round(time.monotonic() - begin, 1), {})
@@ -226,22 +235,29 @@ def run_all(options: argparse.Namespace, has_gpu: bool, where: str) -> list[Ende
         return run_file(*work, has_gpu, min(left, FILE_S)) if left > 5 else None
 
     with ThreadPoolExecutor(options.jobs) as threads:
-        for each in as_completed([threads.submit(run, work) for work in waiting]):
-            ended = each.result()
-            if ended is None:
-                continue
-            done.append(ended)
-            waiting.remove((ended.section, ended.file))
-            with journal.open("a") as file:
-                file.write(json.dumps(asdict(ended)) + "\n")
-            (options.output / "tests.md").write_text(table(done, waiting, where))
-            said = ended.left_out or ", ".join(f"{n} {what}" for what, n in ended.counts.items())
-            verdict = "ok" if ended.is_good else "FAILED"
-            print(
-                f"{verdict:6} {ended.section} {ended.file}: {said} ({ended.seconds} s)", flush=True
-            )
+        try:
+            for each in as_completed([threads.submit(run, work) for work in waiting]):
+                ended = each.result()
+                if ended is not None:
+                    done.append(ended)
+                    waiting.remove((ended.section, ended.file))
+                    note(ended, journal)
+                    (options.output / "tests.md").write_text(table(done, waiting, where))
+        except BaseException:  # Ctrl-C does not reach the files, which are in sessions of their own
+            threads.shutdown(wait=False, cancel_futures=True)
+            for process in tuple(RUNNING):
+                kill(process)
+            raise
     print("".join(f"not run yet: {section} {file}\n" for section, file in waiting), end="")
     return done
+
+
+def note(ended: Ended, journal: Path) -> None:
+    with journal.open("a") as file:
+        file.write(json.dumps(asdict(ended)) + "\n")
+    said = ended.left_out or ", ".join(f"{n} {what}" for what, n in ended.counts.items())
+    verdict = "ok" if ended.is_good else "FAILED"
+    print(f"{verdict:6} {ended.section} {ended.file}: {said} ({ended.seconds} s)", flush=True)
 
 
 def part(text: str) -> tuple[int, int]:
@@ -264,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=max(1, cores // 4), help="files at a time")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C
     options.output.mkdir(parents=True, exist_ok=True)
     has_gpu, where = described()
     print(where, flush=True)

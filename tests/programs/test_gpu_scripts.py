@@ -11,11 +11,29 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _support import SCALE
 
 ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def imported(path: Path) -> Any:
+    """A module by another name: tests/gpu.py is ``gpu`` too."""
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{path.stem}", path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+sys.path.append(str(BENCHMARKS))
+gpu = imported(BENCHMARKS / "gpu.py")
+from _gpu import inside  # noqa: E402  (found through the lines above)
+
 INSTALLED = (
     *("torch", "torchgen", "functorch", "numpy", "cloudpickle", "pytest", "_pytest"),
     *("sympy", "mpmath", "filelock", "typing_extensions", "networkx", "jinja2", "markupsafe"),
@@ -124,3 +142,117 @@ def test_a_limit_of_time_leaves_the_rest_for_later(tmp_path):
     )
     assert "not run yet: shared b.py\n" in printed
     assert "a.py" not in printed
+
+
+# -- benchmarks/gpu.py -----------------------------------------------------------------------------
+
+
+def test_the_benchmark_runs_sections_in_processes(bare, tmp_path):
+    sections = ("training-torchrun", "faults")
+    printed = run(bare, "benchmarks/gpu.py", "--output", tmp_path, "--sections", *sections)
+    first, *lines, _ = printed.splitlines()
+    assert first == (
+        "No GPU here: this tests the script on the lagging platform, and measures nothing."
+    )
+    assert [line.split()[:2] for line in lines] == [["ok", f"{name}:"] for name in sections]
+    report = json.loads((tmp_path / "results.json").read_text())
+    assert {line["section"] for line in report["results"]} == set(sections)
+    assert report["environment"]["gpu"] is None
+    table = (tmp_path / "table.md").read_text()
+    assert "| step | ms | " in table
+    assert "No GPU: these numbers test the script" in table
+    assert (tmp_path / "training-torchrun.trace.json.gz").exists()
+
+
+HERE = [name for name in gpu.SECTIONS if name not in ("training-torchrun", "faults")]
+"""These sections need neither a launcher nor an asynchronous device."""
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_section(name, tmp_path):
+    gpu.run_section(name, tmp_path / "journal.jsonl", "cpu")
+    lines = gpu.read(tmp_path / "journal.jsonl")
+    assert [line for line in lines if line.get("passed") is False] == []
+    assert len([line for line in lines if not {"passed", "value", "median_s"}.isdisjoint(line)]) > 0
+
+
+MADE = """
+import os, signal, sys, time
+
+sys.path.insert(0, {folder!r})
+import gpu
+
+
+def broken(bench):
+    bench.number("before", 1.5, "s")
+    with bench.part("a part"):
+        raise ArithmeticError("no")
+    bench.check("behind", True)
+
+
+def killed(bench):
+    bench.number("before", 2.5, "s")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def endless(bench):
+    time.sleep(60)
+
+
+sys.modules["_gpu.made"] = sys.modules["__main__"]
+gpu.SECTIONS.clear()
+for name, limit_s in (("broken", 60), ("killed", 60), ("endless", 0.5), ("never", 1)):
+    gpu.SECTIONS[name] = gpu.Section("made", name, limit_s)
+sys.exit(gpu.main())
+"""
+
+
+def test_a_section_that_fails_stops_no_other(tmp_path):
+    script = tmp_path / "made.py"
+    script.write_text(MADE.replace("{folder!r}", repr(str(BENCHMARKS))))
+    command = (sys.executable, script, "--output", tmp_path)
+    printed = run(*command, "--sections", "broken", "killed", "endless", code=1).splitlines()
+    assert [line.split()[:2] for line in printed[1:-1]] == [
+        ["FAILED", "broken:"],
+        ["FAILED", "killed:"],
+        ["FAILED", "endless:"],
+    ]
+    lines = gpu.read(tmp_path / "journal.jsonl")
+    numbers = [(line["section"], line["value"]) for line in lines if "value" in line]
+    assert numbers == [("broken", 1.5), ("killed", 2.5)]
+    assert [line["ended"] for line in lines if "ended" in line] == [0, -9, None]
+    table = (tmp_path / "table.md").read_text()
+    for text in ("**a part** is not as it must be", "ArithmeticError: no", "1 of 2 checks passed"):
+        assert text in table
+    assert "**killed ended with code -9**" in table
+    assert "**endless took too long**" in table
+    # again, into the same folder: a section replaces what it wrote before; no time, so none begins
+    printed = run(*command, "--sections", "killed", "never", "--minutes", "0").splitlines()
+    assert printed[1:-1] == ["not run: killed", "not run: never"]
+    assert {line["section"] for line in gpu.read(tmp_path / "journal.jsonl")} == {
+        "broken",
+        "endless",
+    }
+
+
+def test_sections_of_training_are_compared():
+    def number(section, name, value):
+        return {"section": section, "name": name, "value": value, "unit": ""}
+
+    lines = [
+        *(number("training", "step", 60.0), number("training", "loss of the last step", 3.0)),
+        number("training-compile", "step", 50.0),
+        number("training-compile", "loss of the last step", 3.03),
+    ]
+    first, second = gpu.compared(lines)
+    assert (first["name"], first["value"]) == ("training: step", 1.2)
+    assert second["passed"]
+    lines[1]["value"] = 2.9
+    assert not gpu.compared(lines)[1]["passed"]
+
+
+def test_idle_share():
+    # [0, 3] and [5, 10] of ten
+    assert inside.idle_share([(5, 10), (1, 3), (0, 2)]) == pytest.approx(0.2)
+    assert inside.idle_share([(0, 4), (1, 2)]) == 0
+    assert inside.idle_share([]) == -1
