@@ -112,6 +112,45 @@ def test_hello_pmap_prints_what_plain_torch_computes():
     assert lines[-1] == "ok"
 
 
+ON_ONE_GPU = """
+import runpy, sys
+import torch
+torch.cuda.device_count = lambda: 1
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def test_hello_pmap_runs_where_there_is_one_gpu(monkeypatch):
+    monkeypatch.delenv("TORCHPMAP_DEVICE_TYPE")
+    command = [sys.executable, "-c", ON_ONE_GPU, str(EXAMPLES / "hello_pmap.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "doubled lives on devices: [0, 1]" in done.stdout
+
+
+class Asked(Exception):
+    """Stops a program where it starts its devices."""
+
+
+@pytest.mark.parametrize(
+    "name", ["char_gpt", "ensembles", "mcmc_chains", "pmap_cookbook", "wave_equation"]
+)
+@pytest.mark.parametrize(("gpus", "wanted"), [(0, 2), (1, None)])
+def test_examples_ask_for_every_gpu_or_two_cores(name, gpus, wanted, monkeypatch, request):
+    def asked(num_devices=None):
+        raise Asked(num_devices)
+
+    request.addfinalizer(tp.shutdown)
+    tp.shutdown()
+    monkeypatch.delenv("TORCHPMAP_DEVICE_TYPE")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(tp, "init", asked)
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(Asked) as caught:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert caught.value.args == (wanted,)
+
+
 def test_compose_prints_what_plain_torch_computes():
     lines = run_both_ways("compose.py").splitlines()
     assert "w = [2.0, -3.0, 0.5], b = 1.00" in lines

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -133,6 +134,13 @@ def test_failures_are_written_down(bare, tmp_path):
     assert "it took longer than 0.5 s" in failures["test_endless"]
     assert "it ended with code -9" in failures[str(path)]
     assert f"## shared {path}" in (output / "tests.md").read_text()
+
+
+def test_tests_of_the_cpu_are_skipped_on_gpus():
+    options = ("-o", "addopts=", "-p", "no:cacheprovider", "-rs")
+    command = (sys.executable, "-m", "pytest", *options, "tests/runtime/test_two_hosts.py")
+    printed = run("env", "TORCHPMAP_TEST_DEVICE=cuda", *command)
+    assert re.search(r"CPU devices only: hosts here are namespaces\n=+ \d+ skipped in", printed)
 
 
 def test_a_limit_of_time_leaves_the_rest_for_later(tmp_path):
