@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from torch._subclasses import fake_tensor
 
 from torchpmap._base.devices import CUDA
 from torchpmap._runtime.torchrun.runtime import _described
 from torchpmap._sharded.transfer import store_on
 from torchpmap._trace import compile as _compile
-from torchpmap._trace.compile import Definition, parse_compile
+from torchpmap._trace.compile import Definition, compile_definition, parse_compile
+from torchpmap._trace.constants import place
 from torchpmap._trace.replication import is_random
 from torchpmap._trace.trace import TracedInput, trace
 
@@ -21,7 +24,7 @@ W = torch.ones(4)
 
 def definition(function, device, compile=True):
     def body(blocks, axis):
-        return [(function(*blocks), (axis,))]
+        return [(function(*blocks), ())]
 
     traced = trace(
         body,
@@ -56,10 +59,69 @@ def test_processes_compare_plans_without_their_device_numbers(function):
     assert "cuda:" not in texts[0]
 
 
-def test_different_plans_differ():
+@pytest.mark.parametrize("make", [torch.arange, lambda *ends: torch.tensor([*ends, 0.0, 0.0])])
+def test_different_plans_differ(make):
     device = torch.device("cuda:0")
-    one, other = (definition(lambda x, k=k: x + torch.arange(k, k + 4.0), device) for k in (0, 1))
+    one, other = (definition(lambda x, k=k: x + make(k, k + 4.0), device) for k in (0, 1))
     assert _described(one, device) != _described(other, device)
+
+
+class Touched(Exception):
+    """The device was to be initialised."""
+
+
+@pytest.fixture
+def untouchable(monkeypatch):
+    """This host seems to have a GPU, which must not be initialised."""
+
+    def touch(*args, **kwargs):
+        raise Touched
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", touch)
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", touch)
+
+
+FUNCTIONS = {
+    "vector": lambda x: x * torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    "scalar": lambda x: x * torch.tensor(2.0) + torch.tensor(3),
+    "computed": lambda x: x + torch.tensor(2.0).mul(3),
+    "dtype": lambda x: x + torch.tensor([1, 2, 3, 4], dtype=torch.int32),
+    "array": lambda x: x + torch.as_tensor(np.arange(4.0), dtype=F32),
+    "written": lambda x: torch.tensor([1.0, 2.0, 3.0, 4.0]).add_(x),
+    "moved": lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0], device="cpu").to(x.device),
+    "factory": lambda x: x + torch.ones(4) + torch.zeros_like(x) + torch.scalar_tensor(2.0),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_tracing_initialises_no_device(untouchable, name):
+    made = definition(FUNCTIONS[name], "cuda:0")
+    assert all(value.device.type == "cpu" for value in made.graph.buffers())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_constants_move_to_the_device_once(name):
+    graph = definition(FUNCTIONS[name], "cuda:0").graph
+    place(graph, torch.device("meta"))
+    assert not [n for n in graph.graph.nodes if n.kwargs.get("device") and "copy" in str(n.target)]
+    assert all(value.device.type == "meta" for value in graph.buffers())
+
+
+def test_a_plan_is_loaded_with_its_constants_on_the_device():
+    made = definition(FUNCTIONS["vector"], "cuda:0", {"backend": "eager"})
+    compile_definition(made, torch.zeros((), dtype=torch.int64, device="meta"))
+    assert [value.device.type for value in made.graph.buffers()] == ["meta"]
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "factory"])
+def test_a_graph_with_placed_constants_computes_the_function(name):
+    graph = definition(FUNCTIONS[name], "cuda:0").graph
+    place(graph, torch.device("cpu"))
+    assert "cuda" not in str(graph.graph)
+    x = torch.rand(4)
+    for _ in range(2):  # what it writes to its constant is gone in the next call
+        assert torch.equal(graph(x)[0], FUNCTIONS[name](x))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what Inductor imports

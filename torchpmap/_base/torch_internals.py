@@ -18,9 +18,9 @@ The test cannot see private attributes of objects.  Besides ``operator._schema``
 read, these are used elsewhere: attributes of ``CustomOpDef`` (``_trace/custom_ops``,
 ``_trace/transform_rules``), parts of an operator's name (``_trace/pickling``, ``_trace/compile``,
 ``_trace/transform_rules``, ``_sharded/rules/table``), ``storage._cdata`` (``_trace/trace``,
-``_trace/partition``, ``_transforms/inline``), ``tensor._version`` (``_base/contents``),
-``graph._root`` and ``node._sequence_nr()`` (``_trace/remat``), ``_torchdynamo_orig_callable``
-(``_trace/pickling``) and ``optimizer._init_group`` (``optim``).
+``_trace/buckets``, ``_trace/partition``, ``_transforms/inline``), ``tensor._version``
+(``_base/contents``), ``graph._root`` and ``node._sequence_nr()`` (``_trace/remat``),
+``_torchdynamo_orig_callable`` (``_trace/pickling``) and ``optimizer._init_group`` (``optim``).
 """
 
 from __future__ import annotations
@@ -216,6 +216,12 @@ FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
 outside_fake_mode = fake_tensor.unset_fake_temporarily
 """A block in which no ``FakeTensorMode`` is active."""
+
+
+def no_device_context() -> AbstractContextManager[Any]:
+    """A block in which fake tensors do not initialise their device, as they would in torch 2.11."""
+    return patch.object(fake_tensor, "init_gpu_context", lambda device: None)
+
 
 new_wrapper = torch.Tensor._make_wrapper_subclass
 """Makes a tensor without memory; call it with positional arguments, as keywords cost 0.15 us."""

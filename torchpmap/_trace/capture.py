@@ -50,7 +50,7 @@ class Capture(TorchDispatchMode):
     def __init__(
         self,
         fake_mode: Any,
-        make_fake: Callable[[Sequence[int], torch.dtype], torch.Tensor],
+        make_fake: Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor],
         device: torch.device,
     ) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Capture(TorchDispatchMode):
 
         mode = get_proxy_mode()
         assert mode is not None
-        stand_in = self._make_fake(tuple(real.shape), real.dtype)
+        stand_in = self._make_fake(real.shape, real.dtype, self._device)
         proxy = mode.tracer.create_proxy("placeholder", f"captured_{len(self.nodes)}", (), {})
         track_tensor_tree(stand_in, proxy, constant=None, tracer=mode.tracer)
         proxy.node.meta["val"] = stand_in
@@ -162,12 +162,12 @@ class Capture(TorchDispatchMode):
         if isinstance(func, OpOverload) and is_hidden(func):
             with self:
                 return expand(func, self._device.type, args, kwargs)
-        if func.namespace in NAMESPACES:
+        if func.namespace in NAMESPACES or _goes_to_a_device(kwargs.get("device")):
             args = tree_map(self._without_value, args)
         return func(*args, **kwargs)
 
     def _without_value(self, value: Any) -> Any:
-        """Hide that a value is known: torch would run the collective now, in this process alone."""
+        """Hide that a value is known: torch would run the operation now, in this process alone."""
         from torch.fx.experimental.proxy_tensor import (
             get_proxy_mode,
             get_proxy_slot,
@@ -177,7 +177,7 @@ class Capture(TorchDispatchMode):
         mode = get_proxy_mode()
         if not isinstance(value, FakeTensor) or value.constant is None or mode is None:
             return value
-        unknown = self._make_fake(tuple(value.shape), value.dtype)
+        unknown = self._make_fake(value.shape, value.dtype, value.device)
         proxy = get_proxy_slot(value, mode.tracer).proxy
         track_tensor_tree(unknown, proxy, constant=None, tracer=mode.tracer)
         return unknown
@@ -306,6 +306,10 @@ class Substitute(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self._find, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _goes_to_a_device(device: Any) -> bool:
+    return device is not None and torch.device(device).type not in ("cpu", "meta")
 
 
 def is_real(value: Any) -> bool:

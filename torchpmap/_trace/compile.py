@@ -31,6 +31,7 @@ from torchpmap._base.pytree import tree_leaves, tree_map_only
 from torchpmap._base.torch_internals import FakeTensorMode, OpOverload, TorchDispatchMode
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._trace.boxed import Boxed, boxed_artifact, boxed_call, boxed_graph
+from torchpmap._trace.constants import place
 from torchpmap._trace.custom_ops import NATIVE
 from torchpmap.random import _threefry as _threefry
 
@@ -155,6 +156,8 @@ def have_cpp_compiler() -> bool:
 def compile_definition(definition: Definition, index: torch.Tensor) -> Boxed:
     """The runner of a definition on this device: block tensors in, block tensors out."""
     leading = [index] if definition.uses_index else []
+    if index.device.type != "cpu":
+        place(definition.graph, index.device)
     # under python -W error, torch's own deprecation warnings would raise
     with applied(for_graph(definition.ambient)), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -18,6 +18,7 @@ trace, not with the package.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import threading
@@ -35,7 +36,6 @@ from torchpmap._base.imports import uncollected
 from torchpmap._base.sources import is_users, line, users_line
 from torchpmap._base.torch_internals import (
     FakeTensor,
-    FakeTensorMode,
     OpOverload,
     depth,
     forward_level,
@@ -44,6 +44,7 @@ from torchpmap._base.torch_internals import (
     level_of,
     needs_a_value,
     nested_jvp,
+    no_device_context,
     outside_modes,
     outside_transforms,
     written_values,
@@ -58,6 +59,7 @@ from torchpmap._trace.capture import (
     clean_grads,
     is_real,
 )
+from torchpmap._trace.constants import TracingMode
 from torchpmap._trace.partition import Halves, split
 from torchpmap._trace.remat import Record, rematerialize, without_writes, writes
 from torchpmap._trace.replication import is_random, replicated
@@ -155,7 +157,7 @@ def trace(
         import torch._dynamo  # make_fx would import it
         from torch.fx.experimental.proxy_tensor import make_fx
 
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = TracingMode(allow_non_fake_inputs=True)
     groups: dict[str, Partition] = {}
 
     def subgroup(partition: Partition) -> str:
@@ -164,9 +166,7 @@ def trace(
         return name
 
     record = Record()
-    capture = Capture(
-        fake_mode, lambda shape, dtype: _fake(fake_mode, shape, dtype, device), device
-    )
+    capture = Capture(fake_mode, functools.partial(_fake, fake_mode), device)
 
     def flat(index: torch.Tensor, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
@@ -335,6 +335,7 @@ def _ambient(device: torch.device) -> Iterator[None]:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
         if device.type != "cpu":
+            stack.enter_context(no_device_context())
             stack.enter_context(device)
         yield
 

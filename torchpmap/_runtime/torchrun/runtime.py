@@ -465,10 +465,6 @@ def _described(definition: Definition, device: torch.device) -> str:
         f"compile: {backend.name} {backend.mode} {backend.options}",
         *str(definition.graph.graph).splitlines(),
     ]
-    constants = {
-        name: value
-        for name, value in sorted(vars(definition.graph).items())
-        if isinstance(value, torch.Tensor)
-    }
-    text = "\n".join([*lines, *(f"{name} = {value!r}" for name, value in constants.items())])
+    constants = sorted(definition.graph.named_buffers())
+    text = "\n".join([*lines, *(f"{name} = {value.tolist()}" for name, value in constants)])
     return text.replace(str(device), device.type)  # each process has a number of its own
