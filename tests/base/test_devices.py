@@ -19,6 +19,7 @@ from torchpmap._base.devices import (
     Device,
     default_platform,
     enumerate_devices,
+    has_accelerator,
     threads_per_device,
 )
 from torchpmap._base.platform import usable_cores
@@ -139,6 +140,13 @@ def test_tests_run_on_the_cpu_whatever_the_host_has(monkeypatch, request):
     assert default_platform().name == "cuda"
     tp.init(2)
     assert tp.default_backend() == "cpu"
+
+
+def test_what_has_never_been_run_must_be_asked_for(monkeypatch):
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
+    assert default_platform().name == "cpu"
+    assert has_accelerator()  # the fork server must not touch it
+    assert enumerate_devices(2, "xpu") == (Device(0, "xpu"), Device(1, "xpu"))
 
 
 def test_asking_for_defaults_does_not_initialise_cuda():

@@ -113,7 +113,7 @@ def test_every_thread_records_on_the_processs_own_device(monkeypatch):
     used = []
     streams = {1: "stream of device 1"}
     monkeypatch.setattr(CUDA, "owned", Owned(5, 1))
-    monkeypatch.setattr(torch.accelerator, "current_stream", streams.__getitem__)
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
     monkeypatch.setattr(torch.accelerator, "synchronize", used.append)
     event = SimpleNamespace(record=used.append)
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: event)

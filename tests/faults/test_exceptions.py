@@ -313,6 +313,17 @@ def test_row_12_a_forked_child_makes_no_group():
         groups.ensure("pair", ((0, 1),))
 
 
+def test_connecting_the_devices_ends_in_time(monkeypatch):
+    """NCCL waits without end for a rank that has died meanwhile."""
+    settings = Config(timeout=0.1, shared_memory=False)
+    groups = Groups(0, torch.device("cpu"), torch.distributed.HashStore(), settings)
+    connected = threading.Event()
+    monkeypatch.setattr(groups, "_make", lambda *_: connected.wait())
+    with pytest.raises(GroupLost, match="not all were connected within"):
+        groups.ensure("alone", ((0,),))
+    connected.set()
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("end", ["returns", "raises", "is killed", "uses a collective"])
 def test_row_12_a_child_that_comes_back_from_the_function(end):

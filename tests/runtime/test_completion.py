@@ -1,4 +1,4 @@
-"""Covers: _runtime.completion.py on the lagging platform, in this process."""
+"""Covers: _runtime/completion.py on the lagging platform, in this process."""
 
 from __future__ import annotations
 

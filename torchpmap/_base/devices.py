@@ -7,6 +7,7 @@ can no longer fork, and the number of devices is needed before the workers exist
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -24,8 +25,16 @@ PLATFORMS: dict[str, Platform] = {
 
 def default_platform() -> Platform:
     """The kind of accelerator that this host has, else the CPU."""
-    found = (each for each in PLATFORMS.values() if each.is_hardware and each.count())
-    return next(found, PLATFORMS["cpu"])
+    return next((each for each in _present() if each.is_default), PLATFORMS["cpu"])
+
+
+def has_accelerator() -> bool:
+    """Whether this host has devices of any kind besides the CPU."""
+    return any(_present())
+
+
+def _present() -> Iterator[Platform]:
+    return (each for each in PLATFORMS.values() if each.is_hardware and each.count())
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,8 @@ class Platform:
     (see ``_trace/buckets``); None: all sums of a collective go together, as nothing runs beside
     them.
     """
+    is_default = True
+    """Whether a host that has such devices uses them without being asked to."""
     owned: Owned | None = None
     """Set by ``open``; None in a process that has opened none."""
 
@@ -255,9 +257,7 @@ class Accelerator(Platform):
             target.copy_(value)
 
     def record(self) -> Event:
-        return self._recorded(torch.Event(self.name))
-
-    def _recorded(self, event: Any) -> Any:
+        event = torch.Event(self.name)
         event.record(torch.accelerator.current_stream(self._number()))
         return event
 
@@ -336,8 +336,8 @@ class Cuda(Accelerator):
         torch.cuda.cudart().cudaHostUnregister(address)
 
     def record(self) -> Event:
-        # else the thread that waits takes a whole core
-        event: Event = self._recorded(torch.cuda.Event(blocking=True))
+        event = torch.cuda.Event(blocking=True)  # else the thread that waits takes a whole core
+        event.record(torch.cuda.current_stream(self._number()))
         return event
 
     def communicator(self, store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
@@ -400,6 +400,7 @@ class Xpu(Accelerator):
     name = "xpu"
     collectives = "XCCL"
     backends = "cpu:gloo,xpu:xccl"
+    is_default = False
     variables = ("ZE_AFFINITY_MASK",)
 
     def count(self) -> int:

@@ -30,7 +30,7 @@ from multiprocessing import spawn
 from typing import Any
 
 from torchpmap._base.deadline import Deadline
-from torchpmap._base.devices import default_platform
+from torchpmap._base.devices import has_accelerator
 from torchpmap._base.errors import PmapError, RuntimeClosed
 
 REQUEST = struct.Struct("<q")  # number of the request; with descriptors
@@ -227,7 +227,7 @@ def _spawn(channel: int, lifeline: int) -> subprocess.Popen[bytes]:
     python_path = os.environ.get("PYTHONPATH")
     args, environment = command(
         "from torchpmap._runtime.local.preload import prepare, serve; "
-        f"prepare(compiles={not default_platform().is_hardware}); "
+        f"prepare(compiles={not has_accelerator()}); "
         f"serve({channel}, {lifeline}, {python_path!a})"
     )
     # the server ignores Ctrl-C only after its start
