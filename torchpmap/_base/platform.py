@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torchpmap._base.torch_internals import (
     abort_nccl,
     make_nccl,
-    was_forked_with_cuda,
-    was_forked_with_xpu,
+    was_forked_with,
 )
 
 _MAX_CPU_DEVICES = 8
@@ -313,7 +312,7 @@ class Cuda(Accelerator):
         return torch.backends.cuda.is_built()
 
     def is_initialized(self) -> bool:
-        return torch.cuda.is_initialized() or was_forked_with_cuda()
+        return torch.cuda.is_initialized() or was_forked_with(self.name)
 
     def narrow(self, number: int) -> int:
         if not _are_slices(self._listed()):
@@ -410,7 +409,7 @@ class Xpu(Accelerator):
         return dist.is_xccl_available()
 
     def is_initialized(self) -> bool:
-        return torch.xpu.is_initialized() or was_forked_with_xpu()
+        return torch.xpu.is_initialized() or was_forked_with(self.name)
 
     def communicator(self, store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
         options = dist.ProcessGroupXCCL.Options()

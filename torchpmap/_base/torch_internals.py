@@ -217,12 +217,6 @@ FakeTensorMode = fake_tensor.FakeTensorMode
 outside_fake_mode = fake_tensor.unset_fake_temporarily
 """A block in which no ``FakeTensorMode`` is active."""
 
-
-def no_device_context() -> AbstractContextManager[Any]:
-    """A block in which fake tensors do not initialise their device, as they would in torch 2.11."""
-    return patch.object(fake_tensor, "init_gpu_context", lambda device: None)
-
-
 new_wrapper = torch.Tensor._make_wrapper_subclass
 """Makes a tensor without memory; call it with positional arguments, as keywords cost 0.15 us."""
 
@@ -367,13 +361,9 @@ def make_gloo(
     return gloo
 
 
-def was_forked_with_cuda() -> bool:
-    """Whether this process was forked from one that had initialised CUDA."""
-    return bool(torch.cuda._is_in_bad_fork())
-
-
-def was_forked_with_xpu() -> bool:
-    return bool(torch.xpu._is_in_bad_fork())
+def was_forked_with(device: str) -> bool:
+    """Whether this process was forked from one that had initialised such devices."""
+    return bool(torch.get_device_module(device)._is_in_bad_fork())
 
 
 def make_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import threading
 import warnings
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 # torch loads these itself
 from torch._library import custom_ops
+from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 
 _functorch: Any = torch._C._functorch
@@ -75,6 +78,14 @@ def _make_forward_rules_quietly() -> None:
 
 
 forward_ad._maybe_load_decompositions = _make_forward_rules_quietly
+
+
+# -- fake tensors ----------------------------------------------------------------------------------
+
+
+def no_device_context() -> AbstractContextManager[Any]:
+    """A block in which fake tensors do not initialise their device, as they would in torch 2.11."""
+    return patch.object(fake_tensor, "init_gpu_context", lambda device: None)
 
 
 # -- operations of the user's ----------------------------------------------------------------------

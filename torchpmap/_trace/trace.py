@@ -44,11 +44,11 @@ from torchpmap._base.torch_internals import (
     level_of,
     needs_a_value,
     nested_jvp,
-    no_device_context,
     outside_modes,
     outside_transforms,
     written_values,
 )
+from torchpmap._base.torch_versions import no_device_context
 from torchpmap._layout.axis_stack import Axis, Partition, peers, subgroup_name
 from torchpmap._trace.buckets import bucketed
 from torchpmap._trace.capture import (
