@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from _support import DEVICE
 
 import torchpmap as tp
 from torchpmap._base.devices import (
@@ -29,6 +28,8 @@ from torchpmap._runtime.torchrun.placement import devices_of
 TWO_GPUS = SimpleNamespace(
     name="cuda", is_hardware=True, count=lambda: 2, chosen=lambda: None, owned=None
 )
+
+pytestmark = pytest.mark.cpu_only("it expects the kinds of devices as they are without settings")
 
 
 def with_cores(monkeypatch, cores):
@@ -132,8 +133,6 @@ def test_enumerate_devices(monkeypatch):
 
 
 def test_tests_run_on_the_cpu_whatever_the_host_has(monkeypatch, request):
-    if DEVICE != "cpu":
-        pytest.skip("TORCHPMAP_TEST_DEVICE names another kind")
     request.addfinalizer(tp.shutdown)
     tp.shutdown()
     with_gpus(monkeypatch, 1)

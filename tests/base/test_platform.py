@@ -22,6 +22,8 @@ from torchpmap._base.platform import Accelerator, Owned, Platform, SharedCuda
 from torchpmap._base.torch_internals import group_named
 from torchpmap._runtime.groups import process_groups
 
+pytestmark = pytest.mark.cpu_only("it expects the kinds of devices as they are without settings")
+
 PACKAGE = Path(tp.__file__).parent
 
 

@@ -70,7 +70,7 @@ def run(*command: object, code: int = 0) -> str:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**inherited, "PYTHONPATH": ".", "TORCHPMAP_TEST_SCALE": str(SCALE)},
+        env={**inherited, "PYTHONPATH": ".", "CUDA_VISIBLE_DEVICES": ""},
         timeout=250 * SCALE,
     )
     assert done.returncode == code, done.stdout + done.stderr
