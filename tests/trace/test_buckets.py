@@ -276,7 +276,8 @@ def test_compiled_code_starts_sums_while_it_computes(buckets, group, monkeypatch
     codes: list[str] = []
     monkeypatch.setattr(GraphLowering, "save_output_code", codes.append)
     with torch._inductor.config.patch(force_disable_caches=True):
-        runner = _compile._inductor(graph, examples(shapes), _compile.INDUCTOR)
+        kinds = [(shape, F32) for shape in shapes]
+        runner = _compile._inductor(graph, kinds, torch.device("cpu"), _compile.INDUCTOR)
     found = re.findall(r"^ +.*(mm|all_reduce_|wait_tensor)(?:\.default)?\(", codes[0], re.M)
     forward, last = ["mm"] * LAYERS, ["mm", "all_reduce_"]
     others = ["mm", "mm", "all_reduce_"] * (LAYERS - 1)

@@ -8,8 +8,11 @@ import tempfile
 import pytest
 import torch
 from torch.fx import symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchpmap as tp
+from torchpmap._base.devices import Device, usable_cores
+from torchpmap._plan import lower
 from torchpmap._trace import compile
 from torchpmap._trace.compile import (
     EAGER,
@@ -19,6 +22,7 @@ from torchpmap._trace.compile import (
     compile_definition,
     have_cpp_compiler,
     make_cache_private,
+    missing_compiler,
     parse_compile,
 )
 
@@ -109,6 +113,52 @@ def test_the_compiler_is_looked_for_where_inductor_looks(monkeypatch):
         assert looked[-1] == "only"
         monkeypatch.setattr(compile.shutil, "which", lambda name: name == "only")
         assert have_cpp_compiler()
+
+
+@pytest.mark.parametrize(
+    ("there", "named", "found"),
+    [
+        ("gcc", None, True),
+        ("clang", None, True),
+        ("g++", None, False),
+        ("gcc", "mine", False),  # Triton takes the one that is named, or fails
+        ("mine", "mine", True),
+    ],
+)
+def test_an_accelerator_needs_a_c_compiler(monkeypatch, there, named, found):
+    monkeypatch.delenv("CC", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CC", named)
+    monkeypatch.setattr("shutil.which", lambda name: name if name == there else None)
+    missing = missing_compiler("cuda")
+    assert missing is None if found else missing.startswith("C compiler (gcc")
+
+
+def test_without_a_c_compiler_graphs_for_accelerators_run_as_they_are(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(lower, "_missing_compiler_warned", False)
+    with pytest.warns(UserWarning, match=r"no C compiler \(gcc .* was found"):
+        assert lower._usable(INDUCTOR, (Device(0, "cuda"),)) == EAGER
+
+
+def test_accelerators_get_many_compile_threads():
+    graph = make_fx(lambda x: (x + 1,))(torch.empty(2))
+    threads = [
+        compile._patches(graph, torch.device(device), INDUCTOR)["compile_threads"]
+        for device in ("cpu", "cuda:0")
+    ]
+    assert threads == [min(8, usable_cores())] * 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what Inductor imports
+@pytest.mark.skipif(not have_cpp_compiler(), reason="no C++ compiler")
+def test_compiling_takes_no_memory_for_inputs():
+    graph = make_fx(lambda x: (x + 1,))(torch.empty(2))
+    kinds = (((1 << 50,), torch.float32),)  # 4 PiB
+    runner = compile_definition(
+        Definition(1, "f", graph, False, (0,), kinds, kinds), torch.zeros((), dtype=torch.int64)
+    )
+    assert callable(runner)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.plan import Captured, Drawn, Pinned, Plan
 from torchpmap._runtime.base import Team
 from torchpmap._runtime.current import runtime as current_runtime
-from torchpmap._trace.compile import EAGER, Backend, Definition, Kind, have_cpp_compiler
+from torchpmap._trace.compile import EAGER, Backend, Definition, Kind, missing_compiler
 from torchpmap._trace.custom_ops import Implementations
 from torchpmap._trace.escaped import EscapeWatch
 from torchpmap._trace.program import Outcome, no_stream
@@ -257,13 +257,14 @@ def _output_layouts(target: Target, outcome: Outcome, traced: Traced) -> tuple[L
 
 def _usable(backend: Backend, devices: tuple[Device, ...]) -> Backend:
     global _missing_compiler_warned
-    if not backend.is_inductor or devices[0].platform != "cpu" or have_cpp_compiler():
+    missing = missing_compiler(devices[0].platform) if backend.is_inductor else None
+    if missing is None:
         return backend
     if not _missing_compiler_warned:
         _missing_compiler_warned = True
         warn(
-            "torchpmap: no C++ compiler was found (g++ or clang++, or the one named by CXX), so "
-            "mapped functions run as traced graphs, without Inductor: right, but slower. Install "
-            "one, or pass compile={'backend': 'eager'} to silence this.",
+            f"torchpmap: no {missing} was found, so mapped functions run as traced graphs, without "
+            "Inductor: right, but slower. Install one, or pass compile={'backend': 'eager'} to "
+            "silence this.",
         )
     return EAGER

@@ -24,11 +24,16 @@ from typing import Any
 import torch
 
 from torchpmap._base.ambient import Ambient, applied, for_graph, running_under
-from torchpmap._base.devices import PLATFORMS
+from torchpmap._base.devices import PLATFORMS, usable_cores
 from torchpmap._base.errors import PmapError, kind_of
 from torchpmap._base.imports import uncollected
 from torchpmap._base.pytree import tree_leaves, tree_map_only
-from torchpmap._base.torch_internals import FakeTensorMode, OpOverload, TorchDispatchMode
+from torchpmap._base.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+)
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._trace.boxed import Boxed, boxed_artifact, boxed_call, boxed_graph
 from torchpmap._trace.constants import place
@@ -151,6 +156,17 @@ def have_cpp_compiler() -> bool:
 
     candidates = config.cpp.cxx if isinstance(config.cpp.cxx, list | tuple) else (config.cpp.cxx,)
     return any(shutil.which(candidate) for candidate in candidates if candidate)
+
+
+def missing_compiler(device_type: str) -> str | None:
+    """What Inductor needs for the kernels of such devices, and does not find here."""
+    if device_type == "cpu":
+        found, what = have_cpp_compiler(), "C++ compiler (g++ or clang++, or the one named by CXX)"
+    else:  # Triton builds what starts its kernels
+        named = os.environ.get("CC")
+        found = any(map(shutil.which, (named,) if named else ("gcc", "clang")))
+        what = "C compiler (gcc or clang, or the one named by CC)"
+    return None if found else what
 
 
 def compile_definition(definition: Definition, index: torch.Tensor) -> Boxed:
@@ -298,12 +314,13 @@ def _compile(
         if not _keeps_strides(graph):
             _reshape(graph)
         return graph.forward
-    examples: list[Any] = [
+    if backend.is_inductor:
+        kinds = [*((index.shape, index.dtype) for index in leading), *definition.inputs]
+        return _inductor(graph, kinds, device, backend)
+    examples = [
         *leading,
         *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in definition.inputs),
     ]
-    if backend.is_inductor:
-        return _inductor(graph, examples, backend)
     return _by_backend(graph, examples, backend)
 
 
@@ -361,38 +378,54 @@ def _reshape(graph: torch.fx.GraphModule) -> None:
     graph.recompile()
 
 
-def _inductor(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend) -> Boxed:
+def _inductor(
+    graph: torch.fx.GraphModule, kinds: Sequence[Kind], device: torch.device, backend: Backend
+) -> Boxed:
     with uncollected():
         import torch._inductor.compile_fx  # standalone_compile would import it
-        from torch._inductor import list_mode_options, standalone_compile
+        from torch._inductor import standalone_compile
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     make_cache_private()
     _teach_hashes()
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    # fake ones: the inputs of a plan may take half the memory of a device
+    examples: list[Any] = [
+        FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
+        for shape, dtype in kinds
+    ]
+    context = torch._guards.TracingContext(mode)
+    with _quietly(), torch._guards.tracing(context):
+        artifact = standalone_compile(
+            graph,
+            examples,
+            dynamic_shapes="from_tracing_context",
+            options={"config_patches": _patches(graph, device, backend)},
+        )
+    return boxed_artifact(artifact)
+
+
+def _patches(graph: torch.fx.GraphModule, device: torch.device, backend: Backend) -> dict[str, Any]:
+    """The settings of Inductor for a graph."""
+    from torch._inductor import list_mode_options
+
     patches: dict[str, Any] = {} if _has_users_operations(graph) else dict(_PATCHES)
-    if all(example.device.type == "cpu" for example in examples):
-        # many threads, as they wait for g++, and the other workers wait for what this one builds
-        patches["compile_threads"] = min(8, len(os.sched_getaffinity(0)))
+    # many: they wait for g++ or for Triton's compiler, which runs in processes of its own, and the
+    # other workers wait for what this one builds
+    patches["compile_threads"] = min(8, usable_cores())
+    if device.type == "cpu" and torch._inductor.config.cpp.vec_isa_ok is None:
         # Inductor would run the C++ compiler four times (6 s) to find out which vector instructions
         # the CPU has, but /proc/cpuinfo lists them
-        if torch._inductor.config.cpp.vec_isa_ok is None:
-            patches["cpp.vec_isa_ok"] = True
-    platform = PLATFORMS.get(examples[0].device.type) if examples else None
-    if platform is not None and platform.bucket_bytes is not None:
+        patches["cpp.vec_isa_ok"] = True
+    if PLATFORMS[device.type].bucket_bytes is not None:
         patches |= _OVERLAPPING
     if backend.mode is not None:
         patches |= list_mode_options(backend.mode, dynamic=False)
     patches |= dict(backend.options)
-    if examples and examples[0].device.type != "cpu":
+    if device.type != "cpu":
         # a CUDA graph holds the communicators of its epoch, and nothing here ends its generations
         patches["triton.cudagraphs"] = False
-    with _quietly():
-        artifact = standalone_compile(
-            graph,
-            examples,
-            dynamic_shapes="from_example_inputs",
-            options={"config_patches": patches},
-        )
-    return boxed_artifact(artifact)
+    return patches
 
 
 def _teach_hashes() -> None:
