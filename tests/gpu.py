@@ -159,7 +159,7 @@ def environment(section: str, has_gpu: bool) -> dict[str, str]:
     own["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    own["TORCHPMAP_TEST_SCALE"] = "4"  # time bounds are those of a quiet machine
+    own["TORCHPMAP_TEST_SCALE"] = "2"  # time bounds are those of a quiet machine
     if not has_gpu:
         return own | {"TORCHPMAP_TEST_LAG": "1"}
     shares = "1" if section == SHARED else "0"
