@@ -68,6 +68,7 @@ LONGEST = (
     "test_mixed.py",
     "test_fuzz.py",
     "test_torchrun.py",
+    "test_torchrun_lagging.py",
     "test_torchrun_parity.py",
     "test_runtime.py",
     "test_optim.py",

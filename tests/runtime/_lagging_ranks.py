@@ -205,11 +205,12 @@ def other_order_of_a_known_and_a_new_call(rank: int) -> None:
 
 @job(2)
 def takes_too_long(rank: int) -> None:
-    sums = mapped(total, timeout=1)
-    sums(own(rank)).block_until_ready()
+    if rank == 0:
+        opened.set()
+    value = mapped(total, timeout=3)(mapped(gated)(own(rank)))
     if rank == 1:
         wait_for_a_cause()
-    sums(own(rank)).tolist()
+    value.tolist()
 
 
 if __name__ == "__main__":
