@@ -59,7 +59,15 @@ def test_processes_compare_plans_without_their_device_numbers(function):
     assert "cuda:" not in texts[0]
 
 
-@pytest.mark.parametrize("make", [torch.arange, lambda *ends: torch.tensor([*ends, 0.0, 0.0])])
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.arange,
+        lambda start, end: torch.tensor([start, end, 0.0, 0.0]),
+        lambda start, end: torch.tensor([[0.0] * 4] * 100 + [[end] * 4]).sum(0),
+    ],
+    ids=["operation", "constant", "large constant"],
+)
 def test_different_plans_differ(make):
     device = torch.device("cuda:0")
     one, other = (definition(lambda x, k=k: x + make(k, k + 4.0), device) for k in (0, 1))

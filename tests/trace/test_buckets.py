@@ -190,6 +190,21 @@ def test_a_large_tensor_goes_alone_and_without_a_copy(buckets, group):
     assert order(graph, ("cat",)) == ["cat"]
 
 
+def test_extremes_are_one_message(buckets):
+    buckets(64)
+    graph = traced(lambda *xs: tp.pmax(list(xs), "i"), (40,), (50,))
+    assert order(graph) == ["all_reduce", "wait_tensor"]
+
+
+def test_sums_over_several_axes_share_messages(buckets, group):
+    def twice(*xs):
+        return tp.psum(tp.psum(xs, "i"), "i")
+
+    buckets(1000)
+    graph = traced(twice, (10,), (20,))
+    assert sizes(graph, *examples([(10,), (20,)])) == [30, 30]
+
+
 def test_the_same_sums_one_by_one_go_in_the_same_buckets(buckets, group):
     def one_by_one(*given):
         *weights, x = given

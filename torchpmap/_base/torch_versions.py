@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -83,9 +84,15 @@ forward_ad._maybe_load_decompositions = _make_forward_rules_quietly
 # -- fake tensors ----------------------------------------------------------------------------------
 
 
-def no_device_context() -> AbstractContextManager[Any]:
-    """A block in which fake tensors do not initialise their device, as they would in torch 2.11."""
-    return patch.object(fake_tensor, "init_gpu_context", lambda device: None)
+@contextmanager
+def no_device_init() -> Iterator[None]:
+    """A block in which fake tensors initialise no device, as each would in torch 2.11: constants
+    stay on the host.  (A subclass of ``FakeTensorMode`` would not do: ``torch.cond`` knows the class
+    alone.)
+    """
+    no_context = patch.object(fake_tensor, "init_gpu_context", lambda device: None)
+    with no_context, patch.object(fake_tensor.FakeTensorMode, "avoid_device_init", True):
+        yield
 
 
 # -- operations of the user's ----------------------------------------------------------------------

@@ -81,9 +81,9 @@ def all_reduce_many(xs: Sequence[torch.Tensor], op: ReduceOp, group: str) -> lis
     """``all_reduce`` of several tensors, in one message per dtype: latency is paid once.
 
     In a graph for devices that exchange data while they compute, ``_trace/buckets`` chooses the
-    messages.
+    messages of sums.
     """
-    if len(xs) == 1 or _goes_in_buckets(xs[0]):
+    if len(xs) == 1 or (op == "sum" and _goes_in_buckets(xs[0])):
         return [all_reduce(x, op, group) for x in xs]
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for position, x in enumerate(xs):
@@ -143,8 +143,10 @@ def permute(x: torch.Tensor, pairs: Pairs, group: str) -> torch.Tensor:
 
 
 def _goes_in_buckets(x: torch.Tensor) -> bool:
+    if not isinstance(x, FakeTensor):
+        return False
     platform = PLATFORMS.get(x.device.type)
-    return isinstance(x, FakeTensor) and platform is not None and platform.bucket_bytes is not None
+    return platform is not None and platform.bucket_bytes is not None
 
 
 def _record(name: str, how: str, group: str, x: torch.Tensor) -> None:

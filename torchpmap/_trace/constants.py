@@ -3,8 +3,9 @@
 Tracing initialises no device, so ``torch.tensor(...)`` in a function for an accelerator becomes a
 constant on the host, and a copy to the device in every call.  ``place`` makes that copy.
 
-In torch 2.11 to 2.15 one thing initialises CUDA nevertheless, if this host has it: the backward
-pass of a traced function, because autograd records an event for each gradient (in C++).
+In torch 2.11 to 2.15 two things initialise CUDA nevertheless, if this host has it: the backward
+pass of a traced function, because autograd records an event for each gradient (in C++), and
+``torch.cond``, because Dynamo saves the states of all generators.
 """
 
 from __future__ import annotations
@@ -12,16 +13,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from torchpmap._base.torch_internals import FakeTensorMode
-
 _aten = torch.ops.aten
 _UNDERSTOOD = {"device", "dtype", "layout", "non_blocking", "pin_memory"}
-
-
-class TracingMode(FakeTensorMode):
-    """A ``FakeTensorMode`` that initialises no device: it leaves constants on the host."""
-
-    avoid_device_init = True
 
 
 def place(graph: GraphModule, device: torch.device) -> None:

@@ -36,6 +36,7 @@ from torchpmap._base.imports import uncollected
 from torchpmap._base.sources import is_users, line, users_line
 from torchpmap._base.torch_internals import (
     FakeTensor,
+    FakeTensorMode,
     OpOverload,
     depth,
     forward_level,
@@ -48,7 +49,7 @@ from torchpmap._base.torch_internals import (
     outside_transforms,
     written_values,
 )
-from torchpmap._base.torch_versions import no_device_context
+from torchpmap._base.torch_versions import no_device_init
 from torchpmap._layout.axis_stack import Axis, Partition, peers, subgroup_name
 from torchpmap._trace.buckets import bucketed
 from torchpmap._trace.capture import (
@@ -59,7 +60,6 @@ from torchpmap._trace.capture import (
     clean_grads,
     is_real,
 )
-from torchpmap._trace.constants import TracingMode
 from torchpmap._trace.partition import Halves, split
 from torchpmap._trace.remat import Record, rematerialize, without_writes, writes
 from torchpmap._trace.replication import is_random, replicated
@@ -157,7 +157,7 @@ def trace(
         import torch._dynamo  # make_fx would import it
         from torch.fx.experimental.proxy_tensor import make_fx
 
-    fake_mode = TracingMode(allow_non_fake_inputs=True)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     groups: dict[str, Partition] = {}
 
     def subgroup(partition: Partition) -> str:
@@ -335,7 +335,7 @@ def _ambient(device: torch.device) -> Iterator[None]:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
         if device.type != "cpu":
-            stack.enter_context(no_device_context())
+            stack.enter_context(no_device_init())
             stack.enter_context(device)
         yield
 

@@ -456,6 +456,13 @@ class _plain:
             context.__exit__(*exception)
 
 
+def _value(constant: torch.Tensor) -> str:
+    if constant.numel() <= 64:
+        return str(constant.tolist())
+    number = number_of(bytes(wire.bytes_of(constant.contiguous())))
+    return f"{kind_of(constant.shape, constant.dtype)} number {number}"
+
+
 def _described(definition: Definition, device: torch.device) -> str:
     """A plan for ``device`` as text, equal for all processes that would run the same."""
     inputs = ", ".join(kind_of(*given) for given in definition.inputs)
@@ -465,6 +472,6 @@ def _described(definition: Definition, device: torch.device) -> str:
         f"compile: {backend.name} {backend.mode} {backend.options}",
         *str(definition.graph.graph).splitlines(),
     ]
-    constants = sorted(definition.graph.named_buffers())
-    text = "\n".join([*lines, *(f"{name} = {value.tolist()}" for name, value in constants)])
+    constants = definition.graph.named_buffers()
+    text = "\n".join([*lines, *(f"{name} = {_value(value)}" for name, value in constants)])
     return text.replace(str(device), device.type)  # each process has a number of its own
