@@ -374,6 +374,9 @@ class SharedCuda(Cuda):
     def device(self, number: int = 0) -> torch.device:
         return super().device(0)
 
+    def narrow(self, number: int) -> int:
+        return super().narrow(0)
+
     def open(self, number: int, id: int) -> torch.device:
         return super().open(0, id)
 

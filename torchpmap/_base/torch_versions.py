@@ -87,8 +87,9 @@ forward_ad._maybe_load_decompositions = _make_forward_rules_quietly
 @contextmanager
 def no_device_init() -> Iterator[None]:
     """A block in which fake tensors initialise no device, as each would in torch 2.11: constants
-    stay on the host.  (A subclass of ``FakeTensorMode`` would not do: ``torch.cond`` knows the class
-    alone.)
+    stay on the host.
+
+    A subclass of ``FakeTensorMode`` would not do: ``torch.cond`` knows the class alone.
     """
     no_context = patch.object(fake_tensor, "init_gpu_context", lambda device: None)
     with no_context, patch.object(fake_tensor.FakeTensorMode, "avoid_device_init", True):
