@@ -40,7 +40,6 @@ import torch.distributed as dist
 from torch import _decomp, _ops
 from torch._C import _distributed_c10d
 from torch._functorch import eager_transforms, pyfunctorch
-from torch._functorch import utils as functorch_utils
 from torch._functorch import vmap as functorch_vmap
 from torch._library import custom_ops, effects
 from torch._subclasses import fake_tensor
@@ -68,13 +67,9 @@ level_of = _functorch.maybe_get_level
 add_batch_dim = _functorch._add_batch_dim
 """(tensor, dim, level) -> the tensor as the vmap of that level hands it to its function."""
 
-ENTRIES = (
-    (eager_transforms, "_wrap_for_grad"),
-    (functorch_vmap, "_add_batch_dim"),
-    (functorch_utils, "unwrap_dead_wrappers"),
-)
-"""(module, function) where tensors enter torch.func's derivatives, its vmap, and an
-``autograd.Function``.  ``_trace/capture`` replaces these functions while it traces.
+ENTRIES = ((eager_transforms, "_wrap_for_grad"), (functorch_vmap, "_add_batch_dim"))
+"""(module, function) where tensors enter torch.func's derivatives, and its vmap.
+``_trace/capture`` replaces these functions while it traces.
 """
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -16,9 +16,10 @@ from unittest.mock import patch
 import torch
 
 # torch loads these itself
+from torch._functorch import utils as functorch_utils
 from torch._library import custom_ops
 from torch._subclasses import fake_tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, function
 
 _functorch: Any = torch._C._functorch
 
@@ -94,6 +95,29 @@ def no_device_init() -> Iterator[None]:
     no_context = patch.object(fake_tensor, "init_gpu_context", lambda device: None)
     with no_context, patch.object(fake_tensor.FakeTensorMode, "avoid_device_init", True):
         yield
+
+
+# -- autograd.Function -----------------------------------------------------------------------------
+
+
+def function_entry(found: Callable[[Any], Any]) -> tuple[Any, str, Any]:
+    """(module, name, replacement) of a function to replace, so that every ``autograd.Function``
+    gets ``found(argument)`` instead of an argument.
+
+    In torch 2.15 ``apply`` is in C++.  For functions with a ``setup_context`` it calls Python
+    first; derivatives refuse the others.
+    """
+    if hasattr(function, "_bind_default_args"):
+        bind = function._bind_default_args
+
+        def bound(forward: Any, args: Any, kwargs: Any) -> Any:
+            args, kwargs = bind(forward, args, kwargs)
+            return tuple(map(found, args)), kwargs
+
+        return function, "_bind_default_args", bound
+    unwrap = functorch_utils.unwrap_dead_wrappers
+    entry = functorch_utils, "unwrap_dead_wrappers"
+    return *entry, lambda args: unwrap(tuple(map(found, args)))
 
 
 # -- operations of the user's ----------------------------------------------------------------------

@@ -31,6 +31,7 @@ from torchpmap._base.torch_internals import (
     outside_transforms,
     subclass_function_off,
 )
+from torchpmap._base.torch_versions import function_entry
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._trace.custom_ops import expand, is_hidden
 from torchpmap._trace.kinds import absence, oddity
@@ -277,12 +278,13 @@ class Substitute(TorchFunctionMode):
         super().__init__()
         self._find = find
         self._undo = contextlib.ExitStack()
+        self._thread = -1
 
     def __enter__(self) -> Self:
         for module, name in ENTRIES:
-            enter = getattr(module, name)
-            setattr(module, name, self._first_found(enter))
-            self._undo.callback(setattr, module, name, enter)
+            self._replace(module, name, self._first_found(getattr(module, name)))
+        self._replace(*function_entry(self._found))
+        self._thread = threading.get_ident()
         super().__enter__()
         return self
 
@@ -290,18 +292,16 @@ class Substitute(TorchFunctionMode):
         super().__exit__(*error)
         self._undo.close()
 
+    def _replace(self, module: Any, name: str, replacement: Any) -> None:
+        self._undo.callback(setattr, module, name, getattr(module, name))
+        setattr(module, name, replacement)
+
+    def _found(self, value: Any) -> Any:
+        here = isinstance(value, torch.Tensor) and threading.get_ident() == self._thread
+        return self._find(value) if here else value
+
     def _first_found(self, enter: Callable[..., Any]) -> Callable[..., Any]:
-        thread = threading.get_ident()
-
-        def found(value: Any) -> Any:
-            return self._find(value) if isinstance(value, torch.Tensor) else value
-
-        def enter_found(value: Any, *args: Any) -> Any:
-            if threading.get_ident() == thread:
-                value = tuple(map(found, value)) if type(value) is tuple else found(value)
-            return enter(value, *args)
-
-        return enter_found
+        return lambda value, *args: enter(self._found(value), *args)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self._find, (args, kwargs or {}))
