@@ -20,6 +20,7 @@ from torch._functorch import utils as functorch_utils
 from torch._library import custom_ops
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad, function
+from torch.utils import checkpoint
 
 _functorch: Any = torch._C._functorch
 
@@ -118,6 +119,51 @@ def function_entry(found: Callable[[Any], Any]) -> tuple[Any, str, Any]:
     unwrap = functorch_utils.unwrap_dead_wrappers
     entry = functorch_utils, "unwrap_dead_wrappers"
     return *entry, lambda args: unwrap(tuple(map(found, args)))
+
+
+# -- torch.utils.checkpoint ------------------------------------------------------------------------
+
+# ``checkpoint`` runs a function in a generator.  In torch 2.15 that is another one than up to torch
+# 2.13, and gets its settings by name.
+
+
+def checkpoint_bracket(
+    replacement: Callable[[Callable[..., Any], Callable[[], Any]], Any],
+) -> tuple[str, Any]:
+    """(name, function): the generator's name in its module, and what takes its place.  It calls
+    ``replacement(own, context_fn)``, where ``own(**settings)`` is the generator with these settings
+    changed.
+    """
+    name = "_checkpoint_without_reentrant_generator_impl"
+    if hasattr(checkpoint, name):
+        generator = getattr(checkpoint, name)
+
+        def by_name(fn: Any, args: Any, kwargs: Any, **settings: Any) -> Any:
+            def own(**changes: Any) -> Any:
+                return generator(fn, args, kwargs, **(settings | changes))
+
+            return replacement(own, settings.get("context_fn", checkpoint.noop_context_fn))
+
+        return name, by_name
+
+    earlier = checkpoint._checkpoint_without_reentrant_generator
+
+    def by_position(
+        fn: Any,
+        preserve_rng_state: bool = True,
+        context_fn: Any = checkpoint.noop_context_fn,
+        determinism_check: str = "default",
+        debug: bool = False,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
+        def own(context_fn: Any = context_fn, debug: bool = debug) -> Any:
+            settings = preserve_rng_state, context_fn, determinism_check, debug
+            return earlier(fn, *settings, *rest, **kwargs)
+
+        return replacement(own, context_fn)
+
+    return earlier.__name__, by_position
 
 
 # -- operations of the user's ----------------------------------------------------------------------

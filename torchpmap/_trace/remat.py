@@ -32,6 +32,7 @@ from torchpmap._base.torch_internals import (
     outside_fake_mode,
     tracing_mode,
 )
+from torchpmap._base.torch_versions import checkpoint_bracket
 from torchpmap.random._streams import active_streams
 
 _aten = torch.ops.aten
@@ -130,14 +131,13 @@ def _made() -> Iterator[list[Node]]:
 # torch 2.13 has no way to replace what a checkpoint does, and scripts import ``checkpoint`` by
 # name: so the two names that it looks up in its module are replaced.  Outside of mapped functions
 # the replacements call torch's own.
-_own_bracket = torch_checkpoint._checkpoint_without_reentrant_generator
 _own_function = torch_checkpoint.CheckpointFunction
 
 
 def install() -> None:
     """Let mapped functions use the checkpoints of this module."""
     module: Any = torch_checkpoint
-    module._checkpoint_without_reentrant_generator = _bracket
+    setattr(module, *_REPLACED)
     module.CheckpointFunction = _Reentrant
 
 
@@ -152,20 +152,11 @@ class _Reentrant(_own_function):
         )
 
 
-def _bracket(
-    fn: Callable[..., Any],
-    preserve_rng_state: bool = True,
-    context_fn: Callable[[], Any] = torch_checkpoint.noop_context_fn,
-    determinism_check: str = "default",
-    debug: bool = False,
-    *rest: Any,
-    **kwargs: Any,
-) -> Generator[None]:
+def _bracket(own: Callable[..., Generator[None]], context_fn: Callable[[], Any]) -> Generator[None]:
     """Replaces the generator in which ``checkpoint`` runs a function and sets up its second run."""
     streams = active_streams()
     if streams is None:
-        settings = (preserve_rng_state, context_fn, determinism_check, debug, *rest)
-        return _own_bracket(fn, *settings, **kwargs)
+        return own()
     modes = dispatch_modes()
     record = next((mode for mode in reversed(modes) if isinstance(mode, Record)), None)
     if record is not None:
@@ -177,8 +168,10 @@ def _bracket(
         first, second = context_fn()
         return first, _entered(streams.again(streams.draws), second)
 
-    settings = (preserve_rng_state, contexts, determinism_check, False, *rest)
-    return _own_bracket(fn, *settings, **kwargs)
+    return own(context_fn=contexts, debug=False)
+
+
+_REPLACED = checkpoint_bracket(_bracket)
 
 
 def _traced(record: Record, context_fn: Callable[[], Any]) -> Generator[None]:
