@@ -231,6 +231,8 @@ def test_in_place(mode):
     assert stored.tolist() == X.tolist()
 
 
+# Torch runs such an operation row by row, and says so; up to 2.13 on stderr.
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.usefixtures("pool")
 def test_without_rules(mode):
     @torch.library.custom_op("torchpmap_tests_local::bare", mutates_args=())
