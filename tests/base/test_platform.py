@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +22,8 @@ import torch.distributed as dist
 import torchpmap as tp
 from torchpmap._base.config import Config
 from torchpmap._base.devices import CUDA, PLATFORMS
-from torchpmap._base.platform import Accelerator, Owned, Platform, SharedCuda
+from torchpmap._base.errors import GroupLost
+from torchpmap._base.platform import Accelerator, Cuda, Owned, Platform, SharedCuda
 from torchpmap._base.torch_internals import group_named
 from torchpmap._runtime.groups import process_groups
 
@@ -132,10 +137,11 @@ def test_a_host_value_goes_through_pinned_memory(monkeypatch):
         return empty(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", noted)
+    monkeypatch.setattr(CUDA, "upload", lambda tensor, device: tensor)
     value = torch.arange(6.0).reshape(2, 3).T
     with torch.device("meta"):
         placed = CUDA.place(value, torch.device("cpu"))
-    assert made == [(True, "cpu"), (False, "cpu")]
+    assert made == [(True, "cpu")]
     assert placed.is_contiguous()
     kept = value.clone()
     value.zero_()
@@ -143,11 +149,14 @@ def test_a_host_value_goes_through_pinned_memory(monkeypatch):
 
 
 def test_a_value_of_a_device_does_not_visit_the_host(monkeypatch):
-    made, empty = [], torch.empty
+    made, used, empty = [], [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(k) or empty(*a, **k))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Streams([]))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, s: used.append(s.name))
     placed = CUDA.place(torch.empty(3, device="meta"), torch.device("meta"))
     assert placed.device.type == "meta"
     assert [each["device"].type for each in made[1:]] == ["meta"]
+    assert used == ["main"]  # the caller may free the value before it is copied
 
 
 def test_a_fetch_waits_for_no_later_call(monkeypatch):
@@ -195,8 +204,26 @@ def test_communicators_are_aborted_together():
     backends = [Recorded(calls, "a"), Recorded(calls, "b")]
     groups = [SimpleNamespace(_get_backend=lambda _, one=one: one) for one in backends]
     CUDA.abort(groups)
-    assert calls == [("a", "_group_start"), ("a", "abort"), ("b", "abort"), ("a", "_group_end")]
+    assert sorted(calls) == [("a", "abort"), ("b", "abort")]
     CUDA.abort([])
+
+
+def test_an_abort_that_waits_for_another_ends():
+    both = threading.Barrier(2)
+    backend = SimpleNamespace(abort=lambda: both.wait(10))
+    CUDA.abort([SimpleNamespace(_get_backend=lambda _: backend) for _ in range(2)])
+    assert not both.broken
+
+
+def test_an_abort_that_fails_stops_no_other():
+    calls = []
+
+    def fail():
+        raise RuntimeError("it was aborted before")
+
+    backends = [SimpleNamespace(abort=fail), Recorded(calls, "b")]
+    CUDA.abort([SimpleNamespace(_get_backend=lambda _, one=one: one) for one in backends])
+    assert calls == [("b", "abort")]
 
 
 def test_a_device_that_is_lost_aborts_nothing():
@@ -253,6 +280,136 @@ def test_workers_that_share_a_device_talk_through_gloo(monkeypatch, tmp_path):
         groups.drop()
 
 
+class Streams:
+    """Stands for ``torch.cuda``: work goes to the current stream."""
+
+    def __init__(self, calls, current="main"):
+        self.calls, self.current = calls, current
+        self.made = 0
+
+    def Stream(self, number):
+        self.made += 1
+        return Stream("copies", self.calls)
+
+    def current_stream(self, number):
+        return Stream(self.current, self.calls)
+
+    def default_stream(self, number):
+        return Stream("main", self.calls)
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+
+@dataclass(frozen=True)
+class Stream:
+    name: str
+    calls: list = field(compare=False)
+
+    def wait_stream(self, other):
+        self.calls.append(f"{self.name} waits for {other.name}")
+
+
+class HostTensor:
+    def __init__(self, streams, nbytes):
+        self.streams, self.nbytes = streams, nbytes
+
+    def is_pinned(self):
+        return True
+
+    def to(self, device, non_blocking):
+        assert non_blocking
+        self.streams.calls.append(f"{self.streams.current} copies")
+        return self
+
+    def record_stream(self, stream):
+        self.streams.calls.append(f"kept for {stream.name}")
+
+
+def test_large_copies_run_beside_the_kernels(monkeypatch):
+    calls, platform = [], Cuda()
+    streams = Streams(calls)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: streams)
+    platform.upload(HostTensor(streams, 8), torch.device("cuda"))
+    assert calls == ["main copies"]
+    for _ in range(2):
+        calls.clear()
+        platform.upload(HostTensor(streams, 1 << 20), torch.device("cuda"))
+        assert calls == ["copies copies", "main waits for copies", "kept for main"]
+    assert streams.made == 1
+
+
+@pytest.mark.parametrize("current", ["main", "side"])
+def test_work_of_all_streams_is_in_one_order(monkeypatch, current):
+    calls = []
+    streams = Streams(calls, current)
+    monkeypatch.setattr(torch, "cuda", streams)
+    with CUDA.own_stream():
+        calls.append(f"{streams.current} computes")
+    assert streams.current == current
+    waits = ["main waits for side"] if current == "side" else []
+    assert calls == [*waits, "main computes"]
+
+
+def test_a_group_that_an_abort_has_missed_is_aborted(monkeypatch, tmp_path):
+    aborted = []
+
+    class Asynchronous(Platform):
+        def abort(self, groups):
+            aborted.extend(groups)
+
+    monkeypatch.setitem(PLATFORMS, "cpu", Asynchronous())
+    store = dist.FileStore(str(tmp_path / "store"), -1)
+    settings = Config(timeout=10.0, shared_memory=False)
+    groups = process_groups.Groups(0, torch.device("cpu"), store, settings)
+    connect = groups._connect
+
+    def slowly(*args):
+        group = connect(*args)
+        groups.abort(groups.epoch)
+        return group
+
+    monkeypatch.setattr(groups, "_connect", slowly)
+    with pytest.raises(GroupLost):
+        groups.ensure("alone", ((0,),))
+    assert [group.size() for group in aborted] == [1]
+    groups.drop()
+
+
+def test_only_connections_of_gloo_tell_of_lost_peers(monkeypatch, tmp_path):
+    ends = []
+
+    class Chatting(Platform):
+        def communicator(self, *_):  # NCCL closes connections that it does not need any more
+            listener = socket.create_server(("127.0.0.1", 0))
+            mine = socket.create_connection(listener.getsockname())
+            theirs, _ = listener.accept()
+            theirs.shutdown(socket.SHUT_RDWR)
+            ends.extend([mine, theirs, listener])
+
+    monkeypatch.setitem(PLATFORMS, "cpu", Chatting())
+    store = dist.FileStore(str(tmp_path / "store"), -1)
+    settings = Config(timeout=10.0, shared_memory=False)
+    groups = process_groups.Groups(0, torch.device("cpu"), store, settings)
+    groups.ensure("alone", ((0,),))
+    try:
+        assert ends
+        assert not groups.has_lost_peer()
+    finally:
+        groups.drop()
+        for end in ends:
+            end.close()
+
+
+def test_the_watchdog_of_nccl_ends_no_worker():
+    assert CUDA.worker_settings["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+    assert CUDA.worker_settings["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert Platform().worker_settings == {}
+
+
 SHARING = """
 import torch
 torch.cuda.device_count = lambda: 1
@@ -285,8 +442,18 @@ def touch(name):
     return probe
 for name in ("_lazy_init", "current_device", "get_rng_state", "synchronize", "set_device"):
     setattr(torch.cuda, name, touch(name))
-torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
+if {}:
+    torch.cuda.is_available = lambda: True
+else:
+    import importlib
+    load = importlib.import_module
+    def ask(*args, **kwargs):  # as Inductor does in torch 2.11, when it is imported
+        torch._C._cuda_getDeviceCount = touch("getDeviceCount")
+        torch.cuda.is_available()
+        del torch._C._cuda_getDeviceCount
+        return load(*args, **kwargs)
+    importlib.import_module = ask
 from torchpmap._runtime.local.preload import prepare
 prepare(compiles={})
 print("touched", sorted(set(touched)), "torch._inductor.compile_fx" in sys.modules)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 
 import pytest
 import torch
@@ -155,3 +156,13 @@ def test_an_error_of_the_function_does_not(device):
     device.launch(raising(ValueError("late")))
     device.completion.settle()
     assert device.platform.recover(device.failed[0][2])
+
+
+def test_memory_of_the_host_is_let_go_when_the_device_is_done(device):
+    source = torch.ones(2)
+    device.platform.upload(source, torch.device("cpu"))
+    device.completion.launched(1, "receiving a value", False, source)
+    gone = weakref.ref(source)
+    del source
+    assert device.completion.settle()
+    assert gone() is None  # no other command has come

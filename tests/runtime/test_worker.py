@@ -507,3 +507,23 @@ def test_fetch_of_another_kind_is_refused(unharmed):
         found = rf"on device {DEVICE}:0 is float32\[1\], but .* expected"
         with pytest.raises(RuntimeError, match=found):
             runtime.fetch(value._handle, [(0, -1, 0, target)])
+
+
+def test_an_uncompiled_call_fails_if_an_abort_may_have_cut_its_last_collective(pool):
+    """A device tells nothing of a collective that was aborted."""
+
+    def cut_at_the_end(x):
+        import gc
+
+        (worker,) = [o for o in gc.get_objects() if type(o).__name__ == "_Worker"]
+
+        def synchronize():
+            del worker.platform.synchronize
+            worker.groups.abort(worker.groups.epoch)
+
+        worker.platform.synchronize = synchronize
+        return x + 1
+
+    with pytest.raises(tp.CollectiveMismatch, match="without a cause"):
+        eagerly(cut_at_the_end)(rows)
+    assert total(rows).tolist() == [1, 1]

@@ -19,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchpmap as tp
+from torchpmap._base.torch_internals import FakeTensorMode
+from torchpmap._sharded.blocks import own_block
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -439,3 +441,33 @@ def test_in_place_on_a_whole_value_with_a_cut_one_gathers(monkeypatch):
     assert fetched_bytes(calls) == 2 * X
     assert where(values.same) == WHOLE
     torch.testing.assert_close(values.same.cpu(), HERE.same + HERE.x)
+
+
+def test_a_device_is_not_asked_for_its_index():
+    with FakeTensorMode():
+        whole = torch.empty(4, 6, device="cuda:0")
+        index = torch.empty((), dtype=torch.int64, device="cuda:0")
+        assert own_block(whole, 1, 3, index).shape == (4, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint16, torch.float8_e4m3fn, torch.bool])
+def test_a_block_is_the_same_however_the_index_is_read(monkeypatch, dtype):
+    whole = torch.arange(24).view(4, 6).to(dtype)
+    index = torch.tensor(2)
+    expected = own_block(whole, 1, 3, index)
+    assert expected.float().tolist() == whole[:, 4:].float().tolist()
+    found = own_block(whole, 1, 3, Elsewhere(index))
+    assert found.is_contiguous()
+    assert found.float().tolist() == expected.float().tolist()
+
+
+class Elsewhere:
+    """An index that is not to be read."""
+
+    is_cpu = False
+
+    def __init__(self, index):
+        self.index = index
+
+    def __getattr__(self, name):
+        return getattr(self.index, name)

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,6 +28,8 @@ from torchpmap._base.torch_internals import (
 )
 
 _MAX_CPU_DEVICES = 8
+_BESIDE_BYTES = 1 << 18
+"""A smaller copy is over before a stream of its own would have saved time."""
 
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 """Takes its inputs in a list, and empties it."""
@@ -109,6 +113,9 @@ class Platform:
         """The number of a visible device, after what must be done to see it alone."""
         return number
 
+    worker_settings: Mapping[str, str] = MappingProxyType({})
+    """Environment variables of worker processes, unless the user has set them."""
+
     # -- in the process of a device ----------------------------------------------------------------
 
     def open(self, number: int, id: int) -> torch.device:
@@ -147,6 +154,12 @@ class Platform:
 
     def unpin(self, address: int) -> None:
         """Undo ``pin``."""
+
+    def own_stream(self) -> AbstractContextManager[None]:
+        """A block whose work is in one order with that of all such blocks, and behind all that the
+        caller has launched, on whatever stream.
+        """
+        return nullcontext()
 
     def place(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A contiguous copy of a value of the host or of a device, on ``device``; it need not be
@@ -200,6 +213,8 @@ class Accelerator(Platform):
     is_asynchronous = True
     is_hardware = True
     bucket_bytes = 25 * 2**20
+    _copying: Any = None
+    """The stream of large copies from the host."""
     variables: tuple[str, ...]
     """Environment variables that list the visible devices; of those that are set the first counts.
     """
@@ -234,21 +249,29 @@ class Accelerator(Platform):
         properties = torch.get_device_module(self.name).get_device_properties(number)
         return f"{self.name} {properties.uuid}"
 
+    # the current device is one of each thread, so these name the device
+
     def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         # of memory that is not pinned, torch would copy only after all work before it
         source = tensor if tensor.is_pinned() else tensor.pin_memory()
-        return source.to(device, non_blocking=True)
+        if tensor.nbytes < _BESIDE_BYTES:
+            return source.to(device, non_blocking=True)
+        module = torch.get_device_module(self.name)
+        self._copying = self._copying or module.Stream(self._number())
+        current = module.current_stream(self._number())
+        with module.stream(self._copying):  # beside the kernels that are launched already
+            result = source.to(device, non_blocking=True)
+        current.wait_stream(self._copying)
+        result.record_stream(current)  # which may still use it when it is freed
+        return result
 
     def place(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         if value.device.type == "cpu":
-            # from other memory the copy would wait until the device has done all before it; torch
-            # keeps this memory until the copy is complete
             pinned = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
-            value = pinned.copy_(value)
+            return self.upload(pinned.copy_(value), device)  # torch keeps it for the copy
+        value.record_stream(torch.get_device_module(self.name).current_stream(self._number()))
         on_device = torch.empty(value.shape, dtype=value.dtype, device=device)
         return on_device.copy_(value, non_blocking=True)
-
-    # the current device is one of each thread, so these name the device
 
     def fetch(self, value: torch.Tensor, target: torch.Tensor) -> None:
         module = torch.get_device_module(self.name)
@@ -324,6 +347,29 @@ class Cuda(Accelerator):
     def hardware(self, number: int) -> str:
         listed = self._listed()
         return listed[number] if _are_slices(listed) else super().hardware(number)
+
+    # else NCCL's watchdog would end a process that reports an error of its device, or that waits
+    # for one that died: in workers the controller decides
+    worker_settings = MappingProxyType(
+        {
+            f"TORCH_NCCL_{name}": "0"
+            for name in (
+                *("RETHROW_CUDA_ERRORS", "ASYNC_ERROR_HANDLING", "ENABLE_MONITORING"),
+                *("DUMP_ON_TIMEOUT", "WAIT_TIMEOUT_DUMP_MILSEC"),
+            )
+        }
+    )
+
+    @contextlib.contextmanager
+    def own_stream(self) -> Iterator[None]:
+        caller = torch.cuda.current_stream(self._number())
+        own = torch.cuda.default_stream(self._number())
+        if caller == own:
+            yield
+            return
+        own.wait_stream(caller)
+        with torch.cuda.stream(own):
+            yield
 
     def pin(self, address: int, num_bytes: int) -> None:
         if int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)) != 0:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import CodeType, FrameType, FunctionType
@@ -368,15 +369,17 @@ def make_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> An
 
 
 def abort_nccl(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Abort the communicators of several groups, within one group start and end: else the aborts of
-    two wait for each other (pytorch/pytorch#119797).
+    """Abort the communicators of several groups at the same time: the abort of one may wait for the
+    kernel of another (pytorch/pytorch#119797).
     """
-    backends: list[Any] = [group._get_backend(device) for group in groups]
-    if backends:
-        backends[0]._group_start()
-        for backend in backends:
-            backend.abort()
-        backends[0]._group_end()
+
+    def abort(group: Any) -> None:
+        group._get_backend(device).abort()
+
+    with ThreadPoolExecutor(max(1, len(groups)), "torchpmap-abort") as threads:
+        ended = [threads.submit(abort, group) for group in groups]
+    for each in ended:
+        each.result()
 
 
 def add_backend(

@@ -166,6 +166,20 @@ def checkpoint_bracket(
     return earlier.__name__, by_position
 
 
+# -- imports that initialise CUDA ------------------------------------------------------------------
+
+
+@contextmanager
+def no_cuda_probe() -> Iterator[None]:
+    """A block in which ``torch.cuda.is_available()`` does not ask CUDA, but only whether torch was
+    built with it.
+
+    In torch 2.11 Inductor asks when it is imported.  A process that has asked cannot be forked.
+    """
+    with patch.object(torch.cuda, "is_available", torch.backends.cuda.is_built):
+        yield
+
+
 # -- operations of the user's ----------------------------------------------------------------------
 
 

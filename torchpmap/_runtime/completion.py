@@ -95,10 +95,11 @@ class Completion:
 
     def _watch(self) -> None:
         while (each := self._queue.get()) is not None:
-            self.current = each
+            self.current = each._replace(source=None)
             try:
                 self._finish(each)
             finally:
+                del each  # its memory of the host
                 self._queue.task_done()
 
     def _finish(self, each: Launched) -> None:

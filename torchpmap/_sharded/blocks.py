@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchpmap._collectives import backend as raw
+from torchpmap._collectives.groups import pick
 from torchpmap._sharded.rules.signature import Combine
 
 
@@ -15,7 +16,10 @@ def own_block(whole: torch.Tensor, dim: int, size: int, index: torch.Tensor) -> 
     they were contiguous, because torch's own always are.
     """
     rows = whole.shape[dim] // size
-    return whole.narrow(dim, int(index) * rows, rows).contiguous()
+    if index.is_cpu:
+        return whole.narrow(dim, int(index) * rows, rows).contiguous()
+    # reading the index would wait for all that the device has to do
+    return pick(whole.unflatten(dim, (size, rows)).movedim(dim, 0), index).contiguous()
 
 
 def combined(

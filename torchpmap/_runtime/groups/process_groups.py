@@ -103,7 +103,11 @@ class Groups:
         store = dist.PrefixStore(f"{self.epoch}/{name}/{members[0]}", self._store)
         group = self._share(store, members) or self._connected_group(store, members)
         register_group(name, group)
-        self._groups[name] = group
+        with self._lock:
+            self._groups[name] = group  # from here on ``abort`` finds it
+            if self._aborted.is_set():  # meanwhile
+                self._platform.abort([group])
+        self.refuse_if_aborted()
 
     def _share(self, store: dist.Store, members: RankTuple) -> SharedMemoryGroup | None:
         if self._device.type != "cpu":
@@ -130,28 +134,22 @@ class Groups:
         store.set(f"here/{self._rank}", "")
         # once Gloo waits for a peer, nothing can stop it
         self._wait(store, [f"here/{member}" for member in members], members)
-        before = open_sockets()
-        group = self._connect(store, members)
-        with self._lock:
-            new = [fd for link, fd in open_sockets().items() if link not in before]
-            self._sockets.extend(connected(new))
-            if self._aborted.is_set():  # meanwhile
-                self._shut_down()
-        return group
+        return self._connect(store, members)
 
     def _wait(self, store: dist.Store, keys: Sequence[str], members: RankTuple) -> None:
         """Wait for keys that the members set, until ``abort``."""
-        self._refuse_if_aborted()
+        self.refuse_if_aborted()
         for pause in Deadline(self._timeout.total_seconds()).pauses():
             if store.check(list(keys)):
                 return
             self._aborted.wait(pause)
-            self._refuse_if_aborted()
+            self.refuse_if_aborted()
         raise GroupLost(
             f"process group of the ranks {list(members)}: not all came within {self._timeout}"
         )
 
-    def _refuse_if_aborted(self) -> None:
+    def refuse_if_aborted(self) -> None:
+        """Raise if collectives of this epoch may have been aborted half-way."""
         if self._aborted.is_set():
             raise GroupLost(
                 f"the process groups of epoch {self.epoch} are gone: another device failed"
@@ -172,7 +170,7 @@ class Groups:
         deadline = Deadline(self._timeout.total_seconds())
         while thread.is_alive():
             thread.join(0.01)
-            self._refuse_if_aborted()
+            self.refuse_if_aborted()
             if deadline.passed:  # NCCL waits without end for a rank that has died meanwhile
                 raise GroupLost(
                     f"process group of the ranks {list(members)}: not all were connected within "
@@ -187,7 +185,15 @@ class Groups:
         group = dist.ProcessGroup(store, rank, size)
         gloo_store = dist.PrefixStore("gloo", store)
         connecting = min(self._timeout, _CONNECT_TIMEOUT)
+        epoch, before = self.epoch, open_sockets()
         gloo = make_gloo(gloo_store, rank, size, self._address, connecting, self._timeout)
+        with self._lock:
+            # of Gloo alone: NCCL closes connections of its own while all is well
+            new = [fd for link, fd in open_sockets().items() if link not in before]
+            if self.epoch == epoch:
+                self._sockets.extend(connected(new))
+            if self._aborted.is_set():  # meanwhile
+                self._shut_down()
         device = self._platform.communicator(store, rank, size, self._timeout)
         add_backend(group, "cpu", "GLOO", gloo, is_default=device is None)
         if self._device.type != "cpu":

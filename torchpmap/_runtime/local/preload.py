@@ -34,6 +34,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 import torch
 
 from torchpmap._base.config import config
+from torchpmap._base.torch_versions import no_cuda_probe
 from torchpmap._runtime.local import worker
 from torchpmap._runtime.local.birth import Birth, arm_lifeline
 from torchpmap._runtime.local.forkserver import ANSWER, EXIT_CODE, FDS, REQUEST, Inheritance
@@ -60,7 +61,8 @@ def prepare(*, compiles: bool) -> None:
     _keep_memory()
     with contextlib.suppress(Exception):  # a worker that compiles for real reports what is wrong
         if config.warm and not compiles:
-            importlib.import_module("torch._inductor.compile_fx")
+            with no_cuda_probe():
+                importlib.import_module("torch._inductor.compile_fx")
         elif config.warm and have_cpp_compiler():
             warm_up()  # every worker starts with Inductor's modules and tables in memory
     gc.freeze()  # workers do not traverse these objects either, so their pages stay shared

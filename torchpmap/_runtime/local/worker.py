@@ -109,6 +109,8 @@ def main(birth: Birth) -> None:
             "use it then. Something that Python imports at its start does that; it must not."
         )
     os.environ.update(platform.environment(birth.rank))  # graphs name device 0 on every rank
+    for name, value in platform.worker_settings.items():
+        os.environ.setdefault(name, value)
     device = platform.open(0, birth.rank)
     torch.set_num_threads(birth.num_threads)
     # the controller decides how long a collective may wait, since it sees why
@@ -328,6 +330,7 @@ class _Worker:
             return
         report, stored = work.run(rank, task.given, self.values.of(task.inputs))
         self.platform.synchronize()
+        self.groups.refuse_if_aborted()  # a device goes on behind a collective that was aborted
         self.reply(seq, (report, len(stored)), dict(enumerate(stored, task.first_output)))
 
     def group(self, seq: int, length: int) -> None:

@@ -194,11 +194,12 @@ class TorchrunRuntime:
             if self.rank not in team.ranks:
                 return _Block(None, team)
             block = blocks[team.ranks.index(self.rank)].detach()
-            # a copy: the caller may write to its tensors
-            copy = self._platform.place(block, self.device)
-            if self._completion is not None:
-                self._seq += 1
-                self._completion.launched(self._seq, "receiving a value", communicates=False)
+            with self._platform.own_stream():
+                # a copy: the caller may write to its tensors
+                copy = self._platform.place(block, self.device)
+                if self._completion is not None:
+                    self._seq += 1
+                    self._completion.launched(self._seq, "receiving a value", communicates=False)
             return _Block(copy, team, self._seq)
 
     def fetch(self, handle: Any, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
@@ -348,9 +349,10 @@ class TorchrunRuntime:
             watched = self._watch.announced(plan.axis or (), plan.name, plan.timeout)
             self._launched[self._seq] = watched
         run = functools.partial(self._run_on_occasion, plan)
-        with _plain() if has_transforms() or num_modes() else nullcontext():
+        plain = _plain() if has_transforms() or num_modes() else nullcontext()
+        with self._platform.own_stream(), plain:
             results = self._platform.launch(run, blocks, plan.outputs)
-        completion.launched(self._seq, plan.name, communicates=plan.axis is not None)
+            completion.launched(self._seq, plan.name, communicates=plan.axis is not None)
         return results
 
     def _run_on_occasion(
@@ -378,9 +380,11 @@ class TorchrunRuntime:
                 self._meet(task, blocks)
                 self._watch.begin(self._watch.announced(task.ranks, task.name, task.timeout))
                 try:
-                    with _plain():
+                    with self._platform.own_stream(), _plain():
                         report, stored = work.run(rank, task.given, blocks)
                     self._platform.synchronize()
+                    # a device goes on behind a collective that was aborted
+                    self._groups.refuse_if_aborted()
                 finally:
                     self._watch.end()
                 reports = self._gathered(task, report)
