@@ -1,16 +1,16 @@
 """Undocumented parts of torch that this package needs: check them first with a new torch.
 
-Everything here was checked with torch 2.13.0.  ``tests/test_layers.py`` refuses private names of
-torch in other files, except in these, which were checked with the same version:
+Everything here was checked with torch 2.11.0, 2.13.0 and 2.15.0; what differs between them is in
+``_base/torch_versions``.  ``tests/test_layers.py`` refuses private names of torch in other files,
+except in these, which were checked with the same versions:
 
     _base/ambient          getters and setters of torch's settings; the caller's modes and hooks
     _base/pytree           torch.utils._pytree: what is a node of a tree
-    _base/torch_versions   what differs between versions of torch
+    _base/torch_versions   what differs between versions
     _collectives/backend   torch.ops._c10d_functional: the collectives
     _trace/boxed           graphs and artifacts of Inductor whose arguments are a list
     _trace/compile         Inductor, the list of Dynamo's back ends, keys of the dispatcher
     _trace/custom_ops      what the dispatcher and torch.library know about the user's operations
-    _trace/remat           the function behind torch.utils.checkpoint, which it replaces
     _trace/trace           what tracing sets in Dynamo, and errors of fake tensors
     checkpoint/_pickles    classes and functions that files of torch.save name
 
