@@ -11,6 +11,7 @@ import torch
 from _support import EAGER
 
 import torchpmap as tp
+from torchpmap._base.torch_versions import autocast_dtypes
 
 X = torch.arange(48.0).reshape(2, 3, 8)
 
@@ -54,6 +55,16 @@ def test_a_check_without_results_stays_in_the_graph(compile: object, pool: int) 
     assert torch.equal(factor(4 * torch.eye(2).expand(2, 2, 2)).cpu()[0], 2 * torch.eye(2))
     with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
         tp.block_until_ready(factor(-torch.eye(2).expand(2, 2, 2)))
+
+
+def test_dtypes_of_register_autocast() -> None:
+    @torch.library.custom_op("torchpmap_tests_local::cast", mutates_args=())
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    assert autocast_dtypes(cast) == {}
+    cast.register_autocast("cpu", torch.bfloat16)
+    assert autocast_dtypes(cast) == {"cpu": torch.bfloat16}
 
 
 def printed_by(script: str, *options: str, **environment: str) -> str:
