@@ -103,3 +103,22 @@ assert "torch.utils.cpp_extension" in sys.modules, "torch did not look for CUDA"
 @pytest.mark.inductor
 def test_compiling_for_cpus_does_not_ask_for_a_gpu() -> None:
     assert printed_by(COMPILER_BUT_NO_GPU, CUDA_HOME=sys.prefix) == ""
+
+
+ORDINARY = """
+import torch
+import torchpmap as tp
+
+tp.init(2)
+x = torch.arange(4.0).reshape(2, 2)
+doubled = tp.pmap(lambda x: x * 2 + tp.psum(x, "i"), axis_name="i")
+assert doubled(x).tolist() == [[2, 6], [6, 10]]
+slope = tp.pmap(lambda x: torch.func.jvp(torch.square, (x,), (x,))[1], compile=False)
+assert slope(x).tolist() == [[0, 2], [8, 18]]
+"""
+
+
+@pytest.mark.inductor
+def test_an_ordinary_program_prints_nothing_of_its_own() -> None:
+    """Neither while it runs and ends, nor from its workers and the process they are forked from."""
+    assert printed_by(ORDINARY, TORCHPMAP_WARM="1") == ""
