@@ -263,8 +263,7 @@ def _usable(backend: Backend, devices: tuple[Device, ...]) -> Backend:
     if not _missing_compiler_warned:
         _missing_compiler_warned = True
         warn(
-            f"torchpmap: no {missing} was found, so mapped functions run as traced graphs, without "
-            "Inductor: right, but slower. Install one, or pass compile={'backend': 'eager'} to "
-            "silence this.",
+            f"torchpmap: no {missing}, so mapped functions run as traced graphs, without Inductor: "
+            "right, but slower. Install one, or pass compile={'backend': 'eager'} to silence this.",
         )
     return EAGER

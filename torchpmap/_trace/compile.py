@@ -159,13 +159,14 @@ def have_cpp_compiler() -> bool:
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """What Inductor needs for the kernels of such devices, and does not find here."""
+    """Which compiler Inductor lacks here for such devices, as the end of a sentence."""
     if device_type == "cpu":
-        found, what = have_cpp_compiler(), "C++ compiler (g++ or clang++, or the one named by CXX)"
+        what = "C++ compiler was found (g++ or clang++, or the one named by CXX)"
+        found = have_cpp_compiler()
     else:  # Triton builds what starts its kernels
         named = os.environ.get("CC")
         found = any(map(shutil.which, (named,) if named else ("gcc", "clang")))
-        what = "C compiler (gcc or clang, or the one named by CC)"
+        what = "C compiler was found (gcc or clang, or the one named by CC)"
     return None if found else what
 
 
