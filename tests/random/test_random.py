@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchpmap as tp
 from torchpmap import random
-from torchpmap._trace.compile import compile_definition, have_cpp_compiler, warm_up
+from torchpmap._trace.compile import compile_definition, warm_up
+from torchpmap._trace.toolchain import have_cpp_compiler
 
 CASES = json.loads((Path(__file__).parent / "random_cases.json").read_text())["cases"]
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}

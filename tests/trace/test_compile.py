@@ -20,11 +20,9 @@ from torchpmap._trace.compile import (
     Backend,
     Definition,
     compile_definition,
-    have_cpp_compiler,
-    make_cache_private,
-    missing_compiler,
     parse_compile,
 )
+from torchpmap._trace.toolchain import have_cpp_compiler, make_cache_private, missing_compiler
 
 
 def backend(graph, examples, **extra):

@@ -24,10 +24,11 @@ from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.plan import Captured, Drawn, Pinned, Plan
 from torchpmap._runtime.base import Team
 from torchpmap._runtime.current import runtime as current_runtime
-from torchpmap._trace.compile import EAGER, Backend, Definition, Kind, missing_compiler
+from torchpmap._trace.compile import EAGER, Backend, Definition, Kind
 from torchpmap._trace.custom_ops import Implementations
 from torchpmap._trace.escaped import EscapeWatch
 from torchpmap._trace.program import Outcome, no_stream
+from torchpmap._trace.toolchain import missing_compiler
 from torchpmap._trace.trace import Traced, TracedInput, trace
 
 Body = Callable[[Sequence[torch.Tensor], Axis], Outcome]

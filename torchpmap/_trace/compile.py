@@ -11,10 +11,7 @@ compiles, the others find every artifact there and load it in milliseconds.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,7 +22,7 @@ import torch
 
 from torchpmap._base.ambient import Ambient, applied, for_graph, running_under
 from torchpmap._base.devices import PLATFORMS, usable_cores
-from torchpmap._base.errors import PmapError, kind_of
+from torchpmap._base.errors import kind_of
 from torchpmap._base.imports import uncollected
 from torchpmap._base.pytree import tree_leaves, tree_map_only
 from torchpmap._base.torch_internals import (
@@ -38,6 +35,7 @@ from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._trace.boxed import Boxed, boxed_artifact, boxed_call, boxed_graph
 from torchpmap._trace.constants import place
 from torchpmap._trace.custom_ops import NATIVE
+from torchpmap._trace.toolchain import make_cache_private
 from torchpmap.random import _threefry as _threefry
 
 Kind = tuple[tuple[int, ...], torch.dtype]
@@ -146,28 +144,6 @@ def _check_registered(name: str) -> None:
         raise ValueError(
             f"compile got the unknown backend {name!r}; registered backends are {', '.join(known)}."
         )
-
-
-def have_cpp_compiler() -> bool:
-    """Whether Inductor can build its CPU kernels here (its own choice of compiler: ``CXX``,
-    ``g++``, ``clang++``).
-    """
-    from torch._inductor import config
-
-    candidates = config.cpp.cxx if isinstance(config.cpp.cxx, list | tuple) else (config.cpp.cxx,)
-    return any(shutil.which(candidate) for candidate in candidates if candidate)
-
-
-def missing_compiler(device_type: str) -> str | None:
-    """Which compiler Inductor lacks here for such devices, as the end of a sentence."""
-    if device_type == "cpu":
-        what = "C++ compiler was found (g++ or clang++, or the one named by CXX)"
-        found = have_cpp_compiler()
-    else:  # Triton builds what starts its kernels
-        named = os.environ.get("CC")
-        found = any(map(shutil.which, (named,) if named else ("gcc", "clang")))
-        what = "C compiler was found (gcc or clang, or the one named by CC)"
-    return None if found else what
 
 
 def compile_definition(definition: Definition, index: torch.Tensor) -> Boxed:
@@ -448,31 +424,6 @@ def warm_up() -> None:
     graph = make_fx(lambda x: (x * 2 + 1,))(torch.empty(3))
     with _quietly():
         standalone_compile(graph, [torch.empty(3)], dynamic_shapes="from_example_inputs")
-
-
-@functools.cache
-def make_cache_private() -> None:
-    """Keep other users from writing to Inductor's folder, because the code in it is run unchecked.
-
-    Torch (2.13) uses a folder named after the user in the temporary folder, even if another user
-    has made it.  A folder that the user has chosen is left as it is.
-
-    Raises:
-        PmapError: the folder belongs to another user.
-    """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    folder = default_cache_dir()
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", folder) != folder:
-        return
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
-    if {os.lstat(folder).st_uid, os.stat(folder).st_uid} != {os.geteuid()}:
-        raise PmapError(
-            f"{folder}, where Inductor keeps compiled code, belongs to another user, who could put "
-            "code there. Set TORCHINDUCTOR_CACHE_DIR to a folder of yours."
-        )
-    os.chmod(folder, 0o700)
 
 
 _UNWANTED = {

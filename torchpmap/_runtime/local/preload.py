@@ -39,7 +39,8 @@ from torchpmap._runtime.local import worker
 from torchpmap._runtime.local.birth import Birth, arm_lifeline
 from torchpmap._runtime.local.forkserver import ANSWER, EXIT_CODE, FDS, REQUEST, Inheritance
 from torchpmap._runtime.wire import InheritedFd
-from torchpmap._trace.compile import have_cpp_compiler, warm_up
+from torchpmap._trace.compile import warm_up
+from torchpmap._trace.toolchain import have_cpp_compiler
 
 torch.set_num_threads(1)
 

@@ -1,0 +1,57 @@
+"""What Inductor finds on this machine: compilers, and the folder of compiled code."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+
+from torchpmap._base.errors import PmapError
+
+
+def have_cpp_compiler() -> bool:
+    """Whether Inductor can build its CPU kernels here (its own choice of compiler: ``CXX``,
+    ``g++``, ``clang++``).
+    """
+    from torch._inductor import config
+
+    candidates = config.cpp.cxx if isinstance(config.cpp.cxx, list | tuple) else (config.cpp.cxx,)
+    return any(shutil.which(candidate) for candidate in candidates if candidate)
+
+
+def missing_compiler(device_type: str) -> str | None:
+    """Which compiler Inductor lacks here for such devices, as the end of a sentence."""
+    if device_type == "cpu":
+        what = "C++ compiler was found (g++ or clang++, or the one named by CXX)"
+        found = have_cpp_compiler()
+    else:  # Triton builds what starts its kernels
+        named = os.environ.get("CC")
+        found = any(map(shutil.which, (named,) if named else ("gcc", "clang")))
+        what = "C compiler was found (gcc or clang, or the one named by CC)"
+    return None if found else what
+
+
+@functools.cache
+def make_cache_private() -> None:
+    """Keep other users from writing to Inductor's folder, because the code in it is run unchecked.
+
+    Torch (2.13) uses a folder named after the user in the temporary folder, even if another user
+    has made it.  A folder that the user has chosen is left as it is.
+
+    Raises:
+        PmapError: the folder belongs to another user.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    folder = default_cache_dir()
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", folder) != folder:
+        return
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    if {os.lstat(folder).st_uid, os.stat(folder).st_uid} != {os.geteuid()}:
+        raise PmapError(
+            f"{folder}, where Inductor keeps compiled code, belongs to another user, who could put "
+            "code there. Set TORCHINDUCTOR_CACHE_DIR to a folder of yours."
+        )
+    os.chmod(folder, 0o700)
