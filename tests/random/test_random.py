@@ -294,7 +294,7 @@ def test_inductor_makes_one_kernel_of_a_hash(pool):
         warm_up()  # as the process does from which workers are forked
         run = compile_definition(definition, torch.tensor(0))
         with Called() as called:
-            run(random.key(0)[None])
+            run([random.key(0)[None]])
     assert "torchpmap_random" not in called.names
 
 
