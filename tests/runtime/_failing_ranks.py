@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch._decomp
@@ -358,13 +359,14 @@ def _process(function: Callable[[int], None], rank: int, path: Path) -> int:
 
 def _run(name: str, folder: Path) -> list[Ended]:
     num_ranks, function, environment = JOBS[name]
-    os.environ.update({"MASTER_PORT": str(free_port()), "TORCHPMAP_TIMEOUT": "60", **environment})
     paths = [folder / f"{name}{rank}" for rank in range(num_ranks)]
     pids: list[int] = []
-    for rank, path in enumerate(paths):
-        os.environ["OMPI_COMM_WORLD_RANK"] = str(rank)
-        os.environ["OMPI_COMM_WORLD_SIZE"] = str(num_ranks)
-        pids.append(_process(function, rank, path))
+    with patch.dict(os.environ, MASTER_PORT=str(free_port()), TORCHPMAP_TIMEOUT="60"):
+        os.environ.update(environment)
+        for rank, path in enumerate(paths):
+            os.environ["OMPI_COMM_WORLD_RANK"] = str(rank)
+            os.environ["OMPI_COMM_WORLD_SIZE"] = str(num_ranks)
+            pids.append(_process(function, rank, path))
     codes = _codes(pids)
     return [Ended(codes.get(pid), path.read_text()) for pid, path in zip(pids, paths, strict=True)]
 
