@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
@@ -392,8 +393,23 @@ class Cuda(Accelerator):
         return nccl
 
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        # at the same time: the abort of one may wait for the kernel of another
+        # (pytorch/pytorch#119797)
+        threads = [
+            threading.Thread(target=self._abort_one, args=(group,), daemon=True) for group in groups
+        ]
+        for thread in threads:
+            try:
+                thread.start()
+            except RuntimeError:  # Python ends, and all work has been waited for
+                thread.run()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _abort_one(self, group: dist.ProcessGroup) -> None:
         with contextlib.suppress(RuntimeError):  # a device that cannot be used any more
-            abort_nccl(groups, self.device())
+            abort_nccl(group, self.device())
 
 
 def _are_slices(listed: Sequence[str]) -> bool:

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import CodeType, FrameType, FunctionType
@@ -369,18 +368,9 @@ def make_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> An
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def abort_nccl(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Abort the communicators of several groups at the same time: the abort of one may wait for the
-    kernel of another (pytorch/pytorch#119797).
-    """
-
-    def abort(group: Any) -> None:
-        group._get_backend(device).abort()
-
-    with ThreadPoolExecutor(max(1, len(groups)), "torchpmap-abort") as threads:
-        ended = [threads.submit(abort, group) for group in groups]
-    for each in ended:
-        each.result()
+def abort_nccl(group: dist.ProcessGroup, device: torch.device) -> None:
+    backend: Any = group._get_backend(device)
+    backend.abort()
 
 
 def add_backend(
