@@ -120,10 +120,11 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
+@pytest.mark.timeout(300)
 def test_hello_pmap_runs_where_there_is_one_gpu(monkeypatch):
     monkeypatch.delenv("TORCHPMAP_DEVICE_TYPE")
     command = [sys.executable, "-c", ON_ONE_GPU, str(EXAMPLES / "hello_pmap.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert "doubled lives on devices: [0, 1]" in done.stdout
 
