@@ -39,7 +39,7 @@ def start_profiler() -> list[float]:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    _profiler = torch.profiler.profile(activities=activities)
+    _profiler = torch.profiler.profile(activities=activities, acc_events=True)
     _profiler.start()
     return [0]
 
