@@ -155,6 +155,22 @@ def test_memory_is_not_used_again_before_the_device_has_read_it(pair):
     device.close()
 
 
+def test_only_so_much_is_on_the_way(pair, monkeypatch):
+    monkeypatch.setattr(staging, "_ON_THE_WAY_BYTES", 2 * STAGED_BYTES)
+    first, second = (pair.staging.store(torch.ones(N)) for _ in range(2))
+    assert pair.staging.store(torch.ones(N)) is None
+    pair.staged.tensor(second.offset, (N,), torch.float32)
+    pair.staged.tensor(first.offset, (N,), torch.float32)
+    pair.staged.hold(first.offset)
+    assert pair.staging.store(torch.ones(N)) is not None  # the first has arrived
+    assert pair.staging.store(torch.ones(4 * N)) is None
+
+
+def test_a_block_may_be_larger_than_what_may_be_on_the_way(pair, monkeypatch):
+    monkeypatch.setattr(staging, "_ON_THE_WAY_BYTES", STAGED_BYTES)
+    assert pair.staging.store(torch.ones(4 * N)) is not None
+
+
 # -- in workers ------------------------------------------------------------------------------------
 
 add = tp.pmap(lambda x, y: x + y, compile=EAGER)

@@ -106,6 +106,9 @@ class Lagging(Platform):
     def recover(self, error: BaseException) -> bool:
         return self._broken is None
 
+    def renew(self) -> None:
+        self._aborted.clear()
+
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
         self._aborted.set()
 

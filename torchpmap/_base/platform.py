@@ -199,6 +199,9 @@ class Platform:
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """End the collectives of ``groups`` that run on the devices (from any thread)."""
 
+    def renew(self) -> None:
+        """All work is over; from here on there are other groups."""
+
 
 class _Past:
     def query(self) -> bool:

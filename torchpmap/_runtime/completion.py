@@ -86,6 +86,7 @@ class Completion:
     def renew(self) -> None:
         """A new epoch begins."""
         self.settle()
+        self._platform.renew()
         self.has_failed = False
 
     def close(self, limit_s: float | None = None) -> None:

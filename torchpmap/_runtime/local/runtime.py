@@ -11,7 +11,7 @@ import pickle
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import repeat, zip_longest
 from typing import Any
@@ -29,7 +29,7 @@ from torchpmap._runtime.local.losses import Era
 from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.pool import Pool
 from torchpmap._runtime.local.process import WorkerProcess
-from torchpmap._runtime.local.staging import STAGED_BYTES, Region
+from torchpmap._runtime.local.staging import STAGED_BYTES, Region, free_all
 from torchpmap._runtime.task import Report, Task
 from torchpmap._runtime.wire import frame, pack_ints, place_frame, put_frame
 from torchpmap._trace.compile import Definition
@@ -77,6 +77,8 @@ class LocalRuntime:
         self._limited: dict[int, tuple[float, str]] = {}
         """Timeout and name of each plan whose calls have a timeout."""
         self._shipped: dict[int, dict[int, None]] = {}  # rank -> ids of the functions it keeps
+        # of fetches that were interrupted: command, ranks, memory to which they may still write
+        self._lent: deque[tuple[int, Sequence[int], list[Region | None]]] = deque()
         # appended to by finalizers in any thread, emptied under the send lock:
         self._retired: deque[int] = deque()
         self._pool = Pool(
@@ -157,7 +159,7 @@ class LocalRuntime:
                 staged.append((worker, worker.staging.store(block)))
             return self._pool.in_order(self._send_blocks, team, blocks, staged)
         except BaseException:  # Ctrl-C, or the pool was closed
-            _free_all(region for _, region in staged)
+            free_all(region for _, region in staged)
             raise
 
     def _send_blocks(
@@ -307,16 +309,20 @@ class LocalRuntime:
         try:
             pending = self._pool.ask(bodies, wire.FETCH, targets, about=about)
         except Exception:  # nothing was sent
-            _free_all(regions)
+            free_all(regions)
             raise
-        is_done = pending.wait()
+        try:
+            is_done = pending.wait()
+        except BaseException:  # Ctrl-C: a worker may still write to them
+            self._lent.append((pending.seq, ranks, regions))
+            raise
         if is_done:
             for region, (*_, target) in zip(regions, requests, strict=True):
                 if region is not None:
                     region.read(target)
         else:
             self._pool.repair(handle.seq)
-        _free_all(regions)  # after a repair no worker is at an earlier command
+        free_all(regions)  # after a repair no worker is at an earlier command
         error = None if is_done else self._losses.of_command(pending.era, pending.seq)
         if error is not None:  # asking again would not help
             raise error
@@ -415,6 +421,7 @@ class LocalRuntime:
         """Free unused values when no calls are made (monitor: must not wait for the lock)."""
         if "_pool" not in vars(self):  # the monitor runs before ``__init__`` ends
             return
+        self._free_shared()
         teams = tuple(self._teams.values())
         idle = not (self._retired or any(team.released for team in teams))
         if self._pool.broken or (idle and self._pool.outbox.unsent is None):
@@ -427,6 +434,14 @@ class LocalRuntime:
                         self._free(team)
             finally:
                 self._pool.send_lock.release()
+
+    def _free_shared(self) -> None:
+        for seq, ranks, regions in tuple(self._lent):
+            if self._pool.has_reached(seq, ranks):
+                free_all(regions)
+                self._lent.remove((seq, ranks, regions))
+        for worker in tuple(self._pool.workers.values()):
+            worker.staging.trim()
 
     def _restore(self, new_ranks: set[int]) -> None:
         """After a repair: give new workers the plans of the old ones."""
@@ -444,12 +459,6 @@ class LocalRuntime:
             "this process was forked from the one that owns the torchpmap devices; use torchpmap "
             "in the parent, or start the child with spawn or forkserver"
         )
-
-
-def _free_all(regions: Iterable[Region | None]) -> None:
-    for region in regions:
-        if region is not None:
-            region.free()
 
 
 def _frames(

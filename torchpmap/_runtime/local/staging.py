@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -29,12 +29,16 @@ STAGED_BYTES = 1 << 18
 """Smaller blocks are copied through the socket, which is then as fast."""
 _IDLE_S = 10.0
 """How long a region that no block needs keeps its memory."""
+_ON_THE_WAY_BYTES = 1 << 26
+"""How much may be on the way to a worker: what comes then goes through the socket, which waits for
+the worker, so that calls far ahead do not fill the memory.
+"""
 _TRIED = 8
 """How many regions are asked whether they are free before a new one is made."""
 
-FREE, TAKEN, GONE = range(3)
-"""States of a region.  Who may change it: the controller one that is free, the worker one that is
-taken.
+FREE, TAKEN, HELD, GONE = range(4)
+"""States of a region: taken while its block is on the way, held while the worker uses it.  Only the
+controller changes one that is free, only the worker one that is taken or held.
 """
 _HEAD = mmap.PAGESIZE
 """Bytes before those of the block; the first number is the state."""
@@ -126,6 +130,12 @@ class Region:
             _libc.munmap(self._address, _HEAD + self.room)
 
 
+def free_all(regions: Iterable[Region | None]) -> None:
+    for region in regions:
+        if region is not None:
+            region.free()
+
+
 class Staging:
     """The controller's side (any thread; the owner must call ``close``)."""
 
@@ -135,6 +145,8 @@ class Staging:
         self._lock = threading.Lock()
         self._regions: defaultdict[int, deque[Region]] = defaultdict(deque)  # by their room
         self._end = 0
+        self._sent: deque[Region] = deque()
+        """Those that were on the way when this was last looked at."""
 
     def store(self, block: torch.Tensor) -> Region | None:
         """Copy a block to a region, which the worker will free; None if there is no memory."""
@@ -154,7 +166,15 @@ class Staging:
             return None
         room = _room(num_bytes)
         with self._lock:
-            return self._found(self._regions[room]) or self._added(room)
+            while self._sent and self._sent[0].state != TAKEN:
+                self._sent.popleft()
+            on_the_way = sum(region.room for region in self._sent)
+            if on_the_way and on_the_way + room > _ON_THE_WAY_BYTES:
+                return None
+            region = self._found(self._regions[room]) or self._added(room)
+            if region is not None:
+                self._sent.append(region)
+            return region
 
     def _found(self, regions: deque[Region]) -> Region | None:
         for _ in range(min(_TRIED, len(regions))):
@@ -183,7 +203,8 @@ class Staging:
     def taken(self) -> list[Region]:
         """The regions that blocks use now."""
         with self._lock:
-            return [each for all in self._regions.values() for each in all if each.state == TAKEN]
+            regions = [each for alike in self._regions.values() for each in alike]
+        return [each for each in regions if each.state in (TAKEN, HELD)]
 
     def trim(self) -> None:
         """Free regions that have not been used for a while."""
@@ -204,6 +225,7 @@ class Staging:
         """Close the file; idempotent."""
         with self._lock:
             self._regions.clear()
+            self._sent.clear()
             if self.fd >= 0:
                 os.close(self.fd)
             self.fd = -1
@@ -219,6 +241,10 @@ class Staged:
         self._unpin = unpin
         self._regions: dict[int, Region] = {}  # by their offset
         self._is_forked = False
+
+    def hold(self, offset: int) -> None:
+        """The block of a region has arrived."""
+        self._regions[offset].state = HELD
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The block of a region, which is free again when the last view of the tensor is gone.

@@ -65,6 +65,8 @@ class Values:
             tensor = self._staged.tensor(offset, shape, dtype)
         except OSError as error:
             raise wire.no_memory(self._where, shape, dtype) from error
+        if not self._platform.is_asynchronous:  # else it is on the way until the device has read it
+            self._staged.hold(offset)
         self._tensors[handle] = self._platform.upload(tensor, self._device)
         return tensor
 
