@@ -85,8 +85,22 @@ def _is_ours(pid: str) -> bool:
     return (
         found is not None
         and int(pid) not in (forks, tracker, *known_pids())
-        and (found[1] in (os.getpid(), forks) or (mark is not None and _bears(pid, mark)))
+        and (
+            found[1] == os.getpid()
+            or (found[1] == forks and _command(pid) == _command(str(forks)))
+            or (mark is not None and _bears(pid, mark))
+        )
     )
+
+
+def _command(pid: str) -> bytes:
+    """By which a process was started; a worker's is the fork server's.  Other children of the fork
+    server are those with which Inductor tries what the CPU can, for seconds in torch 2.11.
+    """
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it just ended
+        return b""
 
 
 def _helpers() -> tuple[int | None, int | None]:
