@@ -39,6 +39,7 @@ def start_profiler() -> list[float]:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    # torch 2.11 warns about events of earlier cycles otherwise, though there is one cycle
     _profiler = torch.profiler.profile(activities=activities, acc_events=True)
     _profiler.start()
     return [0]
