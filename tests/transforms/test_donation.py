@@ -84,6 +84,7 @@ def held_in_the_call(compile, donate_argnums):
     return counts.tolist()
 
 
+@pytest.mark.skipif(LAGS, reason="results are allocated at the launch, not in order of the stream")
 @pytest.mark.inductor
 @pytest.mark.parametrize("compile", [EAGER, True], ids=["graph", "inductor"])
 def test_a_donated_argument_is_freed_before_the_call_ends(compile):
