@@ -23,6 +23,7 @@ from torch import _C
 from torch.overrides import _pop_mode_temporarily
 
 from torchpmap._base.devices import CUDA, PLATFORMS
+from torchpmap._base.platform import Boxed
 
 Ambient = tuple[Hashable, ...]
 """Values of ``SETTINGS`` or ``KEYED``, in order; () stands for those of a fresh process."""
@@ -210,9 +211,7 @@ def in_force(wanted: Ambient) -> bool:
     return keyed() == wanted[: len(KEYED)]
 
 
-def running_under(
-    wanted: Ambient, run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+def running_under(wanted: Ambient, run: Boxed) -> Boxed:
     """``run``, the code of a graph, under the settings with which it was traced.
 
     If those are set now, they are taken to be set in every later call: nothing changes them in a

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from torchpmap._base.errors import GroupLost
-from torchpmap._base.platform import Event, Kinds, Platform, Run
+from torchpmap._base.platform import Boxed, Event, Kinds, Platform
 
 
 class _Moment:
@@ -57,7 +57,7 @@ class Lagging(Platform):
         self._aborted = threading.Event()
 
     def launch(
-        self, run: Run, inputs: list[torch.Tensor], outputs: Kinds
+        self, run: Boxed, inputs: list[torch.Tensor], outputs: Kinds
     ) -> Sequence[torch.Tensor]:
         self._insist()
         results = [_garbage(shape, dtype) for shape, dtype in outputs]

@@ -32,7 +32,7 @@ _MAX_CPU_DEVICES = 8
 _BESIDE_BYTES = 1 << 18
 """A smaller copy is over before a stream of its own would have saved time."""
 
-Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+Boxed = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 """Takes its inputs in a list, and empties it."""
 Kinds = Sequence[tuple[tuple[int, ...], torch.dtype]]
 """Shapes and dtypes."""
@@ -137,7 +137,7 @@ class Platform:
         return ""
 
     def launch(
-        self, run: Run, inputs: list[torch.Tensor], outputs: Kinds
+        self, run: Boxed, inputs: list[torch.Tensor], outputs: Kinds
     ) -> Sequence[torch.Tensor]:
         """Start ``run``; returns its results, of the kinds ``outputs``, which need not be computed
         yet.

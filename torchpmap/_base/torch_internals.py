@@ -377,11 +377,10 @@ def add_backend(
     group: dist.ProcessGroup, device: str, kind: str, backend: Any, *, is_default: bool
 ) -> None:
     """Let a group use ``backend`` for tensors of a kind of device."""
-    group._register_backend(
-        torch.device(device), getattr(dist.ProcessGroup.BackendType, kind), backend
-    )
+    member = getattr(dist.ProcessGroup.BackendType, kind)
+    group._register_backend(torch.device(device), member, backend)
     if is_default:
-        group._set_default_backend(getattr(dist.ProcessGroup.BackendType, kind))
+        group._set_default_backend(member)
 
 
 _OPERATOR_FRAMES = frozenset(

@@ -64,7 +64,7 @@ torch.fx.has_side_effect(torch.ops.aten._linalg_check_errors.default)
 
 # At the first jvp of a process torch makes rules with ``torch.jit.script``, which warns that it is
 # deprecated: up to torch 2.13 with a DeprecationWarning, which Python shows only to tests; torch
-# 2.15 with a FutureWarning, which everybody sees, from every worker.
+# 2.15 with a FutureWarning, which every user sees, from every worker.
 
 _make_forward_rules = forward_ad._maybe_load_decompositions
 _making = threading.Lock()

@@ -16,6 +16,7 @@ from torchpmap._layout.layout import Layout
 from torchpmap._plan.plan import Plan
 from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.tensor import make_sharded
+from torchpmap._trace.boxed import copied
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def _cost(plan: Plan) -> Cost:
     from torch.utils.flop_counter import FlopCounterMode
 
     definition = plan.definition
-    graph = torch.fx.GraphModule(definition.graph, _copied(definition.graph.graph))
+    graph = torch.fx.GraphModule(definition.graph, copied(definition.graph.graph))
     kinds = [*([((), torch.int64)] if definition.uses_index else []), *definition.inputs]
     mode = FakeTensorMode()
     with mode:
@@ -156,12 +157,6 @@ def _cost(plan: Plan) -> Cost:
     (output,) = (node for node in nodes if node.op == "output")
     outputs = sum(sizes[node] for node in set(output.all_input_nodes))
     return Cost(counter.get_total_flops(), collectives, inputs, outputs, _peak(nodes, sizes))
-
-
-def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
-    copy = torch.fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy
 
 
 def _bytes(value: Any) -> int:

@@ -12,13 +12,18 @@ from typing import Any
 import torch
 from torch.fx.graph import _BoxedCodeGen
 
-Boxed = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+from torchpmap._base.platform import Boxed
+
+
+def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
+    copy = torch.fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
 
 
 def boxed_graph(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """A copy of a graph whose ``forward`` takes a list."""
-    copy = torch.fx.Graph()
-    copy.output(copy.graph_copy(graph.graph, {}))
+    copy = copied(graph.graph)
     copy.set_codegen(_BoxedCodeGen())
     return torch.fx.GraphModule(graph, copy)
 

@@ -117,6 +117,11 @@ class Region:
         """Copy it to a contiguous tensor of the host."""
         ctypes.memmove(target.data_ptr(), self.address, target.nbytes)
 
+    def take(self) -> Region:
+        self.state = TAKEN
+        self.taken_at = time.monotonic()
+        return self
+
     def free(self) -> None:
         """Let the controller use it for another block."""
         self.state = FREE
@@ -181,9 +186,7 @@ class Staging:
             regions.rotate(-1)
             region = regions[-1]
             if region.state == FREE:
-                region.state = TAKEN
-                region.taken_at = time.monotonic()
-                return region
+                return region.take()
         return None
 
     def _added(self, room: int) -> Region | None:
@@ -195,10 +198,8 @@ class Staging:
         except OSError:
             return None
         self._end += size
-        region.state = TAKEN
-        region.taken_at = time.monotonic()
         self._regions[room].append(region)
-        return region
+        return region.take()
 
     def taken(self) -> list[Region]:
         """The regions that blocks use now."""
