@@ -38,6 +38,12 @@ Kinds = Sequence[tuple[tuple[int, ...], torch.dtype]]
 """Shapes and dtypes."""
 
 
+LATE_HINT = (
+    "A kernel runs later than it is called: CUDA_LAUNCH_BLOCKING=1 shows the call that fails."
+)
+"""For the user, about an error after which a device cannot be used any more."""
+
+
 class Event(Protocol):
     """A moment in the work of a device."""
 

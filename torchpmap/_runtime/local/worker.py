@@ -45,7 +45,7 @@ import torch
 
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import CallCancelled, WorkerError, pack_exception
-from torchpmap._base.platform import Kinds
+from torchpmap._base.platform import LATE_HINT, Kinds
 from torchpmap._runtime import wire
 from torchpmap._runtime.completion import Completion
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
@@ -80,10 +80,7 @@ would leave a gap.
 """
 
 
-_HINT = (
-    "\nThe device cannot be used any more, so its worker ends. A kernel runs later than it is "
-    "called: CUDA_LAUNCH_BLOCKING=1 shows the call that fails."
-)
+_HINT = f"\nThe device cannot be used any more, so its worker ends. {LATE_HINT}"
 
 
 class _Plan(NamedTuple):

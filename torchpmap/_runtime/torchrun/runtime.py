@@ -26,7 +26,7 @@ from torchpmap._base.config import Config
 from torchpmap._base.data import packed, unpacked
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import CallTimeout, WorkerError, kind_of
-from torchpmap._base.platform import Kinds
+from torchpmap._base.platform import LATE_HINT, Kinds
 from torchpmap._base.torch_internals import (
     has_transforms,
     num_modes,
@@ -63,10 +63,7 @@ T = TypeVar("T")
 
 
 _STOPPING_S = 1.0
-_HINT = (
-    "The device cannot be used any more. A kernel runs later than it is called: "
-    "CUDA_LAUNCH_BLOCKING=1 shows the call that fails."
-)
+_HINT = f"The device cannot be used any more. {LATE_HINT}"
 
 
 class _Block:
