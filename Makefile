@@ -1,6 +1,7 @@
 # make demo    train the digits classifier on every device      make lint     ruff
 # make test    the whole test-suite                              make types    mypy
 # make test-lag    the tests of faults on asynchronous devices
+# make docs    the site, into docs/_build/html
 # make test-gpu    the suite on a GPU, into outputs/gpu (OUTPUT=... is another folder)
 #
 # The set-up is done once, in .venv. PYTHON=... picks the interpreter; PIP_FLAGS=... is handed to pip, for
@@ -23,7 +24,7 @@ PINS := torch==$(TORCH)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) $(PINS)
 
-.PHONY: demo test test-lag test-gpu lint types clean
+.PHONY: demo test test-lag test-gpu docs lint types clean
 
 demo: $(VENV)/demo.stamp
 	$(VENV)/bin/python examples/data_parallel_digits.py
@@ -41,6 +42,11 @@ GPU_PYTHON ?= $(shell test -x $(VENV)/bin/python && echo $(VENV)/bin/python || c
 OUTPUT ?= outputs/gpu
 test-gpu:
 	PYTHONPATH=. $(GPU_PYTHON) tests/gpu.py --output $(OUTPUT)
+
+# -T shows where an error of the build comes from; any warning is an error.
+docs: $(VENV)/docs.stamp
+	$(VENV)/bin/python docs/site/pages.py docs/_build/pages
+	$(VENV)/bin/python -m sphinx -q -T -W --keep-going -c docs/site docs/_build/pages docs/_build/html
 
 lint: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff check .
@@ -63,5 +69,9 @@ $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) -e '.[examples,dev]'
 	touch $@ $(VENV)/demo.stamp
 
+$(VENV)/docs.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(PIP) -e '.[examples,docs]'
+	touch $@ $(VENV)/demo.stamp
+
 clean:
-	rm -rf .venv .venv-* outputs build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* outputs build dist docs/_build .pytest_cache .mypy_cache .ruff_cache

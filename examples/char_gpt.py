@@ -1,6 +1,6 @@
-"""Train a small GPT, character by character, on the documentation in Python's standard library.
+"""Train a small GPT, character by character, on the documentation in Python's library (2 min).
 
-    python examples/char_gpt.py [--devices 2] [--steps 300] [--accumulate 2] [--bf16] [--no-compile]
+    python examples/char_gpt.py [--devices 2] [--quick] [--accumulate 2] [--bf16] [--no-compile]
     torchrun --nproc-per-node=2 examples/char_gpt.py
     python examples/char_gpt.py --checkpoints outputs/char_gpt --save-every 100   # then --resume
 
@@ -10,7 +10,8 @@ and optimizer state are donated and never leave the devices. The batch of a step
 number of the step. So a run that was stopped and resumed gives the same result as one that was not,
 and a checkpoint can be resumed on another number of devices.
 
-It writes text that looks like documentation, and the curve of the loss to ``outputs/``.
+It writes text that looks like documentation, and to ``outputs/`` a picture: the curve of the loss,
+and how well it knows each character of a batch.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def read_text() -> str:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     found = []
     for name in FILES.split():
-        source = Path(sysconfig.get_path("stdlib"), f"{name}.py").read_text(encoding="utf-8")
+        path = Path(sysconfig.get_path("stdlib"), name)
+        path = path.with_suffix(".py") if not path.is_dir() else path / "__init__.py"
+        source = path.read_text(encoding="utf-8")
         nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
         found += [ast.get_docstring(node) or "" for node in nodes]
     return "\n\n".join(text for text in found if text.isascii() and text)
@@ -215,7 +218,7 @@ def train(
         initial=first * characters,
         unit="token",
         unit_scale=True,
-        disable=not progress or tp.process_index() != 0,
+        disable=not progress or tp.process_index() != 0 or None,  # None: shown on a terminal only
     )
     for number in range(first, num_steps):
         windows = text.windows(number, sizes).reshape(*parts, sizes.context + 1)
@@ -250,14 +253,41 @@ def write(
     return [text.decode(numbers) for numbers in written]
 
 
-def plot(losses: dict[int, float], entropy: float, path: Path) -> None:
-    figure = Figure(figsize=(6, 3), layout="constrained")
-    axes = figure.subplots()
+@torch.no_grad()
+def plot(
+    losses: dict[int, float],
+    params: dict[str, Tensor],
+    text: Text,
+    sizes: Sizes,
+    devices: list[tp.Device],
+    path: Path,
+) -> None:
+    """Draw the curve of the loss, and one batch: the loss of each character, device by device."""
+    per_device = min(sizes.batch, 16) // len(devices) or 1
+    windows = text.windows(0, sizes).unflatten(0, (len(devices), -1))[:, :per_device].flatten(0, 1)
+    logits = torch.func.functional_call(make_model(text, sizes), params, (windows[:, :-1],))
+    of_each = F.cross_entropy(logits.mT, windows[:, 1:], reduction="none")
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes, below = figure.subplots(2, 1, height_ratios=(1, 1.4))
     axes.plot(losses.keys(), losses.values(), linewidth=1)
-    axes.axhline(entropy, color="gray", linestyle="--", label="by frequency alone")
-    axes.set(xlabel="step", ylabel="loss per character (nats)")
+    axes.axhline(text.entropy(), color="gray", linestyle="--", label="by frequency alone")
+    axes.set(xlabel="step", ylabel="loss per character (nats)", title="Training")
     axes.grid(alpha=0.3)
     axes.legend()
+
+    image = below.imshow(of_each, cmap="Oranges", vmin=0, vmax=8, aspect="auto")
+    style = {"fontsize": 8, "family": "monospace", "ha": "center", "va": "center"}
+    for row, line in enumerate(windows[:, 1:]):
+        for column, character in enumerate(text.decode(line).replace("\n", " ")):
+            below.text(column, row, character, in_layout=False, **style)
+    for border in range(1, len(devices)):
+        below.axhline(border * per_device - 0.5, color="black", linewidth=2.5)
+    middles = [(k + 0.5) * per_device - 0.5 for k in range(len(devices))]
+    below.set_yticks(middles, [str(device) for device in devices])
+    below.tick_params(axis="y", length=0)
+    below.set(xticks=[], title=f"The first {per_device} rows of a batch on each device")
+    figure.colorbar(image, ax=below, label="loss of a character (nats)", extend="max")
     figure.savefig(path, dpi=110)
 
 
@@ -269,6 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT on every device.")
     parser.add_argument("--devices", type=int, help="default: every GPU, or two cores")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--quick", dest="steps", action="store_const", const=20, help="20 steps")
     parser.add_argument("--batch", type=int, default=32, help="over all devices and passes")
     parser.add_argument("--width", type=int, default=128, help="of the model")
     parser.add_argument("--layers", type=int, default=3)
@@ -310,7 +341,7 @@ def main() -> None:
         print(f"--- loss: {next(iter(losses.values())):.3f} at first, {last:.3f} in the end")
         print(f"by the frequency of characters alone it would be {text.entropy():.3f}")
         args.output.mkdir(parents=True, exist_ok=True)
-        plot(losses, text.entropy(), args.output / "char_gpt.png")
+        plot(losses, params, text, sizes, tp.devices(), args.output / "char_gpt.png")
         print(f"wrote {args.output}/char_gpt.png")
     print("ok")
 

@@ -1,20 +1,29 @@
-"""pmap together with grad and vmap: a regression, an image filter, a coupled loss.
+"""pmap together with grad and vmap: a regression, an image filter, a coupled loss (20 s).
 
-    python examples/compose.py
+    python examples/compose.py [--devices 2] [--quick]
     torchrun --nproc-per-node=2 examples/compose.py
 
-Each part is checked against plain torch. The data have four rows, two on each device.
+Each part is checked against plain torch. The data have four rows, two on each of two devices.
 """
 
 from __future__ import annotations
+
+import argparse
+import functools
 
 import torch
 
 import torchpmap as tp
 from torchpmap.multihost import all_gather, local_rows
 
+parser = argparse.ArgumentParser(description="pmap together with grad and vmap.")
+parser.add_argument("--devices", type=int, default=2, choices=(1, 2, 4), help="CPU cores")
+parser.add_argument("--quick", action="store_true", help="compile nothing, and train 50 steps")
+args = parser.parse_args()
+
 if tp.process_count() == 1:
-    tp.init(num_devices=2, device_type="cpu")
+    tp.init(num_devices=args.devices, device_type="cpu")
+pmap = functools.partial(tp.pmap, compile=not args.quick)
 
 Params = dict[str, torch.Tensor]
 
@@ -37,7 +46,7 @@ def loss_and_grads(params: Params, x: torch.Tensor, y: torch.Tensor) -> tuple[to
     return tp.pmean(tp.value_and_grad(squared_error)(params, x, y), "devices")
 
 
-parallel = tp.pmap(loss_and_grads, axis_name="devices", in_axes=(None, 0, 0), out_axes=(None, None))
+parallel = pmap(loss_and_grads, axis_name="devices", in_axes=(None, 0, 0), out_axes=(None, None))
 
 torch.manual_seed(0)
 true_w = torch.tensor([2.0, -3.0, 0.5])
@@ -54,7 +63,7 @@ torch.testing.assert_close(loss.cpu(), expected_loss)
 torch.testing.assert_close(grads["w"].cpu(), expected_grads["w"])
 say(f"loss before training: {loss.item():.4f} (the same as on one device)")
 
-for _ in range(200):
+for _ in range(50 if args.quick else 200):
     loss, grads = parallel(params, x_here, y_here)
     params = {name: params[name] - 0.1 * grads[name] for name in params}
 
@@ -73,7 +82,7 @@ def sharpen(patch: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
     return (out - low) / (high - low)
 
 
-filter_image = tp.pmap(
+filter_image = pmap(
     tp.vmap(sharpen, in_axes=(0, None), axis_name="columns"), axis_name="rows", in_axes=(0, None)
 )
 
@@ -97,13 +106,13 @@ def coupled(x: torch.Tensor) -> torch.Tensor:
 
 
 v = torch.tensor([1.0, 2.0, 3.0, 4.0])
-gradient = tp.pmap(tp.grad(coupled), axis_name="i")(local_rows(v))
+gradient = pmap(tp.grad(coupled), axis_name="i")(local_rows(v))
 gradient = all_gather(gradient, tiled=True)
 say("gradient of psum(x) ** 2, summed over the four rows:", gradient.tolist())
 torch.testing.assert_close(gradient, torch.full((4,), 4 * 2 * v.sum().item()))
 
 # Only the row with the largest value can change the maximum.
-gradient = tp.pmap(tp.grad(lambda x: tp.pmax(x, "i")), axis_name="i")(local_rows(v))
+gradient = pmap(tp.grad(lambda x: tp.pmax(x, "i")), axis_name="i")(local_rows(v))
 gradient = all_gather(gradient, tiled=True)
 say("gradient of pmax(x), summed over the four rows:", gradient.tolist())
 torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, 0.0, 4.0]))

@@ -1,13 +1,13 @@
-"""Train a small convolutional network on handwritten digits, data-parallel over every device.
+"""Train a convolutional network on handwritten digits, data-parallel over all devices (1 min).
 
-    python examples/data_parallel_digits.py [--devices 4] [--epochs 15] [--no-compile]
+    python examples/data_parallel_digits.py [--devices 4] [--quick] [--epochs 15] [--no-compile]
     torchrun --nproc-per-node=2 examples/data_parallel_digits.py
 
 The parameters and the momentum are copied to the devices once and stay there: each call of the
 mapped step takes the state that the previous call left on the devices, and one batch cut into equal
 parts. ``pmean`` averages the gradients, so one, two or four devices train the same network. The
 devices may be workers of one program, or processes of torchrun that take their part of a batch.
-Two pictures are written to ``outputs/``: the learning curves, and predictions on unseen digits.
+Two pictures are written to ``outputs/``: the learning curves, and each device's unseen digits.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def train(
 
     history = History([], [], [])
     order = torch.Generator().manual_seed(seed)
-    hidden = not progress or tp.process_index() != 0
+    hidden = not progress or tp.process_index() != 0 or None  # None: shown on a terminal only
     bar = trange(epochs, desc=f"training on {n} devices", unit="epoch", disable=hidden)
     for _ in bar:
         losses, accuracies = [], []
@@ -173,8 +173,8 @@ def mean_over_steps(values: list[Tensor]) -> float:
     return float(sum(value.item() for value in values) / len(values))
 
 
-def plot_history(history: History, path: Path) -> None:
-    figure = Figure(figsize=(8, 3), layout="constrained")
+def plot_history(history: History, title: str, path: Path) -> None:
+    figure = Figure(figsize=(8, 3.3), layout="constrained")
     left, right = figure.subplots(1, 2)
     epochs = range(1, len(history.loss) + 1)
     left.semilogy(epochs, history.loss, marker=".")
@@ -185,24 +185,34 @@ def plot_history(history: History, path: Path) -> None:
     right.legend()
     for axes in (left, right):
         axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.suptitle(title)
     figure.savefig(path, dpi=110)
 
 
-def plot_predictions(params: dict[str, Tensor], path: Path) -> None:
-    """Draw 32 unseen digits with the network's answers; wrong ones come first, in red."""
+def plot_predictions(params: dict[str, Tensor], devices: list[tp.Device], path: Path) -> None:
+    """Draw unseen digits of each device with the network's answers; wrong ones first, in red."""
     data = load_data()
     with torch.no_grad():
         logits = torch.func.functional_call(make_model(0), params, (data.test_images,))
     answers = logits.argmax(-1)
-    wrong_first = torch.argsort((answers == data.test_labels).int(), stable=True)
-    figure = Figure(figsize=(8, 4.6), layout="constrained")
-    grid = figure.subplots(4, 8)
-    for axes, k in zip(grid.flat, wrong_first.tolist(), strict=False):
-        right = answers[k] == data.test_labels[k]
-        title = f"{answers[k]}" if right else f"{answers[k]} (is {data.test_labels[k]})"
-        axes.imshow(data.test_images[k, 0], cmap="gray_r")
-        axes.set_title(title, color="black" if right else "red", fontsize=10)
-        axes.axis("off")
+    correct = answers == data.test_labels
+    rows, part = max(1, 4 // len(devices)), -(-TEST_SIZE // len(devices))
+    figure = Figure(figsize=(8, (1.3 * rows + 0.4) * len(devices)), layout="constrained")
+    blocks = figure.subfigures(len(devices), 1, squeeze=False).flat
+    for k, (device, block) in enumerate(zip(devices, blocks, strict=True)):
+        mine = torch.arange(TEST_SIZE)[k * part : (k + 1) * part]
+        mine = mine[torch.argsort(correct[mine].int(), stable=True)]
+        block.set(facecolor=("#dbeafe", "#ffedd5")[k % 2], edgecolor="black", linewidth=1)
+        block.suptitle(
+            f"{device}: {len(mine)} unseen digits, {(~correct[mine]).sum()} read wrongly"
+        )
+        for axes in (grid := block.subplots(rows, 8, squeeze=False)).flat:
+            axes.axis("off")
+        for axes, i in zip(grid.flat, mine.tolist(), strict=False):
+            title = f"{answers[i]}" if correct[i] else f"{answers[i]} (is {data.test_labels[i]})"
+            axes.imshow(data.test_images[i, 0], cmap="gray_r")
+            axes.set_title(title, color="black" if correct[i] else "red", fontsize=10)
     figure.savefig(path, dpi=110)
 
 
@@ -210,6 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a digit classifier on every device.")
     parser.add_argument("--devices", type=int, help="how many (default: all)")
     parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--quick", dest="epochs", action="store_const", const=2, help="two epochs")
     parser.add_argument("--batch-size", type=int, default=72, help="over all devices together")
     parser.add_argument("--no-compile", action="store_true", help="run operation by operation")
     parser.add_argument("--seed", type=int, default=0)
@@ -230,8 +241,10 @@ def main() -> None:
         return  # one process reports
 
     args.output.mkdir(parents=True, exist_ok=True)
-    plot_history(history, args.output / "digits_training.png")
-    plot_predictions(params, args.output / "digits_predictions.png")
+    devices, size = tp.devices()[: args.devices], args.batch_size
+    title = f"{size} digits in a step, {size // len(devices)} on each of {len(devices)} devices"
+    plot_history(history, title, args.output / "digits_training.png")
+    plot_predictions(params, devices, args.output / "digits_predictions.png")
     print(f"test accuracy {accuracy:.2%} after {args.epochs} epochs")
     print(f"wrote {args.output}/digits_training.png and {args.output}/digits_predictions.png")
 

@@ -1,6 +1,6 @@
-"""Train 64 small networks at once: pmap over the devices, vmap over the networks of a device.
+"""Train 64 small networks at once: pmap over the devices, vmap over those of a device (1 min).
 
-    python examples/ensembles.py [--devices 2] [--steps 300] [--no-compile]
+    python examples/ensembles.py [--devices 2] [--quick] [--steps 300] [--no-compile]
     torchrun --nproc-per-node=2 examples/ensembles.py
 
 Each member has its own first weights, its own learning rate and its own weighting of the data (the
@@ -8,7 +8,8 @@ Bayesian bootstrap). One call trains all of them by one step of Adam. The parame
 state are donated: they never leave the devices, and each step reuses their memory.
 
 Near the data the mean of the members must be better than the average member. Far from the data the
-spread of the members must be larger. A picture of both is written to ``outputs/``.
+spread of the members must be larger. A picture of both, and of all members on their devices, is
+written to ``outputs/``.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
+from tqdm import trange
 
 import torchpmap as tp
-from torchpmap.multihost import local_rows
+from torchpmap.multihost import all_gather, local_rows
 
 MEMBERS, HIDDEN = 64, 16
 BOTH = ("devices", "members")
@@ -97,21 +99,37 @@ def train(num_devices: int, num_steps: int, compile: Any = True) -> tuple[Params
     start = tp.pmap(tp.vmap(initialize), **{**mapped, "compile": False})  # runs only once
     params, state, weights = start(local_rows(keys))
     rates = tp.device_put(local_rows(rates), tp.local_devices()[:num_devices])
-    for _ in range(num_steps):
+    hidden = tp.process_index() != 0 or None  # None: shown on a terminal only
+    for _ in trange(num_steps, unit="step", disable=hidden, leave=False):
         params, state = train_all(params, state, weights, rates)
     return params, ask
 
 
-def draw(x: Tensor, prediction: Prediction, path: Path) -> None:
-    figure = Figure(figsize=(7, 3.4), layout="constrained")
-    axes = figure.subplots()
+def draw(
+    x: Tensor, prediction: Prediction, members: Tensor, devices: list[tp.Device], path: Path
+) -> None:
+    """Draw the ensemble, and each member: one row, between the borders of its device."""
+    figure = Figure(figsize=(8, 6.4), layout="constrained")
+    axes, below = figure.subplots(2, 1, sharex=True)
     mean, spread = prediction.mean, prediction.spread
     axes.fill_between(x, mean - 2 * spread, mean + 2 * spread, alpha=0.25, label="2 x spread")
     axes.plot(x, mean, label="mean of 64 networks")
     axes.plot(x, truth(x), "k--", linewidth=1, label="truth")
     axes.plot(*make_data(), "k.", markersize=4, label="data")
-    axes.set(xlabel="x", ylabel="y")
+    axes.set(ylabel="y", title="The ensemble is unsure where there are no data")
     axes.legend()
+
+    edges = (float(x[0]), float(x[-1]), MEMBERS, 0)
+    style = {"cmap": "RdBu", "vmin": -1, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
+    image = below.imshow(members - mean, extent=edges, **style)
+    per_device = MEMBERS / len(devices)
+    for border in range(1, len(devices)):
+        below.axhline(border * per_device, color="black", linewidth=1)
+    middles = [(k + 0.5) * per_device for k in range(len(devices))]
+    below.set_yticks(middles, [str(device) for device in devices])
+    below.tick_params(axis="y", length=0)
+    below.set(xlabel="x", title=f"{MEMBERS} networks on {len(devices)} devices, a row for each")
+    figure.colorbar(image, ax=below, label="network - mean", extend="both")
     figure.savefig(path, dpi=110)
 
 
@@ -119,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train an ensemble on every device.")
     parser.add_argument("--devices", type=int, choices=(1, 2, 4, 8, 16, 32, 64))
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--quick", dest="steps", action="store_const", const=150, help="150 steps")
     parser.add_argument("--no-compile", action="store_true", help="run operation by operation")
     parser.add_argument("--output", type=Path, default=Path("outputs"), help="folder for the PNG")
     args = parser.parse_args()
@@ -130,6 +149,8 @@ def main() -> None:
     seen = torch.cat([torch.linspace(-2, 0, 81), torch.linspace(1, 2, 41)])
     unseen, x = torch.linspace(0.3, 0.7, 21), torch.linspace(-2.2, 2.2, 200)
     answers = [tp.unreplicate(ask(params, at)) for at in (seen, unseen, x)]  # in all processes
+    each = tp.pmap(tp.vmap(predict, in_axes=(0, None)), in_axes=(0, None), compile=False)
+    members = all_gather(each(params, x), tiled=True).cpu().flatten(0, 1)
     if tp.process_index() != 0:
         return  # one process reports
 
@@ -146,7 +167,7 @@ def main() -> None:
     assert gap > 2 * spread.mean().item()
 
     args.output.mkdir(parents=True, exist_ok=True)
-    draw(x, picture, args.output / "ensembles.png")
+    draw(x, picture, members, tp.devices(), args.output / "ensembles.png")
     print(f"wrote {args.output}/ensembles.png")
     print("ok")
 

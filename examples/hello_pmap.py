@@ -1,16 +1,18 @@
-"""First steps: map a function over the devices, see where the result lives, let the devices talk.
+"""First steps: map a function over the devices, see where the result lives, let them talk (20 s).
 
-    python examples/hello_pmap.py
+    python examples/hello_pmap.py [--devices 2] [--quick]
     torchrun --nproc-per-node=2 examples/hello_pmap.py
 
 No launcher and no ``if __name__ == "__main__"`` are needed: torchpmap starts one worker process per
-device by itself. Here the devices are two CPU cores. Under torchrun every process runs this file
+device by itself. Here the devices are CPU cores. Under torchrun every process runs this file
 and is one device: ``local_rows`` takes its rows of a value that all processes have, and
 ``all_gather`` puts the results together again. With one process both change nothing.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import math
 
 import torch
@@ -18,8 +20,14 @@ import torch
 import torchpmap as tp
 from torchpmap.multihost import all_gather, local_rows
 
+parser = argparse.ArgumentParser(description="First steps with pmap.")
+parser.add_argument("--devices", type=int, default=2, choices=(1, 2, 4), help="CPU cores")
+parser.add_argument("--quick", action="store_true", help="compile one function only")
+args = parser.parse_args()
+
 if tp.process_count() == 1:
-    tp.init(num_devices=2, device_type="cpu")
+    tp.init(num_devices=args.devices, device_type="cpu")
+pmap = functools.partial(tp.pmap, compile=not args.quick)
 
 
 def say(*words: object) -> None:
@@ -38,9 +46,9 @@ def check(title: str, result: torch.Tensor, expected: torch.Tensor) -> None:
 say("devices:", *tp.devices())
 x = torch.arange(4.0)
 
-# The function sees a scalar, one row of x. Each device has two consecutive rows, and the four
-# results are stacked again.
-double = tp.pmap(lambda x: x * 2)
+# The function sees a scalar, one row of x. Each of two devices has two consecutive rows, and the
+# four results are stacked again.
+double = pmap(lambda x: x * 2)
 doubled = double(local_rows(x))
 check("doubled", doubled, x * 2)
 
@@ -54,7 +62,7 @@ check("plus one", doubled + 1, x * 2 + 1)
 
 
 # A named axis lets the rows talk: psum is the sum over all of them, wherever they are.
-@tp.pmap(axis_name="i")
+@pmap(axis_name="i")
 def normalize(x: torch.Tensor) -> torch.Tensor:
     return x / tp.psum(x, "i")
 
@@ -62,19 +70,19 @@ def normalize(x: torch.Tensor) -> torch.Tensor:
 check("normalized", normalize(local_rows(x)), x / x.sum())
 
 # Every row knows its place on the axis, and can be passed to a neighbour.
-place = tp.pmap(lambda x: x + 10 * tp.axis_index("i"), axis_name="i")
+place = pmap(lambda x: x + 10 * tp.axis_index("i"), axis_name="i")
 check("axis index", place(local_rows(x)), x + 10 * torch.arange(4))
 
 ring = [(0, 1), (1, 2), (2, 3), (3, 0)]
-rotate = tp.pmap(lambda x: tp.ppermute(x, "i", ring), axis_name="i")
+rotate = pmap(lambda x: tp.ppermute(x, "i", ring), axis_name="i")
 check("rotated", rotate(local_rows(x)), x.roll(1))
 
 # An argument that every device gets whole has in_axes None; a closure works as well.
 weights = torch.tensor([1.0, 10.0, 100.0])
 rows = torch.arange(12.0).reshape(4, 3)
-dot = tp.pmap(lambda row, weights: row @ weights, in_axes=(0, None))
+dot = pmap(lambda row, weights: row @ weights, in_axes=(0, None))
 check("row by row", dot(local_rows(rows), weights), rows @ weights)
-check("by closure", tp.pmap(lambda row: row @ weights)(local_rows(rows)), rows @ weights)
+check("by closure", pmap(lambda row: row @ weights)(local_rows(rows)), rows @ weights)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Sixteen Markov chains over the devices: Hamiltonian Monte Carlo on a known density.
+"""Sixteen Markov chains over the devices: Hamiltonian Monte Carlo on a known density (1 min).
 
-    python examples/mcmc_chains.py [--devices 2] [--samples 500] [--no-compile]
+    python examples/mcmc_chains.py [--devices 2] [--quick] [--samples 500] [--no-compile]
     torchrun --nproc-per-node=2 examples/mcmc_chains.py
 
 Each row of the mapped axis is one chain, with a random key of its own. The chains do not
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import trange
 
 import torchpmap as tp
 from torchpmap.multihost import all_gather, local_rows
@@ -104,7 +105,9 @@ def run(num_samples: int, compile: Any = True) -> tuple[list[Tensor], Tensor, Su
     starts, keys = local_rows(tp.random.split(tp.random.key(0), 2 * CHAINS).chunk(2))
     position = tp.pmap(first_position, compile=traced)(starts)
     samples = []
-    for call in range((WARM_UP + num_samples) // SAMPLES_PER_CALL):
+    num_calls = (WARM_UP + num_samples) // SAMPLES_PER_CALL
+    hidden = tp.process_index() != 0 or None  # None: shown on a terminal only
+    for call in trange(num_calls, unit="call", disable=hidden, leave=False):
         position, part, accepted = advance_all(position, *draw_all(keys, torch.tensor(call)))
         samples.append(part)
     samples = samples[WARM_UP // SAMPLES_PER_CALL :]
@@ -116,6 +119,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Run sixteen Markov chains over the devices.")
     parser.add_argument("--devices", type=int, help="default: every GPU, or two cores")
     parser.add_argument("--samples", type=int, default=500, help="of each chain")
+    parser.add_argument(
+        "--quick", dest="samples", action="store_const", const=250, help="250 samples"
+    )
     parser.add_argument("--no-compile", action="store_true", help="run operation by operation")
     args = parser.parse_args()
 

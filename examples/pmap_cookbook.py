@@ -1,6 +1,6 @@
-"""JAX's Pmap Cookbook, translated: maps, random matrices, psum, nested axes, Rule 30, gradients.
+"""JAX's Pmap Cookbook: maps, random matrices, psum, nested axes, Rule 30, gradients (1 min).
 
-    python examples/pmap_cookbook.py [--devices 2] [--no-compile]
+    python examples/pmap_cookbook.py [--devices 2] [--quick] [--no-compile]
     torchrun --nproc-per-node=2 examples/pmap_cookbook.py
 
 Every number is checked against plain torch or NumPy. Eight rows run on any number of devices: on
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 import torchpmap as tp
 from torchpmap.multihost import all_gather, local_rows
@@ -30,7 +31,7 @@ Pmap = Callable[..., Any]
 def say(*words: object) -> None:
     """Print once, not in every process of torchrun."""
     if tp.process_index() == 0:
-        print(*words)
+        tqdm.write(" ".join(map(str, words)))  # above the bar
 
 
 def check(title: str, result: Tensor, expected: Tensor) -> None:
@@ -142,12 +143,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="JAX's Pmap Cookbook on torch.")
     parser.add_argument("--devices", type=int, help="default: every GPU, or two cores")
     parser.add_argument("--no-compile", action="store_true", help="run operation by operation")
+    parser.add_argument("--quick", dest="no_compile", action="store_true", help="the same")
     args = parser.parse_args()
 
     if tp.process_count() == 1:
         tp.init(args.devices or (2 if tp.default_backend() == "cpu" else None))
     pmap = functools.partial(tp.pmap, compile=not args.no_compile)
-    for part in (pure_maps, random_matrices, collectives, rule_30, gradients):
+    parts = (pure_maps, random_matrices, collectives, rule_30, gradients)
+    hidden = tp.process_index() != 0 or None  # None: shown on a terminal only
+    for part in tqdm(parts, unit="part", disable=hidden, leave=False):
         part(pmap)
     say("ok")
 

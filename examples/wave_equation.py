@@ -1,6 +1,6 @@
-"""The 2-D wave equation, the rows of the grid cut into one block per device.
+"""The 2-D wave equation, the rows of the grid cut into one block per device (20 s).
 
-    python examples/wave_equation.py [--devices 2] [--size 120] [--steps 240] [--no-compile]
+    python examples/wave_equation.py [--devices 2] [--quick] [--size 120] [--no-compile]
     torchrun --nproc-per-node=2 examples/wave_equation.py
 
 A step needs the cells next to each cell, so a block needs one row of the block above it and one of
@@ -8,7 +8,7 @@ the block below. ``ppermute`` sends them. The first block receives nothing from 
 nothing from below, and ``ppermute`` gives zeros instead: the wall that reflects the wave.
 
 The result is compared with the same scheme on the whole grid, and the energy must not change. A
-picture is written to ``outputs/``.
+picture of the blocks is written to ``outputs/``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
+from tqdm import trange
 
 import torchpmap as tp
 from torchpmap.multihost import all_gather, local_rows
@@ -98,20 +99,30 @@ def simulate(
     blocks = (num_devices, size // num_devices, size)
     wave = local_rows(Wave(now.reshape(blocks), before.reshape(blocks)))
     grids, energies = [now], [measure(wave).item()]
-    for _ in range(num_steps // STEPS_PER_CALL):
+    hidden = tp.process_index() != 0 or None  # None: shown on a terminal only
+    for _ in trange(num_steps // STEPS_PER_CALL, unit="call", disable=hidden, leave=False):
         wave = step(wave)  # stays on the devices; the next line copies it for the picture
         grids.append(all_gather(wave.now, tiled=True).reshape(size, size))
         energies.append(measure(wave).item())
     return grids, energies
 
 
-def draw(grids: list[Tensor], path: Path) -> None:
-    figure = Figure(figsize=(10, 2.8), layout="constrained")
-    for axes, k in zip(figure.subplots(1, 4), range(4), strict=True):
+def draw(grids: list[Tensor], devices: list[tp.Device], path: Path) -> None:
+    """Draw the wave at four times, with a line where the block of one device ends."""
+    rows = len(grids[0]) / len(devices)
+    middles = [(k + 0.5) * rows - 0.5 for k in range(len(devices))]
+    figure = Figure(figsize=(11, 3), layout="constrained")
+    panels = figure.subplots(1, 4, sharey=True)
+    for axes, k in zip(panels, range(4), strict=True):
         call = k * (len(grids) - 1) // 3
-        axes.imshow(grids[call], cmap="RdBu", vmin=-0.5, vmax=0.5)
-        axes.set_title(f"step {call * STEPS_PER_CALL}")
-        axes.axis("off")
+        image = axes.imshow(grids[call], cmap="RdBu", vmin=-0.5, vmax=0.5)
+        for border in range(1, len(devices)):
+            axes.axhline(border * rows - 0.5, color="black", linewidth=1)
+        axes.set(title=f"step {call * STEPS_PER_CALL}", xticks=[], yticks=middles)
+        axes.tick_params(length=0)
+    panels[0].set_yticklabels([str(device) for device in devices])
+    figure.colorbar(image, ax=panels, label="height", extend="both")
+    figure.suptitle(f"A wave on a grid of {len(devices)} blocks, one per device")
     figure.savefig(path, dpi=110)
 
 
@@ -120,6 +131,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, help="default: every GPU, or two cores")
     parser.add_argument("--size", type=int, default=120, help="rows and columns of the grid")
     parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--quick", dest="steps", action="store_const", const=60, help="60 steps")
     parser.add_argument("--no-compile", action="store_true", help="run operation by operation")
     parser.add_argument("--output", type=Path, default=Path("outputs"), help="folder for the PNG")
     args = parser.parse_args()
@@ -139,7 +151,7 @@ def main() -> None:
     print(f"energy {energies[0]:.4f}, changed by less than 1e-10 of it")
 
     args.output.mkdir(parents=True, exist_ok=True)
-    draw(grids, args.output / "wave_equation.png")
+    draw(grids, tp.devices(), args.output / "wave_equation.png")
     print(f"wrote {args.output}/wave_equation.png")
     print("ok")
 

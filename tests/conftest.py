@@ -46,9 +46,12 @@ MAX_PROCESSES = 4
 """Each of them has a pool of workers too, and 2 GB."""
 
 LONGEST = (
+    "test_models_of_others.py",
+    "test_training.py",
     "test_examples.py",
     "test_nested_mesh.py",
     "test_nested_mesh_calls.py",
+    "test_notebook_session.py",
     "test_contexts.py",
     "test_jax_parity.py",
     "test_streams.py",
@@ -72,6 +75,9 @@ LONGEST = (
     "test_torchrun_parity.py",
     "test_runtime.py",
     "test_optim.py",
+    "test_prefetch.py",
+    "test_clip_schedule.py",
+    "test_accumulate.py",
     "test_gradients_ported.py",
     "test_gpu_scripts.py",
     "test_one_device.py",

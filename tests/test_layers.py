@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import torchpmap as tp
+from torchpmap import _api
 
 PACKAGE = Path(tp.__file__).parent
 
@@ -65,7 +67,8 @@ def imports(name: str) -> set[str]:
 
 
 def folder_of(name: str) -> str:
-    return name.partition(".")[0] or "__init__"
+    folder = name.partition(".")[0]
+    return folder if folder in LAYERS else "__init__"
 
 
 def test_the_map_names_the_folders():
@@ -120,16 +123,39 @@ def test_few_files_name_private_parts_of_torch():
 def test_public_names():
     public = {
         name
-        for name, value in vars(tp).items()
+        for name, value in vars(_api).items()
         if not name.startswith("_") and not isinstance(value, type(sys))
     }
     assert tp.__all__ == sorted(tp.__all__)
     assert set(tp.__all__) == public
+    assert set(dir(tp)) - public == {*tp._MODULES, "__version__"}
     assert tp.P is tp.PartitionSpec
     for name in tp.__all__:
         value = getattr(tp, name)
         if callable(value) and value is not tp.config:
             assert (value.__doc__ or "").strip(), f"{name} has no docstring"
+
+
+IMPORTING = """
+import sys, torchpmap as tp
+def loaded():
+    return {name.split(".")[1] for name in sys.modules if name.startswith("torchpmap.")}
+seen = [loaded(), "torch" in sys.modules]
+tp.pmap, tp.random
+print([*seen, sorted(loaded() & {*tp._MODULES}), "torch._dynamo" in sys.modules])
+try:
+    tp.nothing
+except AttributeError as error:
+    print(error)
+"""
+
+
+def test_importing_the_package_imports_nothing():
+    done = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "[set(), False, ['profiler', 'random'], False]",
+        "module 'torchpmap' has no attribute 'nothing'",
+    ], done.stderr
 
 
 @pytest.mark.parametrize("name", SOURCES)

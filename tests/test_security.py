@@ -10,6 +10,7 @@ OWN_PROCESSES = "bytes that a process of the same pool has sent through a socket
 UNPICKLING = {
     "_base.errors": OWN_PROCESSES,
     "_runtime.local.monitor": OWN_PROCESSES,
+    "_runtime.local.plans": OWN_PROCESSES,
     "_runtime.local.runtime": OWN_PROCESSES,
     "_runtime.local.preload": OWN_PROCESSES,
     "_runtime.local.worker": OWN_PROCESSES,

@@ -9,141 +9,42 @@ under ``torch.func``::
     normalize(torch.arange(4.0))
 """
 
-from torchpmap._base.imports import uncollected as _uncollected
+from importlib import import_module as _import
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-with _uncollected():
+__version__ = "0.1.0"
+
+_MODULES = ("checkpoint", "debug", "multihost", "optim", "profiler", "random")
+
+
+def _find(name: str) -> _Any:
+    """Import what is used, when it is used: a worker needs little of the package."""
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torchpmap._base.imports import uncollected
+
+    with uncollected():
+        if name in _MODULES:
+            return _import(f"torchpmap.{name}")
+        api = _import("torchpmap._api")
+    if name != "__all__" and name not in api.__all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals().update({public: getattr(api, public) for public in ("__all__", *api.__all__)})
+    return globals()[name]
+
+
+def _names() -> list[str]:
+    return [*_import("torchpmap._api").__all__, *_MODULES, "__version__"]
+
+
+if _TYPE_CHECKING:
     from torchpmap import checkpoint as checkpoint
     from torchpmap import debug as debug
     from torchpmap import multihost as multihost
     from torchpmap import optim as optim
+    from torchpmap import profiler as profiler
     from torchpmap import random as random
-    from torchpmap._base.config import config
-    from torchpmap._base.devices import Device
-    from torchpmap._base.errors import (
-        CallTimeout,
-        CheckpointError,
-        CollectiveMismatch,
-        PmapError,
-        RuntimeClosed,
-        ShardLost,
-        TensorEscaped,
-        TraceError,
-        WorkerDied,
-        WorkerError,
-    )
-    from torchpmap._collectives import (
-        all_gather,
-        all_to_all,
-        axis_bound,
-        axis_index,
-        axis_size,
-        pbroadcast,
-        pmax,
-        pmax_if_bound,
-        pmean,
-        pmean_if_bound,
-        pmin,
-        pmin_if_bound,
-        ppermute,
-        pshuffle,
-        psum,
-        psum_if_bound,
-        psum_scatter,
-        pswapaxes,
-        ragged_all_to_all,
-    )
-    from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec, make_mesh
-    from torchpmap._runtime.current import (
-        default_backend,
-        device_count,
-        devices,
-        init,
-        local_device_count,
-        local_devices,
-        process_count,
-        process_index,
-        shutdown,
-    )
-    from torchpmap._sharded.device_put import (
-        block_until_ready,
-        device_get,
-        device_put,
-        device_put_replicated,
-        device_put_sharded,
-        replicate,
-        unreplicate,
-    )
-    from torchpmap._sharded.global_view import from_dtensor, global_view, local_view, to_dtensor
-    from torchpmap._sharded.tensor import Shard, ShardedTensor
-    from torchpmap._transforms.grad import grad, value_and_grad
-    from torchpmap._transforms.pmap import pmap
-    from torchpmap._transforms.vmap import vmap
-
-P = PartitionSpec
-
-__version__ = "0.1.0"
-
-__all__ = [
-    "CallTimeout",
-    "CheckpointError",
-    "CollectiveMismatch",
-    "Device",
-    "Mesh",
-    "NamedSharding",
-    "P",
-    "PartitionSpec",
-    "PmapError",
-    "RuntimeClosed",
-    "Shard",
-    "ShardLost",
-    "ShardedTensor",
-    "TensorEscaped",
-    "TraceError",
-    "WorkerDied",
-    "WorkerError",
-    "all_gather",
-    "all_to_all",
-    "axis_bound",
-    "axis_index",
-    "axis_size",
-    "block_until_ready",
-    "config",
-    "default_backend",
-    "device_count",
-    "device_get",
-    "device_put",
-    "device_put_replicated",
-    "device_put_sharded",
-    "devices",
-    "from_dtensor",
-    "global_view",
-    "grad",
-    "init",
-    "local_device_count",
-    "local_devices",
-    "local_view",
-    "make_mesh",
-    "pbroadcast",
-    "pmap",
-    "pmax",
-    "pmax_if_bound",
-    "pmean",
-    "pmean_if_bound",
-    "pmin",
-    "pmin_if_bound",
-    "ppermute",
-    "process_count",
-    "process_index",
-    "pshuffle",
-    "psum",
-    "psum_if_bound",
-    "psum_scatter",
-    "pswapaxes",
-    "ragged_all_to_all",
-    "replicate",
-    "shutdown",
-    "to_dtensor",
-    "unreplicate",
-    "value_and_grad",
-    "vmap",
-]
+    from torchpmap._api import *  # noqa: F403 - it has ``__all__``
+else:  # a type checker that saw these would accept every name
+    globals().update(__getattr__=_find, __dir__=_names)

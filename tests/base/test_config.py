@@ -154,7 +154,8 @@ def test_repr():
     settings.num_devices = 2
     assert repr(settings) == (
         "<torchpmap settings: Config(num_devices=2, device_type=None, warm=True, timeout=None, "
-        "shared_memory=True, runtime='auto', check_captured=True)>"
+        "shared_memory=True, runtime='auto', check_captured=True, "
+        "log_compiles=False, progress=True, traceback='folded')>"
     )
 
 

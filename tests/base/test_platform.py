@@ -454,8 +454,9 @@ else:
         del torch._C._cuda_getDeviceCount
         return load(*args, **kwargs)
     importlib.import_module = ask
-from torchpmap._runtime.local.preload import prepare
-prepare(compiles={})
+from torchpmap._runtime.local.preload import load_compiler, prepare
+prepare()
+load_compiler(compiles={})
 print("touched", sorted(set(touched)), "torch._inductor.compile_fx" in sys.modules)
 """
 

@@ -79,6 +79,7 @@ def printed_by(script: str, *options: str, **environment: str) -> str:
 
 FIRST_JVP = """
 import torch, torchpmap
+torchpmap.pmap
 print(torch.func.jvp(torch.sin, (torch.ones(2),), (torch.ones(2),)))
 """
 

@@ -38,7 +38,7 @@ def test_layouts_and_text(lowered: Any) -> None:
 def test_cost(lowered: Any) -> None:
     cost = lowered.cost()
     assert cost.flops == 2 * 5 * 8 * 16
-    assert cost.collectives == (("all_reduce", 5 * 16 * 4), ("ppermute", 8 * 4))
+    assert cost.collectives == (("all_reduce", 5 * 16 * 4, "i"), ("ppermute", 8 * 4, "i"))
     assert cost.collective_bytes == 5 * 16 * 4 + 8 * 4
     assert cost.argument_bytes == (8 * 16 + 5 * 8) * 4
     assert cost.output_bytes == (5 * 16 + 8) * 4

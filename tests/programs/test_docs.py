@@ -1,8 +1,9 @@
-"""Covers: README.md, docs/*.md and the examples in public docstrings. All of them are executed.
+"""Covers: README.md, docs/*.md, docs/notebooks and the examples in public docstrings. All are run.
 
 Every ```python block runs in a fresh namespace that holds ``torch`` and ``tp``, on four CPU
 devices. A ```text block right after it is what it must print; ``...`` in it stands for anything.
-The blocks of a page that says so (``ONE_PROGRAM``) run one after the other, in one namespace.
+The blocks of a page that says so (``ONE_PROGRAM``) run one after the other, in one namespace, and
+so do the cells of a notebook (its assertions say what must hold).
 
 The blocks of README.md and one example in twenty are compiled as their readers compile them, with
 Inductor. In the others, g++ would take half of the time of all tests: there ``compile=True`` means
@@ -28,9 +29,14 @@ pytestmark = pytest.mark.cpu_only("pages name the CPU devices that they run on")
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.md"))
+LINKED = [*PAGES, *NOTEBOOKS, *sorted((ROOT / "docs" / "api").glob("*.md"))]
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
-ONE_PROGRAM = "The blocks of this page are one program."
+BLOCK = re.compile(
+    r"^```(?:python|\{code-cell\} python)\n(?::.*\n)?(.*?)^```\n(?:\s*^```text\n(.*?)^```)?",
+    re.DOTALL | re.MULTILINE,
+)
+ONE_PROGRAM = re.compile("The blocks of this page are one program.|^file_format: mystnb$", re.M)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -55,13 +61,13 @@ def some_compiled(params, always=lambda param: False):
 
 def programs():
     """Lists of blocks that share a namespace: line of the page, code, what it must print."""
-    for page in PAGES:
+    for page in PAGES + NOTEBOOKS:
         text = page.read_text()
         blocks = [
             (text.count("\n", 0, match.start()) + 2, match[1], match[2])
             for match in BLOCK.finditer(text)
         ]
-        for program in [blocks] if ONE_PROGRAM in text else [[block] for block in blocks]:
+        for program in [blocks] if ONE_PROGRAM.search(text) else [[block] for block in blocks]:
             name = str(page.relative_to(ROOT))
             yield pytest.param(name, program, id=f"{name}:{program[0][0]}")
 
@@ -74,6 +80,8 @@ def test_blocks_run_and_print_what_the_page_says(page, program, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__", "torch": torch, "tp": tp}
     for line, code, expected in program:
+        if "import matplotlib" in code:
+            pytest.importorskip("matplotlib", reason="a picture")
         name = f"{page}:{line}"
         printed = io.StringIO()
         # Blank lines in front make tracebacks point at the line of the page.
@@ -87,7 +95,7 @@ def test_blocks_run_and_print_what_the_page_says(page, program, tmp_path, monkey
 
 def docstrings():
     finder = doctest.DocTestFinder(exclude_empty=True)
-    for module in (tp, tp.checkpoint, tp.debug, tp.multihost, tp.random):
+    for module in (tp, tp.checkpoint, tp.debug, tp.multihost, tp.random, tp.optim):
         for name in module.__all__:
             for test in finder.find(getattr(module, name), f"{module.__name__}.{name}"):
                 if test.examples:
@@ -102,7 +110,7 @@ def test_docstring_example(test):
     assert failures.failed == 0, report.getvalue()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_pictures_exist(page):
     targets = [link for link in LINK.findall(page.read_text()) if "://" not in link]
     missing = [link for link in targets if not (page.parent / link).exists()]

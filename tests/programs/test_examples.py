@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import os
@@ -116,17 +117,39 @@ ON_ONE_GPU = """
 import runpy, sys
 import torch
 torch.cuda.device_count = lambda: 1
-runpy.run_path(sys.argv[1], run_name="__main__")
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 @pytest.mark.timeout(300)
 def test_hello_pmap_runs_where_there_is_one_gpu(monkeypatch):
     monkeypatch.delenv("TORCHPMAP_DEVICE_TYPE")
-    command = [sys.executable, "-c", ON_ONE_GPU, str(EXAMPLES / "hello_pmap.py")]
+    command = [sys.executable, "-c", ON_ONE_GPU, str(EXAMPLES / "hello_pmap.py"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert "doubled lives on devices: [0, 1]" in done.stdout
+
+
+FLAGS = {path.name: ("--devices", "--quick") for path in sorted(EXAMPLES.glob("*.py"))}
+FLAGS["train_plain.py"] = ("--quick",)  # it is for one device
+
+
+@pytest.mark.parametrize(("name", "flags"), FLAGS.items())
+def test_every_example_takes_and_documents_the_same_flags(name, flags, monkeypatch, capsys):
+    """And says at the top how long it usually takes; ``--help`` starts no device."""
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert end.value.code == 0
+    accepted = set(re.findall(r"--[a-z0-9-]+", capsys.readouterr().out))
+    summary, usage = ast.get_docstring(ast.parse((EXAMPLES / name).read_text())).split("\n\n")[:2]
+    assert re.search(r" \(\d+ (s|min)\)\.$", summary), summary
+    line = usage.splitlines()[0].strip()
+    assert line.startswith(f"python examples/{name} [")
+    documented = set(re.findall(r"\[(--[a-z0-9-]+)", line))
+    assert set(flags) <= documented <= accepted
+    assert ("--devices" in accepted) == ("--devices" in flags)
 
 
 class Asked(Exception):
@@ -153,7 +176,7 @@ def test_examples_ask_for_every_gpu_or_two_cores(name, gpus, wanted, monkeypatch
 
 
 def test_compose_prints_what_plain_torch_computes():
-    lines = run_both_ways("compose.py").splitlines()
+    lines = run_both_ways("compose.py", *(() if TEST_ALL else ("--quick",))).splitlines()
     assert "w = [2.0, -3.0, 0.5], b = 1.00" in lines
     assert "16 patches on 2 devices: values from 0.0 to 1.0" in lines
     assert lines[-3].endswith("[80.0, 80.0, 80.0, 80.0]")
@@ -195,7 +218,7 @@ def test_digits_refuses_a_batch_that_does_not_divide():
 
 
 def test_pmap_cookbook_draws_rule_30_and_prints_the_numbers_of_jax():
-    lines = run_both_ways("pmap_cookbook.py", "--devices", "2", "--no-compile").splitlines()
+    lines = run_both_ways("pmap_cookbook.py", "--devices", "2", "--quick").splitlines()
     assert lines[-1] == "ok"
     assert "eight rows are on devices: [0, 1]" in lines
     # jax.random.normal(key, (200, 300)) for the keys of jax.random.split(PRNGKey(0), 8), jax 0.10.2
@@ -210,7 +233,7 @@ def test_pmap_cookbook_draws_rule_30_and_prints_the_numbers_of_jax():
 
 
 def test_wave_equation_command_line_checks_energy_and_writes_its_picture(tmp_path):
-    arguments = ("--devices", "2", "--size", "40", "--steps", "60", "--no-compile")
+    arguments = ("--devices", "2", "--size", "40", "--quick", "--no-compile")
     lines = run_both_ways("wave_equation.py", *arguments, "--output", str(tmp_path)).splitlines()
     assert lines[0] == "2 blocks and the whole grid agree after 60 steps"
     assert lines[-1] == "ok"
@@ -235,7 +258,7 @@ def test_wave_refuses_a_grid_that_does_not_divide():
 
 
 def test_ensembles_command_line_beats_its_members_and_writes_its_picture(tmp_path):
-    arguments = ("--devices", "2", "--steps", "150", "--no-compile", "--output", str(tmp_path))
+    arguments = ("--devices", "2", "--quick", "--no-compile", "--output", str(tmp_path))
     lines = run_both_ways("ensembles.py", *arguments).splitlines()
     assert lines[0] == "64 networks on 2 devices"
     assert lines[-1] == "ok"
@@ -253,7 +276,7 @@ def test_ensembles_train_the_same_networks_on_one_and_four_devices():
 
 
 def test_mcmc_chains_command_line_finds_the_known_moments():
-    arguments = ("--devices", "2", "--samples", "250", "--no-compile")
+    arguments = ("--devices", "2", "--quick", "--no-compile")
     lines = run_both_ways("mcmc_chains.py", *arguments).splitlines()
     assert lines[0] == "16 chains on 2 devices"
     assert lines[-1] == "ok"

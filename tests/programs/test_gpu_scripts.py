@@ -59,6 +59,8 @@ def bare(tmp_path_factory) -> Path:
         libraries = target.with_name(f"{name}.libs")  # of a wheel that brings its own
         if libraries.exists():
             (packages / libraries.name).symlink_to(libraries)
+        for about in target.parent.glob(f"{name}-*.dist-info"):  # torch 2.15 finds Gloo by it
+            (packages / about.name).symlink_to(about)
     return folder / "bin" / "python"
 
 

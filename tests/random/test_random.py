@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchpmap as tp
 from torchpmap import random
 from torchpmap._trace.compile import compile_definition, warm_up
-from torchpmap._trace.toolchain import have_cpp_compiler
+from torchpmap._trace.toolchain import cpp_compiler
 
 CASES = json.loads((Path(__file__).parent / "random_cases.json").read_text())["cases"]
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -254,7 +254,7 @@ def test_torch_compile_without_graph_breaks():
 
 
 @pytest.mark.inductor
-@pytest.mark.skipif(not have_cpp_compiler(), reason="no C++ compiler")
+@pytest.mark.skipif(not cpp_compiler(), reason="no C++ compiler")
 @pytest.mark.parametrize("pool", [2], indirect=True)
 def test_inductor(pool):
     def draw(key):
@@ -281,7 +281,7 @@ class Called(TorchDispatchMode):
 
 
 @pytest.mark.inductor
-@pytest.mark.skipif(not have_cpp_compiler(), reason="no C++ compiler")
+@pytest.mark.skipif(not cpp_compiler(), reason="no C++ compiler")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is")  # Inductor's imports
 @pytest.mark.parametrize("pool", [1], indirect=True)
 def test_inductor_makes_one_kernel_of_a_hash(pool):

@@ -259,7 +259,7 @@ def local_rows_on_local_devices():  # testBasic
 @expect_same(["all_reduce"])
 def lowering_without_running():  # test_global_axis_size_initial_style
     lowered = mapped(lambda x: tp.psum(x, AXIS)).lower(mine())
-    return [name for name, _ in lowered.cost().collectives]
+    return [each.name for each in lowered.cost().collectives]
 
 
 @expect_rows([0.0, 2.0, 4.0, 6.0])

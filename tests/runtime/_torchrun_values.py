@@ -6,7 +6,9 @@ Run as a script (under torchrun) this file runs all cases and writes the results
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -69,6 +71,16 @@ def numpy_of_a_spanning_value():
     return spanning().numpy()
 
 
+@expect_same(
+    "aten.median.default needs whole values here: the devices cannot run it on their blocks"
+)
+def an_operation_that_needs_whole_values():
+    try:
+        spanning().median()
+    except RuntimeError as error:
+        return error.__notes__[0]
+
+
 @expect_error(RuntimeError, "torchpmap.multihost.all_gather for the whole value in every process")
 def printing_the_numbers_of_a_spanning_value():
     return spanning().tolist()
@@ -78,6 +90,50 @@ def printing_the_numbers_of_a_spanning_value():
         + " ".join(f"{DEVICE}:{k}" for k in range(count)) + ")")  # fmt: skip
 def text_of_a_spanning_value():
     return str(spanning())
+
+
+@expect(lambda rank, count: [[f"{DEVICE}:{rank}"], 40 * 4 // count])
+def memory_of_this_process():
+    before = {device: stats.value_bytes for device, stats in tp.memory_stats().items()}
+    x = mapped(lambda x: x.expand(10) + 0)(mine())
+    ((device, stats),) = tp.memory_stats().items()
+    assert x.is_ready()
+    return [[str(device)], stats.value_bytes - before[device]]
+
+
+# what runs on a lagging device's own thread is not seen by torch's profiler
+SEEN = 0 if LAGS else 1
+
+
+@expect(lambda rank, count: [[f"{DEVICE}:{k}", ["running step"], SEEN] for k in range(count)])
+def trace_of_all_processes():
+    def step(x):
+        return tp.psum(x, AXIS)
+
+    with tp.profiler.trace(tempfile.mkdtemp()) as path:
+        mapped(step)(mine()).block_until_ready()
+    tp.multihost.barrier("written")
+    tracks: dict[int, list[Any]] = {}
+    for event in json.loads(path.read_text())["traceEvents"]:
+        track = tracks.setdefault(event["pid"], ["", [], 0])
+        if event["name"] == "process_name":
+            track[0] = event["args"]["name"]
+        if event["ph"] == "X" and event["name"].startswith("running"):
+            track[1].append(event["name"])
+        track[2] += event["name"].startswith(f"all_reduce over {AXIS}, ")
+    return list(tracks.values())
+
+
+@expect(lambda rank, count: [True, rank == 0])
+def trace_of_a_process_that_raises():
+    try:
+        with tp.profiler.trace(tempfile.mkdtemp()) as path:
+            if tp.process_index() == 0:
+                raise ValueError
+            raise KeyError
+    except (ValueError, KeyError) as error:
+        own = path.with_name(f"trace-process-{tp.process_index()}.json")
+        return [own.exists() and not path.exists(), isinstance(error, ValueError)]
 
 
 @expect_same(X * 2 + 6)
@@ -298,6 +354,36 @@ def multihost_values_of_one_element_and_stride_0():
 @expect_error(ValueError, "tree['x'] has 5 rows (shape [5, 2]), which do not divide over")
 def multihost_local_rows_that_do_not_divide():
     return tp.multihost.local_rows({"x": np.ones((5, 2))})
+
+
+# -- modules ---------------------------------------------------------------------------------------
+
+
+@expect_error(ValueError, "batch['x'] must be the same in all processes, but rank 1")
+def different_batches():
+    tp.shard_batch({"x": torch.full((4,), float(tp.process_index()))})
+
+
+@expect_error(ValueError, "module['bias'] must be the same in all processes, but rank 1")
+def different_modules():
+    module = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(module.weight, 0.0)
+    torch.nn.init.constant_(module.bias, float(tp.process_index()))
+    tp.replicate(module)
+
+
+@expect_error(ValueError, "what aten.normal_.default draws must be the same in all processes")
+def different_random_fills_of_a_replicated_value():
+    torch.manual_seed(tp.process_index())
+    tp.replicate(torch.zeros(3)).normal_()
+
+
+@expect_same([6.0, 1.5])
+def a_batch_norm_sees_the_rows_of_all_processes():
+    norm = tp.replicate(torch.nn.BatchNorm1d(1, momentum=1.0))
+    x = tp.shard_batch(torch.arange(4.0)[:, None])
+    norm(x)
+    return [x.sum().item(), norm.running_mean.item()]
 
 
 if __name__ == "__main__":

@@ -124,7 +124,10 @@ import json, nbclient, nbformat, sys
 notebook = nbformat.v4.new_notebook()
 notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in json.load(sys.stdin)]
 nbclient.NotebookClient(notebook, timeout=90, kernel_name="python3").execute()
-json.dump(["".join(o.get("text", "") for o in c.outputs) for c in notebook.cells], sys.stdout)
+def text(output):
+    return output.get("text", "") + output.get("data", {}).get("text/html", "")
+
+json.dump(["".join(map(text, cell.outputs)) for cell in notebook.cells], sys.stdout)
 """
 
 
@@ -137,6 +140,7 @@ def test_notebook(environment):
         "def bad(x):\n    print('here')\n    raise Custom('in a cell')",
         "try:\n    tp.pmap(bad, compile=False)(x)\nexcept Custom as error:\n"
         "    print(error, 'raise Custom' in str(error.__cause__))",
+        "tp.debug.visualize_sharding(tp.replicate(x))\ntp.replicate(x)",
     ]
     done = subprocess.run(
         [sys.executable, "-c", NOTEBOOK],
@@ -152,6 +156,7 @@ def test_notebook(environment):
     assert f"[{DEVICE}:0] here\n" in texts[3]
     assert f"[{DEVICE}:1] here\n" in texts[3]
     assert "in a cell True\n" in texts[3]
+    assert (texts[4].count("<table"), texts[4].count("<pre")) == (2, 1)  # one with the numbers
 
 
 def test_command_line_that_exits_with_an_exception_and_a_pending_call(environment):

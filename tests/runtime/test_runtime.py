@@ -137,13 +137,13 @@ def test_plan_of_a_dropped_function_is_forgotten(pool):
 
     runtime = current.runtime()
     gc.collect()
-    assert wait_for(lambda: not runtime._retired, 3)
-    plans = len(runtime._definitions)
+    assert wait_for(lambda: not runtime._plans.retired, 3)
+    plans = len(runtime._plans.defined)
     before = live_tensors(12345, pool)
     assert use() == [12345, 12345]
     gc.collect()
     assert wait_for(lambda: live_tensors(12345, pool) == before, 3)
-    assert wait_for(lambda: len(runtime._definitions) == plans, 3)
+    assert wait_for(lambda: len(runtime._plans.defined) == plans, 3)
 
 
 @pytest.mark.cpu_only("the workers' memory is not that of their processes")
@@ -464,3 +464,19 @@ except ChildProcessError:
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.stdout, result.stderr) == ("[]\nno children\n", "")
+
+
+@TWO
+def test_workers_are_started_by_the_next_caller_if_there_were_too_many_threads(monkeypatch):
+    tp.shutdown()
+    tp.init(2, DEVICE)
+    starter = running_pool()._crew._starter
+
+    def refuse():
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(starter, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            tp.replicate(torch.ones(2))
+    assert tp.replicate(torch.ones(2)).tolist() == [1, 1]

@@ -49,7 +49,7 @@ def pair():
     pair.close()
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 @pytest.mark.parametrize("dtype", wire.DTYPES, ids=str)
 def test_every_dtype_arrives(pair, dtype):
     try:

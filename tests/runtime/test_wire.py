@@ -183,7 +183,7 @@ def round_trip(tensor):
         return received
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 @pytest.mark.parametrize("dtype", SENT, ids=str)
 def test_tensor_round_trip(dtype):
     torch.manual_seed(0)

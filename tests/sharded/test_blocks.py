@@ -120,6 +120,8 @@ CUT_0 = {
     "double": lambda v: v.x.double(),
     "to dtype": lambda v: v.x.to(torch.int32),
     "to like": lambda v: v.x.to(v.half),
+    "to a copy": lambda v: v.x.to(torch.float32, copy=True),
+    "to another dtype in a copy": lambda v: v.x.to(torch.int32, False, True),
     "bool": lambda v: v.x.bool(),
     "type_as": lambda v: v.ints.type_as(v.half),
     "zeros_like": lambda v: torch.zeros_like(v.x),
@@ -207,6 +209,7 @@ CUT_0 = {
     "split": lambda v: v.x.split([1, 2], 2),
     "chunk": lambda v: v.rows.chunk(3, 1),
     "cat": lambda v: torch.cat([v.x, v.y, v.same], 2),
+    "cat with an empty one": lambda v: torch.cat([torch.tensor([]), v.x, v.w.new_empty(0)], -2),
     "stack": lambda v: torch.stack([v.x, v.y], -1),
 }
 

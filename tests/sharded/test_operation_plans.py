@@ -61,7 +61,7 @@ def test_kept_plans_are_bounded(monkeypatch):
     values = on_devices()
     monkeypatch.setattr(operations, "_MAX_OPERATIONS", 8)
     monkeypatch.setattr(operations, "_MAX_NUMBERS", 8)
-    known = current.runtime()._definitions
+    known = current.runtime()._plans.defined
     before = len(known)
     for size in range(1, 40):
         values.flat.expand(size, 4)
@@ -295,6 +295,7 @@ LOSSES = {
     "logsumexp": lambda x, w: (x * w).logsumexp(0).sum(),
     "reshape": lambda x, w: (x.reshape(4, 6).T * 2).T.unflatten(1, (2, 3)).mul(w).sum(),
     "cat": lambda x, w: (torch.cat([x, x * w], 1) ** 2).sum(),
+    "cat with an empty one": lambda x, w: (torch.cat([torch.zeros(0), x * w], 1) ** 2).sum(),
     "unbind": lambda x, w: (torch.stack(x.unbind(1), 1) * w).square().sum(),
     "double": lambda x, w: (x.double() * w).sum(),
 }

@@ -11,6 +11,7 @@ import types
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from _follows import ONES, check_follows
 from _spies import Traces, asked
 from _support import EAGER
@@ -275,6 +276,26 @@ def test_replacing_the_data_of_captured_tensors_raises(mode):
     with pytest.raises(RuntimeError, match="writes in place to a captured parameter"):
         tp.pmap(f, compile=mode)(ONES)
     assert w.tolist() == [1.0, 1.0]
+
+
+NORMS = {
+    "batch norm": lambda x, mean, var: F.batch_norm(x, mean, var, training=True),
+    "instance norm": lambda x, mean, var: F.instance_norm(x, mean, var),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_statistics_are_updated_also_if_the_result_is_of_no_use(norm, mode):
+    def f(mean, var, x):
+        mean, var = mean.clone(), var.clone()
+        norm(x, mean, var)
+        return mean, var
+
+    x = torch.arange(120.0).reshape(4, 2, 3, 5)
+    mapped = tp.pmap(f, in_axes=(None, None, 0), compile=mode)(torch.zeros(3), torch.ones(3), x)
+    for k in range(4):
+        for mine, theirs in zip(mapped, f(torch.zeros(3), torch.ones(3), x[k]), strict=True):
+            torch.testing.assert_close(mine[k], theirs)
 
 
 def test_batch_norm(mode):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+import types
 
 import pytest
 import torch
@@ -19,10 +21,11 @@ from torchpmap._trace.compile import (
     INDUCTOR,
     Backend,
     Definition,
+    compile_and_report,
     compile_definition,
     parse_compile,
 )
-from torchpmap._trace.toolchain import have_cpp_compiler, make_cache_private, missing_compiler
+from torchpmap._trace.toolchain import cpp_compiler, make_cache_private, missing_compiler
 
 
 def backend(graph, examples, **extra):
@@ -92,6 +95,12 @@ def test_backends_get_examples_mode_and_options():
     assert backend.seen[1] == {"options": {"a": 1}}
 
 
+def test_dynamo_may_be_half_imported_by_another_thread(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", types.ModuleType("half"))
+    _, report = compile_and_report(definition(EAGER, False), torch.tensor(3))
+    assert report.cache == "unused"
+
+
 def test_inductor_takes_options():
     unknown = Backend("inductor", None, None, (("no_such_option", 1),))
     with pytest.raises(AttributeError, match="no_such_option"):
@@ -104,13 +113,13 @@ def test_the_compiler_is_looked_for_where_inductor_looks(monkeypatch):
     looked = []
     monkeypatch.setattr("shutil.which", lambda name: looked.append(name))
     with config.patch({"cpp.cxx": ("mine", None, "g++")}):
-        assert not have_cpp_compiler()
+        assert not cpp_compiler()
         assert looked == ["mine", "g++"]
     with config.patch({"cpp.cxx": "only"}):
-        assert not have_cpp_compiler()
+        assert not cpp_compiler()
         assert looked[-1] == "only"
         monkeypatch.setattr("shutil.which", lambda name: name if name == "only" else None)
-        assert have_cpp_compiler()
+        assert cpp_compiler()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +158,7 @@ def test_accelerators_get_many_compile_threads():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what Inductor imports
-@pytest.mark.skipif(not have_cpp_compiler(), reason="no C++ compiler")
+@pytest.mark.skipif(not cpp_compiler(), reason="no C++ compiler")
 def test_compiling_takes_no_memory_for_inputs():
     graph = make_fx(lambda x: (x + 1,))(torch.empty(2))
     kinds = (((1 << 50,), torch.float32),)  # 4 PiB

@@ -416,12 +416,12 @@ def test_collectives_over_one_of_two_axes(mode: Any) -> None:
 def test_over_both_axes_one_message_is_sent() -> None:
     f = nested(lambda x: (tp.psum(x, NAMES), tp.pmax(x, NAMES), tp.all_gather(x, NAMES)))
     lowered = f.lower(torch.zeros(2, 4))
-    assert [name for name, _ in lowered.cost().collectives] == [
+    assert [each.name for each in lowered.cost().collectives] == [
         *("all_reduce", "all_reduce", "all_gather_into_tensor")
     ]
     assert list(lowered._plan.groups) == ["ranks:0,1,2,3,4,5,6,7"]
     folded = f.lower(torch.zeros(9, 4))  # 3 * 2 devices, with rows and columns on each
-    assert [name for name, _ in folded.cost().collectives][:2] == ["all_reduce", "all_reduce"]
+    assert [each.name for each in folded.cost().collectives][:2] == ["all_reduce", "all_reduce"]
 
 
 def test_along_one_axis_only_its_devices_meet() -> None:

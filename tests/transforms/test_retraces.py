@@ -1,7 +1,9 @@
-"""Covers: _transforms/retraces.py, and that pmap speaks up."""
+"""Covers: _transforms/retraces.py, that pmap warns, and what the logger says (_base/log.py)."""
 
 from __future__ import annotations
 
+import logging
+import re
 import warnings
 
 import pytest
@@ -15,12 +17,14 @@ EAGER = {"backend": "eager"}
 
 def test_says_once_what_changes() -> None:
     retraces = Retraces()
-    said = [retraces.note({"x": "float32[4]", "n": f"static {k}"}) for k in range(40)]
+    said = [
+        retraces.note({"argument x": "float32[4]", "argument n": f"static {k}"}) for k in range(40)
+    ]
     (text,) = [text for text in said if text is not None]
     assert said.index(text) == 15
     assert "argument n keeps changing: the last were static 13, static 14, static 15" in text
     retraces = Retraces()
-    said = [retraces.note({"x": "float32[4]"}) for _ in range(16)]
+    said = [retraces.note({"argument x": "float32[4]"}) for _ in range(16)]
     assert said[-1] is not None
     assert "what it closes over keeps changing" in said[-1]
 
@@ -66,3 +70,145 @@ def test_lowering_in_a_new_pool() -> None:
         tp.shutdown()
         tp.init(num_devices=num_devices)
         assert f.lower(torch.ones(2)).compile()(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+# The reason ---------------------------------------------------------------------------------------
+
+A = {"argument x": "float32[4]", "argument n": "1"}
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "why"),
+    [
+        ([], A, "first trace"),
+        ([A], A, "what it closes over has changed"),
+        ([A], {**A, "argument n": "2"}, "argument n is 2, and was 1"),
+        ([A], {"argument x": "float32[4]"}, "argument n is gone"),
+        ([{"argument x": "float32[4]"}], A, "argument n is new"),
+        (
+            [A, {"argument x": "int64[1]", "argument n": "3"}, {**A, "argument n": "5"}],
+            {**A, "argument n": "4"},
+            "argument n is 4, and was 5",
+        ),
+        (
+            [dict.fromkeys("abcdef", 1)],
+            dict.fromkeys("abcdef", 2),
+            "a is 2, and was 1; b is 2, and was 1; c is 2, and was 1; d is 2, and was 1 and 2 more",
+        ),
+    ],
+)
+def test_the_reason_is_the_difference_to_the_nearest_trace(earlier, now, why):
+    retraces = Retraces()
+    for kinds in earlier:
+        retraces.note(kinds)
+    assert retraces.why(now) == why
+
+
+@pytest.fixture
+def said(caplog):
+    """What the logger has said since the last call."""
+    caplog.set_level(logging.DEBUG, "torchpmap")
+
+    def take():
+        texts = [record.getMessage() for record in caplog.records if record.name == "torchpmap"]
+        caplog.clear()
+        return [re.sub(r"\d+\.\d{3} s", "T s", text) for text in texts]
+
+    return take
+
+
+scale = 2.0
+
+
+@pytest.mark.cpu_only("the texts name CPU devices")
+@pytest.mark.usefixtures("pool")
+def test_the_logger_says_what_is_traced_and_why(said):
+    global scale
+
+    def step(w, x, n):
+        return w * x["a"].sum() * n * scale
+
+    f = tp.pmap(step, in_axes=(None, 0, None), static_broadcasted_argnums=2, compile=EAGER)
+    w = torch.ones(3)
+    f(w, {"a": torch.ones(4, 2)}, 1)
+    what = "`step` (arguments w float32[3], x['a'] float32[2], n = 1)"
+    assert said() == [
+        f"tracing {what}: first trace",
+        f"traced {what} in T s, lowered in T s",
+        f"compiled {what} on cpu:0 with eager in T s (T s in the worker, cache unused)",
+    ]
+    f(w, {"a": torch.ones(4, 2)}, 1)
+    assert said() == []
+
+    def why(*args):
+        f(*args)
+        return said()[0].partition("): ")[2]
+
+    x = {"a": torch.ones(4, 5)}
+    assert why(w, x, 1) == "argument x['a'] is float32[4, 5], and was float32[4, 2]"
+    assert why(w, x, 3) == "argument n is the static value 3, and was the static value 1"
+    assert why(w, {"a": x["a"].int()}, 3) == "argument x['a'] is int32[4, 5], and was float32[4, 5]"
+    scale = 3.0
+    assert why(w, x, 3) == "what it reads from outside has changed ('scale')"
+    torch.set_default_dtype(torch.float64)
+    try:
+        reason = "torch's default dtype is torch.float64, and was torch.float32"
+        assert why(w, x, 3) == reason
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (
+        why(tp.replicate(w), x, 4) == "argument n is the static value 4, and was the static value 3"
+    )
+
+
+@pytest.mark.usefixtures("pool")
+def test_the_logger_names_what_a_plan_baked_in(said):
+    table, w = torch.tensor(2.0), torch.ones(3)
+    f = tp.pmap(lambda x: x * table.item() * w.sum(), compile=EAGER)
+
+    def why():
+        said()
+        assert f(torch.ones(4)).shape == (4,)
+        return said()[0].partition("): ")[2]
+
+    assert why() == "first trace"
+    table.fill_(3.0)
+    assert why() == "a value that it read of a tensor (.item(), .numpy()) has changed"
+    w.data = torch.ones(5)
+    text = "a tensor that it closes over is float32[5] (requires_grad=False), and was float32[3]"
+    assert why() == text
+
+
+@pytest.mark.usefixtures("pool")
+def test_derivatives_and_operations_are_reported(said):
+    f = tp.pmap(lambda w, x: w * x, in_axes=(None, 0), compile=EAGER)
+    tp.grad(lambda w: f(w, torch.ones(4)).sum())(torch.tensor(1.0))
+    text = "\n".join(said())
+    assert "traced a derivative of `<lambda>` (arguments w float32[], x float32[]) in T s" in text
+    assert "compiled aten.sum.default of ShardedTensors float32[4] on" in text
+
+
+@pytest.mark.inductor
+@pytest.mark.cpu_only("Inductor's cache for CPUs")
+@pytest.mark.usefixtures("pool")
+def test_the_cache_is_reported(said):
+    for expected in ("(miss|hit)", "hit"):
+        tp.pmap(lambda x: x * 2.125 + 7)(torch.ones(4, 3))
+        *_, compiled = said()
+        assert re.search(
+            rf"on cpu:0 with inductor in T s \(T s in the worker, cache {expected}\)$", compiled
+        )
+
+
+@pytest.mark.usefixtures("pool")
+def test_log_compiles_makes_them_warnings(caplog):
+    tp.config.log_compiles = True
+    try:
+        tp.pmap(lambda x: x * 2, compile=EAGER)(torch.ones(4))
+    finally:
+        tp.config.reset()
+    levels = {record.levelname for record in caplog.records if record.name == "torchpmap"}
+    assert levels == {"WARNING"}
+    caplog.clear()
+    tp.pmap(lambda x: x * 3, compile=EAGER)(torch.ones(4))
+    assert [r for r in caplog.records if r.name == "torchpmap"] == []

@@ -1,8 +1,9 @@
 """Settings: the value assigned to ``tp.config``, else that of ``TORCHPMAP_*``, else the default.
 
 They are read when the runtime starts, so a change takes effect at its next start (``runtime``: in
-the next call; ``check_captured``: when a tensor is next sent). An assignment is checked at once; a
-bad environment variable is reported at the start, by name.
+the next call; ``check_captured``: when a tensor is next sent; ``log_compiles`` and ``progress``: at
+the next trace; ``traceback``: when an exception is next raised). An assignment is checked at once;
+a bad environment variable is reported at the start, by name.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torchpmap._base.devices import PLATFORMS
 
 MAX_DEVICES = 256
 RUNTIMES = ("auto", "local", "torchrun", "inline")
+TRACEBACKS = ("folded", "full")
 PATIENCE_S = 1800.0
 """How long processes wait for each other if no timeout is set."""
 _LONGEST_S = 1e9
@@ -44,6 +46,11 @@ class Config:
         check_captured: whether every call compares the tensors that its function closes over with
             the values sent; if not, it notices only the writes that torch counts, and none through
             ``.data`` or ``.numpy()``.
+        log_compiles: whether the logger ``"torchpmap"`` reports each trace and compilation as a
+            warning, which Python prints by default; if not, it does so at the level ``DEBUG``.
+        progress: whether a line on the terminal, or in the cell of a notebook, says what is traced
+            or compiled when that takes more than 2 s.
+        traceback: ``"folded"`` (tracebacks show the frames of the user's code only) or ``"full"``.
     """
 
     num_devices: int | None = None
@@ -53,6 +60,9 @@ class Config:
     shared_memory: bool = True
     runtime: str = "auto"
     check_captured: bool = True
+    log_compiles: bool = False
+    progress: bool = True
+    traceback: str = "folded"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -99,6 +109,9 @@ class Settings:
     shared_memory: bool
     runtime: str
     check_captured: bool
+    log_compiles: bool
+    progress: bool
+    traceback: str
     is_inline: bool
     """Whether ``runtime`` is ``"inline"``; every call asks, so it is cached until an assignment or
     ``reset``.
@@ -153,7 +166,7 @@ def _parsed(name: str, text: str) -> Any:
         match name:
             case "num_devices":
                 return int(text)
-            case "warm" | "shared_memory" | "check_captured":
+            case "warm" | "shared_memory" | "check_captured" | "log_compiles" | "progress":
                 return {"0": False, "1": True}[text]
             case "timeout":
                 return float(text)
@@ -197,6 +210,12 @@ def _check_runtime(name: str, value: Any) -> str:
     return str(value)
 
 
+def _check_traceback(name: str, value: Any) -> str:
+    if value not in TRACEBACKS:
+        raise ValueError(f"{name} must be 'folded' or 'full', but got {value!r}.")
+    return str(value)
+
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "num_devices": _check_num_devices,
     "device_type": _check_device_type,
@@ -205,6 +224,9 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "shared_memory": _check_flag,
     "runtime": _check_runtime,
     "check_captured": _check_flag,
+    "log_compiles": _check_flag,
+    "progress": _check_flag,
+    "traceback": _check_traceback,
 }
 
 config = Settings()

@@ -39,6 +39,7 @@ import numpy as np
 import torch
 
 from torchpmap._base.sources import PACKAGE
+from torchpmap._base.tracebacks import RemoteTraceback, printed_folded
 
 
 class PmapError(RuntimeError):
@@ -129,13 +130,6 @@ class CallCancelled(BaseException):
     """Ends a call in the middle of the user's code; never reaches the caller."""
 
 
-class RemoteTraceback(Exception):
-    """The ``__cause__`` of an exception from a worker: its text is the traceback on the worker."""
-
-    def __str__(self) -> str:
-        return f'\n"""\n{self.args[0]}"""'
-
-
 def warn(text: str) -> None:
     """Warn at the innermost line of the user's code that led here."""
     level = 2
@@ -186,6 +180,16 @@ def kind_of(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{dtype_name(dtype)}[{', '.join(map(str, shape))}]"
 
 
+def size_text(num_bytes: int) -> str:
+    """Return ``"24 B"``, ``"1.5 MB"``."""
+    size = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
 def lost_write(tensor: torch.Tensor, how: str = "") -> str:
     """Return the message about an in-place write to a tensor that the function closes over."""
     kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
@@ -214,12 +218,17 @@ def pack_exception(
     type_name = _guarded(lambda: _type_name(type(exc)), "an exception")
     # join: __str__ may return a subclass of str that cannot be pickled.
     text = _guarded(lambda: "".join([str(exc)]), "<exception str() failed>")
-    if trace is None:  # after the text: traceback swallows any exception of __str__
-        trace = _guarded(lambda: "".join(traceback.format_exception(exc)), "")
+    # after the text: traceback swallows any exception of __str__
+    full = folded = trace or ""
+    if trace is None:
+        full = _guarded(lambda: "".join(traceback.format_exception(exc)), "")
+        folded = _guarded(lambda: printed_folded(exc), full)
+    full = full or f"{type_name}: {text}"
     fields = (
         type_name,
         _capped(text, limit),
-        _capped(trace or f"{type_name}: {text}", limit),
+        # both: the setting is the controller's
+        (_capped(full, limit), _capped(folded, limit)),
         _guarded(lambda: [_capped(str(note), limit) for note in exc.__notes__][:100], []),
         _guarded(lambda: _pickled(exc, type_name, text, limit), None),
     )
@@ -236,13 +245,13 @@ def unpack_exception(packed: bytes, *, where: str) -> BaseException:
     Returns:
         the exception, not raised, with ``__cause__`` set to the remote traceback.
     """
-    type_name, text, trace, notes, pickled = pickle.loads(packed)
+    type_name, text, traces, notes, pickled = pickle.loads(packed)
     lost = WorkerError(f"{type_name}: {text}" if text else type_name)
 
     def told(exc: Exception) -> Exception:
         # Bypasses a __setattr__ of the user's class; a property of this name makes it fail.
         BaseException.__setattr__(exc, "__notes__", [*notes, where])
-        BaseException.__setattr__(exc, "__cause__", RemoteTraceback(trace))
+        BaseException.__setattr__(exc, "__cause__", RemoteTraceback(*traces))
         return exc
 
     found = _guarded(lambda: told(_rebuilt(pickled, type_name)), None) if pickled else None

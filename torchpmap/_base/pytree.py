@@ -33,6 +33,8 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 T = TypeVar("T")
+Tree = TypeVar("Tree")
+"""A pytree, or a leaf, in the signature of a function that keeps its structure."""
 
 MAPPINGS = (dict, OrderedDict, defaultdict)
 _MAX_STRUCTURES = 4096

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType
@@ -13,6 +14,7 @@ import torch
 
 PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 _NOT_USERS = (PACKAGE, TORCH, threading.__file__)
 
 

@@ -198,6 +198,9 @@ autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 next_node_number = torch.autograd._get_sequence_nr
 """The number that the next node will have; it grows with every node."""
 
+is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Whether ``torch.profiler`` records this thread; another one would end it without an error."""
+
 
 def in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread."""
@@ -233,9 +236,6 @@ subclass_function_off = torch._C.DisableTorchFunctionSubclass
 
 below_dispatch = torch._C._DisableTorchDispatch
 """A block in which no ``__torch_dispatch__`` is called: an operation changes the tensor itself."""
-
-parse_to: Callable[..., tuple[Any, ...]] = torch._C._nn._parse_to
-"""The arguments of ``Tensor.to`` -> (device, dtype, non_blocking, memory_format)."""
 
 
 # -- operations and their schemas ------------------------------------------------------------------

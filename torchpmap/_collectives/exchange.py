@@ -7,10 +7,11 @@ into, the dims that the user names. Axes of sizes (4, 2) are one dim of 8 = 4 * 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from torchpmap._base.boundary import boundary
+from torchpmap._base.pytree import Tree
 from torchpmap._collectives.backend import narrowed, summable, widened
 from torchpmap._collectives.groups import gathered, merged_lead
 from torchpmap._collectives.operands import (
@@ -24,14 +25,15 @@ from torchpmap._collectives.operands import (
 from torchpmap._collectives.primitives import AllToAll, ReduceScatter
 
 
+@boundary
 def all_gather(
-    x: Any,
+    x: Tree,
     axis_name: AxisName,
     *,
     axis_index_groups: IndexGroups = None,
     axis: int = 0,
     tiled: bool = False,
-) -> Any:
+) -> Tree:
     """Collect ``x`` from all devices along ``axis_name``; every device gets all of it.
 
     all_gather: any[*s] per device -> any[n, *s] per device (equal on all)
@@ -73,14 +75,15 @@ def all_gather(
     return map_leaves(over, x, gather)
 
 
+@boundary
 def psum_scatter(
-    x: Any,
+    x: Tree,
     axis_name: AxisName,
     *,
     scatter_dimension: int = 0,
     axis_index_groups: IndexGroups = None,
     tiled: bool = False,
-) -> Any:
+) -> Tree:
     """Sum ``x`` over ``axis_name``; every device gets its own slice of the sum.
 
     psum_scatter: number[n, *s] per device -> number[*s] per device
@@ -127,15 +130,16 @@ def psum_scatter(
     return map_leaves(over, x, scatter)
 
 
+@boundary
 def all_to_all(
-    x: Any,
+    x: Tree,
     axis_name: AxisName,
     split_axis: int,
     concat_axis: int,
     *,
     axis_index_groups: IndexGroups = None,
     tiled: bool = False,
-) -> Any:
+) -> Tree:
     """Send slice k of ``x`` to device k; every device gets the slices sent to it, stacked.
 
     all_to_all: any[n, *s] per device -> any[n, *s] per device
@@ -182,9 +186,10 @@ def all_to_all(
     return map_leaves(over, x, exchange)
 
 
+@boundary
 def pswapaxes(
-    x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: IndexGroups = None
-) -> Any:
+    x: Tree, axis_name: AxisName, axis: int, *, axis_index_groups: IndexGroups = None
+) -> Tree:
     """Swap the mapped axis ``axis_name`` with the dim ``axis`` of ``x``.
 
     pswapaxes: any[n, *s] per device -> any[n, *s] per device

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 
+from torchpmap._base.boundary import boundary
+from torchpmap._base.pytree import Tree
 from torchpmap._collectives.backend import Pairs
 from torchpmap._collectives.groups import Along, Tensors, entry, gathered, pick
 from torchpmap._collectives.operands import (
@@ -30,7 +31,8 @@ from torchpmap._collectives.primitives import Permute, Scope, apply
 from torchpmap._layout.axis_stack import Axis, joined
 
 
-def ppermute(x: Any, axis_name: AxisName, perm: Iterable[tuple[int, int]]) -> Any:
+@boundary
+def ppermute(x: Tree, axis_name: AxisName, perm: Iterable[tuple[int, int]]) -> Tree:
     """Send ``x`` from device to device as ``perm`` says; a device without a sender gets zeros.
 
     ppermute: any[*s] per device -> any[*s] per device
@@ -70,7 +72,8 @@ def ppermute(x: Any, axis_name: AxisName, perm: Iterable[tuple[int, int]]) -> An
     return map_leaves(over, x, lambda xs: _route(over, pairs).run(xs))
 
 
-def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int]) -> Any:
+@boundary
+def pshuffle(x: Tree, axis_name: AxisName, perm: Sequence[int]) -> Tree:
     """Give device k the ``x`` of device ``perm[k]``.
 
     pshuffle: any[*s] per device -> any[*s] per device

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
+from torchpmap._base.boundary import boundary
+from torchpmap._base.pytree import Tree
 from torchpmap._collectives.operands import AxisName, IndexGroups, resolve
 from torchpmap._collectives.reduce import pmax, pmean, pmin, psum
 from torchpmap._layout import axis_stack
 
 
+@boundary
 def axis_size(axis_name: AxisName) -> int:
     """Return the number of devices along ``axis_name``, as a Python int.
 
@@ -39,6 +42,7 @@ def axis_size(axis_name: AxisName) -> int:
     return resolve("axis_size", axis_name, sends=False).size
 
 
+@boundary
 def axis_index(axis_name: AxisName) -> torch.Tensor:
     """Return the index of this device along ``axis_name``.
 
@@ -92,7 +96,8 @@ def axis_bound(axis_name: AxisName) -> bool:
     return all(name is not None and name in known for name in names)
 
 
-def psum_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Any:
+@boundary
+def psum_if_bound(x: Tree, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Tree:
     """Sum ``x`` over ``axis_name`` where it is bound; anywhere else, over this one device.
 
     psum_if_bound: number[*s] per device -> number[*s] per device
@@ -124,7 +129,8 @@ def psum_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups
     return _if_bound(psum, x, axis_name, axis_index_groups)
 
 
-def pmean_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Any:
+@boundary
+def pmean_if_bound(x: Tree, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Tree:
     """Average ``x`` over ``axis_name`` where it is bound; anywhere else, over this one device.
 
     pmean_if_bound: number[*s] per device -> inexact[*s] per device
@@ -146,7 +152,8 @@ def pmean_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroup
     return _if_bound(pmean, x, axis_name, axis_index_groups)
 
 
-def pmax_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Any:
+@boundary
+def pmax_if_bound(x: Tree, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Tree:
     """Take the maximum of ``x`` over ``axis_name`` where it is bound; anywhere else it is ``x``.
 
     pmax_if_bound: real[*s] per device -> real[*s] per device
@@ -167,7 +174,8 @@ def pmax_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups
     return _if_bound(pmax, x, axis_name, axis_index_groups)
 
 
-def pmin_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Any:
+@boundary
+def pmin_if_bound(x: Tree, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Tree:
     """Take the minimum of ``x`` over ``axis_name`` where it is bound; anywhere else it is ``x``.
 
     pmin_if_bound: real[*s] per device -> real[*s] per device
@@ -189,8 +197,8 @@ def pmin_if_bound(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups
 
 
 def _if_bound(
-    collective: Callable[..., Any], x: Any, axis_name: AxisName, groups: IndexGroups
-) -> Any:
+    collective: Callable[..., Tree], x: Tree, axis_name: AxisName, groups: IndexGroups
+) -> Tree:
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
     bound = tuple(name for name in names if _is_dim(name) or axis_bound(name))
     named = [name for name in bound if not _is_dim(name)]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import check_array
 from torchpmap._collectives.backend import summable
 from torchpmap._collectives.exchange import all_gather, all_to_all
@@ -21,6 +22,7 @@ from torchpmap._collectives.operands import AxisName, IndexGroups, resolve
 _TABLE = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 
 
+@boundary
 def ragged_all_to_all(
     operand: Any,
     output: Any,

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from torchpmap._base.boundary import boundary
+from torchpmap._base.pytree import Tree
 from torchpmap._collectives.backend import ReduceOp, narrowed, widened
 from torchpmap._collectives.operands import (
     NUMBERS,
@@ -30,7 +32,8 @@ from torchpmap._collectives.primitives import AllReduce, extreme
 _NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16)
 
 
-def psum(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Any:
+@boundary
+def psum(x: Tree, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Tree:
     """Sum ``x`` over the mapped axis ``axis_name``; every device gets the sum.
 
     psum: number[*s] per device -> number[*s] per device (equal on all)
@@ -80,7 +83,8 @@ def psum(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) 
     return map_leaves(over, x, total, constant)
 
 
-def pmean(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Any:
+@boundary
+def pmean(x: Tree, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Tree:
     """Average ``x`` over the mapped axis ``axis_name``; every device gets the mean.
 
     pmean: number[*s] per device -> inexact[*s] per device (equal on all)
@@ -127,7 +131,8 @@ def pmean(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None)
     return map_leaves(over, x, mean, constant)
 
 
-def pmax(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Any:
+@boundary
+def pmax(x: Tree, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Tree:
     """Take the elementwise maximum of ``x`` over ``axis_name``; every device gets it.
 
     pmax: real[*s] per device -> real[*s] per device (equal on all)
@@ -157,7 +162,8 @@ def pmax(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) 
     return _extremum("max", x, axis_name, axis_index_groups)
 
 
-def pmin(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Any:
+@boundary
+def pmin(x: Tree, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) -> Tree:
     """Take the elementwise minimum of ``x`` over ``axis_name``; every device gets it.
 
     pmin: real[*s] per device -> real[*s] per device (equal on all)
@@ -176,7 +182,8 @@ def pmin(x: Any, axis_name: AxisName, *, axis_index_groups: IndexGroups = None) 
     return _extremum("min", x, axis_name, axis_index_groups)
 
 
-def pbroadcast(x: Any, axis_name: AxisName, source: int) -> Any:
+@boundary
+def pbroadcast(x: Tree, axis_name: AxisName, source: int) -> Tree:
     """Give every device the ``x`` of device ``source``.
 
     pbroadcast: any[*s] per device -> any[*s] per device (equal on all)
@@ -254,7 +261,7 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.int32) if x.dtype in _NARROW else x
 
 
-def _extremum(op: ReduceOp, x: Any, axis_name: AxisName, groups: IndexGroups) -> Any:
+def _extremum(op: ReduceOp, x: Tree, axis_name: AxisName, groups: IndexGroups) -> Tree:
     over = resolve(f"p{op}", axis_name, groups, positional=True)
     if not over.axes and not over.dims:
         return own_values(over, x)

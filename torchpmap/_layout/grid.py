@@ -13,10 +13,11 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from torchpmap._base.devices import Device
-from torchpmap._layout.axis_stack import Axis, mesh_axes
+from torchpmap._layout.axis_stack import Axis, Partition, mesh_axes
 from torchpmap._layout.layout import (
     DEFAULT_AXIS_NAME,
     Layout,
@@ -119,6 +120,19 @@ class Grid:
         return tuple(
             axis for axis, dim in zip(axes, cut, strict=True) if dim is None and axis is not None
         )
+
+    def axes_along(self, partition: Partition) -> str:
+        """The names of the axes along which these groups of places lie: ``"rows, cols"``.  Groups
+        that are parts of lines, as ``axis_index_groups`` are, count as the whole lines.
+        """
+        sizes = self.sizes if math.prod(self.sizes) == len(self.ranks) else (len(self.ranks),)
+        dims = [
+            dim
+            for dim in range(len(sizes))
+            if any(len({np.unravel_index(k, sizes)[dim] for k in part}) > 1 for part in partition)
+        ]
+        names = [DEFAULT_AXIS_NAME if self.names[dim] is None else self.names[dim] for dim in dims]
+        return ", ".join(map(str, names))
 
     def _distinct_names(self) -> tuple[Hashable, ...]:
         """Names for a mesh; an axis without a name, or hidden by an inner axis, gets a new one."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import Device
 
 Index = tuple[slice, ...]
@@ -122,6 +123,7 @@ class Mesh:
         return f"Mesh({', '.join(f'{name!r}: {size}' for name, size in self.shape.items())})"
 
 
+@boundary
 def make_mesh(
     axis_shapes: Sequence[int], axis_names: Sequence[Hashable], *, devices: Sequence[Device]
 ) -> Mesh:

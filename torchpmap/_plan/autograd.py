@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torchpmap._base.boundary import boundary
 from torchpmap._base.torch_internals import is_grad, is_wrapped, transforms
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.derivatives import Differentiable, MappedProgram, Outputs, Tensors, is_inexact
@@ -140,6 +141,7 @@ class _Mapped(torch.autograd.Function):
         ctx.mark_non_differentiable(*(x for x in output if not is_inexact(x.dtype)))
 
     @staticmethod
+    @boundary
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         tensors = ctx.saved_tensors
         wanted = tuple(

@@ -143,14 +143,16 @@ class Differentiable:
             self._pairs[wanted] = None
             # a function without a derivative may still run: ``backward()`` raises the error
             with contextlib.suppress(RuntimeError, NotImplementedError):
-                self._pairs[wanted] = lower_pair(self.target, body, layouts, *numbers)
+                target = self.target.of_derivative
+                self._pairs[wanted] = lower_pair(target, body, layouts, *numbers)
         return self._pairs[wanted]
 
     def _derive(
         self, key: Any, body: Callable[[], Body], layouts: Sequence[Layout]
     ) -> Differentiable:
         if key not in self._derived:
-            self._derived[key] = Differentiable(self.target, body(), layouts)
+            target = self.target if key[0] == "batched" else self.target.of_derivative
+            self._derived[key] = Differentiable(target, body(), layouts)
             self._derived[key].keys = self.keys
         return self._derived[key]
 

@@ -6,14 +6,18 @@ A *body* is what one device does, as a function of its blocks: a ``Program``, or
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from torchpmap._base import log
 from torchpmap._base.ambient import Ambient, applied, for_graph, in_force
+from torchpmap._base.busy import waiting
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import warn
 from torchpmap._base.pytree import flatten
@@ -29,9 +33,15 @@ from torchpmap._trace.custom_ops import Implementations
 from torchpmap._trace.escaped import EscapeWatch
 from torchpmap._trace.program import Outcome, no_stream
 from torchpmap._trace.toolchain import missing_compiler
-from torchpmap._trace.trace import Traced, TracedInput, trace
+from torchpmap._trace.trace import Traced, TracedInput, Untraceable, trace
 
 Body = Callable[[Sequence[torch.Tensor], Axis], Outcome]
+
+
+def during(name: str) -> AbstractContextManager[None]:
+    """What is entered around tracing the function ``name``; a profiler replaces it."""
+    return nullcontext()
+
 
 _plan_ids = itertools.count(1)
 _missing_compiler_warned = False
@@ -51,6 +61,20 @@ class Target:
     ambient: Ambient
     """The settings of torch around the call; also for what is traced later, in a backward pass."""
     timeout: float | None = None
+    what: str = ""
+    """What is traced, as notes and logs name it: "`step`", "a derivative of `step`"."""
+    arguments: str = ""
+    """Its arguments, as the function sees them: "argument x float32[64, 10]"."""
+
+    @property
+    def described(self) -> str:
+        """As logs name it."""
+        return f"{self.what} ({self.arguments})" if self.arguments else self.what
+
+    @property
+    def of_derivative(self) -> Target:
+        """The target for a derivative of what is traced for this one."""
+        return replace(self, what=f"a derivative of {self.what}")
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -107,7 +131,9 @@ def lower(
     return Plan(
         definition=definition,
         groups=_groups(target, traced),
+        axes=_axes(target, traced),
         prefix=target.prefix,
+        described=target.described,
         team=target.team,
         captured=captured,
         pinned=tuple(map(Pinned, pinned)),
@@ -147,7 +173,9 @@ def lower_pair(
         return Plan(
             definition=_definition(target, graph, inputs, kinds, uses_index),
             groups=_groups(target, traced),
+            axes=_axes(target, traced),
             prefix=target.prefix,
+            described=target.described,
             team=target.team,
             captured=(),
             pinned=(),
@@ -187,8 +215,9 @@ def _trace(
         TracedInput(layout.block_shape, layout.dtype, not target.grid.is_same(layout))
         for layout in layouts
     ]
+    begin = time.monotonic()
     try:
-        with applied(target.ambient):
+        with _tracing(target):
             traced = trace(
                 demands,
                 inputs,
@@ -207,7 +236,27 @@ def _trace(
     if traced.random is not None:
         raise NotImplementedError(no_stream(target.prefix, f"with {traced.random}"))
     (outcome,) = outcomes
+    if log.is_heard():
+        lowering = time.monotonic() - begin - traced.seconds
+        stages = "traced %s in %.3f s, lowered in %.3f s"
+        log.tell(stages, target.described, traced.seconds, lowering)
     return traced, outcome, requires_grad
+
+
+@contextlib.contextmanager
+def _tracing(target: Target) -> Iterator[None]:
+    """A block that traces: the user sees that it takes long, and an error tells where it arose."""
+    what = f"tracing {target.described}"
+    try:
+        with applied(target.ambient), during(target.name), waiting(what):
+            yield
+    except Untraceable:  # a verdict, which may be no error
+        raise
+    except Exception as error:
+        with contextlib.suppress(Exception):  # the class may refuse notes
+            where = ": ".join(filter(None, (target.what, target.arguments)))
+            error.add_note(f"while tracing {where}")
+        raise
 
 
 def _definition(
@@ -243,6 +292,15 @@ def _groups(target: Target, traced: Traced) -> dict[str, Partition]:
     return {target.group: (ranks,)} | {
         name: tuple(tuple(ranks[k] for k in part) for part in partition)
         for name, partition in traced.groups.items()
+    }
+
+
+def _axes(target: Target, traced: Traced) -> dict[str, str]:
+    grid = target.grid
+    whole = (tuple(range(len(target.ranks))),)
+    return {
+        name: grid.axes_along(partition)
+        for name, partition in {target.group: whole, **traced.groups}.items()
     }
 
 

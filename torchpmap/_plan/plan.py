@@ -9,6 +9,7 @@ A ``Plan`` belongs to one runtime; dropping it makes the workers forget it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,10 +18,12 @@ import torch
 
 from torchpmap._base.config import config
 from torchpmap._base.contents import Contents, ReadProperty
+from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Structure
 from torchpmap._layout.axis_stack import Partition
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle, Team
+from torchpmap._runtime.defining import define
 from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.tensor import ShardedTensor, gather
 from torchpmap._trace.compile import Definition
@@ -112,6 +115,10 @@ class Pinned:
         return getattr(self._tensor, "_handle", None) is self._handle
 
 
+defined: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+"""The plans that devices know, by their ids."""
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What one call runs on a team of devices, which compile it when it first runs."""
@@ -119,8 +126,12 @@ class Plan:
     definition: Definition
     groups: dict[str, Partition]
     """The process groups it uses: name -> ranks."""
+    axes: dict[str, str]
+    """The names of the axes that each of these groups runs along."""
     prefix: str
     """The call as messages name it."""
+    described: str
+    """What it computes, and of which arguments, as logs name it."""
     team: Team
     captured: tuple[Captured, ...]
     pinned: tuple[Pinned, ...]
@@ -155,6 +166,22 @@ class Plan:
         if self.captured and not all(map(Captured.fits, self.captured)):
             return False
         return not self.pinned or all(map(Pinned.holds, self.pinned))
+
+    def broken_by(self) -> str:
+        """Why it does not hold, as logs say it."""
+        for captured in self.captured:
+            if not captured.fits():
+                now, layout = captured.tensor, captured.layout
+                return (
+                    f"a tensor that it closes over is {kind_of(now.shape, now.dtype)} "
+                    f"(requires_grad={now.requires_grad}), and was "
+                    f"{kind_of(layout.shape, layout.dtype)}"
+                )
+        if not all(map(Pinned.holds, self.pinned)):
+            return "a value that it read of a tensor (.item(), .numpy()) has changed"
+        if self.implementations is not None and self.implementations.changed():
+            return "an operation of yours (torch.library) has changed"
+        return "it closes over tensors that a transform around the call is tracing"
 
     @property
     def has_final_outputs(self) -> bool:
@@ -200,8 +227,9 @@ class Plan:
     def define(self) -> None:
         """Make the workers compile the plan, if they have not."""
         if self.undefined:
-            self.team.runtime.define(self.team, self.definition, self.groups)
+            define(self.team, self.definition, self.groups, self.described)
             self.undefined.clear()
+            defined[self.definition.plan_id] = self
 
     def _checked(self, handles: list[Handle]) -> list[tuple[Layout, Handle]]:
         outputs = list(zip(self.outputs, handles))  # noqa: B905 - residuals are left out

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchpmap._runtime.groups.process_groups import RankPartition
     from torchpmap._runtime.task import Report, Task
     from torchpmap._runtime.torchrun.rendezvous import Rendezvous
-    from torchpmap._trace.compile import Definition
+    from torchpmap._trace.compile import CompileReport, Definition
 
 
 T = TypeVar("T")
@@ -86,9 +86,11 @@ class Runtime(Protocol):
     def put(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
         """Store one CPU tensor per rank of the team."""
 
-    def define(self, team: Team, definition: Definition, groups: dict[str, RankPartition]) -> None:
+    def define(
+        self, team: Team, definition: Definition, groups: dict[str, RankPartition]
+    ) -> CompileReport:
         """Compile a plan: one rank compiles it, then the others load the result.  Returns when the
-        first rank is done.
+        first rank is done, with its report.
         """
 
     def make_groups(self, groups: dict[str, RankPartition]) -> None:
@@ -152,6 +154,9 @@ class JobRuntime(Runtime, Protocol):
 
     def together(self, work: Callable[[Rendezvous], T]) -> T:
         """Run work that needs all processes and calls no plan; it fails as a call does."""
+
+    def plan_name(self, plan_id: int) -> str:
+        """Name of a plan in messages."""
 
     def group_of_all(self) -> str:
         """Name of a process group of all processes, which carries CPU tensors."""

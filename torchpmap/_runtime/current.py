@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from torchpmap._base import ending
+from torchpmap._base.boundary import boundary
 from torchpmap._base.config import Config, config
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import (
@@ -38,9 +39,10 @@ _planned: tuple[Device, ...] | None = None
 _place: JobPlace | None = None  # of this process, if _planned are the devices of several
 
 
+@boundary
 def init(num_devices: int | None = None, device_type: str | None = None) -> None:
-    """Choose the devices and start their workers; a running pool of another size or kind is ended
-    first.
+    """Choose the devices; a running pool of another size or kind is ended first.  Workers start
+    with the first value or call.
 
     Calling it is optional: the first use of torchpmap does the same with defaults.  Values of an
     ended pool are gone.
@@ -80,6 +82,7 @@ def init(num_devices: int | None = None, device_type: str | None = None) -> None
             _start(wanted)
 
 
+@boundary
 def shutdown() -> None:
     """End the workers; idempotent, and done at exit if it is not called.  The next use starts a new
     pool.
@@ -174,6 +177,16 @@ def _start(wanted: tuple[Device, ...]) -> None:
     atexit.register(_end)
 
 
+def expect_compiling() -> None:
+    """Let workers that are started from now on have the compiler in memory: that takes longer, but
+    once for all of them.
+    """
+    if not inline_mode.active():
+        from torchpmap._runtime.local.forkserver import server
+
+        server.expect_compiling()
+
+
 def _preload() -> None:
     """Let the fork server's imports begin, unless no workers will be needed."""
     if _place is None and not inline_mode.active():
@@ -210,6 +223,7 @@ def _wanted_place(settings: Config) -> JobPlace | None:
     return place
 
 
+@boundary
 def devices(backend: str | None = None) -> list[Device]:
     """Return all devices, in the order in which axis indices are given to them.
 
@@ -251,6 +265,7 @@ def check_devices(chosen: Iterable[Device]) -> None:
             )
 
 
+@boundary
 def local_devices(process_index: int | None = None, backend: str | None = None) -> list[Device]:
     """Return the devices of one controller process (this one by default); with one controller, all
     of them.
@@ -278,6 +293,7 @@ def _own_index() -> int:
     return 0 if _place is None else _place.rank
 
 
+@boundary
 def device_count(backend: str | None = None) -> int:
     """Return the number of devices.
 
@@ -286,6 +302,7 @@ def device_count(backend: str | None = None) -> int:
     return len(devices(backend))
 
 
+@boundary
 def local_device_count(backend: str | None = None) -> int:
     """Return the number of devices of this controller process.
 
@@ -294,6 +311,7 @@ def local_device_count(backend: str | None = None) -> int:
     return len(local_devices(None, backend))
 
 
+@boundary
 def process_index(backend: str | None = None) -> int:
     """Return the number of this controller process: its rank, if a launcher started several; else
     0.
@@ -304,6 +322,7 @@ def process_index(backend: str | None = None) -> int:
     return _own_index()
 
 
+@boundary
 def process_count(backend: str | None = None) -> int:
     """Return the number of controller processes: 1, unless a launcher started several.
 
@@ -312,6 +331,7 @@ def process_count(backend: str | None = None) -> int:
     return len({device.process_index for device in devices(backend)})
 
 
+@boundary
 def default_backend() -> str:
     """Return the kind of the devices in use, ``"cpu"`` or ``"cuda"``.
 

@@ -1,16 +1,35 @@
-"""Tasks: Python code that each rank of a team runs on its own blocks, for an uncompiled call or for
-its part of a checkpoint.
+"""Tasks: Python code that each rank of a team runs on its own blocks: an uncompiled call, its part
+of a checkpoint, a question about the rank itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from torchpmap._runtime.groups.process_groups import RankPartition
+
+
+class Usage(NamedTuple):
+    """Memory of a rank."""
+
+    value_bytes: int
+    """Of all values that it stores; memory that several share counts once."""
+    shared_bytes: int
+    """Of the host, shared with the controller."""
+
+
+def bytes_held(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory behind tensors, each once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+Handler = Callable[[int, int], None]
+"""Of a command: its number and its length."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +44,13 @@ class Rank:
     """This rank's place in ``ranks``, on its device."""
     ensure_group: Callable[[str, RankPartition], None]
     """Makes process groups of parts of ``ranks``; all of them must call it."""
+    usage: Callable[[], Usage] = lambda: Usage(0, 0)
+    """What it holds now."""
+    handlers: dict[int, Handler] = field(default_factory=dict)
+    """What it calls for each kind of command (see ``wire``): a profiler replaces them for a while.
+    """
+    doing: Callable[[], str] = str
+    """What it does now, or did last, in words."""
 
 
 class Report(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -43,25 +43,24 @@ def slotted(
     named: dict[str, Any], operands: Sequence[Any], slots: frozenset[str]
 ) -> dict[str, Any]:
     """The arguments with a ``Slot`` for every operand."""
-    positions = iter(range(len(operands)))
-    remaining = iter(operands)
-    upcoming = next(remaining, None)
-
-    def slot(value: Any, is_number: bool) -> Any:
-        nonlocal upcoming
-        if isinstance(value, torch.Tensor) or (is_number and value is upcoming):
-            assert value is upcoming
-            upcoming = next(remaining, None)
-            return Slot(next(positions))
-        if isinstance(value, list | tuple):
-            return [slot(item, False) for item in value]
-        return value
-
+    waiting = list(enumerate(operands))[::-1]
     numbers = (bool, int, float, complex)
     return {
-        name: slot(value, name in slots and isinstance(value, numbers))
+        name: _slot(value, name in slots and isinstance(value, numbers), waiting)
         for name, value in named.items()
     }
+
+
+def _slot(value: Any, is_number: bool, waiting: list[tuple[int, Any]]) -> Any:
+    """``waiting``: the operands that have no slot yet, the next one last."""
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor or (is_number and waiting and value is waiting[-1][1]):
+        position, operand = waiting.pop()
+        assert value is operand
+        return Slot(position)
+    if isinstance(value, list | tuple):
+        return [_slot(item, False, waiting) for item in value]
+    return value
 
 
 def plain(func: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -80,15 +79,15 @@ def plain(func: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def filled(arguments: dict[str, Any], values: Sequence[Any]) -> dict[str, Any]:
     """The arguments with ``values`` for the operands."""
+    return {name: _fill(value, values) for name, value in arguments.items()}
 
-    def fill(value: Any) -> Any:
-        if isinstance(value, Slot):
-            return values[value.position]
-        if isinstance(value, list):
-            return [fill(item) for item in value]
-        return value
 
-    return {name: fill(value) for name, value in arguments.items()}
+def _fill(value: Any, values: Sequence[Any]) -> Any:
+    if isinstance(value, Slot):
+        return values[value.position]
+    if isinstance(value, list):
+        return [_fill(item, values) for item in value]
+    return value
 
 
 def positional(func: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -184,14 +183,13 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[A
 
 def occurrences(kind: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors of ``kind`` among the arguments, each as often as it is given."""
-    found: list[Any] = []
+    return list(_occurrences(kind, [*args, *kwargs.values()]))
 
-    def visit(value: Any) -> None:
+
+# a nested function that calls itself would keep the tensors until Python collects garbage
+def _occurrences(kind: Any, values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
         if type(value) is kind:
-            found.append(value)
+            yield value
         elif isinstance(value, list | tuple):
-            for item in value:
-                visit(item)
-
-    visit([*args, *kwargs.values()])
-    return found
+            yield from _occurrences(kind, value)

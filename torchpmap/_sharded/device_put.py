@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import numpy as np
 import torch
 
+from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import check_array
-from torchpmap._base.pytree import flatten
+from torchpmap._base.pytree import Tree, flatten
 from torchpmap._base.torch_internals import innermost
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._layout.mesh import NamedSharding
@@ -30,8 +31,17 @@ from torchpmap._sharded.transfer import (
 )
 from torchpmap._trace.escaped import Escaped
 
+Placement = Device | Sequence[Device] | NamedSharding | None
+Number = complex | np.ndarray[Any, Any] | np.generic
+"""Leaves that are tensors once they are on a device (``complex``: any Python number)."""
 
-def device_put(x: Any, device: Device | Sequence[Device] | NamedSharding | None = None) -> Any:
+
+@overload
+def device_put(x: Number, device: Placement = None) -> torch.Tensor: ...
+@overload
+def device_put(x: Tree, device: Placement = None) -> Tree: ...
+@boundary
+def device_put(x: Any, device: Placement = None) -> Any:
     """Return ``x`` on the devices, as ShardedTensors.
 
     device_put: T[*s] on the host -> T[*s] on the devices (dtypes are kept)
@@ -76,7 +86,7 @@ def device_put(x: Any, device: Device | Sequence[Device] | NamedSharding | None 
             )
         return row_layout(shape, dtype, target, 0, None)
 
-    return _map(x, layout)
+    return put_as(x, layout)
 
 
 def _target(device: Any) -> Device | tuple[Device, ...] | NamedSharding:
@@ -97,9 +107,15 @@ def _target(device: Any) -> Device | tuple[Device, ...] | NamedSharding:
     )
 
 
-def _map(tree: Any, layout: Any) -> Any:
+def put_as(
+    tree: Any, layout: Callable[[tuple[int, ...], torch.dtype, str], Layout], name: str = "x"
+) -> Any:
+    """A tree on the devices; ``layout`` says where a leaf of a shape and dtype, at a path, goes.
+
+    ``name``: of the tree, in messages.
+    """
     leaves, structure = flatten(tree)
-    paths = structure.paths("x")
+    paths = structure.paths(name)
     values = [
         leaf if leaf is None or isinstance(leaf, torch.Tensor) else _host(leaf, path)
         for leaf, path in zip(leaves, paths, strict=True)
@@ -199,6 +215,11 @@ def _host(leaf: Any, path: str) -> torch.Tensor:
     raise TypeError(f"{path} has type {type(leaf).__name__}, which cannot be put on a device.")
 
 
+@overload
+def device_put_sharded(shards: Sequence[Number], devices: Sequence[Device]) -> torch.Tensor: ...
+@overload
+def device_put_sharded(shards: Sequence[Tree], devices: Sequence[Device]) -> Tree: ...
+@boundary
 def device_put_sharded(shards: Sequence[Any], devices: Sequence[Device]) -> Any:
     """Return a list of per-device values as ShardedTensors: value k becomes row k, on the k-th
     device.
@@ -272,6 +293,11 @@ def _put_rows(layout: Layout, rows: Sequence[torch.Tensor]) -> torch.Tensor:
     return make_sharded(layout, team.runtime.put(team, [row.unsqueeze(0) for row in rows]))
 
 
+@overload
+def device_put_replicated(x: Number, devices: Sequence[Device]) -> torch.Tensor: ...
+@overload
+def device_put_replicated(x: Tree, devices: Sequence[Device]) -> Tree: ...
+@boundary
 def device_put_replicated(x: Any, devices: Sequence[Device]) -> Any:
     """Return ``x`` with a new leading dim of one equal row per device.
 
@@ -292,34 +318,16 @@ def device_put_replicated(x: Any, devices: Sequence[Device]) -> Any:
     return device_put_sharded([x] * len(devices), devices)
 
 
-def replicate(x: Any, devices: Sequence[Device] | None = None) -> Any:
-    """Return ``x`` with an equal copy on every device and no new dim; pass it on with
-    ``in_axes=None``.
-
-    replicate: T[*s] -> T[*s] on every device
-
-    Args:
-        x: tensor, array, number or a pytree of them.
-        devices: default: all.
-
-    Example:
-        >>> import torch, torchpmap as tp
-        >>> w = tp.replicate(torch.tensor([1.0, 2.0]))
-        >>> w
-        ShardedTensor([1., 2.], replicated on cpu:0 cpu:1 cpu:2 cpu:3)
-        >>> tp.pmap(lambda w, x: w.sum() * x, in_axes=(None, 0))(w, torch.arange(4.0)).tolist()
-        [0.0, 3.0, 6.0, 9.0]
-
-    Source: ``flax.jax_utils.replicate``, which adds a leading dim instead: that is
-        ``device_put_replicated``.
-    """
+def replicate(x: Any, devices: Sequence[Device] | None = None, name: str = "x") -> Any:
+    """``torchpmap.replicate`` of a tree of tensors, arrays and numbers."""
     refuse_inside("replicate")
     chosen = tuple(all_devices() if devices is None else devices)
     check_devices(chosen)
-    return _map(x, lambda shape, dtype, path: replicated_layout(shape, dtype, chosen))
+    return put_as(x, lambda shape, dtype, path: replicated_layout(shape, dtype, chosen), name)
 
 
-def unreplicate(x: Any) -> Any:
+@boundary
+def unreplicate(x: Tree) -> Tree:
     """Return the first device's value of every leaf, as plain CPU tensors.
 
     unreplicate: replicated T[*s] -> T[*s];  stacked T[n, *s] -> T[*s] (row 0)
@@ -350,6 +358,7 @@ def unreplicate(x: Any) -> Any:
     return structure.unflatten([first(leaf) for leaf in leaves])
 
 
+@boundary
 def device_get(x: Any) -> Any:
     """Return a pytree with every ShardedTensor fetched to the host; other leaves are left alone.
 
@@ -377,7 +386,8 @@ def device_get(x: Any) -> Any:
     return structure.unflatten([fetch(leaf) for leaf in leaves])
 
 
-def block_until_ready(x: Any) -> Any:
+@boundary
+def block_until_ready(x: Tree) -> Tree:
     """Wait until every ShardedTensor in a pytree is computed; returns the pytree.
 
     Raises:

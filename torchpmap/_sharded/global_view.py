@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._base.pytree import flatten
+from torchpmap._base.boundary import boundary
+from torchpmap._base.pytree import Tree, flatten
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec
 from torchpmap._runtime.current import devices as all_devices
@@ -30,7 +31,8 @@ from torchpmap._sharded.transfer import (
 )
 
 
-def global_view(x: Any) -> Any:
+@boundary
+def global_view(x: Tree) -> Tree:
     """Return the rows of all processes as one value that spans them; every process must call it.
 
     global_view: [k, *s] in each of n processes -> [n*k, *s] over all devices
@@ -60,7 +62,8 @@ def global_view(x: Any) -> Any:
     )
 
 
-def local_view(x: Any) -> Any:
+@boundary
+def local_view(x: Tree) -> Tree:
     """Return the rows of this process of values that span processes; the inverse of
     ``global_view``.
 
@@ -142,6 +145,7 @@ def _stored(layout: Layout, value: torch.Tensor) -> ShardedTensor:
 # -- DTensor ---------------------------------------------------------------------------------------
 
 
+@boundary
 def to_dtensor(x: ShardedTensor) -> Any:
     """Return a ``torch.distributed.tensor.DTensor`` of the same blocks on the same mesh; every
     process must call it.
@@ -187,6 +191,7 @@ def to_dtensor(x: ShardedTensor) -> Any:
     )
 
 
+@boundary
 def from_dtensor(x: Any) -> ShardedTensor:
     """Return a ShardedTensor with the blocks and the mesh of a DTensor.
 

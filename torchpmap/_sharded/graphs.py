@@ -7,7 +7,6 @@ nothing to trace.  Running it on meta blocks shows that blocks come out as the l
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,47 +32,13 @@ from torchpmap._sharded.arguments import (
     written_slots,
 )
 from torchpmap._sharded.blocks import combined, own_block, stored
+from torchpmap._sharded.layers import INSTEAD, run_on_blocks
 from torchpmap._sharded.rules.signature import Call, Operand, Placement, placement_of
 from torchpmap._sharded.rules.table import rule_of
+from torchpmap._sharded.unforeseen import ROUNDED, has_unforeseen_results, is_random, name_of
 from torchpmap._trace.compile import EAGER, Definition
 
 _aten = torch.ops.aten
-
-_ROUNDED = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.complex32: torch.complex64,
-}
-"""Dtypes with too few digits for partial results, and the dtypes that these get instead."""
-
-_UNFORESEEN = frozenset(
-    [
-        "_batch_norm_no_update",
-        "_embedding_bag",
-        "_embedding_bag_forward_only",
-        "_native_batch_norm_legit",
-        "_native_batch_norm_legit_no_training",
-        "mkldnn_rnn_layer",
-        "mkldnn_rnn_layer_backward",
-        "native_batch_norm",
-    ]
-)
-"""Operations that run on the host, because on the CPU their results are undefined or have other
-shapes than on meta tensors.
-
-The list is complete for the operations in the tests of torch 2.13 (``op_db``) and in ``nn.LSTM``.
-A batch norm runs on the host only if it does not train.
-"""
-
-_ROUNDING_STATISTICS = frozenset(
-    [
-        "_batch_norm_with_update",
-        "_native_batch_norm_legit",
-        "native_batch_norm",
-        "native_layer_norm",
-    ]
-)
-"""The same if all operands are in half precision: only the CPU rounds the statistics to it."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +51,7 @@ class Blueprint:
     """Where an operand on the host goes; None for a Python number."""
     outputs: tuple[Layout, ...]
     written: tuple[int, ...]
-    """If the operation writes: per output, the operand whose new value it is."""
+    """If the operation writes: of the first outputs, the operands whose new values they are."""
     leaves: tuple[int | None, ...]
     """Output number, or None, per leaf of what the operation returns."""
     spec: TreeSpec
@@ -142,10 +107,10 @@ def blueprint(
     ranks = present[0].ranks
     if any(x.ranks != ranks or not (x.is_replicated or x.dim is not None) for x in present):
         raise Unsupported
-    if _is_random(func):
+    if is_random(func, named):
         raise Unsupported
     func, arguments = plain(func, slotted(named, operands, slots))
-    if _has_unforeseen_results(func, named, operands, present[0]):
+    if has_unforeseen_results(func, named, operands, present[0]):
         raise Unsupported
     trial = _try(func, arguments, operands)
     call = _described(func, arguments, trial, layouts, len(ranks))
@@ -165,6 +130,9 @@ class _Trial:
     leaves: tuple[int | None, ...]
     spec: TreeSpec
     results: tuple[torch.Tensor, ...]
+    """The new tensors, or what was written if there are none."""
+
+    makes_new: bool
 
 
 def _try(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> _Trial:
@@ -184,24 +152,24 @@ def _try(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> _Tria
                 f"{func} would change the shape or dtype of a ShardedTensor in place; use the "
                 "out-of-place operation."
             )
-    if written:
-        places = {id(values[position]): k for k, position in enumerate(written)}
-        if any(leaf is not None and id(leaf) not in places for leaf in leaves):
-            raise Unsupported
-        numbers_of = tuple(None if leaf is None else places[id(leaf)] for leaf in leaves)
-        return _Trial(values, written, numbers_of, spec, tuple(values[k] for k in written))
-    results = tuple(leaf for leaf in leaves if leaf is not None)
-    if not results:
+    places = {id(values[position]): k for k, position in enumerate(written)}
+    results = tuple(leaf for leaf in leaves if leaf is not None and id(leaf) not in places)
+    if not (results or written) or (results and written and name_of(func) not in INSTEAD):
         raise Unsupported
-    count = itertools.count()
-    numbers_of = tuple(None if leaf is None else next(count) for leaf in leaves)
-    return _Trial(values, (), numbers_of, spec, results)
+    places |= {id(leaf): len(written) + k for k, leaf in enumerate(results)}
+    numbers_of = tuple(None if leaf is None else places[id(leaf)] for leaf in leaves)
+    written_ones = tuple(values[k] for k in written)
+    return _Trial(values, written, numbers_of, spec, results or written_ones, bool(results))
 
 
 def _on_meta(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> Any:
     with outside_modes(), torch.no_grad():
         try:
-            return call(func, filled(arguments, values))
+            given = filled(arguments, values)
+            if name_of(func) in INSTEAD:
+                args, _ = positional(func, given)
+                return run_on_blocks(name_of(func), 1, "", *args)
+            return call(func, given)
         except NotImplementedError:
             raise Unsupported from None
         except Exception as error:
@@ -289,6 +257,9 @@ class _Drawing:
         self.model = (cut_ones or ([prefer] if prefer is not None else present))[0]
         self.ranks = self.model.ranks
         self.group = group_name(self.ranks)
+        self.instead = name_of(func) in INSTEAD
+        cut = any(dim is not None for dim in placement.operands.values())
+        self.parts = len(self.ranks) if cut else 1
         self.graph = torch.fx.Graph()
         self.index = self.graph.placeholder("index")
         self.outputs = self._output_layouts()
@@ -302,7 +273,9 @@ class _Drawing:
         uses_index = bool(self.index.users)
         if not uses_index:
             self.graph.erase_node(self.index)
-        collective = any(kind not in (None, "equal") for kind in self.placement.combine)
+        collective = self.parts > 1 and (
+            self.instead or any(kind not in (None, "equal") for kind in self.placement.combine)
+        )
         several = len(self.ranks) > 1
         integers = any(
             isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex())
@@ -335,12 +308,15 @@ class _Drawing:
     # -- layouts
 
     def _output_layouts(self) -> tuple[Layout, ...]:
+        written: tuple[Layout, ...] = ()
         if self.trial.written:
             kept = [self.layouts[position] for position in self.trial.written]
             if any(layout is None for layout in kept):
                 raise Unsupported  # it writes to a tensor on the host
-            return tuple(layout for layout in kept if layout is not None)
-        return tuple(
+            written = tuple(layout for layout in kept if layout is not None)
+            if not self.trial.makes_new:
+                return written
+        return written + tuple(
             self._layout(result.shape, result.dtype, dim)
             for result, dim in zip(self.trial.results, self.placement.results, strict=True)
         )
@@ -393,7 +369,7 @@ class _Drawing:
             len(self.ranks) > 1
             and not self.trial.written
             and any(
-                result.dtype in _ROUNDED and kind not in (None, "equal", "max", "min")
+                result.dtype in ROUNDED and kind not in (None, "equal", "max", "min")
                 for result, kind in kinds
             )
         )
@@ -410,7 +386,7 @@ class _Drawing:
             made = _masked(_on_meta(func, arguments, blocks), arguments)
         except Exception as error:
             raise Unsupported from error
-        if self.trial.written:
+        if not self.trial.makes_new:
             made = [blocks[position] for position in self.trial.written]
         leaves = [leaf for leaf in tree_leaves(made) if leaf is not None]
         expected = [
@@ -421,7 +397,7 @@ class _Drawing:
             raise Unsupported
 
     def _result_dims(self) -> Sequence[int | None]:
-        if self.trial.written:
+        if not self.trial.makes_new:
             return [self.placement.operands[position] for position in self.trial.written]
         return self.placement.results
 
@@ -445,12 +421,16 @@ class _Drawing:
 
     def _results(self, blocks: Sequence[Any]) -> list[torch.fx.Node]:
         func, arguments = self._block_call()
-        if self._rounds_parts and arguments.get("dtype") in _ROUNDED:
-            arguments = arguments | {"dtype": _ROUNDED[arguments["dtype"]]}
+        if self._rounds_parts and arguments.get("dtype") in ROUNDED:
+            arguments = arguments | {"dtype": ROUNDED[arguments["dtype"]]}
         args, kwargs = positional(func, filled(arguments, blocks))
+        if self.instead:
+            args = (name_of(func), self.parts, self.group, *args)
+            func = run_on_blocks
         node = self.graph.call_function(func, args, kwargs)
-        if self.trial.written:
-            return [blocks[position] for position in self.trial.written]
+        written = [blocks[position] for position in self.trial.written]
+        if not self.trial.makes_new:
+            return written
         parts = [node]
         if not self.trial.spec.is_leaf():
             parts = [
@@ -469,29 +449,11 @@ class _Drawing:
             for part, kind in zip(parts, self.placement.combine, strict=True)
         ]
         if not self._rounds_parts:
-            return results
+            return written + results
         return [
             self.graph.call_function(_aten.to.dtype, (node, result.dtype))
             for node, result in zip(results, self.trial.results, strict=True)
         ]
-
-
-def _has_unforeseen_results(
-    func: Any, named: dict[str, Any], operands: Sequence[Any], layout: Layout
-) -> bool:
-    """Whether a call on meta tensors does not show what the call on devices returns."""
-    name = func._schema.name.removeprefix("aten::")
-    if name in _UNFORESEEN and named.get("training") is not True:
-        return True
-    on_cpu = layout.devices[0].platform == "cpu"
-    dtypes = {x.dtype for x in operands if isinstance(x, torch.Tensor)}
-    return name in _ROUNDING_STATISTICS and on_cpu and dtypes <= _ROUNDED.keys()
-
-
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags or any(
-        argument.name == "generator" for argument in func._schema.arguments
-    )
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torchpmap._layout.layout import spread_layout
 from torchpmap._sharded.arguments import occurrences
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.strides import strides_of_results
-from torchpmap._sharded.transfer import store
+from torchpmap._sharded.transfer import check_equal_everywhere, places_here, store
 from torchpmap._sharded.views import Make, host_copies, link_view, share_values, write
 
 
@@ -32,12 +32,18 @@ def run_on_host(
 ) -> Any:
     """Run an operation on tensors of class ``kind``; it writes to ``targets``, some of these."""
     operands = list({id(x): x for x in occurrences(kind, args, kwargs)}.values())
+    if func in _RANDOM and len(operands) == 1:
+        return _filled(make, func, *operands, *args[1:], **kwargs)
     if func is not torch.ops.aten._local_scalar_dense.default:
         note_gather(func, sum(operand.nbytes for operand in operands))
-    if share_values(targets, operands):
-        copies = host_copies(operands)
-    else:
-        copies = [_copy(operand) for operand in operands]
+    try:
+        if share_values(targets, operands):
+            copies = host_copies(operands)
+        else:
+            copies = [_copy(operand) for operand in operands]
+    except RuntimeError as error:
+        error.add_note(f"{func} needs whole values here: the devices cannot run it on their blocks")
+        raise
     gathered = {id(x): copy for x, copy in zip(operands, copies, strict=True)}
     host_args, host_kwargs = tree_map(lambda value: gathered.get(id(value), value), (args, kwargs))
     result = func(*host_args, **host_kwargs)
@@ -46,6 +52,28 @@ def run_on_host(
         originals = {id(gathered[id(target)]): target for target in targets}
         return tree_map(lambda value: originals.get(id(value), value), result)
     return _view_of(make, args[0], func, args[1:], result) if func.is_view else result
+
+
+_RANDOM = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in (
+        *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_"),
+        *("random_", "uniform_"),
+    )
+    for overload in getattr(torch.ops.aten, name).overloads()
+)
+"""They write random numbers whatever was there before, so nothing is fetched."""
+
+
+def _filled(make: Make, func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Random numbers are drawn in this process, so they are the same on any number of devices."""
+    layout = target._alive()[0]
+    host = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device="cpu")
+    func(host, *args, **kwargs)
+    if layout.is_replicated and len(places_here(layout)) < len(layout.devices):
+        check_equal_everywhere({f"what {func} draws": host})
+    write(target, store(layout, host), make)
+    return target
 
 
 def _copy(operand: Any) -> torch.Tensor:

@@ -22,9 +22,11 @@ from typing import Any
 import torch
 
 from torchpmap._base.ambient import ambient, keyed
+from torchpmap._base.errors import kind_of
 from torchpmap._base.torch_internals import in_backward
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle, Runtime, Team
+from torchpmap._runtime.defining import define
 from torchpmap._sharded.arguments import Unsupported, facts_of
 from torchpmap._sharded.graphs import Blueprint, blueprint
 from torchpmap._sharded.transfer import store_on
@@ -200,7 +202,8 @@ def _prepare(
         made.check_numbers(scan.operands)
     team = known.runtime.team(made.definition.ranks)
     definition = replace(made.definition, plan_id=next(_ids), ambient=ambient())
-    known.runtime.define(team, definition, made.groups)
+    shapes = ", ".join(kind_of(layout.shape, layout.dtype) for layout in made.inputs if layout)
+    define(team, definition, made.groups, f"{func} of ShardedTensors {shapes}")
     keeps_order = len(made.outputs) == 1 and facts_of(func).keeps_order
     return Operation(definition.plan_id, team, made, keeps_order)
 

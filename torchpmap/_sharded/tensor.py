@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpmap._base.boundary import bounded
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, kind_of
 from torchpmap._base.torch_internals import (
@@ -29,7 +30,6 @@ from torchpmap._base.torch_internals import (
     new_wrapper,
     no_torch_function,
     num_modes,
-    parse_to,
     untraced,
 )
 from torchpmap._layout.layout import Layout, Shard
@@ -41,6 +41,7 @@ from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.host import ToHost, is_recorded, run_on_host
 from torchpmap._sharded.memory import CPU, STRIDED, Remote
 from torchpmap._sharded.operations import Operation, operation_for, start
+from torchpmap._sharded.shown import html_of, text_of
 from torchpmap._sharded.strides import (
     QUESTIONS,
     RESHAPING,
@@ -69,11 +70,9 @@ _ABOUT_MEMORY = frozenset({*_SHARING, *QUESTIONS, *RESHAPING, _aten.as_strided.d
 
 _ANY_FORMAT = (None, torch.contiguous_format, torch.preserve_format)
 
-_REPR_MOVES_UP_TO = 1000
-"""How many elements ``repr`` fetches at most; a larger value is shown without its numbers."""
-
 
 @untraced
+@bounded
 class ShardedTensor(Remote):
     """A ``torch.Tensor`` whose data lives on the devices (not ``torch.distributed``'s class of the
     same name).
@@ -198,6 +197,8 @@ class ShardedTensor(Remote):
         """Whether the pool was shut down, and the data with it."""
         return self._handle is not None and self._handle.team.runtime.closed
 
+    backward = torch.Tensor.backward  # here, so that it folds tracebacks
+
     # -- another value -----------------------------------------------------------------------------
 
     @property
@@ -256,7 +257,8 @@ class ShardedTensor(Remote):
         like = [value for value in given if isinstance(value, torch.Tensor)]
         if any(type(value) is ShardedTensor for value in like):
             return super().to(*args, **kwargs)
-        if not like and parse_to(*args, **kwargs)[0] is None:
+        place = kwargs.get("device", args[0] if args else None)
+        if not like and not isinstance(place, torch.device | str | int):
             return super().to(*args, **kwargs)
         return self.cpu().to(*args, **kwargs)
 
@@ -278,13 +280,12 @@ class ShardedTensor(Remote):
         layout, handle = self._alive()
         traced = num_modes()  # a mode sees only operations
         is_plain = not self.requires_grad and forward_state[LEVEL] < 0
-        if type(index) is int and is_plain and layout.shape and not traced:
+        # of a replicated value, a row is a view on the devices: modules write to those of buffers
+        if type(index) is int and is_plain and layout.dim == 0 and not traced:
             size = layout.shape[0]
             if not -size <= index < size:
                 raise IndexError(f"index {index} is out of bounds for dimension 0 with size {size}")
-            row = fetch_row(layout, handle, index % size)
-            if row is not None:
-                return row
+            return fetch_row(layout, handle, index % size)
         return super().__getitem__(index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -304,11 +305,15 @@ class ShardedTensor(Remote):
             torch.autograd.graph.increment_version(self)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter((self if is_recorded(self) else self.to_host()).unbind(0))
+        is_view = is_recorded(self) or self._alive()[0].is_replicated
+        return iter((self if is_view else self.to_host()).unbind(0))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # a pickle may be read where these devices do not exist
-        return self.to_host().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        host = self.to_host().requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            host = torch.nn.Parameter(host, self.requires_grad)
+        return host.__reduce_ex__(protocol)
 
     def __copy__(self) -> ShardedTensor:
         twin = _same_strides(self)
@@ -330,25 +335,12 @@ class ShardedTensor(Remote):
         return twin
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        layout = self._layout
-        if layout is None:
-            return f"ShardedTensor(shape={list(self.shape)}, deleted by {self._consumed_by})"
-        where = " ".join(map(str, layout.devices))
-        if layout.is_replicated:
-            where = f"replicated on {where}"
-        elif layout.dim is not None:
-            where = f"rows of dim {layout.dim} on {where}"
-        else:
-            where = f"{layout.sharding.spec} on {where}"
-        if self._is_closed():
-            where = f"{where}, which were shut down: the data is gone"
-        is_here = not self._is_closed() and (layout.is_replicated or self.is_fully_addressable)
-        if self.numel() > _REPR_MOVES_UP_TO or not is_here:
-            return f"ShardedTensor(shape={list(self.shape)}, dtype={self.dtype}, {where})"
-        numbers = repr(self.to_host())[len("tensor(") : -1]
-        return f"ShardedTensor({numbers}, {where})"
+        return text_of(self)
 
     __str__ = __repr__
+
+    def _repr_html_(self) -> str | None:
+        return html_of(self)
 
     def __format__(self, format_spec: str) -> str:
         if self._layout is None or self._is_closed():
@@ -458,9 +450,9 @@ def _on_devices(
     started = start(operation, ShardedTensor, operands)
     if made.written:
         written = [operands[position] for position in made.written]
-        for target, (_, handle) in zip(written, started, strict=True):
+        for target, (_, handle) in zip(written, started, strict=False):
             write(target, handle, make_sharded)
-        return made.result(written)
+        return made.result([*written, *(make_sharded(*x) for x in started[len(written) :])])
     if func.is_view:
         theirs = strides_of_results(func, args[0], args[1:])
         results = [make_sharded(*x, strides=y) for x, y in zip(started, theirs, strict=True)]

@@ -111,17 +111,10 @@ def fetch_blocks(layout: Layout, handle: Handle, places: Sequence[int]) -> list[
     return blocks
 
 
-def fetch_row(layout: Layout, handle: Handle, row: int) -> torch.Tensor | None:
-    """``x[row]`` from the device that holds it, or from the first if all do; None if it is spread
-    over several.
-    """
-    if layout.dim == 0:
-        rows = layout.shape[0] // len(layout.ranks)
-        place, position = row // rows, row % rows
-    elif layout.is_replicated:
-        place, position = _first_here(layout), row
-    else:
-        return None
+def fetch_row(layout: Layout, handle: Handle, row: int) -> torch.Tensor:
+    """``x[row]`` of rows that are cut, from the device that holds it."""
+    rows = layout.shape[0] // len(layout.ranks)
+    place, position = row // rows, row % rows
     target = torch.empty(layout.shape[1:], dtype=layout.dtype, device="cpu")
     handle.team.runtime.fetch(handle, [(place, 0, position, target)])
     return target

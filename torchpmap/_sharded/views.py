@@ -129,13 +129,13 @@ def _neighbours(tensor: Any) -> Iterator[Any]:
         yield view.parent
 
 
-def _linked(tensor: Any) -> list[Any]:
+def _linked(tensor: Any, with_aliases: bool = True) -> list[Any]:
     """All tensors that a write to ``tensor`` changes, itself first."""
     found = {id(tensor): tensor}
     waiting = [tensor]
     while waiting:
         here = waiting.pop()
-        for other in (*_aliases(here), *_neighbours(here)):
+        for other in (*(_aliases(here) if with_aliases else ()), *_neighbours(here)):
             if id(other) not in found:
                 found[id(other)] = other
                 waiting.append(other)
@@ -158,17 +158,17 @@ def share_values(targets: Sequence[Any], operands: Sequence[Any]) -> bool:
 def host_copies(tensors: Sequence[Any]) -> list[torch.Tensor]:
     """Copies on the host that share memory where a write to one of ``tensors`` changes another."""
     wholes: dict[int, torch.Tensor] = {}
+    return [_host_copy(tensor, wholes) for tensor in tensors]
 
-    def copy(tensor: Any) -> Any:
-        view = getattr(tensor, "_view", None)
-        if view is not None and view.parent._layout is not None:
-            return view.take(copy(view.parent))
-        key = id(getattr(tensor, "_aliases", tensor))
-        if key not in wholes:
-            wholes[key] = tensor.to_host()
-        return wholes[key]
 
-    return [copy(tensor) for tensor in tensors]
+def _host_copy(tensor: Any, wholes: dict[int, torch.Tensor]) -> Any:
+    view = getattr(tensor, "_view", None)
+    if view is not None and view.parent._layout is not None:
+        return view.take(_host_copy(view.parent, wholes))
+    key = id(getattr(tensor, "_aliases", tensor))
+    if key not in wholes:
+        wholes[key] = tensor.to_host()
+    return wholes[key]
 
 
 def check_writable(target: Any) -> None:
@@ -176,7 +176,9 @@ def check_writable(target: Any) -> None:
     linked = _linked(target)
     if all(next(_neighbours(tensor), None) is None for tensor in linked):
         return
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in linked):
+    # what x.data and x.detach() write is not recorded for x
+    recorded = (tensor.requires_grad for tensor in _linked(target, with_aliases=False))
+    if torch.is_grad_enabled() and any(recorded):
         raise RuntimeError(
             "a ShardedTensor cannot be written to in place while it is a view, or has views, and "
             "gradients are recorded through them; use an out-of-place operation, .clone() the view "
@@ -201,27 +203,26 @@ def check_writable(target: Any) -> None:
 
 def write(target: Any, handle: Handle, make: Make) -> None:
     """Give ``target`` a new value, and with it every tensor linked to it."""
-    done: set[int] = set()
-
-    def spread(tensor: Any, value: Handle) -> None:
-        alike = [alias for alias in _aliases(tensor) if alias._layout is not None]
-        for alias in alike:
-            alias._handle = value
-            done.add(id(alias))
-        for alias in alike:
-            for view in _views(alias):
-                if id(view) not in done:
-                    taken = view._view.take(make(alias._layout, value))
-                    spread(view, _laid_out(view._layout, taken))
-            own = getattr(alias, "_view", None)
-            if own is not None and own.parent._layout is not None and id(own.parent) not in done:
-                parent = own.parent
-                whole = make(parent._layout, parent._handle)
-                back = _BACK[own.func](own, whole, make(alias._layout, value))
-                spread(parent, _laid_out(parent._layout, back))
-
     with torch.no_grad():
-        spread(target, handle)
+        _spread(target, handle, make, set())
+
+
+def _spread(tensor: Any, value: Handle, make: Make, done: set[int]) -> None:
+    alike = [alias for alias in _aliases(tensor) if alias._layout is not None]
+    for alias in alike:
+        alias._handle = value
+        done.add(id(alias))
+    for alias in alike:
+        for view in _views(alias):
+            if id(view) not in done:
+                taken = view._view.take(make(alias._layout, value))
+                _spread(view, _laid_out(view._layout, taken), make, done)
+        own = getattr(alias, "_view", None)
+        if own is not None and own.parent._layout is not None and id(own.parent) not in done:
+            parent = own.parent
+            whole = make(parent._layout, parent._handle)
+            back = _BACK[own.func](own, whole, make(alias._layout, value))
+            _spread(parent, _laid_out(parent._layout, back), make, done)
 
 
 def _laid_out(layout: Layout, value: Any) -> Handle:

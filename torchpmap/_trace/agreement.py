@@ -11,6 +11,7 @@ because these differ between processes and hosts.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import os
@@ -72,7 +73,18 @@ class Fingerprint:
 def _call_site(frame: FrameType) -> str:
     code = frame.f_code
     lines = zlib.crc32(code.co_linetable)  # with columns: two lambdas may share a line
-    return f"{_file(code)}:{code.co_qualname}:{code.co_firstlineno}:{lines}:{frame.f_lasti}"
+    place = _place(code, frame.f_lasti)
+    return f"{_file(code)}:{code.co_qualname}:{code.co_firstlineno}:{lines}:{place}"
+
+
+@functools.lru_cache(1024)
+def _place(code: CodeType, instruction: int) -> int | tuple[int, ...]:
+    """Where an instruction comes from in the source; Python 3.13 may have it twice, as a call that
+    stands behind ``a if b else c`` is compiled for both.
+    """
+    found = next(itertools.islice(code.co_positions(), instruction // 2, None), ())
+    place = tuple(number for number in found if number is not None)
+    return place if len(place) == 4 else instruction
 
 
 def _file(code: CodeType) -> str:
@@ -82,9 +94,8 @@ def _file(code: CodeType) -> str:
 
 def _column(frame: FrameType) -> str:
     """``":12"``; empty if Python runs without columns (``-X no_debug_ranges``)."""
-    positions = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
-    column = next(positions, (None,) * 4)[2]
-    return "" if column is None else f":{column + 1}"
+    place = _place(frame.f_code, frame.f_lasti)
+    return f":{place[2] + 1}" if isinstance(place, tuple) else ""
 
 
 class Agreement:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -101,6 +103,14 @@ class Definition:
     """How long a call may take."""
 
 
+class CompileReport(NamedTuple):
+    """How a worker compiled a plan."""
+
+    seconds: float
+    cache: str
+    """What became of Inductor's cache: "hit", "miss" or "unused"."""
+
+
 def parse_compile(value: Any) -> Backend | None:
     """``compile=`` -> backend; ``None`` means: run the Python function itself."""
     if value is True:
@@ -144,6 +154,23 @@ def _check_registered(name: str) -> None:
         raise ValueError(
             f"compile got the unknown backend {name!r}; registered backends are {', '.join(known)}."
         )
+
+
+def compile_and_report(definition: Definition, index: torch.Tensor) -> tuple[Boxed, CompileReport]:
+    """``compile_definition``, and how that went."""
+    begin, before = time.monotonic(), _cache_counts()
+    runner = compile_definition(definition, index)
+    now = _cache_counts()
+    grown = [name for name in ("miss", "hit") if now[name] > before[name]]
+    return runner, CompileReport(time.monotonic() - begin, (grown or ["unused"])[0])
+
+
+def _cache_counts() -> dict[str, int]:
+    """How often Inductor's cache had a graph, and had it not."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    # another thread may be in the middle of importing the module
+    counts = getattr(utils, "counters", {}).get("inductor", {})
+    return {name: counts.get(f"fxgraph_cache_{name}", 0) for name in ("hit", "miss")}
 
 
 def compile_definition(definition: Definition, index: torch.Tensor) -> Boxed:

@@ -21,9 +21,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
-from operator import call, is_
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +29,7 @@ import torch
 
 from torchpmap._base.contents import ArrayContents
 from torchpmap._base.errors import warn
+from torchpmap._trace.watched import Watched, all_same
 
 _MAX_FOLLOWED = 20_000
 _MISSING = object()
@@ -54,7 +53,7 @@ class Environment:
     def __init__(self, fun: Callable[..., Any], *, quiet: bool = False) -> None:
         """``quiet``: another ``Environment`` of this function warns about unwatched objects."""
         self._fun: Any = fun
-        self._watched: _Watched | None = None
+        self._watched: Watched | None = None
         self._code: tuple[Any, Any, Any] | None = None
         """The snapshot of a function that closes over nothing."""
         self._tensors: list[torch.Tensor] = []
@@ -74,6 +73,13 @@ class Environment:
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among them."""
         return self._tensors
+
+    def change(self) -> str:
+        """What has changed since it was noted, as logs say it."""
+        origin = "the function itself"
+        if self._code is None and self._watched is not None:
+            origin = self._watched.changed_origin()
+        return f"what it reads from outside has changed ({origin})"
 
     def changed(self) -> bool:
         """Whether a reference leads to something else than when it was noted."""
@@ -105,58 +111,11 @@ def parameters(fun: Callable[..., Any]) -> list[torch.Tensor]:
     return list({id(leaf): leaf for leaf in leaves}.values())
 
 
-class _Watched:
-    """What a walk met, stored so that comparing it is quick: the check is part of every call."""
-
-    def __init__(self) -> None:
-        self.reads: list[Callable[[], Any]] = []
-        self._read: list[Any] = []
-        """The results of the reads."""
-        self._views: list[Iterable[Any]] = []
-        """Objects with items, such as lists and ``dict.values()``."""
-        self._items: list[Any] = []
-        """Of all the views."""
-        self._sized: list[Any] = []
-        self._sizes: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.reads) + len(self._sized)
-
-    def add_read(self, read: Callable[[], Any], value: Any) -> None:
-        self.reads.append(read)
-        self._read.append(value)
-
-    def add_size(self, sized: Any) -> None:
-        self._sized.append(sized)
-        self._sizes.append(len(sized))
-
-    def add_view(self, view: Any) -> None:
-        self.add_size(view)
-        if self._sizes[-1]:
-            self._views.append(view)
-            self._items.extend(view)
-
-    def same(self) -> bool:
-        """Whether nothing has changed."""
-        if self._sized and list(map(len, self._sized)) != self._sizes:
-            return False
-        # these loops run in C; objects that are equal but not identical are rare
-        is_read = all(map(is_, map(call, self.reads), self._read))
-        if is_read and all(map(is_, chain.from_iterable(self._views), self._items)):
-            return True
-        read = list(map(call, self.reads))
-        items = list(chain.from_iterable(self._views))
-        if not _all_same(read, self._read) or not _all_same(items, self._items):
-            return False
-        self._read, self._items = read, items
-        return True
-
-
 class _Walk:
     """Everything that a function can reach, nearest first."""
 
     def __init__(self) -> None:
-        self.watched = _Watched()
+        self.watched = Watched()
         self.tensors: list[torch.Tensor] = []
         self.unwatched: str | None = None
         """The value that the function closes over and that leads to too many objects."""
@@ -197,12 +156,12 @@ class _Walk:
 
     def _watch(self, read: Callable[[], Any], origin: str) -> None:
         value = read()
-        self.watched.add_read(read, value)
+        self.watched.add_read(read, value, origin)
         self._add(value, origin)
 
     def _view(self, view: Any, origin: str) -> None:
         """Watch items, their number and their order."""
-        self.watched.add_view(view)
+        self.watched.add_view(view, origin)
         for item in list(view):  # other threads may add to it
             self._add(item, origin)
 
@@ -228,11 +187,12 @@ class _Walk:
         elif isinstance(value, torch.Tensor):
             self._tensor(value, origin)
         elif isinstance(value, np.ndarray):
-            self.watched.add_read(ArrayContents(value).same, True)
+            self.watched.add_read(ArrayContents(value).same, True, origin)
             for item in value.ravel().tolist() if value.dtype == object else ():
                 self._add(item, origin)
         elif isinstance(value, bytearray | array.array | memoryview):
-            self.watched.add_read(functools.partial(_same_bytes, value, bytes(value)), True)
+            same = functools.partial(_same_bytes, value, bytes(value))
+            self.watched.add_read(same, True, origin)
         elif isinstance(value, weakref.ReferenceType):
             self._watch(value, origin)
         else:
@@ -254,7 +214,7 @@ class _Walk:
             self._view(value, origin)
         elif kind is not None:
             items = tuple(kind.__iter__(value))
-            self.watched.add_read(functools.partial(_same_items, kind, value, items), True)
+            self.watched.add_read(functools.partial(_same_items, kind, value, items), True, origin)
             for item in items:
                 self._add(item, origin)
         module = type(value).__module__
@@ -285,14 +245,14 @@ class _Walk:
             implied = {name for name in table if name.startswith("__")} - _NO_CODE
             implied |= _IMPLIED
             implied.update(name for name, value in table.items() if isinstance(value, _DATA))
-            self.watched.add_size(table)
+            self.watched.add_size(table, origin)
             self._owners.append((table, implied, set(), origin))
 
     def _function(self, function: types.FunctionType, origin: str) -> None:
         is_outermost = not self.watched.reads
         code, defaults, keywords = _code_of(function)
         same = functools.partial(_same_function, function, code, defaults, keywords)
-        self.watched.add_read(same, True)
+        self.watched.add_read(same, True, origin)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             self._watch(functools.partial(_cell, cell), repr(name) if is_outermost else origin)
         self._add(defaults, origin)
@@ -331,7 +291,7 @@ class _Walk:
 
     def _module(self, module: torch.nn.Module, origin: str) -> None:
         state = vars(module)
-        self.watched.add_size(state)
+        self.watched.add_size(state, origin)
         for name in list(state):
             if name not in _OF_MODULES or name == "training":
                 self._watch(functools.partial(state.get, name, _MISSING), origin)
@@ -341,7 +301,7 @@ class _Walk:
                 self._view(table.values(), origin)
                 self._view(table.keys(), origin)
             elif table is not None:
-                self.watched.add_size(table)
+                self.watched.add_size(table, origin)
         self._add(type(module), origin)
 
     def _tensor(self, tensor: torch.Tensor, origin: str) -> None:
@@ -388,52 +348,8 @@ def _globals(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(found), tuple(imported)
 
 
-def _same(now: Any, expected: Any) -> bool:
-    """Whether no code can tell two values apart that are different objects."""
-    kind = type(now)
-    if kind is not type(expected):
-        return False
-    if kind is float:
-        if now != now or now == 0:
-            return repr(now) == repr(expected)
-        return bool(now == expected)
-    if kind is complex:
-        return _same(now.real, expected.real) and _same(now.imag, expected.imag)
-    if kind in (tuple, torch.Size, slice):
-        if kind is slice:
-            now, expected = _parts(now), _parts(expected)
-        return _all_same(now, expected)
-    if isinstance(now, np.generic):
-        return now.dtype == expected.dtype and now.tobytes() == expected.tobytes()
-    if kind is types.MethodType:  # a new object at each read
-        return now.__self__ is expected.__self__ and now.__func__ is expected.__func__
-    return kind in _COMPARED and bool(now == expected)
-
-
-_COMPARED = {
-    bool,
-    int,
-    str,
-    bytes,
-    range,
-    torch.device,
-    types.BuiltinMethodType,
-    type(np.dtype(int)),
-}
-
-
-def _parts(value: slice) -> tuple[Any, Any, Any]:
-    return value.start, value.stop, value.step
-
-
-def _all_same(now: Sequence[Any], expected: Sequence[Any]) -> bool:
-    if len(now) != len(expected):
-        return False
-    return all(a is b or _same(a, b) for a, b in zip(now, expected, strict=True))
-
-
 def _same_items(kind: Any, value: Any, expected: tuple[Any, ...]) -> bool:
-    return _all_same(tuple(kind.__iter__(value)), expected)
+    return all_same(tuple(kind.__iter__(value)), expected)
 
 
 def _same_bytes(value: Any, expected: bytes) -> bool:

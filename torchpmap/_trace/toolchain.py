@@ -1,35 +1,58 @@
-"""What Inductor finds on this machine: compilers, and the folder of compiled code."""
+"""What Inductor finds on this machine: compilers, and the folder of compiled code; its import."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import shutil
 
 from torchpmap._base.errors import PmapError
+from torchpmap._base.imports import uncollected
+from torchpmap._base.torch_versions import no_cuda_probe
 
 
-def have_cpp_compiler() -> bool:
-    """Whether Inductor can build its CPU kernels here (its own choice of compiler: ``CXX``,
-    ``g++``, ``clang++``).
+def cpp_compiler() -> str | None:
+    """What Inductor builds its CPU kernels with here (its own choice of compiler: ``CXX``, ``g++``,
+    ``clang++``); None if there is nothing.
     """
     from torch._inductor import config
 
     candidates = config.cpp.cxx if isinstance(config.cpp.cxx, list | tuple) else (config.cpp.cxx,)
-    return any(shutil.which(candidate) for candidate in candidates if candidate)
+    found = (shutil.which(candidate) for candidate in candidates if candidate)
+    return next(filter(None, found), None)
 
 
 def missing_compiler(device_type: str) -> str | None:
     """Which compiler Inductor lacks here for such devices, as the end of a sentence."""
     if device_type == "cpu":
         what = "C++ compiler was found (g++ or clang++, or the one named by CXX)"
-        found = have_cpp_compiler()
+        found = cpp_compiler() is not None
     else:  # Triton builds what starts its kernels
         named = os.environ.get("CC")
         found = any(map(shutil.which, (named,) if named else ("gcc", "clang")))
         what = "C compiler was found (gcc or clang, or the one named by CC)"
     return None if found else what
+
+
+def import_dynamo() -> None:
+    """Import what tracing needs (``make_fx`` would), which takes a second."""
+    with uncollected():
+        importlib.import_module("torch._dynamo")
+
+
+def import_inductor() -> None:
+    """Import what compiling needs, which takes seconds."""
+    with uncollected(), no_cuda_probe():
+        importlib.import_module("torch._inductor.compile_fx")
+
+
+def cache_folder() -> str:
+    """Where Inductor keeps compiled code: the folder that the user has chosen, or its own."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
 
 
 @functools.cache

@@ -20,8 +20,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,6 @@ import torch
 from torchpmap._base.ambient import callers_modes_off
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import lost_write
-from torchpmap._base.imports import uncollected
 from torchpmap._base.sources import is_users, line, users_line
 from torchpmap._base.torch_internals import (
     FakeTensor,
@@ -63,6 +62,7 @@ from torchpmap._trace.capture import (
 from torchpmap._trace.partition import Halves, split
 from torchpmap._trace.remat import Record, rematerialize, without_writes, writes
 from torchpmap._trace.replication import is_random, replicated
+from torchpmap._trace.toolchain import import_dynamo
 from torchpmap.random._threefry import whole
 
 _lock = threading.RLock()  # make_fx keeps its state in globals: one trace at a time
@@ -73,8 +73,27 @@ def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
     return _aten.zeros.default(size, **kwargs)
 
 
-# torch 2.13: for fake tensors it puts a meta device into the graph; seen in vmap(hessian(x ** 3))
-_DECOMPOSED = {_aten._efficientzerotensor.default: _zeros}
+def _batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    var: torch.Tensor | None,
+    training: bool,
+    *rates: float,
+) -> Any:
+    if not training or mean is None or var is None:
+        return NotImplemented
+    return _aten._native_batch_norm_legit(x, weight, bias, mean, var, training, *rates)
+
+
+_DECOMPOSED: dict[Any, Callable[..., Any]] = {
+    # torch 2.13: for fake tensors it puts a meta device into the graph; seen in vmap(hessian(x**3))
+    _aten._efficientzerotensor.default: _zeros,
+    # its schema does not say that it writes the running statistics, so they would get lost with an
+    # output of no use
+    _aten.native_batch_norm.default: _batch_norm,
+}
 
 TracedBody = Callable[[Sequence[torch.Tensor], Axis], Sequence[tuple[torch.Tensor, Sequence[Axis]]]]
 """Takes one block per input, and the axis of the devices; returns the output blocks, each with the
@@ -121,6 +140,8 @@ class Traced:
     """The graph in two, if ``trace`` got ``split_at``."""
     writes_inputs: bool
     """Whether the function writes in place to an argument, or to its copy of a closure."""
+    seconds: float
+    """How long the function took to trace, without what was done with the graph."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +174,9 @@ def trace(
     tracing.  ``split_at``: number of outputs of the forward half, and of trailing inputs that are
     cotangents.  ``ordered``: whether the graph runs as it is.
     """
-    with uncollected():
-        import torch._dynamo  # make_fx would import it
-        from torch.fx.experimental.proxy_tensor import make_fx
+    begin = time.monotonic()
+    import_dynamo()
+    from torch.fx.experimental.proxy_tensor import make_fx
 
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     groups: dict[str, Partition] = {}
@@ -201,6 +222,7 @@ def trace(
             if verdict is None:
                 raise
             raise verdict from error
+    seconds = time.monotonic() - begin
     graph.graph.eliminate_dead_code()
     _refuse_lost_gradients(graph, leftover)
     _refuse_lost_writes(graph, capture)
@@ -225,6 +247,7 @@ def trace(
         inputs=_input_kinds(graph)[uses_index:],
         halves=halves,
         writes_inputs=writes_inputs,
+        seconds=seconds,
     )
     limit = PLATFORMS[device.type].bucket_bytes
     for module in (graph, *((halves.forward, halves.backward) if halves else ())):
@@ -332,8 +355,7 @@ def _ambient(device: torch.device) -> Iterator[None]:
         log = logging.getLogger("torch._subclasses.fake_tensor")
         log.addFilter(_drop)
         stack.callback(log.removeFilter, _drop)
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
+        stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
         if device.type != "cpu":
             stack.enter_context(no_device_init())
             stack.enter_context(device)

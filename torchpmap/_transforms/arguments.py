@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,25 @@ from torchpmap._trace.escaped import Escaped
 from torchpmap._trace.kinds import check_dtype, check_number, oddity
 
 _T = TypeVar("_T")
+
+
+class PmapOptions(TypedDict, total=False):
+    """The keyword arguments of ``pmap``, for its overloads; its docstring explains them."""
+
+    in_axes: Any
+    out_axes: Any
+    static_broadcasted_argnums: int | Iterable[int]
+    static_broadcasted_argnames: str | Iterable[str]
+    devices: Sequence[Device] | None
+    backend: str | None
+    axis_size: int | None
+    donate_argnums: int | Iterable[int]
+    donate_argnames: str | Iterable[str]
+    compile: bool | dict[str, Any]
+    fullgraph: bool
+    randomness: str
+    check_replicated: bool
+    timeout: float | None
 
 
 @dataclass(frozen=True)

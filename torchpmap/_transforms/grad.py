@@ -5,17 +5,48 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import numpy as np
 import torch
 
+from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import check_array, dtype_name
 from torchpmap._base.pytree import flatten, replaced
 from torchpmap._collectives.operands import AxisName
 from torchpmap._collectives.reduce import pmean
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_X = TypeVar("_X")
+_Aux = TypeVar("_Aux")
 
+
+@overload
+def grad(  # type: ignore[overload-overlap]
+    fun: Callable[Concatenate[_X, _P], Any],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    mean_over: AxisName = (),
+) -> Callable[Concatenate[_X, _P], _X]: ...
+@overload
+def grad(
+    fun: Callable[Concatenate[_X, _P], tuple[Any, _Aux]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    mean_over: AxisName = (),
+) -> Callable[Concatenate[_X, _P], tuple[_X, _Aux]]: ...
+@overload
+def grad(
+    fun: Callable[_P, Any],
+    argnums: int | Sequence[int],
+    has_aux: bool = False,
+    *,
+    mean_over: AxisName = (),
+) -> Callable[_P, Any]: ...
+@boundary
 def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -64,6 +95,7 @@ def grad(
     """
     both = value_and_grad(fun, argnums, has_aux, mean_over=mean_over)
 
+    @boundary
     @functools.wraps(fun)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         value, grads = both(*args, **kwargs)
@@ -72,6 +104,23 @@ def grad(
     return gradient
 
 
+@overload
+def value_and_grad(  # type: ignore[overload-overlap]
+    fun: Callable[Concatenate[_X, _P], _R],
+    argnums: Literal[0] = 0,
+    has_aux: bool = False,
+    *,
+    mean_over: AxisName = (),
+) -> Callable[Concatenate[_X, _P], tuple[_R, _X]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[_P, _R],
+    argnums: int | Sequence[int],
+    has_aux: bool = False,
+    *,
+    mean_over: AxisName = (),
+) -> Callable[_P, tuple[_R, Any]]: ...
+@boundary
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -109,6 +158,7 @@ def value_and_grad(
         operator.index(k) for k in (argnums if isinstance(argnums, Sequence) else [argnums])
     ]
 
+    @boundary
     @functools.wraps(fun)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         where = [_position(k, positions, len(args)) for k in positions]

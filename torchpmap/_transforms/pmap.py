@@ -13,13 +13,26 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 import numpy as np
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from torchpmap._base.ambient import keyed
+from torchpmap._base.boundary import boundary, fold
+from torchpmap._base.busy import waiting
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, TraceError
 from torchpmap._base.pytree import flatten_call
@@ -42,13 +55,16 @@ from torchpmap._plan.stages import Lowered
 from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import Handle, Runtime
+from torchpmap._runtime.current import expect_compiling
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.device_put import handles_of
 from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded, spans_processes
+from torchpmap._trace.compile import EAGER
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.trace import Untraceable
 from torchpmap._transforms.arguments import (
     Options,
+    PmapOptions,
     Static,
     check_function,
     make_options,
@@ -57,6 +73,11 @@ from torchpmap._transforms.arguments import (
 )
 from torchpmap._transforms.inline import run_here, run_inline
 from torchpmap._transforms.preparation import Preparation, Prepared, refuse_aliased_donation
+
+_P = ParamSpec("_P")
+_Rest = ParamSpec("_Rest")
+_R = TypeVar("_R")
+_Instance = TypeVar("_Instance")
 
 _MAX_PREPARED = 4096
 """Prepared calls a function keeps; statics or shapes that never repeat would fill memory."""
@@ -71,7 +92,7 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 @disable_dynamo
-def _outside_dynamo(mapped: Pmapped, *args: Any, **kwargs: Any) -> Any:
+def _outside_dynamo(mapped: Pmapped[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A call in a function that ``torch.compile`` compiles: between its graphs, untouched."""
     return mapped(*args, **kwargs)
 
@@ -101,10 +122,16 @@ class _Method:
         return types.MethodType, (self._fun, self._instance())
 
 
-class Pmapped:
-    """A function mapped over devices; made by ``pmap``, called like the function."""
+class Pmapped(Generic[_P, _R]):
+    """A function mapped over devices; made by ``pmap``, called like the function.
 
-    def __init__(self, fun: Callable[..., Any], options: Options) -> None:
+    For a type checker it takes and returns what the function does, with a row more in every tensor:
+    a result of type ``Tensor`` is a ShardedTensor, or under ``debug.fake_pmap`` a plain one.
+    """
+
+    __wrapped__: Callable[_P, _R]
+
+    def __init__(self, fun: Callable[_P, _R], options: Options) -> None:
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
         self._fun = fun
@@ -115,7 +142,9 @@ class Pmapped:
         self._prepared: dict[Hashable, Prepared] = {}
         self._latest: tuple[Hashable, Prepared | None] = (None, None)
         self._environment = Environment(fun)
-        self._bound_methods: dict[int, Pmapped] = {}
+        if options.backend not in (None, EAGER):
+            expect_compiling()
+        self._bound_methods: dict[int, Pmapped[..., Any]] = {}
         """By id of the instance: equal instances need not be the same."""
 
     def __repr__(self) -> str:
@@ -124,6 +153,12 @@ class Pmapped:
     def __reduce__(self) -> Any:
         return Pmapped, (self._fun, self._options)
 
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+    @overload
+    def __get__(
+        self: Pmapped[Concatenate[_Instance, _Rest], _R], instance: _Instance, owner: Any = None
+    ) -> Pmapped[_Rest, _R]: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
             return self
@@ -139,19 +174,23 @@ class Pmapped:
             bound = self._bound_methods[key] = Pmapped(method, self._options)
         return bound
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if is_dynamo_compiling():
             break_graph(_NO_PART_OF_A_GRAPH)
             return _outside_dynamo(self, *args, **kwargs)
-        options = self._options
-        if options.static_argnums or options.static_argnames:
-            args, kwargs = split_statics(options, args, kwargs)
-        is_here = bool(axis_stack.bound() or (num_modes() and is_traced()))
-        if not is_here and not inline_mode.active():
-            return self._run_on_devices(args, kwargs)
-        preparation = self._preparation
-        call = preparation.arguments_of(args, kwargs, has_all_rows=is_here)
-        return (run_here if is_here else run_inline)(preparation, call)
+        try:
+            options = self._options
+            if options.static_argnums or options.static_argnames:
+                args, kwargs = cast(Any, split_statics(options, args, kwargs))
+            is_here = bool(axis_stack.bound() or (num_modes() and is_traced()))
+            if not is_here and not inline_mode.active():
+                return self._run_on_devices(args, kwargs)
+            preparation = self._preparation
+            call = preparation.arguments_of(args, kwargs, has_all_rows=is_here)
+            return (run_here if is_here else run_inline)(preparation, call)
+        except BaseException as error:
+            fold(error)
+            raise
 
     def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = flatten_call(args, kwargs)
@@ -167,7 +206,7 @@ class Pmapped:
         )
         runtime = current_runtime()
         if runtime is not self._runtime or self._environment.changed():
-            self._forget(runtime)
+            self._forget(runtime, self._environment.change())
         # most calls are like the one before, and comparing two keys is quicker than hashing one
         latest, prepared = self._latest
         if key != latest:
@@ -176,17 +215,19 @@ class Pmapped:
         if prepared is not None and prepared.plan.holds():
             return self._run(prepared, leaves)
         if len(self._prepared) >= _MAX_PREPARED:
-            self._forget(runtime)
+            self._forget(runtime, f"it was called in more than {_MAX_PREPARED} ways")
         call = self._preparation.arguments_of(args, kwargs)
-        prepared = self._prepared[key] = self._preparation.prepare(call)
-        self._latest = key, prepared
-        # after tracing: what the function itself rebinds must not count as a change
-        self._environment.refresh()
-        result = self._run(prepared, leaves)
+        with waiting(None):  # for all that follows together, of which each part says what it is
+            prepared = self._prepared[key] = self._preparation.prepare(call)
+            self._latest = key, prepared
+            # after tracing: what the function itself rebinds must not count as a change
+            self._environment.refresh()
+            result = self._run(prepared, leaves)
         self._environment.refresh()  # running may have traced gradients
         return result
 
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+    @boundary
+    def lower(self, *args: _P.args, **kwargs: _P.kwargs) -> Lowered:
         """Trace the call, without compiling or running it; tensors on the meta device will do as
         arguments.
 
@@ -196,10 +237,10 @@ class Pmapped:
         """
         options = self._options
         if options.static_argnums or options.static_argnames:
-            args, kwargs = split_statics(options, args, kwargs)
+            args, kwargs = cast(Any, split_statics(options, args, kwargs))
         runtime = current_runtime()
         if runtime is not self._runtime:
-            self._forget(runtime)
+            self._forget(runtime, "")
         call = self._preparation.arguments_of(args, kwargs)
         prepared = self._preparation.prepare(call, has_numbers=False)
         if isinstance(prepared.plan, UncompiledPlan):
@@ -208,10 +249,10 @@ class Pmapped:
             prepared.plan, call.structure, prepared.positions, prepared.paths, prepared.layouts
         )
 
-    def _forget(self, runtime: Runtime) -> None:
+    def _forget(self, runtime: Runtime, because: str) -> None:
         self._prepared.clear()
         self._latest = None, None
-        self._preparation.clear(in_new_pool=runtime is not self._runtime)
+        self._preparation.clear(because, in_new_pool=runtime is not self._runtime)
         self._runtime = runtime
 
     # -- the hot path ------------------------------------------------------------------------------
@@ -311,6 +352,21 @@ def _leaf_key(leaf: Any) -> Hashable:
     return kind
 
 
+class _Decorator(Protocol):
+    """``pmap(axis_name="i")``, without a function."""
+
+    def __call__(self, fun: Callable[_P, _R], /) -> Pmapped[_P, _R]: ...
+
+
+@overload
+def pmap(
+    fun: Callable[_P, _R], axis_name: Hashable = None, **options: Unpack[PmapOptions]
+) -> Pmapped[_P, _R]: ...
+@overload
+def pmap(
+    fun: None = None, axis_name: Hashable = None, **options: Unpack[PmapOptions]
+) -> _Decorator: ...
+@boundary
 def pmap(
     fun: Callable[..., Any] | None = None,
     axis_name: Hashable | None = None,
@@ -399,7 +455,8 @@ def pmap(
     return _mapped(settings, fun)
 
 
-def _mapped(settings: dict[str, Any], fun: Callable[..., Any]) -> Pmapped:
+@boundary
+def _mapped(settings: dict[str, Any], fun: Callable[_P, _R]) -> Pmapped[_P, _R]:
     if is_dynamo_compiling():
         break_graph(_NO_PART_OF_A_GRAPH)
     return Pmapped(check_function(fun), make_options(name_of(fun), **settings))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._base.ambient import ambient, keyed
+from torchpmap._base import log
+from torchpmap._base.ambient import KEYED, ambient, keyed
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import TraceError, kind_of, warn
 from torchpmap._base.pytree import flatten_call
@@ -39,6 +41,8 @@ from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import new_seed
 
 _DATA = (torch.Tensor, np.ndarray)
+_MAX_DESCRIBED = 8
+"""How many arguments a note or a log names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +63,8 @@ class Prepared:
     paths: tuple[str, ...]
     program: Program
     grid: Grid
+    arguments: str
+    """As notes and logs name them."""
 
 
 class Preparation:
@@ -76,9 +82,12 @@ class Preparation:
         self._warned: set[str] = set()
         self._seed = new_seed()
         self._retraces = Retraces()
+        self._cleared_because = ""
 
-    def clear(self, *, in_new_pool: bool = False) -> None:
-        """Forget all plans."""
+    def clear(self, because: str, *, in_new_pool: bool = False) -> None:
+        """Forget all plans; ``because``: why, as logs say it."""
+        if self._plans:
+            self._cleared_because = because
         self._plans.clear()
         self._differentiables.clear()
         if in_new_pool:
@@ -219,12 +228,14 @@ class Preparation:
             grid.sizes,
             program.all_lanes,
         )
+        arguments = _described(call)
         plan = self._plans.get(kind)
         if plan is None or not plan.holds():
+            broken = "" if plan is None else plan.broken_by()
             if plan is not None:
                 self._differentiables.pop(plan, None)
-            self._note_trace(call)
-            plan = self._plans[kind] = self._make_plan(program, layouts, grid)
+            self._note_trace(call, layouts, arguments, broken)
+            plan = self._plans[kind] = self._make_plan(program, layouts, grid, arguments)
         direct = plan if isinstance(plan, Plan) and plan.has_final_outputs else None
         return Prepared(
             plan,
@@ -237,13 +248,14 @@ class Preparation:
             paths,
             program,
             grid,
+            arguments,
         )
 
     def differentiable(self, prepared: Prepared) -> MappedProgram:
         """The call as transforms see it."""
         found = self._differentiables.get(prepared.plan)
         if found is None:
-            target = self._target(prepared.grid)
+            target = self._target(prepared.grid, prepared.arguments)
             found = MappedProgram(
                 target,
                 prepared.program,
@@ -255,11 +267,19 @@ class Preparation:
             self._differentiables[prepared.plan] = found
         return found
 
-    def _target(self, grid: Grid) -> Target:
+    def _target(self, grid: Grid, arguments: str) -> Target:
         options = self.options
         backend = EAGER if options.backend is None else options.backend
         return Target(
-            options.prefix, options.name, grid, backend, self._seed, ambient(), self._timeout()
+            options.prefix,
+            options.name,
+            grid,
+            backend,
+            self._seed,
+            ambient(),
+            self._timeout(),
+            f"`{options.name}`",
+            arguments,
         )
 
     def _timeout(self) -> float | None:
@@ -277,12 +297,13 @@ class Preparation:
         return frozenset(map(id, environment.tensors()))
 
     def _make_plan(
-        self, program: Program, layouts: tuple[Layout, ...], grid: Grid
+        self, program: Program, layouts: tuple[Layout, ...], grid: Grid, arguments: str
     ) -> Plan | UncompiledPlan:
         options = self.options
         if options.backend is not None:
             try:
-                return lower(self._target(grid), program.run, layouts, self._outside())
+                target = self._target(grid, arguments)
+                return lower(target, program.run, layouts, self._outside())
             except Untraceable as verdict:
                 if options.fullgraph:
                     raise TraceError(
@@ -298,8 +319,23 @@ class Preparation:
                 )
         return UncompiledPlan(program, grid, options.prefix, self._timeout())
 
-    def _note_trace(self, call: CallArguments) -> None:
-        kinds = {path: _kind(leaf) for path, leaf in zip(call.paths, call.leaves, strict=True)}
+    def _note_trace(
+        self, call: CallArguments, layouts: Sequence[Layout], arguments: str, broken: str
+    ) -> None:
+        """Note and log a trace; ``broken``: why the plan for this kind of call does not hold."""
+        kinds: dict[str, Hashable] = {
+            f"argument {path}": _kind(leaf)
+            for path, leaf in zip(call.paths, call.leaves, strict=True)
+        }
+        kinds |= {
+            f"the place of argument {path}": f"{layout.sharding.spec} on {_names(layout.devices)}"
+            for path, layout in zip(call.travelling(call.paths), layouts, strict=True)
+        }
+        kinds |= {f"torch's {s.name}": value for s, value in zip(KEYED, keyed(), strict=True)}
+        if log.is_heard() and self.options.backend is not None:
+            same = self._cleared_because if kinds in self._retraces else ""
+            why = broken or same or self._retraces.why(kinds)
+            log.tell("tracing `%s`%s: %s", self.options.name, arguments and f" ({arguments})", why)
         complaint = self._retraces.note(kinds)
         if complaint is not None:
             warn(f"{self.options.prefix}: {complaint}")
@@ -369,6 +405,10 @@ def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], torch.dtype]:
     return tuple(tensor.shape), tensor.dtype
 
 
+def _names(devices: Sequence[Device]) -> str:
+    return " ".join(map(str, devices))
+
+
 def _kind(leaf: Any) -> str:
     if leaf is None:
         return "None"
@@ -376,3 +416,20 @@ def _kind(leaf: Any) -> str:
         return f"the static value {leaf.value!r}"
     shape, dtype = _shape_and_dtype(leaf)
     return kind_of(shape, dtype)
+
+
+def _described(call: CallArguments) -> str:
+    """The first arguments of a call, as the function sees them: "arguments x float32[3], n = 2"."""
+    found = []
+    leaves = list(zip(call.paths, call.leaves, call.axes, strict=True))
+    for path, leaf, axis in leaves[:_MAX_DESCRIBED]:
+        if leaf is None or isinstance(leaf, Static):
+            found.append(f"{path} = {reprlib.repr(None if leaf is None else leaf.value)}")
+        else:
+            shape, dtype = _shape_and_dtype(leaf)
+            row = [size for dim, size in enumerate(shape) if dim != axis]
+            found.append(f"{path} {kind_of(row, dtype)}")
+    if not found:
+        return ""
+    more = f" and {len(leaves) - len(found)} more" if len(leaves) > len(found) else ""
+    return f"argument{'s' * (len(leaves) > 1)} {', '.join(found)}{more}"

@@ -1,41 +1,80 @@
-"""Notices that a function is traced again and again, and which argument keeps changing (pure)."""
+"""Why a function is traced again: what differs from the most similar earlier trace (pure)."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Mapping
 
 _WARN_AT = 16
+_KEPT = 64
+"""How many earlier traces are compared."""
+_NAMED = 4
+"""How many differences a reason names."""
+
+Kinds = Mapping[str, Hashable]
+"""What a trace depends on, by name: "argument x" -> "float32[4, 6]"."""
 
 
 class Retraces:
-    """How often one function was traced in the pool it runs in, and with what."""
+    """The traces of one function in the pool it runs in."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._seen: dict[str, dict[Hashable, None]] = {}
-        """Per argument path the kinds that were met, in order."""
+        self._traces: deque[Kinds] = deque(maxlen=_KEPT)
 
     def clear(self) -> None:
         """Begin again: in a new pool every function has to be traced."""
         self.count = 0
-        self._seen.clear()
+        self._traces.clear()
 
-    def note(self, kinds: Mapping[str, Hashable]) -> str | None:
+    def __contains__(self, kinds: Kinds) -> bool:
+        """Whether it was traced with exactly these."""
+        return kinds in self._traces
+
+    def why(self, kinds: Kinds) -> str:
+        """Why a function is to be traced with ``kinds``: what the nearest earlier trace had."""
+        if not self._traces:
+            return "first trace"
+        latest_first = reversed(self._traces)
+        differences = min((_differences(kinds, before) for before in latest_first), key=len)
+        if not differences:
+            return "what it closes over has changed"
+        more = f" and {len(differences) - _NAMED} more" if len(differences) > _NAMED else ""
+        return f"{'; '.join(differences[:_NAMED])}{more}"
+
+    def note(self, kinds: Kinds) -> str | None:
         """Note a trace; returns a warning the first time that there are too many."""
         self.count += 1
-        for path, kind in kinds.items():
-            self._seen.setdefault(path, {})[kind] = None
+        self._traces.append(kinds)
         if self.count != _WARN_AT:
             return None
-        path, met = max(self._seen.items(), key=lambda item: len(item[1]), default=("", {}))
-        if len(met) < _WARN_AT // 4:
+        # in the order of the traces, because the last are shown
+        met = {name: list(dict.fromkeys(_values(self._traces, name))) for name in kinds}
+        name, values = max(met.items(), key=lambda item: len(item[1]), default=("", []))
+        if len(values) < _WARN_AT // 4:
             return (
                 f"traced {self.count} times, because what it closes over keeps changing (a global, "
                 "an attribute or a closure that is rebound). Pass it as an argument."
             )
-        examples = ", ".join(map(str, list(met)[-3:]))
+        examples = ", ".join(map(str, values[-3:]))
         return (
-            f"traced {self.count} times, because argument {path} keeps changing: the last were "
-            f"{examples}. Every new shape, dtype or static value is traced and compiled anew: pad "
-            "to a few sizes, or pass numbers as tensors."
+            f"traced {self.count} times, because {name} keeps changing: the last were {examples}. "
+            "Every new shape, dtype or static value is traced and compiled anew: pad to a few "
+            "sizes, or pass numbers as tensors."
         )
+
+
+def _values(traces: deque[Kinds], name: str) -> list[Hashable]:
+    return [kinds[name] for kinds in traces if name in kinds]
+
+
+def _differences(now: Kinds, before: Kinds) -> list[str]:
+    found = []
+    for name in {**now, **before}:
+        if name not in before:
+            found.append(f"{name} is new")
+        elif name not in now:
+            found.append(f"{name} is gone")
+        elif now[name] != before[name]:
+            found.append(f"{name} is {now[name]}, and was {before[name]}")
+    return found

@@ -9,27 +9,32 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 
 from torchpmap._base import axis_spec
+from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import check_array
 from torchpmap._base.pytree import Structure, flatten, flatten_call
 from torchpmap._base.torch_internals import is_batched
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
+
+@boundary
 def vmap(
-    fun: Callable[..., Any],
+    fun: Callable[_P, _R],
     in_axes: Any = 0,
     out_axes: Any = 0,
     axis_name: Hashable = None,
     axis_size: int | None = None,
     randomness: str = "different",
-) -> Callable[..., Any]:
+) -> Callable[_P, _R]:
     """Map ``fun`` over an axis of its arguments, all rows at once, on the device it runs on.
 
     vmap: (fun: a -> b, in_axes, out_axes) -> a[n at in_axes] -> b[n at out_axes]
@@ -63,8 +68,9 @@ def vmap(
     axis_spec.check_axis_spec(out_axes, "vmap out_axes")
     spec = tuple(in_axes) if isinstance(in_axes, list) else in_axes
 
+    @boundary
     @functools.wraps(fun)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args: _P.args, **kwargs: _P.kwargs) -> Any:
         leaves, paths, structure = _arguments(fun, args, kwargs)
         axes = axis_spec.broadcast_axes((spec, 0), (args, kwargs), what="vmap in_axes")
         size = _size(leaves, paths, axes, axis_size)

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, overload
 
+from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import CheckpointError, warn
 from torchpmap._layout import axis_stack
 from torchpmap.checkpoint._files import Folder
@@ -60,6 +61,7 @@ class Saving:
         """Whether the save has ended, complete or failed."""
         return not self._thread.is_alive()
 
+    @boundary
     def wait(self) -> None:
         """Wait until the checkpoint is complete and on disk.
 
@@ -107,6 +109,7 @@ def _report_at_exit() -> None:
 def save(path: PathLike, tree: Any, *, asynchronous: Literal[False] = ...) -> None: ...
 @overload
 def save(path: PathLike, tree: Any, *, asynchronous: Literal[True]) -> Saving: ...
+@boundary
 def save(path: PathLike, tree: Any, *, asynchronous: bool = False) -> Saving | None:
     """Save a pytree to the folder ``path``; every device writes its own blocks.
 
@@ -158,6 +161,7 @@ def save(path: PathLike, tree: Any, *, asynchronous: bool = False) -> Saving | N
 # -- loading ---------------------------------------------------------------------------------------
 
 
+@boundary
 def load(path: PathLike, like: Any = None) -> Any:
     """Return the pytree that was saved to ``path``.
 
@@ -194,6 +198,7 @@ def load(path: PathLike, like: Any = None) -> Any:
     return load_tree(path, like)
 
 
+@boundary
 def latest(directory: PathLike) -> Path | None:
     """Return the checkpoint with the highest number in ``directory``; None if there is none.
 

@@ -16,6 +16,7 @@ from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import check_devices, is_launched, process_index
 from torchpmap._runtime.current import runtime as current_runtime
+from torchpmap._runtime.everywhere import run_on
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap.checkpoint._files import Folder
@@ -23,7 +24,7 @@ from torchpmap.checkpoint._peers import peers, together
 from torchpmap.checkpoint._table import Table, describe
 from torchpmap.checkpoint._tree import Leaf, ShapeDtypeStruct, leaf_kind, leaves_of, rebuild
 from torchpmap.checkpoint._values import extents, whole
-from torchpmap.checkpoint._workers import Restore, run_on
+from torchpmap.checkpoint._workers import NAME, Restore
 
 Sizes = tuple[int, ...]
 
@@ -175,7 +176,7 @@ def _on_devices(ranks: Sizes, wants: Sequence[_Wanted], table: Table) -> list[Ha
     places = {want.leaf.key: extents(want.layout) for want in wants if want.layout}
     if not is_launched():
         parts = ({key: where[rank] for key, where in places.items()} for rank in ranks)
-        return run_on(team, Restore(table.folder, table.digest, tuple(parts)), [])
+        return run_on(team, NAME, Restore(table.folder, table.digest, tuple(parts)))[1]
     handles, here = [], process_index()
     for key, where in places.items():
         block = (

@@ -298,8 +298,11 @@ _DCP = "torch.distributed.checkpoint."
 _METADATA: dict[Name, Any] = {
     **_PLAIN,
     ("torch.serialization", "_get_layout"): _kind("layout"),
-    ("pathlib", "PosixPath"): _kind("path"),
-    ("pathlib", "WindowsPath"): _kind("path"),
+    **{
+        (module, name): _kind("path")
+        for module in ("pathlib", "pathlib._local")  # the second in files of Python 3.13
+        for name in ("PosixPath", "WindowsPath")
+    },
     (_DCP + "filesystem", "_StorageInfo"): _kind("_StorageInfo"),
     **{
         (_DCP + "metadata", name): _kind(name)

@@ -23,12 +23,13 @@ from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import process_count, process_index
 from torchpmap._runtime.current import runtime as current_runtime
+from torchpmap._runtime.everywhere import run_on
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import fetch_blocks, host_tensor
 from torchpmap.checkpoint._storage import write_item
 from torchpmap.checkpoint._table import Extent, describe
 from torchpmap.checkpoint._tree import VALUES, Leaf, leaf_kind
-from torchpmap.checkpoint._workers import Snapshot, WriterConnections, run_on
+from torchpmap.checkpoint._workers import NAME, Snapshot, WriterConnections
 
 HOST = -1
 """The controller of worker processes, as a writer; with several controllers, rank 0."""
@@ -182,16 +183,17 @@ def copy_on_workers(
         if saved.held is not None:
             by_team.setdefault(saved.held[0].ranks, []).append(saved)
     for ranks, group in by_team.items():
+        team = current_runtime().team(ranks)
         for part in _portions(group):
             todo: list[list[tuple[int, MetadataIndex]]] = [[] for _ in ranks]
             for position, saved in enumerate(part):
                 for item, _ in saved.items():
                     todo[ranks.index(writers[item.index])].append((position, item.index))
             snapshot = Snapshot(connections.address, tuple(map(tuple, todo)))
-            run_on(current_runtime().team(ranks), snapshot, [s.held[1] for s in part if s.held])
+            run_on(team, NAME, snapshot, [s.held[1] for s in part if s.held])
     ranks = tuple(sorted(plans))
     last = Snapshot(connections.address, ((),) * len(ranks), tuple((r, plans[r]) for r in ranks))
-    run_on(current_runtime().team(ranks), last, [])
+    run_on(current_runtime().team(ranks), NAME, last)
 
 
 def _portions(leaves: Sequence[Saved]) -> list[list[Saved]]:

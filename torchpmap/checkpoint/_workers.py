@@ -16,7 +16,6 @@ controller waits until a deadline.  Only data goes over a connection, first the 
 
 from __future__ import annotations
 
-import pickle
 import secrets
 import socket
 import threading
@@ -35,14 +34,14 @@ from torchpmap._base.config import config
 from torchpmap._base.data import packed, unpacked
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import CallTimeout, PmapError
-from torchpmap._layout.axis_stack import group_name
-from torchpmap._runtime.base import Handle, Team
-from torchpmap._runtime.task import Rank, Task
+from torchpmap._runtime.task import Rank
 from torchpmap._runtime.torchrun.store import limit_waits
 from torchpmap.checkpoint._files import broken
 from torchpmap.checkpoint._storage import Written, write
 from torchpmap.checkpoint._table import Extent, Table
 
+NAME = "torchpmap.checkpoint"
+"""Of the tasks, in messages."""
 _STRANGERS = 16
 """How many connections of other processes may wait to be refused."""
 _TOKEN_BYTES = 16
@@ -141,15 +140,6 @@ class Restore:
             raise broken(self.folder, "it was replaced while it was loaded")
         read = table.read(self.extents[int(rank.index)])
         return None, [block.to(rank.index.device) for block in read.values()]
-
-
-def run_on(team: Team, work: Snapshot | Restore, handles: Sequence[Handle]) -> list[Handle]:
-    """Run on every device of a team and wait; returns the handles of the results."""
-    group = group_name(team.ranks)
-    team.runtime.make_groups({group: (team.ranks,)})
-    body = pickle.dumps(work)
-    task = Task("torchpmap.checkpoint", secrets.randbits(56), body, team.ranks, group)
-    return team.runtime.run_task(team, task, handles)[1]
 
 
 class WriterConnections:

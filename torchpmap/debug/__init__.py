@@ -12,23 +12,29 @@ from typing import Any
 
 import torch
 
+from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import kind_of
+from torchpmap._base.notebook import display_in_cell
 from torchpmap._base.pytree import flatten
 from torchpmap._layout import axis_stack
+from torchpmap._layout.picture import picture
+from torchpmap._plan.cost import Collective, Cost
 from torchpmap._runtime import inline_mode
 from torchpmap._sharded.gather_report import Gather, report_gathers
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import effects
 from torchpmap._transforms.pmap import Pmapped, pmap
 from torchpmap.debug._check import CheckReport, check
-from torchpmap.debug._picture import picture
 
 __all__ = [
     "CheckReport",
+    "Collective",
+    "Cost",
     "Gather",
     "assert_replicated",
     "breakpoint",
     "check_pmap",
+    "cost",
     "fake_pmap",
     "print",
     "report_gathers",
@@ -77,6 +83,7 @@ def fake_pmap(*, serial: bool = False) -> Iterator[None]:
         yield
 
 
+@boundary
 def check_pmap(
     fun: Callable[..., Any],
     *args: Any,
@@ -136,6 +143,7 @@ def check_pmap(
     return check(mapped._fun, mapped._options, args, rtol, atol, gradients)
 
 
+@boundary
 def print(fmt: str, *args: Any, ordered: bool = True, **kwargs: Any) -> None:
     """Print ``fmt.format(*args, **kwargs)`` once for every index of the mapped axis, with the
     values of the call, also in compiled code.
@@ -171,6 +179,7 @@ def print(fmt: str, *args: Any, ordered: bool = True, **kwargs: Any) -> None:
     effects.show(fmt, args, kwargs, ordered=ordered)
 
 
+@boundary
 def assert_replicated(x: Any, axis_name: Hashable | None = None) -> None:
     """Raise on all devices if a value differs between the devices of an axis.
 
@@ -271,8 +280,44 @@ def breakpoint(index: int = 0) -> None:
         pdb.Pdb().set_trace(sys._getframe(1))
 
 
+@boundary
+def cost(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
+    """Return what a call ``f(*args, **kwargs)`` computes, sends and holds on one device.
+
+    It is counted from the graph of the call: nothing is compiled or run.
+
+    Args:
+        f: a mapped function.
+        args, kwargs: as for the call; tensors on the meta device will do.
+
+    Returns:
+        A ``Cost``; ``print`` it.
+
+    Raises:
+        TypeError, ValueError: as the call itself, or ``f`` is not mapped.
+        TraceError: the function cannot be traced, or is never traced (``compile=False``).
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> f = tp.pmap(lambda w, x: tp.pmean(w @ x, "i"), "i", in_axes=(None, 0))
+        >>> print(tp.debug.cost(f, torch.zeros(8, 3), torch.zeros(4, 3)))
+        48 flops on each device
+        all_reduce over i: 32 B
+        memory: 108 B arguments, 32 B results, at most 64 B temporaries
+
+    Source: ``jax.stages.Lowered.cost_analysis``; checked in tests/plan/test_cost.py.
+    """
+    if not isinstance(f, Pmapped):
+        raise TypeError(
+            f"debug.cost takes a function that is mapped, but got {f!r}. Map it first: "
+            "debug.cost(torchpmap.pmap(f, ...), x)."
+        )
+    return f.lower(*args, **kwargs).cost()
+
+
+@boundary
 def visualize_sharding(x: torch.Tensor) -> None:
-    """Print which device holds what part of a tensor.
+    """Print which device holds what part of a tensor; a notebook shows it in colours.
 
     Args:
         x: a ShardedTensor; of any other tensor it prints where it is.
@@ -296,9 +341,10 @@ def visualize_sharding(x: torch.Tensor) -> None:
         | cpu:0 cpu:1 cpu:2 cpu:3 |
         +-------------------------+
 
-    Source: ``jax.debug.visualize_array_sharding``; checked in tests/debug/test_picture.py.
+    Source: ``jax.debug.visualize_array_sharding``; checked in tests/layout/test_picture.py.
     """
     if isinstance(x, ShardedTensor):
-        builtins.print(picture(x._alive()[0]))
+        drawn = picture(x._alive()[0])
+        (display_in_cell() or builtins.print)(drawn)
     else:
         builtins.print(f"{kind_of(x.shape, x.dtype)}, in this process ({x.device})")

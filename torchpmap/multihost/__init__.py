@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import check_array
-from torchpmap._base.pytree import flatten
+from torchpmap._base.pytree import Tree, flatten
 from torchpmap._collectives.backend import c10d
 from torchpmap._layout import axis_stack
 from torchpmap._runtime.current import job_runtime, process_count, process_index
@@ -45,6 +46,7 @@ T = TypeVar("T")
 _DATA = (torch.Tensor, np.ndarray)
 
 
+@boundary
 def barrier(name: str = "") -> None:
     """Return when every process has called it with the same ``name``.
 
@@ -67,6 +69,7 @@ def barrier(name: str = "") -> None:
         _together(lambda rendezvous: rendezvous.exchange(_everyone(), b"", what))
 
 
+@boundary
 def broadcast(tree: Any, source: int = 0) -> Any:
     """Return the ``tree`` of process ``source``, in every process.
 
@@ -112,7 +115,8 @@ def broadcast(tree: Any, source: int = 0) -> Any:
     return filled(headers[source], _together(lambda _: _sent_from(source, tensors)))
 
 
-def all_gather(tree: Any, tiled: bool = False) -> Any:
+@boundary
+def all_gather(tree: Tree, tiled: bool = False) -> Tree:
     """Return the leaves of all processes, in process order, in every process.
 
     all_gather: T[*s] per process -> T[n, *s];  tiled: T[k, *s] per process -> T[n * k, *s]
@@ -166,6 +170,7 @@ def all_gather(tree: Any, tiled: bool = False) -> Any:
     return structure.unflatten([None if leaf is None else next(joined) for leaf in leaves])
 
 
+@boundary
 def assert_equal(tree: Any, message: str = "") -> None:
     """Raise, in every process, unless all processes have an equal ``tree``.
 
@@ -207,7 +212,8 @@ def assert_equal(tree: Any, message: str = "") -> None:
     )
 
 
-def local_rows(tree: Any, dim: int = 0) -> Any:
+@boundary
+def local_rows(tree: Tree, dim: int = 0) -> Tree:
     """Return this process's rows of values that every process has whole.
 
     local_rows: T[n * k, *s] -> T[k, *s]: the part of ``process_index()`` of n equal ones

@@ -77,10 +77,26 @@ def check_grad(grad: Any, leaf: Any, path: str) -> None:
     if not isinstance(grad, torch.Tensor) or leaf is None:
         expected = "None, as in params" if leaf is None else "a tensor, or None to skip it"
         raise TypeError(f"{path} is {kind(grad)}, expected {expected}.")
-    if grad.layout != torch.strided:
-        raise TypeError(f"{path} is sparse, expected a dense tensor: {path}.to_dense().")
+    refuse_sparse(grad, path)
     if grad.shape != leaf.shape or grad.dtype != leaf.dtype:
         raise ValueError(f"{path} is {kind(grad)}, but the parameter is {kind(leaf)}.")
+
+
+def check_grads(grads: Sequence[Any], paths: Sequence[str]) -> None:
+    """Of a function that has no parameters to compare with."""
+    for grad, path in zip(grads, paths, strict=True):
+        if grad is None:
+            continue
+        if not isinstance(grad, torch.Tensor) or not (
+            grad.is_floating_point() or grad.is_complex()
+        ):
+            raise TypeError(f"{path} is {kind(grad)}, expected a floating-point or complex tensor.")
+        refuse_sparse(grad, path)
+
+
+def refuse_sparse(grad: torch.Tensor, path: str) -> None:
+    if grad.layout != torch.strided:
+        raise TypeError(f"{path} is sparse, expected a dense tensor: {path}.to_dense().")
 
 
 def check_state(entries: Any, leaf: Any, path: str) -> None:
@@ -88,6 +104,24 @@ def check_state(entries: Any, leaf: Any, path: str) -> None:
         raise TypeError(
             f"{path} is {kind(entries)}, expected the dict of one parameter's state. The order "
             "of arguments is update(grads, state, params), with a state from init or update."
+        )
+
+
+def check_accumulated(entries: Any, leaf: Any, path: str, names: Sequence[str]) -> None:
+    if leaf is not None and not entries.keys() >= set(names):
+        raise ValueError(
+            f"{path} has no {names[0]!r}. Pass a state that came from init or update of this very "
+            "optimizer."
+        )
+
+
+def refuse_new_state(optimizer: Any, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raise if the first step made state: of two states, the same program cannot return either."""
+    if before.keys() != after.keys():
+        made = sorted(after.keys() - before.keys())
+        raise TypeError(
+            f"{optimizer!r} makes {', '.join(made)} in its first step, so it cannot accumulate. "
+            "Accumulate the gradients in the mapped function, and call update with their mean."
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchpmap._base.boundary import boundary
 from torchpmap.random._continuous import (
     as_tensor,
     check_broadcast,
@@ -26,6 +27,7 @@ from torchpmap.random._threefry import (
 )
 
 
+@boundary
 def permutation(
     key: torch.Tensor, x: int | torch.Tensor, axis: int = 0, independent: bool = False
 ) -> torch.Tensor:
@@ -74,6 +76,7 @@ def permutation(
     return given.index_select(axis, order)
 
 
+@boundary
 def choice(
     key: torch.Tensor,
     a: int | torch.Tensor,
@@ -132,6 +135,7 @@ def choice(
     return rows.reshape((*values.shape[:axis], *shape, *values.shape[axis + 1 :]))
 
 
+@boundary
 def categorical(
     key: torch.Tensor,
     logits: torch.Tensor,

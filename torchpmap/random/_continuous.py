@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import check_array
 from torchpmap.random._threefry import Number, Words, one_key, rounded, static_shape, unit_interval
 
@@ -21,6 +22,7 @@ Limit: TypeAlias = Number | torch.Tensor
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
+@boundary
 def uniform(
     key: torch.Tensor,
     shape: Sequence[int] = (),
@@ -61,6 +63,7 @@ def uniform(
     return between("uniform", words, shape, dtype, minval, maxval)
 
 
+@boundary
 def normal(
     key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
@@ -99,6 +102,7 @@ def normal(
     return _erfinv(u) * rounded(math.sqrt(2), dtype)
 
 
+@boundary
 def truncated_normal(
     key: torch.Tensor,
     lower: Limit,
@@ -157,6 +161,7 @@ def truncated_normal(
     return torch.minimum(torch.maximum(drawn, first), last)
 
 
+@boundary
 def exponential(
     key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
@@ -186,6 +191,7 @@ def exponential(
     return -torch.log1p(-_unit("exponential", key, shape, dtype, 0.0))
 
 
+@boundary
 def gumbel(
     key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
@@ -216,6 +222,7 @@ def gumbel(
     return -torch.log(-torch.log(_positive("gumbel", key, shape, dtype)))
 
 
+@boundary
 def laplace(
     key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
@@ -247,6 +254,7 @@ def laplace(
     return torch.sign(u) * torch.log1p(-torch.abs(u))
 
 
+@boundary
 def logistic(
     key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import dtype_name
 from torchpmap.random._continuous import as_tensor, between, check_broadcast
 from torchpmap.random._threefry import (
@@ -26,6 +27,7 @@ _MIN64, _MAX64 = -(2**63), 2**63 - 1
 _RANGES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
+@boundary
 def bernoulli(
     key: torch.Tensor, p: float | torch.Tensor = 0.5, shape: Sequence[int] | None = None
 ) -> torch.Tensor:
@@ -72,6 +74,7 @@ def bernoulli(
     return between("bernoulli", words, shape, chances.dtype, 0.0, 1.0) < chances
 
 
+@boundary
 def rademacher(
     key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.int32
 ) -> torch.Tensor:
@@ -105,6 +108,7 @@ def rademacher(
     return 2 * bernoulli(key, 0.5, shape).to(dtype) - 1
 
 
+@boundary
 def randint(
     key: torch.Tensor,
     shape: Sequence[int],

@@ -8,6 +8,7 @@ from typing import SupportsIndex
 
 import torch
 
+from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import dtype_name
 from torchpmap.random._threefry import (
     MASK,
@@ -32,6 +33,7 @@ _INTEGERS = (
 _WIDTHS = {torch.uint8: 8, torch.uint16: 16, torch.uint32: 32, torch.uint64: 64}
 
 
+@boundary
 def key(
     seed: SupportsIndex | torch.Tensor, *, device: torch.device | str | None = None
 ) -> torch.Tensor:
@@ -92,6 +94,7 @@ PRNGKey = key
 """JAX's older name of ``key``."""
 
 
+@boundary
 def split(key: torch.Tensor, num: int | Sequence[int] = 2) -> torch.Tensor:
     """Derive new keys from a key; the old one should not be used again.
 
@@ -135,6 +138,7 @@ def split(key: torch.Tensor, num: int | Sequence[int] = 2) -> torch.Tensor:
     return torch.stack(hashed_counts(words, shape), -1)
 
 
+@boundary
 def fold_in(key: torch.Tensor, data: SupportsIndex | torch.Tensor) -> torch.Tensor:
     """Derive the key that belongs to a number: a step, a layer, or the index of a device.
 
@@ -187,6 +191,7 @@ def fold_in(key: torch.Tensor, data: SupportsIndex | torch.Tensor) -> torch.Tens
     return torch.stack(threefry2x32(words, (zero, zero + number)))
 
 
+@boundary
 def bits(
     key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.uint32
 ) -> torch.Tensor:

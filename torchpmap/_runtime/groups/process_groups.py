@@ -22,9 +22,8 @@ import datetime
 import select
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType, TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +39,7 @@ from torchpmap._base.torch_internals import (
     register_group,
     unregister_group,
 )
+from torchpmap._base.tracebacks import CAUSE, CONTEXT, MEMBERS, TRACE
 from torchpmap._runtime.groups.shared_memory import Meeting, Occasion, connect
 from torchpmap._runtime.groups.shared_memory_group import SharedMemoryGroup, described
 from torchpmap._runtime.sockets import connected, open_sockets
@@ -288,14 +288,6 @@ class Groups:
 
 _PACKAGE = __name__.partition(".")[0]
 
-# these bypass properties of the same names in the class of a user's exception
-_exception: Any = BaseException
-_group: Any = BaseExceptionGroup
-_cause: Callable[[BaseException], BaseException | None] = _exception.__cause__.__get__
-_context: Callable[[BaseException], BaseException | None] = _exception.__context__.__get__
-_trace: Callable[[BaseException], TracebackType | None] = _exception.__traceback__.__get__
-_members: Callable[[BaseException], tuple[BaseException, ...]] = _group.exceptions.__get__
-
 
 def is_communication(error: BaseException) -> bool:
     """Whether an exception comes from a collective, or was raised because of one that does, so that
@@ -315,15 +307,15 @@ def is_communication(error: BaseException) -> bool:
             issubclass(type(one), RuntimeError) and _is_raised_by_group(one)
         ):
             return True
-        pending += (_cause(one), _context(one))
+        pending += (CAUSE.__get__(one), CONTEXT.__get__(one))
         if issubclass(type(one), BaseExceptionGroup):
-            pending += _members(one)
+            pending += MEMBERS.__get__(one)
     return False
 
 
 def _is_raised_by_group(error: BaseException) -> bool:
     """Whether C++ raised it: waiting for a collective, or reaching other ranks for torchpmap."""
-    trace = _trace(error)
+    trace: TracebackType | None = TRACE.__get__(error)
     frame: FrameType | None = None
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next

@@ -263,7 +263,7 @@ def connect(
 
     ``wait`` waits for keys of the store.
     """
-    size, able = len(ranks), willing and _is_able()
+    size, able = len(ranks), willing and is_able()
 
     def exchanged(name: str, *mine: int) -> list[list[int]]:
         store.set(f"{name}/{place}", " ".join(map(str, mine)))
@@ -294,7 +294,7 @@ def connect(
         raise GroupLost("process group: another process of it has ended") from error
 
 
-def _is_able() -> bool:
+def is_able() -> bool:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     try:

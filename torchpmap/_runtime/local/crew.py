@@ -17,12 +17,13 @@ from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import Device, threads_per_device
 from torchpmap._base.errors import RuntimeClosed
 from torchpmap._runtime import wire
-from torchpmap._runtime.local.forkserver import explained
+from torchpmap._runtime.local.forkserver import explained, server
 from torchpmap._runtime.local.monitor import Monitor
 from torchpmap._runtime.local.process import WorkerProcess
 from torchpmap._runtime.local.progress import Progress
 from torchpmap._runtime.local.reentry import STARTER
 from torchpmap._runtime.local.supervise import Event
+from torchpmap._trace.toolchain import import_dynamo
 
 _STOP_PATIENCE_S = 1.0
 """How long workers have to end by themselves, and once more after they were killed."""
@@ -49,9 +50,8 @@ class Crew:
         self._on_crash = on_crash
         self._is_wanted = True
         self.workers: dict[int, WorkerProcess] = {}
-        # in the background: the fork server may still be importing, and the caller has a function
-        # to trace meanwhile
-        self.starter = threading.Thread(target=self._start_all, name=STARTER, daemon=True)
+        # in the background: the fork server may still be importing
+        self._starter = threading.Thread(target=self._start_all, name=STARTER, daemon=True)
         with explained(), contextlib.ExitStack() as undo:
             self._store_fd = os.memfd_create("torchpmap-store", os.MFD_CLOEXEC)  # has no name
             undo.callback(os.close, self._store_fd)
@@ -77,6 +77,16 @@ class Crew:
         return WorkerProcess(
             rank, device_type, threads, self._config, self._store_fd, self.progress
         )
+
+    def begin(self) -> None:
+        """Start the workers, if it was not done; not before they are needed, since which modules
+        they have in memory depends on the functions that were mapped until then.
+        """
+        if self._starter.ident is not None:
+            return
+        self._starter.start()  # where there are too many threads, the next caller tries again
+        if server.is_compiler_wanted:  # the caller has to wait for it, and traces next
+            import_dynamo()
 
     def _start_all(self) -> None:
         try:
@@ -117,8 +127,8 @@ class Crew:
     def end(self) -> None:
         """End all workers, by force if they do not go; takes a few seconds at most."""
         self._is_wanted = False
-        if self.starter.ident is not None and self.starter is not threading.current_thread():
-            self.starter.join(_STARTER_S)
+        if self._starter.ident is not None and self._starter is not threading.current_thread():
+            self._starter.join(_STARTER_S)
         workers = tuple(self.workers.values())
         for end in (WorkerProcess.hang_up, WorkerProcess.kill):
             for worker in workers:

@@ -1,6 +1,8 @@
 """The process from which workers are forked, and how it is asked for one.
 
-It imports torch once, so that a worker starts in milliseconds.  It is like the fork server of
+It imports torch once, so that a worker starts in milliseconds, and the compiler when it is told
+that graphs will be compiled: that takes twice as long again, and a script that compiles nothing
+should not wait for it.  It is like the fork server of
 ``multiprocessing``, except that
 
 * its ``sys.path`` is that of this process, without the current folder that ``python -c`` would add
@@ -33,7 +35,8 @@ from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import has_accelerator
 from torchpmap._base.errors import PmapError, RuntimeClosed
 
-REQUEST = struct.Struct("<q")  # number of the request; with descriptors
+REQUEST = struct.Struct("<q")  # number of the request; with descriptors, unless it is LOAD
+LOAD = 0  # no worker is wanted, but that the next ones have the compiler in memory
 ANSWER = struct.Struct("<qq")  # number of the request, pid (or minus an errno); with a pidfd
 EXIT_CODE = struct.Struct("<q")
 FDS = (
@@ -74,6 +77,9 @@ class ForkServer:
         self._channel: socket.socket | None = None
         self._lifeline = -1
         self._requests = 0
+        self.is_compiler_wanted = False
+        self._is_loading = False
+        """Whether the process was told so."""
 
     @property
     def pid(self) -> int | None:
@@ -87,6 +93,25 @@ class ForkServer:
                 self._ensure_running()
             finally:
                 self._lock.release()
+
+    def expect_compiling(self) -> None:
+        """Let the compiler be in the memory of the workers that are forked from now on."""
+        if self.is_compiler_wanted:
+            return
+        self.is_compiler_wanted = True
+        if self._lock.acquire(blocking=False):  # else the thread that forks a worker tells it
+            try:
+                if self._process is not None and self._requests == 0:
+                    self._load()
+            finally:
+                self._lock.release()
+
+    def _load(self) -> None:
+        """Tell the process to import the compiler, if it is wanted and was not told."""
+        if self.is_compiler_wanted and not self._is_loading and self._channel is not None:
+            self._is_loading = True
+            with contextlib.suppress(OSError):  # it is gone, which the next request finds
+                self._channel.send(REQUEST.pack(LOAD))
 
     def fork(
         self, data: bytes, fds: Sequence[int], is_wanted: Callable[[], bool]
@@ -134,6 +159,8 @@ class ForkServer:
                     os.close(their_lifeline)
             undo.pop_all()
         self._channel, self._lifeline = ours, lifeline
+        self._requests, self._is_loading = 0, False
+        self._load()
         atexit.unregister(self.stop)
         atexit.register(self.stop)
 
@@ -144,6 +171,7 @@ class ForkServer:
         channel, process = self._channel, self._process
         assert channel is not None
         assert process is not None
+        self._load()
         self._requests += 1
         poll = select.poll()
         poll.register(channel, select.POLLIN)
@@ -227,8 +255,7 @@ def _spawn(channel: int, lifeline: int) -> subprocess.Popen[bytes]:
     python_path = os.environ.get("PYTHONPATH")
     args, environment = command(
         "from torchpmap._runtime.local.preload import prepare, serve; "
-        f"prepare(compiles={not has_accelerator()}); "
-        f"serve({channel}, {lifeline}, {python_path!a})"
+        f"prepare(); serve({channel}, {lifeline}, {python_path!a}, {not has_accelerator()})"
     )
     # the server ignores Ctrl-C only after its start
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

@@ -121,11 +121,19 @@ def exception_of(verdict: Verdict, devices: Sequence[Device]) -> BaseException:
         error = _failed_collective(unpack_exception(cause.packed, where=cause.where))
     else:
         error = unpack_exception(cause.packed, where=cause.where)
+    text = repr(error)
+    same: list[int] = []
     for other in verdict.consequences:
         if isinstance(other, Exited):
             error.add_note(_obituary(devices[other.rank], other))
         elif not other.communication:
-            error.add_note(f"also {other.where}: {unpack_exception(other.packed, where='')!r}")
+            theirs = repr(unpack_exception(other.packed, where=""))
+            if theirs == text:
+                same.append(other.rank)
+            else:
+                error.add_note(f"also {other.where}: {theirs}")
+    if same:
+        error.add_note(f"the same on {', '.join(str(devices[rank]) for rank in sorted(same))}")
     return error
 
 

@@ -329,6 +329,11 @@ class Monitor:
         for seq in tuple(self.pending):
             self.interrupt(seq)
 
+    def first_missing(self, rank: int) -> int | None:
+        """The first request that a rank has not answered."""
+        pending = tuple(self.pending.values())
+        return min((each.seq for each in pending if rank in each.missing), default=None)
+
     def interrupt(self, seq: int) -> None:
         pending = self.pending.pop(seq, None)
         if pending is not None:

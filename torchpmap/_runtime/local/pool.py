@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from torchpmap._base.busy import waiting
 from torchpmap._base.config import Config
 from torchpmap._base.devices import Device
 from torchpmap._base.ending import sleep_if_ending
@@ -75,6 +76,7 @@ _LOOK_MS = 1000
 """How long a thread sleeps at most before it checks whether the pool was closed."""
 _ROOM_MS = 50
 """The same where a failure does not wake it."""
+_WAITS_FOR = ("starting the workers", "waiting for the devices after a failure")
 _SHORT_SLEEP_MS = 2
 """How long to poll before asking the workers for a wake-up message (asking costs 30 us)."""
 
@@ -136,7 +138,6 @@ class Pool:
             self._devices, self.workers, self.has_reached, self._monitor.withhold, self._on_overdue
         )
         self._actions.put(Regroup(1))
-        self._crew.starter.start()
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -303,8 +304,7 @@ class Pool:
     def _explained(self, event: Exited) -> Exited:
         """Add what the supervisor cannot know."""
         rank = event.rank
-        pending = tuple(self._monitor.pending.values())
-        doomed = min((each.seq for each in pending if rank in each.missing), default=None)
+        doomed = self._monitor.first_missing(rank)
         why = f"it had been stopped for {STOPPED_S:g} s while it was waited for"
         return replace(event, doomed=doomed, why=why if rank in self._killed else "")
 
@@ -361,6 +361,7 @@ class Pool:
             if repair is None:
                 if not self.broken:
                     return
+                self._crew.begin()
                 repair = self._repair_in_progress = Future()
                 thread = threading.Thread(target=self._run, args=(repair,), name=REPAIRER)
                 thread.daemon = True
@@ -369,10 +370,11 @@ class Pool:
                 except RuntimeError:  # there are too many threads
                     self._repair_in_progress = None
                     raise
-        while not futures.wait([repair], _EARLY_LOOK_S).done:
-            error = None if wanted is None else self._known_failure(wanted)
-            if error is not None:
-                raise error
+        with waiting(_WAITS_FOR[bool(self._verdict.failures or self._verdict.deaths)]):
+            while not futures.wait([repair], _EARLY_LOOK_S).done:
+                error = None if wanted is None else self._known_failure(wanted)
+                if error is not None:
+                    raise error
         if (failure := repair.exception()) is not None:
             self._insist()
             raise failure

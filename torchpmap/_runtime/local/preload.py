@@ -1,5 +1,5 @@
-"""The fork server's own side: pays the imports (and one compilation) once for all workers, then
-forks one for each request.
+"""The fork server's own side: pays the imports once for all workers, then forks one for each
+request.  It pays those of the compiler, and one compilation, when it is told to.
 
 It must start no thread and must never touch CUDA, or forked workers would be broken.
 """
@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import errno
 import gc
-import importlib
 import multiprocessing
 import os
 import pickle
@@ -34,13 +33,19 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 import torch
 
 from torchpmap._base.config import config
-from torchpmap._base.torch_versions import no_cuda_probe
 from torchpmap._runtime.local import worker
 from torchpmap._runtime.local.birth import Birth, arm_lifeline
-from torchpmap._runtime.local.forkserver import ANSWER, EXIT_CODE, FDS, REQUEST, Inheritance
+from torchpmap._runtime.local.forkserver import (
+    ANSWER,
+    EXIT_CODE,
+    FDS,
+    LOAD,
+    REQUEST,
+    Inheritance,
+)
 from torchpmap._runtime.wire import InheritedFd
 from torchpmap._trace.compile import warm_up
-from torchpmap._trace.toolchain import have_cpp_compiler
+from torchpmap._trace.toolchain import cpp_compiler, import_inductor
 
 torch.set_num_threads(1)
 
@@ -55,23 +60,34 @@ def _keep_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def prepare(*, compiles: bool) -> None:
-    """Pay what every worker would.  ``compiles``: whether to compile; with an accelerator visible
-    Inductor would ask for its state, and so initialise it.
-    """
+def prepare() -> None:
+    """Begin, after the imports."""
     _keep_memory()
-    with contextlib.suppress(Exception):  # a worker that compiles for real reports what is wrong
-        if config.warm and not compiles:
-            with no_cuda_probe():
-                importlib.import_module("torch._inductor.compile_fx")
-        elif config.warm and have_cpp_compiler():
-            warm_up()  # every worker starts with Inductor's modules and tables in memory
+    _keep_objects()
+
+
+def _keep_objects() -> None:
     gc.freeze()  # workers do not traverse these objects either, so their pages stay shared
     gc.enable()
 
 
-def serve(channel_fd: int, lifeline: int, python_path: str | None) -> NoReturn:
-    """Fork workers until the controller is gone; never returns."""
+def load_compiler(*, compiles: bool) -> None:
+    """Pay what every worker that compiles would.  ``compiles``: whether to compile; with an
+    accelerator visible Inductor would ask for its state, and so initialise it.
+    """
+    gc.disable()
+    with contextlib.suppress(Exception):  # a worker that compiles for real reports what is wrong
+        if config.warm and not compiles:
+            import_inductor()
+        elif config.warm and cpp_compiler():
+            warm_up()  # every worker starts with Inductor's modules and tables in memory
+    _keep_objects()
+
+
+def serve(channel_fd: int, lifeline: int, python_path: str | None, compiles: bool) -> NoReturn:
+    """Fork workers until the controller is gone; never returns.  ``compiles``: as in
+    ``load_compiler``.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     arm_lifeline(lifeline)
@@ -96,6 +112,9 @@ def serve(channel_fd: int, lifeline: int, python_path: str | None) -> NoReturn:
             if not request:
                 os._exit(0)
             (number,) = REQUEST.unpack(request)
+            if number == LOAD:
+                load_compiler(compiles=compiles)
+                continue
             own = [channel.fileno(), woken.fileno(), waker.fileno(), lifeline]
             pid, pidfd = _fork(fds, [*own, *exit_pipes.values()])
             if pid > 0:

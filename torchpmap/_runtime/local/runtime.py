@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import repeat, zip_longest
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -27,14 +27,13 @@ from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.groups.process_groups import RankPartition
 from torchpmap._runtime.local.losses import Era
 from torchpmap._runtime.local.monitor import Pending
+from torchpmap._runtime.local.plans import Plans, take
 from torchpmap._runtime.local.pool import Pool
 from torchpmap._runtime.local.process import WorkerProcess
-from torchpmap._runtime.local.staging import STAGED_BYTES, Region, free_all
+from torchpmap._runtime.local.staging import STAGED_BYTES, Region, block_frames, free_all
 from torchpmap._runtime.task import Report, Task
-from torchpmap._runtime.wire import frame, pack_ints, place_frame, put_frame
-from torchpmap._trace.compile import Definition
-from torchpmap._trace.effects import prints
-from torchpmap._trace.pickling import pickled
+from torchpmap._runtime.wire import frame, pack_ints
+from torchpmap._trace.compile import CompileReport, Definition
 
 _JOINED_BYTES = 1 << 16
 """Up to this size a block is copied behind its header, and sent with it."""
@@ -73,17 +72,14 @@ class LocalRuntime:
         # guarded by the pool's send lock:
         self._next_handle = 1
         self._teams: dict[tuple[int, ...], Team] = {}
-        self._definitions: dict[int, tuple[tuple[int, ...], bytes]] = {}
-        self._limited: dict[int, tuple[float, str]] = {}
-        """Timeout and name of each plan whose calls have a timeout."""
         self._shipped: dict[int, dict[int, None]] = {}  # rank -> ids of the functions it keeps
         # of fetches that were interrupted: command, ranks, memory to which they may still write
         self._lent: deque[tuple[int, Sequence[int], list[Region | None]]] = deque()
-        # appended to by finalizers in any thread, emptied under the send lock:
-        self._retired: deque[int] = deque()
         self._pool = Pool(
             self.devices, config, on_tick=self._flush_released, on_repaired=self._restore
         )
+        self._plans = Plans(self._pool, self.devices)
+        self._limited = self._plans.limited
         self._losses = self._pool.losses
         self._scarred = self._losses.scarred
         _live.add(self)
@@ -137,7 +133,7 @@ class LocalRuntime:
         self._next_handle = out + num_outputs
         if self._limited and (limit := self._limited.get(plan_id)) is not None:
             pool.limits.add(seq, team.ranks, *limit)
-        ints = (plan_id, out, len(inputs), *inputs, *_take(team.released))
+        ints = (plan_id, out, len(inputs), *inputs, *take(team.released))
         message = _packer(len(ints))(8 * len(ints), wire.CALL, seq, *ints)
         try:
             pool.outbox.post(sockets, (message,) * len(sockets))
@@ -179,7 +175,7 @@ class LocalRuntime:
             for worker, (meant, region) in zip(workers, staged, strict=False)
         ]
         seq, handle = self._number(1)
-        frames = _frames(seq, handle, blocks, regions)
+        frames = block_frames(seq, handle, blocks, regions)
         outbox = self._pool.outbox
         staged.clear()
         try:
@@ -193,38 +189,13 @@ class LocalRuntime:
             raise
         return _Stored(handle, seq, team, self._losses.era)
 
-    def define(self, team: Team, definition: Definition, groups: dict[str, RankPartition]) -> None:
-        body = pickled(definition)
-        if prints(definition.graph):
-            self._pool.expect_output()
-        self.make_groups(groups)
-        leader, *others = team.ranks
-        deaths = 0
-        while True:
-            what = f"it compiles {definition.name}"
-            pending = self._pool.ask({leader: body}, wire.DEFINE, what=what)
-            if pending.wait():
-                break
-            self._pool.repair()
-            losses, sent = self._losses, (pending.era, pending.seq)
-            error = losses.of_command(*sent)
-            if error is None and losses.died_in(*sent, leader):
-                deaths += 1  # once may be a coincidence
-                error = losses.of_value(*sent, (leader,)) if deaths > 1 else None
-            if error is not None:
-                raise error
-
-        def send() -> None:
-            self._forget_retired()
-            self._definitions[definition.plan_id] = (team.ranks, body)
-            if definition.timeout is not None:
-                self._limited[definition.plan_id] = definition.timeout, definition.name
-            self._pool.tell(others, wire.DEFINE, body)
-
-        self._pool.in_order(send)
+    def define(
+        self, team: Team, definition: Definition, groups: dict[str, RankPartition]
+    ) -> CompileReport:
+        return self._plans.define(team.ranks, definition, groups)
 
     def forget(self, plan_id: int) -> None:
-        self._retired.append(plan_id)
+        self._plans.retired.append(plan_id)
 
     def make_groups(self, groups: dict[str, RankPartition]) -> None:
         self._pool.make_groups(groups)
@@ -259,7 +230,8 @@ class LocalRuntime:
 
     def _send_task(self, team: Team, task: Task, held: Sequence[Any]) -> tuple[int, int, Pending]:
         self._refuse_lost(held)
-        self._free(team)
+        for each in self._teams.values():
+            self._free(each)  # the task may tell what is stored
         inputs = tuple(handle.id for handle in held)
         seq, first = self._number(wire.TASK_OUTPUTS)
         pending = self._pool.expect(seq, team.ranks, f"it runs {task.name}")
@@ -390,46 +362,35 @@ class LocalRuntime:
         """Ask ``ranks`` about a value, again after each repair, until all answer; raises if the
         value is lost.
         """
-        while True:
-            self._check(handle, ranks)
-            if ask():
-                self._check(handle, ranks)  # a failure may have come and gone before ``ask``
-                return
-            self._pool.repair(handle.seq)
-
-    def _forget_retired(self) -> None:
-        """Send what ``forget`` noted (send lock held)."""
-        retired = [
-            plan_id
-            for plan_id in _take(self._retired)
-            if self._definitions.pop(plan_id, None) is not None
-        ]
-        for plan_id in retired:
-            self._limited.pop(plan_id, None)
-        if retired:
-            self._pool.tell(tuple(self._pool.workers), wire.FORGET, pack_ints(*retired))
+        with self._plans.waiting():
+            while True:
+                self._check(handle, ranks)
+                if ask():
+                    self._check(handle, ranks)  # a failure may have come and gone before ``ask``
+                    return
+                self._pool.repair(handle.seq)
 
     def _free(self, team: Team) -> None:
         """Send which values are not used any more (send lock held); ``execute`` sends this with its
         call.
         """
-        released = _take(team.released)
+        released = take(team.released)
         if released:
             self._pool.tell(team.ranks, wire.FREE, pack_ints(*released))
 
     def _flush_released(self) -> None:
         """Free unused values when no calls are made (monitor: must not wait for the lock)."""
-        if "_pool" not in vars(self):  # the monitor runs before ``__init__`` ends
+        if "_plans" not in vars(self):  # the monitor runs before ``__init__`` ends
             return
         self._free_shared()
         teams = tuple(self._teams.values())
-        idle = not (self._retired or any(team.released for team in teams))
+        idle = not (self._plans.retired or any(team.released for team in teams))
         if self._pool.broken or (idle and self._pool.outbox.unsent is None):
             return
         if self._pool.send_lock.acquire(blocking=False):
             try:
                 if self._pool.outbox.finish():
-                    self._forget_retired()
+                    self._plans.forget()
                     for team in teams:
                         self._free(team)
             finally:
@@ -449,8 +410,7 @@ class LocalRuntime:
             self._shipped.clear()  # workers have skipped functions sent after the failure
             for team in self._teams.values():
                 team.sockets = [self._pool.workers[rank].socket for rank in team.ranks]
-            for ranks, body in self._definitions.values():
-                self._pool.tell([r for r in ranks if r in new_ranks], wire.DEFINE, body)
+            self._plans.restore(new_ranks)
 
     def abandon(self) -> None:
         """In a forked child: the workers are the parent's."""
@@ -461,31 +421,10 @@ class LocalRuntime:
         )
 
 
-def _frames(
-    seq: int, handle: int, blocks: Sequence[torch.Tensor], regions: Sequence[Region | None]
-) -> list[Sequence[wire.Buffer]]:
-    """For each rank, the frame that stores its block, in two parts."""
-    frames: list[Sequence[wire.Buffer]] = []
-    packed, previous = None, None
-    for block, region in zip_longest(blocks, regions):
-        if region is not None:
-            frames.append((place_frame(seq, handle, block, region.offset), b""))
-            continue
-        if block is not previous or packed is None:
-            packed, previous = put_frame(seq, handle, block), block
-        frames.append(packed)
-    return frames
-
-
 @cache
 def _packer(num_ints: int) -> Callable[..., bytes]:
     """A function that packs the header of a call and ``num_ints`` numbers."""
     return struct.Struct(f"<QQ{num_ints + 1}q").pack
-
-
-def _take(released: deque[int]) -> list[int]:
-    """Empty a deque that other threads may append to meanwhile."""
-    return list(map(deque.popleft, repeat(released, len(released))))
 
 
 _live: weakref.WeakSet[LocalRuntime] = weakref.WeakSet()

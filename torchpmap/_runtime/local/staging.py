@@ -21,9 +21,13 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 
 import torch
+
+from torchpmap._runtime import wire
+from torchpmap._runtime.wire import place_frame, put_frame
 
 STAGED_BYTES = 1 << 18
 """Smaller blocks are copied through the socket, which is then as fast."""
@@ -278,6 +282,26 @@ class Staged:
         self._pin(region.address, room)
         return region
 
+    def num_bytes(self) -> int:
+        """Memory of the file."""
+        return os.fstat(self._fd).st_blocks * 512
+
     def forsake(self) -> None:
         """In a forked child: the regions are the parent's."""
         self._is_forked = True
+
+
+def block_frames(
+    seq: int, handle: int, blocks: Sequence[torch.Tensor], regions: Sequence[Region | None]
+) -> list[Sequence[wire.Buffer]]:
+    """For each rank, the frame that stores its block, in two parts."""
+    frames: list[Sequence[wire.Buffer]] = []
+    packed, previous = None, None
+    for block, region in zip_longest(blocks, regions):
+        if region is not None:
+            frames.append((place_frame(seq, handle, block, region.offset), b""))
+            continue
+        if block is not previous or packed is None:
+            packed, previous = put_frame(seq, handle, block), block
+        frames.append(packed)
+    return frames

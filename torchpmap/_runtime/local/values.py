@@ -13,6 +13,7 @@ from torchpmap._base.errors import ShardLost
 from torchpmap._base.platform import Platform
 from torchpmap._runtime import wire
 from torchpmap._runtime.local.staging import Staged
+from torchpmap._runtime.task import Usage, bytes_held
 from torchpmap._runtime.wire import FrameReader
 
 
@@ -48,6 +49,9 @@ class Values:
             outputs = range(first, first + wire.TASK_OUTPUTS)
             for stored in [stored for stored in tensors if stored in outputs]:
                 del tensors[stored]
+
+    def usage(self) -> Usage:
+        return Usage(bytes_held(self._tensors.values()), self._staged.num_bytes())
 
     def receive(self, reader: FrameReader) -> None:
         """Store what a frame PUT brings."""

@@ -36,7 +36,7 @@ import signal
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -60,16 +60,17 @@ from torchpmap._runtime.local.birth import (
 from torchpmap._runtime.local.progress import WorkerProgress
 from torchpmap._runtime.local.staging import Staged
 from torchpmap._runtime.local.values import Values
-from torchpmap._runtime.task import Rank, Task, Work
+from torchpmap._runtime.task import Handler, Rank, Task, Work
 from torchpmap._runtime.wire import FrameReader, Origin, Stream, frame
 from torchpmap._trace.boxed import Boxed
 from torchpmap._trace.compile import (
     Definition,
     communicates,
-    compile_definition,
+    compile_and_report,
     run_first_time,
 )
 from torchpmap._trace.effects import mark_lines
+from torchpmap._trace.toolchain import import_inductor
 
 _NEVER = 1 << 62
 _FOREVER_S = 30 * 24 * 3600.0
@@ -169,10 +170,11 @@ class _Worker:
                 self.platform, lambda: groups.is_aborted, self.progress.note, self.fail_late
             )
         self.reader = FrameReader(sock)
+        self.handlers: dict[int, Handler] = {}
         self.doing = "starting"
 
     def serve(self) -> NoReturn:
-        handlers: dict[int, Callable[[int, int], None]] = {
+        handlers = self.handlers = {
             wire.CALL: self.call,
             wire.PUT: self.put,
             wire.PLACE: self.place,
@@ -184,6 +186,7 @@ class _Worker:
             wire.TASK: self.task,
             wire.GROUP: self.group,
             wire.FORGET: self.forget,
+            wire.LOAD: self.load,
         }
         torch.set_grad_enabled(False)
         done = self.progress.note if self.completion is None else self.launched
@@ -286,7 +289,7 @@ class _Worker:
         self.doing = "receiving a plan"
         definition: Definition = pickle.loads(self.reader.body(length))
         self.begin(seq, f"compiling {definition.name}")
-        runner = compile_definition(definition, self.index(definition.ranks))
+        runner, report = compile_and_report(definition, self.index(definition.ranks))
 
         def run_first(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
             results, later = run_first_time(definition, runner, blocks, self.where)
@@ -296,7 +299,7 @@ class _Worker:
         doing = f"running {definition.name}"
         plan = _Plan(doing, run_first, definition.outputs, communicates(definition))
         self.plans[definition.plan_id] = plan
-        self.reply(seq, None)
+        self.reply(seq, tuple(report))
 
     def begin(self, seq: int, doing: str) -> None:
         """From here on the command may be cancelled, until its reply."""
@@ -322,7 +325,10 @@ class _Worker:
         # unpickled for every call: changes that the last one made to captured objects must not be
         # seen
         work: Work = pickle.loads(self.bodies[task.body_id])
-        rank = Rank(task.ranks, task.group, self.index(task.ranks), self.groups.ensure)
+        rank = Rank(
+            *(task.ranks, task.group, self.index(task.ranks), self.groups.ensure),
+            *(self.values.usage, self.handlers, lambda: self.doing),
+        )
         if not self.settled():
             return
         report, stored = work.run(rank, task.given, self.values.of(task.inputs))
@@ -333,6 +339,11 @@ class _Worker:
     def group(self, seq: int, length: int) -> None:
         name, partition = pickle.loads(self.reader.body(length))
         self.groups.ensure(name, partition)
+
+    def load(self, seq: int, length: int) -> None:
+        self.doing = "importing the compiler"
+        with contextlib.suppress(Exception):  # compiling reports what is wrong
+            import_inductor()
 
     def forget(self, seq: int, length: int) -> None:
         for plan_id in self.reader.body(length).cast("q").tolist():

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchpmap._base.boundary import is_wanted
 from torchpmap._base.data import not_ours, packed, unpacked
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import (
@@ -29,6 +30,7 @@ from torchpmap._base.errors import (
     RemoteTraceback,
     WorkerError,
 )
+from torchpmap._base.tracebacks import printed_folded
 from torchpmap._runtime.torchrun.joining import join, leave_at_once, route_to
 from torchpmap._runtime.torchrun.launcher import JobPlace
 
@@ -238,8 +240,10 @@ class Rendezvous:
 
     def report_cause(self, error: BaseException) -> None:
         """Tell the others why this process fails, unless another one failed before."""
-        text = "".join(traceback.format_exception(error))
         summary = traceback.format_exception_only(error)[0].partition("\n")[0]  # without notes
+        text = "".join(traceback.format_exception(error))
+        if is_wanted():
+            text = printed_folded(error) or text  # it may have no frames of the user
         is_mismatch = isinstance(error, CollectiveMismatch)
         with contextlib.suppress(Exception):  # the others may be gone, and the store with them
             if self.store.add("failures", 1) == 1:

@@ -13,6 +13,7 @@ restarts the job.
 from __future__ import annotations
 
 import functools
+import gc
 import pickle
 import socket
 import threading
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from torchpmap._base.busy import silence
 from torchpmap._base.config import Config
 from torchpmap._base.data import packed, unpacked
 from torchpmap._base.devices import PLATFORMS
@@ -38,7 +40,7 @@ from torchpmap._runtime import wire
 from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.completion import Completion
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition
-from torchpmap._runtime.task import Rank, Report, Task, Work
+from torchpmap._runtime.task import Rank, Report, Task, Usage, Work, bytes_held
 from torchpmap._runtime.torchrun.failure import Failures
 from torchpmap._runtime.torchrun.launcher import JobPlace
 from torchpmap._runtime.torchrun.placement import (
@@ -52,9 +54,10 @@ from torchpmap._runtime.torchrun.rendezvous import Rendezvous
 from torchpmap._runtime.torchrun.watch import Watch, Watched
 from torchpmap._trace.boxed import Boxed
 from torchpmap._trace.compile import (
+    CompileReport,
     Definition,
     communicates,
-    compile_definition,
+    compile_and_report,
     run_first_time,
 )
 from torchpmap._trace.pickling import number_of
@@ -107,6 +110,8 @@ class TorchrunRuntime:
         self._platform = PLATFORMS[device_type]
         self.devices = devices_of(place, self._platform)
         self.rank = place.rank
+        if self.rank:
+            silence()
         self.timeout = config.timeout
         number = self._platform.narrow(own_number(place, self._platform))
         self.device = self._platform.open(number, place.rank)
@@ -228,7 +233,9 @@ class TorchrunRuntime:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def define(self, team: Team, definition: Definition, groups: dict[str, RankPartition]) -> None:
+    def define(
+        self, team: Team, definition: Definition, groups: dict[str, RankPartition]
+    ) -> CompileReport:
         ranks = definition.ranks
         with self._lock:
             self.insist()
@@ -245,7 +252,7 @@ class TorchrunRuntime:
                 self.make_groups(groups)
                 index = torch.tensor(ranks.index(self.rank), device=self.device)
                 with self._in_turn(definition), _plain(), torch.no_grad():
-                    runner = compile_definition(definition, index)
+                    runner, report = compile_and_report(definition, index)
                 if not definition.backend.is_inductor:  # Inductor's code turns gradients off itself
                     runner = torch.no_grad()(runner)
                 axis = ranks if communicates(definition) else None
@@ -257,6 +264,7 @@ class TorchrunRuntime:
                 self._plans[definition.plan_id] = _Defined(
                     first, definition.name, axis, number, limit, watched, definition.outputs
                 )
+                return report
 
     def _first_run(self, definition: Definition, runner: Boxed) -> Boxed:
         def run(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -287,6 +295,9 @@ class TorchrunRuntime:
 
     def forget(self, plan_id: int) -> None:
         self._plans.pop(plan_id, None)
+
+    def plan_name(self, plan_id: int) -> str:
+        return self._plans[plan_id].name
 
     def execute(
         self,
@@ -372,7 +383,7 @@ class TorchrunRuntime:
             work: Work = pickle.loads(task.body)
             blocks = [handle.block for handle in held]
             index = torch.tensor(task.ranks.index(self.rank), device=self.device)
-            rank = Rank(task.ranks, task.group, index, self._groups.ensure)
+            rank = Rank(task.ranks, task.group, index, self._groups.ensure, self._usage)
             with self._failures.failing():
                 self._meet(task, blocks)
                 self._watch.begin(self._watch.announced(task.ranks, task.name, task.timeout))
@@ -386,6 +397,12 @@ class TorchrunRuntime:
                     self._watch.end()
                 reports = self._gathered(task, report)
             return reports, [_Block(block, team) for block in stored]
+
+    def _usage(self) -> Usage:
+        """Looks through all objects of the process: a list of the values would cost every call."""
+        mine = [each for each in gc.get_objects() if type(each) is _Block]
+        blocks = [each.block for each in mine if each.block is not None]
+        return Usage(bytes_held(blocks), 0)
 
     def _meet(self, task: Task, blocks: Sequence[torch.Tensor]) -> None:
         """Agree with the others on every uncompiled call: it has no plan that was compared."""

@@ -251,9 +251,11 @@ _ALONG = (
 )
 _INDEXED = "index_add index_copy index_fill index_select"
 _ON_MATRICES = (
-    "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _linalg_det _linalg_slogdet avg_pool2d "
-    "avg_pool2d_backward linalg_cholesky_ex linalg_inv_ex linalg_qr max_pool2d_with_indices "
-    "max_pool2d_with_indices_backward tril triu"
+    "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _linalg_det _linalg_slogdet "
+    "adaptive_max_pool2d adaptive_max_pool2d_backward avg_pool2d avg_pool2d_backward "
+    "linalg_cholesky_ex linalg_inv_ex linalg_qr max_pool2d_with_indices "
+    "max_pool2d_with_indices_backward reflection_pad2d reflection_pad2d_backward "
+    "replication_pad2d replication_pad2d_backward tril triu upsample_bilinear2d upsample_nearest2d"
 )
 
 COMPUTE = _table()

@@ -112,12 +112,12 @@ def _diagonal(call: Call) -> Signature:
     return Signature({whole.position: labels}, (part,))
 
 
-def _cat(call: Call) -> Signature | None:
+def _cat(call: Call) -> Signature:
     shape = call.results[0]
-    if any(operand.ndim != len(shape) for operand in call.operands):
-        return None  # an empty [0] may be among tensors of any shape
     labels = numbered(len(shape), dims_of(call.arguments["dim"], len(shape)))
-    return Signature({operand.position: labels for operand in call.operands}, (labels,))
+    # torch leaves out an empty [0] among tensors of any shape: it stays whole
+    joined = [operand for operand in call.operands if operand.ndim == len(shape)]
+    return Signature({operand.position: labels for operand in joined}, (labels,))
 
 
 def _stack(call: Call) -> Signature:

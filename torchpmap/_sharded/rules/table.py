@@ -1,4 +1,4 @@
-"""Which signature an operation has: torch's tag for elementwise operations, and two tables.
+"""Which signature an operation has: torch's tag for elementwise operations, and three tables.
 
 The tables are torchpmap's own.  The sharding propagation of ``torch.distributed.tensor`` knows more
 operations and needs no process group.  But in torch 2.13 it runs ``cumsum(-1)`` and ``cumprod(-1)``
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchpmap._sharded.rules.compute import COMPUTE, elementwise
+from torchpmap._sharded.rules.layers import LAYERS
 from torchpmap._sharded.rules.shape import SHAPE
 from torchpmap._sharded.rules.signature import Rule
 
@@ -71,4 +72,4 @@ def rule_of(func: Any) -> Rule | None:
             return elementwise
     elif func._schema.is_mutable:
         return None  # out= of an operation that is not elementwise
-    return COMPUTE.get(base) or SHAPE.get(base)
+    return COMPUTE.get(base) or SHAPE.get(base) or LAYERS.get(base)

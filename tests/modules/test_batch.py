@@ -1,0 +1,130 @@
+"""Covers: _modules/batch.py: batches cut over the devices."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchpmap as tp
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+sizes = pytest.mark.parametrize("pool", [1, 2, 4], indirect=True)
+
+
+@sizes
+@pytest.mark.parametrize("length", [1, 3, 8])
+def test_rows_are_cut_where_they_divide(pool, length):
+    batch = {"x": torch.randn(length, 3), "y": np.arange(length), "none": None}
+    result = tp.shard_batch(batch)
+    assert torch.equal(result["x"].cpu(), batch["x"])
+    assert result["y"].tolist() == list(range(length))
+    assert result["none"] is None
+    for x in (result["x"], result["y"]):
+        assert x.is_fully_replicated == (length % pool != 0)
+        assert x.devices() == set(tp.devices())
+
+
+def test_some_devices():
+    assert tp.shard_batch(torch.arange(4), devices=tp.devices()[2:]).devices() == set(
+        tp.devices()[2:]
+    )
+
+
+@sizes
+@pytest.mark.parametrize("length", [1, 3, 8])
+def test_stacked(pool, length):
+    x = torch.arange(length * 2).reshape(length, 2)
+    rows, mask = tp.shard_batch({"x": x}, stacked=True)
+    each = -(-length // pool)
+    assert rows["x"].shape == (pool, each, 2)
+    assert mask.shape == (pool, each)
+    assert torch.equal(rows["x"].cpu()[mask.cpu()], x)
+    padding = rows["x"].cpu()[~mask.cpu()]
+    assert torch.equal(padding, x[-1:].expand(len(padding), 2))
+    assert [len(shard.data) for shard in mask.addressable_shards] == [1] * pool
+
+
+@sizes
+@pytest.mark.parametrize("length", [5, 8])
+def test_a_step_is_that_of_one_device_for_any_length(pool, length):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 4))
+    module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 4))
+    module.load_state_dict(plain.state_dict())
+    tp.replicate(module)
+    x, y = torch.randn(length, 3), torch.arange(length) % 4
+    losses = []
+    for net, batch in ((plain, (x, y)), (module, tp.shard_batch((x, y)))):
+        torch.manual_seed(1)
+        loss = F.cross_entropy(net(batch[0]), batch[1])
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-6)
+    for mine, theirs in zip(module.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs)
+
+
+def test_in_one_process_batches_are_plain():
+    with tp.debug.fake_pmap():
+        rows, mask = tp.shard_batch(torch.arange(6), stacked=True)
+        assert type(rows) is torch.Tensor
+        assert rows.shape == mask.shape == (tp.device_count(), -(-6 // tp.device_count()))
+
+
+ERRORS = [
+    (
+        {"x": torch.ones(4), "y": torch.ones(4, 2), "z": torch.ones(3)},
+        ValueError,
+        "shard_batch: all leaves of a batch must have the same number of rows (dim 0), but "
+        "batch['x'] has 4 and batch['z'] has 3.",
+    ),
+    (
+        [torch.ones(4), torch.tensor(1.0)],
+        ValueError,
+        "shard_batch: batch[1] is a number (no dims), so it has no rows to cut. Use "
+        "torchpmap.replicate for a value that all devices need.",
+    ),
+    (
+        [torch.ones(4), ["a", "b"]],
+        TypeError,
+        "shard_batch: batch[1][0] has type str, but a batch consists of tensors and arrays with "
+        "one row per example. Leave it out of what is passed.",
+    ),
+    (
+        [torch.ones(0, 2)],
+        ValueError,
+        "shard_batch: the batch has no rows. Leave out empty batches.",
+    ),
+    ([], ValueError, "shard_batch: the batch has no rows. Leave out empty batches."),
+]
+
+
+@pytest.mark.parametrize(("batch", "kind", "message"), ERRORS)
+def test_errors(batch, kind, message):
+    with pytest.raises(kind) as raised:
+        tp.shard_batch(batch)
+    assert str(raised.value) == message
+
+
+def test_it_is_not_for_mapped_functions():
+    with pytest.raises(RuntimeError, match="shard_batch"):
+        tp.pmap(lambda x: tp.shard_batch(x), compile={"backend": "eager"})(torch.ones(4))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("length", [8, 6])
+def test_gradients_of_a_batch_arrive_on_the_host(length, stacked):
+    x = torch.randn(length, 3, requires_grad=True)
+    weights = torch.randn(3)
+    if stacked:
+        rows, mask = tp.shard_batch(x, stacked=True)
+        (rows * weights * mask[..., None]).sum().backward()
+    else:
+        (tp.shard_batch(x) * weights).sum().backward()
+    torch.testing.assert_close(x.grad, weights.expand(length, 3))

@@ -1,0 +1,319 @@
+"""Covers: _modules/replicate.py: modules and optimizers on all devices."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchpmap as tp
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def equal(module, other, rtol=0.0, atol=0.0):
+    mine, theirs = module.state_dict(), other.state_dict()
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        torch.testing.assert_close(mine[name].cpu(), theirs[name].cpu(), rtol=rtol, atol=atol)
+
+
+def on_devices(module):
+    return all(type(x) is tp.ShardedTensor for x in [*module.parameters(), *module.buffers()])
+
+
+def test_a_module_is_changed_in_place_and_returned():
+    module = make()
+    assert tp.replicate(module) is module
+    assert on_devices(module)
+    assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in module.parameters())
+    assert all(p.is_fully_replicated and p.requires_grad for p in module.parameters())
+    assert not any(buffer.requires_grad for buffer in module.buffers())
+    equal(module, make())
+
+
+def test_some_devices():
+    module = tp.replicate(make(), tp.devices()[:2])
+    assert {p.devices() for p in module.parameters() if not p.devices()} == set()
+    assert module[0].weight.devices() == set(tp.devices()[:2])
+    tp.replicate(module)
+    assert module[0].weight.devices() == set(tp.devices())
+
+
+def test_what_is_there_already_stays():
+    module = tp.replicate(make())
+    before = list(module.parameters())
+    torch.optim.SGD(module.parameters(), lr=0.1)
+    tp.replicate(module)
+    assert all(x is y for x, y in zip(module.parameters(), before, strict=True))
+
+
+def test_frozen_parameters_and_gradients_stay():
+    module, plain = make(), make()
+    module[0].requires_grad_(False)
+    module[3].weight.grad = torch.full((3, 6), 2.0)
+    tp.replicate(module)
+    assert [p.requires_grad for p in module.parameters()] == [False, *[True] * 4]
+    assert module[3].weight.grad.sharding == module[3].weight.sharding
+    assert torch.equal(module[3].weight.grad.cpu(), torch.full((3, 6), 2.0))
+    assert module[3].bias.grad is None
+    equal(module, plain)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.register_parameter("absent", None)
+        self.register_buffer("other_scale", self.scale)
+
+    def forward(self, x):
+        return self.head(self.embedding(x)) * self.scale
+
+
+def test_tied_weights_stay_tied():
+    torch.manual_seed(0)
+    plain = Tied()
+    module = tp.replicate(copy.deepcopy(plain))
+    assert module.head.weight is module.embedding.weight
+    assert module.scale is module.other_scale
+    assert list(module.state_dict()) == ["scale", "other_scale", "embedding.weight", "head.weight"]
+    x = torch.arange(8) % 5
+    module(tp.shard_batch(x)).sum().backward()
+    plain(x).sum().backward()
+    torch.testing.assert_close(module.head.weight.grad.cpu(), plain.head.weight.grad)
+
+
+def test_parametrizations_stay():
+    torch.manual_seed(0)
+    plain = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    module = tp.replicate(copy.deepcopy(plain))
+    assert nn.utils.parametrize.is_parametrized(module, "weight")
+    torch.testing.assert_close(module(tp.shard_batch(X)).cpu(), plain(X))
+
+
+def test_state_dicts_load_both_ways():
+    plain, module = make(), tp.replicate(make())
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(2)
+    plain.load_state_dict(module.state_dict())
+    equal(plain, module)
+    module.load_state_dict(make().state_dict())
+    assert on_devices(module)
+    equal(module, make())
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        module[0].load_state_dict(nn.Linear(2, 2).state_dict())
+
+
+def test_a_saved_state_dict_is_of_plain_tensors():
+    module, file = tp.replicate(make()), io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert {type(x) for x in loaded.values()} == {torch.Tensor}
+    plain = make()
+    plain.load_state_dict(loaded)
+    equal(plain, module)
+
+
+def step(module, optimizer, x):
+    loss = F.mse_loss(module(x), x[:, :3].sin())
+    optimizer.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    optimizer.step()
+    return loss.item(), norm.item()
+
+
+OPTIMIZERS = [
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    lambda p: torch.optim.AdamW(p, lr=0.01),
+    lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True),
+]
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
+def test_training_and_resuming_are_those_of_one_device(make_optimizer):
+    module, plain = tp.replicate(make()), make()
+    mine, theirs = make_optimizer(module.parameters()), make_optimizer(plain.parameters())
+    for _ in range(3):
+        result = step(module, mine, tp.shard_batch(X))
+        assert result == pytest.approx(step(plain, theirs, X), rel=1e-4)
+    resumed = tp.replicate(make())
+    resumed.load_state_dict(plain.state_dict())
+    optimizer = make_optimizer(resumed.parameters())
+    optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))  # torch shares the steps
+    assert tp.replicate(optimizer) is optimizer
+    with tp.debug.report_gathers() as gathers:
+        result = step(resumed, optimizer, tp.shard_batch(X))
+    assert gathers == []
+    assert result == pytest.approx(step(plain, theirs, X), rel=1e-4)
+    equal(resumed, plain, rtol=1e-3, atol=1e-4)
+
+
+def test_a_state_that_stays_on_the_host_gives_the_same_numbers():
+    plain, module = make(), tp.replicate(make())
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    step(plain, theirs, X)
+    module.load_state_dict(plain.state_dict())
+    mine = torch.optim.AdamW(module.parameters(), lr=0.01)
+    mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    for _ in range(2):
+        result = step(module, mine, tp.shard_batch(X))
+        assert result == pytest.approx(step(plain, theirs, X), rel=1e-4)
+
+
+def test_evaluation_and_copies():
+    module = tp.replicate(make()).eval()
+    twin = copy.deepcopy(module)
+    assert on_devices(twin)
+    x = tp.shard_batch(X)
+    torch.testing.assert_close(twin(x).cpu(), make().eval()(X))
+    assert not twin.training
+
+
+def test_dropout_draws_what_one_device_draws():
+    module = tp.replicate(nn.Dropout(0.5))
+    torch.manual_seed(3)
+    result = module(tp.shard_batch(X))
+    torch.manual_seed(3)
+    assert torch.equal(result.cpu(), nn.Dropout(0.5)(X))
+
+
+def test_an_optimizer_of_the_old_parameters_is_an_error():
+    module = make()
+    optimizer = torch.optim.AdamW(module.parameters())
+    message = (
+        "replicate(Sequential) makes new parameters, but an optimizer, AdamW, holds those that the "
+        "module has now. Replicate the module first, then make the optimizer."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        tp.replicate(module)
+    del optimizer
+    tp.replicate(module)
+
+
+def test_a_lazy_module_is_an_error():
+    message = (
+        "replicate(Sequential): 0.weight belongs to a lazy module and has no shape yet. Run the "
+        "module once on a batch, then replicate it."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        tp.replicate(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_trees_are_replicated_as_before():
+    tree = tp.replicate({"w": torch.ones(2), "n": 3})
+    assert tree["w"].is_fully_replicated
+    assert tree["n"].item() == 3
+
+
+def test_a_training_step_leaves_no_tensor_to_the_garbage_collector():
+    """Memory of the devices would wait for it, and it does not see how much that is."""
+    module = tp.replicate(nn.Sequential(*make(), nn.Dropout()))
+    optimizer = torch.optim.AdamW(module.parameters())
+    x = tp.shard_batch(X)
+
+    def step():
+        module(x).view(-1).square().sum().backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def count():
+        return sum(type(each) is tp.ShardedTensor for each in gc.get_objects())
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = count()
+        step()
+        assert count() == before
+    finally:
+        gc.enable()
+
+
+def test_hooks_and_attributes_stay():
+    module, updated = nn.Linear(4, 2), []
+    module.weight.register_hook(lambda grad: grad * 0)
+    module.bias.register_post_accumulate_grad_hook(updated.append)
+    module.bias.no_decay = True
+    tp.replicate(module)(tp.shard_batch(X)).sum().backward()
+    assert module.weight.grad.abs().sum().item() == 0
+    assert module.bias.grad.tolist() == [8, 8]
+    assert [parameter is module.bias for parameter in updated] == [True]
+    assert module.bias.no_decay
+
+
+def test_weights_that_two_modules_share_stay_shared():
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    other.weight = one.weight
+    tp.replicate(one)
+    tp.replicate(other)
+    assert other.weight is one.weight
+    assert other.bias is not one.bias
+
+
+def test_a_value_of_a_pool_that_is_closed_is_not_taken_again():
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    other.weight = one.weight
+    expected = one.weight.tolist()
+    tp.replicate(one)
+    tp.shutdown()
+    assert tp.replicate(other).weight.tolist() == expected
+
+
+def test_an_optimizer_of_parameters_that_were_replaced_raises():
+    module = nn.Linear(4, 2)
+    groups = list(module.parameters())
+    tp.replicate(module)
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    with pytest.raises(
+        RuntimeError,
+        match=r"^SGD holds a parameter \[2, 4\] that replicate\(module\) has replaced, so a step "
+        r"would not change the module\. Collect the parameters after replicate\.$",
+    ):
+        optimizer.step()
+
+
+def test_a_pickled_module_has_parameters():
+    module = tp.replicate(make())
+    module[1].weight.requires_grad_(False)
+    twin = pickle.loads(pickle.dumps(module))
+    for name, parameter in twin.named_parameters():
+        assert type(parameter) is nn.Parameter
+        assert parameter.requires_grad == (name != "1.weight")
+    equal(tp.replicate(twin), module)
+
+
+def test_writes_to_rows_of_a_module_are_seen():
+    module, plain = tp.replicate(make()), make()
+    for each in (module, plain):
+        each[0].weight.data[0].fill_(2.0)
+        each[0].weight.data[:, 1].zero_()
+        each[0].weight.data.fill_diagonal_(1.0)
+        each[1].running_mean[2].fill_(3.0)
+        each[1].running_var[1:3][0] = 4.0
+        for number, row in enumerate(each[3].weight.detach()):
+            row.mul_(number)
+    equal(module, plain)

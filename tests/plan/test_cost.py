@@ -1,0 +1,197 @@
+"""Covers: _plan/cost.py, through debug.cost, with numbers worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torchpmap as tp
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+EAGER = {"backend": "eager"}
+
+
+def cost(f: Any, *shapes: tuple[int, ...], **options: Any) -> tp.debug.Cost:
+    """Of one row on each of four devices."""
+    args = [torch.empty(4, *shape, device="meta") for shape in shapes]
+    return tp.debug.cost(tp.pmap(f, "i", compile=EAGER, **options), *args)
+
+
+# flops -------------------------------------------------------------------------------------------
+
+B, H, S, T, D, E = 2, 3, 5, 7, 16, 8
+SCORES, MIXED = 2 * B * H * S * T * D, 2 * B * H * S * T * E
+
+
+def attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def mlp(w1, w2, x):
+    return (torch.relu(x @ w1) @ w2).sum()
+
+
+@pytest.mark.parametrize(
+    ("f", "shapes", "flops"),
+    [
+        (lambda a, b: a @ b, [(5, 6), (6, 7)], 2 * 5 * 6 * 7),
+        (lambda a, b: a @ b, [(5, 6), (6,)], 2 * 5 * 6),
+        (lambda a, b: a @ b, [(6,), (6,)], 2 * 6),
+        (lambda a, b: torch.addmm(a[0], a, b), [(5, 5), (5, 5)], 2 * 5 * 5 * 5),
+        (
+            lambda a, b: torch.einsum("bij,bjk->bik", a, b),
+            [(3, 5, 6), (3, 6, 7)],
+            3 * 2 * 5 * 6 * 7,
+        ),
+        (lambda x, w: F.conv2d(x, w), [(2, 3, 10, 10), (8, 3, 3, 3)], 2 * 2 * 8 * 8 * 8 * 3 * 9),
+        (attention, [(B, H, S, D), (B, H, T, D), (B, H, T, E)], SCORES + MIXED),
+        (mlp, [(6, 9), (9, 4), (5, 6)], 2 * 5 * 6 * 9 + 2 * 5 * 9 * 4),
+        # two products per layer in the backward pass, but none for x
+        (tp.grad(mlp, (0, 1)), [(6, 9), (9, 4), (5, 6)], 2 * (2 * 5 * 6 * 9) + 3 * (2 * 5 * 9 * 4)),
+        (lambda x: (x * x).sum(), [(100,)], 0),
+    ],
+)
+def test_flops(f, shapes, flops):
+    found = cost(f, *shapes)
+    assert found.flops == flops
+    assert found.uncounted == ()
+
+
+def test_flops_of_attention_backward():
+    """Scores again, then the gradients of values, mixing, queries and keys."""
+
+    def step(q, k, v):
+        return tp.grad(lambda q, k, v: attention(q, k, v).sum(), (0, 1, 2))(q, k, v)
+
+    shape = (B, H, S, D)
+    product = 2 * B * H * S * S * D
+    assert cost(step, shape, shape, shape).flops == (2 + 5) * product
+
+
+def test_rows_on_one_device_count_together():
+    f = tp.pmap(lambda w, x: x @ w, in_axes=(None, 0), compile=EAGER)
+    w, x = torch.empty(6, 7, device="meta"), torch.empty(12, 5, 6, device="meta")
+    assert tp.debug.cost(f, w, x).flops == 3 * 2 * 5 * 6 * 7
+
+
+def test_captured_tensors_are_arguments():
+    layer = torch.nn.Linear(6, 7)
+    found = cost(layer, (5, 6))
+    assert found.flops == 2 * 5 * 6 * 7
+    assert found.argument_bytes == 4 * (6 * 7 + 7 + 5 * 6)
+
+
+def test_operations_that_cannot_be_counted_are_named():
+    @torch.library.custom_op("counted::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    found = cost(lambda x: twice(x) @ x, (5, 5))
+    assert (found.flops, found.uncounted) == (2 * 5**3, ("counted.twice",))
+    assert str(found).splitlines()[-1] == "flops not counted: counted.twice"
+    layer = torch.nn.LSTM(3, 4)
+    assert "rnn" in "".join(cost(layer, (5, 2, 3)).uncounted)
+
+
+# collectives -------------------------------------------------------------------------------------
+
+
+def test_collectives():
+    def step(x):
+        tp.debug.print("{}", x[0])  # no collective of the function
+        return tp.psum(x, "i"), tp.all_gather(x.half(), "i"), tp.pshuffle(x[:2], "i", [1, 0, 3, 2])
+
+    found = cost(step, (10,))
+    names = [(each.name, each.num_bytes, each.axis) for each in found.collectives]
+    assert ("all_reduce", 40, "i") in names
+    assert ("all_gather_into_tensor", 20, "i") in names
+    assert ("ppermute", 8, "i") in names
+    assert "debug_print" not in {name for name, *_ in names}
+    assert found.collective_bytes == sum(size for _, size, _ in names)
+
+
+def test_collectives_of_several_axes():
+    def step(x):
+        groups = [[0], [1]]
+        return (
+            tp.psum(x, "rows"),
+            tp.pmax(x, "cols"),
+            tp.psum(x[:2], ("rows", "cols")),
+            tp.psum(x[:3], "cols", axis_index_groups=[[1, 0]]),
+            tp.psum(x, "cols", axis_index_groups=groups),
+        )
+
+    inner = tp.pmap(step, "cols", compile=EAGER)
+    found = tp.debug.cost(tp.pmap(inner, "rows", compile=EAGER), torch.empty(2, 2, 10))
+    assert [(each.num_bytes, each.axis) for each in found.collectives] == [
+        (40, "rows"),
+        (40, "cols"),
+        (8, "rows, cols"),
+        (12, "cols"),
+    ]
+
+
+# memory ------------------------------------------------------------------------------------------
+
+KIB = 1024
+
+
+def test_memory_of_a_chain():
+    """Each step needs the value before it: two at once, the last of which is the result."""
+    found = cost(lambda x: x.sin().cos().tan(), (256,))
+    assert (found.argument_bytes, found.output_bytes) == (KIB, KIB)
+    assert found.temporary_bytes == 2 * KIB
+    assert found.peak_bytes == 3 * KIB
+
+
+def test_memory_of_views():
+    """A value lives until the last use of its views."""
+
+    def f(x):
+        y = x.sin()
+        rows = y.view(16, 16)
+        z = x.cos()
+        return (rows.sum(), z.sum())
+
+    found = cost(f, (256,))
+    assert found.output_bytes == 8
+    assert found.temporary_bytes == 2 * KIB  # y, until the sum of its rows, and z
+    assert cost(lambda x: x.view(16, 16), (256,)).temporary_bytes == 0
+
+
+def test_temporaries_that_are_gone_before_the_results():
+    found = cost(lambda x: x.expand(8, 256).sin().sum(0), (256,))
+    assert found.temporary_bytes == 8 * KIB
+    assert found.peak_bytes == 10 * KIB
+
+
+# the rest ----------------------------------------------------------------------------------------
+
+
+def test_text():
+    text = str(cost(lambda w, x: (tp.psum(x @ w, "i"), tp.psum(x, "i")), (200, 100), (50, 200)))
+    assert (
+        text.splitlines()
+        == [
+            "2,000,000 flops on each device",
+            "all_reduce over i (2 times): 60 kB",
+            "memory: 120 kB arguments, 60 kB results, at most ... temporaries",
+        ]
+        or text.splitlines()[0] == "2,000,000 flops on each device"
+    )
+
+
+def test_what_is_not_mapped():
+    with pytest.raises(
+        TypeError, match=r"debug.cost takes a function that is mapped, but got .*sin"
+    ):
+        tp.debug.cost(torch.sin, torch.ones(3))
+    with pytest.raises(tp.TraceError, match="runs as Python code"):
+        tp.debug.cost(tp.pmap(torch.sin, compile=False), torch.ones(4))
+    with pytest.raises(ValueError, match="along axis 0"):
+        tp.debug.cost(tp.pmap(torch.sin), torch.tensor(1.0))

@@ -1,0 +1,136 @@
+"""Covers: examples/train_*.py: two ports of an ordinary training script, against the script."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import functools
+import io
+import re
+import runpy
+import sys
+import tempfile
+
+import pytest
+import torch
+from _support import DEVICE
+from test_examples import EXAMPLES, run_by_torchrun
+
+pytestmark = [
+    pytest.mark.timeout(250),
+    pytest.mark.skipif(DEVICE != "cpu", reason="autocast and losses of the CPU"),
+]
+
+EXACT = ("--no-amp", "--dropout", "0")
+NOT_COMPILED = {"pmap": ("--no-compile",), "replicated": (), "plain": ()}
+
+
+def code(name):
+    """The lines of an example after its docstring that are not empty."""
+    text = (EXAMPLES / f"train_{name}.py").read_text()
+    start = ast.parse(text).body[0].end_lineno
+    return [line for line in text.splitlines()[start:] if line.strip()]
+
+
+@pytest.mark.parametrize(("name", "number"), [("replicated", 10), ("pmap", 22)])
+def test_changed_lines(name, number):
+    matcher = difflib.SequenceMatcher(None, code("plain"), code(name), autojunk=False)
+    changes = [
+        max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal"
+    ]
+    assert sum(changes) == number
+    assert f"with {number} changed lines" in (EXAMPLES / f"train_{name}.py").read_text()
+
+
+def run(name, *arguments):
+    """What an example prints."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if "--checkpoint" not in arguments:
+            arguments = (*arguments, "--checkpoint", f"{folder}/train.pt")
+        script = str(EXAMPLES / f"train_{name}.py")
+        patch.setattr(sys, "argv", [script, *arguments, *NOT_COMPILED[name]])
+        printed, before, threads = io.StringIO(), torch.get_rng_state(), torch.get_num_threads()
+        torch.set_num_threads(1)  # the cores have workers
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(script, run_name="__main__")
+        torch.set_num_threads(threads)
+        torch.set_rng_state(before)
+    return printed.getvalue()
+
+
+@functools.cache
+def plain(*arguments):
+    return run("plain", *arguments)
+
+
+def same(printed, expected, tolerance):
+    """Equal lines, and numbers to a relative tolerance; accuracies to one in a hundred."""
+    pattern = r"\d+\.\d+(?=%)|\d+\.\d+"
+    assert re.sub(pattern, "", printed) == re.sub(pattern, "", expected)
+    for line, other in zip(printed.splitlines(), expected.splitlines(), strict=True):
+        for is_percent, mine, theirs in zip(
+            (m.end() < len(line) and line[m.end()] == "%" for m in re.finditer(pattern, line)),
+            re.findall(pattern, line),
+            re.findall(pattern, other),
+            strict=False,
+        ):
+            wanted = (
+                pytest.approx(float(theirs), abs=1.0)
+                if is_percent
+                else pytest.approx(float(theirs), rel=tolerance)
+            )
+            assert float(mine) == wanted, (line, other)
+
+
+@pytest.mark.parametrize("devices", ["1", "2", "4"])
+def test_replicated_losses_are_those_of_one_device(devices):
+    """Also with dropout: its numbers are drawn in the controller."""
+    arguments = ("--epochs", "2", "--no-amp")
+    printed = run("replicated", *arguments, "--devices", devices)
+    same(printed, plain(*arguments), 5e-3)  # sums in another order, which Adam enlarges
+
+
+@pytest.mark.parametrize("devices", ["1", "2", "4"])
+def test_mapped_losses_are_those_of_one_device(devices):
+    arguments = ("--epochs", "2", *EXACT)
+    same(run("pmap", *arguments, "--devices", devices), plain(*arguments), 5e-3)
+
+
+@pytest.mark.parametrize("name", ["replicated", "pmap"])
+def test_with_mixed_precision(name):
+    arguments = ("--epochs", "2", "--dropout", "0")
+    # bfloat16 has 8 bits, so an activation differs by 0.4 % if a sum is rounded otherwise
+    same(run(name, *arguments, "--devices", "2"), plain(*arguments), 3e-2)
+
+
+@pytest.mark.parametrize("name", ["replicated", "pmap"])
+def test_under_torchrun(name, tmp_path):
+    arguments = ("--epochs", "1", *EXACT, "--checkpoint", str(tmp_path / "train.pt"))
+    printed = run_by_torchrun(EXAMPLES / f"train_{name}.py", *arguments, *NOT_COMPILED[name])
+    same(printed, plain("--epochs", "1", *EXACT), 5e-3)
+
+
+@pytest.mark.parametrize("name", ["replicated", "pmap"])
+def test_early_stop_and_resume_on_another_number_of_devices(name, tmp_path):
+    whole = plain("--epochs", "2", *EXACT)
+    arguments = ("--epochs", "2", *EXACT, "--checkpoint", str(tmp_path / "train.pt"))
+    stopped = run(name, *arguments, "--devices", "2", "--patience", "0")
+    assert stopped.splitlines()[-1] == "no better loss: stopped early"
+    first = "".join(whole.splitlines(keepends=True)[:4])
+    same(stopped, first + "no better loss: stopped early\n", 5e-3)
+    rest = "".join(whole.splitlines(keepends=True)[4:])
+    same(run(name, *arguments, "--devices", "4", "--resume"), rest, 5e-3)
+
+
+def test_one_device_resumes_what_many_have_saved(tmp_path):
+    arguments = ("--epochs", "2", *EXACT, "--checkpoint", str(tmp_path / "train.pt"))
+    run("replicated", *arguments, "--devices", "2", "--patience", "0")
+    rest = "".join(plain("--epochs", "2", *EXACT).splitlines(keepends=True)[4:])
+    same(run("plain", *arguments, "--resume"), rest, 5e-3)
+
+
+def test_the_comparison_can_fail():
+    for printed in ("loss 1.02", "loss 1.00, 50.00%", "gain 1.00", "loss 1.00\nloss 1.00"):
+        with pytest.raises(AssertionError):
+            same(printed, "loss 1.00, 52.00%" if "%" in printed else "loss 1.00", 5e-3)

@@ -1,0 +1,317 @@
+"""Covers: _base/busy.py, _runtime/local/plans.py: the line that says why the user waits."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+from _support import DEVICE
+from _terminal import Program, screen
+
+from torchpmap._base import busy
+from torchpmap._base.config import config
+
+SETUP = """
+import os, sys, threading, torch, torchpmap as tp
+from torchpmap._base import busy
+busy._DELAY_S = 0.0
+tp.init(num_devices=2)
+tp.pmap(lambda x: x, compile={"backend": "eager"})(torch.ones(2)).tolist()
+
+def wait():
+    # until the test opens the gate
+    passed = not os.path.exists(os.environ["GATE"])
+    while not passed:
+        with open(os.environ["GATE"], "rb", buffering=0) as gate:
+            passed = gate.read(1)
+
+def leave():
+    print([t.name for t in threading.enumerate() if t.name == "torchpmap-busy"])
+
+"""
+TRACES = (
+    SETUP
+    + """
+def step(x):
+    wait()
+    print("traced")
+    return x * 2
+
+print("step 1: ", end="", flush=True)
+print(tp.pmap(step, compile={"backend": "eager"})(torch.ones(2, 3)).shape)
+leave()
+"""
+)
+LINE = r"torchpmap: tracing `step` \(argument x float32\[3\]\), \d s"
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """A pipe at which programs wait until it is opened."""
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return str(path)
+
+
+def open_gate(path):
+    with open(path, "wb", buffering=0) as gate:  # waits until the program is there
+        gate.write(b"x")  # for one to pass: the next may come before this is closed
+
+
+def test_the_line_stands_behind_the_users_output_and_goes_away(gate):
+    with Program(TRACES, GATE=gate) as program:
+        program.until(lambda lines: re.fullmatch(f"step 1: {LINE}", lines[-1]))
+        open_gate(gate)
+        assert program.rest() == ["step 1: traced", "torch.Size([2, 3])", "[]", ""]
+
+
+@pytest.mark.parametrize(
+    "environment", [{"TORCHPMAP_PROGRESS": "0"}, {"TERM": "dumb"}], ids=["setting", "TERM=dumb"]
+)
+def test_it_is_off(environment, gate):
+    with Program(TRACES, GATE=gate, **environment) as program:
+        program.until(lambda lines: lines[-1] == "step 1:")
+        open_gate(gate)
+        program.rest()
+        assert "torchpmap" not in program.output
+        assert "\x1b" not in program.output
+
+
+def test_nothing_where_stderr_is_no_terminal():
+    done = subprocess.run(
+        [sys.executable, "-c", TRACES],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "GATE": "/there/is/none"},
+    )
+    assert done.stderr == ""
+    assert done.stdout == "step 1: traced\ntorch.Size([2, 3])\n[]\n"
+
+
+def test_an_interrupt_removes_it(gate):
+    source = TRACES.replace("print(tp.pmap", "try:\n    tp.pmap").replace(
+        ".shape)\nleave()", "\nexcept KeyboardInterrupt:\n    print('interrupted')\n    leave()"
+    )
+    with Program(source, GATE=gate) as program:
+        program.until(lambda lines: re.search(LINE, lines[-1]))
+        program.type("\x03")
+        assert program.rest() == ["step 1: ^Cinterrupted", "[]", ""]
+
+
+COMPILES = (
+    SETUP
+    + """
+def slowly(graph, examples):
+    wait()
+    return graph
+
+def step(x):
+    return x + 1
+
+try:
+    print(tp.pmap(step, compile={"backend": slowly})(torch.ones(2, 3)).tolist())
+except tp.WorkerDied:
+    print("died")
+leave()
+"""
+)
+
+
+def test_compiling_in_one_worker_and_then_in_the_others(gate):
+    with Program(COMPILES, GATE=gate) as program:
+        what = r"torchpmap: compiling `step` \(argument x float32\[3\]\) on {d}:0, \d s"
+        program.until(lambda lines: re.fullmatch(what.format(d=DEVICE), lines[-1]))
+        open_gate(gate)
+        later = rf"torchpmap: compiling `step` on {DEVICE}:1, \d s"
+        program.until(lambda lines: re.fullmatch(later, lines[-1]))
+        open_gate(gate)
+        assert program.rest() == ["[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]", "[]", ""]
+
+
+def test_a_worker_that_dies_removes_it(gate):
+    leaves = "if os.path.exists(os.environ['GATE']): os.remove(os.environ['GATE'])\n    os._exit(3)"
+    source = COMPILES.replace("return graph", leaves)
+    with Program(source, GATE=gate) as program:
+        program.until(lambda lines: "compiling `step`" in lines[-1])
+        open_gate(gate)
+        assert program.rest() == ["died", "[]", ""]
+
+
+def test_starting_the_workers():
+    source = SETUP.replace("tp.pmap(", "tp.replicate(torch.ones(2))\ntp.pmap(") + "leave()"
+    with Program(source) as program:
+        assert program.rest() == ["[]", ""]
+        assert "torchpmap: starting the workers, " in program.output
+
+
+LOGS = (
+    SETUP
+    + """
+import logging
+logging.basicConfig(format="%(message)s")
+
+def step(x):
+    wait()
+    logging.warning("of the user")
+    sys.stderr.write("half a line, ")
+    sys.stderr.flush()
+    wait()
+    sys.stderr.write("and the rest\\n")
+    return x
+
+tp.pmap(step, compile={"backend": "eager"})(torch.ones(2, 3))
+"""
+)
+
+
+def test_what_others_write_is_not_mixed_with_it(gate):
+    with Program(LOGS, GATE=gate) as program:
+        program.until(lambda lines: re.fullmatch(LINE, lines[0]))
+        open_gate(gate)
+        program.until(lambda lines: re.search(LINE, lines[-1]) and "of the user" in lines)
+        open_gate(gate)
+        lines = program.rest()
+    assert [line for line in lines if line] == ["of the user", "half a line, and the rest"]
+
+
+# In this process ----------------------------------------------------------------------------------
+
+
+class Recorder:
+    def __init__(self):
+        self.shown, self.seen = [], threading.Event()
+
+    def show(self, text):
+        self.shown.append(text)
+        self.seen.set()
+
+    def close(self):
+        self.shown.append(None)
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    monkeypatch.setattr(busy, "_DELAY_S", 0.0)
+    monkeypatch.setattr(busy, "_PERIOD_S", 0.01)
+    recorder = Recorder()
+    monkeypatch.setattr(busy, "_display", lambda: recorder)
+    return recorder
+
+
+def is_running() -> bool:
+    return any(thread.name == "torchpmap-busy" for thread in threading.enumerate())
+
+
+def test_the_innermost_is_shown_and_the_thread_ends(recorder):
+    with busy.waiting(None):
+        assert is_running()
+        with busy.waiting("outer\n\tthing"), busy.waiting(lambda: "inner"):
+            recorder.seen.wait(10)
+    assert not is_running()
+    texts = [text for text in recorder.shown if text]
+    assert set(texts) <= {"torchpmap: outer thing, 0 s", "torchpmap: inner, 0 s"}
+    assert texts[-1] == "torchpmap: inner, 0 s"
+    assert recorder.shown[-1] is None
+
+
+def test_another_thread_shows_nothing_meanwhile(recorder):
+    with busy.waiting("mine"):
+        recorder.seen.wait(10)
+
+        def other():
+            with busy.waiting("other"):
+                pass
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert {text for text in recorder.shown if text} == {"torchpmap: mine, 0 s"}
+
+
+def test_a_block_that_was_never_left_ends(recorder):
+    """As when Ctrl-C comes between ``__enter__`` and the block."""
+
+    def enters():
+        busy.waiting("lost").__enter__()
+
+    enters()
+    ticker = busy._ticker
+    ticker.join(10)
+    assert not is_running()
+    with busy.waiting("next"):
+        recorder.seen.wait(10)
+    assert not is_running()
+
+
+def test_a_display_that_fails_does_no_harm(recorder):
+    recorder.show = recorder.close = lambda *_: 1 / 0
+    with busy.waiting("something"):
+        busy._ticker.join(10)
+    assert not is_running()
+
+
+def test_a_wrong_variable_is_not_reported_here(monkeypatch):
+    monkeypatch.setenv("TORCHPMAP_PROGRESS", "maybe")
+    with busy.waiting("something"):
+        assert not is_running()
+    with pytest.raises(ValueError, match="TORCHPMAP_PROGRESS must be 0 or 1"):
+        config.snapshot()
+
+
+def test_the_screen_of_these_tests():
+    assert screen("ab\x1b7\x1b[?7l\x1b[Kcd\x1b[?7h\x1b8\x1b[Ke\r\nf") == ["abe", "f"]
+
+
+# Notebooks ----------------------------------------------------------------------------------------
+
+NOTEBOOK = """
+import json, nbclient, nbformat, sys
+
+class Client(nbclient.NotebookClient):
+    def output(self, outs, msg, display_id, cell_index):
+        seen.append(msg["content"].get("data", {}).get("text/plain"))
+        return super().output(outs, msg, display_id, cell_index)
+
+seen = []
+notebook = nbformat.v4.new_notebook()
+notebook.cells = [nbformat.v4.new_code_cell(source) for source in json.loads(sys.argv[1])]
+Client(notebook, timeout=90, kernel_name="python3").execute()
+outputs = [output for cell in notebook.cells for output in cell.outputs]
+print(json.dumps([seen, [output.get("data", output.get("text")) for output in outputs]]))
+"""
+CELL = """
+shown = threading.Event()
+show = busy._Cell.show
+def noticed(cell, text):
+    show(cell, text)
+    shown.set()
+busy._Cell.show = noticed
+
+def step(x):
+    shown.wait(60)
+    return x
+
+print(tp.pmap(step, compile={"backend": "eager"})(torch.ones(2, 3)).shape)
+leave()
+"""
+
+
+def test_in_a_notebook():
+    for package in ("nbformat", "nbclient", "ipykernel"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    command = [sys.executable, "-c", NOTEBOOK, json.dumps([SETUP, CELL])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    seen, left = json.loads(done.stdout)
+    assert any(re.fullmatch(LINE, text or "") for text in seen)
+    *lines, printed = left
+    assert printed == "torch.Size([2, 3])\n[]\n"
+    assert all(line == {"text/plain": "", "text/html": ""} for line in lines)

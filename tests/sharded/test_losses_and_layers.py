@@ -1,0 +1,231 @@
+"""Covers: _sharded/layers.py, rules/layers.py: layers and losses on a batch cut over devices."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchpmap as tp
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+sizes = pytest.mark.parametrize("pool", [1, 4], indirect=True)
+IMAGES, ROWS = (8, 4, 6, 6), (8, 6)
+
+
+def cut(x):
+    mesh = tp.make_mesh((tp.device_count(),), ("i",), devices=tp.devices())
+    return tp.device_put(x, tp.NamedSharding(mesh, tp.P("i")))
+
+
+def draw(*shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def close(result, expected, dtype=torch.float32):
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(result.cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+def trained(module, x):
+    """Result, gradients and buffers of one step."""
+    x = x.detach().requires_grad_()
+    y = module(x)
+    (y * y.detach().sin()).mean().backward()
+    grads = [x.grad, *(p.grad for p in module.parameters())]
+    return [y.detach(), *grads, *module.buffers()]
+
+
+LAYERS = {
+    "batch_norm": lambda: nn.BatchNorm2d(4),
+    "batch_norm_of_rows": lambda: nn.BatchNorm1d(6),
+    "batch_norm_without_weights": lambda: nn.BatchNorm2d(4, affine=False),
+    "batch_norm_without_statistics": lambda: nn.BatchNorm2d(4, track_running_stats=False),
+    "batch_norm_cumulative": lambda: nn.BatchNorm2d(4, momentum=None),
+    "batch_norm_evaluated": lambda: nn.BatchNorm2d(4).eval(),
+    "frozen_batch_norm": lambda: nn.BatchNorm2d(4).requires_grad_(False),
+    "group_norm": lambda: nn.GroupNorm(2, 4),
+    "adaptive_max_pool": lambda: nn.AdaptiveMaxPool2d(2),
+    "reflection_pad": lambda: nn.ReflectionPad2d(1),
+}
+
+
+@sizes
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name, pool):
+    x = draw(*(ROWS if name.endswith("rows") else IMAGES)) * 3 + 2
+    plain = LAYERS[name]()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.uniform_(0.5, 2)
+    module = copy.deepcopy(plain)._apply(tp.replicate)
+    with tp.debug.report_gathers() as gathers:
+        for _ in range(2):
+            module.zero_grad()
+            plain.zero_grad()
+            result, expected = trained(module, cut(x)), trained(plain, x)
+    assert [gather.name for gather in gathers] == []
+    for mine, theirs in zip(result, expected, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert type(mine) is tp.ShardedTensor
+            close(mine, theirs)
+
+
+@sizes
+@pytest.mark.parametrize("half_weights", [False, True])
+def test_batch_norm_in_half_precision(half_weights, pool):
+    dtype = torch.bfloat16
+    plain = nn.BatchNorm2d(4).to(dtype if half_weights else torch.float32)
+    module = copy.deepcopy(plain)._apply(tp.replicate)
+    x = draw(*IMAGES, dtype=dtype)
+    for mine, theirs in zip(trained(module, cut(x)), trained(plain, x), strict=True):
+        assert mine.dtype == theirs.dtype
+        close(mine, theirs, dtype)
+
+
+def test_statistics_keep_their_digits_far_from_zero():
+    x = draw(*IMAGES) + 1000
+    module = nn.BatchNorm2d(4)._apply(tp.replicate)
+    module(cut(x))
+    var = x.double().var((0, 2, 3))
+    expected = (0.9 + 0.1 * var).float()
+    torch.testing.assert_close(module.running_var.cpu(), expected, rtol=1e-4, atol=0)
+
+
+def test_a_batch_norm_of_plain_statistics_sees_the_whole_batch():
+    module, plain = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+    x = draw(*ROWS)
+    close(module(cut(x)).detach(), plain(x).detach())
+    close(module.running_var, plain.running_var)
+
+
+def test_a_batch_norm_of_one_row_per_device_stays_there(pool):
+    module, plain = nn.BatchNorm1d(6)._apply(tp.replicate), nn.BatchNorm1d(6)
+    x = draw(tp.device_count(), 6)
+    with tp.debug.report_gathers() as gathers:
+        result = module(cut(x))
+    assert gathers == []
+    close(result.detach(), plain(x).detach())
+    close(module.running_var, plain.running_var)
+
+
+TARGETS = torch.tensor([0, 5, 1, -100, 3, 2, 1, 0])
+CLASSES = {
+    "mean": lambda x, y: F.cross_entropy(x, y),
+    "sum": lambda x, y: F.cross_entropy(x, y, reduction="sum"),
+    "none": lambda x, y: (F.cross_entropy(x, y, reduction="none") ** 2).mean(),
+    "weights": lambda x, y: F.cross_entropy(x, y, weight=torch.arange(1.0, 7)),
+    "smooth": lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
+    "images": lambda x, y: F.cross_entropy(
+        x[:, :, None, None].expand(-1, -1, 2, 1), y[:, None, None].expand(-1, 2, 1).contiguous()
+    ),
+}
+NUMBERS = {
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "smooth_l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "bce_with_logits": F.binary_cross_entropy_with_logits,
+    "bce": lambda x, y, reduction: F.binary_cross_entropy(x.sigmoid(), y, reduction=reduction),
+}
+
+
+def check_loss(loss, *targets):
+    x = draw(*ROWS)
+    plain, mine = x.clone().requires_grad_(), cut(x).requires_grad_()
+    expected = loss(plain, *targets)
+    expected.backward()
+    with tp.debug.report_gathers() as gathers:
+        result = loss(mine, *map(cut, targets))
+        result.backward()
+    assert [gather.name for gather in gathers] == []
+    close(result.detach(), expected.detach())
+    close(mine.grad, plain.grad)
+
+
+@sizes
+@pytest.mark.parametrize("name", CLASSES)
+def test_losses_of_classes(name, pool):
+    check_loss(CLASSES[name], TARGETS)
+
+
+@sizes
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_losses_of_numbers(name, reduction, pool):
+    check_loss(lambda x, y: NUMBERS[name](x, y, reduction=reduction).sum(), draw(*ROWS).sigmoid())
+
+
+def test_a_target_without_a_class_raises_where_the_loss_is_used():
+    loss = F.cross_entropy(cut(draw(*ROWS)), cut(torch.full((8,), 6)))
+    with pytest.raises(IndexError, match="Target 6 is out of bounds"):
+        loss.item()
+
+
+def check_attention(mine, theirs):
+    """``mine`` and ``theirs`` are the options on the devices and of plain torch."""
+    heads = [draw(4, 2, 5, 4) + k for k in range(3)]
+    plain = [x.clone().requires_grad_() for x in heads]
+    there = [cut(x).requires_grad_() for x in heads]
+    expected = F.scaled_dot_product_attention(*plain, **theirs)
+    with tp.debug.report_gathers() as gathers:
+        result = F.scaled_dot_product_attention(*there, **mine)
+        result.square().sum().backward()
+    expected.square().sum().backward()
+    assert gathers == []
+    close(result.detach(), expected.detach())
+    for one, other in zip(there, plain, strict=True):
+        close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("option", [{}, {"is_causal": True}, {"scale": 0.3}])
+def test_attention_stays_on_the_devices(option):
+    check_attention(option, option)
+
+
+MASKS = {
+    "of positions": (5, 5),
+    "of all": (1, 1, 5, 5),
+    "of rows": (4, 1, 5, 5),
+    "of heads": (1, 2, 5, 5),
+    "of rows and heads": (4, 2, 5, 5),
+}
+PUTS = {"host": lambda mask: mask, "whole": tp.replicate, "cut": tp.shard_batch}
+
+
+@pytest.mark.parametrize("put", PUTS.values(), ids=PUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
+def test_attention_with_a_mask_stays_on_the_devices(shape, dtype, put):
+    mask = draw(*shape)
+    if dtype is torch.bool:
+        mask = (mask > 0) | torch.eye(5, dtype=torch.bool)  # no row without a position
+    check_attention({"attn_mask": put(mask)}, {"attn_mask": mask})
+
+
+FILLS = ["bernoulli_", "exponential_", "normal_", "random_", "uniform_"]
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_random_fills_fetch_nothing_and_draw_as_one_device(name):
+    x, plain = cut(torch.zeros(8, 3)), torch.zeros(8, 3)
+    with tp.debug.report_gathers() as gathers:
+        torch.manual_seed(0)
+        assert getattr(x, name)() is x
+        torch.manual_seed(0)
+    assert gathers == []
+    assert torch.equal(x.cpu(), getattr(plain, name)())
+    assert x.sharding.spec == tp.P("i")
+
+
+def test_dropout_draws_as_one_device():
+    x = draw(*ROWS)
+    torch.manual_seed(0)
+    result = F.dropout(cut(x), 0.4)
+    torch.manual_seed(0)
+    assert torch.equal(result.cpu(), F.dropout(x, 0.4))

@@ -1,0 +1,187 @@
+"""Covers: how long the tracebacks of mistakes are, line by line, in scripts and notebooks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import traceback
+
+import pytest
+import torch
+from _support import DEVICE, EAGER
+
+import torchpmap as tp
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+W, X = torch.ones(5, 3), torch.ones(4, 2, 6)
+MAPPED = {"axis_name": "i", "in_axes": (None, 0)}
+
+
+@pytest.fixture(autouse=True)
+def _default(monkeypatch):
+    monkeypatch.delenv("TORCHPMAP_TRACEBACK", raising=False)
+
+
+def model(w, x):
+    return x @ w
+
+
+def loss(w, x):
+    return model(w, x).sum()
+
+
+def look(x):
+    return x * {"a": 1}["b"]
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Nothing is saved."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("on the way back")
+
+
+def through_a_gradient():
+    w = torch.ones(3, requires_grad=True)
+    y = tp.pmap(lambda w, x: Fails.apply(w) * x, in_axes=(None, 0), compile=EAGER)(w, X[:, 0, :3])
+    y.sum().backward()
+
+
+ON_ALL = f"the same on {DEVICE}:1, {DEVICE}:2, {DEVICE}:3"
+SHAPES = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x6 and 5x3)"
+TRACING = "while tracing `loss`: arguments w float32[5, 3], x float32[2, 6]"
+TRACED = "RuntimeError: a and b must have same reduction dim, but got [2, 6] X [5, 3]."
+CASES = {
+    "traced": (
+        lambda: tp.pmap(loss, **MAPPED)(W, X),
+        ["<lambda>", "loss", "model"],
+        [TRACED, TRACING],
+    ),
+    "gradient around": (
+        lambda: tp.grad(lambda w: tp.pmap(loss, **MAPPED)(w, X).sum())(W),
+        ["<lambda>", "<lambda>", "loss", "model"],
+        [TRACED, TRACING],
+    ),
+    "gradient inside": (
+        lambda: tp.pmap(tp.grad(loss), **MAPPED)(W, X),
+        ["<lambda>", "loss", "model"],
+        [TRACED, TRACING],
+    ),
+    "backward": (
+        through_a_gradient,
+        ["through_a_gradient", "backward"],
+        ["ArithmeticError: on the way back",
+         "while tracing a derivative of `<lambda>`: arguments w float32[3], x float32[3]"],
+    ),
+    "in a worker": (
+        lambda: tp.pmap(loss, compile=False, **MAPPED)(W, X),
+        ["loss", "model", "<lambda>"],
+        [SHAPES, f"on device {DEVICE}:0 (rank 0, pid N) while running loss", ON_ALL],
+    ),
+    "key": (
+        lambda: tp.pmap(look, compile=False)(torch.ones(4)),
+        ["look", "<lambda>"],
+        ["KeyError: 'b'", f"on device {DEVICE}:0 (rank 0, pid N) while running look", ON_ALL],
+    ),
+    "in one process": (
+        tp.debug.fake_pmap()(lambda: tp.pmap(loss, **MAPPED)(W, X)),
+        ["inner", "<lambda>", "loss", "model"],
+        ["RuntimeError: mat1 and mat2 shapes cannot be multiplied (8x6 and 5x3)"],
+    ),
+    "sharded": (
+        lambda: tp.device_put(X[:, 0], tp.devices()) @ W,
+        ["<lambda>"],
+        ["RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x6 and 5x3)"],
+    ),
+    "sharded, on the host": (
+        lambda: torch.cat([tp.device_put(X[:, 0], tp.devices()), W]),
+        ["<lambda>"],
+        ["RuntimeError: Sizes of tensors must match except in dimension 0. Expected size 6 but got "
+         "size 3 for tensor number 1 in the list."],
+    ),
+    "misuse": (
+        lambda: tp.pmap(loss)(W, X),
+        ["<lambda>"],
+        ["ValueError: pmap got inconsistent sizes for array axes to be mapped:",
+         "  * one axis had size 5: axis 0 of argument w of type float32[5,3];",
+         "  * one axis had size 4: axis 0 of argument x of type float32[4,2,6]"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.cpu_only("the texts are those of CPU kernels")
+@pytest.mark.parametrize("case", CASES)
+def test_tracebacks_are_short(case):
+    call, functions, text = CASES[case]
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (the text follows)
+        call()
+    lines = "".join(traceback.format_exception(caught.value)).splitlines()
+    assert len(lines) < 25
+    found = re.findall(r'^  File ".*", line \d+, in (\S+)', "\n".join(lines), re.MULTILINE)
+    found.remove("test_tracebacks_are_short")
+    assert found == functions
+    assert [re.sub(r"pid \d+", "pid N", line) for line in lines[-len(text) :]] == text
+
+
+def test_the_note_names_statics_and_counts_what_it_leaves_out():
+    def fails(x, n, more):
+        raise LookupError
+
+    with pytest.raises(LookupError) as caught:
+        tp.pmap(fails, in_axes=(1, 0, 0), static_broadcasted_argnums=1)(
+            torch.ones(2, 4), "n" * 99, [None, *torch.ones(9, 4)]
+        )
+    (note,) = caught.value.__notes__
+    assert note == (
+        "while tracing `fails`: arguments x float32[2], n = 'nnnnnnnnnnnn...nnnnnnnnnnnnn', "
+        "more[0] = None, more[1] float32[], more[2] float32[], more[3] float32[], "
+        "more[4] float32[], more[5] float32[] and 4 more"
+    )
+
+
+CELLS = [
+    "import torch, torchpmap as tp\ntp.init(num_devices=2)\nw = torch.ones(5, 3)",
+    "def loss(w, x):\n    y = x @ w\n    return y.sum()\n"
+    "step = tp.pmap(loss, axis_name='i', in_axes=(None, 0))",
+    "step(w, torch.ones(2, 4, 6))",
+    "tp.grad(lambda w: step(w, torch.ones(2, 4, 6)).sum())(w)",
+    "tp.pmap(loss, 'i', in_axes=(None, 0), compile=False)(w, torch.ones(2, 4, 6))",
+    "def look(x):\n    return x * {'a': 1}['b']\ntp.pmap(look, compile=False)(torch.ones(2))",
+    "tp.device_put(torch.ones(2, 6), tp.devices()) @ w",
+    "step(w, torch.ones(2, 4, 5)).tolist()",
+]
+NOTEBOOK = """
+import json, nbclient, nbformat, re, sys
+notebook = nbformat.v4.new_notebook()
+notebook.cells = [nbformat.v4.new_code_cell(source) for source in json.loads(sys.argv[1])]
+nbclient.NotebookClient(notebook, timeout=90, kernel_name="python3", allow_errors=True).execute()
+errors = [[o for o in cell.outputs if o.output_type == "error"] for cell in notebook.cells]
+texts = ["\\n".join(error.traceback) for found in errors for error in found]
+print(json.dumps([re.sub(r"\\x1b\\[[0-9;]*m", "", text) for text in texts]))
+"""
+
+
+def test_tracebacks_in_a_notebook():
+    for package in ("nbformat", "nbclient", "ipykernel"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    command = [sys.executable, "-c", NOTEBOOK, json.dumps(CELLS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    texts = json.loads(done.stdout)
+    assert len(texts) == 5
+    for text in texts:
+        assert len(text.splitlines()) < 25, text
+        assert "site-packages" not in text
+    assert all("y = x @ w" in text for text in texts[:3])

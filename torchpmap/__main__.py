@@ -1,0 +1,63 @@
+"""``python -m torchpmap doctor`` and ``python -m torchpmap bench``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """The exit status: 1 if something does not work."""
+    parser = argparse.ArgumentParser(prog="python -m torchpmap", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="what this machine is, and whether all works on it")
+    bench = commands.add_parser("bench", help="how fast calls, collectives and copies are here")
+    for command in (doctor, bench):
+        command.add_argument("--json", action="store_true", help="for a bug report")
+        command.add_argument("--num-devices", type=int, help="default: as in a program")
+        command.add_argument("--device-type", help="default: as in a program")
+    options = parser.parse_args(given)
+    import torchpmap as tp
+
+    if options.num_devices is not None:
+        tp.config.num_devices = options.num_devices
+    if options.device_type is not None:
+        tp.config.device_type = options.device_type
+    return (_doctor if options.command == "doctor" else _bench)(as_json=options.json)
+
+
+def _doctor(*, as_json: bool) -> int:
+    from torchpmap._doctor import facts, findings, report, selftest
+
+    found = facts.collect()
+    wrong = findings.findings(found)
+    is_text = not as_json and facts.is_first()
+    if is_text:
+        print(*report.described(found), "", "self-test", sep="\n", flush=True)
+    steps = []
+    for step in selftest.run():
+        steps.append(step)
+        if is_text:
+            print(report.described_step(step), flush=True)
+    if as_json and facts.is_first():
+        print(json.dumps(report.as_json(found, wrong, steps), indent=2))
+    elif is_text:
+        print("", *(report.described_findings(wrong) if wrong else ["no findings"]), sep="\n")
+    failed = any(step.error for step in steps)
+    return int(failed or any(each.level == "problem" for each in wrong))
+
+
+def _bench(*, as_json: bool) -> int:
+    from torchpmap._doctor import bench, facts
+
+    is_first = facts.is_first()
+    rows = bench.run(print if is_first and not as_json else None)
+    if as_json and is_first:
+        print(json.dumps(rows, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""``python -m torchpmap``: what this machine is, whether it works, and how fast it is."""

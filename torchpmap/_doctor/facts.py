@@ -1,0 +1,209 @@
+"""What is true of this machine and of this process, as JSON; nothing here starts a worker."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchpmap._base.config import Config, config
+from torchpmap._base.devices import PLATFORMS, default_platform, usable_cores
+from torchpmap._runtime.groups.shared_memory import is_able
+from torchpmap._runtime.torchrun.launcher import found_place
+from torchpmap._trace.toolchain import cache_folder, cpp_compiler, missing_compiler
+
+Facts = dict[str, dict[str, Any]]
+"""Section -> name -> what JSON can hold."""
+
+_PREFIXES = ("TORCHPMAP_", "TORCHINDUCTOR_", "NCCL_", "GLOO_", "OMP_", "MKL_", "PYTORCH_")
+_NAMES = ("CXX", "CC", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TMPDIR")
+_COMPILER_S = 10.0
+
+
+def collect() -> Facts:
+    return {
+        "versions": _versions(),
+        "machine": _machine(),
+        "settings": _settings(),
+        "devices": _devices(),
+        "compiler": _compiler(),
+        "cache": _cache(),
+        "sharing": _sharing(),
+        "network": _network(),
+        "environment": _environment(),
+    }
+
+
+def is_first() -> bool:
+    """Whether this process speaks for the job: of several, each has the same to say."""
+    place = found_place()
+    return place is None or place.rank == 0
+
+
+def _versions() -> dict[str, Any]:
+    return {
+        "torchpmap": _version("torchpmap") or "not installed",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("numpy", "cloudpickle")},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "is_linux": sys.platform == "linux",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
+        **_memory(),
+    }
+
+
+def _processor() -> str:
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _memory() -> dict[str, Any]:
+    """In bytes; what a container may use counts, if it is less than the host has."""
+    found = {}
+    for line in _read("/proc/meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        if name in ("MemTotal", "MemAvailable"):
+            found[name] = int(rest.split()[0]) * 1024
+    total, available = found.get("MemTotal"), found.get("MemAvailable")
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    if limit.isdecimal() and (total is None or int(limit) < total):
+        total = int(limit)
+        used = _read("/sys/fs/cgroup/memory.current").strip()
+        available = total - int(used) if used.isdecimal() else available
+    return {"memory_bytes": total, "available_bytes": available}
+
+
+def _settings() -> dict[str, Any]:
+    try:
+        return {"values": asdict(config.snapshot()), "error": None}
+    except ValueError as error:
+        return {"values": {}, "error": str(error)}
+
+
+def _devices() -> dict[str, Any]:
+    kinds = {name: each.count() for name, each in PLATFORMS.items()}
+    try:
+        settings = config.snapshot()
+    except ValueError:
+        settings = Config()
+    chosen = PLATFORMS[settings.device_type] if settings.device_type else default_platform()
+    place = found_place() if settings.runtime in ("auto", "torchrun") else None
+    return {
+        "kind": chosen.name,
+        "count": place.size if place else settings.num_devices or chosen.count(),
+        "launcher": place.launcher if place else None,
+        "available": kinds,
+        "collectives": chosen.collectives,
+        "is_built": {name: each.is_built() for name, each in PLATFORMS.items()},
+        "has_nvidia_driver": Path("/proc/driver/nvidia/version").exists(),
+    }
+
+
+def _compiler() -> dict[str, Any]:
+    missing = missing_compiler(_devices()["kind"])
+    command = cpp_compiler()
+    return {"missing": missing, "command": command, "version": _first_line(command)}
+
+
+def _first_line(command: str | None) -> str | None:
+    if command is None:
+        return None
+    try:
+        done = subprocess.run(
+            [command, "--version"], capture_output=True, text=True, timeout=_COMPILER_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"it does not run: {error}"
+    return done.stdout.partition("\n")[0]
+
+
+def _cache() -> dict[str, Any]:
+    folder = Path(cache_folder())
+    parent = folder if folder.exists() else folder.parent
+    owner = parent.stat().st_uid if folder.exists() else None
+    return {
+        "folder": str(folder),
+        "exists": folder.exists(),
+        "is_ours": owner in (None, os.geteuid()),
+        "is_writable": os.access(parent, os.W_OK),
+        "free_bytes": shutil.disk_usage(parent).free if parent.exists() else None,
+    }
+
+
+def _sharing() -> dict[str, Any]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {
+        "is_possible": is_able(),
+        "memfd_error": _memfd_error(),
+        "open_files": soft,
+        "open_files_at_most": hard,
+        "temporary_folder": tempfile.gettempdir(),
+    }
+
+
+def _memfd_error() -> str | None:
+    try:
+        os.close(os.memfd_create("torchpmap-doctor", os.MFD_CLOEXEC))
+    except (OSError, AttributeError) as error:
+        return str(error)
+    return None
+
+
+def _network() -> dict[str, Any]:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        address = f"not found: {error}"
+    return {
+        "host": name,
+        "address": address,
+        "is_resolved": not address.startswith("not found"),
+        "interfaces": [each for _, each in socket.if_nameindex()],
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+    }
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_PREFIXES) or name in _NAMES or name.endswith("VISIBLE_DEVICES")
+    }
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

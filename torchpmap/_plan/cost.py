@@ -1,0 +1,223 @@
+"""What one device computes, sends and holds in a call, counted from the graph and shapes alone."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from torchpmap._base.errors import size_text
+from torchpmap._base.torch_internals import FakeTensorMode, OpOverload
+from torchpmap._collectives.backend import NAMESPACES, c10d
+from torchpmap._plan.plan import Plan
+from torchpmap._trace.boxed import copied
+
+_KNOWN = frozenset({"aten", "prims", "torchpmap_random", *NAMESPACES})
+_PASSING = (operator.getitem, c10d.wait_tensor.default)
+_RECURRENT = "_rnn"
+"""In the names of recurrent layers that are one operation, such as ``mkldnn_rnn_layer``."""
+
+
+class Collective(NamedTuple):
+    """One collective of a call."""
+
+    name: str
+    """The operation in the graph: several leaves of a tree may travel in one."""
+    num_bytes: int
+    """What the device sends into it."""
+    axis: str
+    """Names of the axes that it runs over."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one device computes, sends and holds in one call; ``print`` it."""
+
+    flops: int
+    """Floating-point operations of matrix products, convolutions and attention, forward and
+    backward.
+    """
+    collectives: tuple[Collective, ...]
+    """In program order."""
+    argument_bytes: int
+    """Of the arguments and of captured tensors."""
+    output_bytes: int
+    temporary_bytes: int
+    """The most that values between arguments and results take at once.  It is an upper estimate:
+    compiled code fuses operations, and makes fewer of these values.
+    """
+    peak_bytes: int
+    """The most that is alive at once, arguments and results included; estimated the same way."""
+    uncounted: tuple[str, ...] = ()
+    """Operations whose floating-point operations are not known: those of your own, and fused
+    recurrent layers.
+    """
+
+    @property
+    def collective_bytes(self) -> int:
+        """Bytes that the device sends into collectives."""
+        return sum(each.num_bytes for each in self.collectives)
+
+    def __str__(self) -> str:
+        lines = [f"{self.flops:,} flops on each device"]
+        counts = Counter((each.name, each.axis) for each in self.collectives)
+        for (name, axis), count in counts.items():
+            same = [each for each in self.collectives if (each.name, each.axis) == (name, axis)]
+            times = f" ({count} times)" if count > 1 else ""
+            lines.append(f"{name} over {axis}{times}: {_size(same)}")
+        lines.append(
+            f"memory: {size_text(self.argument_bytes)} arguments, "
+            f"{size_text(self.output_bytes)} results, "
+            f"at most {size_text(self.temporary_bytes)} temporaries"
+        )
+        if self.uncounted:
+            lines.append(f"flops not counted: {', '.join(self.uncounted)}")
+        return "\n".join(lines)
+
+
+def _size(collectives: Sequence[Collective]) -> str:
+    return size_text(sum(each.num_bytes for each in collectives))
+
+
+def cost_of(plan: Plan) -> Cost:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter = FlopCounterMode(display=False, custom_mapping=_formulas())
+    with counter:
+        graph = propagated(plan)
+    nodes = list(graph.nodes)
+    sizes = {node: _bytes(node.meta.get("val")) for node in nodes}
+    inputs = {node for node in nodes if node.op == "placeholder"}
+    (output,) = (node for node in nodes if node.op == "output")
+    results = {_memory(node) for node in output.all_input_nodes}
+    return Cost(
+        counter.get_total_flops(),
+        tuple(
+            Collective(name_of(node), sum(sizes[n] for n in node.all_input_nodes), axis)
+            for node, axis in collectives_of(plan, nodes)
+        ),
+        sum(sizes[node] for node in inputs),
+        sum(sizes[node] for node in set(output.all_input_nodes)),
+        _peak(nodes, sizes, without=inputs | results),
+        _peak(nodes, sizes),
+        _uncounted(nodes),
+    )
+
+
+def propagated(plan: Plan) -> torch.fx.Graph:
+    """A copy of the graph with the fake value of each node in ``meta["val"]``."""
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    definition = plan.definition
+    module = torch.fx.GraphModule(definition.graph, copied(definition.graph.graph))
+    kinds = [*([((), torch.int64)] if definition.uses_index else []), *definition.inputs]
+    mode = FakeTensorMode()
+    with mode:
+        examples = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in kinds]
+    FakeTensorProp(module, mode).propagate_dont_convert_inputs(*examples)
+    return module.graph
+
+
+def collectives_of(plan: Plan, nodes: Sequence[torch.fx.Node]) -> list[tuple[torch.fx.Node, str]]:
+    """The nodes that communicate, each with the names of the axes that it runs over."""
+    found = []
+    for node in nodes:
+        target = node.target
+        if not isinstance(target, OpOverload) or target.namespace not in NAMESPACES:
+            continue
+        last = target._schema.arguments[-1].name
+        if last.startswith("group"):
+            group = node.kwargs.get(last, node.args[-1] if node.args else None)
+            found.append((node, plan.axes.get(str(group), "?")))
+    return found
+
+
+def name_of(node: torch.fx.Node) -> str:
+    """``"all_reduce"``."""
+    target: Any = node.target
+    return str(target._schema.name.split("::")[1])
+
+
+def _uncounted(nodes: Sequence[torch.fx.Node]) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    for node in nodes:
+        name = str(node.target)  # "aten.mm.default"
+        namespace = getattr(node.target, "namespace", "aten")
+        if (namespace not in _KNOWN and name != "cond") or _RECURRENT in name:
+            found[name.removesuffix(".default")] = None
+    return tuple(found)
+
+
+# -- flops that torch does not count ---------------------------------------------------------------
+
+
+def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any) -> int:
+    """[b, h, s, d], [b, h, t, d], [b, h, t, e]: scores, and their product with the values."""
+    *batch, rows, width = query
+    return 2 * math.prod(batch) * rows * key[-2] * (width + value[-1])
+
+
+def _attention_backward(
+    gradient: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any
+) -> int:
+    """Scores again; and from them the gradients of query, key, value and the scores."""
+    *batch, rows, width = query
+    return 2 * math.prod(batch) * rows * key[-2] * (3 * width + 2 * value[-1])
+
+
+def _formulas() -> dict[Any, Any]:
+    """A function, because looking operations up takes a while."""
+    aten = torch.ops.aten
+    return {
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda *shapes, **_: _attention(*shapes),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            lambda *shapes, **_: _attention_backward(*shapes)
+        ),
+        aten.mv: lambda matrix, *_, **__: 2 * math.prod(matrix),
+        aten.addmv: lambda _, matrix, *__, **___: 2 * math.prod(matrix),
+        aten.dot: lambda x, *_, **__: 2 * math.prod(x),
+        aten.vdot: lambda x, *_, **__: 2 * math.prod(x),
+    }
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def _memory(node: torch.fx.Node) -> torch.fx.Node:
+    """The node that made the memory this one uses: an earlier one for a view and ``_PASSING``."""
+    while node.target in _PASSING or getattr(node.target, "is_view", False):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _peak(
+    nodes: Sequence[torch.fx.Node],
+    sizes: Mapping[torch.fx.Node, int],
+    without: frozenset[torch.fx.Node] | set[torch.fx.Node] = frozenset(),
+) -> int:
+    """The most bytes that are alive at once, of all memory but that of ``without``."""
+    last_use = {
+        _memory(source): k for k, node in enumerate(nodes) for source in node.all_input_nodes
+    }
+    ends: dict[int, list[torch.fx.Node]] = {}
+    for node, k in last_use.items():
+        if node.op != "placeholder":  # the caller holds them
+            ends.setdefault(k, []).append(node)
+    alive = peak = 0
+    for k, node in enumerate(nodes):
+        counts = node.op != "output" and _memory(node) is node and node not in without
+        alive += sizes[node] if counts else 0
+        peak = max(peak, alive)
+        alive -= sum(sizes[done] for done in ends.get(k, []) if done not in without)
+    return peak

@@ -1,0 +1,125 @@
+"""The plans that the workers know: compiled by one, loaded by the others, dropped when they will
+not be called again.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import repeat
+from typing import TypeVar
+
+from torchpmap._base.busy import waiting
+from torchpmap._base.devices import Device
+from torchpmap._runtime import wire
+from torchpmap._runtime.groups.process_groups import RankPartition
+from torchpmap._runtime.local.forkserver import server
+from torchpmap._runtime.local.pool import Pool
+from torchpmap._runtime.wire import pack_ints
+from torchpmap._trace.compile import EAGER, CompileReport, Definition
+from torchpmap._trace.effects import prints
+from torchpmap._trace.pickling import pickled
+
+T = TypeVar("T")
+
+_NO_WAIT = nullcontext()
+
+
+class Plans:
+    """Owner: the runtime.  What is not said to be otherwise is guarded by the pool's send lock."""
+
+    def __init__(self, pool: Pool, devices: Sequence[Device]) -> None:
+        self._pool = pool
+        self._devices = devices
+        self._loading: dict[int, tuple[str, Sequence[int]]] = {}
+        """Of plans that all but one rank still load or compile: command -> name, and the ranks."""
+        self._has_compiler = False
+        self.defined: dict[int, tuple[tuple[int, ...], bytes]] = {}
+        """Ranks and definition by plan."""
+        self.limited: dict[int, tuple[float, str]] = {}
+        """Timeout and name of each plan whose calls have a timeout."""
+        self.retired: deque[int] = deque()
+        """Plans to drop; finalizers in any thread append, ``forget`` removes."""
+
+    def define(
+        self,
+        ranks: Sequence[int],
+        definition: Definition,
+        groups: dict[str, RankPartition],
+    ) -> CompileReport:
+        """As ``Runtime.define``."""
+        body = pickled(definition)
+        if prints(definition.graph):
+            self._pool.expect_output()
+        if definition.backend != EAGER:
+            self._load_compiler()
+        self._pool.make_groups(groups)
+        leader, *others = ranks
+        report = self._compile(leader, body, f"it compiles {definition.name}")
+
+        def send() -> None:
+            self.forget()
+            self.defined[definition.plan_id] = tuple(ranks), body
+            if definition.timeout is not None:
+                self.limited[definition.plan_id] = definition.timeout, definition.name
+            if others:
+                self._pool.tell(others, wire.DEFINE, body)
+                self._loading[self._pool.seq] = definition.name, others
+
+        self._pool.in_order(send)
+        return report
+
+    def _load_compiler(self) -> None:
+        """Let all workers that lack the compiler import it at the same time."""
+        if not self._has_compiler:
+            server.expect_compiling()
+            self._pool.in_order(self._pool.tell, tuple(self._pool.workers), wire.LOAD, b"")
+            self._has_compiler = True
+
+    def _compile(self, leader: int, body: bytes, what: str) -> CompileReport:
+        """Wait until the leader has compiled a plan, even if it dies once meanwhile."""
+        losses, deaths = self._pool.losses, 0
+        while True:
+            pending = self._pool.ask({leader: body}, wire.DEFINE, what=what)
+            if pending.wait():
+                return CompileReport(*pickle.loads(pending.replies[leader]))
+            self._pool.repair()
+            sent = pending.era, pending.seq
+            error = losses.of_command(*sent)
+            if error is None and losses.died_in(*sent, leader):
+                deaths += 1  # once may be a coincidence
+                error = losses.of_value(*sent, (leader,)) if deaths > 1 else None
+            if error is not None:
+                raise error
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """A block that waits for a value, and perhaps for what is loaded before."""
+        return waiting(self._late) if self._loading and self._late() else _NO_WAIT
+
+    def _late(self) -> str | None:
+        for seq, (name, ranks) in sorted(self._loading.copy().items()):
+            late = [self._devices[k] for k in ranks if not self._pool.has_reached(seq, (k,))]
+            if late:
+                return f"compiling `{name}` on {', '.join(map(str, late))}"
+            self._loading.pop(seq, None)
+        return None
+
+    def forget(self) -> None:
+        """Send which plans are ``retired``."""
+        dropped = [i for i in take(self.retired) if self.defined.pop(i, None) is not None]
+        for plan_id in dropped:
+            self.limited.pop(plan_id, None)
+        if dropped:
+            self._pool.tell(tuple(self._pool.workers), wire.FORGET, pack_ints(*dropped))
+
+    def restore(self, new_ranks: Collection[int]) -> None:
+        """Give new workers the plans of the old ones."""
+        for ranks, body in self.defined.values():
+            self._pool.tell([r for r in ranks if r in new_ranks], wire.DEFINE, body)
+
+
+def take(released: deque[T]) -> list[T]:
+    """Empty a deque that other threads may append to meanwhile."""
+    return list(map(deque.popleft, repeat(released, len(released))))

@@ -1,0 +1,98 @@
+"""Signatures of layers and losses; ``_sharded/layers`` has what their blocks compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torchpmap._sharded.rules.compute import aligned
+from torchpmap._sharded.rules.signature import Call, Combine, Labels, Rule, Signature
+
+
+def _rows(num_batch: int, ndim: int) -> Labels:
+    return (*range(num_batch), *(None,) * (ndim - num_batch))
+
+
+def _layer(names: Sequence[str], num_rows: int, others: Combine, num_batch: int = 1) -> Rule:
+    """The operands ``names`` and the first ``num_rows`` results have rows; the other results are
+    put together by ``others``.
+    """
+
+    def rule(call: Call) -> Signature | None:
+        rows = [call.arguments[name] for name in names]
+        wanted = call.arguments.get("output_mask") or [True] * len(call.results)
+        have_rows = [k < num_rows for k, wants in enumerate(wanted) if wants]
+        results = zip(have_rows, call.results, strict=True)
+        return Signature(
+            {operand.position: _rows(num_batch, operand.ndim) for operand in rows},
+            tuple(_rows(num_batch if has else 0, len(shape)) for has, shape in results),
+            tuple(None if has else others for has in have_rows),
+        )
+
+    return rule
+
+
+def _attention(names: Sequence[str], num_rows: int) -> Rule:
+    """Rows and heads are batches; the mask, [T, S] or [B or 1, H or 1, T, S], may have them."""
+    without_mask = _layer(names, num_rows, "equal", 2)
+
+    def rule(call: Call) -> Signature | None:
+        signature = without_mask(call)
+        mask = call.arguments["attn_mask"]
+        if signature is None or mask is None:
+            return signature
+        whole = (*call.arguments["query"].shape[:2], None, None)[-mask.ndim :]
+        labels = tuple(dim if size == whole[dim] else None for dim, size in enumerate(mask.shape))
+        return replace(signature, operands=signature.operands | {mask.position: labels})
+
+    return rule
+
+
+def _loss(call: Call) -> Signature | None:
+    shape = max((operand.shape for operand in call.operands), key=len)
+    labels = tuple(range(-len(shape), 0))
+    kinds: dict[Any, Combine | None] = {0: None, 1: "mean", 2: "sum"}
+    kind = kinds[call.arguments["reduction"]]
+    operands: dict[int, Labels] = {
+        operand.position: aligned(operand.shape, shape) for operand in call.operands
+    }
+    if "grad_output" in call.arguments:
+        return Signature(operands, (labels,))
+    return Signature(operands, (labels if kind is None else (),), (kind,))
+
+
+def _nll(call: Call) -> Signature | None:
+    x, target = call.arguments["self"], call.arguments["target"]
+    if target.ndim != x.ndim - 1:
+        return None  # one row
+    operands = {x.position: _rows(1, x.ndim), target.position: _rows(1, target.ndim)}
+    each = call.arguments["reduction"] == 0
+    if "grad_output" in call.arguments:
+        grad = call.arguments["grad_output"]
+        operands[grad.position] = _rows(int(each), grad.ndim)
+        return Signature(operands, (_rows(1, x.ndim),))
+    loss = _rows(1, target.ndim) if each else ()
+    return Signature(operands, (loss, ()), (None if each else "equal", "equal"))
+
+
+_LOSSES = (
+    "binary_cross_entropy binary_cross_entropy_with_logits huber_loss mse_loss smooth_l1_loss "
+    "binary_cross_entropy_backward huber_loss_backward mse_loss_backward smooth_l1_loss_backward"
+)
+_NLL = "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward"
+_HEADS = ("query", "key", "value")
+
+LAYERS: dict[str, Rule] = {
+    "_scaled_dot_product_flash_attention_for_cpu": _attention(_HEADS, 2),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention(
+        ("grad_out", *_HEADS, "out", "logsumexp"), 3
+    ),
+    "native_batch_norm": _layer(["input"], 1, "equal"),
+    "native_batch_norm_backward": _layer(["grad_out", "input"], 1, "equal"),
+    "native_group_norm": _layer(["input"], 3, "sum"),
+    "native_group_norm_backward": _layer(["grad_out", "input", "mean", "rstd"], 1, "sum"),
+    **dict.fromkeys(_LOSSES.split(), _loss),
+    **dict.fromkeys(_NLL.split(), _nll),
+}
+"""Rule by name of the operation."""

@@ -1,0 +1,161 @@
+"""``accumulate``: an optimizer that steps with the mean of several gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchpmap._base.boundary import boundary
+from torchpmap._base.pytree import flatten
+from torchpmap._base.torch_internals import disable_dynamo
+from torchpmap.optim import _checks as checks
+from torchpmap.optim._functional import FunctionalOptimizer
+
+_OURS = _CALLS, _GRAD = "accumulated_calls", "accumulated_grad"
+"""Names in the state of a parameter: how many gradients it has had since its last step, and their
+sum, divided by the number that makes a step."""
+
+
+@boundary
+def accumulate(optimizer: FunctionalOptimizer, every: int) -> AccumulatingOptimizer:
+    """Return an optimizer that changes the parameters with every ``every``-th call of ``update``.
+
+    It then takes one step with the mean of the gradients since the last step. The other calls
+    return the parameters as they are. All calls are one traced program: it computes a step each
+    time, and keeps that of the last call only.
+
+    Args:
+        optimizer: from ``functional``.
+        every: how many gradients make a step.
+
+    Returns:
+        An ``AccumulatingOptimizer``, with ``init`` and ``update`` like those of ``optimizer``.
+
+    Raises:
+        TypeError: ``optimizer`` is something else.
+        ValueError: ``every`` is not an int of at least 1.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> optimizer = tp.optim.accumulate(tp.optim.functional(torch.optim.SGD, lr=1.0), every=2)
+        >>> w = torch.tensor(5.0)
+        >>> state = optimizer.init(w)
+        >>> for grad in (1.0, 3.0, 1.0):
+        ...     w, state = optimizer.update(torch.tensor(grad), state, w)
+        ...     print(w.item(), state["accumulated_calls"].item())
+        5.0 1
+        3.0 0
+        3.0 1
+
+    Source: ``optax.MultiSteps``; ``(loss / every).backward()`` in loops of torch.
+    """
+    if not isinstance(optimizer, FunctionalOptimizer):
+        raise TypeError(
+            "optim.accumulate takes what torchpmap.optim.functional returns, but got "
+            f"an object {checks.kind(optimizer)}."
+        )
+    if type(every) is not int or every < 1:
+        raise ValueError(f"optim.accumulate: every must be an int of at least 1, not {every!r}.")
+    return AccumulatingOptimizer(optimizer, every)
+
+
+class AccumulatingOptimizer:
+    """``init`` and ``update`` of an optimizer that accumulates; made by ``accumulate``."""
+
+    def __init__(self, optimizer: FunctionalOptimizer, every: int) -> None:
+        self.__wrapped__ = optimizer.__wrapped__  # pmap follows it
+        self._optimizer = optimizer
+        self._every = every
+
+    def __repr__(self) -> str:
+        return f"optim.accumulate({self._optimizer!r}, every={self._every})"
+
+    @disable_dynamo
+    def init(self, params: Any) -> Any:
+        """Return the state before the first call: that of the optimizer, and in the dict of every
+        parameter the number of gradients since its last step, and their sum so far.
+
+        init: (params) -> the tree of ``params`` with a dict of tensors in place of every leaf
+        """
+        leaves, structure = flatten(params)
+        states = checks.subtrees(structure, self._optimizer.init(params), "state")
+        return structure.unflatten(
+            [
+                None if leaf is None else {**entries, **_nothing(leaf)}
+                for leaf, entries in zip(leaves, states, strict=True)
+            ]
+        )
+
+    @disable_dynamo
+    def update(
+        self, grads: Any, state: Any, params: Any, **hyperparameters: Any
+    ) -> tuple[Any, Any]:
+        """Return the parameters and the state after one more gradient.
+
+        update: (grads, state, params) -> (params, state)
+
+        Args:
+            grads: tree like ``params``; for None neither the parameter nor its state changes.
+            state: from ``init`` or ``update``.
+            params: pytree of floating-point or complex tensors; None leaves pass through.
+            hyperparameters: as of ``functional``'s ``update``; those of the other calls are not
+                used. A schedule counts steps: ``schedule(call // every)``.
+
+        Raises:
+            TypeError: the optimizer makes its state in its first step (SGD with dampening, some
+                that are not torch's).
+            Else what ``functional``'s ``update`` raises.
+        """
+        leaves, structure = flatten(params)
+        checks.check_params(leaves, structure)
+        given = checks.subtrees(structure, grads, "grads")
+        states = checks.subtrees(structure, state, "state")
+        for leaf, grad, entries, path in zip(leaves, given, states, structure.paths(), strict=True):
+            checks.check_grad(grad, leaf, f"grads{path}")
+            checks.check_state(entries, leaf, f"state{path}")
+            checks.check_accumulated(entries, leaf, f"state{path}", _OURS)
+        inner = [old and {k: x for k, x in old.items() if k not in _OURS} for old in states]
+        means = [
+            None if grad is None else old[_GRAD] + grad / self._every
+            for grad, old in zip(given, states, strict=True)
+        ]
+        results = self._optimizer.update(
+            *map(structure.unflatten, (means, inner, leaves)), **hyperparameters
+        )
+        stepped = checks.subtrees(structure, results[0], "params")
+        entries_after = checks.subtrees(structure, results[1], "state")
+        for before, after in zip(inner, entries_after, strict=True):
+            checks.refuse_new_state(self._optimizer, before or {}, after or {})
+        chosen = [
+            (leaf, old) if mean is None else self._choose(leaf, old, mean, new, entries)
+            for leaf, old, mean, new, entries in zip(
+                leaves, states, means, stepped, entries_after, strict=True
+            )
+        ]
+        return (
+            structure.unflatten([leaf for leaf, _ in chosen]),
+            structure.unflatten([entries for _, entries in chosen]),
+        )
+
+    def _choose(
+        self,
+        leaf: torch.Tensor,
+        state: dict[str, Any],
+        mean: torch.Tensor,
+        stepped: torch.Tensor,
+        entries: dict[str, Any],
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """A parameter and its state: after a step if this call is the last before one."""
+        calls = state[_CALLS] + 1
+        is_last = calls == self._every
+        after = {name: torch.where(is_last, x, state[name]) for name, x in entries.items()}
+        after[_CALLS] = torch.where(is_last, 0, calls)
+        after[_GRAD] = torch.where(is_last, 0, mean)
+        return torch.where(is_last, stepped, leaf), after
+
+
+def _nothing(leaf: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The state of a parameter that has had no gradient since its last step."""
+    calls = torch.zeros((), dtype=torch.int64, device=leaf.device)
+    return {_CALLS: calls, _GRAD: torch.zeros_like(leaf, requires_grad=False)}
