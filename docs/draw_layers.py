@@ -10,7 +10,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from draw_overview import BLUE, INK, ORANGE, arrow, box
+from draw_overview import BLUE, INK, LINE, ORANGE, arrow, box, save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -19,9 +19,13 @@ PACKAGE = ROOT / "torchpmap"
 ROW = re.compile(r"^\| (\d+) \| `(\w+)` \| (.+) \| `\w+` \|$", re.MULTILINE)
 IMPORT = re.compile(r"^ *from torchpmap(?:\.(\w+)[.\w]*)? import (\w+)", re.MULTILINE)
 
-COLUMNS = {"checkpoint": 1, "multihost": 2, "random": 1, "optim": 3}
+COLUMNS = {
+    **{"profiler": 1, "random": 1, "_doctor": 2, "checkpoint": 3},
+    **{"multihost": 4, "_modules": 5, "optim": 6},
+}
 """All other folders are in column 0. No arrow may go through a box."""
-LEFT, RIGHT = (0.5, 4.7, 7.5, 10.3), (4.5, 7.3, 10.1, 12.7)
+LEFT = (0.5, 3.7, 5.3, 6.75, 8.2, 9.8, 11.35)
+RIGHT = (3.55, 5.15, 6.6, 8.05, 9.65, 11.2, 12.7)
 """Edges of the columns."""
 PITCH, HEIGHT = 1.26, 0.98
 
@@ -36,7 +40,7 @@ def read_layers() -> dict[str, tuple[int, str]]:
 
 def read_imports(folder: str) -> set[str]:
     """The other folders that the files of a folder import."""
-    files = [PACKAGE / "__init__.py"] if folder == "__init__" else (PACKAGE / folder).rglob("*.py")
+    files = PACKAGE.glob("*.py") if folder == "__init__" else (PACKAGE / folder).rglob("*.py")
     found = {
         first or second for file in files for first, second in IMPORT.findall(file.read_text())
     }
@@ -90,14 +94,14 @@ def draw() -> Figure:
         box(axes, left, bottom, width, HEIGHT, ORANGE if name.startswith("_") else BLUE)
         label(axes, left + width / 2, middle, width, name, job)
         if first == 0:
-            axes.text(0.2, middle, layer, ha="center", va="center", color=INK, fontsize=11)
+            axes.text(0.2, middle, layer, ha="center", va="center", color=LINE, fontsize=11)
         for other in sorted(imports[folder]):
             column = max(first, columns[other][0])
             x = (LEFT[column] + RIGHT[column]) / 2
             arrow(axes, (x, bottom), (x, bottoms[other] + HEIGHT))
-    axes.text(0.5, 0.9, LEGEND, fontsize=9, color=INK, va="center")
+    axes.text(0.5, 0.9, LEGEND, fontsize=9, color=LINE, va="center")
     return figure
 
 
 if __name__ == "__main__":
-    draw().savefig(ROOT / "docs" / "images" / "layers.png", dpi=100)
+    save(draw(), "layers.png")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
@@ -18,6 +19,8 @@ CODE = (
 )
 GRAPH = ("x", "all_reduce sum\nover axis i", "div", "result")
 NUM_DEVICES = 4
+LINE = "#7b8794"
+"""For what is drawn on the page itself, which may be light or dark; INK is for what is in boxes."""
 
 
 def box(axes: Axes, x: float, y: float, width: float, height: float, color: str) -> None:
@@ -26,12 +29,12 @@ def box(axes: Axes, x: float, y: float, width: float, height: float, color: str)
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=12, color=INK))
+    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=12, color=LINE))
 
 
 def title(axes: Axes, x: float, text: str, below: str) -> None:
-    axes.text(x, 5.05, text, fontsize=12, weight="bold", color=INK, ha="center")
-    axes.text(x, 0.1, below, fontsize=9, color=INK, ha="center", va="center")
+    axes.text(x, 5.05, text, fontsize=12, weight="bold", color=LINE, ha="center")
+    axes.text(x, 0.1, below, fontsize=9, color=LINE, ha="center", va="center")
 
 
 def draw() -> Figure:
@@ -44,7 +47,7 @@ def draw() -> Figure:
     box(axes, 0.05, 1.9, 4.1, 1.8, BLUE)
     axes.text(0.25, 2.8, CODE, linespacing=1.6, **MONO)
     arrow(axes, (4.2, 2.8), (5.1, 2.8))
-    axes.text(4.65, 3.0, "trace\nonce", fontsize=9, ha="center", color=INK)
+    axes.text(4.65, 3.0, "trace\nonce", fontsize=9, ha="center", color=LINE)
 
     title(axes, 6.3, "one graph", "the same for every device, compiled once")
     for step, text in enumerate(GRAPH):
@@ -62,14 +65,24 @@ def draw() -> Figure:
         axes.text(8.8, y + 0.37, f"device {k}   x = {k}.0  ->  {k / 6:.3f}", **MONO)
         if k:
             axes.annotate(
-                "", (13.65, y + 0.37), (13.65, y + 1.42), arrowprops={"arrowstyle": "<->"}
+                "",
+                (13.65, y + 0.37),
+                (13.65, y + 1.42),
+                arrowprops={"arrowstyle": "<->", "color": LINE},
             )
-    axes.text(13.85, 2.65, "psum", rotation=270, va="center", fontsize=9, color=INK)
-    axes.text(8.02, 4.25, "run", fontsize=9, ha="center", color=INK)
+    axes.text(13.85, 2.65, "psum", rotation=270, va="center", fontsize=9, color=LINE)
+    axes.text(8.02, 4.25, "run", fontsize=9, ha="center", color=LINE)
     return figure
 
 
+def save(figure: Figure, name: str) -> None:
+    """Write a picture to ``docs/images``, without a background: the page has one."""
+    path = Path(__file__).parent / "images" / name
+    # The same figure gives the same bytes.
+    with rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, dpi=100, transparent=True, metadata=metadata)
+
+
 if __name__ == "__main__":
-    path = Path(__file__).parent / "images" / "overview.png"
-    path.parent.mkdir(exist_ok=True)
-    draw().savefig(path, dpi=100)
+    save(draw(), "overview.png")
