@@ -1,6 +1,7 @@
 """One process of ``train_step.py``: a rank of a contender, which runs steps on request.
 
-``python _train_step.py CONTENDER``; torch's launcher starts ``torchrun`` and ``ddp`` once per rank.
+``python _train_step.py CONTENDER``; torch's launcher starts ``torchrun`` and the two ``ddp`` once
+per rank.
 It connects to the address in ``TRAIN_STEP_ADDRESS`` and then waits, without using a core, for the
 name of a model or for a number of steps; it answers with the seconds and the loss of the last step.
 """
@@ -22,12 +23,14 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from char_gpt import GPT, Sizes
+from train_plain import Net
 
 RANKS = 2
 BATCHES = 8
 """How many different batches there are; they are used in turn."""
 
 Batch = tuple[Tensor, Tensor]
+Tensors = dict[str, Tensor]
 Steps = Callable[[int], float]
 """Runs a number of steps and returns the loss of the last step for the rows of this process."""
 
@@ -63,7 +66,13 @@ def gpt() -> tuple[Objective, list[Batch]]:
     return Objective(GPT(96, sizes)), [(w[:, :-1], w[:, 1:]) for w in windows]
 
 
-MODELS = {"MLP": mlp, "GPT": gpt}
+def digits() -> tuple[Objective, list[Batch]]:
+    """The network of ``examples/train_plain.py``, 6,000 weights; 64 pictures of 8 x 8."""
+    batches = [(torch.randn(64, 1, 8, 8), torch.randint(10, (64,))) for _ in range(BATCHES)]
+    return Objective(Net(dropout=0.0)), batches  # masks differ, so losses would
+
+
+MODELS = {"MLP": mlp, "GPT": gpt, "digits": digits}
 
 
 def make(name: str) -> tuple[Objective, Iterator[Batch]]:
@@ -84,17 +93,20 @@ def pmapped(name: str) -> Steps:
         tp.init(RANKS)
     model, batches = make(name)
     optimizer = tp.optim.functional(torch.optim.AdamW, lr=1e-3)
-    params = {key: parameter.detach() for key, parameter in model.named_parameters()}
-    state = tp.replicate((params, optimizer.init(params)))
+    params, buffers, apply = tp.functional(model, axis_name="i")
+    state = tp.replicate((params, buffers, optimizer.init(params)))
 
-    def loss_of(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return torch.func.functional_call(model, params, (x, y))
+    def loss_of(params: Tensors, *batch: Any) -> tuple[Tensor, Tensors]:
+        return apply(params, *batch)
 
     @tp.pmap(axis_name="i", in_axes=(None, 0, 0), out_axes=None, donate_argnums=0)
     def step(state: Any, x: Tensor, y: Tensor) -> tuple[Any, Tensor]:
-        params, kept = state
-        loss, grads = tp.pmean(tp.value_and_grad(loss_of)(params, x, y), "i")
-        return optimizer.update(grads, kept, params), loss
+        params, buffers, kept = state
+        averaged = tp.value_and_grad(loss_of, has_aux=True)
+        (loss, buffers), grads = averaged(params, buffers, x, y)
+        loss, grads = tp.pmean((loss, grads), "i")
+        params, kept = optimizer.update(grads, kept, params)
+        return (params, buffers, kept), loss
 
     def steps(count: int) -> float:
         nonlocal state
@@ -107,21 +119,41 @@ def pmapped(name: str) -> Steps:
     return steps
 
 
-def distributed_data_parallel(name: str) -> Steps:
-    """``DistributedDataParallel``, compiled, with the fused AdamW."""
+def replicated(name: str) -> Steps:
+    """An ordinary loop over a module that ``tp.replicate`` has put on the devices."""
+    import torchpmap as tp
+
+    tp.init(RANKS)
+    model, batches = make(name)
+    model = tp.replicate(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def steps(count: int) -> float:
+        for batch in itertools.islice(batches, count):
+            loss = model(*tp.shard_batch(batch))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+    return steps
+
+
+def distributed_data_parallel(name: str, is_compiled: bool = True) -> Steps:
+    """``DistributedDataParallel``, with the fused AdamW."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     objective, batches = make(name)
     parallel = nn.parallel.DistributedDataParallel(objective, gradient_as_bucket_view=True)
-    compiled = torch.compile(parallel)
+    model = torch.compile(parallel) if is_compiled else parallel
     optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-3, fused=True)
 
     def steps(count: int) -> float:
         for x, y in itertools.islice(batches, count):
             x, y = (part.chunk(RANKS)[dist.get_rank()] for part in (x, y))
-            loss = compiled(x, y)
+            loss = model(x, y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -130,7 +162,17 @@ def distributed_data_parallel(name: str) -> Steps:
     return steps
 
 
-CONTENDERS = {"local": pmapped, "torchrun": pmapped, "ddp": distributed_data_parallel}
+def eager_data_parallel(name: str) -> Steps:
+    return distributed_data_parallel(name, is_compiled=False)
+
+
+CONTENDERS = {
+    "local": pmapped,
+    "torchrun": pmapped,
+    "replicated": replicated,
+    "ddp": distributed_data_parallel,
+    "ddp-eager": eager_data_parallel,
+}
 
 
 # -- orders from train_step.py ---------------------------------------------------------------------
