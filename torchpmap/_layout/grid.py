@@ -1,10 +1,12 @@
 """The devices of a mapped call as an array, with one dim per mapped axis that shares them.
 
-A *cut* says how an input or output of a program lies on the grid: for each dim of the grid, the dim
-of the value that is cut over it, or None if all devices along it hold the same.
+A *cut* says how an input or output of a program lies on the grid: for each dim of the value, the
+dims of the grid that cut it, the slowest first.  Devices along any other dim of the grid hold the
+same.
 
-    grid (2, 4), value [2, 5, 4]   cut (0, 2): device (r, c) holds value[r, :, c]
-                                   cut (None, 2): it holds value[:, :, c]
+    grid (2, 4), value [2, 5, 4]   cut ((0,), (), (1,)): device (r, c) holds value[r:r+1, :, c:c+1]
+                                   cut ((), (), (1,)): it holds value[:, :, c:c+1]
+                 value [16]        cut ((1, 0),): it holds value[4 * c + 2 * r : 4 * c + 2 * r + 2]
 """
 
 from __future__ import annotations
@@ -25,16 +27,31 @@ from torchpmap._layout.layout import (
     replicated_layout,
     row_layout,
 )
-from torchpmap._layout.mesh import NamedSharding, PartitionSpec, make_mesh
+from torchpmap._layout.mesh import NamedSharding, PartitionSpec, make_mesh, names_of
 
-Cut = tuple[int | None, ...]
+Cut = tuple[tuple[int, ...], ...]
+"""Dims beyond the last entry are not cut; the last entry is not empty."""
 
 
-def shifted(cut: Cut, dim: int | None) -> Cut:
-    """The cut of a value after a new dim is inserted at ``dim``."""
+def cut_at(dim: int | None) -> Cut:
+    """A value whose dim ``dim`` is cut over the first dim of the grid."""
+    return () if dim is None else (*((),) * dim, (0,))
+
+
+def dim_of(cut: Cut, grid_dim: int) -> int | None:
+    """The dim of a value that is cut over a dim of the grid."""
+    return next((dim for dim, over in enumerate(cut) if grid_dim in over), None)
+
+
+def nested(dim: int | None, inner: Cut) -> Cut:
+    """The cut of stacked values: a new dim at ``dim`` is cut over the first dim of the grid, and
+    those that were there, as ``inner`` says, over the dims behind it.
+    """
+    behind = tuple(tuple(k + 1 for k in over) for over in inner)
     if dim is None:
-        return cut
-    return tuple(k if k is None or k < dim else k + 1 for k in cut)
+        return behind
+    front = behind[:dim] + ((),) * (dim - len(behind))
+    return (*front, (0,), *behind[dim:])
 
 
 @dataclass(frozen=True)
@@ -70,38 +87,29 @@ class Grid:
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype, cut: Cut) -> Layout:
         """The layout of a value with this cut."""
-        dims = [dim for dim in cut if dim is not None]
-        if not dims:
+        if not cut:
             return replicated_layout(shape, dtype, self.axis_devices)
         if len(self.sizes) == 1 or len(self.devices) == 1:
-            return row_layout(shape, dtype, self.devices, dims[0], self.names[cut.index(dims[0])])
+            dim = next(dim for dim, over in enumerate(cut) if over)
+            return row_layout(shape, dtype, self.devices, dim, self.names[cut[dim][0]])
         names = self._distinct_names()
-        entries: list[Hashable] = [None] * len(shape)
-        for dim, name in zip(cut, names, strict=True):
-            if dim is not None:
-                entries[dim] = name
-        spec = PartitionSpec(*entries[: max(dims) + 1])
+        spec = PartitionSpec(*(tuple(names[k] for k in over) or None for over in cut))
         mesh = make_mesh(self.sizes, names, devices=self.devices)
         return general_layout(shape, dtype, NamedSharding(mesh, spec), stacked=True)
 
     def stacked(self, block_shape: Sequence[int], dtype: torch.dtype, cut: Cut) -> Layout:
         """The layout of a value whose blocks have this shape."""
         shape = list(block_shape)
-        for size, dim in zip(self.sizes_here, cut, strict=True):
-            if dim is not None:
-                shape[dim] *= size
+        for dim, over in enumerate(cut):
+            shape[dim] *= math.prod(self.sizes_here[k] for k in over)
         return self.layout(shape, dtype, cut)
 
     def cut_of(self, layout: Layout) -> Cut:
         """The cut of a layout of this grid."""
-        if layout.is_replicated:
-            return (None,) * len(self.sizes)
-        if len(self.sizes) == 1:
-            return (layout.dim,)
-        if len(self.devices) == 1:
-            return (layout.dim, *(None,) * (len(self.sizes) - 1))
-        dims = {name: dim for dim, name in enumerate(layout.sharding.spec)}
-        return tuple(dims.get(name) for name in self._distinct_names())
+        if layout.is_replicated or len(self.sizes) == 1 or len(self.devices) == 1:
+            return cut_at(layout.dim)
+        place = {name: k for k, name in enumerate(self._distinct_names())}
+        return tuple(tuple(place[name] for name in names_of(e)) for e in layout.sharding.spec)
 
     def extended(self, layout: Layout, size: int) -> Layout:
         """The layout with one more dim of this size at the end."""
@@ -112,14 +120,12 @@ class Grid:
 
     def copies(self, cut: Cut) -> int:
         """How many devices hold each block."""
-        return math.prod(size for size, dim in zip(self.sizes, cut, strict=True) if dim is None)
+        return math.prod(size for k, size in enumerate(self.sizes) if dim_of(cut, k) is None)
 
     def shared_along(self, cut: Cut, whole: Axis) -> tuple[Axis, ...]:
         """The axes along which all devices hold the same; ``whole`` is the axis of all devices."""
-        axes = mesh_axes(whole, self.sizes, self.names)
-        return tuple(
-            axis for axis, dim in zip(axes, cut, strict=True) if dim is None and axis is not None
-        )
+        axes = enumerate(mesh_axes(whole, self.sizes, self.names))
+        return tuple(axis for k, axis in axes if axis is not None and dim_of(cut, k) is None)
 
     def axes_along(self, partition: Partition) -> str:
         """The names of the axes along which these groups of places lie: ``"rows, cols"``.  Groups

@@ -41,7 +41,7 @@ class PartitionSpec(tuple[Any, ...]):
 
     def __new__(cls, *entries: Any) -> PartitionSpec:
         for entry in entries:
-            for name in _names(entry):
+            for name in names_of(entry):
                 if isinstance(name, int) or name is None or not isinstance(name, Hashable):
                     raise TypeError(
                         "each entry of a PartitionSpec must be None, a mesh axis name or a tuple "
@@ -179,7 +179,7 @@ class NamedSharding:
         self.mesh = mesh
         self.spec = spec
         sizes = mesh.shape
-        self._parts = tuple(math.prod(sizes[name] for name in _names(entry)) for entry in spec)
+        self._parts = tuple(math.prod(sizes[name] for name in names_of(entry)) for entry in spec)
         self._hash = hash((mesh, spec))
 
     @property
@@ -227,7 +227,7 @@ class NamedSharding:
                 if self._parts[dim] == 1:
                     continue
                 block = 0
-                for name in _names(entry):  # ('x', 'y') over 2 x 4: x=1, y=3 is block 1 * 4 + 3
+                for name in names_of(entry):  # ('x', 'y') over 2 x 4: x=1, y=3 is block 1 * 4 + 3
                     block = block * sizes[name] + coordinates[axes[name]]
                 length = shard_shape[dim]
                 index[dim] = slice(block * length, (block + 1) * length)
@@ -252,7 +252,7 @@ class NamedSharding:
         return f"NamedSharding(mesh={self.mesh}, spec={self.spec})"
 
     def _indivisible(self, shape: tuple[int, ...], dim: int, parts: tuple[int, ...]) -> str:
-        names = ", ".join(f"{name!r}" for name in _names(self.spec[dim]))
+        names = ", ".join(f"{name!r}" for name in names_of(self.spec[dim]))
         return (
             f"Sharding {self} implies that array axis {dim} is partitioned {parts[dim]} times (by "
             f"mesh axis {names}), but the dimension size is {shape[dim]} (full shape: {shape}, "
@@ -282,7 +282,8 @@ def replicated(devices: Sequence[Device], axis_name: Hashable = "devices") -> Na
     return NamedSharding(Mesh(_object_array(devices), (axis_name,)), PartitionSpec())
 
 
-def _names(entry: Any) -> tuple[Any, ...]:
+def names_of(entry: Any) -> tuple[Any, ...]:
+    """The axes of one entry of a ``PartitionSpec``."""
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
@@ -315,7 +316,7 @@ def _check_mesh(devices: np.ndarray[Any, Any], names: tuple[Hashable, ...]) -> N
 
 def _check_names(mesh: Mesh, spec: PartitionSpec) -> None:
     seen: set[Any] = set()
-    for name in (name for entry in spec for name in _names(entry)):
+    for name in (name for entry in spec for name in names_of(entry)):
         if name not in mesh.axis_names:
             raise ValueError(
                 f"Resource axis: {name} of {spec} is not found in mesh: {mesh.axis_names}."

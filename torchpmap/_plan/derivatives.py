@@ -15,6 +15,7 @@ graph has lost the effects of ``detach`` and ``no_grad``.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -175,7 +176,7 @@ class Differentiable:
             cuts = [cut for _, cut in outcomes[-1].outputs]
             # of the cotangent of a replicated output, each device gets an equal part (as in jax)
             shares = [
-                x / grid.copies(cuts[k]) if None in cuts[k] else x
+                x / grid.copies(cuts[k]) if grid.copies(cuts[k]) > 1 else x
                 for k, x in zip(given, cotangents, strict=True)
             ]
             cuts_in = [grid.cut_of(self.layouts[k]) for k in wanted]
@@ -254,8 +255,9 @@ def _outcome(outputs: Sequence[tuple[torch.Tensor, Cut]]) -> Outcome:
 def _summed(gradients: Tensors, cuts: Sequence[Cut], grid: Grid, axis: Axis) -> list[torch.Tensor]:
     """The gradient of an input that devices share: the sum of their gradients."""
     summed = [widened(gradient, "sum") for gradient in gradients]  # rounded once, after the sum
-    for cut in dict.fromkeys(tuple(dim is None for dim in cut) for cut in cuts):
-        alike = [k for k, own in enumerate(cuts) if tuple(dim is None for dim in own) == cut]
+    over = [frozenset(itertools.chain(*cut)) for cut in cuts]
+    for dims in dict.fromkeys(over):
+        alike = [k for k, own in enumerate(over) if own == dims]
         for along in joined(grid.shared_along(cuts[alike[0]], axis)):
             if along.size > 1:
                 primitive = AllReduce(Scope(along.size, along.group))

@@ -307,7 +307,7 @@ def _axes(target: Target, traced: Traced) -> dict[str, str]:
 def _output_layouts(target: Target, outcome: Outcome, traced: Traced) -> tuple[Layout, ...]:
     grid = target.grid
     cuts = [cut for _, cut in outcome.outputs]
-    cuts += [(None,) * len(grid.sizes)] * len(outcome.checks)
+    cuts += [()] * len(outcome.checks)
     return tuple(
         grid.stacked(shape, dtype, cut)
         for shape, dtype, cut in zip(traced.shapes, traced.dtypes, cuts, strict=True)

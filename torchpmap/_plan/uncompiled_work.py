@@ -17,7 +17,7 @@ from torchpmap._base.errors import lost_write
 from torchpmap._base.pytree import Structure
 from torchpmap._collectives import pbroadcast
 from torchpmap._layout.axis_stack import Axis, Partition, bind, joined, recording, subgroup_name
-from torchpmap._layout.grid import Cut
+from torchpmap._layout.grid import Cut, dim_of
 from torchpmap._runtime.task import Rank
 from torchpmap._trace.agreement import Agreement
 from torchpmap._trace.program import Program
@@ -124,7 +124,7 @@ class UncompiledWork:
 
 def _of_first_device(block: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torch.Tensor:
     """The block; along every axis where it is declared replicated, that of the first device."""
-    same = [a for a, dim in zip(axes, cut, strict=True) if dim is None and a is not None]
+    same = [a for k, a in enumerate(axes) if a is not None and dim_of(cut, k) is None]
     for axis in joined(same):
         with bind(axis):
             block = pbroadcast(block.detach(), axis.name, 0)

@@ -29,7 +29,7 @@ from torchpmap._layout.axis_stack import (
     bind,
     mesh_axes,
 )
-from torchpmap._layout.grid import Cut, shifted
+from torchpmap._layout.grid import Cut, cut_at, dim_of, nested
 from torchpmap._trace.effects import difference
 from torchpmap._trace.escaped import note, watched
 from torchpmap._trace.kinds import as_result
@@ -60,9 +60,7 @@ class Outcome:
     structure: Structure
     blocks: tuple[torch.Tensor | None, ...]
     cuts: tuple[Cut, ...]
-    """Per leaf, and per axis that shares the devices: the stacked dim, or None for a value that is
-    the same on all devices along this axis.
-    """
+    """Per leaf; devices along axes that are not in it return the same."""
     checks: tuple[torch.Tensor, ...]
     """How far values declared replicated differ between devices (``check_replicated``)."""
     checked: tuple[str, ...]
@@ -73,7 +71,7 @@ class Outcome:
     @property
     def dims(self) -> tuple[int | None, ...]:
         """Per leaf, its cut along the outermost axis."""
-        return tuple(cut[0] for cut in self.cuts)
+        return tuple(dim_of(cut, 0) for cut in self.cuts)
 
     @property
     def outputs(self) -> list[tuple[torch.Tensor, Cut]]:
@@ -221,20 +219,16 @@ class Program:
         outcome = self.inner._run_level(rows, inside)
         returned = outcome.structure.unflatten(list(outcome.blocks))
         laid_out = self._lay_out(returned)
-        cuts = [
-            (cut[0], *shifted(inner, cut[0]))
-            for cut, inner in zip(laid_out.cuts, outcome.cuts, strict=True)
-        ]
         own = iter(laid_out.checks)
         checks = [
-            _of_all(next(own), cut[1:], inside)
-            for block, cut in zip(laid_out.blocks, cuts, strict=True)
-            if self.check_replicated and block is not None and cut[0] is None
+            _of_all(next(own), inner, inside)
+            for block, dim, inner in zip(laid_out.blocks, laid_out.dims, outcome.cuts, strict=True)
+            if self.check_replicated and block is not None and dim is None
         ]
         checks += [pmax(check, self.axis_name) for check in outcome.checks]
         return replace(
             laid_out,
-            cuts=tuple(cuts),
+            cuts=tuple(map(nested, laid_out.dims, outcome.cuts)),
             checks=tuple(checks),
             checked=(*laid_out.checked, *outcome.checked),
         )
@@ -254,7 +248,7 @@ class Program:
             elif tensor is not None and self.check_replicated:
                 checks[path] = difference(tensor.detach(), self.axis_name)
             blocks.append(tensor)
-            cuts.append((dim,))
+            cuts.append(cut_at(dim))
         return Outcome(structure, tuple(blocks), tuple(cuts), tuple(checks.values()), tuple(checks))
 
 
@@ -262,10 +256,11 @@ def _of_all(check: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torch
     """The largest check of the devices along inner axes; along an axis that returns the value of
     its first device, the check of that device.
     """
-    for dim, axis in zip(cut, axes, strict=True):
+    for k, axis in enumerate(axes):
         if axis is not None:
+            same = dim_of(cut, k) is None
             with bind(axis):
-                check = pbroadcast(check, axis.name, 0) if dim is None else pmax(check, axis.name)
+                check = pbroadcast(check, axis.name, 0) if same else pmax(check, axis.name)
     return check
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchpmap._layout.grid import Cut, shifted
+from torchpmap._layout.grid import Cut, nested
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._transforms.arguments import (
     CallArguments,
@@ -66,7 +66,7 @@ def cuts_of(levels: Sequence[CallArguments]) -> list[Cut]:
     for call in reversed(levels):
         axes = call.travelling(call.axes)
         inside: list[Cut] = [()] * len(axes) if cuts is None else cuts
-        cuts = [(axis, *shifted(cut, axis)) for axis, cut in zip(axes, inside, strict=True)]
+        cuts = [nested(axis, cut) for axis, cut in zip(axes, inside, strict=True)]
     return cuts or []
 
 

@@ -375,7 +375,7 @@ def _here(devices: Sequence[Device]) -> tuple[Device, ...]:
 def _layout_of(leaf: Any, cut: Cut, grid: Grid) -> Layout:
     """Where an argument goes; an unmapped one that all devices are known to share stays shared."""
     shape, dtype = _shape_and_dtype(leaf)
-    if any(dim is not None for dim in cut):
+    if cut:
         return grid.layout(shape, dtype, cut)
     is_known = type(leaf) is ShardedTensor and leaf.is_fully_replicated
     layout = replicated_layout(shape, dtype, grid.axis_devices)
