@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from _support import EAGER
 
 import torchpmap as tp
-from torchpmap._transforms.arguments import Static
+from torchpmap._transforms.call import Static
 
 pytestmark = pytest.mark.usefixtures("pool")
 Point = namedtuple("Point", ["x", "y"])

@@ -4,13 +4,10 @@ all misuse is reported here).
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
-import numpy as np
 import torch
 
 from torchpmap._base.axis_spec import (
@@ -24,10 +21,10 @@ from torchpmap._base.axis_spec import (
 from torchpmap._base.config import check_timeout
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import call_prefix
-from torchpmap._base.pytree import Structure, flatten_call
-from torchpmap._trace.compile import Backend, parse_compile
+from torchpmap._base.pytree import flatten_call
+from torchpmap._trace.compile import parse_compile
 from torchpmap._trace.escaped import Escaped
-from torchpmap._trace.kinds import check_dtype, check_number, oddity
+from torchpmap._transforms.call import CallArguments, MapOptions, Static, as_tuple, describe
 
 _T = TypeVar("_T")
 
@@ -52,10 +49,9 @@ class PmapOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MapOptions):
     """The arguments of ``pmap``, checked."""
 
-    name: str
     axis_name: Hashable
     in_axes: Any
     out_axes: Any
@@ -66,11 +62,7 @@ class Options:
     devices: tuple[Device, ...] | None
     platform: str | None
     axis_size: int | None
-    backend: Backend | None
-    fullgraph: bool
-    randomness: str
     check_replicated: bool
-    timeout: float | None = None
 
     @property
     def prefix(self) -> str:
@@ -78,51 +70,17 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Static:
-    """A static argument; equal only to the same value of the same type (not 1 to 1.0 or True)."""
+class RowArguments(CallArguments):
+    """A call of a function that gets rows."""
 
-    value: Hashable
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Static)
-            and type(self.value) is type(other.value)
-            and self.value == other.value
-        )
-
-    def __hash__(self) -> int:
-        return hash((type(self.value), self.value))
-
-
-@dataclass(frozen=True)
-class CallArguments:
-    """A call, taken apart."""
-
-    leaves: list[Any]
-    structure: Structure
     axes: tuple[int | None, ...]
     """Per leaf, counted from the front; None for unmapped, static and empty leaves."""
-    paths: tuple[str, ...]
-    is_donated: tuple[bool, ...]
     size: int
     spans: bool
     """Whether the rows are those of all processes, not only of this one."""
 
-    @functools.cached_property
-    def positions(self) -> tuple[int, ...]:
-        """The leaves that travel as blocks: all but None and static ones."""
-        pairs = enumerate(self.leaves)
-        return tuple(k for k, leaf in pairs if leaf is not None and type(leaf) is not Static)
-
-    @functools.cached_property
-    def donated(self) -> tuple[int, ...]:
-        """Places among the leaves that travel."""
-        flags = self.travelling(self.is_donated)
-        return tuple(place for place, is_donated in enumerate(flags) if is_donated)
-
-    def travelling(self, per_leaf: Sequence[_T]) -> list[_T]:
-        """The entries for leaves that travel."""
-        return [per_leaf[position] for position in self.positions]
+    def seen_shape(self, position: int, shape: tuple[int, ...]) -> Sequence[int]:
+        return [size for dim, size in enumerate(shape) if dim != self.axes[position]]
 
 
 def split_statics(
@@ -177,7 +135,7 @@ def take_apart(
     kwargs: dict[str, Any],
     num_devices: int | None,
     spans: bool = False,
-) -> CallArguments:
+) -> RowArguments:
     """Check a call (statics already wrapped) against the options; raises before anything is traced
     or sent.
     """
@@ -187,7 +145,7 @@ def take_apart(
     axes = [*_positional_axes(options, names, args, kwargs), *_keyword_axes(options, kwargs)]
     infos = []
     for path, leaf in zip(paths, leaves, strict=True):
-        shape, dtype = _describe(leaf, path, options)
+        shape, dtype = describe(leaf, path, options)
         infos.append((path, shape, dtype))
     size = mapped_axis_size(infos, axes, what="pmap", axis_size=options.axis_size)
     if size is None:
@@ -206,7 +164,7 @@ def take_apart(
         for axis, (_, shape, _) in zip(axes, infos, strict=True)
     )
     donated = tuple(_donated(options, args, kwargs))
-    return CallArguments(leaves, structure, canonical, tuple(paths), donated, size, spans)
+    return RowArguments(leaves, structure, tuple(paths), donated, canonical, size, spans)
 
 
 def _positional_axes(
@@ -239,34 +197,6 @@ def _keyword_axes(options: Options, kwargs: dict[str, Any]) -> list[int | None]:
     return axes
 
 
-def _describe(leaf: Any, path: str, options: Options) -> tuple[tuple[int, ...] | None, str]:
-    if leaf is None or isinstance(leaf, Static):
-        return None, "none"
-    what = f"{options.prefix}: argument {path}"
-    if isinstance(leaf, Escaped):
-        leaf.refuse(what)
-    if isinstance(leaf, torch.Tensor):
-        reason = oddity(leaf)
-        if reason is not None:
-            raise TypeError(f"{what} {reason}")
-        return tuple(leaf.shape), str(leaf.dtype)
-    if isinstance(leaf, np.ndarray | np.generic):
-        check_dtype(leaf, what)
-        return tuple(leaf.shape), str(leaf.dtype)
-    if isinstance(leaf, bool | int | float | complex):
-        check_number(leaf, what)
-        return (), type(leaf).__name__
-    if hasattr(leaf, "__dlpack__"):
-        return tuple(leaf.shape), str(leaf.dtype)
-    raise TypeError(
-        f"{what} has type {type(leaf).__name__}, but a mapped function "
-        "takes tensors, numpy arrays, numbers and None (in any pytree). Make it static "
-        "(static_broadcasted_argnums or static_broadcasted_argnames), or close over it; a "
-        "torch.nn.Module is passed as dict(module.named_parameters()) with "
-        "torch.func.functional_call."
-    )
-
-
 def _donated(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
     flags: list[bool] = []
     numbers = {
@@ -280,20 +210,6 @@ def _donated(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 # -- checks at wrap time ---------------------------------------------------------------------------
-
-
-def check_function(fun: Any) -> Callable[..., Any]:
-    if not callable(fun):
-        raise TypeError(f"Expected a callable value, got {fun!r}")
-    inner = inspect.unwrap(fun) if inspect.isfunction(fun) else fun
-    if inspect.isgeneratorfunction(inner):
-        raise TypeError(f"Expected a function, got a generator function: {fun!r}")
-    if inspect.iscoroutinefunction(inner):
-        raise TypeError(
-            f"Expected a function, got a coroutine function: {fun!r}. pmap calls are asynchronous "
-            "by themselves."
-        )
-    return fun
 
 
 def check_axis_name(axis_name: Any) -> None:
@@ -324,29 +240,6 @@ def check_in_axes(in_axes: Any) -> None:
         check_axis_spec(in_axes, "pmap in_axes")
 
 
-def as_tuple(value: Any, what: str, kind: type) -> tuple[Any, ...]:
-    """``argnums``-like arguments: one value or an iterable of them."""
-    items = (
-        (value,)
-        if isinstance(value, kind)
-        else tuple(value)
-        if isinstance(value, Iterable)
-        else None
-    )
-    if items is None or not all(type(item) is kind for item in items):
-        raise TypeError(
-            f"pmap: {what} must be {kind.__name__} or an iterable of {kind.__name__}, but got "
-            f"{value!r}."
-        )
-    return items
-
-
-def name_of(fun: Any) -> str:
-    if isinstance(fun, functools.partial):
-        return name_of(fun.func)
-    return getattr(fun, "__name__", type(fun).__name__)
-
-
 def make_options(
     name: str,
     axis_name: Hashable | None,
@@ -368,10 +261,10 @@ def make_options(
     check_axis_name(axis_name)
     check_in_axes(in_axes)
     check_axis_spec(out_axes, "pmap out_axes")
-    static = as_tuple(static_broadcasted_argnums, "static_broadcasted_argnums", int)
-    donate = as_tuple(donate_argnums, "donate_argnums", int)
-    static_names = as_tuple(static_broadcasted_argnames, "static_broadcasted_argnames", str)
-    donate_names = as_tuple(donate_argnames, "donate_argnames", str)
+    static = as_tuple(static_broadcasted_argnums, "pmap: static_broadcasted_argnums", int)
+    donate = as_tuple(donate_argnums, "pmap: donate_argnums", int)
+    static_names = as_tuple(static_broadcasted_argnames, "pmap: static_broadcasted_argnames", str)
+    donate_names = as_tuple(donate_argnames, "pmap: donate_argnames", str)
     if set(static) & set(donate) or set(static_names) & set(donate_names):
         raise ValueError(
             f"pmap: static_broadcasted_argnums {list(static or static_names)} and donate_argnums "

@@ -45,8 +45,9 @@ from torchpmap._trace.program import (
     not_replicated,
     unequal_results,
 )
-from torchpmap._transforms.arguments import CallArguments
-from torchpmap._transforms.preparation import Preparation, refuse_aliased_donation
+from torchpmap._transforms.arguments import RowArguments
+from torchpmap._transforms.preparation import refuse_aliased_donation
+from torchpmap._transforms.row_preparation import RowPreparation
 from torchpmap._transforms.rows import run_rows
 from torchpmap.random._streams import are_active, draw_key, peek_key
 
@@ -59,7 +60,7 @@ _HINT = (
 )
 
 
-def run_here(preparation: Preparation, call: CallArguments) -> Any:
+def run_here(preparation: RowPreparation, call: RowArguments) -> Any:
     """Run a call with all its rows on the device it is made on, inside a mapped function."""
     options = preparation.options
     if options.devices is not None and axis_stack.bound():
@@ -74,7 +75,7 @@ def run_here(preparation: Preparation, call: CallArguments) -> Any:
     return outcome.structure.unflatten(list(outcome.blocks))
 
 
-def run_inline(preparation: Preparation, call: CallArguments) -> Any:
+def run_inline(preparation: RowPreparation, call: RowArguments) -> Any:
     """Run a call in this process, after the checks that the devices' own calls get."""
     prefix = preparation.options.prefix
     preparation.check_devices(call)

@@ -16,18 +16,13 @@ import torch
 
 from torchpmap._layout.grid import Cut, nested
 from torchpmap._sharded.transfer import host_tensor
-from torchpmap._transforms.arguments import (
-    CallArguments,
-    Options,
-    Static,
-    split_statics,
-    take_apart,
-)
+from torchpmap._transforms.arguments import Options, RowArguments, split_statics, take_apart
+from torchpmap._transforms.call import Static
 
 
 def inner_call(
-    fun: Callable[..., Any], options: Options, outer: CallArguments
-) -> CallArguments | None:
+    fun: Callable[..., Any], options: Options, outer: RowArguments
+) -> RowArguments | None:
     """The call that a row of ``outer`` makes of the mapped function ``fun``; None if the two do not
     fit together leaf by leaf, and for misuse, which is reported where the function is called.
     """
@@ -60,7 +55,7 @@ def _row_of(leaf: Any, axis: int | None) -> Any:
     return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
-def cuts_of(levels: Sequence[CallArguments]) -> list[Cut]:
+def cuts_of(levels: Sequence[RowArguments]) -> list[Cut]:
     """For every leaf that travels, the dim that each level maps; levels have the same leaves."""
     cuts: list[Cut] | None = None
     for call in reversed(levels):

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from torchpmap._base import log
 from torchpmap._base.ambient import KEYED, ambient, keyed
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import TraceError, kind_of, warn
-from torchpmap._base.pytree import flatten_call
 from torchpmap._base.torch_internals import is_transformed
 from torchpmap._layout.grid import Cut, Grid
 from torchpmap._layout.layout import Layout, replicated_layout
@@ -26,19 +24,19 @@ from torchpmap._plan.derivatives import MappedProgram
 from torchpmap._plan.lower import Target, lower
 from torchpmap._plan.plan import Plan
 from torchpmap._plan.uncompiled import UncompiledPlan
-from torchpmap._runtime.current import check_devices, process_count, process_index, runtime
-from torchpmap._runtime.current import devices as all_devices
-from torchpmap._sharded.tensor import ShardedTensor, check_open, spans_processes
+from torchpmap._runtime.current import process_index, runtime
+from torchpmap._sharded.tensor import ShardedTensor, check_open
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.compile import EAGER
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.kinds import insist
-from torchpmap._trace.program import Constant, Input, Program
+from torchpmap._trace.program import Program
 from torchpmap._trace.trace import Untraceable
-from torchpmap._transforms.arguments import CallArguments, Options, Static, take_apart
-from torchpmap._transforms.nesting import counts_of_list, cuts_of, device_counts, inner_call
+from torchpmap._transforms.call import CallArguments, MapOptions, Static
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import new_seed
+
+_Call = TypeVar("_Call", bound=CallArguments)
 
 _DATA = (torch.Tensor, np.ndarray)
 _MAX_DESCRIBED = 8
@@ -67,16 +65,26 @@ class Prepared:
     """As notes and logs name them."""
 
 
-class Preparation:
-    """The plans of one mapped function, by what they were made for."""
+@dataclass(frozen=True, eq=False)
+class Decided:
+    """What a front end makes of a call: where its parts go, and what runs on each of them."""
 
-    def __init__(
-        self, fun: Callable[..., Any], options: Options, inner: Preparation | None = None
-    ) -> None:
-        """``inner``: the preparation of ``fun``, if it is mapped itself."""
+    program: Program
+    grid: Grid
+    layouts: tuple[Layout, ...]
+    """Of the leaves that travel."""
+    key: Hashable
+    """What the plan depends on, besides the layouts and the leaves that stay."""
+
+
+class Preparation(Generic[_Call]):
+    """The plans of one mapped function, by what they were made for.  A front end says what a call
+    is (``arguments_of``), and how it lies on the devices (``decide``).
+    """
+
+    def __init__(self, fun: Callable[..., Any], options: MapOptions) -> None:
         self._fun = fun
         self.options = options
-        self._inner = inner
         self._plans: dict[Hashable, Plan | UncompiledPlan] = {}
         self._differentiables: dict[Plan | UncompiledPlan, MappedProgram] = {}
         self._warned: set[str] = set()
@@ -93,31 +101,15 @@ class Preparation:
         if in_new_pool:
             self._retraces.clear()
 
-    def arguments_of(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_all_rows: bool = False
-    ) -> CallArguments:
-        """Check a call (statics already wrapped) against the options, and take it apart.
+    def arguments_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        """Check a call (statics already wrapped) against the options, and take it apart."""
+        raise NotImplementedError
 
-        ``has_all_rows``: whether the arguments have the rows of all processes in any case.
-        """
-        options = self.options
-        leaves, _ = flatten_call(args, kwargs)
-        spans = has_all_rows or any(map(spans_processes, leaves))
-        size = options.axis_size
-        if size is not None and not spans and process_count() > 1:  # it counts all processes' rows
-            within = options.devices or all_devices(options.platform)
-            processes = len({device.process_index for device in within})
-            if size % processes:
-                raise ValueError(
-                    f"{options.prefix}: axis_size={size} counts the rows of all processes, but "
-                    f"does not divide over {processes} of them. Make it a multiple of {processes}."
-                )
-            options = replace(options, axis_size=size // processes)
-        chosen = options.devices
-        num_devices = None if chosen is None else len(chosen if spans else _here(chosen))
-        return take_apart(self._fun, options, args, kwargs, num_devices, spans)
+    def decide(self, call: _Call) -> Decided:
+        """Choose devices and layouts, or raise what is wrong with a call; nothing is sent."""
+        raise NotImplementedError
 
-    def prepare(self, call: CallArguments, *, has_numbers: bool = True) -> Prepared:
+    def prepare(self, call: _Call, *, has_numbers: bool = True) -> Prepared:
         """Find or make the plan of a call; ``has_numbers``: whether the call is to run, so that its
         arguments need numbers.
         """
@@ -126,92 +118,14 @@ class Preparation:
                 check_open(leaf)
             if has_numbers and isinstance(leaf, torch.Tensor):
                 insist(leaf, f"{self.options.prefix}: argument {path}")
-        levels = self._levels(call)
-        return self._plan_for(levels, self._choose_devices(levels))
+        return self._plan_for(call, self.decide(call))
 
-    def check_devices(self, call: CallArguments) -> None:
-        """Raise the errors of choosing devices for a call."""
-        self._choose_devices(self._levels(call))
-
-    def _levels(self, call: CallArguments) -> list[_Level]:
-        """This call, and those of mapped functions directly inside it that can share devices."""
-        levels = [_Level(self, call)]
-        inner = self._inner if process_count() == 1 else None
-        while inner is not None:
-            found = inner_call(inner._fun, inner.options, levels[-1].call)
-            if found is None:
-                break
-            levels.append(_Level(inner, found))
-            inner = inner._inner
-        return levels
-
-    def _choose_devices(self, levels: Sequence[_Level]) -> Grid:
-        """As many devices as can have equally many rows each; a given list is taken as it is.
-
-        With several processes, the rows are those of this process, on its devices, unless an
-        argument has the rows of all processes.
-        """
-        options = self.options
-        spans = levels[0].call.spans
-        sizes = [level.call.size for level in levels]
-        names = tuple(level.preparation.options.axis_name for level in levels)
-        if options.devices is not None:
-            mine = options.devices if spans else _here(options.devices)
-            counts = counts_of_list(sizes, len(mine))
-            if counts is None:
-                raise ValueError(self._wrong_number(sizes, mine))
-            check_devices(options.devices)
-            if len(mine) < len(options.devices):
-                counts = (len(options.devices),)
-            return Grid(mine, options.devices, counts, names)
-        available = tuple(all_devices(options.platform))
-        if process_count() > 1 and not spans:
-            return Grid(_here(available), available, (len(available),), names)
-        counts = device_counts(sizes, len(available))
-        devices = available[: math.prod(counts)]
-        return Grid(devices, devices, counts, names)
-
-    def _wrong_number(self, sizes: Sequence[int], devices: tuple[Device, ...]) -> str:
-        text = (
-            f"{self.options.prefix}: Leading axis size of input to pmapped function must "
-            f"equal the number of local devices passed to pmap. Got axis_size={sizes[0]}, "
-            f"num_local_devices={len(devices)} (devices={list(devices)})."
-        )
-        if len(sizes) == 1:
-            return text
-        product = " * ".join(map(str, sizes))
-        return f"{text} For a pmap of a pmap, {product} = {math.prod(sizes)} devices will do too."
-
-    def program(self, call: CallArguments, lanes: int) -> Program:
-        options = self.options
-        template = tuple(
-            Constant(leaf.value if isinstance(leaf, Static) else None)
-            if leaf is None or isinstance(leaf, Static)
-            else Input(axis)
-            for leaf, axis in zip(call.leaves, call.axes, strict=True)
-        )
-        return Program(
-            self._fun,
-            options.name,
-            call.structure,
-            template,
-            options.out_axes,
-            options.axis_name,
-            options.check_replicated,
-            lanes,
-            options.randomness,
-            self._seed,
-        )
-
-    def _plan_for(self, levels: Sequence[_Level], grid: Grid) -> Prepared:
-        options, call = self.options, levels[0].call
-        program = _program_of(levels, grid)
+    def _plan_for(self, call: _Call, decided: Decided) -> Prepared:
+        program, grid, layouts = decided.program, decided.grid, decided.layouts
         leaves, paths = call.travelling(call.leaves), tuple(call.travelling(call.paths))
         refuse_aliased_donation(
-            options.prefix, paths, call.donated, leaves
+            self.options.prefix, paths, call.donated, leaves
         )  # before anything is sent
-        cuts = cuts_of([level.call for level in levels])
-        layouts = tuple(_layout_of(leaf, cut, grid) for leaf, cut in zip(leaves, cuts, strict=True))
         in_place = all(
             type(leaf) is ShardedTensor and leaf._alive()[0].same_place(layout)
             for leaf, layout in zip(leaves, layouts, strict=True)
@@ -224,9 +138,7 @@ class Preparation:
             call.positions,
             constants,
             layouts,
-            call.axes,
-            grid.sizes,
-            program.all_lanes,
+            decided.key,
         )
         arguments = _described(call)
         plan = self._plans.get(kind)
@@ -320,7 +232,7 @@ class Preparation:
         return UncompiledPlan(program, grid, options.prefix, self._timeout())
 
     def _note_trace(
-        self, call: CallArguments, layouts: Sequence[Layout], arguments: str, broken: str
+        self, call: _Call, layouts: Sequence[Layout], arguments: str, broken: str
     ) -> None:
         """Note and log a trace; ``broken``: why the plan for this kind of call does not hold."""
         kinds: dict[str, Hashable] = {
@@ -346,42 +258,22 @@ class Preparation:
             warn(text)
 
 
-@dataclass(frozen=True, eq=False)
-class _Level:
-    """A mapped call whose axis shares the devices with others."""
-
-    preparation: Preparation
-    call: CallArguments
-
-
-def _program_of(levels: Sequence[_Level], grid: Grid) -> Program:
-    """The program of a call, with the programs inside it."""
-    inner: Program | None = None
-    for depth in reversed(range(1, len(levels))):
-        level = levels[depth]
-        program = level.preparation.program(level.call, level.call.size // grid.sizes[depth])
-        inner = replace(program, inner=inner, is_inner=True)
-    outermost = levels[0]
-    lanes = outermost.call.size // grid.sizes_here[0]
-    program = outermost.preparation.program(outermost.call, lanes)
-    return program if inner is None else replace(program, inner=inner, mesh=grid.sizes)
-
-
-def _here(devices: Sequence[Device]) -> tuple[Device, ...]:
+def devices_here(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The devices of this process."""
     mine = process_index()
     return tuple(device for device in devices if device.process_index == mine)
 
 
-def _layout_of(leaf: Any, cut: Cut, grid: Grid) -> Layout:
+def layout_of(leaf: Any, cut: Cut, grid: Grid) -> Layout:
     """Where an argument goes; an unmapped one that all devices are known to share stays shared."""
-    shape, dtype = _shape_and_dtype(leaf)
+    shape, dtype = shape_and_dtype(leaf)
     if cut:
         return grid.layout(shape, dtype, cut)
     is_known = type(leaf) is ShardedTensor and leaf.is_fully_replicated
     layout = replicated_layout(shape, dtype, grid.axis_devices)
     if is_known and leaf._alive()[0].same_place(layout):
         return layout
-    return replicated_layout(shape, dtype, _here(grid.axis_devices))
+    return replicated_layout(shape, dtype, devices_here(grid.axis_devices))
 
 
 def refuse_aliased_donation(
@@ -400,7 +292,7 @@ def refuse_aliased_donation(
                 )
 
 
-def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], torch.dtype]:
+def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], torch.dtype]:
     tensor = leaf if isinstance(leaf, torch.Tensor) else host_tensor(leaf)
     return tuple(tensor.shape), tensor.dtype
 
@@ -414,21 +306,20 @@ def _kind(leaf: Any) -> str:
         return "None"
     if isinstance(leaf, Static):
         return f"the static value {leaf.value!r}"
-    shape, dtype = _shape_and_dtype(leaf)
+    shape, dtype = shape_and_dtype(leaf)
     return kind_of(shape, dtype)
 
 
 def _described(call: CallArguments) -> str:
     """The first arguments of a call, as the function sees them: "arguments x float32[3], n = 2"."""
     found = []
-    leaves = list(zip(call.paths, call.leaves, call.axes, strict=True))
-    for path, leaf, axis in leaves[:_MAX_DESCRIBED]:
+    leaves = list(zip(call.paths, call.leaves, strict=True))
+    for position, (path, leaf) in enumerate(leaves[:_MAX_DESCRIBED]):
         if leaf is None or isinstance(leaf, Static):
             found.append(f"{path} = {reprlib.repr(None if leaf is None else leaf.value)}")
         else:
-            shape, dtype = _shape_and_dtype(leaf)
-            row = [size for dim, size in enumerate(shape) if dim != axis]
-            found.append(f"{path} {kind_of(row, dtype)}")
+            shape, dtype = shape_and_dtype(leaf)
+            found.append(f"{path} {kind_of(call.seen_shape(position, shape), dtype)}")
     if not found:
         return ""
     more = f" and {len(leaves) - len(found)} more" if len(leaves) > len(found) else ""

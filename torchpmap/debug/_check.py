@@ -28,10 +28,11 @@ from torchpmap._runtime import inline_mode
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.environment import parameters
 from torchpmap._trace.program import unequal_results
-from torchpmap._transforms.arguments import CallArguments, Options, Static, split_statics
+from torchpmap._transforms.arguments import Options, RowArguments, split_statics
+from torchpmap._transforms.call import Static
 from torchpmap._transforms.inline import KeepCaptured
 from torchpmap._transforms.pmap import Pmapped
-from torchpmap._transforms.preparation import Preparation
+from torchpmap._transforms.row_preparation import RowPreparation
 from torchpmap._transforms.rows import run_rows
 from torchpmap.random._streams import peek_key, streams
 
@@ -96,7 +97,7 @@ class _Problem:
 
     fun: Callable[..., Any]
     options: Options
-    call: CallArguments
+    call: RowArguments
     differentiated: tuple[int, ...]
     """Leaves that gradients are taken to."""
     generator: torch.Tensor
@@ -182,7 +183,7 @@ def check(
 def _problem(
     fun: Callable[..., Any], options: Options, args: tuple[Any, ...], gradients: bool
 ) -> _Problem:
-    call = Preparation(fun, options).arguments_of(*split_statics(options, args, {}))
+    call = RowPreparation(fun, options).arguments_of(*split_statics(options, args, {}))
     leaves = [
         _host(leaf) if isinstance(leaf, torch.Tensor | np.ndarray) else leaf for leaf in call.leaves
     ]

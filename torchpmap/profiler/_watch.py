@@ -15,7 +15,7 @@ from typing import Any
 from torchpmap._plan import lower
 from torchpmap._plan.plan import defined
 from torchpmap._runtime.base import Runtime
-from torchpmap._transforms.pmap import Pmapped
+from torchpmap._transforms.mapped import Mapped
 from torchpmap.profiler._record import Recorder
 
 Label = Callable[..., str]
@@ -41,7 +41,7 @@ def watching(recorder: Recorder, runtime: Runtime | None) -> Iterator[None]:
         replace(owner, name, timed)
 
     try:
-        time_method(Pmapped, "_run_on_devices", lambda mapped, *_: f"call {mapped._options.name}")
+        time_method(Mapped, "_run_on_devices", lambda mapped, *_: f"call {mapped._options.name}")
         replace(lower, "during", lambda name: recorder.span(f"tracing {name}", is_faked=True))
         if runtime is not None:
             kind = type(runtime)

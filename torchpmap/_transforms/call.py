@@ -1,0 +1,147 @@
+"""A call of a mapped function, taken apart: what all front ends share (pure)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from torchpmap._base.pytree import Structure
+from torchpmap._trace.compile import Backend
+from torchpmap._trace.escaped import Escaped
+from torchpmap._trace.kinds import check_dtype, check_number, oddity
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class MapOptions:
+    """The options of a mapped function that all front ends have, checked."""
+
+    name: str
+    backend: Backend | None
+    """None: uncompiled."""
+    fullgraph: bool
+    randomness: str
+    timeout: float | None
+
+    @property
+    def prefix(self) -> str:
+        """The mapped function, as messages name it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Static:
+    """A static argument; equal only to the same value of the same type (not 1 to 1.0 or True)."""
+
+    value: Hashable
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Static)
+            and type(self.value) is type(other.value)
+            and self.value == other.value
+        )
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), self.value))
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """A call, taken apart; front ends add where each leaf goes."""
+
+    leaves: list[Any]
+    structure: Structure
+    paths: tuple[str, ...]
+    is_donated: tuple[bool, ...]
+
+    @functools.cached_property
+    def positions(self) -> tuple[int, ...]:
+        """The leaves that travel as blocks: all but None and static ones."""
+        pairs = enumerate(self.leaves)
+        return tuple(k for k, leaf in pairs if leaf is not None and type(leaf) is not Static)
+
+    @functools.cached_property
+    def donated(self) -> tuple[int, ...]:
+        """Places among the leaves that travel."""
+        flags = self.travelling(self.is_donated)
+        return tuple(place for place, is_donated in enumerate(flags) if is_donated)
+
+    def travelling(self, per_leaf: Sequence[_T]) -> list[_T]:
+        """The entries for leaves that travel."""
+        return [per_leaf[position] for position in self.positions]
+
+    def seen_shape(self, position: int, shape: tuple[int, ...]) -> Sequence[int]:
+        """The shape that the function sees of a leaf of this shape."""
+        raise NotImplementedError
+
+
+def describe(leaf: Any, path: str, options: MapOptions) -> tuple[tuple[int, ...] | None, str]:
+    if leaf is None or isinstance(leaf, Static):
+        return None, "none"
+    what = f"{options.prefix}: argument {path}"
+    if isinstance(leaf, Escaped):
+        leaf.refuse(what)
+    if isinstance(leaf, torch.Tensor):
+        reason = oddity(leaf)
+        if reason is not None:
+            raise TypeError(f"{what} {reason}")
+        return tuple(leaf.shape), str(leaf.dtype)
+    if isinstance(leaf, np.ndarray | np.generic):
+        check_dtype(leaf, what)
+        return tuple(leaf.shape), str(leaf.dtype)
+    if isinstance(leaf, bool | int | float | complex):
+        check_number(leaf, what)
+        return (), type(leaf).__name__
+    if hasattr(leaf, "__dlpack__"):
+        return tuple(leaf.shape), str(leaf.dtype)
+    raise TypeError(
+        f"{what} has type {type(leaf).__name__}, but a mapped function "
+        "takes tensors, numpy arrays, numbers and None (in any pytree). Make it static "
+        "(static_broadcasted_argnums or static_broadcasted_argnames), or close over it; a "
+        "torch.nn.Module is passed as dict(module.named_parameters()) with "
+        "torch.func.functional_call."
+    )
+
+
+def check_function(fun: Any) -> Callable[..., Any]:
+    if not callable(fun):
+        raise TypeError(f"Expected a callable value, got {fun!r}")
+    inner = inspect.unwrap(fun) if inspect.isfunction(fun) else fun
+    if inspect.isgeneratorfunction(inner):
+        raise TypeError(f"Expected a function, got a generator function: {fun!r}")
+    if inspect.iscoroutinefunction(inner):
+        raise TypeError(
+            f"Expected a function, got a coroutine function: {fun!r}. pmap calls are asynchronous "
+            "by themselves."
+        )
+    return fun
+
+
+def as_tuple(value: Any, what: str, kind: type) -> tuple[Any, ...]:
+    """``argnums``-like arguments: one value or an iterable of them."""
+    items = (
+        (value,)
+        if isinstance(value, kind)
+        else tuple(value)
+        if isinstance(value, Iterable)
+        else None
+    )
+    if items is None or not all(type(item) is kind for item in items):
+        raise TypeError(
+            f"{what} must be {kind.__name__} or an iterable of {kind.__name__}, but got {value!r}."
+        )
+    return items
+
+
+def name_of(fun: Any) -> str:
+    if isinstance(fun, functools.partial):
+        return name_of(fun.func)
+    return getattr(fun, "__name__", type(fun).__name__)

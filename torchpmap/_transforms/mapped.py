@@ -1,0 +1,346 @@
+"""A mapped function: what ``pmap`` and ``shard_map`` return.  A kind of call is prepared once, and
+then looked up.
+
+__call__ --call--> _run_here      in the calling process, where there are no devices to choose
+         --> _run_on_devices
+               --key--> Prepared --> _run    the hot path
+               --call-> prepare              the first call of a kind
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Self,
+    TypeVar,
+    cast,
+    overload,
+)
+
+import numpy as np
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from torchpmap._base.ambient import keyed
+from torchpmap._base.boundary import boundary, fold
+from torchpmap._base.busy import waiting
+from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, TraceError
+from torchpmap._base.pytree import flatten_call
+from torchpmap._base.torch_internals import (
+    any_requires_grad,
+    break_graph,
+    disable_dynamo,
+    is_traced,
+    is_transformed,
+    num_modes,
+)
+from torchpmap._layout import axis_stack
+from torchpmap._plan.autograd import (
+    call_differentiable,
+    no_derivative,
+    without_derivative,
+)
+from torchpmap._plan.plan import Called
+from torchpmap._plan.stages import Lowered
+from torchpmap._plan.uncompiled import UncompiledPlan
+from torchpmap._runtime import inline_mode
+from torchpmap._runtime.base import Handle, Runtime
+from torchpmap._runtime.current import expect_compiling
+from torchpmap._runtime.current import runtime as current_runtime
+from torchpmap._sharded.device_put import handles_of
+from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded, spans_processes
+from torchpmap._trace.compile import EAGER
+from torchpmap._trace.environment import Environment
+from torchpmap._trace.trace import Untraceable
+from torchpmap._transforms.call import MapOptions, Static
+from torchpmap._transforms.preparation import Preparation, Prepared, refuse_aliased_donation
+
+_P = ParamSpec("_P")
+_Rest = ParamSpec("_Rest")
+_R = TypeVar("_R")
+_Instance = TypeVar("_Instance")
+
+_MAX_PREPARED = 4096
+"""Prepared calls a function keeps; statics or shapes that never repeat would fill memory."""
+
+NO_PART_OF_A_GRAPH = (
+    "a function mapped by torchpmap.pmap runs between the graphs of torch.compile, never inside "
+    "one. Leave out fullgraph=True, or call the mapped function outside of what is compiled: it is "
+    "compiled by itself."
+)
+
+_is_grad_enabled = torch.is_grad_enabled
+
+
+@disable_dynamo
+def _outside_dynamo(mapped: Mapped[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call in a function that ``torch.compile`` compiles: between its graphs, untouched."""
+    return mapped(*args, **kwargs)
+
+
+class _Method:
+    """A bound method that does not keep its instance alive."""
+
+    def __init__(
+        self, fun: Callable[..., Any], instance: Any, forget: Callable[[Any], Any]
+    ) -> None:
+        functools.update_wrapper(self, fun, updated=())
+        self._fun = fun
+        self._instance = weakref.ref(instance, forget)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return types.MethodType(self._fun, self._instance())
+
+    @__wrapped__.setter
+    def __wrapped__(self, _: Any) -> None:
+        """Ignore what update_wrapper sets: it is the unbound function."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return types.MethodType, (self._fun, self._instance())
+
+
+class Mapped(Generic[_P, _R]):
+    """A function mapped over devices, called like the function."""
+
+    __wrapped__: Callable[_P, _R]
+    _has_statics = True
+    """Whether ``_split`` has something to do."""
+    _counts_self = False
+    """Whether a method's own arguments begin with ``self``: the instance is static."""
+
+    def __init__(
+        self, fun: Callable[_P, _R], options: MapOptions, preparation: Preparation[Any]
+    ) -> None:
+        functools.update_wrapper(self, fun, updated=())
+        self.__wrapped__ = fun
+        self._fun = fun
+        self._options = options
+        self._runtime: Runtime | None = None
+        self._preparation = preparation
+        self._prepared: dict[Hashable, Prepared] = {}
+        self._latest: tuple[Hashable, Prepared | None] = (None, None)
+        self._environment = Environment(fun)
+        if options.backend not in (None, EAGER):
+            expect_compiling()
+        self._bound_methods: dict[int, Self] = {}
+        """By id of the instance: equal instances need not be the same."""
+
+    def _made(self, fun: Callable[..., Any]) -> Any:
+        """Another function, mapped as this one is."""
+        raise NotImplementedError
+
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with the static ones wrapped."""
+        raise NotImplementedError
+
+    def _run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any], inside: bool) -> Any:
+        """Run a call in the calling process: inside a mapped function, or without devices."""
+        raise NotImplementedError
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+    @overload
+    def __get__(
+        self: Mapped[Concatenate[_Instance, _Rest], _R], instance: _Instance, owner: Any = None
+    ) -> Mapped[_Rest, _R]: ...
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self
+        if self._counts_self:
+            return types.MethodType(self, instance)
+        key = id(instance)
+        bound = self._bound_methods.get(key)
+        if bound is None:
+            try:
+                method = _Method(self._fun, instance, lambda _: self._bound_methods.pop(key, None))
+            except TypeError:  # takes no weak references
+                return self._made(types.MethodType(self._fun, instance))
+            bound = self._bound_methods[key] = self._made(method)
+        return bound
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if is_dynamo_compiling():
+            break_graph(NO_PART_OF_A_GRAPH)
+            return _outside_dynamo(self, *args, **kwargs)
+        try:
+            if self._has_statics:
+                args, kwargs = cast(Any, self._split(args, kwargs))
+            is_inside = bool(axis_stack.bound() or (num_modes() and is_traced()))
+            if is_inside or inline_mode.active():
+                return self._run_here(args, kwargs, is_inside)
+            return self._run_on_devices(args, kwargs)
+        except BaseException as error:
+            fold(error)
+            raise
+
+    def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, structure = flatten_call(args, kwargs)
+        key = (
+            structure,
+            keyed(),
+            tuple(
+                [
+                    leaf._layout if type(leaf) is ShardedTensor else _leaf_key(leaf)
+                    for leaf in leaves
+                ]
+            ),
+        )
+        runtime = current_runtime()
+        if runtime is not self._runtime or self._environment.changed():
+            self._forget(runtime, self._environment.change())
+        # most calls are like the one before, and comparing two keys is quicker than hashing one
+        latest, prepared = self._latest
+        if key != latest:
+            prepared = self._prepared.get(key)
+            self._latest = key, prepared
+        if prepared is not None and prepared.plan.holds():
+            return self._run(prepared, leaves)
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._forget(runtime, f"it was called in more than {_MAX_PREPARED} ways")
+        call = self._preparation.arguments_of(args, kwargs)
+        with waiting(None):  # for all that follows together, of which each part says what it is
+            prepared = self._prepared[key] = self._preparation.prepare(call)
+            self._latest = key, prepared
+            # after tracing: what the function itself rebinds must not count as a change
+            self._environment.refresh()
+            result = self._run(prepared, leaves)
+        self._environment.refresh()  # running may have traced gradients
+        return result
+
+    @boundary
+    def lower(self, *args: _P.args, **kwargs: _P.kwargs) -> Lowered:
+        """Trace the call, without compiling or running it; tensors on the meta device will do as
+        arguments.
+
+        Raises:
+            TypeError, ValueError: as the call itself.
+            TraceError: the function cannot be traced, or is never traced (``compile=False``).
+        """
+        if self._has_statics:
+            args, kwargs = cast(Any, self._split(args, kwargs))
+        runtime = current_runtime()
+        if runtime is not self._runtime:
+            self._forget(runtime, "")
+        call = self._preparation.arguments_of(args, kwargs)
+        prepared = self._preparation.prepare(call, has_numbers=False)
+        if isinstance(prepared.plan, UncompiledPlan):
+            prefix = self._options.prefix
+            raise TraceError(f"{prefix}: it runs as Python code: there is no graph to show")
+        return Lowered(
+            prepared.plan, call.structure, prepared.positions, prepared.paths, prepared.layouts
+        )
+
+    def _forget(self, runtime: Runtime, because: str) -> None:
+        self._prepared.clear()
+        self._latest = None, None
+        self._preparation.clear(because, in_new_pool=runtime is not self._runtime)
+        self._runtime = runtime
+
+    # -- the hot path ------------------------------------------------------------------------------
+
+    def _run(self, prepared: Prepared, leaves: list[Any]) -> Any:
+        plan = prepared.plan
+        held: list[Handle]
+        if len(leaves) != len(prepared.positions):
+            leaves = [leaves[position] for position in prepared.positions]
+        if prepared.donated:
+            refuse_aliased_donation(self._options.prefix, prepared.paths, prepared.donated, leaves)
+        if is_transformed() or (
+            _is_grad_enabled() and (plan.requires_grad or any_requires_grad(*leaves))
+        ):
+            return self._run_differentiated(prepared, leaves)
+        direct = prepared.direct
+        if direct is None:
+            return self._run_checked(prepared, leaves)
+        if prepared.in_place:
+            team = direct.team
+            for leaf in leaves:
+                if leaf._handle.team is not team:  # the team of the same ranks in another pool
+                    raise RuntimeClosed(POOL_CLOSED)
+            held = [leaf._handle for leaf in leaves]
+        else:
+            held = handles_of(leaves, prepared.layouts)
+        handles = direct.run(held, None, self._giving_up(prepared, leaves))
+        if prepared.is_lone:
+            return make_sharded(direct.outputs[0], handles[0])
+        return direct.tree(make_all(direct.outputs, handles))
+
+    def _run_checked(self, prepared: Prepared, leaves: list[Any]) -> Any:
+        """The call if the outputs need checks, or gradients of captured tensors may follow."""
+        give_up = self._giving_up(prepared, leaves)
+        called = _called(prepared, leaves, give_up)
+        if called.requires_grad and torch.is_grad_enabled():
+            return self._run_differentiated(prepared, leaves, called)
+        if give_up is not None:
+            give_up()
+        return called.tree([make_sharded(layout, handle) for layout, handle in called.outputs])
+
+    def _run_differentiated(
+        self, prepared: Prepared, leaves: list[Any], done: Called | None = None
+    ) -> Any:
+        """The call as transforms or ``backward()`` differentiate it; nothing is donated, because
+        derivatives need the arguments.
+        """
+        plan = prepared.plan
+        if isinstance(plan, UncompiledPlan) and done is None and not is_transformed():
+            done = _called(prepared, leaves)
+        try:
+            differentiable = self._preparation.differentiable(prepared)
+        except Untraceable as verdict:
+            if done is None:
+                raise NotImplementedError(no_derivative(self._options.prefix, verdict)) from verdict
+            return done.tree(
+                without_derivative(done.outputs, self._options.prefix, verdict, leaves)
+            )
+        results = call_differentiable(differentiable, leaves, done)
+        return (differentiable.plan.tree if done is None else done.tree)(results)
+
+    def _giving_up(self, prepared: Prepared, leaves: list[Any]) -> Callable[[], None] | None:
+        """What takes the donated arguments from the caller; None if there are none."""
+        if not prepared.donated:
+            return None
+
+        def give_up() -> None:
+            for position in prepared.donated:  # places among the leaves that travel
+                if type(leaves[position]) is ShardedTensor:
+                    leaves[position]._consume(f"{self._options.prefix}, which it was donated to")
+
+        return give_up
+
+
+def _called(
+    prepared: Prepared, leaves: Sequence[Any], give_up: Callable[[], None] | None = None
+) -> Called:
+    plan, layouts = prepared.plan, prepared.layouts
+    if isinstance(plan, UncompiledPlan):
+        return plan.call(leaves, layouts)
+    return plan.call(handles_of(leaves, layouts), None, give_up)
+
+
+def _leaf_key(leaf: Any) -> Hashable:
+    kind: Any = type(leaf)
+    if isinstance(leaf, torch.Tensor):
+        try:
+            return kind, leaf.shape, leaf.dtype, leaf.layout, leaf.is_meta, spans_processes(leaf)
+        except RuntimeError:  # it has no shape, or escaped; preparing the call raises the error
+            return kind
+    if isinstance(leaf, np.ndarray | np.generic):
+        return kind, leaf.shape, leaf.dtype
+    if kind is Static:
+        return leaf
+    if hasattr(leaf, "__dlpack__"):
+        return kind, tuple(leaf.shape), str(leaf.dtype)
+    return kind

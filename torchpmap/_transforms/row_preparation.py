@@ -1,0 +1,161 @@
+"""How the rows of a ``pmap`` call share the devices, and those of mapped functions inside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchpmap._base.devices import Device
+from torchpmap._base.pytree import flatten_call
+from torchpmap._layout.grid import Grid
+from torchpmap._runtime.current import check_devices, process_count
+from torchpmap._runtime.current import devices as all_devices
+from torchpmap._sharded.tensor import spans_processes
+from torchpmap._trace.program import Constant, Input, Program
+from torchpmap._transforms.arguments import Options, RowArguments, take_apart
+from torchpmap._transforms.call import Static
+from torchpmap._transforms.nesting import counts_of_list, cuts_of, device_counts, inner_call
+from torchpmap._transforms.preparation import Decided, Preparation, devices_here, layout_of
+
+
+class RowPreparation(Preparation[RowArguments]):
+    """The plans of a function that gets rows."""
+
+    options: Options
+
+    def __init__(
+        self, fun: Callable[..., Any], options: Options, inner: RowPreparation | None = None
+    ) -> None:
+        """``inner``: the preparation of ``fun``, if it is mapped itself."""
+        super().__init__(fun, options)
+        self._inner = inner
+
+    def arguments_of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_all_rows: bool = False
+    ) -> RowArguments:
+        """Check a call (statics already wrapped) against the options, and take it apart.
+
+        ``has_all_rows``: whether the arguments have the rows of all processes in any case.
+        """
+        options = self.options
+        leaves, _ = flatten_call(args, kwargs)
+        spans = has_all_rows or any(map(spans_processes, leaves))
+        size = options.axis_size
+        if size is not None and not spans and process_count() > 1:  # it counts all processes' rows
+            within = options.devices or all_devices(options.platform)
+            processes = len({device.process_index for device in within})
+            if size % processes:
+                raise ValueError(
+                    f"{options.prefix}: axis_size={size} counts the rows of all processes, but "
+                    f"does not divide over {processes} of them. Make it a multiple of {processes}."
+                )
+            options = replace(options, axis_size=size // processes)
+        chosen = options.devices
+        num_devices = None if chosen is None else len(chosen if spans else devices_here(chosen))
+        return take_apart(self._fun, options, args, kwargs, num_devices, spans)
+
+    def decide(self, call: RowArguments) -> Decided:
+        levels = self._levels(call)
+        grid = self._choose_devices(levels)
+        program = _program_of(levels, grid)
+        cuts = cuts_of([level.call for level in levels])
+        leaves = call.travelling(call.leaves)
+        layouts = tuple(layout_of(leaf, cut, grid) for leaf, cut in zip(leaves, cuts, strict=True))
+        return Decided(program, grid, layouts, (call.axes, grid.sizes, program.all_lanes))
+
+    def check_devices(self, call: RowArguments) -> None:
+        """Raise the errors of choosing devices for a call."""
+        self._choose_devices(self._levels(call))
+
+    def _levels(self, call: RowArguments) -> list[_Level]:
+        """This call, and those of mapped functions directly inside it that can share devices."""
+        levels = [_Level(self, call)]
+        inner = self._inner if process_count() == 1 else None
+        while inner is not None:
+            found = inner_call(inner._fun, inner.options, levels[-1].call)
+            if found is None:
+                break
+            levels.append(_Level(inner, found))
+            inner = inner._inner
+        return levels
+
+    def _choose_devices(self, levels: Sequence[_Level]) -> Grid:
+        """As many devices as can have equally many rows each; a given list is taken as it is.
+
+        With several processes, the rows are those of this process, on its devices, unless an
+        argument has the rows of all processes.
+        """
+        options = self.options
+        spans = levels[0].call.spans
+        sizes = [level.call.size for level in levels]
+        names = tuple(level.preparation.options.axis_name for level in levels)
+        if options.devices is not None:
+            mine = options.devices if spans else devices_here(options.devices)
+            counts = counts_of_list(sizes, len(mine))
+            if counts is None:
+                raise ValueError(self._wrong_number(sizes, mine))
+            check_devices(options.devices)
+            if len(mine) < len(options.devices):
+                counts = (len(options.devices),)
+            return Grid(mine, options.devices, counts, names)
+        available = tuple(all_devices(options.platform))
+        if process_count() > 1 and not spans:
+            return Grid(devices_here(available), available, (len(available),), names)
+        counts = device_counts(sizes, len(available))
+        devices = available[: math.prod(counts)]
+        return Grid(devices, devices, counts, names)
+
+    def _wrong_number(self, sizes: Sequence[int], devices: tuple[Device, ...]) -> str:
+        text = (
+            f"{self.options.prefix}: Leading axis size of input to pmapped function must "
+            f"equal the number of local devices passed to pmap. Got axis_size={sizes[0]}, "
+            f"num_local_devices={len(devices)} (devices={list(devices)})."
+        )
+        if len(sizes) == 1:
+            return text
+        product = " * ".join(map(str, sizes))
+        return f"{text} For a pmap of a pmap, {product} = {math.prod(sizes)} devices will do too."
+
+    def program(self, call: RowArguments, lanes: int) -> Program:
+        options = self.options
+        template = tuple(
+            Constant(leaf.value if isinstance(leaf, Static) else None)
+            if leaf is None or isinstance(leaf, Static)
+            else Input(axis)
+            for leaf, axis in zip(call.leaves, call.axes, strict=True)
+        )
+        return Program(
+            self._fun,
+            options.name,
+            call.structure,
+            template,
+            options.out_axes,
+            options.axis_name,
+            options.check_replicated,
+            lanes,
+            options.randomness,
+            self._seed,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """A mapped call whose axis shares the devices with others."""
+
+    preparation: RowPreparation
+    call: RowArguments
+
+
+def _program_of(levels: Sequence[_Level], grid: Grid) -> Program:
+    """The program of a call, with the programs inside it."""
+    inner: Program | None = None
+    for depth in reversed(range(1, len(levels))):
+        level = levels[depth]
+        program = level.preparation.program(level.call, level.call.size // grid.sizes[depth])
+        inner = replace(program, inner=inner, is_inner=True)
+    outermost = levels[0]
+    lanes = outermost.call.size // grid.sizes_here[0]
+    program = outermost.preparation.program(outermost.call, lanes)
+    return program if inner is None else replace(program, inner=inner, mesh=grid.sizes)
