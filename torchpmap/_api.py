@@ -35,7 +35,8 @@ from torchpmap._collectives import (
     pswapaxes,
     ragged_all_to_all,
 )
-from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec, make_mesh
+from torchpmap._layout.current_mesh import set_mesh
+from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec
 from torchpmap._modules.batch import shard_batch
 from torchpmap._modules.functional import functional
 from torchpmap._modules.prefetch import prefetch
@@ -51,6 +52,7 @@ from torchpmap._runtime.current import (
     process_index,
     shutdown,
 )
+from torchpmap._runtime.meshes import make_mesh
 from torchpmap._sharded.device_put import (
     block_until_ready,
     device_get,
@@ -63,6 +65,7 @@ from torchpmap._sharded.global_view import from_dtensor, global_view, local_view
 from torchpmap._sharded.tensor import Shard, ShardedTensor
 from torchpmap._transforms.grad import grad, value_and_grad
 from torchpmap._transforms.pmap import pmap
+from torchpmap._transforms.shard_map import shard_map
 from torchpmap._transforms.vmap import vmap
 from torchpmap.profiler import MemoryStats, memory_stats
 
@@ -130,7 +133,9 @@ __all__ = [
     "pswapaxes",
     "ragged_all_to_all",
     "replicate",
+    "set_mesh",
     "shard_batch",
+    "shard_map",
     "shutdown",
     "to_dtensor",
     "unreplicate",

@@ -191,6 +191,8 @@ _Kind = tuple[torch.Size, torch.dtype, torch.device]
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(primitive: Primitive, index: torch.Tensor | None, *xs: torch.Tensor) -> Any:
+        if primitive.scope.size == 1:
+            return tuple(_alone(primitive, x) for x in xs)
         return tuple(primitive.across(xs))
 
     @staticmethod
@@ -226,6 +228,12 @@ class _Linear(torch.autograd.Function):
         return _along_axis(
             primitive.along, primitive.scope, info.batch_size, xs, dims, replicates=replicates
         )
+
+
+def _alone(primitive: Primitive, x: torch.Tensor) -> torch.Tensor:
+    """What the only member of a group gets."""
+    rows = primitive.along(x.unsqueeze(0))
+    return rows if primitive.replicates else rows.squeeze(0)
 
 
 def _tangents(
@@ -268,6 +276,10 @@ class _Extremum:
         dims = tuple(range(self.lead))
         return raw.reduced(x, self.op, lambda wide: take(wide, dims))
 
+    def across(self, scope: Scope, xs: Tensors) -> Tensors:
+        """Run over a process axis."""
+        return raw.all_reduce_many(xs, self.op, scope.process_group())
+
     def summed(self, xs: Tensors, indices: Tensors) -> Tensors:
         """The sums over the dims and scopes of the extreme, not narrowed yet."""
         xs = _widened(xs)
@@ -309,7 +321,8 @@ class _Extreme(torch.autograd.Function):
     def forward(how: _Extremum, *tensors: Any) -> Any:
         xs = [how.reduce_lead(x) for x in tensors[len(how.scopes) :]]
         for scope in how.scopes:
-            xs = raw.all_reduce_many(xs, how.op, scope.process_group())
+            alone = scope.size == 1
+            xs = [x.clone() for x in xs] if alone else list(how.across(scope, xs))
         return tuple(xs)
 
     @staticmethod

@@ -11,6 +11,7 @@ same.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from torchpmap._layout.layout import (
     replicated_layout,
     row_layout,
 )
-from torchpmap._layout.mesh import NamedSharding, PartitionSpec, make_mesh, names_of
+from torchpmap._layout.mesh import NamedSharding, PartitionSpec, mesh_of, names_of
 
 Cut = tuple[tuple[int, ...], ...]
 """Dims beyond the last entry are not cut; the last entry is not empty."""
@@ -81,9 +82,15 @@ class Grid:
     def is_one_process(self) -> bool:
         return len(self.devices) == len(self.axis_devices)
 
-    def is_same(self, layout: Layout) -> bool:
-        """Whether all devices are known to hold the same block."""
-        return layout.is_replicated and len(layout.ranks) == len(self.axis_devices)
+    def blocks_of(self, layout: Layout) -> tuple[int, ...]:
+        """A number for every device of the axes, equal for devices known to hold equal blocks."""
+        count = len(self.axis_devices)
+        if len(layout.ranks) < count:  # those of other processes hold anything
+            return tuple(range(count))
+        dims = sorted(itertools.chain(*self.cut_of(layout)))
+        places = np.indices(self.sizes).reshape(len(self.sizes), -1)[dims]
+        sizes = [self.sizes[k] for k in dims]
+        return tuple(np.ravel_multi_index(tuple(places), sizes).tolist()) if dims else (0,) * count
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype, cut: Cut) -> Layout:
         """The layout of a value with this cut."""
@@ -94,7 +101,7 @@ class Grid:
             return row_layout(shape, dtype, self.devices, dim, self.names[cut[dim][0]])
         names = self._distinct_names()
         spec = PartitionSpec(*(tuple(names[k] for k in over) or None for over in cut))
-        mesh = make_mesh(self.sizes, names, devices=self.devices)
+        mesh = mesh_of(self.sizes, names, self.devices)
         return general_layout(shape, dtype, NamedSharding(mesh, spec), stacked=True)
 
     def stacked(self, block_shape: Sequence[int], dtype: torch.dtype, cut: Cut) -> Layout:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import Device
 
 Index = tuple[slice, ...]
@@ -123,20 +122,10 @@ class Mesh:
         return f"Mesh({', '.join(f'{name!r}: {size}' for name, size in self.shape.items())})"
 
 
-@boundary
-def make_mesh(
-    axis_shapes: Sequence[int], axis_names: Sequence[Hashable], *, devices: Sequence[Device]
+def mesh_of(
+    shape: tuple[int, ...], axis_names: Sequence[Hashable], devices: Sequence[Device]
 ) -> Mesh:
-    """Arrange the first ``prod(axis_shapes)`` of ``devices`` in a mesh, the last axis fastest.
-
-    Raises:
-        ValueError: there are fewer devices than that.
-
-    Example:
-        >>> make_mesh((2, 2), ("x", "y"), devices=[Device(i, "cpu") for i in range(4)])
-        Mesh('x': 2, 'y': 2)
-    """
-    shape = tuple(axis_shapes)
+    """The first devices in a mesh, the last axis fastest; ``ValueError`` if there are too few."""
     if any(size < 1 for size in shape):
         raise ValueError(f"the sizes of mesh axes must be at least 1, but got {shape}.")
     size = math.prod(shape)

@@ -36,6 +36,7 @@ from torchpmap._plan.plan import Drawn, Pinned, Plan
 from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.device_put import handle_of, handles_of
+from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.capture import Substitute
 from torchpmap._trace.compile import EAGER
 from torchpmap._trace.environment import Environment
@@ -276,7 +277,7 @@ class MappedProgram(Differentiable):
     def __init__(
         self,
         target: Target,
-        program: Program,
+        program: Program | BlockProgram,
         layouts: Sequence[Layout],
         plan: Plan | UncompiledPlan,
         environment: Environment,

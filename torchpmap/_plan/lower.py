@@ -7,6 +7,7 @@ A *body* is what one device does, as a function of its blocks: a ``Program``, or
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,6 +33,7 @@ from torchpmap._trace.compile import EAGER, Backend, Definition, Kind
 from torchpmap._trace.custom_ops import Implementations
 from torchpmap._trace.escaped import EscapeWatch
 from torchpmap._trace.program import Outcome, no_stream
+from torchpmap._trace.replication import Demand
 from torchpmap._trace.toolchain import missing_compiler
 from torchpmap._trace.trace import Traced, TracedInput, Untraceable, trace
 
@@ -202,17 +204,24 @@ def _trace(
     outcomes: list[Outcome] = []
     watch = EscapeWatch(target.name, is_traced=True)
 
-    def demands(
-        blocks: Sequence[torch.Tensor], axis: Axis
-    ) -> list[tuple[torch.Tensor, tuple[Axis, ...]]]:
+    def demands(blocks: Sequence[torch.Tensor], axis: Axis) -> list[Demand]:
         with watch:
             outcome = body(blocks, axis)
         outcomes.append(outcome)
-        outputs = [(block, target.grid.shared_along(cut, axis)) for block, cut in outcome.outputs]
-        return [*outputs, *((check, ()) for check in outcome.checks)]
+        refuse = outcome.refuse
+        outputs = [
+            Demand(
+                block,
+                target.grid.shared_along(cut, axis),
+                None if refuse is None else functools.partial(refuse, leaf),
+            )
+            for leaf, (block, cut) in enumerate(zip(outcome.blocks, outcome.cuts, strict=True))
+            if block is not None
+        ]
+        return [*outputs, *(Demand(check, ()) for check in outcome.checks)]
 
     inputs = [
-        TracedInput(layout.block_shape, layout.dtype, not target.grid.is_same(layout))
+        TracedInput(layout.block_shape, layout.dtype, target.grid.blocks_of(layout))
         for layout in layouts
     ]
     begin = time.monotonic()

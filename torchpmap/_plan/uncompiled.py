@@ -24,6 +24,7 @@ from torchpmap._plan.uncompiled_work import Given, UncompiledReport, UncompiledW
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._runtime.task import Task
 from torchpmap._sharded.device_put import handles_of
+from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.pickling import number_of, pickled_function
 from torchpmap._trace.program import Program, no_stream, not_replicated, unequal_results
 from torchpmap.random._streams import draw_key, peek_key
@@ -35,7 +36,7 @@ class UncompiledPlan:
     """
 
     def __init__(
-        self, program: Program, grid: Grid, prefix: str, timeout: float | None = None
+        self, program: Program | BlockProgram, grid: Grid, prefix: str, timeout: float | None = None
     ) -> None:
         self._program = program
         self._timeout = timeout

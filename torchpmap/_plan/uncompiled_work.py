@@ -20,6 +20,7 @@ from torchpmap._layout.axis_stack import Axis, Partition, bind, joined, recordin
 from torchpmap._layout.grid import Cut, dim_of
 from torchpmap._runtime.task import Rank
 from torchpmap._trace.agreement import Agreement
+from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.program import Program
 
 
@@ -67,7 +68,7 @@ class UncompiledReport:
 class UncompiledWork:
     """A program, and the tensors that it closes over."""
 
-    program: Program
+    program: Program | BlockProgram
     captured: Sequence[torch.Tensor]
 
     def run(

@@ -64,9 +64,13 @@ class Outcome:
     checks: tuple[torch.Tensor, ...]
     """How far values declared replicated differ between devices (``check_replicated``)."""
     checked: tuple[str, ...]
-    """Their leaf paths."""
+    """What was declared of each."""
     draws: int = 0
     """How often random numbers were drawn."""
+    refuse: Callable[[int, Sequence[Hashable]], Exception] | None = None
+    """The error for a leaf that may differ along axes that are not in its cut; None if that is
+    allowed.
+    """
 
     @property
     def dims(self) -> tuple[int | None, ...]:
@@ -188,7 +192,7 @@ class Program:
         for value, dim in zip(outcome.blocks, outcome.dims, strict=True):
             rows = None if value is None else next(lanes_first)
             if rows is not None:  # a value for all devices is that of the first row
-                rows = _FirstRow.apply(rows) if dim is None else rows.movedim(0, dim)
+                rows = FirstRow.apply(rows) if dim is None else rows.movedim(0, dim)
             stacked.append(rows)
         checks = tuple(rows[0] for rows in lanes_first)
         return replace(outcome, blocks=tuple(stacked), checks=checks)
@@ -206,13 +210,7 @@ class Program:
         return replace(outcome, draws=0 if active is None else active.draws)
 
     def _call(self, rows: Sequence[torch.Tensor]) -> Outcome:
-        given = iter(rows)
-        values = [leaf.value if isinstance(leaf, Constant) else next(given) for leaf in self.leaves]
-        args, kwargs = self.structure.unflatten(values)
-        note(rows, self.fun)
-        with TransformRules():
-            returned = self.fun(*args, **kwargs)
-        return self._lay_out(returned)
+        return self._lay_out(called(self.fun, self.structure, self.leaves, rows))
 
     def _run_inner(self, rows: Sequence[torch.Tensor], inside: Sequence[Axis | None]) -> Outcome:
         assert self.inner is not None
@@ -246,10 +244,27 @@ class Program:
             if tensor is not None and axis is not None:
                 dim = canonical_axis(axis, tensor.dim() + 1, what="pmap out_axes", path=path)
             elif tensor is not None and self.check_replicated:
-                checks[path] = difference(tensor.detach(), self.axis_name)
+                checks[f"out_axes is None for {path}"] = difference(tensor.detach(), self.axis_name)
             blocks.append(tensor)
             cuts.append(cut_at(dim))
         return Outcome(structure, tuple(blocks), tuple(cuts), tuple(checks.values()), tuple(checks))
+
+
+def called(
+    fun: Callable[..., Any],
+    structure: Structure,
+    leaves: Sequence[Any],
+    given: Sequence[torch.Tensor],
+) -> Any:
+    """What a function returns for a call of this structure; a leaf that is no ``Constant`` is the
+    next of the given tensors.
+    """
+    tensors = iter(given)
+    values = [leaf.value if isinstance(leaf, Constant) else next(tensors) for leaf in leaves]
+    args, kwargs = structure.unflatten(values)
+    note(given, fun)
+    with TransformRules():
+        return fun(*args, **kwargs)
 
 
 def _of_all(check: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torch.Tensor:
@@ -271,7 +286,7 @@ _LANES_NOTE = (
 )
 
 
-class _FirstRow(torch.autograd.Function):
+class FirstRow(torch.autograd.Function):
     """[lanes, *s] -> [*s]: the first of rows that are declared equal.
 
     Each row gets an equal part of the cotangent, as each device does when it has one row.
@@ -316,9 +331,10 @@ def unequal_results(
     )
 
 
-def not_replicated(prefix: str, path: str, difference: float) -> str:
+def not_replicated(prefix: str, claim: str, difference: float) -> str:
+    """``claim``: what was declared of an output."""
     return (
-        f"{prefix}: out_axes is None for {path}, but its value differs between devices (largest "
-        f"difference {difference:g}). Reduce it over the axis (for example with pmean), or give it "
-        "an out axis."
+        f"{prefix}: {claim}, but its value differs between devices (largest difference "
+        f"{difference:g}). Reduce it over the axis (for example with pmean), or give it an out "
+        "axis."
     )

@@ -3,14 +3,18 @@
 A value is *replicated* when it depends on nothing that differs between devices, or has passed
 through a collective that gives every device the same.  A value that ``out_axes=None`` declares
 replicated, but that may differ, is broadcast.  JAX instead returns the first device's value and
-silently leaves the others different.
+silently leaves the others different.  ``shard_map`` refuses such a value, as JAX does there.
+
+The question is asked along an axis, whose *lines* are the groups of devices that differ in the
+index along this axis only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from torchpmap._base.torch_internals import OpOverload
@@ -19,21 +23,79 @@ from torchpmap._collectives.backend import c10d
 from torchpmap._layout.axis_stack import Axis, Partition, bind, joined, peers
 
 _EQUALISING = (c10d.all_reduce.default, c10d.all_gather_into_tensor.default)
+_DISTRIBUTING = (c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default)
+
+_aten = torch.ops.aten
+_ARITHMETIC: dict[Any, Callable[..., Any]] = {
+    _aten.floor_divide.default: np.floor_divide,
+    _aten.remainder.Scalar: np.remainder,
+    _aten.mul.Tensor: np.multiply,
+    _aten.add.Tensor: np.add,
+    _aten.sub.Tensor: np.subtract,
+    _aten.eq.Scalar: np.equal,
+    _aten.ne.Scalar: np.not_equal,
+    _aten.lt.Scalar: np.less,
+    _aten.gt.Scalar: np.greater,
+    _aten.clone.default: np.copy,
+    _aten.detach.default: np.copy,
+}
+"""What the index along one axis is computed with, from that of the device."""
+
+
+class Demand(NamedTuple):
+    """An output of a device."""
+
+    block: torch.Tensor
+    same_along: tuple[Axis, ...]
+    """It must be the same on all devices along these axes."""
+    refuse: Callable[[Sequence[Hashable]], Exception] | None = None
+    """The error if it may differ along some of them; None: it is broadcast."""
 
 
 def varying_nodes(
-    graph: torch.fx.Graph, varying_inputs: Collection[torch.fx.Node], *groups: str
+    graph: torch.fx.Graph,
+    varying_inputs: Collection[torch.fx.Node],
+    *groups: str,
+    distributing: Collection[str] = (),
+    known: Mapping[torch.fx.Node, bool] | None = None,
 ) -> set[torch.fx.Node]:
-    """The nodes whose value may differ between devices that are together in each of ``groups``; the
-    graph may still be under construction.
+    """The nodes whose value may differ along an axis; the graph may still be under construction.
+
+    Args:
+        graph: of one device.
+        varying_inputs: placeholders that differ.
+        groups: process groups that hold whole lines of the axis.
+        distributing: process groups that hold several devices of a line.
+        known: nodes of which it is known whether they differ.
     """
     varying = set(varying_inputs)
+    known = known or {}
     for node in graph.nodes:
+        if node in known:
+            if known[node]:
+                varying.add(node)
+            continue
         if node.target in _EQUALISING and node.args[-1] in groups:
             continue
-        if is_random(node) or any(source in varying for source in node.all_input_nodes):
+        if (
+            is_random(node)
+            or (node.target in _DISTRIBUTING and node.args[-1] in distributing)
+            or any(source in varying for source in node.all_input_nodes)
+        ):
             varying.add(node)
     return varying
+
+
+def index_values(
+    graph: torch.fx.Graph, index: torch.fx.Node, count: int
+) -> dict[torch.fx.Node, Sequence[int]]:
+    """What is computed from the index of the device alone: per node, the value on every device."""
+    values: dict[torch.fx.Node, Any] = {index: np.arange(count)}
+    for node in graph.nodes:
+        rule = _ARITHMETIC.get(node.target)
+        if rule and not node.kwargs and all(s in values for s in node.all_input_nodes):
+            values[node] = rule(*torch.fx.node.map_arg(node.args, values.__getitem__))
+    return {node: value.tolist() for node, value in values.items()}
 
 
 def is_random(node: torch.fx.Node) -> bool:
@@ -51,16 +113,18 @@ def is_random(node: torch.fx.Node) -> bool:
 
 
 def replicated(
-    results: Sequence[tuple[torch.Tensor, Sequence[Axis]]],
-    varying_arguments: Sequence[bool],
+    demands: Sequence[Demand],
+    held: Sequence[Sequence[int]],
     varying_closures: Collection[torch.fx.Node],
     groups: Mapping[str, Partition],
 ) -> list[torch.Tensor]:
-    """In a trace, broadcast from the first device blocks that must be the same but may differ.
+    """In a trace, broadcast from the first device blocks that must be the same but may differ, or
+    refuse them.
 
     Args:
-        results: blocks of a device, each with the axes along which it must be the same.
-        varying_arguments: whether devices hold different blocks, per argument of the trace.
+        demands: the blocks that a device returns.
+        held: per argument of the trace, after the index of the device: a number for every device,
+            equal for devices that hold equal blocks.
         varying_closures: nodes of closures that may differ.
         groups: the process groups by name, as indices of devices.
     """
@@ -69,28 +133,49 @@ def replicated(
     mode = get_proxy_mode()
     assert mode is not None
     tracer = mode.tracer
-    arguments = [node for node in tracer.graph.nodes if node.op == "placeholder"]
-    inputs = {node for node, varies in zip(arguments, varying_arguments, strict=False) if varies}
-    inputs |= set(varying_closures)
-    known: dict[Partition, set[torch.fx.Node]] = {}
+    index, *arguments = (node for node in tracer.graph.nodes if node.op == "placeholder")
+    found: dict[Partition, set[torch.fx.Node]] = {}
+
+    def varying(lines: Partition) -> set[torch.fx.Node]:
+        values = index_values(tracer.graph, index, sum(map(len, lines)))
+        values |= dict(zip(arguments, held, strict=False))  # closures follow
+        known = {node: _differ(value, lines) for node, value in values.items()}
+        whole = [name for name, parts in groups.items() if _is_within(lines, parts)]
+        distributing = [name for name, parts in groups.items() if _meet(lines, parts)]
+        return varying_nodes(
+            tracer.graph, varying_closures, *whole, distributing=distributing, known=known
+        )
 
     def varies(node: torch.fx.Node, axis: Axis) -> bool:
         lines = peers(axis)
-        if lines not in known:
-            alike = [name for name, parts in groups.items() if _is_within(lines, parts)]
-            known[lines] = varying_nodes(tracer.graph, inputs, *alike)
-        return node in known[lines]
+        if lines not in found:
+            found[lines] = varying(lines)
+        return node in found[lines]
 
-    def settle(block: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
+    def settle(demand: Demand) -> torch.Tensor:
+        block = demand.block
         slot: Any = get_proxy_slot(block, tracer, None)
         if slot is None:  # no traced input was touched
             return block
-        for axis in joined([a for a in axes if a.size > 1 and varies(slot.proxy.node, a)]):
+        differing = [a for a in demand.same_along if a.size > 1 and varies(slot.proxy.node, a)]
+        if differing and demand.refuse is not None:
+            raise demand.refuse([axis.name for axis in differing])
+        for axis in joined(differing):
             with bind(axis):
                 block = pbroadcast(block.detach(), axis.name, 0)
         return block
 
-    return [settle(block, axes) for block, axes in results]
+    return list(map(settle, demands))
+
+
+def _differ(values: Sequence[int], lines: Partition) -> bool:
+    """Whether some devices of a line have different values."""
+    return any(len({values[k] for k in line}) > 1 for line in lines)
+
+
+def _meet(lines: Partition, parts: Partition) -> bool:
+    """Whether some devices of a line are in one part."""
+    return any(len(set(line) & set(part)) > 1 for line in lines for part in parts)
 
 
 def _is_within(lines: Partition, parts: Partition) -> bool:

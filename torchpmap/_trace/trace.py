@@ -61,7 +61,7 @@ from torchpmap._trace.capture import (
 )
 from torchpmap._trace.partition import Halves, split
 from torchpmap._trace.remat import Record, rematerialize, without_writes, writes
-from torchpmap._trace.replication import is_random, replicated
+from torchpmap._trace.replication import Demand, is_random, replicated
 from torchpmap._trace.toolchain import import_dynamo
 from torchpmap.random._threefry import whole
 
@@ -95,10 +95,8 @@ _DECOMPOSED: dict[Any, Callable[..., Any]] = {
     _aten.native_batch_norm.default: _batch_norm,
 }
 
-TracedBody = Callable[[Sequence[torch.Tensor], Axis], Sequence[tuple[torch.Tensor, Sequence[Axis]]]]
-"""Takes one block per input, and the axis of the devices; returns the output blocks, each with the
-axes along which it must be the same on all devices: that axis, or axes of a mesh made of it.
-"""
+TracedBody = Callable[[Sequence[torch.Tensor], Axis], Sequence[Demand]]
+"""Takes one block per input, and the axis of the devices; returns the output blocks."""
 
 
 class Untraceable(Exception):  # a verdict, not an error: the front end decides what it means
@@ -150,8 +148,8 @@ class TracedInput:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    varying: bool
-    """Whether devices hold different blocks."""
+    blocks: tuple[int, ...]
+    """A number for every device, equal for devices that hold equal blocks."""
 
 
 def trace(
@@ -192,10 +190,10 @@ def trace(
     def flat(index: torch.Tensor, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
         with capture, record, KeepData(capture), Substitute(outer), torch.enable_grad():
-            results = [(capture.substitute(block), same) for block, same in body(blocks, axis)]
-            varying = [True, *(i.varying for i in inputs)]
+            demands = [d._replace(block=capture.substitute(d.block)) for d in body(blocks, axis)]
+            held = [i.blocks for i in inputs]
             closures = [] if same_closures else list(capture.nodes)
-            settled = replicated(results, varying, closures, {group: peers(axis), **groups})
+            settled = replicated(demands, held, closures, {group: peers(axis), **groups})
         given = {t.untyped_storage()._cdata for t in (index, *blocks, *capture.stand_ins.values())}
         return tuple(_finish(block, given) for block in settled)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,11 +31,11 @@ from torchpmap._base.torch_internals import (
     outside_transforms,
     written_values,
 )
-from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis
 from torchpmap._runtime.inline_mode import note_replicated, serial
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import host_tensor
+from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.environment import parameters
 from torchpmap._trace.program import (
     Input,
@@ -45,11 +45,12 @@ from torchpmap._trace.program import (
     not_replicated,
     unequal_results,
 )
-from torchpmap._transforms.arguments import RowArguments
-from torchpmap._transforms.preparation import refuse_aliased_donation
-from torchpmap._transforms.row_preparation import RowPreparation
+from torchpmap._transforms.call import CallArguments
+from torchpmap._transforms.preparation import Preparation, refuse_aliased_donation
 from torchpmap._transforms.rows import run_rows
 from torchpmap.random._streams import are_active, draw_key, peek_key
+
+_Call = TypeVar("_Call", bound=CallArguments)
 
 _HINT = (
     "This call runs in the calling process (torchpmap.debug.fake_pmap, or the runtime 'inline'), "
@@ -60,26 +61,20 @@ _HINT = (
 )
 
 
-def run_here(preparation: RowPreparation, call: RowArguments) -> Any:
+def run_here(preparation: Preparation[_Call], call: _Call) -> Any:
     """Run a call with all its rows on the device it is made on, inside a mapped function."""
-    options = preparation.options
-    if options.devices is not None and axis_stack.bound():
-        raise ValueError(
-            f"{options.prefix}: a pmap inside a mapped function runs on the device of its "
-            "caller, and cannot have devices. Leave them out, or give them to the outer pmap."
-        )
-    program = preparation.program(call, call.size)
+    program = preparation.whole_program(call)
     leaves = call.travelling(call.leaves)
     blocks = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
     outcome = program.run(blocks, None, None if are_active() else draw_key())
     return outcome.structure.unflatten(list(outcome.blocks))
 
 
-def run_inline(preparation: RowPreparation, call: RowArguments) -> Any:
+def run_inline(preparation: Preparation[_Call], call: _Call) -> Any:
     """Run a call in this process, after the checks that the devices' own calls get."""
     prefix = preparation.options.prefix
     preparation.check_devices(call)
-    program = preparation.program(call, call.size)
+    program = preparation.whole_program(call)
     leaves = call.travelling(call.leaves)
     refuse_aliased_donation(prefix, call.travelling(call.paths), call.donated, leaves)
     records = torch.set_grad_enabled(torch.is_grad_enabled())  # stays off in inference mode
@@ -88,7 +83,7 @@ def run_inline(preparation: RowPreparation, call: RowArguments) -> Any:
         return _run_rows(program, leaves, prefix)
 
 
-def _run_rows(program: Program, leaves: Sequence[Any], prefix: str) -> Any:
+def _run_rows(program: Program | BlockProgram, leaves: Sequence[Any], prefix: str) -> Any:
     """Run a program whose lanes are all rows of a call; the results are plain tensors, stacked as
     ``out_axes`` says.
     """
@@ -96,7 +91,15 @@ def _run_rows(program: Program, leaves: Sequence[Any], prefix: str) -> Any:
     generator = torch.default_generator.get_state()
     with outside_transforms():  # a vmap around the call may forbid random numbers
         program = replace(program, seed=peek_key())
-    outcome = _one_by_one(program, blocks, prefix) if serial() else _as_lanes(program, blocks)
+    if not serial():
+        outcome = _as_lanes(program, blocks)
+    elif isinstance(program, Program):
+        outcome = _one_by_one(program, blocks, prefix)
+    else:
+        raise NotImplementedError(
+            f"{prefix}: fake_pmap(serial=True) runs the rows of a pmap one after the other, but "
+            "has no such way for shard_map. Use fake_pmap()."
+        )
     if not torch.equal(generator, torch.default_generator.get_state()):
         torch.default_generator.set_state(generator)
         raise NotImplementedError(no_stream(prefix, "with one of torch's other functions"))
@@ -111,13 +114,13 @@ def _run_rows(program: Program, leaves: Sequence[Any], prefix: str) -> Any:
         None if block is None else block.clone(memory_format=torch.contiguous_format)
         for block in outcome.blocks
     ]
-    for result, dim in zip(results, outcome.dims, strict=True):
-        if result is not None and dim is None:
+    for result, cut in zip(results, outcome.cuts, strict=True):
+        if result is not None and not cut:
             note_replicated(result)
     return outcome.structure.unflatten(results)
 
 
-def _as_lanes(program: Program, blocks: Sequence[torch.Tensor]) -> Outcome:
+def _as_lanes(program: Program | BlockProgram, blocks: Sequence[torch.Tensor]) -> Outcome:
     try:
         # single-threaded: axes are bound per thread
         with torch.autograd.set_multithreading_enabled(False), KeepCaptured(blocks):

@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import Device
 from torchpmap._base.torch_internals import break_graph
+from torchpmap._layout import axis_stack
 from torchpmap._transforms.arguments import Options, PmapOptions, make_options, split_statics
 from torchpmap._transforms.call import check_function, name_of
 from torchpmap._transforms.inline import run_here, run_inline
@@ -52,6 +53,12 @@ class Pmapped(Mapped[_P, _R]):
         return split_statics(self._options, args, kwargs)
 
     def _run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any], inside: bool) -> Any:
+        options = self._options
+        if inside and options.devices is not None and axis_stack.bound():
+            raise ValueError(
+                f"{options.prefix}: a pmap inside a mapped function runs on the device of its "
+                "caller, and cannot have devices. Leave them out, or give them to the outer pmap."
+            )
         call = self._preparation.arguments_of(args, kwargs, has_all_rows=inside)
         return (run_here if inside else run_inline)(self._preparation, call)
 

@@ -27,6 +27,7 @@ from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._runtime.current import process_index, runtime
 from torchpmap._sharded.tensor import ShardedTensor, check_open
 from torchpmap._sharded.transfer import host_tensor
+from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.compile import EAGER
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.kinds import insist
@@ -59,7 +60,7 @@ class Prepared:
     """Whether ``direct`` returns one value, in no container."""
     donated: tuple[int, ...]
     paths: tuple[str, ...]
-    program: Program
+    program: Program | BlockProgram
     grid: Grid
     arguments: str
     """As notes and logs name them."""
@@ -69,7 +70,7 @@ class Prepared:
 class Decided:
     """What a front end makes of a call: where its parts go, and what runs on each of them."""
 
-    program: Program
+    program: Program | BlockProgram
     grid: Grid
     layouts: tuple[Layout, ...]
     """Of the leaves that travel."""
@@ -108,6 +109,14 @@ class Preparation(Generic[_Call]):
     def decide(self, call: _Call) -> Decided:
         """Choose devices and layouts, or raise what is wrong with a call; nothing is sent."""
         raise NotImplementedError
+
+    def whole_program(self, call: _Call) -> Program | BlockProgram:
+        """The program of a call that runs in the calling process, on whole arguments."""
+        raise NotImplementedError
+
+    def check_devices(self, call: _Call) -> None:
+        """Raise the errors of choosing devices for a call."""
+        self.decide(call)
 
     def prepare(self, call: _Call, *, has_numbers: bool = True) -> Prepared:
         """Find or make the plan of a call; ``has_numbers``: whether the call is to run, so that its
@@ -209,7 +218,11 @@ class Preparation(Generic[_Call]):
         return frozenset(map(id, environment.tensors()))
 
     def _make_plan(
-        self, program: Program, layouts: tuple[Layout, ...], grid: Grid, arguments: str
+        self,
+        program: Program | BlockProgram,
+        layouts: tuple[Layout, ...],
+        grid: Grid,
+        arguments: str,
     ) -> Plan | UncompiledPlan:
         options = self.options
         if options.backend is not None:

@@ -56,6 +56,9 @@ class RowPreparation(Preparation[RowArguments]):
         num_devices = None if chosen is None else len(chosen if spans else devices_here(chosen))
         return take_apart(self._fun, options, args, kwargs, num_devices, spans)
 
+    def whole_program(self, call: RowArguments) -> Program:
+        return self.program(call, call.size)
+
     def decide(self, call: RowArguments) -> Decided:
         levels = self._levels(call)
         grid = self._choose_devices(levels)

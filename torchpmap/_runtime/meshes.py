@@ -1,0 +1,55 @@
+"""``make_mesh``: a mesh of the devices of this job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torchpmap._base.boundary import boundary
+from torchpmap._base.devices import Device
+from torchpmap._layout.mesh import Mesh, mesh_of
+from torchpmap._runtime.current import devices as all_devices
+
+
+@boundary
+def make_mesh(
+    axis_shapes: Sequence[int],
+    axis_names: Sequence[Hashable],
+    axis_types: Any = None,
+    *,
+    devices: Sequence[Device] | None = None,
+) -> Mesh:
+    """Arrange the first ``prod(axis_shapes)`` devices in a mesh, the last axis fastest.
+
+    Args:
+        axis_shapes: the size of each axis.
+        axis_names: as many names.
+        axis_types: for programs from JAX: every axis is what JAX calls ``Auto``; others raise.
+        devices: default: ``tp.devices()``.
+
+    Raises:
+        ValueError: there are fewer devices than that, or an axis type is not ``Auto``.
+
+    Example:
+        >>> import torchpmap as tp
+        >>> tp.make_mesh((2, 2), ("x", "y"))
+        Mesh('x': 2, 'y': 2)
+
+    Source: ``jax.make_mesh``.
+    """
+    for kind in () if axis_types is None else axis_types:
+        if getattr(kind, "name", kind) != "Auto":
+            raise ValueError(
+                f"make_mesh: the axis type {kind!r} is not supported: programs with Explicit or "
+                "Manual axes have no equal here. Leave axis_types out, or use Auto."
+            )
+    shape = tuple(axis_shapes)
+    chosen = all_devices() if devices is None else devices
+    if devices is None and len(chosen) < math.prod(shape):
+        raise ValueError(
+            f"make_mesh: a mesh of shape {shape} has {math.prod(shape)} devices, but there are "
+            f"{len(chosen)}. Ask for more with torchpmap.init(num_devices={math.prod(shape)}); "
+            "CPU devices are processes, and may be more than the cores."
+        )
+    return mesh_of(shape, axis_names, chosen)

@@ -1,0 +1,245 @@
+"""What one device does in a call of ``shard_map``: call the function on its blocks, and lay out
+what it returns.
+
+Without devices, in the calling process, every axis of the mesh is a ``torch.func.vmap`` over the
+blocks of the whole values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from torchpmap._base.axis_spec import broadcast_axes
+from torchpmap._base.pytree import Structure, flatten
+from torchpmap._base.torch_internals import tracing_mode
+from torchpmap._collectives import axis_index
+from torchpmap._layout.axis_stack import Axis, bind, mesh_axes
+from torchpmap._layout.grid import Cut, dim_of
+from torchpmap._layout.mesh import PartitionSpec, names_of
+from torchpmap._trace.effects import difference
+from torchpmap._trace.escaped import watched
+from torchpmap._trace.kinds import as_result
+from torchpmap._trace.program import Constant, FirstRow, Outcome, called
+from torchpmap.random._streams import streams
+
+
+@dataclass(frozen=True)
+class Block:
+    """A leaf that arrives as a block."""
+
+    cut: Cut
+
+
+@dataclass(frozen=True)
+class BlockProgram:
+    """A function of blocks, and how they are cut from its arguments."""
+
+    fun: Callable[..., Any]
+    name: str
+    prefix: str
+    """The mapped function, as messages name it."""
+    structure: Structure
+    """Of ``(args, kwargs)``."""
+    leaves: tuple[Block | Constant, ...]
+    out_specs: Any
+    mesh: tuple[int, ...]
+    """The sizes of its axes."""
+    names: tuple[Hashable, ...]
+    """Of its axes."""
+    manual: frozenset[Hashable]
+    """The axes that are bound inside; along the others all devices do the same."""
+    check_vma: bool
+    randomness: str
+    seed: torch.Tensor
+    """Stands for the key of a call."""
+
+    @property
+    def axis_name(self) -> Hashable:
+        """Of the axis of all devices, if they form one."""
+        return self.names[0]
+
+    def axes(self, process_axis: Axis) -> tuple[Axis | None, ...]:
+        """The axes of the mesh; None for one of size 1."""
+        return mesh_axes(process_axis, self.mesh, self.names)
+
+    def run(
+        self,
+        blocks: Sequence[torch.Tensor],
+        process_axis: Axis | None,
+        key: torch.Tensor | None = None,
+    ) -> Outcome:
+        """Run on one device's blocks; without a ``process_axis``, on whole values.
+
+        ``key``: the random key of this call; replaces ``seed``.
+        """
+        if key is not None:
+            return replace(self, seed=key).run(blocks, process_axis)
+        if process_axis is None:
+            return self._run_lanes(blocks)
+        with self._bound(self.axes(process_axis), process_axis.index):
+            return self._run(blocks)
+
+    @contextlib.contextmanager
+    def _bound(self, axes: Sequence[Axis | None], index: torch.Tensor) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for name, axis in zip(self.names, axes, strict=True):
+                if name in self.manual:
+                    alone = Axis(name, 1, torch.zeros_like(index), None)
+                    stack.enter_context(bind(axis or alone))
+            yield
+
+    def _run(self, blocks: Sequence[torch.Tensor]) -> Outcome:
+        bound = tuple(name for name in self.names if name in self.manual)
+        with streams(self.seed, axis_index(bound), self.randomness) as active:
+            outcome = self._lay_out(called(self.fun, self.structure, self.leaves, blocks))
+        return replace(outcome, draws=0 if active is None else active.draws)
+
+    def _lay_out(self, returned: Any) -> Outcome:
+        values, structure = flatten(returned)
+        specs: list[Any] = broadcast_axes(
+            self.out_specs, returned, what="shard_map out_specs", hint=_OUT_SPECS_HINT
+        )
+        paths = structure.paths(f"the output of {self.name}")
+        blocks: list[torch.Tensor | None] = []
+        cuts: list[Cut] = []
+        checks: dict[str, torch.Tensor] = {}
+        for value, spec, path in zip(values, specs, paths, strict=True):
+            tensor = None if value is None else as_result(value, path)
+            blocks.append(tensor)
+            cuts.append(() if tensor is None else self._cut(tensor, spec, path))
+            missing = () if tensor is None else self._unmentioned(spec)
+            if tensor is not None and missing and self.check_vma and tracing_mode() is None:
+                checks[_claim(missing, path)] = difference(tensor.detach(), missing)
+        refuse = self._refuse(paths) if self.check_vma else None
+        return Outcome(
+            structure,
+            tuple(blocks),
+            tuple(cuts),
+            tuple(checks.values()),
+            tuple(checks),
+            refuse=refuse,
+        )
+
+    def _cut(self, tensor: torch.Tensor, spec: Any, path: str) -> Cut:
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(
+                f"{self.prefix}: out_specs is None for {path}, which is a tensor. Give it a "
+                "PartitionSpec: P() for a value that all devices share."
+            )
+        if len(spec) > tensor.dim():
+            advice = "" if tensor.dim() else " To return one number per device, add a dim: x[None]."
+            raise ValueError(
+                f"{self.prefix}: out_specs has {spec} for {path}, which is of rank {tensor.dim()} "
+                f"(its shape is {list(tensor.shape)}), fewer than the {len(spec)} entries of the "
+                f"spec.{advice}"
+            )
+        return cut_of_spec(spec, self.names)
+
+    def _unmentioned(self, spec: PartitionSpec) -> tuple[Hashable, ...]:
+        mentioned = {name for entry in spec for name in names_of(entry)}
+        return tuple(n for n in self.names if n in self.manual and n not in mentioned)
+
+    def _refuse(self, paths: Sequence[str]) -> Callable[[int, Sequence[Hashable]], Exception]:
+        def refuse(leaf: int, axes: Sequence[Hashable]) -> Exception:
+            manual = tuple(name for name in axes if name in self.manual)
+            over = repr(manual[0] if len(manual) == 1 else manual)
+            return ValueError(
+                f"{self.prefix}: {_claim(axes, paths[leaf])}, but its value may differ along "
+                f"{'it' if len(manual) == 1 else 'them'}. Reduce it inside, for example "
+                f"psum(x, {over}) or pmean(x, {over}), or mention {over} in its spec; or pass "
+                "check_vma=False, and the value of the first device is returned."
+            )
+
+        return refuse
+
+    # -- without devices ---------------------------------------------------------------------------
+
+    def _run_lanes(self, blocks: Sequence[torch.Tensor]) -> Outcome:
+        """Run on whole values, with a vmap for every axis of the mesh."""
+        cuts = [leaf.cut for leaf in self.leaves if isinstance(leaf, Block)]
+        apart = [self._apart(x, cut) for x, cut in zip(blocks, cuts, strict=True)]
+        outcomes: list[Outcome] = []
+
+        def level(k: int, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            if k == len(self.mesh):
+                outcomes.append(self._run(values))
+                outcome = outcomes[-1]
+                return (*(block for block, _ in outcome.outputs), *outcome.checks)
+            devices = {x.device for x in values}
+            index = torch.arange(self.mesh[k], device=devices.pop() if devices else None)
+
+            def along(own: torch.Tensor, *inner: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                axis = Axis(self.names[k], self.mesh[k], own, None)
+                with bind(axis) if axis.name in self.manual else contextlib.nullcontext():
+                    return level(k + 1, inner)
+
+            dims = tuple(None if dim_of(cut, k) is None else 0 for cut in cuts)
+            over: Any = torch.func.vmap(along, (0, *dims), randomness=self.randomness)
+            found: tuple[torch.Tensor, ...] = over(index, *values)
+            return found
+
+        with watched(self.name):
+            lanes_first = iter(level(0, apart))
+        (outcome,) = outcomes
+        together = [
+            None if block is None else self._together(next(lanes_first), cut)
+            for block, cut in zip(outcome.blocks, outcome.cuts, strict=True)
+        ]
+        checks = tuple(check.max() for check in lanes_first)
+        return replace(outcome, blocks=tuple(together), checks=checks)
+
+    def _apart(self, x: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """A whole value with the dims of the mesh that cut it in front, in their order."""
+        for dim in reversed(range(len(cut))):
+            sizes = [self.mesh[k] for k in cut[dim]]
+            x = x.unflatten(dim, (*sizes, x.shape[dim] // math.prod(sizes))) if sizes else x
+        front: dict[int, int] = {}
+        place = 0
+        for over in cut:
+            front |= {k: place + i for i, k in enumerate(over)}
+            place += len(over) + 1
+        return x.movedim([front[k] for k in sorted(front)], list(range(len(front))))
+
+    def _together(self, lanes: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """[*mesh, *block] -> the whole value; the first of equal blocks."""
+        axes = [k for k in range(len(self.mesh)) if dim_of(cut, k) is not None]
+        for k in reversed(range(len(self.mesh))):
+            if k not in axes:
+                lanes = FirstRow.apply(lanes.movedim(k, 0))
+        for dim, over in enumerate(cut):  # the dims before this one are whole: they are in front
+            for i, k in enumerate(over):
+                lanes = lanes.movedim(dim + i + axes.index(k), dim + i)
+                axes.remove(k)
+            lanes = _merged(lanes, dim, len(over), len(axes))
+        return lanes
+
+
+def _merged(x: torch.Tensor, dim: int, count: int, behind: int) -> torch.Tensor:
+    """Merge ``count`` dims at ``dim`` with that of the block, which follows ``behind`` others."""
+    x = x.movedim(dim + count + behind, dim + count)
+    return x.flatten(dim, dim + count) if count else x
+
+
+def cut_of_spec(spec: PartitionSpec, names: Sequence[Hashable]) -> Cut:
+    """The cut that a spec makes, on a grid whose dims are the axes of the mesh."""
+    entries = [tuple(map(names.index, names_of(entry))) for entry in spec]
+    while entries and not entries[-1]:
+        del entries[-1]
+    return tuple(entries)
+
+
+def _claim(axes: Sequence[Hashable], path: str) -> str:
+    names = " and ".join(map(repr, axes))
+    return f"out_specs does not mention ax{'i' if len(axes) == 1 else 'e'}s {names} for {path}"
+
+
+_OUT_SPECS_HINT = (
+    "\n\nThe full pytree is the output of the mapped function. Ensure that the `out_specs` "
+    "argument to `shard_map` is a pytree prefix of the function's output."
+)
