@@ -4,6 +4,7 @@ Each works on a pytree leaf by leaf, over a process axis, a vmapped axis, or a t
 (row-major: the first name is the slowest), under every nesting of ``torch.func``'s transforms.
 """
 
+from torchpmap._collectives.cast import pcast as pcast
 from torchpmap._collectives.exchange import all_gather as all_gather
 from torchpmap._collectives.exchange import all_to_all as all_to_all
 from torchpmap._collectives.exchange import psum_scatter as psum_scatter

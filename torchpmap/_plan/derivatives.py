@@ -175,9 +175,9 @@ class Differentiable:
             pulled: Any = torch.func.vjp(function, *(primals[k] for k in wanted), has_aux=True)
             _, pull_back, outputs = pulled
             cuts = [cut for _, cut in outcomes[-1].outputs]
-            # of the cotangent of a replicated output, each device gets an equal part (as in jax)
+            first = outcomes[-1].first_counts
             shares = [
-                x / grid.copies(cuts[k]) if grid.copies(cuts[k]) > 1 else x
+                _share(x, cuts[k], grid, axis if first else None)
                 for k, x in zip(given, cotangents, strict=True)
             ]
             cuts_in = [grid.cut_of(self.layouts[k]) for k in wanted]
@@ -251,6 +251,18 @@ def is_inexact(dtype: torch.dtype) -> bool:
 def _outcome(outputs: Sequence[tuple[torch.Tensor, Cut]]) -> Outcome:
     blocks, cuts = tuple(x for x, _ in outputs), tuple(cut for _, cut in outputs)
     return Outcome(flatten(list(range(len(outputs))))[1], blocks, cuts, (), ())
+
+
+def _share(x: torch.Tensor, cut: Cut, grid: Grid, axis: Axis | None) -> torch.Tensor:
+    """What this device gets of the cotangent of an output of which there are copies: all or nothing
+    if an axis is given, so that the first copy counts, else an equal part (as in ``jax.pmap``).
+    """
+    copies = grid.copies(cut)
+    if copies == 1 or axis is None:
+        return x / copies if copies > 1 else x
+    for along in grid.shared_along(cut, axis):
+        x = torch.where(along.index == 0, x, torch.zeros_like(x))
+    return x
 
 
 def _summed(gradients: Tensors, cuts: Sequence[Cut], grid: Grid, axis: Axis) -> list[torch.Tensor]:

@@ -218,7 +218,8 @@ def _trace(
             for leaf, (block, cut) in enumerate(zip(outcome.blocks, outcome.cuts, strict=True))
             if block is not None
         ]
-        return [*outputs, *(Demand(check, ()) for check in outcome.checks)]
+        checks = (Demand(check, ()) for check in outcome.checks)
+        return [*outputs, *checks, *(Demand(*claim, is_output=False) for claim in outcome.claims)]
 
     inputs = [
         TracedInput(layout.block_shape, layout.dtype, target.grid.blocks_of(layout))

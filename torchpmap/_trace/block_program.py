@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,14 +20,38 @@ from torchpmap._base.axis_spec import broadcast_axes
 from torchpmap._base.pytree import Structure, flatten
 from torchpmap._base.torch_internals import tracing_mode
 from torchpmap._collectives import axis_index
+from torchpmap._collectives.cast import casts_sum
 from torchpmap._layout.axis_stack import Axis, bind, mesh_axes
 from torchpmap._layout.grid import Cut, dim_of
-from torchpmap._layout.mesh import PartitionSpec, names_of
+from torchpmap._layout.mesh import Mesh, PartitionSpec, names_of
 from torchpmap._trace.effects import difference
 from torchpmap._trace.escaped import watched
 from torchpmap._trace.kinds import as_result
-from torchpmap._trace.program import Constant, FirstRow, Outcome, called
+from torchpmap._trace.program import Claim, Constant, Outcome, called
 from torchpmap.random._streams import streams
+
+
+class Surrounding(NamedTuple):
+    """The call of ``shard_map`` that runs, as mapped functions inside it see it."""
+
+    mesh: Mesh
+    free: dict[Hashable, Axis]
+    """The axes of the mesh that it leaves to them."""
+
+
+class Inside(NamedTuple):
+    """What mapped functions inside the call declare."""
+
+    claims: list[Claim]
+    checks: dict[str, torch.Tensor]
+
+
+# Per thread, as the bound axes are.
+_surrounding: ContextVar[Surrounding | None] = ContextVar("torchpmap_surrounding", default=None)
+_inside: ContextVar[Inside | None] = ContextVar("torchpmap_inside", default=None)
+
+surrounding = _surrounding.get
+inside = _inside.get
 
 
 @dataclass(frozen=True)
@@ -48,10 +73,7 @@ class BlockProgram:
     """Of ``(args, kwargs)``."""
     leaves: tuple[Block | Constant, ...]
     out_specs: Any
-    mesh: tuple[int, ...]
-    """The sizes of its axes."""
-    names: tuple[Hashable, ...]
-    """Of its axes."""
+    mesh: Mesh
     manual: frozenset[Hashable]
     """The axes that are bound inside; along the others all devices do the same."""
     check_vma: bool
@@ -60,13 +82,28 @@ class BlockProgram:
     """Stands for the key of a call."""
 
     @property
+    def names(self) -> tuple[Hashable, ...]:
+        """Of the axes of the mesh."""
+        return self.mesh.axis_names
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the axes of the mesh."""
+        return tuple(self.mesh.devices.shape)
+
+    @property
+    def bound(self) -> tuple[Hashable, ...]:
+        """The axes that are bound inside, in their order."""
+        return tuple(name for name in self.names if name in self.manual)
+
+    @property
     def axis_name(self) -> Hashable:
         """Of the axis of all devices, if they form one."""
         return self.names[0]
 
     def axes(self, process_axis: Axis) -> tuple[Axis | None, ...]:
         """The axes of the mesh; None for one of size 1."""
-        return mesh_axes(process_axis, self.mesh, self.names)
+        return mesh_axes(process_axis, self.sizes, self.names)
 
     def run(
         self,
@@ -87,18 +124,44 @@ class BlockProgram:
 
     @contextlib.contextmanager
     def _bound(self, axes: Sequence[Axis | None], index: torch.Tensor) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for name, axis in zip(self.names, axes, strict=True):
-                if name in self.manual:
-                    alone = Axis(name, 1, torch.zeros_like(index), None)
-                    stack.enter_context(bind(axis or alone))
+        alone = {name: Axis(name, 1, torch.zeros_like(index), None) for name in self.names}
+        every = {name: axis or alone[name] for name, axis in zip(self.names, axes, strict=True)}
+        with self.surrounded(every), contextlib.ExitStack() as stack:
+            for name in self.bound:
+                stack.enter_context(bind(every[name]))
             yield
 
+    @contextlib.contextmanager
+    def surrounded(self, axes: Mapping[Hashable, Axis]) -> Iterator[None]:
+        """A block in which the function runs; the axes that are not bound are left for mapped
+        functions inside it.
+        """
+        free = {name: axis for name, axis in axes.items() if name not in self.manual}
+        token = _surrounding.set(Surrounding(self.mesh, free))
+        try:
+            with casts_sum(self.check_vma):
+                yield
+        finally:
+            _surrounding.reset(token)
+
     def _run(self, blocks: Sequence[torch.Tensor]) -> Outcome:
-        bound = tuple(name for name in self.names if name in self.manual)
-        with streams(self.seed, axis_index(bound), self.randomness) as active:
-            outcome = self._lay_out(called(self.fun, self.structure, self.leaves, blocks))
-        return replace(outcome, draws=0 if active is None else active.draws)
+        token = _inside.set(found := Inside([], {}))
+        try:
+            with streams(self.seed, axis_index(self.bound), self.randomness) as active:
+                outcome = self.call(blocks)
+        finally:
+            _inside.reset(token)
+        return replace(
+            outcome,
+            draws=0 if active is None else active.draws,
+            claims=tuple(found.claims),
+            checks=(*outcome.checks, *found.checks.values()),
+            checked=(*outcome.checked, *found.checks),
+        )
+
+    def call(self, blocks: Sequence[torch.Tensor]) -> Outcome:
+        """Call the function, where its axes are bound."""
+        return self._lay_out(called(self.fun, self.structure, self.leaves, blocks))
 
     def _lay_out(self, returned: Any) -> Outcome:
         values, structure = flatten(returned)
@@ -115,7 +178,7 @@ class BlockProgram:
             cuts.append(() if tensor is None else self._cut(tensor, spec, path))
             missing = () if tensor is None else self._unmentioned(spec)
             if tensor is not None and missing and self.check_vma and tracing_mode() is None:
-                checks[_claim(missing, path)] = difference(tensor.detach(), missing)
+                checks[claim_of(missing, path)] = difference(tensor.detach(), missing)
         refuse = self._refuse(paths) if self.check_vma else None
         return Outcome(
             structure,
@@ -123,6 +186,7 @@ class BlockProgram:
             tuple(cuts),
             tuple(checks.values()),
             tuple(checks),
+            first_counts=True,
             refuse=refuse,
         )
 
@@ -143,14 +207,14 @@ class BlockProgram:
 
     def _unmentioned(self, spec: PartitionSpec) -> tuple[Hashable, ...]:
         mentioned = {name for entry in spec for name in names_of(entry)}
-        return tuple(n for n in self.names if n in self.manual and n not in mentioned)
+        return tuple(name for name in self.bound if name not in mentioned)
 
     def _refuse(self, paths: Sequence[str]) -> Callable[[int, Sequence[Hashable]], Exception]:
         def refuse(leaf: int, axes: Sequence[Hashable]) -> Exception:
             manual = tuple(name for name in axes if name in self.manual)
             over = repr(manual[0] if len(manual) == 1 else manual)
             return ValueError(
-                f"{self.prefix}: {_claim(axes, paths[leaf])}, but its value may differ along "
+                f"{self.prefix}: {claim_of(axes, paths[leaf])}, but its value may differ along "
                 f"{'it' if len(manual) == 1 else 'them'}. Reduce it inside, for example "
                 f"psum(x, {over}) or pmean(x, {over}), or mention {over} in its spec; or pass "
                 "check_vma=False, and the value of the first device is returned."
@@ -165,17 +229,19 @@ class BlockProgram:
         cuts = [leaf.cut for leaf in self.leaves if isinstance(leaf, Block)]
         apart = [self._apart(x, cut) for x, cut in zip(blocks, cuts, strict=True)]
         outcomes: list[Outcome] = []
+        axes: dict[Hashable, Axis] = {}
 
         def level(k: int, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-            if k == len(self.mesh):
-                outcomes.append(self._run(values))
+            if k == len(self.sizes):
+                with self.surrounded(axes):
+                    outcomes.append(self._run(values))
                 outcome = outcomes[-1]
                 return (*(block for block, _ in outcome.outputs), *outcome.checks)
             devices = {x.device for x in values}
-            index = torch.arange(self.mesh[k], device=devices.pop() if devices else None)
+            index = torch.arange(self.sizes[k], device=devices.pop() if devices else None)
 
             def along(own: torch.Tensor, *inner: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                axis = Axis(self.names[k], self.mesh[k], own, None)
+                axis = axes[self.names[k]] = Axis(self.names[k], self.sizes[k], own, None)
                 with bind(axis) if axis.name in self.manual else contextlib.nullcontext():
                     return level(k + 1, inner)
 
@@ -197,7 +263,7 @@ class BlockProgram:
     def _apart(self, x: torch.Tensor, cut: Cut) -> torch.Tensor:
         """A whole value with the dims of the mesh that cut it in front, in their order."""
         for dim in reversed(range(len(cut))):
-            sizes = [self.mesh[k] for k in cut[dim]]
+            sizes = [self.sizes[k] for k in cut[dim]]
             x = x.unflatten(dim, (*sizes, x.shape[dim] // math.prod(sizes))) if sizes else x
         front: dict[int, int] = {}
         place = 0
@@ -208,10 +274,10 @@ class BlockProgram:
 
     def _together(self, lanes: torch.Tensor, cut: Cut) -> torch.Tensor:
         """[*mesh, *block] -> the whole value; the first of equal blocks."""
-        axes = [k for k in range(len(self.mesh)) if dim_of(cut, k) is not None]
-        for k in reversed(range(len(self.mesh))):
+        axes = [k for k in range(len(self.sizes)) if dim_of(cut, k) is not None]
+        for k in reversed(range(len(self.sizes))):
             if k not in axes:
-                lanes = FirstRow.apply(lanes.movedim(k, 0))
+                lanes = lanes.select(k, 0)
         for dim, over in enumerate(cut):  # the dims before this one are whole: they are in front
             for i, k in enumerate(over):
                 lanes = lanes.movedim(dim + i + axes.index(k), dim + i)
@@ -234,7 +300,7 @@ def cut_of_spec(spec: PartitionSpec, names: Sequence[Hashable]) -> Cut:
     return tuple(entries)
 
 
-def _claim(axes: Sequence[Hashable], path: str) -> str:
+def claim_of(axes: Sequence[Hashable], path: str) -> str:
     names = " and ".join(map(repr, axes))
     return f"out_specs does not mention ax{'i' if len(axes) == 1 else 'e'}s {names} for {path}"
 

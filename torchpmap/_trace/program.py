@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,6 +53,14 @@ class Constant:
     value: Any
 
 
+class Claim(NamedTuple):
+    """A value declared to be the same along some axes."""
+
+    value: torch.Tensor
+    same_along: tuple[Axis, ...]
+    refuse: Callable[[Sequence[Hashable]], Exception]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a program returned, as blocks; a None leaf stays None and has no block."""
@@ -67,6 +75,10 @@ class Outcome:
     """What was declared of each."""
     draws: int = 0
     """How often random numbers were drawn."""
+    first_counts: bool = False
+    """Whether only the first of equal copies gets a cotangent; else each gets an equal part."""
+    claims: tuple[Claim, ...] = ()
+    """Of values inside that are no outputs."""
     refuse: Callable[[int, Sequence[Hashable]], Exception] | None = None
     """The error for a leaf that may differ along axes that are not in its cut; None if that is
     allowed.
@@ -192,7 +204,7 @@ class Program:
         for value, dim in zip(outcome.blocks, outcome.dims, strict=True):
             rows = None if value is None else next(lanes_first)
             if rows is not None:  # a value for all devices is that of the first row
-                rows = FirstRow.apply(rows) if dim is None else rows.movedim(0, dim)
+                rows = _FirstRow.apply(rows) if dim is None else rows.movedim(0, dim)
             stacked.append(rows)
         checks = tuple(rows[0] for rows in lanes_first)
         return replace(outcome, blocks=tuple(stacked), checks=checks)
@@ -286,7 +298,7 @@ _LANES_NOTE = (
 )
 
 
-class FirstRow(torch.autograd.Function):
+class _FirstRow(torch.autograd.Function):
     """[lanes, *s] -> [*s]: the first of rows that are declared equal.
 
     Each row gets an equal part of the cotangent, as each device does when it has one row.

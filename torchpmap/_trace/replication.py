@@ -50,6 +50,8 @@ class Demand(NamedTuple):
     """It must be the same on all devices along these axes."""
     refuse: Callable[[Sequence[Hashable]], Exception] | None = None
     """The error if it may differ along some of them; None: it is broadcast."""
+    is_output: bool = True
+    """Whether it is returned, and not only looked at."""
 
 
 def varying_nodes(
@@ -165,7 +167,8 @@ def replicated(
                 block = pbroadcast(block.detach(), axis.name, 0)
         return block
 
-    return list(map(settle, demands))
+    settled = [(settle(demand), demand.is_output) for demand in demands]
+    return [block for block, is_output in settled if is_output]
 
 
 def _differ(values: Sequence[int], lines: Partition) -> bool:

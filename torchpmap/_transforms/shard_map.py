@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
+import torch
 from torch.compiler import is_dynamo_compiling
 
 from torchpmap._base.boundary import boundary
@@ -16,7 +17,9 @@ from torchpmap._layout.current_mesh import current_mesh
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.mesh import Mesh
 from torchpmap._runtime.current import check_devices
-from torchpmap._trace.block_program import Block, BlockProgram
+from torchpmap._sharded.transfer import host_tensor
+from torchpmap._trace.block_program import Block, BlockProgram, surrounding
+from torchpmap._trace.blocks_inside import run_inside
 from torchpmap._trace.program import Constant
 from torchpmap._transforms.call import Static, check_function, name_of
 from torchpmap._transforms.inline import run_here, run_inline
@@ -59,8 +62,7 @@ class BlockPreparation(Preparation[BlockArguments]):
             call.structure,
             leaves,
             options.out_specs,
-            call.sizes,
-            mesh.axis_names,
+            mesh,
             options.manual,
             options.check_vma,
             options.randomness,
@@ -116,7 +118,8 @@ class ShardMapped(Mapped[_P, _R]):
 
     @boundary
     def _on_current_mesh(self) -> ShardMapped[_P, _R]:
-        mesh = current_mesh()
+        around = surrounding()
+        mesh = current_mesh() if around is None else around.mesh
         if mesh is None:
             raise ValueError(
                 f"{self._options.prefix}: there is no mesh. Pass mesh=..., or choose one for a "
@@ -139,6 +142,20 @@ class ShardMapped(Mapped[_P, _R]):
 
     def _run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any], inside: bool) -> Any:
         call = self._preparation.arguments_of(args, kwargs)
+        around = surrounding()
+        if around is not None and around.mesh == self._options.mesh:
+            taken = [name for name in self._options.manual if name not in around.free]
+            if taken:
+                raise ValueError(
+                    f"{self._options.prefix}: the axis {taken[0]!r} is already mapped by the "
+                    "shard_map around this one. Give axis_names here, without it, and in the outer "
+                    "shard_map, without those of this one."
+                )
+            program = self._preparation.whole_program(call)
+            leaves = call.travelling(call.leaves)
+            values = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
+            outcome = run_inside(program, values, around)
+            return outcome.structure.unflatten(list(outcome.blocks))
         return (run_here if inside else run_inline)(self._preparation, call)
 
 

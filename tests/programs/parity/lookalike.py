@@ -21,7 +21,7 @@ import torchpmap as tp
 
 COLLECTIVES = [
     "psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute",
-    "pshuffle", "pswapaxes", "pbroadcast", "axis_index", "axis_size",
+    "pshuffle", "pswapaxes", "pbroadcast", "pcast", "axis_index", "axis_size",
 ]  # fmt: skip
 
 
@@ -36,21 +36,45 @@ class _Methods(ast.NodeTransformer):
         return node
 
 
-def run(expr: str, inputs: dict[str, Any], pmap: Callable[..., Any]) -> Any:
-    """The value of the JAX program ``expr`` over ``inputs``, with ``pmap`` for ``jax.pmap``."""
-    tree = ast.fix_missing_locations(_Methods().visit(ast.parse(expr.strip(), mode="eval")))
-    names = {"jax": jax_names(pmap), "lax": lax_names(), "jnp": jnp_names(), "np": np}
-    names["astype"] = astype
-    return eval(compile(tree, "<stored program>", "eval"), names | inputs)
+def run(
+    program: str,
+    inputs: dict[str, Any],
+    pmap: Callable[..., Any],
+    shard_map: Callable[..., Any] = tp.shard_map,
+) -> Any:
+    """The value of a JAX program over ``inputs``, with ``pmap`` for ``jax.pmap``: statements, and
+    then the expression whose value it is.
+    """
+    tree = ast.fix_missing_locations(_Methods().visit(ast.parse(program.strip())))
+    *before, last = tree.body
+    assert isinstance(last, ast.Expr)
+    names = {
+        "jax": jax_names(pmap, shard_map),
+        "lax": lax_names(),
+        "jnp": jnp_names(),
+        "np": np,
+        "partial": functools.partial,
+        "P": tp.P,
+        "Mesh": tp.Mesh,
+        "Auto": "Auto",
+        "astype": astype,
+        **inputs,
+    }
+    exec(compile(ast.Module(before, []), "<stored program>", "exec"), names)
+    return eval(compile(ast.Expression(last.value), "<stored program>", "eval"), names)
 
 
 def astype(x: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.as_tensor(x).to(dtype)
 
 
-def jax_names(pmap: Callable[..., Any]) -> SimpleNamespace:
+def jax_names(pmap: Callable[..., Any], shard_map: Callable[..., Any]) -> SimpleNamespace:
     return SimpleNamespace(
         pmap=pmap,
+        shard_map=shard_map,
+        make_mesh=tp.make_mesh,
+        set_mesh=tp.set_mesh,
+        devices=tp.devices,
         vmap=tp.vmap,
         grad=tp.grad,
         value_and_grad=tp.value_and_grad,
@@ -152,6 +176,7 @@ def lax_names() -> SimpleNamespace:
         bitwise_or=torch.bitwise_or,
         bitwise_and=torch.bitwise_and,
         rsqrt=torch.rsqrt,
+        dynamic_update_index_in_dim=dynamic_update_index_in_dim,
     )
 
 
@@ -199,9 +224,17 @@ def while_loop(condition: Any, body: Any, init: Any) -> Any:
     return init
 
 
+def dynamic_update_index_in_dim(x: Any, update: Any, index: int, axis: int) -> torch.Tensor:
+    return torch.select_scatter(x, update.reshape(x.select(axis, 0).shape), axis, index)
+
+
+def maximum(x: Any, y: Any) -> torch.Tensor:
+    return torch.maximum(torch.as_tensor(x), torch.as_tensor(y, dtype=getattr(x, "dtype", None)))
+
+
 SAME_NAME = [
     "sin", "cos", "tan", "tanh", "exp", "log", "log1p", "sqrt", "square", "abs", "sign",
-    "maximum", "minimum", "where", "dot", "matmul", "outer", "einsum", "isnan", "logical_and",
+    "minimum", "where", "dot", "matmul", "outer", "einsum", "isnan", "logical_and",
     "logical_or", "logical_not", "logical_xor", "cumsum", "ones_like", "zeros_like", "full_like",
     "eye", "moveaxis", "swapaxes", "squeeze", "broadcast_to", "tile", "roll", "flip", "reshape",
     "ravel", "stack", "concatenate", "pi", "inf", "nan",
@@ -216,6 +249,7 @@ def jnp_names() -> SimpleNamespace:
     return SimpleNamespace(
         **{name: getattr(torch, name) for name in SAME_NAME},
         power=torch.pow,
+        maximum=maximum,
         **{name: getattr(torch, name) for name in DTYPES},
         bool_=torch.bool,
         arange=torch.arange,

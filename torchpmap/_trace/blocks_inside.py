@@ -1,0 +1,130 @@
+"""A call of ``shard_map`` inside another one, over axes of the mesh that the other leaves alone.
+
+Along such an axis all devices compute the same.  So a device has the whole arguments, takes its own
+blocks, and gathers the results.  For derivatives, a device's part of the cotangent of an argument
+is summed over the devices, and of the equal copies of a result the first one counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchpmap._base.torch_internals import innermost, set_forward_grad, tracing_mode
+from torchpmap._collectives import all_gather, axis_index, pbroadcast
+from torchpmap._collectives.cast import copied
+from torchpmap._collectives.groups import pick
+from torchpmap._collectives.operands import resolve
+from torchpmap._layout.axis_stack import Axis, bind
+from torchpmap._layout.grid import Cut, dim_of
+from torchpmap._trace.block_program import Block, BlockProgram, Surrounding, inside
+from torchpmap._trace.program import Claim, Outcome
+from torchpmap.random._streams import are_active, within
+
+
+def run_inside(
+    program: BlockProgram, values: Sequence[torch.Tensor], around: Surrounding
+) -> Outcome:
+    """Run on whole values of a device, along free axes of the call around; whole results."""
+    cuts = [leaf.cut for leaf in program.leaves if isinstance(leaf, Block)]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(program.surrounded(around.free))
+        for name in program.bound:
+            stack.enter_context(bind(around.free[name]))
+        own = [
+            _own(program, _with_summed_cotangents(program, x), cut, around)
+            for x, cut in zip(values, cuts, strict=True)
+        ]
+        if are_active():
+            stack.enter_context(within(axis_index(program.bound), program.randomness))
+        outcome = program.call(own)
+        _note(program, outcome, around)
+        whole = [
+            None if block is None else _gathered(program, block, cut)
+            for block, cut in zip(outcome.blocks, outcome.cuts, strict=True)
+        ]
+    return replace(outcome, blocks=tuple(whole), checks=(), checked=())
+
+
+def _with_summed_cotangents(program: BlockProgram, x: torch.Tensor) -> torch.Tensor:
+    if not (x.is_floating_point() or x.is_complex()):
+        return x
+    result: torch.Tensor = copied(resolve("shard_map", program.bound), x)
+    return result
+
+
+def _own(program: BlockProgram, x: torch.Tensor, cut: Cut, around: Surrounding) -> torch.Tensor:
+    """The block of this device."""
+    for dim, over in enumerate(cut):
+        sizes = [program.sizes[k] for k in over]
+        if sizes:
+            x = x.unflatten(dim, (*sizes, x.shape[dim] // math.prod(sizes)))
+        for k in over:
+            x = pick(x.movedim(dim, 0), around.free[program.names[k]].index)
+    return x
+
+
+def _gathered(program: BlockProgram, block: torch.Tensor, cut: Cut) -> torch.Tensor:
+    missing = tuple(
+        name
+        for k, name in enumerate(program.names)
+        if name in program.manual and dim_of(cut, k) is None
+    )
+    if missing:
+        block = pbroadcast(block, missing, 0)
+    for dim, over in enumerate(cut):
+        if over:
+            names = tuple(program.names[k] for k in over)
+            block = all_gather(block, names, axis=dim, tiled=True)
+    is_first = axis_index(program.bound) == 0
+    result: torch.Tensor = _FirstCounts.apply(block, is_first)
+    return result
+
+
+def _note(program: BlockProgram, outcome: Outcome, around: Surrounding) -> None:
+    """Have it checked that results are the same along the axes that their specs do not mention."""
+    found = inside()
+    if found is None:
+        return
+    found.checks.update(zip(outcome.checked, outcome.checks, strict=True))
+    if outcome.refuse is None or tracing_mode() is None:
+        return
+    for leaf, (block, cut) in enumerate(zip(outcome.blocks, outcome.cuts, strict=True)):
+        same: tuple[Axis, ...] = tuple(
+            around.free[name]
+            for k, name in enumerate(program.names)
+            if name in program.manual and dim_of(cut, k) is None
+        )
+        if block is not None and same:
+            refuse = functools.partial(outcome.refuse, leaf)
+            found.claims.append(Claim(innermost(block), same, refuse))
+
+
+class _FirstCounts(torch.autograd.Function):
+    """A value of which all devices have a copy: the first one gets the cotangent."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, is_first: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        (is_first,) = ctx.saved_tensors
+        return torch.where(is_first, cotangent, torch.zeros_like(cotangent)), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
+        with set_forward_grad(True):  # as in _Extreme.jvp
+            return tangent.clone()
