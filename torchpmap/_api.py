@@ -66,7 +66,7 @@ from torchpmap._sharded.global_view import from_dtensor, global_view, local_view
 from torchpmap._sharded.tensor import Shard, ShardedTensor
 from torchpmap._transforms.grad import grad, value_and_grad
 from torchpmap._transforms.pmap import pmap
-from torchpmap._transforms.shard_map import shard_map
+from torchpmap._transforms.shard_map import shard_map, smap
 from torchpmap._transforms.vmap import vmap
 from torchpmap.profiler import MemoryStats, memory_stats
 
@@ -139,6 +139,7 @@ __all__ = [
     "shard_batch",
     "shard_map",
     "shutdown",
+    "smap",
     "to_dtensor",
     "unreplicate",
     "value_and_grad",

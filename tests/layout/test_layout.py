@@ -10,7 +10,8 @@ import torch
 
 from torchpmap._base.devices import Device
 from torchpmap._layout.layout import _interned, general_layout, replicated_layout, row_layout
-from torchpmap._layout.mesh import NamedSharding, PartitionSpec, make_mesh
+from torchpmap._layout.mesh import NamedSharding, PartitionSpec
+from torchpmap._runtime.meshes import make_mesh
 
 CPUS = tuple(Device(i, "cpu") for i in range(4))
 F32 = torch.float32

@@ -19,10 +19,10 @@ from torchpmap._layout.mesh import (
     NamedSharding,
     P,
     PartitionSpec,
-    make_mesh,
     replicated,
     row_sharding,
 )
+from torchpmap._runtime.meshes import make_mesh
 
 CPUS = tuple(Device(i, "cpu") for i in range(8))
 WHOLE = slice(None)

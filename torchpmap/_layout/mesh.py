@@ -171,6 +171,67 @@ class NamedSharding:
         self._parts = tuple(math.prod(sizes[name] for name in names_of(entry)) for entry in spec)
         self._hash = hash((mesh, spec))
 
+    @classmethod
+    def from_placements(cls, mesh: Mesh, placements: Sequence[Any]) -> NamedSharding:
+        """Return the sharding that ``torch.distributed.tensor`` writes as one placement per axis of
+        the mesh: ``Shard(dim)`` or ``Replicate()``.
+
+        Raises:
+            ValueError: their number is not that of the axes, a dim is negative, or a placement is
+                ``Partial`` or another.
+
+        Example:
+            >>> from torch.distributed.tensor import Replicate, Shard
+            >>> mesh = mesh_of((2, 2), ("x", "y"), [Device(i, "cpu") for i in range(4)])
+            >>> NamedSharding.from_placements(mesh, [Replicate(), Shard(1)]).spec
+            PartitionSpec(None, 'y')
+        """
+        from torch.distributed.tensor import Shard
+
+        if len(placements) != len(mesh.axis_names):
+            raise ValueError(
+                f"a mesh of {len(mesh.axis_names)} axes takes as many placements, but got "
+                f"{len(placements)}: {list(placements)}."
+            )
+        entries: dict[int, list[Hashable]] = {}
+        for name, placement in zip(mesh.axis_names, placements, strict=True):
+            if isinstance(placement, Shard) and placement.dim >= 0:
+                entries.setdefault(placement.dim, []).append(name)
+            elif not placement.is_replicate():
+                raise ValueError(
+                    f"the placement {placement} along axis {name!r} has no PartitionSpec: it must "
+                    "be Replicate(), or Shard(dim) with a dim counted from the front."
+                )
+        last = max(entries, default=-1)
+        spec = PartitionSpec(*(tuple(entries.get(dim, ())) or None for dim in range(last + 1)))
+        return cls(mesh, spec)
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """What ``torch.distributed.tensor`` writes for this: a placement per axis of the mesh.
+
+        Raises:
+            ValueError: one dim is cut over several axes in another order than the mesh's.
+
+        Example:
+            >>> mesh = mesh_of((2, 2), ("x", "y"), [Device(i, "cpu") for i in range(4)])
+            >>> NamedSharding(mesh, PartitionSpec(None, "y")).placements
+            (Replicate(), Shard(dim=1))
+        """
+        from torch.distributed.tensor import Replicate, Shard
+
+        names = self.mesh.axis_names
+        cuts: dict[Hashable, int] = {}
+        for dim, entry in enumerate(self.spec):
+            parts = names_of(entry)
+            if list(parts) != sorted(parts, key=names.index):
+                raise ValueError(
+                    f"dim {dim} is cut over the mesh axes {parts}, but a DTensor cuts in the order "
+                    f"of its mesh: {names}. Move it to a sharding that names them in that order."
+                )
+            cuts.update(dict.fromkeys(parts, dim))
+        return tuple(Shard(cuts[name]) if name in cuts else Replicate() for name in names)
+
     @property
     def device_set(self) -> set[Device]:
         """All devices of the mesh."""

@@ -13,8 +13,9 @@ from torchpmap._base.devices import Device
 from torchpmap._base.errors import check_array
 from torchpmap._base.pytree import Tree, flatten
 from torchpmap._base.torch_internals import innermost
+from torchpmap._layout.current_mesh import current_mesh
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
-from torchpmap._layout.mesh import NamedSharding
+from torchpmap._layout.mesh import NamedSharding, PartitionSpec
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import check_devices, local_devices, refuse_inside
@@ -31,7 +32,7 @@ from torchpmap._sharded.transfer import (
 )
 from torchpmap._trace.escaped import Escaped
 
-Placement = Device | Sequence[Device] | NamedSharding | None
+Placement = Device | Sequence[Device] | NamedSharding | PartitionSpec | None
 Number = complex | np.ndarray[Any, Any] | np.generic
 """Leaves that are tensors once they are on a device (``complex``: any Python number)."""
 
@@ -49,7 +50,8 @@ def device_put(x: Any, device: Placement = None) -> Any:
     Args:
         x: tensor, numpy array, number, or a pytree of them.
         device: a device (the whole value goes there), a list of devices (row k of dim 0 goes to the
-            k-th), a ``NamedSharding``, or None for the first device.
+            k-th), a ``NamedSharding``, a ``P(...)`` over the mesh of ``set_mesh``, or None for the
+            first device.
 
     Returns:
         The same structure.  A ShardedTensor that is already there is not moved.  Derivatives pass
@@ -58,8 +60,8 @@ def device_put(x: Any, device: Placement = None) -> Any:
 
     Raises:
         TypeError: ``device`` is something else, or a leaf is no tensor, array or number.
-        ValueError: a shape does not divide over the devices; or the devices belong to several
-            processes, which do not all give the same value.
+        ValueError: a shape does not divide over the devices; there is no mesh for a ``P(...)``; or
+            the devices belong to several processes, which do not all give the same value.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -98,12 +100,20 @@ def _target(device: Any) -> Device | tuple[Device, ...] | NamedSharding:
     if isinstance(device, NamedSharding):
         check_devices(device.mesh.devices.flat)
         return device
+    if isinstance(device, PartitionSpec):
+        mesh = current_mesh()
+        if mesh is None:
+            raise ValueError(
+                f"device_put(x, {device}) needs a mesh. Choose one with torchpmap.set_mesh(mesh), "
+                "or pass torchpmap.NamedSharding(mesh, spec)."
+            )
+        return _target(NamedSharding(mesh, device))
     if isinstance(device, list | tuple) and device and all(isinstance(d, Device) for d in device):
         check_devices(device)
         return tuple(device)
     raise TypeError(
-        "device_put takes a torchpmap Device, a non-empty list of them or a NamedSharding, but "
-        f"got {device!r}."
+        "device_put takes a torchpmap Device, a non-empty list of them, a NamedSharding or a "
+        f"PartitionSpec, but got {device!r}."
     )
 
 

@@ -7,7 +7,6 @@ data; a mapped call that gets a global view works on all rows, as with one contr
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from torchpmap._base.boundary import boundary
 from torchpmap._base.pytree import Tree, flatten
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
-from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec
+from torchpmap._layout.mesh import Mesh, NamedSharding
 from torchpmap._runtime.current import devices as all_devices
 from torchpmap._runtime.current import is_launched, local_devices, process_count
 from torchpmap._runtime.current import runtime as current_runtime
@@ -162,24 +161,14 @@ def to_dtensor(x: ShardedTensor) -> Any:
 
     Source: ``torch.distributed.tensor.DTensor.from_local``.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor
 
     _insist_on_processes("to_dtensor")
     x = global_view(x)
     layout, handle = x._alive()
     sharding = layout.sharding
-    names = sharding.mesh.axis_names
-    cuts: dict[Hashable, int] = {}
-    for dim, entry in enumerate(sharding.spec):
-        parts = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-        if list(parts) != sorted(parts, key=names.index):
-            raise ValueError(
-                f"dim {dim} is cut over the mesh axes {parts}, but a DTensor cuts in the order of "
-                f"its mesh: {names}. Move it to a sharding that names them in that order."
-            )
-        cuts.update(dict.fromkeys(parts, dim))
+    placements = sharding.placements
     (block,) = fetch_blocks(layout, handle, places_here(layout))
-    placements = [Shard(cuts[name]) if name in cuts else Replicate() for name in names]
     whole = torch.empty(layout.shape, device="meta")
     return DTensor.from_local(
         block.to(current_runtime().device),
@@ -204,7 +193,7 @@ def from_dtensor(x: Any) -> ShardedTensor:
 
     Source: ``torch.distributed.tensor.DTensor.to_local``.
     """
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor
 
     _insist_on_processes("from_dtensor")
     if not isinstance(x, DTensor):
@@ -214,17 +203,13 @@ def from_dtensor(x: Any) -> ShardedTensor:
     names = x.device_mesh.mesh_dim_names or [f"dim_{k}" for k in range(ranks.dim())]
     grid = np.array([by_rank[int(rank)] for rank in ranks.flatten()], dtype=object)
     mesh = Mesh(grid.reshape(tuple(ranks.shape)), tuple(names))
-    entries: list[list[Hashable]] = [[] for _ in range(x.dim())]
-    for name, placement in zip(names, x.placements, strict=True):
-        if isinstance(placement, Shard):
-            entries[placement.dim % x.dim()].append(name)
-        elif not placement.is_replicate():
-            raise ValueError(
-                f"the DTensor has the placement {placement}: its blocks are partial results. "
-                "Redistribute it to Shard or Replicate first."
-            )
-    spec = PartitionSpec(*(tuple(entry) or None for entry in entries))
-    layout = general_layout(tuple(x.shape), x.dtype, NamedSharding(mesh, spec))
+    if any(placement.is_partial() for placement in x.placements):
+        raise ValueError(
+            f"the DTensor has the placements {list(x.placements)}: its blocks are partial results. "
+            "Redistribute it to Shard or Replicate first."
+        )
+    sharding = NamedSharding.from_placements(mesh, x.placements)
+    layout = general_layout(tuple(x.shape), x.dtype, sharding)
     return _stored(layout, x.to_local().detach())
 
 

@@ -15,7 +15,7 @@ from torchpmap._base.pytree import flatten
 from torchpmap._base.torch_internals import break_graph
 from torchpmap._layout.current_mesh import current_mesh
 from torchpmap._layout.grid import Grid
-from torchpmap._layout.mesh import Mesh
+from torchpmap._layout.mesh import Mesh, PartitionSpec
 from torchpmap._runtime.current import check_devices
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.block_program import Block, BlockProgram, surrounding
@@ -272,6 +272,62 @@ def shard_map(
         make_block_options("<function>", **settings)  # misuse raises here, at the decorator's line
         return functools.partial(_mapped, settings)
     return _mapped(settings, f)
+
+
+@boundary
+def smap(
+    f: Callable[_P, _R],
+    /,
+    *,
+    in_axes: Any = INFERRED,
+    out_axes: Any,
+    axis_name: Hashable,
+    **options: Any,
+) -> ShardMapped[_P, _R]:
+    """Return ``f`` mapped over one axis of the mesh of ``set_mesh``, with dims instead of specs.
+
+    Args:
+        f: as for ``shard_map``.
+        in_axes: a tree prefix of the tuple of arguments: the dim that is cut over the axis, counted
+            from the front; None for an argument that devices share.
+        out_axes: the same for the result.
+        axis_name: an axis of the mesh.
+        **options: the other options of ``shard_map``.
+
+    Raises:
+        TypeError, ValueError: as ``shard_map``; a dim is negative.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> with tp.set_mesh(tp.make_mesh((4,), ("x",))):
+        ...     tp.smap(lambda a: a - tp.pmean(a, "x"), in_axes=1, out_axes=1, axis_name="x")(
+        ...         torch.tensor([[0.0, 2.0, 4.0, 6.0]])).tolist()
+        [[-3.0, -1.0, 1.0, 3.0]]
+
+    Source: ``jax.smap``.
+    """
+
+    def specs(axes: Any, what: str) -> Any:
+        leaves, structure = flatten(axes)
+        return structure.unflatten([_spec_of(leaf, axis_name, what) for leaf in leaves])
+
+    return shard_map(
+        f,
+        in_specs=in_axes if in_axes is INFERRED else specs(in_axes, "in_axes"),
+        out_specs=specs(out_axes, "out_axes"),
+        axis_names={axis_name},
+        **options,
+    )
+
+
+def _spec_of(axis: Any, axis_name: Hashable, what: str) -> PartitionSpec:
+    if axis is None:
+        return PartitionSpec()
+    if type(axis) is not int:
+        raise TypeError(f"smap: {what} has ints and None, but got {axis!r}.")
+    if axis < 0:
+        raise ValueError(f"smap: {what} has the dim {axis}; count it from the front.")
+    return PartitionSpec(*[None] * axis, axis_name)
 
 
 @boundary

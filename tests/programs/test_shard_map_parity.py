@@ -1,0 +1,84 @@
+"""shard_map against JAX, program by program.
+
+Covers: shard_map, make_mesh, set_mesh, pcast and the collectives over meshes of several axes,
+through whole programs, as test_jax_parity.py does for pmap.
+
+``parity/shard_map_cases.json`` holds the programs with JAX's exact results; a program may have
+statements before the expression whose value is compared.  For an error, the built-in type and the
+words that a message must have are given.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _support import TEST_ALL
+from parity import lookalike, values
+from parity.values import Case
+
+import torchpmap as tp
+
+CASES: list[Case] = json.loads(
+    (Path(__file__).parent / "parity" / "shard_map_cases.json").read_text()
+)["cases"]
+MODES: dict[str, Any] = {
+    "eager": False,
+    "graph": {"backend": "eager"},
+    "inline": True,
+    "inductor": True,
+}
+NUM_DEVICES = 8
+EVERY = 12
+"""One in so many programs is compiled by Inductor."""
+
+
+def _params() -> list[Any]:
+    params = []
+    for mode in MODES:
+        chosen = CASES if mode != "inductor" or TEST_ALL else CASES[::EVERY]
+        marks = [pytest.mark.inductor] if mode == "inductor" else []
+        for case in chosen:
+            params.append(pytest.param(case, mode, id=f"{case['id']}-{mode}", marks=marks))
+    return params
+
+
+@pytest.fixture(scope="module", autouse=True)
+def devices() -> Iterator[None]:
+    tp.init(num_devices=NUM_DEVICES)
+    yield
+    tp.shutdown()
+
+
+def _run(case: Case, mode: str) -> Any:
+    inputs = {name: values.decode(value, values.to_torch) for name, value in case["inputs"].items()}
+    compiled = {"compile": MODES[mode]}
+    pmap, shard_map = (
+        functools.partial(tp.pmap, **compiled),
+        functools.partial(tp.shard_map, **compiled),
+    )
+    with tp.debug.fake_pmap() if mode == "inline" else contextlib.nullcontext():
+        return values.fetch(lookalike.run(case["jax_expr"], inputs, pmap, shard_map))
+
+
+def _kinds(builtin: str) -> tuple[type[BaseException], ...]:
+    kind = getattr(builtins, builtin)
+    return (ValueError, IndexError) if kind in (ValueError, IndexError) else (kind,)
+
+
+@pytest.mark.parametrize(("case", "mode"), _params())
+def test_same_as_jax(case: Case, mode: str) -> None:
+    if not values.must_raise(case):
+        values.check(_run(case, mode), values.expectation(case), values.widened(case))
+        return
+    expected = case["expected_error"]
+    with pytest.raises(_kinds(expected["builtin"])) as caught:
+        _run(case, mode)
+    text = str(caught.value).lower()
+    assert not [word for word in expected["keywords"] if word.lower() not in text], text
