@@ -37,7 +37,7 @@ NEAR_TORCH = {
 """Files that name private parts of torch, besides ``INTERNALS``, whose docstring lists them too."""
 
 LONG_FILES: set[str] = set()
-LONG_FUNCTIONS = {"pmap", "trace"}
+LONG_FUNCTIONS = {"pmap", "shard_map", "trace"}
 
 
 def module_name(path: Path) -> str:
