@@ -257,6 +257,33 @@ def test_wave_refuses_a_grid_that_does_not_divide():
         wave_equation.simulate(4, 30, 10)
 
 
+def test_matrix_products_on_meshes_count_what_they_send():
+    lines = run("shard_map_matmul.py", "--devices", "4", "--quick").splitlines()
+    block = 64 * 64 * 4 // 4
+    assert lines[0] == "4 devices; a device keeps 4,096 bytes of each matrix"
+    assert [int(line.split(" sends ")[1].split()[0].replace(",", "")) for line in lines[1:4]] == [
+        4 * block,  # a whole matrix of sums
+        3 * block,  # its block to three neighbours in turn
+        2 * block,  # its block of each matrix
+    ]
+    assert lines[-1] == "ok"
+
+
+def test_tensor_parallel_has_the_gradients_of_one_device():
+    lines = run("tensor_parallel.py", "--quick").splitlines()
+    assert lines[0] == "4 devices, 2 for data, 2 for model"
+    assert lines[-2:] == ["the gradients of all weights are those of one device", "ok"]
+
+
+def test_fsdp_keeps_a_part_of_the_state_on_each_device():
+    lines = run("fsdp.py", "--quick").splitlines()
+    assert "as on one device" in lines[0]
+    whole, kept = (int(number.replace(",", "")) for number in re.findall(r"[\d,]{4,}", lines[1]))
+    steps = 4 * 4  # a counter for each weight, which all devices have
+    assert (kept - steps) * 4 == whole - steps
+    assert lines[-1] == "ok"
+
+
 def test_ensembles_command_line_beats_its_members_and_writes_its_picture(tmp_path):
     arguments = ("--devices", "2", "--quick", "--no-compile", "--output", str(tmp_path))
     lines = run_both_ways("ensembles.py", *arguments).splitlines()

@@ -23,6 +23,7 @@ from torchpmap._runtime import inline_mode
 from torchpmap._sharded.gather_report import Gather, report_gathers
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import effects
+from torchpmap._transforms.mapped import Mapped
 from torchpmap._transforms.pmap import Pmapped, pmap
 from torchpmap.debug._check import CheckReport, check
 
@@ -133,6 +134,11 @@ def check_pmap(
         differ by construction.
     """
     mapped = fun
+    if isinstance(fun, Mapped) and not isinstance(fun, Pmapped):
+        raise TypeError(
+            f"check_pmap compares the ways to compute a pmap, but got {fun!r}. Compare a shard_map "
+            "with the same function on whole tensors."
+        )
     if not isinstance(mapped, Pmapped):
         mapped = pmap(fun, axis_name, in_axes=in_axes, out_axes=out_axes, **options)
     elif options or axis_name is not None or in_axes != 0 or out_axes != 0:
@@ -307,7 +313,7 @@ def cost(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
 
     Source: ``jax.stages.Lowered.cost_analysis``; checked in tests/plan/test_cost.py.
     """
-    if not isinstance(f, Pmapped):
+    if not isinstance(f, Mapped):
         raise TypeError(
             f"debug.cost takes a function that is mapped, but got {f!r}. Map it first: "
             "debug.cost(torchpmap.pmap(f, ...), x)."
