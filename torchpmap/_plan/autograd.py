@@ -22,7 +22,7 @@ from torchpmap._plan.plan import Called
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.tensor import ShardedTensor, gather, make_sharded
-from torchpmap._sharded.transfer import host_tensor
+from torchpmap._sharded.transfer import host_tensor, is_whole_here
 from torchpmap._trace.trace import Untraceable
 from torchpmap.random._streams import batched_key
 
@@ -74,7 +74,8 @@ class _Call:
         ]
         for position, source in enumerate(differentiable.mirrored):
             original = tensors[source]
-            if type(original) is not ShardedTensor:  # the gradient of a host tensor is on the host
+            # the gradient of a host tensor is on the host, unless other processes have parts of it
+            if type(original) is not ShardedTensor and is_whole_here(outputs[position][0]):
                 value = gather(*outputs[position]).to(original.device)
                 order = strides[position]
                 if order is not None:

@@ -75,6 +75,12 @@ def places_here(layout: Layout) -> list[int]:
     return [place for place, device in enumerate(layout.devices) if device.process_index == here]
 
 
+def is_whole_here(layout: Layout) -> bool:
+    """Whether this process has all blocks of a value, or a copy of it."""
+    places = places_here(layout)
+    return bool(places) and (layout.is_replicated or len(places) == len(layout.devices))
+
+
 def _first_here(layout: Layout) -> int:
     """The place of a replica in this process, or of the first one."""
     return next(iter(places_here(layout)), 0)

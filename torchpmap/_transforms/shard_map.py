@@ -12,19 +12,20 @@ from torch.compiler import is_dynamo_compiling
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.pytree import flatten
-from torchpmap._base.torch_internals import break_graph
+from torchpmap._base.torch_internals import break_graph, innermost
 from torchpmap._layout.current_mesh import current_mesh
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.mesh import Mesh, PartitionSpec
 from torchpmap._runtime.current import check_devices
-from torchpmap._sharded.transfer import host_tensor
+from torchpmap._sharded.tensor import ShardedTensor
+from torchpmap._sharded.transfer import check_equal_everywhere, host_tensor
 from torchpmap._trace.block_program import Block, BlockProgram, surrounding
 from torchpmap._trace.blocks_inside import run_inside
 from torchpmap._trace.program import Constant
 from torchpmap._transforms.call import Static, check_function, name_of
 from torchpmap._transforms.inline import run_here, run_inline
 from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, Mapped
-from torchpmap._transforms.preparation import Decided, Preparation, layout_of
+from torchpmap._transforms.preparation import Decided, Preparation, shape_and_dtype
 from torchpmap._transforms.specs import (
     INFERRED,
     BlockArguments,
@@ -74,12 +75,27 @@ class BlockPreparation(Preparation[BlockArguments]):
         devices = tuple(mesh.devices.flat)
         check_devices(devices)
         grid = Grid(devices, devices, call.sizes, mesh.axis_names)
-        cuts = call.travelling(call.cuts)
+        leaves = call.travelling(call.leaves)
         layouts = tuple(
-            layout_of(leaf, cut or (), grid)
-            for leaf, cut in zip(call.travelling(call.leaves), cuts, strict=True)
+            grid.layout(*shape_and_dtype(leaf), cut or ())
+            for leaf, cut in zip(leaves, call.travelling(call.cuts), strict=True)
         )
+        if len({device.process_index for device in devices}) > 1:
+            self._check_equal(call)
         return Decided(self.whole_program(call), grid, layouts, call.cuts)
+
+    def _check_equal(self, call: BlockArguments) -> None:
+        """Raise if processes pass different host values; once for each kind of call, as it waits
+        for all of them.
+        """
+        pairs = zip(call.travelling(call.paths), call.travelling(call.leaves), strict=True)
+        own = {
+            f"{self.options.prefix}: argument {path}": host_tensor(innermost(leaf))
+            for path, leaf in pairs
+            if type(innermost(leaf)) is not ShardedTensor
+        }
+        if own:
+            check_equal_everywhere(own)
 
 
 class ShardMapped(Mapped[_P, _R]):
