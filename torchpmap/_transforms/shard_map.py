@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.pytree import flatten
-from torchpmap._base.torch_internals import break_graph, innermost
+from torchpmap._base.torch_internals import break_graph, innermost, outside_transforms
 from torchpmap._layout.current_mesh import current_mesh
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.mesh import Mesh, PartitionSpec
@@ -89,13 +89,14 @@ class BlockPreparation(Preparation[BlockArguments]):
         for all of them.
         """
         pairs = zip(call.travelling(call.paths), call.travelling(call.leaves), strict=True)
-        own = {
-            f"{self.options.prefix}: argument {path}": host_tensor(innermost(leaf))
-            for path, leaf in pairs
-            if type(innermost(leaf)) is not ShardedTensor
-        }
-        if own:
-            check_equal_everywhere(own)
+        with outside_transforms():
+            own = {
+                f"{self.options.prefix}: argument {path}": host_tensor(innermost(leaf))
+                for path, leaf in pairs
+                if type(innermost(leaf)) is not ShardedTensor
+            }
+            if own:
+                check_equal_everywhere(own)
 
 
 class ShardMapped(Mapped[_P, _R]):
