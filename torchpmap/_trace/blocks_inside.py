@@ -1,8 +1,12 @@
 """A call of ``shard_map`` inside another one, over axes of the mesh that the other leaves alone.
 
 Along such an axis all devices compute the same.  So a device has the whole arguments, takes its own
-blocks, and gathers the results.  For derivatives, a device's part of the cotangent of an argument
-is summed over the devices, and of the equal copies of a result the first one counts.
+blocks, and gathers the results.
+
+Derivatives are right in two situations.  For a derivative inside the outer call each device has the
+whole cotangent of the result; for one from outside it has a part, and the sum over the devices is
+the cotangent.  Gathering sums what the devices have: the whole many times, or its parts once.  An
+argument gets the mean over the devices of what they find: the whole, or equal parts of it.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ def run_inside(
         for name in program.bound:
             stack.enter_context(bind(around.free[name]))
         own = [
-            _own(program, _with_summed_cotangents(program, x), cut, around)
+            _own(program, _with_mean_of_cotangents(program, x), cut, around)
             for x, cut in zip(values, cuts, strict=True)
         ]
         if are_active():
@@ -52,10 +56,11 @@ def run_inside(
     return replace(outcome, blocks=tuple(whole), checks=(), checked=())
 
 
-def _with_summed_cotangents(program: BlockProgram, x: torch.Tensor) -> torch.Tensor:
+def _with_mean_of_cotangents(program: BlockProgram, x: torch.Tensor) -> torch.Tensor:
     if not (x.is_floating_point() or x.is_complex()):
         return x
-    result: torch.Tensor = copied(resolve("shard_map", program.bound), x)
+    count = math.prod(program.mesh.shape[name] for name in program.bound)
+    result: torch.Tensor = copied(resolve("shard_map", program.bound), _Shared.apply(x, count))
     return result
 
 
@@ -82,9 +87,7 @@ def _gathered(program: BlockProgram, block: torch.Tensor, cut: Cut) -> torch.Ten
         if over:
             names = tuple(program.names[k] for k in over)
             block = all_gather(block, names, axis=dim, tiled=True)
-    is_first = axis_index(program.bound) == 0
-    result: torch.Tensor = _FirstCounts.apply(block, is_first)
-    return result
+    return block
 
 
 def _note(program: BlockProgram, outcome: Outcome, around: Surrounding) -> None:
@@ -106,23 +109,22 @@ def _note(program: BlockProgram, outcome: Outcome, around: Surrounding) -> None:
             found.claims.append(Claim(innermost(block), same, refuse))
 
 
-class _FirstCounts(torch.autograd.Function):
-    """A value of which all devices have a copy: the first one gets the cotangent."""
+class _Shared(torch.autograd.Function):
+    """A value whose cotangent is divided by the number of devices that add theirs to it."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: torch.Tensor, is_first: torch.Tensor) -> torch.Tensor:
+    def forward(x: torch.Tensor, count: int) -> torch.Tensor:
         return x.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: Any) -> None:
-        ctx.save_for_backward(inputs[1])
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, int], output: Any) -> None:
+        ctx.count = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-        (is_first,) = ctx.saved_tensors
-        return torch.where(is_first, cotangent, torch.zeros_like(cotangent)), None
+        return cotangent / ctx.count, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:

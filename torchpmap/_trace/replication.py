@@ -11,6 +11,7 @@ index along this axis only.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,9 +24,20 @@ from torchpmap._collectives.backend import c10d
 from torchpmap._layout.axis_stack import Axis, Partition, bind, joined, peers
 
 _EQUALISING = (c10d.all_reduce.default, c10d.all_gather_into_tensor.default)
-_DISTRIBUTING = (c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default)
+_DISTRIBUTING = (
+    c10d.reduce_scatter_tensor.default,
+    c10d.all_to_all_single.default,
+    torch.ops.torchpmap.ppermute.default,  # who receives nothing has zeros
+)
 
 _aten = torch.ops.aten
+_CONSTANT = (
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.new_zeros.default,
+    _aten.new_ones.default,
+)
+"""What takes only the shape of its argument."""
 _ARITHMETIC: dict[Any, Callable[..., Any]] = {
     _aten.floor_divide.default: np.floor_divide,
     _aten.remainder.Scalar: np.remainder,
@@ -72,20 +84,53 @@ def varying_nodes(
     """
     varying = set(varying_inputs)
     known = known or {}
+    bases: dict[torch.fx.Node, torch.fx.Node] = {}
+    written: set[torch.fx.Node] = set()  # bases of what varying values were written into
     for node in graph.nodes:
+        base = bases[node] = _base(node, bases)
         if node in known:
             if known[node]:
                 varying.add(node)
             continue
         if node.target in _EQUALISING and node.args[-1] in groups:
             continue
+        if node.target in _CONSTANT:
+            continue
         if (
             is_random(node)
+            or base in written
             or (node.target in _DISTRIBUTING and node.args[-1] in distributing)
-            or any(source in varying for source in node.all_input_nodes)
+            or any(source in varying or bases[source] in written for source in node.all_input_nodes)
         ):
             varying.add(node)
-    return varying
+            written.update(bases[target] for target in _written_by(node))
+    return varying | {node for node, base in bases.items() if base in written}
+
+
+def _base(node: torch.fx.Node, bases: Mapping[torch.fx.Node, torch.fx.Node]) -> torch.fx.Node:
+    """The node whose memory a node's value is in; its own unless it is a view."""
+    if node.target is operator.getitem:
+        return bases[node.all_input_nodes[0]]
+    shared = _arguments(node, lambda argument: argument.alias_info is not None)
+    return bases[shared[0]] if shared else node
+
+
+def _written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The arguments that a node writes into."""
+    return _arguments(node, lambda argument: argument.alias_info and argument.alias_info.is_write)
+
+
+def _arguments(node: torch.fx.Node, chosen: Callable[[Any], Any]) -> list[torch.fx.Node]:
+    if not isinstance(node.target, OpOverload):
+        return []
+    found: list[torch.fx.Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if chosen(argument):
+            given = node.kwargs.get(argument.name)
+            if position < len(node.args):
+                given = node.args[position]
+            torch.fx.node.map_arg(given, found.append)
+    return found
 
 
 def index_values(

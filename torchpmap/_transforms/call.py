@@ -66,7 +66,7 @@ class CallArguments:
     def positions(self) -> tuple[int, ...]:
         """The leaves that travel as blocks: all but None and static ones."""
         pairs = enumerate(self.leaves)
-        return tuple(k for k, leaf in pairs if leaf is not None and type(leaf) is not Static)
+        return tuple(k for k, x in pairs if not (x is None or isinstance(x, Static)))
 
     @functools.cached_property
     def donated(self) -> tuple[int, ...]:

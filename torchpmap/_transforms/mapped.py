@@ -339,7 +339,7 @@ def _leaf_key(leaf: Any) -> Hashable:
             return kind
     if isinstance(leaf, np.ndarray | np.generic):
         return kind, leaf.shape, leaf.dtype
-    if kind is Static:
+    if issubclass(kind, Static):
         return leaf
     if hasattr(leaf, "__dlpack__"):
         return kind, tuple(leaf.shape), str(leaf.dtype)

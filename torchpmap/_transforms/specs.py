@@ -32,6 +32,9 @@ class _Inferred:
     def __repr__(self) -> str:
         return "<those of the arguments>"
 
+    def __reduce__(self) -> str:
+        return "INFERRED"
+
 
 INFERRED = _Inferred()
 """``in_specs`` that are taken from the arguments."""
