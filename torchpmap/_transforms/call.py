@@ -35,6 +35,11 @@ class MapOptions:
         """The mapped function, as messages name it."""
         raise NotImplementedError
 
+    @property
+    def static_advice(self) -> str:
+        """How an argument is made static."""
+        return "Make it static (static_broadcasted_argnums or static_broadcasted_argnames)"
+
 
 @dataclass(frozen=True)
 class Static:
@@ -103,10 +108,9 @@ def describe(leaf: Any, path: str, options: MapOptions) -> tuple[tuple[int, ...]
     if hasattr(leaf, "__dlpack__"):
         return tuple(leaf.shape), str(leaf.dtype)
     raise TypeError(
-        f"{what} has type {type(leaf).__name__}, but a mapped function "
-        "takes tensors, numpy arrays, numbers and None (in any pytree). Make it static "
-        "(static_broadcasted_argnums or static_broadcasted_argnames), or close over it; a "
-        "torch.nn.Module is passed as dict(module.named_parameters()) with "
+        f"{what} has type {type(leaf).__name__}, but a mapped function takes tensors, numpy "
+        f"arrays, numbers and None (in any pytree). {options.static_advice}, "
+        "or close over it; a torch.nn.Module is passed as dict(module.named_parameters()) with "
         "torch.func.functional_call."
     )
 

@@ -25,11 +25,12 @@ from torchpmap._trace.program import Constant
 from torchpmap._transforms.call import Static, check_function, name_of
 from torchpmap._transforms.inline import run_here, run_inline
 from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, Mapped
-from torchpmap._transforms.preparation import Decided, Preparation, shape_and_dtype
+from torchpmap._transforms.preparation import Decided, Preparation, Prepared, shape_and_dtype
 from torchpmap._transforms.specs import (
     INFERRED,
     BlockArguments,
     BlockOptions,
+    Watched,
     check_names,
     make_block_options,
     split_static_leaves,
@@ -47,6 +48,13 @@ class BlockPreparation(Preparation[BlockArguments]):
 
     def arguments_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockArguments:
         return take_blocks(self._fun, self.options, args, kwargs)
+
+    def prepare(self, call: BlockArguments, *, has_numbers: bool = True) -> Prepared:
+        prepared = super().prepare(call, has_numbers=has_numbers)
+        for leaf in call.leaves:
+            if isinstance(leaf, Watched):  # after tracing, as in Mapped._run_on_devices
+                leaf.note(self._fun)
+        return prepared
 
     def whole_program(self, call: BlockArguments) -> BlockProgram:
         options, mesh = self.options, self.options.the_mesh
@@ -161,7 +169,8 @@ class ShardMapped(Mapped[_P, _R]):
         call = self._preparation.arguments_of(args, kwargs)
         around = surrounding()
         if around is not None and around.mesh == self._options.mesh:
-            taken = [name for name in self._options.manual if name not in around.free]
+            manual, free = self._options.manual, around.free
+            taken = [n for n in around.mesh.axis_names if n in manual and n not in free]
             if taken:
                 raise ValueError(
                     f"{self._options.prefix}: the axis {taken[0]!r} is already mapped by the "

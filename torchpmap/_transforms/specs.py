@@ -4,6 +4,7 @@ must divide (pure; all misuse is reported here).
 
 from __future__ import annotations
 
+import functools
 import math
 import reprlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -20,6 +21,7 @@ from torchpmap._layout.mesh import Mesh, PartitionSpec, names_of
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace.block_program import cut_of_spec
 from torchpmap._trace.compile import parse_compile
+from torchpmap._trace.environment import Environment
 from torchpmap._transforms.call import CallArguments, MapOptions, Static, as_tuple, describe
 
 _IN_SPECS_HINT = (
@@ -61,6 +63,10 @@ class BlockOptions(MapOptions):
         return f"shard_map({self.name}, {specs})(<inputs>)"
 
     @property
+    def static_advice(self) -> str:
+        return "Make it static (None in its place in in_specs)"
+
+    @property
     def the_mesh(self) -> Mesh:
         """The mesh, once it is known."""
         assert self.mesh is not None
@@ -88,11 +94,30 @@ class BlockArguments(CallArguments):
         return seen
 
 
-class Unhashable(Static):
-    """A static argument that has no hash; equal only to itself."""
+class Watched(Static):
+    """A static argument without a hash of its own, such as a module: equal to itself, as long as
+    nothing has changed of it that the function reads.
+    """
+
+    _environment: Environment | None = None
+    """As of when the function was traced."""
+
+    def note(self, fun: Callable[..., Any]) -> None:
+        """Note the present state: ``fun`` has been traced with the argument."""
+        environment = Environment(functools.partial(fun, self.value))
+        environment.refresh()
+        object.__setattr__(self, "_environment", environment)
+
+    def _is_as_noted(self) -> bool:
+        return self._environment is None or not self._environment.changed()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unhashable) and self.value is other.value
+        return (
+            isinstance(other, Watched)
+            and self.value is other.value
+            and self._is_as_noted()
+            and other._is_as_noted()
+        )
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -199,11 +224,13 @@ def split_static_leaves(
 
 
 def _static(value: Any) -> Static:
+    of_type: Any = type(value).__hash__
+    by_identity = of_type in (None, object.__hash__)
     try:
         hash(value)
-    except TypeError:
-        return Unhashable(value)
-    return Static(value)
+    except TypeError:  # a tuple of lists, for example, has a hash that raises
+        by_identity = True
+    return Watched(value) if by_identity else Static(value)
 
 
 def _is_array(leaf: Any) -> bool:
@@ -211,9 +238,15 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _specs_of(options: BlockOptions, args: tuple[Any, ...]) -> list[Any]:
-    specs: list[Any] = broadcast_axes(
-        options.in_specs, args, what="shard_map in_specs", hint=_IN_SPECS_HINT
-    )
+    given = options.in_specs
+    if type(given) is tuple and len(given) != len(args):
+        one = len(args) == 1
+        raise ValueError(
+            f"{options.prefix}: in_specs has {len(given)} entr{'y' if len(given) == 1 else 'ies'}, "
+            f"but the call has {len(args)} positional argument{'' if one else 's'}. Give a tuple "
+            "with a spec for each (of a method: without self), or one spec for all."
+        )
+    specs: list[Any] = broadcast_axes(given, args, what="shard_map in_specs", hint=_IN_SPECS_HINT)
     return specs
 
 

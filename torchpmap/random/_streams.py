@@ -25,6 +25,7 @@ from torchpmap._base.torch_internals import (
     function_modes,
     innermost,
     is_vmap,
+    layers,
     level_of,
     size_and_randomness,
     transforms,
@@ -150,7 +151,7 @@ def _vmapped_rows(rows: list[torch.Tensor | None]) -> Iterator[torch.Tensor]:
     """The index along every vmap inside the mapped function whose rows draw different numbers;
     ``rows``: indices along mapped axes, whose own vmaps do not count.
     """
-    own = {level_of(row) for row in rows if row is not None}
+    own = {level_of(x) for row in rows if row is not None for x in layers(row)}
     device = None if rows[0] is None else rows[0].device
     for transform in transforms():
         if not is_vmap(transform) or transform.level() in own:

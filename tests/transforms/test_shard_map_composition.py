@@ -1,0 +1,188 @@
+"""The rules of ``shard_map`` about derivatives and composition, one by one.
+
+Covers: gradients inside and outside, ``vmap`` around, maps in maps, random numbers, plans.  Rule
+numbers are those of the specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from _support import EAGER
+from torch.utils.checkpoint import checkpoint
+
+import torchpmap as tp
+from torchpmap import P
+
+X = torch.arange(16.0).reshape(4, 4)
+XY = P("x", "y")
+Fun = Callable[..., Any]
+
+
+@pytest.fixture
+def mesh(pool: int) -> tp.Mesh:
+    return tp.make_mesh((2, 2), ("x", "y"))
+
+
+def mapped(fun: Fun, mesh: tp.Mesh | None, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+    options.setdefault("compile", EAGER)
+    return tp.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
+
+
+def blocks(x: torch.Tensor) -> list[list[torch.Tensor]]:
+    """By the coordinates of the mesh, of a value under P('x', 'y')."""
+    return [list(rows.chunk(2, 1)) for rows in x.chunk(2, 0)]
+
+
+# -- derivatives: rules 22 to 24 -------------------------------------------------------------------
+
+
+def test_rule_22_gradients_inside_are_of_one_device(mesh: tp.Mesh) -> None:
+    def loss(w: torch.Tensor, a: torch.Tensor) -> Any:
+        return (w * a).sum()
+
+    slope = mapped(lambda w, a: tp.pmean(tp.grad(loss)(w, a), ("x", "y")), mesh, (P(), XY), P())(
+        torch.tensor(1.0), X
+    )
+    assert slope.item() == X.sum() / 4
+
+
+def whole_loss(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    parts = [
+        torch.tanh(block @ w[2 * j : 2 * j + 2]).sum() * (row[0] + row[1]).sum()
+        for row in blocks(a)
+        for j, block in enumerate(row)
+    ]
+    return torch.stack(parts).sum()
+
+
+def test_rule_24_derivatives_from_outside(mesh: tp.Mesh) -> None:
+    def loss(a: torch.Tensor, w: torch.Tensor) -> Any:
+        return tp.psum(torch.tanh(a @ w).sum() * tp.psum(a, "y").sum(), ("x", "y"))
+
+    call = mapped(loss, mesh, (XY, P("y")), P())
+    generator = torch.Generator().manual_seed(0)
+    a, w = torch.randn(2, 4, 4, dtype=torch.float64, generator=generator)
+    func = torch.func
+    derivatives: list[Fun] = [
+        lambda f: func.grad(f, argnums=(0, 1))(a, w),
+        lambda f: func.jvp(f, (a, w), (w, a)),
+        lambda f: func.grad(lambda x: func.grad(f)(x, w).square().sum())(a),
+        lambda f: func.hessian(f, argnums=1)(a, w),
+        lambda f: func.vmap(func.grad(f), (0, None))(torch.stack([a, 2 * a]), w),
+        lambda f: torch.autograd.functional.vhp(f, (a, w), (w, a))[1],
+    ]
+    for derivative in derivatives:
+        got, expected = derivative(call), derivative(whole_loss)
+        torch.testing.assert_close(_here(got), expected)
+
+
+def _here(x: Any) -> Any:
+    return tuple(map(_here, x)) if isinstance(x, tuple) else x.cpu()
+
+
+# -- composition: rules 25 to 29 -------------------------------------------------------------------
+
+
+def test_rule_25_vmap_with_an_axis_name(mesh: tp.Mesh) -> None:
+    batch = torch.randn(3, 4, 4)
+    both = mapped(lambda a: tp.psum(a, ("x", "b")), mesh, XY, P(None, "y"))
+    found = tp.vmap(both, axis_name="b")(batch)
+    torch.testing.assert_close(found.cpu()[1], (batch[:, :2] + batch[:, 2:]).sum(0))
+    inner = mapped(lambda a: tp.psum(a, "x"), mesh, XY, P(None, "y"))
+    found = tp.vmap(inner, axis_name="x")(batch)  # the mesh's hides it
+    torch.testing.assert_close(found.cpu(), batch[:, :2] + batch[:, 2:])
+
+
+def test_rule_26_checkpoint(mesh: tp.Mesh, mode: Any) -> None:
+    def layer(w: torch.Tensor, a: torch.Tensor) -> Any:
+        return tp.psum((a @ w).sin(), "y")
+
+    def loss(w: torch.Tensor, a: torch.Tensor) -> Any:
+        return tp.psum(checkpoint(layer, w, a, use_reentrant=False).sum(), "x")
+
+    w, other = torch.eye(4).requires_grad_(), torch.eye(4).requires_grad_()
+    mapped(loss, mesh, (P("y"), XY), P(), compile=mode)(w, X).backward()
+    torch.stack([(X[:, j : j + 2] @ other[j : j + 2]).sin().sum() for j in (0, 2)]).sum().backward()
+    torch.testing.assert_close(w.grad, other.grad)
+
+
+def nest(a: torch.Tensor, w: torch.Tensor) -> Any:
+    """[2, 4] per device along "x" -> [2, 2], the same everywhere."""
+    inner = tp.shard_map(
+        lambda b: tp.psum(b * b * w, "y"), in_specs=P(None, "y"), out_specs=P(), axis_names={"y"}
+    )
+    return tp.psum(inner(a), "x")
+
+
+def whole_nest(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return sum(block * block * w for row in blocks(a) for block in row)  # type: ignore[return-value]
+
+
+def test_rule_27_derivatives_of_a_map_in_a_map(mesh: tp.Mesh, mode: Any) -> None:
+    call = mapped(nest, mesh, (P("x"), P()), P(), axis_names={"x"}, compile=mode)
+    a, w = torch.randn(4, 4), torch.tensor(1.5)
+    torch.testing.assert_close(call(a, w).cpu(), whole_nest(a, w))
+    found = torch.func.grad(lambda a, w: call(a, w).sin().sum(), argnums=(0, 1))(a, w)
+    expected = torch.func.grad(lambda a, w: whole_nest(a, w).sin().sum(), argnums=(0, 1))(a, w)
+    torch.testing.assert_close(_here(found), expected)
+    _, found = torch.func.jvp(call, (a, w), (a.cos(), w))
+    _, expected = torch.func.jvp(whole_nest, (a, w), (a.cos(), w))
+    torch.testing.assert_close(found.cpu(), expected)
+
+
+def test_rule_27_gradients_inside_the_outer_map(mesh: tp.Mesh, mode: Any) -> None:
+    def slope(a: torch.Tensor) -> Any:
+        inner = tp.shard_map(
+            torch.square, in_specs=P(None, "y"), out_specs=P(None, "y"), axis_names={"y"}
+        )
+        return tp.grad(lambda b: inner(b).sum())(a)
+
+    call = mapped(slope, mesh, P("x"), P("x"), axis_names={"x"}, compile=mode)
+    assert call(X).tolist() == (2 * X).tolist()
+
+
+def test_rule_27_an_axis_is_mapped_once(mesh: tp.Mesh) -> None:
+    def outer(a: torch.Tensor) -> Any:
+        return tp.shard_map(lambda b: b, in_specs=P(), out_specs=P())(a)
+
+    with pytest.raises(ValueError, match="the axis 'x' is already mapped by the shard_map around"):
+        mapped(outer, mesh, P("x"), P("x"))(X)
+
+
+def test_rule_28_random_numbers(mesh: tp.Mesh) -> None:
+    draw = mapped(lambda a: torch.rand(a.shape), mesh, XY, XY)
+    assert draw(X).cpu().unique().numel() == 16
+    torch.manual_seed(0)
+    first, second = draw(X).tolist(), draw(X).tolist()
+    torch.manual_seed(0)
+    assert draw(X).tolist() == first != second
+    with tp.debug.fake_pmap():
+        torch.manual_seed(0)
+        assert draw(X).tolist() == first
+    same = mapped(lambda a: torch.rand(a.shape), mesh, XY, XY, randomness="same")
+    assert same(X).cpu().unique().numel() == 4
+
+
+def test_rule_28_axes_that_are_not_mapped_draw_the_same(mesh: tp.Mesh) -> None:
+    draw = mapped(lambda a: torch.rand(a.shape), mesh, P("x"), P("x"), axis_names={"x"})
+    one, two, three, _ = [s.data.tolist() for s in draw(X).addressable_shards]
+    assert one == two != three
+
+
+def test_rule_29_plans(mesh: tp.Mesh) -> None:
+    traces = []
+
+    def double(a: torch.Tensor) -> torch.Tensor:
+        traces.append(1)
+        return a * 2
+
+    call = mapped(double, None, XY, XY)
+    for _ in range(3):
+        with tp.set_mesh(tp.make_mesh((2, 2), ("x", "y"))):
+            result = call(call(X))
+    assert result.tolist() == (4 * X).tolist()
+    assert len(traces) == 1

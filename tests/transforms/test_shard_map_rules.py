@@ -1,0 +1,441 @@
+"""The rules of ``shard_map``, one by one.
+
+Covers: API, specs, messages, static arguments, closures, replication, derivatives, nesting, random
+numbers and plans of ``_transforms/shard_map.py`` and what is below it.  Rule numbers are those of
+the specification.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from _support import EAGER, in_threads
+from torch.utils.checkpoint import checkpoint
+
+import torchpmap as tp
+from torchpmap import P
+
+X = torch.arange(16.0).reshape(4, 4)
+XY = P("x", "y")
+Fun = Callable[..., Any]
+
+
+@pytest.fixture
+def mesh(pool: int) -> tp.Mesh:
+    return tp.make_mesh((2, 2), ("x", "y"))
+
+
+def mapped(fun: Fun, mesh: tp.Mesh | None, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+    options.setdefault("compile", EAGER)
+    return tp.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
+
+
+# -- API: rules 1, 3, 4, 6 -------------------------------------------------------------------------
+
+
+def test_rule_1_decorator_wrapped_and_lower(mesh: tp.Mesh) -> None:
+    @tp.shard_map(mesh=mesh, in_specs=XY, out_specs=P("x"), compile=EAGER)
+    def total(a: torch.Tensor) -> Any:
+        return tp.psum(a, "y")
+
+    assert total(X).tolist() == (X[:, :2] + X[:, 2:]).tolist()
+    assert total.__wrapped__.__name__ == "total"
+    assert "all_reduce" in total.lower(X).as_text()
+
+
+class Model:
+    factor = 3.0
+
+    @tp.shard_map(in_specs=XY, out_specs=XY, compile=EAGER)
+    def scaled(self, a: torch.Tensor) -> Any:
+        return a * self.factor
+
+
+def test_rule_1_methods_are_bound(mesh: tp.Mesh) -> None:
+    model = Model()
+    with tp.set_mesh(mesh):
+        assert model.scaled(X).tolist() == (3 * X).tolist()
+        model.factor = 5.0
+        assert model.scaled(X).tolist() == (5 * X).tolist()
+
+
+@pytest.mark.parametrize("options", [{"in_specs": XY}, {}])
+def test_rule_1_pickled(mesh: tp.Mesh, options: dict[str, Any]) -> None:
+    placed = mapped(torch.neg, mesh, XY, XY)(X)
+    call = tp.shard_map(torch.sin, mesh=mesh, out_specs=XY, compile=EAGER, **options)
+    again = pickle.loads(pickle.dumps(call))
+    torch.testing.assert_close(again(placed).cpu(), torch.sin(-X))
+
+
+def test_rule_1_donated(mesh: tp.Mesh) -> None:
+    double = mapped(lambda a: a * 2, mesh, XY, XY, donate_argnums=0)
+    once = double(X)
+    assert double(once).tolist() == (4 * X).tolist()
+    with pytest.raises(RuntimeError, match=r"deleted by shard_map\(<lambda>.*donated"):
+        once.cpu()
+
+
+def test_rule_1_arguments_stay_as_they_are(mesh: tp.Mesh, mode: Any) -> None:
+    given = X.clone()
+    write = mapped(lambda a: a.mul_(2), mesh, P("x"), P("x"), compile=mode)
+    placed = write(given)
+    assert write(placed).tolist() == (4 * X).tolist()
+    assert (given.tolist(), placed.tolist()) == (X.tolist(), (2 * X).tolist())
+
+
+def test_rule_3_devices_in_any_order(mesh: tp.Mesh) -> None:
+    back = tp.Mesh(np.array(tp.devices()[:4][::-1]).reshape(2, 2), ("x", "y"))
+    here = mapped(lambda a: a + 10 * tp.axis_index(("x", "y")), mesh, XY, XY)
+    there = mapped(lambda a: a + 100 * tp.axis_index(("x", "y")), back, XY, XY)
+    numbers = torch.arange(4.0).reshape(2, 2).repeat_interleave(2, 0).repeat_interleave(2, 1)
+    assert there(here(X)).tolist() == (X + 110 * numbers).tolist()
+    assert here(there(X)).tolist() == (X + 110 * numbers).tolist()
+
+
+def test_rule_4_set_mesh_is_of_a_block_and_of_a_thread(mesh: tp.Mesh) -> None:
+    total = mapped(lambda a: tp.psum(a, "x"), None, P("x"), P())
+    with tp.set_mesh(mesh):
+        assert total(X).shape == (2, 4)
+        with tp.set_mesh(tp.make_mesh((4,), ("x",))):
+            assert total(X).tolist() == [X.sum(0).tolist()]
+        assert total(X).shape == (2, 4)
+        with pytest.raises(ValueError, match="there is no mesh"):
+            in_threads(1, lambda _: total(X))
+    tp.set_mesh(mesh)
+    try:
+        assert total(X).shape == (2, 4)
+    finally:
+        tp.set_mesh(None)
+    with pytest.raises(ValueError, match=r"there is no mesh.*set_mesh"):
+        total(X)
+
+
+def test_rule_6_another_mesh_around_is_an_error(mesh: tp.Mesh) -> None:
+    line = tp.make_mesh((4,), ("i",))
+    with tp.set_mesh(mesh), pytest.raises(ValueError, match=r"its mesh is Mesh\('i': 4\), but set"):
+        mapped(torch.neg, line, P("i"), P("i"))(X)
+
+
+# -- specs: rules 7 to 18 --------------------------------------------------------------------------
+
+
+@dataclass
+class Config:
+    """It has no hash."""
+
+    factor: float
+
+
+class Holder:
+    """Its hash is that of its identity."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+@pytest.mark.parametrize("kind", [Config, Holder])
+def test_rule_7_static_objects_are_live(mesh: tp.Mesh, mode: Any, kind: Any) -> None:
+    scale = mapped(lambda c, a: a * c.factor, mesh, (None, XY), XY, compile=mode)
+    config = kind(2.0)
+    assert scale(config, X).tolist() == (2 * X).tolist()
+    config.factor = 3.0
+    assert scale(config, X).tolist() == (3 * X).tolist()
+    assert scale(kind(4.0), X).tolist() == (4 * X).tolist()
+
+
+def test_rule_7_static_objects_that_stay_are_traced_once(mesh: tp.Mesh) -> None:
+    traces = []
+
+    def scale(config: Any, sizes: Any, a: torch.Tensor) -> torch.Tensor:
+        traces.append(1)
+        return a * config.factor * len(sizes)
+
+    call = mapped(scale, mesh, (None, None, XY), XY)
+    config, sizes = Config(2.0), {1, 2}
+    assert [call(config, sizes, X)[0, 1].item() for _ in range(3)] == [4.0] * 3
+    assert len(traces) == 1
+    sizes.add(3)
+    assert call(config, sizes, X)[0, 1].item() == 6.0
+
+
+def test_rule_7_modules_and_trees(mesh: tp.Mesh) -> None:
+    drop = torch.nn.Dropout(0.5)
+    call = mapped(lambda m, o, a: m(a) * o["k"], mesh, (None, None, XY), XY)
+    call(drop, {"k": 2}, X)
+    drop.eval()
+    assert call(drop, {"k": 2}, X).tolist() == (2 * X).tolist()
+    assert call(drop, {"k": torch.tensor(3.0)}, X).tolist() == (3 * X).tolist()
+
+
+def test_rule_7_specs_of_the_arguments(mesh: tp.Mesh) -> None:
+    call = tp.shard_map(torch.neg, mesh=mesh, out_specs=XY, compile=EAGER)
+    assert call(mapped(torch.neg, mesh, XY, XY)(X)).tolist() == X.tolist()
+    with pytest.raises(ValueError, match=r"in_specs was left out.* is not on the devices"):
+        call(X)
+    with pytest.raises(ValueError, match=r"but .* lies on Mesh\('devices': 4\)"):
+        call(tp.pmap(torch.neg, compile=EAGER)(X))
+
+
+@pytest.mark.parametrize("num_args", [0, 1, 3])
+def test_rule_7_a_spec_for_every_argument(mesh: tp.Mesh, num_args: int) -> None:
+    call = mapped(lambda *args: args[0], mesh, (P("x"), P("y")), P("x"))
+    with pytest.raises(ValueError, match=rf"has 2 entries, but the call has {num_args} positional"):
+        call(*[X] * num_args)
+
+
+def test_rule_8_keyword_arguments(mesh: tp.Mesh) -> None:
+    with pytest.raises(TypeError, match=r"keyword argument 'a'.*functools\.partial"):
+        mapped(lambda a: a, mesh, XY, XY)(a=X)
+    assert mapped(functools.partial(torch.mul, other=2), mesh, XY, XY)(X).sum() == 2 * X.sum()
+
+
+def test_rule_9_the_first_axis_of_a_tuple_is_the_slowest(mesh: tp.Mesh) -> None:
+    def place() -> Any:
+        return tp.axis_index("x")[None] * 10 + tp.axis_index("y")
+
+    assert mapped(place, mesh, (), P(("x", "y")))().tolist() == [0, 1, 10, 11]
+    assert mapped(place, mesh, (), P(("y", "x")))().tolist() == [0, 10, 1, 11]
+    rows = torch.arange(8.0)
+    seen = mapped(lambda a: a[None], mesh, P(("y", "x")), P(("x", "y")))(rows)
+    assert seen.tolist() == [[0, 1], [4, 5], [2, 3], [6, 7]]
+
+
+MESSAGES: list[tuple[Any, Any, Any, str]] = [
+    (XY, {"w": [torch.ones(4, 3)]}, ValueError, r"dim 1 of argument a\['w'\]\[0\] has size 3.*'y' "
+     r"\(2\).*shape is \[4, 3\]\. Pad the dim to 4"),
+    (P(("x", "y")), torch.ones(6), ValueError, r"not divisible by 4.*'x' \(2\), 'y' \(2\).*to 8"),
+    (XY, torch.ones(4), ValueError, r"for argument a, which is of rank 1"),
+    (P("x"), 3.0, ValueError, r"A number takes P\(\)"),
+    (P(), "text", TypeError, r"argument a has type str.*None in its place in in_specs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "value", "error", "text"), MESSAGES)
+def test_rule_10_messages(mesh: tp.Mesh, spec: P, value: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        mapped(lambda a: a, mesh, (spec,), P())(value)
+
+
+MISUSE: list[tuple[dict[str, Any], Any, str]] = [
+    ({"in_specs": P("z")}, ValueError, r"'z' is not an axis of the mesh: \['x', 'y'\]"),
+    ({"in_specs": P("x", "x")}, ValueError, "has the axis 'x' twice"),
+    ({"in_specs": P("y"), "axis_names": {"x"}}, ValueError, "not an axis of axis_names"),
+    ({"axis_names": "x"}, TypeError, "must be a set of names"),
+    ({"axis_names": {"z"}}, ValueError, "axis_names has 'z'"),
+    ({"in_specs": "x"}, TypeError, "it is 'x' of type str"),
+    ({"out_specs": 0}, TypeError, "it is 0 of type int"),
+    ({"mesh": 3}, TypeError, "must be a torchpmap.Mesh"),
+    ({"randomness": "none"}, ValueError, "'different', 'same' or 'error'"),
+    ({"donate_argnums": "a"}, TypeError, "donate_argnums must be int"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), MISUSE)
+def test_rule_11_misuse(mesh: tp.Mesh, changes: dict[str, Any], error: Any, text: str) -> None:
+    options: dict[str, Any] = {"mesh": mesh, "in_specs": P(), "out_specs": P(), **changes}
+    with pytest.raises(error, match=text):
+        tp.shard_map(lambda a: a, **options)
+
+
+def test_rule_12_arguments_that_lie_elsewhere(mesh: tp.Mesh) -> None:
+    double = mapped(lambda a: a * 2, mesh, XY, XY)
+    rows = tp.pmap(torch.neg, compile=EAGER)(X)
+    for placed in (rows, tp.replicate(-X), tp.device_put(-X, tp.devices()[3])):
+        assert double(placed).tolist() == (-2 * X).tolist()
+
+
+def test_rule_13_closures_are_live(mesh: tp.Mesh) -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
+    call = mapped(lambda a: tp.psum((a * weight).sum(), ("x", "y")), mesh, XY, P())
+    call(X).backward()
+    assert weight.grad is not None
+    assert weight.grad.item() == X.sum()
+    with torch.no_grad():
+        weight.fill_(3)
+    assert call(X).item() == 3 * X.sum()
+    weight = torch.tensor(4.0)
+    assert call(X).item() == 4 * X.sum()
+
+
+def test_rule_15_axes_of_size_1_are_bound(pool: int) -> None:
+    thin = tp.make_mesh((4, 1), ("x", "y"))
+    call = mapped(
+        lambda a: a.softmax(0) * (tp.axis_index("y") + tp.psum(1, ("y", "x"))), thin, P(), P("y")
+    )
+    torch.testing.assert_close(call(X).cpu(), 4 * X.softmax(0))
+
+
+def test_rule_16_the_order_in_a_tuple_is_the_callers(mesh: tp.Mesh) -> None:
+    def shifted(axes: tuple[str, ...]) -> list[float]:
+        call = mapped(lambda a: tp.ppermute(a, axes, [(0, 1)]), mesh, P(("x", "y")), P(("x", "y")))
+        found: list[float] = call(torch.arange(1.0, 5.0)).tolist()
+        return found
+
+    assert shifted(("x", "y")) == [0, 1, 0, 0]
+    assert shifted(("y", "x")) == [0, 0, 1, 0]
+
+
+def test_rule_17_an_axis_that_is_not_mentioned_keeps_one_copy(mesh: tp.Mesh) -> None:
+    found = mapped(lambda a: tp.psum(a, "y"), mesh, XY, P("x"))(X)
+    assert found.sharding.spec == P("x")
+    assert {str(s.device): s.data.tolist() for s in found.addressable_shards} == {
+        f"cpu:{k}": (X[:, :2] + X[:, 2:])[2 * (k // 2) :][:2].tolist() for k in range(4)
+    }
+
+
+def test_rule_18_results(mesh: tp.Mesh) -> None:
+    call = mapped(lambda a: (a.sum()[None], 3, True, None), mesh, P("x"), (P("x"), P(), P(), None))
+    sums, three, true, none = call(X)
+    assert (sums.tolist(), three.item(), true.item(), none) == ([28, 92], 3, True, None)
+    with pytest.raises(ValueError, match=r"of rank 0.*add a dim: x\[None\]"):
+        mapped(lambda a: a.sum(), mesh, P("x"), P("x"))(X)
+    with pytest.raises(ValueError, match=r"tuple of length 3.*of length 2"):
+        mapped(lambda a: (a, a), mesh, P(), (P(), P(), P()))(X)
+    with pytest.raises(TypeError, match="out_specs is None for the output"):
+        mapped(lambda a: a, mesh, P(), None)(X)
+
+
+# -- replication: rules 19 to 21 -------------------------------------------------------------------
+
+
+def _write(a: torch.Tensor) -> torch.Tensor:
+    z = torch.zeros(2, 2)
+    z[0] = a[0]
+    return z
+
+
+def _write_view(a: torch.Tensor) -> torch.Tensor:
+    z = torch.zeros_like(a)
+    z.t().mul_(0).add_(a)
+    return z
+
+
+def _write_list(a: torch.Tensor) -> torch.Tensor:
+    z = torch.zeros(2, 2)
+    torch._foreach_add_(list(z.unbind()), list(a.unbind()))
+    return z
+
+
+def _write_out(a: torch.Tensor) -> torch.Tensor:
+    z = torch.zeros(2, 2)
+    torch.add(a[0], 1, out=z[0])
+    return z
+
+
+VARYING: dict[str, tuple[Fun, P, P]] = {
+    "itself": (lambda a: a, XY, P("x")),
+    "index": (lambda a: torch.ones(2) * tp.axis_index("y"), XY, P("x")),
+    "index of both": (lambda a: tp.axis_index(("x", "y"))[None], XY, P("x")),
+    "where": (lambda a: torch.where(tp.axis_index("y") == 0, a, 2 * a), P("x"), P("x")),
+    "random": (lambda a: a + torch.rand(a.shape), P("x"), P("x")),
+    "random, other axis": (lambda a: tp.psum(a + torch.rand(a.shape), "x"), P("x"), P()),
+    "ppermute": (lambda a: tp.ppermute(a, "y", [(0, 1)]), P("x"), P("x")),
+    "psum_scatter": (lambda a: tp.psum_scatter(a, "y", tiled=True), P("x"), P("x")),
+    "all_to_all": (lambda a: tp.all_to_all(a, "y", 0, 1, tiled=True), P("x"), P("x")),
+    "groups": (lambda a: tp.psum(a, "y", axis_index_groups=[[0], [1]]), XY, P("x")),
+    "diagonals": (
+        lambda a: tp.psum(a, ("x", "y"), axis_index_groups=[[0, 3], [1, 2]]), XY, P("x")
+    ),
+    "pbroadcast along the other": (lambda a: tp.pbroadcast(a, "x", 1), XY, P("x")),
+    "own part of what is gathered": (
+        lambda a: tp.all_gather(a, "y").index_select(0, tp.axis_index("y")[None]), XY, P("x")
+    ),
+    "after a psum": (lambda a: tp.psum(a, "y") - a, XY, P("x")),
+    "gradient": (lambda a: tp.grad(lambda w: (w * a).sum())(torch.ones(2, 2)), XY, P()),
+    "write": (_write, XY, P()),
+    "write into a view": (_write_view, XY, P()),
+    "write into a list": (_write_list, XY, P()),
+    "write by out=": (_write_out, XY, P()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VARYING)
+def test_rule_19_what_may_differ_is_refused(mesh: tp.Mesh, case: str) -> None:
+    fun, in_spec, out_spec = VARYING[case]
+    with pytest.raises(ValueError, match=r"out_specs does not mention.* may differ along.*psum\("):
+        mapped(fun, mesh, in_spec, out_spec)(X + 1)
+
+
+EQUAL: dict[str, tuple[Fun, P, P]] = {
+    "constant": (lambda a: torch.ones(3), XY, P()),
+    "captured": (lambda a: X * 2, XY, P()),
+    "itself": (lambda a: a, P(), P()),
+    "zeros": (lambda a: torch.zeros_like(a) + a.new_ones(2, 2), XY, P()),
+    "index of one axis": (lambda a: tp.axis_index("x")[None], XY, P("x")),
+    "part of an index": (lambda a: (tp.axis_index(("x", "y")) // 2)[None], XY, P("x")),
+    "masked sum": (
+        lambda a: tp.psum(torch.where(tp.axis_index("y") == 0, a, 0 * a), "y"), P("x"), P("x")
+    ),
+    "random, summed": (lambda a: tp.psum(a + torch.rand(a.shape), ("y", "x")), XY, P()),
+    "no dropout": (lambda a: torch.nn.functional.dropout(a, training=False), P(), P()),
+    "groups of lines": (
+        lambda a: tp.psum(a, ("x", "y"), axis_index_groups=[[0, 1], [2, 3]]), XY, P("x")
+    ),
+    "pbroadcast": (lambda a: tp.pbroadcast(a, "y", 0), XY, P("x")),
+    "pmin": (lambda a: tp.pmin(a, ("y", "x")), XY, P()),
+    "write": (lambda a: a.mul_(2).view(-1).add_(1), P(), P()),
+    "checkpoint": (
+        lambda a: checkpoint(lambda z: tp.psum(z.sin(), "y"), a, use_reentrant=False), XY, P("x")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_rule_19_what_is_equal_is_not(mesh: tp.Mesh, case: str) -> None:
+    fun, in_spec, out_spec = EQUAL[case]
+    found = mapped(fun, mesh, in_spec, out_spec)(X)
+    copies: dict[str, list[Any]] = {}
+    for shard in found.addressable_shards:
+        copies.setdefault(str(shard.index), []).append(shard.data.tolist())
+    assert all(other == same[0] for same in copies.values() for other in same)
+
+
+def test_rule_21_without_the_check_the_first_counts(mesh: tp.Mesh, mode: Any) -> None:
+    call = mapped(lambda a: a, mesh, XY, P("x"), check_vma=False, compile=mode)
+    found = call(X)
+    assert [s.data.tolist() for s in found.addressable_shards] == [
+        part.tolist() for part in (X[:2, :2], X[:2, :2], X[2:, :2], X[2:, :2])
+    ]
+    slope = torch.func.grad(lambda x: call(x).sum())(X)
+    assert slope.tolist() == [[1, 1, 0, 0]] * 4
+
+
+def test_rule_21_uncompiled_values_are_compared(mesh: tp.Mesh) -> None:
+    with pytest.raises(ValueError, match=r"axis 'y' for the output.*differs between devices"):
+        mapped(lambda a: a, mesh, XY, P("x"), compile=False)(X).cpu()
+
+
+def test_rule_21_devices_that_disagree_do_not_hang(mesh: tp.Mesh) -> None:
+    def sum_somewhere(a: torch.Tensor) -> Any:
+        return tp.psum(a, "x") if int(tp.axis_index("x")) == 0 else a
+
+    with pytest.raises(tp.CollectiveMismatch, match=r"rank 0: all_reduce sum.*psum\('x'\)"):
+        mapped(sum_somewhere, mesh, XY, XY, compile=False)(X).cpu()
+
+
+DTYPES = [torch.bool, torch.int8, torch.int64, torch.bfloat16, torch.complex64, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(mesh: tp.Mesh, mode: Any, dtype: torch.dtype) -> None:
+    x = (X % 2).to(dtype)
+    call = mapped(
+        lambda a: (tp.all_gather(a, "y", axis=1, tiled=True), a), mesh, XY, (P("x"), XY),
+        compile=mode,
+    )  # fmt: skip
+    for found in call(x):
+        assert found.dtype == dtype
+        assert torch.equal(found.cpu(), x)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_empty(mesh: tp.Mesh, mode: Any, shape: tuple[int, ...]) -> None:
+    call = mapped(lambda a: tp.psum(a, "x"), mesh, XY, P(None, "y"), compile=mode)
+    assert call(torch.zeros(shape)).cpu().shape == (shape[0] // 2, shape[1])
