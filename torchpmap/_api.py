@@ -38,6 +38,7 @@ from torchpmap._collectives import (
 )
 from torchpmap._layout.current_mesh import set_mesh
 from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec
+from torchpmap._loops import cond, fori_loop, map, scan, switch, while_loop
 from torchpmap._modules.batch import shard_batch
 from torchpmap._modules.functional import functional
 from torchpmap._modules.prefetch import prefetch
@@ -97,6 +98,7 @@ __all__ = [
     "axis_index",
     "axis_size",
     "block_until_ready",
+    "cond",
     "config",
     "default_backend",
     "device_count",
@@ -105,6 +107,7 @@ __all__ = [
     "device_put_replicated",
     "device_put_sharded",
     "devices",
+    "fori_loop",
     "from_dtensor",
     "functional",
     "global_view",
@@ -114,6 +117,7 @@ __all__ = [
     "local_devices",
     "local_view",
     "make_mesh",
+    "map",
     "memory_stats",
     "pbroadcast",
     "pcast",
@@ -135,13 +139,16 @@ __all__ = [
     "pswapaxes",
     "ragged_all_to_all",
     "replicate",
+    "scan",
     "set_mesh",
     "shard_batch",
     "shard_map",
     "shutdown",
     "smap",
+    "switch",
     "to_dtensor",
     "unreplicate",
     "value_and_grad",
     "vmap",
+    "while_loop",
 ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from torchpmap._trace.replication import is_random, varying_nodes
+from torchpmap._trace.replication import Along, is_random, varying_nodes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -23,8 +23,8 @@ def test_what_depends_on_a_varying_input_varies(graph):
     both = graph.call_function(aten.add.Tensor, (only_w, x))
     listed = graph.call_function(aten.cat.default, ([w, both],))
     named = graph.call_function(aten.mul.Tensor, (w,), {"other": x})
-    assert varying_nodes(graph, {x}, "g") == {x, both, listed, named}
-    assert varying_nodes(graph, set(), "g") == set()
+    assert varying_nodes(graph, {x}, Along(("g",))) == {x, both, listed, named}
+    assert varying_nodes(graph, set(), Along(("g",))) == set()
 
 
 @pytest.mark.parametrize(
@@ -36,14 +36,14 @@ def test_reductions_over_the_axis_make_equal(graph, target, args):
     reduced = graph.call_function(target, (x, *args))
     waited = graph.call_function(c10d.wait_tensor.default, (reduced,))
     again = graph.call_function(aten.add.Tensor, (waited, x))
-    assert varying_nodes(graph, {x}, "g") == {x, again}
-    assert varying_nodes(graph, {x}, "another group") == {x, reduced, waited, again}
+    assert varying_nodes(graph, {x}, Along(("g",))) == {x, again}
+    assert varying_nodes(graph, {x}, Along(("another group",))) == {x, reduced, waited, again}
 
 
 def test_other_collectives_do_not(graph):
     x = graph.placeholder("x")
     scattered = graph.call_function(c10d.reduce_scatter_tensor.default, (x, "sum", 4, "g"))
-    assert varying_nodes(graph, {x}, "g") == {x, scattered}
+    assert varying_nodes(graph, {x}, Along(("g",))) == {x, scattered}
 
 
 def test_random_numbers_vary(graph):
@@ -51,4 +51,4 @@ def test_random_numbers_vary(graph):
     made = graph.call_function(aten.zeros.default, ([2],))
     added = graph.call_function(aten.add.Tensor, (drawn, made))
     assert [is_random(node) for node in (drawn, made, added)] == [True, False, False]
-    assert varying_nodes(graph, set(), "g") == {drawn, added}
+    assert varying_nodes(graph, set(), Along(("g",))) == {drawn, added}

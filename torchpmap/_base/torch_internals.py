@@ -182,6 +182,19 @@ def tracing_mode() -> Any:
     return _mode_of(_modes.PROXY)
 
 
+def fake_mode() -> Any:
+    """The ``FakeTensorMode`` that is active, or None."""
+    return _mode_of(_modes.FAKE)
+
+
+def trace_inside(fun: Callable[..., Any]) -> Callable[..., torch.fx.GraphModule]:
+    """In a trace: a function of fake tensors that traces ``fun`` into a graph of its own."""
+    from torch._higher_order_ops.utils import reenter_make_fx
+
+    found: Callable[..., torch.fx.GraphModule] = reenter_make_fx(fun)
+    return found
+
+
 def is_traced() -> bool:
     """Whether the caller's operations become nodes of a graph, or run on fake tensors."""
     return any(_mode_of(kind) for kind in (_modes.PROXY, _modes.FAKE))

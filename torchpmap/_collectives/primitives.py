@@ -37,7 +37,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchpmap._base.torch_internals import set_forward_grad
+from torchpmap._base.torch_internals import depth, set_forward_grad
 from torchpmap._collectives import backend as raw
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Partition
@@ -439,6 +439,7 @@ def _along_axis(
 
     ``replicates``: ``along`` gives one result for all rows instead of rows.
     """
+    axis_stack.check_together(depth() + 1)  # rules run one level below the vmap
     rows = [
         x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
         for x, dim in zip(xs, dims, strict=True)

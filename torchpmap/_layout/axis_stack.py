@@ -78,6 +78,10 @@ _bound: ContextVar[tuple[Parts, ...]] = ContextVar("torchpmap_axes", default=())
 _count: ContextVar[int] = ContextVar("torchpmap_count", default=0)
 _purpose: ContextVar[Callable[[], str] | None] = ContextVar("torchpmap_purpose", default=None)
 
+_parted: ContextVar[tuple[frozenset[int], str]] = ContextVar(
+    "torchpmap_parted", default=(frozenset(), "")
+)
+
 # Per process: autograd may run a backward pass, and so its collectives, on threads of its own.
 _recorder: list[CollectiveSignature] | None = None
 _before: Callable[[CollectiveSignature], None] | None = None
@@ -89,6 +93,16 @@ def bind(*parts: Axis) -> Iterator[Parts]:
     token = _bound.set((*_bound.get(), parts))
     try:
         yield parts
+    finally:
+        _bound.reset(token)
+
+
+@contextmanager
+def bound_again(axes: tuple[Parts, ...]) -> Iterator[None]:
+    """Bind in the block exactly the axes that ``bound`` returned earlier."""
+    token = _bound.set(axes)
+    try:
+        yield
     finally:
         _bound.reset(token)
 
@@ -175,6 +189,35 @@ def _axis_of(line: MeshLine, name: Hashable) -> Axis:
         index = index * line.sizes[dim] + (place % line.sizes[dim] if dim else place)
     assert isinstance(index, torch.Tensor)
     return Axis(name, size, index, ordered(partition), subgroup, line)
+
+
+@contextmanager
+def parting(levels: frozenset[int], name: str) -> Iterator[None]:
+    """Say that rows of the vmaps of these levels take different ways in the block, in a loop or
+    branch called ``name``: there a collective over such rows has no meaning.
+    """
+    token = _parted.set((_parted.get()[0] | levels, name))
+    try:
+        yield
+    finally:
+        _parted.reset(token)
+
+
+def check_together(level: int) -> None:
+    """Raise if the rows of the vmap of this level do not all get here."""
+    levels, name = _parted.get()
+    if level in levels:
+        names = [parts[0].name for parts in _bound.get() if parts[-1].group is None]
+        raise ValueError(parted(name, " or ".join(map(repr, names))))
+
+
+def parted(name: str, axis: str) -> str:
+    return (
+        f"{name}: the predicate may differ along axis {axis}, but the loop or branch that it "
+        "decides on contains a collective over that axis: some devices would wait for others that "
+        "never come. Make the predicate the same on all of them (reduce it with psum, pmax or pmin "
+        "over the axis), or take the collective out."
+    )
 
 
 def record(signature: CollectiveSignature) -> None:

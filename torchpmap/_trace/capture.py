@@ -30,6 +30,7 @@ from torchpmap._base.torch_internals import (
     outside_modes,
     outside_transforms,
     subclass_function_off,
+    tracing_mode,
 )
 from torchpmap._base.torch_versions import function_entry
 from torchpmap._collectives.backend import NAMESPACES
@@ -63,6 +64,8 @@ class Capture(TorchDispatchMode):
         self.nodes: list[torch.fx.Node] = []
         self.pinned: list[Any] = []
         """Tensors whose value was read, and a ``ReadProperty`` for each other property."""
+        self._tracer: Any = None
+        """That of the graph; bodies of loops inside it have tracers of their own."""
         self._asked: set[Any] = set()
         self._plain: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """(the tensor without its class, the tensor), by the id of either."""
@@ -74,6 +77,13 @@ class Capture(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True  # torch.cond and friends run Dynamo on their branches
+
+    def __enter__(self) -> Self:
+        if self._tracer is None:
+            mode = tracing_mode()
+            assert mode is not None
+            self._tracer = mode.tracer
+        return super().__enter__()
 
     def substitute(self, value: Any) -> Any:
         """The stand-in of a real tensor; anything else is left alone."""
@@ -136,13 +146,11 @@ class Capture(TorchDispatchMode):
 
     def _stand_in(self, real: torch.Tensor) -> torch.Tensor:
         self._refuse(real)
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
+        from torch.fx.experimental.proxy_tensor import track_tensor_tree
 
-        mode = get_proxy_mode()
-        assert mode is not None
         stand_in = self._make_fake(real.shape, real.dtype, self._device)
-        proxy = mode.tracer.create_proxy("placeholder", f"captured_{len(self.nodes)}", (), {})
-        track_tensor_tree(stand_in, proxy, constant=None, tracer=mode.tracer)
+        proxy = self._tracer.create_proxy("placeholder", f"captured_{len(self.nodes)}", (), {})
+        track_tensor_tree(stand_in, proxy, constant=None, tracer=self._tracer)
         proxy.node.meta["val"] = stand_in
         self.nodes.append(proxy.node)
         self.captured.append(real)  # also keeps id(real) from being reused

@@ -54,14 +54,16 @@ def split(
     assert not late.intersection(output.args[0][:num_outputs])
     wanted = [source for node in nodes if node in late for source in node.all_input_nodes]
     gradients = [node for node in output.args[0][num_outputs:] if isinstance(node, Node)]
-    crossing = [node for node in dict.fromkeys([*wanted, *gradients]) if node not in late]
+    attributes = {node for node in nodes if node.op == "get_attr"}  # constants, bodies of loops
+    here = late | attributes
+    crossing = [node for node in dict.fromkeys([*wanted, *gradients]) if node not in here]
     crossings = _cross(joint.graph, crossing, late)
     again, residuals = crossings.again, crossings.stored
     nodes = [node for node in joint.graph.nodes if node.op != "output"]
     outputs, gradients = output.args[0][:num_outputs], output.args[0][num_outputs:]
     forward = _graph([node for node in nodes if node not in late], [], [*outputs, *residuals])
     backward_graph = _graph(
-        [node for node in nodes if node in late | again and node not in cotangents],
+        [node for node in nodes if node in here | again and node not in cotangents],
         [*residuals, *cotangents],
         [crossings.restored.get(node, node) for node in gradients],
     )

@@ -11,17 +11,20 @@ index along this axis only.
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.fx import Graph, Node
 
 from torchpmap._base.torch_internals import OpOverload
 from torchpmap._collectives import pbroadcast
-from torchpmap._collectives.backend import c10d
-from torchpmap._layout.axis_stack import Axis, Partition, bind, joined, peers
+from torchpmap._collectives.backend import NAMESPACES, c10d
+from torchpmap._layout.axis_stack import Axis, Partition, bind, joined, parted, peers
+from torchpmap._trace.inner import COND, SCAN, WHILE, inner_graphs, kind_of_node, results_of
 
 _EQUALISING = (c10d.all_reduce.default, c10d.all_gather_into_tensor.default)
 _DISTRIBUTING = (
@@ -66,48 +69,66 @@ class Demand(NamedTuple):
     """Whether it is returned, and not only looked at."""
 
 
+class Along(NamedTuple):
+    """An axis, as the process groups of a graph lie on it."""
+
+    whole: tuple[str, ...]
+    """Groups that hold whole lines of the axis."""
+    distributing: tuple[str, ...] = ()
+    """Groups that hold several devices of a line."""
+
+
 def varying_nodes(
-    graph: torch.fx.Graph,
-    varying_inputs: Collection[torch.fx.Node],
-    *groups: str,
-    distributing: Collection[str] = (),
-    known: Mapping[torch.fx.Node, bool] | None = None,
-) -> set[torch.fx.Node]:
+    graph: Graph,
+    varying_inputs: Collection[Node],
+    along: Along,
+    known: Mapping[Node, bool] | None = None,
+) -> set[Node]:
     """The nodes whose value may differ along an axis; the graph may still be under construction.
+
+    Of a node with several results, those that take one out of it are told apart.
 
     Args:
         graph: of one device.
         varying_inputs: placeholders that differ.
-        groups: process groups that hold whole lines of the axis.
-        distributing: process groups that hold several devices of a line.
+        along: the axis.
         known: nodes of which it is known whether they differ.
     """
     varying = set(varying_inputs)
     known = known or {}
-    bases: dict[torch.fx.Node, torch.fx.Node] = {}
-    written: set[torch.fx.Node] = set()  # bases of what varying values were written into
+    bases: dict[Node, Node] = {}
+    written: set[Node] = set()  # bases of what varying values were written into
+    parts: dict[Node, Sequence[bool]] = {}
     for node in graph.nodes:
         base = bases[node] = _base(node, bases)
         if node in known:
             if known[node]:
                 varying.add(node)
             continue
-        if node.target in _EQUALISING and node.args[-1] in groups:
+        if node.target in _EQUALISING and node.args[-1] in along.whole:
             continue
         if node.target in _CONSTANT:
             continue
-        if (
-            is_random(node)
-            or base in written
-            or (node.target in _DISTRIBUTING and node.args[-1] in distributing)
-            or any(source in varying or bases[source] in written for source in node.all_input_nodes)
-        ):
+        flags = varying_results(node, varying, along)
+        if flags is not None:
+            parts[node] = flags
+            differs = any(flags)
+        elif node.target is operator.getitem and node.args[0] in parts:
+            differs = parts[node.args[0]][node.args[1]]
+        else:
+            differs = (
+                is_random(node)
+                or base in written
+                or (node.target in _DISTRIBUTING and node.args[-1] in along.distributing)
+                or any(x in varying or bases[x] in written for x in node.all_input_nodes)
+            )
+        if differs:
             varying.add(node)
             written.update(bases[target] for target in _written_by(node))
     return varying | {node for node, base in bases.items() if base in written}
 
 
-def _base(node: torch.fx.Node, bases: Mapping[torch.fx.Node, torch.fx.Node]) -> torch.fx.Node:
+def _base(node: Node, bases: Mapping[Node, Node]) -> Node:
     """The node whose memory a node's value is in; its own unless it is a view."""
     if node.target is operator.getitem:
         return bases[node.all_input_nodes[0]]
@@ -115,15 +136,15 @@ def _base(node: torch.fx.Node, bases: Mapping[torch.fx.Node, torch.fx.Node]) -> 
     return bases[shared[0]] if shared else node
 
 
-def _written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+def _written_by(node: Node) -> list[Node]:
     """The arguments that a node writes into."""
     return _arguments(node, lambda argument: argument.alias_info and argument.alias_info.is_write)
 
 
-def _arguments(node: torch.fx.Node, chosen: Callable[[Any], Any]) -> list[torch.fx.Node]:
+def _arguments(node: Node, chosen: Callable[[Any], Any]) -> list[Node]:
     if not isinstance(node.target, OpOverload):
         return []
-    found: list[torch.fx.Node] = []
+    found: list[Node] = []
     for position, argument in enumerate(node.target._schema.arguments):
         if chosen(argument):
             given = node.kwargs.get(argument.name)
@@ -133,11 +154,9 @@ def _arguments(node: torch.fx.Node, chosen: Callable[[Any], Any]) -> list[torch.
     return found
 
 
-def index_values(
-    graph: torch.fx.Graph, index: torch.fx.Node, count: int
-) -> dict[torch.fx.Node, Sequence[int]]:
+def index_values(graph: Graph, index: Node, count: int) -> dict[Node, Sequence[int]]:
     """What is computed from the index of the device alone: per node, the value on every device."""
-    values: dict[torch.fx.Node, Any] = {index: np.arange(count)}
+    values: dict[Node, Any] = {index: np.arange(count)}
     for node in graph.nodes:
         rule = _ARITHMETIC.get(node.target)
         if rule and not node.kwargs and all(s in values for s in node.all_input_nodes):
@@ -145,8 +164,10 @@ def index_values(
     return {node: value.tolist() for node, value in values.items()}
 
 
-def is_random(node: torch.fx.Node) -> bool:
+def is_random(node: Node) -> bool:
     """Whether the node draws from a random generator."""
+    if any(is_random(other) for graph in inner_graphs(node) for other in graph.nodes):
+        return True
     target = node.target
     if not isinstance(target, OpOverload):
         return False
@@ -162,7 +183,7 @@ def is_random(node: torch.fx.Node) -> bool:
 def replicated(
     demands: Sequence[Demand],
     held: Sequence[Sequence[int]],
-    varying_closures: Collection[torch.fx.Node],
+    varying_closures: Collection[Node],
     groups: Mapping[str, Partition],
 ) -> list[torch.Tensor]:
     """In a trace, broadcast from the first device blocks that must be the same but may differ, or
@@ -181,23 +202,28 @@ def replicated(
     assert mode is not None
     tracer = mode.tracer
     index, *arguments = (node for node in tracer.graph.nodes if node.op == "placeholder")
-    found: dict[Partition, set[torch.fx.Node]] = {}
 
-    def varying(lines: Partition) -> set[torch.fx.Node]:
+    @functools.cache
+    def asked(lines: Partition) -> tuple[Along, dict[Node, bool]]:
         values = index_values(tracer.graph, index, sum(map(len, lines)))
         values |= dict(zip(arguments, held, strict=False))  # closures follow
-        known = {node: _differ(value, lines) for node, value in values.items()}
-        whole = [name for name, parts in groups.items() if _is_within(lines, parts)]
-        distributing = [name for name, parts in groups.items() if _meet(lines, parts)]
-        return varying_nodes(
-            tracer.graph, varying_closures, *whole, distributing=distributing, known=known
+        along = Along(
+            tuple(name for name, parts in groups.items() if _is_within(lines, parts)),
+            tuple(name for name, parts in groups.items() if _meet(lines, parts)),
         )
+        return along, {node: _differ(value, lines) for node, value in values.items()}
 
-    def varies(node: torch.fx.Node, axis: Axis) -> bool:
-        lines = peers(axis)
-        if lines not in found:
-            found[lines] = varying(lines)
-        return node in found[lines]
+    @functools.cache
+    def varying(lines: Partition) -> set[Node]:
+        return varying_nodes(tracer.graph, varying_closures, *asked(lines))
+
+    for group in dict.fromkeys(_groups_inside(tracer.graph)):
+        if group in groups:
+            lines = groups[group]
+            _refuse_deadlocks(tracer.graph, group, varying(lines), asked(lines)[0])
+
+    def varies(node: Node, axis: Axis) -> bool:
+        return node in varying(peers(axis))
 
     def settle(demand: Demand) -> torch.Tensor:
         block = demand.block
@@ -229,3 +255,124 @@ def _meet(lines: Partition, parts: Partition) -> bool:
 def _is_within(lines: Partition, parts: Partition) -> bool:
     """Whether every line is in one of the parts."""
     return all(any(set(line) <= set(part) for part in parts) for line in lines)
+
+
+# -- loops and branches ----------------------------------------------------------------------------
+
+# A value inside a loop may differ between devices if the value that it starts from may, or what the
+# step before made of it: so loops are looked at until nothing changes.
+
+
+def varying_results(node: Node, varying: Collection[Node], along: Along) -> Sequence[bool] | None:
+    """Which results of a loop or branch may differ between devices; None for any other node."""
+    kind = kind_of_node(node)
+    graphs = inner_graphs(node) if kind else []
+    if not graphs:
+        return None
+    if kind == COND:
+        if node.args[0] in varying:
+            return [True] * len(results_of(graphs[0]))
+        found = [_through(graph, _flags(node.args[3], varying), along) for graph in graphs]
+        return [a or b for a, b in zip(*found, strict=True)]
+    return _settled(node, varying, along)[1]
+
+
+def _entered(
+    node: Node, varying: Collection[Node], along: Along
+) -> Iterator[tuple[Graph, list[Node], bool]]:
+    """Of each graph inside: the inputs that may differ, and whether some devices may enter it while
+    others do not.
+    """
+    kind = kind_of_node(node)
+    graphs = inner_graphs(node) if kind else []
+    if not graphs:
+        return
+    if kind == COND:
+        for graph in graphs:
+            yield graph, _marked(graph, _flags(node.args[3], varying)), node.args[0] in varying
+        return
+    inputs = _inputs(node, _settled(node, varying, along)[0], varying)
+    differs = kind == WHILE and _through(graphs[0], inputs, along)[0]
+    for graph in graphs:
+        yield graph, _marked(graph, inputs), differs
+
+
+def _settled(node: Node, varying: Collection[Node], along: Along) -> tuple[list[bool], list[bool]]:
+    """(which carries may differ in some step, which results may)"""
+    kind, graphs = kind_of_node(node), inner_graphs(node)
+    first: Any = node.args[1] if kind == SCAN else node.args[2]
+    carry = _flags(first, varying)
+    while True:
+        inputs = _inputs(node, carry, varying)
+        results = _through(graphs[-1], inputs, along)
+        grown = [a or b for a, b in zip(carry, results[: len(carry)], strict=True)]
+        if kind == WHILE and _through(graphs[0], inputs, along)[0]:
+            grown = [True] * len(carry)  # devices stop after different numbers of steps
+        if grown == carry:
+            return carry, [*carry, *results[len(carry) :]]
+        carry = grown
+
+
+def _inputs(node: Node, carry: list[bool], varying: Collection[Node]) -> list[bool]:
+    rest: Any = node.args[2:] if kind_of_node(node) == SCAN else node.args[3:]
+    return [*carry, *(flag for each in rest for flag in _flags(each, varying))]
+
+
+def _flags(nodes: Any, varying: Collection[Node]) -> list[bool]:
+    return [node in varying for node in nodes]
+
+
+def _marked(graph: Graph, flags: Sequence[bool]) -> list[Node]:
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    return [node for node, flag in zip(places, flags, strict=True) if flag]
+
+
+def _through(graph: Graph, flags: Sequence[bool], along: Along) -> list[bool]:
+    varying = varying_nodes(graph, _marked(graph, flags), along)
+    return [result in varying for result in results_of(graph)]
+
+
+def _refuse_deadlocks(graph: Graph, group: str, varying: Collection[Node], along: Along) -> None:
+    """Raise if devices of a group may take different ways in a branch, or run different numbers of
+    steps of a loop, that contains a collective of theirs.
+    """
+    for node in _parting(graph, varying, along):
+        if group in _communicating(node):
+            axes = [name for name, other in node.meta.get("axes", ()) if other == group]
+            axes += [name for name, _ in node.meta.get("axes", ())]
+            line = node.meta.get("line", "")
+            told = parted(str(node.target), repr(axes[0] if axes else group))
+            raise ValueError(f"at {line}: {told}")
+
+
+def _groups_inside(graph: Graph) -> Iterator[str]:
+    for node in graph.nodes:
+        yield from _communicating(node)
+
+
+def _communicating(node: Node) -> set[str]:
+    """The groups of the collectives inside a loop or branch."""
+    found: set[str] = set()
+    for graph in inner_graphs(node):
+        for other in graph.nodes:
+            if getattr(other.target, "namespace", "") in NAMESPACES:
+                found |= set(_texts([*other.args, *other.kwargs.values()]))
+            found |= _communicating(other)
+    return found
+
+
+def _texts(values: Sequence[Any]) -> Iterator[str]:
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _texts(value)
+
+
+def _parting(graph: Graph, varying: Collection[Node], along: Along) -> Iterator[Node]:
+    """The loops and branches that devices may go through in different ways, at any depth."""
+    for node in graph.nodes:
+        for inner, inputs, differs in _entered(node, varying, along):
+            if differs:
+                yield node
+            yield from _parting(inner, varying_nodes(inner, inputs, along), along)

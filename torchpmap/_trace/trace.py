@@ -279,8 +279,9 @@ def _input_kinds(graph: torch.fx.GraphModule) -> tuple[tuple[tuple[int, ...], to
 
 
 def _finish_graph(graph: torch.fx.GraphModule) -> None:
-    for node in graph.graph.nodes:
-        node.meta.clear()  # fake tensors do not travel
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.clear()  # fake tensors do not travel
     graph.graph.lint()
     graph.recompile()
 

@@ -9,6 +9,8 @@ transforms a function of the new kind, with the same rules, replaces it.
 one of the inner (https://github.com/pytorch/pytorch/pull/195323).  Here both branches are computed,
 and each row selects its own, as in JAX.
 
+*Indexing with a traced number*: see ``_trace/indexing``.
+
 *Recurrent layers under* ``vmap``: torch has no batching rules for them.  They are decomposed, as
 torch does it elsewhere.
 
@@ -38,6 +40,7 @@ from torchpmap._base.torch_internals import (
     transforms,
     without_onednn,
 )
+from torchpmap._trace.indexing import indexed, is_indexing
 from torchpmap._trace.remat import install as install_checkpoints
 
 
@@ -52,6 +55,9 @@ class TransformRules(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
+        if is_indexing(func, args):
+            with self:
+                return indexed(func, args)
         if not has_transforms():
             return func(*args, **kwargs)
         if func is torch.ops.higher_order.cond:

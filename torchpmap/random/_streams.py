@@ -134,7 +134,13 @@ class Streams(TorchFunctionMode):
                 raise RuntimeError(_ERROR_MODE)
             if randomness == "different":
                 yield row
-        yield from _vmapped_rows([self._row, *(row for row, _ in self.inside)])
+        yield from self.vmapped_rows()
+
+    def vmapped_rows(self) -> Iterator[torch.Tensor]:
+        """The index along every vmap inside the mapped function whose rows draw different
+        numbers.
+        """
+        return _vmapped_rows([self._row, *(row for row, _ in self.inside)])
 
 
 def batched_key(key: torch.Tensor, info: Any) -> tuple[torch.Tensor, bool]:
@@ -151,7 +157,8 @@ def _vmapped_rows(rows: list[torch.Tensor | None]) -> Iterator[torch.Tensor]:
     """The index along every vmap inside the mapped function whose rows draw different numbers;
     ``rows``: indices along mapped axes, whose own vmaps do not count.
     """
-    own = {level_of(x) for row in rows if row is not None for x in layers(row)}
+    # the body of a loop may see another tensor in the place of an index, which ``view`` finds
+    own = {level_of(x) for row in rows if row is not None for x in layers(row.view(row.shape))}
     device = None if rows[0] is None else rows[0].device
     for transform in transforms():
         if not is_vmap(transform) or transform.level() in own:
@@ -362,9 +369,27 @@ def streams(
 @contextmanager
 def within(row: torch.Tensor, randomness: str) -> Iterator[None]:
     """In the block, numbers depend on the index along one more mapped axis too."""
-    (active,) = (m for m in function_modes() if isinstance(m, Streams))
+    active = active_streams()
+    assert active is not None
     active.inside.append((row, randomness))
     try:
         yield
     finally:
         active.inside.pop()
+
+
+@contextmanager
+def repeated(active: Streams, draws: int, step: torch.Tensor | None) -> Iterator[None]:
+    """In the block, the numbers that come after the first ``draws`` draws, and depend on ``step``
+    of a loop too.
+    """
+    before, active.draws = active.draws, draws
+    if step is not None:
+        active.inside.append((step, "different"))
+    try:
+        with active:  # again: modes that were entered since then must see the keys
+            yield
+    finally:
+        active.draws = max(before, active.draws)
+        if step is not None:
+            active.inside.pop()

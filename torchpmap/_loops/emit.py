@@ -1,0 +1,350 @@
+"""Loops and branches as nodes of a graph: torch's ``scan``, ``while_loop`` and ``cond``.
+
+This is the level below all transforms, so torch's rules for derivatives and batching of these
+operations are not used (https://github.com/pytorch/pytorch/issues/172568 lists what is missing;
+issues 184528 and 175522 are wrong results).  The body becomes a graph of its own.  What it reads
+from the graph around it becomes an input of that graph::
+
+    w, x = ...                                  w, x = ...
+    scan(lambda c, x: c @ w + x, x0, xs)        scan(body, [x0], [xs], (w,))
+                                                body: (c, x, w) -> (c @ w + x, ...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from torchpmap._base.errors import lost_write
+from torchpmap._base.pytree import tree_map
+from torchpmap._base.sources import users_line
+from torchpmap._base.torch_internals import (
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    dispatch_modes,
+    fake_mode,
+    is_wrapped,
+    outside_modes,
+    outside_transforms,
+    trace_inside,
+    tracing_mode,
+    written_values,
+)
+from torchpmap._layout import axis_stack
+from torchpmap._trace.capture import Capture, is_real
+from torchpmap._trace.inner import GRAPHS
+
+_aten = torch.ops.aten
+Tensors = Sequence[torch.Tensor]
+Kind = tuple[Sequence[int], torch.dtype, torch.device]
+
+
+def kinds_of(tensors: Tensors) -> list[Kind]:
+    return [(x.shape, x.dtype, x.device) for x in tensors]
+
+
+def fake(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    mode = fake_mode()
+    with outside_modes():
+        return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
+
+
+# -- the body --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A graph for the inside of a loop."""
+
+    module: GraphModule
+    """Placeholders: those that it was traced for, then one for each of ``reads``."""
+    reads: tuple[torch.Tensor, ...]
+    """What it reads from the graph around it."""
+    results: tuple[Kind, ...]
+
+
+class _Reads(TorchDispatchMode):
+    """Gives each tensor from outside that meets an operation of a body an input of its graph."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tracer: Any) -> None:
+        super().__init__()
+        self._tracer = tracer
+        self.nodes: list[Node] = []
+        self.tensors: list[torch.Tensor] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        mode = tracing_mode()
+        if mode is None or mode.tracer is not self._tracer:  # the body of a loop inside this one
+            return func(*args, **kwargs)
+        if func not in (_aten.lift_fresh.default, _aten.lift_fresh_copy.default):
+            args, kwargs = tree_map(self.value, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def value(self, tensor: Any) -> Any:
+        from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor_tree
+
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        if is_real(tensor):
+            tensor = _captured(tensor)
+        if is_real(tensor) or get_proxy_slot(tensor, self._tracer, None) is not None:
+            return tensor
+        if is_wrapped(tensor):
+            raise RuntimeError(
+                f"at {users_line()}: the body of a loop or branch uses other tensors from outside "
+                "than when it ran for the first time. It must do the same each time that it is "
+                "traced."
+            )
+        proxy = self._tracer.create_proxy("placeholder", f"read_{len(self.nodes)}", (), {})
+        with outside_transforms():  # transforms in the body would trace what this does
+            track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
+        proxy.node.meta["val"] = tensor
+        self.nodes.append(proxy.node)
+        self.tensors.append(tensor)
+        return tensor
+
+
+def _captured(tensor: torch.Tensor) -> torch.Tensor:
+    capture = next((m for m in reversed(dispatch_modes()) if isinstance(m, Capture)), None)
+    found: torch.Tensor = tensor if capture is None else capture.substitute(tensor)
+    return found
+
+
+def inner(body: Callable[..., Tensors], kinds: Sequence[Kind]) -> Inner:
+    """Trace ``body`` on tensors of these kinds into a graph of its own."""
+    found: list[_Reads] = []
+
+    def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        mode = tracing_mode()
+        assert mode is not None
+        found.append(_Reads(mode.tracer))
+        with found[-1] as reads:
+            results = [reads.value(x) for x in body(*tensors)]
+        used = {t.untyped_storage()._cdata for t in (*tensors, *reads.tensors)}
+        fresh = []
+        for x in results:
+            x = x.detach().contiguous()
+            # torch lets no result share memory with an input or another result
+            if x.untyped_storage()._cdata in used:
+                x = x.clone()
+            used.add(x.untyped_storage()._cdata)
+            fresh.append(x)
+        return tuple(fresh)
+
+    with _untracked():
+        examples = [fake(*kind) for kind in kinds]
+        module = trace_inside(flat)(*examples)
+    (reads,) = found
+    return _finished(module, reads, len(examples))
+
+
+@contextlib.contextmanager
+def _untracked() -> Iterator[None]:
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    with disable_proxy_modes_tracing():
+        yield
+
+
+def _finished(module: GraphModule, reads: _Reads, num_examples: int) -> Inner:
+    graph = module.graph
+    _refuse_writes(module, reads)
+    places = [node for node in graph.nodes if node.op == "placeholder"][:num_examples]
+    last = places[-1] if places else None
+    for node in reversed(reads.nodes):
+        if last is not None:
+            last.append(node)
+        else:
+            next(iter(graph.nodes)).prepend(node)
+    _copy_written(module, places, reads.nodes)
+    graph.eliminate_dead_code(is_impure_node=_has_effect)
+    kept = [(n, t) for n, t in zip(reads.nodes, reads.tensors, strict=True) if n.users]
+    for node in reads.nodes:
+        if not node.users:
+            graph.erase_node(node)
+    tensors = [tensor for _, tensor in kept]
+    tensors += _constants(module, [*places, *(node for node, _ in kept)])
+    graph.lint()
+    module.recompile()
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    values = [node.meta["val"] for node in output.args[0]]
+    return Inner(module, tuple(tensors), tuple(kinds_of(values)))
+
+
+def _has_effect(node: Node) -> bool:
+    # torch says so of waiting for a collective too
+    if getattr(node.target, "namespace", None) == "_c10d_functional":
+        return False
+    return node.op in ("placeholder", "output") or node.is_impure()
+
+
+def _storage(node: Node) -> int:
+    found: int = node.meta["val"].untyped_storage()._cdata
+    return found
+
+
+def _written(module: GraphModule) -> dict[int, Node]:
+    """Storage -> an operation that writes to it."""
+    found: dict[int, Node] = {}
+    for node in module.graph.nodes:
+        if isinstance(node.target, OpOverload):
+            for target in written_values(node.target, node.args, node.kwargs):
+                if isinstance(target, Node):
+                    found.setdefault(_storage(target), node)
+    return found
+
+
+def _refuse_writes(module: GraphModule, reads: _Reads) -> None:
+    written = _written(module)
+    for tensor in reads.tensors:
+        writer = written.get(tensor.untyped_storage()._cdata)
+        if writer is not None:
+            raise RuntimeError(
+                lost_write(tensor, f" ({writer.target}, in the body of a loop or branch)")
+            )
+
+
+def _copy_written(module: GraphModule, places: Sequence[Node], reads: Sequence[Node]) -> None:
+    """Let writes to a carry or to a row go to a copy."""
+    written, last = _written(module), [*places, *reads][-1:]
+    for node in places:
+        if _storage(node) in written:
+            with module.graph.inserting_after(last[0]):
+                copy = module.graph.call_function(_aten.clone.default, (node,))
+            copy.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(copy)
+            copy.replace_input_with(copy, node)
+
+
+def _constants(module: GraphModule, places: Sequence[Node]) -> list[torch.Tensor]:
+    """Make the constants of a body inputs too: compilers keep constants in the outermost graph."""
+    found: list[torch.Tensor] = []
+    names: dict[str, Node] = {}
+    last = places[-1] if places else None
+    for node in list(module.graph.find_nodes(op="get_attr")):
+        value = getattr(module, node.target)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if node.target not in names:
+            fresh = _aten.lift_fresh_copy.default(value)
+            with (
+                module.graph.inserting_after(last)
+                if last is not None
+                else module.graph.inserting_before(next(iter(module.graph.nodes)))
+            ):
+                last = module.graph.placeholder(f"constant_{len(found)}")
+            last.meta["val"] = fresh
+            names[node.target] = last
+            found.append(fresh)
+        node.replace_all_uses_with(names[node.target])
+        module.graph.erase_node(node)
+    for name in names:
+        delattr(module, name)
+    return found
+
+
+def shared(inner: Sequence[Inner], num_own: int = 0) -> list[torch.Tensor]:
+    """Give graphs the same inputs, behind ``num_own`` of their own: what any of them reads."""
+    reads: dict[int, torch.Tensor] = {id(x): x for each in inner for x in each.reads}
+    for each in inner:
+        graph = each.module.graph
+        places = [node for node in graph.nodes if node.op == "placeholder"]
+        mine = {id(x): node for x, node in zip(each.reads, places[num_own:], strict=True)}
+        before = next(node for node in graph.nodes if node not in set(places))
+        with graph.inserting_before(before):
+            for k, (key, x) in enumerate(reads.items()):
+                node = graph.placeholder(f"operand_{k}")
+                node.meta["val"] = x
+                if key in mine:
+                    mine[key].replace_all_uses_with(node)
+        for node in mine.values():
+            graph.erase_node(node)
+        graph.lint()
+        each.module.recompile()
+    return list(reads.values())
+
+
+def with_one_result(inner: Inner) -> Inner:
+    """Let a graph return its only result, in no tuple."""
+    (output,) = (node for node in inner.module.graph.nodes if node.op == "output")
+    output.args = (output.args[0][0],)
+    inner.module.recompile()
+    return inner
+
+
+@contextlib.contextmanager
+def discarded() -> Iterator[None]:
+    """Remove from the graph what the block has put into it, besides inputs of the graph."""
+    mode = tracing_mode()
+    assert mode is not None
+    graph = mode.tracer.graph
+    before = set(graph.nodes)
+    yield
+    for node in reversed(list(graph.nodes)):
+        if node not in before and node.op != "placeholder" and not node.users:
+            graph.erase_node(node)
+
+
+# -- the node --------------------------------------------------------------------------------------
+
+
+def operands(tensors: Tensors) -> list[torch.Tensor]:
+    """Tensors as the graph that is being traced knows them, dense and contiguous."""
+    reads = next((m for m in reversed(dispatch_modes()) if isinstance(m, _Reads)), None)
+    found = []
+    for tensor in tensors:
+        known = _captured(tensor) if reads is None else reads.value(tensor)
+        found.append(known.detach().contiguous())
+    return found
+
+
+def call(target: Any, *args: Any, results: Sequence[Kind]) -> list[torch.Tensor]:
+    """Add ``target(*args)``, which returns ``results``, to the graph that is being traced.
+
+    Args:
+        target: the operation.
+        args: graphs, and tuples and lists of ``operands``.
+        results: kinds of the results.
+    """
+    from torch.fx.experimental.proxy_tensor import track_tensor_tree
+
+    mode = tracing_mode()
+    assert mode is not None
+    tracer = mode.tracer
+    for k, module in enumerate(args):
+        if isinstance(module, GraphModule):
+            tracer.root.register_module(_free_name(tracer.root, f"{target._name}_body{k}"), module)
+    proxies = tree_map(tracer.unwrap_proxy, args)
+    proxy = tracer.create_proxy("call_function", target, proxies, {}, name=target._name)
+    proxy.node.meta[GRAPHS] = [each for each in args if isinstance(each, GraphModule)]
+    proxy.node.meta["axes"] = [
+        (part.name, part.group)
+        for parts in axis_stack.bound()
+        for part in parts
+        if part.group is not None
+    ]
+    proxy.node.meta["line"] = users_line()
+    values = tuple(fake(*kind) for kind in results)
+    track_tensor_tree(values, proxy, constant=None, tracer=tracer)
+    proxy.node.meta["val"] = values
+    return list(values)
+
+
+def _free_name(root: Any, name: str) -> str:
+    number = 0
+    while hasattr(root, f"{name}_{number}"):
+        number += 1
+    return f"{name}_{number}"

@@ -1,0 +1,209 @@
+"""A traced loop or branch as one function that all of torch's transforms know.
+
+``_Traced`` is the only ``autograd.Function`` here.  Each of its rules makes another loop, which is
+transformed again by the transforms around it, so every order and nesting of them works.  Where
+none is left, ``run`` puts the loop into the graph (``_loops/emit``).
+
+    run                the graph node                (below all transforms)
+    pulled             the loop of the transpose     (backward)
+    pushed             the loop over pairs           (jvp)
+    batched            the loop of batches           (vmap)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from torchpmap._base.torch_internals import (
+    is_batched,
+    is_grad,
+    set_forward_grad,
+    transforms,
+)
+
+Tensors = Sequence[torch.Tensor]
+Maybe = Sequence[torch.Tensor | None]
+
+
+class Construct(ABC):
+    """A loop, or a branch, as a function of tensors."""
+
+    num_kept = 0
+    """How many of the last results are kept for the transpose."""
+
+    @abstractmethod
+    def run(self, tensors: Tensors) -> list[torch.Tensor]:
+        """Put it into the graph that is being traced."""
+
+    @abstractmethod
+    def keeping(self) -> Construct:
+        """The same, with ``num_kept`` results more."""
+
+    @abstractmethod
+    def pulled(
+        self, tensors: Tensors, kept: Tensors, cotangents: Maybe, wanted: Sequence[int]
+    ) -> list[torch.Tensor | None]:
+        """Cotangents of the tensors ``wanted``."""
+
+    @abstractmethod
+    def pushed(self, tensors: Tensors, tangents: Maybe) -> list[torch.Tensor | None]:
+        """Tangents of the results."""
+
+    @abstractmethod
+    def batched(
+        self, info: Any, dims: Sequence[int | None], tensors: Tensors
+    ) -> tuple[list[torch.Tensor], list[int | None]]:
+        """Results for a batch, and their batch dims."""
+
+
+def apply(construct: Construct, tensors: Tensors) -> list[torch.Tensor]:
+    """Run a loop so that transforms and ``backward()`` reach its tensors."""
+    around = transforms()
+    if around:
+        pulled = any(map(is_grad, around))
+    else:
+        pulled = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    kept = construct.keeping() if pulled else construct
+    results = list(_Traced.apply(kept, *tensors))
+    return results[: len(results) - (kept.num_kept - construct.num_kept)]
+
+
+class _Traced(torch.autograd.Function):
+    @staticmethod
+    def forward(construct: Construct, *tensors: torch.Tensor) -> Any:
+        return tuple(construct.run(tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        construct, *tensors = inputs
+        ctx.construct = construct
+        ctx.count = len(tensors)
+        ctx.inexact = [is_inexact(x) for x in tensors]
+        ctx.set_materialize_grads(False)
+        kept = output[len(output) - construct.num_kept :]
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.save_for_forward(*tensors)
+        ctx.mark_non_differentiable(*(x for x in output if not is_inexact(x)))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        tensors, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        wanted = [k for k, has in enumerate(ctx.inexact) if has and ctx.needs_input_grad[k + 1]]
+        results: list[Any] = [None] * (1 + ctx.count)
+        if wanted and any(x is not None for x in cotangents):
+            found = ctx.construct.pulled(tensors, kept, cotangents, wanted)
+            for k, gradient in zip(wanted, found, strict=True):
+                results[k + 1] = gradient
+        return tuple(results)
+
+    @staticmethod
+    def jvp(ctx: Any, _construct: None, *tangents: torch.Tensor | None) -> Any:
+        # torch 2.13 turns forward mode off here: a jvp around this one would see constants
+        with set_forward_grad(True):
+            # without the tangents that are being pushed, which would be pushed again
+            tensors = [forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors[: ctx.count]]
+            return tuple(ctx.construct.pushed(tensors, tangents))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], construct: Construct, *tensors: Any) -> Any:
+        results, dims = construct.batched(info, in_dims[1:], tensors)
+        return tuple(results), tuple(dims)
+
+
+def is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def inexact(tensors: Tensors) -> list[int]:
+    return [k for k, x in enumerate(tensors) if is_inexact(x)]
+
+
+def zeros_or(given: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like) if given is None else given
+
+
+# -- transforms of bodies --------------------------------------------------------------------------
+
+Body = Callable[[Tensors], list[torch.Tensor]]
+"""A function of tensors that can run again, at any level of transforms."""
+
+
+def pull(
+    body: Body, tensors: Tensors, wanted: Sequence[int], given: Sequence[int], cotangents: Tensors
+) -> list[torch.Tensor]:
+    """Cotangents of the tensors ``wanted``, from those of the results ``given``."""
+    if not wanted:
+        return []
+    if not given:
+        return [torch.zeros_like(tensors[k]) for k in wanted]
+
+    def function(*xs: torch.Tensor) -> Any:
+        results = body(_replaced(tensors, wanted, xs))
+        return tuple(results[k] for k in given)
+
+    _, pull_back = torch.func.vjp(function, *(tensors[k] for k in wanted))[:2]
+    return list(pull_back(tuple(cotangents)))
+
+
+def push(
+    body: Body, tensors: Tensors, given: Sequence[int], tangents: Tensors
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(the results, the tangents of those that are inexact), from tangents of ``given``."""
+    if not given:
+        results = body(tensors)
+        return results, [torch.zeros_like(x) for x in results if is_inexact(x)]
+
+    def function(*xs: torch.Tensor) -> Any:
+        results = body(_replaced(tensors, given, xs))
+        return tuple(x for x in results if is_inexact(x)), tuple(results)
+
+    primals = tuple(tensors[k] for k in given)
+    pushed: Any = torch.func.jvp(function, primals, tuple(tangents), has_aux=True)
+    values, derivatives, results = pushed
+    # under vmap, torch (2.13) gives x + 0.5 of a number x a tangent of float64
+    typed = [t.to(x.dtype) for x, t in zip(values, derivatives, strict=True)]
+    return list(results), typed
+
+
+def batch(
+    body: Body, which: Sequence[bool], size: int, randomness: str
+) -> Callable[[Tensors], tuple[list[torch.Tensor], list[bool]]]:
+    """The body for a batch of the tensors ``which``, along dim 0: its results, and which of them
+    are batched.
+    """
+
+    def run(tensors: Tensors) -> tuple[list[torch.Tensor], list[bool]]:
+        found: list[torch.Tensor] = []
+        reached: list[bool] = []
+
+        def function(*xs: torch.Tensor) -> Any:
+            found[:] = body(xs)
+            reached[:] = [is_batched(x) for x in found]
+            # results that are not batched leave this vmap through ``found``
+            return tuple(x for x, has in zip(found, reached, strict=True) if has)
+
+        if not any(which):
+            return body(tensors), [False] * len(body(tensors))
+        dims = tuple(0 if has else None for has in which)
+        rows = iter(torch.func.vmap(function, dims, 0, randomness=randomness)(*tensors))
+        results = [next(rows) if has else x for x, has in zip(found, reached, strict=True)]
+        return results, reached
+
+    return run
+
+
+def expanded(tensor: torch.Tensor, is_batched: bool, size: int) -> torch.Tensor:
+    """The tensor with a batch dim in front."""
+    return tensor if is_batched else tensor.expand(size, *tensor.shape)
+
+
+def _replaced(tensors: Tensors, places: Sequence[int], values: Tensors) -> list[torch.Tensor]:
+    found = list(tensors)
+    for k, value in zip(places, values, strict=True):
+        found[k] = value
+    return found

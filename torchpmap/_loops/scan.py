@@ -1,0 +1,305 @@
+"""``scan`` and ``map``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from torchpmap._base.boundary import boundary
+from torchpmap._base.torch_internals import fake_mode, tracing_mode
+from torchpmap._loops.operator import apply
+from torchpmap._loops.scan_node import Scan
+from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
+from torchpmap._loops.trees import Parts, Tensors, Tree, carried, promoted, take_apart
+
+_Carry = TypeVar("_Carry")
+
+
+@boundary
+def scan(
+    f: Callable[[_Carry, Any], tuple[_Carry, Any]],
+    init: _Carry,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+) -> tuple[_Carry, Any]:
+    """Run ``f`` over the rows of ``xs``, each time on what it returned before; returns the last
+    carry and the stacked outputs.
+
+    scan: (f: (carry, x) -> (carry, y), carry, x[n, ...]) -> (carry, y[n, ...])
+
+    Like this loop, but in a mapped function the body is traced and compiled once, whatever the
+    number of steps::
+
+        ys = []
+        for x in xs:
+            carry, y = f(carry, x)
+            ys.append(y)
+        return carry, torch.stack(ys)
+
+    It can be differentiated in reverse and forward mode, and any number of times.  In a traced
+    function the gradient stores the carry of every step, and computes the rest of a step again.
+    Outside of a trace the loop runs in Python, and ``f`` is called for each step.
+
+    Args:
+        f: the body; ``f(carry, x)`` returns the next carry, whose structure, shapes and dtypes are
+            those of the first, and an output.
+        init: the first carry: tensors, numpy arrays, numbers and None in any pytree.  A Python
+            number takes the dtype that comes out of the body.
+        xs: a pytree of tensors with the same size of dim 0, or None.
+        length: the number of steps; needed if ``xs`` has no tensors.
+        reverse: whether to go from the last row to the first; outputs stand at the place of their
+            row.
+        unroll: True runs all steps in the graph, without a loop.  Numbers change nothing: how many
+            steps run at once is chosen by the size of the body.
+
+    Returns:
+        The pair (last carry, outputs with the steps along dim 0; None where ``f`` returns None).
+
+    Raises:
+        ValueError: rows of different numbers, or neither ``xs`` nor ``length``.
+        TypeError: the carry changes its structure, a shape or a dtype.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.scan(lambda total, x: (total + x, total * x), 1.0, torch.tensor([2.0, 3.0]))
+        (tensor(6.), tensor([2., 9.]))
+        >>> means = tp.pmap(lambda x: tp.scan(lambda c, _: (tp.pmean(c, "i") + x, c), x, length=3),
+        ...                 axis_name="i")
+        >>> means(torch.tensor([0.0, 4.0]))[0].tolist()
+        [6.0, 10.0]
+
+    Source: jax.lax.scan; checked in tests/loops.
+    """
+    name = "scan"
+    given, rows = take_apart(init, "carry"), take_apart(xs, "xs")
+    steps = _length(name, rows, length)
+    is_unrolled = unroll is True
+    if not is_unrolled and not isinstance(unroll, bool) and operator.index(unroll) < 1:
+        raise ValueError(f"{name}: unroll must be a positive number or a bool, but got {unroll}.")
+    body = Body(name, f, given.tree, rows.tree)
+    carry, ys = run_scan(body, given, rows.tensors, steps, reverse, is_unrolled=is_unrolled)
+    return given.tree.build(carry), body.results(ys)
+
+
+@boundary
+def map(f: Callable[[Any], Any], xs: Any, batch_size: int | None = None) -> Any:
+    """Apply ``f`` to each row of ``xs``, one after the other; returns the stacked results.
+
+    map: (f: x -> y, x[n, ...]) -> y[n, ...]
+
+    ``tp.vmap`` computes all rows at once; this needs the memory of one row, or of a batch.
+
+    Args:
+        f: a function of one row.
+        xs: a pytree of tensors with the same size of dim 0.
+        batch_size: how many rows to compute at once, with ``torch.func.vmap``; the last batch may
+            be smaller.
+
+    Returns:
+        The results, with the rows along dim 0.
+
+    Raises:
+        ValueError: rows of different numbers, or none at all.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.map(lambda x: x.sum(), torch.arange(6.0).reshape(3, 2))
+        tensor([1., 5., 9.])
+
+    Source: jax.lax.map; checked in tests/loops.
+    """
+    rows = take_apart(xs, "xs")
+    length = _length("map", rows, None)
+    if batch_size is not None:
+        batch_size = operator.index(batch_size)
+        if batch_size < 1:
+            raise ValueError(f"map: batch_size must be positive, but got {batch_size}.")
+        return _in_batches(f, rows, length, batch_size)
+    none = take_apart(None, "carry")
+    body = Body("map", lambda _, x: (None, f(x)), none.tree, rows.tree)
+    _, ys = run_scan(body, none, rows.tensors, length, reverse=False)
+    return body.results(ys)
+
+
+def _in_batches(f: Callable[[Any], Any], rows: Parts, length: int, size: int) -> Any:
+    size = min(size, max(length, 1))
+    whole = length // size * size
+    trees: list[Tree] = []
+
+    def one(*tensors: torch.Tensor) -> Any:
+        found = take_apart(f(rows.tree.build(tensors)), "output")
+        trees[:] = [found.tree]
+        return tuple(found.tensors)
+
+    def batch(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(torch.func.vmap(one, randomness="different")(*tensors))
+
+    batches = [x[:whole].reshape(whole // size, size, *x.shape[1:]) for x in rows.tensors]
+    results = map(lambda tensors: batch(tensors), batches)
+    results = [y.reshape(whole, *y.shape[2:]) for y in results]
+    if whole < length:
+        rest = batch([x[whole:] for x in rows.tensors])
+        results = [torch.cat(pair) for pair in zip(results, rest, strict=True)]
+    return trees[-1].build(results)
+
+
+def _length(name: str, rows: Parts, length: int | None) -> int:
+    paths = rows.tree.paths("xs")
+    for x, path in zip(rows.tensors, paths, strict=True):
+        if not x.dim():
+            raise ValueError(f"{name}: {path} has no leading dim to scan over; it is a number.")
+    sizes = [x.shape[0] for x in rows.tensors]
+    if length is not None:
+        length = operator.index(length)
+        if length < 0:
+            raise ValueError(f"{name}: length must not be negative, but got {length}.")
+        if any(size != length for size in sizes):
+            raise ValueError(
+                f"{name} got length={length}, but the leading dims of xs have the sizes "
+                f"{', '.join(f'{s} ({p})' for s, p in zip(sizes, paths, strict=True))}."
+            )
+        return length
+    if not sizes:
+        raise ValueError(
+            f"{name} got no values to scan over and no length: give xs, or the length."
+        )
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"{name} got values with different leading sizes: "
+            f"{', '.join(f'{s} ({p})' for s, p in zip(sizes, paths, strict=True))}."
+        )
+    return sizes[0]
+
+
+# -- the loop --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Body:
+    """The body of a scan, on lists of tensors."""
+
+    name: str
+    fun: Callable[[Any, Any], Any]
+    carry: Tree
+    row: Tree
+    _ys: Tree | None = None
+
+    def first(self, carry: Sequence[torch.Tensor], row: Sequence[torch.Tensor]) -> Any:
+        """What the function returns: (the next carry, the output), taken apart."""
+        returned = self.fun(self.carry.build(carry), self.row.build(row))
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            raise TypeError(
+                f"{self.name}: the body must return a pair (carry, output), but returned "
+                f"{type(returned).__name__}. An output may be None."
+            )
+        return take_apart(returned[0], "carry"), take_apart(returned[1], "output")
+
+    def __call__(
+        self, carry: Sequence[torch.Tensor], row: Sequence[torch.Tensor]
+    ) -> tuple[Tensors, Tensors]:
+        after, ys = self.first(carry, row)
+        if self._ys is None:
+            self._ys = ys.tree
+        elif self._ys != ys.tree:
+            raise TypeError(
+                f"{self.name}: the body must return outputs of the same structure in each step, "
+                f"but returned {self._ys.structure} and {ys.tree.structure}."
+            )
+        return carried(self.name, self.carry, carry, after), ys.tensors
+
+    def results(self, ys: Sequence[torch.Tensor]) -> Any:
+        assert self._ys is not None
+        return self._ys.build(ys)
+
+
+def is_staged() -> bool:
+    """Whether the caller's operations become nodes of a graph, and their values are not known."""
+    return tracing_mode() is not None and fake_mode() is not None
+
+
+def run_scan(
+    body: Body,
+    init: Parts,
+    xs: Sequence[torch.Tensor],
+    length: int,
+    reverse: bool,
+    *,
+    is_unrolled: bool = False,
+) -> tuple[Tensors, Tensors]:
+    """(the last carry, the stacked outputs)"""
+    if is_staged() and length > 1 and not is_unrolled:
+        return _staged(body, init, xs, length, reverse)
+    around = Surroundings()
+    numbers = range(length)
+    rows = list(zip(*(x.unbind(0) for x in xs), strict=True)) if xs else [()] * length
+    carry = [x.clone() for x in init.tensors]  # the body may write to it
+    ys: list[Tensors] = [[] for _ in numbers]
+    first = rows[0] if length else [x.new_zeros(x.shape[1:]) for x in xs]
+    if any(init.weak):
+        carry = _with_weak_carry(body, init, first, around)
+    if not length:
+        with around.restored(torch.tensor(0)):
+            _, empty = body(carry, first)
+        around.advance(0)
+        return carry, [y.new_zeros((0, *y.shape)) for y in empty]
+    for k in reversed(numbers) if reverse else numbers:
+        with around.step(k):
+            carry, ys[k] = body(carry, rows[k])
+    return carry, [torch.stack(y) for y in zip(*ys, strict=True)]
+
+
+def _with_weak_carry(
+    body: Body, init: Parts, row: Sequence[torch.Tensor], around: Surroundings
+) -> Tensors:
+    """The first carry, in the dtypes that come out of the body."""
+    tensors = list(init.tensors)
+    while any(init.weak):
+        with around.restored(torch.tensor(0)):
+            after, _ = body.first(tensors, row)
+        again = promoted(Parts(init.tree, tensors, init.weak), after)
+        if again is None:
+            break
+        tensors = again
+    return tensors
+
+
+def _staged(
+    body: Body, init: Parts, xs: Sequence[torch.Tensor], length: int, reverse: bool
+) -> tuple[Tensors, Tensors]:
+    around = Surroundings()
+    numbers = torch.arange(length, device=xs[0].device if xs else None)
+
+    def once() -> tuple[Tensors, Tensors, int]:
+        row = [x[0] for x in xs]
+        # views, because the body may also close over these tensors
+        start = Parts(init.tree, [x.view(x.shape) for x in init.tensors], init.weak)
+        carry = _with_weak_carry(body, start, row, around)
+        with around.restored(numbers[0]):
+            after, ys = body(carry, row)
+            return carry, [*after, *ys], around.draws()
+
+    (carry, _, draws), closures = find_closures(once)
+    around.advance(draws)
+    first = [
+        x if x.dtype == c.dtype else x.to(c.dtype) for x, c in zip(init.tensors, carry, strict=True)
+    ]
+    rows = around.rows() if draws else []
+
+    def step(constants: Any, carry: Any, given: Any) -> Any:
+        number, *row = given
+
+        def run() -> tuple[Tensors, Tensors]:
+            with around.restored(number):
+                return body(list(carry), row)
+
+        return with_closures(run, closures, constants[: len(closures)])
+
+    loop = Scan(step, len(closures) + len(rows), len(first), length, reverse)
+    results = apply(loop, [*closures, *rows, *first, numbers, *xs])
+    return results[: len(first)], results[len(first) :]

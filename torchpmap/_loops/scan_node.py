@@ -1,0 +1,255 @@
+"""A traced scan, and the scans that are its derivatives and its batched form.
+
+The tensors of a scan are the constants that its body reads, the first carry, and ``xs``.
+
+    transpose   scans in the other direction.  A step of it computes the body again, from the carry
+                that the forward scan has kept of this step, and pulls the cotangents back.  The
+                cotangents of the constants are summed up in its carry.
+    jvp         scans over pairs of carries and tangents.
+    vmap        scans with a body of batches.  Which carries are batched is found by trying: a
+                batch may enter a carry in any step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from torchpmap._loops import emit
+from torchpmap._loops.operator import (
+    Construct,
+    Maybe,
+    Tensors,
+    apply,
+    batch,
+    expanded,
+    inexact,
+    pull,
+    push,
+    zeros_or,
+)
+
+Step = Callable[[Tensors, Tensors, Tensors], tuple[list[torch.Tensor], list[torch.Tensor]]]
+"""(constants, carry, row of xs) -> (next carry, row of ys)"""
+
+
+@dataclass(frozen=True, eq=False)
+class Scan(Construct):
+    step: Step
+    num_constants: int
+    num_carry: int
+    length: int
+    reverse: bool
+    num_kept: int = 0
+
+    def split(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Constants, first carry, xs."""
+        a, b = self.num_constants, self.num_constants + self.num_carry
+        return list(tensors[:a]), list(tensors[a:b]), list(tensors[b:])
+
+    def flat(self, tensors: Tensors) -> list[torch.Tensor]:
+        """The step, on constants, carry and row in one list, and with one list of results."""
+        carry, ys = self.step(*self.split(tensors))
+        return [*carry, *ys]
+
+    def run(self, tensors: Tensors) -> list[torch.Tensor]:
+        constants, init, xs = self.split(tensors)
+        init, xs = emit.operands(init), emit.operands(xs)
+        if self.reverse:
+            xs = [x.flip(0) for x in xs]
+        rows: list[emit.Kind] = [(x.shape[1:], x.dtype, x.device) for x in xs]
+
+        def body(*given: torch.Tensor) -> list[torch.Tensor]:
+            carry, row = given[: len(init)], given[len(init) :]
+            return self.flat([*constants, *carry, *row])
+
+        inner = emit.inner(body, [*emit.kinds_of(init), *rows])
+        ys: list[emit.Kind] = [
+            ((self.length, *shape), dtype, device)
+            for shape, dtype, device in inner.results[len(init) :]
+        ]
+        results = emit.call(
+            torch.ops.higher_order.scan,
+            inner.module,
+            init,
+            xs,
+            tuple(emit.operands(inner.reads)),
+            results=[*emit.kinds_of(init), *ys],
+        )
+        if self.reverse:
+            results[len(init) :] = [y.flip(0) for y in results[len(init) :]]
+        return results
+
+    def keeping(self) -> Scan:
+        if self.num_kept == self.num_carry:
+            return self
+
+        def step(constants: Tensors, carry: Tensors, row: Tensors) -> Any:
+            after, ys = self.step(constants, carry, row)
+            return after, [*ys, *carry]
+
+        return replace(self, step=step, num_kept=self.num_carry)
+
+    def pulled(
+        self, tensors: Tensors, kept: Tensors, cotangents: Maybe, wanted: Sequence[int]
+    ) -> list[torch.Tensor | None]:
+        if self.num_kept < self.num_carry:
+            keeping = self.keeping()
+            results = list(apply(keeping, tensors))
+            more: Maybe = [*cotangents, *[None] * self.num_carry]
+            return keeping.pulled(tensors, results[-self.num_carry :], more, wanted)
+        constants, init, xs = self.split(tensors)
+        carried = inexact(init)
+        of_carry, of_ys = cotangents[: len(init)], cotangents[len(init) :]
+        given = [k for k, x in enumerate(of_ys) if x is not None]
+        places = [self.num_constants + k for k in carried]
+        to_constants = [k for k in wanted if k < self.num_constants]
+        to_xs = [k for k in wanted if k >= self.num_constants + self.num_carry]
+        sources = [*places, *to_constants, *to_xs]
+        results_of = [*carried, *(self.num_carry + k for k in given)]
+
+        def step(constants: Tensors, carry: Tensors, row: Tensors) -> Any:
+            sums = carry[len(carried) :]
+            count = len(row) - len(given)
+            before, mine = row[count - self.num_carry : count], row[: count - self.num_carry]
+            primals = [*constants, *before, *mine]
+            pulled = pull(
+                self.flat, primals, sources, results_of, [*carry[: len(carried)], *row[count:]]
+            )
+            after, rest = pulled[: len(carried)], pulled[len(carried) :]
+            added = [a + b for a, b in zip(sums, rest, strict=False)]
+            return [*after, *added], rest[len(sums) :]
+
+        last = [zeros_or(of_carry[k], init[k]) for k in carried]
+        nothing = [torch.zeros_like(constants[k]) for k in to_constants]
+        rows = [*xs, *kept, *(of_ys[k] for k in given)]
+        back = Scan(
+            step,
+            self.num_constants,
+            len(last) + len(nothing),
+            self.length,
+            not self.reverse,
+        )
+        found = apply(back, [*constants, *last, *nothing, *rows])
+        gradients = dict(zip(sources, found, strict=True))
+        return [gradients[k] for k in wanted]
+
+    def pushed(self, tensors: Tensors, tangents: Maybe) -> list[torch.Tensor | None]:
+        constants, init, xs = self.split(tensors)
+        of_constants, of_init, of_xs = self.split(tangents)
+        carried = inexact(init)
+        a = [k for k, x in enumerate(of_constants) if x is not None]
+        c = [k for k, x in enumerate(of_xs) if x is not None]
+        start = self.num_constants + self.num_carry
+        places = [*a, *(self.num_constants + k for k in carried), *(start + k for k in c)]
+        kinds: list[bool] = []
+
+        def step(both: Tensors, carry: Tensors, row: Tensors) -> Any:
+            own, beside = len(constants), len(xs)
+            primals = [*both[:own], *carry[: len(init)], *row[:beside]]
+            given = [*both[own:], *carry[len(init) :], *row[beside:]]
+            results, derivatives = push(self.flat, primals, places, given)
+            kinds[:] = [x.is_floating_point() or x.is_complex() for x in results]
+            after = results[: len(init)]
+            return [*after, *derivatives[: len(carried)]], derivatives[len(carried) :]
+
+        forward = Scan(
+            step,
+            len(constants) + len(a),
+            len(init) + len(carried),
+            self.length,
+            self.reverse,
+        )
+        found = apply(
+            forward,
+            [
+                *constants,
+                *(of_constants[k] for k in a),
+                *init,
+                *(zeros_or(of_init[k], init[k]) for k in carried),
+                *xs,
+                *(of_xs[k] for k in c),
+            ],
+        )
+        derivatives = iter(found[len(init) :])
+        return [next(derivatives) if has else None for has in kinds]
+
+    def batched(
+        self, info: Any, dims: Sequence[int | None], tensors: Tensors
+    ) -> tuple[list[torch.Tensor], list[int | None]]:
+        size = info.batch_size
+        constants, init, xs = self.split(tensors)
+        of_constants, of_init, of_xs = self.split(dims)
+        constants = [_moved(x, d, 0) for x, d in zip(constants, of_constants, strict=True)]
+        init = [_moved(x, d, 0) for x, d in zip(init, of_init, strict=True)]
+        xs = [_moved(x, d, 1) for x, d in zip(xs, of_xs, strict=True)]
+        which = [d is not None for d in (*of_constants, *of_xs)]
+        given = [d is not None for d in of_init]
+        rows = _Rows(self, which, list(given), size, info.randomness)
+        while True:
+            first = [
+                x if had or not has else expanded(x, False, size)
+                for x, had, has in zip(init, given, rows.carried, strict=True)
+            ]
+            try:
+                found = apply(
+                    replace(self, step=rows.step(), num_kept=0), [*constants, *first, *xs]
+                )
+            except Grown as grown:
+                if grown.loop is not rows:
+                    raise
+                continue
+            after = [0 if has else None for has in rows.carried]
+            return found, after + [1 if has else None for has in rows.outputs]
+
+
+class _Rows:
+    """The step of a scan for a batch."""
+
+    def __init__(
+        self, loop: Scan, which: list[bool], carried: list[bool], size: int, randomness: str
+    ) -> None:
+        """``which``: of the constants and ``xs``, those that are batched."""
+        self._loop = loop
+        self._which = which
+        self.carried = carried
+        self.outputs: list[bool] = []
+        """Whether each output is batched; known when the step has run."""
+        self._size = size
+        self._randomness = randomness
+
+    def step(self) -> Step:
+        loop, carried = self._loop, self.carried
+        start = loop.num_constants
+        which = [*self._which[:start], *carried, *self._which[start:]]
+        run = batch(loop.flat, which, self._size, self._randomness)
+
+        def step(constants: Tensors, carry: Tensors, row: Tensors) -> Any:
+            results, reached = run([*constants, *carry, *row])
+            after, of_after = results[: len(carried)], reached[: len(carried)]
+            if any(has and not had for had, has in zip(carried, of_after, strict=True)):
+                self.carried = [a or b for a, b in zip(carried, of_after, strict=True)]
+                raise Grown(self)
+            self.outputs = reached[len(carried) :]
+            same = [
+                expanded(x, has, self._size) if had else x
+                for x, had, has in zip(after, carried, of_after, strict=True)
+            ]
+            return same, results[len(carried) :]
+
+        return step
+
+
+class Grown(Exception):
+    """A step has made carries batched that were not: the loop starts again with these batched."""
+
+    def __init__(self, loop: object) -> None:
+        super().__init__("a carry became batched")
+        self.loop = loop
+
+
+def _moved(tensor: torch.Tensor, dim: int | None, to: int) -> torch.Tensor:
+    return tensor if dim is None else tensor.movedim(dim, to)

@@ -1,0 +1,155 @@
+"""Running the body of a loop again: in another place of a trace, on other values.
+
+A derivative or a batched form of a loop is a new loop, whose body runs the user's function under
+transforms of its own.  Two things make that the same function as before:
+
+* ``Surroundings`` are what a function sees of the caller: bound axes, torch's settings and modes,
+  random numbers.  They are noted where the loop is called, and restored for each run: a backward
+  pass runs outside of them.
+* ``closures`` are the tensors that the function closes over.  The loop takes them as inputs, so
+  that transforms reach them, and each run gets the values of its own level in their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from torchpmap._base.ambient import ambient, applied
+from torchpmap._base.pytree import tree_leaves
+from torchpmap._base.torch_internals import (
+    FakeTensor,
+    forward_level,
+    function_modes,
+    innermost,
+    is_wrapped,
+    tracing_mode,
+)
+from torchpmap._layout import axis_stack
+from torchpmap._loops.emit import discarded
+from torchpmap._trace.capture import Substitute
+from torchpmap.random._streams import active_streams, repeated
+
+T = TypeVar("T")
+
+
+class Surroundings:
+    """What a function sees of the place where the loop is called."""
+
+    def __init__(self) -> None:
+        self._axes = axis_stack.bound()
+        self._settings = ambient()
+        self._records = torch.is_grad_enabled()
+        self._modes = [mode for mode in function_modes() if not isinstance(mode, Substitute)]
+        self._streams = active_streams()
+        self._draws = 0 if self._streams is None else self._streams.draws
+
+    @contextlib.contextmanager
+    def restored(self, step: torch.Tensor | None = None) -> Iterator[None]:
+        """``step``: the number of the step of a loop, on which random numbers depend."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(axis_stack.bound_again(self._axes))
+            stack.enter_context(applied(self._settings))
+            stack.enter_context(torch.set_grad_enabled(self._records))
+            active = function_modes()
+            for mode in self._modes:
+                if not any(mode is other for other in active):
+                    stack.enter_context(_pushed(mode))
+            if self._streams is not None:
+                stack.enter_context(repeated(self._streams, self._draws, step))
+            yield
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether torch's random functions draw from keys."""
+        return self._streams is not None
+
+    def step(self, number: int) -> AbstractContextManager[None]:
+        """A step of a loop in Python."""
+        if self._streams is None:
+            return nullcontext()
+        return repeated(self._streams, self._draws, torch.tensor(number))
+
+    def advance(self, draws: int) -> None:
+        """Note that the loop as a whole has drawn ``draws`` random numbers."""
+        if self._streams is not None:
+            self._streams.draws = self._draws + draws
+
+    def draws(self) -> int:
+        """How many random numbers were drawn since the loop was called."""
+        return 0 if self._streams is None else self._streams.draws - self._draws
+
+    def rows(self) -> list[torch.Tensor]:
+        """The indices along vmaps on which random numbers depend: a loop that draws has them as
+        inputs, so that each vmap sees that its body differs by row.
+        """
+        return [] if self._streams is None else list(self._streams.vmapped_rows())
+
+
+@contextlib.contextmanager
+def _pushed(mode: TorchFunctionMode) -> Iterator[None]:
+    """Enter a mode that is entered elsewhere: without the actions of its own ``__enter__``."""
+    TorchFunctionMode.__enter__(mode)
+    try:
+        yield
+    finally:
+        TorchFunctionMode.__exit__(mode, None, None, None)
+
+
+def find_closures(run: Callable[[], T]) -> tuple[T, list[torch.Tensor]]:
+    """What ``run`` returns, and the tensors made before that transforms may trace and it uses."""
+    found = _Found()
+    with discarded(), found:
+        result = run()
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.Tensor):
+            found.note(leaf)
+    return result, list(found.tensors.values())
+
+
+class _Found(Substitute):
+    """Notes the tensors that enter operations in the block but were made before it."""
+
+    def __init__(self) -> None:
+        from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+        super().__init__(self.note)
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._slot: Any = get_proxy_slot
+        mode = tracing_mode()
+        assert mode is not None
+        self._tracer = mode.tracer
+        self._before = set(mode.tracer.graph.nodes)
+
+    def note(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self.tensors and self._is_from_outside(tensor):
+            self.tensors[id(tensor)] = tensor
+        return tensor
+
+    def _is_from_outside(self, tensor: torch.Tensor) -> bool:
+        value = innermost(tensor)
+        if not isinstance(value, FakeTensor):
+            return True
+        slot = self._slot(value, self._tracer, None)
+        if slot is not None and slot.proxy.node not in self._before:
+            return False
+        # no transform traces the rest: it is a constant of the loop (``_loops/emit``)
+        return is_wrapped(tensor) or tensor.requires_grad or forward_level() >= 0
+
+
+def with_closures(
+    run: Callable[[], T], closures: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> T:
+    """Run with other values in the place of closures."""
+    given = {id(old): new for old, new in zip(closures, values, strict=True)}
+
+    def find(tensor: torch.Tensor) -> torch.Tensor:
+        return given.get(id(tensor), tensor)
+
+    with Substitute(find):
+        return run()

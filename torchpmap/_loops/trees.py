@@ -1,0 +1,147 @@
+"""What goes into a loop and comes out of it: pytrees as lists of tensors, and their kinds.
+
+None is a leaf without a tensor.  A Python number is a *weak* leaf, as in JAX: it takes the dtype
+that it meets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpmap._base.errors import check_array, kind_of
+from torchpmap._base.pytree import Structure, flatten
+
+_NUMBERS = (bool, int, float, complex)
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A pytree without its tensors."""
+
+    structure: Structure
+    has_tensor: tuple[bool, ...]
+    """Per leaf; the others are None."""
+
+    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
+        given = iter(tensors)
+        return self.structure.unflatten([next(given) if has else None for has in self.has_tensor])
+
+    def paths(self, name: str) -> list[str]:
+        """Of the leaves that are tensors."""
+        paths = zip(self.structure.paths(name), self.has_tensor, strict=True)
+        return [path for path, has in paths if has]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A pytree taken apart."""
+
+    tree: Tree
+    tensors: Tensors
+    weak: tuple[bool, ...]
+    """Per tensor: whether it was a Python number."""
+
+
+def take_apart(value: Any, what: str) -> Parts:
+    """``what``: as errors name the value, "the carry of scan"."""
+    leaves, structure = flatten(value)
+    tree = Tree(structure, tuple(leaf is not None for leaf in leaves))
+    present = [leaf for leaf in leaves if leaf is not None]
+    if all(isinstance(leaf, torch.Tensor) for leaf in present):
+        return Parts(tree, present, (False,) * len(present))
+    paths = tree.paths(what)
+    tensors = [_tensor(leaf, path) for leaf, path in zip(present, paths, strict=True)]
+    return Parts(tree, tensors, tuple(type(leaf) in _NUMBERS for leaf in present))
+
+
+def _tensor(leaf: Any, path: str) -> torch.Tensor:
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    if isinstance(leaf, (*_NUMBERS, np.ndarray, np.generic)):
+        check_array(leaf, path)
+        return torch.tensor(leaf)
+    raise TypeError(
+        f"{path} is {leaf!r} of type {type(leaf).__name__}, but loops and branches take and return "
+        "tensors, numpy arrays, numbers and None. Close over other values instead."
+    )
+
+
+def kind(tensor: torch.Tensor) -> str:
+    return kind_of(tensor.shape, tensor.dtype)
+
+
+def same_kinds(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> bool:
+    return all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(these, those, strict=True))
+
+
+def category(dtype: torch.dtype) -> int:
+    """bool < integers < floating point < complex"""
+    if dtype == torch.bool:
+        return 0
+    if dtype.is_complex:
+        return 3
+    return 2 if dtype.is_floating_point else 1
+
+
+def settled(parts: Parts, like: Sequence[torch.Tensor]) -> Tensors:
+    """The tensors, with Python numbers in the dtypes of others, if those can hold them."""
+    return [
+        x.to(other.dtype) if weak and category(x.dtype) <= category(other.dtype) else x
+        for x, weak, other in zip(parts.tensors, parts.weak, like, strict=True)
+    ]
+
+
+def carried(name: str, carry: Tree, given: Sequence[torch.Tensor], parts: Parts) -> Tensors:
+    """What the body of a loop returned, as the next carry; raises if it is of another kind."""
+    if parts.tree.structure != carry.structure or parts.tree.has_tensor != carry.has_tensor:
+        raise TypeError(
+            f"{name}: the body must return a carry of the structure that it gets, but it got "
+            f"{_shown(carry, given)} and returned {_shown(parts.tree, parts.tensors)}."
+        )
+    tensors = settled(parts, given)
+    if same_kinds(given, tensors):
+        return tensors
+    lines = [
+        f"  {path}: {kind(before)} went in, {kind(after)} came out"
+        for path, before, after in zip(carry.paths("carry"), given, tensors, strict=True)
+        if not same_kinds([before], [after])
+    ]
+    raise TypeError(
+        f"{name}: the body must keep the shapes and dtypes of its carry, but\n"
+        + "\n".join(lines)
+        + "\nStart with a carry of the kind that comes out, or convert what the body returns "
+        "(x.to(dtype))."
+    )
+
+
+def _shown(tree: Tree, tensors: Sequence[torch.Tensor]) -> str:
+    given = iter(tensors)
+    kinds = [_Kind(kind(next(given))) if has else None for has in tree.has_tensor]
+    return repr(tree.structure.unflatten(kinds))
+
+
+class _Kind(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def promoted(start: Parts, first: Parts) -> Tensors | None:
+    """A first carry whose Python numbers have the dtypes that come out of the first step; None if
+    they have them already.
+    """
+    if start.tree != first.tree or not any(start.weak):
+        return None
+    found = [
+        x.to(after.dtype) if weak and category(x.dtype) <= category(after.dtype) else x
+        for x, weak, after in zip(start.tensors, start.weak, first.tensors, strict=True)
+    ]
+    return None if same_kinds(found, start.tensors) else found

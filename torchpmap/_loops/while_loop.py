@@ -1,0 +1,309 @@
+"""``while_loop`` and ``fori_loop``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from torchpmap._base.boundary import boundary
+from torchpmap._base.torch_internals import innermost, set_forward_grad
+from torchpmap._layout import axis_stack
+from torchpmap._loops.branches import batched_levels
+from torchpmap._loops.operator import apply, is_inexact
+from torchpmap._loops.scan import Body, is_staged, run_scan
+from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
+from torchpmap._loops.trees import (
+    Parts,
+    Tensors,
+    Tree,
+    carried,
+    category,
+    kind,
+    promoted,
+    take_apart,
+)
+from torchpmap._loops.while_node import While, no_reverse
+
+_Carry = TypeVar("_Carry")
+
+
+@boundary
+def while_loop(
+    cond_fun: Callable[[_Carry], Any], body_fun: Callable[[_Carry], _Carry], init_val: _Carry
+) -> _Carry:
+    """Apply ``body_fun`` while ``cond_fun`` is true; returns the last value.
+
+    while_loop: (carry -> bool[], carry -> carry, carry) -> carry
+
+    Like ``while cond_fun(value): value = body_fun(value)``, but in a mapped function both are
+    traced and compiled once, and the test may depend on values.  Under ``vmap`` the loop goes on
+    until all rows are done, and rows that are done keep their value.  In a mapped function devices
+    may run different numbers of steps as long as the loop contains no collective over the axis
+    along which they differ; a test on a ``psum`` is the same on all devices.
+
+    Forward-mode derivatives work, reverse mode does not.
+
+    Args:
+        cond_fun: returns a bool (or a tensor without dims) for a value.
+        body_fun: returns the next value, whose structure, shapes and dtypes stay the same.
+        init_val: tensors, numpy arrays, numbers and None in any pytree.  A Python number takes the
+            dtype that comes out of the body.
+
+    Returns:
+        The value for which ``cond_fun`` is false.
+
+    Raises:
+        TypeError: the body changes the structure, a shape or a dtype; the test is not a scalar.
+        ValueError: in a backward pass; or a test that may differ along an axis over which the loop
+            has a collective.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> double = lambda x: tp.while_loop(lambda s: s[0] < 20, lambda s: (s[0] * 2, s[1] + 1),
+        ...                                  (x, 0))
+        >>> tp.pmap(double)(torch.tensor([1.0, 30.0]))[1].tolist()
+        [5, 0]
+
+    Source: jax.lax.while_loop; checked in tests/loops.
+    """
+    return _run("while_loop", cond_fun, body_fun, init_val)
+
+
+@boundary
+def fori_loop(
+    lower: Any,
+    upper: Any,
+    body_fun: Callable[[Any, _Carry], _Carry],
+    init_val: _Carry,
+    *,
+    unroll: int | bool | None = None,
+) -> _Carry:
+    """Apply ``body_fun(i, value)`` for ``i`` from ``lower`` up to, not including, ``upper``.
+
+    fori_loop: (int, int, (int[], carry) -> carry, carry) -> carry
+
+    With bounds that are Python numbers this is a ``scan``, and can be differentiated in reverse
+    mode.  With a tensor as bound, which may differ between devices, it is a ``while_loop``.
+
+    Args:
+        lower: the first ``i``.
+        upper: the end; no step is run if it is not beyond ``lower``.
+        body_fun: gets ``i``, an integer tensor (int32 for Python numbers, as in JAX), and the
+            value; returns the next value, whose structure, shapes and dtypes stay the same.
+        init_val: tensors, numpy arrays, numbers and None in any pytree.
+        unroll: as for ``scan``.
+
+    Returns:
+        The last value.
+
+    Raises:
+        TypeError: a bound is not an integer scalar, or the body changes the structure, a shape or
+            a dtype.
+        ValueError: in a backward pass, if a bound is a tensor.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.fori_loop(0, 4, lambda i, x: x * 2 + i, torch.tensor(1.0))
+        tensor(27.)
+
+    Source: jax.lax.fori_loop; checked in tests/loops.
+    """
+    bounds = [_bound(lower, "lower"), _bound(upper, "upper")]
+    if all(isinstance(bound, int) for bound in bounds):
+        return _counted(bounds[0], bounds[1], body_fun, init_val, unroll is True)
+    tensors = [bound for bound in bounds if isinstance(bound, torch.Tensor)]
+    dtype = tensors[0].dtype
+    if tensors[-1].dtype != dtype:
+        raise TypeError(
+            f"fori_loop: the bounds must have the same dtype, but are {kind(tensors[0])} and "
+            f"{kind(tensors[-1])}."
+        )
+    first, end = (
+        bound if isinstance(bound, torch.Tensor) else torch.full_like(tensors[0], bound)
+        for bound in bounds
+    )
+
+    def body(state: Any) -> Any:
+        i, value = state
+        return i + 1, body_fun(i, value)
+
+    return _run("fori_loop", lambda state: state[0] < end, body, (first, init_val))[1]
+
+
+def _bound(bound: Any, name: str) -> Any:
+    if isinstance(bound, np.ndarray) and not bound.ndim:
+        bound = bound[()]
+    if isinstance(bound, torch.Tensor):
+        if bound.dim() or category(bound.dtype) != 1:
+            raise TypeError(
+                f"fori_loop: {name} must be an integer scalar, but got one of {kind(bound)}."
+            )
+        return bound
+    if isinstance(bound, bool) or not hasattr(bound, "__index__"):
+        raise TypeError(
+            f"fori_loop: {name} must be an integer, but got {bound!r} of type "
+            f"{type(bound).__name__}."
+        )
+    return operator.index(bound)
+
+
+def _counted(
+    lower: int, upper: int, fun: Callable[[Any, Any], Any], init: Any, is_unrolled: bool
+) -> Any:
+    limits = torch.iinfo(torch.int32)
+    dtype = torch.int32 if limits.min <= lower and upper <= limits.max else torch.int64
+    numbers = torch.arange(lower, max(lower, upper), dtype=dtype)
+    given = take_apart(init, "carry")
+    row = take_apart(numbers, "i").tree
+    body = Body("fori_loop", lambda value, i: (fun(i, value), None), given.tree, row)
+    if not numbers.numel():
+        return given.tree.build(given.tensors)
+    carry, _ = run_scan(
+        body, given, [numbers], numbers.numel(), reverse=False, is_unrolled=is_unrolled
+    )
+    return given.tree.build(carry)
+
+
+# -- the loop --------------------------------------------------------------------------------------
+
+
+class _Loop:
+    """Test and body on lists of tensors."""
+
+    def __init__(self, name: str, test: Callable[..., Any], body: Callable[..., Any], tree: Tree):
+        self.name = name
+        self._test = test
+        self._body = body
+        self.tree = tree
+
+    def test(self, carry: Sequence[torch.Tensor]) -> torch.Tensor:
+        found = self._test(self.tree.build(carry))
+        if isinstance(found, bool | int | float | np.generic):
+            found = torch.tensor(bool(found))
+        if not isinstance(found, torch.Tensor) or found.dim():
+            shown = kind(found) if isinstance(found, torch.Tensor) else repr(found)
+            raise TypeError(
+                f"{self.name}: cond_fun must return a boolean scalar, but returned {shown}."
+            )
+        return found if found.dtype == torch.bool else found != 0
+
+    def first(self, carry: Sequence[torch.Tensor]) -> Parts:
+        return take_apart(self._body(self.tree.build(carry)), "carry")
+
+    def body(self, carry: Sequence[torch.Tensor]) -> Tensors:
+        return carried(self.name, self.tree, list(carry), self.first(carry))
+
+
+def _run(name: str, test: Callable[..., Any], body: Callable[..., Any], init: Any) -> Any:
+    given = take_apart(init, "carry")
+    loop = _Loop(name, test, body, given.tree)
+    found = _staged(loop, given) if is_staged() else _in_python(loop, given)
+    return given.tree.build(found)
+
+
+def _with_weak_carry(loop: _Loop, init: Parts, around: Surroundings) -> Tensors:
+    tensors = list(init.tensors)
+    while any(init.weak):
+        with around.restored(torch.tensor(0)):
+            after = loop.first(tensors)
+        again = promoted(Parts(init.tree, tensors, init.weak), after)
+        if again is None:
+            break
+        tensors = again
+    return tensors
+
+
+def _in_python(loop: _Loop, init: Parts) -> Tensors:
+    around = Surroundings()
+    carry = [x.clone() for x in _with_weak_carry(loop, init, around)]
+    number = 0
+    while True:
+        goes_on = loop.test(carry)
+        if not bool(innermost(goes_on).any()):
+            break
+        levels = batched_levels(goes_on)
+        with axis_stack.parting(levels, loop.name), around.restored(torch.tensor(number)):
+            after = loop.body(carry)
+        if levels:
+            after = [torch.where(goes_on, new, old) for new, old in zip(after, carry, strict=True)]
+        carry, number = after, number + 1
+    return list(_NoReverse.apply(loop.name, *carry)) if carry else carry
+
+
+class _NoReverse(torch.autograd.Function):
+    """Values whose backward raises, as it does in a trace."""
+
+    @staticmethod
+    def forward(name: str, *tensors: torch.Tensor) -> Any:
+        return tuple(x.clone() for x in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.name, *tensors = inputs
+        ctx.dtypes = [x.dtype for x in tensors]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x in output if not is_inexact(x)))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        if any(x is not None for x in cotangents):
+            raise ValueError(no_reverse(ctx.name))
+        return (None,) * (1 + len(cotangents))
+
+    @staticmethod
+    def jvp(ctx: Any, _name: None, *tangents: torch.Tensor | None) -> Any:
+        with set_forward_grad(True):
+            # under vmap, torch (2.13) gives 0.5 * x of a number x a tangent of float64
+            return tuple(
+                None if x is None else x.to(dtype, copy=True)
+                for x, dtype in zip(tangents, ctx.dtypes, strict=True)
+            )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], name: str, *tensors: torch.Tensor) -> Any:
+        return tuple(_NoReverse.apply(name, *tensors)), tuple(in_dims[1:])
+
+
+def _staged(loop: _Loop, init: Parts) -> Tensors:
+    around = Surroundings()
+
+    def once() -> tuple[Tensors, int]:
+        start = Parts(init.tree, [x.view(x.shape) for x in init.tensors], init.weak)
+        carry = _with_weak_carry(loop, start, around)
+        with around.restored(torch.tensor(0)):
+            loop.test(carry)
+            loop.body(carry)
+            return carry, around.draws()
+
+    (carry, draws), closures = find_closures(once)
+    around.advance(draws)
+    first = [
+        x if x.dtype == c.dtype else x.to(c.dtype) for x, c in zip(init.tensors, carry, strict=True)
+    ]
+    rows = around.rows() if draws else []
+    counts = [torch.zeros((), dtype=torch.int64)] if draws else []  # the number of the step
+    num_constants, skipped = len(closures) + len(rows), len(counts)
+
+    def test(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        def run() -> torch.Tensor:
+            with around.restored():
+                return loop.test(tensors[num_constants + skipped :])
+
+        return with_closures(run, closures, tensors[: len(closures)])
+
+    def body(tensors: Sequence[torch.Tensor]) -> Tensors:
+        numbers = tensors[num_constants : num_constants + skipped]
+
+        def run() -> Tensors:
+            with around.restored(numbers[0] if skipped else None):
+                return loop.body(tensors[num_constants + skipped :])
+
+        after = with_closures(run, closures, tensors[: len(closures)])
+        return [*(k + 1 for k in numbers), *after]
+
+    construct = While(loop.name, test, body, num_constants)
+    return apply(construct, [*closures, *rows, *counts, *first])[skipped:]

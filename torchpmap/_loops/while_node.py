@@ -1,0 +1,191 @@
+"""A traced while loop, and the loops that are its jvp and its batched form.
+
+It has no transpose: how many steps it runs, and so how much a backward pass must store, is known
+only when it has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from torchpmap._base.torch_internals import depth
+from torchpmap._layout import axis_stack
+from torchpmap._loops import emit
+from torchpmap._loops.operator import (
+    Body,
+    Construct,
+    Maybe,
+    Tensors,
+    apply,
+    batch,
+    expanded,
+    inexact,
+    push,
+    zeros_or,
+)
+from torchpmap._loops.scan_node import Grown
+
+Test = Callable[[Tensors], torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class While(Construct):
+    """Its tensors are the constants that test and body read, and the first carry."""
+
+    name: str
+    test: Test
+    body: Body
+    """(constants and carry) -> next carry"""
+    num_constants: int
+
+    def split(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        return list(tensors[: self.num_constants]), list(tensors[self.num_constants :])
+
+    def run(self, tensors: Tensors) -> list[torch.Tensor]:
+        constants, init = self.split(tensors)
+        init = emit.operands(init)
+        kinds = emit.kinds_of(init)
+        test = emit.with_one_result(
+            emit.inner(lambda *carry: [self.test([*constants, *carry])], kinds)
+        )
+        body = emit.inner(lambda *carry: self.body([*constants, *carry]), kinds)
+        reads = emit.shared([test, body], num_own=len(init))
+        return emit.call(
+            torch.ops.higher_order.while_loop,
+            test.module,
+            body.module,
+            tuple(init),
+            tuple(emit.operands(reads)),
+            results=kinds,
+        )
+
+    def keeping(self) -> While:
+        return self
+
+    def pulled(
+        self, tensors: Tensors, kept: Tensors, cotangents: Maybe, wanted: Sequence[int]
+    ) -> list[torch.Tensor | None]:
+        raise ValueError(no_reverse(self.name))
+
+    def pushed(self, tensors: Tensors, tangents: Maybe) -> list[torch.Tensor | None]:
+        constants, init = self.split(tensors)
+        of_constants, of_init = self.split(tangents)
+        carried = inexact(init)
+        a = [k for k, x in enumerate(of_constants) if x is not None]
+        places = [*a, *(self.num_constants + k for k in carried)]
+        own, count = len(constants), len(init)
+        first = own + len(a)
+
+        def primals(xs: Tensors) -> list[torch.Tensor]:
+            return [*xs[:own], *xs[first : first + count]]
+
+        def body(xs: Tensors) -> list[torch.Tensor]:
+            given = [*xs[own:first], *xs[first + count :]]
+            results, derivatives = push(self.body, primals(xs), places, given)
+            return [*results, *derivatives]
+
+        forward = While(self.name, lambda xs: self.test(primals(xs)), body, first)
+        start = [zeros_or(of_init[k], init[k]) for k in carried]
+        given = [of_constants[k] for k in a]
+        found = apply(forward, [*constants, *given, *init, *start])
+        derivatives = dict(zip(carried, found[count:], strict=True))
+        return [derivatives.get(k) for k in range(count)]
+
+    def batched(
+        self, info: Any, dims: Sequence[int | None], tensors: Tensors
+    ) -> tuple[list[torch.Tensor], list[int | None]]:
+        size = info.batch_size
+        tensors = [x if d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
+        constants, init = self.split(tensors)
+        is_batched = [d is not None for d in dims]
+        of_constants, given = self.split(is_batched)
+        rows = _Rows(self, of_constants, list(given), size, info.randomness)
+        while True:
+            first = [
+                expanded(x, had, size) if has else x
+                for x, had, has in zip(init, given, rows.carried, strict=True)
+            ]
+            try:
+                found = apply(
+                    replace(self, test=rows.test(), body=rows.body()), [*constants, *first]
+                )
+            except Grown as grown:
+                if grown.loop is not rows:
+                    raise
+                continue
+            return found, [0 if has else None for has in rows.carried]
+
+
+class _Rows:
+    """Test and body of a loop for a batch.
+
+    If the test differs from row to row, the loop goes on until all rows are done; rows that are
+    done keep their carry.
+    """
+
+    def __init__(
+        self, loop: While, constants: list[bool], carried: list[bool], size: int, randomness: str
+    ) -> None:
+        self._loop = loop
+        self._constants = constants
+        self.carried = carried
+        self._differs = False
+        self._size = size
+        self._randomness = randomness
+
+    def _test(self) -> Any:
+        which = [*self._constants, *self.carried]
+        return batch(lambda xs: [self._loop.test(xs)], which, self._size, self._randomness)
+
+    def test(self) -> Test:
+        run = self._test()
+
+        def test(xs: Tensors) -> torch.Tensor:
+            (result,), (differs,) = run(xs)
+            if differs and not self._differs:
+                self._differs, self.carried = True, [True] * len(self.carried)
+                raise Grown(self)
+            return result.any() if differs else result
+
+        return test
+
+    def body(self) -> Body:
+        which = [*self._constants, *self.carried]
+        run, test = batch(self._loop.body, which, self._size, self._randomness), self._test()
+
+        def body(xs: Tensors) -> list[torch.Tensor]:
+            before = xs[len(self._constants) :]
+            with axis_stack.parting(
+                frozenset([depth() + 1]) if self._differs else frozenset(), self._loop.name
+            ):
+                after, reached = run(xs)
+            if any(has and not had for had, has in zip(self.carried, reached, strict=True)):
+                self.carried = [a or b for a, b in zip(self.carried, reached, strict=True)]
+                raise Grown(self)
+            after = [
+                expanded(x, has, self._size) if had else x
+                for x, had, has in zip(after, self.carried, reached, strict=True)
+            ]
+            if not self._differs:
+                return after
+            (goes_on,), (differs,) = test(xs)
+            goes_on = expanded(goes_on, differs, self._size)
+            return [
+                torch.where(goes_on.reshape(-1, *[1] * (new.dim() - 1)), new, old)
+                for new, old in zip(after, before, strict=True)
+            ]
+
+        return body
+
+
+def no_reverse(name: str) -> str:
+    return (
+        f"{name}: reverse-mode differentiation does not work for while_loop, or for fori_loop "
+        "whose bounds are tensors: how many steps they run, and so what a backward pass would need "
+        "to store, is not known before. Use scan, or fori_loop with Python numbers as bounds; "
+        "forward mode (torch.func.jvp) works."
+    )

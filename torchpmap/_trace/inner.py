@@ -1,0 +1,48 @@
+"""The graphs inside a graph: bodies of loops, and branches.
+
+They are attributes of the module that owns the graph, and arguments of torch's operations ``scan``,
+``while_loop`` and ``cond``:
+
+    scan(body, [init...], [xs...], (reads...))                  body: init, row of xs, reads
+    while_loop(test, body, (init...), (reads...))               both: init, reads
+    cond(pred, on_true, on_false, (reads...))                   both: reads
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+GRAPHS = "graphs"
+"""In the ``meta`` of such a node: its graphs, for a graph that no module owns yet."""
+
+SCAN, WHILE, COND = "scan", "while_loop", "cond"
+
+
+def kind_of_node(node: Node) -> str:
+    """``SCAN``, ``WHILE``, ``COND``, or empty for any other node."""
+    name = getattr(node.target, "_name", "")
+    is_loop = node.op == "call_function" and name in (SCAN, WHILE, COND)
+    return name if is_loop and getattr(node.target, "namespace", "") == "higher_order" else ""
+
+
+def inner_modules(node: Node) -> list[GraphModule]:
+    if GRAPHS in node.meta:
+        return list(node.meta[GRAPHS])
+    owner = node.graph.owning_module
+    if node.op != "call_function" or owner is None:
+        return []
+    sources = [x for x in node.args if isinstance(x, Node) and x.op == "get_attr"]
+    values = [getattr(owner, str(source.target), None) for source in sources]
+    return [value for value in values if isinstance(value, GraphModule)]
+
+
+def inner_graphs(node: Node) -> list[Graph]:
+    return [module.graph for module in inner_modules(node)]
+
+
+def results_of(graph: Graph) -> list[Any]:
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    found = output.args[0]
+    return list(found) if isinstance(found, list | tuple) else [found]
