@@ -38,7 +38,15 @@ from torchpmap._collectives import (
 )
 from torchpmap._layout.current_mesh import set_mesh
 from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec
-from torchpmap._loops import cond, fori_loop, map, scan, switch, while_loop
+from torchpmap._loops import (
+    associative_scan,
+    cond,
+    fori_loop,
+    map,
+    scan,
+    switch,
+    while_loop,
+)
 from torchpmap._modules.batch import shard_batch
 from torchpmap._modules.functional import functional
 from torchpmap._modules.prefetch import prefetch
@@ -94,6 +102,7 @@ __all__ = [
     "WorkerError",
     "all_gather",
     "all_to_all",
+    "associative_scan",
     "axis_bound",
     "axis_index",
     "axis_size",

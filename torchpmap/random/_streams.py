@@ -25,6 +25,7 @@ from torchpmap._base.torch_internals import (
     function_modes,
     innermost,
     is_vmap,
+    is_vmap_wrapper,
     layers,
     level_of,
     size_and_randomness,
@@ -158,7 +159,8 @@ def _vmapped_rows(rows: list[torch.Tensor | None]) -> Iterator[torch.Tensor]:
     ``rows``: indices along mapped axes, whose own vmaps do not count.
     """
     # the body of a loop may see another tensor in the place of an index, which ``view`` finds
-    own = {level_of(x) for row in rows if row is not None for x in layers(row.view(row.shape))}
+    given = [row.view(row.shape) for row in rows if row is not None]
+    own = {level_of(x) for row in given for x in layers(row) if is_vmap_wrapper(x)}
     device = None if rows[0] is None else rows[0].device
     for transform in transforms():
         if not is_vmap(transform) or transform.level() in own:
