@@ -1,17 +1,16 @@
-"""``associative_scan``: all prefixes at once, in a number of rounds that grows with the logarithm of
-their number.
+"""``associative_scan``: all prefixes at once, in as many rounds as their number can be halved.
 
-    x0        x1        x2        x3            rows
-         x0 x1               x2 x3              neighbours combined, and those scanned
-         x0 x1               x0 x1 x2 x3        the odd places
-    x0             x0 x1 x2                     the even ones: an odd place, and the next row
+x0        x1        x2        x3            rows
+     x0 x1               x2 x3              neighbours combined, and those scanned
+     x0 x1               x0 x1 x2 x3        the odd places
+x0             x0 x1 x2                     the even ones: an odd place, and the next row
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 

@@ -301,13 +301,19 @@ def discarded() -> Iterator[None]:
 # -- the node --------------------------------------------------------------------------------------
 
 
-def operands(tensors: Tensors) -> list[torch.Tensor]:
-    """Tensors as the graph that is being traced knows them, dense and contiguous."""
+def operands(tensors: Tensors, beside: Tensors = ()) -> list[torch.Tensor]:
+    """Tensors as the graph that is being traced knows them, contiguous, and sharing no memory with
+    each other or with those ``beside`` them, which torch forbids.
+    """
     reads = next((m for m in reversed(dispatch_modes()) if isinstance(m, _Reads)), None)
+    used = {x.untyped_storage()._cdata for x in beside}
     found = []
     for tensor in tensors:
-        known = _captured(tensor) if reads is None else reads.value(tensor)
-        found.append(known.detach().contiguous())
+        known = (_captured(tensor) if reads is None else reads.value(tensor)).detach().contiguous()
+        if known.untyped_storage()._cdata in used:
+            known = known.clone()
+        used.add(known.untyped_storage()._cdata)
+        found.append(known)
     return found
 
 

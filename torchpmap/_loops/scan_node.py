@@ -57,14 +57,20 @@ class Scan(Construct):
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
         constants, init, xs = self.split(tensors)
-        init, xs = emit.operands(init), emit.operands(xs)
+        init = emit.operands(init)
+        xs = emit.operands(xs, init)
         if self.reverse:
             xs = [x.flip(0) for x in xs]
         rows: list[emit.Kind] = [(x.shape[1:], x.dtype, x.device) for x in xs]
 
+        padded: list[bool] = []
+
         def body(*given: torch.Tensor) -> list[torch.Tensor]:
             carry, row = given[: len(init)], given[len(init) :]
-            return self.flat([*constants, *carry, *row])
+            after = self.flat([*constants, *carry, *row])
+            # Inductor (torch 2.13) fails on a scan with one result
+            padded[:] = [len(after) == 1]
+            return [*after, torch.zeros_like(row[0])] if padded[0] else after
 
         inner = emit.inner(body, [*emit.kinds_of(init), *rows])
         ys: list[emit.Kind] = [
@@ -76,12 +82,12 @@ class Scan(Construct):
             inner.module,
             init,
             xs,
-            tuple(emit.operands(inner.reads)),
+            tuple(emit.operands(inner.reads, [*init, *xs])),
             results=[*emit.kinds_of(init), *ys],
         )
         if self.reverse:
             results[len(init) :] = [y.flip(0) for y in results[len(init) :]]
-        return results
+        return results[:1] if padded[0] else results
 
     def keeping(self) -> Scan:
         if self.num_kept == self.num_carry:

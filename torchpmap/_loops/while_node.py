@@ -59,7 +59,7 @@ class While(Construct):
             test.module,
             body.module,
             tuple(init),
-            tuple(emit.operands(reads)),
+            tuple(emit.operands(reads, init)),
             results=kinds,
         )
 

@@ -37,6 +37,7 @@ from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._trace.boxed import Boxed, boxed_artifact, boxed_call, boxed_graph
 from torchpmap._trace.constants import place
 from torchpmap._trace.custom_ops import NATIVE
+from torchpmap._trace.inner import inner_graphs
 from torchpmap._trace.toolchain import make_cache_private
 from torchpmap.random import _threefry as _threefry
 
@@ -60,6 +61,10 @@ _OVERLAPPING = {
     "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
     "estimate_op_runtime": _no_time,
 }
+
+# torch 2.13 does not cache graphs with loops, "unsafe" as it knows no such operation; the key of its
+# cache contains the code of the graphs inside
+_LOOPS = {f"torch.ops.higher_order.{name}": "1" for name in ("scan", "while_loop", "cond")}
 
 _KEYS = ("backend", "mode", "options")
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -281,15 +286,14 @@ def _described(value: Any, strides: bool) -> str:
 
 
 def _namespaces(graph: torch.fx.GraphModule) -> set[str]:
-    return {
-        node.target.namespace for node in graph.graph.nodes if isinstance(node.target, OpOverload)
-    }
+    modules = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+    targets = [node.target for module in modules for node in module.graph.nodes]
+    return {target.namespace for target in targets if isinstance(target, OpOverload)}
 
 
 def communicates(definition: Definition) -> bool:
     """Whether a plan waits for the other processes."""
-    nodes = definition.graph.graph.nodes
-    return any(getattr(node.target, "namespace", "") in NAMESPACES for node in nodes)
+    return not _namespaces(definition.graph).isdisjoint(NAMESPACES)
 
 
 def _has_users_operations(graph: torch.fx.GraphModule) -> bool:
@@ -423,6 +427,9 @@ def _patches(graph: torch.fx.GraphModule, device: torch.device, backend: Backend
         patches["cpp.vec_isa_ok"] = True
     if PLATFORMS[device.type].bucket_bytes is not None:
         patches |= _OVERLAPPING
+    if any(inner_graphs(node) for node in graph.graph.nodes):
+        known = torch._inductor.config.unsafe_marked_cacheable_functions
+        patches["unsafe_marked_cacheable_functions"] = {**known, **_LOOPS}
     if backend.mode is not None:
         patches |= list_mode_options(backend.mode, dynamic=False)
     patches |= dict(backend.options)

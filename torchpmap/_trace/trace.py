@@ -59,6 +59,7 @@ from torchpmap._trace.capture import (
     clean_grads,
     is_real,
 )
+from torchpmap._trace.chunks import chunk
 from torchpmap._trace.partition import Halves, split
 from torchpmap._trace.remat import Record, rematerialize, without_writes, writes
 from torchpmap._trace.replication import Demand, is_random, replicated
@@ -249,6 +250,8 @@ def trace(
     )
     limit = PLATFORMS[device.type].bucket_bytes
     for module in (graph, *((halves.forward, halves.backward) if halves else ())):
+        if not ordered:
+            chunk(module)
         if limit is not None:
             bucketed(module, limit)
         _finish_graph(module)

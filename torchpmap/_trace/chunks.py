@@ -1,0 +1,149 @@
+"""Several steps of a scan at once, for compilers.
+
+Inductor (torch 2.13) runs a loop step by step in Python, which costs some 20 us a step.  So the body
+of a short step is put into its graph several times, and the loop runs that many times less::
+
+    scan(body, [c], [xs])                  scan(body4, [c], [xs[:1000].unflatten(0, (250, 4))])
+                                           body4: c, rows -> four times body, on rows[0] ... rows[3]
+
+Steps that are left over are put behind the loop.  Values do not change.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from torchpmap._trace.inner import SCAN, inner_graphs, inner_modules, kind_of_node, results_of
+
+_aten = torch.ops.aten
+_MAX_NODES = 200
+"""Of the body of a loop."""
+
+
+def chunk(module: GraphModule) -> None:
+    """Let the scans of a graph, and those inside its loops, do several steps at once.  The nodes
+    must still have their fake tensors.
+    """
+    for node in list(module.graph.nodes):
+        for inner in inner_modules(node):
+            chunk(inner)
+        if kind_of_node(node) == SCAN:
+            _chunk(module, node)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+
+
+def steps_at_once(length: int, num_nodes: int) -> int:
+    """How many steps of a body of so many nodes: if possible a number that divides the length."""
+    most = min(length, max(1, _MAX_NODES // max(1, num_nodes)))
+    divisors = (k for k in range(most, (most + 1) // 2, -1) if length % k == 0)
+    return next(divisors, most)
+
+
+def _chunk(module: GraphModule, node: Node) -> None:
+    (body,) = inner_modules(node)
+    init, xs, reads = node.args[1:]  # type: ignore[misc]
+    length = int(xs[0].meta["val"].shape[0])  # type: ignore[union-attr, index]
+    calls = [each for each in body.graph.nodes if each.op == "call_function"]
+    if any(inner_graphs(each) for each in calls):
+        return  # the loops inside take most of the time
+    size = steps_at_once(length, len(calls))
+    if size > 1:
+        _Chunks(module, node, body.graph, size, length).run(
+            list(init),  # type: ignore[arg-type]
+            list(xs),  # type: ignore[arg-type]
+            list(reads),  # type: ignore[arg-type]
+        )
+
+
+class _Chunks:
+    def __init__(
+        self, module: GraphModule, node: Node, body: Graph, size: int, length: int
+    ) -> None:
+        self._module = module
+        self._node = node
+        self._body = body
+        self._size = size
+        self._length = length
+
+    def run(self, init: list[Node], xs: list[Node], reads: list[Node]) -> None:
+        graph = self._module.graph
+        count = self._length // self._size
+        whole = count * self._size
+        with graph.inserting_before(self._node):
+            carry, ys = init, []
+            if count > 1:
+                carry, ys = self._loop(init, xs, reads, count, whole)
+            else:
+                whole = 0
+            carry, rest = _steps(graph, self._body, carry, xs, reads, range(whole, self._length))
+            results = [*carry, *self._joined(ys, rest)]
+        for user in list(self._node.users):
+            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+            graph.erase_node(user)
+        graph.erase_node(self._node)
+
+    def _loop(
+        self, init: list[Node], xs: list[Node], reads: list[Node], count: int, whole: int
+    ) -> tuple[list[Node], list[Node]]:
+        graph = self._module.graph
+        call = graph.call_function
+        cut = [
+            call(_aten.slice.Tensor, (x, 0, 0, whole)) if whole < self._length else x for x in xs
+        ]
+        rows = [call(_aten.unflatten.int, (x, 0, [count, self._size])) for x in cut]
+        body = GraphModule(self._module, self._repeated(len(init), len(xs)))
+        name = f"{self._node.args[0].target}_by_{self._size}"  # type: ignore[union-attr]
+        self._module.register_module(name, body)
+        loop = call(self._node.target, (graph.get_attr(name), init, rows, tuple(reads)))  # type: ignore[arg-type]
+        num_ys = len(results_of(self._body)) - len(init)
+        found = [call(operator.getitem, (loop, k)) for k in range(len(init) + num_ys)]
+        ys = [call(_aten.flatten.using_ints, (y, 0, 1)) for y in found[len(init) :]]
+        return found[: len(init)], ys
+
+    def _repeated(self, num_carry: int, num_xs: int) -> Graph:
+        graph = Graph()
+        places = [node for node in self._body.nodes if node.op == "placeholder"]
+        own = [graph.placeholder(node.name) for node in places]
+        carry, rows = own[:num_carry], own[num_carry : num_carry + num_xs]
+        carry, ys = _steps(
+            graph, self._body, carry, rows, own[num_carry + num_xs :], range(self._size)
+        )
+        graph.output((*carry, *(graph.call_function(_aten.stack.default, (y,)) for y in ys)))
+        return graph
+
+    def _joined(self, ys: list[Node], rest: list[list[Node]]) -> list[Node]:
+        call = self._module.graph.call_function
+        if not rest or not rest[0]:
+            return ys
+        stacked = [call(_aten.stack.default, (y,)) for y in rest]
+        if not ys:
+            return stacked
+        return [call(_aten.cat.default, ([a, b],)) for a, b in zip(ys, stacked, strict=True)]
+
+
+def _steps(
+    graph: Graph,
+    body: Graph,
+    carry: list[Node],
+    xs: Sequence[Node],
+    reads: Sequence[Node],
+    numbers: range,
+) -> tuple[list[Node], list[list[Node]]]:
+    """Copies of the body: the last carry, and for each output its values."""
+    places = [node for node in body.nodes if node.op == "placeholder"]
+    ys: list[list[Node]] = [[] for _ in results_of(body)[len(carry) :]]
+    for k in numbers:
+        rows = [graph.call_function(_aten.select.int, (x, 0, k)) for x in xs]
+        values: dict[Node, Any] = dict(zip(places, [*carry, *rows, *reads], strict=True))
+        found: Any = graph.graph_copy(body, values)
+        carry, own = list(found[: len(carry)]), found[len(carry) :]
+        for y, value in zip(ys, own, strict=True):
+            y.append(value)
+    return carry, ys
