@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 
 from torchpmap._base.devices import PLATFORMS
-from torchpmap._base.torch_internals import FakeTensor, group_named
+from torchpmap._base.torch_internals import FakeTensor, fake_mode, group_named
 from torchpmap._layout import axis_stack
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -150,7 +150,7 @@ def _goes_in_buckets(x: torch.Tensor) -> bool:
 
 
 def _record(name: str, how: str, group: str, x: torch.Tensor) -> None:
-    if not isinstance(x, FakeTensor):
+    if not isinstance(x, FakeTensor) and fake_mode() is None:
         axis_stack.record((name, how, group, tuple(x.shape), str(x.dtype)))
 
 

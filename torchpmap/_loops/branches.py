@@ -12,7 +12,6 @@ import torch
 from torchpmap._base.boundary import boundary
 from torchpmap._base.torch_internals import (
     FakeTensorMode,
-    has_transforms,
     innermost,
     is_vmap_wrapper,
     layers,
@@ -278,15 +277,11 @@ def _abstract(pair: _Pair, which: int, operands: Any, taken: Parts) -> Parts | N
     """What the other branch would return, without its values; None if that cannot be found out
     here.
     """
-    if has_transforms():
-        return None
-    given = take_apart(operands, "operand")
     try:
-        with outside_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-            fakes = [mode.from_tensor(x.detach()) for x in given.tensors]
-            found = pair.parts(which, given.tree.build(fakes))
+        with outside_modes(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            found = pair.parts(which, operands)
             kinds = [(x.shape, x.dtype) for x in found.tensors]
-    except Exception:  # operands that are no tensors, values that a branch needs
+    except Exception:  # a branch may need values
         return None
     tensors = [
         torch.empty(shape, dtype=dtype, device=taken.tensors[0].device if taken.tensors else None)

@@ -1,7 +1,7 @@
 """Several steps of a scan at once, for compilers.
 
-Inductor (torch 2.13) runs a loop step by step in Python, which costs some 20 us a step.  So the body
-of a short step is put into its graph several times, and the loop runs that many times less::
+Inductor (torch 2.13) runs a loop step by step in Python, which costs some 20 us a step.  So the
+body of a short step is put into its graph several times, and the loop runs that many times less::
 
     scan(body, [c], [xs])                  scan(body4, [c], [xs[:1000].unflatten(0, (250, 4))])
                                            body4: c, rows -> four times body, on rows[0] ... rows[3]
@@ -48,7 +48,7 @@ def steps_at_once(length: int, num_nodes: int) -> int:
 
 def _chunk(module: GraphModule, node: Node) -> None:
     (body,) = inner_modules(node)
-    init, xs, reads = node.args[1:]  # type: ignore[misc]
+    init, xs, reads = node.args[1:]
     length = int(xs[0].meta["val"].shape[0])  # type: ignore[union-attr, index]
     calls = [each for each in body.graph.nodes if each.op == "call_function"]
     if any(inner_graphs(each) for each in calls):
@@ -77,7 +77,8 @@ class _Chunks:
         count = self._length // self._size
         whole = count * self._size
         with graph.inserting_before(self._node):
-            carry, ys = init, []
+            carry = init
+            ys: list[Node] = []
             if count > 1:
                 carry, ys = self._loop(init, xs, reads, count, whole)
             else:

@@ -62,7 +62,7 @@ _OVERLAPPING = {
     "estimate_op_runtime": _no_time,
 }
 
-# torch 2.13 does not cache graphs with loops, "unsafe" as it knows no such operation; the key of its
+# torch 2.13 does not cache graphs with loops unless they are listed in a setting; the key of its
 # cache contains the code of the graphs inside
 _LOOPS = {f"torch.ops.higher_order.{name}": "1" for name in ("scan", "while_loop", "cond")}
 

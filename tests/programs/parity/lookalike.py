@@ -23,6 +23,9 @@ COLLECTIVES = [
     "psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute",
     "pshuffle", "pswapaxes", "pbroadcast", "pcast", "axis_index", "axis_size",
 ]  # fmt: skip
+LOOPS = [
+    "scan", "fori_loop", "while_loop", "cond", "switch", "map", "associative_scan",
+]  # fmt: skip
 
 
 class _Methods(ast.NodeTransformer):
@@ -90,9 +93,16 @@ def jax_names(pmap: Callable[..., Any], shard_map: Callable[..., Any]) -> Simple
         custom_vjp=CustomVjp,
         nn=SimpleNamespace(softmax=softmax, log_softmax=log_softmax, logsumexp=logsumexp),
         tree=SimpleNamespace(map=tree_map),
+        random=random_names(),
         lax=lax_names(),
         numpy=jnp_names(),
     )
+
+
+def random_names() -> SimpleNamespace:
+    names = ("key", "split", "fold_in", "uniform", "normal", "bernoulli", "randint", "permutation")
+    found = {name: getattr(tp.random, name) for name in names}
+    return SimpleNamespace(PRNGKey=tp.random.key, **found)
 
 
 def identity(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,11 +177,7 @@ def lax_names() -> SimpleNamespace:
     return SimpleNamespace(
         **{name: getattr(tp, name) for name in COLLECTIVES if hasattr(tp, name)},
         stop_gradient=stop_gradient,
-        scan=scan,
-        cond=cond,
-        switch=switch,
-        fori_loop=fori_loop,
-        while_loop=while_loop,
+        **{name: getattr(tp, name) for name in LOOPS},
         bitwise_xor=torch.bitwise_xor,
         bitwise_or=torch.bitwise_or,
         bitwise_and=torch.bitwise_and,
@@ -184,44 +190,6 @@ def stop_gradient(x: Any) -> Any:
     return pytree.tree_map(
         lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, x
     )
-
-
-def scan(body: Any, init: Any, xs: Any, length: int | None = None) -> tuple[Any, Any]:
-    steps = len(pytree.tree_leaves(xs)[0]) if length is None else length
-    carry, outs = init, []
-    for step in range(steps):
-        row = pytree.tree_map(lambda x, k=step: None if x is None else x[k], xs)
-        carry, out = body(carry, row)
-        outs.append(out)
-    stack = lambda *rows: None if rows[0] is None else torch.stack(rows)  # noqa: E731
-    return carry, pytree.tree_map(stack, outs[0], *outs[1:])
-
-
-def cond(predicate: Any, true_fun: Any, false_fun: Any, *operands: Any) -> Any:
-    return switch(torch.as_tensor(predicate).to(torch.int64), (false_fun, true_fun), *operands)
-
-
-def switch(index: Any, branches: Any, *operands: Any) -> Any:
-    # Every branch is computed and one kept: the index may not become a Python int in a trace.
-    index = torch.as_tensor(index).clamp(0, len(branches) - 1)
-    out = branches[0](*operands)
-    for number, branch in enumerate(branches[1:], 1):
-        keep = index == number
-        select = lambda new, old, keep=keep: torch.where(keep, new, old)  # noqa: E731
-        out = pytree.tree_map(select, branch(*operands), out)
-    return out
-
-
-def fori_loop(lower: int, upper: int, body: Any, init: Any) -> Any:
-    for step in range(lower, upper):
-        init = body(step, init)
-    return init
-
-
-def while_loop(condition: Any, body: Any, init: Any) -> Any:
-    while bool(condition(init)):
-        init = body(init)
-    return init
 
 
 def dynamic_update_index_in_dim(x: Any, update: Any, index: int, axis: int) -> torch.Tensor:
@@ -250,6 +218,8 @@ def jnp_names() -> SimpleNamespace:
         **{name: getattr(torch, name) for name in SAME_NAME},
         power=torch.pow,
         maximum=maximum,
+        add=torch.add,
+        multiply=torch.mul,
         **{name: getattr(torch, name) for name in DTYPES},
         bool_=torch.bool,
         arange=torch.arange,
