@@ -295,7 +295,7 @@ def _staged(pred: torch.Tensor, pair: _Pair, operands: Any) -> Any:
     given = take_apart(operands, "operand")
 
     def once() -> tuple[Tensors, int]:
-        inputs = given.tree.build([x.view(x.shape) for x in given.tensors])
+        inputs = given.tree.build([x.clone() for x in given.tensors])
         draws = 0
         both = []
         for which in (0, 1):

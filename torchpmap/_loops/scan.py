@@ -277,8 +277,8 @@ def _staged(
 
     def once() -> tuple[Tensors, Tensors, int]:
         row = [x[0] for x in xs]
-        # views, because the body may also close over these tensors
-        start = Parts(init.tree, [x.view(x.shape) for x in init.tensors], init.weak)
+        # copies, because the body may also close over these tensors
+        start = Parts(init.tree, [x.clone() for x in init.tensors], init.weak)
         carry = _with_weak_carry(body, start, row, around)
         with around.restored(numbers[0]):
             after, ys = body(carry, row)

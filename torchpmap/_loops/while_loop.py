@@ -272,7 +272,7 @@ def _staged(loop: _Loop, init: Parts) -> Tensors:
     around = Surroundings()
 
     def once() -> tuple[Tensors, int]:
-        start = Parts(init.tree, [x.view(x.shape) for x in init.tensors], init.weak)
+        start = Parts(init.tree, [x.clone() for x in init.tensors], init.weak)
         carry = _with_weak_carry(loop, start, around)
         with around.restored(torch.tensor(0)):
             loop.test(carry)

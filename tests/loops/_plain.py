@@ -1,0 +1,74 @@
+"""Loops and branches as plain Python: what ``tp.scan`` and the others must equal."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+import torchpmap as tp
+
+GRAPH = {"backend": "eager"}
+
+
+def scan(
+    f: Any, init: Any, xs: Any = None, length: int | None = None, reverse: bool = False
+) -> Any:
+    steps = range(pytree.tree_leaves(xs)[0].shape[0] if length is None else length)
+    carry, ys = init, {}
+    for k in reversed(steps) if reverse else steps:
+        row = None if xs is None else pytree.tree_map(lambda x, k=k: x[k], xs)
+        carry, ys[k] = f(carry, row)
+    stacked = [ys[k] for k in steps]
+    if stacked[0] is None:
+        return carry, None
+    return carry, pytree.tree_map(lambda *rows: torch.stack(rows), *stacked)
+
+
+def while_loop(test: Any, body: Any, value: Any) -> Any:
+    while test(value):
+        value = body(value)
+    return value
+
+
+def fori_loop(lower: Any, upper: Any, body: Any, value: Any) -> Any:
+    for k in range(int(lower), int(upper)):
+        value = body(torch.tensor(k, dtype=torch.int32), value)
+    return value
+
+
+def cond(pred: Any, yes: Any, no: Any, *operands: Any) -> Any:
+    return (yes if pred else no)(*operands)
+
+
+PLAIN = SimpleNamespace(scan=scan, while_loop=while_loop, fori_loop=fori_loop, cond=cond)
+
+
+def same_everywhere(program: Any, *inputs: torch.Tensor, expected: Any = None) -> None:
+    """Check ``program(loops, *inputs)`` outside of a mapped function, and inside one: traced, and
+    uncompiled.
+    """
+    if expected is None:
+        expected = program(PLAIN, *inputs)
+    check(program(tp, *inputs), expected)
+    for mode in (GRAPH, False):
+        mapped = tp.pmap(
+            lambda *xs: program(tp, *xs),
+            in_axes=None,
+            out_axes=None,
+            axis_size=1,
+            compile=mode,
+            fullgraph=mode is not False,
+        )
+        check(mapped(*inputs), expected)
+
+
+def check(found: Any, expected: Any) -> None:
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+    for x, y in pairs:
+        if y is None:
+            assert x is None
+        else:
+            torch.testing.assert_close(x.detach().cpu(), torch.as_tensor(y).detach())

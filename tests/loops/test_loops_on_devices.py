@@ -1,0 +1,201 @@
+"""Covers: loops and branches with collectives in them, on devices: values, derivatives inside and
+outside, random numbers, deadlocks found while tracing, and compiled code.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from _plain import GRAPH, check
+from torch.func import grad, hessian, vmap
+
+import torchpmap as tp
+
+A = torch.tensor([2.0, -1.0, 2.5, -0.5])
+RING = [(0, 1), (1, 2), (2, 3), (3, 0)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def devices():
+    tp.init(num_devices=4)
+    yield
+    tp.shutdown()
+
+
+def averaging(x):
+    def step(c, t):
+        return tp.pmean(c, "i") * 0.5 + t * x, tp.psum(c, "i") - c
+
+    return tp.scan(step, x, np.arange(3, dtype="float32"))
+
+
+def averaged(rows):
+    carry, sums = rows, []
+    for t in range(3):
+        sums.append(carry.sum() - carry)
+        carry = carry.mean() * 0.5 + t * rows
+    return carry, torch.stack(sums, 1)
+
+
+@pytest.mark.parametrize("mode", [GRAPH, False, pytest.param(True, marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("num_rows", [4, 8])
+def test_collectives_in_a_scan(mode, num_rows):
+    rows = torch.linspace(-1, 2, num_rows)
+    check(tp.pmap(averaging, "i", compile=mode)(rows), averaged(rows))
+
+
+def ring(x):
+    return tp.scan(lambda c, _: (tp.ppermute(c, "i", RING) * x, None), x, None, length=3)[0]
+
+
+def ringed(rows):
+    carry = rows
+    for _ in range(3):
+        carry = carry.roll(1) * rows
+    return carry
+
+
+def backward(f):
+    def gradient(x):
+        x = x.clone().requires_grad_()
+        (f(x) ** 2).sum().backward()
+        return x.grad
+
+    return gradient
+
+
+OUTSIDE = {
+    "grad": lambda f: grad(lambda x: (f(x) ** 2).sum()),
+    "backward": backward,
+    "hessian": lambda f: hessian(lambda x: (f(x) ** 2).sum()),
+    "vmap": lambda f: lambda x: vmap(f)(torch.stack([x, x + 1])),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("mode", [GRAPH, False])
+def test_derivatives_from_outside(name, mode):
+    check(OUTSIDE[name](tp.pmap(ring, "i", compile=mode))(A), OUTSIDE[name](ringed)(A))
+
+
+@pytest.mark.parametrize("mode", [GRAPH, False, pytest.param(True, marks=pytest.mark.inductor)])
+def test_gradient_inside_for_a_captured_parameter(mode):
+    w = torch.tensor([1.0, -2.0], requires_grad=True)
+
+    def loss(x):
+        carry, _ = tp.scan(lambda c, t: (c * w + t * x, None), torch.ones(2), torch.arange(3.0))
+        return carry.sum()
+
+    def expected(x):
+        carry = torch.ones(2)
+        for t in range(3):
+            carry = carry * w + t * x
+        return carry.sum()
+
+    def inside(x):
+        loss(x).backward()
+        return w.grad
+
+    rows = []
+    for x in A:
+        w.grad = None
+        expected(x).backward()
+        rows.append(w.grad)
+    w.grad = None
+    check(tp.pmap(inside, "i", compile=mode)(A), torch.stack(rows))
+    tp.pmap(loss, "i", compile=mode)(A).sum().backward()
+    check(w.grad, torch.stack(rows).sum(0))
+
+
+def power(x):
+    """Runs until a psum is small: as many steps on every device."""
+    return tp.while_loop(
+        lambda s: s[1] > 1e-3,
+        lambda s: (s[0] * 0.5, tp.psum(s[0] ** 2, "i")),
+        (x, tp.psum(x**2, "i")),
+    )
+
+
+def double(x):
+    return tp.while_loop(lambda s: s[0] < 20, lambda s: (s[0] * 2, s[1] + 1), (x, np.int32(0)))
+
+
+@pytest.mark.parametrize("mode", [GRAPH, False, pytest.param(True, marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("num_rows", [4, 8])
+def test_while(mode, num_rows):
+    rows = torch.linspace(1, 30, num_rows)
+    steps = torch.log2(20 / rows).ceil().clamp(0).int()
+    check(tp.pmap(double, "i", compile=mode)(rows), (rows * 2.0**steps, steps))
+    carry, total = rows, (rows**2).sum()
+    while total > 1e-3:
+        carry, total = carry * 0.5, (carry**2).sum()
+    check(tp.pmap(power, "i", compile=mode)(rows), (carry, total.expand(num_rows)))
+
+
+@pytest.mark.parametrize("mode", [GRAPH, False])
+def test_devices_take_different_branches(mode):
+    f = tp.pmap(lambda x: tp.cond(x > 0, lambda: x * 2, lambda: -x), "i", compile=mode)
+    check(f(A), torch.where(A > 0, A * 2, -A))
+
+
+def draws(x):
+    first = torch.rand(2)
+    carry, ys = tp.scan(lambda c, _: (c + torch.rand(2), torch.randn(2)), x, None, length=3)
+    done = tp.while_loop(lambda s: s[1] < 2, lambda s: (s[0] + torch.rand(2), s[1] + 1), (x, 0))
+    chosen = tp.cond(x.sum() > 1, lambda: torch.rand(2) + torch.rand(2), lambda: torch.rand(2))
+    return first, carry, ys, done[0], chosen, torch.rand(2)
+
+
+@pytest.mark.parametrize("num_rows", [4, 8])
+def test_random_numbers_are_the_same_in_all_modes(num_rows):
+    rows = torch.arange(2.0 * num_rows).reshape(num_rows, 2)
+    found = []
+    for mode in (GRAPH, False):
+        torch.manual_seed(3)
+        found.append(tp.pmap(draws, compile=mode)(rows))
+    torch.manual_seed(3)
+    with tp.debug.fake_pmap():
+        found.append(tp.pmap(draws)(rows))
+    check(found[0], found[1])
+    check(found[0], found[2])
+    assert len(found[0][2].flatten().unique()) == 6 * num_rows  # each step and row has its own
+
+
+DEADLOCKS = {
+    "while": lambda x: tp.while_loop(lambda v: v < 3, lambda v: v + tp.psum(v**2, "i"), x),
+    "cond": lambda x: tp.cond(x > 0, lambda: tp.psum(x, "i"), lambda: x),
+    "in a scan": lambda x: tp.scan(
+        lambda c, _: (tp.cond(c > 0, lambda: tp.psum(c, "i"), lambda: c), None), x, length=2
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", DEADLOCKS)
+def test_deadlocks_are_found_while_tracing(name):
+    with pytest.raises(ValueError, match=r"predicate may differ along axis 'i'.*\(reduce it"):
+        tp.pmap(DEADLOCKS[name], "i", compile=GRAPH)(A)
+
+
+@pytest.mark.parametrize("name", DEADLOCKS)
+def test_deadlocks_without_a_trace(name):
+    with pytest.raises(tp.CollectiveMismatch, match="rank 1"):
+        tp.pmap(DEADLOCKS[name], "i", compile=False)(torch.tensor([1.0, -1.0, 5.0, 5.0]))
+    with (
+        pytest.raises(ValueError, match="predicate may differ along axis 'i'"),
+        tp.debug.fake_pmap(),
+    ):
+        tp.pmap(DEADLOCKS[name], "i")(A)
+
+
+def test_a_long_scan_runs_in_chunks():
+    """1001 steps are 15 iterations of 66 steps, and 11 more."""
+
+    def program(x):
+        return tp.scan(lambda c, t: (torch.sin(c) * 0.9 + t, c * 2), x, torch.arange(1001.0) / 1e3)
+
+    compiled = tp.pmap(program).lower(A)
+    loops = compiled.graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan)
+    assert len(loops) == 1
+    chunked = {"backend": "aot_eager"}
+    check(tp.pmap(program, compile=chunked)(A), tp.pmap(program, compile=GRAPH)(A))
