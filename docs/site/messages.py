@@ -24,6 +24,7 @@ GUIDES = {
     **dict.fromkeys(["__init__.py", "__main__.py", "_api.py"], "errors.md"),
     "_base": "errors.md",
     "_collectives": "axes.md",
+    "_loops": "loops.md",
     "_doctor": "debugging.md",
     "_layout": "axes.md",
     "_modules": "training.md",

@@ -31,7 +31,7 @@ PROGRAMS = {
     "dynamic bounds": lambda t, x: t.fori_loop(0, N, lambda i, v: v * 2 + i, x),
     "jvp": lambda t, x: jvp(lambda a: newton(t, a)[0], (x[0],), (x[1],)),
     "jvp of jvp": lambda t, x: jvp(
-        lambda a: jvp(lambda a: newton(t, a)[0], (a,), (x[1],))[1], (x[0],), (x[1],)
+        lambda a: jvp(lambda a: newton(t, a)[0], (a,), (a * 0 + 1,))[1], (x.sum(),), (x.mean(),)
     ),
     "jacfwd": lambda t, x: jacfwd(
         lambda x: t.while_loop(lambda v: v.sum() < 30, lambda v: v * v, x)

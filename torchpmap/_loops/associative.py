@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from torchpmap._base.boundary import boundary
-from torchpmap._loops.trees import Tensors, same_kinds, take_apart
+from torchpmap._loops.trees import Parts, Tensors, same_kinds, take_apart
 
 _Elements = TypeVar("_Elements")
 
@@ -60,19 +60,9 @@ def associative_scan(
         raise TypeError(f"associative_scan: fn must be a function, but got {fn!r}.")
     parts = take_apart(elems, "elems")
     axis = operator.index(axis)
-    for x, path in zip(parts.tensors, parts.tree.paths("elems"), strict=True):
-        if not -x.dim() <= axis < x.dim():
-            raise ValueError(
-                f"associative_scan: axis={axis}, but {path} has the shape {list(x.shape)}."
-            )
+    _check(parts, axis)
     if not parts.tensors:
         return elems
-    shapes = [tuple(x.shape) for x in parts.tensors]
-    if len({x.shape[axis] for x in parts.tensors}) > 1:
-        raise ValueError(
-            "associative_scan: all elems must have the same size along the axis, but they have the "
-            f"shapes {', '.join(map(str, shapes))} (axis={axis})."
-        )
 
     def combined(a: Tensors, b: Tensors) -> Tensors:
         found = take_apart(fn(parts.tree.build(a), parts.tree.build(b)), "the result of fn")
@@ -86,6 +76,20 @@ def associative_scan(
     tensors = [x.flip(axis) for x in parts.tensors] if reverse else parts.tensors
     results = _scanned(combined, tensors, axis)
     return parts.tree.build([x.flip(axis) for x in results] if reverse else results)
+
+
+def _check(parts: Parts, axis: int) -> None:
+    for x, path in zip(parts.tensors, parts.tree.paths("elems"), strict=True):
+        if not -x.dim() <= axis < x.dim():
+            raise ValueError(
+                f"associative_scan: axis={axis}, but {path} has the shape {list(x.shape)}."
+            )
+    if len({x.shape[axis] for x in parts.tensors}) > 1:
+        shapes = ", ".join(str(tuple(x.shape)) for x in parts.tensors)
+        raise ValueError(
+            "associative_scan: all elems must have the same size along the axis, but they have the "
+            f"shapes {shapes} (axis={axis})."
+        )
 
 
 def _rows(x: torch.Tensor, axis: int, *bounds: int | None) -> torch.Tensor:

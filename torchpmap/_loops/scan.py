@@ -42,9 +42,9 @@ def scan(
             ys.append(y)
         return carry, torch.stack(ys)
 
-    It can be differentiated in reverse and forward mode, and any number of times.  In a traced
-    function the gradient stores the carry of every step, and computes the rest of a step again.
-    Outside of a trace the loop runs in Python, and ``f`` is called for each step.
+    It can be differentiated in reverse and forward mode, any number of times.  The gradient of a
+    traced scan stores the carry of every step, and computes the rest of a step again.  Outside of a
+    trace ``f`` is called for each step.
 
     Args:
         f: the body; ``f(carry, x)`` returns the next carry, whose structure, shapes and dtypes are
@@ -55,8 +55,7 @@ def scan(
         length: the number of steps; needed if ``xs`` has no tensors.
         reverse: whether to go from the last row to the first; outputs stand at the place of their
             row.
-        unroll: True runs all steps in the graph, without a loop.  Numbers change nothing: how many
-            steps run at once is chosen by the size of the body.
+        unroll: True puts all steps into the graph.  Numbers change nothing.
 
     Returns:
         The pair (last carry, outputs with the steps along dim 0; None where ``f`` returns None).
@@ -76,14 +75,10 @@ def scan(
 
     Source: jax.lax.scan; checked in tests/loops.
     """
-    name = "scan"
     given, rows = take_apart(init, "carry"), take_apart(xs, "xs")
-    steps = _length(name, rows, length)
-    is_unrolled = unroll is True
-    if not is_unrolled and not isinstance(unroll, bool) and operator.index(unroll) < 1:
-        raise ValueError(f"{name}: unroll must be a positive number or a bool, but got {unroll}.")
-    body = Body(name, f, given.tree, rows.tree)
-    carry, ys = run_scan(body, given, rows.tensors, steps, reverse, is_unrolled=is_unrolled)
+    steps, unrolled = _length("scan", rows, length), check_unroll("scan", unroll)
+    body = Body("scan", f, given.tree, rows.tree)
+    carry, ys = run_scan(body, given, rows.tensors, steps, reverse, is_unrolled=unrolled)
     return given.tree.build(carry), body.results(ys)
 
 
@@ -147,6 +142,13 @@ def _in_batches(f: Callable[[Any], Any], rows: Parts, length: int, size: int) ->
         rest = batch([x[whole:] for x in rows.tensors])
         results = [torch.cat(pair) for pair in zip(results, rest, strict=True)]
     return trees[-1].build(results)
+
+
+def check_unroll(name: str, unroll: int | bool | None) -> bool:
+    """Whether all steps go into the graph."""
+    if unroll is not None and not isinstance(unroll, bool) and operator.index(unroll) < 1:
+        raise ValueError(f"{name}: unroll must be a positive number or a bool, but got {unroll}.")
+    return unroll is True
 
 
 def _length(name: str, rows: Parts, length: int | None) -> int:

@@ -14,7 +14,7 @@ from torchpmap._base.torch_internals import innermost, set_forward_grad
 from torchpmap._layout import axis_stack
 from torchpmap._loops.branches import batched_levels
 from torchpmap._loops.operator import apply, is_inexact
-from torchpmap._loops.scan import Body, is_staged, run_scan
+from torchpmap._loops.scan import Body, check_unroll, is_staged, run_scan
 from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
 from torchpmap._loops.trees import (
     Parts,
@@ -114,7 +114,7 @@ def fori_loop(
     """
     bounds = [_bound(lower, "lower"), _bound(upper, "upper")]
     if all(isinstance(bound, int) for bound in bounds):
-        return _counted(bounds[0], bounds[1], body_fun, init_val, unroll is True)
+        return _counted(*bounds, body_fun, init_val, check_unroll("fori_loop", unroll))
     tensors = [bound for bound in bounds if isinstance(bound, torch.Tensor)]
     dtype = tensors[0].dtype
     if tensors[-1].dtype != dtype:
