@@ -114,7 +114,8 @@ def fori_loop(
     """
     bounds = [_bound(lower, "lower"), _bound(upper, "upper")]
     if all(isinstance(bound, int) for bound in bounds):
-        return _counted(*bounds, body_fun, init_val, check_unroll("fori_loop", unroll))
+        is_unrolled = check_unroll("fori_loop", unroll)
+        return _counted(bounds[0], bounds[1], body_fun, init_val, is_unrolled)
     tensors = [bound for bound in bounds if isinstance(bound, torch.Tensor)]
     dtype = tensors[0].dtype
     if tensors[-1].dtype != dtype:

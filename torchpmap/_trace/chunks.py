@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torchpmap._trace.inner import SCAN, inner_graphs, inner_modules, kind_of_node, results_of
 
 _aten = torch.ops.aten
-_MAX_NODES = 200
+_MAX_NODES = 48
 """Of the body of a loop."""
 
 
