@@ -8,6 +8,7 @@ and whole in a mapped function.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ def devices() -> Iterator[None]:
 
 
 def _is_mapped(case: Case) -> bool:
-    return "pmap" in case["jax_expr"]
+    return "pmap" in case["jax_expr"] or "shard_map" in case["jax_expr"]
 
 
 def _params() -> list[Any]:
@@ -44,22 +45,20 @@ def _params() -> list[Any]:
         modes += [] if _is_mapped(case) else ["plain"]
         modes += ["inductor"] if case["id"] in SAMPLE else []
         for mode in modes:
-            marks = []
-            if "shard_map" in case["jax_expr"]:
-                marks.append(pytest.mark.skip(reason="shard_map is not there yet"))
-            if mode == "inductor":
-                marks.append(pytest.mark.inductor)
+            marks = [pytest.mark.inductor] if mode == "inductor" else []
             found.append(pytest.param(case, mode, id=f"{case['id']}-{mode}", marks=marks))
     return found
 
 
 def _run(case: Case, mode: str) -> Any:
     inputs = {name: values.decode(value) for name, value in case["inputs"].items()}
-    pmap = lookalike.pmap_in_mode(MODES.get(mode, True))
+    compiled = MODES.get(mode, True)
+    pmap = lookalike.pmap_in_mode(compiled)
+    shard_map = functools.partial(tp.shard_map, compile=compiled)
     fake = tp.debug.fake_pmap() if mode == "inline" else contextlib.nullcontext()
 
     def whole(given: dict[str, Any]) -> Any:
-        return lookalike.run(case["jax_expr"], given, pmap)
+        return lookalike.run(case["jax_expr"], given, pmap, shard_map)
 
     with fake:
         if mode == "plain" or _is_mapped(case):

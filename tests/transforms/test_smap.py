@@ -74,3 +74,10 @@ def test_placements_of_torch(mesh):
         tp.NamedSharding.from_placements(mesh, [Partial(), Replicate()])
     with pytest.raises(ValueError, match="takes as many placements, but got 1"):
         tp.NamedSharding.from_placements(mesh, [Replicate()])
+
+
+def test_tools_for_pmap_say_what_they_take(mesh):
+    doubled = tp.shard_map(lambda x: x * 2, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    with pytest.raises(TypeError, match="compares the ways to compute a pmap, but got <shard_map"):
+        tp.debug.check_pmap(doubled, X)
+    assert tp.debug.cost(doubled, X).output_bytes == X.nbytes // 2
