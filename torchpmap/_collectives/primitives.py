@@ -56,6 +56,13 @@ class Scope:
     partition: Partition | None = None
     """Groups of a vmapped axis, None for all of it (a process group is already the right one)."""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is an axis of one member, without a process group.  (Of groups of different
+        sizes, ``size`` is that of the first.)
+        """
+        return self.size == 1 and self.group is None and self.partition is None
+
     def process_group(self) -> str:
         if self.group is None:
             raise RuntimeError(
@@ -191,7 +198,7 @@ _Kind = tuple[torch.Size, torch.dtype, torch.device]
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(primitive: Primitive, index: torch.Tensor | None, *xs: torch.Tensor) -> Any:
-        if primitive.scope.size == 1:
+        if primitive.scope.is_alone:
             return tuple(_alone(primitive, x) for x in xs)
         return tuple(primitive.across(xs))
 
@@ -321,8 +328,7 @@ class _Extreme(torch.autograd.Function):
     def forward(how: _Extremum, *tensors: Any) -> Any:
         xs = [how.reduce_lead(x) for x in tensors[len(how.scopes) :]]
         for scope in how.scopes:
-            alone = scope.size == 1
-            xs = [x.clone() for x in xs] if alone else list(how.across(scope, xs))
+            xs = [x.clone() for x in xs] if scope.is_alone else list(how.across(scope, xs))
         return tuple(xs)
 
     @staticmethod
