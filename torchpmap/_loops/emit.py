@@ -277,6 +277,21 @@ def shared(inner: Sequence[Inner], num_own: int = 0) -> list[torch.Tensor]:
     return list(reads.values())
 
 
+def without_unused(inner: Inner, xs: list[torch.Tensor], start: int) -> list[torch.Tensor]:
+    """Remove the inputs of a graph, from place ``start`` on, that it does not use; returns their
+    ``xs`` without those.  One stays, from which a scan takes its length.
+    """
+    graph = inner.module.graph
+    places = [node for node in graph.nodes if node.op == "placeholder"][start : start + len(xs)]
+    used = [(node, x) for node, x in zip(places, xs, strict=True) if node.users]
+    used = used or [(places[0], xs[0])]
+    for node in places:
+        if not any(node is other for other, _ in used):
+            graph.erase_node(node)
+    inner.module.recompile()
+    return [x for _, x in used]
+
+
 def with_one_result(inner: Inner) -> Inner:
     """Let a graph return its only result, in no tuple."""
     (output,) = (node for node in inner.module.graph.nodes if node.op == "output")

@@ -63,16 +63,12 @@ class Scan(Construct):
             xs = [x.flip(0) for x in xs]
         rows: list[emit.Kind] = [(x.shape[1:], x.dtype, x.device) for x in xs]
 
-        padded: list[bool] = []
-
         def body(*given: torch.Tensor) -> list[torch.Tensor]:
             carry, row = given[: len(init)], given[len(init) :]
-            after = self.flat([*constants, *carry, *row])
-            # Inductor (torch 2.13) fails on a scan with one result
-            padded[:] = [len(after) == 1]
-            return [*after, torch.zeros_like(row[0])] if padded[0] else after
+            return self.flat([*constants, *carry, *row])
 
         inner = emit.inner(body, [*emit.kinds_of(init), *rows])
+        xs = emit.without_unused(inner, xs, len(init))
         ys: list[emit.Kind] = [
             ((self.length, *shape), dtype, device)
             for shape, dtype, device in inner.results[len(init) :]
@@ -87,7 +83,7 @@ class Scan(Construct):
         )
         if self.reverse:
             results[len(init) :] = [y.flip(0) for y in results[len(init) :]]
-        return results[:1] if padded[0] else results
+        return results
 
     def keeping(self) -> Scan:
         if self.num_kept == self.num_carry:

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torchpmap._trace.inner import SCAN, inner_graphs, inner_modules, kind_of_node, results_of
 
 _aten = torch.ops.aten
-_MAX_NODES = 48
+_MAX_NODES = 80
 """Of the body of a loop."""
 
 
@@ -51,10 +51,12 @@ def _chunk(module: GraphModule, node: Node) -> None:
     init, xs, reads = node.args[1:]
     length = int(xs[0].meta["val"].shape[0])  # type: ignore[union-attr, index]
     calls = [each for each in body.graph.nodes if each.op == "call_function"]
-    if any(inner_graphs(each) for each in calls):
-        return  # the loops inside take most of the time
-    size = steps_at_once(length, len(calls))
-    if size > 1:
+    # where there are loops inside, they take most of the time
+    size = 1 if any(map(inner_graphs, calls)) else steps_at_once(length, len(calls))
+    if size == 1:
+        _pad(body.graph)
+        body.recompile()
+    else:
         _Chunks(module, node, body.graph, size, length).run(
             list(init),  # type: ignore[arg-type]
             list(xs),  # type: ignore[arg-type]
@@ -116,7 +118,9 @@ class _Chunks:
         carry, ys = _steps(
             graph, self._body, carry, rows, own[num_carry + num_xs :], range(self._size)
         )
-        graph.output((*carry, *(graph.call_function(_aten.stack.default, (y,)) for y in ys)))
+        stacked = [graph.call_function(_aten.stack.default, (y,)) for y in ys]
+        graph.output((*carry, *stacked))
+        _pad(graph)
         return graph
 
     def _joined(self, ys: list[Node], rest: list[list[Node]]) -> list[Node]:
@@ -148,3 +152,13 @@ def _steps(
         for y, value in zip(ys, own, strict=True):
             y.append(value)
     return carry, ys
+
+
+def _pad(graph: Graph) -> None:
+    """Give a body with one result another one: Inductor (torch 2.13) fails on such a scan."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    results = results_of(graph)
+    if len(results) == 1:
+        with graph.inserting_before(output):
+            nothing = graph.call_function(_aten.full.default, ([], False), {"device": "cpu"})
+        output.args = ((*results, nothing),)
