@@ -199,3 +199,13 @@ def test_a_long_scan_runs_in_chunks():
     assert len(loops) == 1
     chunked = {"backend": "aot_eager"}
     check(tp.pmap(program, compile=chunked)(A), tp.pmap(program, compile=GRAPH)(A))
+
+
+@pytest.mark.parametrize("mode", [GRAPH, True])
+def test_the_cost_counts_every_step(mode):
+    def program(x):
+        return tp.scan(lambda c, _: (tp.psum(torch.outer(c, c) @ c, "i"), None), x, length=5)[0]
+
+    cost = tp.pmap(program, "i", compile=mode).lower(torch.ones(4, 3)).cost()
+    assert cost.flops == 5 * 2 * 3 * 3
+    assert [each.num_bytes for each in cost.collectives] == [12] * 5

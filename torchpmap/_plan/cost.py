@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torchpmap._base.torch_internals import FakeTensorMode, OpOverload
 from torchpmap._collectives.backend import NAMESPACES, c10d
 from torchpmap._plan.plan import Plan
 from torchpmap._trace.boxed import copied
+from torchpmap._trace.inner import SCAN, WHILE, inner_graphs, kind_of_node
 
 _KNOWN = frozenset({"aten", "prims", "torchpmap_random", *NAMESPACES})
 _PASSING = (operator.getitem, c10d.wait_tensor.default)
@@ -88,17 +89,20 @@ def cost_of(plan: Plan) -> Cost:
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
+    again: list[int] = []
     with counter:
-        graph = propagated(plan)
+        graph = propagated(plan, counter.get_total_flops, again)
     nodes = list(graph.nodes)
     sizes = {node: _bytes(node.meta.get("val")) for node in nodes}
     inputs = {node for node in nodes if node.op == "placeholder"}
     (output,) = (node for node in nodes if node.op == "output")
     results = {_memory(node) for node in output.all_input_nodes}
     return Cost(
-        counter.get_total_flops(),
+        counter.get_total_flops() + sum(again),
         tuple(
-            Collective(name_of(node), sum(sizes[n] for n in node.all_input_nodes), axis)
+            Collective(
+                name_of(node), sum(_bytes(n.meta.get("val")) for n in node.all_input_nodes), axis
+            )
             for node, axis in collectives_of(plan, nodes)
         ),
         sum(sizes[node] for node in inputs),
@@ -109,9 +113,30 @@ def cost_of(plan: Plan) -> Cost:
     )
 
 
-def propagated(plan: Plan) -> torch.fx.Graph:
-    """A copy of the graph with the fake value of each node in ``meta["val"]``."""
+def propagated(
+    plan: Plan, flops: Callable[[], int] = int, again: list[int] | None = None
+) -> torch.fx.Graph:
+    """A copy of the graph with the fake value of each node in ``meta["val"]``.
+
+    A body of a loop is run once; ``again`` gets the flops, which ``flops`` counts, of its other
+    steps.
+    """
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    class Prop(FakeTensorProp):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if getattr(target, "_name", "") not in (SCAN, WHILE):
+                return super().call_function(target, args, kwargs)
+            bodies = [each for each in args if isinstance(each, torch.fx.GraphModule)]
+            init, *rest = args[len(bodies) :]
+            length = rest[0][0].shape[0] if target._name == SCAN else 1
+            rows = [x[0] for x in rest[0]] if target._name == SCAN else []
+            before = flops()
+            results = Prop(bodies[-1], self._mode).run(*init, *rows, *rest[-1])
+            if again is not None:
+                again.append((flops() - before) * (length - 1))
+            ys = [y.expand(length, *y.shape).clone() for y in results[len(init) :]]
+            return (*results[: len(init)], *ys)
 
     definition = plan.definition
     module = torch.fx.GraphModule(definition.graph, copied(definition.graph.graph))
@@ -119,7 +144,8 @@ def propagated(plan: Plan) -> torch.fx.Graph:
     mode = FakeTensorMode()
     with mode:
         examples = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in kinds]
-    FakeTensorProp(module, mode).propagate_dont_convert_inputs(*examples)
+    with mode:
+        Prop(module, mode).propagate_dont_convert_inputs(*examples)
     return module.graph
 
 
@@ -127,6 +153,11 @@ def collectives_of(plan: Plan, nodes: Sequence[torch.fx.Node]) -> list[tuple[tor
     """The nodes that communicate, each with the names of the axes that it runs over."""
     found = []
     for node in nodes:
+        for inner in inner_graphs(node):
+            steps = 1
+            if kind_of_node(node) == SCAN:
+                steps = node.args[2][0].meta["val"].shape[0]  # type: ignore[index, union-attr]
+            found += collectives_of(plan, list(inner.nodes)) * steps
         target = node.target
         if not isinstance(target, OpOverload) or target.namespace not in NAMESPACES:
             continue
@@ -148,7 +179,7 @@ def _uncounted(nodes: Sequence[torch.fx.Node]) -> tuple[str, ...]:
     for node in nodes:
         name = str(node.target)  # "aten.mm.default"
         namespace = getattr(node.target, "namespace", "aten")
-        if (namespace not in _KNOWN and name != "cond") or _RECURRENT in name:
+        if (namespace not in _KNOWN and namespace != "higher_order") or _RECURRENT in name:
             found[name.removesuffix(".default")] = None
     return tuple(found)
 
