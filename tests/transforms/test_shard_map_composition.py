@@ -145,6 +145,24 @@ def test_rule_27_gradients_inside_the_outer_map(mesh: tp.Mesh, mode: Any) -> Non
     assert call(X).tolist() == (2 * X).tolist()
 
 
+def test_rule_27_a_captured_value_has_no_gradient_inside(mesh: tp.Mesh) -> None:
+    def slope(a: torch.Tensor, w: torch.Tensor) -> Any:
+        def loss(w: torch.Tensor) -> Any:
+            inner = tp.shard_map(
+                lambda b: tp.psum((b * w).sum(), "y"),
+                in_specs=P(None, "y"),
+                out_specs=P(),
+                axis_names={"y"},
+            )
+            return inner(a)
+
+        return tp.grad(loss)(w)[None]
+
+    call = mapped(slope, mesh, (P("x"), P()), P("x"), axis_names={"x"})
+    with pytest.raises(ValueError, match=r"may differ along it, which is not in axis_names.*arg"):
+        call(X, torch.tensor(1.0))
+
+
 def test_rule_27_an_axis_is_mapped_once(mesh: tp.Mesh) -> None:
     def outer(a: torch.Tensor) -> Any:
         return tp.shard_map(lambda b: b, in_specs=P(), out_specs=P())(a)

@@ -212,10 +212,16 @@ class BlockProgram:
     def _refuse(self, paths: Sequence[str]) -> Callable[[int, Sequence[Hashable]], Exception]:
         def refuse(leaf: int, axes: Sequence[Hashable]) -> Exception:
             manual = tuple(name for name in axes if name in self.manual)
+            claim = f"{self.prefix}: {claim_of(axes, paths[leaf])}, but its value may differ along "
+            if not manual:
+                return ValueError(
+                    f"{claim}{'it' if len(axes) == 1 else 'them'}, which is not in axis_names. A "
+                    "shard_map inside maps it: pass that one what it differentiates as an "
+                    "argument, not as a captured value."
+                )
             over = repr(manual[0] if len(manual) == 1 else manual)
             return ValueError(
-                f"{self.prefix}: {claim_of(axes, paths[leaf])}, but its value may differ along "
-                f"{'it' if len(manual) == 1 else 'them'}. Reduce it inside, for example "
+                f"{claim}{'it' if len(axes) == 1 else 'them'}. Reduce it inside, for example "
                 f"psum(x, {over}) or pmean(x, {over}), or mention {over} in its spec; or pass "
                 "check_vma=False, and the value of the first device is returned."
             )
