@@ -129,6 +129,13 @@ def test_rule_27_derivatives_of_a_map_in_a_map(mesh: tp.Mesh, mode: Any) -> None
     found = torch.func.grad(lambda a, w: call(a, w).sin().sum(), argnums=(0, 1))(a, w)
     expected = torch.func.grad(lambda a, w: whole_nest(a, w).sin().sum(), argnums=(0, 1))(a, w)
     torch.testing.assert_close(_here(found), expected)
+    twice: list[torch.Tensor] = [
+        torch.func.grad(
+            lambda a, f=f: torch.func.grad(lambda a: f(a, w).sin().sum())(a).square().sum()
+        )(a).cpu()
+        for f in (call, whole_nest)
+    ]
+    torch.testing.assert_close(*twice, atol=1e-4, rtol=1e-4)
     _, found = torch.func.jvp(call, (a, w), (a.cos(), w))
     _, expected = torch.func.jvp(whole_nest, (a, w), (a.cos(), w))
     torch.testing.assert_close(found.cpu(), expected)
@@ -160,6 +167,9 @@ def test_rule_27_a_captured_value_has_no_gradient_inside(mesh: tp.Mesh) -> None:
 
     call = mapped(slope, mesh, (P("x"), P()), P("x"), axis_names={"x"})
     with pytest.raises(ValueError, match=r"may differ along it, which is not in axis_names.*arg"):
+        call(X, torch.tensor(1.0))
+    call = mapped(slope, mesh, (P("x"), P()), P("x"), axis_names={"x"}, compile=False)
+    with pytest.raises(ValueError, match=r"does not mention axis 'y' for .*differs between dev"):
         call(X, torch.tensor(1.0))
 
 

@@ -50,6 +50,13 @@ class _Total(AllReduce):
         return _Copy(self.scope)
 
 
+class _Split(_Copy):
+    """The same of a value of which each member has a part of the cotangent, not a copy."""
+
+    def transposed(self) -> Primitive:
+        return AllReduce(self.scope)
+
+
 @boundary
 def pcast(x: Tree, axis_name: AxisName, *, to: str = "varying") -> Tree:
     """Return ``x``, which devices share, as a value that each device has for itself.
@@ -84,9 +91,11 @@ def pcast(x: Tree, axis_name: AxisName, *, to: str = "varying") -> Tree:
     if to != "varying":
         raise ValueError(f"pcast: to must be 'varying', but got {to!r}.")
     over = resolve("pcast", axis_name)
-    return copied(over, x) if over.axes and _sums.get() else own_values(over, x)
-
-
-def copied(over: Over, x: Any) -> Any:
-    """``x`` with cotangents that are summed."""
+    if not over.axes or not _sums.get():
+        return own_values(over, x)
     return map_leaves(over, x, lambda xs: over.fold(_Copy, xs))
+
+
+def split(over: Over, x: Any) -> Any:
+    """``x`` with cotangents that are summed, in derivatives of any order."""
+    return map_leaves(over, x, lambda xs: over.fold(_Split, xs))

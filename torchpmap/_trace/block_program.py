@@ -176,9 +176,8 @@ class BlockProgram:
             tensor = None if value is None else as_result(value, path)
             blocks.append(tensor)
             cuts.append(() if tensor is None else self._cut(tensor, spec, path))
-            missing = () if tensor is None else self._unmentioned(spec)
-            if tensor is not None and missing and self.check_vma and tracing_mode() is None:
-                checks[claim_of(missing, path)] = difference(tensor.detach(), missing)
+            if tensor is not None and self.check_vma and tracing_mode() is None:
+                checks |= self._compared(tensor.detach(), spec, path)
         refuse = self._refuse(paths) if self.check_vma else None
         return Outcome(
             structure,
@@ -205,9 +204,22 @@ class BlockProgram:
             )
         return cut_of_spec(spec, self.names)
 
-    def _unmentioned(self, spec: PartitionSpec) -> tuple[Hashable, ...]:
+    def _compared(self, x: torch.Tensor, spec: PartitionSpec, path: str) -> dict[str, torch.Tensor]:
+        """How much the copies of a result differ; also along the axes that are not bound, which
+        functions mapped inside may have used.
+        """
+        around = surrounding()
+        free = {} if around is None else {n: a for n, a in around.free.items() if a.size > 1}
         mentioned = {name for entry in spec for name in names_of(entry)}
-        return tuple(name for name in self.bound if name not in mentioned)
+        same = tuple(
+            n for n in self.names if n not in mentioned and (n in self.manual or n in free)
+        )
+        if not same:
+            return {}
+        with contextlib.ExitStack() as stack:
+            for axis in free.values():
+                stack.enter_context(bind(axis))
+            return {claim_of(same, path): difference(x, same)}
 
     def _refuse(self, paths: Sequence[str]) -> Callable[[int, Sequence[Hashable]], Exception]:
         def refuse(leaf: int, axes: Sequence[Hashable]) -> Exception:

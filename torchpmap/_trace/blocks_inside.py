@@ -22,7 +22,7 @@ import torch
 
 from torchpmap._base.torch_internals import innermost, set_forward_grad, tracing_mode
 from torchpmap._collectives import all_gather, axis_index, pbroadcast
-from torchpmap._collectives.cast import copied
+from torchpmap._collectives.cast import split
 from torchpmap._collectives.groups import pick
 from torchpmap._collectives.operands import resolve
 from torchpmap._layout.axis_stack import Axis, bind
@@ -60,7 +60,7 @@ def _with_mean_of_cotangents(program: BlockProgram, x: torch.Tensor) -> torch.Te
     if not (x.is_floating_point() or x.is_complex()):
         return x
     count = math.prod(program.mesh.shape[name] for name in program.bound)
-    result: torch.Tensor = copied(resolve("shard_map", program.bound), _Shared.apply(x, count))
+    result: torch.Tensor = split(resolve("shard_map", program.bound), _Shared.apply(x, count))
     return result
 
 
