@@ -133,8 +133,8 @@ def test_empty_values():
     ("call", "kind", "text"),
     [
         (lambda: tp.device_put(X, "cpu:0"), TypeError,
-         "a torchpmap Device, a non-empty list of them or a NamedSharding, but got 'cpu:0'"),
-        (lambda: tp.device_put(X, []), TypeError, r"a non-empty list of them .* but got \[\]"),
+         "a NamedSharding or a PartitionSpec, but got 'cpu:0'"),
+        (lambda: tp.device_put(X, []), TypeError, r"a non-empty list of them, .* but got \[\]"),
         (lambda: tp.device_put(X, [0]), TypeError, r"but got \[0\]"),
         (lambda: tp.device_put({"a": X[:3]}, tp.devices()), ValueError,
          r"x\['a'\] must have 4 rows, but its shape is \[3, 2\].*use torchpmap\.replicate"),

@@ -15,7 +15,7 @@ from torchpmap._sharded.transfer import store_on
 from torchpmap._trace import compile as _compile
 from torchpmap._trace.compile import Definition, compile_definition, parse_compile
 from torchpmap._trace.constants import place
-from torchpmap._trace.replication import is_random
+from torchpmap._trace.replication import Demand, is_random
 from torchpmap._trace.trace import TracedInput, trace
 
 F32 = torch.float32
@@ -24,11 +24,11 @@ W = torch.ones(4)
 
 def definition(function, device, compile=True):
     def body(blocks, axis):
-        return [(function(*blocks), ())]
+        return [Demand(function(*blocks), ())]
 
     traced = trace(
         body,
-        [TracedInput((4,), F32, True)],
+        [TracedInput((4,), F32, (0, 1))],
         axis_name="i",
         axis_size=2,
         group="g",

@@ -30,6 +30,7 @@ from torchpmap._base.torch_internals import (
 )
 from torchpmap._layout.axis_stack import bind
 from torchpmap._trace import compile as _compile
+from torchpmap._trace.replication import Demand
 from torchpmap._trace.trace import TracedInput, trace
 
 F32 = torch.float32
@@ -71,11 +72,11 @@ def traced(function, *shapes, dtype=F32, device="cpu"):
 
     def body(blocks, axis):
         with bind(axis):
-            return [(block, ()) for block in function(*blocks)]
+            return [Demand(block, ()) for block in function(*blocks)]
 
     return trace(
         body,
-        [TracedInput(tuple(shape), dtype, True) for shape in shapes],
+        [TracedInput(tuple(shape), dtype, (0, 1)) for shape in shapes],
         axis_name="i",
         axis_size=2,
         group=GROUP,

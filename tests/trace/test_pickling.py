@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule
 
 from torchpmap._trace.pickling import pickled
 from torchpmap._trace.pickling import pickled_function as pickled_by
+from torchpmap._trace.replication import Demand
 from torchpmap._trace.trace import TracedInput, trace
 
 ops = torch.ops
@@ -208,11 +209,11 @@ def test_traced_graphs_with_branches_travel():
     def body(blocks, axis):
         (x,) = blocks
         y = torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
-        return [(y, ())]
+        return [Demand(y, ())]
 
     traced = trace(
         body,
-        [TracedInput((2,), torch.float32, True)],
+        [TracedInput((2,), torch.float32, (0, 1, 2, 3))],
         axis_name="i",
         axis_size=4,
         group="g",

@@ -9,6 +9,7 @@ import torch
 
 import torchpmap as tp
 from torchpmap._layout.axis_stack import bind
+from torchpmap._trace.replication import Demand
 from torchpmap._trace.trace import TracedInput, Untraceable, trace
 
 aten = torch.ops.aten
@@ -18,17 +19,19 @@ F32 = torch.float32
 def traced(body, *shapes, same=False, varying=True, size=4):
     """Trace a function of one tensor per shape that returns one tensor or a tuple of them."""
 
+    held = tuple(range(size)) if varying else (0,) * size
+
     def blocks(inputs, axis):
         with bind(axis):
             out = body(*inputs)
         return [
-            (block, (axis,) if same else ())
+            Demand(block, (axis,) if same else ())
             for block in (out if isinstance(out, tuple) else (out,))
         ]
 
     return trace(
         blocks,
-        [TracedInput(tuple(shape), F32, varying) for shape in shapes],
+        [TracedInput(tuple(shape), F32, held) for shape in shapes],
         axis_name="i",
         axis_size=size,
         group="g",
