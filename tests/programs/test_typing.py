@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from torchpmap._transforms import pmap
+from torchpmap._transforms import pmap, shard_map
 from torchpmap._transforms.arguments import PmapOptions
+from torchpmap._transforms.specs import ShardMapOptions
 
 RIGHT, WRONG = (Path(__file__).with_name(f"_typed_{name}.py") for name in ("right", "wrong"))
 EXPECTED = {
@@ -83,3 +84,11 @@ def test_the_options_of_pmap_are_its_keyword_arguments():
     keywords = {each.name: each.annotation for each in parameters if each.kind is each.KEYWORD_ONLY}
     declared = {name: ref.__forward_arg__ for name, ref in PmapOptions.__annotations__.items()}
     assert declared == keywords
+
+
+def test_the_options_of_shard_map_are_its_keyword_arguments():
+    parameters = inspect.signature(shard_map.shard_map).parameters.values()
+    keywords = {each.name: each.annotation for each in parameters if each.kind is each.KEYWORD_ONLY}
+    annotations = ShardMapOptions.__annotations__
+    declared = {name: ref.__forward_arg__ for name, ref in annotations.items()}
+    assert declared == keywords | {"out_specs": "Required[Any]"}

@@ -24,7 +24,14 @@ from torchpmap._base.errors import call_prefix
 from torchpmap._base.pytree import flatten_call
 from torchpmap._trace.compile import parse_compile
 from torchpmap._trace.escaped import Escaped
-from torchpmap._transforms.call import CallArguments, MapOptions, Static, as_tuple, describe
+from torchpmap._transforms.call import (
+    CallArguments,
+    MapOptions,
+    Static,
+    as_tuple,
+    check_randomness,
+    describe,
+)
 
 _T = TypeVar("_T")
 
@@ -270,10 +277,7 @@ def make_options(
             f"pmap: static_broadcasted_argnums {list(static or static_names)} and donate_argnums "
             f"{list(donate or donate_names)} cannot intersect."
         )
-    if randomness not in ("different", "same", "error"):
-        raise ValueError(
-            f"pmap: randomness must be 'different', 'same' or 'error', but got {randomness!r}."
-        )
+    check_randomness("pmap", randomness)
     if axis_size is not None and (type(axis_size) is not int or axis_size < 1):
         raise ValueError(f"pmap: axis_size must be a positive int, but got {axis_size!r}.")
     return Options(

@@ -129,6 +129,14 @@ def check_function(fun: Any) -> Callable[..., Any]:
     return fun
 
 
+def check_randomness(what: str, randomness: str) -> None:
+    """Raise unless it is known; ``what``: the front end, as messages name it."""
+    if randomness not in ("different", "same", "error"):
+        raise ValueError(
+            f"{what}: randomness must be 'different', 'same' or 'error', but got {randomness!r}."
+        )
+
+
 def as_tuple(value: Any, what: str, kind: type) -> tuple[Any, ...]:
     """``argnums``-like arguments: one value or an iterable of them."""
     items = (

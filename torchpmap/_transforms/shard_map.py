@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -30,6 +30,7 @@ from torchpmap._transforms.specs import (
     INFERRED,
     BlockArguments,
     BlockOptions,
+    ShardMapOptions,
     Watched,
     check_names,
     make_block_options,
@@ -201,34 +202,10 @@ class _Decorator(Protocol):
 
 @overload
 def shard_map(
-    f: Callable[_P, _R],
-    /,
-    *,
-    mesh: Mesh | None = None,
-    in_specs: Any = INFERRED,
-    out_specs: Any,
-    axis_names: Iterable[Hashable] = frozenset(),
-    check_vma: bool = True,
-    compile: bool | dict[str, Any] = True,
-    fullgraph: bool = False,
-    donate_argnums: int | Iterable[int] = (),
-    randomness: str = "different",
+    f: Callable[_P, _R], /, **options: Unpack[ShardMapOptions]
 ) -> ShardMapped[_P, _R]: ...
 @overload
-def shard_map(
-    f: None = None,
-    /,
-    *,
-    mesh: Mesh | None = None,
-    in_specs: Any = INFERRED,
-    out_specs: Any,
-    axis_names: Iterable[Hashable] = frozenset(),
-    check_vma: bool = True,
-    compile: bool | dict[str, Any] = True,
-    fullgraph: bool = False,
-    donate_argnums: int | Iterable[int] = (),
-    randomness: str = "different",
-) -> _Decorator: ...
+def shard_map(f: None = None, /, **options: Unpack[ShardMapOptions]) -> _Decorator: ...
 @boundary
 def shard_map(
     f: Callable[..., Any] | None = None,

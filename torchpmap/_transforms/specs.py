@@ -9,7 +9,7 @@ import math
 import reprlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import numpy as np
 import torch
@@ -22,7 +22,14 @@ from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace.block_program import cut_of_spec
 from torchpmap._trace.compile import parse_compile
 from torchpmap._trace.environment import Environment
-from torchpmap._transforms.call import CallArguments, MapOptions, Static, as_tuple, describe
+from torchpmap._transforms.call import (
+    CallArguments,
+    MapOptions,
+    Static,
+    as_tuple,
+    check_randomness,
+    describe,
+)
 
 _IN_SPECS_HINT = (
     "\n\nThe full pytree is the tuple of the positional arguments, and `in_specs` must be a tree "
@@ -40,6 +47,20 @@ class _Inferred:
 
 INFERRED = _Inferred()
 """``in_specs`` that are taken from the arguments."""
+
+
+class ShardMapOptions(TypedDict, total=False):
+    """The keyword arguments of ``shard_map``, for its overloads; its docstring explains them."""
+
+    mesh: Mesh | None
+    in_specs: Any
+    out_specs: Required[Any]
+    axis_names: Iterable[Hashable]
+    check_vma: bool
+    compile: bool | dict[str, Any]
+    fullgraph: bool
+    donate_argnums: int | Iterable[int]
+    randomness: str
 
 
 @dataclass(frozen=True)
@@ -145,10 +166,7 @@ def make_block_options(
     _check_leaves(out_specs, "out_specs")
     if isinstance(axis_names, str) or not isinstance(axis_names, Iterable):
         raise TypeError(f"shard_map: axis_names must be a set of names, but got {axis_names!r}.")
-    if randomness not in ("different", "same", "error"):
-        raise ValueError(
-            f"shard_map: randomness must be 'different', 'same' or 'error', but got {randomness!r}."
-        )
+    check_randomness("shard_map", randomness)
     options = BlockOptions(
         name=name,
         backend=parse_compile(compile),
