@@ -18,13 +18,13 @@ from torchpmap._base.ambient import KEYED, ambient, keyed
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import TraceError, kind_of, warn
 from torchpmap._base.torch_internals import is_transformed
-from torchpmap._layout.grid import Cut, Grid
-from torchpmap._layout.layout import Layout, replicated_layout
+from torchpmap._layout.grid import Grid
+from torchpmap._layout.layout import Layout
 from torchpmap._plan.derivatives import MappedProgram
 from torchpmap._plan.lower import Target, lower
 from torchpmap._plan.plan import Plan
 from torchpmap._plan.uncompiled import UncompiledPlan
-from torchpmap._runtime.current import process_index, runtime
+from torchpmap._runtime.current import runtime
 from torchpmap._sharded.tensor import ShardedTensor, check_open
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.block_program import BlockProgram
@@ -269,24 +269,6 @@ class Preparation(Generic[_Call]):
         if text not in self._warned:
             self._warned.add(text)
             warn(text)
-
-
-def devices_here(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices of this process."""
-    mine = process_index()
-    return tuple(device for device in devices if device.process_index == mine)
-
-
-def layout_of(leaf: Any, cut: Cut, grid: Grid) -> Layout:
-    """Where an argument goes; an unmapped one that all devices are known to share stays shared."""
-    shape, dtype = shape_and_dtype(leaf)
-    if cut:
-        return grid.layout(shape, dtype, cut)
-    is_known = type(leaf) is ShardedTensor and leaf.is_fully_replicated
-    layout = replicated_layout(shape, dtype, grid.axis_devices)
-    if is_known and leaf._alive()[0].same_place(layout):
-        return layout
-    return replicated_layout(shape, dtype, devices_here(grid.axis_devices))
 
 
 def refuse_aliased_donation(

@@ -9,15 +9,16 @@ from typing import Any
 
 from torchpmap._base.devices import Device
 from torchpmap._base.pytree import flatten_call
-from torchpmap._layout.grid import Grid
-from torchpmap._runtime.current import check_devices, process_count
+from torchpmap._layout.grid import Cut, Grid
+from torchpmap._layout.layout import Layout, replicated_layout
+from torchpmap._runtime.current import check_devices, process_count, process_index
 from torchpmap._runtime.current import devices as all_devices
-from torchpmap._sharded.tensor import spans_processes
+from torchpmap._sharded.tensor import ShardedTensor, spans_processes
 from torchpmap._trace.program import Constant, Input, Program
 from torchpmap._transforms.arguments import Options, RowArguments, take_apart
 from torchpmap._transforms.call import Static
 from torchpmap._transforms.nesting import counts_of_list, cuts_of, device_counts, inner_call
-from torchpmap._transforms.preparation import Decided, Preparation, devices_here, layout_of
+from torchpmap._transforms.preparation import Decided, Preparation, shape_and_dtype
 
 
 class RowPreparation(Preparation[RowArguments]):
@@ -53,7 +54,7 @@ class RowPreparation(Preparation[RowArguments]):
                 )
             options = replace(options, axis_size=size // processes)
         chosen = options.devices
-        num_devices = None if chosen is None else len(chosen if spans else devices_here(chosen))
+        num_devices = None if chosen is None else len(chosen if spans else _here(chosen))
         return take_apart(self._fun, options, args, kwargs, num_devices, spans)
 
     def whole_program(self, call: RowArguments) -> Program:
@@ -65,7 +66,7 @@ class RowPreparation(Preparation[RowArguments]):
         program = _program_of(levels, grid)
         cuts = cuts_of([level.call for level in levels])
         leaves = call.travelling(call.leaves)
-        layouts = tuple(layout_of(leaf, cut, grid) for leaf, cut in zip(leaves, cuts, strict=True))
+        layouts = tuple(_layout_of(leaf, cut, grid) for leaf, cut in zip(leaves, cuts, strict=True))
         return Decided(program, grid, layouts, (call.axes, grid.sizes, program.all_lanes))
 
     def check_devices(self, call: RowArguments) -> None:
@@ -95,7 +96,7 @@ class RowPreparation(Preparation[RowArguments]):
         sizes = [level.call.size for level in levels]
         names = tuple(level.preparation.options.axis_name for level in levels)
         if options.devices is not None:
-            mine = options.devices if spans else devices_here(options.devices)
+            mine = options.devices if spans else _here(options.devices)
             counts = counts_of_list(sizes, len(mine))
             if counts is None:
                 raise ValueError(self._wrong_number(sizes, mine))
@@ -105,7 +106,7 @@ class RowPreparation(Preparation[RowArguments]):
             return Grid(mine, options.devices, counts, names)
         available = tuple(all_devices(options.platform))
         if process_count() > 1 and not spans:
-            return Grid(devices_here(available), available, (len(available),), names)
+            return Grid(_here(available), available, (len(available),), names)
         counts = device_counts(sizes, len(available))
         devices = available[: math.prod(counts)]
         return Grid(devices, devices, counts, names)
@@ -162,3 +163,21 @@ def _program_of(levels: Sequence[_Level], grid: Grid) -> Program:
     lanes = outermost.call.size // grid.sizes_here[0]
     program = outermost.preparation.program(outermost.call, lanes)
     return program if inner is None else replace(program, inner=inner, mesh=grid.sizes)
+
+
+def _here(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The devices of this process."""
+    mine = process_index()
+    return tuple(device for device in devices if device.process_index == mine)
+
+
+def _layout_of(leaf: Any, cut: Cut, grid: Grid) -> Layout:
+    """Where an argument goes; an unmapped one that all devices are known to share stays shared."""
+    shape, dtype = shape_and_dtype(leaf)
+    if cut:
+        return grid.layout(shape, dtype, cut)
+    is_known = type(leaf) is ShardedTensor and leaf.is_fully_replicated
+    layout = replicated_layout(shape, dtype, grid.axis_devices)
+    if is_known and leaf._alive()[0].same_place(layout):
+        return layout
+    return replicated_layout(shape, dtype, _here(grid.axis_devices))
