@@ -47,7 +47,9 @@ MAX_PROCESSES = 4
 
 LONGEST = (
     "test_models_of_others.py",
+    "test_layouts.py",
     "test_training.py",
+    "test_real_programs.py",
     "test_examples.py",
     "test_nested_mesh.py",
     "test_nested_mesh_calls.py",
@@ -65,6 +67,8 @@ LONGEST = (
     "test_docs.py",
     "test_tensor_strides.py",
     "test_two_hosts.py",
+    "test_torchrun_layouts.py",
+    "test_layout_values.py",
     "test_autograd.py",
     "test_remat.py",
     "test_strides.py",
@@ -73,6 +77,7 @@ LONGEST = (
     "test_torchrun.py",
     "test_torchrun_lagging.py",
     "test_torchrun_parity.py",
+    "test_torchrun_loops.py",
     "test_runtime.py",
     "test_optim.py",
     "test_prefetch.py",

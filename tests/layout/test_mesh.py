@@ -158,6 +158,22 @@ def test_make_mesh_errors():
     )
 
 
+def test_device_mesh_of_worker_processes():  # with ranks: tests/sharded/test_torchrun_layouts.py
+    assert message(mesh_of(x=2, y=2).to_device_mesh, RuntimeError) == (
+        "Mesh('x': 2, 'y': 2) has no DeviceMesh: its devices are worker processes of one "
+        "controller, which have no ranks in torch.distributed. A DeviceMesh needs one process per "
+        "device, each of which runs the script: start it with torchrun."
+    )
+    launched = Mesh([Device(rank, "cpu", rank) for rank in range(2)], "x")
+    assert "call torchpmap.init() (or" in message(launched.to_device_mesh, RuntimeError)
+
+
+def test_from_another_thing_than_a_device_mesh():
+    assert message(lambda: Mesh.from_device_mesh([0, 1]), TypeError) == (
+        "Mesh.from_device_mesh takes a torch.distributed.device_mesh.DeviceMesh, but got list."
+    )
+
+
 # NamedSharding ------------------------------------------------------------------------------------
 
 

@@ -209,3 +209,38 @@ def test_the_cost_counts_every_step(mode):
     cost = tp.pmap(program, "i", compile=mode).lower(torch.ones(4, 3)).cost()
     assert cost.flops == 5 * 2 * 3 * 3
     assert [each.num_bytes for each in cost.collectives] == [12] * 5
+
+
+def test_a_backward_pass_stores_no_sums_of_each_step():
+    """The gradient of w is summed up over the steps; what each step adds to it is not wanted."""
+
+    def held(length):
+        def loss(w, x):
+            return tp.scan(lambda c, _: (torch.tanh(w @ c), None), x, None, length=length)[0].sum()
+
+        f = tp.pmap(tp.grad(loss), "i", in_axes=(None, 0), compile=GRAPH)
+        return tp.debug.cost(f, torch.empty(32, 32), torch.empty(4, 32)).peak_bytes
+
+    carry = 32 * 4  # it is stored, and so is the order from the last step to the first
+    assert held(20) - held(10) <= 10 * 2 * carry
+
+
+def test_unread_outputs_of_a_scan_are_not_computed():
+    def f(x, ys):
+        def inner(c, y):
+            return c * y, (c.sin(), c.cos())
+
+        def step(c, _):
+            c, (sines, _) = tp.scan(inner, c, ys)
+            return c, (sines.sum(), sines)
+
+        c, (sums, _) = tp.scan(step, x, None, length=3)
+        return c, sums
+
+    mapped = tp.pmap(f, in_axes=(0, None), compile=GRAPH)
+    x, ys = torch.tensor([1.0, 0.5, 2.0, -1.0]), torch.tensor([0.9, 1.1])
+    modules = mapped.lower(x, ys).graph.modules()
+    text = "".join(str(each.graph) for each in modules if isinstance(each, torch.fx.GraphModule))
+    assert "aten.sin.default" in text
+    assert "aten.cos.default" not in text
+    check(mapped(x, ys), tuple(vmap(f, (0, None))(x, ys)))

@@ -337,6 +337,36 @@ def test_what_the_function_closes_over_is_never_stale(pool):
 # State --------------------------------------------------------------------------------------------
 
 
+def test_update_in_a_loop(pool):
+    """torch names each update for its profiler, by operations of a namespace of its own."""
+    optimizer = tp.optim.functional(torch.optim.Adam, lr=0.1)
+
+    def train(w, x, step):
+        def body(carry, _):
+            w, state = carry
+            return optimizer.update(tp.pmean(w - x, "i"), state, w), w.sum()
+
+        return step(body, (w, optimizer.init(w)))
+
+    def scan(body, start):
+        return tp.scan(body, start, None, length=3)
+
+    def unrolled(body, start):
+        sums = []
+        for _ in range(3):
+            start, total = body(start, None)
+            sums.append(total)
+        return start, torch.stack(sums)
+
+    x = torch.arange(8.0).reshape(4, 2)
+    results = [
+        tp.pmap(lambda x, step=step: train(torch.ones(2), x, step), "i", compile=EAGER)(x)
+        for step in (scan, unrolled)
+    ]
+    for found, wanted in zip(*map(pytree.tree_leaves, results), strict=True):
+        torch.testing.assert_close(found.cpu(), wanted.cpu())
+
+
 def test_state_before_the_first_step():
     params = {"w": torch.ones(2, 3), "b": None}
     state = functional("NAdam", {}).init(params)

@@ -72,6 +72,14 @@ def test_flops_of_attention_backward():
     assert cost(step, shape, shape, shape).flops == (2 + 5) * product
 
 
+def test_of_two_branches_the_larger_counts():
+    def f(x):
+        x = x @ x
+        return tp.cond(x.sum() > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
+
+    assert cost(f, (5, 5)).flops == (1 + 2) * 2 * 5**3
+
+
 def test_rows_on_one_device_count_together():
     f = tp.pmap(lambda w, x: x @ w, in_axes=(None, 0), compile=EAGER)
     w, x = torch.empty(6, 7, device="meta"), torch.empty(12, 5, 6, device="meta")
@@ -168,6 +176,28 @@ def test_temporaries_that_are_gone_before_the_results():
     found = cost(lambda x: x.expand(8, 256).sin().sum(0), (256,))
     assert found.temporary_bytes == 8 * KIB
     assert found.peak_bytes == 10 * KIB
+
+
+TABLE = 16 * KIB  # float32[64, 64]
+
+
+def two_tables(x):
+    return (x[:, None] * x).sin().sum(1)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: tp.scan(lambda c, _: (two_tables(c), None), x, None, length=7)[0],
+        lambda x: tp.while_loop(lambda c: c.sum() > 0, two_tables, x),
+        lambda x: tp.while_loop(lambda c: two_tables(c).sum() > 0, torch.sin, x),
+        lambda x: tp.cond(x.sum() > 0, two_tables, torch.sin, x),
+    ],
+    ids=["scan", "while", "test of while", "cond"],
+)
+def test_memory_inside_loops_and_branches(f):
+    """One step at a time: two tables, and some vectors around them."""
+    assert 2 * TABLE <= cost(f, (64,)).temporary_bytes <= 2 * TABLE + 4 * 256
 
 
 # the rest ----------------------------------------------------------------------------------------

@@ -488,6 +488,30 @@ def test_fake_kernel_that_lies(operation, gives, promises, compile, unharmed):
         assert f"promises {promises} (cpu" in text
 
 
+def shift(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+honest = lie("shift", shift, torch.empty_like)
+LOOPS = {
+    "scan": lambda f, x: tp.scan(lambda c, _: (c, f(c)), x, None, length=2)[1][1],
+    "while": lambda f, x: tp.while_loop(lambda c: c.sum() < 5, lambda c: c + f(c)[0], x),
+    "cond": lambda f, x: tp.cond(x.sum() > 0, f, lambda x: x + 1, x),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_fake_kernel_in_a_loop(loop, unharmed):
+    """Of the graphs in a graph the operations are compared too."""
+    f = tp.pmap(
+        lambda operation, x: loop(operation, x), static_broadcasted_argnums=0, compile=EAGER
+    )
+    x = torch.ones(2, 4)
+    assert torch.equal(f(honest, x).cpu(), tp.vmap(lambda x: loop(shift, x))(x))
+    with pytest.raises(RuntimeError, match=r"gives float32.*but its fake kernel .* promises"):
+        f(LIES["shape"][0], x).tolist()
+
+
 in_columns = lie("columns", columns, lambda x: x.new_empty(2, *x.shape))
 
 

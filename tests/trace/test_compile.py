@@ -14,13 +14,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchpmap as tp
 from torchpmap._base.devices import Device, usable_cores
+from torchpmap._layout.axis_stack import group_name
 from torchpmap._plan import lower
+from torchpmap._sharded.blocks import combined
 from torchpmap._trace import compile
 from torchpmap._trace.compile import (
     EAGER,
     INDUCTOR,
     Backend,
     Definition,
+    communicates,
     compile_and_report,
     compile_definition,
     parse_compile,
@@ -70,6 +73,17 @@ def definition(backend, uses_index):
     graph = symbolic_trace(with_index if uses_index else without)
     kinds = (((2,), torch.float32),)
     return Definition(1, "f", graph, uses_index, (0, 1), kinds, kinds, backend)
+
+
+def test_functions_that_send_count_as_collectives():
+    graph = torch.fx.Graph()
+    part = graph.placeholder("part")
+    arguments = (part, "sum", 2, group_name((0, 1)), None)
+    graph.output((graph.call_function(combined, arguments),))
+    kinds = (((2,), torch.float32),)
+    module = torch.fx.GraphModule({}, graph)
+    assert communicates(Definition(1, "sum", module, False, (0, 1), kinds, kinds, EAGER))
+    assert not communicates(definition(EAGER, False))
 
 
 @pytest.mark.parametrize(

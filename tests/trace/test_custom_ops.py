@@ -454,3 +454,33 @@ def test_an_operation_that_differentiates_inside():
 
     f = tp.pmap(total, axis_name="i", compile=EAGER)
     np.testing.assert_allclose(f(X[:2]), [15.0, 15.0])
+
+
+LOOPS = {
+    "scan": lambda x: tp.scan(lambda c, _: (halve(c), None), x, None, length=3)[0],
+    "while_loop": lambda x: tp.while_loop(lambda c: c > 0.4, lambda c: halve(c), x),
+    "cond": lambda x: tp.cond(x > 2.5, lambda x: halve(x), lambda x: -halve(x), x),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.usefixtures("pool")
+def test_in_loops_and_branches(loop, mode):
+    found = tp.pmap(LOOPS[loop], compile=mode)(X)
+    torch.testing.assert_close(found.cpu(), torch.stack([LOOPS[loop](x) for x in X]))
+
+
+@pytest.mark.usefixtures("pool")
+def test_a_wrong_fake_kernel_is_found_in_a_loop():
+    @torch.library.custom_op("torchpmap_tests_loop::longer", mutates_args=())
+    def longer(x: Tensor) -> Tensor:
+        return torch.cat([x, x])
+
+    longer.register_fake(torch.empty_like)
+
+    def f(x):
+        return tp.scan(lambda c, _: (longer(c)[:2] + 1, None), x, None, length=3)[0]
+
+    with pytest.raises(RuntimeError, match=r"longer gives float32\[4\].* fake kernel"):
+        tp.pmap(f, compile=EAGER)(torch.ones(4, 2)).tolist()
+    assert tp.pmap(torch.neg)(X).tolist() == (-X).tolist()  # the devices work on

@@ -262,9 +262,6 @@ CALLING = {
     "a sparse tensor": (TypeError, lambda: tp.pmap(f)(torch.eye(4).to_sparse()),
         "pmap(f, in_axes=0)(<inputs>): argument x has the layout torch.sparse_coo, but only dense "
         "tensors can be put on devices. Pass .to_dense(), or its parts."),
-    "a donated alias": (ValueError, lambda: tp.pmap(f, donate_argnums=0)(x := ones(4), {"z": x}),
-        "pmap(f, in_axes=0)(<inputs>): argument x is donated, but the same tensor is also argument "
-        "y['z']. Donate it once and pass it once, or pass a copy."),
     "out_axes of another length": (ValueError,
         lambda: tp.pmap(lambda x: (x, x), out_axes=(0,), compile=EAGER)(ones(4)),
         structure("lengths of tuple", "",

@@ -6,6 +6,8 @@ numbers are those of the specification.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -152,23 +154,108 @@ def test_rule_27_gradients_inside_the_outer_map(mesh: tp.Mesh, mode: Any) -> Non
     assert call(X).tolist() == (2 * X).tolist()
 
 
-def test_rule_27_a_captured_value_has_no_gradient_inside(mesh: tp.Mesh) -> None:
-    def slope(a: torch.Tensor, w: torch.Tensor) -> Any:
-        def loss(w: torch.Tensor) -> Any:
-            inner = tp.shard_map(
-                lambda b: tp.psum((b * w).sum(), "y"),
-                in_specs=P(None, "y"),
-                out_specs=P(),
-                axis_names={"y"},
-            )
-            return inner(a)
+AROUND: dict[str, Any] = {
+    "graph": (EAGER, contextlib.nullcontext),
+    "python": (False, contextlib.nullcontext),
+    "lanes": (False, tp.debug.fake_pmap),
+    "serial": (False, functools.partial(tp.debug.fake_pmap, serial=True)),
+}
 
-        return tp.grad(loss)(w)[None]
 
-    call = mapped(slope, mesh, (P("x"), P()), P("x"), axis_names={"x"})
-    with pytest.raises(ValueError, match=r"may differ along it, which is not in axis_names.*arg"):
-        call(X, torch.tensor(1.0))
-    call = mapped(slope, mesh, (P("x"), P()), P("x"), axis_names={"x"}, compile=False)
+@pytest.mark.parametrize("way", AROUND)
+def test_rule_27_vmap_of_a_map_inside(mesh: tp.Mesh, way: str) -> None:
+    compile, around = AROUND[way]
+
+    def outer(f: Fun, a: torch.Tensor) -> Any:
+        inner = tp.shard_map(f, in_specs=P(None, "y"), out_specs=P(), axis_names={"y"})
+        return torch.func.vmap(inner)(torch.stack([a, a * a]))
+
+    def call(f: Fun) -> Any:
+        options: Any = {"axis_names": {"x"}, "compile": compile}
+        return mapped(lambda a: outer(f, a), mesh, P("x"), P(None, "x"), **options)
+
+    both = torch.stack([X, X * X])
+    with around():
+        found = call(lambda b: tp.psum(b, "y"))(X)
+        torch.testing.assert_close(found.cpu(), both[..., :2] + both[..., 2:])
+        with pytest.raises(
+            ValueError, match=r"does not mention axis 'y' for the output of <lambda"
+        ):
+            call(lambda b: b)(X)
+
+
+def test_rule_27_the_checks_of_all_calls_count(mesh: tp.Mesh) -> None:
+    def outer(a: torch.Tensor) -> Any:
+        inner = tp.shard_map(lambda b: b, in_specs=P(None, "y"), out_specs=P(), axis_names={"y"})
+        return inner(a) + inner(a * 0)  # the second is the same everywhere
+
+    call = mapped(outer, mesh, P("x"), P("x"), axis_names={"x"}, compile=False)
+    with pytest.raises(ValueError, match="does not mention axis 'y' for the output of <lambda"):
+        call(X)
+
+
+def captured_slope(a: torch.Tensor, w: torch.Tensor) -> Any:
+    def loss(w: torch.Tensor) -> Any:
+        inner = tp.shard_map(
+            lambda b: tp.psum((b * w).square().sum(), "y") + tp.psum(w, "y"),
+            in_specs=P(None, "y"),
+            out_specs=P(),
+            axis_names={"y"},
+        )
+        return inner(a)
+
+    return tp.grad(loss)(w)[None]
+
+
+def passed_slope(a: torch.Tensor, w: torch.Tensor) -> Any:
+    def loss(w: torch.Tensor) -> Any:
+        inner = tp.shard_map(
+            lambda b, w: tp.psum((b * w).square().sum(), "y") + tp.psum(w, "y"),
+            in_specs=(P(None, "y"), P()),
+            out_specs=P(),
+            axis_names={"y"},
+        )
+        return inner(a, w)
+
+    return tp.grad(loss)(w)[None]
+
+
+def test_rule_27_gradients_inside_for_a_captured_value(mesh: tp.Mesh) -> None:
+    w = torch.tensor(1.5)
+    specs: Any = (P("x"), P()), P("x")
+    call = mapped(captured_slope, mesh, *specs, axis_names={"x"})
+    expected = torch.stack([2 * w * rows.square().sum() + 2 for rows in X.chunk(2)])
+    torch.testing.assert_close(call(X, w).cpu(), expected)
+    same = mapped(passed_slope, mesh, *specs, axis_names={"x"})
+    for argnum in (0, 1):
+        found = [
+            torch.func.grad(lambda *args, f=f: f(*args).sin().sum(), argnum)(X / 9, w).cpu()
+            for f in (call, same)
+        ]
+        torch.testing.assert_close(*found)
+
+
+def test_rule_27_backward_inside_for_a_captured_parameter(mesh: tp.Mesh) -> None:
+    w = torch.tensor(1.5, requires_grad=True)
+
+    def slope(a: torch.Tensor) -> Any:
+        inner = tp.shard_map(
+            lambda b: tp.psum((b * w).square().sum(), "y"),
+            in_specs=P(None, "y"),
+            out_specs=P(),
+            axis_names={"y"},
+        )
+        inner(a).backward()
+        assert w.grad is not None
+        return w.grad[None]
+
+    call = mapped(slope, mesh, P("x"), P("x"), axis_names={"x"})
+    expected = [2 * 1.5 * rows.square().sum().item() for rows in X.chunk(2)]
+    assert call(X).tolist() == expected
+
+
+def test_rule_27_without_a_trace_a_captured_value_has_no_gradient_inside(mesh: tp.Mesh) -> None:
+    call = mapped(captured_slope, mesh, (P("x"), P()), P("x"), axis_names={"x"}, compile=False)
     with pytest.raises(ValueError, match=r"does not mention axis 'y' for .*differs between dev"):
         call(X, torch.tensor(1.0))
 

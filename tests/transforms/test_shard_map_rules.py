@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchpmap as tp
 from torchpmap import P
+from torchpmap._layout.current_mesh import current_mesh
 
 X = torch.arange(16.0).reshape(4, 4)
 XY = P("x", "y")
@@ -115,6 +116,36 @@ def test_rule_4_set_mesh_is_of_a_block_and_of_a_thread(mesh: tp.Mesh) -> None:
         tp.set_mesh(None)
     with pytest.raises(ValueError, match=r"there is no mesh.*set_mesh"):
         total(X)
+
+
+def test_rule_4_a_context_is_for_one_block(mesh: tp.Mesh) -> None:
+    once = tp.set_mesh(mesh)
+    with once:
+        pass
+    text = r"set_mesh: this context was left already.*Call torchpmap.set_mesh\(mesh\) again"
+    with pytest.raises(RuntimeError, match=text):
+        once.__exit__()
+    with pytest.raises(RuntimeError, match=text), once:
+        pass
+    assert current_mesh() is None
+    other = tp.set_mesh(mesh)
+    with pytest.raises(RuntimeError, match="entered in another thread"):
+        in_threads(1, lambda _: other.__exit__())
+    tp.set_mesh(None)
+
+
+def test_rule_6_a_map_inside_has_the_mesh_around_it(mesh: tp.Mesh, mode: Any) -> None:
+    for other in (tp.make_mesh((4,), ("i",)), tp.make_mesh((2, 2), ("a", "b"))):
+        name = other.axis_names[0]
+        inner = tp.shard_map(torch.neg, mesh=other, in_specs=P(name), out_specs=P(name))
+        text = (
+            r"neg.*its mesh is Mesh\(.*, but the shard_map around it runs on Mesh\('x': 2, 'y': 2"
+        )
+        outer = mapped(lambda a, f=inner: f(a), mesh, P("x"), P("x"), compile=mode)
+        with pytest.raises(ValueError, match=text):
+            outer(X)
+        with tp.debug.fake_pmap(), pytest.raises(ValueError, match=text):
+            outer(X)
 
 
 def test_rule_6_another_mesh_around_is_an_error(mesh: tp.Mesh) -> None:

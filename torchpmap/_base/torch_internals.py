@@ -11,6 +11,7 @@ except in these, which were checked with the same versions:
     _trace/boxed           graphs and artifacts of Inductor whose arguments are a list
     _trace/compile         Inductor, the list of Dynamo's back ends, keys of the dispatcher
     _trace/custom_ops      what the dispatcher and torch.library know about the user's operations
+    _trace/promises        keys of the dispatcher
     _trace/toolchain       Inductor's choice of a compiler and of a folder
     _trace/trace           what tracing sets in Dynamo, and errors of fake tensors
     checkpoint/_pickles    classes and functions that files of torch.save name
@@ -20,7 +21,8 @@ read, these are used elsewhere: attributes of ``CustomOpDef`` (``_trace/custom_o
 ``_trace/transform_rules``), parts of an operator's name (``_trace/pickling``, ``_trace/compile``,
 ``_trace/transform_rules``, ``_sharded/rules/table``), ``storage._cdata`` (``_trace/trace``,
 ``_trace/buckets``, ``_trace/partition``, ``_transforms/inline``), ``tensor._version``
-(``_base/contents``), ``graph._root`` and ``node._sequence_nr()`` (``_trace/remat``),
+(``_base/contents``), ``graph._root`` (``_trace/remat``,
+``_trace/repetition``), ``node._sequence_nr()`` (``_trace/remat``),
 ``_torchdynamo_orig_callable`` (``_trace/pickling``) and ``optimizer._init_group`` (``optim``).
 """
 

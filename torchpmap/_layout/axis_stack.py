@@ -61,11 +61,18 @@ class MeshLine:
 
     @property
     def partition(self) -> Partition:
-        """Indices of ``whole``, line by line: over sizes (2, 3), dims (0,) are 0 3 | 1 4 | 2 5."""
-        grid = np.arange(self.whole.size).reshape(self.sizes)
-        size = math.prod(self.sizes[dim] for dim in self.dims)
-        last = range(len(self.sizes) - len(self.dims), len(self.sizes))
-        return tuple(map(tuple, np.moveaxis(grid, self.dims, last).reshape(-1, size).tolist()))
+        """Indices of ``whole``, line by line."""
+        return lines(self.sizes, self.dims)
+
+
+def lines(sizes: Sequence[int], dims: Sequence[int]) -> Partition:
+    """Places of a mesh, in groups that differ only along some dims, the first of which is the
+    slowest: over sizes (2, 3), dims (0,) are 0 3 | 1 4 | 2 5.
+    """
+    grid = np.arange(math.prod(sizes)).reshape(tuple(sizes))
+    last = range(len(sizes) - len(dims), len(sizes))
+    size = math.prod(sizes[dim] for dim in dims)
+    return tuple(map(tuple, np.moveaxis(grid, tuple(dims), last).reshape(-1, size).tolist()))
 
 
 Parts = tuple[Axis, ...]
@@ -128,9 +135,16 @@ def _unbound(name: Hashable) -> str:
     )
 
 
+_RANKS = "ranks:"
+
+
 def group_name(ranks: Sequence[int]) -> str:
     """The name of the group of some ranks, in their order."""
-    return f"ranks:{','.join(map(str, ranks))}"
+    return f"{_RANKS}{','.join(map(str, ranks))}"
+
+
+def is_group_name(text: str) -> bool:
+    return text.startswith(_RANKS)
 
 
 def subgroup_name(group: str, partition: Partition) -> str:

@@ -16,14 +16,32 @@ class _Setting:
     """What ``set_mesh`` returns: as a context manager, it restores the mesh from before."""
 
     def __init__(self, token: Token[Mesh | None], mesh: Mesh | None) -> None:
-        self._token = token
+        self._token: Token[Mesh | None] | None = token
         self._mesh = mesh
 
     def __enter__(self) -> Mesh | None:
+        if self._token is None:
+            raise RuntimeError(_LEFT)
         return self._mesh
 
     def __exit__(self, *_: object) -> None:
-        _current.reset(self._token)
+        if self._token is None:
+            raise RuntimeError(_LEFT)
+        token, self._token = self._token, None
+        try:
+            _current.reset(token)
+        except ValueError:  # of another context
+            raise RuntimeError(_ELSEWHERE) from None
+
+
+_LEFT = (
+    "set_mesh: this context was left already, and the mesh from before it is back. Call "
+    "torchpmap.set_mesh(mesh) again for each `with` block."
+)
+_ELSEWHERE = (
+    "set_mesh: this context was entered in another thread or task, where its mesh stays. Enter and "
+    "leave it in the same one."
+)
 
 
 @boundary
@@ -34,6 +52,7 @@ def set_mesh(mesh: Mesh | None) -> _Setting:
 
     Raises:
         TypeError: ``mesh`` is something else.
+        RuntimeError: one context is used for two blocks, or left in another thread.
 
     Example:
         >>> import torch, torchpmap as tp

@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from torchpmap._base.devices import Device
+from torchpmap._base.devices import PLATFORMS, Device
 
 Index = tuple[slice, ...]
 
@@ -94,6 +95,73 @@ class Mesh:
         self.axis_names = names
         self._hash = hash((array.shape, tuple(array.flat), names))
 
+    @classmethod
+    def from_device_mesh(cls, device_mesh: Any) -> Mesh:
+        """Return the mesh of the devices of a ``torch.distributed.device_mesh.DeviceMesh``, with
+        the names of its dims as axes.
+
+        Rank k is device k, which belongs to process k, as under torchrun.  A dim without a name
+        gets one: ``"dim_0"`` and so on.
+
+        Raises:
+            TypeError: it is not a DeviceMesh.
+            ValueError: it is of a kind of device that torchpmap does not know.
+
+        Example (under torchrun, in each of four processes):
+            >>> from torch.distributed.device_mesh import init_device_mesh  # doctest: +SKIP
+            >>> here = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))  # doctest: +SKIP
+            >>> Mesh.from_device_mesh(here)  # doctest: +SKIP
+            Mesh('x': 2, 'y': 2)
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if not isinstance(device_mesh, DeviceMesh):
+            raise TypeError(
+                "Mesh.from_device_mesh takes a torch.distributed.device_mesh.DeviceMesh, but got "
+                f"{type(device_mesh).__name__}."
+            )
+        kind, ranks = device_mesh.device_type, device_mesh.mesh
+        if kind not in PLATFORMS:
+            raise ValueError(
+                f"the DeviceMesh is of devices of type {kind!r}, but torchpmap knows "
+                f"{', '.join(map(repr, PLATFORMS))}."
+            )
+        names = device_mesh.mesh_dim_names or [f"dim_{k}" for k in range(ranks.dim())]
+        devices = _object_array(Device(rank, kind, rank) for rank in ranks.flatten().tolist())
+        return cls(devices.reshape(tuple(ranks.shape)), tuple(names))
+
+    def to_device_mesh(self) -> Any:
+        """Return the ``torch.distributed.device_mesh.DeviceMesh`` of the same devices, with the
+        axes as its dims; every process of the job must call it.
+
+        The process groups of a DeviceMesh are made once, so equal meshes give the same one.  Names
+        that are no strings become strings.
+
+        Raises:
+            RuntimeError: the devices are worker processes of one controller, which have no ranks in
+                ``torch.distributed``; or there is no process group yet.
+
+        Example (under torchrun, in each of four processes):
+            >>> mesh = tp.make_mesh((2, 2), ("x", "y"))  # doctest: +SKIP
+            >>> mesh.to_device_mesh()["x"].size()  # doctest: +SKIP
+            2
+        """
+        import torch.distributed as dist
+
+        devices: list[Device] = list(self.devices.flat)
+        if any(device.process_index != device.id for device in devices):
+            raise RuntimeError(
+                f"{self} has no DeviceMesh: its devices are worker processes of one controller, "
+                "which have no ranks in torch.distributed. A DeviceMesh needs one process per "
+                "device, each of which runs the script: start it with torchrun."
+            )
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                f"{self} has no DeviceMesh yet: there is no process group. Under torchrun, call "
+                "torchpmap.init() (or torch.distributed.init_process_group()) first."
+            )
+        return _device_mesh(self)
+
     @property
     def shape(self) -> OrderedDict[Hashable, int]:
         """Axis name -> size, in axis order."""
@@ -134,6 +202,15 @@ def mesh_of(
             f"Number of devices {len(devices)} must be >= the product of mesh_shape {shape}."
         )
     return Mesh(_object_array(devices[:size]).reshape(shape), axis_names)
+
+
+@cache
+def _device_mesh(mesh: Mesh) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    ids = np.array([device.id for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    names = tuple(map(str, mesh.axis_names))
+    return DeviceMesh(mesh.devices.flat[0].platform, ids.tolist(), mesh_dim_names=names)
 
 
 class NamedSharding:

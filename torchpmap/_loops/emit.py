@@ -38,7 +38,8 @@ from torchpmap._base.torch_internals import (
 )
 from torchpmap._layout import axis_stack
 from torchpmap._trace.capture import Capture, is_real
-from torchpmap._trace.inner import GRAPHS
+from torchpmap._trace.inner import GRAPHS, is_kept
+from torchpmap._trace.passes import drop_detaches
 
 _aten = torch.ops.aten
 Tensors = Sequence[torch.Tensor]
@@ -170,7 +171,8 @@ def _finished(module: GraphModule, reads: _Reads, num_examples: int) -> Inner:
         else:
             next(iter(graph.nodes)).prepend(node)
     _copy_written(module, places, reads.nodes)
-    graph.eliminate_dead_code(is_impure_node=_has_effect)
+    drop_detaches(module)
+    graph.eliminate_dead_code(is_impure_node=is_kept)
     kept = [(n, t) for n, t in zip(reads.nodes, reads.tensors, strict=True) if n.users]
     for node in reads.nodes:
         if not node.users:
@@ -182,13 +184,6 @@ def _finished(module: GraphModule, reads: _Reads, num_examples: int) -> Inner:
     (output,) = (node for node in graph.nodes if node.op == "output")
     values = [node.meta["val"] for node in output.args[0]]
     return Inner(module, tuple(tensors), tuple(kinds_of(values)))
-
-
-def _has_effect(node: Node) -> bool:
-    # torch says so of waiting for a collective too
-    if getattr(node.target, "namespace", None) == "_c10d_functional":
-        return False
-    return node.op in ("placeholder", "output") or node.is_impure()
 
 
 def _storage(node: Node) -> int:

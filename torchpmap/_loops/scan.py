@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from torchpmap._base.torch_internals import fake_mode, tracing_mode
 from torchpmap._loops.operator import apply
 from torchpmap._loops.scan_node import Scan
 from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
-from torchpmap._loops.trees import Parts, Tensors, Tree, carried, promoted, take_apart
+from torchpmap._loops.trees import Parts, Tensors, Tree, carried, take_apart, with_weak_carry
 
 _Carry = TypeVar("_Carry")
 
@@ -260,15 +260,13 @@ def _with_weak_carry(
     body: Body, init: Parts, row: Sequence[torch.Tensor], around: Surroundings
 ) -> Tensors:
     """The first carry, in the dtypes that come out of the body."""
-    tensors = list(init.tensors)
-    while any(init.weak):
+
+    def step(carry: Sequence[Any]) -> Parts:
         with around.restored(torch.tensor(0)):
-            after, _ = body.first(tensors, row)
-        again = promoted(Parts(init.tree, tensors, init.weak), after)
-        if again is None:
-            break
-        tensors = again
-    return tensors
+            after: Parts = body.first(carry, row)[0]
+        return after
+
+    return with_weak_carry(init, step)
 
 
 def _staged(
@@ -280,7 +278,7 @@ def _staged(
     def once() -> tuple[Tensors, Tensors, int]:
         row = [x[0] for x in xs]
         # copies, because the body may also close over these tensors
-        start = Parts(init.tree, [x.clone() for x in init.tensors], init.weak)
+        start = replace(init, tensors=[x.clone() for x in init.tensors])
         carry = _with_weak_carry(body, start, row, around)
         with around.restored(numbers[0]):
             after, ys = body(carry, row)

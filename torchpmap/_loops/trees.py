@@ -6,7 +6,8 @@ that it meets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,8 @@ class Parts:
     tensors: Tensors
     weak: tuple[bool, ...]
     """Per tensor: whether it was a Python number."""
+    numbers: tuple[Any, ...] = ()
+    """Per tensor, if any was a Python number: the leaf itself."""
 
 
 def take_apart(value: Any, what: str) -> Parts:
@@ -58,7 +61,8 @@ def take_apart(value: Any, what: str) -> Parts:
         return Parts(tree, present, (False,) * len(present))
     paths = tree.paths(what)
     tensors = [_tensor(leaf, path) for leaf, path in zip(present, paths, strict=True)]
-    return Parts(tree, tensors, tuple(type(leaf) in _NUMBERS for leaf in present))
+    weak = tuple(type(leaf) in _NUMBERS for leaf in present)
+    return Parts(tree, tensors, weak, tuple(present) if any(weak) else ())
 
 
 def _tensor(leaf: Any, path: str) -> torch.Tensor:
@@ -132,6 +136,34 @@ class _Kind(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def with_weak_carry(init: Parts, step: Callable[[Sequence[Any]], Parts]) -> Tensors:
+    """The first carry, in the dtypes that come out of a step.
+
+    A Python number adds no dtype of its own: ``0.0 + x`` is float16 if ``x`` is.  A tensor without
+    dims would, if ``x`` has none either (torch 2.13), so the first step gets the number itself.
+    """
+    tensors = list(init.tensors)
+    if not any(init.weak):
+        return tensors
+    if init.numbers:
+        with contextlib.suppress(*_NO_NUMBER):
+            given = [
+                n if w else x for n, w, x in zip(init.numbers, init.weak, tensors, strict=True)
+            ]
+            after = step(given)
+            if after.tree == init.tree:
+                pairs = zip(after.tensors, after.weak, tensors, strict=True)
+                like = [x if weak else y for y, weak, x in pairs]  # numbers say nothing
+                tensors = settled(Parts(init.tree, tensors, init.weak), like)
+    while (again := promoted(Parts(init.tree, tensors, init.weak), step(tensors))) is not None:
+        tensors = again
+    return tensors
+
+
+_NO_NUMBER = (TypeError, AttributeError, ArithmeticError, ValueError)
+"""What a body raises that needs a tensor."""
 
 
 def promoted(start: Parts, first: Parts) -> Tensors | None:

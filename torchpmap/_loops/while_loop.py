@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,8 +24,8 @@ from torchpmap._loops.trees import (
     carried,
     category,
     kind,
-    promoted,
     take_apart,
+    with_weak_carry,
 )
 from torchpmap._loops.while_node import While, no_reverse
 
@@ -207,15 +208,11 @@ def _run(name: str, test: Callable[..., Any], body: Callable[..., Any], init: An
 
 
 def _with_weak_carry(loop: _Loop, init: Parts, around: Surroundings) -> Tensors:
-    tensors = list(init.tensors)
-    while any(init.weak):
+    def step(carry: Sequence[Any]) -> Parts:
         with around.restored(torch.tensor(0)):
-            after = loop.first(tensors)
-        again = promoted(Parts(init.tree, tensors, init.weak), after)
-        if again is None:
-            break
-        tensors = again
-    return tensors
+            return loop.first(carry)
+
+    return with_weak_carry(init, step)
 
 
 def _in_python(loop: _Loop, init: Parts) -> Tensors:
@@ -273,7 +270,7 @@ def _staged(loop: _Loop, init: Parts) -> Tensors:
     around = Surroundings()
 
     def once() -> tuple[Tensors, int]:
-        start = Parts(init.tree, [x.clone() for x in init.tensors], init.weak)
+        start = replace(init, tensors=[x.clone() for x in init.tensors])
         carry = _with_weak_carry(loop, start, around)
         with around.restored(torch.tensor(0)):
             loop.test(carry)

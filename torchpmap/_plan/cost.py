@@ -16,7 +16,7 @@ from torchpmap._base.torch_internals import FakeTensorMode, OpOverload
 from torchpmap._collectives.backend import NAMESPACES, c10d
 from torchpmap._plan.plan import Plan
 from torchpmap._trace.boxed import copied
-from torchpmap._trace.inner import SCAN, WHILE, inner_graphs, kind_of_node
+from torchpmap._trace.inner import COND, SCAN, WHILE, inner_graphs, kind_of_node
 
 _KNOWN = frozenset({"aten", "prims", "torchpmap_random", *NAMESPACES})
 _PASSING = (operator.getitem, c10d.wait_tensor.default)
@@ -119,24 +119,39 @@ def propagated(
     """A copy of the graph with the fake value of each node in ``meta["val"]``.
 
     A body of a loop is run once; ``again`` gets the flops, which ``flops`` counts, of its other
-    steps.
+    steps.  Of the branches of a ``cond`` the one with more counts.
     """
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     class Prop(FakeTensorProp):
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            if getattr(target, "_name", "") not in (SCAN, WHILE):
+            name = getattr(target, "_name", "")
+            if name not in (SCAN, WHILE, COND):
                 return super().call_function(target, args, kwargs)
             bodies = [each for each in args if isinstance(each, torch.fx.GraphModule)]
+            if name == COND:
+                return branches(bodies, args[-1])
             init, *rest = args[len(bodies) :]
-            length = rest[0][0].shape[0] if target._name == SCAN else 1
-            rows = [x[0] for x in rest[0]] if target._name == SCAN else []
+            if name == WHILE:
+                Prop(bodies[0], self._mode).run(*init, *rest[-1])
+            length = rest[0][0].shape[0] if name == SCAN else 1
+            rows = [x[0] for x in rest[0]] if name == SCAN else []
             before = flops()
             results = Prop(bodies[-1], self._mode).run(*init, *rows, *rest[-1])
             if again is not None:
                 again.append((flops() - before) * (length - 1))
             ys = [y.expand(length, *y.shape).clone() for y in results[len(init) :]]
             return (*results[: len(init)], *ys)
+
+    def branches(bodies: list[torch.fx.GraphModule], operands: Any) -> Any:
+        # torch 2.13 counts them as if no operation of the same name came before
+        counts = [flops()]
+        for body in bodies:
+            results = Prop(body, mode).run(*operands)
+            counts.append(flops())
+        if again is not None:
+            again.append(-min(counts[1] - counts[0], counts[2] - counts[1]))
+        return results
 
     definition = plan.definition
     module = torch.fx.GraphModule(definition.graph, copied(definition.graph.graph))
@@ -249,6 +264,13 @@ def _peak(
     for k, node in enumerate(nodes):
         counts = node.op != "output" and _memory(node) is node and node not in without
         alive += sizes[node] if counts else 0
-        peak = max(peak, alive)
+        peak = max(peak, alive + max(map(_peak_inside, inner_graphs(node)), default=0))
         alive -= sum(sizes[done] for done in ends.get(k, []) if done not in without)
     return peak
+
+
+def _peak_inside(graph: torch.fx.Graph) -> int:
+    """Of a step of a loop or of a branch; what it reads is held by the graph around it."""
+    nodes = list(graph.nodes)
+    sizes = {node: _bytes(node.meta.get("val")) for node in nodes}
+    return _peak(nodes, sizes, without={node for node in nodes if node.op == "placeholder"})

@@ -147,6 +147,8 @@ def lower(
         num_checks=len(outcome.checks),
         checked=outcome.checked,
         writes_inputs=traced.writes_inputs,
+        repeated=traced.repeated,
+        loops=traced.loops,
         is_passing=any(map(is_wrapped, traced.captured)),
     )
 

@@ -28,7 +28,9 @@ from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.tensor import ShardedTensor, gather
 from torchpmap._trace.compile import Definition
 from torchpmap._trace.custom_ops import Implementations
-from torchpmap._trace.program import not_replicated
+from torchpmap._trace.loop_report import Loop
+from torchpmap._trace.program import GIVE_AN_AXIS, not_replicated
+from torchpmap._trace.repetition import Repeated
 from torchpmap.random._streams import draw_key
 
 
@@ -154,6 +156,9 @@ class Plan:
     """Empty once the workers know the plan."""
     num_residuals: int = 0
     """Trailing outputs that only a gradient needs; they stay on the devices."""
+    repeated: Repeated | None = None
+    """A line of the function that should be a loop."""
+    loops: tuple[Loop, ...] = ()
     implementations: Implementations | None = None
     """Functions of the user's own operations, of which the workers have copies."""
 
@@ -238,7 +243,7 @@ class Plan:
         for path, (layout, handle) in zip(self.checked, outputs[-self.num_checks :], strict=True):
             difference = float(gather(layout, handle))
             if difference != 0:
-                raise ValueError(not_replicated(self.prefix, path, difference))
+                raise ValueError(not_replicated(self.prefix, path, difference, GIVE_AN_AXIS))
         return outputs[: -self.num_checks]
 
     def tree(self, leaves: list[Any]) -> Any:

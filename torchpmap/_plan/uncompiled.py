@@ -122,9 +122,12 @@ class UncompiledPlan:
             if report.used_generator:
                 drawn = "with one of torch's other functions"
                 raise NotImplementedError(no_stream(self._prefix, drawn))
-        for path, difference in first.differences:
+        # devices of different lines of a mesh have compared different values
+        for each in zip(*(report.differences for report in reports), strict=True):
+            path, difference = each[0][0], max(difference for _, difference in each)
             if difference != 0:
-                raise ValueError(not_replicated(self._prefix, path, difference))
+                otherwise = self._program.otherwise
+                raise ValueError(not_replicated(self._prefix, path, difference, otherwise))
 
 
 def _sources_of_no_file() -> tuple[tuple[str, Any], ...]:

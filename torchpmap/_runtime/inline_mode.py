@@ -33,7 +33,7 @@ def active() -> bool:
 
 
 def serial() -> bool:
-    """Whether the rows of an inline call run one after the other, and not as lanes."""
+    """Whether the rows of an inline call (or its devices) run one after the other, not as lanes."""
     return _serial.get()
 
 

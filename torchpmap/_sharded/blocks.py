@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from torchpmap._collectives import backend as raw
@@ -9,8 +12,22 @@ from torchpmap._collectives.groups import pick
 from torchpmap._sharded.rules.signature import Combine
 
 
+def place_along(index: torch.Tensor, sizes: Sequence[int], over: Sequence[int]) -> torch.Tensor:
+    """The place of device ``index`` of a grid along some of its dims, the first the slowest."""
+    place = torch.zeros_like(index)
+    for k in over:  # device 5 of a grid of (2, 4): 5 // 4 = 1 along dim 0, 5 % 4 along dim 1
+        place = place * sizes[k] + index // math.prod(sizes[k + 1 :]) % sizes[k]
+    return place
+
+
+def added_once(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """``x`` on the first of the devices that add up partial results, zeros on the others."""
+    return torch.where(place == 0, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
 def own_block(whole: torch.Tensor, dim: int, size: int, index: torch.Tensor) -> torch.Tensor:
-    """This device's block of a value that it holds whole, contiguous as stored blocks are.
+    """The block at place ``index`` of a value that this device holds whole, contiguous as stored
+    blocks are.
 
     Some kernels ignore strides: ``native_layer_norm_backward`` reads ``mean`` and ``rstd`` as if
     they were contiguous, because torch's own always are.
@@ -20,6 +37,16 @@ def own_block(whole: torch.Tensor, dim: int, size: int, index: torch.Tensor) -> 
         return whole.narrow(dim, int(index) * rows, rows).contiguous()
     # reading the index would wait for all that the device has to do
     return pick(whole.unflatten(dim, (size, rows)).movedim(dim, 0), index).contiguous()
+
+
+def listed(index: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+    """``numbers[index]`` as a tensor."""
+    return pick(index.new_tensor(numbers), index)
+
+
+def joined(block: torch.Tensor, dim: int, size: int, group: str) -> torch.Tensor:
+    """The blocks of a group put together along a dim, on every device of it."""
+    return raw.all_gather(block, size, group).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def combined(

@@ -21,6 +21,7 @@ from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import check_devices, local_devices, refuse_inside
 from torchpmap._runtime.current import devices as all_devices
 from torchpmap._runtime.current import runtime as current_runtime
+from torchpmap._sharded.gather_report import MOVE, note_gather
 from torchpmap._sharded.host import is_recorded
 from torchpmap._sharded.tensor import ShardedTensor, check_open, make_sharded
 from torchpmap._sharded.transfer import (
@@ -54,14 +55,16 @@ def device_put(x: Any, device: Placement = None) -> Any:
             first device.
 
     Returns:
-        The same structure.  A ShardedTensor that is already there is not moved.  Derivatives pass
-        through a computed tensor; an autograd leaf that requires grad, such as a parameter, becomes
-        a new leaf with its own ``.grad``.
+        The same structure.  A ShardedTensor moves to the layout that is asked for; if it is already
+        there, nothing is sent.  If its blocks are in several processes, all of them must call this.
+        Derivatives pass through a computed tensor; an autograd leaf that requires grad, such as a
+        parameter, becomes a new leaf with its own ``.grad``.
 
     Raises:
         TypeError: ``device`` is something else, or a leaf is no tensor, array or number.
         ValueError: a shape does not divide over the devices; there is no mesh for a ``P(...)``; or
             the devices belong to several processes, which do not all give the same value.
+        RuntimeError: a ShardedTensor with blocks in several processes is to move to other devices.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -160,7 +163,7 @@ def _put(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     if _is_followed(value):
         result: torch.Tensor = _Put.apply(value, layout)
         return result
-    return make_sharded(layout, handle_of(value, layout))
+    return make_sharded(layout, _placed(value, layout))
 
 
 def _is_followed(value: torch.Tensor) -> bool:
@@ -173,7 +176,7 @@ class _Put(torch.autograd.Function):
 
     @staticmethod
     def forward(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-        return make_sharded(layout, handle_of(value, layout))
+        return make_sharded(layout, _placed(value, layout))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, Any], output: Any) -> None:
@@ -427,9 +430,20 @@ def block_until_ready(x: Tree) -> Tree:
 
 
 def handle_of(value: Any, layout: Layout) -> Handle:
-    """The handle of ``value`` laid out as ``layout``: its own if it is there already, else it is
-    (re)sent.
+    """The handle of an argument laid out as ``layout``: its own if it is there already, else it is
+    (re)sent, which ``report_gathers`` lists.
     """
+    if type(value) is ShardedTensor:
+        handle = check_open(value)
+        here = value._layout
+        assert here is not None
+        if here.same_place(layout):
+            return handle
+        note_gather(MOVE, value.nbytes)
+    return _placed(value, layout)
+
+
+def _placed(value: Any, layout: Layout) -> Handle:
     if type(value) is ShardedTensor:
         handle = check_open(value)
         here = value._layout

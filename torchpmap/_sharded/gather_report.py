@@ -1,4 +1,6 @@
-"""Reports of the operations on sharded tensors that bring data to the host."""
+"""Reports of the operations on sharded tensors that bring data to the host, and of arguments that
+are moved.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,29 @@ _reports: ContextVar[tuple[list[Gather], ...]] = ContextVar("torchpmap_gathers",
 
 @dataclass(frozen=True)
 class Gather:
-    """One operation that was done on the host."""
+    """One operation that was done on the host, or one argument that was moved."""
 
     where: str
     """``file:line`` of the caller; an operation of a backward pass names the line that started it.
     """
     name: str
-    """The ATen operation."""
+    """The ATen operation; ``"move"`` for an argument of a mapped function that lay in another
+    layout than the function takes.
+    """
     num_bytes: int
-    """How much was fetched for it."""
+    """How much was fetched for it, or moved."""
+
+
+MOVE = "move"
 
 
 @contextlib.contextmanager
 def report_gathers() -> Iterator[list[Gather]]:
-    """List the operations on ShardedTensors that fetch their operands and run on the host.
+    """List the operations on ShardedTensors that fetch their operands and run on the host, and the
+    arguments of mapped functions that are moved because they lie in another layout.
 
-    In a ``with`` block, the list grows by one ``Gather`` per such operation.  Asking for the
-    numbers (``numpy()``, ``item()``, ``print``) is not an operation and is not listed.
+    In a ``with`` block, the list grows by one ``Gather`` each.  Asking for the numbers
+    (``numpy()``, ``item()``, ``print``) or for another layout (``device_put``) is not listed.
 
     Returns:
         A context manager that gives the list.
@@ -56,7 +64,7 @@ def report_gathers() -> Iterator[list[Gather]]:
 
 
 def note_gather(func: Any, num_bytes: int) -> None:
-    """Add an operation to the reports that are being collected."""
+    """Add an operation, or ``MOVE``, to the reports that are being collected."""
     reports = _reports.get()
     if reports:
         gather = Gather(_call_site(), str(func), num_bytes)

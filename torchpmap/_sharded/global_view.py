@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.pytree import Tree, flatten
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._layout.mesh import Mesh, NamedSharding
+from torchpmap._runtime.current import check_devices, is_launched, local_devices, process_count
 from torchpmap._runtime.current import devices as all_devices
-from torchpmap._runtime.current import is_launched, local_devices, process_count
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import (
@@ -172,7 +171,7 @@ def to_dtensor(x: ShardedTensor) -> Any:
     whole = torch.empty(layout.shape, device="meta")
     return DTensor.from_local(
         block.to(current_runtime().device),
-        _device_mesh(sharding.mesh),
+        sharding.mesh.to_device_mesh(),
         placements,
         run_check=False,
         shape=whole.shape,
@@ -198,11 +197,8 @@ def from_dtensor(x: Any) -> ShardedTensor:
     _insist_on_processes("from_dtensor")
     if not isinstance(x, DTensor):
         raise TypeError(f"from_dtensor takes a DTensor, but got {type(x).__name__}.")
-    by_rank = {device.id: device for device in all_devices()}
-    ranks = x.device_mesh.mesh
-    names = x.device_mesh.mesh_dim_names or [f"dim_{k}" for k in range(ranks.dim())]
-    grid = np.array([by_rank[int(rank)] for rank in ranks.flatten()], dtype=object)
-    mesh = Mesh(grid.reshape(tuple(ranks.shape)), tuple(names))
+    mesh = Mesh.from_device_mesh(x.device_mesh)
+    check_devices(mesh.devices.flat)
     if any(placement.is_partial() for placement in x.placements):
         raise ValueError(
             f"the DTensor has the placements {list(x.placements)}: its blocks are partial results. "
@@ -211,23 +207,6 @@ def from_dtensor(x: Any) -> ShardedTensor:
     sharding = NamedSharding.from_placements(mesh, x.placements)
     layout = general_layout(tuple(x.shape), x.dtype, sharding)
     return _stored(layout, x.to_local().detach())
-
-
-_device_meshes: dict[Mesh, Any] = {}
-
-
-def _device_mesh(mesh: Mesh) -> Any:
-    """Cached per mesh, because a new DeviceMesh makes process groups."""
-    if mesh not in _device_meshes:
-        from torch.distributed.device_mesh import DeviceMesh
-
-        ids = torch.tensor([device.id for device in mesh.devices.flat], device="cpu").view(
-            mesh.devices.shape
-        )
-        names = tuple(map(str, mesh.axis_names))
-        kind = mesh.devices.flat[0].platform
-        _device_meshes[mesh] = DeviceMesh(kind, ids, mesh_dim_names=names)
-    return _device_meshes[mesh]
 
 
 def _insist_on_processes(what: str) -> None:

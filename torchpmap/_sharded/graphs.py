@@ -17,9 +17,10 @@ import torch
 from torchpmap._base.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torchpmap._base.torch_internals import outside_modes
 from torchpmap._collectives.backend import summable
-from torchpmap._layout.axis_stack import group_name
-from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
-from torchpmap._layout.mesh import NamedSharding, PartitionSpec
+from torchpmap._layout.axis_stack import group_name, subgroup_name
+from torchpmap._layout.common_grid import CommonGrid, common_grid
+from torchpmap._layout.grid import Cut
+from torchpmap._layout.layout import Layout
 from torchpmap._runtime.groups.process_groups import RankPartition
 from torchpmap._sharded.arguments import (
     Slot,
@@ -31,14 +32,15 @@ from torchpmap._sharded.arguments import (
     slotted,
     written_slots,
 )
-from torchpmap._sharded.blocks import combined, own_block, stored
+from torchpmap._sharded.blocks import added_once, combined, own_block, place_along, stored
 from torchpmap._sharded.layers import INSTEAD, run_on_blocks
-from torchpmap._sharded.rules.signature import Call, Operand, Placement, placement_of
+from torchpmap._sharded.rules.signature import Call, Combination, Operand, Placement, placement_of
 from torchpmap._sharded.rules.table import rule_of
 from torchpmap._sharded.unforeseen import ROUNDED, has_unforeseen_results, is_random, name_of
 from torchpmap._trace.compile import EAGER, Definition
 
 _aten = torch.ops.aten
+_EXPANDED = ("mean", "nansum", "sum")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Blueprint:
     """Output number, or None, per leaf of what the operation returns."""
     spec: TreeSpec
     reduces: bool
-    """Whether the first operand is cut, and a result is not."""
+    """Whether its derivative expands a gradient to the shape of the first operand."""
     func: Any
     arguments: dict[str, Any]
     checks_numbers: bool
@@ -97,15 +99,16 @@ def blueprint(
         operands: tensors, and numbers given to arguments in ``slots``, in the order of ``named``.
         layouts: per operand; None if it is not on the devices.
         slots: names of arguments whose numbers are operands.
-        prefer: layout for the result if all operands are whole.
+        prefer: layout for the first result, where those of the operands allow it.
 
     Raises:
         Unsupported: the call must be gathered.
         What torch raises for such arguments.
     """
     present = [layout for layout in layouts if layout is not None]
-    ranks = present[0].ranks
-    if any(x.ranks != ranks or not (x.is_replicated or x.dim is not None) for x in present):
+    wanted = [] if prefer is None else [prefer]
+    grid = common_grid([*present, *wanted]) or common_grid(present)
+    if grid is None or any(layout.ranks != present[0].ranks for layout in present):
         raise Unsupported
     if is_random(func, named):
         raise Unsupported
@@ -113,11 +116,12 @@ def blueprint(
     if has_unforeseen_results(func, named, operands, present[0]):
         raise Unsupported
     trial = _try(func, arguments, operands)
-    call = _described(func, arguments, trial, layouts, len(ranks))
-    placement = placement_of(call, rule_of(func), None if prefer is None else prefer.dim)
-    if placement is None:
+    call = _described(func, arguments, trial, layouts, grid)
+    wish = grid.cut_of(prefer) if prefer and prefer.sharding.mesh in grid.meshes else ()
+    placement = placement_of(call, rule_of(func), wish)
+    if placement is None or (any(placement.combine) and not trial.makes_new):
         raise Unsupported
-    return _Drawing(func, arguments, operands, layouts, trial, call, placement, prefer).finished()
+    return _Drawing(func, arguments, operands, layouts, trial, call, placement, grid).finished()
 
 
 @dataclass(frozen=True)
@@ -207,13 +211,13 @@ def _described(
     arguments: dict[str, Any],
     trial: _Trial,
     layouts: Sequence[Layout | None],
-    num_devices: int,
+    grid: CommonGrid,
 ) -> Call:
     described = {
         position: Operand(
             position,
             tuple(value.shape),
-            None if layout is None else layout.dim,
+            () if layout is None else grid.cut_of(layout),
             position in trial.written,
             value.itemsize,
         )
@@ -231,7 +235,7 @@ def _described(
         defaults | filled(arguments, values),
         tuple(described.values()),
         tuple(tuple(result.shape) for result in trial.results),
-        num_devices,
+        grid.sizes,
     )
 
 
@@ -247,19 +251,14 @@ class _Drawing:
         trial: _Trial,
         call: Call,
         placement: Placement,
-        prefer: Layout | None,
+        grid: CommonGrid,
     ) -> None:
         self.func, self.arguments, self.trial = func, arguments, trial
         self.call, self.placement, self.layouts = call, placement, layouts
-        present = [layout for layout in layouts if layout is not None]
-        cut_ones = [layout for layout in present if layout.dim is not None]
-        # the results get its devices and axis name
-        self.model = (cut_ones or ([prefer] if prefer is not None else present))[0]
-        self.ranks = self.model.ranks
-        self.group = group_name(self.ranks)
+        self.grid = grid
+        self.ranks = tuple(device.id for device in grid.devices)
+        self.groups: dict[str, RankPartition] = {}
         self.instead = name_of(func) in INSTEAD
-        cut = any(dim is not None for dim in placement.operands.values())
-        self.parts = len(self.ranks) if cut else 1
         self.graph = torch.fx.Graph()
         self.index = self.graph.placeholder("index")
         self.outputs = self._output_layouts()
@@ -273,10 +272,6 @@ class _Drawing:
         uses_index = bool(self.index.users)
         if not uses_index:
             self.graph.erase_node(self.index)
-        collective = self.parts > 1 and (
-            self.instead or any(kind not in (None, "equal") for kind in self.placement.combine)
-        )
-        several = len(self.ranks) > 1
         integers = any(
             isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex())
             for x in (*self.trial.values, *self.trial.results)
@@ -292,14 +287,13 @@ class _Drawing:
                 tuple((layout.block_shape, layout.dtype) for layout in self.outputs),
                 EAGER,
             ),
-            groups={self.group: (self.ranks,)} if collective and several else {},
+            groups=self.groups,
             inputs=self.inputs,
             outputs=self.outputs,
             written=self.trial.written,
             leaves=self.trial.leaves,
             spec=self.trial.spec,
-            reduces=any(kind is not None for kind in self.placement.combine)
-            and self.layouts[0] is not None,
+            reduces=name_of(self.func) in _EXPANDED and self.layouts[0] is not None,
             func=self.func,
             arguments=self.arguments,
             checks_numbers=integers and None in self.inputs,
@@ -317,8 +311,8 @@ class _Drawing:
             if not self.trial.makes_new:
                 return written
         return written + tuple(
-            self._layout(result.shape, result.dtype, dim)
-            for result, dim in zip(self.trial.results, self.placement.results, strict=True)
+            self._layout(result.shape, result.dtype, cut)
+            for result, cut in zip(self.trial.results, self.placement.results, strict=True)
         )
 
     def _input_layouts(self, operands: Sequence[Any]) -> tuple[Layout | None, ...]:
@@ -332,23 +326,18 @@ class _Drawing:
             for position, (value, layout) in enumerate(zip(operands, self.layouts, strict=True))
         )
 
-    def _layout(self, shape: Sequence[int], dtype: torch.dtype, dim: int | None) -> Layout:
-        model = self.model
-        if dim is None:
-            return replicated_layout(shape, dtype, model.devices)
-        mesh = model.sharding.mesh
-        if len(mesh.axis_names) == 1:
-            return row_layout(shape, dtype, model.devices, dim, mesh.axis_names[0])
-        assert model.dim is not None
-        spec = PartitionSpec(*[None] * dim, model.sharding.spec[model.dim])
-        return general_layout(shape, dtype, NamedSharding(mesh, spec))
+    def _layout(self, shape: Sequence[int], dtype: torch.dtype, cut: Cut) -> Layout:
+        layout = self.grid.layout(shape, dtype, cut)
+        if layout is None:
+            raise Unsupported
+        return layout
 
     # -- the graph
 
-    def _block_shape(self, shape: Sequence[int], dim: int | None) -> list[int]:
+    def _block_shape(self, shape: Sequence[int], cut: Cut) -> list[int]:
         block = list(shape)
-        if dim is not None:
-            block[dim] //= len(self.ranks)
+        for dim, over in enumerate(cut):
+            block[dim] //= self.grid.parts(over)
         return block
 
     def _block_call(self) -> tuple[Any, dict[str, Any]]:
@@ -364,15 +353,16 @@ class _Drawing:
     @property
     def _rounds_parts(self) -> bool:
         """Whether partial results would be rounded before they are added up."""
-        kinds = zip(self.trial.results, self.placement.combine, strict=True)
-        return (
-            len(self.ranks) > 1
-            and not self.trial.written
-            and any(
-                result.dtype in ROUNDED and kind not in (None, "equal", "max", "min")
-                for result, kind in kinds
-            )
+        combinations = zip(self.trial.results, self.placement.combine, strict=True)
+        return not self.trial.written and any(
+            result.dtype in ROUNDED and self._is_sent(how) and how.kind not in ("max", "min")
+            for result, how in combinations
+            if how is not None
         )
+
+    def _is_sent(self, how: Combination) -> bool:
+        """Whether putting a result together takes communication."""
+        return how.kind != "equal" and self.grid.parts(how.over) > 1
 
     def _check_blocks(self) -> None:
         func, arguments = self._block_call()
@@ -390,13 +380,13 @@ class _Drawing:
             made = [blocks[position] for position in self.trial.written]
         leaves = [leaf for leaf in tree_leaves(made) if leaf is not None]
         expected = [
-            (self._block_shape(result.shape, dim), result.dtype)
-            for result, dim in zip(self.trial.results, self._result_dims(), strict=True)
+            (self._block_shape(result.shape, cut), result.dtype)
+            for result, cut in zip(self.trial.results, self._result_cuts(), strict=True)
         ]
         if [(list(leaf.shape), leaf.dtype) for leaf in leaves] != expected:
             raise Unsupported
 
-    def _result_dims(self) -> Sequence[int | None]:
+    def _result_cuts(self) -> Sequence[Cut]:
         if not self.trial.makes_new:
             return [self.placement.operands[position] for position in self.trial.written]
         return self.placement.results
@@ -409,9 +399,9 @@ class _Drawing:
             if layout is None:
                 blocks.append(graph.call_function(_aten._local_scalar_dense.default, (node,)))
                 continue
-            dim = self.placement.operands[k]
-            if dim is not None and layout.is_replicated:
-                node = graph.call_function(own_block, (node, dim, len(self.ranks), self.index))
+            node = self._own_block(node, self.grid.cut_of(layout), self.placement.operands[k])
+            if k in self.placement.once:
+                node = self._added_once(node)
             if k in self.trial.written:  # the stored value may be used again
                 node = graph.call_function(_aten.clone.default, (node,))
             if self._rounds_parts and isinstance(self.trial.values[k], torch.Tensor):
@@ -419,13 +409,45 @@ class _Drawing:
             blocks.append(node)
         return blocks
 
+    def _own_block(self, node: torch.fx.Node, cut: Cut, wanted: Cut) -> torch.fx.Node:
+        """The part that a device needs of a block that it has."""
+        sizes = self.grid.sizes
+        for dim, over in enumerate(wanted):
+            held = cut[dim] if dim < len(cut) else ()
+            more = tuple(k for k in over if sizes[k] > 1 and k not in held)
+            if more:
+                arguments = (node, dim, self.grid.parts(more), self._place_along(more))
+                node = self.graph.call_function(own_block, arguments)
+        return node
+
+    def _added_once(self, node: torch.fx.Node) -> torch.fx.Node:
+        over = next((how.over for how in self.placement.combine if how and self._is_sent(how)), ())
+        if not over:
+            return node
+        return self.graph.call_function(added_once, (node, self._place_along(over)))
+
+    def _place_along(self, over: tuple[int, ...]) -> torch.fx.Node:
+        if over == tuple(range(len(self.grid.sizes))):
+            return self.index
+        return self.graph.call_function(place_along, (self.index, self.grid.sizes, over))
+
+    def _group(self, over: tuple[int, ...]) -> tuple[int, str]:
+        """Size and name of the group of a device and those that lie along some dims with it."""
+        lines = self.grid.lines(over)
+        name = group_name(self.ranks)
+        if len(lines) > 1:
+            name = subgroup_name(name, lines)
+        if len(lines[0]) > 1:
+            self.groups[name] = tuple(tuple(self.ranks[k] for k in line) for line in lines)
+        return len(lines[0]), name
+
     def _results(self, blocks: Sequence[Any]) -> list[torch.fx.Node]:
         func, arguments = self._block_call()
         if self._rounds_parts and arguments.get("dtype") in ROUNDED:
             arguments = arguments | {"dtype": ROUNDED[arguments["dtype"]]}
         args, kwargs = positional(func, filled(arguments, blocks))
         if self.instead:
-            args = (name_of(func), self.parts, self.group, *args)
+            args = (name_of(func), *self._group(self.placement.over), *args)
             func = run_on_blocks
         node = self.graph.call_function(func, args, kwargs)
         written = [blocks[position] for position in self.trial.written]
@@ -442,11 +464,9 @@ class _Drawing:
         order = arguments.get("ord", arguments.get("p"))
         results = [
             part
-            if kind is None or kind == "equal" or len(self.ranks) == 1
-            else self.graph.call_function(
-                combined, (part, kind, len(self.ranks), self.group, order)
-            )
-            for part, kind in zip(parts, self.placement.combine, strict=True)
+            if how is None or not self._is_sent(how)
+            else self.graph.call_function(combined, (part, how.kind, *self._group(how.over), order))
+            for part, how in zip(parts, self.placement.combine, strict=True)
         ]
         if not self._rounds_parts:
             return written + results

@@ -67,7 +67,7 @@ class _Known:
         self.numbers: dict[Hashable, Handle] = {}
         self.reduced: dict[Hashable, Layout] = {}
         """(ranks, shape) -> layout of the last value of that shape whose sum may be differentiated.
-        The gradient, a broadcast number, gets the same layout.
+        The gradient, an expanded value, gets the same layout.
         """
 
     def number(self, team: Team, value: bool | int | float | complex) -> Handle:
@@ -231,8 +231,8 @@ def start(operation: Operation, kind: Any, operands: Sequence[Any]) -> list[tupl
 
 
 def _preferred(known: _Known, func: Any, args: Sequence[Any], scan: _Scan) -> Layout | None:
-    """In a backward pass, the layout for the result of expanding a replicated value."""
+    """In a backward pass, the layout for the result of expanding a value."""
     if func is not _aten.expand.default or not in_backward():
         return None
     layout: Layout = scan.operands[0]._layout
-    return known.reduced.get((layout.ranks, tuple(args[1]))) if layout.is_replicated else None
+    return known.reduced.get((layout.ranks, tuple(args[1])))

@@ -52,7 +52,14 @@ from torchpmap._sharded.strides import (
     strides_of_results,
     turn,
 )
-from torchpmap._sharded.transfer import fetch_blocks, fetch_row, gather, places_here, store
+from torchpmap._sharded.transfer import (
+    cuts_rows,
+    fetch_blocks,
+    fetch_row,
+    gather,
+    places_here,
+    store,
+)
 from torchpmap._sharded.views import (
     check_writable,
     is_taken_as_grad,
@@ -281,7 +288,7 @@ class ShardedTensor(Remote):
         traced = num_modes()  # a mode sees only operations
         is_plain = not self.requires_grad and forward_state[LEVEL] < 0
         # of a replicated value, a row is a view on the devices: modules write to those of buffers
-        if type(index) is int and is_plain and layout.dim == 0 and not traced:
+        if type(index) is int and is_plain and cuts_rows(layout) and not traced:
             size = layout.shape[0]
             if not -size <= index < size:
                 raise IndexError(f"index {index} is out of bounds for dimension 0 with size {size}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.current import devices, process_index, runtime
 from torchpmap._runtime.wire import bytes_of
+from torchpmap._sharded.redistribute import redistributed
 
 
 def team_of(layout: Layout) -> Team:
@@ -44,29 +45,41 @@ def store_on(team: Team, layout: Layout, value: torch.Tensor) -> Handle:
 
 
 def gather(layout: Layout, handle: Handle) -> torch.Tensor:
-    """Fetch a whole value."""
+    """Fetch a whole value; of a block that several devices hold, one copy."""
     if layout.is_replicated:
         return fetch_blocks(layout, handle, [_first_here(layout)])[0]
     whole = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
-    parts = [whole[index] for index in layout.slices]
-    direct = all(part.is_contiguous() for part in parts)
-    targets = (
-        parts
-        if direct
-        else [torch.empty(layout.block_shape, dtype=layout.dtype, device="cpu") for _ in parts]
-    )
-    handle.team.runtime.fetch(
-        handle, [(place, -1, 0, target) for place, target in enumerate(targets)]
-    )
-    if not direct:
-        for part, target in zip(parts, targets, strict=True):
-            part.copy_(target)
+    _fetch_into(handle, [(place, -1, 0, whole[index]) for place, index in _blocks(layout)])
     return whole
+
+
+def _blocks(layout: Layout) -> Iterable[tuple[int, tuple[slice, ...]]]:
+    """The blocks of a value: the place of a device that holds each, and which part it is."""
+    found: dict[str, tuple[int, tuple[slice, ...]]] = {}
+    for place, index in enumerate(layout.slices):
+        found.setdefault(str(index), (place, index))
+    return found.values()
+
+
+def _fetch_into(handle: Handle, wanted: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
+    """``Runtime.fetch`` into parts of tensors, which need not be contiguous."""
+    requests = [
+        (place, dim, position, part if part.is_contiguous() else part.new_empty(part.shape))
+        for place, dim, position, part in wanted
+    ]
+    handle.team.runtime.fetch(handle, requests)
+    for (_, _, _, part), (_, _, _, target) in zip(wanted, requests, strict=True):
+        if target is not part:
+            part.copy_(target)
 
 
 def move(layout: Layout, handle: Handle, wanted: Layout) -> Handle:
     """The handle of a value in another layout: its own, if all blocks are in place already."""
-    return handle if layout.same_place(wanted) else store(wanted, gather(layout, handle))
+    if layout.same_place(wanted):
+        return handle
+    if is_whole_here(layout):
+        return store(wanted, gather(layout, handle))
+    return redistributed(team_of(wanted), layout, handle, wanted)
 
 
 def places_here(layout: Layout) -> list[int]:
@@ -117,12 +130,27 @@ def fetch_blocks(layout: Layout, handle: Handle, places: Sequence[int]) -> list[
     return blocks
 
 
+def cuts_rows(layout: Layout) -> bool:
+    """Whether the rows of dim 0 are on different devices."""
+    if layout.dim is not None or layout.is_replicated:
+        return layout.dim == 0
+    return layout.block_shape[0] < layout.shape[0]
+
+
 def fetch_row(layout: Layout, handle: Handle, row: int) -> torch.Tensor:
-    """``x[row]`` of rows that are cut, from the device that holds it."""
-    rows = layout.shape[0] // len(layout.ranks)
-    place, position = row // rows, row % rows
+    """``x[row]`` of rows that are cut, from the devices that hold it."""
     target = torch.empty(layout.shape[1:], dtype=layout.dtype, device="cpu")
-    handle.team.runtime.fetch(handle, [(place, 0, position, target)])
+    if layout.dim is not None:
+        rows = layout.shape[0] // len(layout.ranks)
+        _fetch_into(handle, [(row // rows, 0, row % rows, target)])
+        return target
+    rows = layout.block_shape[0]
+    wanted = [
+        (place, 0, row % rows, target[index[1:]])
+        for place, index in _blocks(layout)
+        if row in range(*index[0].indices(layout.shape[0]))
+    ]
+    _fetch_into(handle, wanted)
     return target
 
 

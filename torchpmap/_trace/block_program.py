@@ -12,8 +12,9 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from torchpmap._base.axis_spec import broadcast_axes
@@ -80,6 +81,10 @@ class BlockProgram:
     randomness: str
     seed: torch.Tensor
     """Stands for the key of a call."""
+    otherwise: ClassVar[str] = (
+        "mention the axis in its entry of out_specs; or pass check_vma=False, and the value of the "
+        "first device is returned"
+    )
 
     @property
     def names(self) -> tuple[Hashable, ...]:
@@ -277,6 +282,26 @@ class BlockProgram:
         ]
         checks = tuple(check.max() for check in lanes_first)
         return replace(outcome, blocks=tuple(together), checks=checks)
+
+    def own(self, values: Sequence[torch.Tensor], device: int) -> list[torch.Tensor]:
+        """The blocks that a device, by its row-major number, has of whole values."""
+        place = np.unravel_index(device, self.sizes)
+        cuts = [leaf.cut for leaf in self.leaves if isinstance(leaf, Block)]
+        return [
+            self._apart(x, cut)[
+                tuple(int(place[k]) for k in range(len(place)) if dim_of(cut, k) is not None)
+            ]
+            for x, cut in zip(values, cuts, strict=True)
+        ]
+
+    def whole(self, blocks: Sequence[torch.Tensor], cut: Cut) -> torch.Tensor:
+        """The whole value that devices have blocks of."""
+        return self._together(torch.stack(list(blocks)).unflatten(0, self.sizes), cut)
+
+    def place(self, device: int) -> str:
+        """The coordinates of a device: "x=0, y=1"."""
+        place = np.unravel_index(device, self.sizes)
+        return ", ".join(f"{name}={k}" for name, k in zip(self.names, place, strict=True))
 
     def _apart(self, x: torch.Tensor, cut: Cut) -> torch.Tensor:
         """A whole value with the dims of the mesh that cut it in front, in their order."""

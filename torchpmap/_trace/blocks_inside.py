@@ -20,7 +20,12 @@ from typing import Any
 
 import torch
 
-from torchpmap._base.torch_internals import innermost, set_forward_grad, tracing_mode
+from torchpmap._base.torch_internals import (
+    innermost,
+    is_wrapped,
+    set_forward_grad,
+    tracing_mode,
+)
 from torchpmap._collectives import all_gather, axis_index, pbroadcast
 from torchpmap._collectives.cast import split
 from torchpmap._collectives.groups import pick
@@ -28,6 +33,8 @@ from torchpmap._collectives.operands import resolve
 from torchpmap._layout.axis_stack import Axis, bind
 from torchpmap._layout.grid import Cut, dim_of
 from torchpmap._trace.block_program import Block, BlockProgram, Surrounding, inside
+from torchpmap._trace.capture import Substitute
+from torchpmap._trace.environment import Environment
 from torchpmap._trace.program import Claim, Outcome
 from torchpmap.random._streams import are_active, within
 
@@ -45,6 +52,9 @@ def run_inside(
             _own(program, _with_mean_of_cotangents(program, x), cut, around)
             for x, cut in zip(values, cuts, strict=True)
         ]
+        captured = _captured(program)
+        if captured:
+            stack.enter_context(Substitute(lambda x: captured.get(id(x), (x, x))[1]))
         if are_active():
             stack.enter_context(within(axis_index(program.bound), program.randomness))
         outcome = program.call(own)
@@ -62,6 +72,23 @@ def _with_mean_of_cotangents(program: BlockProgram, x: torch.Tensor) -> torch.Te
     count = math.prod(program.mesh.shape[name] for name in program.bound)
     result: torch.Tensor = split(resolve("shard_map", program.bound), _Shared.apply(x, count))
     return result
+
+
+def _captured(program: BlockProgram) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors that the function closes over and that may be differentiated, by id, each with
+    what takes its place: they are arguments under P().
+
+    Only in a trace, of which there is one at a time: elsewhere ``Substitute`` would meet others.
+    """
+    if tracing_mode() is None:
+        return {}
+    environment = Environment(program.fun, quiet=True)
+    environment.refresh()
+    return {
+        id(x): (x, _with_mean_of_cotangents(program, x))
+        for x in environment.tensors()
+        if is_wrapped(x) or x.requires_grad
+    }
 
 
 def _own(program: BlockProgram, x: torch.Tensor, cut: Cut, around: Surrounding) -> torch.Tensor:
@@ -95,7 +122,10 @@ def _note(program: BlockProgram, outcome: Outcome, around: Surrounding) -> None:
     found = inside()
     if found is None:
         return
-    found.checks.update(zip(outcome.checked, outcome.checks, strict=True))
+    for claim, check in zip(outcome.checked, outcome.checks, strict=True):
+        worst = innermost(check).amax()  # of all rows: vmaps around this call end before the check
+        earlier = found.checks.get(claim)  # of another call
+        found.checks[claim] = worst if earlier is None else torch.maximum(earlier, worst)
     if outcome.refuse is None or tracing_mode() is None:
         return
     for leaf, (block, cut) in enumerate(zip(outcome.blocks, outcome.cuts, strict=True)):

@@ -36,6 +36,7 @@ from torchpmap._base.torch_versions import function_entry
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._trace.custom_ops import expand, is_hidden
 from torchpmap._trace.kinds import absence, oddity
+from torchpmap._trace.repetition import Executions
 
 _aten = torch.ops.aten
 
@@ -73,6 +74,7 @@ class Capture(TorchDispatchMode):
         """Tensors whose memory Python code could read and write, and what they held before."""
         self.stand_ins: dict[int, torch.Tensor] = {}
         self.grads_before: dict[int, torch.Tensor | None] = {}
+        self.executions = Executions()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -84,6 +86,21 @@ class Capture(TorchDispatchMode):
             assert mode is not None
             self._tracer = mode.tracer
         return super().__enter__()
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        """The graph that is being made."""
+        found: torch.fx.Graph = self._tracer.graph
+        return found
+
+    def node_of(self, value: torch.Tensor) -> torch.fx.Node | None:
+        """The node of a value, without transforms around it; None if no node has to do with it."""
+        from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+        with outside_transforms():  # transforms inside the function would trace a new input
+            slot: Any = get_proxy_slot(self.substitute(value), self._tracer, None)
+        node: torch.fx.Node | None = None if slot is None else slot.proxy.node
+        return node
 
     def substitute(self, value: Any) -> Any:
         """The stand-in of a real tensor; anything else is left alone."""
@@ -173,7 +190,11 @@ class Capture(TorchDispatchMode):
                 return expand(func, self._device.type, args, kwargs)
         if func.namespace in NAMESPACES or _goes_to_a_device(kwargs.get("device")):
             args = tree_map(self._without_value, args)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        mode = tracing_mode()
+        if mode is not None:
+            self.executions.note(mode.tracer.graph)
+        return result
 
     def _without_value(self, value: Any) -> Any:
         """Hide that a value is known: torch would run the operation now, in this process alone."""

@@ -1,6 +1,6 @@
 """Several steps of a scan at once, for compilers.
 
-Inductor (torch 2.13) runs a loop step by step in Python, which costs some 20 us a step.  So the
+Python calls the compiled body of a loop (_trace/compiled_loops), which costs some 10 us.  So the
 body of a short step is put into its graph several times, and the loop runs that many times less::
 
     scan(body, [c], [xs])                  scan(body4, [c], [xs[:1000].unflatten(0, (250, 4))])
@@ -18,7 +18,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torchpmap._trace.inner import SCAN, inner_graphs, inner_modules, kind_of_node, results_of
+from torchpmap._trace.inner import (
+    SCAN,
+    inner_graphs,
+    inner_modules,
+    is_kept,
+    kind_of_node,
+    results_of,
+)
+from torchpmap._trace.loop_report import CHUNKS_OF
 
 _aten = torch.ops.aten
 _MAX_NODES = 80
@@ -34,7 +42,7 @@ def chunk(module: GraphModule) -> None:
             chunk(inner)
         if kind_of_node(node) == SCAN:
             _chunk(module, node)
-    module.graph.eliminate_dead_code()
+    module.graph.eliminate_dead_code(is_impure_node=is_kept)
     module.graph.lint()
     module.recompile()
 
@@ -53,10 +61,7 @@ def _chunk(module: GraphModule, node: Node) -> None:
     calls = [each for each in body.graph.nodes if each.op == "call_function"]
     # where there are loops inside, they take most of the time
     size = 1 if any(map(inner_graphs, calls)) else steps_at_once(length, len(calls))
-    if size == 1:
-        _pad(body.graph)
-        body.recompile()
-    else:
+    if size > 1:
         _Chunks(module, node, body.graph, size, length).run(
             list(init),  # type: ignore[arg-type]
             list(xs),  # type: ignore[arg-type]
@@ -106,6 +111,7 @@ class _Chunks:
         self._module.register_module(name, body)
         loop = call(self._node.target, (graph.get_attr(name), init, rows, tuple(reads)))  # type: ignore[arg-type]
         num_ys = len(results_of(self._body)) - len(init)
+        loop.meta[CHUNKS_OF] = self._node, self._size
         found = [call(operator.getitem, (loop, k)) for k in range(len(init) + num_ys)]
         ys = [call(_aten.flatten.using_ints, (y, 0, 1)) for y in found[len(init) :]]
         return found[: len(init)], ys
@@ -120,7 +126,6 @@ class _Chunks:
         )
         stacked = [graph.call_function(_aten.stack.default, (y,)) for y in ys]
         graph.output((*carry, *stacked))
-        _pad(graph)
         return graph
 
     def _joined(self, ys: list[Node], rest: list[list[Node]]) -> list[Node]:
@@ -152,13 +157,3 @@ def _steps(
         for y, value in zip(ys, own, strict=True):
             y.append(value)
     return carry, ys
-
-
-def _pad(graph: Graph) -> None:
-    """Give a body with one result another one: Inductor (torch 2.13) fails on such a scan."""
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    results = results_of(graph)
-    if len(results) == 1:
-        with graph.inserting_before(output):
-            nothing = graph.call_function(_aten.full.default, ([], False), {"device": "cpu"})
-        output.args = ((*results, nothing),)

@@ -16,7 +16,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,20 +23,20 @@ import torch
 
 from torchpmap._base.ambient import Ambient, applied, for_graph, running_under
 from torchpmap._base.devices import PLATFORMS, usable_cores
-from torchpmap._base.errors import kind_of
 from torchpmap._base.imports import uncollected
-from torchpmap._base.pytree import tree_leaves, tree_map_only
 from torchpmap._base.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
-    TorchDispatchMode,
 )
 from torchpmap._collectives.backend import NAMESPACES
-from torchpmap._trace.boxed import Boxed, boxed_artifact, boxed_call, boxed_graph
+from torchpmap._layout.axis_stack import is_group_name
+from torchpmap._trace.boxed import Boxed, boxed_artifact, boxed_body, boxed_call, boxed_graph
+from torchpmap._trace.compiled_loops import Loop, running_with, with_compiled_loops, with_loops
 from torchpmap._trace.constants import place
 from torchpmap._trace.custom_ops import NATIVE
-from torchpmap._trace.inner import inner_graphs
+from torchpmap._trace.inner import inner_graphs, is_kept, operations
+from torchpmap._trace.passes import names_in
 from torchpmap._trace.toolchain import make_cache_private
 from torchpmap.random import _threefry as _threefry
 
@@ -203,88 +202,6 @@ def compile_definition(definition: Definition, index: torch.Tensor) -> Boxed:
     return with_index if leading else compiled
 
 
-def run_first_time(
-    definition: Definition, runner: Boxed, blocks: list[torch.Tensor], where: str
-) -> tuple[Sequence[torch.Tensor], Boxed]:
-    """Run a plan for the first time: its results, and how to run it from then on.
-
-    Later code relies on what tracing promised: the shapes and dtypes of the results, and that they
-    are contiguous (Inductor's code for later plans reads them so).  A wrong fake kernel, or a
-    setting that the device does not have, breaks the promise in every run: checking one is enough.
-    """
-    with _Promises(definition, where) if _has_users_operations(definition.graph) else nullcontext():
-        results = runner(blocks)
-    kinds = [
-        kind_of(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
-        for x in results
-    ]
-    promised = [kind_of(*kind) for kind in definition.outputs]
-    if kinds != promised:
-        raise RuntimeError(
-            f"{definition.name}: it gives other values than it was traced to give. It gave "
-            f"{', '.join(kinds)} {where}, but tracing promised {', '.join(promised)}. Either it "
-            "depends on a setting that the devices do not have, or the backend compiles it wrong; "
-            "compile=False runs it without such a promise."
-        )
-    if all(x.is_contiguous() for x in results):
-        return results, runner
-
-    def run(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return [x.contiguous() for x in runner(blocks)]
-
-    return [x.contiguous() for x in results], run
-
-
-class _Promises(TorchDispatchMode):
-    """Compares the results of the user's operations with what their fake kernels promise: compiled
-    code would read beyond the end of a smaller result.
-    """
-
-    def __init__(self, definition: Definition, where: str) -> None:
-        super().__init__()
-        self._definition = definition
-        self._where = where
-        # a dispatch mode switches autograd off, but an operation may use it inside
-        dispatch = torch._C
-        self._dispatch_keys = (
-            dispatch._dispatch_tls_local_include_set(),
-            dispatch._dispatch_tls_local_exclude_set(),
-        )
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace in NATIVE:
-            return func(*args, **kwargs)
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            given = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
-            promised = func(*given[0], **given[1])
-        with torch._C._ForceDispatchKeyGuard(*self._dispatch_keys):
-            results = func(*args, **kwargs)
-        strides = self._definition.backend != EAGER  # which accepts any strides
-        for got, fake in zip(tree_leaves(results), tree_leaves(promised), strict=True):
-            mine, theirs = _described(got, strides), _described(fake, strides)
-            if mine != theirs:
-                raise RuntimeError(
-                    f"{self._definition.name}: the operation {func.name()} gives {mine} "
-                    f"{self._where}, but its fake kernel (torch.library.register_fake) promises "
-                    f"{theirs}. Correct the fake kernel; compile=False runs without it."
-                )
-        return results
-
-
-def _described(value: Any, strides: bool) -> str:
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    kind = kind_of(value.shape, value.dtype)
-    if not strides or not value.numel():
-        return f"{kind} ({value.device.type})"
-    steps = zip(value.shape, value.stride(), strict=True)
-    listed = [step if size > 1 else 0 for size, step in steps]
-    return f"{kind} ({value.device.type}, strides {listed})"
-
-
 def _namespaces(graph: torch.fx.GraphModule) -> set[str]:
     modules = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
     targets = [node.target for module in modules for node in module.graph.nodes]
@@ -293,10 +210,12 @@ def _namespaces(graph: torch.fx.GraphModule) -> set[str]:
 
 def communicates(definition: Definition) -> bool:
     """Whether a plan waits for the other processes."""
-    return not _namespaces(definition.graph).isdisjoint(NAMESPACES)
+    # in the graph of an operation on sharded tensors, functions of this package send
+    in_functions = any(map(is_group_name, names_in(definition.graph)))
+    return in_functions or not _namespaces(definition.graph).isdisjoint(NAMESPACES)
 
 
-def _has_users_operations(graph: torch.fx.GraphModule) -> bool:
+def has_users_operations(graph: torch.fx.GraphModule) -> bool:
     """Whether a result may differ from its fake, so that Inductor's checks are needed."""
     return not _namespaces(graph) <= NATIVE
 
@@ -402,22 +321,38 @@ def _inductor(
         FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
         for shape, dtype in kinds
     ]
-    context = torch._guards.TracingContext(mode)
-    with _quietly(), torch._guards.tracing(context):
-        artifact = standalone_compile(
-            graph,
-            examples,
-            dynamic_shapes="from_tracing_context",
-            options={"config_patches": _patches(graph, device, backend)},
-        )
-    return boxed_artifact(artifact)
+
+    def artifact(
+        graph: torch.fx.GraphModule, inputs: Sequence[Any], loops: Sequence[Loop], **more: Any
+    ) -> Any:
+        patches = _patches(graph, device, backend) | more
+        with torch._guards.tracing(torch._guards.TracingContext(mode)), with_loops(loops):
+            return standalone_compile(
+                graph,
+                list(inputs),
+                dynamic_shapes="from_tracing_context",
+                options={"config_patches": patches},
+            )
+
+    def body(graph: torch.fx.GraphModule, inputs: Sequence[Any], num_results: int) -> Boxed:
+        has_effects = any(map(is_kept, operations(graph.graph)))
+        graph, loops = with_compiled_loops(graph, mode, inputs, body)
+        # a body is a chain of steps: where each value is used twice, Inductor (torch 2.13) would
+        # write the whole chain before it into each use, up to 30 operations, and take minutes
+        found = artifact(graph, inputs, loops, realize_opcount_threshold=4)
+        compiled = boxed_artifact(found) if has_effects else boxed_body(found, num_results)
+        return running_with(compiled, loops)
+
+    with _quietly():
+        graph, loops = with_compiled_loops(graph, mode, examples, body)
+        return running_with(boxed_artifact(artifact(graph, examples, loops)), loops)
 
 
 def _patches(graph: torch.fx.GraphModule, device: torch.device, backend: Backend) -> dict[str, Any]:
     """The settings of Inductor for a graph."""
     from torch._inductor import list_mode_options
 
-    patches: dict[str, Any] = {} if _has_users_operations(graph) else dict(_PATCHES)
+    patches: dict[str, Any] = {} if has_users_operations(graph) else dict(_PATCHES)
     # many: they wait for g++ or for Triton's compiler, which runs in processes of its own, and the
     # other workers wait for what this one builds
     patches["compile_threads"] = min(8, usable_cores())

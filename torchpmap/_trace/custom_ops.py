@@ -34,7 +34,9 @@ from torchpmap._base.torch_internals import OPDEFS, CustomOpDef, OpOverload, wri
 from torchpmap._base.torch_versions import autocast_dtypes
 from torchpmap._trace.environment import Environment
 
-NATIVE = frozenset({"aten", "prims", "prim", "_c10d_functional", "torchpmap", "torchpmap_random"})
+NATIVE = frozenset(
+    {"aten", "prims", "prim", "profiler", "_c10d_functional", "torchpmap", "torchpmap_random"}
+)
 """Namespaces of operations that every worker has."""
 
 _REGISTERED = re.compile(r"^(\S+?)(?:\[alias\])?: registered at (.*):\d+", re.MULTILINE)

@@ -82,15 +82,17 @@ def _set(x: torch.Tensor, key: Any, value: Any) -> None:
     entries = _with_slices(x, key)
     places = [k for k, entry in enumerate(entries) if _is_number(entry)]
     others = [entry for k, entry in enumerate(entries) if k not in places]
-    if len(places) > 1 or any(isinstance(entry, torch.Tensor | list) for entry in others):
+    if any(isinstance(entry, torch.Tensor | list) for entry in others):
         raise NotImplementedError(
-            "x[...] = value with several tensors as indices, one of them a number, cannot be "
-            "traced. Use torch.where, or an index with a dim (i.reshape(1))."
+            "x[...] = value with a tensor without dims and one with dims as indices cannot be "
+            "traced. Use torch.where, or indices with dims only (i.reshape(1))."
         )
-    number = entries[places[0]]
-    entries[places[0]] = slice(None)
-    rows = x[tuple(entries)]  # a view
-    dim = sum(entry is None or isinstance(entry, slice) for entry in entries[: places[0]])
+    numbers = [entries[k] for k in places]
+    for k in places:
+        entries[k] = slice(None)
+    kept = [entry is None or isinstance(entry, slice) for entry in entries]
+    dims = [sum(kept[:k]) for k in places]
+    rows = x[tuple(entries)].movedim(dims, list(range(len(dims))))  # a view
+    at = tuple(_position(each, rows.shape[k]) for k, each in enumerate(numbers))
     row = torch.as_tensor(value, dtype=x.dtype, device=x.device)
-    shape = [*rows.shape[:dim], *rows.shape[dim + 1 :]]
-    rows.index_copy_(dim, _position(number, rows.shape[dim]), row.expand(shape).unsqueeze(dim))
+    rows.index_put_(at, row.expand(rows.shape[len(dims) :]).unsqueeze(0))

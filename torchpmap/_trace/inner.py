@@ -46,3 +46,21 @@ def results_of(graph: Graph) -> list[Any]:
     (output,) = (node for node in graph.nodes if node.op == "output")
     found = output.args[0]
     return list(found) if isinstance(found, list | tuple) else [found]
+
+
+def is_kept(node: Node) -> bool:
+    """Whether a node has an effect, or a graph inside it has one, so that it stays if its results
+    are not used; for ``Graph.eliminate_dead_code``.
+    """
+    if getattr(node.target, "namespace", None) == "_c10d_functional":
+        return False  # torch says it of waiting for a collective
+    return node.is_impure() or has_effects(node)
+
+
+def has_effects(node: Node) -> bool:
+    """Whether a graph inside a node has effects."""
+    return any(is_kept(each) for graph in inner_graphs(node) for each in operations(graph))
+
+
+def operations(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.op == "call_function"]

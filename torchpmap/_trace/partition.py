@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.torch_internals import OpOverload
+from torchpmap._trace.inner import is_kept
 
 _aten = torch.ops.aten
 _CONTIGUOUS = torch.contiguous_format
@@ -195,5 +196,5 @@ def _graph(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(is_impure_node=is_kept)
     return graph

@@ -13,10 +13,10 @@ as it is on every worker, so all modes follow the same rules and raise the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -24,15 +24,12 @@ from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_a
 from torchpmap._base.pytree import Structure, flatten
 from torchpmap._base.torch_internals import is_limit_of_vmap, set_forward_grad
 from torchpmap._collectives import axis_index, pbroadcast, pmax
-from torchpmap._layout.axis_stack import (
-    Axis,
-    bind,
-    mesh_axes,
-)
+from torchpmap._layout.axis_stack import Axis, bind, lookup, mesh_axes
 from torchpmap._layout.grid import Cut, cut_at, dim_of, nested
 from torchpmap._trace.effects import difference
 from torchpmap._trace.escaped import note, watched
 from torchpmap._trace.kinds import as_result
+from torchpmap._trace.replication import is_same
 from torchpmap._trace.transform_rules import TransformRules
 from torchpmap.random._streams import Streams, streams, within
 
@@ -51,6 +48,10 @@ class Constant:
     """A leaf that is the same Python value on every device."""
 
     value: Any
+
+
+GIVE_AN_AXIS = "give it an out axis"
+"""What to do with an output that is not replicated, as messages say it."""
 
 
 class Claim(NamedTuple):
@@ -122,6 +123,7 @@ class Program:
     mesh: tuple[int, ...] = ()
     """With an inner program: devices along this axis, and along those inside."""
     is_inner: bool = False
+    otherwise: ClassVar[str] = GIVE_AN_AXIS
 
     @property
     def levels(self) -> tuple[Program, ...]:
@@ -222,26 +224,42 @@ class Program:
         return replace(outcome, draws=0 if active is None else active.draws)
 
     def _call(self, rows: Sequence[torch.Tensor]) -> Outcome:
-        return self._lay_out(called(self.fun, self.structure, self.leaves, rows))
+        outcome = self._lay_out(called(self.fun, self.structure, self.leaves, rows))
+        found = self._compared(outcome)
+        claims = self._claims(outcome, found)
+        return replace(outcome, checks=tuple(found.values()), checked=claims)
 
     def _run_inner(self, rows: Sequence[torch.Tensor], inside: Sequence[Axis | None]) -> Outcome:
         assert self.inner is not None
         outcome = self.inner._run_level(rows, inside)
         returned = outcome.structure.unflatten(list(outcome.blocks))
         laid_out = self._lay_out(returned)
-        own = iter(laid_out.checks)
-        checks = [
-            _of_all(next(own), inner, inside)
-            for block, dim, inner in zip(laid_out.blocks, laid_out.dims, outcome.cuts, strict=True)
-            if self.check_replicated and block is not None and dim is None
-        ]
+        found = self._compared(laid_out)
+        checks = [_of_all(found[leaf], outcome.cuts[leaf], inside) for leaf in found]
         checks += [pmax(check, self.axis_name) for check in outcome.checks]
         return replace(
             laid_out,
             cuts=tuple(map(nested, laid_out.dims, outcome.cuts)),
             checks=tuple(checks),
-            checked=(*laid_out.checked, *outcome.checked),
+            checked=(*self._claims(laid_out, found), *outcome.checked),
         )
+
+    def _compared(self, outcome: Outcome) -> dict[int, torch.Tensor]:
+        """How much the values of leaves declared replicated differ, by leaf; without those that are
+        proved to be the same.
+        """
+        if not self.check_replicated:
+            return {}
+        parts = lookup(self.axis_name)
+        pairs = enumerate(zip(outcome.blocks, outcome.dims, strict=True))
+        declared = {k: x for k, (x, dim) in pairs if x is not None and dim is None}
+        # before comparisons make the graph longer
+        unproved = {k: x for k, x in declared.items() if not is_same(x, parts)}
+        return {k: difference(x.detach(), self.axis_name) for k, x in unproved.items()}
+
+    def _claims(self, outcome: Outcome, leaves: Iterable[int]) -> tuple[str, ...]:
+        paths = outcome.structure.paths(f"the output of {self.name}")
+        return tuple(f"out_axes is None for {paths[leaf]}" for leaf in leaves)
 
     def _lay_out(self, returned: Any) -> Outcome:
         values, structure = flatten(returned)
@@ -249,17 +267,14 @@ class Program:
         paths = structure.paths(f"the output of {self.name}")
         blocks: list[torch.Tensor | None] = []
         cuts: list[Cut] = []
-        checks: dict[str, torch.Tensor] = {}
         for value, axis, path in zip(values, axes, paths, strict=True):
             tensor = None if value is None else as_result(value, path)
             dim = None
             if tensor is not None and axis is not None:
                 dim = canonical_axis(axis, tensor.dim() + 1, what="pmap out_axes", path=path)
-            elif tensor is not None and self.check_replicated:
-                checks[f"out_axes is None for {path}"] = difference(tensor.detach(), self.axis_name)
             blocks.append(tensor)
             cuts.append(cut_at(dim))
-        return Outcome(structure, tuple(blocks), tuple(cuts), tuple(checks.values()), tuple(checks))
+        return Outcome(structure, tuple(blocks), tuple(cuts), (), ())
 
 
 def called(
@@ -343,10 +358,9 @@ def unequal_results(
     )
 
 
-def not_replicated(prefix: str, claim: str, difference: float) -> str:
-    """``claim``: what was declared of an output."""
+def not_replicated(prefix: str, claim: str, difference: float, otherwise: str) -> str:
+    """``claim``: what was declared of an output; ``otherwise``: how to declare it as it is."""
     return (
         f"{prefix}: {claim}, but its value differs between devices (largest difference "
-        f"{difference:g}). Reduce it over the axis (for example with pmean), or give it an out "
-        "axis."
+        f"{difference:g}). Reduce it over the axis (for example with pmean), or {otherwise}."
     )

@@ -33,6 +33,7 @@ from torchpmap._base.torch_internals import (
     tracing_mode,
 )
 from torchpmap._base.torch_versions import checkpoint_bracket
+from torchpmap._trace.inner import is_kept
 from torchpmap.random._streams import active_streams
 
 _aten = torch.ops.aten
@@ -351,7 +352,7 @@ def without_writes(graph: GraphModule, record: Record) -> GraphModule:
     functional = torch.func.functionalize(interpreter.run, remove="mutations")
     with examples[0].fake_mode:
         result: GraphModule = make_fx(functional)(*examples)
-    result.graph.eliminate_dead_code()
+    result.graph.eliminate_dead_code(is_impure_node=is_kept)
     record.follow(interpreter.made)
     return result
 

@@ -11,19 +11,26 @@ index along this axis only.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.fx import Graph, Node
 
-from torchpmap._base.torch_internals import OpOverload
+from torchpmap._base.torch_internals import (
+    OpOverload,
+    innermost,
+    is_vmap_wrapper,
+    layers,
+    level_of,
+)
 from torchpmap._collectives import pbroadcast
 from torchpmap._collectives.backend import NAMESPACES, c10d
-from torchpmap._layout.axis_stack import Axis, Partition, bind, joined, parted, peers
+from torchpmap._layout.axis_stack import Axis, Partition, Parts, bind, joined, parted, peers
 from torchpmap._trace.inner import COND, SCAN, WHILE, inner_graphs, kind_of_node, results_of
 
 _EQUALISING = (c10d.all_reduce.default, c10d.all_gather_into_tensor.default)
@@ -180,66 +187,111 @@ def is_random(node: Node) -> bool:
     return True
 
 
-def replicated(
-    demands: Sequence[Demand],
-    held: Sequence[Sequence[int]],
-    varying_closures: Collection[Node],
-    groups: Mapping[str, Partition],
-) -> list[torch.Tensor]:
-    """In a trace, broadcast from the first device blocks that must be the same but may differ, or
-    refuse them.
+class Replication:
+    """In a trace: which of its values are known to be the same on which devices."""
 
-    Args:
-        demands: the blocks that a device returns.
-        held: per argument of the trace, after the index of the device: a number for every device,
-            equal for devices that hold equal blocks.
-        varying_closures: nodes of closures that may differ.
-        groups: the process groups by name, as indices of devices.
-    """
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+    def __init__(
+        self,
+        graph: Graph,
+        held: Sequence[Sequence[int]],
+        varying_closures: Callable[[], Collection[Node]],
+        groups: Mapping[str, Partition],
+        node_of: Callable[[torch.Tensor], Node | None],
+    ) -> None:
+        """
+        Args:
+            graph: under construction.
+            held: per argument of the trace, after the index of the device: a number for every
+                device, equal for devices that hold equal blocks.
+            varying_closures: gives the nodes of closures that may differ.
+            groups: the process groups by name, as indices of devices.
+            node_of: gives the node of a value; None for one that is not computed in the graph.
+        """
+        self._graph = graph
+        self._held = held
+        self._closures = varying_closures
+        self._groups = groups
+        self._node_of = node_of
+        self._varying: dict[Partition, tuple[int, set[Node]]] = {}
+        """Per lines: the length of the graph, and the nodes that may differ."""
 
-    mode = get_proxy_mode()
-    assert mode is not None
-    tracer = mode.tracer
-    index, *arguments = (node for node in tracer.graph.nodes if node.op == "placeholder")
+    @contextlib.contextmanager
+    def asked(self) -> Iterator[None]:
+        """A block in which ``is_same`` knows of this trace."""
+        token = _known.set(self)
+        try:
+            yield
+        finally:
+            _known.reset(token)
 
-    @functools.cache
-    def asked(lines: Partition) -> tuple[Along, dict[Node, bool]]:
-        values = index_values(tracer.graph, index, sum(map(len, lines)))
-        values |= dict(zip(arguments, held, strict=False))  # closures follow
-        along = Along(
-            tuple(name for name, parts in groups.items() if _is_within(lines, parts)),
-            tuple(name for name, parts in groups.items() if _meet(lines, parts)),
+    def settled(self, demands: Sequence[Demand]) -> list[torch.Tensor]:
+        """The outputs.  Blocks that must be the same but may differ are broadcast from the first
+        device, or refused.
+        """
+        for group in dict.fromkeys(_groups_inside(self._graph)):
+            if group in self._groups:
+                lines = self._groups[group]
+                varying = self._varying_along(lines)
+                _refuse_deadlocks(self._graph, group, varying, self._along(lines))
+        nodes = [self._node_of(demand.block) for demand in demands]
+        # before broadcasts make the graph longer
+        differing = [
+            [a for a in demand.same_along if node is not None and self.varies(node, a)]
+            for demand, node in zip(demands, nodes, strict=True)
+        ]
+        settled = [_settle(each, axes) for each, axes in zip(demands, differing, strict=True)]
+        return [x for x, demand in zip(settled, demands, strict=True) if demand.is_output]
+
+    def is_same(self, value: torch.Tensor, axis: Axis) -> bool:
+        """Whether a value is proved to be the same along an axis of devices."""
+        node = self._node_of(value)
+        return node is None or not self.varies(node, axis)
+
+    def varies(self, node: Node, axis: Axis) -> bool:
+        return axis.size > 1 and node in self._varying_along(peers(axis))
+
+    def _along(self, lines: Partition) -> Along:
+        return Along(
+            tuple(name for name, parts in self._groups.items() if _is_within(lines, parts)),
+            tuple(name for name, parts in self._groups.items() if _meet(lines, parts)),
         )
-        return along, {node: _differ(value, lines) for node, value in values.items()}
 
-    @functools.cache
-    def varying(lines: Partition) -> set[Node]:
-        return varying_nodes(tracer.graph, varying_closures, *asked(lines))
+    def _varying_along(self, lines: Partition) -> set[Node]:
+        length, found = self._varying.get(lines, (-1, set()))
+        if length != len(self._graph.nodes):
+            index, *arguments = (node for node in self._graph.nodes if node.op == "placeholder")
+            values = index_values(self._graph, index, sum(map(len, lines)))
+            values |= dict(zip(arguments, self._held, strict=False))  # closures follow
+            known = {node: _differ(value, lines) for node, value in values.items()}
+            found = varying_nodes(self._graph, self._closures(), self._along(lines), known)
+            self._varying[lines] = len(self._graph.nodes), found
+        return found
 
-    for group in dict.fromkeys(_groups_inside(tracer.graph)):
-        if group in groups:
-            lines = groups[group]
-            _refuse_deadlocks(tracer.graph, group, varying(lines), asked(lines)[0])
 
-    def varies(node: Node, axis: Axis) -> bool:
-        return node in varying(peers(axis))
+_known: ContextVar[Replication | None] = ContextVar("torchpmap_replication", default=None)
 
-    def settle(demand: Demand) -> torch.Tensor:
-        block = demand.block
-        slot: Any = get_proxy_slot(block, tracer, None)
-        if slot is None:  # no traced input was touched
-            return block
-        differing = [a for a in demand.same_along if a.size > 1 and varies(slot.proxy.node, a)]
-        if differing and demand.refuse is not None:
-            raise demand.refuse([axis.name for axis in differing])
-        for axis in joined(differing):
-            with bind(axis):
-                block = pbroadcast(block.detach(), axis.name, 0)
-        return block
 
-    settled = [(settle(demand), demand.is_output) for demand in demands]
-    return [block for block, is_output in settled if is_output]
+def is_same(value: torch.Tensor, parts: Parts) -> bool:
+    """Whether it is proved, before anything runs, that a value is the same along a bound axis."""
+    known = _known.get()
+    for part in parts:
+        if part.group is None:
+            level = level_of(part.index)
+            if any(is_vmap_wrapper(x) and level_of(x) == level for x in layers(value)):
+                return False
+        elif part.size > 1 and (known is None or not known.is_same(innermost(value), part)):
+            return False
+    return True
+
+
+def _settle(demand: Demand, differing: Sequence[Axis]) -> torch.Tensor:
+    if differing and demand.refuse is not None:
+        raise demand.refuse([axis.name for axis in differing])
+    block = demand.block
+    for axis in joined(differing):
+        with bind(axis):
+            block = pbroadcast(block.detach(), axis.name, 0)
+    return block
 
 
 def _differ(values: Sequence[int], lines: Partition) -> bool:

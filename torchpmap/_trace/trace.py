@@ -23,20 +23,19 @@ import logging
 import threading
 import time
 import traceback
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from torchpmap._base.ambient import callers_modes_off
 from torchpmap._base.devices import PLATFORMS
-from torchpmap._base.errors import lost_write
 from torchpmap._base.sources import is_users, line, users_line
 from torchpmap._base.torch_internals import (
     FakeTensor,
     FakeTensorMode,
-    OpOverload,
     depth,
     forward_level,
     innermost,
@@ -46,7 +45,6 @@ from torchpmap._base.torch_internals import (
     nested_jvp,
     outside_modes,
     outside_transforms,
-    written_values,
 )
 from torchpmap._base.torch_versions import no_device_init
 from torchpmap._layout.axis_stack import Axis, Partition, peers, subgroup_name
@@ -60,10 +58,25 @@ from torchpmap._trace.capture import (
     is_real,
 )
 from torchpmap._trace.chunks import chunk
+from torchpmap._trace.loop_report import Loop, in_chunks, loops_of
 from torchpmap._trace.partition import Halves, split
+from torchpmap._trace.passes import (
+    drop_detaches,
+    drop_unused_index,
+    finish_graph,
+    input_kinds,
+    names_in,
+    order_placeholders,
+    output_nodes,
+    protect_inputs,
+    refuse_lost_gradients,
+    refuse_lost_writes,
+)
 from torchpmap._trace.remat import Record, rematerialize, without_writes, writes
-from torchpmap._trace.replication import Demand, is_random, replicated
+from torchpmap._trace.repetition import Repeated, repeated
+from torchpmap._trace.replication import Demand, Replication, is_random
 from torchpmap._trace.toolchain import import_dynamo
+from torchpmap._trace.unread import drop_unread
 from torchpmap.random._threefry import whole
 
 _lock = threading.RLock()  # make_fx keeps its state in globals: one trace at a time
@@ -141,6 +154,10 @@ class Traced:
     """Whether the function writes in place to an argument, or to its copy of a closure."""
     seconds: float
     """How long the function took to trace, without what was done with the graph."""
+    repeated: Repeated | None
+    """A line that should be a loop."""
+    loops: tuple[Loop, ...]
+    """Those of ``graph``."""
 
 
 @dataclass(frozen=True)
@@ -191,10 +208,18 @@ def trace(
     def flat(index: torch.Tensor, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
         with capture, record, KeepData(capture), Substitute(outer), torch.enable_grad():
-            demands = [d._replace(block=capture.substitute(d.block)) for d in body(blocks, axis)]
-            held = [i.blocks for i in inputs]
-            closures = [] if same_closures else list(capture.nodes)
-            settled = replicated(demands, held, closures, {group: peers(axis), **groups})
+            known = Replication(
+                capture.graph,
+                [i.blocks for i in inputs],
+                lambda: [] if same_closures else capture.nodes,
+                ChainMap(groups, {group: peers(axis)}),
+                capture.node_of,
+            )
+            with known.asked():
+                demands = body(blocks, axis)
+            capture.executions.end()
+            demands = [d._replace(block=capture.substitute(d.block)) for d in demands]
+            settled = known.settled(demands)
         given = {t.untyped_storage()._cdata for t in (index, *blocks, *capture.stand_ins.values())}
         return tuple(_finish(block, given) for block in settled)
 
@@ -222,18 +247,20 @@ def trace(
                 raise
             raise verdict from error
     seconds = time.monotonic() - begin
-    graph.graph.eliminate_dead_code()
-    _refuse_lost_gradients(graph, leftover)
-    _refuse_lost_writes(graph, capture)
-    _order_placeholders(graph, capture.nodes)
-    writes_inputs = _protect_inputs(graph)
-    _drop_detaches(graph)
-    uses_index = _drop_unused_index(graph)
+    drop_unread(graph)
+    often = repeated(graph)
+    refuse_lost_gradients(graph, leftover)
+    refuse_lost_writes(graph, capture)
+    order_placeholders(graph, capture.nodes)
+    writes_inputs = protect_inputs(graph)
+    drop_detaches(graph)
+    uses_index = drop_unused_index(graph)
     if (record.regions or split_at is not None) and writes(graph):
         graph = without_writes(graph, record)
     again = rematerialize(graph, record, ordered=ordered, split=split_at is not None)
-    outputs = [node.meta["val"] for node in _output_nodes(graph)]
+    outputs = [node.meta["val"] for node in output_nodes(graph)]
     halves = None if split_at is None else split(graph, *split_at, again)
+    loops = loops_of(graph)
     traced = Traced(
         graph=graph,
         uses_index=uses_index,
@@ -241,12 +268,14 @@ def trace(
         pinned=(*capture.pinned, *(tensor for tensor, _ in capture.read)),
         shapes=tuple(tuple(output.shape) for output in outputs),
         dtypes=tuple(output.dtype for output in outputs),
-        groups={name: groups[name] for name in _names_in(graph) if name in groups},
+        groups={name: groups[name] for name in names_in(graph) if name in groups},
         random=next((str(node.target) for node in graph.graph.nodes if is_random(node)), None),
-        inputs=_input_kinds(graph)[uses_index:],
+        inputs=input_kinds(graph)[uses_index:],
         halves=halves,
         writes_inputs=writes_inputs,
         seconds=seconds,
+        repeated=often,
+        loops=tuple(loops.values()),
     )
     limit = PLATFORMS[device.type].bucket_bytes
     for module in (graph, *((halves.forward, halves.backward) if halves else ())):
@@ -254,39 +283,10 @@ def trace(
             chunk(module)
         if limit is not None:
             bucketed(module, limit)
-        _finish_graph(module)
+        if module is graph:
+            traced = replace(traced, loops=in_chunks(graph, loops))
+        finish_graph(module)
     return traced
-
-
-def _names_in(graph: torch.fx.GraphModule) -> list[str]:
-    """Every text among the arguments of a graph, and of the graphs inside it, once."""
-    found: dict[str, None] = {}
-
-    def visit(value: Any) -> None:
-        if isinstance(value, str):
-            found[value] = None
-        elif isinstance(value, list | tuple):
-            for item in value:
-                visit(item)
-
-    for module in graph.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:
-                visit([*node.args, *node.kwargs.values()])
-    return list(found)
-
-
-def _input_kinds(graph: torch.fx.GraphModule) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    values = [node.meta["val"] for node in _placeholders(graph)]
-    return tuple((tuple(value.shape), value.dtype) for value in values)
-
-
-def _finish_graph(graph: torch.fx.GraphModule) -> None:
-    for module in graph.modules():
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            node.meta.clear()  # fake tensors do not travel
-    graph.graph.lint()
-    graph.recompile()
 
 
 def _fake(
@@ -398,100 +398,3 @@ def _users_line(error: BaseException) -> str:
         if is_users(frame):
             return line(frame.f_code.co_filename, number)
     return "<unknown line>"
-
-
-# -- graph passes ----------------------------------------------------------------------------------
-
-
-def _output_nodes(graph: torch.fx.GraphModule) -> Sequence[torch.fx.Node]:
-    (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    return output.args[0]
-
-
-def _placeholders(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    return [node for node in graph.graph.nodes if node.op == "placeholder"]
-
-
-def _order_placeholders(graph: torch.fx.GraphModule, captured: Sequence[torch.fx.Node]) -> None:
-    """Put captured placeholders, which were created where they were met, between the index and the
-    inputs.
-    """
-    index = _placeholders(graph)[0]
-    for node in reversed(captured):
-        index.append(node)
-
-
-def _written_storages(graph: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
-    """Storage -> first node that writes to it."""
-    written: dict[int, torch.fx.Node] = {}
-    for node in graph.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, OpOverload):
-            continue
-        for target in written_values(node.target, node.args, node.kwargs):
-            if isinstance(target, torch.fx.Node):
-                written.setdefault(target.meta["val"].untyped_storage()._cdata, node)
-    return written
-
-
-def _refuse_lost_writes(graph: torch.fx.GraphModule, capture: Capture) -> None:
-    for real, held in capture.read:
-        if not held.same():
-            held.restore()
-            raise RuntimeError(lost_write(real, " (.numpy())"))
-    written = _written_storages(graph)
-    for node, real in zip(capture.nodes, capture.captured, strict=True):
-        writer = written.get(node.meta["val"].untyped_storage()._cdata)
-        if writer is not None:
-            raise RuntimeError(lost_write(real, f" ({writer.target})"))
-
-
-def _refuse_lost_gradients(graph: torch.fx.GraphModule, leftover: Sequence[torch.Tensor]) -> None:
-    """Raise for a gradient that the graph, now without dead code, no longer computes: it was
-    neither returned nor used.
-    """
-    alive = {
-        value.untyped_storage()._cdata
-        for node in graph.graph.nodes
-        if isinstance(value := node.meta.get("val"), torch.Tensor)
-    }
-    if any(grad.untyped_storage()._cdata not in alive for grad in leftover):
-        raise RuntimeError(
-            "the function calls .backward() and leaves a gradient on a captured parameter without "
-            "using it; the devices work on copies of the caller's parameters, so the gradient "
-            "would be lost. Return the .grad tensors, or use torchpmap.value_and_grad."
-        )
-
-
-def _protect_inputs(graph: torch.fx.GraphModule) -> bool:
-    """Let in-place writes to an input go to a copy, because the stored value may be used again;
-    returns whether there are any.
-    """
-    found = False
-    written = _written_storages(graph)
-    placeholders = _placeholders(graph)
-    last = placeholders[-1]
-    for node in placeholders:
-        if node.meta["val"].untyped_storage()._cdata in written:
-            with graph.graph.inserting_after(last):
-                copy = graph.graph.call_function(torch.ops.aten.clone.default, (node,))
-            copy.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(copy)
-            copy.replace_input_with(copy, node)
-            found = True
-    return found
-
-
-def _drop_detaches(graph: torch.fx.GraphModule) -> None:
-    """Nothing in the graph records gradients any more, so a detach is only time spent per call."""
-    for node in graph.graph.nodes:
-        if node.target is _aten.detach.default:
-            node.replace_all_uses_with(node.args[0])
-            graph.graph.erase_node(node)
-
-
-def _drop_unused_index(graph: torch.fx.GraphModule) -> bool:
-    index = _placeholders(graph)[0]
-    if index.users:
-        return True
-    graph.graph.erase_node(index)
-    return False

@@ -14,6 +14,7 @@ and no ``.backward()``.  torch raises an error, to which ``_HINT`` adds what to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ from torchpmap._base.torch_internals import (
     written_values,
 )
 from torchpmap._layout.axis_stack import Axis
+from torchpmap._layout.grid import Cut, dim_of
 from torchpmap._runtime.inline_mode import note_replicated, serial
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import host_tensor
@@ -91,15 +93,11 @@ def _run_rows(program: Program | BlockProgram, leaves: Sequence[Any], prefix: st
     generator = torch.default_generator.get_state()
     with outside_transforms():  # a vmap around the call may forbid random numbers
         program = replace(program, seed=peek_key())
-    if not serial():
-        outcome = _as_lanes(program, blocks)
-    elif isinstance(program, Program):
-        outcome = _one_by_one(program, blocks, prefix)
+    if serial():
+        parts = _Rows(program) if isinstance(program, Program) else _Blocks(program)
+        outcome = _one_by_one(parts, blocks, prefix)
     else:
-        raise NotImplementedError(
-            f"{prefix}: fake_pmap(serial=True) runs the rows of a pmap one after the other, but "
-            "has no such way for shard_map. Use fake_pmap()."
-        )
+        outcome = _as_lanes(program, blocks)
     if not torch.equal(generator, torch.default_generator.get_state()):
         torch.default_generator.set_state(generator)
         raise NotImplementedError(no_stream(prefix, "with one of torch's other functions"))
@@ -109,7 +107,7 @@ def _run_rows(program: Program | BlockProgram, leaves: Sequence[Any], prefix: st
     for path, check in zip(outcome.checked, outcome.checks, strict=True):
         difference = _largest(check)
         if difference != 0:
-            raise ValueError(not_replicated(prefix, path, difference))
+            raise ValueError(not_replicated(prefix, path, difference, program.otherwise))
     results = [
         None if block is None else block.clone(memory_format=torch.contiguous_format)
         for block in outcome.blocks
@@ -131,54 +129,91 @@ def _as_lanes(program: Program | BlockProgram, blocks: Sequence[torch.Tensor]) -
         raise
 
 
-def _one_by_one(program: Program, blocks: Sequence[torch.Tensor], prefix: str) -> Outcome:
-    """Run every row as if it were the only one of its device."""
-    if any(map(is_wrapped, blocks)):
-        raise NotImplementedError(_not_differentiable(prefix))
-    num_rows, program = program.lanes, replace(program, lanes=1)
-    dims = [leaf.dim for leaf in program.leaves if isinstance(leaf, Input)]
+class _Rows:
+    """The rows of a ``pmap``, each as if it were the only one of its device."""
 
-    def run_row(row: int, axis: Axis) -> Outcome:
-        mine = [
-            block.detach().clone() if dim is None else block.detach().narrow(dim, row, 1).clone()
-            for block, dim in zip(blocks, dims, strict=True)
+    what = "row"
+    place = None
+
+    def __init__(self, program: Program) -> None:
+        self.count = program.lanes
+        self.program = replace(program, lanes=1)
+        self._dims = [leaf.dim for leaf in program.leaves if isinstance(leaf, Input)]
+
+    def own(self, values: Sequence[torch.Tensor], row: int) -> list[torch.Tensor]:
+        return [
+            x if dim is None else x.narrow(dim, row, 1)
+            for x, dim in zip(values, self._dims, strict=True)
         ]
+
+    def whole(self, rows: Sequence[torch.Tensor], cut: Cut) -> torch.Tensor:
+        dim = dim_of(cut, 0)
+        return rows[0] if dim is None else torch.cat(list(rows), dim)
+
+    def shape(self, block: torch.Tensor, cut: Cut) -> torch.Size:
+        """That of what the function returned."""
+        dim = dim_of(cut, 0)
+        return (block if dim is None else block.select(dim, 0)).shape
+
+
+class _Blocks:
+    """The devices of a ``shard_map``."""
+
+    what = "device"
+
+    def __init__(self, program: BlockProgram) -> None:
+        self.count = math.prod(program.sizes)
+        self.program = program
+        self.own, self.whole = program.own, program.whole
+
+    def shape(self, block: torch.Tensor, cut: Cut) -> torch.Size:
+        return block.shape
+
+    def place(self, device: int) -> str:
+        return f"on the device at {self.program.place(device)}"
+
+
+def _one_by_one(parts: _Rows | _Blocks, values: Sequence[torch.Tensor], prefix: str) -> Outcome:
+    """Run every row, or the block of every device, one after the other."""
+    if any(map(is_wrapped, values)):
+        raise NotImplementedError(_not_differentiable(prefix))
+    program = parts.program
+
+    def run_part(number: int, axis: Axis) -> Outcome:
+        mine = [x.detach().clone() for x in parts.own(values, number)]
         with KeepCaptured(mine):
             return program.run(mine, axis)
 
-    outcomes = run_rows(run_row, program.axis_name, num_rows, parameters(program.fun))
+    leaves = parameters(program.fun)
+    outcomes = run_rows(run_part, program.axis_name, parts.count, leaves, parts.place)
     first = outcomes[0]
-    for row, outcome in enumerate(outcomes):
-        if _kinds(outcome) != _kinds(first):
-            raise ValueError(
-                unequal_results(
-                    prefix, "rows", ("row 0", _kinds(first)), (f"row {row}", _kinds(outcome))
-                )
-            )
+    kinds = [_kinds(parts, outcome) for outcome in outcomes]
+    for number, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            pair = (f"{parts.what} 0", kinds[0]), (f"{parts.what} {number}", kind)
+            raise ValueError(unequal_results(prefix, f"{parts.what}s", *pair))
     wants_grad = torch.is_grad_enabled() and (
-        first.requires_grad or any(block.requires_grad for block in blocks)
+        first.requires_grad or any(x.requires_grad for x in values)
     )
-    stacked: list[torch.Tensor | None] = []
-    for place, dim in enumerate(first.dims):
-        rows = [outcome.blocks[place] for outcome in outcomes]
-        whole = rows[0] if dim is None else torch.cat([r for r in rows if r is not None], dim)
-        whole = None if whole is None else whole.detach()
+    results: list[torch.Tensor | None] = []
+    for place, cut in enumerate(first.cuts):
+        blocks = [x for outcome in outcomes if (x := outcome.blocks[place]) is not None]
+        whole = parts.whole(blocks, cut).detach() if blocks else None
         if whole is not None and wants_grad and (whole.is_floating_point() or whole.is_complex()):
             whole = _NotDifferentiable.apply(
                 torch.zeros((), requires_grad=True, device="cpu"), whole, prefix
             )
-        stacked.append(whole)
-    return replace(first, blocks=tuple(stacked))
+        results.append(whole)
+    checks = zip(*(outcome.checks for outcome in outcomes), strict=True)
+    largest = tuple(torch.stack(each).max() for each in checks)
+    return replace(first, blocks=tuple(results), checks=largest)
 
 
-def _kinds(outcome: Outcome) -> str:
-    kinds: list[str | None] = []
-    for block, dim in zip(outcome.blocks, outcome.dims, strict=True):
-        if block is None:
-            kinds.append(None)
-        else:
-            row = block if dim is None else block.select(dim, 0)
-            kinds.append(kind_of(row.shape, row.dtype))
+def _kinds(parts: _Rows | _Blocks, outcome: Outcome) -> str:
+    kinds = [
+        None if block is None else kind_of(parts.shape(block, cut), block.dtype)
+        for block, cut in zip(outcome.blocks, outcome.cuts, strict=True)
+    ]
     return f"{outcome.structure} of {kinds}"
 
 

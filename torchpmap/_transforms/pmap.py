@@ -135,8 +135,8 @@ def pmap(
         fullgraph: raise instead of falling back to ``compile=False`` when ``fun`` cannot be traced.
         randomness: whether torch's random functions inside ``fun`` give every row "different"
             numbers or the "same", or are an "error".
-        check_replicated: raise if an output with out axis None differs between devices (makes the
-            call wait).
+        check_replicated: raise if an output with out axis None differs between devices.  Only what
+            tracing does not prove to be equal is compared, which makes the call wait.
         timeout: most seconds that a call may take on the devices, not counting compilation; then it
             raises ``CallTimeout``, which tells what each device did.  Default:
             ``tp.config.timeout``.

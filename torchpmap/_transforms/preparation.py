@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 
 from torchpmap._base import log
@@ -32,6 +31,7 @@ from torchpmap._trace.compile import EAGER
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.kinds import insist
 from torchpmap._trace.program import Program
+from torchpmap._trace.repetition import unrolled
 from torchpmap._trace.trace import Untraceable
 from torchpmap._transforms.call import CallArguments, MapOptions, Static
 from torchpmap._transforms.retraces import Retraces
@@ -39,7 +39,6 @@ from torchpmap.random._streams import new_seed
 
 _Call = TypeVar("_Call", bound=CallArguments)
 
-_DATA = (torch.Tensor, np.ndarray)
 _MAX_DESCRIBED = 8
 """How many arguments a note or a log names."""
 
@@ -89,6 +88,7 @@ class Preparation(Generic[_Call]):
         self._plans: dict[Hashable, Plan | UncompiledPlan] = {}
         self._differentiables: dict[Plan | UncompiledPlan, MappedProgram] = {}
         self._warned: set[str] = set()
+        self._told_of_loops = False
         self._seed = new_seed()
         self._retraces = Retraces()
         self._cleared_because = ""
@@ -228,7 +228,7 @@ class Preparation(Generic[_Call]):
         if options.backend is not None:
             try:
                 target = self._target(grid, arguments)
-                return lower(target, program.run, layouts, self._outside())
+                plan = lower(target, program.run, layouts, self._outside())
             except Untraceable as verdict:
                 if options.fullgraph:
                     raise TraceError(
@@ -242,6 +242,11 @@ class Preparation(Generic[_Call]):
                     "torch.cond or a static argument to compile it, or pass compile=False to "
                     "silence this warning."
                 )
+            else:
+                if plan.repeated is not None and not self._told_of_loops:
+                    self._told_of_loops = True
+                    warn(f"{options.prefix}: {unrolled(plan.repeated)}")
+                return plan
         return UncompiledPlan(program, grid, options.prefix, self._timeout())
 
     def _note_trace(
@@ -274,12 +279,14 @@ class Preparation(Generic[_Call]):
 def refuse_aliased_donation(
     prefix: str, paths: Sequence[str], donated: Sequence[int], leaves: Sequence[Any]
 ) -> None:
-    """Raise if a donated tensor is passed twice; ``donated`` are places among ``leaves``."""
+    """Raise if a donated tensor is passed twice; ``donated`` are places among ``leaves``.  What is
+    on the host is copied to the devices, and not given up: it may be passed as often as one likes.
+    """
     if len(set(map(id, leaves))) == len(leaves):
         return
     for position in donated:
         for other, leaf in enumerate(leaves):
-            if other != position and leaf is leaves[position] and isinstance(leaf, _DATA):
+            if other != position and leaf is leaves[position] and type(leaf) is ShardedTensor:
                 raise ValueError(
                     f"{prefix}: argument {paths[position]} is donated, but the "
                     f"same tensor is also argument {paths[other]}. Donate it once and pass it "

@@ -48,6 +48,7 @@ def run_rows(
     axis_name: Hashable,
     size: int,
     leaves: Sequence[torch.Tensor],
+    place: Callable[[int], str] | None = None,
 ) -> list[T]:
     """The results of ``run_row(index, axis)`` for every index of an axis, in order; ``run_row``
     must bind the axis.
@@ -57,6 +58,7 @@ def run_rows(
         axis_name: name of the axis.
         size: number of rows.
         leaves: parameters that rows share; each row has its own ``.grad`` of them, None at first.
+        place: where a row runs, as notes say it; by default its number and the axis.
 
     Raises:
         CollectiveMismatch: rows wait for each other in different collectives.
@@ -82,7 +84,8 @@ def run_rows(
             except _Abandoned:
                 pass
             except BaseException as error:
-                meeting.fail(error, f"in row {row} of {size}, axis {axis_name!r}")
+                at = f"in row {row} of {size}, axis {axis_name!r}"
+                meeting.fail(error, at if place is None else place(row))
             else:
                 meeting.end(row)
 
@@ -94,15 +97,19 @@ def run_rows(
         for row in range(size)
     ]
     grads = meeting.grads
+    _run_to_end(threads)
+    meeting.grads = grads
+    if meeting.failure is not None:
+        raise meeting.failure
+    return [results[row] for row in range(size)]
+
+
+def _run_to_end(threads: Sequence[threading.Thread]) -> None:
     with _forward_mode():
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    meeting.grads = grads
-    if meeting.failure is not None:
-        raise meeting.failure
-    return [results[row] for row in range(size)]
 
 
 @contextlib.contextmanager

@@ -167,9 +167,15 @@ class ShardMapped(Mapped[_P, _R]):
         return split_static_leaves(self._options, args, kwargs)
 
     def _run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any], inside: bool) -> Any:
-        call = self._preparation.arguments_of(args, kwargs)
         around = surrounding()
-        if around is not None and around.mesh == self._options.mesh:
+        if around is not None and around.mesh != self._options.mesh:
+            raise ValueError(
+                f"{self._options.prefix}: its mesh is {self._options.mesh}, but the shard_map "
+                f"around it runs on {around.mesh}. A shard_map inside another takes axes of the "
+                "same mesh: leave mesh out, or make the two equal."
+            )
+        call = self._preparation.arguments_of(args, kwargs)
+        if around is not None:
             manual, free = self._options.manual, around.free
             taken = [n for n in around.mesh.axis_names if n in manual and n not in free]
             if taken:

@@ -59,9 +59,9 @@ def fake_pmap(*, serial: bool = False) -> Iterator[None]:
     ``if x > 0``) raise, with a note that says what to do.  With ``serial=True`` they work.
 
     Args:
-        serial: run the rows one after the other, as plain Python (one thread per row, only one runs
-            at a time; rows wait for each other at collectives).  Then all of Python works inside,
-            but the call cannot be differentiated from outside.
+        serial: run the rows (of a ``shard_map``: the devices) one after the other, as plain Python
+            (one thread per row, only one runs at a time; rows wait for each other at collectives).
+            Then all of Python works inside, but the call cannot be differentiated from outside.
 
     Returns:
         A context manager.

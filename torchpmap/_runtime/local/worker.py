@@ -67,9 +67,9 @@ from torchpmap._trace.compile import (
     Definition,
     communicates,
     compile_and_report,
-    run_first_time,
 )
 from torchpmap._trace.effects import mark_lines
+from torchpmap._trace.promises import run_first_time
 from torchpmap._trace.toolchain import import_inductor
 
 _NEVER = 1 << 62

@@ -58,9 +58,9 @@ from torchpmap._trace.compile import (
     Definition,
     communicates,
     compile_and_report,
-    run_first_time,
 )
 from torchpmap._trace.pickling import number_of
+from torchpmap._trace.promises import run_first_time
 
 T = TypeVar("T")
 

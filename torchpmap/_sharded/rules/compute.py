@@ -155,8 +155,8 @@ def _product(left: str, right: str, result: str, names: tuple[str, str]) -> Rule
         if bias is not None:
             shared = aligned(bias.shape, call.results[0])
             operands[bias.position] = tuple(None if k is None else result[k] for k in shared)
-        # every device would add the bias to its partial sums
-        return Signature(operands, (tuple(result),), ("sum" if bias is None else None,))
+        once = () if bias is None else (bias.position,)
+        return Signature(operands, (tuple(result),), ("sum",), once=once)
 
     return rule
 

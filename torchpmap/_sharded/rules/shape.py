@@ -32,15 +32,15 @@ def _reshaped(call: Call) -> Signature:
     """The same elements in the same order, in other dims.
 
     A dim of the result gets the label of an operand's dim if the dims before both have the same
-    product: [4, 6, 5] -> [24, 5] keeps dim 0, and so does [24, 5] -> [4, 6, 5] on 4 devices.
+    product: [4, 6, 5] -> [24, 5] keeps dim 0, and so does [24, 5] -> [4, 6, 5] in 4 blocks.
     """
     (x,), shape = call.operands, call.results[0]
     labels: list[Any] = [None] * len(shape)
     if math.prod(shape):
-        for dim in range(x.ndim):
+        for dim, over in enumerate(x.cut):
             for other, size in enumerate(shape):
-                fits = size % call.num_devices == 0 and x.shape[dim] % call.num_devices == 0
-                if fits and math.prod(shape[:other]) == math.prod(x.shape[:dim]):
+                fits = size % call.parts(over) == 0
+                if over and fits and math.prod(shape[:other]) == math.prod(x.shape[:dim]):
                     labels[other] = dim
     return _same_dims(x, tuple(labels), as_view=True)
 

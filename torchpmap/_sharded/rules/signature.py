@@ -8,15 +8,21 @@ result.  ``None`` marks a dim along which the operation mixes elements, or that 
     x.sum(0)             x: (0, 1)               result: (1,), partial sums if 0 is cut
     x @ w                x: (i, k)  w: (k, j)    result: (i, j), partial sums if k is cut
 
-So all operands that are cut must be cut along one label.  A result without that label is put
-together from the partial results of the devices, if the signature says how.
+A label is cut over some dims of the grid of devices, and all operands with that label are cut
+alike: if an operand has larger blocks, or is whole, each device takes its part.  No dim of the grid
+cuts two labels.  A result without a label that is cut is put together from the partial results of
+the devices along those dims, if the signature says how.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from torchpmap._layout.common_grid import trimmed
+from torchpmap._layout.grid import Cut
 
 Labels = tuple[Hashable, ...]
 """A label per dim, or None."""
@@ -31,8 +37,8 @@ class Operand:
 
     position: int
     shape: tuple[int, ...]
-    cut: int | None
-    """The dim that is cut over the devices."""
+    cut: Cut
+    """How it lies on the grid of devices."""
     written: bool
     """Whether the operation writes to it; then it must keep its layout."""
     itemsize: int
@@ -51,7 +57,12 @@ class Call:
     operands: tuple[Operand, ...]
     results: tuple[tuple[int, ...], ...]
     """Shapes."""
-    num_devices: int
+    sizes: tuple[int, ...]
+    """Of the grid of devices."""
+
+    def parts(self, over: Iterable[int]) -> int:
+        """Into how many blocks these dims of the grid cut."""
+        return math.prod(self.sizes[k] for k in over)
 
 
 @dataclass(frozen=True)
@@ -67,71 +78,121 @@ class Signature:
     """The argument that is the shape of the first result; on blocks it gets the block's shape."""
     as_view: bool = False
     """Whether a block of the result is the block of the operand in another shape."""
+    once: tuple[int, ...] = ()
+    """Operands that each device would add to its partial result: only one of them may."""
 
 
 Rule = Callable[[Call], Signature | None]
 
 
 @dataclass(frozen=True)
+class Combination:
+    """How devices put a result together from their parts."""
+
+    kind: Combine
+    over: tuple[int, ...]
+    """The dims of the grid along which the devices have other parts."""
+
+
+@dataclass(frozen=True)
 class Placement:
     """How a call runs on the devices."""
 
-    operands: dict[int, int | None]
-    """The dim along which an operand must be cut, by position."""
-    results: tuple[int | None, ...]
-    combine: tuple[Combine | None, ...]
+    operands: dict[int, Cut]
+    """How an operand must be cut, by position."""
+    results: tuple[Cut, ...]
+    combine: tuple[Combination | None, ...]
+    over: tuple[int, ...] = ()
+    """All dims of the grid along which devices have other blocks."""
     size: str | None = None
     as_view: bool = False
+    once: tuple[int, ...] = ()
 
 
-def placement_of(call: Call, rule: Rule | None, prefer: int | None = None) -> Placement | None:
+def placement_of(call: Call, rule: Rule | None, prefer: Cut = ()) -> Placement | None:
     """Where the operands and results of a call live; None if it cannot run block by block.
 
-    ``prefer`` is the dim of the result to cut when no operand is cut.
+    ``prefer`` is the cut of the first result if the operands allow it.
     """
-    cut = [operand for operand in call.operands if operand.cut is not None]
-    if cut or prefer is not None:
-        signature = None if rule is None else rule(call)
-        if signature is not None:
-            labels = {_label(signature, o) for o in cut} or {signature.results[0][prefer or 0]}
-            if len(labels) == 1 and None not in labels:
-                placement = _placed(call, signature, *labels)
+    is_cut = any(operand.cut for operand in call.operands)
+    signature = None if rule is None or not (is_cut or prefer) else rule(call)
+    for known in (call, _without_trivial_cuts(call)):
+        is_cut = any(operand.cut for operand in known.operands)
+        for wish in (prefer, ()):
+            if signature is not None and (is_cut or wish):
+                placement = _placed(known, signature, wish)
                 if placement is not None:
                     return placement
-    if cut and call.num_devices > 1:
+    if is_cut:
         return None
-    whole = (None,) * len(call.results)
-    return Placement(
-        {o.position: o.cut if o.written else None for o in call.operands}, whole, whole
+    whole = ((),) * len(call.results)
+    own = {operand.position: operand.cut if operand.written else () for operand in call.operands}
+    return Placement(own, whole, (None,) * len(whole))
+
+
+def _without_trivial_cuts(call: Call) -> Call:
+    """The call without cuts into a single block, which need not be kept."""
+
+    def real(cut: Cut) -> Cut:
+        return trimmed(tuple(k for k in over if call.sizes[k] > 1) for over in cut)
+
+    return replace(call, operands=tuple(replace(o, cut=real(o.cut)) for o in call.operands))
+
+
+def _placed(call: Call, signature: Signature, prefer: Cut) -> Placement | None:
+    cuts = _cut_labels(call, signature, prefer)
+    if cuts is None:
+        return None
+    wanted: dict[int, Cut] = {}
+    for operand in call.operands:
+        wanted[operand.position] = cut = _cut(signature.operands.get(operand.position, ()), cuts)
+        changes = operand.written and cut != operand.cut
+        if changes or not _divides(call, operand.shape, cut):
+            return None
+    results: list[Cut] = []
+    combine: list[Combination | None] = []
+    kinds = signature.combine or (None,) * len(signature.results)
+    for shape, labels, kind in zip(call.results, signature.results, kinds, strict=True):
+        missing = sorted(k for label, over in cuts.items() if label not in labels for k in over)
+        cut = _cut(labels, cuts)
+        if (missing and kind is None) or not _divides(call, shape, cut):
+            return None
+        results.append(cut)
+        combine.append(Combination(kind, tuple(missing)) if missing and kind else None)
+    over = tuple(sorted(k for dims in cuts.values() for k in dims))
+    options = (signature.size, signature.as_view, signature.once)
+    return Placement(wanted, tuple(results), tuple(combine), over, *options)
+
+
+def _cut_labels(
+    call: Call, signature: Signature, prefer: Cut
+) -> dict[Hashable, tuple[int, ...]] | None:
+    """The dims of the grid that cut each label; None if the operands do not agree."""
+    given = [(signature.operands.get(o.position), o.cut) for o in call.operands if o.cut]
+    if prefer:
+        given.append((signature.results[0], prefer))
+    cuts: dict[Hashable, tuple[int, ...]] = {}
+    for labels, cut in given:
+        for dim, over in enumerate(cut):
+            label = None if labels is None else labels[dim]
+            if not over:
+                continue
+            if label is None:
+                return None
+            short, long = sorted((cuts.get(label, ()), over), key=len)
+            if long[: len(short)] != short:
+                return None
+            cuts[label] = long
+    used = [k for over in cuts.values() for k in over]
+    return cuts if len(used) == len(set(used)) else None
+
+
+def _cut(labels: Labels, cuts: Mapping[Hashable, tuple[int, ...]]) -> Cut:
+    """The cut of a value with these labels; a label that it has twice is cut where it is first."""
+    return trimmed(
+        cuts.get(label, ()) if label not in labels[:dim] else () for dim, label in enumerate(labels)
     )
 
 
-def _label(signature: Signature, operand: Operand) -> Hashable:
-    labels = signature.operands.get(operand.position)
-    assert operand.cut is not None
-    return None if labels is None else labels[operand.cut]
-
-
-def _placed(call: Call, signature: Signature, label: Hashable) -> Placement | None:
-    wanted: dict[int, int | None] = {}
-    for operand in call.operands:
-        labels = signature.operands.get(operand.position, ())
-        dim = labels.index(label) if label in labels else None
-        stays = operand.cut is not None or operand.written
-        if (stays and dim != operand.cut) or not _divides(call, operand.shape, dim):
-            return None
-        wanted[operand.position] = dim
-    dims: list[int | None] = []
-    combine: list[Combine | None] = []
-    kinds = signature.combine or (None,) * len(signature.results)
-    for shape, labels, kind in zip(call.results, signature.results, kinds, strict=True):
-        dim = labels.index(label) if label in labels else None
-        if (dim is None and kind is None) or not _divides(call, shape, dim):
-            return None
-        dims.append(dim)
-        combine.append(kind if dim is None else None)
-    return Placement(wanted, tuple(dims), tuple(combine), signature.size, signature.as_view)
-
-
-def _divides(call: Call, shape: tuple[int, ...], dim: int | None) -> bool:
-    return dim is None or shape[dim] % call.num_devices == 0
+def _divides(call: Call, shape: tuple[int, ...], cut: Cut) -> bool:
+    return all(shape[dim] % call.parts(over) == 0 for dim, over in enumerate(cut))

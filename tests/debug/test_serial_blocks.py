@@ -1,0 +1,142 @@
+"""Covers: ``fake_pmap(serial=True)`` with ``shard_map``: the devices one after the other, as plain
+Python; and the comparison of copies that ``check_vma`` makes without a trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from _support import EAGER
+
+import torchpmap as tp
+from torchpmap import P
+
+X = torch.arange(16.0).reshape(4, 4)
+XY = P("x", "y")
+
+
+@pytest.fixture
+def mesh(pool: int) -> tp.Mesh:
+    return tp.make_mesh((2, 2), ("x", "y"))
+
+
+@pytest.fixture
+def serial() -> Iterator[None]:
+    with tp.debug.fake_pmap(serial=True):
+        yield
+
+
+def mapped(f: Any, mesh: tp.Mesh, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+    return tp.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
+
+
+def test_blocks_are_plain_python(mesh: tp.Mesh, serial: None) -> None:
+    w = torch.tensor(2.0, requires_grad=True)
+
+    def f(a: torch.Tensor) -> Any:
+        (w * a).sum().backward()
+        if a[0, 0].item() > 5:  # the lower two
+            a = a * 10
+        assert w.grad is not None
+        return tp.psum(a, "y"), w.grad.reshape(1, 1), tp.psum(w.grad, ("x", "y"))
+
+    rows, slopes, total = mapped(f, mesh, XY, (P("x"), XY, P()))(X)
+    left, right = X.chunk(2, 1)
+    assert rows.tolist() == torch.cat([(left + right)[:2], 10 * (left + right)[2:]]).tolist()
+    assert slopes.tolist() == [[10, 18], [42, 50]]
+    assert total.item() == X.sum()
+    assert w.grad is None
+
+
+def test_devices_run_in_order_between_collectives(mesh: tp.Mesh, serial: None) -> None:
+    events: list[Any] = []
+
+    def f(a: torch.Tensor) -> Any:
+        place = int(tp.axis_index("x")), int(tp.axis_index("y"))
+        events.append(place)
+        a = tp.psum(a, "y")
+        events.append(place)
+        return a
+
+    mapped(f, mesh, XY, P("x"))(X)
+    assert events == [(0, 0), (0, 1), (0, 0), (0, 1), (1, 0), (1, 1), (1, 0), (1, 1)]
+
+
+def test_an_error_names_the_device(mesh: tp.Mesh, serial: None) -> None:
+    def f(a: torch.Tensor) -> Any:
+        if a[0, 0].item() == 10:
+            raise KeyError("ten")
+        return a
+
+    with pytest.raises(KeyError) as caught:
+        mapped(f, mesh, XY, XY)(X)
+    assert "on the device at x=1, y=1" in caught.value.__notes__
+
+
+def test_devices_that_return_different_kinds(mesh: tp.Mesh, serial: None) -> None:
+    def f(a: torch.Tensor) -> Any:
+        return a if a[0, 0].item() == 0 else a[:1]
+
+    text = r"devices returned different kinds of results: device 0 .*float32\[2, 2\].*device 1 ret"
+    with pytest.raises(ValueError, match=text):
+        mapped(f, mesh, XY, XY)(X)
+
+
+def test_maps_in_maps(mesh: tp.Mesh, serial: None) -> None:
+    def outer(a: torch.Tensor) -> Any:
+        inner = tp.shard_map(
+            lambda b: b - tp.pmean(b, "y") * (b[0, 0].item() > 5),
+            in_specs=P(None, "y"),
+            out_specs=P(None, "y"),
+            axis_names={"y"},
+        )
+        return inner(a)
+
+    found = mapped(outer, mesh, P("x"), P("x"), axis_names={"x"})(X)
+    low = X[2:] - (X[2:, :2] + X[2:, 2:]).div(2).repeat(1, 2)
+    assert found.tolist() == torch.cat([X[:2], low]).tolist()
+
+
+def test_random_numbers_are_those_of_the_devices(mesh: tp.Mesh) -> None:
+    def draw() -> Any:
+        torch.manual_seed(1)
+        return mapped(lambda a: torch.rand(a.shape), mesh, XY, XY, compile=EAGER)(X).tolist()
+
+    on_devices = draw()
+    with tp.debug.fake_pmap(serial=True):
+        assert draw() == on_devices
+
+
+def test_no_derivative_from_outside(mesh: tp.Mesh, serial: None) -> None:
+    x = X.clone().requires_grad_()
+    y = mapped(torch.sin, mesh, XY, XY)(x)
+    with pytest.raises(NotImplementedError, match=r"shard_map\(sin.*cannot be differentiated from"):
+        y.sum().backward()
+
+
+def only_below(a: torch.Tensor) -> torch.Tensor:
+    """Copies along "y" differ, but only in the lower half."""
+    return torch.where(tp.axis_index("x") == 1, a, 0.0)
+
+
+WAYS: dict[str, Any] = {
+    "devices": contextlib.nullcontext,
+    "lanes": tp.debug.fake_pmap,
+    "serial": functools.partial(tp.debug.fake_pmap, serial=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_copies_are_compared_on_all_lines_of_the_mesh(mesh: tp.Mesh, way: str) -> None:
+    text = (
+        r"out_specs does not mention axis 'y' for .*differs between devices .*with pmean\), or "
+        r"mention the axis in its entry of out_specs; or pass check_vma=False, and the value of"
+    )
+    call = mapped(only_below, mesh, XY, P("x"), compile=False)
+    with WAYS[way](), pytest.raises(ValueError, match=text):
+        call(X)

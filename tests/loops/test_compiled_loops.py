@@ -1,0 +1,87 @@
+"""Covers: _trace/compiled_loops.py and the code of bodies: what Inductor's code does with scans."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from _plain import GRAPH, check
+
+import torchpmap as tp
+from torchpmap._trace.boxed import boxed_artifact, boxed_body
+
+A = torch.tensor([[2.0, -1.0, 0.5], [0.25, 1.5, -0.5]])
+
+pytestmark = pytest.mark.inductor
+
+
+@pytest.fixture(scope="module", autouse=True)
+def devices():
+    tp.init(num_devices=2)
+    yield
+    tp.shutdown()
+
+
+def both(program, *args):
+    check(tp.pmap(program)(*args), tp.pmap(program, compile=False)(*args))
+
+
+def test_scans_in_scans_branches_and_while_loops():
+    def halves(x, n):
+        return tp.scan(lambda c, t: (c * 0.5 + t, c), x, torch.arange(float(n)))
+
+    def program(x):
+        def step(c, t):
+            inner, rows = halves(c, 3)
+            more = tp.cond(t > 1, lambda v: halves(v, 2)[0], lambda v: v * 2, inner)
+            return more, rows.sum()
+
+        grown = tp.while_loop(lambda s: s.sum() < 30, lambda s: halves(s.abs() + 30, 2)[0], x)
+        return tp.scan(step, x, torch.arange(4.0)), grown
+
+    both(program, A)
+
+
+def test_a_carry_that_does_not_change_shares_no_memory_with_the_input():
+    def program(x):
+        doubled = x * 2
+        same, rows = tp.scan(lambda c, t: (c, c * t), doubled, torch.arange(40.0))
+        doubled.add_(1)  # the compiler writes to the memory of ``doubled`` where it may
+        return same + 1, doubled, rows
+
+    both(program, A)
+
+
+def test_two_loops_of_equal_text_around_other_bodies():
+    """Inductor caches the code around a loop by its text."""
+    for rows in (lambda c: c, lambda c: c[:2], lambda c: c.to(torch.int32)):
+        both(lambda x, rows=rows: tp.scan(lambda c, _: (c * 0.5, rows(c)), x, None, length=7), A)
+
+
+@pytest.mark.parametrize("mode", [GRAPH, True, False])
+def test_a_loop_that_only_prints(mode, capfd):
+    def program(x):
+        def say(i, x):
+            tp.debug.print("step {} of {}", i, tp.axis_index("i"))
+            return x
+
+        tp.debug.print("before")
+        tp.fori_loop(0, 3, say, x)
+        tp.debug.print("behind")
+        return x
+
+    tp.block_until_ready(tp.pmap(program, "i", compile=mode)(A[:1]))
+    steps = [f"[i=0] step {k} of 0" for k in range(3)]
+    assert capfd.readouterr().out.splitlines() == ["[i=0] before", *steps, "[i=0] behind"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_body_is_called_without_the_code_around_it():
+    from torch._inductor import standalone_compile
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(lambda x: (x * 2 + 1,))(torch.ones(3))
+    artifact = standalone_compile(graph, [torch.ones(3)], dynamic_shapes="from_example_inputs")
+    body = boxed_body(artifact, 1)
+    assert body != boxed_artifact(artifact)
+    assert body([torch.ones(3)])[0].tolist() == [3.0, 3.0, 3.0]
+    assert boxed_body(artifact, 2) == boxed_artifact(artifact)

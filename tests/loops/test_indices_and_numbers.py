@@ -1,0 +1,140 @@
+"""Covers: several traced numbers as indices in the body of a loop; first carries that are Python
+numbers, whose dtypes are those that JAX (0.10.2) gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from _support import EAGER
+
+import torchpmap as tp
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+X = torch.arange(48.0).reshape(4, 3, 4)  # a [3, 4] for each device
+
+
+def last(key: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    """Adds up what ``x[key(i, j)]`` is in six steps."""
+
+    def f(x: Any) -> Any:
+        return tp.fori_loop(0, 3, lambda i, s: s + x[key(i, i + 1)].sum() * (i + 1), x.sum() * 0)
+
+    return f
+
+
+def written(key: Callable[[Any, Any], Any], value: Any) -> Callable[[Any], Any]:
+    def f(x: Any) -> Any:
+        def body(i: Any, y: Any) -> Any:
+            y = y.clone()
+            y[key(i, i - 2)] = value
+            y[key(i, i)] = y[key(i, i + 1)] * 2
+            return y
+
+        return tp.fori_loop(0, 3, body, x)
+
+    return f
+
+
+KEYS: dict[str, Callable[[Any, Any], Any]] = {
+    "both": lambda i, j: (i, j),
+    "with a slice": lambda i, j: (slice(None), j),
+    "behind dots": lambda i, j: (..., i, j),
+    "with a new dim": lambda i, j: (None, i, None, j),
+    "with an int": lambda i, j: (1, j),
+    "one": lambda i, j: i,
+}
+
+
+def in_steps(f: Callable[[Any], Any], x: torch.Tensor) -> torch.Tensor:
+    """With plain torch: outside of a trace a loop is a Python loop."""
+    return torch.stack([f(row) for row in x])
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_several_numbers_as_indices(name: str, mode: Any) -> None:
+    for f in (last(KEYS[name]), written(KEYS[name], 7.0)):
+        torch.testing.assert_close(tp.pmap(f, compile=mode)(X).cpu(), in_steps(f, X))
+        twice = torch.cat([X, X + 1])  # two rows on each device
+        torch.testing.assert_close(tp.pmap(f, compile=mode)(twice).cpu(), in_steps(f, twice))
+
+
+@pytest.mark.parametrize("name", ["both", "with a new dim"])
+def test_their_gradients(name: str) -> None:
+    f = written(KEYS[name], 7.0)
+
+    def loss(x: Any) -> Any:
+        return (f(x) ** 2).sum()
+
+    expected = torch.stack([torch.func.grad(loss)(row) for row in X])
+    torch.testing.assert_close(tp.pmap(tp.grad(loss), compile=EAGER)(X).cpu(), expected)
+
+
+def test_three_numbers_apart() -> None:
+    def f(x: Any) -> Any:
+        def body(i: Any, y: Any) -> Any:
+            y = y.clone()
+            y[i, :, 1 - i, i] = torch.tensor([1.0, 2.0])
+            return y + y[i, :, i, 1 - i].sum()
+
+        return tp.fori_loop(0, 2, body, x)
+
+    x = torch.arange(64.0).reshape(4, 2, 2, 2, 2)
+    torch.testing.assert_close(tp.pmap(f, compile=EAGER)(x).cpu(), in_steps(f, x))
+
+
+def test_a_number_beside_an_index_with_dims() -> None:
+    def f(x: Any) -> Any:
+        def body(i: Any, y: Any) -> Any:
+            y = y.clone()
+            y[i, torch.tensor([0, 1])] = 1.0
+            return y
+
+        return tp.fori_loop(0, 2, body, x)
+
+    with pytest.raises(NotImplementedError, match="a tensor without dims and one with dims as ind"):
+        tp.pmap(f, compile=EAGER)(X)
+
+
+# -- Python numbers as first carry -----------------------------------------------------------------
+
+STARTS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda x: tp.scan(lambda c, x: (c + x, c), 0.0, x),
+    "product": lambda x: tp.scan(lambda c, x: (c * x, x), 1.0, x),
+    "an integer": lambda x: tp.scan(lambda c, x: (c + x, c), 0, x),
+    "fori": lambda x: tp.fori_loop(0, 3, lambda i, c: c + x[0], 0.0),
+    "while": lambda x: tp.while_loop(lambda c: c < 3, lambda c: c + x[0], 0.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", STARTS)
+def test_a_first_number_takes_the_dtype_of_what_it_meets(
+    name: str, dtype: torch.dtype, mode: Any
+) -> None:
+    x = torch.ones(4, 3, dtype=dtype)
+    found = [tp.pmap(STARTS[name], compile=mode)(x), STARTS[name](x[0])]
+    for tree in found:
+        leaves = tree if isinstance(tree, tuple) else (tree,)
+        assert {leaf.dtype for leaf in leaves} == {dtype}
+
+
+def test_a_first_integer_is_as_small_as_what_it_meets() -> None:
+    carry, ys = tp.scan(lambda c, x: (c + x, c), 0, torch.ones(3, dtype=torch.int16))
+    assert (carry.dtype, ys.dtype, carry.item()) == (torch.int16, torch.int16, 3)
+
+
+def test_a_number_that_meets_no_tensor_keeps_its_dtype() -> None:
+    carry, _ = tp.scan(lambda c, x: (c * 0.5, None), 1.0, torch.ones(3, dtype=torch.float16))
+    assert (carry.dtype, carry.item()) == (torch.float32, 0.125)
+
+
+def test_a_body_that_needs_a_tensor_gets_one() -> None:
+    carry, _ = tp.scan(lambda c, x: (torch.sin(c) * x, c.shape[:0]), 1.0, torch.ones(3))
+    assert carry.dtype == torch.float32
+    expected = torch.tensor(1.0).sin().sin().sin()
+    torch.testing.assert_close(carry, expected)

@@ -1,0 +1,86 @@
+"""Covers: _trace/loop_report.py: what ``lower()`` says about how loops run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from _support import EAGER
+
+import torchpmap as tp
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+CHUNKED = {"backend": "aot_eager"}
+X = torch.ones(4, 3)
+
+
+def last_lines(f: Any, mode: Any) -> list[str]:
+    lowered = tp.pmap(f, "i", compile=mode).lower(X)
+    lines = [f"# {loop}" for loop in lowered.loops]
+    assert lowered.as_text().splitlines()[-len(lines) :] == lines
+    return [line.partition(" at ")[0] + ":" + line.rpartition("`:")[2] for line in lines]
+
+
+def steps(length: int) -> Any:
+    return lambda x: tp.scan(lambda c, _: (c.sin() * 2, c.sum()), x, None, length=length)
+
+
+def test_a_scan_in_chunks() -> None:
+    lowered = tp.pmap(steps(1000), compile=CHUNKED).lower(X)
+    (loop,) = lowered.loops
+    assert (loop.kind, loop.length, loop.carry_bytes) == ("scan", 1000, 12)
+    assert f"{__file__}:" in loop.line
+    (node,) = lowered.graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan)
+    body = getattr(lowered.graph, node.args[0].target).graph
+    detached = body.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
+    total = sum(each.op == "call_function" for each in body.nodes)
+    assert loop.num_operations == total - len(detached)
+    sines = body.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    assert loop.steps_at_once == len(sines) > 1
+    text = f"Python runs {1000 // loop.steps_at_once} chunks of {loop.steps_at_once} steps, "
+    assert f": 1000 steps, carry 12 B; {text}{loop.num_operations} operations each" in str(loop)
+
+
+def test_steps_that_are_left_over() -> None:
+    (line,) = last_lines(steps(1009), CHUNKED)  # a prime
+    assert line.endswith("more behind them")
+    _, _, count, size, _, rest = numbers(line)
+    assert count * size + rest == 1009
+
+
+def numbers(line: str) -> list[int]:
+    return [int(word) for word in line.replace(",", " ").split() if word.isdigit()]
+
+
+def test_a_scan_step_by_step() -> None:
+    assert last_lines(steps(1000), EAGER) == [
+        "# scan: 1000 steps, carry 12 B; Python runs it step by step, 3 operations each"
+    ]
+
+
+def test_a_short_scan_is_part_of_the_graph() -> None:
+    assert last_lines(steps(2), CHUNKED) == [
+        "# scan: 2 steps, carry 12 B; unrolled into the graph, 6 operations"
+    ]
+
+
+def test_while_loops_and_loops_in_loops() -> None:
+    def f(x: Any) -> Any:
+        def outer(c: Any, _: Any) -> Any:
+            done = tp.while_loop(lambda v: v.sum() < 5, lambda v: v * 2, c)
+            return tp.psum(done, "i"), None
+
+        return tp.scan(outer, x, None, length=100)[0]
+
+    for mode in (EAGER, CHUNKED):
+        first, second = last_lines(f, mode)
+        assert first.startswith("# scan: 100 steps, carry 12 B; Python runs it step by step, ")
+        assert second == "# while_loop: carry 12 B; Python runs it step by step, 3 operations each"
+
+
+def test_a_function_without_loops() -> None:
+    lowered = tp.pmap(lambda x: x + 1, compile=EAGER).lower(X)
+    assert lowered.loops == ()
+    assert "#" not in lowered.as_text()

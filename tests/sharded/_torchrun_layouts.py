@@ -1,0 +1,262 @@
+"""What every rank of test_torchrun_layouts.py does, and what all must get.
+
+Run as a script (under torchrun, with 4 ranks) this file runs all cases and writes the results down.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _launched import Raised, host, run_cases
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import torchpmap as tp
+from torchpmap import P
+
+GRAPH = {"backend": "eager"}
+X = torch.arange(64.0).reshape(8, 8) - 20
+CASES: dict[str, tuple[Callable[[], Any], Any]] = {}
+
+
+def expect(value: Any) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """All ranks get this."""
+
+    def add(function: Callable[[], Any]) -> Callable[[], Any]:
+        CASES[function.__name__] = (function, value)
+        return function
+
+    return add
+
+
+def grid() -> tp.Mesh:
+    return tp.make_mesh((2, 2), ("x", "y"))
+
+
+def put(spec: tp.P, mesh: tp.Mesh | None = None) -> Any:
+    return tp.device_put(X, tp.NamedSharding(mesh or grid(), spec))
+
+
+def whole(x: Any) -> Any:
+    """The value in every process, after a look at the block of this one."""
+    (shard,) = x.addressable_shards
+    value = tp.multihost.all_gather(x)
+    torch.testing.assert_close(shard.data, value[shard.index], rtol=0, atol=0)
+    return value
+
+
+# -- DeviceMesh ------------------------------------------------------------------------------------
+
+
+@expect([True, True, ("x", "y"), [[0, 1], [2, 3]], True])
+def meshes_there_and_back():
+    mesh = grid()
+    there = mesh.to_device_mesh()
+    back = tp.Mesh.from_device_mesh(there)
+    same = mesh.to_device_mesh() is there
+    return [back == mesh, same, there.mesh_dim_names, there.mesh.tolist(), there.size() == 4]
+
+
+@expect([True, [3.0, 3.0, 3.0, 3.0], [2, 0, 3, 1]])
+def a_mesh_of_permuted_ranks():
+    devices = [tp.devices()[k] for k in (2, 0, 3, 1)]
+    mesh = tp.make_mesh((4,), ("i",), devices=devices)
+    there = mesh.to_device_mesh()
+    back = tp.Mesh.from_device_mesh(there)
+    function = tp.shard_map(
+        lambda x: tp.ppermute(x, "i", [(0, 3)]) + 3 * (tp.axis_index("i") < 3),
+        mesh=back,
+        in_specs=P("i"),
+        out_specs=P("i"),
+        compile=GRAPH,
+    )
+    return [back == mesh, host_of(function(torch.full((4,), 3.0))), there.mesh.tolist()]
+
+
+def host_of(x: Any) -> Any:
+    return tp.multihost.all_gather(x).tolist()
+
+
+@expect([("a", "b"), ("dim_0", "dim_1"), True])
+def meshes_of_torch():
+    theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    nameless = init_device_mesh("cpu", (2, 2))
+    named, plain = map(tp.Mesh.from_device_mesh, (theirs, nameless))
+    line = tp.Mesh.from_device_mesh(theirs["b"])
+    mine = [d.id for d in line.devices.flat]
+    return [named.axis_names, plain.axis_names, mine == [[0, 1], [2, 3]][tp.process_index() // 2]]
+
+
+# -- DTensor ---------------------------------------------------------------------------------------
+
+SPECS = (P("x"), P("x", "y"), P(None, ("x", "y")), P("y", "x"))
+
+
+@expect([True] * len(SPECS))
+def dtensors_of_layouts():
+    found = []
+    for spec in SPECS:
+        x = put(spec)
+        theirs = tp.to_dtensor(x)
+        right = distribute_tensor(X, grid().to_device_mesh(), x.sharding.placements)
+        alike = torch.equal(theirs.to_local(), right.to_local())
+        back = tp.from_dtensor(theirs)
+        shard, other = back.addressable_shards[0], x.addressable_shards[0]
+        same = torch.equal(shard.data, other.data) and back.sharding.spec == x.sharding.spec
+        found.append(alike and same and torch.equal(theirs.full_tensor(), X))
+    return found
+
+
+@expect([X * 2, True])
+def a_dtensor_of_a_mesh_of_torch():
+    theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    x = distribute_tensor(X, theirs, [Shard(1), Replicate()])
+    ours = tp.from_dtensor(x)
+    doubled = tp.to_dtensor(ours * 2)
+    assert isinstance(doubled, DTensor)
+    return [doubled.full_tensor(), doubled.placements == x.placements]
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+@expect([True, True, True, True])
+def checkpoints_of_blocks():
+    path = Path(sys.argv[1]) / "checkpoint"
+    tp.checkpoint.save(path, {"x": put(P("x", "y"))})
+    line = tp.make_mesh((4,), ("i",))
+    found = []
+    for mesh, spec in ((grid(), P("x", "y")), (grid(), P(("y", "x"))), (line, P(None, "i"))):
+        like = tp.device_put(torch.zeros_like(X), tp.NamedSharding(mesh, spec))
+        loaded = tp.checkpoint.load(path, {"x": like})["x"]
+        found.append(is_laid_out(loaded, spec, mesh))
+    return [*found, torch.equal(tp.checkpoint.load(path)["x"], X)]
+
+
+# -- operations ------------------------------------------------------------------------------------
+
+
+@expect([X.sum(0), X.mean(1), X @ X[:, :4], X.T.sin(), (X + X[0]).amax()])
+def operations_on_blocks():
+    x = put(P("x", "y"))
+    results = [x.sum(0), x.mean(1), x @ X[:, :4], x.T.sin(), (x + X[0]).amax()]
+    return [whole(result) for result in results]
+
+
+@expect(2 * X)
+def gradients_of_blocks():
+    x = put(P("x", "y")).requires_grad_()
+    (x**2).sum().backward()
+    return whole(x.grad)
+
+
+# -- moves -----------------------------------------------------------------------------------------
+
+ALL = (
+    *(P("x"), P("y"), P("x", "y"), P("y", "x"), P(None, "x")),
+    *(P(("x", "y")), P(("y", "x")), P(None, ("x", "y")), P()),
+)
+
+
+def is_laid_out(x: Any, spec: tp.P, mesh: tp.Mesh) -> bool:
+    """Whether this process has the right block."""
+    (shard,) = x.addressable_shards
+    here = tp.NamedSharding(mesh, spec).devices_indices_map(X.shape)[shard.device]
+    return x.is_fully_replicated == (spec == P()) and torch.equal(shard.data, X[here])
+
+
+@expect([])
+def every_layout_to_every_other():
+    return [
+        f"{before} to {after}"
+        for before in ALL
+        for after in ALL
+        if not is_laid_out(
+            tp.device_put(put(before), tp.NamedSharding(grid(), after)), after, grid()
+        )
+    ]
+
+
+@expect([True, True, True])
+def to_another_mesh():
+    line = tp.make_mesh((4,), ("i",))
+    turned = tp.make_mesh((2, 2), ("x", "y"), devices=[tp.devices()[k] for k in (2, 0, 3, 1)])
+    return [
+        is_laid_out(tp.device_put(put(P("y")), tp.NamedSharding(mesh, spec)), spec, mesh)
+        for mesh, spec in ((line, P(None, "i")), (turned, P("x", "y")), (turned, P("y")))
+    ]
+
+
+@expect(Raised("RuntimeError", "the devices must be the same, and one mesh a refinement"))
+def to_other_devices():
+    pair = tp.make_mesh((2,), ("i",))
+    tp.device_put(put(P("x")), tp.NamedSharding(pair, P("i")))
+
+
+@expect([X * 2, [("move", 256)], []] * 2)
+def an_argument_in_another_layout():
+    found: list[Any] = []
+    for setting in (GRAPH, False):
+        double = tp.shard_map(
+            lambda x: x * 2,
+            mesh=grid(),
+            in_specs=P("x", "y"),
+            out_specs=P("x", "y"),
+            compile=setting,
+        )
+        for spec in (P(None, "x"), P("x", "y")):
+            with tp.debug.report_gathers() as gathers:
+                result = double(put(spec))
+            found += [] if spec == P("x", "y") else [whole(result)]
+            found.append([(gather.name, gather.num_bytes) for gather in gathers])
+    return found
+
+
+@expect([X * 2, [("move", 256)]])
+def blocks_as_rows_of_a_pmap():
+    double = tp.pmap(lambda row: row * 2, "i", compile=GRAPH)
+    with tp.debug.report_gathers() as gathers:
+        result = double(put(P("x", "y")))
+    return [whole(result), [(gather.name, gather.num_bytes) for gather in gathers]]
+
+
+@expect([X + 1, X + 1])
+def a_gradient_of_a_moved_argument():
+    x = put(P(None, "x")).requires_grad_()
+    half = tp.shard_map(
+        lambda x: (x * x / 2 + x), mesh=grid(), in_specs=P("x", "y"), out_specs=P("x", "y"),
+        compile=GRAPH,
+    )  # fmt: skip
+    half(x).sum().backward()
+    gradient = tp.grad(lambda x: half(x).sum())(put(P("y")))
+    return [whole(x.grad), whole(gradient)]
+
+
+@expect([(X * 3).bool(), X.bfloat16(), torch.complex(X, X)])
+def moves_of_other_dtypes():
+    return [
+        whole(tp.device_put(tp.device_put(value, here), there))
+        for value in ((X * 3).bool(), X.bfloat16(), torch.complex(X, X))
+        for here, there in [
+            (tp.NamedSharding(grid(), P("x", "y")), tp.NamedSharding(grid(), P("y", "x")))
+        ]
+    ]
+
+
+@expect(2 * X)
+def a_gradient_through_a_move():
+    x = put(P("x", "y")).requires_grad_()
+    y = tp.device_put(x * 1, tp.NamedSharding(grid(), P(None, "x")))
+    (y**2).sum().backward()
+    assert x.grad is not None
+    assert x.grad.sharding.spec == P("x", "y")
+    return whole(x.grad)
+
+
+if __name__ == "__main__":
+    tp.init()  # before a DeviceMesh: it needs the process group
+    run_cases({name: lambda run=case[0]: host(run()) for name, case in CASES.items()}, sys.argv[1])

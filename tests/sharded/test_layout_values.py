@@ -1,0 +1,146 @@
+"""Covers: values cut along several dims, or along a dim by several axes: numbers, rows, copies,
+pickles, pictures, texts and checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from _sharded_values import fetched_bytes, numbers
+from _spies import asked
+
+import torchpmap as tp
+from torchpmap import P
+
+pytestmark = [pytest.mark.usefixtures("pool"), pytest.mark.parametrize("pool", [8], indirect=True)]
+
+X = numbers(4, 8, 6)
+LAYOUTS = {
+    "one dim": P("x"),
+    "two dims": P("x", "y"),
+    "three dims": P("x", "y", "z"),
+    "a dim by two axes": P(("x", "y")),
+    "swapped axes and a dim": P(("y", "x"), None, "z"),
+    "not the first dim": P(None, ("z", "x")),
+    "all axes": P(None, ("z", "x", "y")),
+}
+every_layout = pytest.mark.parametrize("spec", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def cube():
+    return tp.make_mesh((2, 2, 2), ("x", "y", "z"))
+
+
+def put(spec, value=X):
+    return tp.device_put(value, tp.NamedSharding(cube(), spec))
+
+
+def same(found, right=X):
+    torch.testing.assert_close(torch.as_tensor(found), right, rtol=0, atol=0)
+
+
+@every_layout
+def test_numbers(spec, monkeypatch):
+    x = put(spec)
+    calls = asked(monkeypatch)
+    same(x.cpu())
+    assert fetched_bytes(calls) == X.nbytes  # one copy of each block
+    same(x.numpy())
+    same(np.asarray(x))
+    same(torch.tensor(x.tolist()))
+    same(torch.from_dlpack(x))
+    same(torch.stack(list(x)))
+
+
+@every_layout
+def test_rows(spec, monkeypatch):
+    x = put(spec)
+    calls = asked(monkeypatch)
+    with tp.debug.report_gathers() as gathers:
+        for row in (0, 2, -1):
+            same(x[row].cpu(), X[row])
+        assert gathers == []
+    assert fetched_bytes(calls) == 3 * X[0].nbytes
+    with pytest.raises(IndexError, match="out of"):
+        x[4]
+
+
+@every_layout
+@pytest.mark.parametrize(
+    "index",
+    [
+        (1, 2, 3),
+        (slice(None), 1),
+        (Ellipsis, -1),
+        (slice(1, 3), slice(None), slice(2, 4)),
+        None,
+        ([0, 2],),
+        (slice(None), [3, 1]),
+    ],
+    ids=str,
+)
+def test_indices(spec, index):
+    same(put(spec)[index].cpu(), X[index])
+
+
+@every_layout
+def test_writes_of_parts(spec):
+    x, right = put(spec), X.clone()
+    for y in (x, right):
+        y[1] = 5
+        y[:, 2] += 1
+        y[..., -1:] *= y[..., :1]
+    same(x.cpu(), right)
+    assert x.sharding.spec == spec
+
+
+@every_layout
+def test_copies(spec):
+    x = put(spec)
+    twin, alias = copy.deepcopy(x), copy.copy(x)
+    same(pickle.loads(pickle.dumps(x)))
+    x.zero_()
+    same(twin.cpu())
+    same(alias.cpu(), torch.zeros_like(X))
+    assert twin.sharding == alias.sharding == x.sharding
+
+
+@every_layout
+def test_texts_and_pictures(spec, capsys):
+    x = put(spec)
+    assert repr(x).startswith("ShardedTensor([[[")
+    assert repr(x).endswith(f" {spec} on {' '.join(map(str, tp.devices()))})")
+    tp.debug.visualize_sharding(x)
+    picture = capsys.readouterr().out
+    dims = ", ".join(str(dim) for dim, entry in enumerate(spec) if entry is not None)
+    assert picture.startswith(f"float32[4, 8, 6], cut along dim{'s' * (',' in dims)} {dims}\n")
+    assert all(picture.count(str(device)) == 1 for device in tp.devices())
+    blocks = {str(shard.index) for shard in x.addressable_shards}
+    assert x._repr_html_().count("background:hsl") == len(blocks)
+
+
+@every_layout
+def test_shards(spec):
+    found = put(spec).addressable_shards
+    for shard in found:
+        same(shard.data, X[shard.index])
+    blocks = {str(shard.index) for shard in found}
+    replicas = [shard.replica_id for shard in found]
+    assert all(replicas.count(k) == len(blocks) for k in range(8 // len(blocks)))
+
+
+@every_layout
+def test_checkpoints(spec, tmp_path):
+    tp.checkpoint.save(tmp_path / "c", {"x": put(spec)})
+    other = tp.NamedSharding(tp.make_mesh((2, 4), ("a", "b")), P("b", "a"))
+    likes = [put(after, torch.zeros_like(X)) for after in LAYOUTS.values()]
+    for like in (*likes, tp.device_put(torch.zeros_like(X), other)):
+        found = tp.checkpoint.load(tmp_path / "c", {"x": like})["x"]
+        assert found.sharding == like.sharding
+        for shard in found.addressable_shards:
+            same(shard.data, X[shard.index])
+    same(tp.checkpoint.load(tmp_path / "c")["x"])

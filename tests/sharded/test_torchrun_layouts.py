@@ -1,0 +1,30 @@
+"""Covers: meshes of several axes under torchrun: DeviceMesh, DTensor, operations on blocks, and
+values that are moved to another layout.
+
+The cases are in ``_torchrun_layouts.py``; one job of four ranks runs them all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _launched import answers, check, launch
+from _torchrun_layouts import CASES
+
+PROGRAM = str(Path(__file__).with_name("_torchrun_layouts.py"))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("layouts")
+    finished = launch(4, PROGRAM, str(folder))
+    assert finished.code == 0, finished.output
+    return answers(4, folder)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(results, name):
+    for rank, got in enumerate(results):
+        check(got[name], CASES[name][1], f"rank {rank}")

@@ -1,0 +1,215 @@
+"""Scans in compiled code: each body is compiled by itself, and Python runs it row by row.
+
+Inductor (torch 2.13) turns a scan into a ``while_loop``.  A step of that takes some 35 us: it
+computes a predicate and reads it, and makes the views and buffers of the step one by one.  To call
+compiled code takes some 10 us.
+
+    scan(body, [c], [xs], (w,))    ->    torchpmap.scan(0, "digest", [c], [xs], [w])
+
+The operation finds the body by its number among the loops of the code that is running.  Inductor
+caches the code around it by its text, so the digest says which body this is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from torchpmap._base.platform import Boxed
+from torchpmap._base.torch_internals import FakeTensorMode, keep_in_order
+from torchpmap._trace.boxed import copied
+from torchpmap._trace.inner import SCAN, has_effects, is_kept, kind_of_node
+
+Tensors = Sequence[torch.Tensor]
+Compile = Callable[[GraphModule, Tensors, int], Boxed]
+"""(a graph, fake inputs, how many results it has) -> its code"""
+
+
+@dataclass
+class Loop:
+    """The body of a scan."""
+
+    graph: GraphModule
+    inputs: Tensors
+    """Fake ones."""
+    results: Tensors
+    """Fake ones: the next carry, then a row of each output."""
+    compiled: Boxed | None = None
+
+
+class _Running(threading.local):
+    loops: Sequence[Loop] = ()
+
+
+_running = _Running()
+
+
+def with_compiled_loops(
+    graph: GraphModule, mode: FakeTensorMode, inputs: Tensors, compile_body: Compile
+) -> tuple[GraphModule, list[Loop]]:
+    """A graph whose scans are operations on compiled bodies, and these.
+
+    Args:
+        graph: any graph; it stays as it is.
+        mode: of the fake tensors.
+        inputs: fake ones of the graph.
+        compile_body: compiles the body of a scan.
+    """
+    if not _has_scans(graph):
+        return graph, []
+    changed = _copied(graph)
+    loops: list[Loop] = []
+    _Changes(changed, mode, loops).change(inputs)
+    for loop in loops:
+        loop.compiled = compile_body(loop.graph, loop.inputs, len(loop.results))
+    return changed, loops
+
+
+@contextmanager
+def with_loops(loops: Sequence[Loop]) -> Iterator[None]:
+    """Let the operation find these loops in the block."""
+    before, _running.loops = _running.loops, loops
+    try:
+        yield
+    finally:
+        _running.loops = before
+
+
+def running_with(compiled: Boxed, loops: Sequence[Loop]) -> Boxed:
+    """Code that finds its loops."""
+
+    def run(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        before, _running.loops = _running.loops, loops
+        try:
+            return compiled(blocks)
+        finally:
+            _running.loops = before
+
+    return run if loops else compiled
+
+
+def _has_scans(graph: GraphModule) -> bool:
+    modules = [module for module in graph.modules() if isinstance(module, GraphModule)]
+    return any(kind_of_node(node) == SCAN for module in modules for node in module.graph.nodes)
+
+
+def _copied(graph: GraphModule) -> GraphModule:
+    copy = GraphModule(graph, copied(graph.graph))
+    for name, child in copy.named_children():
+        if isinstance(child, GraphModule):
+            setattr(copy, name, _copied(child))
+    return copy
+
+
+class _Changes(Interpreter):
+    """Changes a graph while it runs on fake tensors, which tells what the bodies of scans get."""
+
+    def __init__(self, graph: GraphModule, mode: FakeTensorMode, loops: list[Loop]) -> None:
+        super().__init__(graph)
+        self._graph = graph
+        self._mode = mode
+        self._loops = loops
+
+    def change(self, inputs: Tensors) -> None:
+        with self._mode, with_loops(self._loops):
+            self.run(*inputs)
+        self._graph.graph.eliminate_dead_code(is_impure_node=is_kept)
+        self._graph.recompile()
+
+    def run_node(self, n: Node) -> Any:
+        args: Any = self.fetch_args_kwargs_from_env(n)[0]
+        if kind_of_node(n) == SCAN:
+            return self._changed(n, *args)
+        if kind_of_node(n):  # a branch or another loop: its graphs get the operands behind them
+            operands = [x for group in args if isinstance(group, list | tuple) for x in group]
+            for graph in args:
+                if isinstance(graph, GraphModule):
+                    _Changes(graph, self._mode, self._loops).change(operands)
+        return super().run_node(n)
+
+    def _changed(self, n: Node, body: GraphModule, init: Any, xs: Any, reads: Any) -> Any:
+        given = [*init, *(x[0] for x in xs), *reads]
+        results = tuple(body(*given))
+        code = [each.code for each in body.modules() if isinstance(each, GraphModule)]
+        digest = hashlib.sha256(repr((code, _kinds(given), _kinds(results))).encode()).hexdigest()
+        n.target = _in_order if has_effects(n) else _plain
+        n.args = (len(self._loops), digest, *map(list, n.args[1:]))  # type: ignore[arg-type]
+        self._loops.append(Loop(body, given, results))
+        return _like_results(results, init, xs)
+
+
+def _text(graph: GraphModule) -> list[str]:
+    return [module.code for module in graph.modules() if isinstance(module, GraphModule)]
+
+
+def _kinds(tensors: Tensors) -> list[Any]:
+    return [(tuple(x.shape), x.dtype, x.device.type) for x in tensors]
+
+
+# -- the operation ---------------------------------------------------------------------------------
+
+
+def run_scan(number: int, digest: str, init: Tensors, xs: Tensors, reads: Tensors) -> Tensors:
+    """The last carry and the stacked outputs."""
+    loop = _running.loops[number]
+    body = cast(Boxed, loop.compiled)
+    ys = _outputs(loop.results[len(init) :], xs)
+    carry = [x.contiguous() for x in init]
+    shared = [x.contiguous() for x in reads]
+    rows = zip(*(x.contiguous().unbind(0) for x in xs), strict=True)
+    places = zip(*(y.unbind(0) for y in ys), strict=True) if ys else repeat(())
+    for row, place in zip(rows, places, strict=False):
+        found = body([*carry, *row, *shared])
+        carry = list(found[: len(init)])
+        for target, value in zip(place, found[len(init) :], strict=True):
+            target.copy_(value)
+    return [*_unshared(carry, [*init, *xs, *reads]), *ys]
+
+
+def _unshared(results: list[torch.Tensor], inputs: Tensors) -> list[torch.Tensor]:
+    """Results that share no memory with inputs, nor with each other: the code around takes it so.
+
+    A body returns an input as it is if that is a result.
+    """
+    used = {x.untyped_storage().data_ptr() for x in inputs}
+    found = []
+    for x in results:
+        place = x.untyped_storage().data_ptr()
+        found.append(x.clone() if place in used else x)
+        used.add(place)
+    return found
+
+
+def _fake(number: int, digest: str, init: Tensors, xs: Tensors, reads: Tensors) -> Tensors:
+    return _like_results(_running.loops[number].results, init, xs)
+
+
+def _like_results(results: Tensors, init: Tensors, xs: Tensors) -> list[torch.Tensor]:
+    return [*(torch.empty_like(x) for x in init), *_outputs(results[len(init) :], xs)]
+
+
+def _outputs(rows: Tensors, xs: Tensors) -> list[torch.Tensor]:
+    return [xs[0].new_empty((len(xs[0]), *y.shape), dtype=y.dtype) for y in rows]
+
+
+_library = torch.library.Library("torchpmap", "FRAGMENT")
+for _name in ("scan", "scan_in_order"):
+    _library.define(
+        f"{_name}(int number, str digest, Tensor[] init, Tensor[] xs, Tensor[] reads) -> Tensor[]",
+        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+    )
+    _library.impl(_name, run_scan, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torchpmap::{_name}", _fake, lib=_library)
+keep_in_order(_library, "torchpmap::scan_in_order")
+_plain = torch.ops.torchpmap.scan.default
+_in_order = torch.ops.torchpmap.scan_in_order.default
+"""For bodies that print, or do something else besides computing."""
+SCANS = (_plain, _in_order)

@@ -1,0 +1,139 @@
+"""What is done with a graph between the tracer and the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchpmap._base.errors import lost_write
+from torchpmap._base.torch_internals import OpOverload, written_values
+from torchpmap._trace.capture import Capture
+
+_aten = torch.ops.aten
+
+
+def output_nodes(graph: torch.fx.GraphModule) -> Sequence[torch.fx.Node]:
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    return output.args[0]
+
+
+def _placeholders(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def order_placeholders(graph: torch.fx.GraphModule, captured: Sequence[torch.fx.Node]) -> None:
+    """Put captured placeholders, which were created where they were met, between the index and the
+    inputs.
+    """
+    index = _placeholders(graph)[0]
+    for node in reversed(captured):
+        index.append(node)
+
+
+def _written_storages(graph: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
+    """Storage -> first node that writes to it."""
+    written: dict[int, torch.fx.Node] = {}
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
+            continue
+        for target in written_values(node.target, node.args, node.kwargs):
+            if isinstance(target, torch.fx.Node):
+                written.setdefault(target.meta["val"].untyped_storage()._cdata, node)
+    return written
+
+
+def refuse_lost_writes(graph: torch.fx.GraphModule, capture: Capture) -> None:
+    for real, held in capture.read:
+        if not held.same():
+            held.restore()
+            raise RuntimeError(lost_write(real, " (.numpy())"))
+    written = _written_storages(graph)
+    for node, real in zip(capture.nodes, capture.captured, strict=True):
+        writer = written.get(node.meta["val"].untyped_storage()._cdata)
+        if writer is not None:
+            raise RuntimeError(lost_write(real, f" ({writer.target})"))
+
+
+def refuse_lost_gradients(graph: torch.fx.GraphModule, leftover: Sequence[torch.Tensor]) -> None:
+    """Raise for a gradient that the graph, now without dead code, no longer computes: it was
+    neither returned nor used.
+    """
+    alive = {
+        value.untyped_storage()._cdata
+        for node in graph.graph.nodes
+        if isinstance(value := node.meta.get("val"), torch.Tensor)
+    }
+    if any(grad.untyped_storage()._cdata not in alive for grad in leftover):
+        raise RuntimeError(
+            "the function calls .backward() and leaves a gradient on a captured parameter without "
+            "using it; the devices work on copies of the caller's parameters, so the gradient "
+            "would be lost. Return the .grad tensors, or use torchpmap.value_and_grad."
+        )
+
+
+def protect_inputs(graph: torch.fx.GraphModule) -> bool:
+    """Let in-place writes to an input go to a copy, because the stored value may be used again;
+    returns whether there are any.
+    """
+    found = False
+    written = _written_storages(graph)
+    placeholders = _placeholders(graph)
+    last = placeholders[-1]
+    for node in placeholders:
+        if node.meta["val"].untyped_storage()._cdata in written:
+            with graph.graph.inserting_after(last):
+                copy = graph.graph.call_function(_aten.clone.default, (node,))
+            copy.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(copy)
+            copy.replace_input_with(copy, node)
+            found = True
+    return found
+
+
+def drop_detaches(graph: torch.fx.GraphModule) -> None:
+    """Nothing in the graph records gradients any more, so a detach is only time spent per call."""
+    for node in graph.graph.nodes:
+        if node.target is _aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+
+
+def drop_unused_index(graph: torch.fx.GraphModule) -> bool:
+    index = _placeholders(graph)[0]
+    if index.users:
+        return True
+    graph.graph.erase_node(index)
+    return False
+
+
+def names_in(graph: torch.fx.GraphModule) -> list[str]:
+    """Every text among the arguments of a graph, and of the graphs inside it, once."""
+    found: dict[str, None] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, str):
+            found[value] = None
+        elif isinstance(value, list | tuple):
+            for item in value:
+                visit(item)
+
+    for module in graph.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                visit([*node.args, *node.kwargs.values()])
+    return list(found)
+
+
+def input_kinds(graph: torch.fx.GraphModule) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    values = [node.meta["val"] for node in _placeholders(graph)]
+    return tuple((tuple(value.shape), value.dtype) for value in values)
+
+
+def finish_graph(graph: torch.fx.GraphModule) -> None:
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.clear()  # fake tensors do not travel
+    graph.graph.lint()
+    graph.recompile()

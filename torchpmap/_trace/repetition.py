@@ -1,0 +1,139 @@
+"""Whether a traced function runs one line again and again, where a loop that is traced once would
+do.
+
+Every node remembers which *execution* of which line of the user's code made it.  The line is that
+of the innermost frame outside of torch and this package; an execution is one call that this frame
+makes, however many operations there are in it: ``model(x)`` is one, also of 300 equal layers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from torchpmap._base.sources import PACKAGE, STDLIB, is_users, line
+
+LIMIT = 200
+"""How often a line may make the same operation without a word about it."""
+
+_PLACE = "place"
+"""In the ``meta`` of a node."""
+_LOOPS = os.path.join(PACKAGE, "_loops", "")
+_SITE = os.path.join("", "site-packages", "")
+
+
+class _Place(NamedTuple):
+    file: str
+    line: int
+    execution: int
+
+
+class Repeated(NamedTuple):
+    """A line of the user's that made the same operation very often."""
+
+    line: str
+    times: int
+    operation: str
+
+
+class Executions:
+    """Tells the nodes of a trace which execution of which line made them."""
+
+    def __init__(self) -> None:
+        self._is_users: dict[str, bool] = {}
+        """By file: a code object takes microseconds to hash."""
+        self._called: FrameType | None = None
+        """The latest frame that a line of the user's called: as it is held, no other is taken for
+        it.
+        """
+        self._number = 0
+        self._counts: Counter[tuple[str, int]] = Counter()
+
+    def end(self) -> None:
+        """Let go of what the frame holds."""
+        self._called = None
+
+    def note(self, graph: Graph) -> None:
+        """Note where the caller's latest node comes from."""
+        node = graph._root.prev
+        if _PLACE in node.meta:
+            return
+        called: FrameType = sys._getframe(1)
+        frame = called.f_back
+        known = self._is_users
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if known[file] if file in known else self._belongs_to_user(frame, file):
+                break
+            called, frame = frame, frame.f_back
+        if frame is None:
+            return
+        place = file, frame.f_lineno
+        if called is not self._called:
+            self._called = called
+            self._number += 1
+            self._counts[place] += 1
+            # looking through the whole stack takes a while: only where it matters
+            if self._counts[place] > LIMIT and _is_asked_for(frame):
+                return
+        node.meta[_PLACE] = _Place(*place, self._number)
+
+    def _belongs_to_user(self, frame: FrameType, file: str) -> bool:
+        found = is_users(frame) and (not file.startswith(STDLIB) or _SITE in file)
+        if not file.startswith("<"):  # code of no file may be torch's or the user's
+            self._is_users[file] = found
+        return found
+
+
+def _is_asked_for(frame: FrameType) -> bool:
+    """Whether this is a step of a loop with ``unroll=True``."""
+    caller: FrameType | None = frame
+    while caller is not None:
+        in_loops = caller.f_code.co_filename.startswith(_LOOPS)
+        if in_loops and caller.f_locals.get("is_unrolled") is True:
+            return True
+        caller = caller.f_back
+    return False
+
+
+def repeated(graph: GraphModule) -> Repeated | None:
+    """The line that made the same operation most often, if that is too often.  Operations that give
+    other shapes are other ones: no loop could contain both.
+    """
+    most = Repeated("", LIMIT, "")
+    for module in graph.modules():
+        counts: dict[Any, tuple[int, int]] = {}  # number of executions, and the latest
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            place = node.meta.get(_PLACE)
+            if place is None:
+                continue
+            key = place.file, place.line, node.target, _shapes(node.meta.get("val"))
+            times, latest = counts.get(key, (0, -1))
+            if latest != place.execution:
+                counts[key] = times + 1, place.execution
+        for (file, number, target, _), (times, _) in counts.items():
+            if times > most.times:
+                most = Repeated(line(file, number), times, str(target))
+    return most if most.line else None
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    return tuple(map(_shapes, value)) if isinstance(value, list | tuple) else None
+
+
+def unrolled(found: Repeated) -> str:
+    """The warning about it."""
+    return (
+        f"{found.line} runs {found.times} times in the traced function ({found.operation}). A "
+        "Python loop is unrolled: it takes time to trace and to compile with every step. Write it "
+        "as torchpmap.scan(body, init, xs), whose body is traced once, or as torchpmap.fori_loop "
+        "or torchpmap.map."
+    )
