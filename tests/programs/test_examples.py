@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import math
 import os
 import re
 import runpy
@@ -17,6 +18,7 @@ import pytest
 import torch
 from _support import EAGER, TEST_ALL
 from matplotlib.figure import Figure
+from torch.utils._pytree import tree_map
 
 import torchpmap as tp
 
@@ -26,6 +28,9 @@ import char_gpt  # noqa: E402  (found through the line above)
 import data_parallel_digits as digits  # noqa: E402
 import ensembles  # noqa: E402
 import mcmc_chains  # noqa: E402
+import pipeline  # noqa: E402
+import ppo  # noqa: E402
+import ring_attention  # noqa: E402
 import wave_equation  # noqa: E402
 
 BY_PYTHON = ("hello_pmap.py",)
@@ -284,6 +289,65 @@ def test_fsdp_keeps_a_part_of_the_state_on_each_device():
     assert lines[-1] == "ok"
 
 
+def test_ring_attention_has_the_values_and_gradients_of_one_device(tmp_path):
+    arguments = ("--devices", "2", "--quick", "--no-compile", "--output", str(tmp_path))
+    lines = run_both_ways("ring_attention.py", *arguments).splitlines()
+    assert lines[0] == "2 devices with 32 tokens each, a sequence of 64"
+    for kind, line in zip(("full", "causal"), lines[1:3], strict=True):
+        assert line == f"{kind}: values and gradients are those of one device, to 1e-12"
+    assert lines[-1] == "ok"
+    assert (tmp_path / "ring_attention.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("four_devices")
+def test_a_device_of_the_ring_holds_no_more_when_the_sequence_grows():
+    (alone, two), (alone_of_more, four) = (ring_attention.held(32, n) for n in (2, 4))
+    assert alone_of_more > 2.5 * alone
+    assert two <= four <= two + 1000  # the numbers of the steps
+
+
+@pytest.mark.usefixtures("four_devices")
+@pytest.mark.parametrize("causal", [False, True])
+def test_ring_attention_is_softmax_of_all_scores(causal):
+    generator = torch.Generator().manual_seed(2)
+    shape = (ring_attention.HEADS, 12, ring_attention.SIZE)
+    q, k, v, pulled = torch.randn(4, *shape, generator=generator, dtype=torch.float64)
+    q = 40 * q  # scores of some hundreds: exp of them alone would be infinite or 0
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    wanted = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=causal)
+    gradients = torch.autograd.grad(wanted, inputs, pulled)
+    found = ring_attention.ring(4, causal, EAGER)(q, k, v, pulled)
+    for value, expected in zip(found, (wanted, *gradients), strict=True):
+        torch.testing.assert_close(value.cpu(), expected.detach(), rtol=1e-10, atol=1e-10)
+
+
+def test_pipeline_draws_what_has_happened():
+    lines = run_both_ways("pipeline.py", "--devices", "2", "--quick", "--no-compile").splitlines()
+    assert lines[2:5] == [
+        "  stage 0 | 1  2  3  4  . | .  4  3  2  1 |",
+        "  stage 1 | .  1  2  3  4 | 4  3  2  1  . |",
+        "bubble: 1 of 5 ticks, 20.0%",
+    ]
+    assert lines[-2:] == ["the gradients of all layers are those of one device, to 1e-12", "ok"]
+
+
+@pytest.mark.usefixtures("four_devices")
+@pytest.mark.parametrize("stages", [1, 4])
+def test_pipeline_of_any_length_has_the_loss_and_gradients_of_one_device(stages):
+    generator = torch.Generator().manual_seed(2)
+    shape = (3, 2, pipeline.WIDTH)  # fewer microbatches than stages
+    x, y = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    weights = pipeline.first_weights()
+    loss = tp.value_and_grad(pipeline.pipeline(stages, EAGER), has_aux=True)
+    (value, schedule), gradients = loss(weights, x, y)
+    wanted, expected = tp.value_and_grad(pipeline.loss_on_one_device)(weights, x, y)
+    torch.testing.assert_close(value.cpu(), wanted, rtol=1e-12, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient.cpu(), expected[name], rtol=0, atol=1e-12)
+    rows = [[0] * k + [1, 2, 3] + [0] * (stages - 1 - k) for k in range(stages)]
+    assert schedule.tolist() == rows
+
+
 def test_ensembles_command_line_beats_its_members_and_writes_its_picture(tmp_path):
     arguments = ("--devices", "2", "--quick", "--no-compile", "--output", str(tmp_path))
     lines = run_both_ways("ensembles.py", *arguments).splitlines()
@@ -409,3 +473,88 @@ def test_char_gpt_command_line_writes_text_and_its_picture(tmp_path):
     assert float(last) < float(first)
     assert lines.endswith("ok\n")
     assert (tmp_path / "char_gpt.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not TEST_ALL, reason="TORCHPMAP_TEST_ALL=1 compiles PPO in five processes")
+@pytest.mark.timeout(600)
+def test_ppo_command_line_learns_and_writes_its_curve(tmp_path):
+    lines = run_both_ways(
+        "ppo.py", "--devices", "2", "--quick", "--output", str(tmp_path)
+    ).splitlines()
+    assert lines[0] == "64 environments on 2 devices, 10 updates"
+    first, last = map(float, re.findall(r"[\d.]+(?= (?:at first|in the last))", lines[2]))
+    assert last > 4 * first
+    assert lines[-1] == "ok"
+    assert (tmp_path / "ppo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("four_devices")
+def test_ppo_on_devices_is_ppo_on_one_with_all_carts():
+    params = ppo.first_params(tp.random.key(1))
+    carts = tp.vmap(ppo.reset)(tp.random.split(tp.random.key(2), 8)).unflatten(0, (4, 2))
+    arguments = (params, ppo.OPTIMIZER.init(params)), carts, tp.random.split(tp.random.key(3), 4)
+    axes = {"axis_name": "devices", "in_axes": (None, 0, 0), "out_axes": (None, 0, None)}
+    found = tp.pmap(ppo.update, **axes, compile=EAGER)(*arguments)
+    wanted = tp.vmap(ppo.update, **axes)(*arguments)
+    torch.testing.assert_close(tree_map(lambda x: x.cpu(), found), wanted, rtol=0, atol=1e-9)
+
+
+def test_ppo_cart_moves_as_in_gym():
+    """The equations of gym's CartPole-v0, written for one cart in numbers."""
+    x, v, angle, rate = state = [0.1, -0.3, 0.05, 0.4]
+    for action in (1, 0, 1, 1):
+        cart = torch.tensor([x, v, angle, rate, 7.0], dtype=torch.float64)
+        after, ended = ppo.play(cart, torch.tensor(action), tp.random.key(0))
+        force, sin, cos = (10.0 if action else -10.0), math.sin(angle), math.cos(angle)
+        temp = (force + 0.05 * rate**2 * sin) / 1.1
+        angular = (9.8 * sin - cos * temp) / (0.5 * (4.0 / 3.0 - 0.1 * cos**2 / 1.1))
+        linear = temp - 0.05 * angular * cos / 1.1
+        state = [x + 0.02 * v, v + 0.02 * linear, angle + 0.02 * rate, rate + 0.02 * angular]
+        x, v, angle, rate = state
+        assert after.tolist() == pytest.approx([*state, 8.0], rel=1e-12)
+        assert not ended
+
+
+@pytest.mark.parametrize("end", [(2.39, 2.0, 0, 0, 3), (0, 0, -0.2, -2.0, 3), (0, 0, 0, 0, 199)])
+def test_ppo_cart_starts_again_where_an_episode_ends(end):
+    cart, key = torch.tensor(end, dtype=torch.float64), tp.random.key(3)
+    after, ended = ppo.play(cart, torch.tensor(1), key)
+    assert ended
+    assert torch.equal(after, ppo.reset(key))
+    assert after[:4].abs().max() <= 0.05
+
+
+def test_ppo_advantages_are_sums_of_discounted_errors():
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(6, 3, generator=generator, dtype=torch.float64)
+    ended = torch.rand(6, 3, generator=generator) < 0.3
+    last = torch.randn(3, generator=generator, dtype=torch.float64)
+    found = ppo.advantages(ppo.Step(value, value, value, value, ended), last)
+    for k in range(3):
+        for start in range(6):
+            wanted, weight = 0.0, 1.0
+            for t in range(start, 6):
+                following = last[k] if t == 5 else value[t + 1, k]
+                wanted += weight * (1 + 0.99 * following * (not ended[t, k]) - value[t, k])
+                if ended[t, k]:
+                    break
+                weight *= 0.99 * 0.95
+            assert found[start, k].item() == pytest.approx(float(wanted), rel=1e-12)
+
+
+@pytest.mark.usefixtures("four_devices")
+def test_ppo_updates_on_four_devices_are_those_of_one(monkeypatch):
+    for name, number in {"STEPS": 6, "EPOCHS": 2, "MINIBATCHES": 2}.items():
+        monkeypatch.setattr(ppo, name, number)
+    params = ppo.first_params(tp.random.key(1))
+    carts = tp.vmap(ppo.reset)(tp.random.split(tp.random.key(2), 8)).unflatten(0, (4, -1))
+    carts[..., 4] = 197  # episodes end, and begin again
+    inputs = (params, ppo.OPTIMIZER.init(params)), carts, tp.random.split(tp.random.key(3), 4)
+    axes = {"axis_name": "devices", "in_axes": (None, 0, 0), "out_axes": (None, 0, None)}
+    (found, _), after, length = tp.pmap(ppo.update, **axes, compile=EAGER)(*inputs)
+    (wanted, _), wanted_after, wanted_length = tp.vmap(ppo.update, **axes)(*inputs)
+    assert length.item() == wanted_length.item() == 200
+    torch.testing.assert_close(after.cpu(), wanted_after, rtol=0, atol=1e-10)
+    for name, weight in found.items():
+        torch.testing.assert_close(weight.cpu(), wanted[name], rtol=0, atol=1e-10)
+        assert not torch.equal(weight.cpu(), params[name])
