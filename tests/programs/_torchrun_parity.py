@@ -46,7 +46,7 @@ class Unfit(Exception):
 
 def local_pmap(fun: Callable[..., Any], axis_name: Any = None, **options: Any) -> Any:
     """``jax.pmap`` of values that all ranks have whole: each rank maps its own rows."""
-    mapped = tp.pmap(fun, axis_name, compile=GRAPH, **options)
+    mapped = tp.pmap(fun, axis_name, **{"compile": GRAPH, **options})
     static = options.get("static_broadcasted_argnums", ())
     static = {static} if isinstance(static, int) else set(static)
 
@@ -110,7 +110,7 @@ def run(case: Case) -> Any:
             return values.fetch(lookalike.run(case["jax_expr"], inputs, local_pmap))
         inputs = torch.utils._pytree.tree_map(spanning, inputs)
         pmap = lookalike.pmap_in_mode(GRAPH)
-        return _gathered(lookalike.run(case["jax_expr"], inputs, pmap))
+        return gathered(lookalike.run(case["jax_expr"], inputs, pmap))
     except Unfit as unfit:
         return Raised("Unfit", str(unfit))
     except Exception as error:
@@ -121,11 +121,11 @@ def run(case: Case) -> Any:
             tp.shutdown()
 
 
-def _gathered(tree: Any) -> Any:
+def gathered(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {name: _gathered(item) for name, item in tree.items()}
+        return {name: gathered(item) for name, item in tree.items()}
     if isinstance(tree, tuple | list):
-        return type(tree)(map(_gathered, tree))
+        return type(tree)(map(gathered, tree))
     if isinstance(tree, tp.ShardedTensor) and not tree.is_fully_addressable:
         return tp.multihost.all_gather(tree)
     return values.fetch(tree)

@@ -32,9 +32,31 @@ MODES: dict[str, Any] = {
     "eager": False,
     "graph": {"backend": "eager"},
     "inline": True,
+    "serial": True,
     "inductor": True,
 }
 NUM_DEVICES = 8
+TRANSFORMED = {
+    "pr_ring_attention_grads",
+    "go_psum_replicated__vma_true",
+    "go_psum_stays_sharded__vma_true",
+    "go_replicated_w__vma_false",
+    "go_psum_replicated__vma_false",
+    "go_psum_stays_sharded__vma_false",
+    "go_jacobians",
+    "go_grad_of_grad",
+    "go_all_to_all",
+    "go_psum_scatter",
+    "go_ppermute_partial",
+    "go_stop_gradient",
+    "go_through_two_maps",
+    "go_varying_out_replicated",
+    "gi_grad_inside_and_outside",
+    "vm_of_grad",
+    "vm_nested",
+    "va_custom_vjp",
+}
+"""Programs with transforms around the mapped function."""
 EVERY = 12
 """One in so many programs is compiled by Inductor."""
 
@@ -43,8 +65,11 @@ def _params() -> list[Any]:
     params = []
     for mode in MODES:
         chosen = CASES if mode != "inductor" or TEST_ALL else CASES[::EVERY]
-        marks = [pytest.mark.inductor] if mode == "inductor" else []
         for case in chosen:
+            marks = [pytest.mark.inductor] if mode == "inductor" else []
+            if mode == "serial" and case["id"] in TRANSFORMED:
+                reason = "devices that run one after the other have no outside derivative"
+                marks = [pytest.mark.xfail(strict=True, reason=reason, raises=NotImplementedError)]
             params.append(pytest.param(case, mode, id=f"{case['id']}-{mode}", marks=marks))
     return params
 
@@ -63,7 +88,8 @@ def _run(case: Case, mode: str) -> Any:
         functools.partial(tp.pmap, **compiled),
         functools.partial(tp.shard_map, **compiled),
     )
-    with tp.debug.fake_pmap() if mode == "inline" else contextlib.nullcontext():
+    fake = tp.debug.fake_pmap(serial=mode == "serial")
+    with fake if mode in ("inline", "serial") else contextlib.nullcontext():
         return values.fetch(lookalike.run(case["jax_expr"], inputs, pmap, shard_map))
 
 
