@@ -91,6 +91,14 @@ class Torchpmap:
         return value.numpy()
 
 
+class TorchpmapShardMap(Torchpmap):
+    """``torchpmap.shard_map``; the function sees blocks of one row."""
+
+    def map(self, fun: Callable[[Any], Any], num_devices: int) -> Mapped:
+        mesh, rows = tp.make_mesh((num_devices,), ("i",)), tp.P("i")
+        return tp.shard_map(fun, mesh=mesh, in_specs=rows, out_specs=rows)
+
+
 class JaxPmap:
     """``jax.pmap``."""
 
@@ -118,7 +126,10 @@ class JaxShardMap(JaxPmap):
 
 def libraries() -> dict[str, Library]:
     """The contenders by name, torchpmap first."""
-    found: dict[str, Library] = {"torchpmap": Torchpmap()}
+    found: dict[str, Library] = {
+        "torchpmap": Torchpmap(),
+        "torchpmap.shard_map": TorchpmapShardMap(),
+    }
     if jax is not None:
         found |= {"jax.pmap": JaxPmap(), "jax.shard_map": JaxShardMap()}
     return found
