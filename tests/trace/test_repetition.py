@@ -121,6 +121,13 @@ def test_other_programs_get_no_warning(name: str) -> None:
     assert lowered(FINE[name], torch.ones(4, 3)) == []
 
 
+def test_a_tree_of_many_leaves_is_no_loop() -> None:
+    rows = [X] * 300
+    assert lowered(lambda xs: sum(x * 2 for x in xs), rows) == []
+    (text,) = lowered(lambda xs: many(sum(xs), 320), rows)
+    assert "runs 320 times" in text
+
+
 def test_operations_of_other_shapes_are_no_loop() -> None:
     texts = lowered(other_shapes, torch.ones(4, 240))
     assert not [text for text in texts if "aten.mul" in text]

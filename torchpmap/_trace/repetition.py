@@ -20,7 +20,9 @@ from torch.fx import Graph, GraphModule
 from torchpmap._base.sources import PACKAGE, STDLIB, is_users, line
 
 LIMIT = 200
-"""How often a line may make the same operation without a word about it."""
+"""How often a line may make the same operation without a word about it: or once for every input,
+if there are more of these, as the leaves of a tree are not steps.
+"""
 
 _PLACE = "place"
 """In the ``meta`` of a node."""
@@ -106,7 +108,8 @@ def repeated(graph: GraphModule) -> Repeated | None:
     """The line that made the same operation most often, if that is too often.  Operations that give
     other shapes are other ones: no loop could contain both.
     """
-    most = Repeated("", LIMIT, "")
+    inputs = len(graph.graph.find_nodes(op="placeholder"))
+    most = Repeated("", max(LIMIT, inputs), "")
     for module in graph.modules():
         counts: dict[Any, tuple[int, int]] = {}  # number of executions, and the latest
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
