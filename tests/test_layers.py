@@ -31,6 +31,7 @@ NEAR_TORCH = {
     "_trace/compile": "Inductor and Dynamo's back ends, imported when a graph is compiled",
     "_trace/custom_ops": "questions to the dispatcher that nothing else asks",
     "_trace/promises": "the keys of the dispatcher around an operation of the user",
+    "_trace/replay": "what Inductor's code of a graph calls",
     "_trace/toolchain": "Inductor's choice of a compiler and of a folder",
     "_trace/trace": "what tracing sets in Dynamo, imported at the first trace",
     "checkpoint/_pickles": "what files of torch.save name",

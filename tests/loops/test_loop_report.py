@@ -27,6 +27,10 @@ def steps(length: int) -> Any:
     return lambda x: tp.scan(lambda c, _: (c.sin() * 2, c.sum()), x, None, length=length)
 
 
+def products(length: int) -> Any:
+    return lambda x: tp.scan(lambda c, _: (torch.outer(c, c) @ c, None), x, None, length=length)
+
+
 def test_a_scan_in_chunks() -> None:
     lowered = tp.pmap(steps(1000), compile=CHUNKED).lower(X)
     (loop,) = lowered.loops
@@ -41,6 +45,14 @@ def test_a_scan_in_chunks() -> None:
     assert loop.steps_at_once == len(sines) > 1
     text = f"Python runs {1000 // loop.steps_at_once} chunks of {loop.steps_at_once} steps, "
     assert f": 1000 steps, carry 12 B; {text}{loop.num_operations} operations each" in str(loop)
+
+
+@pytest.mark.parametrize(("of", "expected"), [(steps, True), (products, False)])
+def test_inductors_kernels_are_repeated_by_cpp(of: Any, expected: bool) -> None:
+    (loop,) = tp.pmap(of(1000)).lower(X).loops
+    assert loop.is_in_cpp == expected
+    assert ("C++ runs it step by step, 3 operations each" in str(loop)) == expected
+    assert ("Python runs" in str(loop)) != expected
 
 
 def test_steps_that_are_left_over() -> None:

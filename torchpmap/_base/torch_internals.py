@@ -12,6 +12,7 @@ except in these, which were checked with the same versions:
     _trace/compile         Inductor, the list of Dynamo's back ends, keys of the dispatcher
     _trace/custom_ops      what the dispatcher and torch.library know about the user's operations
     _trace/promises        keys of the dispatcher
+    _trace/replay          what Inductor's code of a graph calls
     _trace/toolchain       Inductor's choice of a compiler and of a folder
     _trace/trace           what tracing sets in Dynamo, and errors of fake tensors
     checkpoint/_pickles    classes and functions that files of torch.save name

@@ -241,6 +241,7 @@ def _trace(
                 outside=outside,
                 split_at=split_at,
                 ordered=target.backend == EAGER,
+                inductor=target.backend.is_inductor,
             )
         requires_grad = any(outcome.requires_grad for outcome in outcomes)
     finally:

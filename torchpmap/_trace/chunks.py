@@ -1,12 +1,14 @@
 """Several steps of a scan at once, for compilers.
 
-Python calls the compiled body of a loop (_trace/compiled_loops), which costs some 10 us.  So the
-body of a short step is put into its graph several times, and the loop runs that many times less::
+Where Python calls the compiled body of a loop (_trace/compiled_loops), a call costs some 10 us.  So
+the body of a short step is put into its graph several times, and the loop runs that many times
+less::
 
     scan(body, [c], [xs])                  scan(body4, [c], [xs[:1000].unflatten(0, (250, 4))])
                                            body4: c, rows -> four times body, on rows[0] ... rows[3]
 
-Steps that are left over are put behind the loop.  Values do not change.
+Steps that are left over are put behind the loop.  Values do not change.  A body of which Inductor
+makes kernels only stays as it is: C++ runs its steps (_trace/replay).
 """
 
 from __future__ import annotations
@@ -18,30 +20,47 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from torchpmap._base.torch_internals import OpOverload
 from torchpmap._trace.inner import (
     SCAN,
     inner_graphs,
     inner_modules,
     is_kept,
     kind_of_node,
+    operations,
     results_of,
 )
-from torchpmap._trace.loop_report import CHUNKS_OF
+from torchpmap._trace.loop_report import CHUNKS_OF, IN_CPP
+from torchpmap.random import _threefry
 
 _aten = torch.ops.aten
 _MAX_NODES = 80
 """Of the body of a loop."""
 
+_KERNELS = frozenset(
+    {
+        *(_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim),
+        *(_aten.amax.default, _aten.amin.default, _aten.var.correction, _aten._softmax.default),
+        *(_aten._to_copy.default, _aten.clone.default, _aten.cat.default, _aten.stack.default),
+        *(_aten.full.default, _aten.full_like.default, _aten.zeros_like.default),
+        *(_aten.ones_like.default, _aten.arange.default, _aten.arange.start_step),
+        *(_aten.index.Tensor, _aten.gather.default, _aten.flip.default),
+        *(_aten.select_scatter.default, _aten.slice_scatter.default),
+        *_threefry.decompositions(),
+    }
+)
+"""What becomes kernels, besides pointwise operations and views."""
 
-def chunk(module: GraphModule) -> None:
+
+def chunk(module: GraphModule, *, inductor: bool = False) -> None:
     """Let the scans of a graph, and those inside its loops, do several steps at once.  The nodes
-    must still have their fake tensors.
+    must still have their fake tensors.  ``inductor``: whether it compiles the graph.
     """
     for node in list(module.graph.nodes):
         for inner in inner_modules(node):
-            chunk(inner)
+            chunk(inner, inductor=inductor)
         if kind_of_node(node) == SCAN:
-            _chunk(module, node)
+            _chunk(module, node, inductor)
     module.graph.eliminate_dead_code(is_impure_node=is_kept)
     module.graph.lint()
     module.recompile()
@@ -54,19 +73,34 @@ def steps_at_once(length: int, num_nodes: int) -> int:
     return next(divisors, most)
 
 
-def _chunk(module: GraphModule, node: Node) -> None:
+def _chunk(module: GraphModule, node: Node, inductor: bool) -> None:
     (body,) = inner_modules(node)
     init, xs, reads = node.args[1:]
     length = int(xs[0].meta["val"].shape[0])  # type: ignore[union-attr, index]
-    calls = [each for each in body.graph.nodes if each.op == "call_function"]
+    calls = operations(body.graph)
     # where there are loops inside, they take most of the time
     size = 1 if any(map(inner_graphs, calls)) else steps_at_once(length, len(calls))
-    if size > 1:
+    if inductor and size < length and all(map(_becomes_kernels, calls)):
+        node.meta[IN_CPP] = True
+    elif size > 1:
         _Chunks(module, node, body.graph, size, length).run(
             list(init),  # type: ignore[arg-type]
             list(xs),  # type: ignore[arg-type]
             list(reads),  # type: ignore[arg-type]
         )
+
+
+def _becomes_kernels(node: Node) -> bool:
+    """Whether Inductor makes C++ of an operation, and does not leave it to a library."""
+    if node.target is operator.getitem:
+        return True
+    target, value = node.target, node.meta.get("val")
+    if not isinstance(target, OpOverload) or not isinstance(value, torch.Tensor):
+        return False
+    schema = target._schema
+    is_view = schema.returns[0].alias_info is not None and not schema.is_mutable
+    is_plain = is_view or torch.Tag.pointwise in target.tags or target in _KERNELS
+    return is_plain and value.device.type == "cpu" and not value.is_complex()
 
 
 class _Chunks:

@@ -1,8 +1,9 @@
-"""Scans in compiled code: each body is compiled by itself, and Python runs it row by row.
+"""Scans in compiled code: each body is compiled by itself, and run row by row.
 
 Inductor (torch 2.13) turns a scan into a ``while_loop``.  A step of that takes some 35 us: it
-computes a predicate and reads it, and makes the views and buffers of the step one by one.  To call
-compiled code takes some 10 us.
+computes a predicate and reads it, and makes the views and buffers of the step one by one.  Here C++
+repeats the kernels of the body (_trace/replay); if it cannot, Python calls the body's code, which
+takes some 10 us.
 
     scan(body, [c], [xs], (w,))    ->    torchpmap.scan(0, "digest", [c], [xs], [w])
 
@@ -27,6 +28,7 @@ from torchpmap._base.platform import Boxed
 from torchpmap._base.torch_internals import FakeTensorMode, keep_in_order
 from torchpmap._trace.boxed import copied
 from torchpmap._trace.inner import SCAN, has_effects, is_kept, kind_of_node
+from torchpmap._trace.replay import Replay, replay_of
 
 Tensors = Sequence[torch.Tensor]
 Compile = Callable[[GraphModule, Tensors, int], Boxed]
@@ -43,6 +45,9 @@ class Loop:
     results: Tensors
     """Fake ones: the next carry, then a row of each output."""
     compiled: Boxed | None = None
+    replay: Replay | None = None
+    is_noted: bool = False
+    """Whether ``replay`` is known."""
 
 
 class _Running(threading.local):
@@ -138,8 +143,9 @@ class _Changes(Interpreter):
     def _changed(self, n: Node, body: GraphModule, init: Any, xs: Any, reads: Any) -> Any:
         given = [*init, *(x[0] for x in xs), *reads]
         results = tuple(body(*given))
-        code = [each.code for each in body.modules() if isinstance(each, GraphModule)]
-        digest = hashlib.sha256(repr((code, _kinds(given), _kinds(results))).encode()).hexdigest()
+        digest = hashlib.sha256(
+            repr((_text(body), _kinds(given), _kinds(results))).encode()
+        ).hexdigest()
         n.target = _in_order if has_effects(n) else _plain
         n.args = (len(self._loops), digest, *map(list, n.args[1:]))  # type: ignore[arg-type]
         self._loops.append(Loop(body, given, results))
@@ -160,18 +166,35 @@ def _kinds(tensors: Tensors) -> list[Any]:
 def run_scan(number: int, digest: str, init: Tensors, xs: Tensors, reads: Tensors) -> Tensors:
     """The last carry and the stacked outputs."""
     loop = _running.loops[number]
-    body = cast(Boxed, loop.compiled)
     ys = _outputs(loop.results[len(init) :], xs)
-    carry = [x.contiguous() for x in init]
-    shared = [x.contiguous() for x in reads]
-    rows = zip(*(x.contiguous().unbind(0) for x in xs), strict=True)
+    carry, rows, shared = ([x.contiguous() for x in group] for group in (init, xs, reads))
+    replay = _replay(loop, carry, rows, shared)
+    if replay is not None:
+        return [*replay.run(len(xs[0]), carry, rows, shared, ys), *ys]
+    last = _run_rows(cast(Boxed, loop.compiled), carry, rows, shared, ys)
+    return [*_unshared(last, [*init, *xs, *reads]), *ys]
+
+
+def _replay(loop: Loop, carry: Tensors, xs: Tensors, reads: Tensors) -> Replay | None:
+    if not loop.is_noted and len(xs[0]):
+        loop.replay = replay_of(loop.compiled, carry, [x[0] for x in xs], reads)
+        loop.is_noted = True
+    return loop.replay
+
+
+def _run_rows(
+    body: Boxed, carry: list[torch.Tensor], xs: Tensors, reads: Tensors, ys: Tensors
+) -> list[torch.Tensor]:
+    """The last carry; writes the rows of ``ys``."""
     places = zip(*(y.unbind(0) for y in ys), strict=True) if ys else repeat(())
+    rows = zip(*(x.unbind(0) for x in xs), strict=True)
     for row, place in zip(rows, places, strict=False):
-        found = body([*carry, *row, *shared])
-        carry = list(found[: len(init)])
-        for target, value in zip(place, found[len(init) :], strict=True):
+        found = body([*carry, *row, *reads])
+        results = found[len(carry) :]
+        carry = list(found[: len(carry)])
+        for target, value in zip(place, results, strict=True):
             target.copy_(value)
-    return [*_unshared(carry, [*init, *xs, *reads]), *ys]
+    return carry
 
 
 def _unshared(results: list[torch.Tensor], inputs: Tensors) -> list[torch.Tensor]:

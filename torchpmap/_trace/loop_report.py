@@ -25,6 +25,9 @@ CHUNKS_OF = "chunks of"
 number.
 """
 
+IN_CPP = "in C++"
+"""In the ``meta`` of a loop that Inductor makes kernels of, which C++ repeats."""
+
 
 @dataclass(frozen=True)
 class Loop:
@@ -39,9 +42,11 @@ class Loop:
     carry_bytes: int
     """Of the values that a step hands to the next."""
     steps_at_once: int
-    """How many steps Python starts at once; 0 if all of them are part of the graph around."""
+    """How many steps are started at once; 0 if all of them are part of the graph around."""
     num_operations: int
     """How many operations these steps are, before a compiler fuses them."""
+    is_in_cpp: bool = False
+    """Whether C++ runs the steps, and not Python."""
 
     def __str__(self) -> str:
         steps = "" if self.length is None else f"{self.length} step{'s' * (self.length != 1)}, "
@@ -52,6 +57,8 @@ class Loop:
         operations = f"{self.num_operations} operation{'s' * (self.num_operations != 1)}"
         if not self.steps_at_once:
             return f"unrolled into the graph, {operations}"
+        if self.is_in_cpp:
+            return f"C++ runs it step by step, {operations} each"
         if self.steps_at_once == 1 or self.length is None:
             return f"Python runs it step by step, {operations} each"
         count, rest = divmod(self.length, self.steps_at_once)
@@ -91,7 +98,10 @@ def in_chunks(module: GraphModule, before: Mapping[Node, Loop]) -> tuple[Loop, .
                 if original in before:
                     operations = _num_operations([node])
                     now[original] = replace(
-                        before[original], steps_at_once=size, num_operations=operations
+                        before[original],
+                        steps_at_once=size,
+                        num_operations=operations,
+                        is_in_cpp=IN_CPP in node.meta,
                     )
                 for inner in inner_modules(node):
                     look(inner)

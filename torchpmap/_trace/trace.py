@@ -182,13 +182,15 @@ def trace(
     outside: Collection[int] = (),
     split_at: tuple[int, int] | None = None,
     ordered: bool = True,
+    inductor: bool = False,
 ) -> Traced:
     """Trace ``body`` over fake blocks; nothing runs or is sent.
 
     ``same_closures``: whether all devices are given the same values for what the function closes
     over.  ``outside``: ids of tensors the function closes over that transforms around the call are
     tracing.  ``split_at``: number of outputs of the forward half, and of trailing inputs that are
-    cotangents.  ``ordered``: whether the graph runs as it is.
+    cotangents.  ``ordered``: whether the graph runs as it is.  ``inductor``: whether Inductor
+    compiles it.
     """
     begin = time.monotonic()
     import_dynamo()
@@ -280,7 +282,7 @@ def trace(
     limit = PLATFORMS[device.type].bucket_bytes
     for module in (graph, *((halves.forward, halves.backward) if halves else ())):
         if not ordered:
-            chunk(module)
+            chunk(module, inductor=inductor)
         if limit is not None:
             bucketed(module, limit)
         if module is graph:

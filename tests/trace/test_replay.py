@@ -1,0 +1,160 @@
+"""Covers: _trace/replay.py: the kernels of a loop's body, repeated by C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torchpmap._trace.boxed import boxed_body
+from torchpmap._trace.replay import Replay, replay_of
+
+pytestmark = [pytest.mark.inductor, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+Step = Callable[..., tuple[list[Any], list[Any]]]
+"""(carry, rows, reads) -> (next carry, rows of outputs)"""
+
+C = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
+XS = torch.arange(40.0).reshape(10, 4) / 10
+
+
+def compiled(step: Step, carry: Any, xs: Any, reads: Any) -> Any:
+    from torch._inductor import standalone_compile
+
+    n, m = len(carry), len(carry) + len(xs)
+    given = [*carry, *(x[0] for x in xs), *reads]
+
+    def flat(*values: Any) -> Any:
+        results, rows = step(list(values[:n]), list(values[n:m]), list(values[m:]))
+        return (*results, *rows)
+
+    graph = make_fx(flat)(*given)
+    settings = {"config_patches": {"size_asserts": False, "cpp.vec_isa_ok": True}}
+    artifact = standalone_compile(
+        graph, given, dynamic_shapes="from_example_inputs", options=settings
+    )
+    return boxed_body(artifact, len(flat(*given)))
+
+
+def noted(step: Step, carry: Any, xs: Any, reads: Any = ()) -> Replay | None:
+    return replay_of(compiled(step, carry, xs, reads), carry, [x[0] for x in xs], reads)
+
+
+def by_hand(step: Step, carry: Any, xs: Any, reads: Any, steps: int) -> tuple[list[Any], list[Any]]:
+    rows = []
+    for k in range(steps):
+        carry, ys = step(list(carry), [x[k] for x in xs], list(reads))
+        rows.append(ys)
+    return carry, [torch.stack(ys) for ys in zip(*rows, strict=True)]
+
+
+def check(step: Step, carry: Any, xs: Any, reads: Any = (), steps: int = 10) -> Replay:
+    found = noted(step, carry, xs, reads)
+    assert found is not None
+    before = [x.clone() for x in (*carry, *xs, *reads)]
+    for length in (1, 2, steps):
+        last, rows = by_hand(step, carry, xs, reads, length)
+        ys = [torch.empty_like(y) for y in rows]
+        got = found.run(length, carry, [x[:length] for x in xs], reads, ys)
+        torch.testing.assert_close([*got, *ys], [*last, *rows])
+    assert all(torch.equal(a, b) for a, b in zip((*carry, *xs, *reads), before, strict=True))
+    return found
+
+
+PROGRAMS: dict[str, tuple[Step, Any, Any, Any]] = {
+    "one kernel": (lambda c, x, r: ([c[0] * 0.5 + x[0]], []), [C], [XS], []),
+    "an output": (lambda c, x, r: ([c[0] * 0.5], [c[0].sum(1)]), [C], [XS], []),
+    "two kernels": (lambda c, x, r: ([c[0].sum(0)[None] + c[0]], []), [C], [XS], []),
+    "the carry is the output": (lambda c, x, r: ((y := [c[0] + x[0]]), y), [C], [XS], []),
+    "the carry before is the output": (lambda c, x, r: ([c[0] + x[0]], c), [C], [XS], []),
+    "an input is the output": (lambda c, x, r: ([c[0] * r[0]], [x[0], r[0]]), [C], [XS], [C + 1]),
+    "two that change places": (lambda c, x, r: ([c[1], c[0] + c[1]], []), [C, C + 1], [XS], []),
+    "three in a circle": (
+        lambda c, x, r: ([c[1], c[2], c[0]], [c[0] * 2]),
+        [C, C + 1, C * 2],
+        [XS],
+        [],
+    ),
+    "the carry is a row": (lambda c, x, r: ([x[0]], [c[0] + x[0]]), [C[0].clone()], [XS], []),
+    "numbers of other kinds": (
+        lambda c, x, r: ([c[0] + x[0].to(torch.int64), ~c[1]], [c[1] & (c[0] > 3), c[0].double()]),
+        [torch.arange(4), torch.tensor(True)],
+        [XS],
+        [],
+    ),
+    "half precision": (lambda c, x, r: ([c[0] * x[0]], []), [C.bfloat16()], [XS.bfloat16()], []),
+    "an index": (lambda c, x, r: ([c[0][x[0]]], []), [C], [torch.tensor([[2, 0, 1]] * 10)], []),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_are_those_of_the_steps_one_by_one(name: str) -> None:
+    check(*PROGRAMS[name])
+
+
+def test_an_output_is_written_where_it_stays() -> None:
+    found = check(*PROGRAMS["an output"])
+    assert all(call.kernel for call in found.calls)  # no copies
+
+
+def test_many_steps_take_several_turns_of_cpp() -> None:
+    """C++ returns after some 0.1 s, and goes on from where it was."""
+    n = 1 << 16
+    start, xs = [torch.zeros(4096)], [torch.ones(n, 1)]
+    found = noted(lambda c, x, r: ([c[0] + x[0]], []), start, xs)
+    assert found is not None
+    (last,) = found.run(n, start, xs, [], [])
+    assert last.equal(torch.full((4096,), float(n)))
+
+
+def test_an_error_in_a_step() -> None:
+    found = noted(
+        lambda c, x, r: ([c[0] // x[0]], []), [torch.tensor([60])], [torch.ones(5, 1).long()]
+    )
+    assert found is not None
+    xs = torch.tensor([[2], [3], [0], [5], [7]])
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        found.run(5, [torch.tensor([60])], [xs], [], [])
+    assert found.run(2, [torch.tensor([60])], [xs[:2]], [], [])[0].tolist() == [10]
+
+
+BIG = torch.ones(1 << 21)
+
+OTHERS: dict[str, tuple[Step, Any, Any, Any]] = {
+    "a library": (lambda c, x, r: ([c[0] @ r[0]], []), [C], [XS], [torch.ones(4, 4)]),
+    "an empty value": (lambda c, x, r: ([c[0] + 1], []), [torch.ones(0)], [XS], []),
+    "much memory": (
+        lambda c, x, r: ([c[0] + r[0].exp().cumsum(0)[:12]], []),
+        [C.view(-1)],
+        [XS],
+        [BIG],
+    ),
+    "a transposed result": (lambda c, x, r: ([c[0] * 2], [(c[0] + 1).T]), [C], [XS], []),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_code_is_left_to_python(name: str) -> None:
+    assert noted(*OTHERS[name]) is None
+
+
+def test_code_that_is_no_function_of_inductors_is_left_to_python() -> None:
+    for code in (lambda values: [values[0] + 1], print, object()):
+        assert replay_of(code, [C], [XS[0]], []) is None
+
+
+def test_a_replay_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = compiled(lambda c, x, r: ([c[0] + x[0]], [c[0]]), [C], [XS], [])
+    assert replay_of(code, [C], [XS[0]], []) is not None
+
+    def wrong(self: Replay, *args: Any) -> Any:
+        carry = right(self, *args)
+        carry[0][0, 0] += 1
+        return carry
+
+    right = Replay.run
+    monkeypatch.setattr(Replay, "run", wrong)
+    assert replay_of(code, [C], [XS[0]], []) is None

@@ -1,0 +1,327 @@
+"""Compiled bodies of loops, repeated by C++.
+
+Inductor's code of a body on the CPU is a function in Python: it makes tensors and calls kernels, C
+functions that take the addresses of their memory.  To call it takes some 10 us.  If it does nothing
+else, what it calls is noted once, for the first step, as a CUDA graph does it::
+
+    buf0 = empty_strided_cpu(...)              kernel0: the carry, row 0 -> scratch
+    cpp_fused_0(arg0, arg1, buf0)              kernel1: scratch, the weights -> the next carry
+    buf1 = empty_strided_cpu(...)
+    cpp_fused_1(buf0, arg2, buf1)
+
+C++ then repeats the calls for every step, some 30 ns each, with addresses that move from row to
+row.  The carry has two places: a step reads one and writes the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from types import BuiltinFunctionType, CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+Tensors = Sequence[torch.Tensor]
+
+_MAX_BYTES = 4 << 20
+"""Of the values inside a step.  A step with more takes so long that it does not matter how it is
+called; and they all stay in memory.
+"""
+_MAX_ARGUMENTS = 64
+_ALIGNMENT = 64
+
+_KNOWN = {"clear", "torch", "empty_strided_cpu", "reinterpret_tensor"}
+"""What code may use besides kernels and dtypes: ``args.clear()`` is the first."""
+
+_SOURCE = """
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+template <size_t>
+using address = void*;
+
+template <size_t... I>
+void call(void* function, void** a, std::index_sequence<I...>) {
+  reinterpret_cast<void (*)(address<I>...)>(function)(a[I]...);
+}
+
+template <size_t... N>
+void call_any(void* function, void** a, int64_t count, std::index_sequence<N...>) {
+  using Caller = void (*)(void*, void**);
+  static const Caller callers[] = {
+      [](void* f, void** a) { call(f, a, std::make_index_sequence<N>()); }...};
+  callers[count](function, a);
+}
+
+// Runs steps from `first` on, for at most some 0.1 s, so that the caller can be interrupted.
+// Returns the number of the step that is next, or -1 - (the number of the step that failed).
+extern "C" int64_t repeat(int64_t first, int64_t steps, int64_t calls, void** functions,
+                          const int64_t* counts, const int64_t* places, char** bases,
+                          char* message, int64_t size) {
+  using clock = std::chrono::steady_clock;
+  const auto end = clock::now() + std::chrono::milliseconds(100);
+  void* a[MAX_ARGUMENTS];
+  for (int64_t step = first; step < steps; ++step) {
+    const int64_t* place = places;
+    for (int64_t k = 0; k < calls; ++k) {
+      const int64_t count = functions[k] ? counts[k] : 2;
+      for (int64_t i = 0; i < count; ++i, place += 4)
+        a[i] = bases[place[step & 1]] + place[2] + step * place[3];
+      if (!functions[k]) {
+        std::memcpy(a[0], a[1], counts[k]);
+        continue;
+      }
+      try {
+        call_any(functions[k], a, count, std::make_index_sequence<MAX_ARGUMENTS + 1>());
+      } catch (const std::exception& error) {
+        std::strncpy(message, error.what(), size - 1);
+        return -1 - step;
+      }
+    }
+    if ((step & 15) == 15 && clock::now() > end) return step + 1;
+  }
+  return steps;
+}
+""".replace("MAX_ARGUMENTS", str(_MAX_ARGUMENTS))
+
+
+class Place(NamedTuple):
+    """Where a kernel finds a value: in two of the run's pieces of memory, one for the steps 0, 2,
+    4, and one for 1, 3, 5.
+    """
+
+    even: int
+    odd: int
+    offset: int = 0
+    stride: int = 0
+    """Bytes from one step to the next."""
+
+
+class _Call(NamedTuple):
+    kernel: int
+    """Its address; 0 for a copy (to the first argument, from the second)."""
+    arguments: tuple[Place, ...]
+    num_bytes: int = 0
+    """Of a copy."""
+
+
+class _Noted(NamedTuple):
+    """A call of a kernel in the code."""
+
+    kernel: int
+    addresses: tuple[int, ...]
+
+
+@dataclass
+class _Notes:
+    """What code does with its inputs."""
+
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    """That it made: they all stay, so that no two have the same address."""
+    calls: list[_Noted] = field(default_factory=list)
+    fits: bool = True
+    """Whether kernels got tensors only."""
+
+    def empty(self, empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def noted(*args: Any) -> torch.Tensor:
+            self.buffers.append(empty(*args))
+            return self.buffers[-1]
+
+        return noted
+
+    def kernel(self, address: int, kernel: Callable[..., None]) -> Callable[..., None]:
+        def noted(*args: Any) -> None:
+            kernel(*args)
+            self.fits &= len(args) <= _MAX_ARGUMENTS
+            self.fits &= all(isinstance(each, torch.Tensor) for each in args)
+            if self.fits:
+                self.calls.append(_Noted(address, tuple(each.data_ptr() for each in args)))
+
+        return noted
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A body as a list of calls."""
+
+    calls: tuple[_Call, ...]
+    num_carry: int
+    scratch: int
+    """Bytes for the values inside a step."""
+
+    def run(self, steps: int, init: Tensors, xs: Tensors, reads: Tensors, ys: Tensors) -> Tensors:
+        """Write all rows of ``ys``; returns the last carry.  All tensors are contiguous."""
+        scratch = torch.empty(self.scratch, dtype=torch.uint8)
+        carries = [x.clone() for x in init], [torch.empty_like(x) for x in init]
+        pieces = [scratch, *carries[0], *carries[1], *xs, *reads, *ys]
+        bases = (ctypes.c_void_p * len(pieces))(*(x.data_ptr() for x in pieces))
+        functions, counts, places = self._arrays
+        message = ctypes.create_string_buffer(4096)
+        step = 0
+        while step < steps:
+            step = _library().repeat(
+                step, steps, len(self.calls), functions, counts, places, bases, message, 4096
+            )
+            if step < 0:
+                raise RuntimeError(message.value.decode(errors="replace"))
+        return carries[steps % 2]
+
+    @cached_property
+    def _arrays(self) -> tuple[Any, Any, Any]:
+        """The calls as C++ reads them."""
+        kernels = [call.kernel for call in self.calls]
+        counts = [call.num_bytes or len(call.arguments) for call in self.calls]
+        places = [n for call in self.calls for place in call.arguments for n in place]
+        return (
+            (ctypes.c_void_p * len(kernels))(*kernels),
+            (ctypes.c_int64 * len(counts))(*counts),
+            (ctypes.c_int64 * len(places))(*places),
+        )
+
+
+@cache
+def _library() -> Any:
+    from torch._inductor import config
+    from torch._inductor.codecache import CppCodeCache
+
+    with config.patch({"cpp.vec_isa_ok": True}):  # _trace/compile says why
+        library = CppCodeCache.load(_SOURCE)
+    library.repeat.restype = ctypes.c_int64
+    library.repeat.argtypes = [
+        *[ctypes.c_int64] * 3,
+        *[ctypes.c_void_p] * 4,
+        ctypes.c_char_p,
+        ctypes.c_int64,
+    ]
+    return library
+
+
+# -- noting what code does -------------------------------------------------------------------------
+
+
+def replay_of(code: Any, carry: Tensors, rows: Tensors, reads: Tensors) -> Replay | None:
+    """The calls of a body's code, or None if it does more than to call kernels.
+
+    Args:
+        code: what Inductor made of a body: (carry, rows, reads) -> (next carry, rows of outputs).
+        carry: of the first step.
+        rows: of the first step.
+        reads: what each step reads.
+    """
+    function = getattr(code, "__func__", code)
+    kernels = _kernels(function)
+    if kernels is None or any(x.numel() == 0 for x in (*carry, *rows, *reads)):
+        return None
+    inputs = [x.clone(memory_format=torch.contiguous_format) for x in (*carry, *rows, *reads)]
+    notes = _Notes()
+    scope = dict(function.__globals__)
+    scope["empty_strided_cpu"] = notes.empty(scope["empty_strided_cpu"])
+    scope |= {name: notes.kernel(kernels[name], scope[name]) for name in kernels}
+    noting = FunctionType(
+        function.__code__, scope, None, function.__defaults__, function.__closure__
+    )
+    owner = () if function is code else (code.__self__,)
+    results = noting(*owner, list(inputs))
+    found = _Places(notes, inputs, len(carry), len(rows)).replay(results) if notes.fits else None
+    return found if found is not None and _agrees(found, inputs, results, len(rows)) else None
+
+
+def _kernels(function: Any) -> dict[str, int] | None:
+    """Name -> address of the kernels that a function uses, if it uses nothing else."""
+    if not isinstance(function, FunctionType):
+        return None
+    code, scope = function.__code__, function.__globals__
+    addresses = {name: _address(scope.get(name)) for name in code.co_names}
+    found = {name: address for name, address in addresses.items() if address is not None}
+    others = set(code.co_names) - found.keys() - _KNOWN
+    is_plain = all(isinstance(getattr(torch, name, None), torch.dtype) for name in others)
+    has_code = any(isinstance(each, CodeType) for each in code.co_consts)
+    return found if is_plain and not has_code and "empty_strided_cpu" in scope else None
+
+
+def _address(value: Any) -> int | None:
+    """Of a kernel: Inductor compiles each into a module of its own, as the C function ``kernel``
+    and a function of that name which takes tensors.
+    """
+    file = getattr(getattr(value, "__self__", None), "__file__", None)
+    if not isinstance(value, BuiltinFunctionType) or file is None or value.__name__ != "kernel":
+        return None
+    return ctypes.cast(ctypes.CDLL(file).kernel, ctypes.c_void_p).value
+
+
+class _Places:
+    """Tells where a value lies from its address in the step that was noted."""
+
+    def __init__(
+        self, notes: _Notes, inputs: list[torch.Tensor], num_carry: int, num_rows: int
+    ) -> None:
+        self._notes = notes
+        self._num_carry = num_carry
+        self._ranges: list[tuple[int, int, Place]] = []
+        for k, x in enumerate(inputs):
+            # the pieces of a run: scratch, both carries, rows, reads, outputs
+            odd = 1 + k + num_carry
+            is_row = num_carry <= k < num_carry + num_rows
+            self._note(x, Place(1 + k if k < num_carry else odd, odd, 0, x.nbytes * is_row))
+        self._first_output = 1 + num_carry + len(inputs)
+
+    def _note(self, x: torch.Tensor, place: Place) -> None:
+        self._ranges.append((x.data_ptr(), x.data_ptr() + x.nbytes, place))
+
+    def replay(self, results: Tensors) -> Replay | None:
+        buffers = {x.data_ptr(): x for x in self._notes.buffers}
+        size = sum(x.nbytes + _ALIGNMENT for x in buffers.values())
+        if 0 in buffers or size > _MAX_BYTES or not all(x.is_contiguous() for x in results):
+            return None
+        copies: list[tuple[Place, torch.Tensor]] = []
+        for k, x in enumerate(results):
+            target = self._target(k, x)
+            buffer = buffers.get(x.data_ptr())
+            if buffer is not None and buffer.nbytes == x.nbytes:
+                # of results that are one buffer, the first is written in its place
+                self._note(buffers.pop(x.data_ptr()), target)
+            else:
+                copies.append((target, x))
+        scratch = 0
+        for x in buffers.values():
+            self._note(x, Place(0, 0, scratch))
+            scratch += -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT
+        calls = [
+            _Call(kernel, tuple(map(self._place, addresses)))
+            for kernel, addresses in self._notes.calls
+        ]
+        calls += [_Call(0, (target, self._place(x.data_ptr())), x.nbytes) for target, x in copies]
+        return Replay(tuple(calls), self._num_carry, scratch)
+
+    def _target(self, k: int, x: torch.Tensor) -> Place:
+        """Where a result is to lie."""
+        if k < self._num_carry:
+            return Place(1 + k + self._num_carry, 1 + k)
+        number = self._first_output + k - self._num_carry
+        return Place(number, number, 0, x.nbytes)
+
+    def _place(self, address: int) -> Place:
+        for begin, end, place in self._ranges:
+            if begin <= address < end:
+                return place._replace(offset=place.offset + address - begin)
+        raise AssertionError("a kernel got memory that its code did not make")
+
+
+def _agrees(found: Replay, inputs: Tensors, results: Tensors, num_rows: int) -> bool:
+    """Whether a step gives, bit by bit, what the code gave."""
+    n = found.num_carry
+    rows = [x[None] for x in inputs[n : n + num_rows]]
+    ys = [torch.zeros_like(x)[None] for x in results[n:]]
+    carry = found.run(1, inputs[:n], rows, inputs[n + num_rows :], ys)
+    pairs = zip((*carry, *(y[0] for y in ys)), results, strict=True)
+    return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1).view(torch.uint8)
