@@ -177,7 +177,7 @@ def run_scan(number: int, digest: str, init: Tensors, xs: Tensors, reads: Tensor
 
 def _replay(loop: Loop, carry: Tensors, xs: Tensors, reads: Tensors) -> Replay | None:
     if not loop.is_noted and len(xs[0]):
-        loop.replay = replay_of(loop.compiled, carry, [x[0] for x in xs], reads)
+        loop.replay = replay_of(loop.compiled, carry, xs, reads)
         loop.is_noted = True
     return loop.replay
 

@@ -205,20 +205,19 @@ def _library() -> Any:
 # -- noting what code does -------------------------------------------------------------------------
 
 
-def replay_of(code: Any, carry: Tensors, rows: Tensors, reads: Tensors) -> Replay | None:
+def replay_of(code: Any, carry: Tensors, xs: Tensors, reads: Tensors) -> Replay | None:
     """The calls of a body's code, or None if it does more than to call kernels.
 
     Args:
-        code: what Inductor made of a body: (carry, rows, reads) -> (next carry, rows of outputs).
-        carry: of the first step.
-        rows: of the first step.
+        code: what Inductor made of a body: (carry, row of xs, reads) -> (next carry, row of ys).
+        carry: of the first step, like all tensors contiguous.
+        xs: at least one row.
         reads: what each step reads.
     """
     function = getattr(code, "__func__", code)
     kernels = _kernels(function)
-    if kernels is None or any(x.numel() == 0 for x in (*carry, *rows, *reads)):
+    if kernels is None or any(x.numel() == 0 for x in (*carry, *xs, *reads)):
         return None
-    inputs = [x.clone(memory_format=torch.contiguous_format) for x in (*carry, *rows, *reads)]
     notes = _Notes()
     scope = dict(function.__globals__)
     scope["empty_strided_cpu"] = notes.empty(scope["empty_strided_cpu"])
@@ -227,9 +226,31 @@ def replay_of(code: Any, carry: Tensors, rows: Tensors, reads: Tensors) -> Repla
         function.__code__, scope, None, function.__defaults__, function.__closure__
     )
     owner = () if function is code else (code.__self__,)
+    # clones, so that no two have the same address
+    inputs = [x.clone() for x in (*carry, *(x[0] for x in xs), *reads)]
     results = noting(*owner, list(inputs))
-    found = _Places(notes, inputs, len(carry), len(rows)).replay(results) if notes.fits else None
-    return found if found is not None and _agrees(found, inputs, results, len(rows)) else None
+    found = _Places(notes, inputs, len(carry), len(xs)).replay(results) if notes.fits else None
+    return found if found is not None and _agrees(found, code, carry, xs, reads) else None
+
+
+def _agrees(found: Replay, code: Any, carry: Tensors, xs: Tensors, reads: Tensors) -> bool:
+    """Whether two steps give, bit by bit, what the code gives."""
+    steps = min(2, len(xs[0]))
+    expected: Tensors = carry
+    rows = []
+    for k in range(steps):
+        results = code([*expected, *(x[k] for x in xs), *reads])
+        expected = results[: len(carry)]
+        rows.append(results[len(carry) :])
+    expected_ys = [torch.stack(ys) for ys in zip(*rows, strict=True)]
+    ys = [torch.zeros_like(y) for y in expected_ys]
+    last = found.run(steps, carry, xs, reads, ys)
+    pairs = zip((*last, *ys), (*expected, *expected_ys), strict=True)
+    return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1).view(torch.uint8)
 
 
 def _kernels(function: Any) -> dict[str, int] | None:
@@ -311,17 +332,3 @@ class _Places:
             if begin <= address < end:
                 return place._replace(offset=place.offset + address - begin)
         raise AssertionError("a kernel got memory that its code did not make")
-
-
-def _agrees(found: Replay, inputs: Tensors, results: Tensors, num_rows: int) -> bool:
-    """Whether a step gives, bit by bit, what the code gave."""
-    n = found.num_carry
-    rows = [x[None] for x in inputs[n : n + num_rows]]
-    ys = [torch.zeros_like(x)[None] for x in results[n:]]
-    carry = found.run(1, inputs[:n], rows, inputs[n + num_rows :], ys)
-    pairs = zip((*carry, *(y[0] for y in ys)), results, strict=True)
-    return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1).view(torch.uint8)
