@@ -110,6 +110,9 @@ def test_many_steps_take_several_turns_of_cpp() -> None:
     assert last.equal(torch.full((4096,), float(n)))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="kernels of older torch end the process by SIGFPE"
+)
 def test_an_error_in_a_step() -> None:
     found = noted(
         lambda c, x, r: ([c[0] // x[0]], []), [torch.tensor([60])], [torch.ones(5, 1).long()]

@@ -7,6 +7,7 @@ each tensor is freed after its last use, and a result may take its memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import CellType
 from typing import Any
 
 import torch
@@ -68,6 +69,9 @@ def _parts(artifact: Any) -> tuple[Boxed, Sequence[torch.Tensor]]:
     return compiled, parameters
 
 
+_EMPTY = CellType()
+
+
 def _closed_over(function: Any, kind: type) -> Any:
     """What a function and those in its closure call that is of a kind, if there is one."""
     seen: set[int] = set()
@@ -82,7 +86,7 @@ def _closed_over(function: Any, kind: type) -> Any:
             found.append(value)
             continue
         cells = getattr(value, "__closure__", None) or ()
-        inside = [cell.cell_contents for cell in cells]
+        inside = [cell.cell_contents for cell in cells if cell != _EMPTY]
         inside.append(getattr(value, "__wrapped__", None) or getattr(value, "compiled_fn", None))
         open_ += [each for each in inside if callable(each) and not isinstance(each, type)]
     return found[0] if len(found) == 1 else None

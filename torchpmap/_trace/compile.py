@@ -32,7 +32,13 @@ from torchpmap._base.torch_internals import (
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._layout.axis_stack import is_group_name
 from torchpmap._trace.boxed import Boxed, boxed_artifact, boxed_body, boxed_call, boxed_graph
-from torchpmap._trace.compiled_loops import Loop, running_with, with_compiled_loops, with_loops
+from torchpmap._trace.compiled_loops import (
+    Loop,
+    has_scans,
+    running_with,
+    with_compiled_loops,
+    with_loops,
+)
 from torchpmap._trace.constants import place
 from torchpmap._trace.custom_ops import NATIVE
 from torchpmap._trace.inner import inner_graphs, is_kept, operations
@@ -236,19 +242,45 @@ def _compile(
     definition: Definition, leading: Sequence[torch.Tensor], device: torch.device
 ) -> Boxed:
     graph, backend = definition.graph, definition.backend
+    kinds = [*((index.shape, index.dtype) for index in leading), *definition.inputs]
     if backend == EAGER:
-        graph = boxed_graph(graph)
-        if not _keeps_strides(graph):
-            _reshape(graph)
-        return graph.forward
+        return _eager(graph, kinds, device)
     if backend.is_inductor:
-        kinds = [*((index.shape, index.dtype) for index in leading), *definition.inputs]
         return _inductor(graph, kinds, device, backend)
     examples = [
         *leading,
         *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in definition.inputs),
     ]
     return _by_backend(graph, examples, backend)
+
+
+def _eager(graph: torch.fx.GraphModule, kinds: Sequence[Kind], device: torch.device) -> Boxed:
+    def in_order(graph: torch.fx.GraphModule) -> Boxed:
+        graph = boxed_graph(graph)
+        if not _keeps_strides(graph):
+            _reshape(graph)
+        return graph.forward
+
+    def body(graph: torch.fx.GraphModule, inputs: Sequence[Any], num_results: int) -> Boxed:
+        graph, loops = with_compiled_loops(graph, mode, inputs, body)
+        return running_with(in_order(graph), loops)
+
+    if not has_scans(graph):
+        return in_order(graph)
+    mode, examples = _fakes(kinds, device)
+    graph, loops = with_compiled_loops(graph, mode, examples, body)
+    return running_with(in_order(graph), loops)
+
+
+def _fakes(kinds: Sequence[Kind], device: torch.device) -> tuple[FakeTensorMode, list[Any]]:
+    """Fake inputs: those of a plan may take half the memory of a device."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    return mode, [
+        FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
+        for shape, dtype in kinds
+    ]
 
 
 def _by_backend(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend) -> Boxed:
@@ -311,16 +343,10 @@ def _inductor(
     with uncollected():
         import torch._inductor.compile_fx  # standalone_compile would import it
         from torch._inductor import standalone_compile
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     make_cache_private()
     _teach_hashes()
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    # fake ones: the inputs of a plan may take half the memory of a device
-    examples: list[Any] = [
-        FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
-        for shape, dtype in kinds
-    ]
+    mode, examples = _fakes(kinds, device)
 
     def artifact(
         graph: torch.fx.GraphModule, inputs: Sequence[Any], loops: Sequence[Loop], **more: Any

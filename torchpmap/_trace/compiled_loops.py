@@ -68,7 +68,7 @@ def with_compiled_loops(
         inputs: fake ones of the graph.
         compile_body: compiles the body of a scan.
     """
-    if not _has_scans(graph):
+    if not has_scans(graph):
         return graph, []
     changed = _copied(graph)
     loops: list[Loop] = []
@@ -101,7 +101,7 @@ def running_with(compiled: Boxed, loops: Sequence[Loop]) -> Boxed:
     return run if loops else compiled
 
 
-def _has_scans(graph: GraphModule) -> bool:
+def has_scans(graph: GraphModule) -> bool:
     modules = [module for module in graph.modules() if isinstance(module, GraphModule)]
     return any(kind_of_node(node) == SCAN for module in modules for node in module.graph.nodes)
 
