@@ -129,6 +129,7 @@ BIG = torch.ones(1 << 21)
 OTHERS: dict[str, tuple[Step, Any, Any, Any]] = {
     "a library": (lambda c, x, r: ([c[0] @ r[0]], []), [C], [XS], [torch.ones(4, 4)]),
     "an empty value": (lambda c, x, r: ([c[0] + 1], []), [torch.ones(0)], [XS], []),
+    "an empty output": (lambda c, x, r: ([c[0] + 1], [x[0][:0]]), [C], [XS], []),
     "much memory": (
         lambda c, x, r: ([c[0] + r[0].exp().cumsum(0)[:12]], []),
         [C.view(-1)],

@@ -298,7 +298,8 @@ class _Places:
     def replay(self, results: Tensors) -> Replay | None:
         buffers = {x.data_ptr(): x for x in self._notes.buffers}
         size = sum(x.nbytes + _ALIGNMENT for x in buffers.values())
-        if 0 in buffers or size > _MAX_BYTES or not all(x.is_contiguous() for x in results):
+        is_plain = all(x.is_contiguous() and x.numel() for x in results)
+        if 0 in buffers or size > _MAX_BYTES or not is_plain:
             return None
         copies: list[tuple[Place, torch.Tensor]] = []
         for k, x in enumerate(results):
