@@ -163,6 +163,7 @@ def test_random_numbers_are_the_same_in_all_modes(num_rows):
 
 
 DEADLOCKS = {
+    "test": lambda x: tp.while_loop(lambda v: v + 0 * tp.psum(v, "i") < 3, lambda v: v + 1, x),
     "while": lambda x: tp.while_loop(lambda v: v < 3, lambda v: v + tp.psum(v**2, "i"), x),
     "cond": lambda x: tp.cond(x > 0, lambda: tp.psum(x, "i"), lambda: x),
     "in a scan": lambda x: tp.scan(

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 
 from torchpmap._base.boundary import boundary
+from torchpmap._base.pytree import tree_map
 from torchpmap._base.torch_internals import (
-    FakeTensorMode,
     innermost,
     is_vmap_wrapper,
     layers,
     level_of,
-    outside_modes,
 )
 from torchpmap._layout import axis_stack
 from torchpmap._loops.branch_node import Branch
@@ -24,6 +23,8 @@ from torchpmap._loops.operator import apply
 from torchpmap._loops.scan import is_staged
 from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
 from torchpmap._loops.trees import Parts, Tensors, Tree, category, kind, same_kinds, take_apart
+from torchpmap._loops.without_values import without_values
+from torchpmap._loops.writes import Writes
 
 
 @boundary
@@ -248,11 +249,11 @@ def _run(pred: torch.Tensor, pair: _Pair, operands: Any) -> Any:
         assert pair.tree is not None
         return pair.tree.build(chosen)
     which = 0 if bool(innermost(pred)) else 1
-    taken = pair.parts(which, operands)
+    taken = pair.parts(which, _copied(operands))
     if pair.codes in _checked and not any(taken.weak) and not around.draws_numbers:
         return taken.tree.build(taken.tensors)
     with around.restored():  # and as many random numbers are drawn as by the other branch
-        other = _abstract(pair, 1 - which, operands, taken)
+        other = without_values(lambda: pair.parts(1 - which, operands))
     if other is None:
         return taken.tree.build(taken.tensors)
     # Python numbers take the dtype of the other branch
@@ -270,37 +271,25 @@ _checked: set[Any] = set()
 def _numbered(around: Surroundings, pair: _Pair, which: int, operands: Any) -> Parts:
     """Both branches begin with the same random numbers: only one of them counts."""
     with around.restored():
-        return pair.parts(which, operands)
+        return pair.parts(which, _copied(operands))
 
 
-def _abstract(pair: _Pair, which: int, operands: Any, taken: Parts) -> Parts | None:
-    """What the other branch would return, without its values; None if that cannot be found out
-    here.
-    """
-    try:
-        with outside_modes(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            found = pair.parts(which, operands)
-            kinds = [(x.shape, x.dtype) for x in found.tensors]
-    except Exception:  # a branch may need values
-        return None
-    tensors = [
-        torch.empty(shape, dtype=dtype, device=taken.tensors[0].device if taken.tensors else None)
-        for shape, dtype in kinds
-    ]
-    return Parts(found.tree, tensors, found.weak)
+def _copied(operands: Any) -> Any:
+    """For a branch, which may write to them."""
+    return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, operands)
 
 
 def _staged(pred: torch.Tensor, pair: _Pair, operands: Any) -> Any:
-    around = Surroundings()
+    around, writes = Surroundings(), Writes()
     given = take_apart(operands, "operand")
 
     def once() -> tuple[Tensors, int]:
-        inputs = given.tree.build([x.clone() for x in given.tensors])
         draws = 0
         both = []
         for which in (0, 1):
-            with around.restored():
-                both.append(pair.parts(which, inputs))
+            inputs = [x.clone() for x in given.tensors]
+            with around.restored(), writes.noted(inputs):
+                both.append(pair.parts(which, given.tree.build(inputs)))
                 draws = max(draws, around.draws())
         first, second = pair.unified(both)
         return [*first, *second], draws
@@ -311,11 +300,11 @@ def _staged(pred: torch.Tensor, pair: _Pair, operands: Any) -> Any:
 
     def branch(which: int) -> Any:
         def body(tensors: Sequence[torch.Tensor]) -> Tensors:
-            inputs = given.tree.build(tensors[len(closures) + len(rows) :])
+            inputs = tensors[len(closures) + len(rows) :]
 
             def run() -> Tensors:
                 with around.restored():
-                    return pair.run(which, inputs)
+                    return pair.run(which, given.tree.build(writes.private(inputs)))
 
             return with_closures(run, closures, tensors[: len(closures)])
 

@@ -11,10 +11,13 @@ import torch
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.torch_internals import fake_mode, tracing_mode
+from torchpmap._loops.emit import discarded
 from torchpmap._loops.operator import apply
 from torchpmap._loops.scan_node import Scan
 from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
 from torchpmap._loops.trees import Parts, Tensors, Tree, carried, take_apart, with_weak_carry
+from torchpmap._loops.without_values import without_values
+from torchpmap._loops.writes import Writes
 
 _Carry = TypeVar("_Carry")
 
@@ -244,16 +247,31 @@ def run_scan(
     ys: list[Tensors] = [[] for _ in numbers]
     first = rows[0] if length else [x.new_zeros(x.shape[1:]) for x in xs]
     if any(init.weak):
-        carry = _with_weak_carry(body, init, first, around)
+        carry = _with_weak_carry(body, replace(init, tensors=carry), first, around)
     if not length:
-        with around.restored(torch.tensor(0)):
-            _, empty = body(carry, first)
-        around.advance(0)
-        return carry, [y.new_zeros((0, *y.shape)) for y in empty]
-    for k in reversed(numbers) if reverse else numbers:
-        with around.step(k):
-            carry, ys[k] = body(carry, rows[k])
+        return carry, _no_rows(body, carry, first, around)
+    to_carry, to_row = Writes(), Writes()
+    for step, k in enumerate(reversed(numbers) if reverse else numbers):
+        row = to_row.private(rows[k]) if step else [x.clone() for x in rows[k]]
+        with around.step(k), to_carry.noted(carry), to_row.noted(row):
+            carry, y = body(carry, row)
+        # an output may be the carry, to which the next step writes
+        ys[k] = [x.clone() for x in y] if any(to_carry.seen) else y
     return carry, [torch.stack(y) for y in zip(*ys, strict=True)]
+
+
+def _no_rows(
+    body: Body, carry: Tensors, row: Sequence[torch.Tensor], around: Surroundings
+) -> Tensors:
+    """The outputs of no step at all."""
+
+    def step() -> Parts:
+        _, ys = body(carry, row)
+        return Parts(body.carry, ys, ())
+
+    kinds = [(y.shape, y.dtype, y.device) for y in tried(step, around).tensors]
+    around.advance(0)
+    return [torch.zeros(0, *shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
 
 
 def _with_weak_carry(
@@ -262,25 +280,34 @@ def _with_weak_carry(
     """The first carry, in the dtypes that come out of the body."""
 
     def step(carry: Sequence[Any]) -> Parts:
-        with around.restored(torch.tensor(0)):
-            after: Parts = body.first(carry, row)[0]
+        after: Parts = body.first(carry, row)[0]
         return after
 
-    return with_weak_carry(init, step)
+    return with_weak_carry(init, lambda carry: tried(lambda: step(carry), around))
+
+
+def tried(step: Callable[[], Parts], around: Surroundings) -> Parts:
+    """Kinds of what a first step returns, which runs only if they cannot be found out else."""
+    with around.restored(torch.tensor(0)):
+        if is_staged():
+            with discarded():
+                return step()
+        found = without_values(step)
+        return step() if found is None else found
 
 
 def _staged(
     body: Body, init: Parts, xs: Sequence[torch.Tensor], length: int, reverse: bool
 ) -> tuple[Tensors, Tensors]:
-    around = Surroundings()
+    around, writes = Surroundings(), Writes()
     numbers = torch.arange(length, device=xs[0].device if xs else None)
 
     def once() -> tuple[Tensors, Tensors, int]:
-        row = [x[0] for x in xs]
+        row = [x[0].clone() for x in xs]
         # copies, because the body may also close over these tensors
         start = replace(init, tensors=[x.clone() for x in init.tensors])
         carry = _with_weak_carry(body, start, row, around)
-        with around.restored(numbers[0]):
+        with around.restored(numbers[0]), writes.noted([*carry, *row]):
             after, ys = body(carry, row)
             return carry, [*after, *ys], around.draws()
 
@@ -296,7 +323,8 @@ def _staged(
 
         def run() -> tuple[Tensors, Tensors]:
             with around.restored(number):
-                return body(list(carry), row)
+                own = writes.private([*carry, *row])
+                return body(own[: len(carry)], own[len(carry) :])
 
         return with_closures(run, closures, constants[: len(closures)])
 

@@ -15,7 +15,7 @@ from torchpmap._base.torch_internals import innermost, set_forward_grad
 from torchpmap._layout import axis_stack
 from torchpmap._loops.branches import batched_levels
 from torchpmap._loops.operator import apply, is_inexact
-from torchpmap._loops.scan import Body, check_unroll, is_staged, run_scan
+from torchpmap._loops.scan import Body, check_unroll, is_staged, run_scan, tried
 from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
 from torchpmap._loops.trees import (
     Parts,
@@ -28,6 +28,7 @@ from torchpmap._loops.trees import (
     with_weak_carry,
 )
 from torchpmap._loops.while_node import While, no_reverse
+from torchpmap._loops.writes import Writes
 
 _Carry = TypeVar("_Carry")
 
@@ -208,24 +209,22 @@ def _run(name: str, test: Callable[..., Any], body: Callable[..., Any], init: An
 
 
 def _with_weak_carry(loop: _Loop, init: Parts, around: Surroundings) -> Tensors:
-    def step(carry: Sequence[Any]) -> Parts:
-        with around.restored(torch.tensor(0)):
-            return loop.first(carry)
-
-    return with_weak_carry(init, step)
+    return with_weak_carry(init, lambda carry: tried(lambda: loop.first(carry), around))
 
 
 def _in_python(loop: _Loop, init: Parts) -> Tensors:
     around = Surroundings()
     carry = [x.clone() for x in _with_weak_carry(loop, init, around)]
     number = 0
+    levels: frozenset[int] = frozenset()
     while True:
-        goes_on = loop.test(carry)
+        with axis_stack.parting(levels, loop.name):  # rows that are done test no more
+            goes_on = loop.test(carry)
         if not bool(innermost(goes_on).any()):
             break
         levels = batched_levels(goes_on)
         with axis_stack.parting(levels, loop.name), around.restored(torch.tensor(number)):
-            after = loop.body(carry)
+            after = loop.body([x.clone() for x in carry] if levels else carry)
         if levels:
             after = [torch.where(goes_on, new, old) for new, old in zip(after, carry, strict=True)]
         carry, number = after, number + 1
@@ -267,12 +266,12 @@ class _NoReverse(torch.autograd.Function):
 
 
 def _staged(loop: _Loop, init: Parts) -> Tensors:
-    around = Surroundings()
+    around, writes = Surroundings(), Writes()
 
     def once() -> tuple[Tensors, int]:
         start = replace(init, tensors=[x.clone() for x in init.tensors])
         carry = _with_weak_carry(loop, start, around)
-        with around.restored(torch.tensor(0)):
+        with around.restored(torch.tensor(0)), writes.noted(carry):
             loop.test(carry)
             loop.body(carry)
             return carry, around.draws()
@@ -289,7 +288,7 @@ def _staged(loop: _Loop, init: Parts) -> Tensors:
     def test(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         def run() -> torch.Tensor:
             with around.restored():
-                return loop.test(tensors[num_constants + skipped :])
+                return loop.test(writes.private(tensors[num_constants + skipped :]))
 
         return with_closures(run, closures, tensors[: len(closures)])
 
@@ -298,7 +297,7 @@ def _staged(loop: _Loop, init: Parts) -> Tensors:
 
         def run() -> Tensors:
             with around.restored(numbers[0] if skipped else None):
-                return loop.body(tensors[num_constants + skipped :])
+                return loop.body(writes.private(tensors[num_constants + skipped :]))
 
         after = with_closures(run, closures, tensors[: len(closures)])
         return [*(k + 1 for k in numbers), *after]

@@ -1,0 +1,91 @@
+"""Covers: _loops/without_values.py: where kinds are needed and no step is, nothing happens."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from _plain import GRAPH
+from torch import nn
+
+import torchpmap as tp
+
+ONE = torch.ones(1)
+
+
+def say(text: str, value: Any) -> Any:
+    tp.debug.print(text)
+    return value
+
+
+PRINTS: dict[str, tuple[Any, int]] = {
+    "a number as carry": (lambda x: tp.scan(lambda c, _: (say("ran", c + x), c), 0, length=3), 3),
+    "while": (lambda x: tp.while_loop(lambda c: c < 3, lambda c: say("ran", c + x), 0.0), 3),
+    "one step": (lambda x: tp.scan(lambda c, _: (say("ran", c + x), c), 0, length=1), 1),
+    "in the graph": (
+        lambda x: tp.scan(lambda c, _: (say("ran", c + x), c), 0, length=3, unroll=True),
+        3,
+    ),
+    "no steps": (lambda x: tp.scan(lambda c, _: (say("ran", c), c), x, length=0)[0], 0),
+    "other branch": (lambda x: tp.cond(x > 0, lambda: x, lambda: say("ran", x)), 0),
+}
+
+
+@pytest.mark.parametrize("name", PRINTS)
+def test_as_many_prints_as_steps(name: str, capfd: Any) -> None:
+    program, count = PRINTS[name]
+    program(torch.tensor(1.0))
+    assert capfd.readouterr().out.splitlines() == ["ran"] * count
+    for mode in (GRAPH, False):
+        tp.block_until_ready(tp.pmap(program, "i", compile=mode)(ONE))
+        tp.block_until_ready(tp.pmap(lambda x: say("end", x), "i", compile=False)(ONE))
+        found: list[str] = []
+        for _ in range(100):  # another thread passes on what a worker prints
+            found += capfd.readouterr().out.splitlines()
+            if "[i=0] end" in found:
+                break
+            time.sleep(0.1)
+        assert found == ["[i=0] ran"] * count + ["[i=0] end"]
+
+
+def test_as_many_random_numbers_as_in_python() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(()) + torch.rand(())
+    torch.manual_seed(0)
+    assert tp.scan(lambda c, _: (c + torch.rand(()), None), 0.0, length=2)[0] == expected
+
+
+def test_buffers_count_the_steps() -> None:
+    norm = nn.BatchNorm1d(2)
+    x = torch.arange(6.0).reshape(3, 2)
+    tp.fori_loop(0, 2, lambda _, s: s + norm(x).sum(), 0.0)
+    assert norm.num_batches_tracked == 2
+    tp.scan(lambda c, _: (norm(c), c), x, length=0)
+    tp.cond(x.sum() < 0, lambda: norm(x), lambda: x)
+    assert norm.num_batches_tracked == 2
+
+
+def test_the_other_branch_writes_nothing() -> None:
+    y = torch.ones(3)
+    assert tp.cond(torch.tensor(True), lambda: y * 2, lambda: y.mul_(3)).tolist() == [2.0] * 3
+    assert y.tolist() == [1.0] * 3
+
+
+def test_a_first_step_that_needs_values() -> None:
+    def step(c: Any, x: Any) -> Any:
+        return c + (x if x.item() > 1 else 0 * x), None
+
+    assert tp.scan(step, 0.0, torch.arange(4.0))[0] == 5
+
+
+def test_a_gradient_in_the_body_goes_to_no_parameter() -> None:
+    w = torch.ones(2, requires_grad=True)
+
+    def step(c: Any, _: Any) -> Any:
+        (w * w).sum().backward()
+        return c + 1.0, None
+
+    assert tp.scan(step, 0.0, length=2)[0] == 2
+    assert type(w.grad) is torch.Tensor

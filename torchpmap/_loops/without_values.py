@@ -1,0 +1,50 @@
+"""What a function would return, without running it: kinds of tensors, and no effects.
+
+Nothing is computed, printed, sent or drawn, and no tensor is written to: each is replaced by one
+that has no values, below all transforms, so tensors that the function closes over are too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchpmap._base.pytree import tree_map
+from torchpmap._base.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    outside_modes,
+)
+from torchpmap._loops.trees import Parts
+
+
+def without_values(run: Callable[[], Parts]) -> Parts | None:
+    """Tensors of the kinds that ``run`` would return; None if they cannot be found out so."""
+    try:
+        with outside_modes(), FakeTensorMode() as mode, _Replaced(mode), torch.no_grad():
+            found = run()
+            kinds = [(x.shape, x.dtype, x.device) for x in found.tensors]
+    except Exception:  # a function may need values
+        return None
+    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
+    return Parts(found.tree, tensors, found.weak)
+
+
+class _Replaced(TorchDispatchMode):
+    """Gives operations tensors without values."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(self._replace, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _replace(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return value
+        return self._mode.from_tensor(value)  # the same one each time
