@@ -101,6 +101,12 @@ MISUSE = {
         TypeError,
         "same structure",
     ),
+    "None": (
+        lambda x: tp.cond(x.sum() > 0, lambda: (x, None), lambda: (x, x)),
+        TypeError,
+        r"true_fun returned \(\*, None\) and false_fun returned \(\*, \*\)",
+    ),
+    "branches": (lambda x: tp.switch(x.int().sum(), torch.sin, x), TypeError, "a sequence of func"),
     "predicate": (lambda x: tp.cond(x > 0, lambda: x, lambda: x), TypeError, "must be a scalar"),
     "empty": (lambda x: tp.switch(0, [], x), ValueError, "empty sequence of branches"),
     "index": (lambda x: tp.switch(x[0], [torch.sin, torch.cos], x), TypeError, "an integer"),

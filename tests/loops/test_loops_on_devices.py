@@ -178,6 +178,17 @@ def test_deadlocks_are_found_while_tracing(name):
         tp.pmap(DEADLOCKS[name], "i", compile=GRAPH)(A)
 
 
+def test_deadlocks_are_named_as_the_user_called_them():
+    with pytest.raises(ValueError, match="switch: the predicate may differ"):
+        tp.pmap(
+            lambda x: tp.switch(x.int(), [lambda: tp.psum(x, "i"), lambda: x]), "i", compile=GRAPH
+        )(A)
+    with pytest.raises(ValueError, match="fori_loop: the predicate may differ"):
+        tp.pmap(
+            lambda x: tp.fori_loop(0, x.int(), lambda _, c: tp.psum(c, "i"), x), "i", compile=GRAPH
+        )(A)
+
+
 @pytest.mark.parametrize("name", DEADLOCKS)
 def test_deadlocks_without_a_trace(name):
     with pytest.raises(tp.CollectiveMismatch, match="rank 1"):

@@ -167,6 +167,28 @@ MISUSE = {
         ValueError,
         r"length=4, but the leading dims of xs have the sizes 5 \(xs\)",
     ),
+    "length, a float": (
+        lambda: tp.scan(lambda c, x: (c, x), XS, length=3.0),
+        TypeError,
+        "length must be an integer, but got 3.0 of type float",
+    ),
+    "length, computed": (
+        lambda: tp.scan(lambda c, x: (c, x), XS, length=XS.sum()),
+        TypeError,
+        "length must be a Python number, but got a tensor.* Use fori_loop or while_loop",
+    ),
+    "unroll, a float": (
+        lambda: tp.scan(lambda c, x: (c, x), XS, XS, unroll=1.5),
+        TypeError,
+        "unroll must be an integer, but got 1.5",
+    ),
+    "no function": (lambda: tp.scan(3, XS, XS), TypeError, "f must be a function, but got 3"),
+    "a tensor": (
+        lambda: tp.scan(lambda c, x: c, XS, XS),
+        TypeError,
+        r"must return a pair .* returned a tensor of kind float32\[5\]",
+    ),
+    "three": (lambda: tp.scan(lambda c, x: (c, x, x), XS, XS), TypeError, "returned a tuple of 3"),
     "carry kind": (
         lambda: tp.scan(lambda c, x: ({"a": c["a"][:2]}, x), {"a": XS}, XS),
         TypeError,
@@ -177,7 +199,6 @@ MISUSE = {
         TypeError,
         r"it got float32\[5\] and returned \(float32\[5\], float32\[5\]\)",
     ),
-    "no pair": (lambda: tp.scan(lambda c, x: c, XS, XS), TypeError, "must return a pair"),
     "unroll": (lambda: tp.scan(lambda c, x: (c, x), XS, XS, unroll=0), ValueError, "unroll"),
     "bound": (lambda: tp.fori_loop(0, 1.5, lambda i, v: v, XS), TypeError, "upper must be an int"),
 }

@@ -43,6 +43,7 @@ class Branch(Construct):
             *(each.module for each in inner),
             tuple(emit.operands(reads)),
             results=inner[0].results,
+            name=self.name,
         )
 
     def keeping(self) -> Branch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,8 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
 
     Source: jax.lax.switch; checked in tests/loops.
     """
+    if not isinstance(branches, Iterable):
+        raise TypeError(f"switch: branches must be a sequence of functions, but got {branches!r}.")
     branches = tuple(branches)
     for fun in branches:
         if not callable(fun):
@@ -185,7 +187,7 @@ class _Pair:
         """The results of both, in the same dtypes where one is a Python number."""
         first, second = both
         if first.tree != second.tree:
-            shown = [f"{n} returned {p.tree.structure}" for n, p in self._named(both)]
+            shown = [f"{n} returned {p.tree}" for n, p in self._named(both)]
             raise TypeError(
                 f"{self.name}: all branches must return the same structure, but {shown[0]} and "
                 f"{shown[1]}."

@@ -327,13 +327,14 @@ def operands(tensors: Tensors, beside: Tensors = ()) -> list[torch.Tensor]:
     return found
 
 
-def call(target: Any, *args: Any, results: Sequence[Kind]) -> list[torch.Tensor]:
+def call(target: Any, *args: Any, results: Sequence[Kind], name: str) -> list[torch.Tensor]:
     """Add ``target(*args)``, which returns ``results``, to the graph that is being traced.
 
     Args:
         target: the operation.
         args: graphs, and tuples and lists of ``operands``.
         results: kinds of the results.
+        name: what the user called.
     """
     from torch.fx.experimental.proxy_tensor import track_tensor_tree
 
@@ -353,6 +354,7 @@ def call(target: Any, *args: Any, results: Sequence[Kind]) -> list[torch.Tensor]
         if part.group is not None
     ]
     proxy.node.meta["line"] = users_line()
+    proxy.node.meta["called"] = name
     values = tuple(fake(*kind) for kind in results)
     track_tensor_tree(values, proxy, constant=None, tracer=tracer)
     proxy.node.meta["val"] = values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -11,11 +10,12 @@ import torch
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.torch_internals import fake_mode, tracing_mode
+from torchpmap._loops.checks import check_function, whole_number
 from torchpmap._loops.emit import discarded
 from torchpmap._loops.operator import apply
 from torchpmap._loops.scan_node import Scan
 from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
-from torchpmap._loops.trees import Parts, Tensors, Tree, carried, take_apart, with_weak_carry
+from torchpmap._loops.trees import Parts, Tensors, Tree, carried, kind, take_apart, with_weak_carry
 from torchpmap._loops.without_values import without_values
 from torchpmap._loops.writes import Writes
 
@@ -112,10 +112,11 @@ def map(f: Callable[[Any], Any], xs: Any, batch_size: int | None = None) -> Any:
 
     Source: jax.lax.map; checked in tests/loops.
     """
+    check_function("map", "f", f)
     rows = take_apart(xs, "xs")
     length = _length("map", rows, None)
     if batch_size is not None:
-        batch_size = operator.index(batch_size)
+        batch_size = whole_number("map", "batch_size", batch_size)
         if batch_size < 1:
             raise ValueError(f"map: batch_size must be positive, but got {batch_size}.")
         return _in_batches(f, rows, length, batch_size)
@@ -149,9 +150,11 @@ def _in_batches(f: Callable[[Any], Any], rows: Parts, length: int, size: int) ->
 
 def check_unroll(name: str, unroll: int | bool | None) -> bool:
     """Whether all steps go into the graph."""
-    if unroll is not None and not isinstance(unroll, bool) and operator.index(unroll) < 1:
+    if unroll is None or isinstance(unroll, bool):
+        return unroll is True
+    if whole_number(name, "unroll", unroll) < 1:
         raise ValueError(f"{name}: unroll must be a positive number or a bool, but got {unroll}.")
-    return unroll is True
+    return False
 
 
 def _length(name: str, rows: Parts, length: int | None) -> int:
@@ -161,7 +164,7 @@ def _length(name: str, rows: Parts, length: int | None) -> int:
             raise ValueError(f"{name}: {path} has no leading dim to scan over; it is a number.")
     sizes = [x.shape[0] for x in rows.tensors]
     if length is not None:
-        length = operator.index(length)
+        length = whole_number(name, "length", length)
         if length < 0:
             raise ValueError(f"{name}: length must not be negative, but got {length}.")
         if any(size != length for size in sizes):
@@ -195,13 +198,21 @@ class Body:
     row: Tree
     _ys: Tree | None = None
 
+    def __post_init__(self) -> None:
+        check_function(self.name, "f", self.fun)
+
     def first(self, carry: Sequence[torch.Tensor], row: Sequence[torch.Tensor]) -> Any:
         """What the function returns: (the next carry, the output), taken apart."""
         returned = self.fun(self.carry.build(carry), self.row.build(row))
         if not isinstance(returned, tuple | list) or len(returned) != 2:
+            shown = type(returned).__name__
+            if isinstance(returned, torch.Tensor):
+                shown = f"a tensor of kind {kind(returned)}"
+            elif isinstance(returned, tuple | list):
+                shown = f"a {shown} of {len(returned)}"
             raise TypeError(
-                f"{self.name}: the body must return a pair (carry, output), but returned "
-                f"{type(returned).__name__}. An output may be None."
+                f"{self.name}: the body must return a pair (carry, output), but returned {shown}. "
+                "An output may be None."
             )
         return take_apart(returned[0], "carry"), take_apart(returned[1], "output")
 
@@ -214,7 +225,7 @@ class Body:
         elif self._ys != ys.tree:
             raise TypeError(
                 f"{self.name}: the body must return outputs of the same structure in each step, "
-                f"but returned {self._ys.structure} and {ys.tree.structure}."
+                f"but returned {self._ys} and {ys.tree}."
             )
         return carried(self.name, self.carry, carry, after), ys.tensors
 

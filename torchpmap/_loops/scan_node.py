@@ -80,6 +80,7 @@ class Scan(Construct):
             xs,
             tuple(emit.operands(inner.reads, [*init, *xs])),
             results=[*emit.kinds_of(init), *ys],
+            name="scan",
         )
         if self.reverse:
             results[len(init) :] = [y.flip(0) for y in results[len(init) :]]

@@ -34,6 +34,11 @@ class Tree:
         given = iter(tensors)
         return self.structure.unflatten([next(given) if has else None for has in self.has_tensor])
 
+    def __str__(self) -> str:
+        """As it stands in errors: None is no tensor."""
+        leaves = [_Kind("*") if has else None for has in self.has_tensor]
+        return repr(self.structure.unflatten(leaves))
+
     def paths(self, name: str) -> list[str]:
         """Of the leaves that are tensors."""
         paths = zip(self.structure.paths(name), self.has_tensor, strict=True)

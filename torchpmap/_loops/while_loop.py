@@ -14,6 +14,7 @@ from torchpmap._base.boundary import boundary
 from torchpmap._base.torch_internals import innermost, set_forward_grad
 from torchpmap._layout import axis_stack
 from torchpmap._loops.branches import batched_levels
+from torchpmap._loops.checks import check_function
 from torchpmap._loops.operator import apply, is_inexact
 from torchpmap._loops.scan import Body, check_unroll, is_staged, run_scan, tried
 from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
@@ -72,6 +73,8 @@ def while_loop(
 
     Source: jax.lax.while_loop; checked in tests/loops.
     """
+    check_function("while_loop", "cond_fun", cond_fun)
+    check_function("while_loop", "body_fun", body_fun)
     return _run("while_loop", cond_fun, body_fun, init_val)
 
 
@@ -114,6 +117,7 @@ def fori_loop(
 
     Source: jax.lax.fori_loop; checked in tests/loops.
     """
+    check_function("fori_loop", "body_fun", body_fun)
     bounds = [_bound(lower, "lower"), _bound(upper, "upper")]
     if all(isinstance(bound, int) for bound in bounds):
         is_unrolled = check_unroll("fori_loop", unroll)

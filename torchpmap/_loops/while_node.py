@@ -61,6 +61,7 @@ class While(Construct):
             tuple(init),
             tuple(emit.operands(reads, init)),
             results=kinds,
+            name=self.name,
         )
 
     def keeping(self) -> While:

@@ -393,7 +393,8 @@ def _refuse_deadlocks(graph: Graph, group: str, varying: Collection[Node], along
             axes = [name for name, other in node.meta.get("axes", ()) if other == group]
             axes += [name for name, _ in node.meta.get("axes", ())]
             line = node.meta.get("line", "")
-            told = parted(str(node.target), repr(axes[0] if axes else group))
+            name = node.meta.get("called", str(node.target))
+            told = parted(name, repr(axes[0] if axes else group))
             raise ValueError(f"at {line}: {told}")
 
 
