@@ -132,6 +132,9 @@ class _Found(Substitute):
         return tensor
 
     def _is_from_outside(self, tensor: torch.Tensor) -> bool:
+        mode = tracing_mode()
+        if mode is None or mode.tracer is not self._tracer:
+            return False  # in the graph of a loop inside: what that reads, it has read here before
         value = innermost(tensor)
         if not isinstance(value, FakeTensor):
             return True

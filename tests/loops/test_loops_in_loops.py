@@ -1,0 +1,51 @@
+"""Covers: _loops/surroundings.py: what a loop closes over, if its body has other loops in it and
+transforms go through all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from _plain import GRAPH, check
+from torch.func import grad, hessian, jvp, vmap
+
+import torchpmap as tp
+
+X = torch.tensor([0.75, -0.25])
+
+
+def constant_inside(c: Any) -> Any:
+    """A tensor that is made in the graph of the innermost branch."""
+    branches = [torch.sin, lambda c: vmap(lambda q: c * q)(torch.tensor([0.5, 1.0])).sum(0)]
+    return tp.switch((c.sum() * 4).int(), [*branches, lambda c: c * 2], c)
+
+
+def loops_in_branches(c: Any) -> Any:
+    def scanned(c: Any, n: int, reverse: bool) -> Any:
+        xs = torch.linspace(0, 1, n) * (1 + c.sum())
+        last, ys = tp.scan(lambda s, t: (s * 0.5 + t, s * t), c, xs, reverse=reverse)
+        return last + ys.sum(0)
+
+    inner = [torch.sin, lambda c: scanned(c, 3, False), lambda c: scanned(c, 2, True)]
+    return tp.cond(c.sum() > 0, lambda c: tp.switch((c.sum() * 4).int(), inner, c), torch.cos, c)
+
+
+TRANSFORMS: dict[str, Any] = {
+    "jvp": lambda f: lambda x: jvp(f, (x,), (torch.ones_like(x),)),
+    "grad": lambda f: grad(lambda x: f(x).sum()),
+    "hessian": lambda f: hessian(lambda x: (f(x) ** 2).sum()),
+    "vmap": lambda f: lambda x: vmap(f)(torch.stack([x, x - 1])),
+}
+
+
+CASES = [(constant_inside, name) for name in TRANSFORMS]
+CASES += [(loops_in_branches, name) for name in TRANSFORMS if name != "hessian"]  # a minute
+
+
+@pytest.mark.parametrize(("f", "transform"), CASES)
+def test_transforms_through_all(f: Any, transform: str) -> None:
+    program = TRANSFORMS[transform](f)
+    mapped = tp.pmap(program, in_axes=None, out_axes=None, axis_size=1, compile=GRAPH)
+    check(mapped(X), program(X))
