@@ -32,6 +32,12 @@ def loops_in_branches(c: Any) -> Any:
     return tp.cond(c.sum() > 0, lambda c: tp.switch((c.sum() * 4).int(), inner, c), torch.cos, c)
 
 
+def closure_returned(c: Any) -> Any:
+    """Bodies and branches that return what they close over as it is."""
+    chosen = tp.cond(c.sum() > 0, lambda: c * 3, lambda: c)
+    return chosen + tp.scan(lambda s, _: (c, s * c), c * 1, length=3)[1].sum(0)
+
+
 TRANSFORMS: dict[str, Any] = {
     "jvp": lambda f: lambda x: jvp(f, (x,), (torch.ones_like(x),)),
     "grad": lambda f: grad(lambda x: f(x).sum()),
@@ -40,7 +46,7 @@ TRANSFORMS: dict[str, Any] = {
 }
 
 
-CASES = [(constant_inside, name) for name in TRANSFORMS]
+CASES = [(f, name) for f in (constant_inside, closure_returned) for name in TRANSFORMS]
 CASES += [(loops_in_branches, name) for name in TRANSFORMS if name != "hessian"]  # a minute
 
 
@@ -49,3 +55,16 @@ def test_transforms_through_all(f: Any, transform: str) -> None:
     program = TRANSFORMS[transform](f)
     mapped = tp.pmap(program, in_axes=None, out_axes=None, axis_size=1, compile=GRAPH)
     check(mapped(X), program(X))
+
+
+@pytest.mark.parametrize("mode", [GRAPH, False])
+def test_a_returned_closure_from_outside(mode: Any) -> None:
+    rows = torch.stack([X, -X])
+    mapped = tp.pmap(closure_returned, compile=mode)
+
+    def loss(f: Any) -> Any:
+        return lambda x: (f(x) ** 2).sum()
+
+    expected = torch.stack([grad(loss(closure_returned))(row) for row in rows])
+    check(grad(loss(mapped))(rows), expected)
+    check(jvp(mapped, (rows,), (rows,)), jvp(vmap(closure_returned), (rows,), (rows,)))

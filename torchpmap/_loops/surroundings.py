@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchpmap._base.ambient import ambient, applied
-from torchpmap._base.pytree import tree_leaves
+from torchpmap._base.pytree import tree_leaves, tree_map
 from torchpmap._base.torch_internals import (
     FakeTensor,
     forward_level,
@@ -155,4 +155,7 @@ def with_closures(
         return given.get(id(tensor), tensor)
 
     with Substitute(find):
-        return run()
+        result = run()
+    # what is returned as it is enters no operation
+    found: T = tree_map(lambda x: find(x) if isinstance(x, torch.Tensor) else x, result)
+    return found
