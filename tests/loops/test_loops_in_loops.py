@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from _plain import GRAPH, check
-from torch.func import grad, hessian, jvp, vmap
+from torch.func import grad, hessian, jvp, vjp, vmap
 
 import torchpmap as tp
 
@@ -38,6 +38,40 @@ def closure_returned(c: Any) -> Any:
     return chosen + tp.scan(lambda s, _: (c, s * c), c * 1, length=3)[1].sum(0)
 
 
+def closure_of_a_switch(x: Any) -> Any:
+    """The operand and the closure are one tensor."""
+    return tp.switch((x.sum() * 4).int(), [torch.sin, lambda c: x, lambda c: c * x], x)
+
+
+def closure_out_of_transforms(x: Any) -> Any:
+    """What leaves a transform as it is enters no operation either."""
+    two = torch.tensor([0.5, 1.0])
+    return tp.cond(
+        x.sum() > 0,
+        lambda c: vmap(lambda q: (c * q, x)[1])(two).sum(0),
+        lambda c: vjp(lambda q: x, c)[0] * 3,
+        x * 1.5,
+    )
+
+
+def closure_of_a_map(x: Any) -> Any:
+    """The gradient of one branch is a part of a larger tensor."""
+    rows = torch.stack([x, x * 2])
+    return tp.cond(x.sum() > 0, lambda: tp.map(lambda _: x, rows).sum(0), lambda: x * 5)
+
+
+TWO = torch.tensor([0.5, 1.0])
+
+
+def captured_by_transforms(x: Any) -> Any:
+    """A tensor that no transform traces meets one inside, while there is one around the call."""
+
+    def each(x: Any) -> Any:
+        return vmap(lambda q: x * q)(TWO).sum(0)
+
+    return each(x) + tp.cond(x.sum() > 0, lambda: each(x), lambda: x)
+
+
 TRANSFORMS: dict[str, Any] = {
     "jvp": lambda f: lambda x: jvp(f, (x,), (torch.ones_like(x),)),
     "grad": lambda f: grad(lambda x: f(x).sum()),
@@ -57,14 +91,24 @@ def test_transforms_through_all(f: Any, transform: str) -> None:
     check(mapped(X), program(X))
 
 
+CLOSURES = (
+    closure_returned,
+    closure_of_a_switch,
+    closure_out_of_transforms,
+    closure_of_a_map,
+    captured_by_transforms,
+)
+
+
+@pytest.mark.parametrize("f", CLOSURES)
 @pytest.mark.parametrize("mode", [GRAPH, False])
-def test_a_returned_closure_from_outside(mode: Any) -> None:
-    rows = torch.stack([X, -X])
-    mapped = tp.pmap(closure_returned, compile=mode)
+def test_a_returned_closure_from_outside(f: Any, mode: Any) -> None:
+    rows = torch.stack([X, -X, X * 0.6, X + 1])
+    mapped = tp.pmap(f, compile=mode)
 
     def loss(f: Any) -> Any:
         return lambda x: (f(x) ** 2).sum()
 
-    expected = torch.stack([grad(loss(closure_returned))(row) for row in rows])
-    check(grad(loss(mapped))(rows), expected)
-    check(jvp(mapped, (rows,), (rows,)), jvp(vmap(closure_returned), (rows,), (rows,)))
+    check(grad(loss(mapped))(rows), torch.stack([grad(loss(f))(row) for row in rows]))
+    pushed = [jvp(f, (row,), (row,)) for row in rows]
+    check(jvp(mapped, (rows,), (rows,)), tuple(map(torch.stack, zip(*pushed, strict=True))))

@@ -1,7 +1,7 @@
 """Undocumented parts of torch that this package needs: check them first with a new torch.
 
-Everything here was checked with torch 2.11.0, 2.13.0 and 2.15.0; what differs between them is in
-``_base/torch_versions``.  ``tests/test_layers.py`` refuses private names of torch in other files,
+Everything here was checked with torch 2.11.0, 2.13.0 and 2.15.0; ``_base/torch_versions`` has what
+differs between them.  ``tests/test_layers.py`` refuses private names of torch in other files,
 except in these, which were checked with the same versions:
 
     _base/ambient          getters and setters of torch's settings; the caller's modes and hooks
@@ -22,9 +22,9 @@ read, these are used elsewhere: attributes of ``CustomOpDef`` (``_trace/custom_o
 ``_trace/transform_rules``), parts of an operator's name (``_trace/pickling``, ``_trace/compile``,
 ``_trace/transform_rules``, ``_sharded/rules/table``), ``storage._cdata`` (``_trace/trace``,
 ``_trace/buckets``, ``_trace/partition``, ``_transforms/inline``), ``tensor._version``
-(``_base/contents``), ``graph._root`` (``_trace/remat``,
-``_trace/repetition``), ``node._sequence_nr()`` (``_trace/remat``),
-``_torchdynamo_orig_callable`` (``_trace/pickling``) and ``optimizer._init_group`` (``optim``).
+(``_base/contents``), ``graph._root`` (``_trace/remat``, ``_trace/repetition``),
+``node._sequence_nr()`` (``_trace/remat``), ``_torchdynamo_orig_callable`` (``_trace/pickling``) and
+``optimizer._init_group`` (``optim``).
 """
 
 from __future__ import annotations
@@ -71,10 +71,11 @@ level_of = _functorch.maybe_get_level
 add_batch_dim = _functorch._add_batch_dim
 """(tensor, dim, level) -> the tensor as the vmap of that level hands it to its function."""
 
-ENTRIES = ((eager_transforms, "_wrap_for_grad"), (functorch_vmap, "_add_batch_dim"))
-"""(module, function) where tensors enter torch.func's derivatives, and its vmap.
-``_trace/capture`` replaces these functions while it traces.
-"""
+DOORS = (
+    *((eager_transforms, name) for name in ("_wrap_for_grad", "_unwrap_for_grad")),
+    *((functorch_vmap, name) for name in ("_add_batch_dim", "_remove_batch_dim")),
+)
+"""(module, function) where tensors enter or leave a transform; ``_trace/capture`` replaces it."""
 
 
 def depth() -> int:

@@ -138,8 +138,9 @@ def inner(body: Callable[..., Tensors], kinds: Sequence[Kind]) -> Inner:
         fresh = []
         for x in results:
             x = x.detach().contiguous()
-            # torch lets no result share memory with an input or another result
-            if x.untyped_storage()._cdata in used:
+            # torch lets no result share memory with an input or another result, and (2.13) takes
+            # no branches of which one returns a part of a larger tensor
+            if x.untyped_storage()._cdata in used or x.storage_offset():
                 x = x.clone()
             used.add(x.untyped_storage()._cdata)
             fresh.append(x)

@@ -24,10 +24,12 @@ from torchpmap._base.ambient import ambient, applied
 from torchpmap._base.pytree import tree_leaves, tree_map
 from torchpmap._base.torch_internals import (
     FakeTensor,
+    depth,
     forward_level,
     function_modes,
     innermost,
     is_wrapped,
+    level_of,
     tracing_mode,
 )
 from torchpmap._layout import axis_stack
@@ -125,6 +127,7 @@ class _Found(Substitute):
         assert mode is not None
         self._tracer = mode.tracer
         self._before = set(mode.tracer.graph.nodes)
+        self._depth = depth()
 
     def note(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self.tensors and self._is_from_outside(tensor):
@@ -135,11 +138,15 @@ class _Found(Substitute):
         mode = tracing_mode()
         if mode is None or mode.tracer is not self._tracer:
             return False  # in the graph of a loop inside: what that reads, it has read here before
+        if is_wrapped(tensor) and level_of(tensor) > self._depth:
+            return False  # by a transform in the block, which has seen here what it wraps
         value = innermost(tensor)
         if not isinstance(value, FakeTensor):
             return True
         slot = self._slot(value, self._tracer, None)
-        if slot is not None and slot.proxy.node not in self._before:
+        node = None if slot is None else slot.proxy.node
+        # what the graph reads from outside becomes a new placeholder
+        if node is not None and node.op != "placeholder" and node not in self._before:
             return False
         # no transform traces the rest: it is a constant of the loop (``_loops/emit``)
         return is_wrapped(tensor) or tensor.requires_grad or forward_level() >= 0

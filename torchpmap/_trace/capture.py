@@ -21,7 +21,7 @@ from torchpmap._base.errors import lost_write
 from torchpmap._base.pytree import tree_map, tree_map_only
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
-    ENTRIES,
+    DOORS,
     FakeTensor,
     OpOverload,
     TorchDispatchMode,
@@ -129,6 +129,14 @@ class Capture(TorchDispatchMode):
                 stand_in = self._stand_in(tensor)
                 if stand_in.is_floating_point() or stand_in.is_complex():
                     stand_in.requires_grad_()
+        return stand_in
+
+    def at_door(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a tensor that a transform inside is about to wrap, and none around."""
+        if not is_real(tensor) or is_wrapped(tensor) or tensor.requires_grad or tensor.is_meta:
+            return tensor
+        with outside_transforms():
+            stand_in: torch.Tensor = self.substitute(tensor)
         return stand_in
 
     def note(self, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any, answer: Any) -> None:
@@ -299,18 +307,24 @@ class Substitute(TorchFunctionMode):
 
     Unlike ``Capture`` it works above functorch and autograd, so transforms around the function may
     trace the replacements.  Tensors that enter a transform or an autograd.Function inside the
-    function pass no torch function, so the functions of torch that take them (``ENTRIES``) are
+    function pass no torch function, so the functions of torch that take them (``DOORS``) are
     patched meanwhile.  Only one thread traces at a time; other threads get torch's own functions.
     """
 
-    def __init__(self, find: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        find: Callable[[torch.Tensor], torch.Tensor],
+        at_doors: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """``at_doors``: instead of ``find``, for what enters or leaves a transform inside."""
         super().__init__()
         self._find = find
+        self._at_doors = at_doors or find
         self._undo = contextlib.ExitStack()
         self._thread = -1
 
     def __enter__(self) -> Self:
-        for module, name in ENTRIES:
+        for module, name in DOORS:
             self._replace(module, name, self._first_found(getattr(module, name)))
         self._replace(*function_entry(self._found))
         self._thread = threading.get_ident()
@@ -327,7 +341,7 @@ class Substitute(TorchFunctionMode):
 
     def _found(self, value: Any) -> Any:
         here = isinstance(value, torch.Tensor) and threading.get_ident() == self._thread
-        return self._find(value) if here else value
+        return self._at_doors(value) if here else value
 
     def _first_found(self, enter: Callable[..., Any]) -> Callable[..., Any]:
         return lambda value, *args: enter(self._found(value), *args)

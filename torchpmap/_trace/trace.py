@@ -209,7 +209,7 @@ def trace(
 
     def flat(index: torch.Tensor, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
-        with capture, record, KeepData(capture), Substitute(outer), torch.enable_grad():
+        with capture, record, KeepData(capture), Substitute(outer, at_door), torch.enable_grad():
             known = Replication(
                 capture.graph,
                 [i.blocks for i in inputs],
@@ -229,6 +229,10 @@ def trace(
 
     def outer(tensor: torch.Tensor) -> torch.Tensor:
         return capture.outer(tensor) if _is_outer(tensor, around, outside) else tensor
+
+    def at_door(tensor: torch.Tensor) -> torch.Tensor:
+        # so that a wrapper of a real tensor comes from around the call
+        return capture.at_door(outer(tensor)) if around else tensor
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_lock)
