@@ -197,6 +197,22 @@ def test_a_write_keeps_the_layout_of_its_target():
     check(x, X + X + Y)
 
 
+@pytest.mark.parametrize("spec", [P("x", "y"), P()])
+def test_nothing_is_fetched_for_the_meta_device(spec):
+    x = put(X, spec).T
+    with tp.debug.report_gathers() as gathers:
+        for result in (
+            x.to("meta"),
+            torch.zeros_like(x, device="meta"),
+            x.new_ones(3, device="meta"),
+        ):
+            assert (type(result), result.device.type) == (torch.Tensor, "meta")
+        assert x.to("meta").stride() == X.T.stride()
+        tangent = torch.func.jvp(torch.func.grad(lambda x: (x * x).sum()), (x,), (x,))[1]
+    assert gathers == []
+    check(tangent, 2 * X.T)
+
+
 def test_operands_of_two_meshes_of_the_same_devices():
     row = tp.device_put(X, tp.NamedSharding(tp.make_mesh((4,), ("i",)), P("i")))
     with tp.debug.report_gathers() as gathers:

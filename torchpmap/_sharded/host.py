@@ -32,6 +32,8 @@ def run_on_host(
 ) -> Any:
     """Run an operation on tensors of class ``kind``; it writes to ``targets``, some of these."""
     operands = list({id(x): x for x in occurrences(kind, args, kwargs)}.values())
+    if kwargs.get("device") == _META:
+        return _of_no_values(func, args, kwargs, operands)
     if func in _RANDOM and len(operands) == 1:
         return _filled(make, func, *operands, *args[1:], **kwargs)
     if func is not torch.ops.aten._local_scalar_dense.default:
@@ -52,6 +54,23 @@ def run_on_host(
         originals = {id(gathered[id(target)]): target for target in targets}
         return tree_map(lambda value: originals.get(id(value), value), result)
     return _view_of(make, args[0], func, args[1:], result) if func.is_view else result
+
+
+_META = torch.device("meta")
+
+
+def _of_no_values(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any]
+) -> Any:
+    """A result on the meta device, such as that of ``x.to("meta")``, which torch also asks for when
+    a tangent is zero.
+    """
+    stand_ins = {
+        id(x): torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        for x in operands
+    }
+    args, kwargs = tree_map(lambda value: stand_ins.get(id(value), value), (args, kwargs))
+    return func(*args, **kwargs)
 
 
 _RANDOM = frozenset(

@@ -259,7 +259,9 @@ class ShardedTensor(Remote):
         return self.to_host().tolist()
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As ``torch.Tensor.to``; a device argument (also ``"cpu"``) or a host tensor gathers."""
+        """As ``torch.Tensor.to``; a device argument (also ``"cpu"``) or a host tensor gathers,
+        except ``"meta"``.
+        """
         given = [*args, *kwargs.values()]
         like = [value for value in given if isinstance(value, torch.Tensor)]
         if any(type(value) is ShardedTensor for value in like):
@@ -267,6 +269,8 @@ class ShardedTensor(Remote):
         place = kwargs.get("device", args[0] if args else None)
         if not like and not isinstance(place, torch.device | str | int):
             return super().to(*args, **kwargs)
+        if str(place).startswith("meta") or any(value.is_meta for value in like):
+            return super().to(*args, **kwargs)  # needs no values
         return self.cpu().to(*args, **kwargs)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
