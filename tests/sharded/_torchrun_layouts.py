@@ -257,6 +257,45 @@ def a_gradient_through_a_move():
     return whole(x.grad)
 
 
+# -- derivatives -----------------------------------------------------------------------------------
+
+
+def cubes() -> Any:
+    return tp.shard_map(
+        lambda x: tp.psum(x**3, "x"),
+        mesh=grid(),
+        in_specs=P("x", "y"),
+        out_specs=P(None, "y"),
+        compile=GRAPH,
+    )
+
+
+@expect([3 * X**2, 3 * X**2, X - 0.5, True])
+def gradients_of_host_tensors_are_whole_in_every_process():
+    x, parameter = X.clone().requires_grad_(), X.clone().requires_grad_()
+    cubes()(x).sum().backward()
+    gradient = tp.grad(lambda x: cubes()(x).sum())(X)
+    linear = tp.shard_map(
+        lambda x: x * 0.5, mesh=grid(), in_specs=P(("y", "x")), out_specs=P(("y", "x")),
+        compile=GRAPH,
+    )  # fmt: skip
+    linear(parameter).sum().backward()
+    torch.optim.SGD([parameter], lr=1.0).step()
+    return [x.grad, gradient, parameter.detach(), type(x.grad) is torch.Tensor]
+
+
+@expect([2 * 6 * X, 4 * torch.eye(4).reshape(2, 2, 2, 2)])
+def derivatives_of_second_order():
+    """Forward over reverse: torch asks for meta copies where a tangent is zero."""
+    tangent = torch.full_like(X, 2.0)
+    _, along = torch.func.jvp(tp.grad(lambda x: (cubes()(x) * 1.0).sum()), (X,), (tangent,))
+    function = tp.shard_map(
+        lambda x: x, mesh=grid(), in_specs=P("x", "y"), out_specs=P("x", "y"), compile=GRAPH
+    )
+    hessian = torch.func.hessian(lambda x: 2 * function(x).square().sum())(X[:2, :2])
+    return [whole(along), whole(hessian)]
+
+
 if __name__ == "__main__":
     tp.init()  # before a DeviceMesh: it needs the process group
     run_cases({name: lambda run=case[0]: host(run()) for name, case in CASES.items()}, sys.argv[1])

@@ -15,14 +15,14 @@ import torch
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.torch_internals import is_grad, is_wrapped, transforms
-from torchpmap._layout.layout import Layout
+from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.derivatives import Differentiable, MappedProgram, Outputs, Tensors, is_inexact
 from torchpmap._plan.lower import Pair
 from torchpmap._plan.plan import Called
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.tensor import ShardedTensor, gather, make_sharded
-from torchpmap._sharded.transfer import host_tensor, is_whole_here
+from torchpmap._sharded.transfer import host_tensor, is_whole_here, move
 from torchpmap._trace.trace import Untraceable
 from torchpmap.random._streams import batched_key
 
@@ -74,9 +74,8 @@ class _Call:
         ]
         for position, source in enumerate(differentiable.mirrored):
             original = tensors[source]
-            # the gradient of a host tensor is on the host, unless other processes have parts of it
-            if type(original) is not ShardedTensor and is_whole_here(outputs[position][0]):
-                value = gather(*outputs[position]).to(original.device)
+            if type(original) is not ShardedTensor:
+                value = _whole(*outputs[position]).to(original.device)
                 order = strides[position]
                 if order is not None:
                     value = value.new_empty_strided(value.shape, order).copy_(value)
@@ -108,6 +107,18 @@ class _Call:
                 return [gradients[places.index(k)] for k in wanted]
 
         return _Call(differentiable.pulled(wanted, given), start=shortcut)
+
+
+def _whole(layout: Layout, handle: Handle) -> torch.Tensor:
+    """The gradient of a host tensor, on the host of every process.
+
+    All processes gave the same tensor if others have parts of its gradient, and take this step
+    together, as they compute the gradient together.
+    """
+    if not is_whole_here(layout):
+        wanted = replicated_layout(layout.shape, layout.dtype, layout.devices)
+        layout, handle = wanted, move(layout, handle, wanted)
+    return gather(layout, handle)
 
 
 def _batch_first(shape: Sequence[int], num_batch_dims: int) -> list[int]:
