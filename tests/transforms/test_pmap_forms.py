@@ -172,6 +172,23 @@ def test_methods_do_not_keep_their_instance():
     assert there() is None
 
 
+def test_methods_of_temporary_instances(mode):
+    cls = make_class(mode)
+    assert cls(2.0).mapped(X).tolist() == [12.0] * 4
+    method = cls(3.0).mapped
+    gc.collect()
+    assert method(X).tolist() == method(X).tolist() == [18.0] * 4
+    x = X.clone().requires_grad_()
+    cls(4.0).mapped(x).sum().backward()
+    assert x.grad.tolist() == [16.0] * 4
+
+
+def test_derivatives_of_a_method_whose_instance_is_gone():
+    cls = make_class(False)
+    hessian = torch.func.hessian(lambda x: cls(2.0).mapped(x)[0] ** 2)
+    assert hessian(X).tolist() == torch.full((4, 4), 8.0).tolist()
+
+
 def test_methods_of_modules(mode):
     class Model(torch.nn.Module):
         def __init__(self):

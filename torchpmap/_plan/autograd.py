@@ -37,11 +37,14 @@ class _Call:
         differentiable: Differentiable,
         wanted: tuple[int, ...] = (),
         start: Callable[[Tensors], Outputs] | None = None,
+        kept: object = None,
     ) -> None:
         self.differentiable = differentiable
         self._wanted = wanted
         """Inputs whose first gradient is likely to be asked for."""
         self._start = start
+        self._kept = kept
+        """What must live as long as derivatives may be traced: the instance of a method."""
         self._pair: Pair | None = None
         self._residuals: list[Handle] = []
 
@@ -83,10 +86,10 @@ class _Call:
         return tuple(results)
 
     def batched(self, which: tuple[bool, ...], size: int) -> _Call:
-        return _Call(self.differentiable.batched(which, size), self._wanted)
+        return _Call(self.differentiable.batched(which, size), self._wanted, kept=self._kept)
 
     def pushed(self, given: tuple[int, ...]) -> _Call:
-        return _Call(self.differentiable.pushed(given))
+        return _Call(self.differentiable.pushed(given), kept=self._kept)
 
     def pulled(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> _Call:
         differentiable = self.differentiable
@@ -106,7 +109,7 @@ class _Call:
                 gradients = pair.backward.call([*residuals, *held]).outputs
                 return [gradients[places.index(k)] for k in wanted]
 
-        return _Call(differentiable.pulled(wanted, given), start=shortcut)
+        return _Call(differentiable.pulled(wanted, given), start=shortcut, kept=self._kept)
 
 
 def _whole(layout: Layout, handle: Handle) -> torch.Tensor:
@@ -199,10 +202,13 @@ class _Mapped(torch.autograd.Function):
 
 
 def call_differentiable(
-    differentiable: MappedProgram, leaves: Sequence[Any], done: Called | None = None
+    differentiable: MappedProgram,
+    leaves: Sequence[Any],
+    done: Called | None = None,
+    kept: object = None,
 ) -> list[torch.Tensor]:
     """Call a differentiable so that transforms and ``backward()`` reach its arguments and closures;
-    ``done``: what it returned, if it has run already.
+    ``done``: what it returned, if it has run already; ``kept``: what its derivatives need.
     """
     # copy arrays, because the caller may overwrite them before a derivative needs them
     arguments = [x if isinstance(x, torch.Tensor) else host_tensor(x).clone() for x in leaves]
@@ -212,11 +218,12 @@ def call_differentiable(
         for k in differentiable.keys:
             assert done.key is not None
             tensors[k] = done.key
-        return list(_Mapped.apply(_Call(differentiable, start=lambda _: done.outputs), *tensors))
+        call = _Call(differentiable, start=lambda _: done.outputs, kept=kept)
+        return list(_Mapped.apply(call, *tensors))
     wanted: tuple[int, ...] = ()
     if _is_pulled() and differentiable.inexact_outputs() and not differentiable.plan.num_checks:
         wanted = tuple(k for k in differentiable.inexact_inputs() if _is_traced(tensors[k]))
-    return list(_Mapped.apply(_Call(differentiable, wanted), *tensors))
+    return list(_Mapped.apply(_Call(differentiable, wanted, kept=kept), *tensors))
 
 
 def _is_pulled() -> bool:

@@ -97,7 +97,9 @@ class _Method:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        return types.MethodType(self._fun, self._instance())
+        instance = self._instance()
+        assert instance is not None  # whoever calls a mapped method holds it
+        return types.MethodType(self._fun, instance)
 
     @__wrapped__.setter
     def __wrapped__(self, _: Any) -> None:
@@ -107,11 +109,16 @@ class _Method:
         return self.__wrapped__(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return types.MethodType, (self._fun, self._instance())
+        method: Any = self.__wrapped__
+        return types.MethodType, (self._fun, method.__self__)
 
 
 class Mapped(Generic[_P, _R]):
     """A function mapped over devices, called like the function."""
+
+    __slots__ = ("__dict__", "__weakref__", "_instance")
+    _instance: Any
+    """Of a bound method; no part of the dict, which all handles of the method share."""
 
     __wrapped__: Callable[_P, _R]
     _has_statics = True
@@ -135,6 +142,8 @@ class Mapped(Generic[_P, _R]):
             expect_compiling()
         self._bound_methods: dict[int, Self] = {}
         """By id of the instance: equal instances need not be the same."""
+        self._handle: Callable[[], Self | None] = lambda: None
+        """Of a bound method, a weak reference to what the caller holds."""
 
     def _made(self, fun: Callable[..., Any]) -> Any:
         """Another function, mapped as this one is."""
@@ -169,7 +178,15 @@ class Mapped(Generic[_P, _R]):
             except TypeError:  # takes no weak references
                 return self._made(types.MethodType(self._fun, instance))
             bound = self._bound_methods[key] = self._made(method)
-        return bound
+        return bound._handle() or bound._held_with(instance)
+
+    def _held_with(self, instance: Any) -> Self:
+        """This, for a caller who may hold nothing else of the instance: ``Model().method(x)``."""
+        handle = object.__new__(type(self))
+        handle.__dict__ = self.__dict__
+        handle._instance = instance
+        self._handle = weakref.ref(handle)
+        return handle
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if is_dynamo_compiling():
@@ -305,7 +322,8 @@ class Mapped(Generic[_P, _R]):
             return done.tree(
                 without_derivative(done.outputs, self._options.prefix, verdict, leaves)
             )
-        results = call_differentiable(differentiable, leaves, done)
+        instance = getattr(self, "_instance", None)
+        results = call_differentiable(differentiable, leaves, done, instance)
         return (differentiable.plan.tree if done is None else done.tree)(results)
 
     def _giving_up(self, prepared: Prepared, leaves: list[Any]) -> Callable[[], None] | None:
