@@ -121,6 +121,25 @@ def a_dtensor_of_a_mesh_of_torch():
     return [doubled.full_tensor(), doubled.placements == x.placements]
 
 
+@expect([X @ X, X @ X, ("devices",), ("x", "y"), ("x", "y")])
+def dtensors_of_whole_values_meet_others():
+    blocks, whole = tp.to_dtensor(put(P("x", "y"))), put(P())
+    found = [(blocks @ tp.to_dtensor(whole, grid())).full_tensor()]
+    names = [tp.to_dtensor(whole).device_mesh.mesh_dim_names]
+    with tp.set_mesh(grid()):
+        found.append((blocks @ tp.to_dtensor(whole)).full_tensor())
+        line = tp.NamedSharding(tp.make_mesh((4,), ("i",)), P())
+        names.append(tp.to_dtensor(tp.device_put(X, line)).device_mesh.mesh_dim_names)
+    with tp.set_mesh(tp.make_mesh((2,), ("i",))):  # of other devices
+        names.append(tp.to_dtensor(put(P("x"))).device_mesh.mesh_dim_names)
+    return found + names
+
+
+@expect(Raised("ValueError", "which is not on the mesh that was given: Mesh('i': 4) on"))
+def a_dtensor_of_blocks_on_another_mesh():
+    tp.to_dtensor(put(P("x")), tp.make_mesh((4,), ("i",)))
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 
 

@@ -13,8 +13,9 @@ import torch
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.pytree import Tree, flatten
+from torchpmap._layout.current_mesh import current_mesh
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
-from torchpmap._layout.mesh import Mesh, NamedSharding
+from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec
 from torchpmap._runtime.current import check_devices, is_launched, local_devices, process_count
 from torchpmap._runtime.current import devices as all_devices
 from torchpmap._runtime.current import runtime as current_runtime
@@ -144,7 +145,7 @@ def _stored(layout: Layout, value: torch.Tensor) -> ShardedTensor:
 
 
 @boundary
-def to_dtensor(x: ShardedTensor) -> Any:
+def to_dtensor(x: ShardedTensor, mesh: Mesh | None = None) -> Any:
     """Return a ``torch.distributed.tensor.DTensor`` of the same blocks on the same mesh; every
     process must call it.
 
@@ -153,10 +154,17 @@ def to_dtensor(x: ShardedTensor) -> Any:
     A host-local value becomes a global view first (``global_view``).  Each mesh axis becomes a
     mesh dim: ``Shard(d)`` where it cuts dim d, else ``Replicate()``.
 
+    Args:
+        x: the value.
+        mesh: the mesh of the DTensor, for a value that all devices have whole: it lies on any mesh
+            of its devices, and DTensors of two meshes do not meet in an operation.  Left out, it is
+            that of ``set_mesh`` if this has the same devices, else a line of them.
+
     Raises:
         RuntimeError: this process was not started by a launcher: a DTensor needs a process for
             every device.
-        ValueError: one dim is cut over several mesh axes in another order than the mesh's.
+        ValueError: one dim is cut over several mesh axes in another order than the mesh's; or
+            ``mesh`` is not one that the value lies on.
 
     Source: ``torch.distributed.tensor.DTensor.from_local``.
     """
@@ -165,7 +173,7 @@ def to_dtensor(x: ShardedTensor) -> Any:
     _insist_on_processes("to_dtensor")
     x = global_view(x)
     layout, handle = x._alive()
-    sharding = layout.sharding
+    sharding = _on_mesh(layout, mesh)
     placements = sharding.placements
     (block,) = fetch_blocks(layout, handle, places_here(layout))
     whole = torch.empty(layout.shape, device="meta")
@@ -176,6 +184,24 @@ def to_dtensor(x: ShardedTensor) -> Any:
         run_check=False,
         shape=whole.shape,
         stride=whole.stride(),
+    )
+
+
+def _on_mesh(layout: Layout, mesh: Mesh | None) -> NamedSharding:
+    """The sharding of a layout, of a whole value on a mesh of the caller's."""
+    own = layout.sharding
+    chosen = current_mesh() if mesh is None else mesh
+    if chosen is None or chosen == own.mesh:
+        return own
+    if layout.is_replicated and set(chosen.devices.flat) == set(layout.devices):
+        return NamedSharding(chosen, PartitionSpec())
+    if mesh is None:
+        return own
+    raise ValueError(
+        f"to_dtensor: the value lies as {own.spec} over {own.mesh} on "
+        f"{' '.join(map(str, layout.devices))}, which is not on the mesh that was given: {mesh} on "
+        f"{' '.join(map(str, mesh.devices.flat))}. Move it there: torchpmap.device_put(x, "
+        "torchpmap.NamedSharding(mesh, P(...)))."
     )
 
 
