@@ -212,6 +212,9 @@ def test_rule_7_specs_of_the_arguments(mesh: tp.Mesh) -> None:
         call(X)
     with pytest.raises(ValueError, match=r"but .* lies on Mesh\('devices': 4\)"):
         call(tp.pmap(torch.neg, compile=EAGER)(X))
+    assert call(tp.replicate(X)).sharding.spec == XY
+    with pytest.raises(ValueError, match=r"but .* lies on .* of the devices cpu:0 cpu:1\. Give"):
+        call(tp.replicate(X, tp.devices()[:2]))
 
 
 @pytest.mark.parametrize("num_args", [0, 1, 3])

@@ -310,10 +310,15 @@ def _found_spec(leaf: Any, path: str, options: BlockOptions) -> PartitionSpec | 
     if leaf is None or isinstance(leaf, Static):
         return None
     if isinstance(leaf, ShardedTensor):
-        sharding = leaf.sharding
-        if sharding.mesh == options.the_mesh or sharding.is_fully_replicated:
+        sharding, mesh = leaf.sharding, options.the_mesh
+        of_mesh = sharding.mesh == mesh or (
+            sharding.is_fully_replicated and leaf.devices() == set(mesh.devices.flat)
+        )
+        if of_mesh:
             return sharding.spec
         where = f"lies on {sharding.mesh}"
+        if leaf.devices() != set(mesh.devices.flat):
+            where += f" of the devices {' '.join(map(str, sharding.mesh.devices.flat))}"
     else:
         where = "is not on the devices"
     raise ValueError(
