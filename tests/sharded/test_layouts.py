@@ -7,6 +7,8 @@ nothing gathers.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -211,6 +213,27 @@ def test_nothing_is_fetched_for_the_meta_device(spec):
         tangent = torch.func.jvp(torch.func.grad(lambda x: (x * x).sum()), (x,), (x,))[1]
     assert gathers == []
     check(tangent, 2 * X.T)
+
+
+@pytest.mark.parametrize("spec", [P("x", "y"), P(None, "x"), P()])
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        torch.min,
+        torch.aminmax,
+        lambda x: x.min(0),
+        lambda x: x.max(0),
+        lambda x: x.mode(0),
+        lambda x: x.median(0),
+        lambda x: x.argmax(0),
+    ],
+)
+def test_reductions_of_nothing_raise_where_they_are_called(reduce, spec):
+    """torch checks on the CPU, not on meta tensors, that there is something to choose from."""
+    with pytest.raises((IndexError, RuntimeError)) as caught:
+        reduce(torch.zeros(0, 8))
+    with pytest.raises(caught.type, match=re.escape(str(caught.value))):
+        reduce(put(torch.zeros(0, 8), spec))
 
 
 def test_operands_of_two_meshes_of_the_same_devices():

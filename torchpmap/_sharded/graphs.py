@@ -142,6 +142,8 @@ class _Trial:
 def _try(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> _Trial:
     """Run a call on meta tensors of the whole shapes."""
     values = [_meta(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in operands]
+    if any(isinstance(x, torch.Tensor) and not x.numel() for x in operands):
+        _try_empty(func, arguments, values)
     result = _masked(_on_meta(func, arguments, values), arguments)
     leaves, spec = tree_flatten(result)
     if any(not (leaf is None or isinstance(leaf, torch.Tensor)) for leaf in leaves):
@@ -188,6 +190,17 @@ def _masked(result: Any, arguments: dict[str, Any]) -> Any:
     if wanted is None:
         return result
     return tuple(x if wants else None for x, wants in zip(result, wanted, strict=True))
+
+
+def _try_empty(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> None:
+    """Raise if a call on nothing fails: some reductions check that on devices only."""
+    with outside_modes(), torch.no_grad():
+        try:
+            _raise_as_on_host(func, arguments, values, Unsupported())
+        except Exception:
+            if rule_of(func) is not None:  # without a rule it may need the values
+                raise
+            raise Unsupported from None
 
 
 def _raise_as_on_host(
