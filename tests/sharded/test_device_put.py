@@ -124,6 +124,20 @@ def test_what_is_already_there_does_not_move(monkeypatch):
     assert [name for name, _ in calls].count("put") == 1
 
 
+def test_a_place_for_each_part_of_a_tree():
+    tree = {"w": X, "b": [X, {"c": X}], "n": None}
+    places = {"w": mesh_sharding("x"), "b": [tp.devices()[1], tp.P(None, "x")], "n": None}
+    with tp.set_mesh(mesh_sharding().mesh):
+        put = tp.device_put(tree, places)
+    found = [put["w"], put["b"][0], put["b"][1]["c"]]
+    assert [x.tolist() for x in found] == [X.tolist()] * 3
+    assert [x.sharding.spec for x in found] == [tp.P("x"), tp.P(), tp.P(None, "x")]
+    assert found[1].devices() == {tp.devices()[1]}
+    assert put["n"] is None
+    first, second = tp.device_put((X, X), (mesh_sharding("x"), mesh_sharding()))
+    assert (first.sharding.spec, second.sharding.spec) == (tp.P("x"), tp.P())
+
+
 def test_empty_values():
     assert tp.device_put(torch.empty(4, 0), tp.devices()).tolist() == [[]] * 4
     assert tp.replicate(torch.empty(0)).tolist() == []
@@ -136,6 +150,11 @@ def test_empty_values():
          "a NamedSharding or a PartitionSpec, but got 'cpu:0'"),
         (lambda: tp.device_put(X, []), TypeError, r"a non-empty list of them, .* but got \[\]"),
         (lambda: tp.device_put(X, [0]), TypeError, r"but got \[0\]"),
+        (lambda: tp.device_put({"a": X}, {"b": mesh_sharding("x")}), ValueError,
+         r"(?s)different pytree metadata.*prefix pytree device_put device has"),
+        (lambda: tp.device_put({"a": X}, {"a": 3}), TypeError, r"but got \{'a': 3\}"),
+        (lambda: tp.device_put({"a": X[:3]}, {"a": mesh_sharding("x")}), ValueError,
+         r"device_put of x\['a'\]: .*the dimension size is 3"),
         (lambda: tp.device_put({"a": X[:3]}, tp.devices()), ValueError,
          r"x\['a'\] must have 4 rows, but its shape is \[3, 2\].*use torchpmap\.replicate"),
         (lambda: tp.device_put(1.0, tp.devices()), ValueError, r"x must have 4 rows, .* is \[\]"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import numpy as np
 import torch
 
+from torchpmap._base.axis_spec import broadcast_axes
 from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import check_array
@@ -33,7 +35,8 @@ from torchpmap._sharded.transfer import (
 )
 from torchpmap._trace.escaped import Escaped
 
-Placement = Device | Sequence[Device] | NamedSharding | PartitionSpec | None
+Place = Device | Sequence[Device] | NamedSharding | PartitionSpec | None
+Placement = Place | Mapping[Any, Any] | Sequence[Any]
 Number = complex | np.ndarray[Any, Any] | np.generic
 """Leaves that are tensors once they are on a device (``complex``: any Python number)."""
 
@@ -52,7 +55,8 @@ def device_put(x: Any, device: Placement = None) -> Any:
         x: tensor, numpy array, number, or a pytree of them.
         device: a device (the whole value goes there), a list of devices (row k of dim 0 goes to the
             k-th), a ``NamedSharding``, a ``P(...)`` over the mesh of ``set_mesh``, or None for the
-            first device.
+            first device.  For a pytree also a tree prefix of it with a device, sharding or
+            ``P(...)`` for each part.
 
     Returns:
         The same structure.  A ShardedTensor moves to the layout that is asked for; if it is already
@@ -76,25 +80,47 @@ def device_put(x: Any, device: Placement = None) -> Any:
     Source: ``jax.device_put``.
     """
     refuse_inside("device_put")
-    target = _target(device)
+    if not _is_tree_of_places(device):
+        target = _target(device)
+        return put_as(x, functools.partial(_layout_at, target))
+    places = broadcast_axes(device, x, what="device_put device", root="")
+    targets = dict(zip(flatten(x)[1].paths("x"), map(_target, places), strict=True))
+    return put_as(x, lambda shape, dtype, path: _layout_at(targets[path], shape, dtype, path))
 
-    def layout(shape: tuple[int, ...], dtype: torch.dtype, path: str) -> Layout:
-        if isinstance(target, NamedSharding):
+
+Target = Device | tuple[Device, ...] | NamedSharding
+
+
+def _layout_at(target: Target, shape: tuple[int, ...], dtype: torch.dtype, path: str) -> Layout:
+    if isinstance(target, NamedSharding):
+        try:
             return general_layout(shape, dtype, target)
-        if isinstance(target, Device):
-            return replicated_layout(shape, dtype, (target,))
-        if not shape or shape[0] != len(target):
-            raise ValueError(
-                f"device_put onto {len(target)} devices puts row k of dim 0 on the k-th, so {path} "
-                f"must have {len(target)} rows, but its shape is {list(shape)}. For a copy on "
-                "every device use torchpmap.replicate."
-            )
-        return row_layout(shape, dtype, target, 0, None)
+        except ValueError as error:
+            raise ValueError(f"device_put of {path}: {error}") from None
+    if isinstance(target, Device):
+        return replicated_layout(shape, dtype, (target,))
+    if not shape or shape[0] != len(target):
+        raise ValueError(
+            f"device_put onto {len(target)} devices puts row k of dim 0 on the k-th, so {path} "
+            f"must have {len(target)} rows, but its shape is {list(shape)}. For a copy on "
+            "every device use torchpmap.replicate."
+        )
+    return row_layout(shape, dtype, target, 0, None)
 
-    return put_as(x, layout)
+
+def _is_tree_of_places(device: Any) -> bool:
+    """Whether it says where each part of a tree goes; a list of devices is a place for rows."""
+    leaves = flatten(device)[0]
+    if leaves in ([], [device]) or _is_list_of_devices(device):
+        return False
+    return all(isinstance(leaf, Device | NamedSharding | PartitionSpec | None) for leaf in leaves)
 
 
-def _target(device: Any) -> Device | tuple[Device, ...] | NamedSharding:
+def _is_list_of_devices(device: Any) -> bool:
+    return isinstance(device, list | tuple) and all(isinstance(part, Device) for part in device)
+
+
+def _target(device: Any) -> Target:
     if device is None:
         return local_devices()[0]
     if isinstance(device, Device):
@@ -111,7 +137,7 @@ def _target(device: Any) -> Device | tuple[Device, ...] | NamedSharding:
                 "or pass torchpmap.NamedSharding(mesh, spec)."
             )
         return _target(NamedSharding(mesh, device))
-    if isinstance(device, list | tuple) and device and all(isinstance(d, Device) for d in device):
+    if _is_list_of_devices(device) and device:
         check_devices(device)
         return tuple(device)
     raise TypeError(
