@@ -324,6 +324,11 @@ def test_rule_17_an_axis_that_is_not_mentioned_keeps_one_copy(mesh: tp.Mesh) -> 
     }
 
 
+def test_rule_18_a_spec_too_many(mesh: tp.Mesh) -> None:
+    with pytest.raises(ValueError, match=r"subtree of different type\s+<class 'torch.Tensor'>"):
+        mapped(lambda a: a, mesh, XY, (XY, XY))(X)
+
+
 def test_rule_18_results(mesh: tp.Mesh) -> None:
     call = mapped(lambda a: (a.sum()[None], 3, True, None), mesh, P("x"), (P("x"), P(), P(), None))
     sums, three, true, none = call(X)

@@ -47,6 +47,8 @@ def test_a_mesh_takes_the_first_devices(mesh):
     assert tp.make_mesh((2,), ("x",), ("Auto",)).size == 2
     with pytest.raises(ValueError, match="has 16 devices, but there are 4"):
         tp.make_mesh((4, 4), ("x", "y"))
+    with pytest.raises(TypeError, match=r"but got 4\. For one axis write \(4,\)"):
+        tp.make_mesh(4, ("x",))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="axis type 'Explicit' is not supported"):
         tp.make_mesh((2,), ("x",), ("Explicit",))
 

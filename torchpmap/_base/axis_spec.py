@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from torchpmap._base.pytree import (
@@ -206,7 +207,9 @@ def _match(
     values, spec = opened
     if node is None:
         leaf = leaves[start]
-        return path, *_different_types(spec, "a leaf" if leaf is STAR else type(leaf))
+        # while tracing it is a tensor of another class
+        kind = torch.Tensor if isinstance(leaf, torch.Tensor) else type(leaf)
+        return path, *_different_types(spec, "a leaf" if leaf is STAR else kind)
     if spec.kind is not node.kind:
         return path, *_different_types(spec, node.kind)
     difference = _different_children(spec, node)

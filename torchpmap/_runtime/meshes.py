@@ -29,6 +29,7 @@ def make_mesh(
         devices: default: ``tp.devices()``.
 
     Raises:
+        TypeError: ``axis_shapes`` is no tuple.
         ValueError: there are fewer devices than that, or an axis type is not ``Auto``.
 
     Example:
@@ -44,6 +45,11 @@ def make_mesh(
                 f"make_mesh: the axis type {kind!r} is not supported: programs with Explicit or "
                 "Manual axes have no equal here. Leave axis_types out, or use Auto."
             )
+    if not isinstance(axis_shapes, Sequence):
+        raise TypeError(
+            f"make_mesh: axis_shapes must be a tuple with the size of each axis, but got "
+            f"{axis_shapes!r}. For one axis write ({axis_shapes},)."
+        )
     shape = tuple(axis_shapes)
     chosen = all_devices() if devices is None else devices
     if devices is None and len(chosen) < math.prod(shape):
