@@ -107,6 +107,7 @@ class Differentiable:
             lambda: self._push(given),
             [*self.layouts, *(self.layouts[k] for k in given)],
         )
+        derived.mirrored = self.mirrored  # a tangent is where its gradient is
         own = self._batch_dims_in
         derived._batch_dims_in = (*own, *(own[k] for k in given))
         derived.batch_dims = lambda: tuple(self.batch_dims()[k] for k in self.inexact_outputs())
