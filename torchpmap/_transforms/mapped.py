@@ -98,7 +98,7 @@ class _Method:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         instance = self._instance()
-        assert instance is not None  # whoever calls a mapped method holds it
+        assert instance is not None  # the caller of a mapped method holds it
         return types.MethodType(self._fun, instance)
 
     @__wrapped__.setter
