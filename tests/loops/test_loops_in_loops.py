@@ -100,10 +100,12 @@ CLOSURES = (
 )
 
 
+@pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize("f", CLOSURES)
 @pytest.mark.parametrize("mode", [GRAPH, False])
-def test_a_returned_closure_from_outside(f: Any, mode: Any) -> None:
-    rows = torch.stack([X, -X, X * 0.6, X + 1])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_returned_closure_from_outside(f: Any, mode: Any, lanes: int) -> None:
+    rows = torch.stack([X, -X, X * 0.6, X + 1] * lanes)
     mapped = tp.pmap(f, compile=mode)
 
     def loss(f: Any) -> Any:

@@ -71,8 +71,8 @@ level_of = _functorch.maybe_get_level
 add_batch_dim = _functorch._add_batch_dim
 """(tensor, dim, level) -> the tensor as the vmap of that level hands it to its function."""
 
-DOORS = tuple((eager_transforms, name) for name in ("_wrap_for_grad", "_unwrap_for_grad"))
-DOORS += tuple((functorch_vmap, name) for name in ("_add_batch_dim", "_remove_batch_dim"))
+ENTRIES = ((eager_transforms, "_wrap_for_grad"), (functorch_vmap, "_add_batch_dim"))
+EXITS = ((eager_transforms, "_unwrap_for_grad"), (functorch_vmap, "_remove_batch_dim"))
 """(module, function) where tensors enter or leave a transform; ``_trace/capture`` replaces it."""
 
 

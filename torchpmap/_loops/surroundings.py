@@ -24,12 +24,10 @@ from torchpmap._base.ambient import ambient, applied
 from torchpmap._base.pytree import tree_leaves, tree_map
 from torchpmap._base.torch_internals import (
     FakeTensor,
-    depth,
     forward_level,
     function_modes,
     innermost,
     is_wrapped,
-    level_of,
     tracing_mode,
 )
 from torchpmap._layout import axis_stack
@@ -127,19 +125,23 @@ class _Found(Substitute):
         assert mode is not None
         self._tracer = mode.tracer
         self._before = set(mode.tracer.graph.nodes)
-        self._depth = depth()
+        self._wrapped: dict[int, torch.Tensor] = {}
 
     def note(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self.tensors and self._is_from_outside(tensor):
             self.tensors[id(tensor)] = tensor
         return tensor
 
+    def wrapped(self, tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor):
+            self._wrapped[id(tensor)] = tensor
+
     def _is_from_outside(self, tensor: torch.Tensor) -> bool:
         mode = tracing_mode()
         if mode is None or mode.tracer is not self._tracer:
             return False  # in the graph of a loop inside: what that reads, it has read here before
-        if is_wrapped(tensor) and level_of(tensor) > self._depth:
-            return False  # by a transform in the block, which has seen here what it wraps
+        if id(tensor) in self._wrapped:
+            return False  # what is inside has been here before
         value = innermost(tensor)
         if not isinstance(value, FakeTensor):
             return True

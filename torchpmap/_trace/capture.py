@@ -21,7 +21,8 @@ from torchpmap._base.errors import lost_write
 from torchpmap._base.pytree import tree_map, tree_map_only
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
-    DOORS,
+    ENTRIES,
+    EXITS,
     FakeTensor,
     OpOverload,
     TorchDispatchMode,
@@ -306,9 +307,9 @@ class Substitute(TorchFunctionMode):
     """Replaces tensors that the function closes over when they enter torch functions.
 
     Unlike ``Capture`` it works above functorch and autograd, so transforms around the function may
-    trace the replacements.  Tensors that enter a transform or an autograd.Function inside the
-    function pass no torch function, so the functions of torch that take them (``DOORS``) are
-    patched meanwhile.  Only one thread traces at a time; other threads get torch's own functions.
+    trace the replacements.  Tensors that enter or leave a transform, or enter an autograd.Function,
+    inside the function pass no torch function, so the functions of torch that take them are patched
+    meanwhile.  Only one thread traces at a time; other threads get torch's own functions.
     """
 
     def __init__(
@@ -324,8 +325,9 @@ class Substitute(TorchFunctionMode):
         self._thread = -1
 
     def __enter__(self) -> Self:
-        for module, name in DOORS:
-            self._replace(module, name, self._first_found(getattr(module, name)))
+        for module, name in (*ENTRIES, *EXITS):
+            through = getattr(module, name)
+            self._replace(module, name, self._first_found(through, (module, name) in ENTRIES))
         self._replace(*function_entry(self._found))
         self._thread = threading.get_ident()
         super().__enter__()
@@ -343,8 +345,17 @@ class Substitute(TorchFunctionMode):
         here = isinstance(value, torch.Tensor) and threading.get_ident() == self._thread
         return self._at_doors(value) if here else value
 
-    def _first_found(self, enter: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda value, *args: enter(self._found(value), *args)
+    def _first_found(self, through: Callable[..., Any], enters: bool) -> Callable[..., Any]:
+        def found(value: Any, *args: Any) -> Any:
+            result = through(self._found(value), *args)
+            if enters:
+                self.wrapped(result)
+            return result
+
+        return found
+
+    def wrapped(self, tensor: Any) -> None:
+        """Hear of a tensor as a transform in the block hands it to its function."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self._find, (args, kwargs or {}))
