@@ -45,6 +45,19 @@ def test_collectives_in_a_scan(mode, num_rows):
     check(tp.pmap(averaging, "i", compile=mode)(rows), averaged(rows))
 
 
+@pytest.mark.parametrize("mode", [GRAPH, pytest.param(True, marks=pytest.mark.inductor)])
+def test_a_sum_of_known_numbers_beside_a_scan(mode):
+    """Where torch knows the numbers, it would run the collective while it compiles."""
+
+    def program(x):
+        known = torch.tensor([2.0, 3.0]) / torch.tensor(4.0)
+        ys = tp.scan(lambda c, _: (c + tp.psum(torch.tensor(1.0), "i"), None), x, None, length=3)[0]
+        return tp.psum(known, "i") + ys
+
+    rows = torch.arange(4.0)
+    check(tp.pmap(program, "i", compile=mode)(rows), rows[:, None] + torch.tensor([14.0, 15.0]))
+
+
 def ring(x):
     return tp.scan(lambda c, _: (tp.ppermute(c, "i", RING) * x, None), x, None, length=3)[0]
 

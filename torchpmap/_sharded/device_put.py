@@ -36,7 +36,7 @@ from torchpmap._sharded.transfer import (
 from torchpmap._trace.escaped import Escaped
 
 Place = Device | Sequence[Device] | NamedSharding | PartitionSpec | None
-Placement = Place | Mapping[Any, Any] | Sequence[Any]
+Placement = Place | Mapping[Any, Any] | list[Any] | tuple[Any, ...]
 Number = complex | np.ndarray[Any, Any] | np.generic
 """Leaves that are tensors once they are on a device (``complex``: any Python number)."""
 

@@ -25,7 +25,8 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from torchpmap._base.platform import Boxed
-from torchpmap._base.torch_internals import FakeTensorMode, keep_in_order
+from torchpmap._base.pytree import tree_leaves
+from torchpmap._base.torch_internals import FakeTensor, FakeTensorMode, keep_in_order
 from torchpmap._trace.boxed import copied
 from torchpmap._trace.inner import SCAN, has_effects, is_kept, kind_of_node
 from torchpmap._trace.replay import Replay, replay_of
@@ -138,7 +139,12 @@ class _Changes(Interpreter):
             for graph in args:
                 if isinstance(graph, GraphModule):
                     _Changes(graph, self._mode, self._loops).change(operands)
-        return super().run_node(n)
+        found = super().run_node(n)
+        for x in tree_leaves(found):
+            if isinstance(x, FakeTensor):
+                # torch runs an operation on known values, also a collective, in this process alone
+                x.constant = None
+        return found
 
     def _changed(self, n: Node, body: GraphModule, init: Any, xs: Any, reads: Any) -> Any:
         given = [*init, *(x[0] for x in xs), *reads]
