@@ -8,12 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"TORCHPMAP_DEVICE_TYPE": "cpu", "JAX_PLATFORMS": "cpu"}  # whatever the host has
+os.environ |= {
+    "TORCHPMAP_DEVICE_TYPE": "cpu",  # whatever the host has
+    "JAX_PLATFORMS": "cpu",
+    "TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp(),  # empty
+}
 
 import numpy as np
 import torch
@@ -85,7 +91,7 @@ def of_jax(body: str, length: int, *, is_gradient: bool) -> Loop:
 
 
 def contender(body: str, of: Callable[..., Loop], *, is_gradient: bool) -> Callable[[], Any]:
-    """Compile; returns a function that measures some calls."""
+    """Compile; returns a function that measures ten calls, of which the last is waited for."""
     fun = of(body, STEPS, is_gradient=is_gradient)
     is_ours = of is of_torchpmap
     values = [v[None] if is_ours else v for v in start(body)]
@@ -99,7 +105,8 @@ def contender(body: str, of: Callable[..., Loop], *, is_gradient: bool) -> Calla
     def sample() -> dict[str, float]:
         begun = time.perf_counter()
         for _ in range(10):
-            wait(fun(*values))
+            result = fun(*values)
+        wait(result)
         return {
             f"{body}, {'backward' if is_gradient else 'forward'}": (time.perf_counter() - begun)
             / (10 * STEPS)
@@ -157,6 +164,7 @@ def main() -> None:
     tp.init(os.cpu_count())  # one core for each device, of which one works
     results = measure(options.quick)
     tp.shutdown()
+    shutil.rmtree(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     print_table(results)
     if options.check and jax is not None:
         print_checks(
