@@ -118,7 +118,7 @@ def main() -> None:
     wanted, wanted_gradients = tp.value_and_grad(loss_on_one_device)(weights, x, y)
     worst = 0.0
     for name, wanted_gradient in wanted_gradients.items():
-        gradient = tp.multihost.all_gather(gradients[name], tiled=True).cpu()
+        gradient = gradients[name]
         torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-4, atol=1e-5)
         worst = max(worst, (gradient - wanted_gradient).abs().max().item())
     assert abs(value.item() - wanted.item()) < 1e-4 * wanted.item(), (value, wanted)

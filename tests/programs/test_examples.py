@@ -37,7 +37,7 @@ BY_PYTHON = ("hello_pmap.py",)
 """Without TORCHPMAP_TEST_ALL=1: those which this process runs as ``__main__`` import nothing anew,
 and the present fork server gives them their workers."""
 
-BY_TORCHRUN_TOO = ("pmap_cookbook.py",)
+BY_TORCHRUN_TOO = ("pmap_cookbook.py", "pipeline.py", "tensor_parallel.py")
 """Without TORCHPMAP_TEST_ALL=1: it takes two processes, which import and trace, for each. Training
 by torchrun is in ``test_digits_train_the_same_network_under_torchrun``."""
 
@@ -278,6 +278,10 @@ def test_tensor_parallel_has_the_gradients_of_one_device():
     lines = run("tensor_parallel.py", "--quick").splitlines()
     assert lines[0] == "4 devices, 2 for data, 2 for model"
     assert lines[-2:] == ["the gradients of all weights are those of one device", "ok"]
+
+
+def test_tensor_parallel_by_torchrun():
+    run_both_ways("tensor_parallel.py", "--devices", "2", "--quick", "--no-compile")
 
 
 def test_fsdp_keeps_a_part_of_the_state_on_each_device():
