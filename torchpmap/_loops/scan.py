@@ -298,7 +298,7 @@ def _with_weak_carry(
 
 
 def tried(step: Callable[[], Parts], around: Surroundings) -> Parts:
-    """Kinds of what a first step returns, which runs only if they cannot be found out else."""
+    """What a first step returns, for its kinds.  It runs only if they are not known without it."""
     with around.restored(torch.tensor(0)):
         if is_staged():
             with discarded():

@@ -1,8 +1,8 @@
 """Writes in place to what a body gets.
 
-A body may write to its carry, to a row or to an operand: nobody else must see it.  Others may
-still need the value from before: the rows of a vmap that are done, the other branch, a backward
-pass, the caller.  So a body that writes gets copies, and one that does not gets the tensors.
+A body may write to its carry, to a row or to an operand.  The value from before may still be
+needed: by the rows of a vmap that are done, the other branch, a backward pass, the caller.  So a
+body that writes gets copies, and one that does not gets the tensors.
 """
 
 from __future__ import annotations

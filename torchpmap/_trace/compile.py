@@ -41,7 +41,7 @@ from torchpmap._trace.compiled_loops import (
 )
 from torchpmap._trace.constants import place
 from torchpmap._trace.custom_ops import NATIVE
-from torchpmap._trace.inner import inner_graphs, is_kept, operations
+from torchpmap._trace.inner import acts, inner_graphs, results_of
 from torchpmap._trace.passes import names_in
 from torchpmap._trace.toolchain import make_cache_private
 from torchpmap.random import _threefry as _threefry
@@ -268,8 +268,7 @@ def _eager(graph: torch.fx.GraphModule, kinds: Sequence[Kind], device: torch.dev
     if not has_scans(graph):
         return in_order(graph)
     mode, examples = _fakes(kinds, device)
-    graph, loops = with_compiled_loops(graph, mode, examples, body)
-    return running_with(in_order(graph), loops)
+    return body(graph, examples, len(results_of(graph.graph)))
 
 
 def _fakes(kinds: Sequence[Kind], device: torch.device) -> tuple[FakeTensorMode, list[Any]]:
@@ -361,12 +360,12 @@ def _inductor(
             )
 
     def body(graph: torch.fx.GraphModule, inputs: Sequence[Any], num_results: int) -> Boxed:
-        has_effects = any(map(is_kept, operations(graph.graph)))
+        is_pure = not acts(graph.graph)
         graph, loops = with_compiled_loops(graph, mode, inputs, body)
         # a body is a chain of steps: where each value is used twice, Inductor (torch 2.13) would
         # write the whole chain before it into each use, up to 30 operations, and take minutes
         found = artifact(graph, inputs, loops, realize_opcount_threshold=4)
-        compiled = boxed_artifact(found) if has_effects else boxed_body(found, num_results)
+        compiled = boxed_body(found, num_results) if is_pure else boxed_artifact(found)
         return running_with(compiled, loops)
 
     with _quietly():

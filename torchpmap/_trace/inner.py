@@ -59,7 +59,12 @@ def is_kept(node: Node) -> bool:
 
 def has_effects(node: Node) -> bool:
     """Whether a graph inside a node has effects."""
-    return any(is_kept(each) for graph in inner_graphs(node) for each in operations(graph))
+    return any(map(acts, inner_graphs(node)))
+
+
+def acts(graph: Graph) -> bool:
+    """Whether a graph does something besides computing its results."""
+    return any(map(is_kept, operations(graph)))
 
 
 def operations(graph: Graph) -> list[Node]:

@@ -1,8 +1,8 @@
 """Outputs of scans that nothing reads.
 
 A scan that a gradient may be taken of returns the carry of each step too (_loops/scan_node.py).
-For most scans of a backward pass nobody takes it: what is summed up over the steps, such as the
-gradients of weights, would be stored once for each step::
+For most scans of a backward pass no operation reads it: what is summed up over the steps, such as
+the gradients of weights, would be stored once for each step::
 
     carry, ys, kept = scan(body, ...)       ->      carry, ys = scan(body, ...)
     return carry, ys                                return carry, ys
