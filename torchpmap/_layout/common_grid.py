@@ -15,7 +15,7 @@ import torch
 
 from torchpmap._base.devices import Device
 from torchpmap._layout.axis_stack import Partition, lines
-from torchpmap._layout.grid import Cut
+from torchpmap._layout.grid import Cut, trimmed
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec, names_of
 
@@ -103,14 +103,6 @@ def common_grid(layouts: Sequence[Layout]) -> CommonGrid | None:
             return None
         sizes = tuple(long // short for short, long in itertools.pairwise(steps))[::-1]
     return CommonGrid(layouts[0].devices, sizes, meshes)
-
-
-def trimmed(entries: Iterable[tuple[int, ...]]) -> Cut:
-    """A cut, without the entries of the last dims that are not cut."""
-    cut = list(entries)
-    while cut and not cut[-1]:
-        del cut[-1]
-    return tuple(cut)
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:

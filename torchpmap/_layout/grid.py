@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,14 @@ def cut_at(dim: int | None) -> Cut:
 def dim_of(cut: Cut, grid_dim: int) -> int | None:
     """The dim of a value that is cut over a dim of the grid."""
     return next((dim for dim, over in enumerate(cut) if grid_dim in over), None)
+
+
+def trimmed(entries: Iterable[tuple[int, ...]]) -> Cut:
+    """A cut, without the entries of the last dims that are not cut."""
+    cut = list(entries)
+    while cut and not cut[-1]:
+        del cut[-1]
+    return tuple(cut)
 
 
 def nested(dim: int | None, inner: Cut) -> Cut:

@@ -23,7 +23,7 @@ from torchpmap._base.torch_internals import tracing_mode
 from torchpmap._collectives import axis_index
 from torchpmap._collectives.cast import casts_sum
 from torchpmap._layout.axis_stack import Axis, bind, mesh_axes
-from torchpmap._layout.grid import Cut, dim_of
+from torchpmap._layout.grid import Cut, dim_of, trimmed
 from torchpmap._layout.mesh import Mesh, PartitionSpec, names_of
 from torchpmap._trace.effects import difference
 from torchpmap._trace.escaped import watched
@@ -337,10 +337,7 @@ def _merged(x: torch.Tensor, dim: int, count: int, behind: int) -> torch.Tensor:
 
 def cut_of_spec(spec: PartitionSpec, names: Sequence[Hashable]) -> Cut:
     """The cut that a spec makes, on a grid whose dims are the axes of the mesh."""
-    entries = [tuple(map(names.index, names_of(entry))) for entry in spec]
-    while entries and not entries[-1]:
-        del entries[-1]
-    return tuple(entries)
+    return trimmed(tuple(map(names.index, names_of(entry))) for entry in spec)
 
 
 def claim_of(axes: Sequence[Hashable], path: str) -> str:

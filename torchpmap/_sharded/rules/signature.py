@@ -21,8 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from torchpmap._layout.common_grid import trimmed
-from torchpmap._layout.grid import Cut
+from torchpmap._layout.grid import Cut, trimmed
 
 Labels = tuple[Hashable, ...]
 """A label per dim, or None."""
