@@ -130,6 +130,57 @@ def test_row_19_hang_with_the_interpreter_locked(hang, others):
         assert f"in {hang.__name__}" in str(error.__cause__)
 
 
+@pytest.mark.parametrize(
+    "hang",
+    [loop_of_c, sleep_of_c, endless_loop, long_sleep, deadlocked_lock, swallows_everything],
+    ids=lambda f: f.__name__,
+)
+def test_row_19_a_hang_that_is_late_after_another_failure(hang):
+    """The time of a call goes on while another failure is worked off."""
+
+    def step(x):
+        if int(tp.axis_index("i")) == 0:
+            raise ValueError("first")
+        return on_rank(2, hang, "alone")(x)
+
+    with survivors(*([2] if hang in (loop_of_c, swallows_everything) else [])):
+        error = within(6, lambda: eagerly(step, timeout=0.5)(rows)).error
+        assert isinstance(error, ValueError), error
+        assert within(8, lambda: total(rows).tolist()).value == [6.0] * N
+
+
+def test_row_19_a_hang_that_is_late_after_a_death():
+    die = on_rank(0, lambda: os.kill(os.getpid(), 9), "alone")
+
+    def step(x):
+        return on_rank(2, loop_of_c, "alone")(die(x))
+
+    with survivors(0, 2):
+        error = within(8, lambda: eagerly(step, timeout=0.5)(rows)).error
+        assert isinstance(error, tp.WorkerDied), error
+        assert within(8, lambda: total(rows).tolist()).value == [6.0] * N
+
+
+def test_row_19_compiling_on_another_rank_does_not_count(tmp_path):
+    """One rank begins the call, and waits for those that still compile."""
+    gate, seen = tmp_path / "open", tmp_path / "first"
+
+    def slowly(graph, examples):
+        if seen.exists():
+            while not gate.exists():
+                pass
+        seen.touch()
+        return graph.forward
+
+    with survivors():
+        step = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile={"backend": slowly}, timeout=0.5)
+        y = step(rows)
+        timer = threading.Timer(3, gate.touch)
+        timer.start()
+        assert within(10, y.tolist).value == [6.0] * N
+        timer.join()
+
+
 def stop_oneself():
     os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import signal
 import threading
 
@@ -19,11 +20,12 @@ from _rig import (
     on_rank,
     quarter,
     rows,
+    sharded,
     survivors,
     total,
     within,
 )
-from _support import running_pool, wait_for, worker_pids
+from _support import DEVICE, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 
@@ -138,6 +140,74 @@ def test_row_22_the_call_that_ctrl_c_ends_does_not_go_on(hang, others):
     with survivors():
         interrupted_after(0.5, lambda: eagerly(on_rank(2, hang, others))(rows))
         assert within(1, lambda: total(rows).tolist()).value == [6.0] * N
+
+
+def loop_of_c():
+    sum(itertools.repeat(0))
+
+
+def raised_first(x):
+    if int(tp.axis_index("i")) == 0:
+        raise ValueError("first")
+    return on_rank(2, loop_of_c, "alone")(x)
+
+
+@pytest.mark.parametrize("others", ["alone", "others wait"])
+def test_row_22_a_rank_that_ctrl_c_cannot_reach_is_replaced(others):
+    """There is no timeout."""
+    with survivors(2):
+        interrupted_after(0.5, lambda: eagerly(on_rank(2, loop_of_c, others))(rows))
+        assert within(13, lambda: total(rows).tolist()).value == [6.0] * N
+
+
+def test_row_22_a_rank_that_no_failure_reaches_is_replaced_after_ctrl_c():
+    """A caller that waits for it is interrupted, not the one that has made it hang."""
+    value = sharded()
+    with pytest.raises(ValueError, match="first"):
+        eagerly(raised_first)(rows)
+    interrupted_after(0.5, lambda: total(rows))
+    assert within(13, lambda: total(rows).tolist()).value == [6.0] * N
+    with pytest.raises(tp.ShardLost, match=f"{DEVICE}:2") as caught:
+        value[2].item()
+    note = "it went on after its call had failed or was interrupted"
+    assert any(note in each for each in caught.value.__cause__.__notes__)
+
+
+@pytest.mark.parametrize("hang", [endless_loop, long_sleep, loop_of_c], ids=lambda f: f.__name__)
+def test_row_22_ctrl_c_ends_a_compilation(hang, tmp_path):
+    begun = tmp_path / "begun"
+
+    def compile(graph, examples):
+        begun.touch()
+        hang()
+        return graph.forward
+
+    def press():
+        assert wait_for(begun.exists, 30)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    step = tp.pmap(lambda x: x + 1, compile={"backend": compile})
+    with survivors(*([0] if hang is loop_of_c else [])):
+        thread = threading.Thread(target=press)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            step(rows)
+        thread.join()
+        bound = 13 if hang is loop_of_c else 1
+        assert within(bound, lambda: total(rows).tolist()).value == [6.0] * N
+
+
+@pytest.mark.inductor
+def test_row_22_a_compilation_works_after_ctrl_c_at_any_moment():
+    step = tp.pmap(lambda x: (x.sin() * 3).cumsum(0) @ torch.ones(7))
+    x = torch.linspace(0, 1, 4 * 7).reshape(4, 7)
+    with survivors():
+        for seconds in (0.05, 0.2, 0.4, 0.8, 1.6):
+            interrupted_after(seconds, lambda: step(x))
+        expected = (x.sin() * 3).sum(1) * 0 + (x.sin() * 3).cumsum(1).sum(1)
+        torch.testing.assert_close(
+            within(60, lambda: tp.device_get(step(x))).value, expected.numpy()
+        )
 
 
 def test_row_22_what_stands_behind_an_interrupted_call_says_so():

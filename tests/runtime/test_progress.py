@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
-from _support import EAGER, in_threads, running_pool, wait_for
+from _support import EAGER, LAGS, eagerly, in_threads, running_pool, wait_for
 
 import torchpmap as tp
 from torchpmap._runtime.local.progress import Progress, WorkerProgress
 
-LONG_MS = 60_000
+LONG_S = 60
+
+
+def never():
+    return False
 
 
 @pytest.fixture
@@ -37,38 +42,98 @@ def test_what_workers_note_is_read_by_rank(progress):
 
 def test_a_wait_for_what_is_there_does_not_sleep(progress):
     worker(progress, 1).note(5)
-    assert progress.wait(5, (1,), LONG_MS)
+    assert progress.wait(5, (1,), never)
 
 
 def test_a_wait_ends_when_the_last_of_the_ranks_is_done(progress):
     woken = []
-    waiter = threading.Thread(target=lambda: woken.append(progress.wait(7, (0, 2), LONG_MS)))
+    waiter = threading.Thread(target=lambda: woken.append(progress.wait(7, (0, 2), never)))
     waiter.start()
     worker(progress, 1).note(9)  # not one of them
     worker(progress, 2).note(7)
     worker(progress, 0).note(6)  # not yet
     assert not woken
     worker(progress, 0).note(7)
-    waiter.join(LONG_MS / 1000)
+    waiter.join(LONG_S)
     assert woken == [True]
 
 
-def test_a_ring_without_progress_wakes_too(progress):
+def test_a_wait_that_is_in_vain_ends_with_a_ring(progress):
+    answers = iter([False, False, False])
     progress.ring()
-    assert not progress.wait(1, (0,), LONG_MS)
+    assert not progress.wait(1, (0,), lambda: next(answers, True))
+    answers = iter([False, False, False])
     worker(progress, 1).ring()
-    assert not progress.wait(1, (0,), LONG_MS)
-
-
-def test_a_wait_ends_with_its_patience(progress):
-    assert not progress.wait(1, (0,), 1)
+    assert not progress.wait(1, (0,), lambda: next(answers, True))
 
 
 def test_no_bell_is_rung_when_no_thread_waits(progress):
     worker(progress, 0).note(1)
-    assert not progress.wait(2, (0,), 1)  # would not have slept, with a ring left over
     worker(progress, 0).note(3)
     assert not progress._poll.poll(0)
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 128, 256])
+def test_any_number_of_ranks_is_waited_for(size):
+    progress = Progress(size)
+    ranks = range(size)
+    waiter = threading.Thread(target=lambda: progress.wait(7, ranks, never))
+    waiter.start()
+    assert wait_for(lambda: len(progress.awaited()) == size)
+    for rank in ranks[:-1]:
+        worker(progress, rank).note(7)
+    assert wait_for(lambda: progress.awaited() == [size - 1])
+    assert waiter.is_alive()
+    worker(progress, size - 1).note(7)
+    waiter.join(LONG_S)
+    assert progress.reached(7, ranks)
+    assert not progress.awaited()
+    progress.close()
+
+
+def test_several_threads_wait_at_once(progress):
+    """For different commands of different ranks."""
+    wants = [(k % 3, k) for k in range(1, 9)]
+    woken = []
+    waiters = [
+        threading.Thread(target=lambda w=w: woken.append(progress.wait(w[1], (w[0],), never)))
+        for w in wants
+    ]
+    for waiter in waiters:
+        waiter.start()
+    for rank, seq in wants:
+        worker(progress, rank).note(seq)
+    for waiter in waiters:
+        waiter.join(LONG_S)
+    assert woken == [True] * len(wants)
+
+
+def test_close_while_another_thread_reads_and_waits():
+    progress, over = Progress(2), threading.Event()
+    seen = []
+
+    def read():
+        try:
+            while not over.is_set():
+                progress.reached(1, (0, 1))
+                progress.awaited()
+                progress.begun()
+        except ValueError as error:
+            seen.append(error)
+
+    waiter = threading.Thread(target=lambda: progress.wait(1, (0,), over.is_set))
+    reader = threading.Thread(target=read)
+    for thread in (waiter, reader):
+        thread.start()
+    assert wait_for(lambda: progress.awaited() == [0])
+    progress.close()
+    over.set()
+    for thread in (waiter, reader):
+        thread.join(LONG_S)
+        assert not thread.is_alive()
+    assert not seen
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(progress._fd)
 
 
 def test_the_numbers_stay_after_close():
@@ -93,3 +158,50 @@ def test_a_value_that_is_there_needs_no_message(pool, monkeypatch):
     assert wait_for(y.is_ready)
     y.block_until_ready()
     assert running_pool().seq == sent
+
+
+def test_a_wait_for_an_old_value_waits_for_nothing_behind_it(pool, tmp_path):
+    gate = tmp_path / "open"
+
+    def busy(x):
+        while not gate.exists():
+            pass
+        return x
+
+    held = tp.pmap(lambda x: x + 1, compile=EAGER)
+    held(torch.ones(4)).block_until_ready()
+    old = held(torch.ones(4))
+    thread = threading.Thread(target=lambda: eagerly(busy)(torch.ones(4)))
+    thread.start()
+    assert wait_for(lambda: running_pool()._monitor.pending)
+    old.block_until_ready()
+    assert thread.is_alive()
+    gate.touch()
+    thread.join()
+
+
+@pytest.mark.skipif(not LAGS, reason="a worker of the CPU is at one command until it is done")
+def test_an_old_value_is_fetched_while_the_device_is_at_later_calls(pool, tmp_path):
+    gate = tmp_path / "open"
+
+    def waiting(graph, examples):
+        def run(*inputs):
+            while not gate.exists():
+                pass
+            return graph.forward(*inputs)
+
+        return run
+
+    step = tp.pmap(lambda x: x + 1, compile=EAGER)
+    late = tp.pmap(lambda x: x + 2, compile={"backend": waiting})
+    gate.touch()
+    late(torch.ones(4)).block_until_ready()
+    gate.unlink()
+    old = step(torch.ones(4, 3))
+    large = step(torch.ones(4, 300_000))
+    new = late(old[:, 0])
+    assert old.tolist() == [[2.0] * 3] * 4
+    assert tp.device_get(large)[1, -1] == 2
+    assert not new.is_ready()
+    gate.touch()
+    assert new.tolist() == [4.0] * 4

@@ -17,15 +17,15 @@ from torchpmap._runtime.local.supervise import (
     Exited,
     Failed,
     GivenUp,
+    Impatient,
     Kill,
-    Lingering,
     Overdue,
     Phase,
     Ready,
     Regroup,
     Respawn,
+    StillDraining,
     Stopped,
-    Stubborn,
     Supervisor,
     Verdict,
 )
@@ -51,18 +51,68 @@ def supervisor(*events, size=3, **settings) -> Supervisor:
     return result
 
 
+def waited(seconds: float, *begun: int) -> StillDraining:
+    """``begun``: what each rank has begun last; by default none has begun a function."""
+    return StillDraining(seconds, begun or (0,) * 3)
+
+
+OVERDUE = "it went on after the timeout of a call"
+STUCK = "it went on after its call had failed or was interrupted"
+STOPPED = "it had been stopped for 5 s while it was waited for"
 EVERYONE = (Drained(0), Drained(1), Drained(2))
 ALL_READY = (Ready(0, 1), Ready(1, 1), Ready(2, 1))
 
 TRANSITIONS = {
-    "a call that took too long is ended": ([], Overdue(user(1, 5)),
+    "a call that took too long is ended": ([], Overdue(user(1, 5), 0),
         [Abort(0, (0, 1, 2)), Drain((0, 1, 2)), Cancel(5, (0, 1, 2))], Phase.DRAINING),
     "if it does not end, its ranks are": (
-        [Overdue(user(1, 5)), Drained(0)], Stubborn(), [Kill((1, 2))], Phase.DRAINING),
+        [Overdue(user(1, 5), 0), Drained(0)], waited(2), [Kill((1, 2), OVERDUE)], Phase.DRAINING),
+    "but they have time to obey": (
+        [Overdue(user(1, 5), 0), Drained(0)], waited(1.9), [Cancel(5, (1, 2))], Phase.DRAINING),
+    "a call that takes too long while another failure is worked off is ended": (
+        [user(0, 5), Drained(0), Drained(1)], Overdue(user(2, 5), 0), [Cancel(5, (2,))],
+        Phase.DRAINING),
+    "if it does not end then, its ranks are": (
+        [user(0, 5), Drained(0), Drained(1), waited(30), Overdue(user(2, 5), 0)], waited(32),
+        [Kill((2,), OVERDUE)], Phase.DRAINING),
+    "time to obey counts from when it was too late": (
+        [user(0, 5), Drained(0), Drained(1), waited(30), Overdue(user(2, 5), 0)], waited(31),
+        [Cancel(5, (2,))], Phase.DRAINING),
+    "a call that takes too long while a death is worked off is ended": (
+        [death(0), Drained(1)], Overdue(user(2, 5), 0), [Cancel(5, (2,))], Phase.DRAINING),
+    "a call that took too long has ended when all have": (
+        [user(0, 5), *EVERYONE], Overdue(user(2, 5), 0), [], Phase.REBUILDING),
+    "a call that took too long has ended before the repair": (
+        [user(0, 5), *EVERYONE, *ALL_READY], Overdue(user(2, 5), 0), [], Phase.HEALTHY),
     "a call whose caller was interrupted is ended": ([], GivenUp(user(1, 5)),
         [Abort(0, (0, 1, 2)), Drain((0, 1, 2)), Cancel(5, (0, 1, 2))], Phase.DRAINING),
-    "if it does not end, its ranks live": (
-        [GivenUp(user(1, 5)), Drained(0)], Stubborn(), [], Phase.DRAINING),
+    "if it does not end, its ranks are, but later": (
+        [GivenUp(user(1, 5)), Drained(0)], waited(10, 5, 5, 5),
+        [Cancel(5, (1, 2)), Kill((1, 2), STUCK)], Phase.DRAINING),
+    "until then its ranks live": (
+        [GivenUp(user(1, 5)), Drained(0)], waited(9, 5, 5, 5), [Cancel(5, (1, 2))],
+        Phase.DRAINING),
+    "a rank that has not begun it lives": (
+        [GivenUp(user(1, 5)), Drained(0)], waited(100, 5, 5, 4),
+        [Cancel(5, (1, 2)), Kill((1,), STUCK)], Phase.DRAINING),
+    "a function that does not end after a failure elsewhere is ended much later": (
+        [user(0, 5), Drained(0), Drained(1)], waited(60, 5, 5, 5),
+        [Cancel(5, (2,)), Kill((2,), STUCK)], Phase.DRAINING),
+    "it has a minute": (
+        [user(0, 5), Drained(0), Drained(1)], waited(59, 5, 5, 5), [Cancel(5, (2,))],
+        Phase.DRAINING),
+    "less if a caller that waited for it was interrupted": (
+        [user(0, 5), Drained(0), Drained(1), waited(20, 5, 5, 5), Impatient()],
+        waited(30, 5, 5, 5), [Cancel(5, (2,)), Kill((2,), STUCK)], Phase.DRAINING),
+    "but ten seconds": (
+        [user(0, 5), Drained(0), Drained(1), waited(20, 5, 5, 5), Impatient()],
+        waited(29, 5, 5, 5), [Cancel(5, (2,))], Phase.DRAINING),
+    "a call that no failure concerns may take long": (
+        [death(0), Drained(1)], waited(1000, 5, 5, 5), [], Phase.DRAINING),
+    "also if a caller that waited for it was interrupted": (
+        [death(0), Drained(1), Impatient()], waited(1000, 5, 5, 5), [], Phase.DRAINING),
+    "an interrupted caller that waits for no rank changes nothing": (
+        [], Impatient(), [], Phase.HEALTHY),
     "interrupted while another failure is worked off": (
         [user(0, 7), Drained(0)], GivenUp(user(1, 5)), [Cancel(5, (0, 1, 2))], Phase.DRAINING),
     "interrupted when all have ended what they did": (
@@ -97,18 +147,18 @@ TRANSITIONS = {
     "a death while rebuilding drains again": ([user(1), *EVERYONE, Ready(0, 1)], death(2),
         [Abort(1, (0, 1)), Drain((0, 1))], Phase.DRAINING),
     "who lingers in a poisoned call is cancelled": (
-        [user(1, seq=7), Drained(0)], Lingering(), [Cancel(7, (1, 2))], Phase.DRAINING),
-    "from the earliest failure on": ([user(1, seq=7), communication(2, seq=5)], Lingering(),
+        [user(1, seq=7), Drained(0)], waited(1), [Cancel(7, (1, 2))], Phase.DRAINING),
+    "from the earliest failure on": ([user(1, seq=7), communication(2, seq=5)], waited(1),
         [Cancel(5, (0, 1, 2))], Phase.DRAINING),
     "who lingers in a call that waits for a dead rank": (
-        [death(1, doomed=9), Drained(0)], Lingering(), [Cancel(9, (2,))], Phase.DRAINING),
+        [death(1, doomed=9), Drained(0)], waited(1), [Cancel(9, (2,))], Phase.DRAINING),
     "who lingers in a call that a death does not concern goes on": (
-        [death(1)], Lingering(), [], Phase.DRAINING),
-    "no rank lingers in a rebuild": ([user(1), *EVERYONE], Lingering(), [], Phase.REBUILDING),
-    "no rank lingers while healthy": ([], Lingering(), [], Phase.HEALTHY),
-    "a stopped rank is killed": ([], Stopped(1), [Kill((1,))], Phase.HEALTHY),
+        [death(1)], waited(1), [], Phase.DRAINING),
+    "no rank lingers in a rebuild": ([user(1), *EVERYONE], waited(1), [], Phase.REBUILDING),
+    "no rank lingers while healthy": ([], waited(1), [], Phase.HEALTHY),
+    "a stopped rank is killed": ([], Stopped(1), [Kill((1,), STOPPED)], Phase.HEALTHY),
     "a stopped rank is killed while it drains": (
-        [user(0)], Stopped(1), [Kill((1,))], Phase.DRAINING),
+        [user(0)], Stopped(1), [Kill((1,), STOPPED)], Phase.DRAINING),
     "a dead rank is not killed again": ([death(1)], Stopped(1), [], Phase.DRAINING),
 }  # fmt: skip
 
@@ -141,7 +191,7 @@ def test_gives_up_after_max_attempts():
     (close,) = tested.on(Drained(0))
     assert close == Close(Verdict((), (death(1),) * 3))
     assert tested.phase is Phase.CLOSED
-    for event in (user(0), death(0), Drained(0), Ready(0, 3), Lingering(), Stopped(0)):
+    for event in (user(0), death(0), Drained(0), Ready(0, 3), waited(1), Stopped(0)):
         assert tested.on(event) == []
 
 
@@ -222,8 +272,9 @@ class Pool(RuleBasedStateMachine):
                     assert set(ranks) == self.alive
                     self.to_drain = set(ranks)
                     self.to_join = set()
-                case Kill(ranks=ranks):
+                case Kill(ranks=ranks, why=why):
                     assert ranks
+                    assert why
                     assert self.alive.issuperset(ranks)
                 case Cancel(seq=seq, ranks=ranks):
                     assert set(ranks) == self.to_drain
@@ -300,9 +351,57 @@ class Pool(RuleBasedStateMachine):
         self.happens(Ready(rank, self.epoch - 1))
         assert self.reports == before
 
+    @rule(seconds=st.floats(0, 100), begun=st.lists(st.integers(0, 50), min_size=4, max_size=4))
+    def they_still_drain(self, seconds, begun):
+        self.happens(StillDraining(seconds, begun))
+
+    @rule(data=st.data())
+    def call_takes_too_long(self, data):
+        """A failure of its own only if nothing explains it."""
+        if not self.alive:
+            return
+        rank = data.draw(st.sampled_from(sorted(self.alive)))
+        failure = Failed(rank, self.seq + 1, False, b"", "")
+        before = len(self.tested.verdict().failures)
+        # in REBUILDING only calls of the last epoch can be late, which is no news
+        if self.tested.phase is Phase.REBUILDING:
+            assert self.tested.on(Overdue(failure, self.epoch - 1)) == []
+            return
+        is_new = self.tested.phase is Phase.HEALTHY
+        if is_new and not self.closed:
+            self.events.append(failure)
+            self.incidents += 1
+        late = self.tested.unsettled()
+        actions = self.tested.on(Overdue(failure, self.epoch))
+        recorded = len(self.tested.verdict().failures) - before
+        assert recorded == 1 or not is_new or self.closed
+        if recorded and not is_new:
+            self.events.append(failure)
+        for action in actions:
+            assert isinstance(action, Abort | Drain | Cancel)
+            if isinstance(action, Drain):
+                self.to_drain, self.to_join = set(self.alive), set()
+        if not is_new and not self.closed and self.tested.phase is Phase.DRAINING and late:
+            assert Cancel(failure.seq, late) in actions
+
     @rule()
-    def some_linger(self):
-        self.happens(Lingering())
+    def caller_is_interrupted(self):
+        self.happens(Impatient())
+
+    @precondition(lambda self: self.tested.phase is Phase.DRAINING and self.to_drain)
+    @rule()
+    def a_late_call_ends_the_wait(self):
+        """Whatever has failed before, the ranks that do not obey are ended."""
+        late = self.tested.unsettled()
+        before = self.tested._drained_for
+        self.call_takes_too_long_on(late[0])
+        assert Kill(late, OVERDUE) in self.tested.on(StillDraining(before + 2, (0,) * 4))
+
+    def call_takes_too_long_on(self, rank):
+        failure = Failed(rank, self.seq + 1, False, b"", "")
+        before = len(self.tested.verdict().failures)
+        self.tested.on(Overdue(failure, self.epoch))
+        self.events += [failure] * (len(self.tested.verdict().failures) - before)
 
     @rule(data=st.data())
     def rank_is_stopped(self, data):

@@ -37,7 +37,7 @@ HEADER = struct.Struct("<QQq")  # body bytes, kind, seq
 
 # controller -> worker
 DEFINE, CALL, PUT, FREE, TASK, GROUP, FORGET, PLACE, LOAD = range(1, 10)
-FETCH, SYNC, RING, DRAIN, REGROUP = range(11, 16)
+FETCH, SYNC, DRAIN, REGROUP = range(11, 15)
 # worker -> controller
 READY, DONE, DATA, REPLY, FAILED, DRAINED = range(101, 107)
 

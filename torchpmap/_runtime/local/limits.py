@@ -1,11 +1,12 @@
 """Time limits of calls.
 
 The time of a call counts from when it is sent, or, if it is queued behind others, from when a rank
-begins it.  Its plan is compiled before, which does not count.
+begins it.  Compiling, on any rank, does not count.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ _STACKS_CHARS = 1 << 17
 @dataclass
 class _Limit:
     seq: int
+    epoch: int
     ranks: Sequence[int]
     seconds: float
     name: str
@@ -36,7 +38,9 @@ class _Limit:
 
 
 class Limits:
-    """``add``: send lock held; ``on_tick`` and ``clear``: one thread at a time each."""
+    """``add``: send lock held; ``on_tick`` and ``clear``: one thread at a time each; ``begin``
+    and ``close``: any thread.
+    """
 
     def __init__(
         self,
@@ -44,22 +48,45 @@ class Limits:
         workers: Mapping[int, WorkerProcess],
         reached: Callable[[int, Sequence[int]], bool],
         withhold: Callable[[int], None],
-        on_overdue: Callable[[Failed], None],
+        on_overdue: Callable[[Failed, int], None],
+        epoch: Callable[[], int],
     ) -> None:
-        """``reached``: whether ranks are done with a command.  A thread of its own calls
-        ``withhold`` as soon as a command has failed, and then ``on_overdue`` with the reason.
+        """``reached``: whether ranks are at no command up to this one.  A thread of its own calls
+        ``withhold`` as soon as a command has failed, and then ``on_overdue`` with the reason and
+        the ``epoch`` in which it was sent.
         """
         self._devices = devices
         self._workers = workers
         self._reached = reached
         self._withhold = withhold
         self._on_overdue = on_overdue
+        self._epoch = epoch
         self._limits: dict[int, _Limit] = {}
-        self._looking: threading.Thread | None = None
+        self._to_judge: queue.SimpleQueue[_Limit | None] = queue.SimpleQueue()
+        self._is_judging = False
+        self.thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def begin(self) -> None:
+        """Start the thread, if it was not done (the caller holds a lock).
+
+        Raises:
+            RuntimeError: there are too many threads; the next caller tries again.
+        """
+        if self.thread is None:
+            thread = threading.Thread(target=self._run, name=LIMIT, daemon=True)
+            thread.start()
+            self.thread = thread
+
+    def close(self) -> None:
+        """Let the thread end; does not wait for it."""
+        self._is_closed = True
+        self._to_judge.put(None)
 
     def add(self, seq: int, ranks: Sequence[int], seconds: float, name: str) -> None:
+        epoch = self._epoch()
         now = time.monotonic()
-        self._limits[seq] = _Limit(seq, ranks, seconds, name, now, now + seconds)
+        self._limits[seq] = _Limit(seq, epoch, ranks, seconds, name, now, now + seconds)
 
     def clear(self) -> None:
         self._limits.clear()
@@ -69,11 +96,19 @@ class Limits:
         for limit in tuple(self._limits.values()):
             if self._reached(limit.seq, limit.ranks):
                 self._limits.pop(limit.seq, None)
-            elif now >= limit.look_at and (self._looking is None or not self._looking.is_alive()):
-                self._looking = threading.Thread(
-                    target=self._judge, args=(limit,), name=LIMIT, daemon=True
-                )
-                self._looking.start()
+            elif now >= limit.look_at and not self._is_judging:
+                self._is_judging = True
+                self._to_judge.put(limit)
+
+    def _run(self) -> None:
+        while (limit := self._to_judge.get()) is not None and not self._is_closed:
+            try:
+                self._judge(limit)
+            except (OSError, ValueError):  # the sockets are closed
+                if not self._is_closed:
+                    raise
+            finally:
+                self._is_judging = False
 
     def _judge(self, limit: _Limit) -> None:
         late = [rank for rank in limit.ranks if not self._reached(limit.seq, (rank,))]
@@ -83,6 +118,7 @@ class Limits:
             return
         now = time.monotonic()
         begun = any(answers[rank].has_begun(limit.seq) for rank in late)
+        begun = begun and not any(answers[rank].is_compiling for rank in late)
         was_queued, limit.is_queued = limit.is_queued, not begun
         if not begun:
             limit.look_at = now + _LOOK_AGAIN_S
@@ -92,7 +128,7 @@ class Limits:
             self._limits.pop(limit.seq, None)
             self._withhold(limit.seq)
             sights = look({rank: self._workers[rank] for rank in late}, answers)
-            self._on_overdue(self._failed(limit, late, sights))
+            self._on_overdue(self._failed(limit, late, sights), limit.epoch)
 
     def _failed(self, limit: _Limit, late: Sequence[int], sights: Mapping[int, Sight]) -> Failed:
         lines, stacks = [], []

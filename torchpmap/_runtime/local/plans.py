@@ -57,7 +57,7 @@ class Plans:
             self._load_compiler()
         self._pool.make_groups(groups)
         leader, *others = ranks
-        report = self._compile(leader, body, f"it compiles {definition.name}")
+        report = self._compile(leader, body, definition.name)
 
         def send() -> None:
             self.forget()
@@ -78,12 +78,12 @@ class Plans:
             self._pool.in_order(self._pool.tell, tuple(self._pool.workers), wire.LOAD, b"")
             self._has_compiler = True
 
-    def _compile(self, leader: int, body: bytes, what: str) -> CompileReport:
+    def _compile(self, leader: int, body: bytes, name: str) -> CompileReport:
         """Wait until the leader has compiled a plan, even if it dies once meanwhile."""
         losses, deaths = self._pool.losses, 0
         while True:
-            pending = self._pool.ask({leader: body}, wire.DEFINE, what=what)
-            if pending.wait():
+            pending = self._pool.ask({leader: body}, wire.DEFINE, what=f"it compiles {name}")
+            if self._pool.wait_or_give_up(pending, (leader,), name):
                 return CompileReport(*pickle.loads(pending.replies[leader]))
             self._pool.repair()
             sent = pending.era, pending.seq

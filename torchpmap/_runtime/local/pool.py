@@ -48,25 +48,20 @@ from torchpmap._runtime.local.supervise import (
     Event,
     Exited,
     Failed,
+    Impatient,
     Kill,
-    Lingering,
     Overdue,
     Phase,
     Regroup,
     Respawn,
+    StillDraining,
     Stopped,
-    Stubborn,
     Supervisor,
 )
-from torchpmap._runtime.local.vigil import STOPPED_S
 from torchpmap._runtime.wire import frame
 
 T = TypeVar("T")
 
-_GRACE_S = 1.0
-"""How long a rank may go on with a call that a failure elsewhere has poisoned."""
-_OBEY_S = 2.0
-"""How long a rank may go on with a call that took too long."""
 _EARLY_S = 2.0
 """How long a caller waits for all ranks if it is already known why its call failed."""
 _EARLY_LOOK_S = 0.25
@@ -77,8 +72,6 @@ _LOOK_MS = 1000
 _ROOM_MS = 50
 """The same where a failure does not wake it."""
 _WAITS_FOR = ("starting the workers", "waiting for the devices after a failure")
-_SHORT_SLEEP_MS = 2
-"""How long to poll before asking the workers for a wake-up message (asking costs 30 us)."""
 
 
 class Pool:
@@ -101,7 +94,6 @@ class Pool:
         self.send_lock = threading.RLock()
         self._is_sending = held_here(self.send_lock)
         self.outbox = Outbox()
-        self._waiting = threading.Lock()  # held by the thread that sleeps until the bell rings
         self.seq = 0  # number of the last command; guarded by the send lock
         self._groups: dict[str, RankPartition] = {}  # guarded by the send lock
         self._state_lock = threading.Lock()  # guards _supervisor; never taken by a caller
@@ -110,7 +102,7 @@ class Pool:
         self._actions: queue.SimpleQueue[Action] = queue.SimpleQueue()  # monitor -> repairer
         self._unfinished: Action | None = None  # in which the last repairer failed
         self._replaced: set[int] = set()  # the ranks for which that action is done
-        self._killed: set[int] = set()  # ranks that were killed because they had been stopped
+        self._killed: dict[int, str] = {}  # by rank, why the pool has killed its worker
         self._repairs = threading.RLock()  # guards the beginning of a repair
         self._repair_in_progress: Future[None] | None = None
         self._completed: dict[int, int] = {}  # last command by dead rank; written by the repairer
@@ -135,7 +127,12 @@ class Pool:
         self._monitor = self._crew.monitor
         self._progress = self._crew.progress
         self.limits = Limits(
-            self._devices, self.workers, self.has_reached, self._monitor.withhold, self._on_overdue
+            self._devices,
+            self.workers,
+            self._has_ended,
+            self._monitor.withhold,
+            self._on_overdue,
+            lambda: self._supervisor.epoch,
         )
         self._actions.put(Regroup(1))
 
@@ -240,32 +237,14 @@ class Pool:
         """Whether all of ``ranks`` are known to be done with everything up to command ``seq``."""
         return self._progress.reached(seq, ranks)
 
-    def wait_for(self, seq: int, ranks: Sequence[int]) -> bool:
-        """Wait until ``ranks`` are done with everything up to command ``seq``; False when a failure
-        came first.
+    def wait_for(self, era: Era, seq: int, ranks: Sequence[int]) -> bool:
+        """Wait until ``ranks`` are done with command ``seq``, whatever stands behind it; False when
+        a failure came first.
         """
         refuse_to_wait()
-        if self.prints or not self._waiting.acquire(blocking=False):
+        if self.prints:  # what was printed comes first: the answer comes the same way
             return self.ask(dict.fromkeys(ranks, b""), wire.SYNC).wait()
-        progress = self._progress
-        try:
-            if progress.wait(seq, ranks, _SHORT_SLEEP_MS):
-                return True
-            epoch, seq = self.in_order(self._ask_to_ring, ranks)
-            while not progress.wait(seq, ranks, _LOOK_MS):
-                if self.broken or self._supervisor.epoch != epoch:
-                    return False
-            return True
-        finally:
-            self._waiting.release()
-            if self._closed.is_set():
-                self._close_progress()
-
-    def _ask_to_ring(self, ranks: Sequence[int]) -> tuple[int, int]:
-        """Returns the epoch, and the number of the command."""
-        epoch = self._supervisor.epoch  # read first: a failure from here on changes it
-        self.tell(ranks, wire.RING, b"")
-        return epoch, self.seq
+        return self._progress.wait(seq, ranks, lambda: self.broken or self.losses.era is not era)
 
     def make_groups(self, groups: dict[str, RankPartition]) -> None:
         for name, partition in groups.items():
@@ -291,8 +270,9 @@ class Pool:
             match action:
                 case Cancel(seq=seq, ranks=ranks):
                     self._crew.control(ranks, wire.CANCEL, seq)
-                case Kill(ranks=ranks):
+                case Kill(ranks=ranks, why=why):
                     for rank in ranks:
+                        self._killed.setdefault(rank, why)
                         self.workers[rank].kill()
                 case _:
                     if isinstance(action, Abort):
@@ -303,10 +283,8 @@ class Pool:
 
     def _explained(self, event: Exited) -> Exited:
         """Add what the supervisor cannot know."""
-        rank = event.rank
-        doomed = self._monitor.first_missing(rank)
-        why = f"it had been stopped for {STOPPED_S:g} s while it was waited for"
-        return replace(event, doomed=doomed, why=why if rank in self._killed else "")
+        doomed = self._monitor.first_missing(event.rank)
+        return replace(event, doomed=doomed, why=self._killed.get(event.rank, ""))
 
     def _wake_all(self) -> None:
         self._monitor.interrupt_all()
@@ -314,22 +292,39 @@ class Pool:
 
     def _on_tick(self) -> None:
         """Look at calls and workers that take long (monitor thread)."""
-        if time.monotonic() - self._drain_begin >= _GRACE_S:
-            self._on_event(Lingering())
-        if time.monotonic() - self._drain_begin >= _OBEY_S:
-            self._on_event(Stubborn())
-        if not self.broken:
-            self.limits.on_tick(time.monotonic())
+        now = time.monotonic()
+        if now >= self._drain_begin:
+            self._on_event(StillDraining(now - self._drain_begin, self._progress.begun()))
+        if self._supervisor.phase in (Phase.HEALTHY, Phase.DRAINING):
+            self.limits.on_tick(now)
         for rank in self._stopped_ranks():
-            self._killed.add(rank)
             self._on_event(Stopped(rank))
         self._tick()
 
-    def _on_overdue(self, failure: Failed) -> None:
-        """A call took too long (any thread)."""
-        self._monitor.soon(lambda: self._on_event(Overdue(failure)))
+    def _has_ended(self, seq: int, ranks: Sequence[int]) -> bool:
+        """Whether none of ``ranks`` is at a command up to ``seq`` any more."""
+        ended = self._supervisor.has_ended
+        return all(self._progress[rank] >= seq or ended(rank) for rank in ranks)
 
-    def give_up(self, seq: int, ranks: Sequence[int], name: str) -> None:
+    def _on_overdue(self, failure: Failed, epoch: int) -> None:
+        """A call took too long (any thread)."""
+        self._monitor.soon(lambda: self._on_event(Overdue(failure, epoch)))
+
+    def wait_or_give_up(self, pending: Pending, ranks: Sequence[int], name: str) -> bool:
+        """Wait for the answers to a request; False when a failure came first.  Ctrl-C ends what the
+        ranks do for it.
+        """
+        try:
+            return pending.wait()
+        except BaseException:
+            try:
+                self._give_up(pending.seq, ranks, name)
+            except BaseException:  # Ctrl-C again
+                self._give_up(pending.seq, ranks, name)
+                raise
+            raise
+
+    def _give_up(self, seq: int, ranks: Sequence[int], name: str) -> None:
         """End a call whose caller was interrupted; commands from now on wait until it has ended."""
         is_known = threading.Event()
 
@@ -362,6 +357,7 @@ class Pool:
                 if not self.broken:
                     return
                 self._crew.begin()
+                self.limits.begin()
                 repair = self._repair_in_progress = Future()
                 thread = threading.Thread(target=self._run, args=(repair,), name=REPAIRER)
                 thread.daemon = True
@@ -371,13 +367,21 @@ class Pool:
                     self._repair_in_progress = None
                     raise
         with waiting(_WAITS_FOR[bool(self._verdict.failures or self._verdict.deaths)]):
-            while not futures.wait([repair], _EARLY_LOOK_S).done:
+            while not self._is_over(repair):
                 error = None if wanted is None else self._known_failure(wanted)
                 if error is not None:
                     raise error
         if (failure := repair.exception()) is not None:
             self._insist()
             raise failure
+
+    def _is_over(self, repair: Future[None]) -> bool:
+        """Whether a repair has ended, after a moment."""
+        try:
+            return bool(futures.wait([repair], _EARLY_LOOK_S).done)
+        except BaseException:  # Ctrl-C
+            self._monitor.soon(lambda: self._on_event(Impatient()))
+            raise
 
     def _known_failure(self, seq: int) -> BaseException | None:
         """What has poisoned a command, if the ranks have had time to report."""
@@ -437,7 +441,7 @@ class Pool:
                     if rank not in self._replaced:
                         self._completed.setdefault(rank, self._progress[rank])
                         self._crew.replace(rank, self.send_lock)
-                        self._killed.discard(rank)
+                        self._killed.pop(rank, None)
                     self._replaced.add(rank)
                 self._replaced.clear()
             case Regroup(epoch=epoch):
@@ -480,14 +484,11 @@ class Pool:
         self._supervisor.phase = Phase.CLOSED
         self._wake_all()
         self._actions.put(Regroup(0))  # wakes the thread that repairs
+        self.limits.close()
         self._crew.end()
         self.outbox.drop()
         self._closed.set()
-        self._close_progress()
-
-    def _close_progress(self) -> None:
-        if self._waiting.acquire(blocking=False):  # else a thread needs the bell, and calls this
-            self._progress.close()
+        self._progress.close()
 
     def abandon(self, because: str) -> None:
         """In a forked child, which must not keep the parent's workers alive."""

@@ -1,18 +1,19 @@
 """How far every worker has come: one number per rank in memory they all share, and a bell.
 
 A worker writes the number of each command it is done with.  A waiting thread of the controller
-writes the number it waits for, and sleeps; the last worker to reach it rings.  So waiting for a
-finished value costs no message, and waiting for an unfinished one costs a single wake-up.
+writes, for each rank that it waits for, the number that it wants, and sleeps; the last worker to
+reach it rings.  So waiting for a finished value costs no message, and waiting for an unfinished one
+costs a single wake-up.
 
 ::
 
-    controller:  wanted = 7; until all numbers >= 7: sleep until the bell rings
-    worker:      numbers[rank] = 7; if all numbers >= wanted: ring
+    controller:  wanted[0] = wanted[2] = 7; until numbers[0, 2] >= 7: sleep until the bell rings
+    worker:      numbers[rank] = 7; if numbers >= wanted for every rank that is waited for: ring
 
 Nothing orders these stores and loads of different processors, so in rare cases each side misses
-what the other has just written.  Therefore the first sleep is short, and before a long one the
-worker is *told* to ring (``RING``), which cannot be missed.  An extra ring does no harm: the woken
-thread reads the numbers again.  Only one thread may sleep, because a ring wakes only one.
+what the other has just written.  Therefore no sleep is long, and the thread looks again; so an
+extra ring does no harm either.  Only one thread may sleep, because a ring wakes only one.  Others
+look again and again meanwhile.
 """
 
 from __future__ import annotations
@@ -21,11 +22,30 @@ import contextlib
 import mmap
 import os
 import select
-from collections.abc import Sequence
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
 
 from torchpmap._runtime.wire import InheritedFd
 
+_SLEEP_MS = 50
+"""How long a thread sleeps before it looks again."""
+_LEAST_S, _MOST_S = 0.0002, 0.02
+"""How soon, and how late, a thread looks again while another one sleeps."""
 _NO_WAITER = 2**62
+"""Stands in the place of a number that no thread wants."""
+
+
+def _size_of(numbers: memoryview) -> int:
+    """How many ranks there are: each has three numbers."""
+    return len(numbers) // 3
+
+
+def _late(numbers: memoryview) -> list[int]:
+    """The ranks that a sleeping thread waits for."""
+    size = _size_of(numbers)
+    return [k for k in range(size) if numbers[k] < numbers[size + k] < _NO_WAITER]
 
 
 class Progress:
@@ -37,14 +57,17 @@ class Progress:
             undo.callback(os.close, self._bell)
             self._fd = os.memfd_create("torchpmap-progress", os.MFD_CLOEXEC)
             undo.callback(os.close, self._fd)
-            os.truncate(self._fd, 8 * (size + 2))
-            self._memory = mmap.mmap(self._fd, 8 * (size + 2))
+            os.truncate(self._fd, 24 * size)
+            memory = mmap.mmap(self._fd, 24 * size)
             undo.pop_all()
+        self._sleeping = threading.Lock()  # held by the thread that sleeps
+        self._is_closed = False
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
-        # one per rank; then the command that a thread waits for, and a bit for each of its ranks
-        self._numbers = memoryview(self._memory).cast("q")
-        self._numbers[-2] = _NO_WAITER
+        # one per rank; then, one per rank, the command that a thread waits for; then, one per rank,
+        # the last function or compilation that it has begun
+        self._numbers = memoryview(memory).cast("q")
+        self._numbers[size : 2 * size] = memoryview(array("q", [_NO_WAITER] * size))
 
     def inherited(self) -> tuple[InheritedFd, InheritedFd]:
         """The memory and the bell, for ``WorkerProgress``."""
@@ -59,40 +82,59 @@ class Progress:
         numbers = self._numbers
         return all(numbers[rank] >= seq for rank in ranks)
 
-    def wait(self, seq: int, ranks: Sequence[int], patience_ms: int) -> bool:
-        """``reached``, after sleeping if need be (a spurious ring ends the sleep too)."""
+    def wait(self, seq: int, ranks: Sequence[int], is_vain: Callable[[], bool]) -> bool:
+        """Wait until ``reached``; False as soon as ``is_vain``, of which ``ring`` tells."""
+        begin = time.monotonic()
+        while not self.reached(seq, ranks):
+            if is_vain():
+                return False
+            passed = time.monotonic() - begin
+            if self._sleeping.acquire(timeout=min(max(_LEAST_S, passed / 8), _MOST_S)):
+                try:
+                    while not self.reached(seq, ranks) and not is_vain():
+                        self._sleep(seq, ranks)
+                finally:
+                    self._sleeping.release()
+                    if self._is_closed:
+                        self.close()
+        return True
+
+    def _sleep(self, seq: int, ranks: Sequence[int]) -> None:
+        """Sleep until the bell rings, or for a moment."""
         numbers = self._numbers
-        numbers[-1] = sum([1 << rank for rank in ranks])
-        numbers[-2] = seq
+        size = _size_of(numbers)
+        for rank in ranks:
+            numbers[size + rank] = seq
         try:
-            if not self.reached(seq, ranks) and self._poll.poll(patience_ms):
+            if not self.reached(seq, ranks) and self._poll.poll(_SLEEP_MS):
                 os.eventfd_read(self._bell)
         finally:
-            numbers[-2] = _NO_WAITER
-        return self.reached(seq, ranks)
+            for rank in ranks:
+                numbers[size + rank] = _NO_WAITER
 
     def awaited(self) -> list[int]:
         """The ranks that the sleeping thread, if there is one, waits for."""
-        wanted, ranks = self._numbers[-2], self._numbers[-1]
-        if wanted == _NO_WAITER:
-            return []
-        members = (rank for rank in range(ranks.bit_length()) if ranks >> rank & 1)
-        return [rank for rank in members if self._numbers[rank] < wanted]
+        return _late(self._numbers)
+
+    def begun(self) -> list[int]:
+        """For each rank, the last function or compilation that it has begun."""
+        return self._numbers[2 * _size_of(self._numbers) :].tolist()
 
     def ring(self) -> None:
         """Wake the sleeping thread, or the next one that would sleep."""
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Give back the memory and the bell (no thread sleeps, and none will); the numbers stay as
-        they are.
+        """Give back the memory and the bell, as soon as no thread sleeps; the numbers stay as they
+        are.  Idempotent.
         """
-        shared, memory = self._numbers, self._memory
-        self._numbers = memoryview(bytearray(shared)).cast("q")
-        shared.release()
-        memory.close()
-        os.close(self._bell)
-        os.close(self._fd)
+        self._is_closed = True
+        if self._sleeping.acquire(blocking=False):  # else the thread that sleeps calls this
+            # kept: no thread sleeps from now on.  Others may be reading the numbers: the memory
+            # goes when they have
+            self._numbers = memoryview(bytearray(self._numbers)).cast("q")
+            os.close(self._bell)
+            os.close(self._fd)
 
 
 class WorkerProgress:
@@ -101,18 +143,19 @@ class WorkerProgress:
     def __init__(self, rank: int, memory: InheritedFd, bell: InheritedFd) -> None:
         self._rank = rank
         self._numbers = memoryview(mmap.mmap(memory.fd, 0)).cast("q")
+        self._wanted = _size_of(self._numbers) + rank
+        self._begun = self._wanted + _size_of(self._numbers)
         self._bell = bell.fd
+
+    def begin(self, seq: int) -> None:
+        """Record that the function, or the compilation, of command ``seq`` begins."""
+        self._numbers[self._begun] = seq
 
     def note(self, seq: int) -> None:
         """Record that everything up to command ``seq`` is done."""
         numbers = self._numbers
         numbers[self._rank] = seq
-        if seq >= numbers[-2]:
-            self._ring_if_last(numbers[-2], numbers[-1])
-
-    def _ring_if_last(self, wanted: int, ranks: int) -> None:
-        numbers = self._numbers
-        if all(numbers[k] >= wanted for k in range(ranks.bit_length()) if ranks >> k & 1):
+        if seq >= numbers[self._wanted] and not _late(numbers):
             self.ring()
 
     def ring(self) -> None:

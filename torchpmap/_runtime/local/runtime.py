@@ -206,16 +206,7 @@ class LocalRuntime:
         self.make_groups({task.group: (task.ranks,)})
         seq, first, pending = self._pool.in_order(self._send_task, team, task, held)
         try:
-            try:
-                is_done = pending.wait()
-            except BaseException:  # Ctrl-C
-                try:
-                    self._pool.give_up(seq, team.ranks, task.name)
-                except BaseException:  # Ctrl-C again
-                    self._pool.give_up(seq, team.ranks, task.name)
-                    raise
-                raise
-            if not is_done:
+            if not self._pool.wait_or_give_up(pending, team.ranks, task.name):
                 self._pool.repair(seq)
                 error = self._losses.of_value(pending.era, seq, team.ranks)
                 raise error or RuntimeClosed("the call was interrupted by a repair of the pool")
@@ -275,7 +266,8 @@ class LocalRuntime:
             if region is None:
                 targets[rank] = wire.bytes_of(target)
             offset = -1 if region is None else region.offset
-            bodies[rank] = pack_ints(handle.id, dim, position, offset, *wire.describe(target))
+            what = handle.seq, handle.id, dim, position, offset, *wire.describe(target)
+            bodies[rank] = pack_ints(*what)
             regions.append(region)
         about = handle.era, handle.seq
         try:
@@ -300,10 +292,10 @@ class LocalRuntime:
             raise error
         return is_done
 
-    def block(self, handle: Handle) -> None:
+    def block(self, handle: Any) -> None:
         if self._pool.prints or not self._is_computed(handle):
             ranks = handle.team.ranks
-            self._insist(handle, ranks, lambda: self._pool.wait_for(handle.seq, ranks))
+            self._insist(handle, ranks, lambda: self._pool.wait_for(handle.era, handle.seq, ranks))
 
     def is_ready(self, handle: Handle) -> bool:
         if self._pool.broken and not self.closed:

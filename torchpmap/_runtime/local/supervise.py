@@ -12,7 +12,8 @@
   arrives.  The cause is chosen when all have answered.
 * A rank that is still busy after a moment is cancelled, if what it does is poisoned anyway.  It is
   never killed for being slow: computing for an hour is no error.  It is killed when its process is
-  stopped, which the owner notices, and when a call does not end after its timeout.
+  stopped, which the owner notices, when a call does not end after its timeout, and when a function
+  or a compiler goes on long after it was cancelled.
 * The cause is, in this order: an exception of the user's code (earliest call, lowest rank), a
   death, a communication error.
 * A rank that drained without failing has completed all its calls, so only calls from the earliest
@@ -25,7 +26,24 @@ the events.
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from torchpmap._runtime.local.vigil import STOPPED_S
+
+_GRACE_S = 1.0
+"""How long a rank may go on with a call that a failure elsewhere has poisoned."""
+_OBEY_S = 2.0
+"""How long a cancelled rank may go on after a call took too long."""
+_INTERRUPTED_S = 10.0
+"""How long a function may go on after it was cancelled, and a caller was interrupted."""
+_STUCK_S = 60.0
+"""The same if no caller was interrupted: a single operation of a function may be slow."""
+
+_STOPPED = f"it had been stopped for {STOPPED_S:g} s while it was waited for"
+_OVERDUE = "it went on after the timeout of a call"
+_STUCK = "it went on after its call had failed or was interrupted"
 
 
 class Phase(enum.Enum):
@@ -81,15 +99,20 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Lingering:
-    """The draining ranks have had time to finish what was nearly done."""
+class StillDraining:
+    """The ranks have been told to drain so many seconds ago."""
+
+    seconds: float
+    begun: Sequence[int]
+    """For each rank, the last function or compilation that it has begun."""
 
 
 @dataclass(frozen=True)
 class Overdue:
-    """A call took longer than its timeout; ``failure`` says so."""
+    """A call of ``epoch`` took longer than its timeout; ``failure`` says so."""
 
     failure: Failed
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -100,8 +123,8 @@ class GivenUp:
 
 
 @dataclass(frozen=True)
-class Stubborn:
-    """The cancelled ranks have had time to obey."""
+class Impatient:
+    """A caller that waited for the repair was interrupted."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +134,7 @@ class Stopped:
     rank: int
 
 
-Event = Failed | Exited | Drained | Ready | Lingering | Overdue | GivenUp | Stubborn | Stopped
+Event = Failed | Exited | Drained | Ready | StillDraining | Overdue | GivenUp | Impatient | Stopped
 
 
 # -- actions ---------------------------------------------------------------------------------------
@@ -143,6 +166,7 @@ class Drain:
 @dataclass(frozen=True)
 class Kill:
     ranks: tuple[int, ...]
+    why: str
 
 
 @dataclass(frozen=True)
@@ -212,7 +236,11 @@ class Supervisor:
     _dead: set[int] = field(default_factory=set)
     _settled: set[int] = field(default_factory=set)
     _attempts: int = 0
-    _is_overdue: bool = False
+    _drained_for: float = 0.0
+    _overdue_at: float = math.inf
+    """How long the ranks had drained when a call took too long."""
+    _interrupted_at: float = math.inf
+    """The same when a caller was interrupted."""
 
     def on(self, event: Event) -> list[Action]:
         if self.phase is Phase.CLOSED:
@@ -232,23 +260,24 @@ class Supervisor:
                     return []
                 self._settled.add(rank)
                 return self._report_when_settled()
-            case Lingering():
-                return self._cancel()
-            case Overdue(failure=failure):
-                if self.phase is not Phase.HEALTHY:
-                    return []  # another failure was first
-                self._is_overdue = True
-                return [*self._failed(failure), Cancel(failure.seq, self._alive())]
+            case StillDraining(seconds=seconds, begun=begun):
+                self._drained_for = seconds
+                return self._hurry(begun) if self.phase is Phase.DRAINING else []
+            case Overdue(failure=failure, epoch=epoch):
+                # else it has ended: all that an epoch has begun ends before the next one
+                return self._overdue(failure) if epoch == self.epoch else []
             case GivenUp(failure=failure):
                 if self.phase is Phase.REBUILDING:
                     return []  # it has ended already
-                return [*self._failed(failure), Cancel(failure.seq, self._alive())]
-            case Stubborn():
-                late = self.unsettled()
-                draining = self.phase is Phase.DRAINING
-                return [Kill(late)] if self._is_overdue and draining and late else []
+                actions = [*self._failed(failure), Cancel(failure.seq, self._alive())]
+                self._interrupted_at = min(self._interrupted_at, self._drained_for)
+                return actions
+            case Impatient():
+                if self.phase is Phase.DRAINING:
+                    self._interrupted_at = min(self._interrupted_at, self._drained_for)
+                return []
             case Stopped(rank=rank):
-                return [Kill((rank,))] if rank not in self._dead else []
+                return [Kill((rank,), _STOPPED)] if rank not in self._dead else []
 
     def _failed(self, event: Failed) -> list[Action]:
         self._failures.append(event)
@@ -264,13 +293,33 @@ class Supervisor:
             return [Abort(self.epoch, self._alive()), *self._rebuild_when_settled()]
         return self._drain()
 
-    def _cancel(self) -> list[Action]:
+    def _overdue(self, failure: Failed) -> list[Action]:
+        earlier = any(not each.communication and each.seq <= failure.seq for each in self._failures)
+        is_explained = bool(self._deaths) or earlier
+        actions = [] if is_explained else self._failed(failure)
+        self._overdue_at = min(self._overdue_at, self._drained_for)
+        late = self.unsettled()
+        return [*actions, Cancel(failure.seq, late)] if late else actions
+
+    def _hurry(self, begun: Sequence[int]) -> list[Action]:
+        """Cancel ranks that are still busy, and end those that do not obey."""
         poisoned = [failure.seq for failure in self._failures]
         poisoned += [death.doomed for death in self._deaths if death.doomed is not None]
-        late = self.unsettled()
-        if self.phase is not Phase.DRAINING or not poisoned or not late:
-            return []
-        return [Cancel(min(poisoned), late)]
+        late, first = self.unsettled(), min(poisoned, default=math.inf)
+        if late and self._drained_for >= self._overdue_at + _OBEY_S:
+            return [Kill(late, _OVERDUE)]
+        patience = min(_STUCK_S, self._interrupted_at + _INTERRUPTED_S)
+        stuck = tuple(rank for rank in late if begun[rank] >= first)
+        actions: list[Action] = []
+        if late and poisoned and self._drained_for >= _GRACE_S:
+            actions.append(Cancel(min(poisoned), late))
+        if stuck and self._drained_for >= patience:
+            actions.append(Kill(stuck, _STUCK))
+        return actions
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank is known to run nothing that was sent before the failure."""
+        return self.phase is not Phase.HEALTHY and (rank in self._dead or rank in self._settled)
 
     def unsettled(self) -> tuple[int, ...]:
         """The ranks that a repair waits for."""
@@ -284,6 +333,7 @@ class Supervisor:
     def _drain(self) -> list[Action]:
         self.phase = Phase.DRAINING
         self._settled.clear()
+        self._drained_for, self._overdue_at, self._interrupted_at = 0.0, math.inf, math.inf
         alive = self._alive()
         return [Abort(self.epoch, alive), Drain(alive), *self._rebuild_when_settled()]
 
@@ -310,7 +360,6 @@ class Supervisor:
         self._deaths.clear()
         self._settled.clear()
         self._attempts = 0
-        self._is_overdue = False
         return [Announce(verdict)]
 
     def verdict(self) -> Verdict:

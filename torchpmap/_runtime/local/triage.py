@@ -36,6 +36,8 @@ _SETTLED_S = 0.01
 """A stack is complete when nothing was added for so long; writing it takes a tenth of that."""
 _tokens = itertools.count(1)
 
+_COMPILES = ("compiling ", "receiving a plan", "importing the compiler")
+"""What a worker does before it can run a call of a plan (see ``_Worker.doing``)."""
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _WORKER = str(Path(__file__).with_name("worker.py"))
 _LIBRARIES = (
@@ -58,6 +60,11 @@ class Answer(NamedTuple):
     def has_begun(self, seq: int) -> bool:
         """Whether the worker has begun call ``seq``; assumed if it does not answer."""
         return self.said is None or self.said.get("seq", 0) >= seq
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether the worker is known to compile, or to load, a plan or the compiler."""
+        return self.said is not None and self.said.get("doing", "").startswith(_COMPILES)
 
 
 class Sight(NamedTuple):
@@ -128,8 +135,8 @@ def look(workers: Mapping[int, WorkerProcess], answers: Mapping[int, Answer]) ->
 def _answer(control: socket.socket, token: int, deadline: Deadline) -> dict[str, Any] | None:
     """What the control thread says; None if it does not."""
     poll = select.poll()
-    poll.register(control, select.POLLIN)
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):  # closed, or a broken answer
+        poll.register(control, select.POLLIN)
         while poll.poll(int(1000 * deadline.left())):
             number, length = wire.CONTROL.unpack(control.recv(wire.CONTROL.size))
             body = control.recv(length)

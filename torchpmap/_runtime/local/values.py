@@ -85,7 +85,13 @@ class Values:
         if dim >= 0:
             tensor = tensor.select(dim, position)
         wire.refuse_other(tensor, expected, self._where)
-        if offset >= 0:
-            self._staged.region(offset, tensor.nbytes).fill(tensor)
+        region = None if offset < 0 else self._staged.region(offset, tensor.nbytes)
+        if not self._platform.is_asynchronous:
+            if region is None:
+                return tensor.resolve_conj().resolve_neg().contiguous()
+            region.fill(tensor)
             return None
-        return tensor.cpu().resolve_conj().resolve_neg().contiguous()
+        shape, dtype = tuple(tensor.shape), tensor.dtype
+        target = torch.empty(shape, dtype=dtype) if region is None else region.tensor(shape, dtype)
+        self._platform.fetch(tensor, target)
+        return target if region is None else None

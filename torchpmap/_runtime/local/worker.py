@@ -34,6 +34,7 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
@@ -181,7 +182,6 @@ class _Worker:
             wire.FREE: self.free,
             wire.FETCH: self.fetch,
             wire.SYNC: self.sync,
-            wire.RING: self.ring,
             wire.DEFINE: self.define,
             wire.TASK: self.task,
             wire.GROUP: self.group,
@@ -247,8 +247,9 @@ class _Worker:
         self.values.release(self.reader.body(length).cast("q").tolist())
 
     def fetch(self, seq: int, length: int) -> None:
-        body = self.reader.body(length)
-        if not self.settled():
+        (value_seq,) = struct.unpack("<q", self.reader.body(8))
+        body = self.reader.body(length - 8)
+        if self.completion is not None and not self.completion.wait(value_seq):
             return
         fetched = self.values.fetched(body)
         if fetched is None:
@@ -261,11 +262,6 @@ class _Worker:
         if self.settled():
             self.progress.note(seq)
             self.send([frame(wire.DONE, seq)])
-
-    def ring(self, seq: int, length: int) -> None:
-        if self.settled():
-            self.progress.note(seq)
-            self.progress.ring()
 
     def send(self, buffers: Sequence[wire.Buffer]) -> None:
         with self.sending:
@@ -304,6 +300,7 @@ class _Worker:
     def begin(self, seq: int, doing: str) -> None:
         """From here on the command may be cancelled, until its reply."""
         self.doing = doing
+        self.progress.begin(seq)
         self.running = seq
         if seq >= self.cancelled_from:
             self.interrupt()
