@@ -174,6 +174,104 @@ def test_a_closed_pool_says_so():
             function(values)
 
 
+def test_every_argument_of_an_operation_belongs_to_the_running_pool():
+    gone = on_devices()
+    part, turned, first = gone.same[:, 0], gone.w.T, gone.same[0]
+    weights = tp.replicate(torch.nn.Linear(3, 2))
+    rnn = tp.replicate(torch.nn.LSTM(3, 2))
+    places = tp.replicate(torch.tensor([1, 0]))
+    tp.shutdown()
+    tp.init(num_devices=4)
+    v = on_devices()
+    there = v.same
+    for function in (
+        lambda: there + gone.same,
+        lambda: gone.same + there,
+        lambda: torch.lerp(there, there, gone.same),
+        lambda: torch.lerp(there, gone.same, 0.5),
+        lambda: torch.addcmul(there, there, gone.same),
+        lambda: torch.where(gone.same > 0, there, there),
+        lambda: torch.where(there > 0, there, gone.same),
+        lambda: torch.cat([there, gone.same]),
+        lambda: torch.stack([there, there, gone.same], 1),
+        lambda: torch._foreach_add([there, there], [there, gone.same]),
+        lambda: torch._foreach_add_([there, gone.same], 1.0),
+        lambda: torch.add(there, there, out=gone.same),
+        lambda: torch.add(there, gone.same, out=there),
+        lambda: there.add_(gone.same),
+        lambda: gone.same.add_(there),
+        lambda: gone.same.normal_(),
+        lambda: gone.same.zero_(),
+        lambda: there.copy_(gone.same),
+        lambda: there.add(part[:, None]),
+        lambda: there[:, 0].add_(part),
+        lambda: there.clamp(min=gone.same),
+        lambda: torch.nn.functional.linear(there, turned),
+        lambda: torch.nn.functional.layer_norm(there, (3,), there[0, 0], gone.bias),
+        lambda: torch.nn.functional.cross_entropy(v.last.T, v.flat.long(), weight=gone.bias),
+        lambda: weights(there),
+        lambda: rnn(there),
+        lambda: there[places],
+        lambda: there.index_select(0, places),
+        lambda: there[:, places],
+        lambda: there.__setitem__((slice(None), 0), part),
+        lambda: there.__setitem__(places, 1.0),
+        lambda: there.__setitem__((slice(None), places), 1.0),
+        lambda: there.__setitem__(gone.same > 0, 1.0),
+        lambda: gone.same.__setitem__(0, 1.0),
+        lambda: gone.x.__setitem__(0, 1.0),
+        lambda: v.x.__setitem__(0, first),
+        lambda: torch.einsum("abc,abc->a", there, gone.same),
+        lambda: torch.arange(3.0).add(gone.bias),
+        lambda: torch.nn.utils.clip_grad_norm_([_with_grad(there, gone.same)], 1.0),
+        lambda: torch.func.grad(lambda x: (x * gone.same).sum())(there),
+        lambda: torch.func.vmap(lambda x, y: x + y)(there, gone.same),
+        lambda: tp.device_put(gone.x, v.same.sharding),
+        lambda: tp.pmap(lambda x: x + first, compile=EAGER)(v.x),
+        lambda: tp.pmap(lambda x: x, compile=EAGER)(gone.x),
+    ):
+        before = there.cpu()
+        with pytest.raises(tp.RuntimeClosed, match="shut down"):
+            function()
+        assert torch.equal(there.cpu(), before)
+
+
+def _with_grad(x, grad):
+    parameter = torch.nn.Parameter(x)
+    parameter.grad = grad
+    return parameter
+
+
+def test_dtypes_that_a_kernel_refuses_are_refused_before_anything_is_sent(monkeypatch):
+    values = on_devices()
+    wholes = {name: tp.replicate(getattr(HERE, name)) for name in ("mask", "ints", "z")}
+    calls = asked(monkeypatch)
+    for name, function in (
+        ("mask", lambda x: x.argmax()),
+        ("mask", lambda x: x.argmax(1)),
+        ("mask", lambda x: x.argmin(0)),
+        ("mask", lambda x: x.relu()),
+        ("mask", lambda x: x - 1.5),
+        ("mask", lambda x: x.topk(1, 2)),
+        ("ints", lambda x: x.std(1)),
+        ("ints", lambda x: x.mul_(0.5)),
+        ("ints", lambda x: x.__setitem__((slice(None), torch.tensor([0])), torch.tensor(0.5))),
+        ("z", lambda x: x.argmax(1)),
+        ("z", lambda x: x.sort(1)),
+        ("z", lambda x: x.clamp(min=x)),
+    ):
+        with pytest.raises(Exception) as expected:  # noqa: PT011 - whatever torch raises
+            function(getattr(HERE, name).clone())
+        for value in (getattr(values, name), wholes[name]):
+            with pytest.raises(expected.type) as raised:
+                function(value)
+            assert str(raised.value).partition("\n")[0] == str(expected.value).partition("\n")[0]
+    assert not {name for name, _ in calls} - {"fetch"}
+    whole = values.ints // values.ints.abs().add(1)
+    torch.testing.assert_close(whole.cpu(), HERE.ints // HERE.ints.abs().add(1))
+    assert type(whole) is tp.ShardedTensor
+
+
 def test_an_error_on_the_devices_is_raised_where_the_result_is_used():
     result = tp.device_put(torch.arange(4), tp.devices()) // tp.replicate(torch.tensor(0))
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):

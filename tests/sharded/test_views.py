@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from _sharded_values import HERE, fetched_bytes, numbers, on_devices
 from _spies import asked
 from hypothesis import given, settings
@@ -178,27 +179,134 @@ def test_what_cannot_be_written_raises():
     assert x[0, 0].tolist() == (HERE.x[0, 0] + 1).tolist()
 
 
-def test_recorded_gradients_forbid_writes_through_views():
-    message = "cannot be written to in place while it is a view, or has views"
-    x = on_devices().x.requires_grad_()
-    result = x * 2
-    part = result[:, 0]
-    with pytest.raises(RuntimeError, match=message):
-        part.mul_(2)
-    with pytest.raises(RuntimeError, match=message):
-        result.mul_(2)
-    result.detach()
+def pad_circular(x):
+    return functional.pad(x, (1, 1), mode="circular")
+
+
+def write_part(x):
+    y = x * 2
+    y[:, 0].mul_(3)
+    return y
+
+
+def write_whole(x):
+    y = x * 2
+    part = y[:, 0]
+    y.mul_(x)
+    return part
+
+
+def write_row(x):
+    y = x * 2
+    y[1].mul_(3)
+    y[2:].sin_()
+    return y
+
+
+def write_view_of_view(x):
+    y = x * 2
+    part = y[:, 1]
+    part[:, 2].mul_(x[:, 0, 0])
+    part.exp_()
+    return y
+
+
+def write_siblings(x):
+    y = x * 2
+    turned, part = y.transpose(1, 2), y[:, 0]
+    turned.mul_(x.transpose(1, 2))
+    part.sin_()
+    return turned * part.sum() + y.transpose(1, 2)
+
+
+def copy_parts(x):
+    y = torch.zeros_like(x)
+    y[:, 0].copy_(x[:, 1])
+    y[:, 1].add_(x[:, 0] * x[:, 1])
+    return y
+
+
+def assign(x):
+    y = x * 1
+    y[:, 0] = x[:, 1] * 2
+    y[1] = x[0]
+    y[:, :, torch.tensor([2, 0])] = y[:, :, :2] * 3
+    y[y > 1] = 4.0
+    return y
+
+
+def write_bits(x):
+    y = torch.view_as_complex(torch.stack([x, x], -1))
+    y.real.mul_(2)
+    y[:, 0].mul_(1j)
+    return torch.view_as_real(y)
+
+
+def write_diagonal(x):
+    y = x * 2
+    y.diagonal(0, 1, 2).mul_(5)
+    y.flatten(1)[:, 3:].mul_(7)
+    y.as_strided((2, 3), (3, 1), 2).mul_(x[0])
+    return y
+
+
+def write_unrecorded(x):
+    y = x * 2
+    part = y[:, 0]
     with torch.no_grad():
-        part.zero_()
-    expected = HERE.x * 2
-    expected[:, 0] = 0
-    torch.testing.assert_close(result.detach().cpu(), expected)
+        part.mul_(2)
+    return part * y[:, 1]
+
+
+WRITING = (
+    *(pad_circular, write_part, write_whole, write_row, write_view_of_view, write_siblings),
+    *(copy_parts, assign, write_bits, write_diagonal, write_unrecorded),
+)
+
+
+def in_backward(function, x):
+    y = function(x.requires_grad_())
+    y.pow(2).sum().backward()
+    return [y.detach(), x.grad]
+
+
+def by_grad_of_grad(function, x):
+    y = function(x.requires_grad_())
+    (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    return list(torch.autograd.grad(first.pow(2).sum(), x))
+
+
+DERIVATIVES = {
+    "backward": in_backward,
+    "twice": by_grad_of_grad,
+    "grad": lambda function, x: [torch.func.grad(lambda x: function(x).pow(2).sum())(x)],
+    "jvp": lambda function, x: list(torch.func.jvp(function, (x,), (x.cos(),))),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+@pytest.mark.parametrize("function", WRITING, ids=lambda function: function.__name__)
+def test_writes_through_views_are_differentiated(function, derivative):
+    value = numbers(4, 2, 3).add(0.25).div(8)
+    expected = derivative(function, value.clone())
+    mesh = tp.make_mesh((2, 2), ("i", "j"), devices=tp.devices())
+    grid = tp.NamedSharding(mesh, tp.P("i", "j"))
+    for put in (tp.shard_batch, tp.replicate, lambda x: tp.device_put(x, grid)):
+        for got, want in zip(derivative(function, put(value)), expected, strict=True):
+            torch.testing.assert_close(got.cpu(), want)
+
+
+def test_writes_that_torch_forbids_raise_its_errors():
+    x = on_devices().x.requires_grad_()
     with pytest.raises(RuntimeError, match="a view of a leaf Variable that requires grad"):
         x[:, 0].add_(1)
-    lone = x * 2
-    lone.mul_(3)
-    lone.sum().backward()
-    assert set(x.grad.cpu().flatten().tolist()) == {6.0}
+    with pytest.raises(RuntimeError, match="a view of a leaf Variable that requires grad"):
+        x[:, 0] = 1
+    y = x * 2
+    z = y.sin()
+    y[:, 0].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
 
 
 def test_shapes_change_in_place():

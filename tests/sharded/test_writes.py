@@ -190,14 +190,19 @@ def test_functions_write_in_place():
             same(there, here)
 
 
-def test_rows_written_with_gradients_raise():
+def test_gradients_of_written_rows():
     x = cut(torch.zeros(4, 2))
     w = torch.ones(2, requires_grad=True)
-    with pytest.raises(RuntimeError, match="records no gradients"):
-        x[0] = w * 2
     with torch.no_grad():
         x[0] = w * 2
     assert x[0].tolist() == [2, 2]
+    assert not x.requires_grad
+    x[1] = w * 3
+    x[:, 1] = w[0] * 5
+    (x * cut(numbers(4, 2))).sum().backward()
+    (other,) = torch.autograd.grad((w * torch.tensor([3.0, 0])).dot(numbers(4, 2)[1]), w)
+    expected = other + torch.tensor([5 * numbers(4, 2)[:, 1].sum(), 0])
+    same(w.grad, expected)
 
 
 def test_rows_written_after_they_were_saved_raise():

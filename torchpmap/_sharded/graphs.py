@@ -1,8 +1,8 @@
 """From a call of one operation to the graph that every device runs on its blocks.
 
-The operation runs first on meta tensors: its errors are torch's own, raised here before anything is
-sent, and shapes and dtypes of the results are known.  The graph is written down directly; there is
-nothing to trace.  Running it on meta blocks shows that blocks come out as the layouts say.
+The call is tried first (``_sharded/trial``), so shapes and dtypes of the results are known.  The
+graph is written down directly; there is nothing to trace.  Running it on meta blocks shows that
+blocks come out as the layouts say.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchpmap._base.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torchpmap._base.pytree import TreeSpec, tree_leaves, tree_unflatten
 from torchpmap._base.torch_internals import outside_modes
 from torchpmap._collectives.backend import summable
 from torchpmap._layout.axis_stack import group_name, subgroup_name
@@ -30,12 +30,12 @@ from torchpmap._sharded.arguments import (
     plain,
     positional,
     slotted,
-    written_slots,
 )
 from torchpmap._sharded.blocks import added_once, combined, own_block, place_along, stored
 from torchpmap._sharded.layers import INSTEAD, run_on_blocks
 from torchpmap._sharded.rules.signature import Call, Combination, Operand, Placement, placement_of
 from torchpmap._sharded.rules.table import rule_of
+from torchpmap._sharded.trial import Trial, is_refused_here, masked, meta, on_meta, tried
 from torchpmap._sharded.unforeseen import ROUNDED, has_unforeseen_results, is_random, name_of
 from torchpmap._trace.compile import EAGER, Definition
 
@@ -115,7 +115,9 @@ def blueprint(
     func, arguments = plain(func, slotted(named, operands, slots))
     if has_unforeseen_results(func, named, operands, present[0]):
         raise Unsupported
-    trial = _try(func, arguments, operands)
+    if present[0].devices[0].platform == "cpu" and is_refused_here(func, arguments, operands):
+        raise Unsupported  # torch's error comes from the operation on the host
+    trial = tried(func, arguments, operands)
     call = _described(func, arguments, trial, layouts, grid)
     wish = grid.cut_of(prefer) if prefer and prefer.sharding.mesh in grid.meshes else ()
     placement = placement_of(call, rule_of(func), wish)
@@ -124,105 +126,10 @@ def blueprint(
     return _Drawing(func, arguments, operands, layouts, trial, call, placement, grid).finished()
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """A call on meta tensors."""
-
-    values: list[Any]
-    """Meta tensors and numbers, per operand."""
-    written: tuple[int, ...]
-    leaves: tuple[int | None, ...]
-    spec: TreeSpec
-    results: tuple[torch.Tensor, ...]
-    """The new tensors, or what was written if there are none."""
-
-    makes_new: bool
-
-
-def _try(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> _Trial:
-    """Run a call on meta tensors of the whole shapes."""
-    values = [_meta(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in operands]
-    if any(isinstance(x, torch.Tensor) and not x.numel() for x in operands):
-        _try_empty(func, arguments, values)
-    result = _masked(_on_meta(func, arguments, values), arguments)
-    leaves, spec = tree_flatten(result)
-    if any(not (leaf is None or isinstance(leaf, torch.Tensor)) for leaf in leaves):
-        raise Unsupported
-    written = written_slots(func, arguments)
-    for position in written:
-        if (values[position].shape, values[position].dtype) != (
-            operands[position].shape,
-            operands[position].dtype,
-        ):
-            raise RuntimeError(
-                f"{func} would change the shape or dtype of a ShardedTensor in place; use the "
-                "out-of-place operation."
-            )
-    places = {id(values[position]): k for k, position in enumerate(written)}
-    results = tuple(leaf for leaf in leaves if leaf is not None and id(leaf) not in places)
-    if not (results or written) or (results and written and name_of(func) not in INSTEAD):
-        raise Unsupported
-    places |= {id(leaf): len(written) + k for k, leaf in enumerate(results)}
-    numbers_of = tuple(None if leaf is None else places[id(leaf)] for leaf in leaves)
-    written_ones = tuple(values[k] for k in written)
-    return _Trial(values, written, numbers_of, spec, results or written_ones, bool(results))
-
-
-def _on_meta(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> Any:
-    with outside_modes(), torch.no_grad():
-        try:
-            given = filled(arguments, values)
-            if name_of(func) in INSTEAD:
-                args, _ = positional(func, given)
-                return run_on_blocks(name_of(func), 1, "", *args)
-            return call(func, given)
-        except NotImplementedError:
-            raise Unsupported from None
-        except Exception as error:
-            if rule_of(func) is not None:  # without a rule it may need the values
-                _raise_as_on_host(func, arguments, values, error)
-            raise Unsupported from None
-
-
-def _masked(result: Any, arguments: dict[str, Any]) -> Any:
-    """Drop gradients that are not wanted: some operations return them on meta tensors only."""
-    wanted = arguments.get("output_mask")
-    if wanted is None:
-        return result
-    return tuple(x if wants else None for x, wants in zip(result, wanted, strict=True))
-
-
-def _try_empty(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> None:
-    """Raise if a call on nothing fails: some reductions check that on devices only."""
-    with outside_modes(), torch.no_grad():
-        try:
-            _raise_as_on_host(func, arguments, values, Unsupported())
-        except Exception:
-            if rule_of(func) is not None:  # without a rule it may need the values
-                raise
-            raise Unsupported from None
-
-
-def _raise_as_on_host(
-    func: Any, arguments: dict[str, Any], values: Sequence[Any], error: Exception
-) -> None:
-    """Raise what a call raises on the host; on meta tensors some errors have another text."""
-    try:
-        zeros = [
-            torch.zeros(value.shape, dtype=value.dtype, device="cpu")
-            if isinstance(value, torch.Tensor)
-            else value
-            for value in values
-        ]
-    except RuntimeError:  # not enough memory
-        raise error from None
-    call(func, filled(arguments, zeros))
-
-
 def _described(
     func: Any,
     arguments: dict[str, Any],
-    trial: _Trial,
+    trial: Trial,
     layouts: Sequence[Layout | None],
     grid: CommonGrid,
 ) -> Call:
@@ -261,7 +168,7 @@ class _Drawing:
         arguments: dict[str, Any],
         operands: Sequence[Any],
         layouts: Sequence[Layout | None],
-        trial: _Trial,
+        trial: Trial,
         call: Call,
         placement: Placement,
         grid: CommonGrid,
@@ -380,13 +287,13 @@ class _Drawing:
     def _check_blocks(self) -> None:
         func, arguments = self._block_call()
         blocks = [
-            _meta(self._block_shape(value.shape, self.placement.operands[k]), value.dtype)
+            meta(self._block_shape(value.shape, self.placement.operands[k]), value.dtype)
             if isinstance(value, torch.Tensor)
             else value
             for k, value in enumerate(self.trial.values)
         ]
         try:
-            made = _masked(_on_meta(func, arguments, blocks), arguments)
+            made = masked(on_meta(func, arguments, blocks), arguments)
         except Exception as error:
             raise Unsupported from error
         if not self.trial.makes_new:
@@ -487,7 +394,3 @@ class _Drawing:
             self.graph.call_function(_aten.to.dtype, (node, result.dtype))
             for node, result in zip(results, self.trial.results, strict=True)
         ]
-
-
-def _meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")

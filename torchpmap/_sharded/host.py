@@ -86,7 +86,8 @@ _RANDOM = frozenset(
 
 def _filled(make: Make, func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
     """Random numbers are drawn in this process, so they are the same on any number of devices."""
-    layout = target._alive()[0]
+    layout, handle = target._alive()
+    handle.team.runtime.check(handle)
     host = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device="cpu")
     func(host, *args, **kwargs)
     if layout.is_replicated and len(places_here(layout)) < len(layout.devices):

@@ -165,12 +165,7 @@ def operation_for(
         named = tuple([scan.argument(*item) for item in kwargs.items()])
     except Unsupported:
         return None
-    handle = next(operand._handle for operand in scan.operands if type(operand) is kind)
-    runtime = handle.team.runtime
-    if runtime.closed or runtime.scarred:
-        for operand in scan.operands:
-            if type(operand) is kind:
-                runtime.check(operand._handle)
+    runtime = _runtime_of([operand._handle for operand in scan.operands if type(operand) is kind])
     known = _known_of(runtime)
     prefer = _preferred(known, func, args, scan)
     key = (func, keyed(), parts, named, prefer)
@@ -182,6 +177,20 @@ def operation_for(
     elif len(known.operations) > _MAX_OPERATIONS // 2:  # the order matters only near the limit
         _keep(known.operations, key, operation, _MAX_OPERATIONS)
     return None if operation is None else (operation, scan.operands)
+
+
+def _runtime_of(handles: Sequence[Handle]) -> Runtime:
+    """The runtime that has all these values; raises if one of them is gone."""
+    runtime = handles[0].team.runtime
+    for handle in handles:
+        if handle.team.runtime is not runtime:
+            break
+    else:
+        if not (runtime.closed or runtime.scarred):
+            return runtime
+    for handle in handles:
+        handle.team.runtime.check(handle)
+    return runtime
 
 
 def _prepare(

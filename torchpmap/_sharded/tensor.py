@@ -39,6 +39,12 @@ from torchpmap._runtime.current import runtime
 from torchpmap._sharded.arguments import facts_of, occurrences, written_by
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.host import ToHost, is_recorded, run_on_host
+from torchpmap._sharded.indexing import (
+    INDEXING,
+    plain_index,
+    takes_part_of_a_cut,
+    without_masks,
+)
 from torchpmap._sharded.memory import CPU, STRIDED, Remote
 from torchpmap._sharded.operations import Operation, operation_for, start
 from torchpmap._sharded.shown import html_of, text_of
@@ -301,12 +307,12 @@ class ShardedTensor(Remote):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         layout, _ = self._alive()
-        if any(isinstance(x, torch.Tensor) and is_recorded(x) for x in (self, value)):
-            raise RuntimeError(
-                "x[...] = value on a ShardedTensor records no gradients, but x or value requires "
-                "grad (or has a tangent); do it under torch.no_grad(), or use an out-of-place "
-                "operation."
-            )
+        index = plain_index(index)
+        if any(isinstance(x, torch.Tensor) and is_recorded(x) for x in (self, value)) or not (
+            takes_part_of_a_cut(layout, index)
+        ):
+            super().__setitem__(index, value)
+            return
         check_writable(self)
         host = self.to_host()
         note_gather(_aten.index_put_.default, host.nbytes)
@@ -389,6 +395,10 @@ class ShardedTensor(Remote):
             found = operation_for(cls, func, args, kwargs)
             if found is not None:
                 return _on_devices(*found, func, args, kwargs)
+            if func in INDEXING and type(args[0]) is cls:
+                other = without_masks(func, args, args[0]._alive()[0])
+                if other is not None:
+                    return other[0](*other[1])
         return run_on_host(cls, make_sharded, func, args, kwargs, targets)
 
 

@@ -37,6 +37,7 @@ _ROUNDING_STATISTICS = frozenset(
     ["_batch_norm_with_update", "_native_batch_norm_legit", "native_layer_norm"]
 )
 """The same if all operands are in half precision: only the CPU rounds the statistics to it."""
+_ASSIGNING = frozenset(["index_put", "index_put_"])
 
 
 def name_of(func: Any) -> str:
@@ -55,8 +56,19 @@ def has_unforeseen_results(
     on_cpu = layout.devices[0].platform == "cpu"
     if "_for_cpu" in name and not on_cpu:
         return True
+    if name in _ASSIGNING and not _is_foreseen_assignment(**named):
+        return True
     dtypes = {x.dtype for x in operands if isinstance(x, torch.Tensor)}
     return name in _ROUNDING_STATISTICS and on_cpu and dtypes <= ROUNDED.keys()
+
+
+def _is_foreseen_assignment(
+    self: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, **_: Any
+) -> bool:
+    """Meta tensors take any dtype, and masks of any shape."""
+    given = (index for index in indices if index is not None)
+    is_masked = any(index.dtype in (torch.bool, torch.uint8) for index in given)
+    return values.dtype == self.dtype and not is_masked
 
 
 def is_random(func: Any, named: dict[str, Any]) -> bool:

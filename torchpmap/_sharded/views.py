@@ -129,13 +129,13 @@ def _neighbours(tensor: Any) -> Iterator[Any]:
         yield view.parent
 
 
-def _linked(tensor: Any, with_aliases: bool = True) -> list[Any]:
+def _linked(tensor: Any) -> list[Any]:
     """All tensors that a write to ``tensor`` changes, itself first."""
     found = {id(tensor): tensor}
     waiting = [tensor]
     while waiting:
         here = waiting.pop()
-        for other in (*(_aliases(here) if with_aliases else ()), *_neighbours(here)):
+        for other in (*_aliases(here), *_neighbours(here)):
             if id(other) not in found:
                 found[id(other)] = other
                 waiting.append(other)
@@ -176,14 +176,6 @@ def check_writable(target: Any) -> None:
     linked = _linked(target)
     if all(next(_neighbours(tensor), None) is None for tensor in linked):
         return
-    # what x.data and x.detach() write is not recorded for x
-    recorded = (tensor.requires_grad for tensor in _linked(target, with_aliases=False))
-    if torch.is_grad_enabled() and any(recorded):
-        raise RuntimeError(
-            "a ShardedTensor cannot be written to in place while it is a view, or has views, and "
-            "gradients are recorded through them; use an out-of-place operation, .clone() the view "
-            "first, or write under torch.no_grad()."
-        )
     for tensor in linked:
         view = getattr(tensor, "_view", None)
         if view is None or view.parent._layout is None:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from torchpmap._sharded.rules.signature import Call, Combine, Labels, Rule, Signature
 
 
@@ -112,15 +114,25 @@ def _indexed(call: Call) -> Signature | None:
 
 
 def _index(call: Call) -> Signature | None:
-    """``x[:, index]`` with tensors of integers, which every device has whole."""
+    """``x[:, index]`` and ``x[:, index] = values`` with tensors of integers, which every device has
+    whole.
+    """
     x, indices = call.arguments["self"], call.arguments["indices"]
-    taken = [dim for dim, index in enumerate(indices) if index is not None]
-    num_new = len(call.results[0]) - (x.ndim - len(taken))
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    taken = [dim for dim, _ in given]
+    num_new = len(torch.broadcast_shapes(*(index.shape for _, index in given)))
     labels = numbered(x.ndim, set(taken))
     rest = [label for label in labels if label is not None]
     adjacent = taken == list(range(taken[0], taken[-1] + 1))
     at = taken[0] if adjacent else 0
-    return Signature({x.position: labels}, ((*rest[:at], *(None,) * num_new, *rest[at:]),))
+    part: Labels = (*rest[:at], *(None,) * num_new, *rest[at:])
+    values = call.arguments.get("values")
+    if values is None:
+        return Signature({x.position: labels}, (part,))
+    sizes = [0 if label is None else x.shape[label] for label in part]
+    shared = aligned(values.shape, sizes)
+    own = tuple(None if k is None else part[k] for k in shared)
+    return Signature({x.position: labels, values.position: own}, (labels,))
 
 
 def _trailing(num_dims: int | Callable[[Call], int]) -> Rule:
@@ -228,6 +240,7 @@ def _table() -> dict[str, Rule]:
         "embedding": _embedding,
         "embedding_dense_backward": _embedding_backward,
         "index": _index,
+        "index_put": _index,
         "mm": _product("ik", "kj", "ij", ("self", "mat2")),
         "mv": _product("ik", "k", "i", ("self", "vec")),
         "native_layer_norm": _layer_norm,

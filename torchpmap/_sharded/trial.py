@@ -1,0 +1,149 @@
+"""A call of one operation, tried before anything is sent to the devices.
+
+On meta tensors it shows its errors, which are torch's own, and the shapes and dtypes of its
+results.  Where meta tensors are less strict than a device, it runs on numbers that stand for the
+operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchpmap._base.pytree import TreeSpec, tree_flatten
+from torchpmap._base.torch_internals import outside_modes
+from torchpmap._sharded.arguments import Unsupported, call, filled, positional, written_slots
+from torchpmap._sharded.layers import INSTEAD, run_on_blocks
+from torchpmap._sharded.rules.compute import elementwise
+from torchpmap._sharded.rules.table import rule_of
+from torchpmap._sharded.unforeseen import name_of
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A call on meta tensors."""
+
+    values: list[Any]
+    """Meta tensors and numbers, per operand."""
+    written: tuple[int, ...]
+    leaves: tuple[int | None, ...]
+    spec: TreeSpec
+    results: tuple[torch.Tensor, ...]
+    """The new tensors, or what was written if there are none."""
+
+    makes_new: bool
+
+
+def tried(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> Trial:
+    """Run a call on meta tensors of the whole shapes."""
+    values = [meta(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in operands]
+    if any(isinstance(x, torch.Tensor) and not x.numel() for x in operands):
+        _try_empty(func, arguments, values)
+    result = masked(on_meta(func, arguments, values), arguments)
+    leaves, spec = tree_flatten(result)
+    if any(not (leaf is None or isinstance(leaf, torch.Tensor)) for leaf in leaves):
+        raise Unsupported
+    written = written_slots(func, arguments)
+    for position in written:
+        if (values[position].shape, values[position].dtype) != (
+            operands[position].shape,
+            operands[position].dtype,
+        ):
+            raise RuntimeError(
+                f"{func} would change the shape or dtype of a ShardedTensor in place; use the "
+                "out-of-place operation."
+            )
+    places = {id(values[position]): k for k, position in enumerate(written)}
+    results = tuple(leaf for leaf in leaves if leaf is not None and id(leaf) not in places)
+    if not (results or written) or (results and written and name_of(func) not in INSTEAD):
+        raise Unsupported
+    places |= {id(leaf): len(written) + k for k, leaf in enumerate(results)}
+    numbers_of = tuple(None if leaf is None else places[id(leaf)] for leaf in leaves)
+    written_ones = tuple(values[k] for k in written)
+    return Trial(values, written, numbers_of, spec, results or written_ones, bool(results))
+
+
+def on_meta(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> Any:
+    with outside_modes(), torch.no_grad():
+        try:
+            given = filled(arguments, values)
+            if name_of(func) in INSTEAD:
+                args, _ = positional(func, given)
+                return run_on_blocks(name_of(func), 1, "", *args)
+            return call(func, given)
+        except NotImplementedError:
+            raise Unsupported from None
+        except Exception as error:
+            if rule_of(func) is not None:  # without a rule it may need the values
+                _raise_as_on_host(func, arguments, values, error)
+            raise Unsupported from None
+
+
+def masked(result: Any, arguments: dict[str, Any]) -> Any:
+    """Drop gradients that are not wanted: some operations return them on meta tensors only."""
+    wanted = arguments.get("output_mask")
+    if wanted is None:
+        return result
+    return tuple(x if wants else None for x, wants in zip(result, wanted, strict=True))
+
+
+def _try_empty(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> None:
+    """Raise if a call on nothing fails: some reductions check that on devices only."""
+    with outside_modes(), torch.no_grad():
+        try:
+            _raise_as_on_host(func, arguments, values, Unsupported())
+        except Exception:
+            if rule_of(func) is not None:  # without a rule it may need the values
+                raise
+            raise Unsupported from None
+
+
+_COMMON = frozenset([torch.float32, torch.float64])
+_MAX_TRIED = 2**16
+
+
+def is_refused_here(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> bool:
+    """Whether the kernel of CPUs refuses a call: of dtypes other than the common ones it refuses
+    what meta tensors allow, and from a device the error would come late.
+
+    A large call is not tried: that would take as long as the call.
+    """
+    tensors = [x for x in operands if isinstance(x, torch.Tensor)]
+    large = sum(x.numel() for x in tensors) > _MAX_TRIED
+    if large or {x.dtype for x in tensors} <= _COMMON or name_of(func) in INSTEAD:
+        return False
+    # places must be 0, and divisors must not
+    new = torch.ones if rule_of(func) is elementwise else torch.zeros
+    with outside_modes(), torch.no_grad():
+        values = [
+            new(x.shape, dtype=x.dtype, device="cpu") if isinstance(x, torch.Tensor) else x
+            for x in operands
+        ]
+        try:
+            call(func, filled(arguments, values))
+        except Exception:
+            return True
+    return False
+
+
+def _raise_as_on_host(
+    func: Any, arguments: dict[str, Any], values: Sequence[Any], error: Exception
+) -> None:
+    """Raise what a call raises on the host; on meta tensors some errors have another text."""
+    try:
+        zeros = [
+            torch.zeros(value.shape, dtype=value.dtype, device="cpu")
+            if isinstance(value, torch.Tensor)
+            else value
+            for value in values
+        ]
+    except RuntimeError:  # not enough memory
+        raise error from None
+    call(func, filled(arguments, zeros))
+
+
+def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
