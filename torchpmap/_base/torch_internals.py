@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
@@ -127,6 +127,15 @@ def outside_transforms() -> AbstractContextManager[Any]:
     if _functorch.peek_interpreter_stack() is None:
         return nullcontext()
     return pyfunctorch.temporarily_clear_interpreter_stack()
+
+
+@contextmanager
+def at_depth(wanted: int) -> Iterator[None]:
+    """Hide what happens in the block from all transforms but the ``wanted`` outermost ones."""
+    with ExitStack() as stack:
+        for _ in range(depth() - wanted):
+            stack.enter_context(pyfunctorch.temporarily_pop_interpreter_stack())
+        yield
 
 
 # -- forward-mode derivatives ----------------------------------------------------------------------
@@ -317,6 +326,8 @@ def written_names(arguments: Sequence[Any]) -> list[str]:
 
 def written_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that a call of ``func`` writes to; for a list, its members."""
+    if func in _BATCH_NORMS:  # its schema does not say so
+        return [x for x in args[3:5] if x is not None] if args[5] else []
     found: list[Any] = []
     if func._schema.is_mutable:
         for position, argument in enumerate(func._schema.arguments):
@@ -324,6 +335,9 @@ def written_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
                 found += value if isinstance(value, list | tuple) else [value]
     return found
+
+
+_BATCH_NORMS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default)
 
 
 # -- process groups --------------------------------------------------------------------------------
@@ -427,34 +441,6 @@ def place_in_file(name: str, position: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, position, length)
-
-
-# -- errors that only their text tells apart -------------------------------------------------------
-
-_LIMIT_OF_VMAP = re.compile(
-    r"vmap|functorch|function transform|does not have a grad_fn|doesn't match the broadcast shape"
-    r"|[Cc]annot access (storage|data pointer)|[Bb]atch norm got a batched tensor"
-)
-_NEEDS_A_VALUE = re.compile(
-    r"trying to get value out of a tracing tensor|data-dependent|[Cc]annot access data pointer of "
-    r"Tensor|numpy\(\) is not supported for tensor subclasses|\.tolist\(\) is not supported for "
-    r"tensor subclasses"
-)
-
-
-def is_timeout(error: BaseException) -> bool:
-    """Whether torch raised this because a collective took too long."""
-    return bool(re.search(r"[Tt]imeout|[Tt]imed out", str(error)))
-
-
-def is_limit_of_vmap(error: BaseException) -> bool:
-    """Whether torch raised this because all rows run at once."""
-    return isinstance(error, RuntimeError | TypeError) and bool(_LIMIT_OF_VMAP.search(str(error)))
-
-
-def needs_a_value(error: BaseException) -> bool:
-    """Whether torch raised this because Python asked for the value of a traced tensor."""
-    return isinstance(error, RuntimeError | TypeError) and bool(_NEEDS_A_VALUE.search(str(error)))
 
 
 # -- Dynamo ----------------------------------------------------------------------------------------

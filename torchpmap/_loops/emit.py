@@ -40,6 +40,7 @@ from torchpmap._layout import axis_stack
 from torchpmap._trace.capture import Capture, is_real
 from torchpmap._trace.inner import GRAPHS, is_kept
 from torchpmap._trace.passes import drop_detaches
+from torchpmap._trace.traced_views import traced_views
 
 _aten = torch.ops.aten
 Tensors = Sequence[torch.Tensor]
@@ -299,8 +300,10 @@ def with_one_result(inner: Inner) -> Inner:
 @contextlib.contextmanager
 def discarded() -> Iterator[None]:
     """Remove from the graph what the block has put into it, besides inputs of the graph."""
-    mode = tracing_mode()
+    mode, views = tracing_mode(), traced_views()
     assert mode is not None
+    if views is not None:
+        views.refresh_all()  # and not in the block
     graph = mode.tracer.graph
     before = set(graph.nodes)
     yield

@@ -16,6 +16,7 @@ import torch
 
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.pytree import Structure, flatten
+from torchpmap._trace.traced_views import settle
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -62,6 +63,7 @@ def take_apart(value: Any, what: str) -> Parts:
     leaves, structure = flatten(value)
     tree = Tree(structure, tuple(leaf is not None for leaf in leaves))
     present = [leaf for leaf in leaves if leaf is not None]
+    settle(present)
     if all(isinstance(leaf, torch.Tensor) for leaf in present):
         return Parts(tree, present, (False,) * len(present))
     paths = tree.paths(what)

@@ -38,6 +38,7 @@ from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._trace.custom_ops import expand, is_hidden
 from torchpmap._trace.kinds import absence, oddity
 from torchpmap._trace.repetition import Executions
+from torchpmap._trace.traced_views import TracedViews
 
 _aten = torch.ops.aten
 
@@ -76,6 +77,7 @@ class Capture(TorchDispatchMode):
         self.stand_ins: dict[int, torch.Tensor] = {}
         self.grads_before: dict[int, torch.Tensor | None] = {}
         self.executions = Executions()
+        self.views = TracedViews()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -199,6 +201,7 @@ class Capture(TorchDispatchMode):
                 return expand(func, self._device.type, args, kwargs)
         if func.namespace in NAMESPACES or _goes_to_a_device(kwargs.get("device")):
             args = tree_map(self._without_value, args)
+        self.views.note(func, args, kwargs)
         result = func(*args, **kwargs)
         mode = tracing_mode()
         if mode is not None:

@@ -1,32 +1,71 @@
-"""``x[i]`` and ``x[i] = v`` where ``i`` is a traced number, such as the step of a loop.
+"""``x[i]``, ``x[i] = v``, ``x[i:i + 8]``, ``x.narrow(0, i, 8)`` and ``x.select(0, i)`` with a
+traced ``i``, such as the step of a loop or the index of a device.
 
-torch (2.13) asks for the value of an integer tensor without dims that stands in ``[]``.  A trace
-has none, so here the same elements are selected by operations that take the index as a tensor.
+The results are views in torch, and ``_trace/traced_views`` makes them behave as views.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from torchpmap._base.torch_internals import fake_mode
+from torchpmap._base.torch_internals import fake_mode, is_vmap_wrapper, layers
+from torchpmap._trace.affine import difference
+from torchpmap._trace.traced_views import traced_views
+from torchpmap._trace.windows import Entries, Window, at, put, span, take
 
 _GET, _SET = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 
 
-def is_indexing(func: Any, args: Any) -> bool:
-    """Whether this is a call that ``indexed`` is for."""
-    return (
-        func in (_GET, _SET)
-        and any(map(_is_number, _entries(args[1])))
-        and isinstance(args[0], torch.Tensor)
-        and fake_mode() is not None
-    )
+def traced_indexing(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
+    """Does what ``func`` does, if that is to select at a traced position; else None."""
+    if func not in _SELECTING:
+        return None
+    given = dict(zip(_SELECTING[func], args, strict=False)) | kwargs
+    x = given.get("self", given.get("input"))
+    if not isinstance(x, torch.Tensor):
+        return None
+    if func is _GET or func is _SET:
+        key = _entries(given["key"])
+        if not any(_is_number(each) or _extent(each) is not None for each in key):
+            return None
+        return lambda: (_get if func is _GET else _set)(*args)
+    dim, start = given.get("dim"), given.get("index", given.get("start"))
+    if not isinstance(dim, int) or not _is_number(start) or not x.dim():
+        return None
+    return lambda: _along(x, dim, start, given.get("length"))
 
 
-def indexed(func: Any, args: Any) -> Any:
-    return _get(*args) if func is _GET else _set(*args)
+_SELECTING: dict[Any, tuple[str, ...]] = {
+    _GET: ("self", "key"),
+    _SET: ("self", "key", "value"),
+    torch.narrow: ("input", "dim", "start", "length"),
+    torch.select: ("input", "dim", "index"),
+    torch.Tensor.narrow: ("self", "dim", "start", "length"),
+    torch.Tensor.select: ("self", "dim", "index"),
+}
+"""Functions that select a view, and the names of their arguments."""
+
+
+def _along(x: torch.Tensor, dim: int, start: torch.Tensor, length: Any) -> torch.Tensor:
+    if not -x.dim() <= dim < x.dim():
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-x.dim()}, {x.dim() - 1}], but "
+            f"got {dim})"
+        )
+    dim %= x.dim()
+    size = x.shape[dim]
+    if length is None:
+        window = at(start, size)
+    elif 0 <= length <= size:
+        window = span(start, length, size)
+    else:
+        raise RuntimeError(f"narrow(): length is {length}, but dim {dim} has {size} elements")
+    key: list[Any] = [slice(None)] * x.dim()
+    key[dim] = window
+    return _view(x, tuple(key))
 
 
 def _entries(key: Any) -> tuple[Any, ...]:
@@ -34,65 +73,107 @@ def _entries(key: Any) -> tuple[Any, ...]:
 
 
 def _is_number(entry: Any) -> bool:
+    """Whether torch takes it for a number, and has no value of it.  (A mask and uint8, which is one
+    too, have values that decide on the shape.)
+    """
     return (
         isinstance(entry, torch.Tensor)
+        and (fake_mode() is not None or any(map(is_vmap_wrapper, layers(entry))))
         and not entry.dim()
-        and entry.dtype != torch.bool
+        and entry.dtype not in (torch.bool, torch.uint8)
         and not entry.is_floating_point()
         and not entry.is_complex()
     )
+
+
+def _extent(entry: Any) -> int | None:
+    """The stop less the start of a slice whose start is a traced number; None if not known."""
+    if not isinstance(entry, slice) or not _is_number(entry.start) or not _is_number(entry.stop):
+        return None
+    is_simple = entry.step is None or (isinstance(entry.step, int) and entry.step > 0)
+    return difference(entry.stop, entry.start) if is_simple else None
 
 
 def _consumed(entry: Any) -> int:
     """How many dims an entry indexes."""
     if entry is None or isinstance(entry, bool):
         return 0
-    if isinstance(entry, torch.Tensor) and entry.dtype == torch.bool:
+    if isinstance(entry, torch.Tensor) and entry.dtype in (torch.bool, torch.uint8):
         return entry.dim()
     return 1
 
 
-def _with_slices(x: torch.Tensor, key: Any) -> list[Any]:
-    """The entries, with slices for ``...``."""
+def _is_basic(entry: Any) -> bool:
+    """Whether it selects a view."""
+    if isinstance(entry, torch.Tensor | bool):
+        return False
+    return entry is None or hasattr(entry, "__index__") or isinstance(entry, slice | Window)
+
+
+def _with_windows(x: torch.Tensor, key: Any) -> Entries:
+    """The entries, one for each dim, with windows for what is traced and slices for ``...``."""
     entries = list(_entries(key))
     missing = x.dim() - sum(_consumed(entry) for entry in entries if entry is not Ellipsis)
+    if missing < 0:
+        raise IndexError(f"too many indices for tensor of dimension {x.dim()}")
+    place = next((k for k, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    entries[place : place + 1] = [slice(None)] * missing
+    dim = 0
     for k, entry in enumerate(entries):
-        if entry is Ellipsis:
-            entries[k : k + 1] = [slice(None)] * missing
-            break
-    return entries
+        consumed, extent = _consumed(entry), _extent(entry)
+        if _is_number(entry):
+            entries[k] = at(entry, x.shape[dim])
+        elif extent is not None:
+            step = entry.step or 1
+            length = max(0, -(-extent // step))
+            entries[k] = span(entry.start, length, x.shape[dim], step=step, extent=extent)
+        dim += consumed
+    return tuple(entries)
 
 
-def _position(number: torch.Tensor, size: int) -> torch.Tensor:
-    place = number.to(torch.int64)
-    return torch.where(place < 0, place + size, place).reshape(1)
+def _view(x: torch.Tensor, entries: Entries, key: Any = None) -> torch.Tensor:
+    views = traced_views()
+    return take(x, entries) if views is None else views.view(x, entries, key)
 
 
 def _get(x: torch.Tensor, key: Any) -> torch.Tensor:
-    entries, dim = _with_slices(x, key), 0
-    for k, entry in enumerate(entries):
-        if _is_number(entry):
-            x = x.index_select(dim, _position(entry, x.shape[dim]))
-            entries[k] = 0
+    entries = _with_windows(x, key)
+    if all(map(_is_basic, entries)):
+        return _view(x, entries, key)
+    part, others = _in_part(x, entries)
+    return part[others]
+
+
+def _in_part(x: torch.Tensor, entries: Entries) -> tuple[torch.Tensor, Entries]:
+    """What the windows select, and the other entries as they index that."""
+    dim = 0
+    for entry in entries:
+        if isinstance(entry, Window):
+            x = x.index_select(dim, entry.positions)
         dim += _consumed(entry)
-    return x[tuple(entries)]
+    others = tuple(
+        entry if not isinstance(entry, Window) else 0 if entry.is_number else slice(None)
+        for entry in entries
+    )
+    return x, others
 
 
 def _set(x: torch.Tensor, key: Any, value: Any) -> None:
-    entries = _with_slices(x, key)
-    places = [k for k, entry in enumerate(entries) if _is_number(entry)]
-    others = [entry for k, entry in enumerate(entries) if k not in places]
-    if any(isinstance(entry, torch.Tensor | list) for entry in others):
-        raise NotImplementedError(
-            "x[...] = value with a tensor without dims and one with dims as indices cannot be "
-            "traced. Use torch.where, or indices with dims only (i.reshape(1))."
-        )
-    numbers = [entries[k] for k in places]
-    for k in places:
-        entries[k] = slice(None)
-    kept = [entry is None or isinstance(entry, slice) for entry in entries]
-    dims = [sum(kept[:k]) for k in places]
-    rows = x[tuple(entries)].movedim(dims, list(range(len(dims))))  # a view
-    at = tuple(_position(each, rows.shape[k]) for k, each in enumerate(numbers))
-    row = torch.as_tensor(value, dtype=x.dtype, device=x.device)
-    rows.index_put_(at, row.expand(rows.shape[len(dims) :]).unsqueeze(0))
+    if not isinstance(value, torch.Tensor | bool | int | float | complex):
+        raise TypeError(f"can't assign a {type(value).__name__} to a {x.dtype} tensor")
+    views = traced_views()
+    if views is not None and views.has(x, key, value):
+        return  # x[i] += 1 has written through x[i]
+    entries = _with_windows(x, key)
+    if all(map(_is_basic, entries)):
+        put(x, entries, torch.as_tensor(value, dtype=x.dtype, device=x.device))
+        return
+    part, others = _in_part(x, entries)
+    part[others] = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+    whole: list[Any] = [slice(None)] * x.dim()
+    dim = 0
+    for entry in entries:
+        if isinstance(entry, Window):
+            whole[dim] = Window(entry.positions)
+        dim += _consumed(entry)
+    put(x, tuple(whole), part)

@@ -22,7 +22,8 @@ import torch
 
 from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_axis
 from torchpmap._base.pytree import Structure, flatten
-from torchpmap._base.torch_internals import is_limit_of_vmap, set_forward_grad
+from torchpmap._base.torch_errors import is_limit_of_vmap
+from torchpmap._base.torch_internals import set_forward_grad
 from torchpmap._collectives import axis_index, pbroadcast, pmax
 from torchpmap._layout.axis_stack import Axis, bind, lookup, mesh_axes
 from torchpmap._layout.grid import Cut, cut_at, dim_of, nested
@@ -30,6 +31,7 @@ from torchpmap._trace.effects import difference
 from torchpmap._trace.escaped import note, watched
 from torchpmap._trace.kinds import as_result
 from torchpmap._trace.replication import is_same
+from torchpmap._trace.traced_views import in_lanes, settle
 from torchpmap._trace.transform_rules import TransformRules
 from torchpmap.random._streams import Streams, streams, within
 
@@ -290,8 +292,11 @@ def called(
     values = [leaf.value if isinstance(leaf, Constant) else next(tensors) for leaf in leaves]
     args, kwargs = structure.unflatten(values)
     note(given, fun)
-    with TransformRules():
-        return fun(*args, **kwargs)
+    with in_lanes():
+        with TransformRules():
+            result = fun(*args, **kwargs)
+        settle(result)
+    return result
 
 
 def _of_all(check: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torch.Tensor:

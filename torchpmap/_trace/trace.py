@@ -33,6 +33,7 @@ import torch
 from torchpmap._base.ambient import callers_modes_off
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.sources import is_users, line, users_line
+from torchpmap._base.torch_errors import needs_a_value
 from torchpmap._base.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -41,7 +42,6 @@ from torchpmap._base.torch_internals import (
     innermost,
     is_wrapped,
     level_of,
-    needs_a_value,
     nested_jvp,
     outside_modes,
     outside_transforms,
@@ -209,7 +209,10 @@ def trace(
 
     def flat(index: torch.Tensor, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
-        with capture, record, KeepData(capture), Substitute(outer, at_door), torch.enable_grad():
+        modes = capture, record, KeepData(capture), Substitute(outer, at_door)
+        with contextlib.ExitStack() as stack:
+            for mode in (capture.views.entered(), *modes, torch.enable_grad()):
+                stack.enter_context(mode)
             known = Replication(
                 capture.graph,
                 [i.blocks for i in inputs],
@@ -231,6 +234,7 @@ def trace(
         return capture.outer(tensor) if _is_outer(tensor, around, outside) else tensor
 
     def at_door(tensor: torch.Tensor) -> torch.Tensor:
+        capture.views.before_call(tensor)
         # so that a wrapper of a real tensor comes from around the call
         return capture.at_door(outer(tensor)) if around else tensor
 

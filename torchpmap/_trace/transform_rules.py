@@ -11,6 +11,8 @@ and each row selects its own, as in JAX.
 
 *Indexing with a traced number*: see ``_trace/indexing``.
 
+``one_hot`` asks for the largest value under transforms.
+
 *Recurrent layers under* ``vmap``: torch has no batching rules for them.  They are decomposed, as
 torch does it elsewhere.
 
@@ -30,18 +32,21 @@ from torchpmap._base.torch_internals import (
     OPDEFS,
     VF,
     CustomOpDef,
+    FakeTensor,
     OpOverload,
     OpOverloadPacket,
     decompositions,
     has_transforms,
     is_vmap,
     is_vmap_wrapper,
+    is_wrapped,
     layers,
     transforms,
     without_onednn,
 )
-from torchpmap._trace.indexing import indexed, is_indexing
+from torchpmap._trace.indexing import traced_indexing
 from torchpmap._trace.remat import install as install_checkpoints
+from torchpmap._trace.traced_views import traced_views
 
 
 class TransformRules(TorchFunctionMode):
@@ -55,9 +60,20 @@ class TransformRules(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
-        if is_indexing(func, args):
-            with self:
-                return indexed(func, args)
+        views = traced_views()
+        if views is None or getattr(func, "__name__", "") in _VALUELESS:
+            return self._call(func, args, kwargs)
+        views.before_call((args, kwargs))
+        result = self._call(func, args, kwargs)
+        views.after_call()
+        return result
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        indexing = traced_indexing(func, args, kwargs)
+        if indexing is not None:
+            return indexing()
+        if func is torch.nn.functional.one_hot:
+            return _one_hot(*args, **kwargs)
         if not has_transforms():
             return func(*args, **kwargs)
         if func is torch.ops.higher_order.cond:
@@ -71,6 +87,24 @@ class TransformRules(TorchFunctionMode):
             return func(*args, **kwargs)
         with self:  # what the rules call, and the same operation under the other transforms
             return _apply(definition, args, kwargs)
+
+
+_VALUELESS = frozenset(
+    ("__get__", "untyped_storage", "size", "stride", "dim", "numel", "storage_offset", "__len__")
+)
+"""Names of functions that read no values of their arguments."""
+
+
+# -- one_hot ---------------------------------------------------------------------------------------
+
+
+def _one_hot(input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """As torch does it where values are not known, which it forgets to under transforms."""
+    is_known = not any(isinstance(x, FakeTensor) or is_wrapped(x) for x in layers(input))
+    if is_known or num_classes < 1 or input.dtype != torch.int64:
+        return torch.nn.functional.one_hot(input, num_classes)  # which may raise
+    classes = torch.arange(num_classes, device=input.device)
+    return torch.eq(input.unsqueeze(-1), classes).to(torch.int64)
 
 
 # -- torch.cond ------------------------------------------------------------------------------------

@@ -23,11 +23,11 @@ import torch
 
 from torchpmap._base.ambient import ambient, applied
 from torchpmap._base.errors import kind_of, lost_write
+from torchpmap._base.torch_errors import is_limit_of_vmap
 from torchpmap._base.torch_internals import (
     TorchDispatchMode,
     gives_views,
     innermost,
-    is_limit_of_vmap,
     is_wrapped,
     outside_transforms,
     written_values,

@@ -22,7 +22,7 @@ import torch
 from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_axis
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Structure, flatten
-from torchpmap._base.torch_internals import is_limit_of_vmap
+from torchpmap._base.torch_errors import is_limit_of_vmap
 from torchpmap._layout.axis_stack import Axis, bind
 from torchpmap._runtime import inline_mode
 from torchpmap._sharded.transfer import host_tensor

@@ -26,7 +26,7 @@ from torchpmap._base.errors import (
     pack_exception,
     unpack_exception,
 )
-from torchpmap._base.torch_internals import is_timeout
+from torchpmap._base.torch_errors import is_timeout
 from torchpmap._runtime.local.supervise import Exited, Failed, GivenUp, Verdict
 
 

@@ -1,0 +1,474 @@
+"""Covers: ``x[i]``, slices, ``narrow`` and ``select`` at traced positions, as views: writes through
+them, reads after a write to the whole, derivatives; ``one_hot``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from _support import EAGER
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import torchpmap as tp
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+X = torch.arange(24.0).reshape(4, 3, 2) + 1
+I = torch.tensor([1, 0, 1, 0])  # noqa: E741
+Program = Callable[[Any, Any], Any]
+
+
+def stacked(f: Program, count: int = 4) -> list[torch.Tensor]:
+    """With plain torch, where ``i`` has a value, row by row."""
+    rows = [f(X[k].clone(), I[k].clone()) for k in range(count)]
+    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [torch.stack(each) for each in zip(*rows, strict=True)]
+
+
+def same(f: Program, expected: Program | None = None, *, lanes: bool = True) -> None:
+    """Compiled, and uncompiled in lanes, the program gives what plain torch gives."""
+    want = stacked(expected or f)
+    for count, mode in ((2, EAGER), (4, EAGER), (4, False))[: 3 if lanes else 1]:
+        got = tp.pmap(f, compile=mode)(X[:count], I[:count])
+        got = got if isinstance(got, tuple) else (got,)
+        for value, whole in zip(got, want, strict=True):
+            torch.testing.assert_close(value.cpu(), whole[:count])
+
+
+# -- writes through a view -------------------------------------------------------------------------
+
+WRITES: dict[str, Program] = {
+    "an element": lambda x, i: x[i].__setitem__(1, 7.0),
+    "add_": lambda x, i: x[i].add_(x[0].clone()),
+    "copy_": lambda x, i: x[i].copy_(x[2]),
+    "fill_": lambda x, i: x[i].fill_(3.0),
+    "a column": lambda x, i: x[:, i].fill_(3.0),
+    "a view in a view": lambda x, i: x[i][i % 2].add_(5.0),
+    "the row of a view": lambda x, i: x.t()[i].add_(1.0),
+    "views of the row": lambda x, i: [part.mul_(3.0) for part in x[i].split(1)],
+    "a mask": lambda x, i: x[i].masked_fill_(x[i] > 2, 0.0),
+    "detached": lambda x, i: x[i].detach().add_(3.0),
+    "select": lambda x, i: x.select(0, i).add_(1.0),
+    "select by name": lambda x, i: torch.select(input=x, dim=-1, index=i).mul_(2.0),
+    "narrow": lambda x, i: x.narrow(0, i, 2).add_(1.0),
+    "narrow by name": lambda x, i: torch.narrow(input=x, dim=0, start=i, length=2).add_(1.0),
+    "a slice": lambda x, i: x[i : i + 2].mul_(2.0),
+    "a slice and a number": lambda x, i: x[i : i + 2, i % 2].sub_(7.0),
+    "from the end": lambda x, i: x[i - 3].neg_(),
+    "bernoulli": lambda x, i: x[i].uniform_(1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_through_a_view(name: str) -> None:
+    def f(x: Any, i: Any) -> Any:
+        WRITES[name](x, i)
+        return x
+
+    same(f)
+
+
+def test_writes_by_functions_that_take_where_to_write() -> None:
+    def f(x: Any, i: Any) -> Any:
+        torch.mul(x[0].clone(), 2, out=x[i])
+        torch._foreach_add_([x[i]], 2.0)
+        return x
+
+    same(f, lanes=False)  # vmap has no rules for these
+
+
+def test_running_statistics_in_a_row() -> None:
+    def f(x: Any, i: Any) -> Any:
+        means = torch.zeros(2, 2)
+        F.batch_norm(x, means[i], torch.ones(2), training=True, momentum=0.5)
+        return means
+
+    same(f, lanes=False)
+
+
+def test_one_write_to_two_parts_is_refused() -> None:
+    def f(x: Any, i: Any) -> Any:
+        torch._foreach_add_([x[i], x[1 - i]], 1.0)
+        return x
+
+    with pytest.raises(NotImplementedError, match=r"writes to several parts .* a call of its own"):
+        tp.pmap(f, compile=EAGER)(X[:2], I[:2])
+
+
+# -- reads after a write ---------------------------------------------------------------------------
+
+
+def read_again(x: Any, i: Any) -> Any:
+    row = x[i]
+    x.fill_(3.0)
+    return row * 2 + x
+
+
+def returned(x: Any, i: Any) -> Any:
+    row, part = x[i], x[i][1:]
+    x.mul_(3.0)
+    return row, part
+
+
+def through_another_view(x: Any, i: Any) -> Any:
+    row = x[i]
+    x.view(-1)[:] = 3.0
+    return row * 1
+
+
+def written_in_turn(x: Any, i: Any) -> Any:
+    row = x[i]
+    inner = row[i % 2]
+    inner.mul_(3.0)
+    row.add_(1.0)
+    x[0] += row
+    return inner, row, x
+
+
+def kept_position(x: Any, i: Any) -> Any:
+    row = x[i]
+    i.add_(1)
+    row.add_(5.0)
+    x[i] = row
+    return x
+
+
+def swapped(x: Any, i: Any) -> Any:
+    x[i], x[2] = x[2], x[i]
+    return x
+
+
+def without_grad(x: Any, i: Any) -> Any:
+    with torch.no_grad():
+        x[i].add_(1.0)
+        row = x[i]
+        x.mul_(2.0)
+    return row, x
+
+
+def around_a_loop(x: Any, i: Any) -> Any:
+    row, start = x[i], x[1 - i]
+    x.mul_(2.0)
+    return tp.fori_loop(0, 3, lambda k, c: c + row, start)
+
+
+def in_a_loop(x: Any, i: Any) -> Any:
+    def body(k: Any, c: Any) -> Any:
+        c = c.clone()
+        row = c[k]
+        c.mul_(2.0)
+        row.add_(1.0)
+        c[(k + 1) % 3] += row
+        c[k][i] = row[i] * 3
+        return c
+
+    return tp.fori_loop(0, 3, body, x)
+
+
+def out_of_a_loop(x: Any, i: Any) -> Any:
+    def body(c: Any, row: Any) -> Any:
+        c = c.clone()
+        c[i].add_(row)
+        y = c[i]
+        c.mul_(0.5)
+        return c, y
+
+    return tp.scan(body, x, x)
+
+
+def in_a_branch(x: Any, i: Any) -> Any:
+    def one(x: Any) -> Any:
+        x = x.clone()
+        x[i].add_(1.0)
+        return x
+
+    def other(x: Any) -> Any:
+        x = x.clone()
+        row = x[i]
+        x.mul_(3.0)
+        return x + row
+
+    return tp.cond(x.sum() > 20, one, other, x)
+
+
+def around_a_gradient(x: Any, i: Any) -> Any:
+    row = x[i]
+    x.mul_(2.0)
+    return torch.func.grad(lambda y: (y**2 * row).sum())(row)
+
+
+class Squared(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Any) -> Any:
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 2 * ctx.saved_tensors[0]
+
+
+def around_a_function(x: Any, i: Any) -> Any:
+    def loss(x: Any) -> Any:
+        x = x * 1.0
+        row = x[i]
+        x.mul_(2.0)
+        return Squared.apply(row).sum()
+
+    return torch.func.grad(loss)(x)
+
+
+def tangents(x: Any, i: Any) -> Any:
+    def f(x: Any) -> Any:
+        x = x * 1.0
+        row = x[i]
+        x.mul_(x.clone())
+        row.add_(1)
+        return x * row
+
+    return torch.func.jvp(f, (x,), (torch.ones_like(x),))
+
+
+def second_order(x: Any, i: Any) -> Any:
+    def f(x: Any) -> Any:
+        x = x * 1.0
+        row = x[i]
+        x.mul_(x.clone())
+        row[0].mul_(3.0)
+        return (x**2).sum()
+
+    return torch.func.hessian(f)(x)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        *(read_again, returned, through_another_view, written_in_turn, kept_position, swapped),
+        *(without_grad, around_a_loop, in_a_loop, out_of_a_loop, in_a_branch),
+        *(around_a_gradient, around_a_function, tangents, second_order),
+    ],
+)
+def test_reads_after_writes(f: Program) -> None:
+    same(f)
+
+
+@pytest.mark.inductor
+def test_compiled() -> None:
+    def f(x: Any, i: Any) -> Any:
+        return in_a_loop(x, i), written_in_turn(x, i)[2]
+
+    want = stacked(f)
+    for value, expected in zip(tp.pmap(f)(X, I), want, strict=True):
+        torch.testing.assert_close(value.cpu(), expected)
+
+
+@pytest.mark.parametrize("name", ["an element", "copy_", "a view in a view", "a slice", "narrow"])
+def test_gradients_go_through_writes(name: str) -> None:
+    def loss(x: Any, i: Any) -> Any:
+        y = x * 1.5
+        WRITES[name](y, i)
+        return (y**2).sum()
+
+    same(torch.func.grad(loss))
+
+    def own(x: Any, i: Any) -> Any:
+        x = x.clone().requires_grad_()
+        loss(x, i).backward()
+        return x.grad
+
+    same(own, torch.func.grad(loss), lanes=False)
+
+
+def test_a_checkpoint_around_writes() -> None:
+    def f(x: Any, i: Any) -> Any:
+        y = x * 1.0
+        row = y[i]
+        y.mul_(2)
+        row.add_(1.0)
+        return (y * row).sum()
+
+    def loss(x: Any, i: Any) -> Any:
+        return checkpoint(f, x, i, use_reentrant=False)
+
+    same(tp.grad(loss), torch.func.grad(f), lanes=False)
+
+
+def test_a_captured_tensor_is_not_written_to() -> None:
+    table = torch.zeros(3, 2)
+
+    def f(x: Any, i: Any) -> Any:
+        table[i].add_(1.0)
+        return x
+
+    with pytest.raises(RuntimeError, match="would be lost"):
+        tp.pmap(f, compile=EAGER)(X, I)
+    assert not table.any()
+
+
+# -- x[i] = value ----------------------------------------------------------------------------------
+
+
+def leading_ones(x: Any, i: Any) -> Any:
+    x[i] = torch.ones(1, 1, 2)
+    x[i, None] = torch.full((1, 1, 2), 2.0)
+    return x
+
+
+def beside_other_indices(x: Any, i: Any) -> Any:
+    x[i, torch.tensor([0, 1])] = 4.0
+    x[torch.tensor([2, 0]), i % 2] = torch.tensor([8.0, 9.0])
+    return x, x[i, torch.tensor([1, 1])], x[torch.tensor([1, 0]), i % 2]
+
+
+def in_vmaps(x: Any, i: Any) -> Any:
+    def row(r: Any) -> Any:
+        r[i] = 5.0
+        r[i : i + 1] *= 2
+        return r
+
+    return torch.func.vmap(row)(x.clone())
+
+
+def one_by_one(x: Any, i: Any) -> Any:
+    x = x.clone()
+    x[:, i] = 10.0
+    return x
+
+
+@pytest.mark.parametrize("f", [leading_ones, beside_other_indices])
+def test_assignments(f: Program) -> None:
+    same(f)
+
+
+def test_assignments_under_two_vmaps() -> None:
+    same(in_vmaps, one_by_one)
+
+
+def test_a_value_that_is_no_tensor() -> None:
+    def f(x: Any, i: Any) -> Any:
+        x[i] = [1.0, 2.0]
+        return x
+
+    with pytest.raises(TypeError, match="can't assign a list"):
+        tp.pmap(f, compile=EAGER)(X, I)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool])
+def test_a_mask_without_dims_is_a_mask(dtype: torch.dtype) -> None:
+    def f(x: Any, mask: Any) -> Any:
+        return x[mask]
+
+    masks = torch.ones(2, dtype=dtype)
+    with pytest.warns(UserWarning, match="running without tracing"):
+        got = tp.pmap(f, compile=EAGER)(X[:2], masks)
+    assert got.shape[1:] == X[0][masks[0]].shape
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("mode", [EAGER, True])
+def test_a_position_out_of_range_raises(mode: Any) -> None:
+    for f in (lambda x, i: x[i], lambda x, i: x.narrow(0, i, 2), lambda x, i: x[i : i + 2]):
+        for position in (-4, 3):
+            with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
+                tp.pmap(f, compile=mode)(X[:2], torch.tensor([position, 0])).cpu()
+
+
+# -- slices ----------------------------------------------------------------------------------------
+
+SLICES: dict[str, Program] = {
+    "start and more": lambda x, i: x[i : i + 2],
+    "a product": lambda x, i: x[i * 2 : (i + 1) * 2 - 1],
+    "before the stop": lambda x, i: x[i + 1 - 1 : 1 + i, i : i + 1],
+    "steps": lambda x, i: x[1 - i : 3 - i : 2],
+    "from the end": lambda x, i: x[i - 3 : i - 2],
+    "beside None": lambda x, i: x[None, i : i + 2, ..., 0],
+    "of another dtype": lambda x, i: x[i.to(torch.int16) : i.to(torch.int16) + 1],
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_slices_of_a_known_length(name: str) -> None:
+    f = SLICES[name]
+    want = stacked(f)[0]
+    for count in (2, 4):
+        got = tp.pmap(f, compile=EAGER, fullgraph=True)(X[:count], I[:count])
+        torch.testing.assert_close(got.cpu(), want[:count])
+
+
+def test_slices_across_the_end_raise() -> None:
+    got = tp.pmap(lambda x, i: x[i - 2 : i], compile=EAGER)
+    with pytest.raises(IndexError, match="out of range"):
+        got(X[:2], I[:2]).cpu()  # torch: x[-2:0] is empty
+
+
+def test_a_slice_of_another_length_runs_uncompiled() -> None:
+    def changed(x: Any, i: Any) -> Any:
+        stop = i + 2
+        i.sub_(i)
+        return x[i:stop].sum()
+
+    for f in (lambda x, i: x[i:].sum(), lambda x, i: x[i : i * 2].sum(), changed):
+        with pytest.warns(UserWarning, match="running without tracing"):
+            got = tp.pmap(f, compile=EAGER)(X[:2], I[:2])
+        torch.testing.assert_close(got.cpu(), stacked(f)[0][:2])
+
+
+def test_gradients_of_slices() -> None:
+    def loss(x: Any, i: Any) -> Any:
+        return (x[i : i + 2] ** 2).sum() + (x.narrow(0, i, 2) ** 3).sum()
+
+    want = stacked(torch.func.grad(loss))[0]
+    for count in (2, 4):
+        got = tp.pmap(tp.grad(loss), compile=EAGER, fullgraph=True)(X[:count], I[:count])
+        torch.testing.assert_close(got.cpu(), want[:count])
+
+
+def test_each_device_takes_its_slice() -> None:
+    def f(x: Any) -> Any:
+        start = tp.axis_index("i") * 8
+        return x[start : start + 8], x.narrow(0, start, 8)
+
+    x = torch.arange(32.0)
+    for part in tp.pmap(f, axis_name="i", in_axes=None, axis_size=4, compile=EAGER)(x):
+        torch.testing.assert_close(part.cpu(), x.reshape(4, 8))
+
+
+# -- one_hot ---------------------------------------------------------------------------------------
+
+
+def plain_one_hot(x: Any, i: Any) -> Any:
+    return F.one_hot(i, 3), F.one_hot(torch.stack([i, i + 1]), num_classes=4)
+
+
+def one_hot_in_a_gradient(x: Any, i: Any) -> Any:
+    return torch.func.grad(lambda y: (y * F.one_hot(i, 3)[:, None]).sum())(x)
+
+
+@pytest.mark.parametrize("f", [plain_one_hot, one_hot_in_a_gradient])
+def test_one_hot(f: Program) -> None:
+    same(f)
+    tp.pmap(f, compile=EAGER, fullgraph=True)(X, I)
+
+
+def test_one_hot_in_a_vmap() -> None:
+    def f(x: Any, i: Any) -> Any:
+        return torch.func.vmap(lambda label: F.one_hot(label, 3))(torch.stack([i, i + 1]))
+
+    same(f, lambda x, i: F.one_hot(torch.stack([i, i + 1]), 3))
+
+
+def test_one_hot_wants_int64() -> None:
+    def f(x: Any, i: Any) -> Any:
+        return torch.func.grad(lambda y: (y * F.one_hot(i, 3)[:, None]).sum())(x)
+
+    with pytest.raises(RuntimeError, match=r"LongTensor|int64"):
+        tp.pmap(f, compile=EAGER)(X, I.int())

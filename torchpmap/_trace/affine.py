@@ -1,0 +1,99 @@
+"""What two traced integers differ by, if that is the same number in every run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from torchpmap._base.torch_internals import (
+    innermost,
+    outside_transforms,
+    torch_function_off,
+    tracing_mode,
+)
+
+_aten = torch.ops.aten
+_Sum = tuple[Counter[Any], int]
+"""Nodes with factors, and a number, to be added up."""
+
+_SAME = (
+    *(_aten.alias.default, _aten.detach.default, _aten.clone.default, _aten._to_copy.default),
+    _aten.lift_fresh_copy.default,
+)
+_MOST = 64
+"""Longer sums are not followed."""
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> int | None:
+    """``a - b``; None if it is not known.  Both are integers without dims."""
+    mode = tracing_mode()
+    with torch_function_off():
+        if mode is None or any(innermost(x)._version for x in (a, b)):  # it was written to
+            return None
+    sums = [_sum(_node(x, mode.tracer), _MOST) for x in (a, b)]
+    if sums[0] is None or sums[1] is None:
+        return None
+    factors, number = _added(sums[0], sums[1], -1)
+    return None if any(factors.values()) else number
+
+
+def _node(value: torch.Tensor, tracer: Any) -> Any:
+    """The node of a traced value; the value itself if it has none, as a tensor from outside."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    value = innermost(value)
+    with outside_transforms():
+        slot: Any = get_proxy_slot(value, tracer, None)
+    return value if slot is None else slot.proxy.node
+
+
+def _sum(value: Any, most: int) -> _Sum | None:
+    """A value as a sum; None if it is too long, or no integer."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Counter(), value
+    if isinstance(value, torch.Tensor):
+        return Counter({id(value): 1}), 0
+    if not isinstance(value, Node) or not most or not _is_integer(value):
+        return None
+    return _parts(value, most - 1) or (Counter({value: 1}), 0)
+
+
+def _parts(node: Node, most: int) -> _Sum | None:
+    """The sum that a node computes; None if it computes something else."""
+    if node.target not in (*_SAME, *_ADDING, *_SUBTRACTED, _aten.mul.Tensor):
+        return None
+    parts = [_sum(arg, most) for arg in node.args[:2]]
+    first, second = parts[0], parts[-1]
+    if first is None or second is None:
+        return None
+    if node.target in _ADDING:
+        alpha: Any = node.kwargs.get("alpha", 1)
+        return _added(first, second, alpha * _ADDING[node.target])
+    if node.target is _aten.mul.Tensor:
+        if first[0] and second[0]:
+            return None
+        (factors, number), factor = (second, first[1]) if not first[0] else (first, second[1])
+        return Counter({key: k * factor for key, k in factors.items()}), number * factor
+    if node.target is _aten.rsub.Scalar:
+        return _added(second, first, -1)
+    return _added((Counter(), 0), first, -1 if node.target in _SUBTRACTED else 1)
+
+
+def _added(a: _Sum, b: _Sum, factor: int) -> _Sum:
+    found = Counter(a[0])
+    for key, k in b[0].items():
+        found[key] += k * factor
+    return found, a[1] + b[1] * factor
+
+
+_SUBTRACTED = (_aten.neg.default, _aten.rsub.Scalar)
+_ADDING = {_aten.add.Tensor: 1, _aten.sub.Tensor: -1}
+
+
+def _is_integer(node: Node) -> bool:
+    value = node.meta.get("val")
+    kind = getattr(value, "dtype", torch.float32)
+    return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)

@@ -1,0 +1,256 @@
+"""Views at traced positions, such as ``x[i]`` where ``i`` is the step of a loop.
+
+torch gives a view of ``x`` there: a write to one is seen through the other.  A graph has no views
+at positions that are known only when it runs, and a vmap none that differ by row, so ``x[i]`` is a
+copy in it.  ``TracedViews`` keeps such a copy and its base equal: a write to the copy is written to
+the base after the call that wrote, and a copy whose base was written to is read again before the
+call that uses it.
+
+Writes are counted where operations are dispatched, by storage, so it does not matter through which
+view a tensor is written.  The copies are made where functions are called, so that derivatives and
+vmaps go through them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchpmap._base.pytree import tree_leaves
+from torchpmap._base.sources import users_line
+from torchpmap._base.torch_internals import (
+    OpOverload,
+    TorchDispatchMode,
+    at_depth,
+    depth,
+    innermost,
+    is_vmap,
+    torch_function_off,
+    tracing_mode,
+    transforms,
+    written_values,
+)
+from torchpmap._trace.windows import Entries, put, take
+
+_current: ContextVar[TracedViews | None] = ContextVar("torchpmap_traced_views", default=None)
+
+
+@dataclass(eq=False)
+class _View:
+    """A copy that stands for a view."""
+
+    copy: torch.Tensor
+    base: torch.Tensor
+    entries: Entries
+    """Where it is in ``base``."""
+    key: Any
+    """What stood in ``[]``."""
+    versions: list[int]
+    """How often the tensors in ``key`` had been written to."""
+    seen: int
+    """How often its base had been written to when they were last equal."""
+    depth: int
+    """How many transforms were active where it was made."""
+    tracer: Any
+    line: str
+
+
+class TracedViews:
+    """The views of one trace."""
+
+    def __init__(self) -> None:
+        self._views: dict[int, _View] = {}
+        """By the storage of the copy.  (The storages stay alive with it, so no number comes again.)
+        """
+        self._writes: dict[int, int] = {}
+        """How often a storage was written to: those of copies and their bases."""
+        self._written: dict[int, None] = {}
+        """Storages written to by the call that is running."""
+        self._is_busy = False
+        """Whether what is called now is called from here."""
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Use these views in the block; ``note`` is called by a mode around it."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def view(self, base: torch.Tensor, entries: Entries, key: Any) -> torch.Tensor:
+        """The part of ``base``; ``key``: what stands in ``[]``, or None."""
+        copy = take(base, entries)
+        storage, under = _storage(copy), _storage(base)
+        if storage is not None and under is not None:
+            writes = self._writes.setdefault(under, 0)
+            self._writes[storage] = 0
+            self._views[storage] = _View(
+                *(copy, base, entries, key, _versions(key)),
+                *(writes, depth(), _tracer(), users_line()),
+            )
+        return copy
+
+    def has(self, base: torch.Tensor, key: Any, value: Any) -> bool:
+        """Whether ``value`` is ``base[key]`` itself, as in ``base[key] += 1``."""
+        view = self._views.get(_storage(value) or 0)
+        return (
+            view is not None
+            and (view.copy is value and view.base is base and view.key is key)
+            and view.versions == _versions(key)
+        )
+
+    # -- where operations are dispatched
+
+    def note(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Hear of an operation below all transforms."""
+        if not self._views or not isinstance(func, OpOverload):
+            return
+        for value in written_values(func, args, kwargs):
+            storage = _storage(value)
+            if storage in self._writes:
+                self._writes[storage] += 1
+                self._written[storage] = None
+
+    # -- where functions are called
+
+    def before_call(self, arguments: Any) -> None:
+        """Bring up to date the copies that a call is given."""
+        if not self._views or self._is_busy:
+            return
+        for value in tree_leaves(arguments):
+            view = self._views.get(_storage(value) or 0)
+            if view is not None:
+                self._refresh(view)
+
+    def after_call(self) -> None:
+        """Write to the bases what a call wrote to copies of their parts."""
+        if not self._written or self._is_busy:
+            return
+        written, self._written = list(self._written), {}
+        roots = [self._root(storage) for storage in written]
+        views = [self._views[storage] for storage in written if storage in self._views]
+        for view in views:
+            if roots.count(self._root(_storage(view.copy) or 0)) > 1:
+                raise NotImplementedError(
+                    f"at {users_line()}: one call writes to several parts of a tensor, of which "
+                    f"{view.line} is at a traced position, so the parts may be the same. Write to "
+                    "each part in a call of its own."
+                )
+            with self._busy():
+                self._write_back(view)
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        before = self._is_busy, self._written
+        self._is_busy, self._written = True, {}
+        try:
+            yield
+        finally:
+            self._is_busy, self._written = before
+
+    def refresh_all(self) -> None:
+        """Bring up to date all copies that can be: what follows may read them elsewhere."""
+        for view in list(self._views.values()):
+            if self._is_stale(view) and self._is_here(view):
+                self._refresh(view)
+
+    def _root(self, storage: int) -> int:
+        while storage in self._views:
+            storage = _storage(self._views[storage].base) or 0
+        return storage
+
+    def _write_back(self, view: _View) -> None:
+        put(view.base, view.entries, view.copy)
+        under = _storage(view.base) or 0
+        view.seen = self._writes[under]
+        if under in self._views:
+            self._write_back(self._views[under])
+
+    def _is_stale(self, view: _View) -> bool:
+        under = _storage(view.base) or 0
+        return view.seen != self._writes[under] or (
+            under in self._views and self._is_stale(self._views[under])
+        )
+
+    def _is_here(self, view: _View) -> bool:
+        """Whether the copy can be written to: not in the graph of another loop, nor after the
+        transform in which it was made.
+        """
+        return view.depth <= depth() and view.tracer is _tracer()
+
+    def _refresh(self, view: _View) -> None:
+        if not self._is_stale(view):
+            return
+        if not self._is_here(view):
+            raise NotImplementedError(
+                f"at {users_line()}: this uses {view.line}, a view at a traced position, outside "
+                "of the transform or loop in which it was made, and after a write to the tensor "
+                "that it is a part of. Index that tensor again (or .clone() the view before the "
+                "write, to keep the old values)."
+            )
+        under = self._views.get(_storage(view.base) or 0)
+        if under is not None:
+            self._refresh(under)
+        with self._busy(), at_depth(view.depth), torch.enable_grad():
+            view.copy.copy_(take(view.base, view.entries))
+        view.seen = self._writes[_storage(view.base) or 0]
+
+
+class _CountWrites(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, views: TracedViews) -> None:
+        super().__init__()
+        self._views = views
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._views.note(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def in_lanes() -> Iterator[None]:
+    """Keep views at positions that differ by row equal to their bases, where nothing is traced."""
+    if _current.get() is not None or not any(map(is_vmap, transforms())):
+        yield
+        return
+    views = TracedViews()
+    with views.entered(), _CountWrites(views):
+        yield
+
+
+def settle(values: Any) -> None:
+    """Bring up to date what a function returns, or takes without a function of torch."""
+    views = _current.get()
+    if views is not None:
+        views.before_call(values)
+
+
+def traced_views() -> TracedViews | None:
+    """Those of the function that runs in this thread, if it is traced or runs in lanes."""
+    return _current.get()
+
+
+def _tracer() -> Any:
+    mode = tracing_mode()
+    return None if mode is None else mode.tracer
+
+
+def _versions(key: Any) -> list[int]:
+    with torch_function_off():
+        tensors = [innermost(x) for x in tree_leaves(key) if isinstance(x, torch.Tensor)]
+        return [x._version for x in tensors]
+
+
+def _storage(value: Any) -> int | None:
+    value = innermost(value)
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    with torch_function_off():
+        return value.untyped_storage()._cdata
