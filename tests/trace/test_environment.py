@@ -13,6 +13,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from _noticed import noticed, watched
 
 from torchpmap._trace.environment import Environment
 
@@ -72,24 +73,6 @@ def settings():
     module = torch.nn.Identity()
     module.settings = {"a": 1}
     return module
-
-
-def watched(fun):
-    environment = Environment(fun)
-    assert environment.changed()  # nothing is known yet
-    environment.refresh()
-    assert not environment.changed()
-    return environment
-
-
-def noticed(fun, change):
-    """Whether a change is noticed once, and not again after a refresh."""
-    environment = watched(fun)
-    change()
-    found = environment.changed()
-    environment.refresh()
-    assert not environment.changed()
-    return found
 
 
 # Where names lead --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import sys
@@ -10,12 +11,17 @@ import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
+import numpy
 import torch
 
 PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 _NOT_USERS = (PACKAGE, TORCH, threading.__file__)
+_FOREIGN = {"torch", "torchpmap", "numpy", "builtins", *sys.stdlib_module_names} - {"__main__"}
+_FOLDERS = (PACKAGE, TORCH, os.path.join(os.path.dirname(numpy.__file__), ""))
+_PYTHONS = (STDLIB, os.path.join(sysconfig.get_path("platstdlib"), ""))
+_INSTALLED = tuple(os.path.join("", folder, "") for folder in ("site-packages", "dist-packages"))
 
 
 def users_frames(within: CodeType | None = None) -> Iterator[FrameType]:
@@ -30,6 +36,38 @@ def users_frames(within: CodeType | None = None) -> Iterator[FrameType]:
 def is_users(frame: FrameType) -> bool:
     """Whether a frame runs code that the user wrote; code that torch generates has no module."""
     return "__name__" in frame.f_globals and not frame.f_code.co_filename.startswith(_NOT_USERS)
+
+
+def is_foreign(module: str | None) -> bool:
+    """Whether a module is Python's, torch's, numpy's or this package's: its functions and instances
+    do not change under a user's feet.  A user's ``trace.py`` or ``code.py`` is none of Python's.
+    """
+    if type(module) is not str:
+        return False
+    package = module.partition(".")[0]
+    if package not in _FOREIGN:
+        return False
+    found = sys.modules.get(package)
+    file = getattr(found, "__file__", None)
+    if file is None:
+        file = next(iter(getattr(found, "__path__", ())), None)  # of a folder without __init__
+    return file is None or _is_foreign_file(file)
+
+
+@functools.lru_cache(1024)
+def _is_foreign_file(file: str) -> bool:
+    if file.startswith(_FOLDERS):
+        return True
+    return file.startswith(_PYTHONS) and not _is_installed(file)
+
+
+def _is_installed(file: str) -> bool:
+    return any(folder in file for folder in _INSTALLED)
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is of Python or of an installed package."""
+    return file.startswith("<frozen ") or _is_foreign_file(file) or _is_installed(file)
 
 
 def users_line() -> str:

@@ -1,0 +1,176 @@
+"""Covers: _trace/reach.py: changes of classes, modules, partials and what hides behind names."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import importlib
+import sys
+import threading
+import types
+
+import numpy as np
+import pytest
+import torch
+from _noticed import noticed
+
+VALUE = 1
+
+
+def reads_global():
+    return VALUE
+
+
+def calls_another():
+    return reads_global()
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, x):
+        return x * VALUE
+
+
+class Doubling(torch.nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+class Meta(type):
+    rate = 1
+
+
+class Made(metaclass=Meta):
+    pass
+
+
+def test_classes_that_are_assigned():
+    class One:
+        rate = 1
+
+    class Two:
+        rate = 2
+
+    class Derived(One):
+        pass
+
+    class Slotted:
+        __slots__ = ()
+
+    class Other:
+        __slots__ = ()
+
+    module, instance, slotted = Scaled(), One(), Slotted()
+    assert noticed(lambda: module(1), lambda: setattr(module, "__class__", Doubling))
+    assert noticed(lambda: instance.rate, lambda: setattr(instance, "__class__", Two))
+    assert noticed(lambda: slotted, lambda: setattr(slotted, "__class__", Other))
+    assert noticed(lambda: Derived.rate, lambda: setattr(Derived, "__bases__", (Two,)))
+    derived = Derived()
+    assert noticed(lambda: derived.rate, lambda: setattr(Derived, "__bases__", (One,)))
+
+
+def test_metaclasses():
+    class Another(type):
+        rate = 3
+
+    assert noticed(lambda: Made.rate, lambda: setattr(Meta, "rate", 2))
+    assert noticed(lambda: Made.rate, lambda: setattr(Made, "__class__", Another))
+    Made.__class__ = Meta
+
+
+def test_dicts_of_instances_that_are_assigned():
+    module, instance = Scaled(), types.SimpleNamespace(a=1)
+
+    class Plain:
+        pass
+
+    plain = Plain()
+    assert noticed(lambda: plain.a, lambda: setattr(plain, "__dict__", {"a": 2}))
+    assert noticed(lambda: plain.a, lambda: plain.__dict__.update(a=3))
+    state = {**vars(module), "extra": 1}
+    assert noticed(lambda: module(1), lambda: setattr(module, "__dict__", state))
+    assert noticed(lambda: instance, lambda: instance.__init__(a=2))
+
+
+def test_parts_of_partials():
+    inner = functools.partial(reads_global, 1, rate=1)
+    assert noticed(lambda: inner(), lambda: inner.keywords.update(rate=2))
+    state = (calls_another, (1,), {"rate": 2}, {})
+    assert noticed(lambda: inner(), lambda: inner.__setstate__(state))
+    assert noticed(lambda: inner(), lambda: setattr(inner, "tag", 2))
+    assert noticed(inner, lambda: inner.keywords.update(rate=3))
+
+
+def test_names_that_come_to_hide_those_of_python(monkeypatch):
+    fun = eval("lambda x: sum(x)", globals())
+    assert noticed(fun, lambda: monkeypatch.setitem(globals(), "sum", max))
+    assert noticed(fun, lambda: monkeypatch.delitem(globals(), "sum"))
+
+
+@pytest.mark.parametrize(("one", "other"), [(np, torch), (torch.nn.ReLU, torch.nn.Tanh)])
+def test_names_of_modules_and_foreign_classes(one, other):
+    table = {"library": one}
+    fun = eval("lambda x: library", table)
+    assert noticed(fun, lambda: table.update(library=other))
+    module = types.ModuleType("users_module")
+    module.library = one
+    through = eval("lambda: settings.library", {"settings": module})
+    assert noticed(through, lambda: setattr(module, "library", other))
+
+
+def test_attributes_that_a_module_lacks():
+    module = types.ModuleType("users_module")
+    names = {"settings": module}
+    asks = eval("lambda: getattr(settings, 'rate', 1)", names)
+    assert noticed(asks, lambda: setattr(module, "rate", 2))
+    table = {"extra": 1}
+    module.__getattr__ = lambda name: table[name]
+    computed = eval("lambda: settings.extra", names)
+    assert noticed(computed, lambda: table.update(extra=2))
+    assert noticed(computed, lambda: setattr(module, "__getattr__", lambda name: 3))
+    assert noticed(computed, lambda: setattr(module, "extra", 4))
+
+
+def test_context_variables_and_locals_of_threads():
+    variable, local = contextvars.ContextVar("variable", default=1), threading.local()
+    local.rate = 1
+    assert noticed(lambda: variable.get(), lambda: variable.set(2))
+    assert noticed(lambda: local.rate, lambda: setattr(local, "rate", 2))
+
+
+def test_wrappers_named_like_what_they_wrap(monkeypatch):
+    @functools.wraps(torch.nn.functional.gelu)
+    def wrapper(x):
+        return x * VALUE
+
+    @functools.lru_cache
+    def cached():
+        return VALUE
+
+    for fun in (wrapper, lambda: wrapper(1), lambda: cached()):
+        assert noticed(fun, lambda: monkeypatch.setitem(globals(), "VALUE", VALUE + 1))
+
+
+@pytest.mark.parametrize("name", ["trace", "code", "profile", "calendar", "test.settings"])
+def test_modules_named_like_those_of_python(tmp_path, monkeypatch, name):
+    folder = tmp_path
+    for part in name.split(".")[:-1]:
+        folder = folder / part
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+    (folder / f"{name.split('.')[-1]}.py").write_text(
+        "RATE = 1\n"
+        "def scaled(x):\n    return x * RATE\n"
+        "class Scale:\n    rate = 1\n"
+        "    def __init__(self):\n        self.own = 1\n"
+    )
+    package = name.partition(".")[0]
+    for known in [known for known in sys.modules if known.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, known)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name)
+    instance = module.Scale()
+    assert noticed(lambda: module.RATE, lambda: setattr(module, "RATE", 2))
+    assert noticed(lambda: module.scaled(1), lambda: setattr(module, "RATE", 3))
+    assert noticed(module.scaled, lambda: setattr(module, "RATE", 4))
+    assert noticed(lambda: instance.own, lambda: setattr(instance, "own", 2))
+    assert noticed(lambda: instance.rate, lambda: setattr(module.Scale, "rate", 2))

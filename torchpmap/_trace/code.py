@@ -1,0 +1,110 @@
+"""What code mentions, reads and stores."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torchpmap._trace.watched import Place
+
+_STORES_NAME = {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"}
+_STORES_ATTRIBUTE = {"STORE_ATTR", "DELETE_ATTR"}
+_STORES_ITEM = {"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"}
+_ANY_NAME = {"exec", "globals"}
+_ANY_ATTRIBUTE = {"setattr", "delattr", "__setattr__", "__dict__", "vars"}
+_CHANGING = {
+    *("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "fill", "insert"),
+    *("move_to_end", "pop", "popitem", "popleft", "remove", "reverse", "rotate", "setdefault"),
+    *("sort", "symmetric_difference_update", "update", "next", "shuffle"),
+}
+"""Methods and functions that change a container."""
+
+
+class Code(NamedTuple):
+    """Of a function, with those inside it."""
+
+    globals: tuple[str, ...]
+    """That it reads.  ``co_names`` would not do: an attribute may have the name of a global that
+    changes all the time, such as a loop's ``i``.
+    """
+    modules: tuple[str, ...]
+    """That it imports."""
+    names: tuple[str, ...]
+    """Of globals and closures that it stores to."""
+    attributes: tuple[str, ...]
+    """That it stores to."""
+    stores_items: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def code_facts(code: types.CodeType) -> Code:
+    read: dict[str, None] = {}
+    imported: dict[str, None] = {}
+    names: dict[str, None] = {}
+    attributes: dict[str, None] = {}
+    stores_items, before = False, ""
+    for instruction in dis.get_instructions(code):
+        kind = instruction.opname
+        if kind == "IMPORT_NAME":
+            imported |= dict.fromkeys((instruction.argval, instruction.argval.split(".")[0]))
+        elif kind.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GL")):
+            read[instruction.argval] = None
+        elif kind in _STORES_NAME:
+            names[instruction.argval] = None
+            stores_items |= before.endswith("=")
+        elif kind in _STORES_ATTRIBUTE:
+            attributes[instruction.argval] = None
+            stores_items |= before.endswith("=")
+        elif kind in _STORES_ITEM:
+            stores_items = True
+        if kind not in ("CACHE", "COPY", "SWAP"):
+            before = instruction.argrepr if kind == "BINARY_OP" else ""
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = code_facts(constant)
+            read |= dict.fromkeys(inner.globals)
+            imported |= dict.fromkeys(inner.modules)
+            names |= dict.fromkeys(inner.names)
+            attributes |= dict.fromkeys(inner.attributes)
+            stores_items |= inner.stores_items
+    return Code(tuple(read), tuple(imported), tuple(names), tuple(attributes), stores_items)
+
+
+def names_of(code: types.CodeType) -> Iterable[str]:
+    """What may be attributes among the names and texts of the code and of functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_of(constant)
+        elif isinstance(constant, str):  # getattr(x, "name")
+            yield constant
+
+
+class Stores:
+    """What the code that was met stores to: what a trace of it may change by itself."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.attributes: set[str] = set()
+        self.items = False
+        self.has_hooks = False
+        """Whether torch calls hooks, which may assign any attribute of modules."""
+
+    def add(self, code: types.CodeType) -> None:
+        found = code_facts(code)
+        self.names.update(found.names)
+        self.attributes.update(found.attributes)
+        self.items |= found.stores_items
+
+    def explain(self, place: Place, mentioned: set[str]) -> bool:
+        """Whether the code may have changed what is there; ``mentioned``: all names in it."""
+        if place.kind == "name":
+            return place.name in self.names or not _ANY_NAME.isdisjoint(mentioned)
+        if place.kind == "items":
+            return self.items or not _CHANGING.isdisjoint(mentioned)
+        if self.has_hooks or not _ANY_ATTRIBUTE.isdisjoint(mentioned):
+            return True
+        return bool(self.attributes) if place.name is None else place.name in self.attributes

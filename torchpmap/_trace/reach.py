@@ -1,0 +1,348 @@
+"""Everything that a function can reach by its code: what ``Environment`` watches."""
+
+from __future__ import annotations
+
+import array
+import contextvars
+import functools
+import inspect
+import sys
+import threading
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpmap._base.contents import ArrayContents
+from torchpmap._base.sources import is_foreign
+from torchpmap._trace.code import Stores, code_facts, names_of
+from torchpmap._trace.watched import Place, Watched, all_same
+
+MAX_FOLLOWED = 20_000
+_MISSING = object()
+_HOLDERS = ("types", "argparse", "collections", "torch.optim", "torch.distributions")
+"""Foreign modules whose instances hold nothing but a user's values."""
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, frozenset, deque)
+_SIMPLE = bool | int | float | complex | str | bytes | None
+_IMPLIED = {"forward", "backward", "setup_context", "vmap", "jvp"}
+"""Methods that torch calls, so the user's code may not mention them."""
+_AT_CREATION = {"__init__", "__new__", "__post_init__"}
+_NO_CODE = _AT_CREATION | {"__module__", "__dict__", "__doc__", "__weakref__", "__slots__"}
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+_ASKING = {"hasattr", "getattr", "AttributeError", "Exception"}
+"""Names in code that may ask a module for what it lacks."""
+_TABLES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
+
+
+class Walk:
+    """Everything that a function can reach, nearest first."""
+
+    def __init__(self) -> None:
+        self.watched = Watched()
+        self.tensors: list[torch.Tensor] = []
+        self.unwatched: str | None = None
+        """The value that the function closes over and that leads to too many objects."""
+        self.stores = Stores()
+        self.names: set[str] = set()
+        """What the code that was met mentions."""
+        self._seen: dict[int, Any] = {id(_MISSING): _MISSING}
+        """By id; kept, so that no other value gets the id."""
+        self._queue: deque[tuple[Any, str]] = deque()
+        self._owners: list[tuple[Mapping[str, Any], set[str], set[str], str]] = []
+        """(attributes by name, names that are always watched, names watched by now, origin); any
+        other attribute is watched when the code mentions its name."""
+
+    def run(self, fun: Any, given: tuple[Any, ...] = ()) -> None:
+        """Watch what ``fun`` reaches; if it is given values, only what these lead to besides."""
+        self._run(fun, "the function itself")
+        if given:
+            self.watched, self.tensors = Watched(), []
+            for value in given:
+                self._run(value, "a static argument")
+        self.watched.seal()
+
+    def _run(self, value: Any, origin: str) -> None:
+        self._add(value, origin)
+        num_followed = 0
+        while self._queue:
+            while self._queue:
+                value, origin = self._queue.popleft()
+                num_followed += 1
+                if num_followed > MAX_FOLLOWED:
+                    self.unwatched = origin
+                    break
+                self._follow(value, origin)
+            else:
+                self._mentioned()
+                continue
+            break
+
+    def _mentioned(self) -> None:
+        """Watch the attributes that the code met so far mentions."""
+        for table, implied, done, origin in self._owners:
+            for name in [name for name in list(table) if name in self.names or name in implied]:
+                if name not in done:
+                    done.add(name)
+                    self._watch_attribute(table, name, origin)
+
+    def _add(self, value: Any, origin: str) -> None:
+        if not isinstance(value, _SIMPLE) and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            self._queue.append((value, origin))
+
+    def _watch(self, read: Callable[[], Any], place: Place) -> None:
+        value = read()
+        self.watched.add_read(read, value, place)
+        self._add(value, place.origin)
+
+    def _watch_name(self, table: Mapping[str, Any], name: str, place: Place) -> None:
+        self._add(self.watched.add_name(table, name, place), place.origin)
+
+    def _watch_attribute(self, table: Mapping[str, Any], name: str, origin: str) -> None:
+        self._watch_name(table, name, Place(origin, "attribute", name))
+
+    def _view(self, view: Any, place: Place) -> None:
+        """Watch items, their number and their order."""
+        self.watched.add_view(view, place)
+        for item in list(view):  # other threads may add to it
+            self._add(item, place.origin)
+
+    def _all_attributes(self, value: Any, origin: str) -> None:
+        table = _dict_of(value)
+        if table is not None:
+            self.watched.add_attributes(value, table, origin)
+            for item in list(table.values()):
+                self._add(item, origin)
+
+    def _follow(self, value: Any, origin: str) -> None:
+        if isinstance(value, types.FunctionType):
+            if not is_foreign(value.__module__) or not is_foreign(_module_of(value)):
+                self._function(value, origin)
+        elif isinstance(value, types.MethodType | staticmethod | classmethod):
+            self._add(value.__func__, origin)
+            self._add(getattr(value, "__self__", None), origin)
+        elif isinstance(value, property):
+            for part in (value.fget, value.fset):
+                self._add(part, origin)
+        elif isinstance(value, functools.partial):
+            for name in ("func", "args", "keywords"):  # __setstate__ assigns them
+                read = functools.partial(getattr, value, name)
+                self._watch(read, Place(origin, "attribute", name))
+            self._instance(value, origin)
+        elif isinstance(value, torch.nn.Module):
+            self._module(value, origin)
+        elif isinstance(value, type):
+            self._class(value, origin)
+        elif isinstance(value, types.ModuleType):
+            self._attributes(value, self.names, origin)
+        elif isinstance(value, torch.Tensor):
+            self._tensor(value, origin)
+        elif isinstance(value, np.ndarray):
+            self.watched.add_read(ArrayContents(value).same, True, Place(origin))
+            for item in value.ravel().tolist() if value.dtype == object else ():
+                self._add(item, origin)
+        elif isinstance(value, bytearray | array.array | memoryview):
+            same = functools.partial(_same_bytes, value, bytes(value))
+            self.watched.add_read(same, True, Place(origin))
+        elif isinstance(value, weakref.ReferenceType):
+            self._watch(value, Place(origin))
+        elif isinstance(value, contextvars.ContextVar):
+            self._watch(functools.partial(value.get, _MISSING), Place(origin))
+        elif isinstance(value, threading.local):
+            self._watch(functools.partial(getattr, value, "__dict__"), Place(origin))
+        else:
+            self._holder(value, origin)
+
+    def _holder(self, value: Any, origin: str) -> None:
+        """Anything that has items or attributes."""
+        kind = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+        if kind in (dict, OrderedDict):
+            self._view(kind.keys(value), Place(origin))
+            self._view(kind.values(value), Place(origin))
+        elif isinstance(value, types.MappingProxyType):
+            self._view(value.keys(), Place(origin))
+            self._view(value.values(), Place(origin))
+        elif isinstance(value, tuple):  # always holds the same
+            for item in tuple.__iter__(value):
+                self._add(item, origin)
+        elif kind is not None and type(value).__iter__ is kind.__iter__:
+            self._view(value, Place(origin))
+        elif kind is not None:
+            items = tuple(kind.__iter__(value))
+            same = functools.partial(_same_items, kind, value, items)
+            self.watched.add_read(same, True, Place(origin))
+            for item in items:
+                self._add(item, origin)
+        module = type(value).__module__
+        if not is_foreign(module) or module.startswith(_HOLDERS):
+            self._instance(value, origin)
+        else:
+            wrapped = inspect.getattr_static(value, "__wrapped__", None)
+            self._add(value.__wrapped__ if isinstance(wrapped, property) else wrapped, origin)
+
+    def _instance(self, value: Any, origin: str) -> None:
+        self._all_attributes(value, origin)
+        for cls in type(value).__mro__:
+            for name, member in vars(cls).items():
+                if isinstance(member, types.MemberDescriptorType) and not is_foreign(
+                    cls.__module__
+                ):
+                    read = functools.partial(_slot, member, value)
+                    self._watch(read, Place(origin, "attribute", name))
+        self._kind(value, origin)
+
+    def _kind(self, value: Any, origin: str) -> None:
+        """Watch the class of an instance, which may be assigned."""
+        if not is_foreign(type(value).__module__):
+            self.watched.add_object(value, Place(origin, "attribute", "__class__"))
+        self._add(type(value), origin)
+
+    def _class(self, cls: type, origin: str) -> None:
+        users = [base for base in cls.__mro__ if not is_foreign(base.__module__)]
+        if users:
+            self.watched.add_class(cls, Place(origin, "attribute", "__bases__"))
+            self._kind(cls, origin)
+        for base in users:
+            table = vars(base)
+            implied = {name for name in table if name.startswith("__")} - _NO_CODE
+            implied |= _IMPLIED
+            implied.update(name for name, value in table.items() if isinstance(value, _DATA))
+            self.watched.add_size(table, Place(origin, "attribute"))
+            self._owners.append((table, implied, set(), origin))
+
+    def _function(self, function: types.FunctionType, origin: str) -> None:
+        is_outermost = not len(self.watched)
+        code, defaults, keywords = code_of(function)
+        same = functools.partial(_same_function, function, code, defaults, keywords)
+        self.watched.add_read(same, True, Place(origin, "attribute", "__code__"))
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            place = Place(repr(name) if is_outermost else origin, "name", name)
+            self._watch(functools.partial(_cell, cell), place)
+        self._add(defaults, origin)
+        self._add(keywords, origin)
+        names = set(names_of(code))
+        self.names |= names
+        self.stores.add(code)
+        self._owners.append((vars(function), {"__wrapped__"}, set(), origin))
+        if is_foreign(_module_of(function)):  # a wrapper of torch's around a user's function
+            return
+        known = function.__globals__
+        facts = code_facts(code)
+        for name in facts.modules:
+            self._attributes(sys.modules.get(name), names, origin)
+        # also those that are not there, as they may come to hide Python's; names that no code can
+        # be written with lead to what rewrote the code, such as pytest
+        for name in filter(str.isidentifier, facts.globals):
+            value = known.get(name)
+            place = Place(repr(name) if is_outermost else origin, "name", name)
+            if isinstance(value, types.ModuleType) or _is_foreign_class(value):
+                self.watched.add_name(known, name, place)
+                self._attributes(value, names, origin)
+            else:
+                self._watch_name(known, name, place)
+
+    def _attributes(self, module: Any, names: set[str], origin: str) -> None:
+        """Watch the attributes of a module that are in ``names``."""
+        if not isinstance(module, types.ModuleType) or is_foreign(module.__name__):
+            return
+        self._seen[id(module)] = module
+        table = vars(module)
+        hook = table.get("__getattr__")  # called for names that are not there
+        if hook is not None:
+            names = names | {"__getattr__"}
+        may_lack = hook is not None or not _ASKING.isdisjoint(names)
+        for name in sorted(name for name in names if may_lack or name in table):
+            value = table.get(name)
+            if isinstance(value, types.ModuleType) or _is_foreign_class(value):
+                self.watched.add_name(table, name, Place(origin, "attribute", name))
+                if id(value) not in self._seen:
+                    self._attributes(value, names, origin)
+            else:
+                self._watch_attribute(table, name, origin)
+
+    def _module(self, module: torch.nn.Module, origin: str) -> None:
+        state = vars(module)
+        self.watched.add_dict(module, state, None, origin)
+        self.watched.add_size(state, Place(origin, "attribute"))
+        for name in list(state):
+            if name not in _OF_MODULES or name == "training":
+                self._watch_attribute(state, name, origin)
+        for name in _TABLES:
+            table = state.get(name)  # missing before Module.__init__
+            if table:
+                self._view(table.values(), Place(origin, "attribute"))
+                self._view(table.keys(), Place(origin, "attribute"))
+                self.stores.has_hooks |= name.endswith("hooks")
+            elif table is not None:
+                self.watched.add_size(table, Place(origin, "attribute"))
+        self.watched.add_object(module, Place(origin, "attribute", "__class__"))
+        self._add(type(module), origin)
+
+    def _tensor(self, tensor: torch.Tensor, origin: str) -> None:
+        self.tensors.append(tensor)
+        table = _dict_of(tensor)
+        if table:
+            self._owners.append((table, set(), set(), origin))
+        if not is_foreign(type(tensor).__module__):
+            self._kind(tensor, origin)
+
+
+_DATA = bool | int | float | complex | str | torch.Tensor | np.ndarray | np.generic
+
+
+def _same_items(kind: Any, value: Any, expected: tuple[Any, ...]) -> bool:
+    return all_same(tuple(kind.__iter__(value)), expected)
+
+
+def _same_bytes(value: Any, expected: bytes) -> bool:
+    return bytes(value) == expected
+
+
+def code_of(function: types.FunctionType) -> tuple[types.CodeType, Any, Any]:
+    return function.__code__, function.__defaults__, function.__kwdefaults__
+
+
+def _same_function(
+    function: types.FunctionType, code: types.CodeType, defaults: Any, keywords: Any
+) -> bool:
+    return (
+        function.__code__ is code
+        and function.__defaults__ is defaults
+        and function.__kwdefaults__ is keywords
+    )
+
+
+def _dict_of(value: Any) -> dict[str, Any] | None:
+    """Its attributes, read without calling the user's ``__getattr__``."""
+    try:
+        table = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return table if isinstance(table, dict) else None
+
+
+def _slot(member: types.MemberDescriptorType, value: Any) -> Any:
+    try:
+        return member.__get__(value)
+    except AttributeError:  # not assigned yet
+        return _MISSING
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return _MISSING
+
+
+def _module_of(function: types.FunctionType) -> str | None:
+    """Where it was defined; ``__module__`` of a wrapper is that of what it wraps."""
+    return function.__globals__.get("__name__")
+
+
+def _is_foreign_class(value: Any) -> bool:
+    return isinstance(value, type) and is_foreign(value.__module__)
