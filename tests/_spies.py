@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from _support import EAGER
 
+import torchpmap as tp
 from torchpmap._runtime import current
 
 _METHODS = ("put", "define", "execute", "run_task", "fetch", "block")
@@ -38,3 +40,14 @@ class Traces:
 
     def note(self):
         self.n += 1
+
+
+def counted(f, **options):
+    """``f`` mapped uncompiled, and the number of its traces."""
+    traces = Traces()
+
+    def g(*args, **kwargs):
+        traces.note()
+        return f(*args, **kwargs)
+
+    return tp.pmap(g, compile=EAGER, **options), traces

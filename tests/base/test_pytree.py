@@ -24,6 +24,11 @@ from torchpmap._base.pytree import flatten, flatten_call, unflatten
 Other = namedtuple("Other", ["x", "y"])
 
 
+class Live:
+    def __init__(self, x):
+        self.x = x
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _nodes():
     with registered():
@@ -240,7 +245,49 @@ def test_unsortable_and_unhashable_contexts():
     assert flatten(backwards) == (leaves, structure)
     assert structure.unflatten(leaves) == tree
     arrays = Box(1, [np.ones(2)])
-    assert flatten(arrays)[1] != flatten(Box(1, [np.ones(2)]))[1]
+    assert flatten(arrays)[1] == flatten(Box(1, [np.ones(2)]))[1]
+    assert flatten(arrays)[1] != flatten(Box(1, [np.zeros(2)]))[1]
+    assert flatten(arrays)[1] != flatten(Box(1, [np.ones(2, "f")]))[1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Box(1, [1]), Box(1, [1.0])),
+        (Box(1, [0.0]), Box(1, [-0.0])),
+        (Box(1, [(1,)]), Box(1, [(True,)])),
+        ({0.0: 1}, {-0.0: 1}),
+        ({(1,): 1}, {(1.0,): 1}),
+        (OrderedDict({(1,): 1}), OrderedDict({(True,): 1})),
+    ],
+    ids=repr,
+)
+def test_equal_contexts_that_code_can_tell_apart(one, other):
+    assert flatten(one)[1] != flatten(other)[1]
+
+
+def test_a_context_that_has_changed_is_another_structure():
+    tags = [1]
+    pytree.register_pytree_node(
+        Live, lambda t: ([t.x], tags), lambda c, _: Live(*c), serialized_type_name="tests.Live"
+    )
+    try:
+        before = flatten(Live(1))[1]
+        tags.append(2)
+        assert flatten(Live(1))[1] != before
+    finally:
+        pytree._deregister_pytree_node(Live)
+
+
+def test_the_order_of_dict_keys_is_known_beside_the_structure():
+    trees = [{"a": {}, "b": ()}, {"b": (), "a": {}}]
+    trees += [({"b": {}, "a": {}}, {"a": {}, "b": {}}), ({"a": {}, "b": {}}, {"b": {}, "a": {}})]
+    structures = [flatten(tree)[1] for tree in trees]
+    assert structures[0] == structures[1]
+    assert structures[2] == structures[3]
+    orders = [structure.dict_order for structure in structures]
+    assert orders[0] is None
+    assert len(set(orders)) == len(orders)
 
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])

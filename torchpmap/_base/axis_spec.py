@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from torchpmap._base.exact import exact
 from torchpmap._base.pytree import (
     MAPPINGS,
     STAR,
-    Context,
     Node,
     Structure,
     count_leaves,
@@ -252,7 +252,7 @@ def _different_children(spec: Node, node: Node) -> tuple[str, str] | None:
         )
     mapping = spec.kind in MAPPINGS
     mine, full = (tuple(ours), tuple(theirs)) if mapping else (spec.context, node.context)
-    if Context(mine) == Context(full):
+    if exact(mine) == exact(full):
         return None
     return "pytree metadata", (
         f"\n    {spec.kind}\nwith metadata\n    {mine}\nbut at the same key path the full pytree "

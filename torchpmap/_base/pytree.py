@@ -2,7 +2,7 @@
 
 Nodes are what ``torch.utils._pytree`` has registered; everything else is a leaf. ``None`` is a leaf
 too: as an argument or output it means "empty". Dicts are the same structure whatever the order of
-their keys.
+their keys; code that sees the order is traced for each (``Structure.dict_order``).
 
 ``flatten`` is on the path of every call, so it is one walk that returns the leaves and a *token*, a
 hashable picture of the tree as it was met. A token seen before leads straight to its ``Structure``;
@@ -31,6 +31,8 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+from torchpmap._base.exact import exact
 
 T = TypeVar("T")
 Tree = TypeVar("Tree")
@@ -75,12 +77,15 @@ class Structure:
     of the tree this very object came from; that order is not part of equality.
     """
 
-    __slots__ = ("_hash", "_key", "_order", "num_leaves", "root")
+    __slots__ = ("_hash", "_key", "_order", "dict_order", "num_leaves", "root")
 
     def __init__(self, root: Node | None) -> None:
         order: list[int] = []
+        orders: list[Hashable] = []
         self.root = root
-        self._key = _canonical(root, 0, order)
+        self._key = _canonical(root, 0, order, orders)
+        self.dict_order = tuple(orders) if any(orders) else None
+        """The orders of keys that are not sorted: what code can see of a tree, beyond equality."""
         self._hash = hash(self._key)
         self._order = None if order == sorted(order) else order
         self.num_leaves = len(order)
@@ -206,9 +211,9 @@ def _walk(tree: Any, leaves: list[Any]) -> Hashable:
             return None
         flat, value = definition.flatten_fn(tree)
         children = list(flat)
-        context = _keys_context(tree) if kind in MAPPINGS else Context(value)
+        context = _keys_context(tree) if kind in MAPPINGS else exact(value)
         if kind is defaultdict:
-            context = (context, Context(tree.default_factory))
+            context = (context, exact(tree.default_factory))
     if _leaf_types.issuperset(map(type, children)):
         leaves.extend(children)
         return kind, context, len(children)
@@ -218,28 +223,7 @@ def _walk(tree: Any, leaves: list[Any]) -> Hashable:
 def _keys_context(mapping: Any) -> Hashable:
     keys = tuple(mapping)
     # 1, 1.0 and True are equal keys, but not the same tree.
-    return keys if _STR.issuperset(map(type, keys)) else (keys, tuple(map(type, keys)))
-
-
-class Context:
-    """Compares the context of a node by value, also where it is not hashable (lists)."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        try:
-            return hash(self.value)
-        except TypeError:
-            return 0
-
-    def __eq__(self, other: object) -> bool:
-        try:
-            return isinstance(other, Context) and bool(self.value == other.value)
-        except Exception:  # an array in the context has no single truth value
-            return False
+    return keys if _STR.issuperset(map(type, keys)) else exact(keys)
 
 
 def _definition(kind: type) -> pytree.NodeDef | None:
@@ -296,8 +280,10 @@ def count_leaves(node: Node | None) -> int:
     return 1 if node is None else node.num_leaves
 
 
-def _canonical(node: Node | None, start: int, order: list[int]) -> Hashable:
-    """Return a key that ignores the order of dict keys; append each leaf's place as met."""
+def _canonical(node: Node | None, start: int, order: list[int], orders: list[Hashable]) -> Hashable:
+    """Return a key that ignores the order of dict keys; append each leaf's place as met, and the
+    order of each dict, None if it is sorted.
+    """
     if node is None:
         order.append(start)
         return None
@@ -308,13 +294,14 @@ def _canonical(node: Node | None, start: int, order: list[int]) -> Hashable:
     indices: Sequence[int] = range(len(starts))
     if node.kind is dict or node.kind is defaultdict:
         indices = sorted(indices, key=lambda i: sort_key(node.labels[i]))
-    context: Hashable = Context(node.context)
+        is_sorted = list(indices) == list(range(len(starts)))
+        orders.append(None if is_sorted else tuple(indices))
+    context: Hashable = exact(node.context)
     if node.kind in MAPPINGS:
-        labels = [node.labels[i] for i in indices]
-        context = (tuple(labels), tuple(map(type, labels)))
+        context = exact([node.labels[i] for i in indices])
         if node.kind is defaultdict:
-            context = (context, Context(node.context[0]))
-    children = tuple([_canonical(node.children[i], starts[i], order) for i in indices])
+            context = (context, exact(node.context[0]))
+    children = tuple([_canonical(node.children[i], starts[i], order, orders) for i in indices])
     return node.kind, context, children
 
 

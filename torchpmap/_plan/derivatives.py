@@ -18,8 +18,9 @@ import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -39,7 +40,6 @@ from torchpmap._sharded.device_put import handle_of, handles_of
 from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.capture import Substitute
 from torchpmap._trace.compile import EAGER
-from torchpmap._trace.environment import Environment
 from torchpmap._trace.program import Outcome, Program
 
 Tensors = Sequence[torch.Tensor]
@@ -284,6 +284,16 @@ def _summed(gradients: Tensors, cuts: Sequence[Cut], grid: Grid, axis: Axis) -> 
 # -- the user's program ----------------------------------------------------------------------------
 
 
+class Surroundings(Protocol):
+    """What a program reads besides tensors."""
+
+    def changed(self) -> bool:
+        """Whether something has changed since it was traced."""
+
+    def tracing(self) -> AbstractContextManager[None]:
+        """While the program is traced: what it changes by itself is no change."""
+
+
 class MappedProgram(Differentiable):
     """A mapped program; its inputs are its arguments and then the tensors it closes over."""
 
@@ -293,17 +303,18 @@ class MappedProgram(Differentiable):
         program: Program | BlockProgram,
         layouts: Sequence[Layout],
         plan: Plan | UncompiledPlan,
-        environment: Environment,
+        surroundings: Surroundings,
         outside: Collection[int] = (),
     ) -> None:
-        """``environment``: what the program reads from outside itself."""
+        """``surroundings``: what the program reads, as of when ``plan`` was traced."""
         self._program = program
-        self._environment = environment
+        self._surroundings = surroundings
         self._num_arguments = len(layouts)
         if isinstance(plan, UncompiledPlan):
             # derivatives need a graph, even if the call itself runs without one
             target = replace(target, backend=EAGER)
-            plan = lower(target, program.run, layouts, outside)
+            with surroundings.tracing():
+                plan = lower(target, program.run, layouts, outside)
         self.captured, self._pinned = plan.captured, plan.pinned
         layouts = [*layouts, *(captured.layout for captured in plan.captured)]
         super().__init__(target, self._body, layouts)
@@ -313,7 +324,6 @@ class MappedProgram(Differentiable):
             for k, captured in enumerate(plan.captured)
             if isinstance(captured, Drawn)
         )
-        environment.refresh()
 
     def _body(self, blocks: Tensors, axis: Axis) -> Outcome:
         count = self._num_arguments
@@ -327,13 +337,12 @@ class MappedProgram(Differentiable):
             missing.discard(id(tensor))
             return given.get(id(tensor), tensor)
 
-        if self._environment.changed() or not all(map(Pinned.holds, self._pinned)):
+        if self._surroundings.changed() or not all(map(Pinned.holds, self._pinned)):
             raise RuntimeError(other_surroundings(self.target.prefix))
         if self.plan.writes_inputs:  # a transform allows writes only to tensors that it made
             blocks = [block.clone() for block in blocks]
-        with Substitute(find):
+        with self._surroundings.tracing(), Substitute(find):
             outcome = self._program.run(blocks[:count], axis)
-        self._environment.refresh()  # what the function itself rebinds is no change
         if missing:
             raise RuntimeError(other_closures(self.target.prefix))
         return outcome

@@ -92,10 +92,11 @@ class Compiled:
         """Run; ``TypeError`` if the arguments are not those it was compiled for."""
         lowered = self._lowered
         leaves, structure = flatten_call(args, kwargs)
-        if structure != lowered._structure:
+        expected = lowered._structure
+        if structure != expected or structure.dict_order != expected.dict_order:
             raise TypeError(
                 f"{self._plan.prefix}: function compiled with input pytree "
-                f"{lowered._structure} does not match the input pytree it was called with: "
+                f"{expected} does not match the input pytree it was called with: "
                 f"{structure}"
             )
         held = []

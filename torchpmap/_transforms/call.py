@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import types
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from torchpmap._base.exact import Pictures, exact
 from torchpmap._base.pytree import Structure
+from torchpmap._base.sources import is_foreign
 from torchpmap._trace.compile import Backend
+from torchpmap._trace.environment import Environment
 from torchpmap._trace.escaped import Escaped
 from torchpmap._trace.kinds import check_dtype, check_number, oddity
 
@@ -41,21 +45,64 @@ class MapOptions:
         return "Make it static (static_broadcasted_argnums or static_broadcasted_argnames)"
 
 
-@dataclass(frozen=True)
 class Static:
-    """A static argument; equal only to the same value of the same type (not 1 to 1.0 or True)."""
+    """A static argument, equal only to one that the function cannot tell from it: not ``1`` to
+    ``1.0``, and not a module in training to the same one in evaluation.
+    """
 
-    value: Hashable
+    __slots__ = ("_environment", "_has_parts", "_hash", "_identities", "_is_noted", "_key", "value")
+
+    def __init__(self, value: Any) -> None:
+        pictures = Pictures()
+        self.value = value
+        self._key = pictures.of(value)
+        self._hash = hash(self._key)
+        self._has_parts = pictures.has_parts
+        self._identities = pictures.identities
+        self._is_noted = False
+        self._environment: Environment | None = None
+        """What the function reads of its functions and instances, as of the trace."""
+
+    def environment(self, fun: Callable[..., Any]) -> Environment | None:
+        """What ``fun`` reads of functions and instances in it, if there are any; for a trace."""
+        self._is_noted = True
+        if self._environment is None and any(map(_may_change, self._identities)):
+            self._environment = Environment(fun, (self.value,))
+        return self._environment
+
+    def is_intact(self) -> bool:
+        """Whether its parts are what they were."""
+        return not self._has_parts or exact(self.value) == self._key
+
+    def _holds(self, other: Static) -> bool:
+        """Whether it still is what it was in the trace that it is a key of."""
+        if not self._is_noted:
+            return True
+        if self.value is not other.value and not self.is_intact():
+            return False
+        return self._environment is None or not self._environment.changed()
 
     def __eq__(self, other: object) -> bool:
-        return (
+        return self is other or (
             isinstance(other, Static)
-            and type(self.value) is type(other.value)
-            and self.value == other.value
+            and self._hash == other._hash
+            and self._key == other._key
+            and self._holds(other)
+            and other._holds(self)
         )
 
     def __hash__(self) -> int:
-        return hash((type(self.value), self.value))
+        return self._hash
+
+    def __reduce__(self) -> Any:
+        return Static, (self.value,)
+
+
+def _may_change(value: Any) -> bool:
+    """Whether functions read of a value what may change; not of ``torch.relu``."""
+    if isinstance(value, types.ModuleType):
+        return not is_foreign(value.__name__)
+    return not (isinstance(value, types.FunctionType | type) and is_foreign(value.__module__))
 
 
 @dataclass(frozen=True)
@@ -127,6 +174,15 @@ def check_function(fun: Any) -> Callable[..., Any]:
             "by themselves."
         )
     return fun
+
+
+def takes_keywords(fun: Callable[..., Any]) -> bool:
+    """Whether a function takes keyword arguments of any name, and so sees their order."""
+    try:
+        parameters = inspect.signature(fun, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):  # without a signature
+        return True
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def check_randomness(what: str, randomness: str) -> None:

@@ -57,9 +57,8 @@ from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.device_put import handles_of
 from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded, spans_processes
 from torchpmap._trace.compile import EAGER
-from torchpmap._trace.environment import Environment
 from torchpmap._trace.trace import Untraceable
-from torchpmap._transforms.call import MapOptions, Static
+from torchpmap._transforms.call import MapOptions, Static, takes_keywords
 from torchpmap._transforms.preparation import Preparation, Prepared, refuse_aliased_donation
 
 _P = ParamSpec("_P")
@@ -68,7 +67,10 @@ _R = TypeVar("_R")
 _Instance = TypeVar("_Instance")
 
 _MAX_PREPARED = 4096
-"""Prepared calls a function keeps; statics or shapes that never repeat would fill memory."""
+"""Prepared calls, and plans, that a function keeps."""
+
+_MAX_TRACES = 3
+"""Of a call, if other threads change what the function reads while it is traced."""
 
 NO_PART_OF_A_GRAPH = (
     "a function mapped by torchpmap.pmap runs between the graphs of torch.compile, never inside "
@@ -136,8 +138,10 @@ class Mapped(Generic[_P, _R]):
         self._runtime: Runtime | None = None
         self._preparation = preparation
         self._prepared: dict[Hashable, Prepared] = {}
+        self._takes_keywords = takes_keywords(fun)
+        """Whether the function may see the order of keyword arguments."""
         self._latest: tuple[Hashable, Prepared | None] = (None, None)
-        self._environment = Environment(fun)
+        self._environment = preparation.environment
         if options.backend not in (None, EAGER):
             expect_compiling()
         self._bound_methods: dict[int, Self] = {}
@@ -204,9 +208,12 @@ class Mapped(Generic[_P, _R]):
             raise
 
     def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(kwargs) > 1 and not self._takes_keywords:
+            kwargs = dict(sorted(kwargs.items()))
         leaves, structure = flatten_call(args, kwargs)
         key = (
             structure,
+            structure.dict_order,
             keyed(),
             tuple(
                 [
@@ -225,17 +232,18 @@ class Mapped(Generic[_P, _R]):
             self._latest = key, prepared
         if prepared is not None and prepared.plan.holds():
             return self._run(prepared, leaves)
-        if len(self._prepared) >= _MAX_PREPARED:
-            self._forget(runtime, f"it was called in more than {_MAX_PREPARED} ways")
+        self._limit(runtime)
         call = self._preparation.arguments_of(args, kwargs)
         with waiting(None):  # for all that follows together, of which each part says what it is
-            prepared = self._prepared[key] = self._preparation.prepare(call)
-            self._latest = key, prepared
-            # after tracing: what the function itself rebinds must not count as a change
-            self._environment.refresh()
-            result = self._run(prepared, leaves)
-        self._environment.refresh()  # running may have traced gradients
-        return result
+            for _ in range(_MAX_TRACES):
+                prepared = self._prepared[key] = self._preparation.prepare(call)
+                self._latest = key, prepared
+                if not prepared.surroundings.changed():
+                    break
+                self._forget(runtime, self._environment.change())
+            assert prepared is not None
+            with prepared.surroundings.tracing():  # running may trace gradients
+                return self._run(prepared, leaves)
 
     @boundary
     def lower(self, *args: _P.args, **kwargs: _P.kwargs) -> Lowered:
@@ -248,9 +256,12 @@ class Mapped(Generic[_P, _R]):
         """
         if self._has_statics:
             args, kwargs = cast(Any, self._split(args, kwargs))
+        if len(kwargs) > 1 and not self._takes_keywords:
+            kwargs = cast(Any, dict(sorted(kwargs.items())))
         runtime = current_runtime()
-        if runtime is not self._runtime:
-            self._forget(runtime, "")
+        if runtime is not self._runtime or self._environment.changed():
+            self._forget(runtime, self._environment.change())
+        self._limit(runtime)
         call = self._preparation.arguments_of(args, kwargs)
         prepared = self._preparation.prepare(call, has_numbers=False)
         if isinstance(prepared.plan, UncompiledPlan):
@@ -259,6 +270,11 @@ class Mapped(Generic[_P, _R]):
         return Lowered(
             prepared.plan, call.structure, prepared.positions, prepared.paths, prepared.layouts
         )
+
+    def _limit(self, runtime: Runtime) -> None:
+        """Forget all if there is too much: statics and shapes that never repeat, for example."""
+        if max(len(self._prepared), self._preparation.num_plans) >= _MAX_PREPARED:
+            self._forget(runtime, f"it was called in more than {_MAX_PREPARED} ways")
 
     def _forget(self, runtime: Runtime, because: str) -> None:
         self._prepared.clear()

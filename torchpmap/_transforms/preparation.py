@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -43,11 +44,39 @@ _MAX_DESCRIBED = 8
 """How many arguments a note or a log names."""
 
 
+class _Surroundings:
+    """What a function reads in calls of one kind."""
+
+    def __init__(self, environments: Sequence[Environment], statics: Sequence[Static]) -> None:
+        self._environments = environments
+        self._statics = statics
+
+    def copy(self) -> _Surroundings:
+        """The same, noted at the same time; later calls may note anew."""
+        environments = [environment.copy() for environment in self._environments]
+        return _Surroundings(environments, self._statics)
+
+    def changed(self) -> bool:
+        """Whether something has changed since it was traced."""
+        if any(environment.changed() for environment in self._environments):
+            return True
+        return not all(static.is_intact() for static in self._statics)
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """See ``Environment``."""
+        with contextlib.ExitStack() as stack:
+            for environment in self._environments:
+                stack.enter_context(environment.tracing())
+            yield
+
+
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """One key's answer: what to run and where each leaf of the call goes."""
 
     plan: Plan | UncompiledPlan
+    surroundings: _Surroundings
     positions: tuple[int, ...]
     """Leaves that travel as blocks."""
     layouts: tuple[Layout, ...]
@@ -85,6 +114,8 @@ class Preparation(Generic[_Call]):
     def __init__(self, fun: Callable[..., Any], options: MapOptions) -> None:
         self._fun = fun
         self.options = options
+        self.environment = Environment(fun)
+        """As of the traces of all plans."""
         self._plans: dict[Hashable, Plan | UncompiledPlan] = {}
         self._differentiables: dict[Plan | UncompiledPlan, MappedProgram] = {}
         self._warned: set[str] = set()
@@ -92,6 +123,11 @@ class Preparation(Generic[_Call]):
         self._seed = new_seed()
         self._retraces = Retraces()
         self._cleared_because = ""
+
+    @property
+    def num_plans(self) -> int:
+        """How many plans there are."""
+        return len(self._plans)
 
     def clear(self, because: str, *, in_new_pool: bool = False) -> None:
         """Forget all plans; ``because``: why, as logs say it."""
@@ -127,7 +163,15 @@ class Preparation(Generic[_Call]):
                 check_open(leaf)
             if has_numbers and isinstance(leaf, torch.Tensor):
                 insist(leaf, f"{self.options.prefix}: argument {path}")
-        return self._plan_for(call, self.decide(call))
+        decided = self.decide(call)
+        with self._read_by(call).tracing():
+            return self._plan_for(call, decided)
+
+    def _read_by(self, call: _Call) -> _Surroundings:
+        """What the function reads in a call."""
+        statics = [leaf for leaf in call.leaves if isinstance(leaf, Static)]
+        of_statics = [static.environment(self._fun) for static in statics]
+        return _Surroundings([self.environment, *filter(None, of_statics)], statics)
 
     def _plan_for(self, call: _Call, decided: Decided) -> Prepared:
         program, grid, layouts = decided.program, decided.grid, decided.layouts
@@ -143,6 +187,7 @@ class Preparation(Generic[_Call]):
         constants = tuple(leaf for leaf in call.leaves if leaf is None or isinstance(leaf, Static))
         kind = (
             call.structure,
+            call.structure.dict_order,
             keyed(),
             call.positions,
             constants,
@@ -160,6 +205,7 @@ class Preparation(Generic[_Call]):
         direct = plan if isinstance(plan, Plan) and plan.has_final_outputs else None
         return Prepared(
             plan,
+            self._read_by(call),
             call.positions,
             layouts,
             in_place,
@@ -182,7 +228,7 @@ class Preparation(Generic[_Call]):
                 prepared.program,
                 prepared.layouts,
                 prepared.plan,
-                Environment(self._fun, quiet=True),
+                prepared.surroundings.copy(),
                 self._outside(),
             )
             self._differentiables[prepared.plan] = found

@@ -25,13 +25,12 @@ from torchpmap._trace.program import Constant
 from torchpmap._transforms.call import Static, check_function, name_of
 from torchpmap._transforms.inline import run_here, run_inline
 from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, Mapped
-from torchpmap._transforms.preparation import Decided, Preparation, Prepared, shape_and_dtype
+from torchpmap._transforms.preparation import Decided, Preparation, shape_and_dtype
 from torchpmap._transforms.specs import (
     INFERRED,
     BlockArguments,
     BlockOptions,
     ShardMapOptions,
-    Watched,
     check_names,
     make_block_options,
     split_static_leaves,
@@ -49,13 +48,6 @@ class BlockPreparation(Preparation[BlockArguments]):
 
     def arguments_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockArguments:
         return take_blocks(self._fun, self.options, args, kwargs)
-
-    def prepare(self, call: BlockArguments, *, has_numbers: bool = True) -> Prepared:
-        prepared = super().prepare(call, has_numbers=has_numbers)
-        for leaf in call.leaves:
-            if isinstance(leaf, Watched):  # after tracing, as in Mapped._run_on_devices
-                leaf.note(self._fun)
-        return prepared
 
     def whole_program(self, call: BlockArguments) -> BlockProgram:
         options, mesh = self.options, self.options.the_mesh

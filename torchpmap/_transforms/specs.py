@@ -4,7 +4,6 @@ must divide (pure; all misuse is reported here).
 
 from __future__ import annotations
 
-import functools
 import math
 import reprlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -21,7 +20,6 @@ from torchpmap._layout.mesh import Mesh, PartitionSpec, names_of
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace.block_program import cut_of_spec
 from torchpmap._trace.compile import parse_compile
-from torchpmap._trace.environment import Environment
 from torchpmap._transforms.call import (
     CallArguments,
     MapOptions,
@@ -115,35 +113,6 @@ class BlockArguments(CallArguments):
         return seen
 
 
-class Watched(Static):
-    """A static argument without a hash of its own, such as a module: equal to itself, as long as
-    nothing has changed of it that the function reads.
-    """
-
-    _environment: Environment | None = None
-    """As of when the function was traced."""
-
-    def note(self, fun: Callable[..., Any]) -> None:
-        """Note the present state: ``fun`` has been traced with the argument."""
-        environment = Environment(functools.partial(fun, self.value))
-        environment.refresh()
-        object.__setattr__(self, "_environment", environment)
-
-    def _is_as_noted(self) -> bool:
-        return self._environment is None or not self._environment.changed()
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Watched)
-            and self.value is other.value
-            and self._is_as_noted()
-            and other._is_as_noted()
-        )
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 def make_block_options(
     name: str,
     mesh: Any,
@@ -233,22 +202,10 @@ def split_static_leaves(
     specs = _specs_of(options, args)
     leaves, structure = flatten(args)
     wrapped = [
-        leaf
-        if leaf is None or isinstance(spec, PartitionSpec) or _is_array(leaf)
-        else _static(leaf)
+        leaf if leaf is None or isinstance(spec, PartitionSpec) or _is_array(leaf) else Static(leaf)
         for leaf, spec in zip(leaves, specs, strict=True)
     ]
     return structure.unflatten(wrapped), kwargs
-
-
-def _static(value: Any) -> Static:
-    of_type: Any = type(value).__hash__
-    by_identity = of_type in (None, object.__hash__)
-    try:
-        hash(value)
-    except TypeError:  # a tuple of lists, for example, has a hash that raises
-        by_identity = True
-    return Watched(value) if by_identity else Static(value)
 
 
 def _is_array(leaf: Any) -> bool:
