@@ -1,8 +1,9 @@
 """Settings: the value assigned to ``tp.config``, else that of ``TORCHPMAP_*``, else the default.
 
-They are read when the runtime starts, so a change takes effect at its next start (``runtime``: in
-the next call; ``check_captured``: when a tensor is next sent; ``log_compiles`` and ``progress``: at
-the next trace; ``traceback``: when an exception is next raised). An assignment is checked at once;
+They are read when the runtime starts, so a change takes effect at its next start (``timeout``: at
+once, but not for what already waits; ``runtime``: in the next call; ``check_captured``: when a
+tensor is next sent; ``log_compiles`` and ``progress``: at the next trace; ``traceback``: when an
+exception is next raised). An assignment is checked at once;
 a bad environment variable is reported at the start, by name.
 """
 
@@ -117,10 +118,15 @@ class Settings:
     ``reset``.
     """
 
-    __slots__ = ("_set", "is_inline")
+    __slots__ = ("_listeners", "_set", "is_inline")
 
     def __init__(self) -> None:
         object.__setattr__(self, "_set", {})
+        object.__setattr__(self, "_listeners", [])
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have ``listener`` called after every change."""
+        self._listeners.append(listener)
 
     def snapshot(self) -> Config:
         """Return the settings that a runtime started now would use."""
@@ -129,11 +135,13 @@ class Settings:
     def reset(self) -> None:
         """Forget every assignment."""
         self._set.clear()
-        self._forget()
+        self._changed()
 
-    def _forget(self) -> None:
+    def _changed(self) -> None:
         with contextlib.suppress(AttributeError):
             object.__delattr__(self, "is_inline")
+        for listener in self._listeners:
+            listener()
 
     def __getattr__(self, name: str) -> Any:
         if name == "is_inline":  # its slot is empty
@@ -147,7 +155,7 @@ class Settings:
         if name not in _CHECKS:
             raise AttributeError(_unknown(name))
         self._set[name] = getattr(Config(**{name: value}), name)
-        self._forget()
+        self._changed()
 
     def __dir__(self) -> list[str]:
         return [*_CHECKS, "reset", "snapshot"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import os
 import sys
@@ -10,6 +11,7 @@ import sysconfig
 import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType
+from typing import Any
 
 import numpy
 import torch
@@ -75,6 +77,19 @@ def users_line() -> str:
     for frame in filter(is_users, users_frames()):
         return line(frame.f_code.co_filename, frame.f_lineno)
     return "an unknown line"
+
+
+def defined_at(function: Any) -> str:
+    """``"train.py:12"``, where a function was written down; empty if it has no code of its own."""
+    function = inspect.unwrap(function)
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not hasattr(function, "__code__"):  # an object that is called, such as a module
+        function = getattr(function, "forward", None) or type(function).__call__
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType):
+        return ""
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
 def line(file: str, number: int) -> str:

@@ -67,6 +67,8 @@ class Target:
     """What is traced, as notes and logs name it: "`step`", "a derivative of `step`"."""
     arguments: str = ""
     """Its arguments, as the function sees them: "argument x float32[64, 10]"."""
+    where: str = ""
+    """``file:line`` of the function."""
 
     @property
     def described(self) -> str:
@@ -292,6 +294,7 @@ def _definition(
         backend,
         target.ambient,
         target.timeout,
+        where=target.where,
     )
 
 

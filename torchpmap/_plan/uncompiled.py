@@ -7,6 +7,7 @@ mismatch with wrong numbers.  So the ranks compare every collective before it ru
 
 from __future__ import annotations
 
+import itertools
 import linecache
 from collections.abc import Sequence
 from typing import Any, cast
@@ -29,6 +30,8 @@ from torchpmap._trace.pickling import number_of, pickled_function
 from torchpmap._trace.program import Program, no_stream, not_replicated, unequal_results
 from torchpmap.random._streams import draw_key, peek_key
 
+_serials = itertools.count(1)
+
 
 class UncompiledPlan:
     """How to run one program uncompiled; prepared like a ``Plan``, but its outputs are known only
@@ -36,10 +39,18 @@ class UncompiledPlan:
     """
 
     def __init__(
-        self, program: Program | BlockProgram, grid: Grid, prefix: str, timeout: float | None = None
+        self,
+        program: Program | BlockProgram,
+        grid: Grid,
+        prefix: str,
+        timeout: float | None = None,
+        where: str = "",
     ) -> None:
+        """``where``: ``file:line`` of the function."""
         self._program = program
         self._timeout = timeout
+        self._where = where
+        self._serial = next(_serials)
         self.requires_grad = False  # known when it has run
         self._grid = grid
         self._prefix = prefix
@@ -62,7 +73,8 @@ class UncompiledPlan:
         runtime = current_runtime()
         team = runtime.team(tuple(device.id for device in self._grid.devices))
         key = peek_key()
-        task = self._task(key, here=runtime.runs_here)
+        timeout = runtime.timeout if self._timeout is None else self._timeout
+        task = self._task(key, timeout, here=runtime.runs_here)
         held = handles_of(leaves, layouts)
         told, outputs = runtime.run_task(team, task, held)
         reports = cast(list[UncompiledReport], told)
@@ -84,7 +96,7 @@ class UncompiledPlan:
 
         return Called(list(zip(layouts, outputs, strict=True)), tree, report.requires_grad, key)
 
-    def _task(self, key: torch.Tensor, *, here: bool) -> Task:
+    def _task(self, key: torch.Tensor, timeout: float | None, *, here: bool) -> Task:
         name = self._program.name
         body = pickled_function(UncompiledWork, self._program, f"{name}()", here=here)
         return Task(
@@ -95,7 +107,9 @@ class UncompiledPlan:
             self._group,
             Given(tuple(key.tolist()), ambient()),
             _sources_of_no_file(),
-            self._timeout,
+            timeout,
+            self._where,
+            self._serial,
         )
 
     def _check(self, reports: Sequence[UncompiledReport]) -> None:

@@ -11,6 +11,7 @@ import torch
 if TYPE_CHECKING:
     import socket
 
+    from torchpmap._base.config import Config
     from torchpmap._base.devices import Device
     from torchpmap._runtime.groups.process_groups import RankPartition
     from torchpmap._runtime.task import Report, Task
@@ -71,6 +72,9 @@ class Runtime(Protocol):
     @property
     def timeout(self) -> float | None:
         """How many seconds a call without a timeout of its own may take."""
+
+    def limit(self, config: Config) -> None:
+        """From now on, let calls and waiting take as long as these settings say."""
 
     @property
     def forked(self) -> bool:
@@ -136,6 +140,16 @@ class Runtime(Protocol):
 
     def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
         """``mine`` of every process of ``ranks``, in that order; all must call it."""
+
+    def agree(self, ranks: Sequence[int], mine: bytes, what: str) -> bool:
+        """Whether all processes of ``ranks`` give the same; all must call it.  It is quicker than
+        ``exchange``.
+        """
+
+    def note(self, team: Team, plan_id: int, numbers: Sequence[tuple[Any, int]]) -> None:
+        """Note an operation on values that several processes hold, so that a process that has done
+        others is found; ``numbers``: those that it was given, each with a digest.
+        """
 
     def insist(self) -> None:
         """Raise ``RuntimeClosed`` if the runtime was closed."""

@@ -177,6 +177,16 @@ def _start(wanted: tuple[Device, ...]) -> None:
     atexit.register(_end)
 
 
+def _limit() -> None:
+    """A setting has changed: the running pool has its timeout from now on."""
+    running = _runtime
+    if running is not None and not running.closed:
+        running.limit(config.snapshot())
+
+
+config.listen(_limit)
+
+
 def expect_compiling() -> None:
     """Let workers that are started from now on have the compiler in memory: that takes longer, but
     once for all of them.

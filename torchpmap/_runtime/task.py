@@ -88,6 +88,10 @@ class Task:
     sources: tuple[tuple[str, Any], ...] = ()
     """Source lines that are in no file (notebook cells), for tracebacks; sent with the body."""
     timeout: float | None = None
+    where: str = ""
+    """``file:line`` of the user's function."""
+    serial: int = 0
+    """Of the program that it runs, among those of this process."""
     inputs: tuple[int, ...] = ()
     first_output: int = 0
 

@@ -108,6 +108,7 @@ class _Drawing:
             ((self.layout.block_shape, self.layout.dtype),),
             ((self.wanted.block_shape, self.wanted.dtype),),
             EAGER,
+            arguments=kind_of(self.layout.shape, self.layout.dtype),
         )
         return _Drawn(definition, self.groups)
 

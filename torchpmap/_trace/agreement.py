@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import CodeType, FrameType
 
 import torch
@@ -112,10 +112,6 @@ class Agreement:
         self._thread = threading.get_ident()
         self._mismatch: str | None = None
         """An earlier mismatch: raised again at each check, as the function may catch the error."""
-        self._agree: Callable[[int], bool] | None = None
-        """Compares a number through shared memory, where the processes share it: quicker."""
-        if len(ranks) > 1:
-            self._agree = getattr(group_named(group), "agree", None)
 
     def check(self, signature: CollectiveSignature) -> None:
         """Raise on all devices unless all are about to run the same collective."""
@@ -131,9 +127,10 @@ class Agreement:
             raise CollectiveMismatch(self._mismatch)
         operation = " ".join(str(part) for k, part in enumerate(signature) if k != _GROUP)
         mine = Fingerprint(operation, str(signature[_GROUP:]), self._within)
-        if self._agrees(mine.digest()):
+        size = len(self._ranks)
+        if is_equal(mine.digest(), size, self._group):
             return
-        rows = self._gathered(str(mine).encode(), _ROW_BYTES)
+        rows = _gathered(str(mine).encode(), _ROW_BYTES, size, self._group)
         texts = [row.decode(errors="replace").rstrip() for row in rows]
         table = "\n".join(f"  rank {k}: {text}" for k, text in zip(self._ranks, texts, strict=True))
         self._mismatch = (
@@ -142,18 +139,21 @@ class Agreement:
         )
         raise CollectiveMismatch(self._mismatch)
 
-    def _agrees(self, digest: bytes) -> bool:
-        if self._agree is not None:
-            return self._agree(int.from_bytes(digest) >> 66)
-        return set(self._gathered(digest, len(digest))) == {digest}
 
-    def _gathered(self, mine: bytes, length: int) -> list[bytes]:
-        """Every device's bytes, cut or padded to ``length``."""
-        sent = torch.frombuffer(bytearray(mine[:length].ljust(length)), dtype=torch.uint8)
-        theirs = c10d.wait_tensor(
-            c10d.all_gather_into_tensor(sent.unsqueeze(0), len(self._ranks), self._group)
-        )
-        return [bytes(row.tolist()) for row in theirs]
+def is_equal(digest: bytes, size: int, group: str) -> bool:
+    """Whether all ``size`` members of a process group give the same 16 bytes."""
+    agree = getattr(group_named(group), "agree", None)
+    if agree is not None:  # through shared memory: quicker
+        equal: bool = agree(int.from_bytes(digest) >> 66)
+        return equal
+    return set(_gathered(digest, len(digest), size, group)) == {digest}
+
+
+def _gathered(mine: bytes, length: int, size: int, group: str) -> list[bytes]:
+    """Every member's bytes, cut or padded to ``length``."""
+    sent = torch.frombuffer(bytearray(mine[:length].ljust(length)), dtype=torch.uint8)
+    theirs = c10d.wait_tensor(c10d.all_gather_into_tensor(sent.unsqueeze(0), size, group))
+    return [bytes(row.tolist()) for row in theirs]
 
 
 _GROUP = 2

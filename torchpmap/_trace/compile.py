@@ -111,6 +111,10 @@ class Definition:
     """The settings of torch with which it was traced."""
     timeout: float | None = None
     """How long a call may take."""
+    arguments: str = ""
+    """What it takes, as messages name it; empty: ``inputs``."""
+    where: str = ""
+    """``file:line`` of the user's function; empty if there is none."""
 
 
 class CompileReport(NamedTuple):

@@ -301,7 +301,8 @@ class Mapped(Generic[_P, _R]):
         if prepared.in_place:
             team = direct.team
             for leaf in leaves:
-                if leaf._handle.team is not team:  # the team of the same ranks in another pool
+                own = leaf._handle.team  # more ranks may share an unmapped value than run the call
+                if own is not team and own.runtime is not team.runtime:
                     raise RuntimeClosed(POOL_CLOSED)
             held = [leaf._handle for leaf in leaves]
         else:

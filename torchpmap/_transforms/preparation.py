@@ -17,6 +17,7 @@ from torchpmap._base import log
 from torchpmap._base.ambient import KEYED, ambient, keyed
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import TraceError, kind_of, warn
+from torchpmap._base.sources import defined_at
 from torchpmap._base.torch_internals import is_transformed
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout
@@ -24,7 +25,6 @@ from torchpmap._plan.derivatives import MappedProgram
 from torchpmap._plan.lower import Target, lower
 from torchpmap._plan.plan import Plan
 from torchpmap._plan.uncompiled import UncompiledPlan
-from torchpmap._runtime.current import runtime
 from torchpmap._sharded.tensor import ShardedTensor, check_open
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.block_program import BlockProgram
@@ -244,14 +244,11 @@ class Preparation(Generic[_Call]):
             backend,
             self._seed,
             ambient(),
-            self._timeout(),
+            options.timeout,
             f"`{options.name}`",
             arguments,
+            defined_at(self._fun),
         )
-
-    def _timeout(self) -> float | None:
-        given = self.options.timeout
-        return runtime().timeout if given is None else given
 
     def _outside(self) -> frozenset[int]:
         """Ids of the tensors that the function can reach, if transforms trace the call; else
@@ -293,7 +290,7 @@ class Preparation(Generic[_Call]):
                     self._told_of_loops = True
                     warn(f"{options.prefix}: {unrolled(plan.repeated)}")
                 return plan
-        return UncompiledPlan(program, grid, options.prefix, self._timeout())
+        return UncompiledPlan(program, grid, options.prefix, options.timeout, defined_at(self._fun))
 
     def _note_trace(
         self, call: _Call, layouts: Sequence[Layout], arguments: str, broken: str

@@ -22,8 +22,9 @@ import datetime
 import select
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ from torchpmap._base.torch_internals import (
     unregister_group,
 )
 from torchpmap._base.tracebacks import CAUSE, CONTEXT, MEMBERS, TRACE
-from torchpmap._runtime.groups.shared_memory import Meeting, Occasion, Peers, connect
+from torchpmap._runtime.groups.shared_memory import Meeting, Occasion, connect
 from torchpmap._runtime.groups.shared_memory_group import SharedMemoryGroup, described
 from torchpmap._runtime.sockets import connected, open_sockets
 
@@ -75,11 +76,11 @@ class Groups:
         self._address = address
         self._shares_memory = config.shared_memory
         self._timeout = datetime.timedelta(seconds=config.patience)
-        # guards _sockets, _meetings, epoch, _aborted_epoch and _aborted
+        # guards _sockets, _meetings, _backends, epoch, _aborted_epoch and _aborted
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self._meetings: list[Meeting] = []
-        self._peers = Peers()  # written by the main thread, and closed under the lock
+        self._backends: list[Any] = []
         self.occasion = Occasion()
         """The call in progress, if every process is a controller (written by the runtime)."""
         self.calls: dict[int, str] = {}
@@ -120,7 +121,6 @@ class Groups:
             place,
             limit_s,
             self.occasion,
-            self._peers,
             lambda keys: self._wait(store, keys, members),
             willing=self._shares_memory,
         )
@@ -197,6 +197,8 @@ class Groups:
             if self._aborted.is_set():  # meanwhile
                 self._shut_down()
         device = self._platform.communicator(store, rank, size, self._timeout)
+        with self._lock:
+            self._backends += [gloo] if device is None else [gloo, device]
         add_backend(group, "cpu", "GLOO", gloo, is_default=device is None)
         if self._device.type != "cpu":
             kind = self._platform.collectives
@@ -238,14 +240,34 @@ class Groups:
             for connection in self._sockets:
                 connection.close()
             self._sockets.clear()
+            for meeting in self._meetings:
+                meeting.leave()
             self._meetings.clear()
-            self._peers.close()
+            self._backends.clear()
         held = {name: group for name, group in self._groups.items() if group is not None}
         for name in held:
             unregister_group(name)
         if not was_aborted:
             self._platform.abort(list(held.values()))
         self._groups.clear()
+
+    def sends_plain_data(self, names: Iterable[str]) -> bool:
+        """Whether collectives of one of these groups run at once, but do not compare the calls that
+        they belong to.
+        """
+        groups = [self._groups[name] for name in names]
+        others = [group for group in groups if not isinstance(group, SharedMemoryGroup)]
+        is_used = any(group is not None and group.size() > 1 for group in others)
+        return is_used and not self._platform.is_asynchronous
+
+    def limit(self, seconds: float) -> None:
+        """From now on wait only so long for the other members."""
+        self._timeout = datetime.timedelta(seconds=seconds)
+        with self._lock:
+            for meeting in self._meetings:
+                meeting.limit_s = seconds
+            for backend in self._backends:
+                backend._set_default_timeout(self._timeout)
 
     def waits(self) -> str | None:
         """What this rank waits for in a collective, if it does (from any thread)."""
@@ -264,7 +286,7 @@ class Groups:
         with self._lock:
             for connection in self._sockets:
                 poll.register(connection, select.POLLRDHUP)
-            return bool(poll.poll(0)) or self._peers.has_lost_any()
+            return bool(poll.poll(0)) or any(meeting.has_lost_peer() for meeting in self._meetings)
 
     def forsake(self) -> None:
         """In a forked child: collectives find no group, and make none.  All groups are the

@@ -15,7 +15,6 @@ on Linux only.  Everywhere else, and between hosts, ``connect`` returns None.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import platform
@@ -23,18 +22,19 @@ import secrets
 import select
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from torchpmap._base.errors import CallTimeout, GroupLost
+from torchpmap._base.errors import CallTimeout, CollectiveMismatch, GroupLost
 
 SLOT_BYTES = 1 << 20
 """Size of a slot."""
 _CACHE_LINE = 8
-"""Numbers of a rank, in a cache line of its own: how often it has met the others, and the purpose
-and the occasion of its last two meetings.
+"""Numbers of a rank, in a cache line of its own: how often it has met the others, and the purpose,
+the occasion and the history of its last two meetings.
 """
 _YIELDS = 100
 """How often a rank yields the core before it sleeps."""
@@ -42,8 +42,6 @@ _MAX_ROWS = 256
 """How many views are kept: making one takes longer than exchanging a few numbers."""
 _LOOK_AROUND_NS = 50_000_000
 """How long a rank sleeps before it checks that the others are still there."""
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-"""The size of the memory stays as it is."""
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # numbers of x86-64
 
 
@@ -106,40 +104,29 @@ def _extent(size: int) -> tuple[int, int]:
     return start, start + 2 * (size + 1) * SLOT_BYTES
 
 
-class Peers:
-    """The processes that a process shares groups with: one descriptor for each, however many groups
-    there are.  Not for several threads at once.
-    """
-
-    def __init__(self) -> None:
-        self._pidfds: dict[int, int] = {}
-
-    def add(self, pids: Iterable[int]) -> None:
-        """Raises ``ProcessLookupError`` if one has ended."""
-        for pid in pids:
-            if pid not in self._pidfds and pid != os.getpid():
-                self._pidfds[pid] = os.pidfd_open(pid)
-
-    def has_lost(self, pids: Iterable[int]) -> bool:
-        """Whether one of these processes has ended."""
-        poll = select.poll()  # one for each look: no two threads may use one at the same time
-        for pid in pids:
-            if pid in self._pidfds:
-                poll.register(self._pidfds[pid], select.POLLIN)
-        return bool(poll.poll(0))
-
-    def has_lost_any(self) -> bool:
-        return self.has_lost(tuple(self._pidfds))
-
-    def close(self) -> None:
-        while self._pidfds:
-            os.close(self._pidfds.popitem()[1])
+def _refuse_any(axis: tuple[int, ...], ranks: Sequence[int]) -> NoReturn:
+    raise CollectiveMismatch(f"the ranks {list(ranks)} have done different things before")
 
 
 class Occasion:
-    """The call that a process runs, as a number that is the same in all processes."""
+    """The call that a process runs, as numbers that are the same in all processes."""
 
     number = 0
+    """Of the call."""
+    history = 0
+    """Of all that was done before with values that the ranks of the call hold."""
+    axis: tuple[int, ...] = ()
+    """The ranks of the call."""
+    differ: Callable[[tuple[int, ...], Sequence[int]], NoReturn] = staticmethod(_refuse_any)
+    """Raises, on all of the given ranks, as their histories of an axis differ (written by the
+    runtime).
+    """
+
+    def begin(self, number: int, history: int, axis: tuple[int, ...]) -> None:
+        self.number, self.history, self.axis = number, history, axis
+
+    def end(self) -> None:
+        self.number = self.history = 0
 
 
 class Meeting:
@@ -154,13 +141,11 @@ class Meeting:
         ranks: Sequence[int],
         place: int,
         memory: _Memory,
-        has_lost_peer: Callable[[], bool],
+        pids: Sequence[int],
         limit_s: float,
         occasion: Occasion,
     ) -> None:
-        """``ranks``: the members, as messages name them; ``place``: of this process among them;
-        ``has_lost_peer``: whether another one of them has ended.
-        """
+        """``ranks``: the members, as messages name them; ``place``: of this process among them."""
         self.ranks = ranks
         self.place = place
         self._memory = memory
@@ -170,9 +155,13 @@ class Meeting:
         self._met = 0
         self._turn = 0
         self._awaited: int | None = None
-        self._limit_s = limit_s
+        self.limit_s = limit_s
+        """How long it waits for the others."""
         self._occasion = occasion
-        self._has_lost_peer = has_lost_peer
+        self._peers = select.poll()
+        self._pidfds = [os.pidfd_open(pid) for pid in pids if pid != os.getpid()]
+        for pidfd in self._pidfds:
+            self._peers.register(pidfd, select.POLLIN)
 
     def slots(self, dtype: torch.dtype) -> torch.Tensor:
         """[size + 1, elements]: the next slot of each rank, and one for a result."""
@@ -199,26 +188,38 @@ class Meeting:
         again: a late rank would read the purpose of a later meeting.
         """
         odd = None
-        numbers, mine, occasion = self._numbers, self._mine, self._occasion.number
+        numbers, mine, now = self._numbers, self._mine, self._occasion
+        occasion, history = now.number, now.history
         self._met = met = self._met + 1
-        beside = 1 + 2 * (met & 1)
+        beside = 1 + 3 * (met & 1)
         numbers[mine + beside] = purpose
         numbers[mine + beside + 1] = occasion
+        numbers[mine + beside + 2] = history
         numbers[mine] = met
         self._wake(mine)
         for theirs in self._others:
             if numbers[theirs] < met:
                 self._wait(theirs, met)
-            if numbers[theirs + beside] != purpose or numbers[theirs + beside + 1] != occasion:
+            there = theirs + beside
+            if (
+                numbers[there] != purpose
+                or numbers[there + 1] != occasion
+                or numbers[there + 2] != history
+            ):
                 odd = theirs // _CACHE_LINE if odd is None else odd
                 if not patient:
                     break
         return odd
 
-    def purpose_of(self, place: int) -> tuple[int, int]:
-        """The purpose and the occasion of a rank at the last meeting."""
-        beside = _CACHE_LINE * place + 1 + 2 * (self._met & 1)
-        return self._numbers[beside], self._numbers[beside + 1]
+    def purpose_of(self, place: int) -> tuple[int, int, int]:
+        """The purpose, the occasion and the history of a rank at the last meeting."""
+        beside = _CACHE_LINE * place + 1 + 3 * (self._met & 1)
+        purpose, occasion, history = self._numbers[beside : beside + 3]
+        return purpose, occasion, history
+
+    def refuse_history(self) -> NoReturn:
+        """Raise on all ranks, as their histories differ."""
+        self._occasion.differ(self._occasion.axis, self.ranks)
 
     def _wait(self, theirs: int, met: int) -> None:
         """Return when a rank has met the others ``met`` times."""
@@ -227,17 +228,17 @@ class Meeting:
             os.sched_yield()
             if numbers[theirs] >= met:
                 return
-        end = time.monotonic() + self._limit_s
+        end = time.monotonic() + self.limit_s
         self._awaited = theirs // _CACHE_LINE
         while (seen := numbers[theirs]) < met:
             if numbers[self._memory.aborted]:
                 raise GroupLost("process group: another process has left it, or it was cut")
-            if self._has_lost_peer() and numbers[theirs] < met:
+            if self.has_lost_peer() and numbers[theirs] < met:
                 raise GroupLost("process group: another process of it has ended")
             if time.monotonic() > end:
                 raise CallTimeout(
                     f"rank {self.ranks[theirs // _CACHE_LINE]} did not come to a collective within "
-                    f"torchpmap.config.timeout ({self._limit_s:g} s)"
+                    f"torchpmap.config.timeout ({self.limit_s:g} s)"
                 )
             address = self._memory.address + 8 * theirs
             _syscall(
@@ -263,10 +264,21 @@ class Meeting:
         for place in range(self._memory.size):
             self._wake(_CACHE_LINE * place)
 
+    def has_lost_peer(self) -> bool:
+        """Whether another process of the group has ended (any thread)."""
+        return bool(self._peers.poll(0))
+
     def forsake(self) -> None:
         """In a forked child: meeting raises, and writes no more to the shared numbers."""
         self._numbers = memoryview(bytearray(self._numbers)).cast("q")
         self._numbers[self._memory.aborted] = 1
+
+    def leave(self) -> None:
+        """Leave the group; a process that waits for this one raises."""
+        self.abort()
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+        self._pidfds.clear()
 
 
 def connect(
@@ -275,7 +287,6 @@ def connect(
     place: int,
     limit_s: float,
     occasion: Occasion,
-    peers: Peers,
     wait: Callable[[Sequence[str]], None],
     *,
     willing: bool,
@@ -283,7 +294,7 @@ def connect(
     """Meet the other ``ranks`` for the first time; None on all of them if they cannot share memory,
     or if one of them is not ``willing``.
 
-    ``peers`` gets them; ``wait`` waits for keys of the store.
+    ``wait`` waits for keys of the store.
     """
     size, able = len(ranks), willing and is_able()
 
@@ -296,9 +307,8 @@ def connect(
     fd, memory, token = -1, None, secrets.randbits(62)
     try:
         if place == 0 and able:
-            fd = os.memfd_create("torchpmap-group", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = os.memfd_create("torchpmap-group", os.MFD_CLOEXEC)
             os.truncate(fd, _extent(size)[1])
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             memory = _Memory(fd, size)
             memory.numbers[memory.token] = token
         members = exchanged("member", os.getpid(), fd, token)
@@ -311,19 +321,10 @@ def connect(
             os.close(fd)
     if memory is None or not all(mine for (mine,) in shares):
         return None
-    pids = [pid for pid, _, _ in members]
     try:
-        peers.add(pids)
+        return Meeting(ranks, place, memory, [pid for pid, _, _ in members], limit_s, occasion)
     except ProcessLookupError as error:
         raise GroupLost("process group: another process of it has ended") from error
-    return Meeting(ranks, place, memory, lambda: peers.has_lost(pids), limit_s, occasion)
-
-
-def _seals(fd: int) -> int:
-    try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:  # no file of memory
-        return 0
 
 
 def is_able() -> bool:
@@ -345,9 +346,8 @@ def _found(pid: int, fd: int, token: int, size: int) -> _Memory | None:
     except OSError:
         return None
     try:
-        # in another container, or on another host, the same pid and fd stand for another file.  One
-        # that may shrink is not ours, and reading what it has lost would end this process
-        if os.fstat(here).st_size != _extent(size)[1] or _seals(here) & _SEALS != _SEALS:
+        # in another container, or on another host, the same pid and fd stand for another file
+        if os.fstat(here).st_size != _extent(size)[1]:
             return None
         memory = _Memory(here, size)
         return memory if memory.numbers[memory.token] == token else None

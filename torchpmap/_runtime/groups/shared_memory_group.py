@@ -88,8 +88,8 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         odd = self._meeting.meet(kind, patient=True)
         if odd is None:
             return True
-        theirs, occasion = self._meeting.purpose_of(odd)
-        if theirs >= 0 or occasion != self._meeting.purpose_of(self._rank)[1]:
+        (mine, *_), (theirs, *_) = map(self._meeting.purpose_of, (self._rank, odd))
+        if theirs >= 0 or theirs == mine or not self._is_same_call(odd):
             self._refuse(odd)
         return False
 
@@ -98,13 +98,23 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         if odd is not None:
             self._refuse(odd)
 
+    def _is_same_call(self, odd: int) -> bool:
+        (_, mine, _), (_, theirs, _) = map(self._meeting.purpose_of, (self._rank, odd))
+        return mine == theirs
+
     def _refuse(self, odd: int) -> NoReturn:
         what = []
         for place in (self._rank, odd):
-            number, occasion = self._meeting.purpose_of(place)
+            number, occasion, _ = self._meeting.purpose_of(place)
             call = self._calls.get(occasion)
-            what.append(described(number) + (f" in {call}" if call is not None else ""))
+            doing = described(number)
+            # a number below 0 is of a comparison, which is all that some calls are
+            what.append(doing if call is None else call if number < 0 else f"{doing} in {call}")
         ranks = self._meeting.ranks
+        if what[0] == what[1]:
+            if self._is_same_call(odd):
+                self._meeting.refuse_history()
+            what[1] += " (another function)"
         raise CollectiveMismatch(
             f"rank {ranks[self._rank]} runs {what[0]}, but rank {ranks[odd]} {what[1]}. All "
             "devices must run the same collectives in the same order."

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from typing import TypeVar
@@ -16,7 +16,6 @@ from torchpmap._base.devices import Device
 from torchpmap._runtime import wire
 from torchpmap._runtime.groups.process_groups import RankPartition
 from torchpmap._runtime.local.forkserver import server
-from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.pool import Pool
 from torchpmap._runtime.wire import pack_ints
 from torchpmap._trace.compile import EAGER, CompileReport, Definition
@@ -39,8 +38,9 @@ class Plans:
         self._has_compiler = False
         self.defined: dict[int, tuple[tuple[int, ...], bytes]] = {}
         """Ranks and definition by plan."""
-        self.limited: dict[int, tuple[float, str]] = {}
-        """Timeout and name of each plan whose calls have a timeout."""
+        self.limited: dict[int, float] = {}
+        """Timeout of each plan that has its own."""
+        self._names: dict[int, str] = {}
         self.retired: deque[int] = deque()
         """Plans to drop; finalizers in any thread append, ``forget`` removes."""
 
@@ -63,14 +63,20 @@ class Plans:
         def send() -> None:
             self.forget()
             self.defined[definition.plan_id] = tuple(ranks), body
+            self._names[definition.plan_id] = definition.name
             if definition.timeout is not None:
-                self.limited[definition.plan_id] = definition.timeout, definition.name
+                self.limited[definition.plan_id] = definition.timeout
             if others:
                 self._pool.tell(others, wire.DEFINE, body)
                 self._loading[self._pool.seq] = definition.name, others
 
         self._pool.in_order(send)
         return report
+
+    def limit_of(self, plan_id: int, default: float | None) -> tuple[float, str] | None:
+        """Timeout and name of a plan, if its calls have a timeout."""
+        limit = self.limited.get(plan_id, default)
+        return None if limit is None else (limit, self._names[plan_id])
 
     def _load_compiler(self) -> None:
         """Let all workers that lack the compiler import it at the same time."""
@@ -83,23 +89,15 @@ class Plans:
         """Wait until the leader has compiled a plan, even if it dies once meanwhile."""
         losses, deaths = self._pool.losses, 0
         while True:
-            sent: list[Pending] = []
-            what = f"it compiles {name}"
-            try:
-                pending = self._pool.ask({leader: body}, wire.DEFINE, what=what, sent=sent)
-                is_done = pending.wait()
-            except BaseException:  # Ctrl-C
-                for pending in sent:
-                    self._pool.give_up(pending, (leader,), name)
-                raise
-            if is_done:
+            pending = self._pool.ask({leader: body}, wire.DEFINE, what=f"it compiles {name}")
+            if self._pool.wait_or_give_up(pending, (leader,), name):
                 return CompileReport(*pickle.loads(pending.replies[leader]))
             self._pool.repair()
-            command = pending.era, pending.seq
-            error = losses.of_command(*command)
-            if error is None and losses.died_in(*command, leader):
+            sent = pending.era, pending.seq
+            error = losses.of_command(*sent)
+            if error is None and losses.died_in(*sent, leader):
                 deaths += 1  # once may be a coincidence
-                error = losses.of_value(*command, (leader,)) if deaths > 1 else None
+                error = losses.of_value(*sent, (leader,)) if deaths > 1 else None
             if error is not None:
                 raise error
 
@@ -117,15 +115,12 @@ class Plans:
 
     def forget(self) -> None:
         """Send which plans are ``retired``."""
-        hand_over(self.retired, self._forget)
-
-    def _forget(self, retired: Sequence[int]) -> None:
-        dropped = [plan_id for plan_id in retired if plan_id in self.defined]
-        if dropped:
-            self._pool.tell(tuple(self._pool.workers), wire.FORGET, pack_ints(*dropped))
+        dropped = [i for i in take(self.retired) if self.defined.pop(i, None) is not None]
         for plan_id in dropped:
             self.limited.pop(plan_id, None)
-            self.defined.pop(plan_id, None)
+            self._names.pop(plan_id, None)
+        if dropped:
+            self._pool.tell(tuple(self._pool.workers), wire.FORGET, pack_ints(*dropped))
 
     def restore(self, new_ranks: Collection[int]) -> None:
         """Give new workers the plans of the old ones."""
@@ -133,20 +128,6 @@ class Plans:
             self._pool.tell([r for r in ranks if r in new_ranks], wire.DEFINE, body)
 
 
-def hand_over(released: deque[T], send: Callable[[list[T]], None]) -> None:
-    """Send what is in a deque, to which other threads may append meanwhile, and empty it.  After
-    Ctrl-C some of it may be sent again.
-    """
-    taken: list[T] = []
-    try:
-        take(released, taken)
-        if taken:
-            send(taken)
-    except BaseException:
-        released.extend(taken)
-        raise
-
-
-def take(released: deque[T], taken: list[T]) -> None:
-    """Move what is in a deque to a list: in one builtin, which Ctrl-C does not interrupt."""
-    taken.extend(map(deque.popleft, repeat(released, len(released))))
+def take(released: deque[T]) -> list[T]:
+    """Empty a deque that other threads may append to meanwhile."""
+    return list(map(deque.popleft, repeat(released, len(released))))

@@ -78,6 +78,8 @@ class Failures:
         with self._lock:
             if self._failure is None:
                 self._failure = self._reported(error)
+                # the script may catch the error, but the launcher must see that the job has failed
+                exit_with_failure(str(self._failure))
                 # another thread may be in a group now, which it must not lose
                 self._groups.abort(self._groups.epoch) if is_late else self._groups.drop()
                 text = str(self._failure).removesuffix(".")
@@ -111,7 +113,7 @@ class Failures:
             if not ending.has_begun():
                 raise
             traceback.print_exception(failure)
-            exit_with_failure()
+            exit_with_failure("")
 
     def end_process(self, error: BaseException) -> None:
         """End this process: the call that should raise ``error`` does not return."""
@@ -171,6 +173,7 @@ class Failures:
                 self._rendezvous.report_cause(error.with_traceback(where))
                 self._groups.drop()
                 self.closed_because = f"this process failed: {kind.__name__}: {error}"
+        exit_with_failure(None)  # Python does
         self._record(error)
         self._previous_hook(kind, error, where)
 

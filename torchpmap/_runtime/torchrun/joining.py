@@ -39,7 +39,7 @@ _SIOCGIFADDR = 0x8915
 _attempt: str | None = None
 _store: JobStore | None = None
 _failed = False
-_exits_with_failure = False
+_failed_because: str | None = None
 
 
 def join(place: JobPlace, device_type: str, timeout_s: float, address: str | None) -> JobStore:
@@ -121,15 +121,20 @@ def leave_at_once() -> None:
     _failed = True
 
 
-def exit_with_failure() -> None:
-    """The script has come to its end, but it has failed: so its process ends with code 1."""
-    global _exits_with_failure
-    _exits_with_failure = True
+def exit_with_failure(because: str | None) -> None:
+    """At the end of its script this process exits with code 1, as it has failed, and says why if it
+    has not been said; None: it no longer does.
+    """
+    global _failed_because
+    _failed_because = because
 
 
 def _exit() -> None:
-    if _exits_with_failure:
+    if _failed_because is not None:
         sys.stdout.flush()
+        if _failed_because:
+            text = f"torchpmap: exit code 1, as a call has failed: {_failed_because}"
+            print(text, file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)  # a handler cannot give Python another exit code
 

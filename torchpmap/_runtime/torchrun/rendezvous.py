@@ -31,6 +31,7 @@ from torchpmap._base.errors import (
     WorkerError,
 )
 from torchpmap._base.tracebacks import printed_folded
+from torchpmap._runtime.torchrun.identity import shown
 from torchpmap._runtime.torchrun.joining import join, leave_at_once, route_to
 from torchpmap._runtime.torchrun.launcher import JobPlace
 
@@ -44,6 +45,11 @@ _RULE = (
     "All processes must make the same mapped calls, with arguments of the same shapes and dtypes, "
     "in the same order."
 )
+
+_POSTED = (str, str, bytes, dict, dict)
+"""What a process posts for an exchange: what it is for, the place of the user's function, the
+data, and the numbers of calls and of histories per axis.
+"""
 
 _starts = itertools.count()
 
@@ -65,7 +71,7 @@ class Waiting:
     def unpacked(cls, data: bytes) -> Waiting:
         ranks, turn, what, calls = _checked(unpacked(data), (tuple, int, str, dict))
         _check_numbers(ranks)
-        return cls(ranks, turn, what, _checked_calls(calls))
+        return cls(ranks, turn, what, _checked_numbers(calls))
 
 
 class Rendezvous:
@@ -73,7 +79,7 @@ class Rendezvous:
 
     def __init__(self, place: JobPlace, device_type: str, timeout_s: float) -> None:
         self.place = place
-        self._timeout_s = timeout_s
+        self._patience_s = timeout_s
         self.address = None if place.local_size == place.size else route_to(place.host)
         with _store_failures():
             store = join(place, device_type, timeout_s, self.address)
@@ -81,56 +87,104 @@ class Rendezvous:
         self.store = store.prefixed(str(next(_starts)))
         self.calls: Counter[tuple[int, ...]] = Counter()
         """Calls with collectives that were begun, per axis (written by the runtime)."""
+        self.histories: dict[tuple[int, ...], int] = {}
+        """A number for all operations on values that span an axis (written by ``History``)."""
+        self.refuse_history: Callable[[tuple[int, ...], Sequence[int]], None]
+        """Raises, on all of the given ranks, as their histories of an axis differ (``History``)."""
         self.insist: Callable[[], None] = lambda: None
         """Raises if this process has failed in another thread (written by the runtime)."""
         self._turns: Counter[tuple[int, ...]] = Counter()
         self._gone: set[int] = set()
         """Ranks that are known to have ended their scripts."""
 
+    @property
+    def patience_s(self) -> float:
+        """How long this process waits for the others, and for the store."""
+        return self._patience_s
+
+    @patience_s.setter
+    def patience_s(self, seconds: float) -> None:
+        self._patience_s = seconds
+        self.store.limit(seconds)
+
     # -- agreement ---------------------------------------------------------------------------------
 
-    def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
+    def turn_of(self, ranks: Sequence[int]) -> int:
+        """How often ``ranks`` have exchanged something: the same number in all of them."""
+        return self._turns[tuple(sorted(ranks))]
+
+    def exchange(
+        self,
+        ranks: Sequence[int],
+        mine: bytes,
+        what: str,
+        where: str = "",
+        *,
+        compares_histories: bool = True,
+    ) -> list[bytes]:
         """``mine`` of every process of ``ranks``, in that order; all must call it, for ``what``.
+        ``where``: the place of the user's function, for messages.
 
         Raises:
             WorkerError: another process failed.
             CollectiveMismatch: another process does something else, or has ended its script.
             CallTimeout: a process did not come.
         """
-        wanted, ranks = ranks, tuple(sorted(ranks))  # processes may disagree on the order
+        given = self._posted(ranks, mine, what, where, compares_histories)
+        posted = zip(sorted(ranks), given, strict=True)
+        found = {rank: theirs for rank, (_, _, theirs, *_) in posted}
+        return [found[rank] for rank in ranks]
+
+    def _posted(
+        self,
+        ranks: Sequence[int],
+        mine: bytes,
+        what: str,
+        where: str,
+        compares_histories: bool = True,
+    ) -> list[tuple[str, str, bytes, Any, Any]]:
+        """What the processes of ``exchange`` have posted, in the order of their ranks."""
+        ranks = tuple(sorted(ranks))  # processes may disagree on the order
         turn = self._turns[ranks]
         self._turns[ranks] += 1
         prefix = f"turn/{','.join(map(str, ranks))}/{turn}"
         keys = [f"{prefix}/{rank}" for rank in ranks]
         with _store_failures():
-            posted = packed((what, mine, dict(self.calls)))
+            posted = packed((what, where, mine, dict(self.calls), dict(self.histories)))
             self.store.set(f"{prefix}/{self.place.rank}", posted)
-            self._wait(keys, Waiting(ranks, turn, what, dict(self.calls)))
-            given = [_checked(unpacked(self.store.get(key)), (str, bytes, dict)) for key in keys]
+            self._wait(keys, Waiting(ranks, turn, shown(what, where), dict(self.calls)))
+            given = [_checked(unpacked(self.store.get(key)), _POSTED) for key in keys]
             # all have begun this turn, so all have read the keys of the turn before
             self.store.delete_key(f"{prefix.rsplit('/', 1)[0]}/{turn - 1}/{self.place.rank}")
-        if len({their for their, _, _ in given}) > 1:
-            raise mismatch(ranks, [their for their, _, _ in given])
-        _check_calls_before(
-            what, {r: _checked_calls(c) for r, (_, _, c) in zip(ranks, given, strict=True)}
-        )
-        found = dict(zip(ranks, (theirs for _, theirs, _ in given), strict=True))
-        return [found[rank] for rank in wanted]
+        if len({their for their, *_ in given}) > 1:
+            raise mismatch(ranks, [their for their, *_ in given], [place for _, place, *_ in given])
+        calls = {r: _checked_numbers(c) for r, (*_, c, _) in zip(ranks, given, strict=True)}
+        _check_calls_before(shown(what, where), calls)
+        histories = {r: _checked_numbers(h) for r, (*_, h) in zip(ranks, given, strict=True)}
+        for axis in _differing(histories) if compares_histories else ():
+            self.refuse_history(axis, ranks)
+        return given
 
-    def agree(self, ranks: Sequence[int], text: str, what: str) -> None:
+    def agree(self, ranks: Sequence[int], text: str, what: str, where: str = "") -> None:
         """Raise on all of ``ranks`` unless they have the same ``text``."""
         ranks = sorted(ranks)  # the error is the same everywhere
-        texts = self.differing(ranks, text, what)
-        if texts is not None:
-            raise mismatch(ranks, texts)
+        found = self.differing(ranks, text, what, where)
+        if found is not None:
+            raise mismatch(ranks, *found)
 
-    def differing(self, ranks: Sequence[int], text: str, what: str) -> list[str] | None:
-        """The ``text`` of every process, unless all of ``ranks`` have the same."""
+    def differing(
+        self, ranks: Sequence[int], text: str, what: str, where: str = ""
+    ) -> tuple[list[str], list[str]] | None:
+        """The ``text`` and the ``where`` of every process in the order of ranks, unless all of
+        ``ranks`` have the same text.
+        """
         mine = text.encode(errors="surrogatepass")
         digest = hashlib.blake2b(mine, digest_size=16).digest()
-        if len(set(self.exchange(ranks, digest, what))) == 1:
+        if len(set(self.exchange(ranks, digest, what, where))) == 1:
             return None
-        return [theirs.decode(errors="replace") for theirs in self.exchange(ranks, mine, what)]
+        given = self._posted(ranks, mine, what, where)
+        texts = [theirs.decode(errors="replace") for _, _, theirs, *_ in given]
+        return texts, [where for _, where, *_ in given]
 
     @contextlib.contextmanager
     def in_turn(self, ranks: Sequence[int], what: str) -> Iterator[None]:
@@ -149,7 +203,7 @@ class Rendezvous:
 
     def _wait(self, keys: Sequence[str], waiting: Waiting) -> None:
         """Wait for keys, one of each rank of ``waiting``."""
-        deadline, look = Deadline(self._timeout_s), Deadline(_POSTED_AFTER_S)
+        deadline, look = Deadline(self._patience_s), Deadline(_POSTED_AFTER_S)
         posted = False
         try:
             for pause in deadline.pauses():
@@ -186,7 +240,7 @@ class Rendezvous:
         if missing and deadline.passed:
             raise CallTimeout(
                 f"{waiting.what}: rank {', '.join(map(str, missing))} did not come within "
-                f"torchpmap.config.timeout ({self._timeout_s:g} s). {_RULE}"
+                f"torchpmap.config.timeout ({self._patience_s:g} s). {_RULE}"
             )
 
     def waiting_of(self, rank: int) -> Waiting | None:
@@ -213,7 +267,7 @@ class Rendezvous:
         for rank in others:
             key = f"left/{rank}"
             if self.store.check([key]):
-                if _checked_calls(unpacked(self.store.get(key))).get(running, 0) < number:
+                if _checked_numbers(unpacked(self.store.get(key))).get(running, 0) < number:
                     return CollectiveMismatch(
                         f"rank {rank} has ended its script and will not come. {_RULE}"
                     )
@@ -280,7 +334,7 @@ class Rendezvous:
 
     def hurry(self, seconds: float = _LAST_WORDS_S) -> None:
         """From now on wait only so long for the store: the other processes may be gone."""
-        self.store.limit(min(seconds, self._timeout_s))
+        self.store.limit(min(seconds, self._patience_s))
 
     def leave(self, *, failed: bool) -> None:
         """Post that this process makes no more calls."""
@@ -316,8 +370,8 @@ def _check_numbers(value: Any) -> None:
     _checked(value, (int,) * len(value) if type(value) is tuple else ())
 
 
-def _checked_calls(value: Any) -> dict[tuple[int, ...], int]:
-    """Numbers of calls, per axis; raises as ``_checked`` does."""
+def _checked_numbers(value: Any) -> dict[tuple[int, ...], int]:
+    """A number per axis; raises as ``_checked`` does."""
     (calls,) = _checked((value,), (dict,))
     for numbers in (tuple(calls.values()), *calls):
         _check_numbers(numbers)
@@ -325,17 +379,25 @@ def _checked_calls(value: Any) -> dict[tuple[int, ...], int]:
     return checked
 
 
+def _differing(numbers: Mapping[int, Mapping[tuple[int, ...], int]]) -> list[tuple[int, ...]]:
+    """The axes of which not all their ranks have the same number."""
+    axes = sorted({axis for theirs in numbers.values() for axis in theirs})
+    return [
+        axis
+        for axis in axes
+        if len({numbers[rank].get(axis, 0) for rank in axis if rank in numbers}) > 1
+    ]
+
+
 def _check_calls_before(what: str, calls: Mapping[int, Mapping[tuple[int, ...], int]]) -> None:
     """Raise, on all of the ranks, unless they have begun the same calls before ``what``.
 
     Where a call waits for its collectives they could not have met; on asynchronous devices they do.
     """
-    for axis in sorted({axis for theirs in calls.values() for axis in theirs}):
+    for axis in _differing(calls):
         ranks = [rank for rank in axis if rank in calls]
         counts = [calls[rank].get(axis, 0) for rank in ranks]
-        if len(set(counts)) > 1:
-            texts = [f"{count} calls before {what}" for count in counts]
-            raise mismatch(ranks, texts)
+        raise mismatch(ranks, [f"{count} calls before {what}" for count in counts])
 
 
 @contextlib.contextmanager
@@ -349,25 +411,30 @@ def _store_failures() -> Iterator[None]:
         ) from error
 
 
-def mismatch(ranks: Sequence[int], texts: Sequence[str]) -> CollectiveMismatch:
+def mismatch(
+    ranks: Sequence[int], texts: Sequence[str], places: Sequence[str] = ()
+) -> CollectiveMismatch:
     """The error for all of ``ranks`` when they are at different places of the script."""
     return CollectiveMismatch(
         "the processes are about to run different programs, which would hang or give wrong "
-        f"numbers:\n{texts_by_rank(ranks, texts)}\n{_RULE}"
+        f"numbers:\n{texts_by_rank(ranks, texts, places)}\n{_RULE}"
     )
 
 
-def texts_by_rank(ranks: Sequence[int], texts: Sequence[str]) -> str:
-    """One line per different text: its ranks, its first line, and the first line that differs."""
-    by_text: dict[str, list[int]] = {}
-    for rank, text in zip(ranks, texts, strict=True):
-        by_text.setdefault(text, []).append(rank)
-    lines = [text.splitlines() for text in by_text]
+def texts_by_rank(ranks: Sequence[int], texts: Sequence[str], places: Sequence[str] = ()) -> str:
+    """One line per different text: its ranks, its first line with the place of the user's function,
+    and the first line that differs.
+    """
+    by_text: dict[tuple[str, str], list[int]] = {}
+    for rank, *text in zip(ranks, texts, places or [""] * len(texts), strict=True):
+        by_text.setdefault((text[0], text[1]), []).append(rank)
+    lines = [text.splitlines() for text, _ in by_text]
     longest = max(map(len, lines))
     padded = [[*text, *["(nothing)"] * (longest - len(text))] for text in lines]
     differing = (k for k in range(longest) if len({text[k] for text in padded}) > 1)
-    place = next(differing, 0)
+    line = next(differing, 0)
     return "\n".join(
-        f"  rank {', '.join(map(str, ranks))}: {text[0]}" + (f": {text[place]}" if place else "")
-        for ranks, text in zip(by_text.values(), padded, strict=True)
+        f"  rank {', '.join(map(str, ranks))}: {shown(text[0], place)}"
+        + (f": {text[line]}" if line else "")
+        for ((_, place), ranks), text in zip(by_text.items(), padded, strict=True)
     )

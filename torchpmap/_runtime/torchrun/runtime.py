@@ -17,9 +17,9 @@ import gc
 import pickle
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,13 +27,11 @@ from torchpmap._base.busy import silence
 from torchpmap._base.config import Config
 from torchpmap._base.data import packed, unpacked
 from torchpmap._base.devices import PLATFORMS
-from torchpmap._base.errors import CallTimeout, WorkerError, kind_of
-from torchpmap._base.platform import LATE_HINT, Kinds
+from torchpmap._base.errors import CallTimeout, WorkerError
+from torchpmap._base.platform import LATE_HINT
 from torchpmap._base.torch_internals import (
     has_transforms,
     num_modes,
-    outside_modes,
-    outside_transforms,
 )
 from torchpmap._layout.axis_stack import group_name
 from torchpmap._runtime import wire
@@ -41,6 +39,7 @@ from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.completion import Completion
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition
 from torchpmap._runtime.task import Rank, Report, Task, Usage, Work, bytes_held
+from torchpmap._runtime.torchrun.calls import Calls, Defined, plain, plain_if_needed
 from torchpmap._runtime.torchrun.failure import Failures
 from torchpmap._runtime.torchrun.launcher import JobPlace
 from torchpmap._runtime.torchrun.placement import (
@@ -56,10 +55,8 @@ from torchpmap._trace.boxed import Boxed
 from torchpmap._trace.compile import (
     CompileReport,
     Definition,
-    communicates,
     compile_and_report,
 )
-from torchpmap._trace.pickling import number_of
 from torchpmap._trace.promises import run_first_time
 
 T = TypeVar("T")
@@ -83,21 +80,6 @@ class _Block:
         self.seq = seq
 
 
-class _Defined(NamedTuple):
-    """A plan that this process has compiled."""
-
-    runner: Boxed
-    name: str
-    axis: tuple[int, ...] | None
-    """The ranks that its collectives wait for; None if there are none."""
-    number: int
-    """Identifies the plan: the same number in all processes."""
-    timeout: float | None
-    is_watched: bool
-    """Whether a call of it may have to be ended."""
-    outputs: Kinds
-
-
 class TorchrunRuntime:
     """One process of several (see ``Runtime`` for the interface)."""
 
@@ -112,11 +94,10 @@ class TorchrunRuntime:
         self.rank = place.rank
         if self.rank:
             silence()
-        self.timeout = config.timeout
         number = self._platform.narrow(own_number(place, self._platform))
         self.device = self._platform.open(number, place.rank)
         self._lock = threading.RLock()  # one call at a time: all ranks need one order of them
-        self._plans: dict[int, _Defined] = {}
+        self._plans: dict[int, Defined] = {}
         self._teams: dict[tuple[int, ...], Team] = {}
         self._rendezvous = Rendezvous(place, device_type, config.patience)
         self._shares_code = self._compare_placements(number)
@@ -127,6 +108,7 @@ class TorchrunRuntime:
         self._failures = Failures(self._rendezvous, self._groups)
         self._rendezvous.insist = self._failures.insist
         self._watch = Watch(self._rendezvous, self._groups, self._failures)
+        self._calls = Calls(self._rendezvous, self._groups, self._watch, config.timeout)
         self._launched: dict[int, Watched] = {}
         """Calls that the device is not done with, if they are watched."""
         self._seq = 0
@@ -152,6 +134,10 @@ class TorchrunRuntime:
         return share_code(placements)
 
     @property
+    def timeout(self) -> float | None:
+        return self._calls.timeout
+
+    @property
     def closed(self) -> bool:
         return self._failures.closed_because is not None
 
@@ -175,6 +161,23 @@ class TorchrunRuntime:
             with self._failures.failing():
                 return work(self._rendezvous)
 
+    def agree(self, ranks: Sequence[int], mine: bytes, what: str) -> bool:
+        with self._lock:
+            if not self._platform.is_hardware:  # else the groups of its calls are others
+                self._settle()
+            self.insist()
+            with self._failures.failing():
+                return self._calls.agree(tuple(sorted(ranks)), mine, what)
+
+    def note(self, team: Team, plan_id: int, numbers: Sequence[tuple[Any, int]]) -> None:
+        plan = self._plans[plan_id]
+        self._calls.history.note(team.ranks, plan.number, plan.name, numbers)
+
+    def limit(self, config: Config) -> None:
+        self._calls.timeout = config.timeout
+        self._rendezvous.patience_s = config.patience
+        self._groups.limit(config.patience)
+
     def group_of_all(self) -> str:
         """Name of a process group of all processes, which carries CPU tensors."""
         ranks = tuple(range(len(self.devices)))
@@ -185,7 +188,7 @@ class TorchrunRuntime:
     def team(self, ranks: tuple[int, ...]) -> Team:
         team = self._teams.get(ranks)
         if team is None:
-            team = self._teams[ranks] = Team(self, ranks)
+            team = self._teams.setdefault(ranks, Team(self, ranks))
         return team
 
     # -- values ------------------------------------------------------------------------------------
@@ -246,23 +249,15 @@ class TorchrunRuntime:
                     "of these devices may call it."
                 )
             with self._failures.failing():
-                described = _described(definition, self.device)
-                if len(ranks) > 1:
-                    self._rendezvous.agree(ranks, described, definition.name)
-                self.make_groups(groups)
+                number = self._calls.agree_on_plan(definition, groups, self.device)
                 index = torch.tensor(ranks.index(self.rank), device=self.device)
-                with self._in_turn(definition), _plain(), torch.no_grad():
+                with self._in_turn(definition), plain(), torch.no_grad():
                     runner, report = compile_and_report(definition, index)
                 if not definition.backend.is_inductor:  # Inductor's code turns gradients off itself
                     runner = torch.no_grad()(runner)
-                axis = ranks if communicates(definition) else None
-                number = number_of(described.encode())
-                self._groups.calls[number] = definition.name
                 first = self._first_run(definition, runner)
-                limit = definition.timeout
-                watched = axis is not None or limit is not None
-                self._plans[definition.plan_id] = _Defined(
-                    first, definition.name, axis, number, limit, watched, definition.outputs
+                self._plans[definition.plan_id] = self._calls.defined(
+                    definition, first, number, groups
                 )
                 return report
 
@@ -319,8 +314,8 @@ class TorchrunRuntime:
             try:
                 if self._completion is not None:
                     results = self._launch(plan, blocks, self._completion)
-                elif plan.is_watched or has_transforms() or num_modes():
-                    results = self._run(plan, blocks)
+                elif plan.is_watched or self._calls.timeout or has_transforms() or num_modes():
+                    results = self._calls.run(plan, blocks)
                 else:
                     results = plan.runner(blocks)
             except Exception as error:
@@ -333,44 +328,19 @@ class TorchrunRuntime:
             return [_Block(results[0], team, seq)]
         return [_Block(result, team, seq) for result in results]
 
-    def _run(self, plan: _Defined, blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run a plan that waits for other processes, has a timeout, or is started in a transform or
-        a mode.
-        """
-        if plan.is_watched:
-            self._watch.begin(self._watch.announced(plan.axis or (), plan.name, plan.timeout))
-            self._groups.occasion.number = plan.number
-        try:
-            with _plain() if has_transforms() or num_modes() else nullcontext():
-                return plan.runner(blocks)
-        finally:
-            if plan.is_watched:
-                self._groups.occasion.number = 0
-                self._watch.end()
-
     def _launch(
-        self, plan: _Defined, blocks: list[torch.Tensor], completion: Completion
+        self, plan: Defined, blocks: list[torch.Tensor], completion: Completion
     ) -> Sequence[torch.Tensor]:
         """Give a plan to a device that runs it later."""
         self._seq += 1
-        if plan.is_watched:
-            watched = self._watch.announced(plan.axis or (), plan.name, plan.timeout)
+        watched = self._calls.watched(plan)
+        if watched is not None:
             self._launched[self._seq] = watched
-        run = functools.partial(self._run_on_occasion, plan)
-        plain = _plain() if has_transforms() or num_modes() else nullcontext()
-        with self._platform.own_stream(), plain:
+        run = functools.partial(self._calls.run_later, plan, self._calls.history.of(plan.axis))
+        with self._platform.own_stream(), plain_if_needed():
             results = self._platform.launch(run, blocks, plan.outputs)
-            completion.launched(self._seq, plan.name, communicates=plan.axis is not None)
+            completion.launched(self._seq, plan.name, communicates=bool(plan.axis))
         return results
-
-    def _run_on_occasion(
-        self, plan: _Defined, blocks: list[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        self._groups.occasion.number = plan.number if plan.is_watched else 0
-        try:
-            return plan.runner(blocks)
-        finally:
-            self._groups.occasion.number = 0
 
     def run_task(
         self, team: Team, task: Task, held: Sequence[Any]
@@ -385,16 +355,12 @@ class TorchrunRuntime:
             index = torch.tensor(task.ranks.index(self.rank), device=self.device)
             rank = Rank(task.ranks, task.group, index, self._groups.ensure, self._usage)
             with self._failures.failing():
-                self._meet(task, blocks)
-                self._watch.begin(self._watch.announced(task.ranks, task.name, task.timeout))
-                try:
-                    with self._platform.own_stream(), _plain():
+                with self._calls.of_task(task, blocks):
+                    with self._platform.own_stream(), plain():
                         report, stored = work.run(rank, task.given, blocks)
                     self._platform.synchronize()
                     # a device goes on behind a collective that was aborted
                     self._groups.refuse_if_aborted()
-                finally:
-                    self._watch.end()
                 reports = self._gathered(task, report)
             return reports, [_Block(block, team) for block in stored]
 
@@ -403,13 +369,6 @@ class TorchrunRuntime:
         mine = [each for each in gc.get_objects() if type(each) is _Block]
         blocks = [each.block for each in mine if each.block is not None]
         return Usage(bytes_held(blocks), 0)
-
-    def _meet(self, task: Task, blocks: Sequence[torch.Tensor]) -> None:
-        """Agree with the others on every uncompiled call: it has no plan that was compared."""
-        if len(task.ranks) > 1:
-            inputs = ", ".join(kind_of(block.shape, block.dtype) for block in blocks)
-            self._rendezvous.exchange(task.ranks, b"", f"{task.name}({inputs}), compile=False")
-        self.make_groups({task.group: (task.ranks,)})
 
     def _gathered(self, task: Task, report: Report | None) -> list[Report | None]:
         if report is None or len(task.ranks) == 1:
@@ -459,37 +418,3 @@ class TorchrunRuntime:
         if self._completion is not None:
             self._completion.close(_STOPPING_S)
         self._failures.surface()
-
-
-class _plain:
-    """Leaves the caller's transforms and modes: a plan runs on the devices' own values."""
-
-    def __enter__(self) -> None:
-        self._contexts = [outside_transforms(), outside_modes()]
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*exception)
-
-
-def _value(constant: torch.Tensor) -> str:
-    if constant.numel() <= 64:
-        return str(constant.tolist())
-    number = number_of(bytes(wire.bytes_of(constant.contiguous())))
-    return f"{kind_of(constant.shape, constant.dtype)} number {number}"
-
-
-def _described(definition: Definition, device: torch.device) -> str:
-    """A plan for ``device`` as text, equal for all processes that would run the same."""
-    inputs = ", ".join(kind_of(*given) for given in definition.inputs)
-    backend = definition.backend
-    lines: Iterable[str] = [
-        f"{definition.name}({inputs}) on {len(definition.ranks)} devices",
-        f"compile: {backend.name} {backend.mode} {backend.options}",
-        *str(definition.graph.graph).splitlines(),
-    ]
-    constants = definition.graph.named_buffers()
-    text = "\n".join([*lines, *(f"{name} = {_value(value)}" for name, value in constants)])
-    return text.replace(str(device), device.type)  # each process has a number of its own
