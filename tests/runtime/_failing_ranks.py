@@ -8,6 +8,7 @@ it printed, and how it ended, to the folder that is given.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
 import signal
@@ -85,6 +86,12 @@ def other_shape(rank: int) -> None:
 
 
 @job(2)
+def other_shape_later(rank: int) -> None:
+    mapped = warmed_up()
+    mapped(torch.ones(1, 2) if rank == 1 else torch.ones(1))
+
+
+@job(2)
 def other_number_of_rows(rank: int) -> None:
     tp.pmap(total, "i", compile=GRAPH)(torch.ones(1 + rank))
 
@@ -115,6 +122,89 @@ def other_order(rank: int) -> None:
     calls[1](torch.ones(1))
     for call in reversed(calls) if rank == 1 else calls:
         call(torch.ones(1))
+
+
+def twin() -> Callable[..., torch.Tensor]:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return tp.psum(x, "i")
+
+    return tp.pmap(step, "i", compile=GRAPH)
+
+
+def skip_a_call(rank: int) -> None:
+    first, second = twin(), twin()
+    first(torch.ones(1))
+    second(torch.ones(1))
+    if rank == 0:
+        first(torch.ones(1))
+    second(5 * torch.ones(1))
+    print("a value")
+
+
+@job(2)
+def skipped_call(rank: int) -> None:
+    skip_a_call(rank)
+
+
+@job(2, TORCHPMAP_SHARED_MEMORY="0")
+def skipped_call_over_gloo(rank: int) -> None:
+    skip_a_call(rank)
+
+
+@job(2)
+def skipped_call_untraced(rank: int) -> None:
+    def make() -> Callable[..., torch.Tensor]:
+        return tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=False)
+
+    first, second = make(), make()
+    first(torch.ones(1))
+    second(torch.ones(1))
+    if rank == 0:
+        first(torch.ones(1))
+    second(5 * torch.ones(1))
+    print("a value")
+
+
+def drift(rank: int) -> Callable[..., torch.Tensor]:
+    """Known operations with known numbers, the last of which differs."""
+    mapped, weights = warmed_up(), tp.replicate(torch.ones(2))
+    for number in (2.0, 3.0, 3.0 if rank == 1 else 2.0):
+        weights.mul_(number)
+    return mapped
+
+
+@job(2)
+def drifted_before_a_sum(rank: int) -> None:
+    drift(rank)(torch.ones(1))
+    print("a value")
+
+
+@job(2, TORCHPMAP_SHARED_MEMORY="0")
+def drifted_before_a_sum_over_gloo(rank: int) -> None:
+    drift(rank)(torch.ones(1))
+    print("a value")
+
+
+@job(2)
+def drifted_before_a_barrier(rank: int) -> None:
+    drift(rank)
+    tp.multihost.barrier("saved")
+    print("a value")
+
+
+@job(3)
+def left_an_operation_out(rank: int) -> None:
+    weights = tp.replicate(torch.ones(2))
+    for _ in range(2 - (rank == 1)):
+        weights.mul_(2.0)
+    tp.multihost.barrier("saved")
+    print("a value")
+
+
+@job(2)
+def other_numbers_of_foreach(rank: int) -> None:
+    torch._foreach_mul_([tp.replicate(torch.ones(2))], 2.0 + rank)
+    print("a value")
 
 
 @job(2)
@@ -260,6 +350,22 @@ def killed_while_others_agree(rank: int) -> None:
 
 
 @job(2)
+def killed_while_others_wait(rank: int) -> None:
+    tp.init()
+    tp.config.timeout = 3  # the runtime has started with 60
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tp.multihost.barrier("loaded")
+
+
+@job(2)
+def caught_and_ended(rank: int) -> None:
+    with contextlib.suppress(tp.CollectiveMismatch):
+        tp.multihost.barrier(f"of rank {rank}")
+    print("the end")
+
+
+@job(2)
 def used_after_a_failure(rank: int) -> None:
     mapped = warmed_up()
     try:
@@ -326,8 +432,8 @@ def forged_report(rank: int) -> None:
     runtime = tp._runtime.current.runtime()
     real = runtime._rendezvous.exchange
 
-    def exchange(ranks: Any, mine: bytes, what: str) -> Any:
-        return real(ranks, pickle.dumps(Runs()) if what == "total" else mine, what)
+    def exchange(ranks: Any, mine: bytes, what: str, *where: str) -> Any:
+        return real(ranks, pickle.dumps(Runs()) if what == "total" else mine, what, *where)
 
     runtime._rendezvous.exchange = exchange
     call(torch.ones(1))

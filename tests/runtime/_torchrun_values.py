@@ -11,6 +11,7 @@ import sys
 import tempfile
 from typing import Any
 
+import _torchrun_agreement  # adds cases
 import numpy as np
 import torch
 from _launched import Raised, host, run_cases
@@ -36,7 +37,7 @@ from _torchrun_cases import (
 import torchpmap as tp
 from torchpmap._base.ambient import ambient, applied
 
-__all__ = ["CASES", "GRAPH", "Case"]
+__all__ = ["CASES", "GRAPH", "Case", "_torchrun_agreement"]
 
 # -- values ----------------------------------------------------------------------------------------
 
@@ -69,16 +70,6 @@ def shards_of_a_spanning_value():
 @expect_error(RuntimeError, "belongs to another process")
 def numpy_of_a_spanning_value():
     return spanning().numpy()
-
-
-@expect_same(
-    "aten.median.default needs whole values here: the devices cannot run it on their blocks"
-)
-def an_operation_that_needs_whole_values():
-    try:
-        spanning().median()
-    except RuntimeError as error:
-        return error.__notes__[0]
 
 
 @expect_error(RuntimeError, "torchpmap.multihost.all_gather for the whole value in every process")

@@ -225,6 +225,24 @@ def test_setting_is_the_default():
         tp.config.reset()
 
 
+@pytest.mark.parametrize("compile", [False, EAGER])
+def test_setting_applies_at_once(compile):
+    """To a pool that has started, and to a function that has been called."""
+    tp.init(2)
+    mapped = tp.pmap(lambda x: lingers(x, 2.0), compile=compile)
+    plain = tp.pmap(lambda x: x + 1, compile=compile)
+    plain(rows)
+    try:
+        tp.config.timeout = 0.3
+        with pytest.raises(tp.CallTimeout, match=r"timeout of 0\.3 s"):
+            mapped(rows).tolist()
+        tp.config.timeout = None
+        assert mapped(rows).tolist() == [0, 1]
+        assert plain(rows).tolist() == [1, 2]
+    finally:
+        tp.config.reset()
+
+
 @pytest.mark.parametrize("value", [0, -1, "2", True, float("nan"), float("inf"), 10**400, 1e300])
 def test_misuse(value):
     expected = (

@@ -79,8 +79,8 @@ def test_a_call_that_fails_late_has_returned(ended):
 
 
 def test_shutdown_raises_what_nothing_has_raised(ended):
-    names = [['["WorkerError"]'], ['["_LinAlgError"]']]
-    assert [text.splitlines() for text in outputs(ended["late_error_at_shutdown"])] == names
+    names = ['["WorkerError"]', '["_LinAlgError"]']
+    assert [text.splitlines()[0] for text in of_failed(ended["late_error_at_shutdown"])] == names
 
 
 def test_after_a_late_error_no_value_is_given(ended):
@@ -120,6 +120,6 @@ def test_calls_in_another_order(ended):
 def test_a_call_that_takes_too_long(ended):
     """Its time begins when the device comes to it, which that of rank 1 never does."""
     late, other = of_failed(ended["takes_too_long"])
-    text = "CallTimeout: total did not end within its timeout of 3 s; rank 0 waits for rank 1"
-    assert text in late
+    text = r"CallTimeout: total\(.* did not end within its timeout of 3 s; rank 0 waits for rank 1"
+    assert re.search(text, late)
     assert "WorkerError: rank 0 failed first: " in other

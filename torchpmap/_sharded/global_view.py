@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.boundary import boundary
+from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Tree, flatten
 from torchpmap._layout.current_mesh import current_mesh
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
@@ -22,6 +23,7 @@ from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import (
     check_equal_everywhere,
+    check_kinds_everywhere,
     fetch_blocks,
     host_tensor,
     places_here,
@@ -36,15 +38,16 @@ def global_view(x: Tree) -> Tree:
 
     global_view: [k, *s] in each of n processes -> [n*k, *s] over all devices
 
-    Nothing is sent: each process contributes its own rows (of the dim that is cut; of dim 0 for
-    host tensors).  A replicated value must be equal in all processes; this is checked.  With one
-    process ShardedTensors are returned unchanged.
+    No data is sent: each process contributes its own rows (of the dim that is cut; of dim 0 for
+    host tensors).  The processes compare shapes and dtypes, and values that are replicated.  With
+    one process ShardedTensors are returned unchanged.
 
     Args:
         x: ShardedTensor, tensor, array, or a pytree of them; equal shapes in all processes.
 
     Raises:
-        ValueError: a replicated value differs between processes.
+        ValueError: the processes have different numbers of rows, other shapes or dtypes, or a
+            replicated value differs between them.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -56,6 +59,12 @@ def global_view(x: Tree) -> Tree:
     """
     leaves, structure = flatten(x)
     paths = structure.paths("x")
+    if process_count() > 1:
+        kinds = {
+            path: _kind(leaf) for leaf, path in zip(leaves, paths, strict=True) if leaf is not None
+        }
+        if kinds:
+            check_kinds_everywhere(kinds, _EQUAL_ROWS)
     return structure.unflatten(
         [_global(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
     )
@@ -80,6 +89,18 @@ def local_view(x: Tree) -> Tree:
     """
     leaves, structure = flatten(x)
     return structure.unflatten([_local(leaf) for leaf in leaves])
+
+
+_EQUAL_ROWS = (
+    "All processes must have equally many rows: drop those of an uneven last batch "
+    "(DataLoader(drop_last=True)), or pad them."
+)
+
+
+def _kind(leaf: Any) -> str:
+    value = leaf if isinstance(leaf, torch.Tensor) else host_tensor(leaf)
+    kind = kind_of(value.shape, value.dtype)
+    return f"{kind}, {leaf._alive()[0].sharding.spec}" if type(leaf) is ShardedTensor else kind
 
 
 def _global(leaf: Any, path: str) -> Any:

@@ -12,14 +12,24 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import tree_flatten, tree_map, tree_unflatten
 from torchpmap._base.torch_internals import LEVEL, forward_state, untraced
-from torchpmap._layout.layout import spread_layout
+from torchpmap._layout.layout import Layout, spread_layout
 from torchpmap._sharded.arguments import occurrences
+from torchpmap._sharded.draws import draw, is_drawn, send_again
 from torchpmap._sharded.gather_report import note_gather
+from torchpmap._sharded.resharded import RESHARDED, run_resharded
 from torchpmap._sharded.strides import strides_of_results
-from torchpmap._sharded.transfer import check_equal_everywhere, places_here, store
-from torchpmap._sharded.views import Make, host_copies, link_view, share_values, write
+from torchpmap._sharded.transfer import is_whole_here, store
+from torchpmap._sharded.views import (
+    Make,
+    check_writable,
+    host_copies,
+    link_view,
+    share_values,
+    write,
+)
 
 
 def run_on_host(
@@ -34,18 +44,18 @@ def run_on_host(
     operands = list({id(x): x for x in occurrences(kind, args, kwargs)}.values())
     if kwargs.get("device") == _META:
         return _of_no_values(func, args, kwargs, operands)
-    if func in _RANDOM and len(operands) == 1:
-        return _filled(make, func, *operands, *args[1:], **kwargs)
+    if is_drawn(func, args, operands):
+        return draw(make, func, args, kwargs)
+    if func in RESHARDED and not all(map(_is_here, operands)):
+        return run_resharded(make, func, args, kwargs, operands)
+    for operand in operands:
+        insist_whole(operand, str(func))
     if func is not torch.ops.aten._local_scalar_dense.default:
         note_gather(func, sum(operand.nbytes for operand in operands))
-    try:
-        if share_values(targets, operands):
-            copies = host_copies(operands)
-        else:
-            copies = [_copy(operand) for operand in operands]
-    except RuntimeError as error:
-        error.add_note(f"{func} needs whole values here: the devices cannot run it on their blocks")
-        raise
+    if share_values(targets, operands):
+        copies = host_copies(operands)
+    else:
+        copies = [_copy(operand) for operand in operands]
     gathered = {id(x): copy for x, copy in zip(operands, copies, strict=True)}
     host_args, host_kwargs = tree_map(lambda value: gathered.get(id(value), value), (args, kwargs))
     result = func(*host_args, **host_kwargs)
@@ -57,6 +67,24 @@ def run_on_host(
 
 
 _META = torch.device("meta")
+
+
+def _is_here(operand: Any) -> bool:
+    return is_whole_here(operand._alive()[0])
+
+
+def insist_whole(operand: Any, what: str) -> None:
+    """Raise, in all processes, if only several of them have a value together."""
+    layout: Layout = operand._alive()[0]
+    if not is_whole_here(layout):
+        where = " ".join(map(str, layout.devices))
+        raise RuntimeError(
+            f"{what} needs the whole value {kind_of(layout.shape, layout.dtype)}, as the devices "
+            f"cannot run it block by block, but its blocks ({layout.sharding.spec} on {where}) are "
+            "in several processes. Run it in a mapped function (torchpmap.pmap, "
+            "torchpmap.shard_map), or on torchpmap.multihost.all_gather(x), which every process "
+            "has whole."
+        )
 
 
 def _of_no_values(
@@ -73,27 +101,15 @@ def _of_no_values(
     return func(*args, **kwargs)
 
 
-_RANDOM = frozenset(
-    getattr(getattr(torch.ops.aten, name), overload)
-    for name in (
-        *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_"),
-        *("random_", "uniform_"),
-    )
-    for overload in getattr(torch.ops.aten, name).overloads()
-)
-"""They write random numbers whatever was there before, so nothing is fetched."""
-
-
-def _filled(make: Make, func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Random numbers are drawn in this process, so they are the same on any number of devices."""
-    layout, handle = target._alive()
-    handle.team.runtime.check(handle)
-    host = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device="cpu")
-    func(host, *args, **kwargs)
-    if layout.is_replicated and len(places_here(layout)) < len(layout.devices):
-        check_equal_everywhere({f"what {func} draws": host})
-    write(target, store(layout, host), make)
-    return target
+def assign(make: Make, target: Any, index: Any, value: Any) -> None:
+    """``target[index] = value`` on a copy of the whole value."""
+    check_writable(target)
+    insist_whole(target, "x[...] = value")
+    host = target.to_host()
+    note_gather(torch.ops.aten.index_put_.default, host.nbytes)
+    host[index] = value
+    handle = send_again(target._alive()[0], host, "what x[...] = value writes")
+    write(target, handle, make)
 
 
 def _copy(operand: Any) -> torch.Tensor:
@@ -118,7 +134,8 @@ def _write_back(
                 "out-of-place operation."
             )
     for target in targets:
-        write(target, store(target._layout, gathered[id(target)]), make)
+        handle = send_again(target._layout, gathered[id(target)], f"what {func} writes")
+        write(target, handle, make)
 
 
 def _view_of(make: Make, parent: Any, func: Any, args: Sequence[Any], result: Any) -> Any:

@@ -29,7 +29,8 @@ from torchpmap._runtime.base import Handle, Runtime, Team
 from torchpmap._runtime.defining import define
 from torchpmap._sharded.arguments import Unsupported, facts_of
 from torchpmap._sharded.graphs import Blueprint, blueprint
-from torchpmap._sharded.transfer import store_on
+from torchpmap._sharded.transfer import check_equal_everywhere, places_here, store_on
+from torchpmap._trace.pickling import number_of
 
 _MAX_OPERATIONS = 1024
 _MAX_NUMBERS = 1024
@@ -52,6 +53,8 @@ class Operation:
     blueprint: Blueprint
     keeps_order: bool
     """Whether it has one result, whose dims have the same order in memory as the operands'."""
+    spans: bool
+    """Whether several processes, each of which makes the call, hold the results."""
 
     def __del__(self) -> None:
         self.team.runtime.forget(self.id)
@@ -65,6 +68,8 @@ class _Known:
         self.operations: dict[Hashable, Operation | None] = {}
         """None: known to need a gather.  Least recently used first."""
         self.numbers: dict[Hashable, Handle] = {}
+        self.seen: dict[Hashable, int] = {}
+        """Numbers that all processes have given to operations -> digest."""
         self.reduced: dict[Hashable, Layout] = {}
         """(ranks, shape) -> layout of the last value of that shape whose sum may be differentiated.
         The gradient, an expanded value, gets the same layout.
@@ -210,11 +215,14 @@ def _prepare(
     if made.checks_numbers:
         made.check_numbers(scan.operands)
     team = known.runtime.team(made.definition.ranks)
-    definition = replace(made.definition, plan_id=next(_ids), ambient=ambient())
     shapes = ", ".join(kind_of(layout.shape, layout.dtype) for layout in made.inputs if layout)
+    definition = replace(
+        made.definition, plan_id=next(_ids), ambient=ambient(), arguments=f"ShardedTensors {shapes}"
+    )
     define(team, definition, made.groups, f"{func} of ShardedTensors {shapes}")
     keeps_order = len(made.outputs) == 1 and facts_of(func).keeps_order
-    return Operation(definition.plan_id, team, made, keeps_order)
+    spans = len(places_here(made.outputs[0])) < len(team.ranks) if made.outputs else False
+    return Operation(definition.plan_id, team, made, keeps_order, spans)
 
 
 def start(operation: Operation, kind: Any, operands: Sequence[Any]) -> list[tuple[Layout, Handle]]:
@@ -224,6 +232,8 @@ def start(operation: Operation, kind: Any, operands: Sequence[Any]) -> list[tupl
     known = _known_of(runtime)
     if made.checks_numbers:
         made.check_numbers(operands)
+    if operation.spans:
+        _compare(known, operation, kind, operands)
     held: list[Handle] = []
     for operand, layout in zip(operands, made.inputs, strict=True):
         if type(operand) is kind:
@@ -237,6 +247,34 @@ def start(operation: Operation, kind: Any, operands: Sequence[Any]) -> list[tupl
         _keep(known.reduced, (layout.ranks, layout.shape), layout, _MAX_REDUCED)
     outputs = runtime.execute(team, operation.id, held, len(made.outputs))
     return list(zip(made.outputs, outputs, strict=True))
+
+
+def _compare(known: _Known, operation: Operation, kind: Any, operands: Sequence[Any]) -> None:
+    """Raise, in all processes, unless all give an operation the same numbers and host tensors: else
+    their copies of the results would differ from then on.
+
+    Numbers that all have given before are compared later, when the processes next exchange
+    something (see ``History``).
+    """
+    made, ranks = operation.blueprint, operation.team.ranks
+    unseen: dict[str, Any] = {}
+    numbers = []
+    for operand, layout in zip(operands, made.inputs, strict=True):
+        if type(operand) is kind:
+            continue
+        if layout is None:
+            key = ranks, type(operand), repr(operand)
+            number = known.seen.get(key)
+            if number is None:
+                number = number_of(repr(key[1:]).encode())
+                unseen[f"{made.func}: the number that it is given"] = operand
+            _keep(known.seen, key, number, _MAX_NUMBERS)
+            numbers.append((operand, number))
+        else:
+            unseen[f"{made.func}: the host tensor {len(unseen)} that it is given"] = operand
+    if unseen:
+        check_equal_everywhere(unseen, ranks)
+    operation.team.runtime.note(operation.team, operation.id, numbers)
 
 
 def _preferred(known: _Known, func: Any, args: Sequence[Any], scan: _Scan) -> Layout | None:

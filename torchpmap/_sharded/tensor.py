@@ -32,21 +32,19 @@ from torchpmap._base.torch_internals import (
     num_modes,
     untraced,
 )
-from torchpmap._base.traced_constants import become_constants
 from torchpmap._layout.layout import Layout, Shard
 from torchpmap._layout.mesh import NamedSharding
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import runtime
 from torchpmap._sharded.arguments import facts_of, occurrences, written_by
-from torchpmap._sharded.gather_report import note_gather
-from torchpmap._sharded.host import ToHost, is_recorded, run_on_host
+from torchpmap._sharded.host import ToHost, assign, insist_whole, is_recorded, run_on_host
 from torchpmap._sharded.indexing import (
     INDEXING,
     plain_index,
     takes_part_of_a_cut,
     without_masks,
 )
-from torchpmap._sharded.memory import CPU, STRIDED, Remote, no_sequence
+from torchpmap._sharded.memory import CPU, STRIDED, Remote
 from torchpmap._sharded.operations import Operation, operation_for, start
 from torchpmap._sharded.shown import html_of, text_of
 from torchpmap._sharded.strides import (
@@ -64,8 +62,8 @@ from torchpmap._sharded.transfer import (
     fetch_blocks,
     fetch_row,
     gather,
+    is_whole_here,
     places_here,
-    store,
 )
 from torchpmap._sharded.views import (
     check_writable,
@@ -85,7 +83,6 @@ _ABOUT_MEMORY = frozenset({*_SHARING, *QUESTIONS, *RESHAPING, _aten.as_strided.d
 _ANY_FORMAT = (None, torch.contiguous_format, torch.preserve_format)
 
 
-@no_sequence
 @untraced
 @bounded
 class ShardedTensor(Remote):
@@ -281,12 +278,27 @@ class ShardedTensor(Remote):
             return super().to(*args, **kwargs)  # needs no values
         return self.cpu().to(*args, **kwargs)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError(
+                "a ShardedTensor lives on the devices: an array of it is always a copy"
+            )
+        array = self.detach().numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, *, stream: Any = None, **kwargs: Any) -> Any:
+        return self.to_host().__dlpack__(stream=stream, **kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return torch.empty(0).__dlpack_device__()
+
     def __getitem__(self, index: Any) -> torch.Tensor:
         layout, handle = self._alive()
         traced = num_modes()  # a mode sees only operations
         is_plain = not self.requires_grad and forward_state[LEVEL] < 0
         # of a replicated value, a row is a view on the devices: modules write to those of buffers
-        if type(index) is int and is_plain and cuts_rows(layout) and not traced:
+        is_direct = type(index) is int and is_plain and not traced
+        if is_direct and cuts_rows(layout) and is_whole_here(layout):
             size = layout.shape[0]
             if not -size <= index < size:
                 raise IndexError(f"index {index} is out of bounds for dimension 0 with size {size}")
@@ -301,18 +313,13 @@ class ShardedTensor(Remote):
         ):
             super().__setitem__(index, value)
             return
-        check_writable(self)
-        host = self.to_host()
-        note_gather(_aten.index_put_.default, host.nbytes)
-        host[index] = value
-        write(self, store(layout, host), make_sharded)
+        assign(make_sharded, self, index, value)
         if not self.is_inference():
             torch.autograd.graph.increment_version(self)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        if self.dim() == 0:
-            raise TypeError("iteration over a 0-d tensor")
         is_view = is_recorded(self) or self._alive()[0].is_replicated
+        insist_whole(self, "iterating")
         return iter((self if is_view else self.to_host()).unbind(0))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -361,8 +368,6 @@ class ShardedTensor(Remote):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if num_modes() and become_constants(occurrences(cls, args, kwargs)):
-            return func(*args, **kwargs)
         if func in _ABOUT_MEMORY:
             if func in _SHARING and kwargs.get("memory_format") in _ANY_FORMAT:
                 return _shared(func, args[0], kwargs.get("memory_format"))

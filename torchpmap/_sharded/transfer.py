@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchpmap._base.arrays import for_torch
+from torchpmap._base.data import packed, unpacked
 from torchpmap._base.errors import check_array, kind_of
+from torchpmap._base.fingerprint import digest, shown
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.current import devices, process_index, runtime
-from torchpmap._runtime.wire import bytes_of
 from torchpmap._sharded.redistribute import redistributed
+
+EQUAL = (
+    "Make them equal (torchpmap.multihost.broadcast), or give each process its own rows, as mapped "
+    "arguments."
+)
+"""What to do about different values."""
 
 
 def team_of(layout: Layout) -> Team:
@@ -100,26 +105,48 @@ def _first_here(layout: Layout) -> int:
     return next(iter(places_here(layout)), 0)
 
 
-def check_equal_everywhere(values: Mapping[str, torch.Tensor]) -> None:
-    """Raise ``ValueError`` in all processes unless all give the same values, by path."""
-    ranks = [device.id for device in devices()]
-    digests = [_digest(value) for value in values.values()]
-    all_digests = runtime().exchange(ranks, b"".join(digests), f"comparing {', '.join(values)}")
-    for place, path in enumerate(values):
-        theirs = [them[16 * place : 16 * place + 16] for them in all_digests]
-        different = [rank for rank, one in zip(ranks, theirs, strict=True) if one != theirs[0]]
-        if different:
+def check_equal_everywhere(
+    values: Mapping[str, Any], ranks: Sequence[int] | None = None, remedy: str = EQUAL
+) -> None:
+    """Raise ``ValueError`` in all processes (of ``ranks``) unless all give the same values: tensors
+    or numbers, by path.
+    """
+    found = [digest(value) for value in values.values()]
+    _compare(
+        values, found, ranks, "another value", remedy, lambda: list(map(shown, values.values()))
+    )
+
+
+def check_kinds_everywhere(kinds: Mapping[str, str], remedy: str) -> None:
+    """As ``check_equal_everywhere``, for shapes and dtypes."""
+    found = [digest(kind) for kind in kinds.values()]
+    _compare(kinds, found, None, "another shape or dtype", remedy, lambda: list(kinds.values()))
+
+
+def _compare(
+    paths: Iterable[str],
+    digests: Sequence[bytes],
+    ranks: Sequence[int] | None,
+    difference: str,
+    remedy: str,
+    texts: Callable[[], list[str]],
+) -> None:
+    ranks = [device.id for device in devices()] if ranks is None else sorted(ranks)
+    what, running = f"comparing {', '.join(paths)}", runtime()
+    together = digests[0] if len(digests) == 1 else digest(b"".join(digests))
+    if running.agree(ranks, together, what):
+        return
+    sent = [[one, text] for one, text in zip(digests, texts(), strict=True)]
+    given = [unpacked(data) for data in running.exchange(ranks, packed(sent), what)]
+    for path, theirs in zip(paths, zip(*given, strict=True), strict=True):
+        first = theirs[0]
+        other = next((k for k, each in enumerate(theirs) if each[0] != first[0]), None)
+        if other is not None:
             raise ValueError(
-                f"{path} must be the same in all processes, but rank {different[0]} has another "
-                f"value than rank {ranks[0]}. Make them equal (torchpmap.multihost.broadcast), or "
-                "give each process its own rows, as mapped arguments."
+                f"{path} must be the same in all processes, but rank {ranks[other]} has "
+                f"{difference} than rank {ranks[0]}: {theirs[other][1]}, and not {first[1]}. "
+                f"{remedy}"
             )
-
-
-def _digest(value: torch.Tensor) -> bytes:
-    value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    kind = f"{value.dtype}{tuple(value.shape)}".encode()
-    return hashlib.blake2b(bytes_of(value), digest_size=16, key=kind[:64]).digest()
 
 
 def fetch_blocks(layout: Layout, handle: Handle, places: Sequence[int]) -> list[torch.Tensor]:
@@ -161,12 +188,12 @@ def host_tensor(value: Any) -> torch.Tensor:
     """
     if isinstance(value, torch.Tensor):
         return value.detach().cpu() if value.device.type != "cpu" else value.detach()
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, np.ndarray):
         check_array(value, "an array that is to be put on a device")
-        array = for_torch(value)
-        if not array.flags.writeable:  # torch warns about read-only memory
-            array = array.copy()
-        return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+        if not value.flags.writeable or not value.dtype.isnative:
+            # torch warns about read-only memory
+            value = np.array(value, dtype=value.dtype.newbyteorder("="))
+        return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
     if hasattr(value, "__dlpack__"):
         return host_tensor(torch.from_dlpack(value))
     return torch.as_tensor(value, device="cpu")

@@ -24,6 +24,7 @@ import torch
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import check_array
+from torchpmap._base.fingerprint import as_bytes, fingerprint
 from torchpmap._base.pytree import Tree, flatten
 from torchpmap._collectives.backend import c10d
 from torchpmap._layout import axis_stack
@@ -33,9 +34,7 @@ from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap.multihost._values import (
     Parcel,
     Share,
-    as_bytes,
     filled,
-    fingerprint,
     opened,
     padded,
 )
@@ -175,7 +174,8 @@ def assert_equal(tree: Any, message: str = "") -> None:
     """Raise, in every process, unless all processes have an equal ``tree``.
 
     Tensors and arrays are equal if shape, dtype and every bit are (so NaN equals itself, and 0.0 is
-    not -0.0); other values are equal if they pickle to the same bytes.  Only digests are sent.
+    not -0.0), numbers if their type and every bit are; in dicts and sets the order does not count;
+    objects are equal if their attributes are.  Only digests are sent.
 
     Args:
         tree: any pytree.  ShardedTensors are compared by their value on the host.  One with
@@ -184,6 +184,7 @@ def assert_equal(tree: Any, message: str = "") -> None:
 
     Raises:
         AssertionError: with the path of the first leaf that differs, and which process has what.
+        TypeError: a leaf cannot be compared, such as a lambda.
         CollectiveMismatch: a process is elsewhere in its script.
 
     Example:
@@ -195,15 +196,16 @@ def assert_equal(tree: Any, message: str = "") -> None:
     what = "torchpmap.multihost.assert_equal"
     _refuse_inside(what)
     leaves, structure = flatten(tree)
-    lines = [
+    lines = sorted(  # the order of dicts does not count
         f"{path} = {fingerprint(leaf)}"
         for path, leaf in zip(structure.paths("tree"), leaves, strict=True)
-    ]
+    )
     if process_count() == 1:
         return
-    texts = _together(lambda store: store.differing(_everyone(), "\n".join(lines), what))
-    if texts is None:
+    found = _together(lambda store: store.differing(_everyone(), "\n".join(lines), what))
+    if found is None:
         return
+    texts, _ = found
     rows = zip_longest(*(each.splitlines() for each in texts), fillvalue="(nothing)")
     differing = next(row for row in rows if len(set(row)) > 1)
     raise AssertionError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 
 from torchpmap._base.data import DTYPES, packed, unpacked
 from torchpmap._base.errors import check_array, dtype_name, kind_of
+from torchpmap._base.fingerprint import as_bytes
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.current import process_index
 from torchpmap._sharded.tensor import ShardedTensor
@@ -20,31 +19,7 @@ from torchpmap._sharded.transfer import host_tensor
 
 _DATA = (torch.Tensor, np.ndarray)
 _NUMBERS = (bool, int, float, complex, np.generic)
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _GIVEN, _REFUSED = b"+", b"-"
-_SHOWN = 6
-"""How many elements of a tensor a message shows."""
-
-
-def fingerprint(leaf: Any) -> str:
-    """Text that is the same only for equal leaves; it shows the first values."""
-    if not isinstance(leaf, _DATA):
-        shown = repr(leaf) if isinstance(leaf, _PLAIN) else f"an object {type(leaf).__name__}"
-        exact = pickle.dumps(leaf)
-    else:
-        value = _host(leaf)
-        first = value.reshape(-1)[:_SHOWN].tolist()
-        more = ", ..." if value.numel() > _SHOWN else ""
-        shown = f"{kind_of(value.shape, value.dtype)} [{', '.join(map(str, first))}{more}]"
-        exact = as_bytes(value).numpy().tobytes()
-    return f"{shown} (digest {hashlib.blake2b(exact, digest_size=8).hexdigest()})"
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The data of a tensor of any dtype, as one row of bytes (Gloo knows few dtypes)."""
-    dense = tensor.resolve_conj().resolve_neg().contiguous()
-    # the new last dim has stride 1, as view() needs; the dim of a single element may have any
-    return dense.reshape(-1).unsqueeze(-1).view(torch.uint8).view(-1)
 
 
 def _host(leaf: Any) -> torch.Tensor:
