@@ -6,46 +6,113 @@ Shapes and dtypes are those of torch outside; distributions are checked by their
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import e, pi
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import distributions
+from torch.nn import init
 
 import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
 
 EAGER = {"backend": "eager"}
+WEIGHTS = torch.tensor([0.1, 0.0, 0.7, 0.2])  # of mean 2 and variance 0.6
 X = torch.tensor([[0.2, 0.4, 0.6], [0.1, 0.3, 0.5], [0.7, 0.8, 0.9], [0.15, 0.25, 0.35]])
 
-DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+Draw = Callable[[torch.Tensor], torch.Tensor]
+
+SAMPLERS: dict[str, Draw] = {
     "rand": lambda x: torch.rand(5),
     "rand of a shape": lambda x: torch.rand((2, 3), dtype=torch.float64),
+    "rand complex": lambda x: torch.rand(4, dtype=torch.complex64),
     "randn": lambda x: torch.randn(5, 2),
     "randn complex": lambda x: torch.randn(5, dtype=torch.complex64),
     "rand_like": torch.rand_like,
     "randn_like": lambda x: torch.randn_like(x, dtype=torch.bfloat16),
     "randint": lambda x: torch.randint(10, (50,)),
     "randint from": lambda x: torch.randint(-5, 5, size=(50,), dtype=torch.int32),
-    "randint_like": lambda x: torch.randint_like(x, 3, 90),
+    "randint_like": lambda x: torch.randint_like(x, 3, 900),
     "randperm": lambda x: torch.randperm(20),
     "normal": lambda x: torch.normal(x, 2.0),
+    "normal of deviations": lambda x: torch.normal(1.0, x),
+    "normal of both": lambda x: torch.normal(x, x),
     "normal of a shape": lambda x: torch.normal(1.0, 2.0, (3, 2)),
-    "bernoulli": torch.bernoulli,
+    "bernoulli": lambda x: torch.bernoulli(x.repeat(20)),
+    "bernoulli with p": lambda x: torch.bernoulli(x.repeat(20), 0.3),
     "method bernoulli": lambda x: x.repeat(10).bernoulli(0.5),
+    "multinomial": lambda x: torch.multinomial(x.repeat(9), 20),
+    "method multinomial": lambda x: x.expand(5, 3).multinomial(9, replacement=True),
+    "poisson": lambda x: torch.poisson(100 * x.repeat(3)),
+    "operation": lambda x: torch.ops.aten.rand.default([3]),
+}
+IN_PLACE: dict[str, Draw] = {
     "uniform_": lambda x: x.clone().uniform_(2, 3),
     "uniform_ named": lambda x: x.clone().uniform_(to=4),
-    "normal_": lambda x: x.clone().normal_(mean=1.0),
-    "bernoulli_": lambda x: x.repeat(10).bernoulli_(0.5),
-    "exponential_": lambda x: x.clone().exponential_(2.0),
+    "normal_": lambda x: torch.empty(3).normal_(mean=1.0),
+    "log_normal_": lambda x: torch.empty(3).log_normal_(),
+    "bernoulli_": lambda x: torch.empty(40).bernoulli_(0.5),
+    "bernoulli_ of tensors": lambda x: torch.empty(60).bernoulli_(x.repeat(20)),
+    "exponential_": lambda x: x.new(3).exponential_(2.0),
+    "cauchy_": lambda x: torch.empty(3).cauchy_(1.0, 2.0),
+    "geometric_": lambda x: torch.empty(30, dtype=torch.int64).geometric_(0.1),
     "random_": lambda x: torch.empty_like(x, dtype=torch.int64).random_(100),
+    "random_ named": lambda x: x.new_empty(3).random_(**{"from": 3, "to": 1000}),
+    "a part": lambda x: (out := torch.empty(2, 3), out[0].normal_(), out[1].uniform_())[0],
+}
+DROPOUTS: dict[str, Draw] = {
     "dropout": lambda x: F.dropout(x.repeat(10), 0.5),
+    "in place": lambda x: F.dropout(x.repeat(10), 0.5, inplace=True),
     "torch.dropout": lambda x: torch.dropout(x.repeat(10), 0.5, True),
+    "native_dropout": lambda x: torch.native_dropout(x.repeat(10), 0.5, True)[0],
     "module": lambda x: torch.nn.Dropout(0.5)(x.repeat(10)),
     "dropout1d": lambda x: F.dropout1d(x.repeat(20, 1), 0.5),
     "dropout2d": lambda x: F.dropout2d(x.repeat(1, 20, 1, 1), 0.5),
-    "init": lambda x: torch.nn.init.xavier_uniform_(torch.empty(3, 4)),
+    "dropout3d": lambda x: F.dropout3d(x.repeat(1, 20, 1, 1, 1), 0.5),
+    "alpha_dropout": lambda x: F.alpha_dropout(x.repeat(10), 0.5, training=True),
+    "feature_alpha_dropout": lambda x: torch.nn.FeatureAlphaDropout(0.5)(x.repeat(1, 20, 1)),
+    "rrelu": lambda x: F.rrelu(-x, training=True),
+    "rrelu in place": lambda x: torch.nn.RReLU(inplace=True)(-x),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=0),
+    "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(
+        torch.arange(3600.0).reshape(1, 60, 60).repeat(9, 1, 1) + x.sum(), 2, output_size=9
+    ),
+    "svd_lowrank": lambda x: torch.svd_lowrank(torch.eye(5, 4) + x[0], 2)[1],
+}
+INITS: dict[str, Draw] = {
+    "uniform_": lambda x: init.uniform_(torch.empty(3, 4)),
+    "normal_": lambda x: init.normal_(torch.empty(3, 4)),
+    "trunc_normal_": lambda x: init.trunc_normal_(torch.empty(3, 4)),
+    "trunc_normal_ of a tail": lambda x: init.trunc_normal_(torch.empty(3, 4), a=1.5, b=9.0),
+    "xavier_uniform_": lambda x: init.xavier_uniform_(torch.empty(3, 4)),
+    "xavier_normal_": lambda x: init.xavier_normal_(torch.empty(3, 4)),
+    "kaiming_uniform_": lambda x: init.kaiming_uniform_(torch.empty(3, 4)),
+    "kaiming_normal_": lambda x: init.kaiming_normal_(torch.empty(3, 4)),
+    "orthogonal_": lambda x: init.orthogonal_(torch.empty(3, 4)),
+    "sparse_": lambda x: init.sparse_(torch.empty(9, 4), 0.3),
+    "beside constants": lambda x: (
+        init.eye_(torch.empty(2, 2)) + init.ones_(x.new_empty(2, 2)) * x[0]
+    ),
+}
+UNCHECKED = {"validate_args": False}  # a check reads values
+DISTRIBUTIONS: dict[str, Draw] = {
+    "Normal": lambda x: distributions.Normal(x, x, **UNCHECKED).rsample(),
+    "Exponential": lambda x: distributions.Exponential(x, **UNCHECKED).rsample((2,)),
+    "Laplace": lambda x: distributions.Laplace(x, x, **UNCHECKED).sample((2,)),
+    "Categorical": lambda x: distributions.Categorical(x, **UNCHECKED).sample((40,)),
+    "Poisson": lambda x: distributions.Poisson(100 * x, **UNCHECKED).sample(),
+    "Geometric": lambda x: distributions.Geometric(x / 9, **UNCHECKED).sample((20,)),
+    "Gamma": lambda x: distributions.Gamma(x, x, **UNCHECKED).sample((2,)),
+}
+GROUPS = {
+    "samplers": SAMPLERS,
+    "in place": IN_PLACE,
+    "dropouts": DROPOUTS,
+    "inits": INITS,
+    "distributions": DISTRIBUTIONS,
 }
 
 
@@ -54,20 +121,36 @@ def drawn(draw: Any, mode: Any = EAGER, rows: Any = X, **options: Any) -> torch.
     return tp.pmap(draw, compile=mode, **options)(rows).cpu()
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_every_row_draws_its_own_numbers(name: str) -> None:
-    expected = torch.stack([DRAWS[name](row) for row in X])
-    results = []
-    for mode in (EAGER, False):
-        f = tp.pmap(DRAWS[name], compile=mode)
-        for _ in range(2):  # traced once, as a trace is hundreds of operations
-            torch.manual_seed(0)
-            results.append(f(X).cpu())
-    got = results[0]
-    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
-    numbers = [row.tolist() for row in got] if name != "bernoulli" else []  # of 3 numbers
-    assert all(a != b for k, a in enumerate(numbers) for b in numbers[:k])
-    assert all(torch.equal(other, got) for other in results[1:])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, of pools in vmap
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_row_draws_its_own_numbers(group: str) -> None:
+    draws = GROUPS[group]
+    expected = {name: torch.stack([draw(row) for row in X]) for name, draw in draws.items()}
+
+    def all_of_them(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: draw(x) for name, draw in draws.items()}
+
+    def run(rows: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        found = tp.pmap(all_of_them, **options)(rows)
+        return {name: value.cpu() for name, value in found.items()}
+
+    rows = torch.cat([X, X.flip(0)])  # two on every device
+    shared = run(rows, compile=EAGER)
+    others = {"alone": run(X, compile=EAGER), "uncompiled, alone": run(X, compile=False)}
+    others["uncompiled"] = run(rows, compile=False)
+    with tp.debug.fake_pmap(serial=True):
+        others["serial"] = run(rows)
+    for name, found in shared.items():
+        assert (found[:4].shape, found.dtype) == (expected[name].shape, expected[name].dtype), name
+        numbers = [row.tolist() for row in found]
+        if name != "beside constants":
+            assert all(a != b for k, a in enumerate(numbers) for b in numbers[:k]), name
+        for mode, other in others.items():
+            where = f"{name}, {mode}".format
+            torch.testing.assert_close(
+                other[name], found[: len(other[name])], msg=lambda text, of=where: f"{of()}: {text}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -81,6 +164,23 @@ def test_every_row_draws_its_own_numbers(name: str) -> None:
         (lambda x: torch.randint(0, 11, (20_000,)), 5.0, 10**0.5),
         (lambda x: torch.bernoulli(torch.full((20_000,), 0.3)), 0.3, 0.21**0.5),
         (lambda x: F.dropout(torch.ones(20_000), 0.2), 1.0, 0.5),
+        (lambda x: F.alpha_dropout(torch.randn(20_000), 0.3, True), 0.0, 1.0),
+        (lambda x: F.rrelu(-torch.ones(20_000), 0.1, 0.5, True), -0.3, 0.4 * 12**-0.5),
+        (lambda x: torch.poisson(torch.full((20_000,), 3.0)), 3.0, 3**0.5),
+        (lambda x: torch.poisson(torch.full((20_000,), 1e6, dtype=torch.float64)), 1e6, 1e3),
+        (lambda x: torch.empty(20_000).geometric_(0.25), 4.0, 12**0.5),
+        (
+            lambda x: torch.empty(20_000).log_normal_(0.0, 0.5),
+            e**0.125,
+            ((e**0.25 - 1) * e**0.25) ** 0.5,
+        ),
+        (lambda x: torch.empty(20_000).cauchy_().atan(), 0.0, pi * 12**-0.5),
+        (lambda x: torch.multinomial(WEIGHTS, 20_000, True), 2.0, 0.6**0.5),
+        (lambda x: torch.multinomial(WEIGHTS.expand(20_000, 4), 1)[:, 0], 2.0, 0.6**0.5),
+        (lambda x: torch.multinomial(WEIGHTS.expand(20_000, 4), 2)[:, 0], 2.0, 0.6**0.5),
+        (lambda x: init.trunc_normal_(torch.empty(20_000)), 0.0, 0.8796),
+        (lambda x: torch._standard_gamma(torch.full((20_000,), 0.5)), 0.5, 0.5**0.5),
+        (lambda x: torch._standard_gamma(torch.full((20_000,), 9.0)), 9.0, 3.0),
     ],
 )
 def test_distributions(draw: Any, mean: float, deviation: float) -> None:
@@ -143,8 +243,53 @@ def test_refused(mode: Any) -> None:
         drawn(lambda x: torch.randn(3), mode, randomness="error")
     with pytest.raises(ValueError, match="randn got a generator inside a mapped function"):
         drawn(lambda x: torch.randn(3, generator=torch.Generator()), mode)
-    with pytest.raises(NotImplementedError, match=r"no streams per device\. Use torch\.rand"):
-        drawn(lambda x: torch.multinomial(x, 2), mode)
+    with pytest.raises(
+        NotImplementedError, match=r"torch\.binomial.*: binomial draws random numbers"
+    ):
+        drawn(lambda x: torch.binomial(torch.full((3,), 5.0), x), mode)
+    with pytest.raises(NotImplementedError, match=r"aten\.uniform.*uniform\.default draws random"):
+        drawn(lambda x: torch.ops.aten.uniform.default(x), mode)
+    with pytest.raises(RuntimeError, match=r"zeros.*uniform_ draws other numbers for every row"):
+        drawn(lambda x: torch.zeros(3).uniform_(), mode, torch.cat([X, X]))
+    same = drawn(lambda x: torch.zeros(3).uniform_(), mode, torch.cat([X, X]), randomness="same")
+    assert torch.equal(same, same[:1].expand(8, 3))
+
+
+class DrawsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+        return cotangent * torch.rand(3)  # torch runs this outside of all modes
+
+
+def test_a_draw_that_no_mode_sees_is_refused_with_its_line() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        DrawsBackward.apply(x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    with pytest.raises(
+        NotImplementedError, match=r"cotangent \* torch\.rand.*aten\.rand\.default draws"
+    ):
+        drawn(f)
+    with pytest.raises(NotImplementedError, match="one of the operations in the function draws"):
+        drawn(f, False)
+
+
+def test_rows_own_the_memory_that_they_write_to(mode: Any) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(2, 3)
+        out[0] = x
+        torch.mul(x, 2, out=out[1])
+        return out + torch.eye(2, 3, out=torch.empty(2, 3))
+
+    rows = torch.cat([X, X])
+    expected = torch.stack([rows, 2 * rows], 1) + torch.eye(2, 3)
+    torch.testing.assert_close(tp.pmap(f, compile=mode)(rows).cpu(), expected)
 
 
 def test_inner_vmaps_say_whether_rows_differ(mode: Any) -> None:
@@ -185,33 +330,3 @@ def test_vmap_from_outside_says_whether_rows_differ(mode: Any) -> None:
     assert torch.equal(same, same[:1].expand(3, 4))
     with pytest.raises(RuntimeError, match="randomness error mode"):
         torch.func.vmap(f)(batch)
-
-
-def test_attention_without_dropout_draws_nothing_and_differentiates():
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 1, 2, 8, 4).double()  # [device, batch, head, position, feature]
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return (attend(q, k, v) ** 2).sum()
-
-    scores = (q @ k.mT / 2).masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf)
-    plain = scores.softmax(-1) @ v
-    torch.testing.assert_close(tp.pmap(attend, compile=EAGER)(q, k, v).cpu(), plain)
-    grads = tp.pmap(tp.grad(loss, argnums=(0, 2)), compile=EAGER)(q, k, v)
-
-    q, v = q.requires_grad_(), v.requires_grad_()
-    scores = (q @ k.mT / 2).masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf)
-    ((scores.softmax(-1) @ v) ** 2).sum().backward()
-    torch.testing.assert_close(grads[0].cpu(), q.grad)
-    torch.testing.assert_close(grads[1].cpu(), v.grad)
-
-
-def test_dropout_inside_attention_is_refused():
-    def attend(x: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
-
-    with pytest.raises(NotImplementedError, match=r"no streams per device\. Use torch\.rand"):
-        tp.pmap(attend, compile=EAGER)(torch.randn(4, 1, 2, 8, 4))

@@ -32,7 +32,7 @@ from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._trace.compile import EAGER, Backend, Definition, Kind
 from torchpmap._trace.custom_ops import Implementations
 from torchpmap._trace.escaped import EscapeWatch
-from torchpmap._trace.program import Outcome, no_stream
+from torchpmap._trace.program import Outcome
 from torchpmap._trace.replication import Demand
 from torchpmap._trace.toolchain import missing_compiler
 from torchpmap._trace.trace import Traced, TracedInput, Untraceable, trace
@@ -248,8 +248,6 @@ def _trace(
         requires_grad = any(outcome.requires_grad for outcome in outcomes)
     finally:
         watch.end()
-    if traced.random is not None:
-        raise NotImplementedError(no_stream(target.prefix, f"with {traced.random}"))
     (outcome,) = outcomes
     if log.is_heard():
         lowering = time.monotonic() - begin - traced.seconds

@@ -39,6 +39,7 @@ from torchpmap._trace.custom_ops import expand, is_hidden
 from torchpmap._trace.kinds import absence, oddity
 from torchpmap._trace.repetition import Executions
 from torchpmap._trace.traced_views import TracedViews
+from torchpmap.random._streams import refuse_draw
 
 _aten = torch.ops.aten
 
@@ -190,6 +191,8 @@ class Capture(TorchDispatchMode):
         changed = self._settings.broken_by()
         if changed is not None:
             raise SettingChanged(changed)
+        if isinstance(func, OpOverload):
+            refuse_draw(func, args, kwargs)
         if func is _aten._local_scalar_dense.default:
             if is_real(args[0]):
                 self.pinned.append(args[0])

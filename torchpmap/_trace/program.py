@@ -344,14 +344,6 @@ class _FirstRow(torch.autograd.Function):
             return tangent[0].clone()
 
 
-def no_stream(prefix: str, drawn: str) -> str:
-    return (
-        f"{prefix}: the function draws random numbers {drawn}, for which there are no streams per "
-        "device. Use torch.rand, randn, randint, randperm, normal, bernoulli, their *_like and "
-        "in-place forms, dropout, or torchpmap.random."
-    )
-
-
 def unequal_results(
     prefix: str, whose: str, first: tuple[object, str], other: tuple[object, str]
 ) -> str:

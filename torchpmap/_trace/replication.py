@@ -124,8 +124,7 @@ def varying_nodes(
             differs = parts[node.args[0]][node.args[1]]
         else:
             differs = (
-                is_random(node)
-                or base in written
+                base in written
                 or (node.target in _DISTRIBUTING and node.args[-1] in along.distributing)
                 or any(x in varying or bases[x] in written for x in node.all_input_nodes)
             )
@@ -169,22 +168,6 @@ def index_values(graph: Graph, index: Node, count: int) -> dict[Node, Sequence[i
         if rule and not node.kwargs and all(s in values for s in node.all_input_nodes):
             values[node] = rule(*torch.fx.node.map_arg(node.args, values.__getitem__))
     return {node: value.tolist() for node, value in values.items()}
-
-
-def is_random(node: Node) -> bool:
-    """Whether the node draws from a random generator."""
-    if any(is_random(other) for graph in inner_graphs(node) for other in graph.nodes):
-        return True
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name in ("dropout_p", "dropout"):  # attention and RNNs draw only for this
-            given = node.args[position:] or [node.kwargs.get(argument.name, argument.default_value)]
-            return bool(given[0] != 0)
-    return True
 
 
 class Replication:

@@ -74,7 +74,7 @@ from torchpmap._trace.passes import (
 )
 from torchpmap._trace.remat import Record, rematerialize, without_writes, writes
 from torchpmap._trace.repetition import Repeated, repeated
-from torchpmap._trace.replication import Demand, Replication, is_random
+from torchpmap._trace.replication import Demand, Replication
 from torchpmap._trace.toolchain import import_dynamo
 from torchpmap._trace.unread import drop_unread
 from torchpmap.random._threefry import whole
@@ -144,8 +144,6 @@ class Traced:
     """Process groups the collectives name besides the axis' own: group name -> partition of axis
     indices.
     """
-    random: str | None
-    """An operation that draws from a torch generator, which devices do not share; or None."""
     inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     """Shape and dtype of the placeholders behind the index."""
     halves: Halves | None
@@ -279,7 +277,6 @@ def trace(
         shapes=tuple(tuple(output.shape) for output in outputs),
         dtypes=tuple(output.dtype for output in outputs),
         groups={name: groups[name] for name in names_in(graph) if name in groups},
-        random=next((str(node.target) for node in graph.graph.nodes if is_random(node)), None),
         inputs=input_kinds(graph)[uses_index:],
         halves=halves,
         writes_inputs=writes_inputs,

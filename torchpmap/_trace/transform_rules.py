@@ -14,14 +14,16 @@ and each row selects its own, as in JAX.
 ``one_hot`` asks for the largest value under transforms.
 
 *Recurrent layers under* ``vmap``: torch has no batching rules for them.  They are decomposed, as
-torch does it elsewhere.
+torch does it elsewhere.  With dropout their layers are called one by one, because torch's layers
+would draw from its generator.
 
 Delete each rule when torch has it right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -74,14 +76,14 @@ class TransformRules(TorchFunctionMode):
             return indexing()
         if func is torch.nn.functional.one_hot:
             return _one_hot(*args, **kwargs)
+        decomposed = _recurrent(func, args)
+        if decomposed is not None:
+            with self:
+                return decomposed(*args, **kwargs)
         if not has_transforms():
             return func(*args, **kwargs)
         if func is torch.ops.higher_order.cond:
             return _cond(*args, **kwargs)
-        decomposed = _recurrent(func)
-        if decomposed is not None and any(map(_is_batched, _tensors(args))):
-            with self:
-                return decomposed(*args, **kwargs)
         definition = _definition(func)
         if definition is None or not _is_users(definition) or not _is_differentiated():
             return func(*args, **kwargs)
@@ -125,22 +127,48 @@ def _is_batched(tensor: torch.Tensor) -> bool:
 # -- recurrent layers ------------------------------------------------------------------------------
 
 
-def _recurrent(func: Any) -> Callable[..., Any] | None:
-    """The function to call instead of a layer that torch cannot vmap; None for any other."""
+def _recurrent(func: Any, args: Any) -> Callable[..., Any] | None:
+    """The function to call instead of a layer that torch cannot vmap, or that would draw from
+    torch's generator; None for any other.
+    """
     name = getattr(func, "__name__", "")
     if name not in _RECURRENT or func is not getattr(VF, name):
         return None
+    is_batched = has_transforms() and any(map(_is_batched, _tensors(args)))
     if name == "lstm_cell":
-        return _lstm_cell
+        return _lstm_cell if is_batched else None
+    # (data, batch_sizes, hx, params, ...) or (input, hx, params, ...)
+    is_packed = isinstance(args[3], list | tuple)
+    num_layers, dropout, train = args[5:8] if is_packed else args[4:7]
+    if train and dropout > 0 and num_layers > 1:
+        return functools.partial(_layer_by_layer, func, 2 if is_packed else 1)
+    if not is_batched:
+        return None
 
     def decomposed(*args: Any) -> Any:
         packed, plain = _RECURRENT[name]
-        # (data, batch_sizes, hx, params, ...) or (input, hx, params, ...)
-        is_packed = isinstance(args[-1], bool) and isinstance(args[3], list | tuple)
         with without_onednn():  # its LSTM has no batching rule either
             return getattr(decompositions, packed if is_packed else plain)(*args)
 
     return decomposed
+
+
+def _layer_by_layer(func: Callable[..., Any], num_inputs: int, *args: Any) -> tuple[Any, ...]:
+    """A recurrent network with dropout between its layers; torch's own decomposition forgets it."""
+    given, *sizes = args[:num_inputs]
+    hx, params, has_biases, num_layers, dropout, train, *rest = args[num_inputs:]
+    states = hx if isinstance(hx, list | tuple) else (hx,)
+    last: list[Sequence[torch.Tensor]] = []
+    for layer in range(num_layers):
+        if layer > 0:
+            given = torch.dropout(given, dropout, True)
+        parts = [state.chunk(num_layers)[layer] for state in states]
+        count = len(params) // num_layers
+        weights = params[layer * count : (layer + 1) * count]
+        start = parts if isinstance(hx, list | tuple) else parts[0]
+        given, *ends = func(given, *sizes, start, weights, has_biases, 1, 0.0, train, *rest)
+        last.append(ends)
+    return given, *(torch.cat(ends) for ends in zip(*last, strict=True))
 
 
 _RECURRENT = {

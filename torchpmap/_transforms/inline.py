@@ -43,14 +43,13 @@ from torchpmap._trace.program import (
     Input,
     Outcome,
     Program,
-    no_stream,
     not_replicated,
     unequal_results,
 )
 from torchpmap._transforms.call import CallArguments
 from torchpmap._transforms.preparation import Preparation, refuse_aliased_donation
 from torchpmap._transforms.rows import run_rows
-from torchpmap.random._streams import are_active, draw_key, peek_key
+from torchpmap.random._streams import are_active, draw_key, no_stream, peek_key
 
 _Call = TypeVar("_Call", bound=CallArguments)
 
@@ -100,7 +99,7 @@ def _run_rows(program: Program | BlockProgram, leaves: Sequence[Any], prefix: st
         outcome = _as_lanes(program, blocks)
     if not torch.equal(generator, torch.default_generator.get_state()):
         torch.default_generator.set_state(generator)
-        raise NotImplementedError(no_stream(prefix, "with one of torch's other functions"))
+        raise NotImplementedError(no_stream(prefix))
     if outcome.draws:
         with outside_transforms():
             draw_key()  # the next call gets another one

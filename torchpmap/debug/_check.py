@@ -28,6 +28,7 @@ from torchpmap._runtime import inline_mode
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.environment import parameters
 from torchpmap._trace.program import unequal_results
+from torchpmap._trace.transform_rules import TransformRules
 from torchpmap._transforms.arguments import Options, RowArguments, split_statics
 from torchpmap._transforms.call import Static
 from torchpmap._transforms.inline import KeepCaptured
@@ -306,6 +307,7 @@ def _serial_row(problem: _Problem, key: torch.Tensor, row: int, axis: Axis) -> _
     with (
         bind(axis),
         random_numbers,
+        TransformRules(),
         KeepCaptured([leaf for leaf in given if isinstance(leaf, torch.Tensor)]),
     ):
         returned = problem.fun(*args, **kwargs)

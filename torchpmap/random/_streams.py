@@ -12,15 +12,18 @@ on how many devices there are, how the rows lie on them, or whether the function
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
+    OpOverload,
+    OpOverloadPacket,
     add_batch_dim,
     function_modes,
     innermost,
@@ -31,9 +34,8 @@ from torchpmap._base.torch_internals import (
     size_and_randomness,
     transforms,
 )
-from torchpmap.random._choices import permutation
-from torchpmap.random._continuous import exponential, normal, uniform
-from torchpmap.random._integers import bernoulli, randint
+from torchpmap._base.wrapped import without_asking
+from torchpmap.random._answers import ANSWERS, truncated, vmaps_of
 from torchpmap.random._keys import fold_in
 from torchpmap.random._threefry import threefry2x32
 
@@ -43,7 +45,6 @@ _ERROR_MODE = (
     "vmap: called random operation while in randomness error mode. Please either use the 'same' or "
     "'different' randomness flags on vmap or perform the randomness operation out of vmap"
 )
-_Sample = Callable[..., torch.Tensor]
 
 
 def new_seed() -> torch.Tensor:
@@ -75,7 +76,11 @@ def active_streams() -> Streams | None:
 
 
 class Streams(TorchFunctionMode):
-    """Answers torch's random functions from keys."""
+    """Answers torch's random functions from keys.
+
+    What torch wraps in Python (``nn.init``, ``F.gumbel_softmax``, ``nn.MultiheadAttention``) runs
+    with the mode on, so that the mode sees the functions that draw.
+    """
 
     def __init__(self, key: torch.Tensor, row: torch.Tensor | None, randomness: str) -> None:
         """``row``: index of the row along the mapped axis, None where a vmap around gives it."""
@@ -89,8 +94,37 @@ class Streams(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        answer = _ANSWERS.get(func)
-        return func(*args, **kwargs) if answer is None else answer(self, func, *args, **kwargs)
+        answer = _answer_to(func)
+        if answer is not None:
+            return answer(functools.partial(self.next_key, func), *args, **kwargs)
+        body = without_asking(func, _NAMES) if set(types) <= {torch.Tensor} else None
+        if body is not None:
+            with self:
+                return body(*args, **kwargs)
+        if _draws(func):
+            raise NotImplementedError(no_stream(f"at {users_line()}", _name(func)))
+        if isinstance(func, OpOverload):
+            refuse_draw(func, args, kwargs)
+        out = kwargs.get("out")
+        if isinstance(out, torch.Tensor) and vmaps_of(out):
+            return _into(out, func(*args, **{**kwargs, "out": None}))
+        if func is torch.Tensor.new and _is_size(args[1:]):
+            func = torch.Tensor.new_empty
+        result = func(*args, **kwargs)
+        return self._own(result) if func in _EMPTY else result
+
+    def _own(self, new: torch.Tensor) -> torch.Tensor:
+        """Memory for every row instead of memory that rows share, which no row could write to."""
+        rows = [row for row, randomness in self._rows() if randomness == "different"]
+        apart = [row for row in rows if row is not None and vmaps_of(row)]
+        if not apart or new.requires_grad or not new.is_contiguous():
+            return new
+        like = functools.reduce(torch.add, apart)
+        return like.new_empty(new.shape, dtype=new.dtype, device=new.device)
+
+    def __enter__(self) -> Self:
+        torch.nn.init.__dict__[_TRUNCATED] = _truncated
+        return super().__enter__()
 
     @contextmanager
     def again(self, draws: int) -> Iterator[None]:
@@ -103,19 +137,20 @@ class Streams(TorchFunctionMode):
             self.draws = before
 
     def next_key(self, func: Any, generator: Any = None) -> torch.Tensor:
-        name = getattr(func, "__name__", str(func))
         if self._randomness == "error":
             raise RuntimeError(
-                f"pmap: the function draws random numbers ({name}), but randomness='error' was "
-                "given. Draw them outside, use torchpmap.random with a key, or choose "
+                f"pmap: the function draws random numbers ({_name(func)}), but randomness='error' "
+                "was given. Draw them outside, use torchpmap.random with a key, or choose "
                 "randomness='different' or 'same'."
             )
         if generator is not None:
             raise ValueError(
-                f"{name} got a generator inside a mapped function; its state would be lost. Leave "
-                "it out (torch.manual_seed sets the seed), or use torchpmap.random with a key."
+                f"{_name(func)} got a generator inside a mapped function; its state would be lost. "
+                "Leave it out (torch.manual_seed sets the seed), or use torchpmap.random with a "
+                "key."
             )
-        row = self._row if self._randomness == "different" else None
+        (_, own), *inside = self._rows()
+        row = self._row if own == "different" else None
         draw = torch.full_like(self._key[0], self.draws)
         # one hash for both: each is some hundred operations to compile
         key = torch.stack(
@@ -124,24 +159,49 @@ class Streams(TorchFunctionMode):
             )
         )
         self.draws += 1
-        for index in self._rows_inside():
+        for index in _different(inside):
             key = fold_in(key, index)
         return key
 
-    def _rows_inside(self) -> Iterator[torch.Tensor]:
-        """The index along every inner axis whose rows draw different numbers."""
-        for row, randomness in self.inside:
-            if randomness == "error":
-                raise RuntimeError(_ERROR_MODE)
-            if randomness == "different":
-                yield row
-        yield from self.vmapped_rows()
+    def _rows(self) -> Iterator[tuple[torch.Tensor | None, str]]:
+        """Index and randomness of this axis, of the inner ones, and of the vmaps inside."""
+        yield self._row, self._randomness
+        yield from self.inside
+        yield from _vmapped_rows([self._row, *(row for row, _ in self.inside)])
 
     def vmapped_rows(self) -> Iterator[torch.Tensor]:
         """The index along every vmap inside the mapped function whose rows draw different
         numbers.
         """
-        return _vmapped_rows([self._row, *(row for row, _ in self.inside)])
+        return _different(_vmapped_rows([self._row, *(row for row, _ in self.inside)]))
+
+
+def _is_size(args: Sequence[Any]) -> bool:
+    """Whether ``x.new(*args)`` gets a size, and no values."""
+    return all(isinstance(x, int) for x in args) or isinstance(args[0], torch.Size)
+
+
+def _into(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """``out=`` of a function, which torch refuses where every row has memory of its own."""
+    if result.shape != out.shape or not torch.can_cast(result.dtype, out.dtype):
+        raise RuntimeError(
+            f"at {users_line()}: out has shape {list(out.shape)} and dtype {out.dtype}, expected "
+            f"{list(result.shape)} and a dtype that {result.dtype} can be cast to."
+        )
+    return out.copy_(result)
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def _different(rows: Iterable[tuple[Any, str]]) -> Iterator[torch.Tensor]:
+    """The indices along the axes whose rows draw different numbers."""
+    for row, randomness in rows:
+        if randomness == "error":
+            raise RuntimeError(_ERROR_MODE)
+        if randomness == "different":
+            yield row
 
 
 def batched_key(key: torch.Tensor, info: Any) -> tuple[torch.Tensor, bool]:
@@ -154,9 +214,9 @@ def batched_key(key: torch.Tensor, info: Any) -> tuple[torch.Tensor, bool]:
     return torch.func.vmap(fold_in, (None, 0), -1)(key, rows), True
 
 
-def _vmapped_rows(rows: list[torch.Tensor | None]) -> Iterator[torch.Tensor]:
-    """The index along every vmap inside the mapped function whose rows draw different numbers;
-    ``rows``: indices along mapped axes, whose own vmaps do not count.
+def _vmapped_rows(rows: list[torch.Tensor | None]) -> Iterator[tuple[torch.Tensor, str]]:
+    """Index and randomness of every vmap inside the mapped function; ``rows``: indices along mapped
+    axes, whose own vmaps do not count.
     """
     # the body of a loop may see another tensor in the place of an index, which ``view`` finds
     given = [row.view(row.shape) for row in rows if row is not None]
@@ -166,194 +226,91 @@ def _vmapped_rows(rows: list[torch.Tensor | None]) -> Iterator[torch.Tensor]:
         if not is_vmap(transform) or transform.level() in own:
             continue
         size, randomness = size_and_randomness(transform)
-        if randomness == "error":
-            raise RuntimeError(_ERROR_MODE)
-        if randomness == "different":
-            index = innermost(torch.arange(size, device=device))
-            yield add_batch_dim(index, 0, transform.level())
+        index = innermost(torch.arange(size, device=device))
+        yield add_batch_dim(index, 0, transform.level()), randomness
 
 
-# -- answers ---------------------------------------------------------------------------------------
+# -- which functions draw --------------------------------------------------------------------------
 
 
-def _normal(key: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    if dtype.is_complex:
-        parts = normal(key, (*shape, 2), dtype.to_real()) * 0.5**0.5
-        return torch.view_as_complex(parts)
-    return normal(key, shape, dtype)
+def _answer_to(func: Any) -> Callable[..., Any] | None:
+    if isinstance(func, OpOverload | OpOverloadPacket):
+        return _answer_to_operation(func)
+    return ANSWERS.get(func.__name__) if isinstance(func, _IN_CPP) else None
 
 
-def _uniform(key: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    return uniform(key, shape, dtype)
+@functools.cache
+def _answer_to_operation(operation: OpOverload | OpOverloadPacket) -> Callable[..., Any] | None:
+    packet = operation.overloadpacket if isinstance(operation, OpOverload) else operation
+    namespace, _, name = str(packet).partition(".")
+    return ANSWERS.get(name) if namespace == "aten" else None
 
 
-def _finished(value: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Apply the options of torch's factory functions that do not affect the numbers."""
-    if options.get("device") is not None:
-        value = value.to(options["device"])
-    if options.get("out") is not None:
-        return options["out"].copy_(value)
-    return value.requires_grad_() if options.get("requires_grad") else value
+def _draws(func: Any) -> bool:
+    """Whether a function of torch that is written in C++, and has no answer, draws numbers."""
+    return isinstance(func, _IN_CPP) and _draws_by_name(func.__name__)
 
 
-def _factory(sample: _Sample) -> Callable[..., torch.Tensor]:
-    def answer(streams: Streams, func: Any, *size: Any, **options: Any) -> torch.Tensor:
-        if "size" in options:
-            size = (options.pop("size"),)
-        shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-        dtype = options.pop("dtype", None) or torch.get_default_dtype()
-        key = streams.next_key(func, options.pop("generator", None))
-        return _finished(sample(key, tuple(shape), dtype), options)
-
-    return answer
+@functools.cache
+def _draws_by_name(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None)
+    if name in _RECURRENT or not isinstance(packet, OpOverloadPacket):
+        return False
+    return name in _UNTAGGED or any(is_drawing(getattr(packet, o)) for o in packet.overloads())
 
 
-def _like(sample: _Sample) -> Callable[..., torch.Tensor]:
-    def answer(streams: Streams, func: Any, input: torch.Tensor, **options: Any) -> torch.Tensor:
-        dtype = options.pop("dtype", None) or input.dtype
-        key = streams.next_key(func, options.pop("generator", None))
-        return _finished(sample(key, tuple(input.shape), dtype), options)
-
-    return answer
+def is_drawing(operation: Any) -> bool:
+    """Whether torch says that an operation draws from a random generator."""
+    return torch.Tag.nondeterministic_seeded in operation.tags
 
 
-def _integers(key: torch.Tensor, shape: Any, dtype: torch.dtype, low: int, high: int) -> Any:
-    drawn = randint(key, shape, low, high, torch.int64)
-    return drawn.to(dtype)
+def refuse_draw(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise if a call of an operation draws from a random generator."""
+    if not is_drawing(operation):
+        return
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):  # attention and RNNs draw only for this
+            given = args[position : position + 1] or [kwargs.get(argument.name, 0.0)]
+            if given[0] == 0:
+                return
+    raise NotImplementedError(no_stream(f"at {users_line()}", str(operation)))
 
 
-def _randint(streams: Streams, func: Any, *args: Any, **options: Any) -> torch.Tensor:
-    both = len(args) + ("size" in options) > 2 or "low" in options
-    given = dict(zip(("low", "high", "size") if both else ("high", "size"), args, strict=False))
-    given |= {name: options.pop(name) for name in ("low", "high", "size") if name in options}
-    dtype = options.pop("dtype", None) or torch.int64
-    key = streams.next_key(func, options.pop("generator", None))
-    size = tuple(given["size"])
-    return _finished(_integers(key, size, dtype, given.get("low", 0), given["high"]), options)
+_IN_CPP = (type(torch.rand), type(torch.Tensor.normal_))
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""They draw for dropout, which ``_trace/transform_rules`` takes apart."""
+_UNTAGGED = frozenset({"binomial"})
 
 
-def _randint_like(
-    streams: Streams, func: Any, input: torch.Tensor, *args: Any, **options: Any
+_NAMES = ANSWERS.keys() | _UNTAGGED
+_TRUNCATED = "_no_grad_trunc_normal_"
+_own_truncated: Any = getattr(torch.nn.init, _TRUNCATED)
+_EMPTY = frozenset({torch.empty, torch.Tensor.new_empty, torch.empty_like})
+
+
+def _truncated(
+    x: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
 ) -> torch.Tensor:
-    bounds = [*args, *(options.pop(name) for name in ("low", "high") if name in options)]
-    low, high = bounds if len(bounds) == 2 else (0, bounds[0])
-    dtype = options.pop("dtype", None) or input.dtype
-    key = streams.next_key(func)
-    return _finished(_integers(key, tuple(input.shape), dtype, low, high), options)
+    """Replaces the loop of ``nn.init.trunc_normal_``, which goes on until all values fit."""
+    active = active_streams()
+    if active is None or x.is_meta:
+        return cast(torch.Tensor, _own_truncated(x, mean, std, a, b, generator=generator))
+    key_of = functools.partial(active.next_key, torch.nn.init.trunc_normal_)
+    with torch.no_grad():
+        return cast(torch.Tensor, truncated(key_of, x, mean, std, a, b, generator=generator))
 
 
-def _randperm(streams: Streams, func: Any, n: int, **options: Any) -> torch.Tensor:
-    dtype = options.pop("dtype", None) or torch.int64
-    key = streams.next_key(func, options.pop("generator", None))
-    return _finished(permutation(key, n).to(dtype), options)
+def no_stream(prefix: str, drawn: str = "one of the operations in the function") -> str:
+    """``prefix``: whose message it is; ``drawn``: what draws."""
+    return (
+        f"{prefix}: {drawn} draws random numbers from torch's generator, which would not be the "
+        "rows' own. Use torch's samplers (rand, randn, randint, randperm, normal, bernoulli, "
+        "multinomial, poisson, their *_like and in-place forms), nn.init, dropout, or "
+        "torchpmap.random with a key."
+    )
 
 
-def _torch_normal(
-    streams: Streams, func: Any, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **options: Any
-) -> torch.Tensor:
-    parts = [x.detach() for x in (mean, std) if isinstance(x, torch.Tensor)]
-    mean, std = (x.detach() if isinstance(x, torch.Tensor) else x for x in (mean, std))
-    if size is None:
-        size = torch.broadcast_shapes(*(x.shape for x in parts))
-    dtype = options.pop("dtype", None) or (parts[0].dtype if parts else torch.get_default_dtype())
-    key = streams.next_key(func, options.pop("generator", None))
-    return _finished(_normal(key, tuple(size), dtype) * std + mean, options)
-
-
-def _torch_bernoulli(
-    streams: Streams, func: Any, input: torch.Tensor, p: Any = None, **options: Any
-) -> torch.Tensor:
-    key = streams.next_key(func, options.pop("generator", None))
-    chance = input.detach() if p is None else p
-    return _finished(bernoulli(key, chance, tuple(input.shape)).to(input.dtype), options)
-
-
-def _in_place(sample: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``sample(key, shape, dtype, *args)`` written to the tensor."""
-
-    def answer(streams: Streams, func: Any, x: torch.Tensor, *args: Any, **options: Any) -> Any:
-        key = streams.next_key(func, options.pop("generator", None))
-        with torch.no_grad():
-            drawn = sample(key, tuple(x.shape), x.dtype, *args, **options)
-        return x.copy_(drawn)
-
-    return answer
-
-
-def _random(key: Any, shape: Any, dtype: torch.dtype, low: Any = None, high: Any = None) -> Any:
-    if low is None:
-        # as torch: the integers that the dtype holds exactly
-        largest = round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else None
-        low, high = 0, torch.iinfo(dtype).max if largest is None else largest
-    elif high is None:
-        low, high = 0, low
-    return _integers(key, shape, dtype, low, high)
-
-
-def _chance(key: Any, shape: Any, dtype: torch.dtype, p: Any = 0.5) -> torch.Tensor:
-    return bernoulli(key, p, shape).to(dtype)
-
-
-def _between(key: Any, shape: Any, dtype: Any, a: Any = 0.0, b: Any = 1.0, **named: Any) -> Any:
-    low, high = named.get("from", a), named.get("to", b)
-    return uniform(key, shape, dtype) * (high - low) + low
-
-
-def _dropout(shape_of: Callable[[torch.Tensor], tuple[int, ...]]) -> Callable[..., torch.Tensor]:
-    def answer(
-        streams: Streams,
-        func: Any,
-        input: torch.Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-        train: bool | None = None,
-    ) -> torch.Tensor:
-        if not 0.0 <= p <= 1.0:
-            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-        if not (training if train is None else train) or p == 0.0:
-            return input
-        keep = bernoulli(streams.next_key(func), 1.0 - p, shape_of(input))
-        scale = keep.to(input.dtype) / (1.0 - p) if p < 1.0 else keep.to(input.dtype) * 0.0
-        return input.mul_(scale) if inplace else input * scale
-
-    return answer
-
-
-def _whole(input: torch.Tensor) -> tuple[int, ...]:
-    return tuple(input.shape)
-
-
-def _channels(spatial: int) -> Callable[[torch.Tensor], tuple[int, ...]]:
-    return lambda input: (*input.shape[: input.dim() - spatial], *(1,) * spatial)
-
-
-_ANSWERS: dict[Any, Callable[..., torch.Tensor]] = {
-    torch.rand: _factory(_uniform),
-    torch.randn: _factory(_normal),
-    torch.rand_like: _like(_uniform),
-    torch.randn_like: _like(_normal),
-    torch.randint: _randint,
-    torch.randint_like: _randint_like,
-    torch.randperm: _randperm,
-    torch.normal: _torch_normal,
-    torch.bernoulli: _torch_bernoulli,
-    torch.Tensor.bernoulli: _torch_bernoulli,
-    torch.Tensor.uniform_: _in_place(_between),
-    torch.Tensor.normal_: _in_place(
-        lambda key, shape, dtype, mean=0.0, std=1.0: _normal(key, shape, dtype) * std + mean
-    ),
-    torch.Tensor.bernoulli_: _in_place(_chance),
-    torch.Tensor.exponential_: _in_place(
-        lambda key, shape, dtype, lambd=1.0: exponential(key, shape, dtype) / lambd
-    ),
-    torch.Tensor.random_: _in_place(_random),
-    torch.dropout: _dropout(_whole),
-    F.dropout: _dropout(_whole),
-    F.dropout1d: _dropout(_channels(1)),
-    F.dropout2d: _dropout(_channels(2)),
-    F.dropout3d: _dropout(_channels(3)),
-}
+# -- blocks ----------------------------------------------------------------------------------------
 
 
 @contextmanager

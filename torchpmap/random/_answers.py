@@ -1,0 +1,357 @@
+"""What torch's random functions return inside a mapped function, from a key.
+
+``ANSWERS`` is for the functions of torch that are written in C++: what is written in Python draws
+with these.  An answer takes the arguments of its function after ``key_of``, which gives the next
+key, and raises if a generator was given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from torchpmap._base.sources import users_line
+from torchpmap._base.torch_internals import is_vmap_wrapper, layers, level_of
+from torchpmap.random._choices import permutation
+from torchpmap.random._continuous import normal, uniform
+from torchpmap.random._integers import bernoulli, randint
+from torchpmap.random._samples import (
+    cauchy,
+    dirichlet,
+    exponential,
+    gamma,
+    geometric,
+    picks,
+    poisson,
+    truncated_normal,
+)
+
+
+class KeyOf(Protocol):
+    """Gives the key of a draw."""
+
+    def __call__(self, generator: Any = None) -> torch.Tensor: ...
+
+
+_Sample = Callable[..., torch.Tensor]
+_Answer = Callable[..., Any]
+
+
+def _normal(key: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    if dtype.is_complex:
+        parts = normal(key, (*shape, 2), dtype.to_real()) * 0.5**0.5
+        return torch.view_as_complex(parts)
+    return normal(key, shape, dtype)
+
+
+def _unit(key: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    if dtype.is_complex:
+        return torch.view_as_complex(uniform(key, (*shape, 2), dtype.to_real()))
+    return uniform(key, shape, dtype)
+
+
+def _finished(value: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """Apply the options of torch's factory functions that do not affect the numbers."""
+    if options.get("device") is not None:
+        value = value.to(options["device"])
+    if options.get("out") is not None:
+        return options["out"].copy_(value)
+    return value.requires_grad_() if options.get("requires_grad") else value
+
+
+# -- new tensors -----------------------------------------------------------------------------------
+
+
+def _factory(sample: _Sample) -> _Answer:
+    def answer(key_of: KeyOf, *size: Any, **options: Any) -> torch.Tensor:
+        if "size" in options:
+            size = (options.pop("size"),)
+        shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        dtype = options.pop("dtype", None) or torch.get_default_dtype()
+        key = key_of(options.pop("generator", None))
+        return _finished(sample(key, tuple(shape), dtype), options)
+
+    return answer
+
+
+def _like(sample: _Sample) -> _Answer:
+    def answer(key_of: KeyOf, input: torch.Tensor, **options: Any) -> torch.Tensor:
+        dtype = options.pop("dtype", None) or input.dtype
+        key = key_of(options.pop("generator", None))
+        return _finished(sample(key, tuple(input.shape), dtype), options)
+
+    return answer
+
+
+def _integers(key: torch.Tensor, shape: Any, dtype: torch.dtype, low: int, high: int) -> Any:
+    return randint(key, shape, low, high, torch.int64).to(dtype)
+
+
+def _randint(key_of: KeyOf, *args: Any, **options: Any) -> torch.Tensor:
+    both = len(args) + ("size" in options) > 2 or "low" in options
+    given = dict(zip(("low", "high", "size") if both else ("high", "size"), args, strict=False))
+    given |= {name: options.pop(name) for name in ("low", "high", "size") if name in options}
+    dtype = options.pop("dtype", None) or torch.int64
+    key = key_of(options.pop("generator", None))
+    size = tuple(given["size"])
+    return _finished(_integers(key, size, dtype, given.get("low", 0), given["high"]), options)
+
+
+def _randint_like(key_of: KeyOf, input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    bounds = [*args, *(options.pop(name) for name in ("low", "high") if name in options)]
+    low, high = bounds if len(bounds) == 2 else (0, bounds[0])
+    dtype = options.pop("dtype", None) or input.dtype
+    key = key_of(options.pop("generator", None))
+    return _finished(_integers(key, tuple(input.shape), dtype, low, high), options)
+
+
+def _randperm(key_of: KeyOf, n: int, **options: Any) -> torch.Tensor:
+    dtype = options.pop("dtype", None) or torch.int64
+    key = key_of(options.pop("generator", None))
+    return _finished(permutation(key, n).to(dtype), options)
+
+
+def _torch_normal(
+    key_of: KeyOf, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **options: Any
+) -> torch.Tensor:
+    parts = [x.detach() for x in (mean, std) if isinstance(x, torch.Tensor)]
+    mean, std = (x.detach() if isinstance(x, torch.Tensor) else x for x in (mean, std))
+    if size is None:
+        size = torch.broadcast_shapes(*(x.shape for x in parts))
+    dtype = options.pop("dtype", None) or (parts[0].dtype if parts else torch.get_default_dtype())
+    key = key_of(options.pop("generator", None))
+    return _finished(_normal(key, tuple(size), dtype) * std + mean, options)
+
+
+def _torch_bernoulli(
+    key_of: KeyOf, input: torch.Tensor, p: Any = None, **options: Any
+) -> torch.Tensor:
+    key = key_of(options.pop("generator", None))
+    chance = input.detach() if p is None else p
+    return _finished(_coins(key, tuple(input.shape), input.dtype, chance), options)
+
+
+def _multinomial(
+    key_of: KeyOf, input: torch.Tensor, num_samples: int, replacement: bool = False, **options: Any
+) -> torch.Tensor:
+    key = key_of(options.pop("generator", None))
+    return _finished(picks(key, input.detach(), num_samples, replacement), options)
+
+
+def _of_rates(sample: _Sample) -> _Answer:
+    """For a function of a tensor that has a parameter of a distribution for each number."""
+
+    def answer(key_of: KeyOf, input: torch.Tensor, generator: Any = None) -> torch.Tensor:
+        return sample(key_of(generator), input)
+
+    return answer
+
+
+# -- in place --------------------------------------------------------------------------------------
+
+
+def _in_place(name: str, sample: _Sample) -> _Answer:
+    """``sample(key, shape, dtype, *args)`` written to the tensor."""
+
+    def answer(key_of: KeyOf, x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        key = key_of(options.pop("generator", None))
+        with torch.no_grad():
+            drawn = sample(key, tuple(x.shape), x.dtype, *args, **options)
+        if not vmaps_of(drawn) <= vmaps_of(x):
+            raise RuntimeError(
+                f"at {users_line()}: {name} draws other numbers for every row, but the rows of a "
+                "device (or of a vmap) share the tensor that it writes to. Make the tensor with "
+                "torch.empty inside the function or with torch.empty_like(row), draw a new one "
+                "(torch.rand, torch.randn), or give all rows the same numbers with "
+                "randomness='same'."
+            )
+        return x.copy_(drawn)
+
+    return answer
+
+
+def vmaps_of(x: torch.Tensor) -> set[int]:
+    """The levels of the vmaps that give every row its own value."""
+    return {level_of(layer) for layer in layers(x) if is_vmap_wrapper(layer)}
+
+
+def _random(
+    key: Any, shape: Any, dtype: torch.dtype, low: Any = None, high: Any = None, **named: Any
+) -> Any:
+    low, high = named.get("from", low), named.get("to", high)
+    if low is None:
+        # as torch: the integers that the dtype holds exactly
+        largest = round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else None
+        low, high = 0, torch.iinfo(dtype).max if largest is None else largest
+    elif high is None:
+        low, high = (0, low) if "from" not in named else (low, torch.iinfo(dtype).max)
+    return _integers(key, shape, dtype, low, high)
+
+
+def _coins(key: Any, shape: Any, dtype: torch.dtype, p: Any = 0.5) -> torch.Tensor:
+    if isinstance(p, torch.Tensor) and not p.is_floating_point():
+        p = p.to(torch.get_default_dtype())
+    return bernoulli(key, p if isinstance(p, torch.Tensor) else float(p), shape).to(dtype)
+
+
+def _between(key: Any, shape: Any, dtype: Any, a: Any = 0.0, b: Any = 1.0, **named: Any) -> Any:
+    low, high = named.get("from", a), named.get("to", b)
+    return uniform(key, shape, dtype) * (high - low) + low
+
+
+def _bell(
+    key: torch.Tensor, shape: Any, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0
+) -> torch.Tensor:
+    return _normal(key, shape, dtype) * std + mean
+
+
+def _log_normal(
+    key: torch.Tensor, shape: Any, dtype: torch.dtype, mean: float = 1.0, std: float = 2.0
+) -> torch.Tensor:
+    return _bell(key, shape, dtype, mean, std).exp()
+
+
+# -- dropout and relatives -------------------------------------------------------------------------
+
+
+def _whole(input: torch.Tensor) -> tuple[int, ...]:
+    return tuple(input.shape)
+
+
+def _channels(input: torch.Tensor) -> tuple[int, ...]:
+    if input.dim() < 2:
+        raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
+    return (*input.shape[:2], *(1,) * (input.dim() - 2))
+
+
+def _plain_scale(keep: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return keep / (1.0 - p), None
+
+
+def _self_normalizing(keep: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    alpha = 1.7580993408473766  # torch's number: minus the limit of SELU
+    scale = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5
+    return keep * scale, (keep - 1) * (alpha * scale) + alpha * scale * p
+
+
+def _dropout(
+    shape_of: Callable[[torch.Tensor], tuple[int, ...]],
+    scale_of: Callable[[torch.Tensor, float], tuple[torch.Tensor, torch.Tensor | None]],
+    *,
+    inplace: bool,
+) -> _Answer:
+    def answer(key_of: KeyOf, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if not train or p == 0.0:
+            return input
+        keep = bernoulli(key_of(), 1.0 - p, shape_of(input)).to(input.dtype)
+        scale, shift = scale_of(keep, p) if p < 1.0 else (keep * 0.0, None)
+        out = input.mul_(scale) if inplace else input * scale
+        return out if shift is None else out.add_(shift) if inplace else out + shift
+
+    return answer
+
+
+def _native_dropout(key_of: KeyOf, input: torch.Tensor, p: float, train: bool | None) -> Any:
+    if train is False or p == 0.0:
+        return input.clone(), torch.ones_like(input, dtype=torch.bool)
+    keep = bernoulli(key_of(), 1.0 - float(p), _whole(input))
+    return input * (keep.to(input.dtype) / (1.0 - p) if p < 1.0 else 0.0), keep
+
+
+def _rrelu(*, inplace: bool) -> _Answer:
+    def answer(
+        key_of: KeyOf,
+        input: torch.Tensor,
+        lower: float = 1 / 8,
+        upper: float = 1 / 3,
+        training: bool = False,
+        generator: Any = None,
+    ) -> torch.Tensor:
+        slope: Any = (lower + upper) / 2
+        if training:
+            slope = uniform(key_of(generator), tuple(input.shape), input.dtype)
+            slope = slope * (upper - lower) + lower
+        out = torch.where(input > 0, input, input * slope)
+        return input.copy_(out) if inplace else out
+
+    return answer
+
+
+def _attention(
+    key_of: KeyOf,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if dropout_p == 0.0:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        no = torch.zeros((), dtype=query.dtype, device=query.device)
+        attn_mask = torch.where(attn_mask, no, -math.inf)
+    whole = torch.ops.aten._scaled_dot_product_attention_math
+    weights = whole(
+        query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[1]
+    weights = ANSWERS["dropout"](key_of, weights, dropout_p, True)
+    if enable_gqa:
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    return weights @ value
+
+
+_Scale = Callable[[torch.Tensor, float], tuple[torch.Tensor, torch.Tensor | None]]
+_DROPOUTS: dict[str, tuple[Callable[[torch.Tensor], tuple[int, ...]], _Scale]] = {
+    "dropout": (_whole, _plain_scale),
+    "feature_dropout": (_channels, _plain_scale),
+    "alpha_dropout": (_whole, _self_normalizing),
+    "feature_alpha_dropout": (_channels, _self_normalizing),
+}
+_IN_PLACE: dict[str, _Sample] = {
+    "uniform_": _between,
+    "normal_": _bell,
+    "log_normal_": _log_normal,
+    "bernoulli_": _coins,
+    "exponential_": exponential,
+    "cauchy_": cauchy,
+    "geometric_": geometric,
+    "random_": _random,
+}
+
+truncated = _in_place("trunc_normal_", truncated_normal)
+"""For ``nn.init.trunc_normal_``, which is a loop written in Python."""
+
+ANSWERS: dict[str, _Answer] = {
+    "rand": _factory(_unit),
+    "randn": _factory(_normal),
+    "rand_like": _like(_unit),
+    "randn_like": _like(_normal),
+    "randint": _randint,
+    "randint_like": _randint_like,
+    "randperm": _randperm,
+    "normal": _torch_normal,
+    "bernoulli": _torch_bernoulli,
+    "multinomial": _multinomial,
+    "poisson": _of_rates(poisson),
+    "_standard_gamma": _of_rates(gamma),
+    "_sample_dirichlet": _of_rates(dirichlet),
+    "native_dropout": _native_dropout,
+    "rrelu": _rrelu(inplace=False),
+    "rrelu_": _rrelu(inplace=True),
+    "scaled_dot_product_attention": _attention,
+    **{name: _in_place(name, sample) for name, sample in _IN_PLACE.items()},
+    **{name: _dropout(*how, inplace=False) for name, how in _DROPOUTS.items()},
+    **{f"{name}_": _dropout(*how, inplace=True) for name, how in _DROPOUTS.items()},
+}
+"""By the name of the function of torch, which is that of the method and of the operation too."""
