@@ -3,9 +3,10 @@
 Covers: shard_map, make_mesh, set_mesh, pcast and the collectives over meshes of several axes,
 through whole programs, as test_jax_parity.py does for pmap.
 
-``parity/shard_map_cases.json`` holds the programs with JAX's exact results; a program may have
-statements before the expression whose value is compared.  For an error, the built-in type and the
-words that a message must have are given.
+``parity/shard_map_cases.json`` holds the programs with JAX's exact results, and
+``parity/shard_map_gradient_cases.json`` those of jax 0.10.2 for gradients inside; a program may
+have statements before the expression whose value is compared.  For an error, the built-in type and
+the words that a message must have are given.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from parity.values import Case
 
 import torchpmap as tp
 
-CASES: list[Case] = json.loads(
-    (Path(__file__).parent / "parity" / "shard_map_cases.json").read_text()
-)["cases"]
+CASES: list[Case] = [
+    case
+    for name in ("shard_map_cases.json", "shard_map_gradient_cases.json")
+    for case in json.loads((Path(__file__).parent / "parity" / name).read_text())["cases"]
+]
 MODES: dict[str, Any] = {
     "eager": False,
     "graph": {"backend": "eager"},
@@ -55,6 +58,9 @@ TRANSFORMED = {
     "vm_of_grad",
     "vm_nested",
     "va_custom_vjp",
+    "gj_outside_of_inside",
+    "gj_outside_local",
+    "gj_outside_tp",
 }
 """Programs with transforms around the mapped function."""
 EVERY = 12
@@ -98,6 +104,7 @@ def _kinds(builtin: str) -> tuple[type[BaseException], ...]:
     return (ValueError, IndexError) if kind in (ValueError, IndexError) else (kind,)
 
 
+@pytest.mark.filterwarnings("ignore:p(sum|mean). this gradient is already summed:UserWarning")
 @pytest.mark.parametrize(("case", "mode"), _params())
 def test_same_as_jax(case: Case, mode: str) -> None:
     if not values.must_raise(case):

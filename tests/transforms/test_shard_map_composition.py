@@ -42,14 +42,20 @@ def blocks(x: torch.Tensor) -> list[list[torch.Tensor]]:
 # -- derivatives: rules 22 to 24 -------------------------------------------------------------------
 
 
-def test_rule_22_gradients_inside_are_of_one_device(mesh: tp.Mesh) -> None:
+def test_rule_22_gradients_inside_are_summed_by_themselves(mesh: tp.Mesh) -> None:
     def loss(w: torch.Tensor, a: torch.Tensor) -> Any:
         return (w * a).sum()
 
-    slope = mapped(lambda w, a: tp.pmean(tp.grad(loss)(w, a), ("x", "y")), mesh, (P(), XY), P())(
-        torch.tensor(1.0), X
+    w = torch.tensor(1.0)
+    assert mapped(tp.grad(loss), mesh, (P(), XY), P())(w, X).item() == X.sum()
+    own = mapped(
+        lambda w, a: tp.pmean(tp.grad(loss)(w, a), ("x", "y")),
+        mesh,
+        (P(), XY),
+        P(),
+        check_vma=False,
     )
-    assert slope.item() == X.sum() / 4
+    assert own(w, X).item() == X.sum() / 4
 
 
 def whole_loss(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -220,13 +226,17 @@ def passed_slope(a: torch.Tensor, w: torch.Tensor) -> Any:
     return tp.grad(loss)(w)[None]
 
 
-def test_rule_27_gradients_inside_for_a_captured_value(mesh: tp.Mesh) -> None:
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_rule_27_gradients_inside_for_a_captured_value(mesh: tp.Mesh, check_vma: bool) -> None:
     w = torch.tensor(1.5)
     specs: Any = (P("x"), P()), P("x")
-    call = mapped(captured_slope, mesh, *specs, axis_names={"x"})
+    options: Any = {"axis_names": {"x"}, "check_vma": check_vma}
+    call = mapped(captured_slope, mesh, *specs, **options)
     expected = torch.stack([2 * w * rows.square().sum() + 2 for rows in X.chunk(2)])
+    if check_vma:
+        expected = expected.sum().expand(2)
     torch.testing.assert_close(call(X, w).cpu(), expected)
-    same = mapped(passed_slope, mesh, *specs, axis_names={"x"})
+    same = mapped(passed_slope, mesh, *specs, **options)
     for argnum in (0, 1):
         found = [
             torch.func.grad(lambda *args, f=f: f(*args).sin().sum(), argnum)(X / 9, w).cpu()
@@ -249,15 +259,21 @@ def test_rule_27_backward_inside_for_a_captured_parameter(mesh: tp.Mesh) -> None
         assert w.grad is not None
         return w.grad[None]
 
-    call = mapped(slope, mesh, P("x"), P("x"), axis_names={"x"})
+    options: Any = {"axis_names": {"x"}}
+    call = mapped(slope, mesh, P("x"), P("x"), **options, check_vma=False)
     expected = [2 * 1.5 * rows.square().sum().item() for rows in X.chunk(2)]
     assert call(X).tolist() == expected
+    call = mapped(slope, mesh, P("x"), P("x"), **options)
+    assert call(X).tolist() == [sum(expected)] * 2
 
 
-def test_rule_27_without_a_trace_a_captured_value_has_no_gradient_inside(mesh: tp.Mesh) -> None:
-    call = mapped(captured_slope, mesh, (P("x"), P()), P("x"), axis_names={"x"}, compile=False)
-    with pytest.raises(ValueError, match=r"does not mention axis 'y' for .*differs between dev"):
-        call(X, torch.tensor(1.0))
+def test_rule_27_without_a_trace_a_captured_value_has_a_gradient_inside(mesh: tp.Mesh) -> None:
+    w = torch.tensor(1.5)
+    found = [
+        mapped(captured_slope, mesh, (P("x"), P()), P("x"), axis_names={"x"}, compile=compile)(X, w)
+        for compile in (False, EAGER)
+    ]
+    assert found[0].tolist() == found[1].tolist()
 
 
 def test_rule_27_an_axis_is_mapped_once(mesh: tp.Mesh) -> None:

@@ -387,7 +387,7 @@ VARYING: dict[str, tuple[Fun, P, P]] = {
         lambda a: tp.all_gather(a, "y").index_select(0, tp.axis_index("y")[None]), XY, P("x")
     ),
     "after a psum": (lambda a: tp.psum(a, "y") - a, XY, P("x")),
-    "gradient": (lambda a: tp.grad(lambda w: (w * a).sum())(torch.ones(2, 2)), XY, P()),
+    "gradient": (lambda a: tp.grad(lambda b: (b * b).sum())(a), XY, P()),
     "write": (_write, XY, P()),
     "write into a view": (_write_view, XY, P()),
     "write into a list": (_write_list, XY, P()),

@@ -43,7 +43,7 @@ import torch.distributed as dist
 # torch loads these itself; functions import the modules that it does not (Dynamo, Inductor, DCP)
 from torch import _decomp, _ops
 from torch._C import _distributed_c10d
-from torch._functorch import eager_transforms, pyfunctorch
+from torch._functorch import autograd_function, eager_transforms, pyfunctorch
 from torch._functorch import vmap as functorch_vmap
 from torch._library import custom_ops, effects
 from torch._subclasses import fake_tensor
@@ -226,6 +226,13 @@ is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
 """Whether ``torch.profiler`` records this thread; another one would end it without an error."""
 
 
+AUTOGRAD: Any = torch.autograd
+BACKWARD = "_engine_run_backward"
+"""Name in ``AUTOGRAD`` of what runs every backward pass: (outputs, cotangents, retain_graph,
+create_graph, inputs, ...) -> gradients of the inputs.
+"""
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
@@ -263,6 +270,9 @@ below_dispatch = torch._C._DisableTorchDispatch
 
 
 # -- operations and their schemas ------------------------------------------------------------------
+
+custom_function_call: Any = autograd_function.custom_function_call
+"""What ``torch.autograd.Function.apply`` becomes under function transforms."""
 
 OpOverload = _ops.OpOverload
 """``torch.ops.aten.add.Tensor``"""

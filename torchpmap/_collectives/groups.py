@@ -18,15 +18,18 @@ import numpy as np
 import torch
 
 from torchpmap._collectives.backend import ReduceOp, summable
+from torchpmap._collectives.extremes import extreme
 from torchpmap._collectives.primitives import (
     AllGather,
+    AllReduce,
+    Copy,
     IndexedScope,
     Primitive,
     Scope,
     apply,
-    extreme,
 )
-from torchpmap._layout.axis_stack import Axis, Partition
+from torchpmap._collectives.varying import Axes, axes_of, in_order
+from torchpmap._layout.axis_stack import Axis, Partition, joined
 
 Tensors = Sequence[torch.Tensor]
 
@@ -54,12 +57,23 @@ class Along:
         return self.scope.group is not None
 
     def run(self, primitive: Callable[[Scope], Primitive], xs: Tensors) -> Tensors:
-        return apply(primitive(self.scope), self.index, xs)
+        given = [varied(x, self.scope.tracked) for x in xs]
+        return apply(primitive(self.scope), self.index, given)
 
 
 def whole(axis: Axis) -> Along:
     """All indices of an axis."""
-    return Along(Scope(axis.size, axis.group), axis.index if axis.group is None else None)
+    scope = Scope(axis.size, axis.group, tracked=axis.tracked)
+    return Along(scope, axis.index if axis.group is None else None)
+
+
+def varied(x: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """``x``, cast so that it varies along some axes as well."""
+    lacking = axes - axes_of(x) if axes else axes
+    for axis in joined(in_order(lacking)):
+        along = whole(axis)
+        (x,) = apply(Copy(along.scope), along.index, [x])
+    return x
 
 
 def along_groups(axis: Axis, groups: Partition) -> Along | None:
@@ -69,10 +83,11 @@ def along_groups(axis: Axis, groups: Partition) -> Along | None:
     if len(groups) == axis.size:
         return None
     size = len(groups[0])
+    tracked = axis.tracked
     if axis.group is None:
-        return Along(Scope(size, None, groups), axis.index)
+        return Along(Scope(size, None, groups, tracked, is_part=True), axis.index)
     assert axis.subgroup is not None
-    return Along(Scope(size, axis.subgroup(groups)), None)
+    return Along(Scope(size, axis.subgroup(groups), tracked=tracked, is_part=True), None)
 
 
 def cuts(axes: Sequence[Axis], partition: Partition) -> tuple[Along, ...] | None:
@@ -97,6 +112,13 @@ def cuts(axes: Sequence[Axis], partition: Partition) -> tuple[Along, ...] | None
         along_groups(axis, tuple(known.values())) for axis, known in zip(axes, found, strict=True)
     )
     return tuple(step for step in along if step is not None)
+
+
+def summed(x: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """The sum over some axes, along which it does not vary."""
+    for axis in joined(in_order(axes)):
+        (x,) = whole(axis).run(AllReduce, [x])
+    return x
 
 
 @dataclass(frozen=True, eq=False)

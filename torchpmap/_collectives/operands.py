@@ -20,8 +20,10 @@ from torchpmap._base import axis_spec
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.pytree import Structure, flatten
 from torchpmap._collectives.backend import Pairs, ReduceOp
-from torchpmap._collectives.groups import Along, Scattered, Tensors, cuts, entry, whole
-from torchpmap._collectives.primitives import Primitive, Scope, extreme
+from torchpmap._collectives.extremes import extreme
+from torchpmap._collectives.groups import Along, Scattered, Tensors, cuts, entry, varied, whole
+from torchpmap._collectives.primitives import Primitive, Scope
+from torchpmap._collectives.varying import NONE
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis, Partition, joined
 
@@ -122,7 +124,8 @@ class Over:
         if self.scattered is None:
             steps = self.along if self.partition is not None else self.reductions
             scopes = [axis.indexed_scope for axis in steps if isinstance(axis, Along)]
-            return extreme(op, scopes, xs, lead=len(self.dims))
+            tracked = NONE.union(*(scope.tracked for scope, _ in scopes))
+            return extreme(op, scopes, [varied(x, tracked) for x in xs], lead=len(self.dims))
         return self.scattered.extreme(op, xs)
 
     def dims_of(self, x: torch.Tensor) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ import torch
 from torchpmap._base.boundary import boundary
 from torchpmap._base.pytree import Tree
 from torchpmap._collectives.backend import Pairs
-from torchpmap._collectives.groups import Along, Tensors, entry, gathered, pick
+from torchpmap._collectives.groups import Along, Tensors, entry, gathered, pick, varied, whole
 from torchpmap._collectives.operands import (
     AxisName,
     Over,
@@ -115,7 +115,8 @@ class _Shift:
     """The lanes that this device sends; a device with fewer to send repeats lane 0."""
 
     def run(self, xs: Tensors) -> Tensors:
-        return apply(Permute(self.scope, self.pairs), None, [pick(x, self.lanes) for x in xs])
+        leaving = [varied(pick(x, self.lanes), self.scope.tracked) for x in xs]
+        return apply(Permute(self.scope, self.pairs), None, leaving)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,4 +179,4 @@ def _shift(devices: Axis, shift: int, leaving: list[list[int]]) -> _Shift:
     padded = [lanes + [0] * (count - len(lanes)) for lanes in leaving]
     table = torch.tensor(padded, device=devices.index.device)
     pairs = tuple((k, (k + shift) % devices.size) for k, lanes in enumerate(leaving) if lanes)
-    return _Shift(Scope(devices.size, devices.group), pairs, pick(table, devices.index))
+    return _Shift(whole(devices).scope, pairs, pick(table, devices.index))

@@ -19,8 +19,8 @@ derivative works.
                                               no: batch dim to the end, apply again below
     bottom        across(xs): process-group operations
 
-``pmax`` and ``pmin`` are not linear; ``_Extreme`` below interprets those, with a derivative made of
-linear primitives.
+``pmax`` and ``pmin`` are not linear; ``_collectives/extremes`` interprets those, with a derivative
+made of linear primitives.
 
 Two things that do not work, and are therefore absent: a ``torch.library`` operator with
 ``register_autograd`` (torch 2.13 refuses it under torch.func, and drops its tangents), and letting
@@ -37,8 +37,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchpmap._base.torch_internals import depth, set_forward_grad
+from torchpmap._base.torch_internals import depth
 from torchpmap._collectives import backend as raw
+from torchpmap._collectives.varying import NONE, Axes, axes_of, set_axes
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Partition
 
@@ -55,6 +56,10 @@ class Scope:
     """Process group name; None over a vmapped axis."""
     partition: Partition | None = None
     """Groups of a vmapped axis, None for all of it (a process group is already the right one)."""
+    tracked: Axes = NONE
+    """The axes in it along which it is followed which values vary."""
+    is_part: bool = False
+    """Whether the members are those of a group, and not all of the axis."""
 
     @property
     def is_alone(self) -> bool:
@@ -87,6 +92,8 @@ class Primitive(ABC):
 
     elementwise: ClassVar[bool] = False
     """The shape is kept and dims do not matter, so another vmap's batch dim may stay in place."""
+    is_sent: ClassVar[bool] = True
+    """Whether members take part at the same time."""
     replicates: ClassVar[bool] = False
     """Every member gets the same, so ``along`` gives it once, without the row dim."""
 
@@ -102,10 +109,18 @@ class Primitive(ABC):
     def transposed(self) -> Primitive:
         """The primitive for cotangents."""
 
+    def varying(self, axes: Axes) -> Axes:
+        """The axes along which the result varies."""
+        return axes | self.scope.tracked
+
 
 @dataclass(frozen=True)
 class AllReduce(Primitive):
-    """[*s] -> [*s], the sum. Self-dual: every member's result depends on every member's operand."""
+    """[*s] -> [*s], the sum. Every member's result depends on every member's operand.
+
+    Self-dual, where every member counts its result.  Over tracked axes the members share one
+    result, and one cotangent of it.
+    """
 
     elementwise = True
     replicates = True
@@ -117,7 +132,80 @@ class AllReduce(Primitive):
         return _sum_rows(rows)
 
     def transposed(self) -> Primitive:
-        return self
+        return Copy(self.scope) if self._is_shared else self
+
+    def varying(self, axes: Axes) -> Axes:
+        return axes - self.scope.tracked if self._is_shared else super().varying(axes)
+
+    @property
+    def _is_shared(self) -> bool:
+        return bool(self.scope.tracked) and not self.scope.is_part
+
+
+@dataclass(frozen=True)
+class Copy(Primitive):
+    """[*s] -> [*s], a value that members share as one of each; their cotangents are summed."""
+
+    elementwise = True
+    is_sent = False
+
+    def across(self, xs: Tensors) -> Tensors:
+        return [x.clone() for x in xs]
+
+    def along(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.clone()
+
+    def transposed(self) -> Primitive:
+        return AllReduce(self.scope)
+
+
+@dataclass(frozen=True)
+class Same(Primitive):
+    """[*s] -> [*s], a value of each member that is the same on all, as one that members share."""
+
+    elementwise = True
+    is_sent = False
+    replicates = True
+
+    def across(self, xs: Tensors) -> Tensors:
+        return [x.clone() for x in xs]
+
+    def along(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[0].clone()
+
+    def transposed(self) -> Primitive:
+        return _Share(self.scope)
+
+    def varying(self, axes: Axes) -> Axes:
+        return axes - self.scope.tracked
+
+
+@dataclass(frozen=True)
+class _Share(Copy):
+    """[*s] -> [*s], an equal part for each member of a value that they share."""
+
+    def across(self, xs: Tensors) -> Tensors:
+        return [x / self.scope.size for x in xs]
+
+    def along(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows / self.scope.size
+
+    def transposed(self) -> Primitive:
+        return _Mean(self.scope)
+
+
+@dataclass(frozen=True)
+class _Mean(AllReduce):
+    """[*s] -> [*s], the mean as a value that members share."""
+
+    def across(self, xs: Tensors) -> Tensors:
+        return [x / self.scope.size for x in super().across(xs)]
+
+    def along(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().along(rows) / self.scope.size
+
+    def transposed(self) -> Primitive:
+        return _Share(self.scope)
 
 
 @dataclass(frozen=True)
@@ -200,7 +288,7 @@ class _Linear(torch.autograd.Function):
     def forward(primitive: Primitive, index: torch.Tensor | None, *xs: torch.Tensor) -> Any:
         if primitive.scope.is_alone:
             return tuple(_alone(primitive, x) for x in xs)
-        return tuple(primitive.across(xs))
+        return tuple(noted(primitive.varying, xs, primitive.across(xs)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -209,18 +297,18 @@ class _Linear(torch.autograd.Function):
         ctx.number = axis_stack.ordinal()
         ctx.kinds = [(x.shape, x.dtype, x.device) for x in xs]
         ctx.set_materialize_grads(False)
-        _save(ctx, index)
+        save(ctx, index)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         (index,) = ctx.saved_tensors
-        with _derivative(ctx, cotangents):
+        with naming(ctx, cotangents):
             return None, None, *_apply_present(ctx.primitive.transposed(), index, cotangents)
 
     @staticmethod
     def jvp(ctx: Any, _primitive: None, _index: None, *tangents: torch.Tensor | None) -> Any:
         (index,) = ctx.saved_tensors
-        return _apply_present(ctx.primitive, index, _tangents(tangents, ctx.kinds))
+        return _apply_present(ctx.primitive, index, filled_tangents(tangents, ctx.kinds))
 
     @staticmethod
     def vmap(
@@ -230,11 +318,24 @@ class _Linear(torch.autograd.Function):
         if index_dim is None:
             if primitive.elementwise:
                 return tuple(apply(primitive, index, xs)), tuple(dims)
-            return _pass_through(lambda moved: apply(primitive, index, moved), xs, dims)
-        replicates = primitive.replicates
-        return _along_axis(
-            primitive.along, primitive.scope, info.batch_size, xs, dims, replicates=replicates
+            return pass_through(lambda moved: apply(primitive, index, moved), xs, dims)
+        results, out_dims = along_axis(
+            primitive.along,
+            primitive.scope,
+            info.batch_size,
+            xs,
+            dims,
+            replicates=primitive.replicates,
+            is_sent=primitive.is_sent,
         )
+        return tuple(noted(primitive.varying, xs, results)), out_dims
+
+
+def noted(varying: Callable[[Axes], Axes], xs: Tensors, results: Tensors) -> Tensors:
+    """The results, with the axes along which they vary."""
+    for x, result in zip(xs, results, strict=True):
+        set_axes(result, varying(axes_of(x)))
+    return results
 
 
 def _alone(primitive: Primitive, x: torch.Tensor) -> torch.Tensor:
@@ -243,7 +344,7 @@ def _alone(primitive: Primitive, x: torch.Tensor) -> torch.Tensor:
     return rows if primitive.replicates else rows.squeeze(0)
 
 
-def _tangents(
+def filled_tangents(
     given: Sequence[torch.Tensor | None], kinds: Sequence[_Kind]
 ) -> list[torch.Tensor | None]:
     """Fill in zeros for missing tangents, but none for integers and bools.
@@ -265,146 +366,15 @@ def _apply_present(primitive: Primitive, index: Any, values: Sequence[Any]) -> t
     return tuple(None if value is None else next(results) for value in values)
 
 
-# --- max and min ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Extremum:
-    """Max or min over the leading ``lead`` dims of a tensor and over every scope."""
-
-    op: raw.ReduceOp
-    lead: int
-    scopes: tuple[Scope, ...]
-
-    def reduce_lead(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.lead:
-            return x
-        take = torch.amax if self.op == "max" else torch.amin
-        dims = tuple(range(self.lead))
-        return raw.reduced(x, self.op, lambda wide: take(wide, dims))
-
-    def across(self, scope: Scope, xs: Tensors) -> Tensors:
-        """Run over a process axis."""
-        return raw.all_reduce_many(xs, self.op, scope.process_group())
-
-    def summed(self, xs: Tensors, indices: Tensors) -> Tensors:
-        """The sums over the dims and scopes of the extreme, not narrowed yet."""
-        xs = _widened(xs)
-        if self.lead:
-            xs = [x.sum(tuple(range(self.lead))) for x in xs]
-        for scope, index in zip(self.scopes, indices, strict=True):
-            xs = apply(AllReduce(scope), index, xs)
-        return xs
-
-    def shares(self, xs: Tensors, extremes: Tensors, indices: Tensors) -> Tensors:
-        """The weight of every element in the derivative: 1 / holders for a holder, else 0."""
-        holds = _widened(
-            [
-                ((x == y) | (torch.isnan(x) & torch.isnan(y))).to(x.dtype)
-                for x, y in zip(xs, extremes, strict=True)
-            ]
-        )
-        return [h / n for h, n in zip(holds, self.summed(holds, indices), strict=True)]
-
-
-def extreme(
-    op: raw.ReduceOp, scopes: Sequence[IndexedScope], xs: Tensors, lead: int = 0
-) -> list[torch.Tensor]:
-    """Max or min of every tensor over its leading ``lead`` dims and all scopes at once.
-
-    The derivative of an extreme goes to the elements that hold it; where several tie, each gets an
-    equal part. All scopes belong to one operation because ties are shared among the holders on all
-    axes together: taken one axis after the other, two holders on device 0 and one on device 1 would
-    get 1/4, 1/4 and 1/2.
-    """
-    if not scopes and not lead:
-        return list(xs)
-    how = _Extremum(op, lead, tuple(scope for scope, _ in scopes))
-    return list(_Extreme.apply(how, *(index for _, index in scopes), *xs))
-
-
-class _Extreme(torch.autograd.Function):
-    @staticmethod
-    def forward(how: _Extremum, *tensors: Any) -> Any:
-        xs = [how.reduce_lead(x) for x in tensors[len(how.scopes) :]]
-        for scope in how.scopes:
-            xs = [x.clone() for x in xs] if scope.is_alone else list(how.across(scope, xs))
-        return tuple(xs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.number = axis_stack.ordinal()
-        ctx.how = inputs[0]
-        ctx.set_materialize_grads(False)
-        _save(ctx, *inputs[1:], *output)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        def pulled(how: _Extremum, gs: Tensors, shares: Tensors, indices: Tensors) -> Tensors:
-            totals = replace(how, lead=0).summed(gs, indices)
-            return [share * total for share, total in zip(shares, totals, strict=True)]
-
-        skipped = [None] * (1 + len(ctx.how.scopes))
-        with _derivative(ctx, cotangents):
-            return *skipped, *_Extreme._derivative(ctx, cotangents, pulled)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        def pushed(how: _Extremum, ts: Tensors, shares: Tensors, indices: Tensors) -> Tensors:
-            wide = _widened(ts)
-            return how.summed([s * t for s, t in zip(shares, wide, strict=True)], indices)
-
-        count = len(ctx.how.scopes)
-        given = tangents[1 + count :]
-        xs = ctx.saved_tensors[count : count + len(given)]
-        filled = _tangents(given, [(x.shape, x.dtype, x.device) for x in xs])
-        # torch 2.13 turns forward mode off here: a jvp around this one would see constants
-        with set_forward_grad(True):
-            return _Extreme._derivative(ctx, filled, pushed)
-
-    @staticmethod
-    def _derivative(
-        ctx: Any, values: Sequence[Any], rule: Callable[..., Tensors]
-    ) -> tuple[Any, ...]:
-        """Apply ``rule`` to the derivatives that exist."""
-        how, count = ctx.how, len(ctx.how.scopes)
-        indices, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        present = [k for k, value in enumerate(values) if value is not None]
-        xs, extremes = ([saved[k + start] for k in present] for start in (0, len(values)))
-        shares = how.shares(xs, extremes, indices)
-        results = rule(how, [values[k] for k in present], shares, indices)
-        found = {k: y.to(values[k].dtype) for k, y in zip(present, results, strict=True)}
-        return tuple(found.get(k) for k in range(len(values)))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], how: _Extremum, *tensors: Any) -> Any:
-        count = len(how.scopes)
-        indices, xs, dims = tensors[:count], tensors[count:], in_dims[1 + count :]
-        scopes = list(zip(how.scopes, indices, strict=True))
-        mine = [scope for scope, dim in zip(scopes, in_dims[1:], strict=False) if dim is not None]
-        if not mine:
-            return _pass_through(lambda moved: extreme(how.op, scopes, moved, how.lead), xs, dims)
-        ((scope, _),) = mine
-        others = [each for each in scopes if each is not mine[0]]
-
-        def along(rows: torch.Tensor) -> torch.Tensor:
-            (result,) = extreme(how.op, others, [rows], how.lead + 1)
-            return result
-
-        return _along_axis(along, scope, info.batch_size, xs, dims, replicates=True)
-
-
 # --- shared ---------------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, *tensors: torch.Tensor | None) -> None:
+def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
     ctx.save_for_forward(*tensors)
 
 
-def _derivative(
-    ctx: Any, cotangents: Sequence[torch.Tensor | None]
-) -> AbstractContextManager[None]:
+def naming(ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> AbstractContextManager[None]:
     """Name the collectives of a backward pass by the one they transpose: all may come from one line
     of code.
     """
@@ -414,16 +384,12 @@ def _derivative(
     )
 
 
-def _widened(xs: Tensors) -> list[torch.Tensor]:
-    return [raw.widened(x, "sum") for x in xs]
-
-
 def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
     wide = raw.widened(rows, "sum")
     return raw.narrowed(wide.sum(0, dtype=wide.dtype), "sum", rows.dtype)
 
 
-def _pass_through(
+def pass_through(
     run: Callable[[Tensors], Tensors], xs: Tensors, dims: Sequence[int | None]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
     """The vmap at hand is not the axis: put its batch dim last, where no collective looks."""
@@ -432,7 +398,7 @@ def _pass_through(
     return tuple(results), tuple(None if dim is None else r.dim() - 1 for r, dim in pairs)
 
 
-def _along_axis(
+def along_axis(
     along: Callable[[torch.Tensor], torch.Tensor],
     scope: Scope,
     size: int,
@@ -440,12 +406,15 @@ def _along_axis(
     dims: Sequence[int | None],
     *,
     replicates: bool,
+    is_sent: bool = True,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
     """The vmap at hand is the axis: run on its rows, or on those of every group.
 
-    ``replicates``: ``along`` gives one result for all rows instead of rows.
+    ``replicates``: ``along`` gives one result for all rows instead of rows.  ``is_sent``: whether
+    all rows must get here.
     """
-    axis_stack.check_together(depth() + 1)  # rules run one level below the vmap
+    if is_sent:
+        axis_stack.check_together(depth() + 1)  # rules run one level below the vmap
     rows = [
         x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
         for x, dim in zip(xs, dims, strict=True)

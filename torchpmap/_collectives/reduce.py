@@ -14,8 +14,11 @@ from typing import Any
 import torch
 
 from torchpmap._base.boundary import boundary
+from torchpmap._base.errors import warn
 from torchpmap._base.pytree import Tree
+from torchpmap._base.torch_internals import FakeTensor, innermost
 from torchpmap._collectives.backend import ReduceOp, narrowed, widened
+from torchpmap._collectives.extremes import extreme
 from torchpmap._collectives.operands import (
     NUMBERS,
     AxisName,
@@ -26,7 +29,9 @@ from torchpmap._collectives.operands import (
     permutation,
     resolve,
 )
-from torchpmap._collectives.primitives import AllReduce, extreme
+from torchpmap._collectives.primitives import AllReduce
+from torchpmap._collectives.varying import NONE, axes_of, is_gradient, named
+from torchpmap._layout.axis_stack import Axis
 
 # Sums of these overflow where their mean does not.
 _NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16)
@@ -38,7 +43,8 @@ def psum(x: Tree, axis_name: AxisName, *, axis_index_groups: IndexGroups = None)
 
     psum: number[*s] per device -> number[*s] per device (equal on all)
     Backward: psum of the cotangents (self-dual), so ``grad`` of a psummed loss is the derivative of
-    the sum of all devices' losses. Many leaves travel as one message per dtype.
+    the sum of all devices' losses; inside a ``shard_map`` with ``check_vma=True`` the cotangent, as
+    devices share the sum. Many leaves travel as one message per dtype.
 
     Args:
         x: tensor or pytree; same shapes and dtypes on every device. bool is counted in int32.
@@ -76,6 +82,7 @@ def psum(x: Tree, axis_name: AxisName, *, axis_index_groups: IndexGroups = None)
         return narrowed(total, "sum", given.dtype)
 
     def total(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        _warn_of_summed(over, xs)
         given = [_counted(x) for x in xs]
         sums = _sum(over, given)
         return [narrowed(y, "sum", x.dtype) for x, y in zip(given, sums, strict=True)]
@@ -88,7 +95,7 @@ def pmean(x: Tree, axis_name: AxisName, *, axis_index_groups: IndexGroups = None
     """Average ``x`` over the mapped axis ``axis_name``; every device gets the mean.
 
     pmean: number[*s] per device -> inexact[*s] per device (equal on all)
-    Backward: pmean of the cotangents.
+    Backward: pmean of the cotangents; as for ``psum``, their n-th part inside a ``shard_map``.
 
     Args:
         x: tensor or pytree; same shapes and dtypes on every device. Integers and bools give the
@@ -116,6 +123,7 @@ def pmean(x: Tree, axis_name: AxisName, *, axis_index_groups: IndexGroups = None
     over = resolve("pmean", axis_name, axis_index_groups, positional=True)
 
     def mean(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        _warn_of_summed(over, xs)
         members, given = over.members(), [_widened(x) for x in xs]
         return [
             _divided(y, members * _numel(over, x), x.dtype)
@@ -234,6 +242,32 @@ def pbroadcast(x: Tree, axis_name: AxisName, source: int) -> Tree:
 def _sum(over: Over, xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The sums, to be narrowed."""
     return over.fold(AllReduce, [_sum_dims(over, x) for x in xs])
+
+
+def _warn_of_summed(over: Over, xs: Sequence[torch.Tensor]) -> None:
+    """Warn of gradients that are summed over the axes already, as those of values that devices
+    share are; the first device does.
+    """
+    axes = [axis for axis in over.axes if axis.group is None or not _is_later_device(axis)]
+    tracked = NONE.union(*(axis.tracked for axis in axes))
+    shared = NONE.union(*(tracked - axes_of(x) for x in xs if is_gradient(x)))
+    if not shared or over.partition is not None:
+        return
+    names, size = named(shared), math.prod(axis.size for axis in shared)
+    effect = f"multiplies it by {size}"
+    if over.what == "pmean":
+        effect = f"leaves it as it is, {size} times the mean"
+    warn(
+        f"{over.what}: this gradient is already summed over {names}; {over.what} {effect}. Inside "
+        "a shard_map the gradient of a value that devices share is the sum over them. Leave "
+        f"{over.what} out; for the gradient of a mean, take the mean of the loss (tp.pmean)."
+    )
+
+
+def _is_later_device(axis: Axis) -> bool:
+    """Whether the process is known not to be the first along an axis."""
+    index = innermost(axis.index)
+    return not isinstance(index, FakeTensor) and bool(index.any())
 
 
 def _sum_dims(over: Over, x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -47,6 +47,17 @@ class Axis:
     """Names the process group that holds this device in a partition of a process axis."""
     line: MeshLine | None = None
     """For an axis of a mesh."""
+    is_tracked: bool = False
+    """Whether it is followed which values vary along it (``_collectives/varying``)."""
+    parts: tuple[Axis, ...] = ()
+    """For several axes of a mesh as one: these."""
+
+    @property
+    def tracked(self) -> frozenset[Axis]:
+        """The axes in it along which it is followed which values vary."""
+        if self.parts:
+            return frozenset().union(*(part.tracked for part in self.parts))
+        return frozenset({self}) if self.is_tracked else frozenset()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -169,14 +180,15 @@ def mesh_axes(
 def joined(axes: Sequence[Axis]) -> tuple[Axis, ...]:
     """The axes, with neighbours of one mesh as one axis, so that data is sent once for all."""
     found: list[Axis] = []
-    for _, group in itertools.groupby(axes, lambda axis: axis.line and axis.line.whole):
+    kinds = itertools.groupby(axes, lambda a: (a.line and a.line.whole, bool(a.tracked)))
+    for _, group in kinds:
         first, *others = group
         if first.line is None or not others:
             found += [first, *others]
         else:
             dims = [dim for axis in (first, *others) if axis.line for dim in axis.line.dims]
             line = MeshLine(first.line.whole, first.line.sizes, tuple(dims))
-            found.append(_axis_of(line, first.name))
+            found.append(replace(_axis_of(line, first.name), parts=(first, *others)))
     return tuple(found)
 
 

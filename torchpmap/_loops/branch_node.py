@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.torch_internals import depth
+from torchpmap._collectives.varying import axes_of
 from torchpmap._layout import axis_stack
 from torchpmap._loops import emit
 from torchpmap._loops.operator import (
@@ -43,6 +44,7 @@ class Branch(Construct):
             *(each.module for each in inner),
             tuple(emit.operands(reads)),
             results=inner[0].results,
+            axes=[a | b | axes_of(pred) for a, b in zip(*(x.axes for x in inner), strict=True)],
             name=self.name,
         )
 

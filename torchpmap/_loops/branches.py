@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from torchpmap._base.torch_internals import (
     layers,
     level_of,
 )
+from torchpmap._collectives.groups import varied
+from torchpmap._collectives.varying import Axes, axes_of, union
 from torchpmap._layout import axis_stack
 from torchpmap._loops.branch_node import Branch
 from torchpmap._loops.operator import apply
@@ -25,6 +28,7 @@ from torchpmap._loops.surroundings import Surroundings, find_closures, with_clos
 from torchpmap._loops.trees import Parts, Tensors, Tree, category, kind, same_kinds, take_apart
 from torchpmap._loops.without_values import without_values
 from torchpmap._loops.writes import Writes
+from torchpmap._trace.casts import is_tracked, must_vary
 
 
 @boundary
@@ -251,8 +255,9 @@ def _run(pred: torch.Tensor, pair: _Pair, operands: Any) -> Any:
         assert pair.tree is not None
         return pair.tree.build(chosen)
     which = 0 if bool(innermost(pred)) else 1
-    taken = pair.parts(which, _copied(operands))
-    if pair.codes in _checked and not any(taken.weak) and not around.draws_numbers:
+    taken = _decided(pair, which, operands, axes_of(pred))
+    known = pair.codes in _checked and not is_tracked()
+    if known and not any(taken.weak) and not around.draws_numbers:
         return taken.tree.build(taken.tensors)
     with around.restored():  # and as many random numbers are drawn as by the other branch
         other = without_values(lambda: pair.parts(1 - which, operands))
@@ -262,12 +267,24 @@ def _run(pred: torch.Tensor, pair: _Pair, operands: Any) -> Any:
     results = pair.unified([taken, other] if which == 0 else [other, taken])
     if len(_checked) < _MAX_CHECKED:
         _checked.add(pair.codes)
-    return taken.tree.build(results[which])
+    return taken.tree.build(
+        [varied(x, axes_of(y)) for x, y in zip(results[which], other.tensors, strict=True)]
+    )
 
 
 _MAX_CHECKED = 4096
 _checked: set[Any] = set()
 """The code of pairs of branches that were seen to return the same kinds of values."""
+
+
+def _decided(pair: _Pair, which: int, operands: Any, deciding: Axes) -> Parts:
+    """The branch that is taken, where devices along the axes ``deciding`` may take another one."""
+    own = tree_map(
+        lambda x: varied(x, deciding) if isinstance(x, torch.Tensor) else x, _copied(operands)
+    )
+    with must_vary(deciding, pair.name):
+        found = pair.parts(which, own)
+    return replace(found, tensors=[varied(x, deciding) for x in found.tensors])
 
 
 def _numbered(around: Surroundings, pair: _Pair, which: int, operands: Any) -> Parts:
@@ -296,9 +313,13 @@ def _staged(pred: torch.Tensor, pair: _Pair, operands: Any) -> Any:
         first, second = pair.unified(both)
         return [*first, *second], draws
 
-    (_, draws), closures = find_closures(once)
+    (both, draws), closures = find_closures(once)
     around.advance(draws)
     rows = around.rows() if draws else []
+    count = len(both) // 2
+    # what only some devices compute would otherwise have a gradient that only some sum
+    deciding = axes_of(pred)
+    varying = [union([a, b, pred]) for a, b in zip(both[:count], both[count:], strict=True)]
 
     def branch(which: int) -> Any:
         def body(tensors: Sequence[torch.Tensor]) -> Tensors:
@@ -308,11 +329,13 @@ def _staged(pred: torch.Tensor, pair: _Pair, operands: Any) -> Any:
                 with around.restored():
                     return pair.run(which, given.tree.build(writes.private(inputs)))
 
-            return with_closures(run, closures, tensors[: len(closures)])
+            results = with_closures(run, closures, tensors[: len(closures)])
+            return [varied(x, axes) for x, axes in zip(results, varying, strict=True)]
 
         return body
 
     construct = Branch(pair.name, (branch(0), branch(1)))
-    results = apply(construct, [pred, *closures, *rows, *given.tensors])
+    operands = [varied(x, deciding) for x in (*closures, *rows, *given.tensors)]
+    results = apply(construct, [pred, *operands])
     assert pair.tree is not None
     return pair.tree.build(results)

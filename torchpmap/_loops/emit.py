@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -36,6 +36,7 @@ from torchpmap._base.torch_internals import (
     tracing_mode,
     written_values,
 )
+from torchpmap._collectives.varying import Axes, axes_of, set_axes
 from torchpmap._layout import axis_stack
 from torchpmap._trace.capture import Capture, is_real
 from torchpmap._trace.inner import GRAPHS, is_kept
@@ -43,6 +44,7 @@ from torchpmap._trace.passes import drop_detaches
 from torchpmap._trace.traced_views import traced_views
 
 _aten = torch.ops.aten
+T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
 Kind = tuple[Sequence[int], torch.dtype, torch.device]
 
@@ -69,6 +71,8 @@ class Inner:
     reads: tuple[torch.Tensor, ...]
     """What it reads from the graph around it."""
     results: tuple[Kind, ...]
+    axes: tuple[Axes, ...]
+    """Per result: along which axes it varies."""
 
 
 class _Reads(TorchDispatchMode):
@@ -125,9 +129,12 @@ def _captured(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def inner(body: Callable[..., Tensors], kinds: Sequence[Kind]) -> Inner:
-    """Trace ``body`` on tensors of these kinds into a graph of its own."""
+def inner(body: Callable[..., Tensors], kinds: Sequence[Kind], axes: Sequence[Axes] = ()) -> Inner:
+    """Trace ``body`` on tensors of these kinds, which vary along these axes, into a graph of its
+    own.
+    """
     found: list[_Reads] = []
+    varying: list[Axes] = []
 
     def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         mode = tracing_mode()
@@ -135,6 +142,7 @@ def inner(body: Callable[..., Tensors], kinds: Sequence[Kind]) -> Inner:
         found.append(_Reads(mode.tracer))
         with found[-1] as reads:
             results = [reads.value(x) for x in body(*tensors)]
+        varying[:] = map(axes_of, results)
         used = {t.untyped_storage()._cdata for t in (*tensors, *reads.tensors)}
         fresh = []
         for x in results:
@@ -149,9 +157,11 @@ def inner(body: Callable[..., Tensors], kinds: Sequence[Kind]) -> Inner:
 
     with _untracked():
         examples = [fake(*kind) for kind in kinds]
+        for example, along in zip(examples, axes, strict=False):
+            set_axes(example, along)
         module = trace_inside(flat)(*examples)
     (reads,) = found
-    return _finished(module, reads, len(examples))
+    return _finished(module, reads, len(examples), tuple(varying))
 
 
 @contextlib.contextmanager
@@ -162,7 +172,9 @@ def _untracked() -> Iterator[None]:
         yield
 
 
-def _finished(module: GraphModule, reads: _Reads, num_examples: int) -> Inner:
+def _finished(
+    module: GraphModule, reads: _Reads, num_examples: int, varying: tuple[Axes, ...]
+) -> Inner:
     graph = module.graph
     _refuse_writes(module, reads)
     places = [node for node in graph.nodes if node.op == "placeholder"][:num_examples]
@@ -185,7 +197,7 @@ def _finished(module: GraphModule, reads: _Reads, num_examples: int) -> Inner:
     module.recompile()
     (output,) = (node for node in graph.nodes if node.op == "output")
     values = [node.meta["val"] for node in output.args[0]]
-    return Inner(module, tuple(tensors), tuple(kinds_of(values)))
+    return Inner(module, tuple(tensors), tuple(kinds_of(values)), varying)
 
 
 def _storage(node: Node) -> int:
@@ -331,13 +343,33 @@ def operands(tensors: Tensors, beside: Tensors = ()) -> list[torch.Tensor]:
     return found
 
 
-def call(target: Any, *args: Any, results: Sequence[Kind], name: str) -> list[torch.Tensor]:
+def settled(
+    trace: Callable[[list[Axes]], tuple[T, Sequence[Axes]]], carry: Tensors
+) -> tuple[T, list[Axes]]:
+    """What ``trace`` makes of the axes along which a carry varies, and these: the fewest that a
+    step keeps.
+
+    ``trace`` also returns the axes of the carry after a step.
+    """
+    axes = [axes_of(x) for x in carry]
+    while True:
+        found, after = trace(axes)
+        grown = [a | b for a, b in zip(axes, after, strict=True)]
+        if grown == axes:
+            return found, axes
+        axes = grown
+
+
+def call(
+    target: Any, *args: Any, results: Sequence[Kind], axes: Sequence[Axes], name: str
+) -> list[torch.Tensor]:
     """Add ``target(*args)``, which returns ``results``, to the graph that is being traced.
 
     Args:
         target: the operation.
         args: graphs, and tuples and lists of ``operands``.
         results: kinds of the results.
+        axes: along which axes each varies.
         name: what the user called.
     """
     from torch.fx.experimental.proxy_tensor import track_tensor_tree
@@ -362,6 +394,8 @@ def call(target: Any, *args: Any, results: Sequence[Kind], name: str) -> list[to
     values = tuple(fake(*kind) for kind in results)
     track_tensor_tree(values, proxy, constant=None, tracer=tracer)
     proxy.node.meta["val"] = values
+    for value, along in zip(values, axes, strict=True):
+        set_axes(value, along)
     return list(values)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -10,6 +11,8 @@ import torch
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.torch_internals import fake_mode, tracing_mode
+from torchpmap._collectives.groups import varied
+from torchpmap._collectives.varying import axes_of
 from torchpmap._loops.checks import check_function, whole_number
 from torchpmap._loops.emit import discarded
 from torchpmap._loops.operator import apply
@@ -307,13 +310,30 @@ def tried(step: Callable[[], Parts], around: Surroundings) -> Parts:
         return step() if found is None else found
 
 
+def cast_carry(
+    init: Parts, once: Callable[[Parts], tuple[Tensors, Tensors, int]]
+) -> tuple[Parts, tuple[Tensors, Tensors, int], list[torch.Tensor]]:
+    """The first carry, cast so that it varies along the axes along which the carry does after any
+    step; what ``once`` returns for it, and the closures that it uses.
+
+    ``once`` runs a step, and returns the carry, what the step returns (the next carry comes first),
+    and how many random numbers it drew.
+    """
+    while True:
+        found, closures = find_closures(functools.partial(once, init))
+        pairs = list(zip(init.tensors, found[1], strict=False))
+        if all(axes_of(after) <= axes_of(x) for x, after in pairs):
+            return init, found, closures
+        init = replace(init, tensors=[varied(x, axes_of(after)) for x, after in pairs])
+
+
 def _staged(
     body: Body, init: Parts, xs: Sequence[torch.Tensor], length: int, reverse: bool
 ) -> tuple[Tensors, Tensors]:
     around, writes = Surroundings(), Writes()
     numbers = torch.arange(length, device=xs[0].device if xs else None)
 
-    def once() -> tuple[Tensors, Tensors, int]:
+    def once(init: Parts) -> tuple[Tensors, Tensors, int]:
         row = [x[0].clone() for x in xs]
         # copies, because the body may also close over these tensors
         start = replace(init, tensors=[x.clone() for x in init.tensors])
@@ -322,7 +342,7 @@ def _staged(
             after, ys = body(carry, row)
             return carry, [*after, *ys], around.draws()
 
-    (carry, _, draws), closures = find_closures(once)
+    init, (carry, _, draws), closures = cast_carry(init, once)
     around.advance(draws)
     first = [
         x if x.dtype == c.dtype else x.to(c.dtype) for x, c in zip(init.tensors, carry, strict=True)

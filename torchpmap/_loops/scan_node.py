@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from torchpmap._collectives.varying import Axes, axes_of
 from torchpmap._loops import emit
 from torchpmap._loops.operator import (
     Construct,
@@ -67,7 +68,11 @@ class Scan(Construct):
             carry, row = given[: len(init)], given[len(init) :]
             return self.flat([*constants, *carry, *row])
 
-        inner = emit.inner(body, [*emit.kinds_of(init), *rows])
+        def trace(carry: list[Axes]) -> tuple[emit.Inner, Sequence[Axes]]:
+            found = emit.inner(body, [*emit.kinds_of(init), *rows], [*carry, *map(axes_of, xs)])
+            return found, found.axes[: len(init)]
+
+        inner, carried = emit.settled(trace, init)
         xs = emit.without_unused(inner, xs, len(init))
         ys: list[emit.Kind] = [
             ((self.length, *shape), dtype, device)
@@ -80,6 +85,7 @@ class Scan(Construct):
             xs,
             tuple(emit.operands(inner.reads, [*init, *xs])),
             results=[*emit.kinds_of(init), *ys],
+            axes=[*carried, *inner.axes[len(init) :]],
             name="scan",
         )
         if self.reverse:

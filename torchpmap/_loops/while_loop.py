@@ -12,12 +12,14 @@ import torch
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.torch_internals import innermost, set_forward_grad
+from torchpmap._collectives.groups import varied
+from torchpmap._collectives.varying import axes_of
 from torchpmap._layout import axis_stack
 from torchpmap._loops.branches import batched_levels
 from torchpmap._loops.checks import check_function
 from torchpmap._loops.operator import apply, is_inexact
-from torchpmap._loops.scan import Body, check_unroll, is_staged, run_scan, tried
-from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
+from torchpmap._loops.scan import Body, cast_carry, check_unroll, is_staged, run_scan, tried
+from torchpmap._loops.surroundings import Surroundings, with_closures
 from torchpmap._loops.trees import (
     Parts,
     Tensors,
@@ -224,6 +226,7 @@ def _in_python(loop: _Loop, init: Parts) -> Tensors:
     while True:
         with axis_stack.parting(levels, loop.name):  # rows that are done test no more
             goes_on = loop.test(carry)
+        carry = [varied(x, axes_of(goes_on)) for x in carry]
         if not bool(innermost(goes_on).any()):
             break
         levels = batched_levels(goes_on)
@@ -272,15 +275,15 @@ class _NoReverse(torch.autograd.Function):
 def _staged(loop: _Loop, init: Parts) -> Tensors:
     around, writes = Surroundings(), Writes()
 
-    def once() -> tuple[Tensors, int]:
+    def once(init: Parts) -> tuple[Tensors, Tensors, int]:
         start = replace(init, tensors=[x.clone() for x in init.tensors])
         carry = _with_weak_carry(loop, start, around)
         with around.restored(torch.tensor(0)), writes.noted(carry):
-            loop.test(carry)
-            loop.body(carry)
-            return carry, around.draws()
+            deciding = axes_of(loop.test(carry))
+            after = [varied(x, deciding) for x in loop.body(carry)]
+            return carry, after, around.draws()
 
-    (carry, draws), closures = find_closures(once)
+    init, (carry, _, draws), closures = cast_carry(init, once)
     around.advance(draws)
     first = [
         x if x.dtype == c.dtype else x.to(c.dtype) for x, c in zip(init.tensors, carry, strict=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.torch_internals import depth
+from torchpmap._collectives.varying import Axes
 from torchpmap._layout import axis_stack
 from torchpmap._loops import emit
 from torchpmap._loops.operator import (
@@ -49,10 +50,14 @@ class While(Construct):
         constants, init = self.split(tensors)
         init = emit.operands(init)
         kinds = emit.kinds_of(init)
-        test = emit.with_one_result(
-            emit.inner(lambda *carry: [self.test([*constants, *carry])], kinds)
-        )
-        body = emit.inner(lambda *carry: self.body([*constants, *carry]), kinds)
+
+        def trace(axes: list[Axes]) -> tuple[tuple[emit.Inner, emit.Inner], list[Axes]]:
+            test = emit.inner(lambda *carry: [self.test([*constants, *carry])], kinds, axes)
+            body = emit.inner(lambda *carry: self.body([*constants, *carry]), kinds, axes)
+            return (test, body), [along | test.axes[0] for along in body.axes]
+
+        (test, body), axes = emit.settled(trace, init)
+        emit.with_one_result(test)
         reads = emit.shared([test, body], num_own=len(init))
         return emit.call(
             torch.ops.higher_order.while_loop,
@@ -61,6 +66,7 @@ class While(Construct):
             tuple(init),
             tuple(emit.operands(reads, init)),
             results=kinds,
+            axes=axes,
             name=self.name,
         )
 

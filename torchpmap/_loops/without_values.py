@@ -1,5 +1,7 @@
 """What a function would return, without running it: kinds of tensors, and no effects.
 
+The tensors vary along the axes along which the function's would.
+
 Nothing is computed, printed, sent or drawn, and no tensor is written to: each is replaced by one
 that has no values, below all transforms, so tensors that the function closes over are too.
 """
@@ -7,6 +9,7 @@ that has no values, below all transforms, so tensors that the function closes ov
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,18 +21,29 @@ from torchpmap._base.torch_internals import (
     TorchDispatchMode,
     outside_modes,
 )
+from torchpmap._collectives.varying import Tracking, axes_of, set_axes
 from torchpmap._loops.trees import Parts
+from torchpmap._trace.casts import is_tracked
 
 
 def without_values(run: Callable[[], Parts]) -> Parts | None:
     """Tensors of the kinds that ``run`` would return; None if they cannot be found out so."""
     try:
-        with outside_modes(), FakeTensorMode() as mode, _Replaced(mode), torch.no_grad():
+        with (
+            outside_modes(),
+            FakeTensorMode() as mode,
+            Tracking() if is_tracked() else nullcontext(),
+            _Replaced(mode),
+            torch.no_grad(),
+        ):
             found = run()
             kinds = [(x.shape, x.dtype, x.device) for x in found.tensors]
+            axes = [axes_of(x) for x in found.tensors]
     except Exception:  # a function may need values
         return None
     tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
+    for x, along in zip(tensors, axes, strict=True):
+        set_axes(x, along)
     return Parts(found.tree, tensors, found.weak)
 
 
@@ -47,4 +61,6 @@ class _Replaced(TorchDispatchMode):
     def _replace(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
             return value
-        return self._mode.from_tensor(value)  # the same one each time
+        found = self._mode.from_tensor(value)  # the same one each time
+        set_axes(found, axes_of(value))
+        return found

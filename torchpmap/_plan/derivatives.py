@@ -29,6 +29,7 @@ from torchpmap._base.pytree import flatten, replaced
 from torchpmap._base.torch_internals import is_batched
 from torchpmap._collectives.backend import widened
 from torchpmap._collectives.primitives import AllReduce, Scope, apply
+from torchpmap._collectives.varying import axes_of, set_axes
 from torchpmap._layout.axis_stack import Axis, joined
 from torchpmap._layout.grid import Cut, Grid
 from torchpmap._layout.layout import Layout
@@ -39,6 +40,7 @@ from torchpmap._runtime.base import Handle
 from torchpmap._sharded.device_put import handle_of, handles_of
 from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.capture import Substitute
+from torchpmap._trace.casts import times_tracked, tracked
 from torchpmap._trace.compile import EAGER
 from torchpmap._trace.program import Outcome, Program
 
@@ -173,22 +175,27 @@ class Differentiable:
                 outputs = outcomes[-1].outputs
                 return tuple(outputs[k][0] for k in given), [block for block, _ in outputs]
 
+            before = times_tracked()
             pulled: Any = torch.func.vjp(function, *(primals[k] for k in wanted), has_aux=True)
             _, pull_back, outputs = pulled
-            cuts = [cut for _, cut in outcomes[-1].outputs]
-            first = outcomes[-1].first_counts
-            shares = [
-                _share(x, cuts[k], grid, axis if first else None)
-                for k, x in zip(given, cotangents, strict=True)
-            ]
+            outcome = outcomes[-1]
+            cuts = [cut for _, cut in outcome.outputs]
             cuts_in = [grid.cut_of(self.layouts[k]) for k in wanted]
-            pulled_back = pull_back(tuple(shares))
+            with tracked() if times_tracked() > before else contextlib.nullcontext():
+                shares = [
+                    _share(x, *outcome.outputs[k], outcome, grid, axis)
+                    for k, x in zip(given, cotangents, strict=True)
+                ]
+                pulled_back = pull_back(tuple(shares))
             for gradient in pulled_back:
                 if gradient.layout is not torch.strided:
                     raise NotImplementedError(sparse_gradient(self.target.prefix, gradient))
-            gradients = _summed(pulled_back, cuts_in, grid, axis)
+            gradients = list(pulled_back)
+            if outcome.tracked is None:
+                whole = [(*cut, outcome.unbound) for cut in cuts_in]
+                gradients = _summed(pulled_back, whole, grid, axis)
             kept = list(zip(outputs, cuts, strict=True)) if keep_outputs else []
-            return _outcome([*kept, *zip(gradients, cuts_in, strict=True)])
+            return _outcome([*kept, *zip(gradients, cuts_in, strict=True)], outcome)
 
         return pull
 
@@ -197,19 +204,19 @@ class Differentiable:
 
         def push(blocks: Tensors, axis: Axis) -> Outcome:
             primals, tangents = blocks[:count], blocks[count:]
-            cuts: list[Cut] = []
+            outcomes: list[Outcome] = []
 
             def function(*xs: torch.Tensor) -> Any:
-                outcome = self.body(replaced(primals, given, xs), axis)
-                outputs = [(x, cut) for x, cut in outcome.outputs if is_inexact(x.dtype)]
-                cuts[:] = [cut for _, cut in outputs]
-                return tuple(x for x, _ in outputs)
+                outcomes.append(self.body(replaced(primals, given, xs), axis))
+                return tuple(x for x, _ in outcomes[-1].outputs if is_inexact(x.dtype))
 
             originals = tuple(primals[k] for k in given)
             pushed: Any = torch.func.jvp(function, originals, tuple(tangents))
             # under vmap, torch (2.13) gives x + 0.5 of a number x a tangent of float64
             typed = [y.to(x.dtype) for x, y in zip(*pushed, strict=True)]
-            return _outcome(list(zip(typed, cuts, strict=True)))
+            outcome = outcomes[-1]
+            cuts = [cut for x, cut in outcome.outputs if is_inexact(x.dtype)]
+            return _outcome(list(zip(typed, cuts, strict=True)), outcome)
 
         return push
 
@@ -225,9 +232,11 @@ class _Batched:
 
     def __call__(self, blocks: Tensors, axis: Axis) -> Outcome:
         found: list[tuple[torch.Tensor, Cut]] = []
+        outcomes: list[Outcome] = []
 
         def function(*xs: torch.Tensor) -> Any:
-            found[:] = self._body(xs, axis).outputs
+            outcomes.append(self._body(xs, axis))
+            found[:] = outcomes[-1].outputs
             self.reached = tuple(is_batched(x) for x, _ in found)
             # outputs that are not batched leave this vmap through ``found``
             return tuple(x for (x, _), reached in zip(found, self.reached, strict=True) if reached)
@@ -241,7 +250,8 @@ class _Batched:
             [
                 (next(batched).movedim(0, -1) if reached else x, cut)
                 for (x, cut), reached in zip(found, self.reached, strict=True)
-            ]
+            ],
+            outcomes[-1],
         )
 
 
@@ -249,18 +259,32 @@ def is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _outcome(outputs: Sequence[tuple[torch.Tensor, Cut]]) -> Outcome:
+def _outcome(outputs: Sequence[tuple[torch.Tensor, Cut]], of: Outcome) -> Outcome:
+    """The outcome of a derivative, or of the batched form, of a program with the outcome ``of``."""
     blocks, cuts = tuple(x for x, _ in outputs), tuple(cut for _, cut in outputs)
-    return Outcome(flatten(list(range(len(outputs))))[1], blocks, cuts, (), ())
+    structure = flatten(list(range(len(outputs))))[1]
+    return Outcome(structure, blocks, cuts, (), (), unbound=of.unbound, tracked=of.tracked)
 
 
-def _share(x: torch.Tensor, cut: Cut, grid: Grid, axis: Axis | None) -> torch.Tensor:
-    """What this device gets of the cotangent of an output of which there are copies: all or nothing
-    if an axis is given, so that the first copy counts, else an equal part (as in ``jax.pmap``).
+def _share(
+    x: torch.Tensor, output: torch.Tensor, cut: Cut, outcome: Outcome, grid: Grid, axis: Axis
+) -> torch.Tensor:
+    """What this device gets of the cotangent of an output of which there are copies.
+
+    An equal part, as in ``jax.pmap``; or all or nothing, so that the first copy counts.  Where it
+    is followed which values vary, an output that does not vary has one cotangent, for all devices.
     """
+    cut = (*cut, outcome.unbound)
+    if outcome.tracked is not None:
+        varying = axes_of(output)
+        one = (k for k, along in enumerate(outcome.tracked) if along.isdisjoint(varying))
+        set_axes(x, varying)
+        cut = (*cut, tuple(one))
     copies = grid.copies(cut)
-    if copies == 1 or axis is None:
-        return x / copies if copies > 1 else x
+    if copies == 1:
+        return x
+    if outcome.tracked is None and not outcome.first_counts:
+        return x / copies
     for along in grid.shared_along(cut, axis):
         x = torch.where(along.index == 0, x, torch.zeros_like(x))
     return x

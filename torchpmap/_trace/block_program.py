@@ -16,15 +16,23 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from torchpmap._base.axis_spec import broadcast_axes
 from torchpmap._base.pytree import Structure, flatten
-from torchpmap._base.torch_internals import tracing_mode
+from torchpmap._base.torch_internals import (
+    forward_level,
+    is_vmap_wrapper,
+    layers,
+    tracing_mode,
+)
 from torchpmap._collectives import axis_index
-from torchpmap._collectives.cast import casts_sum
-from torchpmap._layout.axis_stack import Axis, bind, mesh_axes
+from torchpmap._collectives.groups import varied
+from torchpmap._collectives.varying import NONE, Axes, axes_of, set_axes
+from torchpmap._layout.axis_stack import Axis, bind, bound, mesh_axes
 from torchpmap._layout.grid import Cut, dim_of, trimmed
 from torchpmap._layout.mesh import Mesh, PartitionSpec, names_of
+from torchpmap._trace.casts import tracked
 from torchpmap._trace.effects import difference
 from torchpmap._trace.escaped import watched
 from torchpmap._trace.kinds import as_result
@@ -124,17 +132,24 @@ class BlockProgram:
             return replace(self, seed=key).run(blocks, process_axis)
         if process_axis is None:
             return self._run_lanes(blocks)
-        with self._bound(self.axes(process_axis), process_axis.index):
-            return self._run(blocks)
-
-    @contextlib.contextmanager
-    def _bound(self, axes: Sequence[Axis | None], index: torch.Tensor) -> Iterator[None]:
-        alone = {name: Axis(name, 1, torch.zeros_like(index), None) for name in self.names}
-        every = {name: axis or alone[name] for name, axis in zip(self.names, axes, strict=True)}
-        with self.surrounded(every), contextlib.ExitStack() as stack:
+        index = process_axis.index
+        axes = {
+            name: self.followed(axis or Axis(name, 1, torch.zeros_like(index), None))
+            for name, axis in zip(self.names, self.axes(process_axis), strict=True)
+        }
+        with self.surrounded(axes), contextlib.ExitStack() as stack:
             for name in self.bound:
-                stack.enter_context(bind(every[name]))
-            yield
+                stack.enter_context(bind(axes[name]))
+            outcome = self._run(blocks, axes)
+        tracked = tuple(axes[name].tracked for name in self.names) if self.check_vma else None
+        unbound = tuple(k for k, name in enumerate(self.names) if name not in self.manual)
+        return replace(outcome, tracked=tracked, unbound=unbound)
+
+    def followed(self, axis: Axis) -> Axis:
+        """The axis, along which it is followed which values vary if outputs are to be checked."""
+        if not self.check_vma or axis.name not in self.manual:
+            return axis
+        return followed(axis)
 
     @contextlib.contextmanager
     def surrounded(self, axes: Mapping[Hashable, Axis]) -> Iterator[None]:
@@ -144,12 +159,20 @@ class BlockProgram:
         free = {name: axis for name, axis in axes.items() if name not in self.manual}
         token = _surrounding.set(Surrounding(self.mesh, free))
         try:
-            with casts_sum(self.check_vma):
+            with tracked() if self.check_vma else contextlib.nullcontext():
                 yield
         finally:
             _surrounding.reset(token)
 
-    def _run(self, blocks: Sequence[torch.Tensor]) -> Outcome:
+    def _run(self, blocks: Sequence[torch.Tensor], axes: Mapping[Hashable, Axis]) -> Outcome:
+        cuts = [leaf.cut for leaf in self.leaves if isinstance(leaf, Block)]
+        for block, cut in zip(blocks, cuts, strict=True):
+            along = axes_of(block).union(
+                *(axes[self.names[k]].tracked for over in cut for k in over)
+            )
+            set_axes(block, along)
+            for tangent in _tangents(block):
+                set_axes(tangent, along)
         token = _inside.set(found := Inside([], {}))
         try:
             with streams(self.seed, axis_index(self.bound), self.randomness) as active:
@@ -179,8 +202,10 @@ class BlockProgram:
         checks: dict[str, torch.Tensor] = {}
         for value, spec, path in zip(values, specs, paths, strict=True):
             tensor = None if value is None else as_result(value, path)
-            blocks.append(tensor)
             cuts.append(() if tensor is None else self._cut(tensor, spec, path))
+            if tensor is not None:
+                tensor = varied(tensor, NONE.union(*map(_tracked, mentioned(spec))))
+            blocks.append(tensor)
             if tensor is not None and self.check_vma and tracing_mode() is None:
                 checks |= self._compared(tensor.detach(), spec, path)
         refuse = self._refuse(paths) if self.check_vma else None
@@ -215,10 +240,8 @@ class BlockProgram:
         """
         around = surrounding()
         free = {} if around is None else {n: a for n, a in around.free.items() if a.size > 1}
-        mentioned = {name for entry in spec for name in names_of(entry)}
-        same = tuple(
-            n for n in self.names if n not in mentioned and (n in self.manual or n in free)
-        )
+        cut = mentioned(spec)
+        same = tuple(n for n in self.names if n not in cut and (n in self.manual or n in free))
         if not same:
             return {}
         with contextlib.ExitStack() as stack:
@@ -250,21 +273,23 @@ class BlockProgram:
     def _run_lanes(self, blocks: Sequence[torch.Tensor]) -> Outcome:
         """Run on whole values, with a vmap for every axis of the mesh."""
         cuts = [leaf.cut for leaf in self.leaves if isinstance(leaf, Block)]
-        apart = [self._apart(x, cut) for x, cut in zip(blocks, cuts, strict=True)]
+        # copies: one value may be given twice, and be cut in two ways
+        apart = [self._apart(x.clone(), cut) for x, cut in zip(blocks, cuts, strict=True)]
         outcomes: list[Outcome] = []
         axes: dict[Hashable, Axis] = {}
 
         def level(k: int, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
             if k == len(self.sizes):
                 with self.surrounded(axes):
-                    outcomes.append(self._run(values))
+                    outcomes.append(self._run(values, axes))
                 outcome = outcomes[-1]
                 return (*(block for block, _ in outcome.outputs), *outcome.checks)
             devices = {x.device for x in values}
             index = torch.arange(self.sizes[k], device=devices.pop() if devices else None)
 
             def along(own: torch.Tensor, *inner: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                axis = axes[self.names[k]] = Axis(self.names[k], self.sizes[k], own, None)
+                axis = self.followed(Axis(self.names[k], self.sizes[k], own, None))
+                axes[axis.name] = axis
                 with bind(axis) if axis.name in self.manual else contextlib.nullcontext():
                     return level(k + 1, inner)
 
@@ -333,6 +358,35 @@ def _merged(x: torch.Tensor, dim: int, count: int, behind: int) -> torch.Tensor:
     """Merge ``count`` dims at ``dim`` with that of the block, which follows ``behind`` others."""
     x = x.movedim(dim + count + behind, dim + count)
     return x.flatten(dim, dim + count) if count else x
+
+
+def followed(axis: Axis) -> Axis:
+    """The axis, as one along which it is followed which values vary."""
+    if axis.size == 1:
+        return axis
+    axis = replace(axis, is_tracked=True)
+    set_axes(axis.index, axis.tracked)
+    return axis
+
+
+def mentioned(spec: PartitionSpec) -> set[Hashable]:
+    """The axes over which a spec cuts a value."""
+    return {name for entry in spec for name in names_of(entry)}
+
+
+def _tracked(name: Hashable) -> Axes:
+    parts = next((parts for parts in reversed(bound()) if parts[0].name == name), ())
+    return NONE.union(*(axis.tracked for axis in parts))
+
+
+def _tangents(block: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What forward-mode derivatives push along with a value."""
+    if forward_level() >= 0:
+        for x in layers(block):
+            if not is_vmap_wrapper(x):
+                tangent = forward_ad.unpack_dual(x).tangent
+                if tangent is not None:
+                    yield tangent
 
 
 def cut_of_spec(spec: PartitionSpec, names: Sequence[Hashable]) -> Cut:

@@ -325,7 +325,7 @@ class Substitute(TorchFunctionMode):
     ) -> None:
         """``at_doors``: instead of ``find``, for what enters or leaves a transform inside."""
         super().__init__()
-        self._find = find
+        self.find = find
         self._at_doors = at_doors or find
         self._undo = contextlib.ExitStack()
         self._thread = -1
@@ -364,7 +364,7 @@ class Substitute(TorchFunctionMode):
         """Hear of a tensor as a transform in the block hands it to its function."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(torch.Tensor, self._find, (args, kwargs or {}))
+        args, kwargs = tree_map_only(torch.Tensor, self.find, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

@@ -80,6 +80,14 @@ class Outcome:
     """How often random numbers were drawn."""
     first_counts: bool = False
     """Whether only the first of equal copies gets a cotangent; else each gets an equal part."""
+    unbound: tuple[int, ...] = ()
+    """Dims of the grid that no axis is bound for: devices along them do the same, and each has the
+    whole of every cotangent.
+    """
+    tracked: tuple[frozenset[Axis], ...] | None = None
+    """Of a program in which it is followed which values vary: per dim of the grid, its axis, if it
+    is followed along it.  There what does not vary has one cotangent, which all devices hold.
+    """
     claims: tuple[Claim, ...] = ()
     """Of values inside that are no outputs."""
     refuse: Callable[[int, Sequence[Hashable]], Exception] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import numpy as np
@@ -13,8 +13,9 @@ import torch
 from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import check_array, dtype_name
 from torchpmap._base.pytree import flatten, replaced
-from torchpmap._collectives.operands import AxisName
+from torchpmap._collectives.operands import AxisName, resolve
 from torchpmap._collectives.reduce import pmean
+from torchpmap._collectives.varying import NONE, axes_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -61,7 +62,9 @@ def grad(
     Inside a mapped function the gradient is that of the *sum* of all devices' results, because the
     transpose of psum is psum: on n devices, ``grad`` of ``psum(loss)`` is n times the gradient of
     the device's own loss, and ``grad`` of ``pmean(loss)`` is the gradient of the own loss alone.
-    For weights that all devices share, pass ``mean_over`` to get the gradient of the mean.
+    For weights that all devices share, pass ``mean_over`` to get the gradient of the mean.  Inside
+    a ``shard_map`` (with ``check_vma=True``) the gradient of what devices share is the sum of
+    theirs, and that of ``pmean(loss)`` is the gradient of the mean.
 
     Args:
         fun: returns a real scalar, or with ``has_aux`` a pair (scalar, anything).
@@ -79,6 +82,7 @@ def grad(
 
     Raises:
         TypeError: an argument is not differentiable, or the result is not a real scalar.
+        ValueError: inside a ``shard_map``, an axis of ``mean_over`` cuts an argument.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -164,16 +168,18 @@ def value_and_grad(
         where = [_position(k, positions, len(args)) for k in positions]
         leaves, structure = flatten(tuple(args[k] for k in where))
 
+        shared, own = _split(mean_over, leaves)
+
         def of_leaves(inputs: list[Any]) -> Any:
             full = list(args)
             for k, argument in zip(where, structure.unflatten(inputs), strict=True):
                 full[k] = argument
-            return fun(*full, **kwargs)
+            return _mean(fun(*full, **kwargs), shared, has_aux)
 
         grads, value, aux = _differentiate(of_leaves, leaves, has_aux)
-        if mean_over != ():
+        if own:
             # each device has a gradient of the sum; their mean is the gradient of the mean
-            value, grads = pmean((value, grads), mean_over)
+            value, grads = pmean((value, grads), own)
         gradients = structure.unflatten(grads)
         return (value, aux) if has_aux else value, gradients[0] if single else gradients
 
@@ -201,6 +207,34 @@ def _differentiate(
     tensors = [i for i, leaf in enumerate(aux_leaves) if isinstance(leaf, torch.Tensor)]
     aux = aux_structure.unflatten(replaced(aux_leaves, tensors, aux_tensors))
     return replaced(leaves, given, grads), value, aux
+
+
+def _split(mean_over: AxisName, leaves: list[Any]) -> tuple[tuple[Hashable, ...], ...]:
+    """The names of axes over which gradients are summed by themselves, and the others."""
+    names = tuple(mean_over) if isinstance(mean_over, tuple | list) else (mean_over,)
+    shared: list[Hashable] = []
+    own: list[Hashable] = []
+    for name in names:
+        tracked = NONE.union(*(axis.tracked for axis in resolve("grad", name).axes))
+        for x in leaves:
+            if isinstance(x, torch.Tensor) and not tracked.isdisjoint(axes_of(x)):
+                raise ValueError(
+                    f"grad: mean_over={mean_over!r}, but an argument of shape {list(x.shape)} "
+                    f"varies along {name!r}: it is cut over the axis, or computed from what is, so "
+                    "that each device has the gradient of its own part. Leave the axis out of "
+                    "mean_over, and take the mean of the loss (tp.pmean)."
+                )
+        (shared if tracked else own).append(name)
+    return tuple(shared), tuple(own)
+
+
+def _mean(result: Any, over: tuple[Hashable, ...], has_aux: bool) -> Any:
+    """What a function returned, with the mean of its value over some axes."""
+    if not over:
+        return result
+    value, aux = _pair(result) if has_aux else (result, None)
+    mean = pmean(_scalar(value), over)
+    return (mean, aux) if has_aux else mean
 
 
 def _position(argnum: int, argnums: list[int], count: int) -> int:

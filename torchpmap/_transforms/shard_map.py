@@ -231,7 +231,8 @@ def shard_map(
     Results are put together as ``out_specs`` says; an axis that it does not mention means that the
     devices along it return the same, of which one copy counts.
 
-    Gradients taken *inside* follow the rule of ``pmap`` (see docs/shard_map.md).
+    Gradients taken *inside* are the sum over the devices, for a value that they share, and each
+    device's own part, for a value that is cut (see docs/shard_map.md).
 
     Args:
         f: function of tensors, numpy arrays, numbers and pytrees of them, passed by position.  Left
@@ -244,7 +245,8 @@ def shard_map(
         axis_names: the axes that ``f`` is mapped over, if not all.  Devices along the others
             compute the same.
         check_vma: raise, while tracing, if an output may differ along an axis that its spec does
-            not mention.  False: the first device's value is returned.
+            not mention.  False: the first device's value is returned, and gradients taken inside
+            are each device's own, as in ``pmap``.
         compile: as in ``pmap``.
         fullgraph: as in ``pmap``.
         donate_argnums: positions of arguments whose memory on the devices the call gives up.

@@ -1,0 +1,243 @@
+"""Gradients taken inside a ``shard_map``, with what torch has and JAX has not.
+
+Covers: the casts of values that meet, in writes in place, ``autograd.Function``, ``backward()``,
+checkpoints, modules and optimizers, branches and loops; ``pcast``, ``mean_over``, and the warning
+about gradients that are summed already.  Programs that JAX can run are compared with JAX in
+tests/programs/test_shard_map_parity.py.
+
+Expected values are those of the same function of whole values, in plain torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from _support import EAGER
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import torchpmap as tp
+
+P = tp.P
+Fun = Callable[..., Any]
+WAYS: dict[str, Any] = {
+    "graph": (EAGER, contextlib.nullcontext),
+    "python": (False, contextlib.nullcontext),
+    "lanes": (False, tp.debug.fake_pmap),
+    "serial": (False, functools.partial(tp.debug.fake_pmap, serial=True)),
+}
+W, X = torch.tensor(2.0), torch.arange(1.0, 5.0)
+SPECS = (P(), P("x"))
+
+
+@pytest.fixture(autouse=True)
+def devices(pool: int) -> None:
+    """Four of them."""
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def run(f: Fun, way: str, *args: Any, in_specs: Any = SPECS, out: Any = P) -> Any:
+    compile, around = WAYS[way]
+    mesh = tp.make_mesh((4,), ("x",))
+    with around():
+        found = tp.shard_map(
+            f, mesh=mesh, in_specs=in_specs, out_specs=P() if out is P else out, compile=compile
+        )(*args)
+    return pytree.tree_map(lambda x: x.cpu(), found)
+
+
+class Product(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return w * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        w, x = ctx.saved_tensors
+        return (cotangent * x).sum(), cotangent * w
+
+
+def test_a_function_of_the_users_own_gives_each_devices_part(way: str) -> None:
+    first = tp.grad(lambda w, x: (Product.apply(w, x) ** 3).sum())
+    twice = tp.grad(lambda w, x: first(w, x) ** 2)
+    plain = tp.grad(lambda w, x: tp.grad(lambda w: ((w * x) ** 3).sum())(w) ** 2)
+    assert run(first, way, W, X).item() == 3 * W**2 * (X**3).sum()
+    assert run(twice, way, W, X).item() == plain(W, X)
+
+
+def test_backward_and_checkpoints_inside(way: str) -> None:
+    if way == "lanes":
+        pytest.skip("torch.func.vmap has no backward()")
+
+    def slope(w: torch.Tensor, x: torch.Tensor, again: bool) -> Any:
+        w = w.clone().requires_grad_()
+
+        def loss(w: torch.Tensor) -> Any:
+            return torch.sin(w * x).sum()
+
+        (checkpoint(loss, w, use_reentrant=False) if again else loss(w)).backward()
+        (alone,) = torch.autograd.grad(loss(w), w)
+        return w.grad, alone
+
+    expected = (torch.cos(W * X) * X).sum()
+    for again in (False, True):
+        found = run(functools.partial(slope, again=again), way, W, X, out=(P(), P()))
+        torch.testing.assert_close(found, (expected, expected))
+
+
+def test_a_module_trains_as_on_one_device(way: str) -> None:
+    if way == "lanes":
+        pytest.skip("torch.func.vmap has no backward()")
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(3, 2), torch.randn(8, 3)
+
+    def train(x: torch.Tensor, reduce: Any) -> list[torch.Tensor]:
+        own = copy.deepcopy(layer)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9, foreach=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            reduce(own(x).square().mean()).backward()
+            optimizer.step()
+        return [p.detach() for p in own.parameters()]
+
+    averaged = functools.partial(train, reduce=lambda loss: tp.pmean(loss, "x"))
+    found = run(averaged, way, x, in_specs=P("x"))
+    torch.testing.assert_close(found, train(x, lambda loss: loss))
+
+
+def test_parameters_of_a_list_vary_each_by_itself() -> None:
+    """Only ``cut`` varies after the step: the gradient of ``w`` is summed in the next one too."""
+
+    def two_steps(w: torch.Tensor, cut: torch.Tensor, x: torch.Tensor) -> Any:
+        for _ in range(2):
+            grads = tp.grad(lambda w, cut: (w * cut * x).sum(), (0, 1))(w, cut)
+            w, cut = torch._foreach_sub([w, cut], torch._foreach_mul(list(grads), 0.1))
+        return w.expand(1), cut
+
+    cut = torch.tensor([1.0, -1.0, 0.5, 2.0])
+    specs: Any = (P(), P("x"), P("x"))
+    found = run(two_steps, "graph", W, cut, X, in_specs=specs, out=P("x"))
+    w, expected = two_steps(W, cut, X)
+    torch.testing.assert_close(found, (w.expand(4), expected))
+
+
+def test_a_buffer_without_gradient_takes_what_varies(way: str) -> None:
+    def slope(w: torch.Tensor, x: torch.Tensor) -> Any:
+        def loss(w: torch.Tensor) -> Any:
+            buffer = torch.zeros(2, 1)
+            buffer = buffer * x if way == "lanes" else buffer
+            buffer[0], buffer[1] = w * x, w
+            return buffer.sum()
+
+        return tp.grad(loss)(w)
+
+    assert run(slope, way, W, X).item() == X.sum() + 4
+
+
+@pytest.mark.parametrize("write", ["index", "operator", "method", "out"])
+def test_a_write_that_comes_too_late_is_refused(way: str, write: str) -> None:
+    def loss(w: torch.Tensor, x: torch.Tensor, cast: bool = False) -> Any:
+        own = tp.pcast(w.expand(1) * 1, "x", to="varying") if cast else w.expand(1) * 1
+        if write == "index":
+            own[0] = w * x[0]
+        elif write == "operator":
+            own *= x
+        elif write == "method":
+            own.mul_(x)
+        else:
+            torch._foreach_mul_([own], [x])
+        return own.sum()
+
+    with pytest.raises(ValueError, match=r"varies along 'x' into a tensor .* tp.pcast\(x, 'x', to"):
+        run(tp.grad(loss), way, W, X)
+    if write in ("operator", "method"):
+        assert run(tp.grad(functools.partial(loss, cast=True)), way, W, X).item() == X.sum()
+
+
+def test_a_cotangent_that_varies_more_than_its_output_is_refused(way: str) -> None:
+    with pytest.raises(ValueError, match="a cotangent varies along 'x', but the output"):
+        run(lambda w, x: torch.func.vjp(torch.sin, w)[1](x[0])[0], way, W, X)
+
+
+def test_loops_cast_their_first_carry(way: str) -> None:
+    def loss(w: torch.Tensor, x: torch.Tensor) -> Any:
+        return tp.scan(lambda c, _: (c * w * x[0], None), w, None, length=2)[0]
+
+    assert run(tp.grad(loss), way, W, X).item() == 3 * W**2 * (X**2).sum()
+    hessian = run(torch.func.hessian(loss), way, W, X)
+    assert hessian.item() == 6 * W * (X**2).sum()
+
+
+def test_branches_vary_with_their_predicate_and_each_other(way: str) -> None:
+    def by_device(w: torch.Tensor, x: torch.Tensor) -> Any:
+        return tp.cond(x[0] > 2.5, lambda w: w * 2, lambda w: w * 3, w)
+
+    def by_weight(w: torch.Tensor, x: torch.Tensor) -> Any:
+        return tp.cond(w > 1.5, lambda w: w * 2, lambda w: w * x[0], w)
+
+    assert run(tp.grad(by_device), way, W, X).item() == 10
+    assert run(tp.grad(by_weight), way, W, X).item() == 8  # the result is one of each device
+
+
+def test_without_a_trace_a_branch_of_some_devices_takes_operands() -> None:
+    def loss(w: torch.Tensor, x: torch.Tensor) -> Any:
+        return tp.cond(x[0] > 2.5, lambda: w * 2, lambda: w * 3)
+
+    assert run(tp.grad(loss), "graph", W, X).item() == 10
+    with pytest.raises(ValueError, match=r"the predicate of cond varies along 'x'.*as an operand"):
+        run(tp.grad(loss), "python", W, X)
+
+
+def test_the_mean_over_an_axis(way: str) -> None:
+    def slopes(w: torch.Tensor, x: torch.Tensor) -> Any:
+        own = tp.value_and_grad(lambda w: (w * x).sum(), mean_over="x")(w)
+        return own, tp.grad(lambda w: tp.pmean((w * x).sum(), "x"), mean_over="x")(w)
+
+    (value, slope), averaged = run(slopes, way, W, X)
+    assert (value.item(), slope.item(), averaged.item()) == (5, 2.5, 2.5)
+    with pytest.raises(ValueError, match=r"mean_over='x', but an argument of shape .1. varies"):
+        run(tp.grad(lambda x, w: (w * x).sum(), mean_over="x"), way, X, W, in_specs=(P("x"), P()))
+
+
+def test_a_gradient_that_is_summed_already_is_not_reduced_unseen() -> None:
+    def slope(w: torch.Tensor, x: torch.Tensor) -> Any:
+        return tp.grad(lambda w: (w * x).sum())(w) / 2
+
+    with pytest.warns(UserWarning, match="already summed over 'x'; psum multiplies it by 4") as log:
+        assert run(lambda w, x: tp.psum(slope(w, x), "x"), "graph", W, X).item() == 20
+    assert [each.filename for each in log] == [__file__]
+    with pytest.warns(UserWarning, match="pmean leaves it as it is, 4 times the mean"):
+        assert run(lambda w, x: tp.pmean({"w": slope(w, x)}, "x"), "graph", W, X)["w"].item() == 5
+    # what varies is reduced as always
+    own = tp.grad(lambda x, w: (w * x).sum())
+    assert run(lambda w, x: tp.psum(own(x, w), "x"), "graph", W, X).item() == 8
+
+
+def test_derivatives_from_outside_of_a_map_without_the_check() -> None:
+    mesh = tp.make_mesh((4,), ("x",))
+    call = tp.shard_map(
+        lambda w, x: tp.psum(w * x, "x"),
+        mesh=mesh,
+        in_specs=SPECS,
+        out_specs=P(),
+        check_vma=False,
+        compile=EAGER,
+    )
+    found = torch.func.grad(lambda w, x: call(w, x).sum(), (0, 1))(W, X)
+    torch.testing.assert_close(found, (X.sum(), W.expand(4)))
