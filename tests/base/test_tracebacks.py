@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import json
 import pickle
@@ -289,6 +290,66 @@ def test_a_bug_of_the_package_keeps_its_frames(body, shown):
 
 def test_an_error_of_the_users_is_no_bug():
     assert frames(raised(lambda: tp.vmap(lambda x: {}["a"])(ROWS))) == ["<lambda>", "<lambda>"]
+
+
+KINDS = [
+    each
+    for each in vars(builtins).values()
+    if isinstance(each, type)
+    and issubclass(each, BaseException)
+    and not issubclass(each, UnicodeError | BaseExceptionGroup)
+]
+
+
+@pytest.mark.usefixtures("pool")
+def test_an_exception_of_a_worker_is_short_whatever_its_type():
+    """It is raised among frames of the package, which are no news."""
+    shown = {}
+    for kind in KINDS:
+
+        def f(x, kind=kind):
+            raise kind("mine")
+
+        error = raised(lambda f=f: tp.pmap(f, compile=False)(ROWS))
+        assert type(error) is (kind if issubclass(kind, Exception) else tp.WorkerError)
+        shown[kind] = "".join(traceback.format_exception(error))
+    assert {PACKAGE in text for text in shown.values()} == {False}
+    assert {len(text.splitlines()) for text in shown.values()} == {
+        len(shown[ValueError].splitlines())
+    }
+
+
+def from_another(x):
+    try:
+        {}["bad"]
+    except KeyError as error:
+        raise AssertionError("mine") from error
+
+
+def after_another(x):
+    try:
+        assert x is None
+    except AssertionError:
+        raise AssertionError("mine")  # noqa: B904
+
+
+def in_a_group(x):
+    raise ExceptionGroup("mine", [AssertionError("a"), KeyError("b"), ValueError("c")])
+
+
+def asserted(x):
+    assert (x < 0).all(), "mine"
+
+
+@pytest.mark.usefixtures("pool")
+@pytest.mark.parametrize("function", [from_another, after_another, in_a_group, asserted])
+def test_an_assertion_of_a_worker_shows_the_users_frames_only(function):
+    text = "".join(
+        traceback.format_exception(raised(lambda: tp.pmap(function, compile=False)(ROWS)))
+    )
+    assert PACKAGE not in text
+    assert f"in {function.__name__}" in text
+    assert "mine" in text
 
 
 # Boundaries ---------------------------------------------------------------------------------------

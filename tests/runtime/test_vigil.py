@@ -1,12 +1,17 @@
-"""Covers: _runtime/local/vigil.py, without a clock and without processes."""
+"""Covers: _runtime/local/vigil.py, without a clock and without workers."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import pytest
+from _support import wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchpmap._runtime.local.vigil import Awaited, Vigil, notice
+from torchpmap._runtime.local.forkserver import child_programs
+from torchpmap._runtime.local.vigil import Awaited, Vigil, helped, notice
 
 CALL = Awaited("it runs a call", 7)
 NEXT = Awaited("it runs a call", 8)
@@ -62,6 +67,31 @@ def test_only_a_process_that_was_stopped_all_the_time_is_ended(steps):
             assert stopped_for > 4.99
         if stopped_for > 5.01:
             assert ended == [0]
+
+
+@pytest.mark.parametrize(
+    ("state", "programs", "said"),
+    [
+        ("S", [], "asleep, or waiting for another device"),
+        ("S", ["g++"], "the C++ compiler is running"),
+        ("S", ["sh", "cc1plus"], "the C++ compiler is running"),
+        ("S", ["clang-17"], "the C++ compiler is running"),
+        ("S", ["ptxas"], "ptxas is running"),
+        ("R", ["g++"], "computing"),
+        ("T", ["g++"], "stopped, by SIGSTOP"),
+    ],
+)
+def test_a_process_that_waits_for_a_program(state, programs, said):
+    line = notice([("cpu:0", "it compiles step", helped(state, programs))], 31)
+    assert line == f"torchpmap: waiting for 31 s for cpu:0: it compiles step ({said})"
+
+
+def test_the_programs_that_a_process_has_started():
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert wait_for(lambda: "sleep" in child_programs(os.getpid()))
+        child.kill()
+    assert "sleep" not in child_programs(os.getpid())
+    assert child_programs(child.pid) == []
 
 
 def test_notice():

@@ -116,6 +116,8 @@ def is_bug(error: BaseException) -> bool:
     trace = TRACE.__get__(error)
     if not issubclass(type(error), _BUGS) or trace is None or _folded(trace) is not None:
         return False
+    if type(CAUSE.__get__(error)) is RemoteTraceback:
+        return False  # it was raised elsewhere, and judged there
     while trace.tb_next is not None:
         trace = trace.tb_next
     code = trace.tb_frame.f_code

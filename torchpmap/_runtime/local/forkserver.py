@@ -29,6 +29,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import spawn
+from pathlib import Path
 from typing import Any
 
 from torchpmap._base.deadline import Deadline
@@ -291,6 +292,19 @@ def process_state(pid: int) -> str:
             return file.read().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def child_programs(pid: int) -> list[str]:
+    """The names of the programs that a process has started, and that still run."""
+    found = []
+    with contextlib.suppress(OSError):  # it has ended, or the kernel does not tell
+        for task in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                with contextlib.suppress(OSError):
+                    name = Path(f"/proc/{child}/comm").read_text().strip()
+                    if process_state(int(child)) not in ("Z", "") and "python" not in name:
+                        found.append(name)
+    return found
 
 
 @contextlib.contextmanager

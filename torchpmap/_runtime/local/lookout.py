@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from torchpmap._base.devices import Device
 from torchpmap._runtime.local.crew import Crew
-from torchpmap._runtime.local.forkserver import process_state
+from torchpmap._runtime.local.forkserver import child_programs, process_state
 from torchpmap._runtime.local.outbox import Outbox
 from torchpmap._runtime.local.supervise import Phase, Supervisor
-from torchpmap._runtime.local.vigil import Awaited, Vigil, notice
+from torchpmap._runtime.local.vigil import Awaited, Vigil, helped, notice
 
 _CALL = "it runs a call"
 _REST = "it finishes the calls sent before another device failed"
@@ -48,12 +48,19 @@ class Lookout:
     def _look(self, awaited: dict[int, Awaited]) -> list[int]:
         stopped, slow = self._vigil.look(time.monotonic(), awaited, self._state_of)
         if slow:
-            named = [(self._name(rank), awaited[rank].what, state) for rank, state, _ in slow]
+            named = [
+                (self._name(rank), awaited[rank].what, helped(state, self._programs_of(rank)))
+                for rank, state, _ in slow
+            ]
             self._crew.monitor.say(notice(named, slow[0][2]))
         return stopped
 
     def _name(self, rank: int) -> str:
         return f"{self._devices[rank]} (rank {rank}, pid {self._crew.workers[rank].pid})"
+
+    def _programs_of(self, rank: int) -> list[str]:
+        pid = self._crew.workers[rank].pid
+        return [] if pid is None else child_programs(pid)
 
     def _state_of(self, rank: int) -> str:
         pid = self._crew.workers[rank].pid

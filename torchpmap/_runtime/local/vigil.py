@@ -6,6 +6,7 @@ stopped never answers, and the state of the process shows that.  No clock and no
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ STOPPED_S = 5.0
 _SLOW_S = 30.0
 """How long a rank is waited for before the user is told."""
 
+_COMPILERS = re.compile(r"\+\+|cc1plus|clang|\b(gcc|collect2|as|ld)\b")
 _STATES = {
     "R": "computing",
     "S": "asleep, or waiting for another device",
@@ -72,16 +74,29 @@ class Vigil:
         return stopped, slow
 
 
+def helped(state: str, programs: Sequence[str]) -> str:
+    """The state of a process that has started these programs: one that sleeps waits for them."""
+    if state != "S" or not programs:
+        return state
+    is_compiling = _COMPILERS.search(" ".join(programs)) is not None
+    return "the C++ compiler is running" if is_compiling else f"{programs[0]} is running"
+
+
 def notice(ranks: Sequence[tuple[str, str, str]], seconds: float) -> str:
     """The line that tells the user of a long wait: for each rank its name, what it is doing, and
-    the state of its process.
+    the state of its process, as a letter or in words.
 
     Example:
         >>> notice([("cpu:1 (rank 1, pid 71)", "it runs step", "R")], 30.2)
         'torchpmap: waiting for 30 s for cpu:1 (rank 1, pid 71): it runs step (computing)'
+        >>> notice([("cpu:1", "it compiles step", helped("S", ["cc1plus"]))], 30.2)
+        'torchpmap: waiting for 30 s for cpu:1: it compiles step (the C++ compiler is running)'
     """
     unknown = "the state of its process is not known"
-    parts = [f"{name}: {what} ({_STATES.get(state, unknown)})" for name, what, state in ranks[:4]]
+    parts = [
+        f"{name}: {what} ({state if len(state) > 1 else _STATES.get(state, unknown)})"
+        for name, what, state in ranks[:4]
+    ]
     if len(ranks) > 4:
         parts.append(f"and {len(ranks) - 4} more")
     return f"torchpmap: waiting for {seconds:.0f} s for {'; '.join(parts)}"
