@@ -9,6 +9,7 @@ import torch
 from _support import EAGER
 
 import torchpmap as tp
+from torchpmap._trace.inner import has_effects
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -96,3 +97,44 @@ def test_a_function_without_loops() -> None:
     lowered = tp.pmap(lambda x: x + 1, compile=EAGER).lower(X)
     assert lowered.loops == ()
     assert "#" not in lowered.as_text()
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda c, w: c @ w,
+        lambda c, w: w @ c,
+        lambda c, w: (w * c).sum(0).unsqueeze_(0).squeeze_(0),
+        lambda c, w: (w * c).t_().sum(0),
+        lambda c, w: (w * c).transpose_(0, 1).sum(0),
+    ],
+    ids=["vector @ matrix", "matrix @ vector", "squeeze_", "t_", "transpose_"],
+)
+def test_what_changes_only_a_shape_is_no_effect(product: Any) -> None:
+    """torch squeezes the product of a vector in place."""
+    w, c = torch.arange(36.0).view(4, 3, 3) / 36, torch.ones(4, 3)
+    f = tp.pmap(
+        lambda w, c: tp.scan(lambda c, _: (product(c, w), None), c, None, length=3)[0],
+        compile=EAGER,
+    )
+    (node,) = f.lower(w, c).graph.graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.scan
+    )
+    assert not has_effects(node)
+    expected = c
+    for _ in range(3):
+        expected = torch.stack([product(*each) for each in zip(expected, w, strict=True)])
+    torch.testing.assert_close(torch.from_numpy(tp.device_get(f(w, c))), expected)
+
+
+def test_a_shape_that_others_see_changes_in_place() -> None:
+    def body(c: Any, _: Any) -> Any:
+        y = c * 2
+        z = y.view(3)
+        y.unsqueeze_(0)
+        return y.sum(0) + z, y
+
+    f = tp.pmap(lambda c: tp.scan(body, c, None, length=2), compile=EAGER)
+    last, ys = f(X)
+    assert last.tolist() == (X * 16).tolist()
+    assert tuple(ys.shape) == (4, 2, 1, 3)

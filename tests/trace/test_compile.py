@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
 import tempfile
 import types
@@ -113,6 +115,75 @@ def test_dynamo_may_be_half_imported_by_another_thread(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", types.ModuleType("half"))
     _, report = compile_and_report(definition(EAGER, False), torch.tensor(3))
     assert report.cache == "unused"
+
+
+def printing(word):
+    def step(x):
+        torch.ops.torchpmap.debug_print(word + " \0" + "0\0", [""], [], [], [], [x])
+        return (x.sin() * 3,)
+
+    graph = make_fx(step)(torch.ones(2))
+    kinds = (((2,), torch.float32),)
+    return Definition(1, "f", graph, False, (0,), kinds, kinds, INDUCTOR)
+
+
+@pytest.mark.inductor
+def test_what_prints_is_cached_by_what_it_prints(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    index, x = torch.tensor(0), torch.ones(2)
+    words = "one", "one", "two", "one", "two"
+    definitions = list(map(printing, words))
+    capsys.readouterr()
+    said = []
+    for word, plan in zip(words, definitions, strict=True):
+        run, report = compile_and_report(plan, index)
+        said.append(report.cache)
+        (y,) = run([x])
+        assert torch.equal(y, x.sin() * 3)
+        assert capsys.readouterr().out == f"{word} {x}\n"
+    assert said == ["miss", "hit", "miss", "hit", "hit"]
+
+
+@pytest.mark.inductor
+def test_a_graph_that_cannot_be_cached_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile, "_CACHED", {})
+    for _ in range(2):
+        _, report = compile_and_report(printing("none"), torch.tensor(0))
+        assert report.cache == "bypassed"
+
+
+WARM = """
+import torch, torchpmap as tp
+tp.init(num_devices=2, device_type="cpu")
+def f(x):
+    tp.debug.print("row {}", x.sum(), ordered=True)
+    return tp.scan(lambda c, x: (tp.debug.print("c {}", c) or c + x, None), x[0], x)[0]
+print(tp.pmap(f, "i")(torch.arange(6.0).reshape(2, 3)).tolist())
+"""
+
+
+@pytest.mark.inductor
+@pytest.mark.timeout(400)
+@pytest.mark.cpu_only("Triton has a cache of its own")
+def test_the_next_process_and_all_workers_load_what_the_first_has_compiled(tmp_path):
+    said = []
+    for _ in range(2):
+        settings = {
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+            "TORCH_LOGS": "+torch._inductor.codecache",
+            "TORCHPMAP_LOG_COMPILES": "1",
+            "TORCHPMAP_WARM": "0",
+        }
+        run = subprocess.run(
+            [sys.executable, "-c", WARM], capture_output=True, text=True, env=os.environ | settings
+        )
+        assert run.returncode == 0, run.stderr
+        assert "Bypassing" not in run.stderr
+        said.append(re.findall(r"in the worker, cache (\w+)", run.stderr))
+        others = [each for each in run.stderr.splitlines() if each.startswith("[cpu:1]")]
+        assert not any("cache miss" in each for each in others)
+    assert said == [["miss"], ["hit"]]
 
 
 def test_inductor_takes_options():

@@ -40,7 +40,7 @@ from torchpmap._collectives.varying import Axes, axes_of, set_axes
 from torchpmap._layout import axis_stack
 from torchpmap._trace.capture import Capture, is_real
 from torchpmap._trace.inner import GRAPHS, is_kept
-from torchpmap._trace.passes import drop_detaches
+from torchpmap._trace.passes import drop_detaches, drop_in_place_views
 from torchpmap._trace.traced_views import traced_views
 
 _aten = torch.ops.aten
@@ -186,6 +186,7 @@ def _finished(
             next(iter(graph.nodes)).prepend(node)
     _copy_written(module, places, reads.nodes)
     drop_detaches(module)
+    drop_in_place_views(module)
     graph.eliminate_dead_code(is_impure_node=is_kept)
     kept = [(n, t) for n, t in zip(reads.nodes, reads.tensors, strict=True) if n.users]
     for node in reads.nodes:

@@ -41,7 +41,7 @@ from torchpmap._trace.compiled_loops import (
 )
 from torchpmap._trace.constants import place
 from torchpmap._trace.custom_ops import NATIVE
-from torchpmap._trace.inner import acts, inner_graphs, results_of
+from torchpmap._trace.inner import acts, results_of
 from torchpmap._trace.passes import names_in
 from torchpmap._trace.toolchain import make_cache_private
 from torchpmap.random import _threefry as _threefry
@@ -67,9 +67,12 @@ _OVERLAPPING = {
     "estimate_op_runtime": _no_time,
 }
 
-# torch 2.13 does not cache graphs with loops unless they are listed in a setting; the key of its
-# cache contains the code of the graphs inside
-_LOOPS = {f"torch.ops.higher_order.{name}": "1" for name in ("scan", "while_loop", "cond")}
+# torch 2.13 does not cache graphs with loops, nor with operations that are kept in order
+# (``with_effects``), unless they are listed in a setting; the key of its cache contains the code of
+# the graph and of the graphs inside
+_CACHED = {
+    f"torch.ops.higher_order.{name}": "1" for name in ("scan", "while_loop", "cond", "with_effects")
+}
 
 _KEYS = ("backend", "mode", "options")
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -122,7 +125,9 @@ class CompileReport(NamedTuple):
 
     seconds: float
     cache: str
-    """What became of Inductor's cache: "hit", "miss" or "unused"."""
+    """What became of Inductor's cache: "hit", "miss" or "unused"; or "bypassed" for a graph that
+    cannot be cached, so that every worker compiles it.
+    """
 
 
 def parse_compile(value: Any) -> Backend | None:
@@ -175,16 +180,20 @@ def compile_and_report(definition: Definition, index: torch.Tensor) -> tuple[Box
     begin, before = time.monotonic(), _cache_counts()
     runner = compile_definition(definition, index)
     now = _cache_counts()
-    grown = [name for name in ("miss", "hit") if now[name] > before[name]]
+    grown = [said for name, said in _CACHE.items() if now[name] > before[name]]
     return runner, CompileReport(time.monotonic() - begin, (grown or ["unused"])[0])
 
 
+_CACHE = {"bypass": "bypassed", "miss": "miss", "hit": "hit"}
+"""Name of a count of Inductor's -> what is said of a plan; the first that is true of a part."""
+
+
 def _cache_counts() -> dict[str, int]:
-    """How often Inductor's cache had a graph, and had it not."""
+    """How often Inductor's cache had a graph, had it not, and could not have it."""
     utils = sys.modules.get("torch._dynamo.utils")
     # another thread may be in the middle of importing the module
     counts = getattr(utils, "counters", {}).get("inductor", {})
-    return {name: counts.get(f"fxgraph_cache_{name}", 0) for name in ("hit", "miss")}
+    return {name: counts.get(f"fxgraph_cache_{name}", 0) for name in _CACHE}
 
 
 def compile_definition(definition: Definition, index: torch.Tensor) -> Boxed:
@@ -391,9 +400,8 @@ def _patches(graph: torch.fx.GraphModule, device: torch.device, backend: Backend
         patches["cpp.vec_isa_ok"] = True
     if PLATFORMS[device.type].bucket_bytes is not None:
         patches |= _OVERLAPPING
-    if any(inner_graphs(node) for node in graph.graph.nodes):
-        known = torch._inductor.config.unsafe_marked_cacheable_functions
-        patches["unsafe_marked_cacheable_functions"] = {**known, **_LOOPS}
+    known = torch._inductor.config.unsafe_marked_cacheable_functions
+    patches["unsafe_marked_cacheable_functions"] = {**known, **_CACHED}
     if backend.mode is not None:
         patches |= list_mode_options(backend.mode, dynamic=False)
     patches |= dict(backend.options)
@@ -425,7 +433,7 @@ def warm_up() -> None:
 
 
 _UNWANTED = {
-    # of every graph that prints: it cannot be cached (torch 2.13)
+    # of a graph that cannot be cached, which the report of the compilation says
     "torch._inductor.standalone_compile": "artifact generation failed",
     # torch with CUDA asks for a GPU where there is a CUDA compiler, also to compile for a CPU
     "torch.utils.cpp_extension": "No CUDA runtime is found",

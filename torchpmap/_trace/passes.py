@@ -100,6 +100,27 @@ def drop_detaches(graph: torch.fx.GraphModule) -> None:
             graph.graph.erase_node(node)
 
 
+_IN_PLACE = {
+    _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.squeeze_.dim: _aten.squeeze.dim,
+    _aten.squeeze_.dims: _aten.squeeze.dims,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+    _aten.t_.default: _aten.t.default,
+    _aten.transpose_.default: _aten.transpose.int,
+}
+"""Operations that change only the shape of a tensor -> what gives that shape."""
+
+
+def drop_in_place_views(graph: torch.fx.GraphModule) -> None:
+    """Nothing else sees that the shape of a tensor changes, if nothing else uses it: a matmul with
+    a vector is written so by torch.  As a write it would count as an effect.
+    """
+    for node in graph.graph.nodes:
+        view = _IN_PLACE.get(node.target)
+        if view is not None and len(node.args[0].users) == 1:
+            node.target = view
+
+
 def drop_unused_index(graph: torch.fx.GraphModule) -> bool:
     index = _placeholders(graph)[0]
     if index.users:

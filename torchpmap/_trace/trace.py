@@ -62,6 +62,7 @@ from torchpmap._trace.loop_report import Loop, in_chunks, loops_of
 from torchpmap._trace.partition import Halves, split
 from torchpmap._trace.passes import (
     drop_detaches,
+    drop_in_place_views,
     drop_unused_index,
     finish_graph,
     input_kinds,
@@ -262,6 +263,7 @@ def trace(
     order_placeholders(graph, capture.nodes)
     writes_inputs = protect_inputs(graph)
     drop_detaches(graph)
+    drop_in_place_views(graph)
     uses_index = drop_unused_index(graph)
     if (record.regions or split_at is not None) and writes(graph):
         graph = without_writes(graph, record)
