@@ -183,9 +183,11 @@ def test_row_22_ctrl_c_ends_a_compilation(hang, tmp_path):
         return graph.forward
 
     def press():
-        assert wait_for(begun.exists, 30)
+        wait_for(begun.exists, 100)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
+    loaded = tp.pmap(lambda x: x + 1, compile={"backend": lambda graph, _: graph.forward})
+    loaded(rows).block_until_ready()  # the workers import the compiler
     step = tp.pmap(lambda x: x + 1, compile={"backend": compile})
     with survivors(*([0] if hang is loop_of_c else [])):
         thread = threading.Thread(target=press)

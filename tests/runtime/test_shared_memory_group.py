@@ -4,8 +4,10 @@ processes that no runtime started.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from _spmd import GROUP, Run, spmd
+from _support import in_threads
 from torch._C._distributed_c10d import _resolve_process_group
 
+from torchpmap._runtime.groups.shared_memory import (
+    _SEALS,
+    Occasion,
+    Peers,
+    _extent,
+    _found,
+    _Memory,
+    connect,
+)
 from torchpmap._runtime.groups.shared_memory_group import SharedMemoryGroup
 
 pytestmark = pytest.mark.cpu_only("GPUs do not exchange data through shared memory")
@@ -198,7 +210,7 @@ def last_lets_go() -> str:
     group = _resolve_process_group(GROUP)
     assert isinstance(group, SharedMemoryGroup)
     if rank == size - 1:
-        group._meeting.leave()
+        group._meeting.abort()
         return ""
     with pytest.raises(RuntimeError) as caught:
         _c10d.all_reduce(torch.zeros(4), "sum", GROUP)
@@ -367,3 +379,67 @@ def test_a_rank_that_is_killed():
     with spmd(3) as run, pytest.raises(RuntimeError) as caught:
         run(last_is_killed)
     assert str(caught.value).count("GroupLost: process group: another process of it has ended") == 2
+
+
+# --- the parts ------------------------------------------------------------------------------------
+
+
+def test_several_threads_look_for_lost_peers_at_once():
+    """The main thread, in a collective, and the one that watches the job."""
+    peers = Peers()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        peers.add([process.pid, os.getpid()])
+        peers.add([process.pid])
+        assert len(peers._pidfds) == 1  # one descriptor for a process
+        looks = in_threads(4, lambda _: [peers.has_lost_any() for _ in range(3000)])
+        assert not any(map(any, looks))
+        process.kill()
+    assert peers.has_lost_any()
+    assert peers.has_lost([process.pid])
+    peers.close()
+    assert not peers.has_lost_any()
+    with pytest.raises(ProcessLookupError):
+        peers.add([process.pid])
+
+
+class Shop(dict):
+    """A store for one process."""
+
+    def set(self, key, value):
+        self[key] = value.encode() if isinstance(value, str) else value
+
+    def get(self, key):
+        return self[key]
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW], ids=["no seals", "it may shrink"])
+def test_memory_that_may_shrink_is_not_shared(seals):
+    """Reading what a file has lost ends a process."""
+    size = 2
+    fd = os.memfd_create("group", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.truncate(fd, _extent(size)[1])
+        _Memory(fd, size).numbers[_Memory(fd, size).token] = 5
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        assert _found(os.getpid(), fd, 5, size) is None
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        assert _found(os.getpid(), fd, 5, size) is not None
+        assert _found(os.getpid(), fd, 6, size) is None
+    finally:
+        os.close(fd)
+
+
+def test_the_memory_of_a_group_cannot_shrink():
+    store = Shop({"member/1": f"{os.getpid()} -1 0".encode(), "shares/1": b"1"})
+    sealed = []
+
+    def wait(keys):
+        if keys[0] == "member/0":
+            fd = int(store["member/0"].split()[1])
+            sealed.append(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS)
+            with pytest.raises(PermissionError):
+                os.truncate(fd, 0)
+
+    meeting = connect(store, [0, 1], 0, 1.0, Occasion(), Peers(), wait, willing=True)
+    assert meeting is not None
+    assert sealed == [_SEALS]

@@ -5,6 +5,7 @@ _runtime/local/lookout.py.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import os
@@ -37,6 +38,7 @@ from torchpmap._runtime.local import forkserver, vigil
 from torchpmap._runtime.local import output as _output
 from torchpmap._runtime.local import pool as _pool
 from torchpmap._runtime.local.forkserver import command, server
+from torchpmap._runtime.local.plans import hand_over
 
 pytestmark = [
     pytest.mark.usefixtures("pool"),
@@ -274,6 +276,102 @@ def test_no_descriptors_left_for_a_start():
 
 
 # -- the fork server -------------------------------------------------------------------------------
+
+
+SIGPIPE = """
+import os, signal, torch, torchpmap as tp
+from torchpmap._runtime import current
+from torchpmap._runtime.local.forkserver import server
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+tp.init(num_devices=2, device_type="cpu")
+f = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile={"backend": "eager"})
+for _ in range(3):
+    y = f(torch.ones(2))
+    pool = current.runtime()._pool
+    y.block_until_ready()
+    pids = [worker.pid for worker in pool.workers.values()]
+    pool._crew.monitor.soon(lambda: os.kill(pids[1], 9))
+    for _ in range(2000):
+        try:
+            f(torch.ones(2)); tp.device_put(torch.ones(2, 9), tp.devices()[1])
+        except tp.PmapError:
+            break
+    while True:
+        try:
+            assert f(torch.ones(2)).tolist() == [2, 2]
+            break
+        except tp.PmapError:
+            pass
+os.kill(server.pid, 9)
+tp.shutdown()
+print(f(torch.ones(2)).tolist())
+"""
+
+
+def test_a_script_that_lets_sigpipe_end_it_goes_on_when_a_worker_dies():
+    run = subprocess.run(
+        [sys.executable, "-c", SIGPIPE],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TORCHPMAP_WARM": "0"},
+    )
+    assert (run.returncode, run.stdout) == (0, "[2.0, 2.0]\n"), run.stderr
+
+
+def test_ctrl_c_loses_nothing_that_is_to_be_freed():
+    """At any of its steps: what was not sent is sent with the next message."""
+    sent: list[int] = []
+
+    def interrupted(taken):
+        raise KeyboardInterrupt
+
+    released = collections.deque([1, 2, 3])
+    with pytest.raises(KeyboardInterrupt):
+        hand_over(released, interrupted)
+    assert list(released) == [1, 2, 3]
+    hand_over(released, sent.extend)
+    assert (sent, list(released)) == ([1, 2, 3], [])
+    hand_over(released, interrupted)  # nothing is sent
+
+
+def test_ctrl_c_in_a_call_frees_what_the_call_was_to_free(monkeypatch):
+    pool = running_pool()
+    x = double(rows).block_until_ready()
+    team, handle = x._handle.team, x._handle.id
+    wait_for(lambda: not team.released)
+    monkeypatch.setattr(pool, "_tick", lambda: None)
+    del x
+    assert handle in team.released
+
+    def post(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool.outbox, "post", post)
+        with pytest.raises(KeyboardInterrupt):
+            double(rows)
+    assert handle in team.released
+    assert double(rows).tolist() == [0, 2]
+    assert handle not in team.released
+
+
+def test_ctrl_c_while_a_fetch_is_sent_frees_its_memory(monkeypatch):
+    pool = running_pool()
+    large = double(torch.ones(2, 300_000)).block_until_ready()
+
+    def post(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool.outbox, "post", post)
+        with pytest.raises(KeyboardInterrupt):
+            tp.device_get(large)
+    taken = lambda: [each for w in pool.workers.values() for each in w.staging.taken()]  # noqa: E731
+    assert taken()
+    assert not pool._monitor.pending
+    total(rows).block_until_ready()
+    assert wait_for(lambda: not taken())
+    assert tp.device_get(large).sum() == 1_200_000
 
 
 def test_workers_outlive_the_fork_server():

@@ -103,6 +103,29 @@ def test_trees_scalars_and_dtypes():
     assert out["array"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(kind(3) for kind in (np.uint8, np.uint16, np.uint32, np.int8, np.int16, np.int32)),
+        *(np.uint64(2**63 + 5), np.ulonglong(2**63 + 5), np.int64(-5), np.longlong(-5)),
+        *(np.float16(1.5), np.float32(1.5), np.float64(1.5), np.bool_(True)),
+        *(np.complex64(1j), np.complex128(1j)),
+        *(np.array([2**63 + 5], np.ulonglong), np.array([1, 2], ">i4"), np.array([1, 2], ">u8")),
+    ],
+    ids=lambda value: value.dtype.str,
+)
+def test_numpy_scalars_and_arrays_of_every_dtype(value):
+    mapped = tp.pmap(lambda x, k: k, in_axes=(0, None), out_axes=None, compile=EAGER)
+    results = [tp.replicate(value), tp.device_put(value), mapped(torch.ones(2), value)]
+    if value.dtype.kind != "u" or value.dtype.itemsize == 1:  # torch adds no others
+        results.append(tp.scan(lambda carry, x: (carry.clone(), x), value, torch.ones(2))[0])
+        gathered = tp.pmap(lambda x: tp.all_gather(value, "i"), "i", compile=EAGER)(torch.ones(1))
+        results.append(gathered[0, 0])
+    for result in results:
+        assert np.asarray(result).dtype.str == value.dtype.newbyteorder("=").str
+        np.testing.assert_array_equal(np.asarray(result), value)
+
+
 def test_the_source_is_copied():
     x, array = X.clone(), X.numpy().copy()
     there = tp.device_put([x, array], tp.devices())

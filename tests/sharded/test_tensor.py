@@ -6,6 +6,7 @@ import copy
 import io
 import operator
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -312,3 +313,62 @@ def test_matplotlib_plots_it(y):
     axes.scatter(y[:, 0], y[:, 1])
     axes.imshow(y)
     pyplot.close(figure)
+
+
+# Numbers that C code asks for ---------------------------------------------------------------------
+
+NUMBERS = [torch.tensor(x) for x in (2.5, -3, True, 1.5 + 2j)]
+NUMBERS.append(torch.tensor(2.5, dtype=torch.float16))
+CONSTRUCTORS = {
+    "tensor": lambda a, b: torch.tensor([a, b]),
+    "as_tensor": lambda a, b: torch.as_tensor([a, b]),
+    "tuple": lambda a, b: torch.tensor((a, b)),
+    "nested": lambda a, b: torch.tensor([[a, 1], [0, b]]),
+    "dtype": lambda a, b: torch.tensor([a, b], dtype=a.dtype),
+    "new_tensor": lambda a, b: torch.ones(1).new_tensor([a, b]),
+    "own new_tensor": lambda a, b: a.new_tensor([a, b]),
+    "class": lambda a, b: torch.Tensor([a, b]),
+    "numpy": lambda a, b: torch.from_numpy(np.array([a.abs() * 1.0, b.abs() * 1.0])),
+    "vectors": lambda a, b: torch.tensor([a.expand(2), b.expand(2)]),
+    "matrix of one": lambda a, b: torch.tensor([a.reshape(1, 1), b.reshape(1, 1)]),
+}
+
+
+@pytest.mark.parametrize("make", CONSTRUCTORS.values(), ids=CONSTRUCTORS)
+@pytest.mark.parametrize("number", NUMBERS, ids=str)
+def test_tensors_of_numbers_on_the_devices(make, number):
+    def result(x):
+        try:
+            return make(x, x * 1)
+        except (TypeError, ValueError, RuntimeError) as error:
+            return type(error)
+
+    expected, there = result(number), result(tp.replicate(number))
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(there, expected)
+        assert there.dtype == expected.dtype
+    else:
+        assert there is expected
+
+
+def test_tensors_of_rows_of_replicated_values():
+    x, y = tp.replicate(torch.arange(3.0)), tp.shard_batch(torch.arange(4.0))
+    assert torch.tensor([x[0], x[2], y[3], y.sum()]).tolist() == [0, 2, 3, 6]
+    weights = tp.replicate(torch.ones(2)).requires_grad_()
+    assert torch.tensor([weights.sum()]).tolist() == [2]
+
+
+def test_a_number_is_no_sequence():
+    number = tp.replicate(torch.tensor(1))
+    for call in (len, iter, lambda x: x[0], lambda x: [*x]):
+        with pytest.raises((TypeError, IndexError)) as expected:
+            call(torch.tensor(1))
+        with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+            call(number)
+    assert (float(number), int(number), bool(number), complex(number)) == (1.0, 1, True, 1 + 0j)
+    assert ["a", "b"][number] == "b"
+    for call in (float, bool, operator.index):
+        with pytest.raises((RuntimeError, TypeError, ValueError)) as expected:
+            call(torch.ones(2))
+        with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+            call(tp.replicate(torch.ones(2)))

@@ -7,6 +7,7 @@ subtree of what it describes. The messages are JAX 0.7's, with the user's argume
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -123,7 +124,7 @@ def mapped_axis_size(
     """
     votes: dict[int, list[tuple[int, LeafInfo]]] = {}
     for leaf, axis in zip(leaves, axes, strict=True):
-        path, shape, _ = leaf
+        path, shape, dtype = leaf
         if axis is None or shape is None:
             continue
         if not -len(shape) <= axis < len(shape):
@@ -131,6 +132,7 @@ def mapped_axis_size(
                 f"{what} was requested to map its argument along axis {axis}, which implies that "
                 f"its rank should be at least {axis + 1 if axis >= 0 else -axis}, but is only "
                 f"{len(shape)} (its shape is {shape}) (argument {path})"
+                f"{in_a_list(path, dtype)}"
             )
         votes.setdefault(shape[axis], []).append((axis, leaf))
     if len(votes) > 1:
@@ -143,6 +145,16 @@ def mapped_axis_size(
             )
         return size
     return axis_size
+
+
+def in_a_list(path: str, dtype: str) -> str:
+    """Advice about a number that has no dims, if it was met in a list or tuple."""
+    if dtype not in ("bool", "int", "float", "complex") or not re.search(r"\[\d+\]$", path):
+        return ""
+    return (
+        f". It is the Python number at {path}: lists and tuples are trees of their items, not "
+        "arrays. Pass torch.tensor(...) of the list."
+    )
 
 
 def argument_names(fun: Callable[..., Any], num_args: int) -> list[str]:

@@ -7,7 +7,10 @@ with ``TORCHPMAP_TRACEBACK=full`` or ``tp.config.traceback = "full"``.
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
+import re
 import sys
 from collections.abc import Callable
 from types import FunctionType
@@ -34,10 +37,40 @@ def boundary(function: Callable[_P, _T]) -> Callable[_P, _T]:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
+            if isinstance(error, TypeError):
+                _name_keyword(function, error)
             fold(error)
             raise
 
     return call
+
+
+_OTHER_NAMES = {
+    "axes": "axis_name",
+    "axis": "axis_name",
+    "check_rep": "check_vma",
+    "dim": "axis",
+    "donate_args": "donate_argnums",
+    "in_dims": "in_axes",
+    "out_dims": "out_axes",
+    "static_argnames": "static_broadcasted_argnames",
+    "static_argnums": "static_broadcasted_argnums",
+}
+"""Keyword arguments as torch, or another version or function of JAX, calls them."""
+
+
+def _name_keyword(function: Callable[..., Any], error: TypeError) -> None:
+    """Add what a keyword argument is called here, if the call itself has failed."""
+    within = error.__traceback__
+    found = re.search(r"got an unexpected keyword argument '(\w+)'$", str(error))
+    if found is None or within is None or within.tb_next is not None:
+        return
+    known = inspect.signature(function).parameters
+    given = found[1]
+    close = [_OTHER_NAMES.get(given, ""), *difflib.get_close_matches(given, known, 1)]
+    name = next((name for name in close if name in known), None)
+    if name is not None:
+        error.args = (f"{error}: it is {name} here.",)
 
 
 def bounded(cls: _C) -> _C:

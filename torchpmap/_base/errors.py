@@ -175,6 +175,17 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def wrong_dtype(function: str, dtype: Any, expected: str) -> TypeError:
+    """The error for a dtype that a function does not take; ``expected``: those that it takes."""
+    if isinstance(dtype, torch.dtype):
+        return TypeError(f"{function}: got dtype {dtype}, expected {expected}.")
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", str(dtype))
+    is_known = isinstance(getattr(torch, name, None), torch.dtype)
+    what = f"the string {dtype!r}" if isinstance(dtype, str) else f"{dtype!r}"
+    wanted = f"torch.{name}" if is_known else f"a torch.dtype ({expected})"
+    return TypeError(f"{function}: got {what} for the dtype, expected {wanted}.")
+
+
 def kind_of(shape: Sequence[int], dtype: torch.dtype) -> str:
     """Return ``"float32[2, 3]"``."""
     return f"{dtype_name(dtype)}[{', '.join(map(str, shape))}]"

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from torchpmap._base import axis_spec
+from torchpmap._base.arrays import for_torch
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.pytree import Structure, flatten
 from torchpmap._collectives.backend import Pairs, ReduceOp
@@ -143,7 +144,7 @@ class Over:
         """A number or numpy array as a tensor on the device of the axes."""
         check_array(leaf, f"{self.what}: the operand")
         device = self.axes[0].index.device if self.axes else None
-        return torch.tensor(leaf, device=device)
+        return torch.tensor(for_torch(leaf), device=device)
 
 
 def resolve(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpmap._base.arrays import for_torch
 from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import check_array
 from torchpmap._collectives.backend import summable
@@ -135,7 +136,7 @@ def _tensor(x: Any) -> torch.Tensor:
         return x
     if isinstance(x, np.ndarray):
         check_array(x, "ragged_all_to_all: an operand")
-        return torch.as_tensor(x)
+        return torch.as_tensor(for_torch(x))
     raise TypeError(f"ragged_all_to_all takes tensors and numpy arrays, but got {x!r}")
 
 

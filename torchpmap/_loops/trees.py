@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpmap._base.arrays import for_torch
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.pytree import Structure, flatten
 from torchpmap._trace.traced_views import settle
@@ -77,7 +78,7 @@ def _tensor(leaf: Any, path: str) -> torch.Tensor:
         return leaf
     if isinstance(leaf, (*_NUMBERS, np.ndarray, np.generic)):
         check_array(leaf, path)
-        return torch.tensor(leaf)
+        return torch.tensor(for_torch(leaf))
     raise TypeError(
         f"{path} is {leaf!r} of type {type(leaf).__name__}, but loops and branches take and return "
         "tensors, numpy arrays, numbers and None. Close over other values instead."

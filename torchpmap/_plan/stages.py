@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torchpmap._base.arrays import for_torch
 from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.pytree import Structure, flatten_call
@@ -105,7 +106,7 @@ class Compiled:
         ):
             leaf = leaves[position]
             check_array(leaf, f"{self._plan.prefix}: argument {path}")
-            value = leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf)
+            value = leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(for_torch(leaf))
             if tuple(value.shape) != layout.shape or value.dtype != layout.dtype:
                 raise TypeError(
                     f"{self._plan.prefix}: argument types differ from the types for which this "

@@ -48,6 +48,10 @@ CONTROL = struct.Struct("<qq")  # kind, value
 ABORT, CANCEL, DUMP = 1, 2, 3
 """Leave collectives up to an epoch; end calls from a seq on; report the current activity."""
 
+NO_SIGNAL = socket.MSG_NOSIGNAL
+"""To send without SIGPIPE, which ends a process that has given it back its default."""
+NO_WAIT = socket.MSG_DONTWAIT | NO_SIGNAL
+
 TASK_OUTPUTS = 1 << 20
 """Handles reserved for the outputs of a call whose outputs are not known yet."""
 
@@ -89,12 +93,12 @@ class Stream:
         self.is_torn = True
         try:
             if len(buffers) == 1:
-                self.sock.sendall(buffers[0])
+                self.sock.sendall(buffers[0], NO_SIGNAL)
             elif sum(len(b) for b in buffers) <= 1 << 16:
-                self.sock.sendall(b"".join(buffers))
+                self.sock.sendall(b"".join(buffers), NO_SIGNAL)
             else:
                 for buffer in buffers:
-                    self.sock.sendall(buffer)
+                    self.sock.sendall(buffer, NO_SIGNAL)
         except (BrokenPipeError, ConnectionResetError):
             pass
         self.is_torn = False

@@ -6,18 +6,57 @@ without an operation would read or write at address 0.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
+import numpy as np
 import torch
 
-from torchpmap._base.torch_internals import DispatchKey
+from torchpmap._base.torch_internals import DispatchKey, num_modes
 
 
 class Remote(torch.Tensor):
-    """Base of tensors whose data is elsewhere: asking for their memory raises."""
+    """Base of tensors whose data is elsewhere: asking for their memory raises.
+
+    ``torch.tensor([x, y])`` asks each for its number, below the operations of their class.
+    Only modes, such as that of a trace, see these questions as operations.
+    """
 
     __slots__ = ()
+
+    def to_host(self) -> torch.Tensor:
+        """The whole value as a plain CPU tensor."""
+        raise NotImplementedError
+
+    def __bool__(self) -> bool:
+        return super().__bool__() if num_modes() else bool(self.to_host())
+
+    def __int__(self) -> int:
+        return super().__int__() if num_modes() else int(self.to_host())
+
+    def __index__(self) -> int:
+        return super().__index__() if num_modes() else self.to_host().__index__()
+
+    def __float__(self) -> float:
+        return super().__float__() if num_modes() else float(self.to_host())
+
+    def __complex__(self) -> complex:
+        return super().__complex__() if num_modes() else complex(self.to_host())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError(
+                "a ShardedTensor lives on the devices: an array of it is always a copy"
+            )
+        array = self.detach().numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, *, stream: Any = None, **kwargs: Any) -> Any:
+        return self.to_host().__dlpack__(stream=stream, **kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return torch.empty(0).__dlpack_device__()
 
     def data_ptr(self) -> NoReturn:
         raise _no_memory("data_ptr()")
@@ -37,6 +76,37 @@ class Remote(torch.Tensor):
     def is_shared(self) -> bool:
         """Never: its memory is the workers'."""
         return False
+
+
+class _Sequence:
+    def __getitem__(self, index: Any) -> Any:
+        raise NotImplementedError
+
+
+Class = TypeVar("Class", bound=type)
+
+
+def no_sequence(cls: Class) -> Class:
+    """Let C code take objects of a class as it takes plain tensors, which are no sequences.
+
+    A method ``__getitem__`` makes a class a sequence for C, and Python cannot say otherwise.  Then
+    ``torch.tensor([x, y])`` asks two numbers for their lengths.
+    """
+    ours, known = (_sequence_methods(x) for x in (cls, _Sequence))
+    if ours and known and ours[_SQ_ITEM] == known[_SQ_ITEM]:
+        ours[_SQ_ITEM] = None
+    return cls
+
+
+_SQ_ITEM = 3
+_TP_AS_SEQUENCE = 10
+
+
+def _sequence_methods(cls: type) -> Any:
+    """What CPython's ``PyTypeObject`` says of a class as a sequence, as an array of pointers."""
+    words = ctypes.POINTER(ctypes.c_void_p)
+    fields = id(cls) + object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)
+    return ctypes.cast(ctypes.cast(fields, words)[_TP_AS_SEQUENCE], words)
 
 
 def _no_memory(call: str) -> RuntimeError:

@@ -32,6 +32,7 @@ from torchpmap._base.torch_internals import (
     num_modes,
     untraced,
 )
+from torchpmap._base.traced_constants import become_constants
 from torchpmap._layout.layout import Layout, Shard
 from torchpmap._layout.mesh import NamedSharding
 from torchpmap._runtime.base import Handle
@@ -44,7 +45,7 @@ from torchpmap._sharded.indexing import (
     takes_part_of_a_cut,
     without_masks,
 )
-from torchpmap._sharded.memory import CPU, STRIDED, Remote
+from torchpmap._sharded.memory import CPU, STRIDED, Remote, no_sequence
 from torchpmap._sharded.operations import Operation, operation_for, start
 from torchpmap._sharded.shown import html_of, text_of
 from torchpmap._sharded.strides import (
@@ -83,6 +84,7 @@ _ABOUT_MEMORY = frozenset({*_SHARING, *QUESTIONS, *RESHAPING, _aten.as_strided.d
 _ANY_FORMAT = (None, torch.contiguous_format, torch.preserve_format)
 
 
+@no_sequence
 @untraced
 @bounded
 class ShardedTensor(Remote):
@@ -278,20 +280,6 @@ class ShardedTensor(Remote):
             return super().to(*args, **kwargs)  # needs no values
         return self.cpu().to(*args, **kwargs)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        if copy is False:
-            raise ValueError(
-                "a ShardedTensor lives on the devices: an array of it is always a copy"
-            )
-        array = self.detach().numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
-
-    def __dlpack__(self, *, stream: Any = None, **kwargs: Any) -> Any:
-        return self.to_host().__dlpack__(stream=stream, **kwargs)
-
-    def __dlpack_device__(self) -> Any:
-        return torch.empty(0).__dlpack_device__()
-
     def __getitem__(self, index: Any) -> torch.Tensor:
         layout, handle = self._alive()
         traced = num_modes()  # a mode sees only operations
@@ -318,6 +306,8 @@ class ShardedTensor(Remote):
             torch.autograd.graph.increment_version(self)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
+        if self.dim() == 0:
+            raise TypeError("iteration over a 0-d tensor")
         is_view = is_recorded(self) or self._alive()[0].is_replicated
         insist_whole(self, "iterating")
         return iter((self if is_view else self.to_host()).unbind(0))
@@ -368,6 +358,8 @@ class ShardedTensor(Remote):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if num_modes() and become_constants(occurrences(cls, args, kwargs)):
+            return func(*args, **kwargs)
         if func in _ABOUT_MEMORY:
             if func in _SHARING and kwargs.get("memory_format") in _ANY_FORMAT:
                 return _shared(func, args[0], kwargs.get("memory_format"))

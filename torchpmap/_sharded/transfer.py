@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpmap._base.arrays import for_torch
 from torchpmap._base.data import packed, unpacked
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.fingerprint import digest, shown
@@ -188,12 +189,12 @@ def host_tensor(value: Any) -> torch.Tensor:
     """
     if isinstance(value, torch.Tensor):
         return value.detach().cpu() if value.device.type != "cpu" else value.detach()
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         check_array(value, "an array that is to be put on a device")
-        if not value.flags.writeable or not value.dtype.isnative:
-            # torch warns about read-only memory
-            value = np.array(value, dtype=value.dtype.newbyteorder("="))
-        return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+        array = for_torch(value)
+        if not array.flags.writeable:  # torch warns about read-only memory
+            array = array.copy()
+        return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
     if hasattr(value, "__dlpack__"):
         return host_tensor(torch.from_dlpack(value))
     return torch.as_tensor(value, device="cpu")

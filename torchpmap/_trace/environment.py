@@ -24,8 +24,8 @@ import torch
 
 from torchpmap._base.errors import warn
 from torchpmap._base.sources import is_library
-from torchpmap._trace.reach import MAX_FOLLOWED, Walk, code_of
-from torchpmap._trace.watched import Watched
+from torchpmap._trace.reach import MAX_FOLLOWED, Walk
+from torchpmap._trace.watched import Watched, code_of
 
 _MAX_UNEXPLAINED = 3
 
@@ -73,13 +73,13 @@ class Environment:
         """Note the state before the function is traced.  What the function itself changes is noted
         as it is afterwards; whatever else changes meanwhile counts as a change.
         """
-        if self._walk is None or not self._same():
+        if self._walk is None or not self._watched.same():
             self.refresh()
         before, is_alone = self._walk, not _others_run()
         assert before is not None
         yield
         stores = before.stores
-        if self._same() and not (stores.names or stores.attributes):
+        if self._watched.same() and not (stores.names or stores.attributes):
             self._num_unexplained = 0
             return
         self.refresh()
@@ -119,8 +119,13 @@ class Environment:
 
     def changed(self) -> bool:
         """Whether a reference leads to something else than when it was noted."""
-        if self._code is not None:
-            return not self._same()
+        if self._code is not None:  # most are of this kind, and this is quicker
+            fun, (code, defaults, keywords) = self._fun, self._code
+            return (
+                fun.__code__ is not code
+                or fun.__defaults__ is not defaults
+                or fun.__kwdefaults__ is not keywords
+            )
         if self._walk is None or not self._watched.same():
             return True
         if self._walk.unwatched is not None and not self._has_warned:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from torchpmap._base.arrays import for_torch
 from torchpmap._base.errors import check_array
 from torchpmap._base.torch_internals import FakeTensor, no_torch_dispatch
 from torchpmap._trace.escaped import Escaped
@@ -104,7 +105,7 @@ def as_result(value: Any, path: str) -> torch.Tensor:
         return value
     if isinstance(value, np.ndarray | np.generic):
         check_dtype(value, path)
-        return torch.as_tensor(np.array(value, value.dtype.newbyteorder("=")))
+        return torch.as_tensor(np.array(for_torch(value)))
     if isinstance(value, _NUMBERS):
         check_number(value, path)
         return torch.as_tensor(value)

@@ -20,7 +20,7 @@ import torch
 from torchpmap._base.contents import ArrayContents
 from torchpmap._base.sources import is_foreign
 from torchpmap._trace.code import Stores, code_facts, names_of
-from torchpmap._trace.watched import Place, Watched, all_same
+from torchpmap._trace.watched import Place, Watched, all_same, cell_contents, code_of, mro_of
 
 MAX_FOLLOWED = 20_000
 _MISSING = object()
@@ -95,9 +95,7 @@ class Walk:
             self._queue.append((value, origin))
 
     def _watch(self, read: Callable[[], Any], place: Place) -> None:
-        value = read()
-        self.watched.add_read(read, value, place)
-        self._add(value, place.origin)
+        self._add(self.watched.add_read(read, place), place.origin)
 
     def _watch_name(self, table: Mapping[str, Any], name: str, place: Place) -> None:
         self._add(self.watched.add_name(table, name, place), place.origin)
@@ -142,12 +140,12 @@ class Walk:
         elif isinstance(value, torch.Tensor):
             self._tensor(value, origin)
         elif isinstance(value, np.ndarray):
-            self.watched.add_read(ArrayContents(value).same, True, Place(origin))
+            self.watched.add_read(ArrayContents(value).same, Place(origin))
             for item in value.ravel().tolist() if value.dtype == object else ():
                 self._add(item, origin)
         elif isinstance(value, bytearray | array.array | memoryview):
             same = functools.partial(_same_bytes, value, bytes(value))
-            self.watched.add_read(same, True, Place(origin))
+            self.watched.add_read(same, Place(origin))
         elif isinstance(value, weakref.ReferenceType):
             self._watch(value, Place(origin))
         elif isinstance(value, contextvars.ContextVar):
@@ -174,7 +172,7 @@ class Walk:
         elif kind is not None:
             items = tuple(kind.__iter__(value))
             same = functools.partial(_same_items, kind, value, items)
-            self.watched.add_read(same, True, Place(origin))
+            self.watched.add_read(same, Place(origin))
             for item in items:
                 self._add(item, origin)
         module = type(value).__module__
@@ -198,13 +196,13 @@ class Walk:
     def _kind(self, value: Any, origin: str) -> None:
         """Watch the class of an instance, which may be assigned."""
         if not is_foreign(type(value).__module__):
-            self.watched.add_object(value, Place(origin, "attribute", "__class__"))
+            self.watched.add(type, value, Place(origin, "attribute", "__class__"))
         self._add(type(value), origin)
 
     def _class(self, cls: type, origin: str) -> None:
         users = [base for base in cls.__mro__ if not is_foreign(base.__module__)]
         if users:
-            self.watched.add_class(cls, Place(origin, "attribute", "__bases__"))
+            self.watched.add(mro_of, cls, Place(origin, "attribute", "__bases__"))
             self._kind(cls, origin)
         for base in users:
             table = vars(base)
@@ -216,12 +214,14 @@ class Walk:
 
     def _function(self, function: types.FunctionType, origin: str) -> None:
         is_outermost = not len(self.watched)
-        code, defaults, keywords = code_of(function)
-        same = functools.partial(_same_function, function, code, defaults, keywords)
-        self.watched.add_read(same, True, Place(origin, "attribute", "__code__"))
+        place = Place(origin, "attribute", "__code__")
+        code, defaults, keywords = self.watched.add(code_of, function, place)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             place = Place(repr(name) if is_outermost else origin, "name", name)
-            self._watch(functools.partial(_cell, cell), place)
+            try:
+                self._add(self.watched.add(cell_contents, cell, place), place.origin)
+            except ValueError:  # not assigned yet
+                self._watch(functools.partial(_cell, cell), place)
         self._add(defaults, origin)
         self._add(keywords, origin)
         names = set(names_of(code))
@@ -266,7 +266,7 @@ class Walk:
 
     def _module(self, module: torch.nn.Module, origin: str) -> None:
         state = vars(module)
-        self.watched.add_dict(module, state, None, origin)
+        self.watched.add_dict(module, state, origin)
         self.watched.add_size(state, Place(origin, "attribute"))
         for name in list(state):
             if name not in _OF_MODULES or name == "training":
@@ -279,7 +279,7 @@ class Walk:
                 self.stores.has_hooks |= name.endswith("hooks")
             elif table is not None:
                 self.watched.add_size(table, Place(origin, "attribute"))
-        self.watched.add_object(module, Place(origin, "attribute", "__class__"))
+        self.watched.add(type, module, Place(origin, "attribute", "__class__"))
         self._add(type(module), origin)
 
     def _tensor(self, tensor: torch.Tensor, origin: str) -> None:
@@ -300,20 +300,6 @@ def _same_items(kind: Any, value: Any, expected: tuple[Any, ...]) -> bool:
 
 def _same_bytes(value: Any, expected: bytes) -> bool:
     return bytes(value) == expected
-
-
-def code_of(function: types.FunctionType) -> tuple[types.CodeType, Any, Any]:
-    return function.__code__, function.__defaults__, function.__kwdefaults__
-
-
-def _same_function(
-    function: types.FunctionType, code: types.CodeType, defaults: Any, keywords: Any
-) -> bool:
-    return (
-        function.__code__ is code
-        and function.__defaults__ is defaults
-        and function.__kwdefaults__ is keywords
-    )
 
 
 def _dict_of(value: Any) -> dict[str, Any] | None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from operator import attrgetter, call, is_, itemgetter
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 from torchpmap._base.exact import Pictures
 
-_mro = attrgetter("__mro__")
-
-
 _MISSING = object()
+_code = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_Source = Callable[[], Iterable[Any]]
 
 
 class Place(NamedTuple):
@@ -28,178 +28,152 @@ class Place(NamedTuple):
 
 
 class Watched:
-    """What a walk met, stored so that comparing it is quick: the check is part of every call."""
+    """What a walk met, stored so that comparing it is quick: the check is part of every call.
+
+    *Sources* are called for the present values, all of them in one loop that runs in C.
+    """
 
     def __init__(self) -> None:
-        self.reads: list[Callable[[], Any]] = []
-        self._read: list[Any] = []
-        """The results of the reads."""
-        self._names: dict[int, tuple[Mapping[str, Any], dict[str, Any]]] = {}
-        """By id of a table: the table, and values by name; sealed to what follows."""
-        self._getters: list[Callable[[], tuple[Any, ...]]] = []
-        self._got: list[Any] = []
-        """The items of all the getters."""
-        self._lacking: list[Callable[[], bool]] = []
-        """Each answers whether a table still lacks all names that it lacked."""
-        self._name_places: dict[tuple[int, str], Place] = {}
-        self._views: list[Iterable[Any]] = []
-        """Objects with items, such as lists and ``dict.values()``."""
-        self._items: list[Any] = []
-        """Of all the views."""
-        self._lengths: list[int] = []
-        """Of the views."""
-        self._sized: list[Any] = []
+        self._sources: list[_Source] = []
+        self._expected: list[Any] = []
+        """The values of all sources, as they were noted."""
+        self._singles: dict[Callable[[Any], Any], tuple[list[Any], list[Any], list[Place]]] = {}
+        """By what is asked: of whom, the answers, and their places."""
+        self._names: dict[int, tuple[Mapping[str, Any], dict[str, Any], dict[str, Place]]] = {}
+        """By id of a table: the table, values by name, and their places."""
+        self._views: list[tuple[Iterable[Any], list[Any], Place | None]] = []
+        """Objects with items, such as lists and ``dict.values()``; None: see ``_owners``."""
+        self._sized: list[Sized] = []
         self._sizes: list[int] = []
-        self._owners: list[Any] = []
-        self._dicts: list[dict[str, Any]] = []
-        """The attributes of the owners: ``x.__dict__`` can be assigned."""
-        self._attributes: list[dict[str, Any] | None] = []
-        """Copies of them; None if not all of them are watched here."""
-        self._objects: list[Any] = []
-        self._types: list[type] = []
-        """Of the objects: ``x.__class__`` can be assigned."""
-        self._classes: list[type] = []
-        self._mros: list[tuple[type, ...]] = []
-        """Of the classes: ``C.__bases__`` can be assigned."""
-        self._origins: list[str] = []
-        """Of the owners."""
-        self._places: tuple[list[Place | None], ...] = ([], [], [], [], [])
-        """Of the reads, views, sizes, objects and classes; None for the attributes of owners."""
+        self._size_places: list[Place | None] = []
+        self._owners: list[tuple[Any, dict[str, Any], dict[str, Any] | None, str]] = []
+        """Instances, their ``__dict__``, a copy of it if all of it is watched, and the origin."""
 
     def __len__(self) -> int:
-        entries = self.reads, self._names, self._sized, self._objects, self._classes
-        return sum(map(len, entries))
+        num_asked = sum(len(asked) for asked, _, _ in self._singles.values())
+        return num_asked + len(self._names) + len(self._sized) + len(self._owners)
 
-    def add_read(self, read: Callable[[], Any], value: Any, place: Place) -> None:
-        self._places[0].append(place)
-        self.reads.append(read)
-        self._read.append(value)
+    def add(self, ask: Callable[[Any], Any], of: Any, place: Place) -> Any:
+        """Watch an answer, which is returned; ``ask`` runs at each call."""
+        answer = ask(of)
+        for entries, entry in zip(
+            self._singles.setdefault(ask, ([], [], [])), (of, answer, place), strict=True
+        ):
+            entries.append(entry)
+        return answer
+
+    def add_read(self, read: Callable[[], Any], place: Place) -> Any:
+        """Watch what ``read`` returns, and return it."""
+        return self.add(call, read, place)
 
     def add_name(self, table: Mapping[str, Any], name: str, place: Place) -> Any:
-        """Watch an entry of a table; returns its value."""
+        """Watch an entry of a table, and return it; None if there is none."""
         value = table.get(name, _MISSING)
-        self._names.setdefault(id(table), (table, {}))[1][name] = value
-        self._name_places[id(table), name] = place
+        _, values, places = self._names.setdefault(id(table), (table, {}, {}))
+        values[name], places[name] = value, place
         return None if value is _MISSING else value
 
-    def seal(self) -> None:
-        """Make ready to compare; nothing is added afterwards."""
-        for table, values in self._names.values():
-            absent = frozenset(name for name, value in values.items() if value is _MISSING)
-            if absent:
-                self._lacking.append(partial(table.keys().isdisjoint, absent))
-            names = [name for name in values if name not in absent]
-            if names:
-                names += names[: len(names) == 1]  # of one name, it gives no tuple
-                self._getters.append(partial(itemgetter(*names), table))
-                self._got += [values[name] for name in names]
-
-    def add_size(self, sized: Any, place: Place | None) -> None:
-        self._places[2].append(place)
+    def add_size(self, sized: Sized, place: Place | None) -> None:
         self._sized.append(sized)
         self._sizes.append(len(sized))
+        self._size_places.append(place)
 
     def add_view(self, view: Any, place: Place | None) -> None:
         self.add_size(view, place)
         if self._sizes[-1]:
-            self._places[1].append(place)
-            self._views.append(view)
-            before = len(self._items)
-            self._items.extend(view)
-            self._lengths.append(len(self._items) - before)
+            self._views.append((view, list(view), place))
 
     def add_attributes(self, owner: Any, table: dict[str, Any], origin: str) -> None:
         """``table``: the ``__dict__`` of the owner, of which all is watched."""
         self.add_view(table.keys(), None)
         self.add_view(table.values(), None)
-        self.add_dict(owner, table, dict(table), origin)
+        self._owners.append((owner, table, dict(table), origin))
 
-    def add_dict(
-        self, owner: Any, table: dict[str, Any], copy: dict[str, Any] | None, origin: str
-    ) -> None:
+    def add_dict(self, owner: Any, table: dict[str, Any], origin: str) -> None:
         """Watch that the ``__dict__`` of the owner stays this one."""
-        self._owners.append(owner)
-        self._dicts.append(table)
-        self._attributes.append(copy)
-        self._origins.append(origin)
+        self._owners.append((owner, table, None, origin))
 
-    def add_object(self, value: Any, place: Place) -> None:
-        self._places[3].append(place)
-        self._objects.append(value)
-        self._types.append(type(value))
-
-    def add_class(self, cls: type, place: Place) -> None:
-        self._places[4].append(place)
-        self._classes.append(cls)
-        self._mros.append(cls.__mro__)
+    def seal(self) -> None:
+        """Make ready to compare; nothing is added afterwards."""
+        for ask, (asked, answers, _) in self._singles.items():
+            if ask is code_of:
+                self._sources += [partial(_code, function) for function in asked]
+                self._expected += chain.from_iterable(answers)
+            else:
+                self._sources.append(partial(map, ask, asked))
+                self._expected += answers
+        for table, values, _ in self._names.values():
+            names = [name for name, value in values.items() if value is not _MISSING]
+            absent = values.keys() - names
+            if absent:
+                self._sources.append(partial(map, table.keys().isdisjoint, [absent]))
+                self._expected.append(True)
+            if names:
+                names += names[: len(names) == 1]  # of one name, it gives no tuple
+                self._sources.append(partial(itemgetter(*names), table))
+                self._expected += [values[name] for name in names]
+        if self._owners:
+            owners = [owner for owner, *_ in self._owners]
+            self._sources.append(partial(map, object.__getattribute__, owners, repeat("__dict__")))
+            self._expected += [table for _, table, *_ in self._owners]
+        if self._views:
+            self._sources.append(partial(chain.from_iterable, [view for view, *_ in self._views]))
+            self._expected += chain.from_iterable(items for _, items, _ in self._views)
 
     def same(self) -> bool:
         """Whether nothing has changed."""
         if self._sized and list(map(len, self._sized)) != self._sizes:
             return False
-        # these loops run in C; objects that are equal but not identical are rare
-        if not all(map(is_, map(type, self._objects), self._types)):
-            return False
-        if not all(map(is_, map(_mro, self._classes), self._mros)):
-            return False
-        dicts = map(object.__getattribute__, self._owners, repeat("__dict__"))
-        if not all(map(is_, dicts, self._dicts)):
-            return False
-        if not all(map(call, self._lacking)):
-            return False
         try:
-            is_got = all(map(is_, chain.from_iterable(map(call, self._getters)), self._got))
-        except KeyError:  # deleted
+            if all(map(is_, chain.from_iterable(map(call, self._sources)), self._expected)):
+                return True
+            now = list(chain.from_iterable(map(call, self._sources)))
+        except (KeyError, AttributeError, ValueError):  # deleted
             return False
-        is_read = is_got and all(map(is_, map(call, self.reads), self._read))
-        if is_read and all(map(is_, chain.from_iterable(self._views), self._items)):
-            return True
-        got = list(chain.from_iterable(map(call, self._getters)))
-        read = list(map(call, self.reads))
-        items = list(chain.from_iterable(self._views))
-        pairs = (got, self._got), (read, self._read), (items, self._items)
-        if not all(all_same(now, expected) for now, expected in pairs):
+        if not all_same(now, self._expected):  # what is equal but not identical is rare
             return False
-        self._got, self._read, self._items = got, read, items
+        self._expected = now
         return True
 
     def changes(self) -> Iterator[Place]:
         """Where something has changed."""
-        yield from filter(None, self._changed_places())
-        for owner, dict_, attributes, origin in zip(
-            self._owners, self._dicts, self._attributes, self._origins, strict=True
-        ):
-            now = object.__getattribute__(owner, "__dict__")
-            if now is not dict_:
-                yield Place(origin, "attribute")
-            if attributes is not None:
-                for name in attributes.keys() | now.keys():
-                    values = now.get(name, _MISSING), attributes.get(name, _MISSING)
-                    if not all_same(values[:1], values[1:]):
-                        yield Place(origin, "attribute", name)
-
-    def _changed_places(self) -> Iterator[Place | None]:
-        reads, views, sizes, objects, classes = self._places
-        for key, (table, values) in self._names.items():
+        for ask, (asked, answers, places) in self._singles.items():
+            for one, answer, place in zip(asked, answers, places, strict=True):
+                if not all_same([_answer(ask, one)], [answer]):
+                    yield place
+        for table, values, name_places in self._names.values():
             for name, value in values.items():
                 if not all_same([table.get(name, _MISSING)], [value]):
-                    yield self._name_places[key, name]
-        for place, sized, size in zip(sizes, self._sized, self._sizes, strict=True):
-            if len(sized) != size:
-                yield place
-        for place, value, kind in zip(objects, self._objects, self._types, strict=True):
-            if type(value) is not kind:
-                yield place
-        for place, cls, mro in zip(classes, self._classes, self._mros, strict=True):
-            if cls.__mro__ is not mro:
-                yield place
-        for place, read, value in zip(reads, self.reads, self._read, strict=True):
-            if not all_same([read()], [value]):
-                yield place
-        items = iter(self._items)
-        for place, view, length in zip(views, self._views, self._lengths, strict=True):
-            if not all_same(list(view), list(islice(items, length))):
-                yield place
+                    yield name_places[name]
+        for owner, table, copy, origin in self._owners:
+            now = object.__getattribute__(owner, "__dict__")
+            if now is not table:
+                yield Place(origin, "attribute")
+            for name in () if copy is None else copy.keys() | now.keys():
+                then = (copy or {}).get(name, _MISSING)
+                if not all_same([now.get(name, _MISSING)], [then]):
+                    yield Place(origin, "attribute", name)
+        for sized, size, size_place in zip(
+            self._sized, self._sizes, self._size_places, strict=True
+        ):
+            if size_place is not None and len(sized) != size:
+                yield size_place
+        for view, items, view_place in self._views:
+            if view_place is not None and not all_same(list(view), items):
+                yield view_place
+
+
+code_of: Callable[[FunctionType], tuple[Any, Any, Any]] = _code
+"""What a function runs: its code and its defaults."""
+cell_contents: Callable[[CellType], Any] = attrgetter("cell_contents")
+mro_of: Callable[[type], tuple[type, ...]] = attrgetter("__mro__")
+
+
+def _answer(ask: Callable[[Any], Any], of: Any) -> Any:
+    try:
+        return ask(of)
+    except (AttributeError, ValueError):  # deleted
+        return _MISSING
 
 
 def _same(now: Any, expected: Any) -> bool:

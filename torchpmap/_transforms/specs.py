@@ -13,7 +13,7 @@ from typing import Any, Required, TypedDict
 import numpy as np
 import torch
 
-from torchpmap._base.axis_spec import argument_names, broadcast_axes
+from torchpmap._base.axis_spec import argument_names, broadcast_axes, in_a_list
 from torchpmap._base.pytree import flatten, flatten_call
 from torchpmap._layout.grid import Cut
 from torchpmap._layout.mesh import Mesh, PartitionSpec, names_of
@@ -246,12 +246,12 @@ def take_blocks(
     else:
         specs = _specs_of(options, args)
     cuts: list[Cut | None] = []
-    for path, spec, (shape, _) in zip(paths, specs, infos, strict=True):
+    for path, spec, (shape, dtype) in zip(paths, specs, infos, strict=True):
         if shape is None:
             cuts.append(None)
             continue
         chosen = PartitionSpec() if spec is None else spec
-        _check_shape(options, path, chosen, shape)
+        _check_shape(options, path, chosen, shape, dtype)
         cuts.append(cut_of_spec(chosen, mesh.axis_names))
     numbers = {k % len(args) for k in options.donate_argnums if -len(args) <= k < len(args)}
     donated = [
@@ -286,11 +286,11 @@ def _found_spec(leaf: Any, path: str, options: BlockOptions) -> PartitionSpec | 
 
 
 def _check_shape(
-    options: BlockOptions, path: str, spec: PartitionSpec, shape: tuple[int, ...]
+    options: BlockOptions, path: str, spec: PartitionSpec, shape: tuple[int, ...], dtype: str
 ) -> None:
     mesh = options.the_mesh.shape
     if len(spec) > len(shape):
-        advice = "" if shape else " A number takes P()."
+        advice = "" if shape else in_a_list(path, dtype).lstrip(".") or " A number takes P()."
         raise ValueError(
             f"{options.prefix}: in_specs has {spec} for argument {path}, which is of rank "
             f"{len(shape)} (its shape is {list(shape)}), fewer than the {len(spec)} entries of the "

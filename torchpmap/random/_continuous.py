@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from torchpmap._base.boundary import boundary
-from torchpmap._base.errors import check_array
+from torchpmap._base.errors import check_array, wrong_dtype
 from torchpmap.random._threefry import Number, Words, one_key, rounded, static_shape, unit_interval
 
 Limit: TypeAlias = Number | torch.Tensor
@@ -315,9 +315,7 @@ def between(
 
 def check_dtype(function: str, dtype: torch.dtype) -> None:
     if dtype not in _FLOATS:
-        raise TypeError(
-            f"{function}: got dtype {dtype}, expected float32, float64, float16 or bfloat16."
-        )
+        raise wrong_dtype(function, dtype, "float32, float64, float16 or bfloat16")
 
 
 def check_broadcast(function: str, name: str, given: Sequence[int], shape: tuple[int, ...]) -> None:

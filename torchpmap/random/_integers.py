@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchpmap._base.boundary import boundary
-from torchpmap._base.errors import dtype_name
+from torchpmap._base.errors import dtype_name, wrong_dtype
 from torchpmap.random._continuous import as_tensor, between, check_broadcast
 from torchpmap.random._threefry import (
     MASK,
@@ -101,8 +101,8 @@ def rademacher(
 
     Source: jax.random.rademacher; checked in tests/random/test_random.py.
     """
-    if not dtype.is_signed:
-        raise TypeError(f"rademacher: got dtype {dtype}, expected one that can hold -1.")
+    if not (isinstance(dtype, torch.dtype) and dtype.is_signed):
+        raise wrong_dtype("rademacher", dtype, "one that can hold -1")
     one_key("rademacher", key)
     shape = static_shape("rademacher", shape)
     return 2 * bernoulli(key, 0.5, shape).to(dtype) - 1
@@ -148,7 +148,7 @@ def randint(
     """
     words = one_key("randint", key)
     if dtype not in _RANGES:
-        raise TypeError(f"randint: got dtype {dtype}, expected int8, int16, int32, int64 or uint8.")
+        raise wrong_dtype("randint", dtype, "int8, int16, int32, int64 or uint8")
     shape = static_shape("randint", shape)
     if isinstance(minval, INTEGERS) and isinstance(maxval, INTEGERS) and minval >= maxval:
         raise ValueError(

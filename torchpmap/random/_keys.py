@@ -9,7 +9,7 @@ from typing import SupportsIndex
 import torch
 
 from torchpmap._base.boundary import boundary
-from torchpmap._base.errors import dtype_name
+from torchpmap._base.errors import dtype_name, wrong_dtype
 from torchpmap.random._threefry import (
     MASK,
     hashed_counts,
@@ -221,7 +221,7 @@ def bits(
     """
     words = one_key("bits", key)
     if dtype not in _WIDTHS:
-        raise TypeError(f"bits: got dtype {dtype}, expected uint8, uint16, uint32 or uint64.")
+        raise wrong_dtype("bits", dtype, "uint8, uint16, uint32 or uint64")
     return random_bits(words, _WIDTHS[dtype], static_shape("bits", shape)).to(dtype)
 
 

@@ -31,6 +31,8 @@ from torchpmap._base.torch_internals import (
     is_vmap_wrapper,
     layers,
     level_of,
+    num_modes,
+    outside_modes,
     size_and_randomness,
     transforms,
 )
@@ -54,6 +56,9 @@ def new_seed() -> torch.Tensor:
 
 def draw_key() -> torch.Tensor:
     """The key of a call, from torch's default generator."""
+    if num_modes():  # a draw of ours is no part of a graph that torch traces
+        with outside_modes():
+            return torch.randint(0, _WORD, (2,), device="cpu")
     return torch.randint(0, _WORD, (2,), device="cpu")
 
 

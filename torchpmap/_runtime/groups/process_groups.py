@@ -41,7 +41,7 @@ from torchpmap._base.torch_internals import (
     unregister_group,
 )
 from torchpmap._base.tracebacks import CAUSE, CONTEXT, MEMBERS, TRACE
-from torchpmap._runtime.groups.shared_memory import Meeting, Occasion, connect
+from torchpmap._runtime.groups.shared_memory import Meeting, Occasion, Peers, connect
 from torchpmap._runtime.groups.shared_memory_group import SharedMemoryGroup, described
 from torchpmap._runtime.sockets import connected, open_sockets
 
@@ -81,6 +81,7 @@ class Groups:
         self._sockets: list[socket.socket] = []
         self._meetings: list[Meeting] = []
         self._backends: list[Any] = []
+        self._peers = Peers()  # written by the main thread, and closed under the lock
         self.occasion = Occasion()
         """The call in progress, if every process is a controller (written by the runtime)."""
         self.calls: dict[int, str] = {}
@@ -121,6 +122,7 @@ class Groups:
             place,
             limit_s,
             self.occasion,
+            self._peers,
             lambda keys: self._wait(store, keys, members),
             willing=self._shares_memory,
         )
@@ -240,10 +242,9 @@ class Groups:
             for connection in self._sockets:
                 connection.close()
             self._sockets.clear()
-            for meeting in self._meetings:
-                meeting.leave()
             self._meetings.clear()
             self._backends.clear()
+            self._peers.close()
         held = {name: group for name, group in self._groups.items() if group is not None}
         for name in held:
             unregister_group(name)
@@ -286,7 +287,7 @@ class Groups:
         with self._lock:
             for connection in self._sockets:
                 poll.register(connection, select.POLLRDHUP)
-            return bool(poll.poll(0)) or any(meeting.has_lost_peer() for meeting in self._meetings)
+            return bool(poll.poll(0)) or self._peers.has_lost_any()
 
     def forsake(self) -> None:
         """In a forked child: collectives find no group, and make none.  All groups are the

@@ -15,6 +15,7 @@ on Linux only.  Everywhere else, and between hosts, ``connect`` returns None.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import platform
@@ -22,7 +23,7 @@ import secrets
 import select
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -42,6 +43,8 @@ _MAX_ROWS = 256
 """How many views are kept: making one takes longer than exchanging a few numbers."""
 _LOOK_AROUND_NS = 50_000_000
 """How long a rank sleeps before it checks that the others are still there."""
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+"""The size of the memory stays as it is."""
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # numbers of x86-64
 
 
@@ -104,6 +107,36 @@ def _extent(size: int) -> tuple[int, int]:
     return start, start + 2 * (size + 1) * SLOT_BYTES
 
 
+class Peers:
+    """The processes that a process shares groups with: one descriptor for each, however many groups
+    there are.  Not for several threads at once.
+    """
+
+    def __init__(self) -> None:
+        self._pidfds: dict[int, int] = {}
+
+    def add(self, pids: Iterable[int]) -> None:
+        """Raises ``ProcessLookupError`` if one has ended."""
+        for pid in pids:
+            if pid not in self._pidfds and pid != os.getpid():
+                self._pidfds[pid] = os.pidfd_open(pid)
+
+    def has_lost(self, pids: Iterable[int]) -> bool:
+        """Whether one of these processes has ended."""
+        poll = select.poll()  # one for each look: no two threads may use one at the same time
+        for pid in pids:
+            if pid in self._pidfds:
+                poll.register(self._pidfds[pid], select.POLLIN)
+        return bool(poll.poll(0))
+
+    def has_lost_any(self) -> bool:
+        return self.has_lost(tuple(self._pidfds))
+
+    def close(self) -> None:
+        while self._pidfds:
+            os.close(self._pidfds.popitem()[1])
+
+
 def _refuse_any(axis: tuple[int, ...], ranks: Sequence[int]) -> NoReturn:
     raise CollectiveMismatch(f"the ranks {list(ranks)} have done different things before")
 
@@ -141,11 +174,13 @@ class Meeting:
         ranks: Sequence[int],
         place: int,
         memory: _Memory,
-        pids: Sequence[int],
+        has_lost_peer: Callable[[], bool],
         limit_s: float,
         occasion: Occasion,
     ) -> None:
-        """``ranks``: the members, as messages name them; ``place``: of this process among them."""
+        """``ranks``: the members, as messages name them; ``place``: of this process among them;
+        ``has_lost_peer``: whether another one of them has ended.
+        """
         self.ranks = ranks
         self.place = place
         self._memory = memory
@@ -158,10 +193,7 @@ class Meeting:
         self.limit_s = limit_s
         """How long it waits for the others."""
         self._occasion = occasion
-        self._peers = select.poll()
-        self._pidfds = [os.pidfd_open(pid) for pid in pids if pid != os.getpid()]
-        for pidfd in self._pidfds:
-            self._peers.register(pidfd, select.POLLIN)
+        self._has_lost_peer = has_lost_peer
 
     def slots(self, dtype: torch.dtype) -> torch.Tensor:
         """[size + 1, elements]: the next slot of each rank, and one for a result."""
@@ -233,7 +265,7 @@ class Meeting:
         while (seen := numbers[theirs]) < met:
             if numbers[self._memory.aborted]:
                 raise GroupLost("process group: another process has left it, or it was cut")
-            if self.has_lost_peer() and numbers[theirs] < met:
+            if self._has_lost_peer() and numbers[theirs] < met:
                 raise GroupLost("process group: another process of it has ended")
             if time.monotonic() > end:
                 raise CallTimeout(
@@ -264,21 +296,10 @@ class Meeting:
         for place in range(self._memory.size):
             self._wake(_CACHE_LINE * place)
 
-    def has_lost_peer(self) -> bool:
-        """Whether another process of the group has ended (any thread)."""
-        return bool(self._peers.poll(0))
-
     def forsake(self) -> None:
         """In a forked child: meeting raises, and writes no more to the shared numbers."""
         self._numbers = memoryview(bytearray(self._numbers)).cast("q")
         self._numbers[self._memory.aborted] = 1
-
-    def leave(self) -> None:
-        """Leave the group; a process that waits for this one raises."""
-        self.abort()
-        for pidfd in self._pidfds:
-            os.close(pidfd)
-        self._pidfds.clear()
 
 
 def connect(
@@ -287,6 +308,7 @@ def connect(
     place: int,
     limit_s: float,
     occasion: Occasion,
+    peers: Peers,
     wait: Callable[[Sequence[str]], None],
     *,
     willing: bool,
@@ -294,7 +316,7 @@ def connect(
     """Meet the other ``ranks`` for the first time; None on all of them if they cannot share memory,
     or if one of them is not ``willing``.
 
-    ``wait`` waits for keys of the store.
+    ``peers`` gets them; ``wait`` waits for keys of the store.
     """
     size, able = len(ranks), willing and is_able()
 
@@ -307,8 +329,9 @@ def connect(
     fd, memory, token = -1, None, secrets.randbits(62)
     try:
         if place == 0 and able:
-            fd = os.memfd_create("torchpmap-group", os.MFD_CLOEXEC)
+            fd = os.memfd_create("torchpmap-group", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.truncate(fd, _extent(size)[1])
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             memory = _Memory(fd, size)
             memory.numbers[memory.token] = token
         members = exchanged("member", os.getpid(), fd, token)
@@ -321,10 +344,19 @@ def connect(
             os.close(fd)
     if memory is None or not all(mine for (mine,) in shares):
         return None
+    pids = [pid for pid, _, _ in members]
     try:
-        return Meeting(ranks, place, memory, [pid for pid, _, _ in members], limit_s, occasion)
+        peers.add(pids)
     except ProcessLookupError as error:
         raise GroupLost("process group: another process of it has ended") from error
+    return Meeting(ranks, place, memory, lambda: peers.has_lost(pids), limit_s, occasion)
+
+
+def _seals(fd: int) -> int:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # no file of memory
+        return 0
 
 
 def is_able() -> bool:
@@ -346,8 +378,9 @@ def _found(pid: int, fd: int, token: int, size: int) -> _Memory | None:
     except OSError:
         return None
     try:
-        # in another container, or on another host, the same pid and fd stand for another file
-        if os.fstat(here).st_size != _extent(size)[1]:
+        # in another container, or on another host, the same pid and fd stand for another file.  One
+        # that may shrink is not ours, and reading what it has lost would end this process
+        if os.fstat(here).st_size != _extent(size)[1] or _seals(here) & _SEALS != _SEALS:
             return None
         memory = _Memory(here, size)
         return memory if memory.numbers[memory.token] == token else None

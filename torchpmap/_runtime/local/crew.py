@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
@@ -122,7 +121,7 @@ class Crew:
         for rank in ranks:
             with contextlib.suppress(OSError):  # the worker is gone, or its socket is full
                 message = wire.CONTROL.pack(kind, value)
-                self.workers[rank].control.send(message, socket.MSG_DONTWAIT)
+                self.workers[rank].control.send(message, wire.NO_WAIT)
 
     def end(self) -> None:
         """End all workers, by force if they do not go; takes a few seconds at most."""

@@ -26,6 +26,7 @@ import struct
 import subprocess
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import spawn
@@ -112,7 +113,7 @@ class ForkServer:
         if self.is_compiler_wanted and not self._is_loading and self._channel is not None:
             self._is_loading = True
             with contextlib.suppress(OSError):  # it is gone, which the next request finds
-                self._channel.send(REQUEST.pack(LOAD))
+                self._channel.send(REQUEST.pack(LOAD), socket.MSG_NOSIGNAL)
 
     def fork(
         self, data: bytes, fds: Sequence[int], is_wanted: Callable[[], bool]
@@ -177,7 +178,7 @@ class ForkServer:
         poll = select.poll()
         poll.register(channel, select.POLLIN)
         try:
-            socket.send_fds(channel, [REQUEST.pack(self._requests)], fds)
+            _send_fds(channel, REQUEST.pack(self._requests), fds)
             stopped: Deadline | None = None
             while not deadline.passed and (stopped is None or not stopped.passed):
                 if not is_wanted():
@@ -250,6 +251,12 @@ class ForkServer:
         if self._process is not None:
             self._process.returncode = 0  # else Popen warns that the process still runs
             self._process = None
+
+
+def _send_fds(channel: socket.socket, message: bytes, fds: Sequence[int]) -> None:
+    """As ``socket.send_fds``, which takes no flags (Python 3.11)."""
+    rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds)
+    channel.sendmsg([message], [rights], socket.MSG_NOSIGNAL)
 
 
 def _spawn(channel: int, lifeline: int) -> subprocess.Popen[bytes]:

@@ -89,6 +89,14 @@ class Losses:
                 return cause if seq > death.completed else self._lost(rank, cause)
         return None
 
+    def refuse(self, era: Era, seq: int, ranks: Sequence[int]) -> None:
+        """Raise if the value of command ``seq`` is lost; a worker without it would fail, and all
+        others with it (send lock held).
+        """
+        error = self.of_value(era, seq, ranks)
+        if error is not None:
+            raise error
+
     def of_command(self, era: Era, seq: int) -> BaseException | None:
         """What command ``seq`` itself raised; not what a command before it raised."""
         failure = era.failure

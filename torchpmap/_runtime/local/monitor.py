@@ -180,7 +180,7 @@ class Monitor:
     def _do(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
         with contextlib.suppress(OSError):  # BlockingIOError: many wake-ups are pending already
-            self._waker.send(b"!")
+            self._waker.send(b"!", wire.NO_SIGNAL)
 
     # -- the thread --------------------------------------------------------------------------------
 

@@ -17,10 +17,10 @@ import socket
 from collections.abc import Sequence
 from itertools import repeat, starmap
 
-from torchpmap._runtime.wire import Buffer
+from torchpmap._runtime.wire import NO_WAIT, Buffer
 
 _send = socket.socket.send
-_NO_WAIT = repeat(socket.MSG_DONTWAIT)
+_NO_WAIT = repeat(NO_WAIT)
 
 
 _Later = Sequence[tuple[Sequence[socket.socket], Sequence[Buffer]]]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from typing import TypeVar
@@ -16,6 +16,7 @@ from torchpmap._base.devices import Device
 from torchpmap._runtime import wire
 from torchpmap._runtime.groups.process_groups import RankPartition
 from torchpmap._runtime.local.forkserver import server
+from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.pool import Pool
 from torchpmap._runtime.wire import pack_ints
 from torchpmap._trace.compile import EAGER, CompileReport, Definition
@@ -89,15 +90,23 @@ class Plans:
         """Wait until the leader has compiled a plan, even if it dies once meanwhile."""
         losses, deaths = self._pool.losses, 0
         while True:
-            pending = self._pool.ask({leader: body}, wire.DEFINE, what=f"it compiles {name}")
-            if self._pool.wait_or_give_up(pending, (leader,), name):
+            sent: list[Pending] = []
+            what = f"it compiles {name}"
+            try:
+                pending = self._pool.ask({leader: body}, wire.DEFINE, what=what, sent=sent)
+                is_done = pending.wait()
+            except BaseException:  # Ctrl-C
+                for pending in sent:
+                    self._pool.give_up(pending, (leader,), name)
+                raise
+            if is_done:
                 return CompileReport(*pickle.loads(pending.replies[leader]))
             self._pool.repair()
-            sent = pending.era, pending.seq
-            error = losses.of_command(*sent)
-            if error is None and losses.died_in(*sent, leader):
+            command = pending.era, pending.seq
+            error = losses.of_command(*command)
+            if error is None and losses.died_in(*command, leader):
                 deaths += 1  # once may be a coincidence
-                error = losses.of_value(*sent, (leader,)) if deaths > 1 else None
+                error = losses.of_value(*command, (leader,)) if deaths > 1 else None
             if error is not None:
                 raise error
 
@@ -115,12 +124,16 @@ class Plans:
 
     def forget(self) -> None:
         """Send which plans are ``retired``."""
-        dropped = [i for i in take(self.retired) if self.defined.pop(i, None) is not None]
+        hand_over(self.retired, self._forget)
+
+    def _forget(self, retired: Sequence[int]) -> None:
+        dropped = [plan_id for plan_id in retired if plan_id in self.defined]
+        if dropped:
+            self._pool.tell(tuple(self._pool.workers), wire.FORGET, pack_ints(*dropped))
         for plan_id in dropped:
             self.limited.pop(plan_id, None)
             self._names.pop(plan_id, None)
-        if dropped:
-            self._pool.tell(tuple(self._pool.workers), wire.FORGET, pack_ints(*dropped))
+            self.defined.pop(plan_id, None)
 
     def restore(self, new_ranks: Collection[int]) -> None:
         """Give new workers the plans of the old ones."""
@@ -128,6 +141,20 @@ class Plans:
             self._pool.tell([r for r in ranks if r in new_ranks], wire.DEFINE, body)
 
 
-def take(released: deque[T]) -> list[T]:
-    """Empty a deque that other threads may append to meanwhile."""
-    return list(map(deque.popleft, repeat(released, len(released))))
+def hand_over(released: deque[T], send: Callable[[list[T]], None]) -> None:
+    """Send what is in a deque, to which other threads may append meanwhile, and empty it.  After
+    Ctrl-C some of it may be sent again.
+    """
+    taken: list[T] = []
+    try:
+        take(released, taken)
+        if taken:
+            send(taken)
+    except BaseException:
+        released.extend(taken)
+        raise
+
+
+def take(released: deque[T], taken: list[T]) -> None:
+    """Move what is in a deque to a list: in one builtin, which Ctrl-C does not interrupt."""
+    taken.extend(map(deque.popleft, repeat(released, len(released))))

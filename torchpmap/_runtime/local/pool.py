@@ -193,14 +193,6 @@ class Pool:
             self._monitor.interrupt(seq)
         return pending
 
-    def refuse_lost(self, era: Era, seq: int, ranks: Sequence[int]) -> None:
-        """Raise if the value of command ``seq`` is lost; a worker without it would fail, and all
-        others with it (send lock held).
-        """
-        error = self.losses.of_value(era, seq, ranks)
-        if error is not None:
-            raise error
-
     def ask(
         self,
         bodies: dict[int, bytes],
@@ -208,18 +200,27 @@ class Pool:
         targets: dict[int, memoryview] | None = None,
         about: tuple[Era, int] | None = None,
         what: str = "it runs a call",
+        sent: list[Pending] | None = None,
     ) -> Pending:
         """Send a request, with a body per rank; ``about``: the command whose value it needs;
-        ``what``: what the ranks do meanwhile.
+        ``what``: what the ranks do meanwhile; ``sent`` gets the request before it is sent, for a
+        caller that gives it up at Ctrl-C.
         """
         refuse_to_wait()
 
         def send() -> Pending:
             if about is not None:
-                self.refuse_lost(*about, tuple(bodies))
+                self.losses.refuse(*about, tuple(bodies))
             self.seq += 1
             pending = self.expect(self.seq, tuple(bodies), what, targets)
-            self.post({rank: frame(kind, self.seq, body) for rank, body in bodies.items()})
+            if sent is not None:
+                sent.append(pending)
+            try:
+                self.post({rank: frame(kind, self.seq, body) for rank, body in bodies.items()})
+            except BaseException:  # Ctrl-C: an answer may never come
+                if sent is None:
+                    self._monitor.pending.pop(pending.seq, None)
+                raise
             return pending
 
         return self.in_order(send)
@@ -310,22 +311,17 @@ class Pool:
         """A call took too long (any thread)."""
         self._monitor.soon(lambda: self._on_event(Overdue(failure, epoch)))
 
-    def wait_or_give_up(self, pending: Pending, ranks: Sequence[int], name: str) -> bool:
-        """Wait for the answers to a request; False when a failure came first.  Ctrl-C ends what the
-        ranks do for it.
-        """
-        try:
-            return pending.wait()
-        except BaseException:
+    def give_up(self, pending: Pending, ranks: Sequence[int], name: str) -> None:
+        """End what ranks do for a request whose caller was interrupted, unless it has ended."""
+        if pending.seq in self._monitor.pending:
             try:
                 self._give_up(pending.seq, ranks, name)
             except BaseException:  # Ctrl-C again
                 self._give_up(pending.seq, ranks, name)
                 raise
-            raise
 
     def _give_up(self, seq: int, ranks: Sequence[int], name: str) -> None:
-        """End a call whose caller was interrupted; commands from now on wait until it has ended."""
+        """Commands from now on wait until the request has ended."""
         is_known = threading.Event()
 
         def end() -> None:

@@ -27,7 +27,7 @@ from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.groups.process_groups import RankPartition
 from torchpmap._runtime.local.losses import Era
 from torchpmap._runtime.local.monitor import Pending
-from torchpmap._runtime.local.plans import Plans, take
+from torchpmap._runtime.local.plans import Plans, hand_over, take
 from torchpmap._runtime.local.pool import Pool
 from torchpmap._runtime.local.process import WorkerProcess
 from torchpmap._runtime.local.staging import STAGED_BYTES, Region, block_frames, free_all
@@ -135,9 +135,11 @@ class LocalRuntime:
             limit = self._plans.limit_of(plan_id, self.timeout)
             if limit is not None:
                 pool.limits.add(seq, team.ranks, *limit)
-        ints = (plan_id, out, len(inputs), *inputs, *take(team.released))
-        message = _packer(len(ints))(8 * len(ints), wire.CALL, seq, *ints)
+        freed: list[int] = []
         try:
+            take(team.released, freed)
+            ints = (plan_id, out, len(inputs), *inputs, *freed)
+            message = _packer(len(ints))(8 * len(ints), wire.CALL, seq, *ints)
             pool.outbox.post(sockets, (message,) * len(sockets))
             # map: trees have hundreds of leaves, and a Python loop costs 0.1 us for each
             return list(
@@ -145,6 +147,7 @@ class LocalRuntime:
             )
         except BaseException:  # Ctrl-C: the workers make values that no caller gets
             team.released.extend(range(out, out + num_outputs))
+            team.released.extend(freed)  # freeing twice does no harm
             raise
 
     def put(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
@@ -206,28 +209,35 @@ class LocalRuntime:
         self, team: Team, task: Task, held: Sequence[Any]
     ) -> tuple[list[Report | None], list[Handle]]:
         self.make_groups({task.group: (task.ranks,)})
-        seq, first, pending = self._pool.in_order(self._send_task, team, task, held)
+        sent: list[tuple[Pending, int]] = []
         try:
-            if not self._pool.wait_or_give_up(pending, team.ranks, task.name):
-                self._pool.repair(seq)
-                error = self._losses.of_value(pending.era, seq, team.ranks)
+            self._pool.in_order(self._send_task, team, task, held, sent)
+            ((pending, first),) = sent
+            if not pending.wait():
+                self._pool.repair(pending.seq)
+                error = self._losses.of_value(pending.era, pending.seq, team.ranks)
                 raise error or RuntimeClosed("the call was interrupted by a repair of the pool")
             replies = [pickle.loads(pending.replies[rank]) for rank in team.ranks]
         except BaseException:
-            team.released.append(-first)  # what some ranks may have stored
+            for pending, first in sent:
+                team.released.append(-first)  # what some ranks may have stored
+                self._pool.give_up(pending, team.ranks, task.name)
             raise
         stored = range(first, first + replies[0][1])
         return [report for report, _ in replies], [
-            _Stored(handle, seq, team, pending.era) for handle in stored
+            _Stored(handle, pending.seq, team, pending.era) for handle in stored
         ]
 
-    def _send_task(self, team: Team, task: Task, held: Sequence[Any]) -> tuple[int, int, Pending]:
+    def _send_task(
+        self, team: Team, task: Task, held: Sequence[Any], sent: list[tuple[Pending, int]]
+    ) -> None:
+        """``sent`` gets the request and its first output before anything is sent."""
         self._refuse_lost(held)
         for each in self._teams.values():
             self._free(each)  # the task may tell what is stored
         inputs = tuple(handle.id for handle in held)
         seq, first = self._number(wire.TASK_OUTPUTS)
-        pending = self._pool.expect(seq, team.ranks, f"it runs {task.name}")
+        sent.append((self._pool.expect(seq, team.ranks, f"it runs {task.name}"), first))
         if task.timeout is not None:
             self._pool.limits.add(seq, team.ranks, task.timeout, task.name)
         bodies: dict[bool, bytes] = {}
@@ -240,12 +250,7 @@ class LocalRuntime:
                 bodies[known] = pickle.dumps(placed)
             frames[rank] = frame(wire.TASK, seq, bodies[known])
             wire.keep_latest(shipped, task.body_id, None)
-        try:
-            self._pool.post(frames)
-        except BaseException:  # Ctrl-C
-            team.released.append(-first)
-            raise
-        return seq, first, pending
+        self._pool.post(frames)
 
     def fetch(self, handle: Any, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
         ranks = tuple(handle.team.ranks[place] for place, *_ in requests)
@@ -259,23 +264,13 @@ class LocalRuntime:
     ) -> bool:
         """Ask each rank for a block, and wait; False if a failure came first."""
         regions: list[Region | None] = []
-        bodies, targets = {}, {}
-        for rank, (_, dim, position, target) in zip(ranks, requests, strict=True):
-            region = None
-            if target.nbytes >= STAGED_BYTES:
-                # if the worker is replaced before it is asked, the value is lost: ``ask`` raises
-                region = self._pool.workers[rank].staging.lend(target.nbytes)
-            if region is None:
-                targets[rank] = wire.bytes_of(target)
-            offset = -1 if region is None else region.offset
-            what = handle.seq, handle.id, dim, position, offset, *wire.describe(target)
-            bodies[rank] = pack_ints(*what)
-            regions.append(region)
-        about = handle.era, handle.seq
         try:
-            pending = self._pool.ask(bodies, wire.FETCH, targets, about=about)
+            pending = self._ask_for(handle, ranks, requests, regions)
         except Exception:  # nothing was sent
             free_all(regions)
+            raise
+        except BaseException:  # Ctrl-C: it may have been sent
+            self._lent.append((self._pool.seq, ranks, regions))
             raise
         try:
             is_done = pending.wait()
@@ -293,6 +288,29 @@ class LocalRuntime:
         if error is not None:  # asking again would not help
             raise error
         return is_done
+
+    def _ask_for(
+        self,
+        handle: Any,
+        ranks: Sequence[int],
+        requests: Sequence[tuple[int, int, int, torch.Tensor]],
+        regions: list[Region | None],
+    ) -> Pending:
+        """Ask each rank for a block; ``regions`` gets the shared memory for each."""
+        bodies, targets = {}, {}
+        for rank, (_, dim, position, target) in zip(ranks, requests, strict=True):
+            region = None
+            if target.nbytes >= STAGED_BYTES:
+                # if the worker is replaced before it is asked, the value is lost: ``ask`` raises
+                region = self._pool.workers[rank].staging.lend(target.nbytes)
+            if region is None:
+                targets[rank] = wire.bytes_of(target)
+            offset = -1 if region is None else region.offset
+            what = handle.seq, handle.id, dim, position, offset, *wire.describe(target)
+            bodies[rank] = pack_ints(*what)
+            regions.append(region)
+        about = handle.era, handle.seq
+        return self._pool.ask(bodies, wire.FETCH, targets, about=about)
 
     def block(self, handle: Any) -> None:
         if self._pool.prints or not self._is_computed(handle):
@@ -332,7 +350,7 @@ class LocalRuntime:
         """Raise if an argument is lost (send lock held)."""
         for handle in held:
             if handle.era.is_scarred:
-                self._pool.refuse_lost(handle.era, handle.seq, handle.team.ranks)
+                self._losses.refuse(handle.era, handle.seq, handle.team.ranks)
 
     def _check(self, handle: Any, ranks: Sequence[int]) -> None:
         self.insist()
@@ -377,9 +395,10 @@ class LocalRuntime:
         """Send which values are not used any more (send lock held); ``execute`` sends this with its
         call.
         """
-        released = take(team.released)
-        if released:
-            self._pool.tell(team.ranks, wire.FREE, pack_ints(*released))
+        hand_over(
+            team.released,
+            lambda released: self._pool.tell(team.ranks, wire.FREE, pack_ints(*released)),
+        )
 
     def _flush_released(self) -> None:
         """Free unused values when no calls are made (monitor: must not wait for the lock)."""

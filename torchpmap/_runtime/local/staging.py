@@ -40,9 +40,10 @@ the worker, so that calls far ahead do not fill the memory.
 _TRIED = 8
 """How many regions are asked whether they are free before a new one is made."""
 
-FREE, TAKEN, HELD, GONE = range(4)
+GONE, FREE, TAKEN, HELD = range(4)
 """States of a region: taken while its block is on the way, held while the worker uses it.  Only the
-controller changes one that is free, only the worker one that is taken or held.
+controller changes one that is free, only the worker one that is taken or held.  The pages of one
+that is gone are the system's again: they read as zeros.
 """
 _HEAD = mmap.PAGESIZE
 """Bytes before those of the block; the first number is the state."""
@@ -131,8 +132,8 @@ class Region:
         self.state = FREE
 
     def free_memory(self) -> None:
-        """Give the block's pages back to the system, in all processes."""
-        _libc.madvise(self.address, self.room, _MADV_REMOVE)
+        """Give its pages back to the system, in all processes: it is gone."""
+        _libc.madvise(self._address, _HEAD + self.room, _MADV_REMOVE)
 
     def __del__(self) -> None:
         if hasattr(self, "_state"):  # else it could not be mapped
@@ -177,13 +178,23 @@ class Staging:
         with self._lock:
             while self._sent and self._sent[0].state != TAKEN:
                 self._sent.popleft()
-            on_the_way = sum(region.room for region in self._sent)
-            if on_the_way and on_the_way + room > _ON_THE_WAY_BYTES:
+            if not self._has_room(room):
                 return None
             region = self._found(self._regions[room]) or self._added(room)
             if region is not None:
                 self._sent.append(region)
             return region
+
+    def _has_room(self, room: int) -> bool:
+        """Whether so much more may be on the way."""
+        if sum(region.room for region in self._sent) + room > _ON_THE_WAY_BYTES:
+            self._drop_arrived()
+        on_the_way = sum(region.room for region in self._sent)
+        return not on_the_way or on_the_way + room <= _ON_THE_WAY_BYTES
+
+    def _drop_arrived(self) -> None:
+        """Some have arrived behind one that has not, or are there twice: used again since."""
+        self._sent = deque(dict.fromkeys(each for each in self._sent if each.state == TAKEN))
 
     def _found(self, regions: deque[Region]) -> Region | None:
         for _ in range(min(_TRIED, len(regions))):
@@ -217,10 +228,10 @@ class Staging:
             return
         try:
             now = time.monotonic()
+            self._drop_arrived()  # a look at the state of one that is gone would bring a page back
             for regions in self._regions.values():
                 for region in tuple(regions):
                     if region.state == FREE and now - region.taken_at > _IDLE_S:
-                        region.state = GONE
                         region.free_memory()
                         regions.remove(region)
         finally:
@@ -273,6 +284,7 @@ class Staged:
     def _added(self, offset: int, room: int) -> Region:
         for old in [each for each in self._regions.values() if each.state == GONE]:
             self._unpin(old.address)
+            old.free_memory()  # looking at its state has brought a page back
             del self._regions[old.offset]
         try:
             region = self._regions[offset] = Region(self._fd, offset, room)

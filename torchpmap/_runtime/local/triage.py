@@ -94,7 +94,7 @@ def ask(workers: Mapping[int, WorkerProcess]) -> dict[int, Answer]:
     for worker in workers.values():
         with contextlib.suppress(OSError):
             message = wire.CONTROL.pack(wire.DUMP, token)
-            worker.control.send(message, socket.MSG_DONTWAIT)
+            worker.control.send(message, wire.NO_WAIT)
     deadline = Deadline(_ANSWER_S)
     return {
         rank: Answer(

@@ -241,7 +241,9 @@ class _Worker:
 
     def place(self, seq: int, length: int) -> None:
         self.doing = "receiving a value"
-        self.source = self.values.place(self.reader.body(length))
+        source = self.values.place(self.reader.body(length))
+        if self.completion is not None:  # else the device has read it
+            self.source = source
 
     def free(self, seq: int, length: int) -> None:
         self.values.release(self.reader.body(length).cast("q").tolist())
@@ -490,4 +492,4 @@ def _listen(control: socket.socket, worker: _Worker) -> NoReturn:
         elif kind == wire.DUMP:
             body = worker.describe()
             with contextlib.suppress(OSError):
-                control.send(wire.CONTROL.pack(value, len(body)) + body, socket.MSG_DONTWAIT)
+                control.send(wire.CONTROL.pack(value, len(body)) + body, wire.NO_WAIT)
