@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -279,7 +280,7 @@ def test_device_get():
     x = tp.device_put(X, tp.devices())
     marker = object()
     out = tp.device_get({"a": x, "b": [marker, 3, X], "c": tp.device_put(1), "d": None})
-    assert type(out["a"]) is np.ndarray
+    assert isinstance(out["a"], np.ndarray)
     np.testing.assert_array_equal(out["a"], X.numpy(), strict=True)
     assert out["b"][0] is marker
     assert out["b"][2] is X
@@ -288,6 +289,46 @@ def test_device_get():
     assert type(half) is torch.Tensor
     assert half.dtype == torch.bfloat16
     assert tp.device_get(x.requires_grad_()).tolist() == X.tolist()
+
+
+def test_what_device_get_returns_is_taken_by_numpy_and_torch():
+    value = X.flatten()
+    array = tp.device_get(tp.replicate(value))
+    plain = value.numpy()
+    assert repr(array) == repr(plain)
+    for compute in (
+        lambda x: x + x,
+        np.sin,
+        np.sum,
+        lambda x: x.mean(),
+        lambda x: x[0],
+        lambda x: x @ x,
+        lambda x: np.stack([x, x]),
+        lambda x: np.where(x > 1, x, 0),
+        lambda x: pickle.loads(pickle.dumps(x)),
+    ):
+        result, expected = compute(array), compute(plain)
+        assert type(result) is type(expected)
+        np.testing.assert_array_equal(result, expected)
+    for take in (torch.tensor, torch.as_tensor, torch.from_numpy, torch.zeros_like(value).copy_):
+        assert torch.equal(take(array), value)
+    assert torch.equal(torch.ones_like(value) + array, value + 1)
+    assert torch.equal(array * torch.ones_like(value), value)
+    assert torch.equal(tp.replicate(array).cpu(), value)
+    assert torch.equal(tp.pmap(lambda x: x * 2, compile=EAGER)(array[:4]).cpu(), value[:4] * 2)
+    assert torch.equal(tp.scan(lambda c, x: (c + x, c), array[0], array)[0], value.sum() + value[0])
+
+
+def test_a_module_loads_what_device_get_returns():
+    norm, source = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
+    source(torch.randn(4, 3))
+    state = tp.replicate(dict(source.state_dict()))
+    norm.load_state_dict(tp.device_get(state))
+    there = tp.replicate(torch.nn.BatchNorm1d(3))
+    there.load_state_dict(tp.device_get(state))
+    for name, value in source.state_dict().items():
+        assert torch.equal(norm.state_dict()[name], value)
+        assert torch.equal(there.state_dict()[name].cpu(), value)
 
 
 def test_block_until_ready(monkeypatch):

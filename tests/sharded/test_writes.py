@@ -373,11 +373,9 @@ def test_values_of_a_closed_pool_can_be_looked_at():
 @pytest.mark.parametrize(
     "take",
     [
-        lambda x: x.data_ptr(),
-        lambda x: x.untyped_storage(),
-        lambda x: x.storage(),
         lambda x: x.share_memory_(),
-        lambda x: torch.zeros(3).set_(x.untyped_storage()),
+        lambda x: x.set_(torch.zeros(3)),
+        lambda x: torch.zeros(3).set_(x),
         lambda x: torch.nn.ParameterList([x]).share_memory(),
         torch.utils.dlpack.to_dlpack,
     ],

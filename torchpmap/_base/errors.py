@@ -38,6 +38,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from torchpmap._base.arrays import HostArray
 from torchpmap._base.sources import PACKAGE
 from torchpmap._base.tracebacks import RemoteTraceback, printed_folded
 
@@ -332,7 +333,7 @@ def _capped(text: str, limit: int) -> str:
     return f"{text[:half]}\n... [{len(text) - 2 * half} characters left out] ...\n{text[-half:]}"
 
 
-_ARRAYS = (np.ndarray, np.memmap, np.matrix, np.recarray)
+_ARRAYS = (np.ndarray, HostArray, np.memmap, np.matrix, np.recarray)
 """Array classes that hold nothing but data."""
 
 

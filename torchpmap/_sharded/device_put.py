@@ -9,6 +9,7 @@ from typing import Any, overload
 import numpy as np
 import torch
 
+from torchpmap._base.arrays import HostArray
 from torchpmap._base.axis_spec import broadcast_axes
 from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import Device
@@ -402,7 +403,7 @@ def device_get(x: Any) -> Any:
     """Return a pytree with every ShardedTensor fetched to the host; other leaves are left alone.
 
     device_get: T[*s] on the devices -> numpy array [*s] (dtypes that numpy lacks, such as bfloat16:
-    a CPU tensor)
+    a CPU tensor). Torch takes these arrays as tensors, for example in ``module.load_state_dict``.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -417,7 +418,7 @@ def device_get(x: Any) -> Any:
             return leaf
         host = leaf.to_host()
         try:
-            return host.numpy()
+            return host.numpy().view(HostArray)
         except TypeError:
             return host
 

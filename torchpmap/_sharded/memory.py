@@ -17,7 +17,7 @@ from torchpmap._base.torch_internals import DispatchKey, num_modes
 
 
 class Remote(torch.Tensor):
-    """Base of tensors whose data is elsewhere: asking for their memory raises.
+    """Base of tensors whose data is elsewhere: their memory is a copy, to be read.
 
     ``torch.tensor([x, y])`` asks each for its number, below the operations of their class.
     Only modes, such as that of a trace, see these questions as operations.
@@ -58,20 +58,31 @@ class Remote(torch.Tensor):
     def __dlpack_device__(self) -> Any:
         return torch.empty(0).__dlpack_device__()
 
-    def data_ptr(self) -> NoReturn:
-        raise _no_memory("data_ptr()")
+    def _memory(self) -> torch.Tensor:
+        """A copy of the memory that it would lie in, flat."""
+        raise NotImplementedError
 
-    def untyped_storage(self) -> NoReturn:
-        raise _no_memory("untyped_storage()")
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The storage of a copy: what is written there is lost."""
+        return self._memory().untyped_storage()
 
-    def storage(self) -> NoReturn:
-        raise _no_memory("storage()")
+    def storage(self) -> Any:
+        """As ``untyped_storage``, in elements."""
+        storage = self.untyped_storage()
+        return torch.storage.TypedStorage(wrap_storage=storage, dtype=self.dtype, _internal=True)
 
-    def _typed_storage(self) -> NoReturn:
-        raise _no_memory("storage()")
+    _typed_storage = storage
+
+    def data_ptr(self) -> int:
+        """The address in a copy: what is written there is lost."""
+        return self._memory().data_ptr() + int(self.storage_offset()) * self.element_size()
 
     def share_memory_(self) -> NoReturn:
-        raise _no_memory("share_memory_()")
+        raise RuntimeError(
+            "a ShardedTensor has no memory in this process that share_memory_() could share; its "
+            "blocks are on the devices. Use a copy: x.to_host() has the whole value, "
+            "x.addressable_shards the blocks."
+        )
 
     def is_shared(self) -> bool:
         """Never: its memory is the workers'."""
@@ -107,13 +118,6 @@ def _sequence_methods(cls: type) -> Any:
     words = ctypes.POINTER(ctypes.c_void_p)
     fields = id(cls) + object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)
     return ctypes.cast(ctypes.cast(fields, words)[_TP_AS_SEQUENCE], words)
-
-
-def _no_memory(call: str) -> RuntimeError:
-    return RuntimeError(
-        f"a ShardedTensor has no memory in this process, which {call} asks for; its blocks are on "
-        "the devices. Use a copy: x.to_host() has the whole value, x.addressable_shards the blocks."
-    )
 
 
 CPU, STRIDED = torch.device("cpu"), torch.strided

@@ -114,14 +114,14 @@ def in_whole_memory(
 ) -> tuple[Any, ...]:
     """Equivalent arguments of ``as_strided`` for a contiguous tensor of the whole memory."""
     own = tensor.storage_offset()
-    return _whole_memory(tensor), size, strides, own if offset is None else offset
+    return whole_memory(tensor), size, strides, own if offset is None else offset
 
 
-def _whole_memory(tensor: Any) -> Any:
+def whole_memory(tensor: Any) -> Any:
     """A contiguous tensor of all elements of the memory that ``tensor`` lies in."""
     view = getattr(tensor, "_view", None)
     if view is not None and view.parent._layout is not None:
-        whole = _whole_memory(view.parent)
+        whole = whole_memory(view.parent)
         read = _READINGS.get(view.func)
         return whole if read is None else read(whole, *view.args)
     if not tensor.is_contiguous():

@@ -39,6 +39,7 @@ from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import runtime
 from torchpmap._sharded.arguments import facts_of, occurrences, written_by
 from torchpmap._sharded.host import ToHost, assign, insist_whole, is_recorded, run_on_host
+from torchpmap._sharded.host_copy import host_copy
 from torchpmap._sharded.indexing import (
     INDEXING,
     plain_index,
@@ -112,7 +113,7 @@ class ShardedTensor(Remote):
     Source: ``jax.Array`` as ``jax.pmap`` returns it.
     """
 
-    __slots__ = ("_aliases", "_consumed_by", "_handle", "_layout", "_view", "_views")
+    __slots__ = ("_aliases", "_consumed_by", "_copy", "_handle", "_layout", "_view", "_views")
 
     _layout: Layout | None
     """None once the value was donated or deleted: no call accepts it then."""
@@ -279,6 +280,9 @@ class ShardedTensor(Remote):
         if str(place).startswith("meta") or any(value.is_meta for value in like):
             return super().to(*args, **kwargs)  # needs no values
         return self.cpu().to(*args, **kwargs)
+
+    def _memory(self) -> torch.Tensor:
+        return host_copy(self).flat
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         layout, handle = self._alive()

@@ -108,7 +108,7 @@ def unlink(tensor: Any, old: Any) -> None:
         view._view = replace(view._view, parent=old)
 
 
-def _aliases(tensor: Any) -> list[Any]:
+def aliases_of(tensor: Any) -> list[Any]:
     """The living tensors of one value, the given one first."""
     others = [alias() for alias in getattr(tensor, "_aliases", ())]
     return [tensor, *(o for o in others if o is not None and o is not tensor)]
@@ -135,7 +135,7 @@ def _linked(tensor: Any) -> list[Any]:
     waiting = [tensor]
     while waiting:
         here = waiting.pop()
-        for other in (*_aliases(here), *_neighbours(here)):
+        for other in (*aliases_of(here), *_neighbours(here)):
             if id(other) not in found:
                 found[id(other)] = other
                 waiting.append(other)
@@ -200,7 +200,7 @@ def write(target: Any, handle: Handle, make: Make) -> None:
 
 
 def _spread(tensor: Any, value: Handle, make: Make, done: set[int]) -> None:
-    alike = [alias for alias in _aliases(tensor) if alias._layout is not None]
+    alike = [alias for alias in aliases_of(tensor) if alias._layout is not None]
     for alias in alike:
         alias._handle = value
         done.add(id(alias))
