@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from _plain import GRAPH, check
+from _spies import asked
 
 import torchpmap as tp
 from torchpmap._trace.boxed import boxed_artifact, boxed_body
@@ -57,6 +58,20 @@ def test_two_loops_of_equal_text_around_other_bodies():
         both(lambda x, rows=rows: tp.scan(lambda c, _: (c * 0.5, rows(c)), x, None, length=7), A)
 
 
+@pytest.mark.parametrize("mode", [GRAPH, {"backend": "aot_eager"}, True, False])
+@pytest.mark.parametrize("length", [1, 3, 100])
+def test_a_map_without_results(mode, length, capfd):
+    def program(xs):
+        tp.map(lambda x: tp.debug.print("{}", x), xs)
+        return xs, tp.map(lambda x: None, xs)
+
+    xs = torch.arange(float(length))[None]
+    found, nothing = tp.pmap(program, compile=mode)(xs)
+    assert nothing is None
+    assert torch.equal(found.cpu(), xs)
+    assert capfd.readouterr().out.splitlines() == [f"[0] {k}" for k in range(length)]
+
+
 @pytest.mark.parametrize("mode", [GRAPH, True, False])
 def test_a_loop_that_only_prints(mode, capfd):
     def program(x):
@@ -72,6 +87,27 @@ def test_a_loop_that_only_prints(mode, capfd):
     tp.block_until_ready(tp.pmap(program, "i", compile=mode)(A[:1]))
     steps = [f"[i=0] step {k} of 0" for k in range(3)]
     assert capfd.readouterr().out.splitlines() == ["[i=0] before", *steps, "[i=0] behind"]
+
+
+def test_both_halves_of_a_gradient_run_in_cpp(monkeypatch):
+    """What is done with the loops of one graph is not done with those of the others."""
+
+    def f(x):
+        def outer(c, _):
+            return tp.scan(lambda d, _: (d * 0.5 + 1, None), c, None, length=100)[0], None
+
+        return tp.scan(outer, x, None, length=3)[0]
+
+    calls = asked(monkeypatch)
+    x = torch.arange(2.0).requires_grad_()
+    tp.pmap(f)(x).sum().backward()
+    assert x.grad.tolist() == [0.0, 0.0]
+    graphs = [value.graph for name, value in calls if name == "define"]
+    assert len(graphs) == 2
+    for graph in graphs:
+        names = [name for name, _ in graph.named_modules()]
+        assert any("scan" in name for name in names)
+        assert not any("_by_" in name for name in names), "steps are put together for Python"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from _plain import GRAPH, check
-from torch.func import grad, hessian, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jvp, vjp, vmap
 
 import torchpmap as tp
 
@@ -114,3 +114,61 @@ def test_a_returned_closure_from_outside(f: Any, mode: Any, lanes: int) -> None:
     check(grad(loss(mapped))(rows), torch.stack([grad(loss(f))(row) for row in rows]))
     pushed = [jvp(f, (row,), (row,)) for row in rows]
     check(jvp(mapped, (rows,), (rows,)), tuple(map(torch.stack, zip(*pushed, strict=True))))
+
+
+def scan_in_scan(x: Any) -> Any:
+    def inner(d: Any, _: Any) -> Any:
+        return d * 0.75 + x.sin() * 0.25, None
+
+    return tp.scan(lambda c, _: (tp.scan(inner, c, length=100)[0], None), x, length=3)[0]
+
+
+def scan_in_branch(x: Any) -> Any:
+    def step(c: Any, t: Any) -> Any:
+        halved = lambda c: tp.scan(lambda d, _: (d * 0.75, d), c, length=90)[0] + t  # noqa: E731
+        return tp.cond(c.sum() > 0, halved, torch.cos, c), c
+
+    return tp.scan(step, x, torch.arange(3.0))[1].sum(0)
+
+
+def three_deep(x: Any) -> Any:
+    def middle(c: Any, _: Any) -> Any:
+        return tp.scan(lambda d, t: (d * 0.75 + t, None), c, torch.linspace(0, 1, 40))[0], None
+
+    def outer(c: Any, _: Any) -> Any:
+        return tp.switch(
+            c.sum().int(), [torch.sin, lambda c: tp.scan(middle, c, length=2)[0]], c
+        ), c
+
+    return tp.scan(outer, x, length=2)[1].sum(0)
+
+
+def backward(f: Any) -> Any:
+    def run(x: Any) -> Any:
+        x = x.detach().clone().requires_grad_()
+        (f(x) ** 2).sum().backward()
+        return x.grad
+
+    return run
+
+
+OUTSIDE: dict[str, Any] = {
+    "backward": backward,
+    "grad": lambda f: grad(lambda x: (f(x) ** 2).sum()),
+    "jacfwd": jacfwd,
+    "hessian": lambda f: hessian(lambda x: (f(x) ** 2).sum()),
+}
+
+
+FROM_OUTSIDE = [(scan_in_scan, how) for how in OUTSIDE]
+FROM_OUTSIDE += [(f, how) for f in (scan_in_branch, three_deep) for how in ("backward", "jacfwd")]
+
+
+@pytest.mark.usefixtures("pool")
+@pytest.mark.parametrize(("f", "how"), FROM_OUTSIDE)
+def test_derivatives_from_outside(f: Any, how: str) -> None:
+    rows = torch.stack([X, -X])
+    # steps are put together for this back end, as for Inductor
+    mapped = tp.pmap(f, compile={"backend": "aot_eager"})
+    each = lambda x: torch.stack([f(row) for row in x])  # noqa: E731
+    check(OUTSIDE[how](mapped)(rows), OUTSIDE[how](each)(rows))

@@ -35,6 +35,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.torch_internals import OpOverload, written_values
 from torchpmap._collectives.backend import c10d
+from torchpmap._trace.inner import storages
 
 _aten = torch.ops.aten
 _LIGHT = {
@@ -125,7 +126,7 @@ class _Moments:
             here = position[node]
             known = [self.ready[source] for source in node.all_input_nodes]
             known += [
-                written.get(s, 0) for source in node.all_input_nodes for s in _storages(source)
+                written.get(s, 0) for source in node.all_input_nodes for s in storages(source)
             ]
             if _is_light(node) or _is_sum(node):
                 self.ready[node] = max([begin, *known])
@@ -136,7 +137,7 @@ class _Moments:
                 self.ready[node] = due
                 launch: Node = node.args[0]  # type: ignore[assignment]
                 self.sums.append(_Sum(launch, node, self.ready[launch], due, due))
-                for storage in _storages(self.sums[-1].operand):
+                for storage in storages(self.sums[-1].operand):
                     readers.setdefault(storage, []).append(self.sums[-1])
             for storage in _written(node):
                 written[storage] = here
@@ -166,17 +167,11 @@ def _is_light(node: Node) -> bool:
     )
 
 
-def _storages(node: Node) -> set[int]:
-    values = node.meta.get("val")
-    values = values if isinstance(values, list | tuple) else [values]
-    return {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
-
-
 def _written(node: Node) -> set[int]:
     if not isinstance(node.target, OpOverload):
         return set()
     targets = written_values(node.target, node.args, node.kwargs)
-    return {s for target in targets if isinstance(target, Node) for s in _storages(target)}
+    return {s for target in targets if isinstance(target, Node) for s in storages(target)}
 
 
 # -- which ----------------------------------------------------------------------------------------

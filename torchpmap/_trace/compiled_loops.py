@@ -27,8 +27,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torchpmap._base.platform import Boxed
 from torchpmap._base.pytree import tree_leaves
 from torchpmap._base.torch_internals import FakeTensor, FakeTensorMode, keep_in_order
-from torchpmap._trace.boxed import copied
-from torchpmap._trace.inner import SCAN, has_effects, is_kept, kind_of_node
+from torchpmap._trace.inner import SCAN, copied_whole, has_effects, is_kept, kind_of_node
 from torchpmap._trace.replay import Replay, replay_of
 
 Tensors = Sequence[torch.Tensor]
@@ -71,7 +70,7 @@ def with_compiled_loops(
     """
     if not has_scans(graph):
         return graph, []
-    changed = _copied(graph)
+    changed = copied_whole(graph)
     loops: list[Loop] = []
     _Changes(changed, mode, loops).change(inputs)
     for loop in loops:
@@ -105,14 +104,6 @@ def running_with(compiled: Boxed, loops: Sequence[Loop]) -> Boxed:
 def has_scans(graph: GraphModule) -> bool:
     modules = [module for module in graph.modules() if isinstance(module, GraphModule)]
     return any(kind_of_node(node) == SCAN for module in modules for node in module.graph.nodes)
-
-
-def _copied(graph: GraphModule) -> GraphModule:
-    copy = GraphModule(graph, copied(graph.graph))
-    for name, child in copy.named_children():
-        if isinstance(child, GraphModule):
-            setattr(copy, name, _copied(child))
-    return copy
 
 
 class _Changes(Interpreter):

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
+
+from torchpmap._trace.boxed import copied
 
 GRAPHS = "graphs"
 """In the ``meta`` of such a node: its graphs, for a graph that no module owns yet."""
@@ -36,6 +39,17 @@ def inner_modules(node: Node) -> list[GraphModule]:
     sources = [x for x in node.args if isinstance(x, Node) and x.op == "get_attr"]
     values = [getattr(owner, str(source.target), None) for source in sources]
     return [value for value in values if isinstance(value, GraphModule)]
+
+
+def copied_whole(module: GraphModule) -> GraphModule:
+    """A copy of a graph with copies of the graphs inside it."""
+    copy = GraphModule(module, copied(module.graph))
+    for name, child in copy.named_children():
+        if isinstance(child, GraphModule):
+            setattr(copy, name, copied_whole(child))
+    for node in copy.graph.nodes:
+        node.meta.pop(GRAPHS, None)  # they are attributes now
+    return copy
 
 
 def inner_graphs(node: Node) -> list[Graph]:
@@ -65,6 +79,13 @@ def has_effects(node: Node) -> bool:
 def acts(graph: Graph) -> bool:
     """Whether a graph does something besides computing its results."""
     return any(map(is_kept, operations(graph)))
+
+
+def storages(node: Node) -> set[int]:
+    """The memory of the values of a node."""
+    values = node.meta.get("val")
+    values = values if isinstance(values, list | tuple) else [values]
+    return {x.untyped_storage()._cdata for x in values if isinstance(x, torch.Tensor)}
 
 
 def operations(graph: Graph) -> list[Node]:

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.torch_internals import OpOverload
-from torchpmap._trace.inner import is_kept
+from torchpmap._trace.inner import copied_whole, is_kept, storages
 
 _aten = torch.ops.aten
 _CONTIGUOUS = torch.contiguous_format
@@ -69,9 +69,9 @@ def split(
         [crossings.restored.get(node, node) for node in gradients],
     )
     kinds = tuple((tuple(v.shape), v.dtype) for v in map(_value, [*residuals, *cotangents]))
-    return Halves(
-        GraphModule(joint, forward), GraphModule(joint, backward_graph), len(residuals), kinds
-    )
+    # each with loops of its own: what is done with those of one graph is not done with the others
+    first, second = (copied_whole(GraphModule(joint, half)) for half in (forward, backward_graph))
+    return Halves(first, second, len(residuals), kinds)
 
 
 def _sources(nodes: Sequence[Node]) -> set[Node]:
@@ -147,17 +147,11 @@ def _viewed(node: Node) -> Node | None:
     if node.op != "call_function" or not node.all_input_nodes:
         return None
     source = node.all_input_nodes[0]
-    if not _storages(source) & _storages(node):
+    if not storages(source) & storages(node):
         return None
     if node.target is operator.getitem and _viewed(source) is None:
         return None  # one of the results of an operation that makes no views
     return source
-
-
-def _storages(node: Node) -> set[int]:
-    values = node.meta.get("val")
-    values = values if isinstance(values, list | tuple) else [values]
-    return {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
 
 
 def _value(node: Node) -> torch.Tensor:

@@ -38,7 +38,10 @@ def _drop_outputs(node: Node) -> None:
     (body,) = inner_modules(node)
     results, num_carry = results_of(body.graph), len(node.args[1])  # type: ignore[arg-type]
     read = {user.args[1] for user in node.users}
-    kept = [k for k in range(len(results)) if k < num_carry or k in read] or [0]
+    kept = [k for k in range(len(results)) if k < num_carry or k in read]
+    kept = (
+        kept or list(range(len(results)))[:1]
+    )  # a loop of torch has a result, if its body has one
     (output,) = (each for each in body.graph.nodes if each.op == "output")
     output.args = (tuple(results[k] for k in kept),)
     for user in list(node.users):
