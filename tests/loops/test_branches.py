@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
+import weakref
+
 import pytest
 import torch
 from _plain import GRAPH, same_everywhere
@@ -90,6 +95,111 @@ def test_grad_of_a_batched_switch():
     same_everywhere(program, xs, torch.tensor([2, 0, 1, 5]), expected=expected)
 
 
+MANY = [lambda x, k=k: x * (k + 1) + x.sin() ** k for k in range(4)]
+TRANSFORMS = {
+    "values": lambda f: f,
+    "grad": grad,
+    "jvp": lambda f: lambda x, i: jvp(lambda x: f(x, i), (x,), (x + 1,)),
+    "hessian": hessian,
+    "vmap": lambda f: lambda x, i: vmap(f, (0, None))(torch.stack([x, -x]), i),
+    "vmap of both": lambda f: lambda x, i: vmap(f)(torch.stack([x, -x]), torch.stack([i, i - 2])),
+    "vmap of grad": lambda f: (
+        lambda x, i: vmap(grad(f))(torch.stack([x, -x]), torch.stack([i, i - 2]))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("count", [3, 4])
+def test_a_switch_of_many(name, count):
+    def program(loops, x):
+        def f(x, i):
+            if loops is tp:
+                return tp.switch(i, MANY[:count], x)
+            masks = [i <= 0, *[i == k for k in range(1, count - 1)], i >= count - 1]
+            return sum(torch.where(m, branch(x), 0) for m, branch in zip(masks, MANY, strict=False))
+
+        return [TRANSFORMS[name](f)(x[0], i) for i in torch.tensor([-3, 1, 9])]
+
+    same_everywhere(program, X)
+
+
+def test_a_switch_is_traced_once_for_each_branch():
+    runs = []
+
+    def branch(k):
+        return lambda x: (runs.append(k), x * k)[1]
+
+    def program(x):
+        return tp.switch(x.int(), [branch(k) for k in range(32)], x)
+
+    assert tp.pmap(program, compile=GRAPH)(torch.tensor([5.0, 40.0])).tolist() == [25.0, 1240.0]
+    assert len(runs) <= 2 * 32
+
+
+def test_a_branch_under_vmap_runs_once():
+    runs = []
+
+    def branch():
+        runs.append(1)
+        return torch.ones(())
+
+    def program(p):
+        return vmap(lambda q: tp.cond(q, branch, lambda: torch.zeros(())))(p)
+
+    tp.pmap(program, compile=GRAPH)(torch.ones(2, 2, dtype=torch.bool))
+    assert len(runs) == 2  # to find its closures, and into the graph
+
+
+def test_numbers_of_several_branches_take_the_dtype_of_the_others():
+    def program(loops, x, index):
+        return tp.switch(index, [lambda: 1, lambda: 2.5, lambda: x.sum(), lambda: True])
+
+    for k, expected in enumerate([1.0, 2.5, 1.0, 1.0]):
+        same_everywhere(program, X, torch.tensor(k), expected=torch.tensor(expected))
+
+
+def test_branches_are_not_taken_for_others():
+    """Neither by their code nor by what they did before."""
+    x = torch.arange(4.0)
+    pairs = [[torch.neg, torch.square], [torch.neg, torch.sum], [torch.neg, torch.square]]
+    for other in (pairs[1][1], lambda x: x.int(), functools.partial(torch.sum, dim=0)):
+        tp.switch(torch.tensor(0), pairs[0], x)
+        with pytest.raises(TypeError, match="branch 1"):
+            tp.switch(torch.tensor(0), [torch.neg, other], x)
+    for kind in (torch.float32, torch.int32):
+        change = functools.partial(torch.Tensor.to, dtype=kind)
+        with pytest.raises(TypeError) if kind == torch.int32 else contextlib.nullcontext():
+            tp.cond(x.sum() > 0, torch.neg, lambda x, change=change: change(x), x)
+
+
+def test_branches_are_not_kept():
+    class Big(torch.nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    big = Big()
+    reference = weakref.ref(big)
+    tp.cond(torch.tensor(True), big, torch.neg, X)
+    del big
+    gc.collect()
+    assert reference() is None
+
+
+def test_strides_of_branches_may_differ():
+    def program(loops, x):
+        def f(x):
+            return loops.scan(
+                lambda c, r: (loops.cond(r > 0, lambda c: c * 2, lambda c: c + r, c), None),
+                x[0] * 1,
+                x,
+            )[0]
+
+        return hessian(f)(x), vmap(lambda x: loops.cond(True, lambda: x[:1], lambda: x), 1)(x[None])
+
+    same_everywhere(program, X)
+
+
 MISUSE = {
     "dtypes": (
         lambda x: tp.cond(x.sum() > 0, lambda: x, lambda: x.int()),
@@ -108,6 +218,18 @@ MISUSE = {
     ),
     "branches": (lambda x: tp.switch(x.int().sum(), torch.sin, x), TypeError, "a sequence of func"),
     "predicate": (lambda x: tp.cond(x > 0, lambda: x, lambda: x), TypeError, "must be a scalar"),
+    "complex": (lambda x: tp.cond(x[0] * 1j, lambda: x, lambda: x), TypeError, "a real number"),
+    "complex number": (lambda x: tp.cond(1j, lambda: x, lambda: x), TypeError, "a real number"),
+    "third branch": (
+        lambda x: tp.switch(x.int().sum(), [torch.sin, torch.cos, torch.sum], x),
+        TypeError,
+        r"output: float32\[2\] from branch 0, float32\[\] from branch 2",
+    ),
+    "structure of a third branch": (
+        lambda x: tp.switch(x.int().sum(), [torch.sin, torch.cos, lambda x: (x, x)], x),
+        TypeError,
+        r"branch 0 returned \* and branch 2 returned \(\*, \*\)",
+    ),
     "empty": (lambda x: tp.switch(0, [], x), ValueError, "empty sequence of branches"),
     "index": (lambda x: tp.switch(x[0], [torch.sin, torch.cos], x), TypeError, "an integer"),
 }
@@ -120,5 +242,6 @@ def test_misuse(name):
         call(X)
     with pytest.raises(error, match=text):
         vmap(lambda _: call(X))(torch.arange(2))
-    with pytest.raises(error, match=text):
-        tp.pmap(call, in_axes=None, axis_size=1, compile=GRAPH)(X)
+    for mode in (GRAPH, False):
+        with pytest.raises(error, match=text):
+            tp.pmap(call, in_axes=None, axis_size=1, compile=mode)(X)

@@ -125,7 +125,7 @@ def scan_in_scan(x: Any) -> Any:
 
 def scan_in_branch(x: Any) -> Any:
     def step(c: Any, t: Any) -> Any:
-        halved = lambda c: tp.scan(lambda d, _: (d * 0.75, d), c, length=90)[0] + t  # noqa: E731
+        halved = lambda c: tp.scan(lambda d, _: (d * 0.75, d), c, length=12)[0] + t  # noqa: E731
         return tp.cond(c.sum() > 0, halved, torch.cos, c), c
 
     return tp.scan(step, x, torch.arange(3.0))[1].sum(0)
@@ -133,7 +133,7 @@ def scan_in_branch(x: Any) -> Any:
 
 def three_deep(x: Any) -> Any:
     def middle(c: Any, _: Any) -> Any:
-        return tp.scan(lambda d, t: (d * 0.75 + t, None), c, torch.linspace(0, 1, 40))[0], None
+        return tp.scan(lambda d, t: (d * 0.75 + t, None), c, torch.linspace(0, 1, 8))[0], None
 
     def outer(c: Any, _: Any) -> Any:
         return tp.switch(

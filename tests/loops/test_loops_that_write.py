@@ -1,4 +1,6 @@
-"""Covers: _loops/writes.py: bodies and branches that write in place to what they get."""
+"""Covers: _loops/bodies.py: bodies and branches that write in place to what they get, or to what
+they close over.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from _plain import GRAPH, check
-from torch.func import grad, vmap
+from torch import nn
+from torch.func import grad, jvp, vmap
 
 import torchpmap as tp
 
@@ -97,3 +100,179 @@ def test_branches_on_devices(mode: Any) -> None:
     check(tp.pmap(branches, compile=mode)(X), EXPECTED)
     with tp.debug.fake_pmap():
         check(tp.pmap(branches)(X), EXPECTED)
+
+
+KEPT: dict[str, Any] = {
+    "scan": lambda x: tp.scan(lambda c, r: (c.mul_(r), c.sin()), x[0], x)[1],
+    "scan of one step": lambda x: tp.scan(lambda c, r: (c.mul_(2), r.add_(c)), x[0], x[:1])[1],
+    "unrolled": lambda x: tp.scan(lambda c, r: (c.mul_(r), c.sin()), x[0], x, unroll=True)[1],
+    "map": lambda x: tp.map(lambda r: r.mul_(2), x),
+    "map in batches": lambda x: tp.map(lambda r: r.mul_(2), x.T, batch_size=2),
+    "fori_loop": lambda x: tp.fori_loop(0, 2, lambda i, c: c.mul_(i.add_(1)), x),
+    "while_loop": lambda x: tp.while_loop(
+        lambda c: c.mul_(2).min() <= 0, lambda c: c.abs_().add_(1), x
+    ),
+    "cond": lambda x: tp.cond(x.sum() > 0, lambda y: y.mul_(2), lambda y: y, x),
+    "cond, by Python": lambda x: tp.cond(True, lambda y: y.mul_(2), lambda y: y, x),
+    "switch": lambda x: tp.switch(
+        x.sum().int(), [torch.neg, lambda y: y.mul_(3), lambda y: y.mul_(2)], x
+    ),
+    "switch, by Python": lambda x: tp.switch(1, [torch.neg, lambda y: y.mul_(2)], x),
+    "switch of one": lambda x: tp.switch(x.sum().int(), [lambda y: y.mul_(2)], x),
+    "associative_scan": lambda x: tp.associative_scan(lambda a, b: a.add_(b), x, axis=1),
+    "associative_scan, other argument": lambda x: tp.associative_scan(
+        lambda a, b: b.add_(a), x, axis=1, reverse=True
+    ),
+}
+PURE: dict[str, Any] = {
+    "scan": lambda x: torch.cumprod(torch.cat([x[:1], x]), 0)[1:].sin(),
+    "scan of one step": lambda x: x[:1] * 3,
+    "unrolled": lambda x: torch.cumprod(torch.cat([x[:1], x]), 0)[1:].sin(),
+    "map in batches": lambda x: x.T * 2,
+    "while_loop": lambda x: 1 + x.abs(),
+    "associative_scan": lambda x: x.cumsum(1),
+    "associative_scan, other argument": lambda x: x.flip(1).cumsum(1).flip(1),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_the_caller_has_stays_as_it_was(name: str) -> None:
+    pure = PURE.get(name, lambda x: x * 2)
+    everywhere(lambda x: (KEPT[name](x), x), X, (pure(X), X))
+
+
+def second(program: Any) -> Any:
+    return lambda x: grad(lambda x: grad(lambda x: program(x).sum())(x).square().sum())(x)
+
+
+DERIVED: dict[str, Any] = {
+    "grad": lambda program: grad(lambda x: program(x).sum()),
+    "jvp": lambda program: lambda x: jvp(program, (x,), (x + 1,)),
+    "vmap": lambda program: lambda x: vmap(program)(torch.stack([x, x + 1])),
+    "vmap of grad": lambda program: lambda x: vmap(grad(lambda x: program(x).sum()))(x[None]),
+    "twice": second,
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("how", DERIVED)
+def test_derivatives_of_what_writes(name: str, how: str) -> None:
+    if name == "while_loop" and "grad" in how + "grad" * (how == "twice"):
+        pytest.skip("a while_loop has no reverse mode")
+    pure = PURE.get(name, lambda x: x * 2)
+    everywhere(DERIVED[how](KEPT[name]), X, DERIVED[how](pure)(X))
+
+
+def test_a_body_may_write_to_a_leaf_that_requires_grad() -> None:
+    x = X.clone().requires_grad_()
+    tp.scan(lambda c, r: (c.mul_(r), c.sin()), x[0], x)[1].sum().backward()
+    expected = grad(lambda x: PURE["scan"](x).sum())(X)
+    check(x.grad, expected)
+    y = X.clone().requires_grad_()
+    tp.map(lambda r: r.mul_(2), y).sum().backward()
+    check(y.grad, torch.full_like(X, 2))
+
+
+RESULTS: dict[str, Any] = {
+    "cond": lambda x, y: tp.cond(x.sum() > 0, lambda x: x, lambda x: x, x),
+    "cond, a closure": lambda x, y: tp.cond(x.sum() > 0, lambda: y, lambda: x),
+    "cond, by Python": lambda x, y: tp.cond(True, lambda x: x, lambda x: x, x),
+    "cond, a closure by Python": lambda x, y: tp.cond(True, lambda: y, lambda: x),
+    "switch of one": lambda x, y: tp.switch(x.sum().int(), [lambda x: x[:1]], x),
+    "scan": lambda x, y: tp.scan(lambda c, _: (y, None), x, length=2)[0],
+    "scan of one step": lambda x, y: tp.scan(lambda c, _: (y, None), x, length=1)[0],
+    "scan of no step": lambda x, y: tp.scan(lambda c, _: (y, None), x, length=0)[0],
+    "outputs": lambda x, y: tp.scan(lambda c, _: (c, y), x, length=1)[1],
+    "fori_loop": lambda x, y: tp.fori_loop(2, 2, lambda i, c: y, x),
+    "while_loop": lambda x, y: tp.while_loop(lambda c: c.sum() < 0, lambda c: c, x),
+    "associative_scan": lambda x, y: tp.associative_scan(torch.add, x[:1]),
+    "map": lambda x, y: tp.map(lambda r: r, x),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_share_no_memory(name: str) -> None:
+    def program(x: Any) -> Any:
+        x, y = x * 1, x * 2
+        RESULTS[name](x, y).fill_(7)
+        return x, y
+
+    everywhere(program, X, (X, X * 2))
+
+
+LOST: dict[str, Any] = {
+    "scan": lambda x, y: tp.scan(lambda c, _: (c + y.add_(1), None), x, length=3),
+    "scan of one step": lambda x, y: tp.scan(lambda c, _: (c + y.add_(1), None), x, length=1),
+    "scan of no step": lambda x, y: tp.scan(lambda c, _: (c + y.add_(1), None), x, length=0),
+    "unrolled": lambda x, y: tp.scan(lambda c, _: (c + y.add_(1), None), x, length=3, unroll=True),
+    "through a view": lambda x, y: tp.scan(lambda c, _: (c + y[0].add_(1), None), x, length=3),
+    "map": lambda x, y: tp.map(lambda r: y.add_(1), x),
+    "map in batches": lambda x, y: tp.map(lambda r: r + y.add_(1)[0], x, batch_size=2),
+    "fori_loop": lambda x, y: tp.fori_loop(0, 3, lambda i, c: c + y.add_(1), x),
+    "a condition": lambda x, y: tp.while_loop(lambda c: y.add_(1).sum() < 9, lambda c: c, x),
+    "while_loop": lambda x, y: tp.while_loop(
+        lambda c: c.sum() < 99, lambda c: c.abs() + y.abs_() + 1, x
+    ),
+    "while_loop without steps": lambda x, y: tp.while_loop(
+        lambda c: c.sum() < -99, lambda c: y.add_(1), x
+    ),
+    "cond": lambda x, y: tp.cond(x.sum() > 0, lambda: y.add_(1), lambda: x),
+    "the other branch": lambda x, y: tp.cond(x.sum() > 0, lambda: x, lambda: y.add_(1)),
+    "cond, by Python": lambda x, y: tp.cond(True, lambda: y.add_(1), lambda: x),
+    "switch": lambda x, y: tp.switch(x.sum().int(), [lambda: x, lambda: x, lambda: y.add_(1)]),
+    "switch of one": lambda x, y: tp.switch(x.sum().int(), [lambda: y.add_(1)]),
+    "associative_scan": lambda x, y: tp.associative_scan(lambda a, b: a + y.add_(1)[0], x[:, 0]),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+@pytest.mark.parametrize("how", ["values", "grad", "vmap"])
+def test_writes_to_closures_are_errors_everywhere(name: str, how: str) -> None:
+    def program(x: Any) -> Any:
+        y = x * 1
+        LOST[name](x * 1, y)
+        return y.sum()
+
+    derived = {"values": lambda f: f, "grad": grad, "vmap": lambda f: lambda x: vmap(f)(x[None])}
+    f = derived[how](program)
+    with pytest.raises(RuntimeError, match="that it closes over"):
+        f(X)
+    for mode in (GRAPH, False):
+        mapped = tp.pmap(f, in_axes=None, out_axes=None, axis_size=1, compile=mode)
+        with pytest.raises(RuntimeError, match="that it closes over"):
+            mapped(X)
+    with tp.debug.fake_pmap(), pytest.raises(RuntimeError, match="that it closes over"):
+        tp.pmap(f, in_axes=None, out_axes=None, axis_size=1)(X)
+
+
+def test_a_write_to_a_closure_does_not_happen() -> None:
+    norm = nn.BatchNorm1d(3)
+    for call in (
+        lambda: tp.fori_loop(0, 2, lambda _, s: s + norm(X).sum(), 0.0),
+        lambda: tp.cond(X.sum() < 0, lambda: norm(X), lambda: X),
+    ):
+        with pytest.raises(RuntimeError, match=r"closes over.*BatchNorm: \.eval\(\)"):
+            call()
+    assert norm.num_batches_tracked == 0
+
+
+def test_copies_that_nothing_needs_are_not_in_the_graph() -> None:
+    """Neither in bodies nor around them: only a body that writes copies."""
+
+    def copies(f: Any) -> int:
+        graph = tp.pmap(f, compile=GRAPH).lower(X).graph
+        modules = [m for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
+        return sum(len(m.graph.find_nodes(op="call_function", target=CLONE)) for m in modules)
+
+    def loss(x: Any) -> Any:
+        return tp.scan(lambda c, r: (c * r, c[:1].sin() + r), x.sum(), x[:, None])[1].sum()
+
+    assert copies(lambda x: tp.scan(lambda c, r: (c * r, c[:2].sin()), x, x + 1)) == 0
+    assert copies(lambda x: tp.while_loop(lambda c: c.sum() < 9, lambda c: c.view(3) + 1, x)) == 0
+    assert copies(lambda x: tp.switch(x.sum().int(), [torch.sin, torch.cos, torch.neg], x)) == 0
+    assert copies(lambda x: tp.cond(True, torch.sin, torch.cos, x) * 2) == 0
+    assert copies(lambda x: tp.scan(lambda c, r: (c.mul_(r), c.sin()), x, x + 1)) > 0
+
+
+CLONE = torch.ops.aten.clone.default

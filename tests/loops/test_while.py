@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from _plain import GRAPH, same_everywhere
@@ -33,6 +34,11 @@ PROGRAMS = {
     "jvp of jvp": lambda t, x: jvp(
         lambda a: jvp(lambda a: newton(t, a)[0], (a,), (a * 0 + 1,))[1], (x.sum(),), (x.mean(),)
     ),
+    "jacfwd beside carries without tangents": lambda t, x: jacfwd(
+        lambda x: t.while_loop(
+            lambda s: s[1] < 5, lambda s: (s[0].sin(), s[1] + 1, s[2] * 2), (x, N * 0.0, N)
+        )
+    )(x),
     "jacfwd": lambda t, x: jacfwd(
         lambda x: t.while_loop(lambda v: v.sum() < 30, lambda v: v * v, x)
     )(x),
@@ -94,10 +100,66 @@ MISUSE = {
 }
 
 
+CONDITIONS = {
+    "float": (lambda v: v + 1.0, r"returned float32\[\]\. Write a comparison"),
+    "int": (lambda v: v.int(), r"returned int32\[\]"),
+    "shape (1,)": (lambda v: (v > 0)[None], r"returned bool\[1\]"),
+    "number": (lambda v: 1, "returned 1"),
+    "0.0": (lambda v: 0.0, r"returned 0\.0"),
+    "numpy": (lambda v: np.int64(0), "returned "),
+    "numpy array": (lambda v: np.zeros(2, bool), r"returned bool\[2\]"),
+    "None": (lambda v: None, "returned None"),
+    "tuple": (lambda v: (True,), r"returned \(True,\)"),
+}
+MISUSE |= {
+    f"a condition: {name}": (
+        lambda x, test=test: tp.while_loop(test, lambda v: v - 1, x[0]),
+        "cond_fun must return a boolean scalar .* but " + text,
+    )
+    for name, (test, text) in CONDITIONS.items()
+}
+CARRIES = {
+    "dtype": (lambda v: v.int(), r"float32\[\] went in, int32\[\] came out"),
+    "shape": (lambda v: v[None], r"float32\[\] went in, float32\[1\] came out"),
+    "structure": (lambda v: (v,), r"it got float32\[\] and returned \(float32\[\],\)"),
+    "None": (lambda v: None, r"it got float32\[\] and returned None"),
+    "number": (lambda v: 1j, r"float32\[\] went in, complex64\[\] came out"),
+}
+LOOPS = {
+    "while_loop": lambda body, x: tp.while_loop(lambda v: True, body, x),
+    "while_loop without steps": lambda body, x: tp.while_loop(lambda v: False, body, x),
+    "fori_loop": lambda body, x: tp.fori_loop(0, 2, lambda _, v: body(v), x),
+    "fori_loop without steps": lambda body, x: tp.fori_loop(4, 1, lambda _, v: body(v), x),
+    "scan of one step": lambda body, x: tp.scan(lambda v, _: (body(v), None), x, length=1),
+    "scan without steps": lambda body, x: tp.scan(lambda v, _: (body(v), None), x, length=0),
+}
+MISUSE |= {
+    f"{loop}, {name}": (lambda x, run=run, body=body: run(body, x[0]), text)
+    for loop, run in LOOPS.items()
+    for name, (body, text) in CARRIES.items()
+}
+
+
+@pytest.mark.parametrize("zero", [np.bool_(False), np.array(False), False])
+def test_conditions_of_numpy_and_python(zero):
+    same_everywhere(lambda t, x: tp.while_loop(lambda v: zero, lambda v: v + 1, x), X, expected=X)
+
+
+def test_a_number_takes_a_dtype_without_steps_too():
+    def program(loops, x):
+        return (
+            tp.fori_loop(4, 1, lambda i, v: v + x[0], 0),
+            tp.while_loop(lambda v: v > 3, lambda v: v + x[0], 0),
+        )
+
+    same_everywhere(program, X.half(), expected=(torch.zeros((), dtype=torch.float16),) * 2)
+
+
 @pytest.mark.parametrize("name", MISUSE)
 def test_misuse(name):
     call, text = MISUSE[name]
     with pytest.raises(TypeError, match=text):
         call(X)
-    with pytest.raises(TypeError, match=text):
-        tp.pmap(call, in_axes=None, axis_size=1, compile=GRAPH)(X)
+    for mode in (GRAPH, False):
+        with pytest.raises(TypeError, match=text):
+            tp.pmap(call, in_axes=None, axis_size=1, compile=mode)(X)

@@ -215,6 +215,21 @@ def lost_write(tensor: torch.Tensor, how: str = "") -> str:
     )
 
 
+def write_in_body(name: str, tensor: torch.Tensor, operation: str) -> str:
+    """Return the message about an in-place write, in the body of a loop or branch, to a tensor that
+    the body closes over.
+    """
+    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
+    return (
+        f"{name}: a function writes in place to a {kind} of type "
+        f"{kind_of(tensor.shape, tensor.dtype)} ({operation}) that it closes over, in the body of "
+        "a loop or branch. A body is traced once, whatever the number of steps, so the write would "
+        "be lost. Make the tensor a part of the carry (of the operands, for a branch) and return "
+        "its new value (for a module: torch.func.functional_call with its parameters and buffers; "
+        "BatchNorm: .eval(); an optimizer: torchpmap.optim)."
+    )
+
+
 def pack_exception(
     exc: BaseException, *, limit: int = 64 * 1024, trace: str | None = None
 ) -> bytes:

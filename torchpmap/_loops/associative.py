@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from torchpmap._base.boundary import boundary
+from torchpmap._loops.bodies import Function, private
 from torchpmap._loops.trees import Parts, Tensors, same_kinds, take_apart
 
 _Elements = TypeVar("_Elements")
@@ -63,9 +64,10 @@ def associative_scan(
     _check(parts, axis)
     if not parts.tensors:
         return elems
+    function = Function("associative_scan", fn, parts.tree, parts.tree)
 
     def combined(a: Tensors, b: Tensors) -> Tensors:
-        found = take_apart(fn(parts.tree.build(a), parts.tree.build(b)), "the result of fn")
+        found = take_apart(function(a, b), "the result of fn")
         if found.tree != parts.tree or not same_kinds(found.tensors, a):
             raise TypeError(
                 "associative_scan: fn must return a tree of the structure, shapes and dtypes that "
@@ -103,7 +105,7 @@ def _scanned(
 ) -> Tensors:
     count = tensors[0].shape[axis]
     if count < 2:
-        return tensors
+        return private(tensors)
 
     def rows(xs: Tensors, *bounds: int | None) -> Tensors:
         return [_rows(x, axis, *bounds) for x in xs]

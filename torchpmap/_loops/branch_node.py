@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from torchpmap._base.torch_internals import depth
-from torchpmap._collectives.varying import axes_of
 from torchpmap._layout import axis_stack
 from torchpmap._loops import emit
 from torchpmap._loops.operator import (
@@ -28,25 +27,16 @@ from torchpmap._loops.operator import (
 
 @dataclass(frozen=True, eq=False)
 class Branch(Construct):
-    """Its tensors are the predicate, and those that the branches read."""
+    """Its tensors are the selector, and those that the branches read."""
 
     name: str
-    branches: tuple[Body, Body]
-    """For true and for false."""
+    branches: tuple[Body, ...]
+    """Of two, the first is for true.  More are numbered; the selector may be beyond the last."""
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
-        pred, operands = tensors[0], tensors[1:]
+        selector, operands = tensors[0], tensors[1:]
         inner = [emit.inner(lambda body=body: body(operands), []) for body in self.branches]
-        reads = emit.shared(inner)
-        return emit.call(
-            torch.ops.higher_order.cond,
-            *emit.operands([pred]),
-            *(each.module for each in inner),
-            tuple(emit.operands(reads)),
-            results=inner[0].results,
-            axes=[a | b | axes_of(pred) for a, b in zip(*(x.axes for x in inner), strict=True)],
-            name=self.name,
-        )
+        return emit.branch(selector, inner, self.name)
 
     def keeping(self) -> Branch:
         return self
@@ -61,8 +51,7 @@ class Branch(Construct):
         def back(body: Body) -> Body:
             return lambda xs: pull(body, xs[:count], places, given, xs[count:])
 
-        first, second = self.branches
-        found = Branch(self.name, (back(first), back(second)))
+        found = Branch(self.name, tuple(map(back, self.branches)))
         return list(apply(found, [*tensors, *(x for x in cotangents if x is not None)]))
 
     def pushed(self, tensors: Tensors, tangents: Maybe) -> list[torch.Tensor | None]:
@@ -78,8 +67,7 @@ class Branch(Construct):
 
             return run
 
-        first, second = self.branches
-        found = Branch(self.name, (forward(first), forward(second)))
+        found = Branch(self.name, tuple(map(forward, self.branches)))
         derivatives = iter(apply(found, [*tensors, *(x for x in tangents if x is not None)]))
         return [next(derivatives) if has else None for has in kinds]
 
@@ -92,33 +80,54 @@ class Branch(Construct):
         runs = [batch(body, which[1:], size, info.randomness) for body in self.branches]
         if which[0]:
             with axis_stack.parting(frozenset([depth() + 1]), self.name):
-                both = [run(tensors[1:]) for run in runs]
-            chosen = [
-                torch.where(
-                    tensors[0].reshape(size, *[1] * (expanded(a, has_a, size).dim() - 1)),
-                    expanded(a, has_a, size),
-                    expanded(b, has_b, size),
-                )
-                for a, has_a, b, has_b in zip(*both[0], *both[1], strict=True)
+                found = [run(tensors[1:]) for run in runs]
+            every = [
+                [expanded(x, has, size) for x, has in zip(results, reached, strict=True)]
+                for results, reached in found
             ]
-            return chosen, [0] * len(chosen)
+            results = [chosen(tensors[0], leaf) for leaf in zip(*every, strict=True)]
+            return results, [0] * len(results)
         reached = [self._reached(run, tensors[1:]) for run in runs]
-        either = [a or b for a, b in zip(*reached, strict=True)]
+        any_reached = [any(leaf) for leaf in zip(*reached, strict=True)]
 
         def same(run: Any) -> Body:
             def body(xs: Tensors) -> list[torch.Tensor]:
                 results, own = run(xs)
                 return [
                     expanded(x, has, size) if any_has else x
-                    for x, has, any_has in zip(results, own, either, strict=True)
+                    for x, has, any_has in zip(results, own, any_reached, strict=True)
                 ]
 
             return body
 
-        found = Branch(self.name, (same(runs[0]), same(runs[1])))
-        return apply(found, tensors), [0 if has else None for has in either]
+        batches = Branch(self.name, tuple(map(same, runs)))
+        return apply(batches, tensors), [0 if has else None for has in any_reached]
 
     @staticmethod
     def _reached(run: Any, tensors: Tensors) -> list[bool]:
         with emit.discarded():
             return list(run(tensors)[1])
+
+
+def place_of(selector: bool | int, count: int) -> int:
+    """The number of the branch that a selector means."""
+    if isinstance(selector, bool):
+        return 0 if selector else 1
+    return min(max(selector, 0), count - 1)
+
+
+def chosen(selector: torch.Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of the values of all branches, that of the selector; of each row, if the first dim is that of
+    rows.
+    """
+    if selector.dtype == torch.bool:
+        yes, no = values
+        return torch.where(_beside(selector, yes), yes, no)
+    found = values[-1]
+    for number in range(len(values) - 2, -1, -1):
+        found = torch.where(_beside(selector <= number, found), values[number], found)
+    return found
+
+
+def _beside(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return mask.reshape((*mask.shape, *[1] * (value.dim() - mask.dim())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from torchpmap._base.boundary import boundary
-from torchpmap._base.pytree import tree_map
+from torchpmap._base.pytree import flatten, tree_map
 from torchpmap._base.torch_internals import (
     innermost,
     is_vmap_wrapper,
@@ -21,13 +22,22 @@ from torchpmap._base.torch_internals import (
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import Axes, axes_of, union
 from torchpmap._layout import axis_stack
-from torchpmap._loops.branch_node import Branch
-from torchpmap._loops.operator import apply
+from torchpmap._loops.bodies import Function, is_repeated, private, private_leaf
+from torchpmap._loops.branch_node import Branch, chosen, place_of
+from torchpmap._loops.operator import Body, apply
 from torchpmap._loops.scan import is_staged
 from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
-from torchpmap._loops.trees import Parts, Tensors, Tree, category, kind, same_kinds, take_apart
+from torchpmap._loops.trees import (
+    Parts,
+    Tensors,
+    Tree,
+    category,
+    kind,
+    same_kinds,
+    settled,
+    take_apart,
+)
 from torchpmap._loops.without_values import without_values
-from torchpmap._loops.writes import Writes
 from torchpmap._trace.casts import is_tracked, must_vary
 
 
@@ -69,11 +79,11 @@ def cond(
     for fun in (true_fun, false_fun):
         if not callable(fun):
             raise TypeError(f"cond: the branches must be functions, but got {fun!r}.")
+    funs, names = (true_fun, false_fun), ("true_fun", "false_fun")
     chosen = _predicate(pred)
     if isinstance(chosen, bool):
-        return (true_fun if chosen else false_fun)(*operands)
-    names = ("true_fun", "false_fun")
-    return _run(chosen, _Pair("cond", names, (true_fun, false_fun)), operands)
+        return _only("cond", funs[0 if chosen else 1], operands)
+    return _run(chosen, _Branches("cond", names, funs, operands))
 
 
 @boundary
@@ -121,41 +131,32 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
                 f"{type(index).__name__}."
             )
         place = operator.index(index)
-        return branches[min(max(place, 0), len(branches) - 1)](*operands)
+        return _only("switch", branches[min(max(place, 0), len(branches) - 1)], operands)
     if index.dim():
         raise TypeError(f"switch: the index must be a scalar, but got one of kind {kind(index)}.")
     if category(index.dtype) != 1:
         raise TypeError(f"switch: the index must be an integer, but got one of {kind(index)}.")
     if len(branches) == 1:
-        return branches[0](*operands)
-    return _among(index, branches, 0, operands)
+        return _only("switch", branches[0], operands)
+    names = tuple(f"branch {number}" for number in range(len(branches)))
+    selector = index < 1 if len(branches) == 2 else index
+    return _run(selector, _Branches("switch", names, branches, operands))
 
 
-def _among(
-    index: torch.Tensor, branches: Sequence[Callable[..., Any]], first: int, operands: Any
-) -> Any:
-    """``branches``, the first of which has the number ``first``, by halves."""
-    if len(branches) == 1:
-        return branches[0](*operands)
-    half = len(branches) // 2
-    lower, upper = branches[:half], branches[half:]
-    parts = (
-        lambda *xs: _among(index, upper, first + half, xs),
-        lambda *xs: _among(index, lower, first, xs),
-    )
-    names = (_numbers(first + half, len(upper)), _numbers(first, len(lower)))
-    return _run(index >= first + half, _Pair("switch", names, parts), operands)
-
-
-def _numbers(first: int, count: int) -> str:
-    return f"branch {first}" if count == 1 else f"branches {first} to {first + count - 1}"
+def _only(name: str, fun: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+    """What a branch returns that Python has chosen."""
+    leaves, structure = flatten(operands)
+    tree = Tree(structure, (True,) * len(leaves))
+    return tree_map(private_leaf, Function(name, lambda given: fun(*given), tree)(leaves))
 
 
 def _predicate(pred: Any) -> bool | torch.Tensor:
-    if isinstance(pred, bool | int | float | complex):
-        return bool(pred)
     if isinstance(pred, np.ndarray | np.generic):
         pred = torch.tensor(pred)
+    if isinstance(pred, bool | int | float):
+        return bool(pred)
+    if isinstance(pred, complex) or (isinstance(pred, torch.Tensor) and pred.is_complex()):
+        raise TypeError(f"cond: the predicate must be a bool or a real number, but got {pred!r}.")
     if not isinstance(pred, torch.Tensor):
         raise TypeError(
             f"cond: the predicate must be a scalar (a bool, a number or a tensor without dims), "
@@ -169,72 +170,88 @@ def _predicate(pred: Any) -> bool | torch.Tensor:
     return pred if pred.dtype == torch.bool else pred != 0
 
 
-# -- two branches ----------------------------------------------------------------------------------
+# -- several branches ------------------------------------------------------------------------------
 
 
-class _Pair:
-    """Two branches on lists of tensors."""
+class _Branches:
+    """Branches on lists of tensors."""
 
     def __init__(
-        self, name: str, names: tuple[str, str], funs: tuple[Callable[..., Any], ...]
+        self,
+        name: str,
+        names: tuple[str, ...],
+        funs: Sequence[Callable[..., Any]],
+        operands: tuple[Any, ...],
     ) -> None:
         self.name = name
         self._names = names
-        self._funs = funs
-        self.tree: Tree | None = None
+        self.given = take_apart(operands, "operand")
+        self._functions = [
+            Function(name, functools.partial(_called, fun), self.given.tree) for fun in funs
+        ]
+        self._tree: Tree | None = None
         self._like: list[torch.Tensor] = []
 
-    def parts(self, which: int, operands: Any) -> Parts:
-        return take_apart(self._funs[which](*operands), f"the output of {self._names[which]}")
+    @property
+    def count(self) -> int:
+        return len(self._functions)
 
-    def unified(self, both: Sequence[Parts]) -> tuple[Tensors, Tensors]:
-        """The results of both, in the same dtypes where one is a Python number."""
-        first, second = both
-        if first.tree != second.tree:
-            shown = [f"{n} returned {p.tree}" for n, p in self._named(both)]
-            raise TypeError(
-                f"{self.name}: all branches must return the same structure, but {shown[0]} and "
-                f"{shown[1]}."
-            )
-        found: list[list[torch.Tensor]] = [[], []]
-        wrong = []
-        paths = first.tree.paths("output")
-        leaves = zip(first.tensors, first.weak, second.tensors, second.weak, paths, strict=True)
-        for x, x_weak, y, y_weak, path in leaves:
-            a, b = x, y
-            if x_weak and category(x.dtype) <= category(y.dtype):
-                a = x.to(y.dtype)
-            elif y_weak and category(y.dtype) <= category(x.dtype):
-                b = y.to(x.dtype)
-            if not same_kinds([a], [b]):
-                wrong.append(
-                    f"  {path}: {kind(a)} from {self._names[0]}, {kind(b)} from {self._names[1]}"
+    def parts(self, which: int, operands: Sequence[torch.Tensor]) -> Parts:
+        returned = self._functions[which](operands)
+        return take_apart(returned, f"the output of {self._names[which]}")
+
+    def kinds(self, which: int) -> Parts | None:
+        """What a branch would return; None if that cannot be found out without running it."""
+        found = without_values(lambda: self.parts(which, self.given.tensors))
+        self._functions[which].raise_refused()
+        return found
+
+    def unify(self, found: Sequence[Parts]) -> list[Tensors]:
+        """The results of all branches, in the same dtypes where some are Python numbers."""
+        first = found[0]
+        for name, parts in zip(self._names, found, strict=True):
+            if parts.tree != first.tree:
+                raise TypeError(
+                    f"{self.name}: all branches must return the same structure, but "
+                    f"{self._names[0]} returned {first.tree} and {name} returned {parts.tree}."
                 )
-            found[0].append(a)
-            found[1].append(b)
+        leaves = zip(*(zip(p.tensors, p.weak, strict=True) for p in found), strict=True)
+        like = [_widest(leaf) for leaf in leaves]
+        unified = [settled(parts, like) for parts in found]
+        wrong = [
+            f"  {path}: {kind(mine[0])} from {self._names[0]}, {kind(x)} from {name}"
+            for path, mine in zip(
+                first.tree.paths("output"), zip(*unified, strict=True), strict=True
+            )
+            for name, x in zip(self._names, mine, strict=True)
+            if not same_kinds([mine[0]], [x])
+        ]
         if wrong:
             raise TypeError(
                 f"{self.name}: all branches must return the same shapes and dtypes, but\n"
                 + "\n".join(wrong)
                 + "\nConvert the result of one branch (x.to(dtype), x.reshape(...))."
             )
-        self.tree, self._like = first.tree, found[0]
-        return found[0], found[1]
+        self._tree, self._like = first.tree, like
+        return unified
 
-    def _named(self, both: Sequence[Parts]) -> list[tuple[str, Parts]]:
-        return list(zip(self._names, both, strict=True))
+    def run(self, which: int, operands: Sequence[torch.Tensor]) -> Tensors:
+        """A branch, after ``unify`` has seen all."""
+        return settled(self.parts(which, operands), self._like)
 
-    def run(self, which: int, operands: Any) -> Tensors:
-        """A branch, after ``unified`` has seen both."""
-        parts = self.parts(which, operands)
-        return [
-            x.to(y.dtype) if weak else x
-            for x, weak, y in zip(parts.tensors, parts.weak, self._like, strict=True)
-        ]
+    def build(self, results: Sequence[torch.Tensor]) -> Any:
+        assert self._tree is not None
+        return self._tree.build(results)
 
-    @property
-    def codes(self) -> tuple[Any, ...]:
-        return tuple(getattr(fun, "__code__", fun) for fun in self._funs)
+
+def _called(fun: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+    return fun(*operands)
+
+
+def _widest(leaf: Sequence[tuple[torch.Tensor, bool]]) -> torch.Tensor:
+    """Of what the branches return for a leaf, that whose dtype Python numbers take."""
+    strong = [x for x, weak in leaf if not weak]
+    return strong[0] if strong else max((x for x, _ in leaf), key=lambda x: category(x.dtype))
 
 
 def batched_levels(tensor: torch.Tensor) -> frozenset[int]:
@@ -242,100 +259,81 @@ def batched_levels(tensor: torch.Tensor) -> frozenset[int]:
     return frozenset(level_of(x) for x in layers(tensor) if is_vmap_wrapper(x))
 
 
-def _run(pred: torch.Tensor, pair: _Pair, operands: Any) -> Any:
+def _run(selector: torch.Tensor, branches: _Branches) -> Any:
     if is_staged():
-        return _staged(pred, pair, operands)
-    levels = batched_levels(pred)
+        return branches.build(_staged(selector, branches))
+    levels = batched_levels(selector)
     around = Surroundings()
+    operands = branches.given.tensors
+    every = range(branches.count)
     if levels:
-        with axis_stack.parting(levels, pair.name):
-            first, second = [_numbered(around, pair, which, operands) for which in (0, 1)]
-        yes, no = pair.unified([first, second])
-        chosen = [torch.where(pred, a, b) for a, b in zip(yes, no, strict=True)]
-        assert pair.tree is not None
-        return pair.tree.build(chosen)
-    which = 0 if bool(innermost(pred)) else 1
-    taken = _decided(pair, which, operands, axes_of(pred))
-    known = pair.codes in _checked and not is_tracked()
-    if known and not any(taken.weak) and not around.draws_numbers:
-        return taken.tree.build(taken.tensors)
-    with around.restored():  # and as many random numbers are drawn as by the other branch
-        other = without_values(lambda: pair.parts(1 - which, operands))
-    if other is None:
-        return taken.tree.build(taken.tensors)
-    # Python numbers take the dtype of the other branch
-    results = pair.unified([taken, other] if which == 0 else [other, taken])
-    if len(_checked) < _MAX_CHECKED:
-        _checked.add(pair.codes)
-    return taken.tree.build(
-        [varied(x, axes_of(y)) for x, y in zip(results[which], other.tensors, strict=True)]
-    )
+        with axis_stack.parting(levels, branches.name):
+            found = [_numbered(around, branches, which, operands) for which in every]
+        unified = branches.unify(found)
+        return branches.build([chosen(selector, leaf) for leaf in zip(*unified, strict=True)])
+    which = place_of(innermost(selector).item(), branches.count)
+    taken = _decided(branches, which, axes_of(selector))
+    results = taken.tensors
+    if not is_repeated() or is_tracked() or any(taken.weak) or around.draws_numbers:
+        with around.restored():  # and as many random numbers are drawn as by the others
+            kinds = [taken if k == which else branches.kinds(k) for k in every]
+        known = [parts for parts in kinds if parts is not None]
+        if len(known) == len(kinds):  # Python numbers take the dtype of the other branches
+            unified = branches.unify(known)
+            axes = map(union, zip(*unified, strict=True))
+            results = [varied(x, along) for x, along in zip(unified[which], axes, strict=True)]
+    return taken.tree.build(private(results))
 
 
-_MAX_CHECKED = 4096
-_checked: set[Any] = set()
-"""The code of pairs of branches that were seen to return the same kinds of values."""
-
-
-def _decided(pair: _Pair, which: int, operands: Any, deciding: Axes) -> Parts:
+def _decided(branches: _Branches, which: int, deciding: Axes) -> Parts:
     """The branch that is taken, where devices along the axes ``deciding`` may take another one."""
-    own = tree_map(
-        lambda x: varied(x, deciding) if isinstance(x, torch.Tensor) else x, _copied(operands)
-    )
-    with must_vary(deciding, pair.name):
-        found = pair.parts(which, own)
+    operands = [varied(x, deciding) for x in branches.given.tensors]
+    with must_vary(deciding, branches.name):
+        found = branches.parts(which, operands)
     return replace(found, tensors=[varied(x, deciding) for x in found.tensors])
 
 
-def _numbered(around: Surroundings, pair: _Pair, which: int, operands: Any) -> Parts:
-    """Both branches begin with the same random numbers: only one of them counts."""
+def _numbered(
+    around: Surroundings, branches: _Branches, which: int, operands: Sequence[torch.Tensor]
+) -> Parts:
+    """All branches begin with the same random numbers: only one of them counts."""
     with around.restored():
-        return pair.parts(which, _copied(operands))
+        return branches.parts(which, operands)
 
 
-def _copied(operands: Any) -> Any:
-    """For a branch, which may write to them."""
-    return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, operands)
+def _staged(selector: torch.Tensor, branches: _Branches) -> Tensors:
+    around = Surroundings()
+    operands = branches.given.tensors
 
-
-def _staged(pred: torch.Tensor, pair: _Pair, operands: Any) -> Any:
-    around, writes = Surroundings(), Writes()
-    given = take_apart(operands, "operand")
-
-    def once() -> tuple[Tensors, int]:
+    def once(inputs: Tensors) -> tuple[list[Tensors], int]:
         draws = 0
-        both = []
-        for which in (0, 1):
-            inputs = [x.clone() for x in given.tensors]
-            with around.restored(), writes.noted(inputs):
-                both.append(pair.parts(which, given.tree.build(inputs)))
+        found = []
+        for which in range(branches.count):
+            with around.restored():
+                found.append(branches.parts(which, inputs))
                 draws = max(draws, around.draws())
-        first, second = pair.unified(both)
-        return [*first, *second], draws
+        return branches.unify(found), draws
 
-    (both, draws), closures = find_closures(once)
+    (unified, draws), closures = find_closures(once, operands)
     around.advance(draws)
     rows = around.rows() if draws else []
-    count = len(both) // 2
     # what only some devices compute would otherwise have a gradient that only some sum
-    deciding = axes_of(pred)
-    varying = [union([a, b, pred]) for a, b in zip(both[:count], both[count:], strict=True)]
+    deciding = axes_of(selector)
+    varying = [union(leaf) | deciding for leaf in zip(*unified, strict=True)]
 
-    def branch(which: int) -> Any:
-        def body(tensors: Sequence[torch.Tensor]) -> Tensors:
+    def body(which: int) -> Body:
+        def run(tensors: Sequence[torch.Tensor]) -> Tensors:
             inputs = tensors[len(closures) + len(rows) :]
 
-            def run() -> Tensors:
+            def own() -> Tensors:
                 with around.restored():
-                    return pair.run(which, given.tree.build(writes.private(inputs)))
+                    return branches.run(which, inputs)
 
-            results = with_closures(run, closures, tensors[: len(closures)])
+            results = with_closures(own, closures, tensors[: len(closures)])
             return [varied(x, axes) for x, axes in zip(results, varying, strict=True)]
 
-        return body
+        return run
 
-    construct = Branch(pair.name, (branch(0), branch(1)))
-    operands = [varied(x, deciding) for x in (*closures, *rows, *given.tensors)]
-    results = apply(construct, [pred, *operands])
-    assert pair.tree is not None
-    return pair.tree.build(results)
+    construct = Branch(branches.name, tuple(map(body, range(branches.count))))
+    given = [varied(x, deciding) for x in (*closures, *rows, *operands)]
+    return apply(construct, [selector, *given])

@@ -13,19 +13,20 @@ from the graph around it becomes an input of that graph::
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.errors import lost_write
 from torchpmap._base.pytree import tree_map
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
     FakeTensor,
-    OpOverload,
     TorchDispatchMode,
     dispatch_modes,
     fake_mode,
@@ -34,16 +35,21 @@ from torchpmap._base.torch_internals import (
     outside_transforms,
     trace_inside,
     tracing_mode,
-    written_values,
 )
 from torchpmap._collectives.varying import Axes, axes_of, set_axes
 from torchpmap._layout import axis_stack
 from torchpmap._trace.capture import Capture, is_real
-from torchpmap._trace.inner import GRAPHS, is_kept
-from torchpmap._trace.passes import drop_detaches, drop_in_place_views
+from torchpmap._trace.inner import GRAPHS, is_kept, storages
+from torchpmap._trace.passes import (
+    drop_copies,
+    drop_detaches,
+    drop_in_place_views,
+    written_storages,
+)
 from torchpmap._trace.traced_views import traced_views
 
 _aten = torch.ops.aten
+_cond = torch.ops.higher_order.cond
 T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
 Kind = tuple[Sequence[int], torch.dtype, torch.device]
@@ -146,7 +152,7 @@ def inner(body: Callable[..., Tensors], kinds: Sequence[Kind], axes: Sequence[Ax
         used = {t.untyped_storage()._cdata for t in (*tensors, *reads.tensors)}
         fresh = []
         for x in results:
-            x = x.detach().contiguous()
+            x = _dense(x.detach())
             # torch lets no result share memory with an input or another result, and (2.13) takes
             # no branches of which one returns a part of a larger tensor
             if x.untyped_storage()._cdata in used or x.storage_offset():
@@ -162,6 +168,18 @@ def inner(body: Callable[..., Tensors], kinds: Sequence[Kind], axes: Sequence[Ax
         module = trace_inside(flat)(*examples)
     (reads,) = found
     return _finished(module, reads, len(examples), tuple(varying))
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """The tensor with the strides that its shape gives.  A dim of size 1 has any stride in a
+    contiguous tensor, but torch compares the strides of branches.
+    """
+    strides, size = [], 1
+    for length in reversed(x.shape):
+        strides.append(size)
+        size *= max(length, 1)
+    is_dense = x.stride() == tuple(reversed(strides))
+    return x if is_dense else x.clone(memory_format=torch.contiguous_format)
 
 
 @contextlib.contextmanager
@@ -187,6 +205,7 @@ def _finished(
     _copy_written(module, places, reads.nodes)
     drop_detaches(module)
     drop_in_place_views(module)
+    drop_copies(module)
     graph.eliminate_dead_code(is_impure_node=is_kept)
     kept = [(n, t) for n, t in zip(reads.nodes, reads.tensors, strict=True) if n.users]
     for node in reads.nodes:
@@ -201,24 +220,8 @@ def _finished(
     return Inner(module, tuple(tensors), tuple(kinds_of(values)), varying)
 
 
-def _storage(node: Node) -> int:
-    found: int = node.meta["val"].untyped_storage()._cdata
-    return found
-
-
-def _written(module: GraphModule) -> dict[int, Node]:
-    """Storage -> an operation that writes to it."""
-    found: dict[int, Node] = {}
-    for node in module.graph.nodes:
-        if isinstance(node.target, OpOverload):
-            for target in written_values(node.target, node.args, node.kwargs):
-                if isinstance(target, Node):
-                    found.setdefault(_storage(target), node)
-    return found
-
-
 def _refuse_writes(module: GraphModule, reads: _Reads) -> None:
-    written = _written(module)
+    written = written_storages(module)
     for tensor in reads.tensors:
         writer = written.get(tensor.untyped_storage()._cdata)
         if writer is not None:
@@ -228,10 +231,10 @@ def _refuse_writes(module: GraphModule, reads: _Reads) -> None:
 
 
 def _copy_written(module: GraphModule, places: Sequence[Node], reads: Sequence[Node]) -> None:
-    """Let writes to a carry or to a row go to a copy."""
-    written, last = _written(module), [*places, *reads][-1:]
+    """Let writes to an input go to a copy: a function of the user's may write to a cotangent."""
+    written, last = written_storages(module), [*places, *reads][-1:]
     for node in places:
-        if _storage(node) in written:
+        if not storages(node).isdisjoint(written):
             with module.graph.inserting_after(last[0]):
                 copy = module.graph.call_function(_aten.clone.default, (node,))
             copy.meta["val"] = node.meta["val"]
@@ -336,7 +339,7 @@ def operands(tensors: Tensors, beside: Tensors = ()) -> list[torch.Tensor]:
     used = {x.untyped_storage()._cdata for x in beside}
     found = []
     for tensor in tensors:
-        known = (_captured(tensor) if reads is None else reads.value(tensor)).detach().contiguous()
+        known = _dense((_captured(tensor) if reads is None else reads.value(tensor)).detach())
         if known.untyped_storage()._cdata in used:
             known = known.clone()
         used.add(known.untyped_storage()._cdata)
@@ -383,21 +386,88 @@ def call(
             tracer.root.register_module(_free_name(tracer.root, f"{target._name}_body{k}"), module)
     proxies = tree_map(tracer.unwrap_proxy, args)
     proxy = tracer.create_proxy("call_function", target, proxies, {}, name=target._name)
-    proxy.node.meta[GRAPHS] = [each for each in args if isinstance(each, GraphModule)]
-    proxy.node.meta["axes"] = [
-        (part.name, part.group)
-        for parts in axis_stack.bound()
-        for part in parts
-        if part.group is not None
-    ]
-    proxy.node.meta["line"] = users_line()
-    proxy.node.meta["called"] = name
     values = tuple(fake(*kind) for kind in results)
     track_tensor_tree(values, proxy, constant=None, tracer=tracer)
-    proxy.node.meta["val"] = values
+    graphs = [each for each in args if isinstance(each, GraphModule)]
+    proxy.node.meta |= _about(graphs, name) | {"val": values}
     for value, along in zip(values, axes, strict=True):
         set_axes(value, along)
     return list(values)
+
+
+def _about(graphs: Sequence[GraphModule], name: str) -> dict[str, Any]:
+    """What later passes ask about a node with graphs inside."""
+    return {
+        GRAPHS: list(graphs),
+        "axes": [
+            (part.name, part.group)
+            for parts in axis_stack.bound()
+            for part in parts
+            if part.group is not None
+        ],
+        "line": users_line(),
+        "called": name,
+    }
+
+
+def branch(selector: torch.Tensor, inner: Sequence[Inner], name: str) -> list[torch.Tensor]:
+    """Add a branch to the graph that is being traced.
+
+    ``cond`` knows two.  So of more, the first half are the branches of a ``cond`` inside the one
+    branch, and the others of one inside the other branch, which get the selector too.
+    """
+    reads = shared(inner)
+    modules = [each.module for each in inner]
+    given = operands([selector])
+    decided = axes_of(selector)
+    axes = [decided.union(*along) for along in zip(*(each.axes for each in inner), strict=True)]
+    if len(modules) > 2:
+        given = [*given, *operands(reads, given)]
+        for module in modules:
+            _with_selector(module, given[0])
+        make = functools.partial(_either, given=given, results=inner[0].results, name=name)
+        half = len(modules) // 2
+        pred = given[0] < half
+        modules = [make(modules[:half], 0), make(modules[half:], half)]
+    else:
+        (pred,), given = given, operands(reads)
+    return call(_cond, pred, *modules, tuple(given), results=inner[0].results, axes=axes, name=name)
+
+
+def _with_selector(module: GraphModule, selector: torch.Tensor) -> None:
+    with module.graph.inserting_before(next(iter(module.graph.nodes))):
+        module.graph.placeholder("selector").meta["val"] = selector
+    module.recompile()
+
+
+def _either(
+    modules: Sequence[GraphModule],
+    first: int,
+    *,
+    given: Tensors,
+    results: Sequence[Kind],
+    name: str,
+) -> GraphModule:
+    """A graph of (the selector, what the branches read) for some of the branches, of which the
+    first has the number ``first``.
+    """
+    if len(modules) == 1:
+        return modules[0]
+    half = len(modules) // 2
+    make = functools.partial(_either, given=given, results=results, name=name)
+    owned = {"lower": make(modules[:half], first), "upper": make(modules[half:], first + half)}
+    graph = Graph()
+    places = [graph.placeholder(f"operand_{k}") for k in range(len(given))]
+    pred = graph.call_function(_aten.lt.Scalar, (places[0], first + half))
+    node = graph.call_function(_cond, (pred, *map(graph.get_attr, owned), tuple(places)))
+    found = [graph.call_function(operator.getitem, (node, k)) for k in range(len(results))]
+    graph.output(tuple(found))
+    values = tuple(fake(*kind) for kind in results)
+    node.meta |= _about(list(owned.values()), name) | {"val": values}
+    vals = [*given, fake((), torch.bool, given[0].device), *values]
+    for each, value in zip((*places, pred, *found), vals, strict=True):
+        each.meta["val"] = value
+    return GraphModule(owned, graph)
 
 
 def _free_name(root: Any, name: str) -> str:

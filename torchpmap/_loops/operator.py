@@ -188,7 +188,8 @@ def batch(
             return tuple(x for x, has in zip(found, reached, strict=True) if has)
 
         if not any(which):
-            return body(tensors), [False] * len(body(tensors))
+            results = body(tensors)
+            return results, [False] * len(results)
         dims = tuple(0 if has else None for has in which)
         rows = iter(torch.func.vmap(function, dims, 0, randomness=randomness)(*tensors))
         results = [next(rows) if has else x for x, has in zip(found, reached, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from torchpmap._base.boundary import boundary
 from torchpmap._base.torch_internals import fake_mode, tracing_mode
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import axes_of
+from torchpmap._loops.bodies import Function, private
 from torchpmap._loops.checks import check_function, whole_number
 from torchpmap._loops.emit import discarded
 from torchpmap._loops.operator import apply
@@ -20,7 +20,6 @@ from torchpmap._loops.scan_node import Scan
 from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
 from torchpmap._loops.trees import Parts, Tensors, Tree, carried, kind, take_apart, with_weak_carry
 from torchpmap._loops.without_values import without_values
-from torchpmap._loops.writes import Writes
 
 _Carry = TypeVar("_Carry")
 
@@ -133,9 +132,10 @@ def _in_batches(f: Callable[[Any], Any], rows: Parts, length: int, size: int) ->
     size = min(size, max(length, 1))
     whole = length // size * size
     trees: list[Tree] = []
+    function = Function("map", f, rows.tree)
 
     def one(*tensors: torch.Tensor) -> Any:
-        found = take_apart(f(rows.tree.build(tensors)), "output")
+        found = take_apart(function(tensors), "output")
         trees[:] = [found.tree]
         return tuple(found.tensors)
 
@@ -203,10 +203,11 @@ class Body:
 
     def __post_init__(self) -> None:
         check_function(self.name, "f", self.fun)
+        self._call = Function(self.name, self.fun, self.carry, self.row)
 
     def first(self, carry: Sequence[torch.Tensor], row: Sequence[torch.Tensor]) -> Any:
         """What the function returns: (the next carry, the output), taken apart."""
-        returned = self.fun(self.carry.build(carry), self.row.build(row))
+        returned = self._call(carry, row)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             shown = type(returned).__name__
             if isinstance(returned, torch.Tensor):
@@ -257,21 +258,22 @@ def run_scan(
     around = Surroundings()
     numbers = range(length)
     rows = list(zip(*(x.unbind(0) for x in xs), strict=True)) if xs else [()] * length
-    carry = [x.clone() for x in init.tensors]  # the body may write to it
+    carry = list(init.tensors)
     ys: list[Tensors] = [[] for _ in numbers]
-    first = rows[0] if length else [x.new_zeros(x.shape[1:]) for x in xs]
     if any(init.weak):
-        carry = _with_weak_carry(body, replace(init, tensors=carry), first, around)
+        row = rows[0] if length else _some_row(xs)
+        carry = _with_weak_carry(body, replace(init, tensors=carry), row, around)
     if not length:
-        return carry, _no_rows(body, carry, first, around)
-    to_carry, to_row = Writes(), Writes()
-    for step, k in enumerate(reversed(numbers) if reverse else numbers):
-        row = to_row.private(rows[k]) if step else [x.clone() for x in rows[k]]
-        with around.step(k), to_carry.noted(carry), to_row.noted(row):
-            carry, y = body(carry, row)
-        # an output may be the carry, to which the next step writes
-        ys[k] = [x.clone() for x in y] if any(to_carry.seen) else y
-    return carry, [torch.stack(y) for y in zip(*ys, strict=True)]
+        return private(carry), _no_rows(body, carry, _some_row(xs), around)
+    for k in reversed(numbers) if reverse else numbers:
+        with around.step(k):
+            carry, ys[k] = body(carry, rows[k])
+    return private(carry), [torch.stack(y) for y in zip(*ys, strict=True)]
+
+
+def _some_row(xs: Sequence[torch.Tensor]) -> Tensors:
+    """A row for kinds alone, if there is none."""
+    return [x.new_zeros(x.shape[1:]) for x in xs]
 
 
 def _no_rows(
@@ -311,16 +313,16 @@ def tried(step: Callable[[], Parts], around: Surroundings) -> Parts:
 
 
 def cast_carry(
-    init: Parts, once: Callable[[Parts], tuple[Tensors, Tensors, int]]
+    init: Parts, once: Callable[..., tuple[Tensors, Tensors, int]], *more: Tensors
 ) -> tuple[Parts, tuple[Tensors, Tensors, int], list[torch.Tensor]]:
     """The first carry, cast so that it varies along the axes along which the carry does after any
     step; what ``once`` returns for it, and the closures that it uses.
 
-    ``once`` runs a step, and returns the carry, what the step returns (the next carry comes first),
-    and how many random numbers it drew.
+    ``once`` gets copies of the carry and of ``more``.  It runs a step, and returns the carry, what
+    the step returns (the next carry comes first), and how many random numbers it drew.
     """
     while True:
-        found, closures = find_closures(functools.partial(once, init))
+        found, closures = find_closures(once, init.tensors, *more)
         pairs = list(zip(init.tensors, found[1], strict=False))
         if all(axes_of(after) <= axes_of(x) for x, after in pairs):
             return init, found, closures
@@ -330,19 +332,17 @@ def cast_carry(
 def _staged(
     body: Body, init: Parts, xs: Sequence[torch.Tensor], length: int, reverse: bool
 ) -> tuple[Tensors, Tensors]:
-    around, writes = Surroundings(), Writes()
+    around = Surroundings()
     numbers = torch.arange(length, device=xs[0].device if xs else None)
 
-    def once(init: Parts) -> tuple[Tensors, Tensors, int]:
-        row = [x[0].clone() for x in xs]
-        # copies, because the body may also close over these tensors
-        start = replace(init, tensors=[x.clone() for x in init.tensors])
-        carry = _with_weak_carry(body, start, row, around)
-        with around.restored(numbers[0]), writes.noted([*carry, *row]):
+    def once(start: Tensors, first: Tensors) -> tuple[Tensors, Tensors, int]:
+        number, *row = first
+        carry = _with_weak_carry(body, replace(init, tensors=start), row, around)
+        with around.restored(number):
             after, ys = body(carry, row)
             return carry, [*after, *ys], around.draws()
 
-    init, (carry, _, draws), closures = cast_carry(init, once)
+    init, (carry, _, draws), closures = cast_carry(init, once, [x[0] for x in (numbers, *xs)])
     around.advance(draws)
     first = [
         x if x.dtype == c.dtype else x.to(c.dtype) for x, c in zip(init.tensors, carry, strict=True)
@@ -354,8 +354,7 @@ def _staged(
 
         def run() -> tuple[Tensors, Tensors]:
             with around.restored(number):
-                own = writes.private([*carry, *row])
-                return body(own[: len(carry)], own[len(carry) :])
+                return body(carry, row)
 
         return with_closures(run, closures, constants[: len(closures)])
 

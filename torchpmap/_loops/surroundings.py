@@ -31,6 +31,7 @@ from torchpmap._base.torch_internals import (
     tracing_mode,
 )
 from torchpmap._layout import axis_stack
+from torchpmap._loops.bodies import private
 from torchpmap._loops.emit import discarded
 from torchpmap._trace.capture import Substitute
 from torchpmap.random._streams import active_streams, repeated
@@ -101,11 +102,17 @@ def _pushed(mode: TorchFunctionMode) -> Iterator[None]:
         TorchFunctionMode.__exit__(mode, None, None, None)
 
 
-def find_closures(run: Callable[[], T]) -> tuple[T, list[torch.Tensor]]:
-    """What ``run`` returns, and the tensors made before that transforms may trace and it uses."""
+def find_closures(
+    run: Callable[..., T], *inputs: Sequence[torch.Tensor]
+) -> tuple[T, list[torch.Tensor]]:
+    """What ``run`` returns for copies of its inputs, and the tensors made before that transforms
+    may trace and it uses.  It may use the inputs themselves too, as what it closes over.
+    """
     found = _Found()
-    with discarded(), found:
-        result = run()
+    with discarded():
+        copies = [private(tensors) for tensors in inputs]
+        with found:
+            result = run(*copies)
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.Tensor):
             found.note(leaf)

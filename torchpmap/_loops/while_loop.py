@@ -15,6 +15,7 @@ from torchpmap._base.torch_internals import innermost, set_forward_grad
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import axes_of
 from torchpmap._layout import axis_stack
+from torchpmap._loops.bodies import Function
 from torchpmap._loops.branches import batched_levels
 from torchpmap._loops.checks import check_function
 from torchpmap._loops.operator import apply, is_inexact
@@ -31,7 +32,7 @@ from torchpmap._loops.trees import (
     with_weak_carry,
 )
 from torchpmap._loops.while_node import While, no_reverse
-from torchpmap._loops.writes import Writes
+from torchpmap._loops.without_values import without_values
 
 _Carry = TypeVar("_Carry")
 
@@ -53,7 +54,7 @@ def while_loop(
     Forward-mode derivatives work, reverse mode does not.
 
     Args:
-        cond_fun: returns a bool (or a tensor without dims) for a value.
+        cond_fun: returns a bool, or a bool tensor without dims, for a value.
         body_fun: returns the next value, whose structure, shapes and dtypes stay the same.
         init_val: tensors, numpy arrays, numbers and None in any pytree.  A Python number takes the
             dtype that comes out of the body.
@@ -62,7 +63,8 @@ def while_loop(
         The value for which ``cond_fun`` is false.
 
     Raises:
-        TypeError: the body changes the structure, a shape or a dtype; the test is not a scalar.
+        TypeError: the body changes the structure, a shape or a dtype; the test is not a boolean
+            scalar.
         ValueError: in a backward pass; or a test that may differ along an axis over which the loop
             has a collective.
 
@@ -169,8 +171,6 @@ def _counted(
     given = take_apart(init, "carry")
     row = take_apart(numbers, "i").tree
     body = Body("fori_loop", lambda value, i: (fun(i, value), None), given.tree, row)
-    if not numbers.numel():
-        return given.tree.build(given.tensors)
     carry, _ = run_scan(
         body, given, [numbers], numbers.numel(), reverse=False, is_unrolled=is_unrolled
     )
@@ -185,26 +185,35 @@ class _Loop:
 
     def __init__(self, name: str, test: Callable[..., Any], body: Callable[..., Any], tree: Tree):
         self.name = name
-        self._test = test
-        self._body = body
+        self._test = Function(name, test, tree)
+        self._body = Function(name, body, tree)
         self.tree = tree
 
     def test(self, carry: Sequence[torch.Tensor]) -> torch.Tensor:
-        found = self._test(self.tree.build(carry))
-        if isinstance(found, bool | int | float | np.generic):
-            found = torch.tensor(bool(found))
-        if not isinstance(found, torch.Tensor) or found.dim():
+        found = self._test(carry)
+        if isinstance(found, bool | np.bool_ | np.ndarray):
+            found = torch.tensor(found)
+        if not isinstance(found, torch.Tensor) or found.dim() or found.dtype != torch.bool:
             shown = kind(found) if isinstance(found, torch.Tensor) else repr(found)
             raise TypeError(
-                f"{self.name}: cond_fun must return a boolean scalar, but returned {shown}."
+                f"{self.name}: cond_fun must return a boolean scalar (True, False, or a bool "
+                f"tensor without dims), but returned {shown}. Write a comparison, such as x != 0."
             )
-        return found if found.dtype == torch.bool else found != 0
+        return found
 
     def first(self, carry: Sequence[torch.Tensor]) -> Parts:
-        return take_apart(self._body(self.tree.build(carry)), "carry")
+        return take_apart(self._body(carry), "carry")
 
     def body(self, carry: Sequence[torch.Tensor]) -> Tensors:
         return carried(self.name, self.tree, list(carry), self.first(carry))
+
+    def check_unused(self, carry: Tensors, around: Surroundings) -> None:
+        """Raise what a body would raise that no step has run."""
+        with around.restored(torch.tensor(0)):
+            found = without_values(lambda: self.first(carry))
+        self._body.raise_refused()
+        if found is not None:
+            carried(self.name, self.tree, carry, found)
 
 
 def _run(name: str, test: Callable[..., Any], body: Callable[..., Any], init: Any) -> Any:
@@ -220,7 +229,7 @@ def _with_weak_carry(loop: _Loop, init: Parts, around: Surroundings) -> Tensors:
 
 def _in_python(loop: _Loop, init: Parts) -> Tensors:
     around = Surroundings()
-    carry = [x.clone() for x in _with_weak_carry(loop, init, around)]
+    carry = _with_weak_carry(loop, init, around)
     number = 0
     levels: frozenset[int] = frozenset()
     while True:
@@ -231,11 +240,19 @@ def _in_python(loop: _Loop, init: Parts) -> Tensors:
             break
         levels = batched_levels(goes_on)
         with axis_stack.parting(levels, loop.name), around.restored(torch.tensor(number)):
-            after = loop.body([x.clone() for x in carry] if levels else carry)
+            after = loop.body(carry)
         if levels:
             after = [torch.where(goes_on, new, old) for new, old in zip(after, carry, strict=True)]
         carry, number = after, number + 1
+    if not number:
+        loop.check_unused(carry, around)
     return list(_NoReverse.apply(loop.name, *carry)) if carry else carry
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """A tangent of 0, for values that have one."""
+    zeros = torch.zeros(shape, dtype=dtype, device=device)
+    return zeros if is_inexact(zeros) else None
 
 
 class _NoReverse(torch.autograd.Function):
@@ -248,7 +265,7 @@ class _NoReverse(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.name, *tensors = inputs
-        ctx.dtypes = [x.dtype for x in tensors]
+        ctx.like = [(x.shape, x.dtype, x.device) for x in tensors]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in output if not is_inexact(x)))
 
@@ -261,10 +278,11 @@ class _NoReverse(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _name: None, *tangents: torch.Tensor | None) -> Any:
         with set_forward_grad(True):
-            # under vmap, torch (2.13) gives 0.5 * x of a number x a tangent of float64
+            # under vmap, torch (2.13) gives 0.5 * x of a number x a tangent of float64, and fails
+            # for a value without a tangent
             return tuple(
-                None if x is None else x.to(dtype, copy=True)
-                for x, dtype in zip(tangents, ctx.dtypes, strict=True)
+                _zeros(*like) if x is None else x.to(like[1], copy=True)
+                for x, like in zip(tangents, ctx.like, strict=True)
             )
 
     @staticmethod
@@ -273,12 +291,11 @@ class _NoReverse(torch.autograd.Function):
 
 
 def _staged(loop: _Loop, init: Parts) -> Tensors:
-    around, writes = Surroundings(), Writes()
+    around = Surroundings()
 
-    def once(init: Parts) -> tuple[Tensors, Tensors, int]:
-        start = replace(init, tensors=[x.clone() for x in init.tensors])
-        carry = _with_weak_carry(loop, start, around)
-        with around.restored(torch.tensor(0)), writes.noted(carry):
+    def once(start: Tensors) -> tuple[Tensors, Tensors, int]:
+        carry = _with_weak_carry(loop, replace(init, tensors=start), around)
+        with around.restored(torch.tensor(0)):
             deciding = axes_of(loop.test(carry))
             after = [varied(x, deciding) for x in loop.body(carry)]
             return carry, after, around.draws()
@@ -295,7 +312,7 @@ def _staged(loop: _Loop, init: Parts) -> Tensors:
     def test(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         def run() -> torch.Tensor:
             with around.restored():
-                return loop.test(writes.private(tensors[num_constants + skipped :]))
+                return loop.test(tensors[num_constants + skipped :])
 
         return with_closures(run, closures, tensors[: len(closures)])
 
@@ -304,7 +321,7 @@ def _staged(loop: _Loop, init: Parts) -> Tensors:
 
         def run() -> Tensors:
             with around.restored(numbers[0] if skipped else None):
-                return loop.body(writes.private(tensors[num_constants + skipped :]))
+                return loop.body(tensors[num_constants + skipped :])
 
         after = with_closures(run, closures, tensors[: len(closures)])
         return [*(k + 1 for k in numbers), *after]

@@ -8,8 +8,14 @@ from typing import Any
 import torch
 
 from torchpmap._base.errors import lost_write
-from torchpmap._base.torch_internals import OpOverload, written_values
+from torchpmap._base.torch_internals import (
+    OpOverload,
+    outside_modes,
+    outside_transforms,
+    written_values,
+)
 from torchpmap._trace.capture import Capture
+from torchpmap._trace.inner import kind_of_node, storages
 
 _aten = torch.ops.aten
 
@@ -32,7 +38,7 @@ def order_placeholders(graph: torch.fx.GraphModule, captured: Sequence[torch.fx.
         index.append(node)
 
 
-def _written_storages(graph: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
+def written_storages(graph: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
     """Storage -> first node that writes to it."""
     written: dict[int, torch.fx.Node] = {}
     for node in graph.graph.nodes:
@@ -49,7 +55,7 @@ def refuse_lost_writes(graph: torch.fx.GraphModule, capture: Capture) -> None:
         if not held.same():
             held.restore()
             raise RuntimeError(lost_write(real, " (.numpy())"))
-    written = _written_storages(graph)
+    written = written_storages(graph)
     for node, real in zip(capture.nodes, capture.captured, strict=True):
         writer = written.get(node.meta["val"].untyped_storage()._cdata)
         if writer is not None:
@@ -78,7 +84,7 @@ def protect_inputs(graph: torch.fx.GraphModule) -> bool:
     returns whether there are any.
     """
     found = False
-    written = _written_storages(graph)
+    written = written_storages(graph)
     placeholders = _placeholders(graph)
     last = placeholders[-1]
     for node in placeholders:
@@ -119,6 +125,56 @@ def drop_in_place_views(graph: torch.fx.GraphModule) -> None:
         view = _IN_PLACE.get(node.target)
         if view is not None and len(node.args[0].users) == 1:
             node.target = view
+
+
+def drop_copies(module: torch.fx.GraphModule) -> None:
+    """Take out the copies that nothing needs.
+
+    One is needed if it or its source is written to, if its strides are others, or if both are to
+    have memory of their own: inputs, constants, results, and operands of loops and branches.
+    """
+    nodes = list(module.graph.nodes)
+    alone: set[int] = set()
+    for node in nodes:
+        if node.op in ("placeholder", "get_attr"):
+            alone |= storages(node)
+        elif node.op == "output" or kind_of_node(node):
+            alone |= {place for source in node.all_input_nodes for place in storages(source)}
+    written = written_storages(module)
+    for node in nodes:
+        if node.target is not _aten.clone.default:
+            continue
+        source = node.all_input_nodes[0]
+        copy, original = node.meta["val"], source.meta["val"]
+        ((own,), (other,)) = storages(node), storages(source)
+        is_alike = (
+            copy.stride() == original.stride()
+            and copy.is_conj() == original.is_conj()
+            and copy.is_neg() == original.is_neg()
+        )
+        if not is_alike or own in written or other in written:
+            continue
+        if own in alone and other in alone:
+            continue
+        if own in alone:
+            alone.add(other)
+        node.replace_all_uses_with(source)
+        module.graph.erase_node(node)
+        _share(source, own, other)
+
+
+def _share(source: torch.fx.Node, before: int, now: int) -> None:
+    """Let the views of a node have its memory, that had the memory of a copy of it."""
+    for node in source.users:
+        if before != now and before in storages(node):
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _value)
+            with outside_modes(), outside_transforms():
+                node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+            _share(node, before, now)
+
+
+def _value(node: torch.fx.Node) -> Any:
+    return node.meta["val"]
 
 
 def drop_unused_index(graph: torch.fx.GraphModule) -> bool:

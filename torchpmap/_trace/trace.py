@@ -61,6 +61,7 @@ from torchpmap._trace.chunks import chunk
 from torchpmap._trace.loop_report import Loop, in_chunks, loops_of
 from torchpmap._trace.partition import Halves, split
 from torchpmap._trace.passes import (
+    drop_copies,
     drop_detaches,
     drop_in_place_views,
     drop_unused_index,
@@ -264,6 +265,7 @@ def trace(
     writes_inputs = protect_inputs(graph)
     drop_detaches(graph)
     drop_in_place_views(graph)
+    drop_copies(graph)
     uses_index = drop_unused_index(graph)
     if (record.regions or split_at is not None) and writes(graph):
         graph = without_writes(graph, record)

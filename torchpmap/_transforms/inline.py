@@ -23,14 +23,12 @@ import torch
 
 from torchpmap._base.ambient import ambient, applied
 from torchpmap._base.errors import kind_of, lost_write
+from torchpmap._base.refuse_writes import RefuseWrites
 from torchpmap._base.torch_errors import is_limit_of_vmap
 from torchpmap._base.torch_internals import (
-    TorchDispatchMode,
-    gives_views,
     innermost,
     is_wrapped,
     outside_transforms,
-    written_values,
 )
 from torchpmap._layout.axis_stack import Axis
 from torchpmap._layout.grid import Cut, dim_of
@@ -120,7 +118,7 @@ def _run_rows(program: Program | BlockProgram, leaves: Sequence[Any], prefix: st
 def _as_lanes(program: Program | BlockProgram, blocks: Sequence[torch.Tensor]) -> Outcome:
     try:
         # single-threaded: axes are bound per thread
-        with torch.autograd.set_multithreading_enabled(False), KeepCaptured(blocks):
+        with torch.autograd.set_multithreading_enabled(False), keep_captured(blocks):
             return program.run(blocks, None)
     except Exception as error:
         if is_limit_of_vmap(error):
@@ -180,7 +178,7 @@ def _one_by_one(parts: _Rows | _Blocks, values: Sequence[torch.Tensor], prefix: 
 
     def run_part(number: int, axis: Axis) -> Outcome:
         mine = [x.detach().clone() for x in parts.own(values, number)]
-        with KeepCaptured(mine):
+        with keep_captured(mine):
             return program.run(mine, axis)
 
     leaves = parameters(program.fun)
@@ -251,31 +249,10 @@ def _largest(check: torch.Tensor) -> float:
     return float(innermost(check).max())
 
 
-class KeepCaptured(TorchDispatchMode):
-    """Refuses an in-place write, before it happens, to a tensor that was made before the call."""
+def keep_captured(own: Sequence[torch.Tensor]) -> RefuseWrites:
+    """A block that may write in place to its own tensors, but to none that was made before."""
 
-    def __init__(self, blocks: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._inside: set[int] = set()
-        for block in blocks:
-            self._note(block)
+    def refuse(tensor: torch.Tensor, operation: str) -> Exception:
+        return RuntimeError(lost_write(tensor, f" ({operation})"))
 
-    def _note(self, value: Any) -> None:
-        value = innermost(value)
-        for tensor in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(tensor, torch.Tensor) and type(tensor) is not ShardedTensor:
-                self._inside.add(tensor.untyped_storage()._cdata)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for tensor in written_values(func, args, kwargs):
-            if (
-                isinstance(tensor, torch.Tensor)
-                and type(tensor) is not ShardedTensor
-                and tensor.untyped_storage()._cdata not in self._inside
-            ):
-                raise RuntimeError(lost_write(tensor, f" ({func})"))
-        result = func(*args, **kwargs)
-        if not gives_views(func):  # which need no note: they have the storage of their base
-            self._note(result)
-        return result
+    return RefuseWrites(own, refuse)

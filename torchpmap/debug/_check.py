@@ -31,7 +31,7 @@ from torchpmap._trace.program import unequal_results
 from torchpmap._trace.transform_rules import TransformRules
 from torchpmap._transforms.arguments import Options, RowArguments, split_statics
 from torchpmap._transforms.call import Static
-from torchpmap._transforms.inline import KeepCaptured
+from torchpmap._transforms.inline import keep_captured
 from torchpmap._transforms.pmap import Pmapped
 from torchpmap._transforms.row_preparation import RowPreparation
 from torchpmap._transforms.rows import run_rows
@@ -308,7 +308,7 @@ def _serial_row(problem: _Problem, key: torch.Tensor, row: int, axis: Axis) -> _
         bind(axis),
         random_numbers,
         TransformRules(),
-        KeepCaptured([leaf for leaf in given if isinstance(leaf, torch.Tensor)]),
+        keep_captured([leaf for leaf in given if isinstance(leaf, torch.Tensor)]),
     ):
         returned = problem.fun(*args, **kwargs)
     values, structure = flatten(returned)
