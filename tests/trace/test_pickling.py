@@ -156,6 +156,19 @@ def there_and_back_of(value):
     return pickle.loads(pickled_function(lambda: value, "f()"))[0]()
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.uint16, torch.uint32, torch.uint64, torch.float8_e5m2, torch.float8_e4m3fn, torch.int16],
+)
+def test_tensors_of_every_dtype_travel(dtype):
+    whole = torch.arange(6).to(torch.int16).to(dtype)
+    odd, part, empty = whole[1::2], whole[2:], whole[:0].clone()
+    values = there_and_back_of((whole, odd, part, empty))
+    for got, expected in zip(values, (whole, odd, part, empty), strict=True):
+        assert (got.dtype, got.stride()) == (expected.dtype, expected.stride())
+        assert got.double().tolist() == expected.double().tolist()
+
+
 def test_another_process_can_load_it():
     scale = torch.tensor(3.0)
     packed = pickled_function(lambda x: torch.ops.aten.mul.Tensor(x, scale), "f()")

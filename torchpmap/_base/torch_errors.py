@@ -11,7 +11,7 @@ _LIMIT_OF_VMAP = re.compile(
 _NEEDS_A_VALUE = re.compile(
     r"trying to get value out of a tracing tensor|data-dependent|[Cc]annot access data pointer of "
     r"Tensor|numpy\(\) is not supported for tensor subclasses|\.tolist\(\) is not supported for "
-    r"tensor subclasses"
+    r"tensor subclasses|its data is not allocated yet"
 )
 
 

@@ -166,9 +166,14 @@ def is_transformed() -> bool:
     return has_transforms() or forward_ad._current_level >= 0
 
 
-def nested_jvp() -> AbstractContextManager[Any]:
+@contextmanager
+def nested_jvp() -> Iterator[None]:
     """As ``jvp_level``, without a new level among the function transforms."""
-    return patch.object(eager_transforms, "JVP_NESTING", 1)
+    eager_transforms.JVP_NESTING += 1  # as torch does, so that threads may end in any order
+    try:
+        yield
+    finally:
+        eager_transforms.JVP_NESTING -= 1
 
 
 # -- modes -----------------------------------------------------------------------------------------

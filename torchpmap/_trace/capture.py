@@ -19,6 +19,7 @@ from torchpmap._base.ambient import Unchanged
 from torchpmap._base.contents import Contents, ReadProperty
 from torchpmap._base.errors import lost_write
 from torchpmap._base.pytree import tree_map, tree_map_only
+from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
     ENTRIES,
@@ -26,6 +27,7 @@ from torchpmap._base.torch_internals import (
     FakeTensor,
     OpOverload,
     TorchDispatchMode,
+    innermost,
     is_wrapped,
     no_torch_dispatch,
     outside_modes,
@@ -259,6 +261,8 @@ class KeepData(TorchFunctionMode):
             self._capture.note(func, args[0], args[1:], kwargs, answer)
             return answer
         accessor = func.__name__ in ("__get__", "__set__") and func.__self__ is torch.Tensor.data
+        if accessor and func.__name__ == "__set__" and isinstance(innermost(args[0]), FakeTensor):
+            return self._set_data(*args)
         if not (accessor or func in _READERS) or not _is_users(args[0]):
             return func(*args, **kwargs)
         if not accessor:
@@ -268,6 +272,26 @@ class KeepData(TorchFunctionMode):
         if func.__name__ == "__set__":
             raise RuntimeError(lost_write(args[0], " (.data)"))
         return args[0].detach()
+
+    def _set_data(self, tensor: Any, value: Any) -> None:
+        """``tensor.data = value`` of a traced tensor: it is another value in the graph from now
+        on.
+        """
+        from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot
+
+        mode = tracing_mode()
+        value = value.detach()
+        slots: list[Any] = [
+            None if mode is None or is_wrapped(x) else get_proxy_slot(x, mode.tracer, None)
+            for x in (tensor, value)
+        ]
+        if mode is None or None in slots:
+            raise NotImplementedError(
+                f"at {users_line()}: `x.data = ...` of a tensor that comes from outside of a "
+                "transform or a loop, or that one traces. Use x.data.copy_(...), or a new tensor."
+            )
+        tensor.data = value
+        set_proxy_slot(tensor, mode.tracer, slots[1])
 
 
 _READERS = (
@@ -314,8 +338,8 @@ class Substitute(TorchFunctionMode):
 
     Unlike ``Capture`` it works above functorch and autograd, so transforms around the function may
     trace the replacements.  Tensors that enter or leave a transform, or enter an autograd.Function,
-    inside the function pass no torch function, so the functions of torch that take them are patched
-    meanwhile.  Only one thread traces at a time; other threads get torch's own functions.
+    inside the function pass no torch function, so the functions of torch that take them are
+    replaced meanwhile.  In other threads these do as torch's own.
     """
 
     def __init__(
@@ -326,39 +350,18 @@ class Substitute(TorchFunctionMode):
         """``at_doors``: instead of ``find``, for what enters or leaves a transform inside."""
         super().__init__()
         self.find = find
-        self._at_doors = at_doors or find
-        self._undo = contextlib.ExitStack()
-        self._thread = -1
+        self.at_doors = at_doors or find
 
     def __enter__(self) -> Self:
-        for module, name in (*ENTRIES, *EXITS):
-            through = getattr(module, name)
-            self._replace(module, name, self._first_found(through, (module, name) in ENTRIES))
-        self._replace(*function_entry(self._found))
-        self._thread = threading.get_ident()
+        _doors.__enter__()
+        _here.entered.append(self)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._undo.close()
-
-    def _replace(self, module: Any, name: str, replacement: Any) -> None:
-        self._undo.callback(setattr, module, name, getattr(module, name))
-        setattr(module, name, replacement)
-
-    def _found(self, value: Any) -> Any:
-        here = isinstance(value, torch.Tensor) and threading.get_ident() == self._thread
-        return self._at_doors(value) if here else value
-
-    def _first_found(self, through: Callable[..., Any], enters: bool) -> Callable[..., Any]:
-        def found(value: Any, *args: Any) -> Any:
-            result = through(self._found(value), *args)
-            if enters:
-                self.wrapped(result)
-            return result
-
-        return found
+        _here.entered.remove(self)
+        _doors.__exit__()
 
     def wrapped(self, tensor: Any) -> None:
         """Hear of a tensor as a transform in the block hands it to its function."""
@@ -366,6 +369,43 @@ class Substitute(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self.find, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.entered: list[Substitute] = []
+        """Those of this thread, the innermost last."""
+
+
+_here = _Here()
+
+
+def _found(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        for each in reversed(_here.entered):
+            value = each.at_doors(value)
+    return value
+
+
+def _door(own: Callable[..., Any], enters: bool) -> Callable[..., Any]:
+    def through(value: Any, *args: Any) -> Any:
+        result = own(_found(value), *args)
+        if enters:
+            for each in _here.entered:
+                each.wrapped(result)
+        return result
+
+    return through
+
+
+_module, _name, _entry = function_entry(_found)
+_doors = Replaced(
+    [
+        *(Replacement(*place, functools.partial(_door, enters=True)) for place in ENTRIES),
+        *(Replacement(*place, functools.partial(_door, enters=False)) for place in EXITS),
+        Replacement(_module, _name, lambda own: _entry),
+    ]
+)
 
 
 def _goes_to_a_device(device: Any) -> bool:

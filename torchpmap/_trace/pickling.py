@@ -94,6 +94,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return importlib.import_module, (obj.__name__,)
         if isinstance(obj, memoryview):
             return _viewed, _memory(obj)
+        if isinstance(obj, torch.UntypedStorage):  # of uint16 and others, which its own cannot do
+            return _filled, _bytes(obj)
         if self._with_grads and isinstance(obj, torch.Tensor) and obj.is_leaf:
             return _with_grad, (*obj.__reduce_ex__(2)[:2], obj.grad)
         inner = _inside(obj) if callable(obj) else None
@@ -249,6 +251,19 @@ def _memory(view: memoryview) -> tuple[Any, ...]:
 def _viewed(data: bytes | bytearray, format: Any, shape: Any) -> memoryview:
     view = memoryview(data)
     return view if not shape or 0 in shape else view.cast(format, shape)
+
+
+def _bytes(storage: torch.UntypedStorage) -> tuple[bytes, str]:
+    """The arguments of ``_filled``."""
+    place = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return place.set_(storage).cpu().numpy().tobytes(), str(storage.device)
+
+
+def _filled(data: bytes, device: str) -> torch.TypedStorage:
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+    storage = values.to(device).untyped_storage()
+    # torch's function that makes the tensor expects one of this class
+    return torch.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
 
 
 def _same(value: Any) -> Any:

@@ -22,6 +22,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.fx import GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
 
+from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.torch_internals import (
     OpOverload,
     TorchDispatchMode,
@@ -130,16 +131,9 @@ def _made() -> Iterator[list[Node]]:
 
 
 # torch 2.13 has no way to replace what a checkpoint does, and scripts import ``checkpoint`` by
-# name: so the two names that it looks up in its module are replaced.  Outside of mapped functions
-# the replacements call torch's own.
+# name: so the two names that it looks up in its module are replaced while a mapped function runs.
+# Where no mapped function runs in the calling thread, the replacements call torch's own.
 _own_function = torch_checkpoint.CheckpointFunction
-
-
-def install() -> None:
-    """Let mapped functions use the checkpoints of this module."""
-    module: Any = torch_checkpoint
-    setattr(module, *_REPLACED)
-    module.CheckpointFunction = _Reentrant
 
 
 class _Reentrant(_own_function):
@@ -172,7 +166,15 @@ def _bracket(own: Callable[..., Generator[None]], context_fn: Callable[[], Any])
     return own(context_fn=contexts, debug=False)
 
 
-_REPLACED = checkpoint_bracket(_bracket)
+_BRACKET_NAME, _replacement = checkpoint_bracket(_bracket)
+
+checkpoints_replaced = Replaced(
+    [
+        Replacement(torch_checkpoint, _BRACKET_NAME, lambda own: _replacement),
+        Replacement(torch_checkpoint, "CheckpointFunction", lambda own: _Reentrant),
+    ]
+)
+"""A block in which mapped functions use the checkpoints of this module."""
 
 
 def _traced(record: Record, context_fn: Callable[[], Any]) -> Generator[None]:
@@ -238,11 +240,12 @@ class _Again:
             if region.first <= number < region.end and node in order and node not in own
         ]
         backward.sort(key=order.__getitem__)
+        inside = own.union(backward)
         pending = [source for node in backward for source in node.all_input_nodes]
         wanted: set[Node] = set()
         while pending:
             node = pending.pop()
-            if node in own and node not in wanted and not self._is_at_hand(node, own, backward):
+            if node in own and node not in wanted and not self._is_at_hand(node, inside):
                 wanted.add(node)
                 pending += node.all_input_nodes
         if not wanted:
@@ -255,11 +258,13 @@ class _Again:
         for inner in reversed(region.inside):
             self.run(inner, {copies[node] for node in inner.nodes if node in copies})
 
-    def _is_at_hand(self, node: Node, own: set[Node], backward: Sequence[Node]) -> bool:
-        """Whether a node is kept for another reader, must be saved, or has an effect."""
+    def _is_at_hand(self, node: Node, inside: set[Node]) -> bool:
+        """Whether a node is kept for a reader that is not ``inside``, the region or its backward
+        pass, must be saved, or has an effect.
+        """
         if node.meta.get("recompute") in _SAVED or _has_effect(node):
             return True
-        others = [user for user in node.users if user not in own and user not in set(backward)]
+        others = [user for user in node.users if user not in inside]
         return any(
             not self._split if user.op == "output" else user in self._late for user in others
         )

@@ -77,6 +77,7 @@ from torchpmap._trace.passes import (
 from torchpmap._trace.remat import Record, rematerialize, without_writes, writes
 from torchpmap._trace.repetition import Repeated, repeated
 from torchpmap._trace.replication import Demand, Replication
+from torchpmap._trace.seeds import generator_kept
 from torchpmap._trace.toolchain import import_dynamo
 from torchpmap._trace.unread import drop_unread
 from torchpmap.random._threefry import whole
@@ -240,6 +241,7 @@ def trace(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_lock)
+        stack.enter_context(generator_kept())
         stack.enter_context(_no_transforms())
         stack.enter_context(_ambient(device))
         arguments = [_fake(fake_mode, (), torch.int64, device)]

@@ -11,7 +11,8 @@ and each row selects its own, as in JAX.
 
 *Indexing with a traced number*: see ``_trace/indexing``.
 
-``one_hot`` asks for the largest value under transforms.
+``one_hot`` asks for the largest value under transforms, and ``torch.tensor([x, y])`` for the values
+of ``x`` and ``y``.
 
 *Recurrent layers under* ``vmap``: torch has no batching rules for them.  They are decomposed, as
 torch does it elsewhere.  With dropout their layers are called one by one, because torch's layers
@@ -30,6 +31,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchpmap._base.pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torchpmap._base.replaced import Replaced, Replacement
+from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
     OPDEFS,
     VF,
@@ -47,16 +50,24 @@ from torchpmap._base.torch_internals import (
     without_onednn,
 )
 from torchpmap._trace.indexing import traced_indexing
-from torchpmap._trace.remat import install as install_checkpoints
+from torchpmap._trace.remat import checkpoints_replaced
+from torchpmap._trace.seeds import seeds_refused
 from torchpmap._trace.traced_views import traced_views
+from torchpmap.random._streams import are_active
 
 
 class TransformRules(TorchFunctionMode):
     """While it is entered, the rules here are in force."""
 
     def __enter__(self) -> Self:
-        install_checkpoints()
+        for each in _REPLACED:
+            each.__enter__()
         return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for each in reversed(_REPLACED):
+            each.__exit__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -76,12 +87,19 @@ class TransformRules(TorchFunctionMode):
             return indexing()
         if func is torch.nn.functional.one_hot:
             return _one_hot(*args, **kwargs)
+        if func in _OF_VALUES and args and isinstance(args[0], list | tuple):
+            joined = _joined(func, *args, **kwargs)
+            if joined is not None:
+                return joined
         decomposed = _recurrent(func, args)
         if decomposed is not None:
             with self:
                 return decomposed(*args, **kwargs)
         if not has_transforms():
             return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _REARRANGING and args:
+            _refuse_batched(name, args[0])
         if func is torch.ops.higher_order.cond:
             return _cond(*args, **kwargs)
         definition = _definition(func)
@@ -90,6 +108,40 @@ class TransformRules(TorchFunctionMode):
         with self:  # what the rules call, and the same operation under the other transforms
             return _apply(definition, args, kwargs)
 
+
+_REARRANGING = {
+    "resize_": "x.flatten()[:n].reshape(shape)",
+    "resize_as_": "x.flatten()[:n].reshape(shape)",
+    "as_strided_": "x.as_strided(...), or a view such as x[:n]",
+    "set_": "the other tensor itself, or x.copy_(other)",
+}
+"""Names of functions that change where a tensor lies in memory, which vmap gets wrong, and what to
+use instead.
+"""
+
+
+def _refuse_batched(name: str, tensor: Any) -> None:
+    if _is_batched(tensor):
+        raise NotImplementedError(
+            f"at {users_line()}: {name} under vmap (or where several rows share a device) would "
+            f"mix the rows. Use {_REARRANGING[name]}."
+        )
+
+
+def _checked(own: Any) -> Any:
+    def set_(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if are_active():
+            _refuse_batched("set_", x)
+        return own(x, *args, **kwargs)
+
+    return set_
+
+
+_REPLACED = (
+    checkpoints_replaced,
+    seeds_refused,
+    Replaced([Replacement(torch.Tensor, "set_", _checked)]),  # modes do not see it
+)
 
 _VALUELESS = frozenset(
     ("__get__", "untyped_storage", "size", "stride", "dim", "numel", "storage_offset", "__len__")
@@ -102,11 +154,46 @@ _VALUELESS = frozenset(
 
 def _one_hot(input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """As torch does it where values are not known, which it forgets to under transforms."""
-    is_known = not any(isinstance(x, FakeTensor) or is_wrapped(x) for x in layers(input))
-    if is_known or num_classes < 1 or input.dtype != torch.int64:
+    if not _is_unknown(input) or num_classes < 1 or input.dtype != torch.int64:
         return torch.nn.functional.one_hot(input, num_classes)  # which may raise
     classes = torch.arange(num_classes, device=input.device)
     return torch.eq(input.unsqueeze(-1), classes).to(torch.int64)
+
+
+# -- torch.tensor ----------------------------------------------------------------------------------
+
+_OF_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
+
+
+def _joined(func: Any, data: Any, dtype: Any = None, device: Any = None, **named: Any) -> Any:
+    """``torch.tensor([x, 2 * x])`` of numbers that have no values; None if there are none."""
+    leaves = _numbers(data)
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    if not any(map(_is_unknown, tensors)) or any(x.dim() for x in tensors):
+        return None
+    kinds = [x.dtype if isinstance(x, torch.Tensor) else torch.tensor(x).dtype for x in leaves]
+    dtype = dtype or functools.reduce(torch.promote_types, kinds)
+    if any(not torch.can_cast(kind, dtype) for kind in kinds):
+        return None  # torch raises
+    place = device or tensors[0].device
+
+    def whole(part: Any) -> torch.Tensor:
+        if isinstance(part, list | tuple):
+            return torch.stack([whole(each) for each in part])
+        return torch.as_tensor(part, dtype=dtype, device=place).detach()
+
+    joined = whole(data)
+    return joined.requires_grad_() if named.get("requires_grad") else joined
+
+
+def _numbers(data: Any) -> list[Any]:
+    if not isinstance(data, list | tuple):
+        return [data]
+    return [leaf for part in data for leaf in _numbers(part)]
+
+
+def _is_unknown(tensor: torch.Tensor) -> bool:
+    return any(isinstance(x, FakeTensor) or is_wrapped(x) for x in layers(tensor))
 
 
 # -- torch.cond ------------------------------------------------------------------------------------
@@ -120,8 +207,8 @@ def _cond(condition: Any, on_true: Any, on_false: Any, operands: Any) -> Any:
     return tree_map(lambda yes, no: torch.where(condition, yes, no), chosen, other)
 
 
-def _is_batched(tensor: torch.Tensor) -> bool:
-    return any(map(is_vmap_wrapper, layers(tensor)))
+def _is_batched(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and any(map(is_vmap_wrapper, layers(tensor)))
 
 
 # -- recurrent layers ------------------------------------------------------------------------------

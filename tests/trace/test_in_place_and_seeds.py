@@ -1,0 +1,283 @@
+"""Covers: ``x.data = ...`` of traced tensors, functions that move a tensor in memory, seeds inside
+mapped functions, ``torch.tensor`` of traced numbers, and what is replaced in other modules while a
+mapped function runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from _support import EAGER
+
+import torchpmap as tp
+from torchpmap._base.replaced import Replaced, Replacement
+from torchpmap._trace.capture import Substitute
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+X = torch.arange(24.0).reshape(4, 3, 2) + 1
+
+
+# -- x.data = ... ----------------------------------------------------------------------------------
+
+
+def stepped(x: Any) -> Any:
+    w = x.clone().requires_grad_()
+    (w * w).sum().backward()
+    w.data = w.data - 0.1 * w.grad
+    (w * w * w).sum().backward()
+    return w.detach(), w.grad
+
+
+def of_another_shape(x: Any) -> Any:
+    y = x * 1
+    y.data = y.data[:2]
+    return y * 2, y
+
+
+def shared(x: Any) -> Any:
+    y, z = x * 1, x + 1
+    y.data = z
+    z.add_(1)
+    y.mul_(2)
+    return y, z
+
+
+def of_a_constant(x: Any) -> Any:
+    y = x * 1
+    y.data = torch.ones(3, 2) * 2
+    return y + x, y
+
+
+def in_a_body(x: Any) -> Any:
+    def body(i: Any, c: Any) -> Any:
+        y = c * 1
+        y.data = c * 2
+        return c + y
+
+    return tp.fori_loop(0, 3, body, x), x
+
+
+@pytest.mark.parametrize("f", [stepped, of_another_shape, shared, of_a_constant, in_a_body])
+def test_data_of_a_traced_tensor(f: Callable[[Any], Any], mode: Any) -> None:
+    want = [torch.stack(each) for each in zip(*(f(row.clone()) for row in X), strict=True)]
+    for got, expected in zip(tp.pmap(f, compile=mode)(X), want, strict=True):
+        torch.testing.assert_close(got.cpu(), expected)
+
+
+def test_data_of_a_tensor_from_outside_of_a_loop() -> None:
+    def f(x: Any) -> Any:
+        y = x * 1
+
+        def body(i: Any, c: Any) -> Any:
+            y.data = c
+            return c + y
+
+        return tp.fori_loop(0, 3, body, x)
+
+    with pytest.raises(NotImplementedError, match=r"x.data = .*Use x.data.copy_"):
+        tp.pmap(f, compile=EAGER)(X)
+
+
+# -- functions that move a tensor in memory --------------------------------------------------------
+
+MOVES: dict[str, Callable[[Any], Any]] = {
+    "resize_": lambda x: x.resize_(2, 2),
+    "resize_as_": lambda x: x.resize_as_(torch.zeros(2, 2)),
+    "as_strided_": lambda x: x.as_strided_((2, 2), (2, 1)),
+    "set_": lambda x: x.set_(x * 2),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_moves(name: str) -> None:
+    def f(x: Any) -> Any:
+        return MOVES[name](x.clone())
+
+    want = torch.stack([f(row) for row in X])
+    for mode in (EAGER, False):
+        torch.testing.assert_close(tp.pmap(f, compile=mode)(X).cpu(), want)
+        with pytest.raises(NotImplementedError, match=rf"{name} under vmap .* mix the rows. Use "):
+            tp.pmap(f, compile=mode)(torch.cat([X, X]))
+
+
+@pytest.mark.parametrize("name", ["t_", "transpose_", "unsqueeze_", "squeeze_", "swapaxes_"])
+def test_other_changes_of_shape(name: str) -> None:
+    arguments = {"t_": (), "unsqueeze_": (0,), "squeeze_": (0,)}.get(name, (0, 1))
+
+    def f(x: Any) -> Any:
+        x = x[:1].clone()
+        getattr(x, name)(*arguments).mul_(2)
+        return x
+
+    want = torch.stack([f(row) for row in X])
+    for mode in (EAGER, False):
+        for rows in (1, 2):
+            got = tp.pmap(f, compile=mode)(torch.cat([X] * rows))
+            torch.testing.assert_close(got.cpu(), torch.cat([want] * rows))
+
+
+# -- seeds -----------------------------------------------------------------------------------------
+
+
+def forked(x: Any) -> Any:
+    with torch.random.fork_rng():
+        return x + torch.rand(())
+
+
+def restored(x: Any) -> Any:
+    torch.set_rng_state(torch.get_rng_state())
+    return x
+
+
+SEEDS: dict[str, Callable[[Any], Any]] = {
+    "torch.manual_seed": lambda x: (torch.manual_seed(0), x)[1],
+    "torch.seed": lambda x: (torch.seed(), x)[1],
+    "torch.fork_rng": forked,
+    "torch.set_rng_state": restored,
+    "torch.manual_seed_all": lambda x: (torch.cuda.manual_seed_all(0), x)[1],
+}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_seeds_inside_are_refused(name: str, mode: Any) -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(NotImplementedError, match=rf"{name} inside a mapped .* before the mapped"):
+        tp.pmap(SEEDS[name], compile=mode)(X)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(0)  # as before, outside
+
+
+def test_a_generator_that_is_seeded_by_its_method() -> None:
+    def f(x: Any) -> Any:
+        torch.default_generator.manual_seed(123)
+        return x
+
+    before = torch.get_rng_state()
+    with pytest.raises(NotImplementedError, match="default_generator was seeded inside a mapped"):
+        tp.pmap(f, compile=EAGER)(X)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# -- torch.tensor of traced numbers ----------------------------------------------------------------
+
+
+def listed(x: Any) -> Any:
+    a, b = x[0, 0], x[1, 1]
+    return (
+        torch.tensor([a, 2 * b, 3.0]),
+        torch.tensor([[a, 1], [b, 2]], dtype=torch.float64),
+        torch.as_tensor([a, b]),
+        torch.tensor((a.long(), 2, True)),
+    )
+
+
+def test_tensors_of_traced_numbers(mode: Any) -> None:
+    want = [torch.stack(each) for each in zip(*map(listed, X), strict=True)]
+    for rows in (1, 2):
+        for got, expected in zip(
+            tp.pmap(listed, compile=mode)(torch.cat([X] * rows)), want, strict=True
+        ):
+            assert got.dtype == expected.dtype
+            torch.testing.assert_close(got.cpu(), torch.cat([expected] * rows))
+
+
+def test_tensors_of_traced_numbers_are_constants_for_gradients() -> None:
+    def loss(x: Any) -> Any:
+        return (torch.tensor([x[0, 0], x[1, 1]]) * x[2]).sum()
+
+    got = tp.pmap(tp.grad(loss), compile=EAGER)(X)
+    expected = torch.zeros_like(X)
+    expected[:, 2, 0], expected[:, 2, 1] = X[:, 0, 0], X[:, 1, 1]
+    torch.testing.assert_close(got.cpu(), expected)
+
+
+def test_other_makers_run_uncompiled() -> None:
+    for f in (
+        lambda x: torch.Tensor([x[0, 0], x[0, 1]]),
+        lambda x: torch.full((2,), x[0, 0]),
+        lambda x: x.new_tensor([x[0, 0]]),
+    ):
+        with pytest.warns(UserWarning, match="running without tracing"):
+            got = tp.pmap(f, compile=EAGER)(X)
+        torch.testing.assert_close(got.cpu(), torch.stack([f(row) for row in X]))
+
+
+# -- what is replaced meanwhile --------------------------------------------------------------------
+
+
+def test_nothing_stays_replaced() -> None:
+    names = [
+        (torch, "manual_seed"),
+        (torch.utils.checkpoint, "CheckpointFunction"),
+        (torch._functorch.eager_transforms, "_wrap_for_grad"),
+        (torch._functorch.vmap, "_add_batch_dim"),
+    ]
+    before = [getattr(*name) for name in names]
+    during: list[Any] = []
+
+    def f(x: Any) -> Any:
+        during.extend(getattr(*name) for name in names)
+        return torch.func.grad(lambda y: (y**2).sum())(x)
+
+    tp.pmap(f, compile=EAGER)(X)
+    assert all(a is not b for a, b in zip(before, during, strict=True))
+    assert all(a is getattr(*name) for a, name in zip(before, names, strict=True))
+
+
+def test_blocks_of_two_threads_may_end_in_any_order() -> None:
+    class Module:
+        value = "own"
+
+    replaced = Replaced([Replacement(Module, "value", lambda own: f"not {own}")])
+    entered, go_on = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with replaced:
+            entered.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=other)
+    with replaced:
+        thread.start()
+        entered.wait()
+    assert Module.value == "not own"
+    go_on.set()
+    thread.join()
+    assert Module.value == "own"
+
+
+def test_what_threads_substitute_is_their_own() -> None:
+    def into(value: float) -> Any:
+        tensor = torch.tensor(value)
+        return Substitute(lambda x: x, lambda x: tensor)
+
+    def gradient() -> float:
+        return torch.func.grad(lambda y: y**2)(torch.tensor(1.0)).item()
+
+    entered, go_on = threading.Event(), threading.Event()
+    found: list[float] = []
+
+    def other() -> None:
+        with into(5.0):
+            try:
+                found.append(gradient())
+            finally:
+                entered.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=other)
+    with into(3.0):
+        thread.start()
+        entered.wait()
+        assert gradient() == 3.0  # what leaves a transform is substituted too
+    assert gradient() == 2.0
+    go_on.set()
+    thread.join()
+    assert found == [5.0]
+    assert gradient() == 2.0
