@@ -116,3 +116,110 @@ def test_a_row_that_is_batched_from_outside_is_still_compared() -> None:
     with pytest.raises(ValueError, match="differs between devices"):
         f(torch.arange(8.0))
     assert f(torch.ones(8)).item() == 1
+
+
+LARGE = 2**60
+DIFFERENT: dict[str, torch.Tensor] = {
+    "int64": torch.tensor([LARGE, LARGE + 1]),
+    "uint64": torch.tensor([2**63, 2**63 + 1], dtype=torch.uint64),
+    "uint32": torch.tensor([2**32 - 1, 2**32 - 2], dtype=torch.uint32),
+    "bool": torch.tensor([True, False]),
+    "float16": torch.tensor([1.0, 1.001], dtype=torch.float16),
+    "bfloat16": torch.tensor([1.0, 1.01], dtype=torch.bfloat16),
+    "small": torch.tensor([1e-300, 2e-300], dtype=torch.float64),
+    "nan": torch.tensor([1.0, float("nan")]),
+    "infinities": torch.tensor([float("inf"), -float("inf")]),
+    "imaginary part": torch.tensor([1 + 2j, 1 + 3j]),
+    "beside a nan": torch.tensor([complex(float("nan"), 1), complex(float("nan"), 2)]),
+}
+EQUAL: dict[str, torch.Tensor] = {
+    "int64": torch.tensor([LARGE, LARGE]),
+    "uint64": torch.tensor([2**63 + 1, 2**63 + 1], dtype=torch.uint64),
+    "nan": torch.tensor([float("nan")] * 2),
+    "infinity": torch.tensor([float("inf")] * 2),
+    "zeros": torch.tensor([0.0, -0.0]),
+    "complex": torch.tensor([complex(float("nan"), 2)] * 2),
+}
+
+
+@pytest.mark.parametrize("mode", [EAGER, False], ids=["graph", "python"])
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_the_comparison_loses_no_bits(name: str, mode: Any) -> None:
+    with pytest.raises(ValueError, match="differs between devices"):
+        checked(lambda x: x, mode)(DIFFERENT[name])
+
+
+@pytest.mark.parametrize("mode", [EAGER, False], ids=["graph", "python"])
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_values_are_equal(name: str, mode: Any) -> None:
+    checked(lambda x: x, mode)(EQUAL[name])
+
+
+def _foreach(z: torch.Tensor, x: torch.Tensor) -> None:
+    torch._foreach_add_([z.detach()], [x])
+
+
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "detach": lambda z, x: z.detach().add_(x),
+    "view": lambda z, x: z.view(1, -1)[0].add_(x),
+    "data": lambda z, x: z.data.copy_(x),
+    "out=": lambda z, x: torch.add(x, 1, out=z.detach()),
+    "list": _foreach,
+    "scatter": lambda z, x: z.detach().scatter_(0, torch.tensor([0]), x),
+    "index": lambda z, x: z.detach().__setitem__(0, x[0]),
+    "unfold": lambda z, x: z.unfold(0, 1, 1).squeeze(1).mul_(0).add_(x),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_through_another_name_is_seen(name: str) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        z = (tp.axis_index("i") * 0).reshape(1) * torch.ones(1, dtype=torch.int64)
+        z = (tp.axis_index("i") * 0).reshape(1) if name != "unfold" else z
+        WRITES[name](z, x)
+        return z * 2
+
+    with pytest.raises(ValueError, match="differs between devices"):
+        checked(f)(torch.tensor([[1], [2]]))
+
+
+ROWS = torch.tensor([1.0, 2.0])
+ENTRANCES: dict[str, Callable[[Any], Any]] = {
+    "vmap": lambda g: torch.func.vmap(g)(torch.stack([ROWS, ROWS])),
+    "vmap of one that differs": lambda g: torch.func.vmap(g)(torch.stack([ROWS * 0, ROWS])),
+    "jvp": lambda g: torch.func.jvp(g, (ROWS,), (ROWS,)),
+    "grad": lambda g: torch.func.grad(lambda x: g(x).sum())(ROWS),
+    "backward": lambda g: g(ROWS.clone().requires_grad_()).backward(),
+    "vmap of grad": lambda g: torch.func.vmap(torch.func.grad(g))(torch.stack([ROWS, ROWS])),
+    "grad of vmap": lambda g: torch.func.grad(lambda x: torch.func.vmap(g)(x).sum())(ROWS[None]),
+    "jacrev": lambda g: torch.func.jacrev(g)(ROWS),
+    "in batches": lambda g: tp.map(g, torch.stack([ROWS] * 3), batch_size=2),
+    "inside": lambda g: tp.pmap(lambda k: g(ROWS + k), compile=EAGER)(ROWS).tolist(),
+    "inside python": lambda g: tp.pmap(lambda k: g(ROWS + k), compile=False)(ROWS).tolist(),
+    "inside a loop": lambda g: tp.pmap(
+        lambda k: tp.scan(lambda c, _: (c + g(ROWS + k), None), k, length=3)[0], compile=EAGER
+    )(ROWS).tolist(),
+    "inside rows": lambda g: tp.pmap(lambda k: g(ROWS + k), compile=EAGER)(torch.ones(8)).tolist(),
+    "in one process": lambda g: _in_one_process(g),
+}
+
+
+def _in_one_process(g: Any) -> Any:
+    with tp.debug.fake_pmap():
+        return torch.func.vmap(g)(torch.stack([ROWS, ROWS]))
+
+
+@pytest.mark.parametrize("name", ENTRANCES)
+def test_every_entrance_checks(name: str) -> None:
+    with pytest.raises(ValueError, match=r"out_axes is None for the output .*differs between dev"):
+        ENTRANCES[name](checked(lambda x: x * x))
+    ENTRANCES[name](checked(lambda x: tp.psum(x, "i") + (x - x)))
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRANCES if name.startswith("inside")])
+def test_the_promise_of_a_spec_is_checked_inside(name: str) -> None:
+    mesh = tp.make_mesh((2,), ("x",))
+    specs: Any = {"mesh": mesh, "in_specs": tp.P("x"), "out_specs": tp.P(), "compile": EAGER}
+    with pytest.raises(ValueError, match="out_specs does not mention axis 'x' for the output"):
+        ENTRANCES[name](tp.shard_map(lambda x: x.sum(), **specs))  # a forgotten psum
+    ENTRANCES[name](tp.shard_map(lambda x: tp.psum(x.sum(), "x"), **specs))

@@ -109,7 +109,7 @@ class Tracking(TorchDispatchMode):
         result = func(*args, **kwargs)
         written = written_values(func, args, kwargs) if isinstance(func, OpOverload) else []
         given = [*args, *kwargs.values()]
-        if _is_by_element(func):
+        if is_by_element(func):
             results = result or args[0]  # a list that is written to is the first argument
             for k, each in enumerate(results):
                 row = [x[k : k + 1] if isinstance(x, list | tuple) else x for x in given]
@@ -119,7 +119,7 @@ class Tracking(TorchDispatchMode):
         return result
 
 
-def _is_by_element(func: Any) -> bool:
+def is_by_element(func: Any) -> bool:
     """Whether an operation takes lists, and computes each place by itself."""
     name = getattr(func, "_opname", "")
     return name.startswith(("_foreach_", "_fused_"))

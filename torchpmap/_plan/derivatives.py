@@ -74,7 +74,7 @@ class Differentiable:
 
     @property
     def outputs(self) -> tuple[Layout, ...]:
-        return self.plan.outputs
+        return self.plan.outputs[: len(self.plan.outputs) - self.plan.num_checks]
 
     def start(self, tensors: Tensors) -> Outputs:
         """Run on tensors that no transform is tracing."""
@@ -239,31 +239,36 @@ class _Batched:
             found[:] = outcomes[-1].outputs
             self.reached = tuple(is_batched(x) for x, _ in found)
             # outputs that are not batched leave this vmap through ``found``
-            return tuple(x for (x, _), reached in zip(found, self.reached, strict=True) if reached)
+            values = [x for (x, _), reached in zip(found, self.reached, strict=True) if reached]
+            return (*values, *outcomes[-1].checks)
 
         # "same": keys have the batch dim if rows are to draw different numbers.
         # out_dims=0: -1 for an output that is not batched reads out of bounds in torch 2.13.
         over_batch = torch.func.vmap(function, self._in_dims, 0, randomness="same")
         batched = iter(over_batch(*blocks))
         assert self.reached is not None
-        return _outcome(
-            [
-                (next(batched).movedim(0, -1) if reached else x, cut)
-                for (x, cut), reached in zip(found, self.reached, strict=True)
-            ],
-            outcomes[-1],
-        )
+        outputs = [
+            (next(batched).movedim(0, -1) if reached else x, cut)
+            for (x, cut), reached in zip(found, self.reached, strict=True)
+        ]
+        return _outcome(outputs, outcomes[-1], tuple(check.amax(0) for check in batched))
 
 
 def is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _outcome(outputs: Sequence[tuple[torch.Tensor, Cut]], of: Outcome) -> Outcome:
-    """The outcome of a derivative, or of the batched form, of a program with the outcome ``of``."""
+def _outcome(
+    outputs: Sequence[tuple[torch.Tensor, Cut]], of: Outcome, checks: tuple[torch.Tensor, ...] = ()
+) -> Outcome:
+    """The outcome of a derivative, or of the batched form, of a program with the outcome ``of``.
+
+    ``checks``: those of ``of``; none for a derivative, whose primals have been checked.
+    """
     blocks, cuts = tuple(x for x, _ in outputs), tuple(cut for _, cut in outputs)
     structure = flatten(list(range(len(outputs))))[1]
-    return Outcome(structure, blocks, cuts, (), (), unbound=of.unbound, tracked=of.tracked)
+    checked = of.checked if checks else ()
+    return Outcome(structure, blocks, cuts, checks, checked, unbound=of.unbound, tracked=of.tracked)
 
 
 def _share(

@@ -29,7 +29,7 @@ from torchpmap._base.torch_internals import (
 from torchpmap._collectives import axis_index
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import NONE, Axes, axes_of, set_axes
-from torchpmap._layout.axis_stack import Axis, bind, bound, mesh_axes
+from torchpmap._layout.axis_stack import Axis, bind, bound, lookup, mesh_axes
 from torchpmap._layout.grid import Cut, dim_of, trimmed
 from torchpmap._layout.mesh import Mesh, PartitionSpec, names_of
 from torchpmap._trace.casts import tracked
@@ -37,6 +37,7 @@ from torchpmap._trace.effects import difference
 from torchpmap._trace.escaped import watched
 from torchpmap._trace.kinds import as_result
 from torchpmap._trace.program import Claim, Constant, Outcome, called
+from torchpmap._trace.replication import is_same
 from torchpmap.random._streams import streams
 
 
@@ -209,6 +210,11 @@ class BlockProgram:
             if tensor is not None and self.check_vma and tracing_mode() is None:
                 checks |= self._compared(tensor.detach(), spec, path)
         refuse = self._refuse(paths) if self.check_vma else None
+        if refuse is not None and tracing_mode() is not None:
+            for leaf, (block, cut) in enumerate(zip(blocks, cuts, strict=True)):
+                varying = [] if block is None else self._varying_lanes(block, cut)
+                if varying:
+                    raise refuse(leaf, varying)
         return Outcome(
             structure,
             tuple(blocks),
@@ -248,6 +254,16 @@ class BlockProgram:
             for axis in free.values():
                 stack.enter_context(bind(axis))
             return {claim_of(same, path): difference(x, same)}
+
+    def _varying_lanes(self, block: torch.Tensor, cut: Cut) -> list[Hashable]:
+        """The axes on this device alone along which an output may differ, but is not cut."""
+        return [
+            name
+            for k, name in enumerate(self.names)
+            if name in self.manual and dim_of(cut, k) is None
+            for parts in [lookup(name)]
+            if parts[0].group is None and parts[0].size > 1 and not is_same(block, parts)
+        ]
 
     def _refuse(self, paths: Sequence[str]) -> Callable[[int, Sequence[Hashable]], Exception]:
         def refuse(leaf: int, axes: Sequence[Hashable]) -> Exception:

@@ -286,11 +286,43 @@ def difference(value: torch.Tensor, axis_name: Any) -> torch.Tensor:
 
 def distance(value: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     """The largest distance of two elements; infinite where only one of them is NaN."""
-    unequal = (value != first) & ~((value != value) & (first != first))
-    wide = torch.complex128 if value.is_complex() else torch.float64
-    apart = (value.to(wide) - first.to(wide)).abs().nan_to_num(nan=float("inf"))
-    worst = torch.where(unequal, apart, torch.zeros_like(apart)).flatten()
-    return torch.cat([worst, worst.new_zeros(1)]).amax()  # an empty value differs nowhere
+    apart = distances(value, first).flatten()
+    return torch.cat([apart, apart.new_zeros(1)]).amax()  # an empty value differs nowhere
+
+
+def distances(these: torch.Tensor, those: torch.Tensor) -> torch.Tensor:
+    """How far elements are apart, in float64: 0 for equal ones alone, of which NaN and NaN are two;
+    infinite where only one is NaN.  Integers that differ are at least 1 apart.
+    """
+    a, b = _comparable(these), _comparable(those)
+    unequal = (a != b) & ~((a != a) & (b != b))
+    if these.is_complex():
+        unequal = unequal.any(-1)
+    apart = (wide(these) - wide(those)).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+    # float64 has neither all integers nor, on some devices, the smallest differences
+    least = torch.finfo(torch.float64).tiny if is_inexact(these) else 1.0
+    return torch.where(unequal, apart.clamp(min=least), torch.zeros_like(apart))
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """The nearest values in float64, or in complex128."""
+    if x.dtype == torch.uint64:
+        bits = x.view(torch.int64)
+        return ((bits >> 1) & torch.iinfo(torch.int64).max).to(torch.float64) * 2 + (bits & 1)
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def is_inexact(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _comparable(x: torch.Tensor) -> torch.Tensor:
+    """Numbers that are equal where those of ``x`` are, in a dtype that torch compares."""
+    if x.is_complex():
+        return torch.view_as_real(x.to(torch.complex128))
+    if x.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return x.view(torch.int64) if x.dtype == torch.uint64 else x.to(torch.int64)
+    return x.to(torch.float64) if x.is_floating_point() else x
 
 
 def check_equal(distance: torch.Tensor, message: str) -> None:

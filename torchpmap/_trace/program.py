@@ -363,9 +363,12 @@ def unequal_results(
     )
 
 
-def not_replicated(prefix: str, claim: str, difference: float, otherwise: str) -> str:
-    """``claim``: what was declared of an output; ``otherwise``: how to declare it as it is."""
+def not_replicated(prefix: str, claim: str, difference: float | str, otherwise: str) -> str:
+    """``claim``: what was declared of an output; ``otherwise``: how to declare it as it is;
+    ``difference``: a number, or a placeholder for it.
+    """
+    told = difference if isinstance(difference, str) else f"{difference:g}"
     return (
         f"{prefix}: {claim}, but its value differs between devices (largest difference "
-        f"{difference:g}). Reduce it over the axis (for example with pmean), or {otherwise}."
+        f"{told}). Reduce it over the axis (for example with pmean), or {otherwise}."
     )

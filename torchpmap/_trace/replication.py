@@ -30,6 +30,7 @@ from torchpmap._base.torch_internals import (
 )
 from torchpmap._collectives import pbroadcast
 from torchpmap._collectives.backend import NAMESPACES, c10d
+from torchpmap._collectives.varying import is_by_element
 from torchpmap._layout.axis_stack import Axis, Partition, Parts, bind, joined, parted, peers
 from torchpmap._trace.inner import COND, SCAN, WHILE, inner_graphs, kind_of_node, results_of
 
@@ -103,12 +104,12 @@ def varying_nodes(
     """
     varying = set(varying_inputs)
     known = known or {}
-    bases: dict[Node, Node] = {}
-    written: set[Node] = set()  # bases of what varying values were written into
+    bases: dict[Node, Hashable] = {}
+    written: set[Hashable] = set()  # memory that varying values were written into
     parts: dict[Node, Sequence[bool]] = {}
     for node in graph.nodes:
-        base = bases[node] = _base(node, bases)
-        if node in known:
+        base = bases[node] = _memory(node, bases)
+        if node in known and base not in written:
             if known[node]:
                 varying.add(node)
             continue
@@ -117,6 +118,10 @@ def varying_nodes(
         if node.target in _CONSTANT:
             continue
         flags = varying_results(node, varying, along)
+        if flags is None and is_by_element(node.target):
+            flags = [
+                any(x in varying or bases[x] in written for x in row) for row in _elements(node)
+            ]
         if flags is not None:
             parts[node] = flags
             differs = any(flags)
@@ -130,16 +135,32 @@ def varying_nodes(
             )
         if differs:
             varying.add(node)
-            written.update(bases[target] for target in _written_by(node))
+            targets = _written_by(node)
+            if flags is not None:  # of lists, those places that vary
+                targets = [x for k, x in enumerate(targets) if flags[k % len(flags)]]
+            written.update(bases[target] for target in targets)
     return varying | {node for node, base in bases.items() if base in written}
 
 
-def _base(node: Node, bases: Mapping[Node, Node]) -> Node:
-    """The node whose memory a node's value is in; its own unless it is a view."""
+def _memory(node: Node, bases: Mapping[Node, Hashable]) -> Hashable:
+    """The memory that a node's value is in: one of its own, unless it is a view."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse tensors have none
+            return int(value.untyped_storage()._cdata)
     if node.target is operator.getitem:
         return bases[node.all_input_nodes[0]]
     shared = _arguments(node, lambda argument: argument.alias_info is not None)
     return bases[shared[0]] if shared else node
+
+
+def _elements(node: Node) -> list[list[Node]]:
+    """The operands for each place of the lists that an operation computes by element."""
+    given = [*node.args, *node.kwargs.values()]
+    lists = [x for x in given if isinstance(x, list | tuple)]
+    alone = [x for x in given if isinstance(x, Node)]
+    rows = zip(*(x for x in lists if len(x) == len(lists[0])), strict=True)
+    return [[*(x for x in row if isinstance(x, Node)), *alone] for row in rows]
 
 
 def _written_by(node: Node) -> list[Node]:
@@ -163,9 +184,16 @@ def _arguments(node: Node, chosen: Callable[[Any], Any]) -> list[Node]:
 def index_values(graph: Graph, index: Node, count: int) -> dict[Node, Sequence[int]]:
     """What is computed from the index of the device alone: per node, the value on every device."""
     values: dict[Node, Any] = {index: np.arange(count)}
+    bases: dict[Node, Hashable] = {}
+    written: set[Hashable] = set()
     for node in graph.nodes:
+        bases[node] = _memory(node, bases)
+        written.update(bases[target] for target in _written_by(node))
+        sources = node.all_input_nodes
+        if not written.isdisjoint(bases[source] for source in sources):
+            continue
         rule = _ARITHMETIC.get(node.target)
-        if rule and not node.kwargs and all(s in values for s in node.all_input_nodes):
+        if rule and not node.kwargs and all(s in values for s in sources):
             values[node] = rule(*torch.fx.node.map_arg(node.args, values.__getitem__))
     return {node: value.tolist() for node, value in values.items()}
 

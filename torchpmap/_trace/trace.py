@@ -45,6 +45,7 @@ from torchpmap._base.torch_internals import (
     nested_jvp,
     outside_modes,
     outside_transforms,
+    torch_function_off,
 )
 from torchpmap._base.torch_versions import no_device_init
 from torchpmap._layout.axis_stack import Axis, Partition, peers, subgroup_name
@@ -305,7 +306,7 @@ def trace(
 def _fake(
     mode: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    with outside_modes():
+    with outside_modes(), torch_function_off():  # it is memory of no row
         meta = torch.empty(shape, dtype=dtype, device="meta")
         return FakeTensor(mode, meta, device)
 

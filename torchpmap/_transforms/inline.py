@@ -36,6 +36,7 @@ from torchpmap._runtime.inline_mode import note_replicated, serial
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.block_program import BlockProgram
+from torchpmap._trace.effects import check_equal
 from torchpmap._trace.environment import parameters
 from torchpmap._trace.program import (
     Input,
@@ -66,6 +67,9 @@ def run_here(preparation: Preparation[_Call], call: _Call) -> Any:
     leaves = call.travelling(call.leaves)
     blocks = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
     outcome = program.run(blocks, None, None if are_active() else draw_key())
+    for claim, check in zip(outcome.checked, outcome.checks, strict=True):
+        prefix = preparation.options.prefix
+        check_equal(check, not_replicated(prefix, claim, "{distance}", program.otherwise))
     return outcome.structure.unflatten(list(outcome.blocks))
 
 

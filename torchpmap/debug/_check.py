@@ -11,7 +11,6 @@ function (it depends on something that it should not), or at a bug of one way.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +25,7 @@ from torchpmap._base.torch_errors import is_limit_of_vmap
 from torchpmap._layout.axis_stack import Axis, bind
 from torchpmap._runtime import inline_mode
 from torchpmap._sharded.transfer import host_tensor
+from torchpmap._trace.effects import distances, wide
 from torchpmap._trace.environment import parameters
 from torchpmap._trace.program import unequal_results
 from torchpmap._trace.transform_rules import TransformRules
@@ -384,11 +384,8 @@ class _Comparison:
         if expected.dtype in _TOLERANCES:
             rtol = rtol if self.rtol is None else self.rtol
             atol = atol if self.atol is None else self.atol
-        wide = torch.complex128 if expected.is_complex() else torch.float64
-        a, b = expected.to(wide), got.to(wide)
-        same = (a == b) | ((a != a) & (b != b))
-        distance = torch.where(same, 0.0, (a - b).abs()).nan_to_num(math.inf, math.inf)
-        excess = distance - (atol + rtol * a.abs().nan_to_num(0.0, 0.0))
+        distance = distances(got, expected)
+        excess = distance - (atol + rtol * wide(expected).abs().nan_to_num(0.0, 0.0))
         worst = int(excess.argmax())
         if excess.flatten()[worst] <= 0:
             return float(distance.max())
