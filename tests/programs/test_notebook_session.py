@@ -246,7 +246,7 @@ inside(w, x).tolist(), around(w).tolist(), rows.tolist()
     ),
     "after the kill": ("double(torch.ones(2)).tolist()", Shows(r"\[3\.0, 3\.0\]")),
     "settings": (
-        "tp.config.num_devices = 2\ntp.shutdown()\ncount = tp.device_count()\n"
+        "tp.shutdown()\ntp.config.num_devices = 2\ncount = tp.device_count()\n"
         "tp.config.reset()\ncount, tp.config.num_devices",
         Shows(r"\(2, None\)"),
     ),

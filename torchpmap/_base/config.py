@@ -1,10 +1,11 @@
 """Settings: the value assigned to ``tp.config``, else that of ``TORCHPMAP_*``, else the default.
 
-They are read when the runtime starts, so a change takes effect at its next start (``timeout``: at
-once, but not for what already waits; ``runtime``: in the next call; ``check_captured``: when a
-tensor is next sent; ``log_compiles`` and ``progress``: at the next trace; ``traceback``: when an
-exception is next raised). An assignment is checked at once;
-a bad environment variable is reported at the start, by name.
+An assignment is checked at once, and applies at once (``timeout``: not to what already waits;
+``check_captured``: when a tensor is next sent; ``log_compiles`` and ``progress``: at the next
+trace; ``traceback``: when an exception is next raised).  What the devices read when they start
+(``num_devices``, ``device_type``, ``warm``, ``shared_memory``, and ``runtime`` but for "inline")
+cannot be assigned another value while they run.  Variables are read when the devices start, where a
+bad one is reported by name.
 """
 
 from __future__ import annotations
@@ -124,9 +125,11 @@ class Settings:
         object.__setattr__(self, "_set", {})
         object.__setattr__(self, "_listeners", [])
 
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Have ``listener`` called after every change."""
-        self._listeners.append(listener)
+    def listen(self, before: Callable[[str, Any], None], after: Callable[[], None]) -> None:
+        """Have ``before`` called with the name and the value of every assignment, which it may
+        refuse, and ``after`` after every change.
+        """
+        self._listeners.append((before, after))
 
     def snapshot(self) -> Config:
         """Return the settings that a runtime started now would use."""
@@ -140,8 +143,8 @@ class Settings:
     def _changed(self) -> None:
         with contextlib.suppress(AttributeError):
             object.__delattr__(self, "is_inline")
-        for listener in self._listeners:
-            listener()
+        for _, after in self._listeners:
+            after()
 
     def __getattr__(self, name: str) -> Any:
         if name == "is_inline":  # its slot is empty
@@ -154,7 +157,10 @@ class Settings:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _CHECKS:
             raise AttributeError(_unknown(name))
-        self._set[name] = getattr(Config(**{name: value}), name)
+        value = getattr(Config(**{name: value}), name)
+        for before, _ in self._listeners:
+            before(name, value)
+        self._set[name] = value
         self._changed()
 
     def __dir__(self) -> list[str]:

@@ -33,6 +33,10 @@ _LOCK_S = 0.5
 _CALLS_S = 1.0
 """How long exit waits for the calls of other threads."""
 
+_CHOOSES = ("num_devices", "device_type", "runtime")
+_READ_AT_START = frozenset({*_CHOOSES, "warm", "shared_memory"})
+"""Settings that devices read when they start; the first choose which devices there are."""
+
 _lock = threading.RLock()  # guards _runtime and _planned
 _runtime: Runtime | None = None
 _planned: tuple[Device, ...] | None = None
@@ -184,7 +188,33 @@ def _limit() -> None:
         running.limit(config.snapshot())
 
 
-config.listen(_limit)
+def _refuse(name: str, value: object) -> None:
+    """Raise if the running devices would ignore an assignment; those that are only planned are
+    planned again.
+    """
+    global _planned
+    running = _runtime
+    if name == "runtime":
+        is_new = value in ("local", "torchrun") and value != config.runtime
+    else:
+        is_new = name in _READ_AT_START and value != getattr(config, name)
+    if not is_new:
+        return
+    if running is None or running.closed:
+        if name in _CHOOSES:
+            _planned = None
+        return
+    if name == "runtime" and (value == "torchrun") == (_place is not None):
+        return
+    instead = f", or give it to torchpmap.init({name}=...)" if name in _CHOOSES[:2] else ""
+    raise RuntimeError(
+        f"torchpmap.config.{name} = {value!r}: the devices run, and have read this setting when "
+        "they started. Assign it before torchpmap is first used, or after torchpmap.shutdown()"
+        f"{instead}."
+    )
+
+
+config.listen(_refuse, _limit)
 
 
 def expect_compiling() -> None:

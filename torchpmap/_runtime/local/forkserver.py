@@ -33,6 +33,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
+from torchpmap._base.config import config
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import has_accelerator
 from torchpmap._base.errors import PmapError, RuntimeClosed
@@ -82,6 +83,7 @@ class ForkServer:
         self.is_compiler_wanted = False
         self._is_loading = False
         """Whether the process was told so."""
+        self._is_warm = True
 
     @property
     def pid(self) -> int | None:
@@ -146,7 +148,9 @@ class ForkServer:
         )
 
     def _ensure_running(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        is_warm = config.warm
+        is_running = self._process is not None and self._process.poll() is None
+        if is_running and (self._is_warm or not is_warm):
             return
         self._end()
         with contextlib.ExitStack() as undo:
@@ -156,12 +160,12 @@ class ForkServer:
                 their_lifeline, lifeline = os.pipe()
                 undo.callback(os.close, lifeline)
                 try:
-                    self._process = _spawn(theirs.fileno(), their_lifeline)
+                    self._process = _spawn(theirs.fileno(), their_lifeline, is_warm)
                 finally:
                     os.close(their_lifeline)
             undo.pop_all()
         self._channel, self._lifeline = ours, lifeline
-        self._requests, self._is_loading = 0, False
+        self._requests, self._is_loading, self._is_warm = 0, False, is_warm
         self._load()
         atexit.unregister(self.stop)
         atexit.register(self.stop)
@@ -259,12 +263,13 @@ def _send_fds(channel: socket.socket, message: bytes, fds: Sequence[int]) -> Non
     channel.sendmsg([message], [rights], socket.MSG_NOSIGNAL)
 
 
-def _spawn(channel: int, lifeline: int) -> subprocess.Popen[bytes]:
+def _spawn(channel: int, lifeline: int, is_warm: bool) -> subprocess.Popen[bytes]:
     python_path = os.environ.get("PYTHONPATH")
     args, environment = command(
         "from torchpmap._runtime.local.preload import prepare, serve; "
         f"prepare(); serve({channel}, {lifeline}, {python_path!a}, {not has_accelerator()})"
     )
+    environment["TORCHPMAP_WARM"] = str(int(is_warm))  # ``tp.config`` is not known there
     # the server ignores Ctrl-C only after its start
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
