@@ -73,6 +73,13 @@ from torchpmap._sharded.device_put import (
 )
 from torchpmap._sharded.global_view import from_dtensor, global_view, local_view, to_dtensor
 from torchpmap._sharded.tensor import Shard, ShardedTensor
+from torchpmap._trace.dynamic_slices import (
+    dynamic_index_in_dim,
+    dynamic_slice,
+    dynamic_slice_in_dim,
+    dynamic_update_slice,
+    dynamic_update_slice_in_dim,
+)
 from torchpmap._transforms.grad import grad, value_and_grad
 from torchpmap._transforms.pmap import pmap
 from torchpmap._transforms.shard_map import shard_map, smap
@@ -116,6 +123,11 @@ __all__ = [
     "device_put_replicated",
     "device_put_sharded",
     "devices",
+    "dynamic_index_in_dim",
+    "dynamic_slice",
+    "dynamic_slice_in_dim",
+    "dynamic_update_slice",
+    "dynamic_update_slice_in_dim",
     "fori_loop",
     "from_dtensor",
     "functional",

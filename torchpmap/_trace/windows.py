@@ -6,6 +6,7 @@ has none, so here the same elements are selected by operations that take the pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ class Window:
     is_number: bool = False
     """Whether the result lacks the dim."""
 
+
+Windows = Sequence[tuple[int, Window]]
+"""With the dim of each."""
 
 Entries = tuple[Any, ...]
 """For each dim of a tensor an int, a slice or a ``Window``, and None for a new dim."""
@@ -86,27 +90,41 @@ def put(x: torch.Tensor, entries: Entries, value: torch.Tensor) -> None:
     if _is_same_memory(value, x):
         value = value.clone()
     windows = [(k, entry) for k, entry in enumerate(kept) if isinstance(entry, Window)]
-    if sum(map(is_vmap, transforms())) > 1:
-        _scatter(view, windows, value)
+    if _in_vmaps():
+        view.copy_(with_part(view, windows, value))
         return
-    dims, front = [k for k, _ in windows], list(range(len(windows)))
+    places, (view, value) = _in_front(windows, view, value)
+    view.index_put_(places, value)
+
+
+def with_part(x: torch.Tensor, windows: Windows, value: torch.Tensor) -> torch.Tensor:
+    """``x`` with ``value``, which has as many dims, at the windows."""
+    if not _in_vmaps():
+        places, (front, part) = _in_front(windows, x, value)
+        dims, back = list(range(len(windows))), [dim for dim, _ in windows]
+        return front.index_put(places, part).movedim(dims, back)
+    (dim, window), *others = windows
+    if others:
+        value = with_part(x.index_select(dim, window.positions), others, value)
+    shape = [-1 if k == dim else 1 for k in range(x.dim())]
+    return x.scatter(dim, window.positions.reshape(shape).expand(value.shape), value)
+
+
+def _in_vmaps() -> bool:
+    """Whether ``index_put`` is wrong: torch (2.13) confuses the dims of nested vmaps."""
+    return sum(map(is_vmap, transforms())) > 1
+
+
+def _in_front(
+    windows: Windows, *tensors: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+    """The positions as ``index_put`` takes them, and the tensors with the dims of windows first."""
+    dims, front = [dim for dim, _ in windows], list(range(len(windows)))
     places = [
         window.positions.reshape([-1 if j == k else 1 for j in front])
         for k, (_, window) in enumerate(windows)
     ]
-    view.movedim(dims, front).index_put_(tuple(places), value.movedim(dims, front))
-
-
-def _scatter(view: torch.Tensor, windows: list[tuple[int, Window]], value: torch.Tensor) -> None:
-    """As ``index_put_``, which is wrong in nested vmaps (torch 2.13 confuses their dims)."""
-    (dim, window), *others = windows
-    if others:
-        part = view.index_select(dim, window.positions)
-        _scatter(part, others, value)
-        value = part
-    shape = [-1 if k == dim else 1 for k in range(view.dim())]
-    # vmap has no rule for scatter_
-    view.copy_(view.scatter(dim, window.positions.reshape(shape).expand(value.shape), value))
+    return tuple(places), [x.movedim(dims, front) for x in tensors]
 
 
 def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,0 +1,213 @@
+"""Covers: ``dynamic_slice`` and relatives.  The expected values are those of JAX (0.10.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from _support import EAGER
+
+import torchpmap as tp
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+# start -> (first element of a part of 3, first place of an update of 2) in 10 elements, by JAX
+STARTS = {
+    -20: (0, 0),
+    -11: (0, 0),
+    -10: (0, 0),
+    -3: (7, 7),
+    -1: (7, 8),
+    0: (0, 0),
+    5: (5, 5),
+    8: (7, 8),
+    20: (7, 8),
+}
+X = torch.arange(10.0)
+
+
+def updated(x: torch.Tensor, first: int, value: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[first : first + len(value)] = value
+    return x
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("kind", [int, torch.tensor, np.int32, "int16"])
+def test_starts(start: int, kind: Any) -> None:
+    given = torch.tensor(start, dtype=torch.int16) if kind == "int16" else kind(start)
+    first, place = STARTS[start]
+    assert torch.equal(tp.dynamic_slice(X, (given,), (3,)), X[first : first + 3])
+    assert torch.equal(tp.dynamic_slice_in_dim(X, given, 3, axis=-1), X[first : first + 3])
+    ones = -torch.ones(2)
+    assert torch.equal(tp.dynamic_update_slice(X, ones, (given,)), updated(X, place, ones))
+    assert torch.equal(tp.dynamic_update_slice_in_dim(X, ones, given, 0), updated(X, place, ones))
+
+
+def test_in_mapped_functions(mode: Any) -> None:
+    rows = torch.arange(80.0).reshape(8, 10)
+    starts = torch.tensor([-20, -3, -1, 0, 5, 8, 20, -11])
+
+    def f(x: Any, i: Any) -> Any:
+        return tp.dynamic_slice(x, (i,), (3,)), tp.dynamic_update_slice(x, x[:2] * 0 - 1, (i,))
+
+    for count in (4, 8):
+        parts, whole = tp.pmap(f, compile=mode)(rows[:count], starts[:count])
+        for k in range(count):
+            first, place = STARTS[int(starts[k])]
+            assert torch.equal(parts[k].cpu(), rows[k, first : first + 3])
+            assert torch.equal(whole[k].cpu(), updated(rows[k], place, -torch.ones(2)))
+
+
+def reference(x: Any, i: Any, j: Any) -> Any:
+    """Of ``slices`` below, with starts that are in range."""
+    i, j = int(i), int(j)
+    part = x[i : i + 2, j : j + 3]
+    mask = torch.zeros_like(x)
+    mask[i : i + 2, j : j + 3] = 1
+    padded = torch.nn.functional.pad(part * part, (j, 2 - j, i, 2 - i))
+    return part, x * (1 - mask) + padded, x[i], part.sum()
+
+
+def slices(x: Any, i: Any, j: Any) -> Any:
+    part = tp.dynamic_slice(x, (i, j), (2, 3))
+    whole = tp.dynamic_update_slice(x, part * part, torch.stack([i, j]))
+    return part, whole, tp.dynamic_index_in_dim(x, i, keepdims=False), part.sum()
+
+
+M = torch.arange(80.0).reshape(4, 4, 5) / 10
+I, J = torch.tensor([0, 1, 2, 0]), torch.tensor([2, 1, 0, 1])  # noqa: E741
+
+
+def loss(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, i, j: sum((leaf**3).sum() for leaf in f(x, i, j))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [lambda f: f, lambda f: torch.func.grad(loss(f)), lambda f: torch.func.hessian(loss(f))],
+)
+def test_several_dims_and_derivatives(transform: Any) -> None:
+    want = [transform(reference)(M[k], I[k], J[k]) for k in range(4)]
+    want = [row if isinstance(row, tuple) else (row,) for row in want]
+    for mode in (EAGER, False):
+        for rows in (1, 2):
+            got = tp.pmap(transform(slices), compile=mode)(
+                *(torch.cat([v] * rows) for v in (M, I, J))
+            )
+            got = got if isinstance(got, tuple) else (got,)
+            for value, each in zip(got, zip(*want, strict=True), strict=True):
+                torch.testing.assert_close(value.cpu(), torch.cat([torch.stack(each)] * rows))
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (None, 0, None), (0, None, 0), (None, None, 0)])
+def test_vmaps(in_dims: tuple[int | None, ...]) -> None:
+    given = [v if dim == 0 else v[0] for v, dim in zip((M, I, J), in_dims, strict=True)]
+    want = [
+        reference(*(v[k] if dim == 0 else v[0] for v, dim in zip((M, I, J), in_dims, strict=True)))
+        for k in range(4)
+    ]
+    expected = [torch.stack(each) for each in zip(*want, strict=True)]
+    plain = torch.func.vmap(slices, in_dims)
+    for got in (
+        plain(*given),
+        [v[0].cpu() for v in tp.pmap(plain, compile=EAGER)(*(v[None] for v in given))],
+        [v[5].cpu() for v in tp.pmap(plain, compile=EAGER)(*(torch.stack([v] * 8) for v in given))],
+    ):
+        for value, each in zip(got, expected, strict=True):
+            torch.testing.assert_close(value, each)
+
+
+@pytest.mark.parametrize("in_dims", [(0, None, 0), (None, 0, None), (0, 0, 0), (None, None, 0)])
+def test_updates_of_rows(in_dims: tuple[int | None, ...]) -> None:
+    updates = -torch.arange(1.0, 13.0).reshape(4, 3)
+    starts = torch.tensor([0, 2, 9, -3])
+    x = torch.stack([X + k for k in range(4)])
+
+    def f(x: Any, update: Any, start: Any) -> Any:
+        return tp.dynamic_update_slice(x, update, (start,))
+
+    values = [v if dim == 0 else v[0] for v, dim in zip((x, updates, starts), in_dims, strict=True)]
+    rows = [
+        [v[k] if dim == 0 else v[0] for v, dim in zip((x, updates, starts), in_dims, strict=True)]
+        for k in range(4)
+    ]
+    want = [updated(a, {0: 0, 2: 2, 9: 7, -3: 7}[int(s)], u) for a, u, s in rows]
+    assert torch.equal(torch.func.vmap(f, in_dims)(*values), torch.stack(want))
+
+
+def test_in_a_loop() -> None:
+    def f(x: Any) -> Any:
+        def body(i: Any, y: Any) -> Any:
+            part = tp.dynamic_slice_in_dim(y, i, 2)
+            return tp.dynamic_update_slice_in_dim(y, part * 2, i + 1, 0)
+
+        return tp.fori_loop(0, 6, body, x)
+
+    want = X.clone()
+    for i in range(6):
+        want[i + 1 : i + 3] = want[i : i + 2].clone() * 2
+    got = tp.pmap(f, in_axes=None, axis_size=4, out_axes=None, compile=EAGER)(X)
+    assert torch.equal(got.cpu(), want)
+
+
+def test_results_are_new() -> None:
+    for result in (
+        tp.dynamic_slice(X, (0,), (10,)),
+        tp.dynamic_slice(X, (2,), (3,)),
+        tp.dynamic_update_slice(X, X, (3,)),
+    ):
+        result.zero_()
+    assert X.sum() == 45
+
+
+def test_other_forms() -> None:
+    x = torch.arange(6).reshape(2, 3)
+    assert tp.dynamic_index_in_dim(x, 7).tolist() == [[3, 4, 5]]
+    assert tp.dynamic_index_in_dim(x, torch.tensor(-1), 1, keepdims=False).tolist() == [2, 5]
+    assert tp.dynamic_slice(x, torch.tensor([1, 1], dtype=torch.uint8), (1, 2)).tolist() == [[4, 5]]
+    assert tp.dynamic_slice(x, [0, 0], [2, 0]).shape == (2, 0)
+    assert tp.dynamic_slice(torch.tensor(3), (), ()).item() == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: tp.dynamic_slice(X, (1, 2), (3,)), ValueError, "for each of the 1 dims .* has 2"),
+        (lambda: tp.dynamic_slice(X, (1,), (3, 1)), ValueError, "slice_sizes must have a size for"),
+        (
+            lambda: tp.dynamic_slice(X, (1,), (11,)),
+            TypeError,
+            r"between 0 and .* \[10\], but are \[11",
+        ),
+        (lambda: tp.dynamic_slice(X, (1,), (-1,)), TypeError, "between 0 and the shape of operand"),
+        (lambda: tp.dynamic_slice(X, (1.5,), (1,)), TypeError, r"start_indices\[0\] .* is 1.5"),
+        (lambda: tp.dynamic_slice(X, (True,), (1,)), TypeError, r"start_indices\[0\] .* is True"),
+        (
+            lambda: tp.dynamic_slice(X, torch.tensor(1), (1,)),
+            TypeError,
+            r"a tensor of shape \[1\], ",
+        ),
+        (lambda: tp.dynamic_slice(X, (X[:1],), (1,)), TypeError, r"integer tensor .* float32\[1\]"),
+        (lambda: tp.dynamic_slice([1.0], (0,), (1,)), TypeError, "operand must be a tensor"),
+        (lambda: tp.dynamic_update_slice(X, X[:2, None], (0,)), TypeError, "as many dims"),
+        (
+            lambda: tp.dynamic_update_slice(X, torch.ones(11), (0,)),
+            TypeError,
+            "none of them larger",
+        ),
+        (lambda: tp.dynamic_update_slice(X, X[:2].int(), (0,)), TypeError, "the same dtype"),
+        (lambda: tp.dynamic_update_slice(X, X[:2], (0, 1)), ValueError, "start_indices must have"),
+        (
+            lambda: tp.dynamic_slice_in_dim(X, 3, 2, axis=1),
+            IndexError,
+            "axis is 1, but operand has",
+        ),
+    ],
+)
+def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
