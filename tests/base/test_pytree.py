@@ -260,7 +260,6 @@ def test_unsortable_and_unhashable_contexts():
         ({(1,): 1}, {(1.0,): 1}),
         (OrderedDict({(1,): 1}), OrderedDict({(True,): 1})),
     ],
-    ids=repr,
 )
 def test_equal_contexts_that_code_can_tell_apart(one, other):
     assert flatten(one)[1] != flatten(other)[1]

@@ -211,7 +211,10 @@ def test_the_mean_over_an_axis(way: str) -> None:
 
     (value, slope), averaged = run(slopes, way, W, X)
     assert (value.item(), slope.item(), averaged.item()) == (5, 2.5, 2.5)
-    with pytest.raises(ValueError, match=r"mean_over='x', but an argument of shape .1. varies"):
+    cut = tp.grad(lambda x, w: tp.pmean((w * x).sum(), "x"), mean_over="x")
+    own = run(lambda w, x: cut(x, w), way, W, X, out=P("x"))
+    assert own.tolist() == [0.5] * 4  # the loss is its own mean
+    with pytest.raises(ValueError, match=r"mean_over has 'x', but an argument of shape .1. varies"):
         run(tp.grad(lambda x, w: (w * x).sum(), mean_over="x"), way, X, W, in_specs=(P("x"), P()))
 
 

@@ -82,7 +82,8 @@ def grad(
 
     Raises:
         TypeError: an argument is not differentiable, or the result is not a real scalar.
-        ValueError: inside a ``shard_map``, an axis of ``mean_over`` cuts an argument.
+        ValueError: inside a ``shard_map``, an axis of ``mean_over`` cuts an argument, and what
+            ``fun`` returns differs along it.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -168,13 +169,13 @@ def value_and_grad(
         where = [_position(k, positions, len(args)) for k in positions]
         leaves, structure = flatten(tuple(args[k] for k in where))
 
-        shared, own = _split(mean_over, leaves)
+        shared, own = _split(mean_over)
 
         def of_leaves(inputs: list[Any]) -> Any:
             full = list(args)
             for k, argument in zip(where, structure.unflatten(inputs), strict=True):
                 full[k] = argument
-            return _mean(fun(*full, **kwargs), shared, has_aux)
+            return _mean(fun(*full, **kwargs), shared, leaves, has_aux)
 
         grads, value, aux = _differentiate(of_leaves, leaves, has_aux)
         if own:
@@ -209,32 +210,37 @@ def _differentiate(
     return replaced(leaves, given, grads), value, aux
 
 
-def _split(mean_over: AxisName, leaves: list[Any]) -> tuple[tuple[Hashable, ...], ...]:
+def _split(mean_over: AxisName) -> tuple[tuple[Hashable, ...], ...]:
     """The names of axes over which gradients are summed by themselves, and the others."""
     names = tuple(mean_over) if isinstance(mean_over, tuple | list) else (mean_over,)
-    shared: list[Hashable] = []
-    own: list[Hashable] = []
+    found: tuple[list[Hashable], list[Hashable]] = [], []
     for name in names:
-        tracked = NONE.union(*(axis.tracked for axis in resolve("grad", name).axes))
+        found[not _tracked(name)].append(name)
+    return tuple(found[0]), tuple(found[1])
+
+
+def _tracked(name: Hashable) -> frozenset[Any]:
+    return NONE.union(*(axis.tracked for axis in resolve("grad", name).axes))
+
+
+def _mean(result: Any, over: tuple[Hashable, ...], leaves: list[Any], has_aux: bool) -> Any:
+    """What a function of ``leaves`` returned, with the mean of its value over some axes."""
+    value, aux = _pair(result) if has_aux else (result, None)
+    value = _scalar(value) if over else value
+    for name in over:
+        tracked = _tracked(name)
+        if tracked.isdisjoint(axes_of(value)):
+            continue  # the same along the axis: it is its own mean
         for x in leaves:
             if isinstance(x, torch.Tensor) and not tracked.isdisjoint(axes_of(x)):
                 raise ValueError(
-                    f"grad: mean_over={mean_over!r}, but an argument of shape {list(x.shape)} "
+                    f"grad: mean_over has {name!r}, but an argument of shape {list(x.shape)} "
                     f"varies along {name!r}: it is cut over the axis, or computed from what is, so "
                     "that each device has the gradient of its own part. Leave the axis out of "
                     "mean_over, and take the mean of the loss (tp.pmean)."
                 )
-        (shared if tracked else own).append(name)
-    return tuple(shared), tuple(own)
-
-
-def _mean(result: Any, over: tuple[Hashable, ...], has_aux: bool) -> Any:
-    """What a function returned, with the mean of its value over some axes."""
-    if not over:
-        return result
-    value, aux = _pair(result) if has_aux else (result, None)
-    mean = pmean(_scalar(value), over)
-    return (mean, aux) if has_aux else mean
+        value = pmean(value, name)
+    return (value, aux) if has_aux else value
 
 
 def _position(argnum: int, argnums: list[int], count: int) -> int:
