@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchpmap._base.arrays import for_torch
-from torchpmap._base.errors import check_array, kind_of
+from torchpmap._base.errors import Shown, check_array, kind_of
 from torchpmap._base.pytree import Structure, flatten
 from torchpmap._trace.traced_views import settle
 
@@ -38,7 +38,7 @@ class Tree:
 
     def __str__(self) -> str:
         """As it stands in errors: None is no tensor."""
-        leaves = [_Kind("*") if has else None for has in self.has_tensor]
+        leaves = [Shown("*") if has else None for has in self.has_tensor]
         return repr(self.structure.unflatten(leaves))
 
     def paths(self, name: str) -> list[str]:
@@ -135,15 +135,8 @@ def carried(name: str, carry: Tree, given: Sequence[torch.Tensor], parts: Parts)
 
 def _shown(tree: Tree, tensors: Sequence[torch.Tensor]) -> str:
     given = iter(tensors)
-    kinds = [_Kind(kind(next(given))) if has else None for has in tree.has_tensor]
+    kinds = [Shown(kind(next(given))) if has else None for has in tree.has_tensor]
     return repr(tree.structure.unflatten(kinds))
-
-
-class _Kind(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def with_weak_carry(init: Parts, step: Callable[[Sequence[Any]], Parts]) -> Tensors:

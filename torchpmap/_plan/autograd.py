@@ -266,7 +266,7 @@ def without_derivative(
 def no_derivative(prefix: str, verdict: Untraceable) -> str:
     return (
         f"{prefix}: cannot be differentiated or batched from outside, because the function cannot "
-        f"be traced: at {verdict.where}: {verdict.reason}. Use torch.where, torch.cond or a static "
-        "argument; or differentiate inside the mapped function, and call it under torch.no_grad() "
-        "or with detached arguments."
+        f"be traced: at {verdict.where}: {verdict.reason}. Use {verdict.instead}; or "
+        "differentiate inside the mapped function, and call it under torch.no_grad() or with "
+        "detached arguments."
     )

@@ -75,8 +75,10 @@ class Capture(TorchDispatchMode):
         self._asked: set[Any] = set()
         self._plain: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """(the tensor without its class, the tensor), by the id of either."""
-        self.read: list[tuple[torch.Tensor, Contents]] = []
-        """Tensors whose memory Python code could read and write, and what they held before."""
+        self.read: list[tuple[torch.Tensor, Contents, str]] = []
+        """Tensors whose memory Python code could read and write, what they held before, and the
+        name of the function that gave access.
+        """
         self.stand_ins: dict[int, torch.Tensor] = {}
         self.grads_before: dict[int, torch.Tensor | None] = {}
         self.executions = Executions()
@@ -267,7 +269,7 @@ class KeepData(TorchFunctionMode):
             return func(*args, **kwargs)
         if not accessor:
             with outside_modes():
-                self._capture.read.append((args[0], Contents(args[0])))
+                self._capture.read.append((args[0], Contents(args[0]), func.__name__))
                 return func(*args, **kwargs)
         if func.__name__ == "__set__":
             raise RuntimeError(lost_write(args[0], " (.data)"))
@@ -299,6 +301,9 @@ _READERS = (
     torch.Tensor.tolist,
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
+    torch.Tensor.apply_,
+    torch.Tensor.map_,
+    torch.Tensor.map2_,
 )
 
 

@@ -51,10 +51,10 @@ def written_storages(graph: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
 
 
 def refuse_lost_writes(graph: torch.fx.GraphModule, capture: Capture) -> None:
-    for real, held in capture.read:
+    for real, held, name in capture.read:
         if not held.same():
             held.restore()
-            raise RuntimeError(lost_write(real, " (.numpy())"))
+            raise RuntimeError(lost_write(real, f" (.{name}())"))
     written = written_storages(graph)
     for node, real in zip(capture.nodes, capture.captured, strict=True):
         writer = written.get(node.meta["val"].untyped_storage()._cdata)

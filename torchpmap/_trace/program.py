@@ -29,6 +29,7 @@ from torchpmap._layout.axis_stack import Axis, bind, lookup, mesh_axes
 from torchpmap._layout.grid import Cut, cut_at, dim_of, nested
 from torchpmap._trace.effects import difference
 from torchpmap._trace.escaped import note, watched
+from torchpmap._trace.idioms import translate
 from torchpmap._trace.kinds import as_result
 from torchpmap._trace.replication import is_same
 from torchpmap._trace.traced_views import in_lanes, settle
@@ -301,8 +302,12 @@ def called(
     args, kwargs = structure.unflatten(values)
     note(given, fun)
     with in_lanes():
-        with TransformRules():
-            result = fun(*args, **kwargs)
+        try:
+            with TransformRules():
+                result = fun(*args, **kwargs)
+        except AttributeError as error:
+            translate(error)
+            raise
         settle(result)
     return result
 

@@ -59,6 +59,7 @@ from torchpmap._trace.capture import (
     is_real,
 )
 from torchpmap._trace.chunks import chunk
+from torchpmap._trace.idioms import idiom
 from torchpmap._trace.loop_report import Loop, in_chunks, loops_of
 from torchpmap._trace.partition import Halves, split
 from torchpmap._trace.passes import (
@@ -122,10 +123,12 @@ class Untraceable(Exception):  # a verdict, not an error: the front end decides 
     code.
     """
 
-    def __init__(self, reason: str, where: str) -> None:
+    def __init__(self, reason: str, where: str, instead: str) -> None:
         super().__init__(f"{where}: {reason}")
         self.reason = reason
         self.where = where
+        self.instead = instead
+        """What to use instead."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +283,7 @@ def trace(
         graph=graph,
         uses_index=uses_index,
         captured=tuple(capture.captured),
-        pinned=(*capture.pinned, *(tensor for tensor, _ in capture.read)),
+        pinned=(*capture.pinned, *(tensor for tensor, *_ in capture.read)),
         shapes=tuple(tuple(output.shape) for output in outputs),
         dtypes=tuple(output.dtype for output in outputs),
         groups={name: groups[name] for name in names_in(graph) if name in groups},
@@ -404,7 +407,7 @@ def _untraceable(error: BaseException) -> Untraceable | None:
         )
     else:
         return None
-    return Untraceable(reason, _users_line(error))
+    return Untraceable(reason, _users_line(error), idiom(error))
 
 
 def _users_line(error: BaseException) -> str:

@@ -49,6 +49,7 @@ from torchpmap._base.torch_internals import (
     transforms,
     without_onednn,
 )
+from torchpmap._trace.idioms import note_call
 from torchpmap._trace.indexing import traced_indexing
 from torchpmap._trace.remat import checkpoints_replaced
 from torchpmap._trace.seeds import seeds_refused
@@ -74,11 +75,15 @@ class TransformRules(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         views = traced_views()
-        if views is None or getattr(func, "__name__", "") in _VALUELESS:
-            return self._call(func, args, kwargs)
-        views.before_call((args, kwargs))
-        result = self._call(func, args, kwargs)
-        views.after_call()
+        try:
+            if views is None or getattr(func, "__name__", "") in _VALUELESS:
+                return self._call(func, args, kwargs)
+            views.before_call((args, kwargs))
+            result = self._call(func, args, kwargs)
+            views.after_call()
+        except Exception as error:
+            note_call(error, func)
+            raise
         return result
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:

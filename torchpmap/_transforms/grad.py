@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from torchpmap._base.boundary import boundary
-from torchpmap._base.errors import check_array, dtype_name
-from torchpmap._base.pytree import flatten, replaced
+from torchpmap._base.errors import Shown, check_array, dtype_name, kind_of
+from torchpmap._base.pytree import flatten, replaced, tree_map_only
 from torchpmap._collectives.operands import AxisName, resolve
 from torchpmap._collectives.reduce import pmean
 from torchpmap._collectives.varying import NONE, axes_of
@@ -276,8 +276,14 @@ def _pair(result: Any) -> tuple[Any, Any]:
         return value, aux
     raise TypeError(
         "expected function with aux output to return a two-element tuple, but got type "
-        f"{type(result)} with value {result}"
+        f"{type(result)} with value "
+        f"{_kinds(result)}"
     )
+
+
+def _kinds(value: Any) -> Any:
+    """A tree with the kinds of its tensors, whose values a message cannot show."""
+    return tree_map_only(torch.Tensor, lambda x: Shown(kind_of(x.shape, x.dtype)), value)
 
 
 def _scalar(value: Any) -> torch.Tensor:
@@ -285,7 +291,11 @@ def _scalar(value: Any) -> torch.Tensor:
         check_array(value, "grad: the result")
         value = torch.tensor(value)
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"Gradient only defined for scalar-output functions. Output was {value}.")
+        is_pair = isinstance(value, tuple | list) and len(value) == 2
+        hint = " Did you mean has_aux=True, for a pair (value, aux)?" if is_pair else ""
+        raise TypeError(
+            f"Gradient only defined for scalar-output functions. Output was {_kinds(value)}.{hint}"
+        )
     if value.dim():
         raise TypeError(
             "Gradient only defined for scalar-output functions. Output had shape: "

@@ -276,14 +276,14 @@ class Preparation(Generic[_Call]):
                 if options.fullgraph:
                     raise TraceError(
                         f"{options.prefix}: fullgraph=True, but the function cannot be traced: at "
-                        f"{verdict.where}: {verdict.reason}. Use torch.where, torch.cond or a "
-                        "static argument, or drop fullgraph to run it without tracing."
+                        f"{verdict.where}: {verdict.reason}. Use {verdict.instead}, or drop "
+                        "fullgraph to run it without tracing."
                     ) from verdict.__cause__
                 self._warn_once(
                     f"{options.prefix}: running without tracing (as compile=False), which is "
-                    f"slower, because of {verdict.where}: {verdict.reason}. Use torch.where, "
-                    "torch.cond or a static argument to compile it, or pass compile=False to "
-                    "silence this warning."
+                    f"slower, because of {verdict.where}: {verdict.reason}. Use "
+                    f"{verdict.instead} to compile it, or pass compile=False to silence this "
+                    "warning."
                 )
             else:
                 if plan.repeated is not None and not self._told_of_loops:
