@@ -37,7 +37,7 @@ from torchpmap._collectives import (
     ragged_all_to_all,
 )
 from torchpmap._layout.current_mesh import set_mesh
-from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec
+from torchpmap._layout.mesh import AxisType, Mesh, NamedSharding, PartitionSpec
 from torchpmap._loops import (
     associative_scan,
     cond,
@@ -89,6 +89,7 @@ from torchpmap.profiler import MemoryStats, memory_stats
 P = PartitionSpec
 
 __all__ = [
+    "AxisType",
     "CallTimeout",
     "CheckpointError",
     "CollectiveMismatch",

@@ -132,6 +132,12 @@ def test_enumerate_devices(monkeypatch):
         enumerate_devices(3, "cuda")
 
 
+def test_a_kind_of_which_there_are_none(monkeypatch):
+    with_gpus(monkeypatch, 0)
+    with pytest.raises(ValueError, match="1 cuda devices were asked for, but 0 are visible"):
+        tp.init(device_type="cuda")
+
+
 def test_tests_run_on_the_cpu_whatever_the_host_has(monkeypatch, request):
     request.addfinalizer(tp.shutdown)
     tp.shutdown()

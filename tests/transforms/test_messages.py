@@ -231,6 +231,12 @@ CALLING = {
     "a backend that is not there": (RuntimeError, lambda: tp.pmap(f, backend="cuda")(ones(2)),
         "Unknown backend: 'cuda' requested, but the devices in use are of type 'cpu'. Call "
         "torchpmap.init(device_type='cuda') first."),
+    "a backend with JAX's name": (RuntimeError, lambda: tp.devices("gpu"),
+        "Unknown backend: 'gpu' requested, but the devices in use are of type 'cpu'. Call "
+        "torchpmap.init(device_type='cuda') first."),
+    "a backend of no kind": (RuntimeError, lambda: tp.devices("tpu"),
+        "Unknown backend: 'tpu' requested, but the devices in use are of type 'cpu'. There are "
+        "devices of the kinds 'cpu', 'cuda', 'xpu'."),
     "a missing static": (ValueError,
         lambda: tp.pmap(f, static_broadcasted_argnums=(1,))(ones(4), y=3),
         "pmapped function has static_broadcasted_argnums=(1,) but was called with only 1 "

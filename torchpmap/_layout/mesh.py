@@ -10,6 +10,7 @@ tensor is cut; mesh axes that it does not mention hold equal copies:
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
@@ -61,15 +62,28 @@ class PartitionSpec(tuple[Any, ...]):
 P = PartitionSpec
 
 
+class AxisType(enum.Enum):
+    """What ``axis_types`` of a mesh says in JAX; ``Auto`` and ``Explicit`` mean the same here.
+
+    Source: ``jax.sharding.AxisType``.
+    """
+
+    Auto = enum.auto()
+    Explicit = enum.auto()
+    Manual = enum.auto()
+
+
 class Mesh:
     """An array of distinct devices with one name per array axis; immutable and hashable.
 
     Args:
         devices: array-like of ``Device``, of any rank.
         axis_names: one hashable name per axis; a single string for a 1-D mesh.
+        axis_types: for programs from JAX: one ``AxisType`` per axis, or one for all.
 
     Raises:
-        ValueError: number of names and of axes differ, or a name or a device is repeated.
+        ValueError: number of names and of axes differ, a name or a device is repeated, or an axis
+            type is ``Manual`` or none at all.
         TypeError: something in ``devices`` is not a ``Device``.
 
     Example:
@@ -86,10 +100,13 @@ class Mesh:
     axis_names: tuple[Hashable, ...]
     devices: np.ndarray[Any, Any]
 
-    def __init__(self, devices: Any, axis_names: str | Sequence[Hashable]) -> None:
+    def __init__(
+        self, devices: Any, axis_names: str | Sequence[Hashable], axis_types: Any = None
+    ) -> None:
         array = np.array(devices, dtype=object)
         names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
         _check_mesh(array, names)
+        _check_axis_types(axis_types, names)
         array.flags.writeable = False
         self.devices = array
         self.axis_names = names
@@ -190,8 +207,30 @@ class Mesh:
         return f"Mesh({', '.join(f'{name!r}: {size}' for name, size in self.shape.items())})"
 
 
+def _check_axis_types(given: Any, names: tuple[Hashable, ...]) -> None:
+    """``given``: a type or its name, of this package or of JAX, or a tuple with one per axis."""
+    if given is None:
+        return
+    kinds = tuple(given) if isinstance(given, tuple | list) else (given,) * len(names)
+    if len(kinds) != len(names):
+        raise ValueError(
+            f"axis_types has {len(kinds)} entries, but the mesh has {len(names)} axes, {names}. "
+            "Give one AxisType per axis, or leave it out."
+        )
+    for kind in kinds:
+        name = getattr(kind, "name", kind)
+        if name not in ("Auto", "Explicit"):
+            raise ValueError(
+                f"axis_types: got {kind!r}, expected AxisType.Auto or AxisType.Explicit, which "
+                "mean the same here. An axis becomes manual inside shard_map (axis_names=)."
+            )
+
+
 def mesh_of(
-    shape: tuple[int, ...], axis_names: Sequence[Hashable], devices: Sequence[Device]
+    shape: tuple[int, ...],
+    axis_names: Sequence[Hashable],
+    devices: Sequence[Device],
+    axis_types: Any = None,
 ) -> Mesh:
     """The first devices in a mesh, the last axis fastest; ``ValueError`` if there are too few."""
     if any(size < 1 for size in shape):
@@ -201,7 +240,7 @@ def mesh_of(
         raise ValueError(
             f"Number of devices {len(devices)} must be >= the product of mesh_shape {shape}."
         )
-    return Mesh(_object_array(devices[:size]).reshape(shape), axis_names)
+    return Mesh(_object_array(devices[:size]).reshape(shape), axis_names, axis_types)
 
 
 @cache

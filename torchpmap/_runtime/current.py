@@ -248,7 +248,7 @@ def _enumerate(settings: Config) -> tuple[Device, ...]:
                 "num_devices out."
             )
         return devices_of(_place, platform)
-    return enumerate_devices(settings.num_devices or platform.count(), kind)
+    return enumerate_devices(settings.num_devices or max(platform.count(), 1), kind)
 
 
 def _wanted_place(settings: Config) -> JobPlace | None:
@@ -268,7 +268,7 @@ def devices(backend: str | None = None) -> list[Device]:
     """Return all devices, in the order in which axis indices are given to them.
 
     Args:
-        backend: ``"cpu"`` or ``"cuda"``; default: the kind in use.
+        backend: ``"cpu"``, ``"cuda"`` (or ``"gpu"``, as in JAX); default: the kind in use.
 
     Raises:
         RuntimeError: there are no devices of that kind.
@@ -286,10 +286,17 @@ def devices(backend: str | None = None) -> list[Device]:
             _planned = _enumerate(config.snapshot())
             _preload()
         found = list(_planned)
-    if backend is not None and backend != found[0].platform:
+    kind = "cuda" if backend == "gpu" else backend
+    if kind is not None and kind != found[0].platform:
+        known = ", ".join(map(repr, PLATFORMS))
+        advice = (
+            f"Call torchpmap.init(device_type={kind!r}) first."
+            if kind in PLATFORMS
+            else f"There are devices of the kinds {known}."
+        )
         raise RuntimeError(
             f"Unknown backend: {backend!r} requested, but the devices in use are of type "
-            f"{found[0].platform!r}. Call torchpmap.init(device_type={backend!r}) first."
+            f"{found[0].platform!r}. {advice}"
         )
     return found
 

@@ -25,12 +25,13 @@ def make_mesh(
     Args:
         axis_shapes: the size of each axis.
         axis_names: as many names.
-        axis_types: for programs from JAX: every axis is what JAX calls ``Auto``; others raise.
+        axis_types: for programs from JAX: one ``AxisType`` per axis; ``Auto`` and ``Explicit``
+            mean the same here.
         devices: default: ``tp.devices()``.
 
     Raises:
         TypeError: ``axis_shapes`` is no tuple.
-        ValueError: there are fewer devices than that, or an axis type is not ``Auto``.
+        ValueError: there are fewer devices than that, or an axis type is ``Manual``.
 
     Example:
         >>> import torchpmap as tp
@@ -39,12 +40,6 @@ def make_mesh(
 
     Source: ``jax.make_mesh``.
     """
-    for kind in () if axis_types is None else axis_types:
-        if getattr(kind, "name", kind) != "Auto":
-            raise ValueError(
-                f"make_mesh: the axis type {kind!r} is not supported: programs with Explicit or "
-                "Manual axes have no equal here. Leave axis_types out, or use Auto."
-            )
     if not isinstance(axis_shapes, Sequence):
         raise TypeError(
             f"make_mesh: axis_shapes must be a tuple with the size of each axis, but got "
@@ -58,4 +53,4 @@ def make_mesh(
             f"{len(chosen)}. Ask for more with torchpmap.init(num_devices={math.prod(shape)}); "
             "CPU devices are processes, and may be more than the cores."
         )
-    return mesh_of(shape, axis_names, chosen)
+    return mesh_of(shape, axis_names, chosen, axis_types)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchpmap._base.devices import Device
+from torchpmap._base.errors import warn
 from torchpmap._base.pytree import flatten_call
 from torchpmap._layout.grid import Cut, Grid
 from torchpmap._layout.layout import Layout, replicated_layout
@@ -32,6 +33,7 @@ class RowPreparation(Preparation[RowArguments]):
         """``inner``: the preparation of ``fun``, if it is mapped itself."""
         super().__init__(fun, options)
         self._inner = inner
+        self._has_warned = False
 
     def arguments_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_all_rows: bool = False
@@ -63,6 +65,7 @@ class RowPreparation(Preparation[RowArguments]):
     def decide(self, call: RowArguments) -> Decided:
         levels = self._levels(call)
         grid = self._choose_devices(levels)
+        self._warn_of_idle_devices([level.call.size for level in levels], grid)
         program = _program_of(levels, grid)
         cuts = cuts_of([level.call for level in levels])
         leaves = call.travelling(call.leaves)
@@ -110,6 +113,25 @@ class RowPreparation(Preparation[RowArguments]):
         counts = device_counts(sizes, len(available))
         devices = available[: math.prod(counts)]
         return Grid(devices, devices, counts, names)
+
+    def _warn_of_idle_devices(self, sizes: Sequence[int], grid: Grid) -> None:
+        """Warn once if devices that have nothing to do would make the call quicker."""
+        if self._has_warned or self.options.devices is not None or process_count() > 1:
+            return
+        rows, used = math.prod(sizes), len(grid.devices)
+        available = len(all_devices(self.options.platform))
+        if rows // used <= -(-rows // available):
+            return
+        self._has_warned = True
+        below, above = rows - rows % available, rows + -rows % available
+        better = [f"{count} rows" for count in (below, above) if count > 0 and len(sizes) == 1]
+        warn(
+            f"{self.options.prefix}: {' x '.join(map(str, sizes))} rows run on {used} of "
+            f"{available} devices, {rows // used} on each, because each device gets equally many. "
+            f"Pass {' or '.join(better) or 'sizes that divide over the devices'} "
+            "(torchpmap.shard_batch(batch, stacked=True) pads a batch and returns a mask), or "
+            "another number of devices to torchpmap.init. To mean it, give devices=."
+        )
 
     def _wrong_number(self, sizes: Sequence[int], devices: tuple[Device, ...]) -> str:
         text = (

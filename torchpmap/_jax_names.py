@@ -1,0 +1,238 @@
+"""What to write for names of JAX that this package does not have; the rows of docs/from_jax.md."""
+
+_ROWS = (
+    (
+        "lax sharding experimental",
+        "no modules: tp.psum, tp.scan, tp.NamedSharding, tp.shard_map",
+    ),
+    (
+        "soft_pmap xmap",
+        "gone from JAX; tp.pmap takes more rows than devices, and maps a mapped function",
+    ),
+    (
+        "jvp vjp jacfwd jacrev hessian",
+        "torch.func. and the same name",
+    ),
+    (
+        "custom_vjp custom_jvp",
+        "torch.autograd.Function with setup_context, backward and jvp",
+    ),
+    (
+        "remat",
+        "torch.utils.checkpoint",
+    ),
+    (
+        "jit",
+        "inside a mapped function: nothing, it is compiled; elsewhere torch.compile",
+    ),
+    (
+        "lower make_jaxpr",
+        "f.lower(x).as_text(), .graph, .cost()",
+    ),
+    (
+        "linearize",
+        "torch.func.linearize",
+    ),
+    (
+        "checkpoint_name checkpoint_policies",
+        "context_fn= of torch.utils.checkpoint.checkpoint",
+    ),
+    (
+        "eval_shape",
+        "f.lower(x).out_layouts: their shapes and dtypes",
+    ),
+    (
+        "get_abstract_mesh get_mesh",
+        "not available: pass the mesh, or leave mesh= out",
+    ),
+    (
+        "with_sharding_constraint pjit",
+        "not available: say where values live by in_axes, out_axes and tp.device_put",
+    ),
+    (
+        "pdot pgather",
+        'gone from JAX; tp.psum(x @ y, "i")',
+    ),
+    (
+        "pvary",
+        "deprecated in JAX: tp.pcast",
+    ),
+    (
+        "in_pmap psum_if_pmap pmean_if_pmap",
+        "tp.axis_bound, tp.psum_if_bound, tp.pmean_if_bound",
+    ),
+    (
+        "Array",
+        "tp.ShardedTensor",
+    ),
+    (
+        "host_id host_count",
+        "tp.process_index, tp.process_count",
+    ),
+    (
+        "reshard",
+        "tp.device_put(x, sharding), outside of mapped functions",
+    ),
+    (
+        "make_array_from_callback make_array_from_single_device_arrays",
+        "tp.device_put of the whole value; under torchrun tp.global_view of each process's rows",
+    ),
+    (
+        "create_device_mesh",
+        "tp.make_mesh((2, 2), names)",
+    ),
+    (
+        "PmapSharding PositionalSharding",
+        "x.sharding of a result; to place a value: tp.device_put(x, devices) or a tp.NamedSharding",
+    ),
+    (
+        "clear_caches clear_backends",
+        "tp.shutdown()",
+    ),
+    (
+        "distributed initialize",
+        "nothing: start the script by torchrun",
+    ),
+    (
+        "sync_global_devices broadcast_one_to_all process_allgather assert_equal",
+        "tp.multihost.barrier, broadcast, all_gather, assert_equal",
+    ),
+    (
+        "host_local_array_to_global_array make_array_from_process_local_data",
+        "tp.global_view",
+    ),
+    (
+        "global_array_to_host_local_array",
+        "tp.local_view",
+    ),
+    (
+        "key PRNGKey split fold_in normal uniform randint",
+        "tp.random and the same name, with the same bits",
+    ),
+    (
+        "gamma beta dirichlet poisson multivariate_normal",
+        "not available: draw them in your process, and pass them to the function",
+    ),
+    (
+        "tree tree_util tree_map tree_leaves tree_flatten tree_unflatten tree_structure",
+        "torch.utils._pytree.tree_map and relatives; also register_pytree_node for your own "
+        "classes",
+    ),
+    (
+        "ravel_pytree",
+        "torch.cat([leaf.flatten() for leaf in leaves]) of leaves, spec = tree_flatten(tree); "
+        "back by torch.split, view_as and tree_unflatten",
+    ),
+    (
+        "select",
+        "torch.where",
+    ),
+    (
+        "stop_gradient",
+        "x.detach()",
+    ),
+    (
+        "nn numpy jnp",
+        "torch.nn.functional, torch",
+    ),
+    (
+        "one_hot take_along_axis",
+        "torch.nn.functional.one_hot, torch.take_along_dim, with labels.long(): indices are int64",
+    ),
+    (
+        "apply transform_with_state",
+        "tp.functional(module): parameters, buffers and apply",
+    ),
+    (
+        "BatchNorm",
+        'tp.functional(module, axis_name="i")',
+    ),
+    (
+        "prefetch_to_device",
+        "tp.prefetch(loader, size, stacked=True), which also cuts the batches",
+    ),
+    (
+        "shard pad_shard_unpad",
+        "tp.shard_batch(batch, stacked=True): also returns a mask",
+    ),
+    (
+        "shard_prng_key",
+        "tp.random.split(key, tp.device_count())",
+    ),
+    (
+        "onehot",
+        "torch.nn.functional.one_hot, of labels.long()",
+    ),
+    (
+        "TrainState",
+        "a tuple or a dict of parameters, buffers and the optimizer's state",
+    ),
+    (
+        "checkpoints orbax",
+        "tp.checkpoint",
+    ),
+    (
+        "adam update",
+        "tp.optim.functional(torch.optim.Adam, lr=1e-3): update(grads, state, params) returns the"
+        " new parameters, not what to add",
+    ),
+    (
+        "apply_updates",
+        "not needed",
+    ),
+    (
+        "clip_by_global_norm global_norm",
+        "tp.optim.clip_grad_norm(grads, max_norm): returns the gradients and the norm",
+    ),
+    (
+        "cosine_decay_schedule join_schedules",
+        "tp.optim.schedule of CosineAnnealingLR, SequentialLR, ...: a function of the step",
+    ),
+    (
+        "MultiSteps",
+        "tp.optim.accumulate(optimizer, every=n)",
+    ),
+    (
+        "incremental_update ema",
+        "torch.lerp of the parameters",
+    ),
+    (
+        "DynamicScale jmp",
+        "torch.autocast; for float16, multiply the loss and divide the gradients yourself",
+    ),
+    (
+        "disable_jit",
+        "pmap(..., compile=False), or tp.debug.fake_pmap()",
+    ),
+    (
+        "print breakpoint visualize_array_sharding",
+        "tp.debug.print, breakpoint, visualize_sharding",
+    ),
+    (
+        "callback pure_callback io_callback",
+        "an operation of torch.library.custom_op, or compile=False",
+    ),
+    (
+        "trace",
+        "tp.profiler.trace, tp.memory_stats",
+    ),
+    (
+        "named_scope TraceAnnotation",
+        "torch.profiler.record_function with compile=False",
+    ),
+    (
+        "transfer_guard",
+        "not available: tp.debug.check_pmap(f, *args) compares three ways to compute",
+    ),
+)
+"""(names, separated by blanks; what to write instead)"""
+
+
+def advice(name: str) -> str:
+    """What to write for ``torchpmap.name``, after the message that there is no such name."""
+    for names, instead in _ROWS:
+        if name in names.split():
+            own, same, rest = instead.partition(" and the same name")
+            text = f"{own.rstrip('.')}.{name}{rest}" if same else instead
+            return f". Instead of JAX's {name}: {text} (docs/from_jax.md)."
+    return ""
