@@ -28,7 +28,7 @@ from torchpmap._sharded.device_put import handles_of
 from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.pickling import number_of, pickled_function
 from torchpmap._trace.program import Program, not_replicated, unequal_results
-from torchpmap.random._streams import draw_key, no_stream, peek_key
+from torchpmap.random._streams import draw_key, peek_key, uses_generator
 
 _serials = itertools.count(1)
 
@@ -134,7 +134,7 @@ class UncompiledPlan:
             if report.written is not None:
                 raise RuntimeError(report.written)
             if report.used_generator:
-                raise NotImplementedError(no_stream(self._prefix))
+                raise NotImplementedError(uses_generator(self._prefix))
         # devices of different lines of a mesh have compared different values
         for each in zip(*(report.differences for report in reports), strict=True):
             path, difference = each[0][0], max(difference for _, difference in each)

@@ -48,7 +48,7 @@ from torchpmap._trace.program import (
 from torchpmap._transforms.call import CallArguments
 from torchpmap._transforms.preparation import Preparation, refuse_aliased_donation
 from torchpmap._transforms.rows import run_rows
-from torchpmap.random._streams import are_active, draw_key, no_stream, peek_key
+from torchpmap.random._streams import are_active, draw_key, peek_key, uses_generator
 
 _Call = TypeVar("_Call", bound=CallArguments)
 
@@ -101,7 +101,7 @@ def _run_rows(program: Program | BlockProgram, leaves: Sequence[Any], prefix: st
         outcome = _as_lanes(program, blocks)
     if not torch.equal(generator, torch.default_generator.get_state()):
         torch.default_generator.set_state(generator)
-        raise NotImplementedError(no_stream(prefix))
+        raise NotImplementedError(uses_generator(prefix))
     if outcome.draws:
         with outside_transforms():
             draw_key()  # the next call gets another one

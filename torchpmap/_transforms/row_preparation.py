@@ -65,7 +65,8 @@ class RowPreparation(Preparation[RowArguments]):
     def decide(self, call: RowArguments) -> Decided:
         levels = self._levels(call)
         grid = self._choose_devices(levels)
-        self._warn_of_idle_devices([level.call.size for level in levels], grid)
+        if len(levels) == 1:
+            self._warn_of_idle_devices(call.size, grid)
         program = _program_of(levels, grid)
         cuts = cuts_of([level.call for level in levels])
         leaves = call.travelling(call.leaves)
@@ -114,23 +115,22 @@ class RowPreparation(Preparation[RowArguments]):
         devices = available[: math.prod(counts)]
         return Grid(devices, devices, counts, names)
 
-    def _warn_of_idle_devices(self, sizes: Sequence[int], grid: Grid) -> None:
+    def _warn_of_idle_devices(self, rows: int, grid: Grid) -> None:
         """Warn once if devices that have nothing to do would make the call quicker."""
         if self._has_warned or self.options.devices is not None or process_count() > 1:
             return
-        rows, used = math.prod(sizes), len(grid.devices)
-        available = len(all_devices(self.options.platform))
+        used, available = len(grid.devices), len(all_devices(self.options.platform))
         if rows // used <= -(-rows // available):
             return
         self._has_warned = True
         below, above = rows - rows % available, rows + -rows % available
-        better = [f"{count} rows" for count in (below, above) if count > 0 and len(sizes) == 1]
+        better = [f"{count} rows" for count in (below, above) if count > 0]
         warn(
-            f"{self.options.prefix}: {' x '.join(map(str, sizes))} rows run on {used} of "
-            f"{available} devices, {rows // used} on each, because each device gets equally many. "
-            f"Pass {' or '.join(better) or 'sizes that divide over the devices'} "
-            "(torchpmap.shard_batch(batch, stacked=True) pads a batch and returns a mask), or "
-            "another number of devices to torchpmap.init. To mean it, give devices=."
+            f"{self.options.prefix}: {rows} rows run on {used} of {available} devices, "
+            f"{rows // used} on each, because each device gets equally many. Pass "
+            f"{' or '.join(better)} (torchpmap.shard_batch(batch, stacked=True) pads a batch and "
+            "returns a mask), or another number of devices to torchpmap.init. To mean it, give "
+            "devices=."
         )
 
     def _wrong_number(self, sizes: Sequence[int], devices: tuple[Device, ...]) -> str:

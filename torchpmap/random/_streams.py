@@ -13,6 +13,7 @@ on how many devices there are, how the rows lie on them, or whether the function
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, cast
@@ -96,6 +97,13 @@ class Streams(TorchFunctionMode):
         self.inside: list[tuple[torch.Tensor, str]] = []
         """Index and randomness of the inner mapped axes, which share the devices with this one."""
         self.draws = 0
+        self._seeds: list[tuple[int, int]] = []
+        """(number of the first draw that it holds for, seed)"""
+
+    def seed(self, seed: int) -> None:
+        """From now on, numbers depend on this seed and not on the key of the call."""
+        self._seeds = [pair for pair in self._seeds if pair[0] < self.draws]  # a repeated part
+        self._seeds.append((self.draws, seed))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -156,17 +164,24 @@ class Streams(TorchFunctionMode):
             )
         (_, own), *inside = self._rows()
         row = self._row if own == "different" else None
-        draw = torch.full_like(self._key[0], self.draws)
+        high, low, draw = self._counter()
         # one hash for both: each is some hundred operations to compile
         key = torch.stack(
-            threefry2x32(
-                (self._key[0], self._key[1]), (draw, torch.zeros_like(draw) if row is None else row)
-            )
+            threefry2x32((high, low), (draw, torch.zeros_like(draw) if row is None else row))
         )
         self.draws += 1
         for index in _different(inside):
             key = fold_in(key, index)
         return key
+
+    def _counter(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Two words of a key, and the number of the next draw from it."""
+        filled = functools.partial(torch.full_like, self._key[0])
+        seeds = [pair for pair in self._seeds if pair[0] <= self.draws]
+        if not seeds:
+            return self._key[0], self._key[1], filled(self.draws)
+        first, seed = seeds[-1]
+        return filled(seed // _WORD % _WORD), filled(seed % _WORD), filled(self.draws - first)
 
     def _rows(self) -> Iterator[tuple[torch.Tensor | None, str]]:
         """Index and randomness of this axis, of the inner ones, and of the vmaps inside."""
@@ -305,17 +320,65 @@ def _truncated(
         return cast(torch.Tensor, truncated(key_of, x, mean, std, a, b, generator=generator))
 
 
-def no_stream(prefix: str, drawn: str = "one of the operations in the function") -> str:
+def no_stream(prefix: str, drawn: str) -> str:
     """``prefix``: whose message it is; ``drawn``: what draws."""
     return (
         f"{prefix}: {drawn} draws random numbers from torch's generator, which would not be the "
-        "rows' own. Use torch's samplers (rand, randn, randint, randperm, normal, bernoulli, "
-        "multinomial, poisson, their *_like and in-place forms), nn.init, dropout, or "
-        "torchpmap.random with a key."
+        f"rows' own. {_INSTEAD}"
     )
 
 
+def uses_generator(prefix: str) -> str:
+    return (
+        f"{prefix}: an operation in the function draws from torch's generator, so its numbers "
+        f"would not be the rows' own. {_INSTEAD}"
+    )
+
+
+_INSTEAD = (
+    "Use torch's samplers (rand, randn, randint, randperm, normal, bernoulli, multinomial, "
+    "poisson, their *_like and in-place forms), nn.init, dropout, or torchpmap.random with a key."
+)
+
+
 # -- blocks ----------------------------------------------------------------------------------------
+
+
+class _Generator:
+    """Stands for torch's default generator in torch.random while mapped functions run: a seed set
+    inside is that of the rows' streams, and the caller's generator stays as it is.
+    """
+
+    users = 0
+    """How many mapped functions run, in all threads."""
+    lock = threading.Lock()
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        active = active_streams()
+        if active is None:
+            return torch.default_generator.manual_seed(seed)
+        active.seed(seed)
+        return torch.default_generator
+
+    def seed(self) -> int:
+        if are_active():
+            raise NotImplementedError(
+                f"at {users_line()}: torch.seed() inside a mapped function would seed each device "
+                "differently at every call. Use torch.manual_seed, or leave it out."
+            )
+        return torch.default_generator.seed()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.default_generator, name)
+
+    def count(self, more: int) -> None:
+        with self.lock:
+            _Generator.users += more
+            generator = self if self.users else torch.default_generator
+            torch.random.__dict__["default_generator"] = generator
+
+
+_generator = _Generator()
 
 
 @contextmanager
@@ -326,8 +389,12 @@ def streams(
     if are_active():
         yield None
         return
-    with Streams(key, row, randomness) as active:
-        yield active
+    _generator.count(1)
+    try:
+        with Streams(key, row, randomness) as active:
+            yield active
+    finally:
+        _generator.count(-1)
 
 
 @contextmanager
