@@ -25,7 +25,7 @@ def test_rows_that_divide_badly_warn_once(mode: Any) -> None:
         "pmap(double, in_axes=0)(<inputs>): 5 rows run on 1 of 4 devices, 5 on each, because each "
         "device gets equally many. Pass 4 rows or 8 rows (torchpmap.shard_batch(batch, "
         "stacked=True) pads a batch and returns a mask), or another number of devices to "
-        "torchpmap.init. To mean it, give devices=."
+        "torchpmap.init."
     )
     assert [str(warning.message) for warning in seen] == [text]
     assert seen[0].filename == __file__

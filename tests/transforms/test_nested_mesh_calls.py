@@ -152,6 +152,7 @@ def draws(x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("outer", ["different", "same"])
 @pytest.mark.parametrize("shape", [(2, 4), (9, 4), (8, 1)], ids=str)
 @pytest.mark.sampled(4)
+@pytest.mark.filterwarnings("ignore:.* 9 rows run on 3 of 8 devices")
 def test_random_numbers_do_not_depend_on_the_mesh(
     shape: tuple[int, int], outer: str, inner: str, mode: Any
 ) -> None:

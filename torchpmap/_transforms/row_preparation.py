@@ -129,8 +129,7 @@ class RowPreparation(Preparation[RowArguments]):
             f"{self.options.prefix}: {rows} rows run on {used} of {available} devices, "
             f"{rows // used} on each, because each device gets equally many. Pass "
             f"{' or '.join(better)} (torchpmap.shard_batch(batch, stacked=True) pads a batch and "
-            "returns a mask), or another number of devices to torchpmap.init. To mean it, give "
-            "devices=."
+            "returns a mask), or another number of devices to torchpmap.init."
         )
 
     def _wrong_number(self, sizes: Sequence[int], devices: tuple[Device, ...]) -> str:
