@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from _plain import GRAPH, check
-from _spies import asked
 
 import torchpmap as tp
-from torchpmap._trace.boxed import boxed_artifact, boxed_body
+from torchpmap._runtime import current
+from torchpmap._trace.boxed import boxed_artifact, boxed_body, boxed_call
+from torchpmap._trace.chunks import becomes_kernels
+from torchpmap._trace.compiled_loops import running_with, with_compiled_loops
 
 A = torch.tensor([[2.0, -1.0, 0.5], [0.25, 1.5, -0.5]])
 
@@ -58,7 +62,41 @@ def test_two_loops_of_equal_text_around_other_bodies():
         both(lambda x, rows=rows: tp.scan(lambda c, _: (c * 0.5, rows(c)), x, None, length=7), A)
 
 
-@pytest.mark.parametrize("mode", [GRAPH, {"backend": "aot_eager"}, True, False])
+OTHER = {"backend": "aot_eager"}
+
+
+def say(i, x):
+    tp.debug.print("{}", i)
+    return x.mul_(2)
+
+
+IN_BRANCHES = {
+    "while_loop": lambda x: tp.while_loop(lambda x: x.sum() < 5, lambda x: say(0, x), x),
+    "cond": lambda x: tp.cond(x.sum() > 0, lambda x: say(0, x), torch.sin, x),
+    "scan in a cond": lambda x: tp.cond(
+        x.sum() > 0, lambda x: tp.fori_loop(0, 9, say, x), torch.sin, x
+    ),
+    "cond in a scan": lambda x: tp.scan(
+        lambda c, _: (tp.cond(c.sum() > 0, lambda x: say(0, x), torch.sin, c), None), x, length=9
+    )[0],
+}
+
+
+@pytest.mark.parametrize("mode", [OTHER, True])
+@pytest.mark.parametrize("name", IN_BRANCHES)
+def test_what_a_back_end_cannot_print_is_an_error(name, mode):
+    with pytest.raises(NotImplementedError, match="cannot print or check"):
+        tp.pmap(IN_BRANCHES[name], compile=mode)(A[:1])
+
+
+def test_effects_in_scans_are_an_error_with_other_back_ends():
+    with pytest.raises(NotImplementedError, match=r"'aot_eager' cannot print .* in loops"):
+        tp.pmap(lambda x: tp.fori_loop(0, 100, say, x), compile=OTHER)(A)
+    found = tp.pmap(lambda x: tp.fori_loop(0, 100, lambda i, x: x.mul_(1) + i, x), compile=OTHER)(A)
+    check(found, A + 4950)
+
+
+@pytest.mark.parametrize("mode", [GRAPH, True, False])
 @pytest.mark.parametrize("length", [1, 3, 100])
 def test_a_map_without_results(mode, length, capfd):
     def program(xs):
@@ -69,7 +107,13 @@ def test_a_map_without_results(mode, length, capfd):
     found, nothing = tp.pmap(program, compile=mode)(xs)
     assert nothing is None
     assert torch.equal(found.cpu(), xs)
-    assert capfd.readouterr().out.splitlines() == [f"[0] {k}" for k in range(length)]
+    lines = []
+    for _ in range(100):  # another thread passes on what a worker prints
+        lines += capfd.readouterr().out.splitlines()
+        if len(lines) >= length:
+            break
+        time.sleep(0.1)
+    assert lines == [f"[0] {k}.0" for k in range(length)]
 
 
 @pytest.mark.parametrize("mode", [GRAPH, True, False])
@@ -98,16 +142,63 @@ def test_both_halves_of_a_gradient_run_in_cpp(monkeypatch):
 
         return tp.scan(outer, x, None, length=3)[0]
 
-    calls = asked(monkeypatch)
+    runtime, graphs = current.runtime(), []
+    define = runtime.define
+
+    def noting(team, definition, groups):
+        graphs.append(definition.graph)
+        return define(team, definition, groups)
+
+    monkeypatch.setattr(runtime, "define", noting)
     x = torch.arange(2.0).requires_grad_()
     tp.pmap(f)(x).sum().backward()
     assert x.grad.tolist() == [0.0, 0.0]
-    graphs = [value.graph for name, value in calls if name == "define"]
-    assert len(graphs) == 2
-    for graph in graphs:
+    halves = [graph for graph in graphs if any("scan" in n for n, _ in graph.named_modules())]
+    assert len(halves) == 2
+    for graph in halves:
         names = [name for name, _ in graph.named_modules()]
-        assert any("scan" in name for name in names)
         assert not any("_by_" in name for name in names), "steps are put together for Python"
+
+
+def test_operations_that_inductor_calls_make_no_kernels():
+    """What the trace takes for kernels is what Inductor makes kernels of."""
+    from torch._inductor import lowering
+
+    pointwise = [
+        each
+        for each in lowering.fallbacks
+        if isinstance(each, torch._ops.OpOverload) and torch.Tag.pointwise in each.tags
+    ]
+    assert len(pointwise) > 10
+    node = torch.fx.Graph().placeholder("x")
+    node.meta["val"] = torch.ones(3)
+    for node.target in pointwise:
+        assert not becomes_kernels(node), f"{node.target} is called"
+
+
+def program(x):
+    return tp.scan(lambda c, t: (c * 0.5 + t, c.sin()), x, torch.linspace(0, 1, 59))
+
+
+def test_steps_that_cpp_cannot_repeat_run_in_chunks():
+    """Also if the trace has taken them for kernels."""
+    graph = tp.pmap(program, compile=GRAPH).lower(A).graph
+    sizes = []
+
+    def compile_body(graph, inputs, num_results):
+        sizes.append(inputs[1].shape)
+        return boxed_call(graph.forward)
+
+    mode = torch._subclasses.FakeTensorMode()
+    with mode:
+        fakes = [torch.empty(1, 3)]
+    changed, loops = with_compiled_loops(graph, mode, fakes, compile_body, in_chunks=True)
+    (loop,) = loops
+    assert loop.size == 26  # of three operations each
+    assert sizes == [(), (26,)]
+    run = running_with(boxed_call(changed.forward), loops)
+    found = run([A[:1].clone()])
+    check(list(found), [y[None] for y in program(A[0])])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

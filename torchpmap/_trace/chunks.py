@@ -51,6 +51,9 @@ _KERNELS = frozenset(
 )
 """What becomes kernels, besides pointwise operations and views."""
 
+_CALLS = frozenset({"angle", "digamma", "gcd", "igamma", "igammac", "polygamma"})
+"""Pointwise operations that Inductor calls, besides those of ``torch.special``."""
+
 
 def chunk(module: GraphModule, *, inductor: bool = False) -> None:
     """Let the scans of a graph, and those inside its loops, do several steps at once.  The nodes
@@ -80,7 +83,7 @@ def _chunk(module: GraphModule, node: Node, inductor: bool) -> None:
     calls = operations(body.graph)
     # where there are loops inside, they take most of the time
     size = 1 if any(map(inner_graphs, calls)) else steps_at_once(length, len(calls))
-    if inductor and size < length and all(map(_becomes_kernels, calls)):
+    if inductor and size < length and all(map(becomes_kernels, calls)):
         node.meta[IN_CPP] = True
     elif size > 1:
         _Chunks(module, node, body.graph, size, length).run(
@@ -90,12 +93,15 @@ def _chunk(module: GraphModule, node: Node, inductor: bool) -> None:
         )
 
 
-def _becomes_kernels(node: Node) -> bool:
+def becomes_kernels(node: Node) -> bool:
     """Whether Inductor makes C++ of an operation, and does not leave it to a library."""
     if node.target is operator.getitem:
         return True
     target, value = node.target, node.meta.get("val")
     if not isinstance(target, OpOverload) or not isinstance(value, torch.Tensor):
+        return False
+    name = target._opname
+    if name in _CALLS or name.startswith("special_"):
         return False
     schema = target._schema
     is_view = schema.returns[0].alias_info is not None and not schema.is_mutable
@@ -140,7 +146,7 @@ class _Chunks:
             call(_aten.slice.Tensor, (x, 0, 0, whole)) if whole < self._length else x for x in xs
         ]
         rows = [call(_aten.unflatten.int, (x, 0, [count, self._size])) for x in cut]
-        body = GraphModule(self._module, self._repeated(len(init), len(xs)))
+        body = repeated(self._module, self._body, len(init), len(xs), self._size)
         name = f"{self._node.args[0].target}_by_{self._size}"  # type: ignore[union-attr]
         self._module.register_module(name, body)
         loop = call(self._node.target, (graph.get_attr(name), init, rows, tuple(reads)))  # type: ignore[arg-type]
@@ -150,18 +156,6 @@ class _Chunks:
         ys = [call(_aten.flatten.using_ints, (y, 0, 1)) for y in found[len(init) :]]
         return found[: len(init)], ys
 
-    def _repeated(self, num_carry: int, num_xs: int) -> Graph:
-        graph = Graph()
-        places = [node for node in self._body.nodes if node.op == "placeholder"]
-        own = [graph.placeholder(node.name) for node in places]
-        carry, rows = own[:num_carry], own[num_carry : num_carry + num_xs]
-        carry, ys = _steps(
-            graph, self._body, carry, rows, own[num_carry + num_xs :], range(self._size)
-        )
-        stacked = [graph.call_function(_aten.stack.default, (y,)) for y in ys]
-        graph.output((*carry, *stacked))
-        return graph
-
     def _joined(self, ys: list[Node], rest: list[list[Node]]) -> list[Node]:
         call = self._module.graph.call_function
         if not rest or not rest[0]:
@@ -170,6 +164,20 @@ class _Chunks:
         if not ys:
             return stacked
         return [call(_aten.cat.default, ([a, b],)) for a, b in zip(ys, stacked, strict=True)]
+
+
+def repeated(
+    module: GraphModule, body: Graph, num_carry: int, num_xs: int, size: int
+) -> GraphModule:
+    """``size`` steps of a body as one; ``module`` has its attributes."""
+    graph = Graph()
+    places = [node for node in body.nodes if node.op == "placeholder"]
+    own = [graph.placeholder(node.name) for node in places]
+    carry, rows = own[:num_carry], own[num_carry : num_carry + num_xs]
+    carry, ys = _steps(graph, body, carry, rows, own[num_carry + num_xs :], range(size))
+    stacked = [graph.call_function(_aten.stack.default, (y,)) for y in ys]
+    graph.output((*carry, *stacked))
+    return GraphModule(module, graph)
 
 
 def _steps(

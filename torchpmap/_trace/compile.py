@@ -41,7 +41,7 @@ from torchpmap._trace.compiled_loops import (
 )
 from torchpmap._trace.constants import place
 from torchpmap._trace.custom_ops import NATIVE
-from torchpmap._trace.inner import acts, results_of
+from torchpmap._trace.inner import acts, results_of, shows
 from torchpmap._trace.passes import names_in
 from torchpmap._trace.toolchain import make_cache_private
 from torchpmap.random import _threefry as _threefry
@@ -295,7 +295,18 @@ def _fakes(kinds: Sequence[Kind], device: torch.device) -> tuple[FakeTensorMode,
     ]
 
 
+def _refuse_effects_inside(graph: torch.fx.GraphModule, backend: Backend) -> None:
+    """torch (2.13) loses the effects of a body, or fails."""
+    if shows(graph.graph):
+        what = "in branches and while loops" if backend.is_inductor else "in loops and branches"
+        raise NotImplementedError(
+            f"compile: the backend {backend.name!r} cannot print or check {what}. Use "
+            "compile={'backend': 'eager'}, or print outside of it."
+        )
+
+
 def _by_backend(graph: torch.fx.GraphModule, examples: list[Any], backend: Backend) -> Boxed:
+    _refuse_effects_inside(graph, backend)
     function = backend.function
     if function is None:
         from torch._dynamo.backends.registry import lookup_backend
@@ -363,6 +374,7 @@ def _inductor(
     def artifact(
         graph: torch.fx.GraphModule, inputs: Sequence[Any], loops: Sequence[Loop], **more: Any
     ) -> Any:
+        _refuse_effects_inside(graph, backend)
         patches = _patches(graph, device, backend) | more
         with torch._guards.tracing(torch._guards.TracingContext(mode)), with_loops(loops):
             return standalone_compile(
@@ -374,7 +386,7 @@ def _inductor(
 
     def body(graph: torch.fx.GraphModule, inputs: Sequence[Any], num_results: int) -> Boxed:
         is_pure = not acts(graph.graph)
-        graph, loops = with_compiled_loops(graph, mode, inputs, body)
+        graph, loops = with_compiled_loops(graph, mode, inputs, body, in_chunks=True)
         # a body is a chain of steps: where each value is used twice, Inductor (torch 2.13) would
         # write the whole chain before it into each use, up to 30 operations, and take minutes
         found = artifact(graph, inputs, loops, realize_opcount_threshold=4)
@@ -382,7 +394,7 @@ def _inductor(
         return running_with(compiled, loops)
 
     with _quietly():
-        graph, loops = with_compiled_loops(graph, mode, examples, body)
+        graph, loops = with_compiled_loops(graph, mode, examples, body, in_chunks=True)
         return running_with(boxed_artifact(artifact(graph, examples, loops)), loops)
 
 

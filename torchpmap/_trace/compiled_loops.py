@@ -27,8 +27,17 @@ from torch.fx import GraphModule, Interpreter, Node
 from torchpmap._base.platform import Boxed
 from torchpmap._base.pytree import tree_leaves
 from torchpmap._base.torch_internals import FakeTensor, FakeTensorMode, keep_in_order
-from torchpmap._trace.inner import SCAN, copied_whole, has_effects, is_kept, kind_of_node
-from torchpmap._trace.replay import Replay, replay_of
+from torchpmap._trace.chunks import repeated, steps_at_once
+from torchpmap._trace.inner import (
+    SCAN,
+    copied_whole,
+    has_effects,
+    inner_graphs,
+    is_kept,
+    kind_of_node,
+    operations,
+)
+from torchpmap._trace.replay import Replay, calls_only_kernels, replay_of
 
 Tensors = Sequence[torch.Tensor]
 Compile = Callable[[GraphModule, Tensors, int], Boxed]
@@ -40,14 +49,32 @@ class Loop:
     """The body of a scan."""
 
     graph: GraphModule
-    inputs: Tensors
-    """Fake ones."""
+    init: Tensors
+    """Fake ones, as all tensors here."""
+    xs: Tensors
+    reads: Tensors
     results: Tensors
-    """Fake ones: the next carry, then a row of each output."""
+    """The next carry, then a row of each output."""
     compiled: Boxed | None = None
+    size: int = 1
+    chunk: Boxed | None = None
+    """Code of ``size`` steps, for a body of short steps that C++ does not repeat."""
     replay: Replay | None = None
     is_noted: bool = False
     """Whether ``replay`` is known."""
+
+    def compile(self, compile_body: Compile, *, in_chunks: bool) -> None:
+        body, count = self.graph.graph, len(self.results)
+        self.compiled = compile_body(self.graph, self._inputs(0), count)
+        size = steps_at_once(len(self.xs[0]), len(operations(body)))
+        if not in_chunks or size == 1 or any(map(inner_graphs, body.nodes)):
+            return
+        if not calls_only_kernels(self.compiled):
+            steps = repeated(self.graph, body, len(self.init), len(self.xs), size)
+            self.size, self.chunk = size, compile_body(steps, self._inputs(slice(size)), count)
+
+    def _inputs(self, rows: int | slice) -> list[torch.Tensor]:
+        return [*self.init, *(x[rows] for x in self.xs), *self.reads]
 
 
 class _Running(threading.local):
@@ -58,7 +85,12 @@ _running = _Running()
 
 
 def with_compiled_loops(
-    graph: GraphModule, mode: FakeTensorMode, inputs: Tensors, compile_body: Compile
+    graph: GraphModule,
+    mode: FakeTensorMode,
+    inputs: Tensors,
+    compile_body: Compile,
+    *,
+    in_chunks: bool = False,
 ) -> tuple[GraphModule, list[Loop]]:
     """A graph whose scans are operations on compiled bodies, and these.
 
@@ -67,6 +99,8 @@ def with_compiled_loops(
         mode: of the fake tensors.
         inputs: fake ones of the graph.
         compile_body: compiles the body of a scan.
+        in_chunks: whether it makes kernels, which C++ may repeat.  If it cannot, Python runs
+            several steps at once, as it does where the trace has seen that before (_trace/chunks).
     """
     if not has_scans(graph):
         return graph, []
@@ -74,7 +108,7 @@ def with_compiled_loops(
     loops: list[Loop] = []
     _Changes(changed, mode, loops).change(inputs)
     for loop in loops:
-        loop.compiled = compile_body(loop.graph, loop.inputs, len(loop.results))
+        loop.compile(compile_body, in_chunks=in_chunks)
     return changed, loops
 
 
@@ -145,7 +179,7 @@ class _Changes(Interpreter):
         ).hexdigest()
         n.target = _in_order if has_effects(n) else _plain
         n.args = (len(self._loops), digest, *map(list, n.args[1:]))  # type: ignore[arg-type]
-        self._loops.append(Loop(body, given, results))
+        self._loops.append(Loop(body, init, xs, reads, results))
         return _like_results(results, init, xs)
 
 
@@ -168,8 +202,21 @@ def run_scan(number: int, digest: str, init: Tensors, xs: Tensors, reads: Tensor
     replay = _replay(loop, carry, rows, shared)
     if replay is not None:
         return [*replay.run(len(xs[0]), carry, rows, shared, ys), *ys]
-    last = _run_rows(cast(Boxed, loop.compiled), carry, rows, shared, ys)
+    last, whole = carry, 0
+    if loop.chunk is not None:
+        whole = len(xs[0]) // loop.size * loop.size
+        last = _run_rows(loop.chunk, last, *_chunks(whole, loop.size, rows, shared, ys))
+    rest = [x[whole:] for x in rows], shared, [y[whole:] for y in ys]
+    last = _run_rows(cast(Boxed, loop.compiled), last, *rest)
     return [*_unshared(last, [*init, *xs, *reads]), *ys]
+
+
+def _chunks(
+    whole: int, size: int, rows: Tensors, reads: Tensors, ys: Tensors
+) -> tuple[Tensors, Tensors, Tensors]:
+    """The arguments of ``_run_rows`` for ``size`` rows at once, of the first ``whole`` rows."""
+    first, last = ([x[:whole].unflatten(0, (-1, size)) for x in each] for each in (rows, ys))
+    return first, reads, last
 
 
 def _replay(loop: Loop, carry: Tensors, xs: Tensors, reads: Tensors) -> Replay | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from torchpmap._base.torch_internals import OpOverload
 from torchpmap._trace.boxed import copied
 
 GRAPHS = "graphs"
@@ -74,6 +75,24 @@ def is_kept(node: Node) -> bool:
 def has_effects(node: Node) -> bool:
     """Whether a graph inside a node has effects."""
     return any(map(acts, inner_graphs(node)))
+
+
+def shows(graph: Graph) -> bool:
+    """Whether graphs inside a graph print or check: an operation in them has no result, or is a
+    scan of such (_trace/compiled_loops).
+    """
+    return any(
+        shows(inside) or any(map(_shows, inside.nodes))
+        for node in graph.nodes
+        for inside in inner_graphs(node)
+    )
+
+
+def _shows(node: Node) -> bool:
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    return not target._schema.returns or target._opname == "scan_in_order"
 
 
 def acts(graph: Graph) -> bool:

@@ -233,6 +233,11 @@ def replay_of(code: Any, carry: Tensors, xs: Tensors, reads: Tensors) -> Replay 
     return found if found is not None and _agrees(found, code, carry, xs, reads) else None
 
 
+def calls_only_kernels(code: Any) -> bool:
+    """Whether a body's code does nothing but call kernels, as ``replay_of`` needs it."""
+    return _kernels(getattr(code, "__func__", code)) is not None
+
+
 def _agrees(found: Replay, code: Any, carry: Tensors, xs: Tensors, reads: Tensors) -> bool:
     """Whether two steps give, bit by bit, what the code gives."""
     steps = min(2, len(xs[0]))
