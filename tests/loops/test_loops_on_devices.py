@@ -4,6 +4,8 @@ outside, random numbers, deadlocks found while tracing, and compiled code.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -202,6 +204,30 @@ def test_deadlocks_are_named_as_the_user_called_them():
         )(A)
 
 
+def shout(x, ordered):
+    tp.debug.print("{}", x, ordered=ordered)
+    return x * 2
+
+
+@pytest.mark.parametrize("axis_name", ["i", None])
+def test_a_print_in_a_branch_that_only_some_devices_take(axis_name, capfd):
+    def program(ordered):
+        return lambda x: tp.cond(x > 1, lambda x: shout(x, ordered), lambda x: x, x)
+
+    x = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match=r"cond: .* an ordered print, .* print with ordered=False"):
+        tp.pmap(program(True), axis_name, compile=GRAPH)(x)
+    with pytest.raises(tp.CollectiveMismatch, match="print"):
+        tp.pmap(program(True), axis_name, compile=False)(x)
+    for mode in (GRAPH, False):
+        found = tp.pmap(program(False), axis_name, compile=mode)(x)
+        assert found.tolist() == [0.0, 1.0, 4.0, 6.0]
+    both = tp.pmap(lambda x: tp.cond(tp.psum(x, "i") > 1, lambda: shout(x, True), lambda: x), "i")
+    capfd.readouterr()
+    with tp.debug.fake_pmap():
+        assert both(x).tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
 @pytest.mark.parametrize("name", DEADLOCKS)
 def test_deadlocks_without_a_trace(name):
     with pytest.raises(tp.CollectiveMismatch, match="rank 1"):
@@ -269,3 +295,23 @@ def test_unread_outputs_of_a_scan_are_not_computed():
     assert "aten.sin.default" in text
     assert "aten.cos.default" not in text
     check(mapped(x, ys), tuple(vmap(f, (0, None))(x, ys)))
+
+
+@pytest.mark.parametrize("mode", [GRAPH, False])
+def test_a_carry_of_a_class_that_workers_do_not_know(mode):
+    @dataclasses.dataclass
+    class State:
+        total: torch.Tensor
+
+        def plus(self, x):
+            return State(self.total + x)
+
+    torch.utils._pytree.register_dataclass(State)
+    x = torch.arange(24.0).reshape(4, 2, 3)
+
+    def program(x):
+        return tp.scan(lambda c, row: (c.plus(row), c.total), State(x[0]), x)[0].total
+
+    for _ in range(2):  # also once it is known
+        found = tp.pmap(lambda x: program(x), compile=mode)(x)
+        assert torch.equal(found.cpu(), x[:, 0] + x.sum(1))

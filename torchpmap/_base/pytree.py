@@ -237,6 +237,16 @@ def _definition(kind: type) -> pytree.NodeDef | None:
     return found
 
 
+def registration(kind: type) -> Any:
+    """What torch knows of a type that is a node, to be given to ``register_again``; or None."""
+    return _registered.get(kind)
+
+
+def register_again(kind: type, known: Any) -> None:
+    """Make a type a node in this process, as it is in the one that ``known`` comes from."""
+    _registered.setdefault(kind, known)
+
+
 def open_node(tree: Any) -> tuple[list[Any], Node] | None:
     """Take one level of a tree apart into children and a node that does not have them yet."""
     kind = type(tree)

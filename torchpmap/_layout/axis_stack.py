@@ -237,12 +237,21 @@ def check_together(level: int) -> None:
         raise ValueError(parted(name, " or ".join(map(repr, names))))
 
 
-def parted(name: str, axis: str) -> str:
+def parted(name: str, axis: str, *, prints: bool = False) -> str:
+    """``prints``: whether only prints communicate."""
+    what, cure = (
+        (
+            "an ordered print, for which all devices send their lines to the first",
+            "print with ordered=False",
+        )
+        if prints
+        else ("a collective over that axis", "take the collective out")
+    )
     return (
         f"{name}: the predicate may differ along axis {axis}, but the loop or branch that it "
-        "decides on contains a collective over that axis: some devices would wait for others that "
+        f"decides on contains {what}: some devices would wait for others that "
         "never come. Make the predicate the same on all of them (reduce it with psum, pmax or pmin "
-        "over the axis), or take the collective out."
+        f"over the axis), or {cure}."
     )
 
 

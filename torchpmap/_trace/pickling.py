@@ -26,6 +26,7 @@ import torch
 from torch.fx.node import map_arg
 
 from torchpmap._base.errors import TensorEscaped
+from torchpmap._base.pytree import register_again, registration
 from torchpmap._base.torch_internals import (
     OPDEFS,
     CustomOpDef,
@@ -101,7 +102,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         inner = _inside(obj) if callable(obj) else None
         if inner is not None:
             return _same, (inner,)
-        return super().reducer_override(obj)
+        found = super().reducer_override(obj)
+        if isinstance(obj, type) and type(found) is tuple and len(found) == 6:
+            return _with_registration(obj, found)
+        return found
 
     def reads_grads(self, tensors: list[torch.Tensor]) -> bool:
         """Whether the functions may read ``.grad`` of a tensor from outside.  Functions that call
@@ -227,6 +231,23 @@ def _inside(compiled: Any) -> Any:
         return getattr(compiled, "_torchdynamo_orig_callable", None)
     except Exception:  # a __getattr__ of the user's that knows no such name
         return None
+
+
+def _with_registration(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What cloudpickle makes of a class that it sends by value, and that the class is a node of
+    pytrees, if it is.  The functions of the node may mention the class, so they are set afterwards.
+    """
+    known = registration(kind)
+    if known is None:
+        return reduced
+    *made, state, _, _, set_state = reduced
+    return *made, (set_state, state, known), None, None, _set_registered
+
+
+def _set_registered(kind: type, state: tuple[Any, Any, Any]) -> None:
+    set_state, own, known = state
+    set_state(kind, own)
+    register_again(kind, known)
 
 
 def _with_grad(make: Callable[..., torch.Tensor], args: Any, grad: Any) -> torch.Tensor:

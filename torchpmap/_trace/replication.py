@@ -400,29 +400,31 @@ def _refuse_deadlocks(graph: Graph, group: str, varying: Collection[Node], along
     steps of a loop, that contains a collective of theirs.
     """
     for node in _parting(graph, varying, along):
-        if group in _communicating(node):
+        targets = [target for name, target in _communicating(node) if name == group]
+        if targets:
             axes = [name for name, other in node.meta.get("axes", ()) if other == group]
             axes += [name for name, _ in node.meta.get("axes", ())]
             line = node.meta.get("line", "")
             name = node.meta.get("called", str(node.target))
-            told = parted(name, repr(axes[0] if axes else group))
+            axis = repr(axes[0] if axes else group)
+            prints = all(getattr(target, "_opname", "") == "debug_print" for target in targets)
+            told = parted(name, axis if axis != "None" else "None (without a name)", prints=prints)
             raise ValueError(f"at {line}: {told}")
 
 
 def _groups_inside(graph: Graph) -> Iterator[str]:
     for node in graph.nodes:
-        yield from _communicating(node)
+        yield from (group for group, _ in _communicating(node))
 
 
-def _communicating(node: Node) -> set[str]:
-    """The groups of the collectives inside a loop or branch."""
-    found: set[str] = set()
+def _communicating(node: Node) -> Iterator[tuple[str, Any]]:
+    """The groups of the operations inside a loop or branch that communicate, and these."""
     for graph in inner_graphs(node):
         for other in graph.nodes:
             if getattr(other.target, "namespace", "") in NAMESPACES:
-                found |= set(_texts([*other.args, *other.kwargs.values()]))
-            found |= _communicating(other)
-    return found
+                for text in _texts([*other.args, *other.kwargs.values()]):
+                    yield text, other.target
+            yield from _communicating(other)
 
 
 def _texts(values: Sequence[Any]) -> Iterator[str]:
