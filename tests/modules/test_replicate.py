@@ -317,3 +317,28 @@ def test_writes_to_rows_of_a_module_are_seen():
         for number, row in enumerate(each[3].weight.detach()):
             row.mul_(number)
     equal(module, plain)
+
+
+# Modules that gather ------------------------------------------------------------------------------
+
+
+def test_a_module_that_gathers_says_so_once():
+    class Summing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.linear(x).cumsum(0)
+
+    module, x = tp.replicate(Summing()), tp.shard_batch(X)
+    message = (
+        r"^Summing is on the devices, but its operation aten\.cumsum\.default runs in this "
+        r"process, .* Cut another dim of the input, or call the module in a mapped function"
+    )
+    with pytest.warns(UserWarning, match=message) as found:
+        module(x)
+    assert [warning.filename for warning in found] == [__file__]
+    module(x).sum().backward()
+    Summing()(X)
+    nn.Softmax(0)(x)  # it has nothing on the devices

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchpmap as tp
+from torchpmap._sharded import layers
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -229,3 +230,128 @@ def test_dropout_draws_as_one_device():
     result = F.dropout(cut(x), 0.4)
     torch.manual_seed(0)
     assert torch.equal(result.cpu(), F.dropout(x, 0.4))
+
+
+# Recurrent layers, and half precision -------------------------------------------------------------
+
+
+def check_module(plain, x, close_to=close):
+    """One step on the devices and here; what is listed as gathered."""
+    module = tp.replicate(copy.deepcopy(plain))
+    here, there = x.clone().requires_grad_(), cut(x).requires_grad_()
+    with tp.debug.report_gathers() as gathers:
+        results = [
+            torch.utils._pytree.tree_leaves(f(v)) for f, v in ((plain, here), (module, there))
+        ]
+        for leaves in results:
+            sum((leaf * leaf.detach().sin()).mean() for leaf in leaves).backward()
+    for expected, result in zip(*results, strict=True):
+        assert type(result) is tp.ShardedTensor
+        close_to(result.detach(), expected.detach())
+    pairs = [(here, there), *zip(plain.parameters(), module.parameters(), strict=True)]
+    for mine, theirs in pairs:
+        if mine.grad is None:
+            assert theirs.grad is None
+        else:
+            close_to(theirs.grad, mine.grad)
+    return gathers
+
+
+LSTMS = {
+    "one": {},
+    "two": {"num_layers": 2},
+    "both": {"bidirectional": True},
+    "both of two": {"bidirectional": True, "num_layers": 2},
+    "no biases": {"bias": False, "num_layers": 2},
+}
+
+
+@sizes
+@pytest.mark.parametrize("options", LSTMS.values(), ids=LSTMS)
+def test_an_lstm_stays_on_the_devices(options, pool):
+    torch.manual_seed(0)
+    plain = nn.LSTM(4, 3, batch_first=True, **options)
+    assert not check_module(plain, draw(8, 5, 4))
+    plain.zero_grad()
+    assert not check_module(plain.eval().requires_grad_(False), draw(8, 5, 4))
+
+
+def test_an_lstm_that_starts_anywhere():
+    class Started(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(4, 3)
+            self.start = nn.Parameter(draw(1, 8, 3))
+
+        def forward(self, x):
+            y, (h, _) = self.rnn(x.transpose(0, 1), (self.start, self.start.cos()))
+            return y, h
+
+    assert not check_module(Started(), draw(8, 5, 4))
+
+
+def test_the_derivative_of_an_lstm_that_gathers():
+    """The forward pass is on the devices, and the gradient cannot be."""
+    torch.manual_seed(0)
+    plain = nn.LSTM(4, 3)
+    module = tp.replicate(copy.deepcopy(plain))
+    x = tp.replicate(draw(5, 8, 4)).requires_grad_()
+    y, _ = module(x)
+    here = draw(5, 8, 4).requires_grad_()
+    expected, _ = plain(here)
+    grad = draw(8, 5, 3).transpose(0, 1)
+    mesh = tp.make_mesh((4,), ("i",), devices=tp.devices())
+    there = tp.device_put(grad[:, :, :].contiguous(), tp.NamedSharding(mesh, tp.P(None, "i")))
+    y.backward(there)
+    expected.backward(grad)
+    close(x.grad, here.grad)
+    close(module.weight_hh_l0.grad, plain.weight_hh_l0.grad)
+
+
+@pytest.mark.parametrize("of_parameters", [torch.float32, torch.bfloat16, torch.float16, None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layer_norm_in_half_precision_stays_on_the_devices(dtype, of_parameters):
+    if of_parameters not in (torch.float32, None, dtype):
+        pytest.skip("torch mixes no two half precisions")
+    plain = nn.LayerNorm(6, elementwise_affine=of_parameters is not None)
+    if of_parameters is not None:
+        plain = plain.to(of_parameters)
+
+    def close_to(result, expected):
+        assert result.dtype == expected.dtype
+        torch.testing.assert_close(result.cpu(), expected, rtol=2e-2, atol=2e-2)
+
+    assert not check_module(plain, draw(8, 5, 6).to(dtype), close_to)
+
+
+OPTIONS = [
+    {},
+    {"is_causal": True},
+    {"scale": 0.3},
+    {"attn_mask": draw(5, 5)},
+    {"attn_mask": torch.ones(5, 5, dtype=torch.bool).tril()},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=[str(list(x)) for x in OPTIONS])
+def test_attention_of_other_devices_is_that_of_the_cpu(options):
+    """What GPUs run: the kernel that torch chooses there, and gradients without its secrets."""
+    heads = [draw(2, 3, 5, 4), draw(3, 2, 5, 4).transpose(0, 1).cos(), draw(2, 3, 5, 4).sin()]
+    grad = draw(2, 3, 5, 4) + 1
+    rest = 0.0, options.get("is_causal", False)
+    named = {name: x for name, x in options.items() if name != "is_causal"}
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    if named.get("attn_mask") is not None and named["attn_mask"].dtype == torch.bool:
+        mask = torch.zeros(5, 5).masked_fill(~named["attn_mask"], -torch.inf)
+        y, kept = attention(*heads, *rest, attn_mask=mask)
+        by_cpu = {"attn_mask": mask}
+    else:
+        y, kept = attention(*heads, *rest, **named)
+        by_cpu = named
+    close(layers.attention_by_torch(*heads, *rest, **named), y)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    expected = backward(grad, *heads, y, kept, *rest, **by_cpu)
+    for mine, theirs in zip(
+        layers.attention_backward_by_torch(grad, *heads, *rest, **named), expected, strict=True
+    ):
+        close(mine, theirs)

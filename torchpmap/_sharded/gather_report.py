@@ -5,12 +5,19 @@ are moved.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
+from torch.nn.modules import module
+
+from torchpmap._base.errors import warn
 from torchpmap._base.sources import users_frames
+from torchpmap._sharded.memory import Remote
 
 _reports: ContextVar[tuple[list[Gather], ...]] = ContextVar("torchpmap_gathers", default=())
 
@@ -64,12 +71,44 @@ def report_gathers() -> Iterator[list[Gather]]:
 
 
 def note_gather(func: Any, num_bytes: int) -> None:
-    """Add an operation, or ``MOVE``, to the reports that are being collected."""
+    """Add an operation, or ``MOVE``, to the reports that are being collected; warn, once for each
+    operation of each class of modules, if it is part of a module that is on the devices.
+    """
+    if func is not MOVE:
+        _warn_of_module(str(func))
     reports = _reports.get()
     if reports:
         gather = Gather(_call_site(), str(func), num_bytes)
         for report in reports:
             report.append(gather)
+
+
+_warned: set[tuple[type, str]] = set()
+
+
+def _warn_of_module(name: str) -> None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not _calls_a_module(frame):
+        frame = frame.f_back
+    if frame is None:
+        return
+    called = frame.f_locals["self"]
+    kind = type(called)
+    tensors = itertools.chain(called.parameters(), called.buffers())
+    if (kind, name) in _warned or not any(isinstance(x, Remote) for x in tensors):
+        return
+    _warned.add((kind, name))
+    warn(
+        f"{kind.__name__} is on the devices, but its operation {name} runs in this process, on "
+        "values that are fetched, because the devices cannot run it block by block (see "
+        "torchpmap.debug.report_gathers). Cut another dim of the input, or call the module in a "
+        "mapped function: torchpmap.functional(module), torchpmap.pmap."
+    )
+
+
+def _calls_a_module(frame: FrameType) -> bool:
+    code = frame.f_code
+    return code.co_name == "_call_impl" and code.co_filename == module.__file__
 
 
 def _call_site() -> str:

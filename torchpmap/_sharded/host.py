@@ -19,6 +19,7 @@ from torchpmap._layout.layout import Layout, spread_layout
 from torchpmap._sharded.arguments import occurrences
 from torchpmap._sharded.draws import draw, is_drawn, send_again
 from torchpmap._sharded.gather_report import note_gather
+from torchpmap._sharded.layers import on_host
 from torchpmap._sharded.resharded import RESHARDED, run_resharded
 from torchpmap._sharded.strides import strides_of_results
 from torchpmap._sharded.transfer import is_whole_here, store
@@ -58,7 +59,7 @@ def run_on_host(
         copies = [_copy(operand) for operand in operands]
     gathered = {id(x): copy for x, copy in zip(operands, copies, strict=True)}
     host_args, host_kwargs = tree_map(lambda value: gathered.get(id(value), value), (args, kwargs))
-    result = func(*host_args, **host_kwargs)
+    result = on_host(func)(*host_args, **host_kwargs)
     if targets:
         _write_back(make, func, targets, gathered)
         originals = {id(gathered[id(target)]): target for target in targets}

@@ -8,7 +8,10 @@ how many devices have a part of the rows, and their group.  With ``size`` 1 it c
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,9 +22,9 @@ _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def run_on_blocks(name: str, size: int, group: str, *args: Any) -> Any:
+def run_on_blocks(name: str, size: int, group: str, *args: Any, **kwargs: Any) -> Any:
     """Run what stands for the operation ``name``."""
-    return INSTEAD[name](size, group, *args)
+    return INSTEAD[name](size, group, *args, **kwargs)
 
 
 def _sums(size: int, group: str, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -180,14 +183,237 @@ def _group_norm_backward(
     return _aten.native_group_norm_backward(grad, x, mean, rstd, weight, x.shape[0], *rest)
 
 
+# -- layer norm ------------------------------------------------------------------------------------
+# In half precision, only the CPU's kernel rounds the statistics to it; meta tensors say float32.
+
+
+def _layer_norm(
+    size: int,
+    group: str,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    own = (weight, bias)
+    if x.is_cpu and x.dtype in _HALVES:
+        own = (_promoted(weight), _promoted(bias))
+    y, *statistics = _aten.native_layer_norm(promoted(x) if x.is_cpu else x, shape, *own, eps)
+    return y.to(x.dtype), *statistics
+
+
+def _layer_norm_backward(
+    size: int,
+    group: str,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    operation = _aten.native_layer_norm_backward
+    if not x.is_cpu or x.dtype not in _HALVES:
+        return tuple(operation(grad, x, shape, mean, rstd, weight, bias, output_mask))
+    own = (_promoted(weight), _promoted(bias))
+    wide = operation(promoted(grad), promoted(x), shape, mean, rstd, *own, output_mask)
+    dtypes = (x.dtype, *((x if value is None else value).dtype for value in (weight, bias)))
+    return tuple(
+        y.to(dtype) if wanted else None
+        for y, dtype, wanted in zip(wide, dtypes, output_mask, strict=True)
+    )
+
+
+def _promoted(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None else promoted(value)
+
+
+# -- attention -------------------------------------------------------------------------------------
+# The caller's tensors are of the CPU, so torch chooses the CPU's kernel whatever the devices are.
+
+
+def _attention(
+    size: int,
+    group: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *rest: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if query.device.type in ("cpu", "meta"):
+        y, logsumexp = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, *rest, **options
+        )
+        return y, logsumexp
+    y = attention_by_torch(query, key, value, *rest, **options)
+    kept = torch.promote_types(query.dtype, torch.float32)
+    return y, query.new_full(query.shape[:-1], math.nan, dtype=kept)  # only the CPU's kernel has it
+
+
+def attention_by_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """By the kernel that torch chooses for the device."""
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+    )
+
+
+def _attention_backward(
+    size: int,
+    group: str,
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    *rest: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, ...]:
+    if query.device.type in ("cpu", "meta"):
+        operation = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return tuple(operation(grad, query, key, value, out, logsumexp, *rest, **options))
+    return attention_backward_by_torch(grad, query, key, value, *rest, **options)
+
+
+def attention_backward_by_torch(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    **options: Any,
+) -> tuple[torch.Tensor, ...]:
+    """The forward pass is computed again: each kernel keeps other things for its backward."""
+
+    def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return attention_by_torch(query, key, value, dropout_p, is_causal, **options)
+
+    return gradients(forward, (query, key, value), (grad,))
+
+
+def gradients(
+    function: Callable[..., Any],
+    operands: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+) -> tuple[torch.Tensor, ...]:
+    """The gradients to the operands, given those of the results; zeros where there is none."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in operands]
+        # in the process of the caller this runs below autograd
+        is_below = not leaves[0].view_as(leaves[0]).requires_grad
+        with torch.overrides.enable_reentrant_dispatch() if is_below else nullcontext():
+            results = function(*leaves)
+    results = (results,) if isinstance(results, torch.Tensor) else results
+    pairs = [(y, grad) for y, grad in zip(results, grads, strict=True) if grad is not None]
+    found = torch.autograd.grad(
+        [y for y, _ in pairs], leaves, [grad for _, grad in pairs], materialize_grads=True
+    )
+    return tuple(found)
+
+
+# -- LSTM ------------------------------------------------------------------------------------------
+# A layer in one direction, of [T, B, I].  Its kernel keeps what only the same kernel can read.
+
+_LSTM_MODE = 2
+
+
+def _lstm(
+    size: int,
+    group: str,
+    x: torch.Tensor,
+    w_input: torch.Tensor,
+    w_hidden: torch.Tensor,
+    b_input: torch.Tensor,
+    b_hidden: torch.Tensor,
+    hx: torch.Tensor,
+    cx: torch.Tensor,
+    reverse: bool,
+    batch_sizes: Sequence[int],
+    mode: int,
+    hidden_size: int,
+    num_layers: int,
+    has_biases: bool,
+    *rest: Any,
+) -> tuple[torch.Tensor, ...]:
+    assert mode == _LSTM_MODE
+    assert not batch_sizes
+    keeps = x.new_zeros(1, dtype=torch.uint8)
+    if x.is_meta:
+        return x.new_empty(*x.shape[:2], hx.shape[-1]), hx.clone(), cx.clone(), keeps
+    weights = (w_input, w_hidden, b_input, b_hidden)
+    return *_lstm_layer(reverse, has_biases, x, *weights, hx, cx), keeps
+
+
+def _lstm_layer(
+    reverse: bool, has_biases: bool, x: torch.Tensor, *own: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    *weights, hx, cx = own
+    y, hy, cy = torch.lstm(
+        x.flip(0) if reverse else x,
+        (hx[None], cx[None]),
+        weights if has_biases else weights[:2],
+        has_biases,
+        1,
+        0.0,
+        False,
+        False,
+        False,
+    )
+    return y.flip(0) if reverse else y, hy[0], cy[0]
+
+
+def _lstm_backward(size: int, group: str, *args: Any) -> tuple[torch.Tensor, ...]:
+    operands, grads = args[:7], args[10:13]
+    reverse, _, _, _, has_biases = args[13:18]
+    if operands[0].is_meta:
+        return tuple(map(torch.empty_like, operands))
+    return gradients(functools.partial(_lstm_layer, reverse, has_biases), operands, grads)
+
+
 MEAN_LOSSES = ("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss")
 
 INSTEAD: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "mkldnn_rnn_layer": _lstm,
+    "mkldnn_rnn_layer_backward": _lstm_backward,
     "native_batch_norm": _batch_norm,
     "native_batch_norm_backward": _batch_norm_backward,
     "native_group_norm": _group_norm,
     "native_group_norm_backward": _group_norm_backward,
+    "native_layer_norm": _layer_norm,
+    "native_layer_norm_backward": _layer_norm_backward,
     **{f"{loss}_backward": _mean_loss_backward(f"{loss}_backward") for loss in MEAN_LOSSES},
     **{name: _nll(name) for name in ("nll_loss_forward", "nll_loss2d_forward")},
 }
 """By the operation's name."""
+
+_HERE: dict[Any, Callable[..., Any]] = {
+    _aten.mkldnn_rnn_layer.default: functools.partial(_lstm, 1, ""),
+    _aten.mkldnn_rnn_layer_backward.default: functools.partial(_lstm_backward, 1, ""),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+        lambda grad, query, key, value, out, logsumexp, *rest, **options: (
+            attention_backward_by_torch(grad, query, key, value, *rest, **options)
+        )
+    ),
+}
+"""What runs on the host for operations whose kernels read what a device's kernel did not keep."""
+
+
+def on_host(func: Any) -> Callable[..., Any]:
+    """An operation for whole values in this process."""
+    return _HERE.get(func, func)

@@ -71,8 +71,8 @@ def on_meta(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> Any:
         try:
             given = filled(arguments, values)
             if name_of(func) in INSTEAD:
-                args, _ = positional(func, given)
-                return run_on_blocks(name_of(func), 1, "", *args)
+                args, kwargs = positional(func, given)
+                return run_on_blocks(name_of(func), 1, "", *args, **kwargs)
             return call(func, given)
         except NotImplementedError:
             raise Unsupported from None

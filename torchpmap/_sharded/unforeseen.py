@@ -23,8 +23,6 @@ _UNFORESEEN = frozenset(
         "_embedding_bag_forward_only",
         "_native_batch_norm_legit",
         "_native_batch_norm_legit_no_training",
-        "mkldnn_rnn_layer",
-        "mkldnn_rnn_layer_backward",
     ]
 )
 """Operations whose results on the CPU are undefined or have other shapes than on meta tensors.
@@ -33,9 +31,7 @@ The list is complete for the operations in the tests of torch 2.13 (``op_db``) a
 These batch norms run on the host only if they do not train.
 """
 
-_ROUNDING_STATISTICS = frozenset(
-    ["_batch_norm_with_update", "_native_batch_norm_legit", "native_layer_norm"]
-)
+_ROUNDING_STATISTICS = frozenset(["_batch_norm_with_update", "_native_batch_norm_legit"])
 """The same if all operands are in half precision: only the CPU rounds the statistics to it."""
 _ASSIGNING = frozenset(["index_put", "index_put_"])
 
@@ -54,8 +50,6 @@ def has_unforeseen_results(
     if name in _UNFORESEEN and named.get("training") is not True:
         return True
     on_cpu = layout.devices[0].platform == "cpu"
-    if "_for_cpu" in name and not on_cpu:
-        return True
     if name in _ASSIGNING and not _is_foreseen_assignment(**named):
         return True
     dtypes = {x.dtype for x in operands if isinstance(x, torch.Tensor)}

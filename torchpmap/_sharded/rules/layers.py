@@ -76,6 +76,24 @@ def _nll(call: Call) -> Signature | None:
     return Signature(operands, (loss, ()), (None if each else "equal", "equal"))
 
 
+def _lstm(call: Call) -> Signature:
+    """A layer of [T, B, I], whose states are [B, H]."""
+    batch: Labels = (None, 0, None)
+    state: Labels = (0, None)
+    labels = {"input": batch, "output": batch, "grad_output": batch}
+    labels |= dict.fromkeys(["hx_", "cx_", "cx_tmp", "hy_", "cy_", "grad_hy", "grad_cy"], state)
+    operands = {
+        call.arguments[name].position: own
+        for name, own in labels.items()
+        if call.arguments.get(name) is not None
+    }
+    if "output" not in call.arguments:
+        return Signature(operands, (batch, state, state, (None,)), (None, None, None, "equal"))
+    weights: tuple[Labels, ...] = ((None, None), (None, None), (None,), (None,))
+    kinds: tuple[Combine | None, ...] = (None, *("sum",) * 4, None, None)
+    return Signature(operands, (batch, *weights, state, state), kinds)
+
+
 _LOSSES = (
     "binary_cross_entropy binary_cross_entropy_with_logits huber_loss mse_loss smooth_l1_loss "
     "binary_cross_entropy_backward huber_loss_backward mse_loss_backward smooth_l1_loss_backward"
@@ -88,6 +106,8 @@ LAYERS: dict[str, Rule] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention(
         ("grad_out", *_HEADS, "out", "logsumexp"), 3
     ),
+    "mkldnn_rnn_layer": _lstm,
+    "mkldnn_rnn_layer_backward": _lstm,
     "native_batch_norm": _layer(["input"], 1, "equal"),
     "native_batch_norm_backward": _layer(["grad_out", "input"], 1, "equal"),
     "native_group_norm": _layer(["input"], 3, "sum"),
