@@ -180,6 +180,22 @@ def test_a_generator_that_is_seeded_by_its_method() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_another_thread_may_draw_while_a_function_is_traced() -> None:
+    drawn: list[Any] = []
+
+    def f(x: Any) -> Any:
+        thread = threading.Thread(target=lambda: drawn.append(torch.rand(2)))
+        thread.start()
+        thread.join()
+        return x + 1
+
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    torch.testing.assert_close(tp.pmap(f, compile=EAGER)(X).cpu(), X + 1)
+    assert torch.equal(drawn[0], expected)
+
+
 # -- torch.tensor of traced numbers ----------------------------------------------------------------
 
 

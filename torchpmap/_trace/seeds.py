@@ -46,9 +46,10 @@ def _refusal(what: str) -> NotImplementedError:
 @contextlib.contextmanager
 def generator_kept() -> Iterator[None]:
     """Refuse a change of the caller's generator by the function that the block traces."""
-    before = torch.default_generator.get_state()
+    before, seed = torch.default_generator.get_state(), torch.default_generator.initial_seed()
     yield
-    if not torch.equal(before, torch.default_generator.get_state()):
+    # another thread may draw meanwhile, such as one that loads batches, which changes no seed
+    if torch.default_generator.initial_seed() != seed:
         torch.default_generator.set_state(before)
         raise _refusal("torch.default_generator was seeded")
 

@@ -13,14 +13,14 @@ on how many devices there are, how the rows lie on them, or whether the function
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
     OpOverload,
@@ -97,13 +97,6 @@ class Streams(TorchFunctionMode):
         self.inside: list[tuple[torch.Tensor, str]] = []
         """Index and randomness of the inner mapped axes, which share the devices with this one."""
         self.draws = 0
-        self._seeds: list[tuple[int, int]] = []
-        """(number of the first draw that it holds for, seed)"""
-
-    def seed(self, seed: int) -> None:
-        """From now on, numbers depend on this seed and not on the key of the call."""
-        self._seeds = [pair for pair in self._seeds if pair[0] < self.draws]  # a repeated part
-        self._seeds.append((self.draws, seed))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,10 +128,6 @@ class Streams(TorchFunctionMode):
         like = functools.reduce(torch.add, apart)
         return like.new_empty(new.shape, dtype=new.dtype, device=new.device)
 
-    def __enter__(self) -> Self:
-        torch.nn.init.__dict__[_TRUNCATED] = _truncated
-        return super().__enter__()
-
     @contextmanager
     def again(self, draws: int) -> Iterator[None]:
         """Repeat in the block the numbers that came after the first ``draws`` draws."""
@@ -164,24 +153,17 @@ class Streams(TorchFunctionMode):
             )
         (_, own), *inside = self._rows()
         row = self._row if own == "different" else None
-        high, low, draw = self._counter()
+        draw = torch.full_like(self._key[0], self.draws)
         # one hash for both: each is some hundred operations to compile
         key = torch.stack(
-            threefry2x32((high, low), (draw, torch.zeros_like(draw) if row is None else row))
+            threefry2x32(
+                (self._key[0], self._key[1]), (draw, torch.zeros_like(draw) if row is None else row)
+            )
         )
         self.draws += 1
         for index in _different(inside):
             key = fold_in(key, index)
         return key
-
-    def _counter(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Two words of a key, and the number of the next draw from it."""
-        filled = functools.partial(torch.full_like, self._key[0])
-        seeds = [pair for pair in self._seeds if pair[0] <= self.draws]
-        if not seeds:
-            return self._key[0], self._key[1], filled(self.draws)
-        first, seed = seeds[-1]
-        return filled(seed // _WORD % _WORD), filled(seed % _WORD), filled(self.draws - first)
 
     def _rows(self) -> Iterator[tuple[torch.Tensor | None, str]]:
         """Index and randomness of this axis, of the inner ones, and of the vmaps inside."""
@@ -303,21 +285,26 @@ _UNTAGGED = frozenset({"binomial"})
 
 
 _NAMES = ANSWERS.keys() | _UNTAGGED
-_TRUNCATED = "_no_grad_trunc_normal_"
-_own_truncated: Any = getattr(torch.nn.init, _TRUNCATED)
 _EMPTY = frozenset({torch.empty, torch.Tensor.new_empty, torch.empty_like})
 
 
-def _truncated(
-    x: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
-) -> torch.Tensor:
-    """Replaces the loop of ``nn.init.trunc_normal_``, which goes on until all values fit."""
-    active = active_streams()
-    if active is None or x.is_meta:
-        return cast(torch.Tensor, _own_truncated(x, mean, std, a, b, generator=generator))
-    key_of = functools.partial(active.next_key, torch.nn.init.trunc_normal_)
-    with torch.no_grad():
-        return cast(torch.Tensor, truncated(key_of, x, mean, std, a, b, generator=generator))
+def _truncated(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """What replaces the loop of ``nn.init.trunc_normal_``, which goes on until all values fit."""
+
+    def drawn(x: torch.Tensor, *limits: float, generator: Any = None) -> torch.Tensor:
+        active = active_streams()
+        if active is None or x.is_meta:
+            return own(x, *limits, generator=generator)
+        key_of = functools.partial(active.next_key, torch.nn.init.trunc_normal_)
+        with torch.no_grad():
+            return cast(torch.Tensor, truncated(key_of, x, *limits, generator=generator))
+
+    return drawn
+
+
+_truncated_replaced = Replaced(
+    [Replacement(torch.nn.init, "_no_grad_trunc_normal_", _truncated)],
+)
 
 
 def no_stream(prefix: str, drawn: str) -> str:
@@ -344,43 +331,6 @@ _INSTEAD = (
 # -- blocks ----------------------------------------------------------------------------------------
 
 
-class _Generator:
-    """Stands for torch's default generator in torch.random while mapped functions run: a seed set
-    inside is that of the rows' streams, and the caller's generator stays as it is.
-    """
-
-    users = 0
-    """How many mapped functions run, in all threads."""
-    lock = threading.Lock()
-
-    def manual_seed(self, seed: int) -> torch.Generator:
-        active = active_streams()
-        if active is None:
-            return torch.default_generator.manual_seed(seed)
-        active.seed(seed)
-        return torch.default_generator
-
-    def seed(self) -> int:
-        if are_active():
-            raise NotImplementedError(
-                f"at {users_line()}: torch.seed() inside a mapped function would seed each device "
-                "differently at every call. Use torch.manual_seed, or leave it out."
-            )
-        return torch.default_generator.seed()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.default_generator, name)
-
-    def count(self, more: int) -> None:
-        with self.lock:
-            _Generator.users += more
-            generator = self if self.users else torch.default_generator
-            torch.random.__dict__["default_generator"] = generator
-
-
-_generator = _Generator()
-
-
 @contextmanager
 def streams(
     key: torch.Tensor, row: torch.Tensor | None, randomness: str
@@ -389,12 +339,8 @@ def streams(
     if are_active():
         yield None
         return
-    _generator.count(1)
-    try:
-        with Streams(key, row, randomness) as active:
-            yield active
-    finally:
-        _generator.count(-1)
+    with _truncated_replaced, Streams(key, row, randomness) as active:
+        yield active
 
 
 @contextmanager
