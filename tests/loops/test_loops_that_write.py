@@ -174,6 +174,29 @@ def test_a_body_may_write_to_a_leaf_that_requires_grad() -> None:
     check(y.grad, torch.full_like(X, 2))
 
 
+AFTERWARDS: dict[str, Any] = {
+    "the first carry": lambda x: tp.scan(lambda c, r: (c * r, None), x[0], X)[0],
+    "rows": lambda x: tp.scan(lambda c, r: (c * r, None), X[0], x)[0],
+    "an operand": lambda x: tp.cond(x.sum() > 0, torch.square, torch.neg, x),
+    "in a body": lambda x: tp.scan(lambda c, r: (nested(c) + c.mul_(2), c), x[0], X)[1],
+}
+
+
+def nested(c: Any) -> Any:
+    return tp.scan(lambda d, r: (d * r * d, None), c, X)[0]
+
+
+@pytest.mark.parametrize("name", AFTERWARDS)
+def test_a_gradient_sees_what_there_was_before_a_later_write(name: str) -> None:
+    def loss(x: Any) -> Any:
+        y = x * 1
+        found = AFTERWARDS[name](y).sum()
+        return found + y.mul_(2).sum() * 0
+
+    # outside of a trace the body runs by itself, and gets copies
+    everywhere(grad(loss), X * 0.1, grad(loss)(X * 0.1))
+
+
 RESULTS: dict[str, Any] = {
     "cond": lambda x, y: tp.cond(x.sum() > 0, lambda x: x, lambda x: x, x),
     "cond, a closure": lambda x, y: tp.cond(x.sum() > 0, lambda: y, lambda: x),

@@ -335,5 +335,5 @@ def _staged(selector: torch.Tensor, branches: _Branches) -> Tensors:
         return run
 
     construct = Branch(branches.name, tuple(map(body, range(branches.count))))
-    given = [varied(x, deciding) for x in (*closures, *rows, *operands)]
+    given = [varied(x, deciding) for x in (*closures, *rows, *private(operands))]
     return apply(construct, [selector, *given])

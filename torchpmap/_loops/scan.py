@@ -359,5 +359,6 @@ def _staged(
         return with_closures(run, closures, constants[: len(closures)])
 
     loop = Scan(step, len(closures) + len(rows), len(first), length, reverse)
-    results = apply(loop, [*closures, *rows, *first, numbers, *xs])
+    # what the caller writes to afterwards is not what a backward pass sees
+    results = apply(loop, [*closures, *rows, *private(first), numbers, *private(xs)])
     return results[: len(first)], results[len(first) :]

@@ -130,16 +130,20 @@ def drop_in_place_views(graph: torch.fx.GraphModule) -> None:
 def drop_copies(module: torch.fx.GraphModule) -> None:
     """Take out the copies that nothing needs.
 
-    One is needed if it or its source is written to, if its strides are others, or if both are to
-    have memory of their own: inputs, constants, results, and operands of loops and branches.
+    One is needed if it or its source is written to, or if its strides are others.  Results share no
+    memory with each other, nor with inputs and constants, and operands of loops and branches share
+    none with each other.
     """
     nodes = list(module.graph.nodes)
-    alone: set[int] = set()
+    given: set[int] = set()
+    results: set[int] = set()
+    operands: set[int] = set()
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
-            alone |= storages(node)
+            given |= storages(node)
         elif node.op == "output" or kind_of_node(node):
-            alone |= {place for source in node.all_input_nodes for place in storages(source)}
+            places = {place for source in node.all_input_nodes for place in storages(source)}
+            (results if node.op == "output" else operands).update(places)
     written = written_storages(module)
     for node in nodes:
         if node.target is not _aten.clone.default:
@@ -154,10 +158,14 @@ def drop_copies(module: torch.fx.GraphModule) -> None:
         )
         if not is_alike or own in written or other in written:
             continue
-        if own in alone and other in alone:
+        both = {own, other}
+        is_result = not both.isdisjoint(results)
+        if (is_result and (both <= results or not both.isdisjoint(given))) or both <= operands:
             continue
-        if own in alone:
-            alone.add(other)
+        if is_result:
+            results.add(other)
+        if own in operands:
+            operands.add(other)
         node.replace_all_uses_with(source)
         module.graph.erase_node(node)
         _share(source, own, other)
