@@ -103,9 +103,12 @@ def test_python_functions_that_write_to_a_captured_tensor(name: str) -> None:
 # -- functions that move a tensor in memory --------------------------------------------------------
 
 MOVES: dict[str, Callable[[Any], Any]] = {
-    "resize_": lambda x: x.resize_(2, 2),
-    "resize_as_": lambda x: x.resize_as_(torch.zeros(2, 2)),
-    "as_strided_": lambda x: x.as_strided_((2, 2), (2, 1)),
+    "resize_": lambda x: x.resize_(2, 1),
+    "resize_as_": lambda x: x.resize_as_(torch.zeros(3)),
+    "as_strided_": lambda x: x.as_strided_((2, 2), (2, 1), 1),
+}
+AWAY: dict[str, Callable[[Any], Any]] = {
+    "resize_": lambda x: x.t().resize_(2),
     "set_": lambda x: x.set_(x * 2),
 }
 
@@ -113,7 +116,23 @@ MOVES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", MOVES)
 def test_moves(name: str) -> None:
     def f(x: Any) -> Any:
-        return MOVES[name](x.clone())
+        x = x.clone()
+        part = x[:1]
+        y = MOVES[name](x).mul_(2)
+        return y + 0, part
+
+    want = [torch.stack(each) for each in zip(*map(f, X), strict=True)]
+    for mode in (EAGER, False):
+        for rows in (1, 2):
+            got = tp.pmap(f, compile=mode)(torch.cat([X] * rows))
+            for mine, each in zip(got, want, strict=True):
+                torch.testing.assert_close(mine.cpu(), torch.cat([each] * rows))
+
+
+@pytest.mark.parametrize("name", AWAY)
+def test_moves_that_would_mix_rows(name: str) -> None:
+    def f(x: Any) -> Any:
+        return AWAY[name](x.clone())
 
     want = torch.stack([f(row) for row in X])
     for mode in (EAGER, False):

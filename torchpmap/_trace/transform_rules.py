@@ -40,12 +40,16 @@ from torchpmap._base.torch_internals import (
     FakeTensor,
     OpOverload,
     OpOverloadPacket,
+    at_depth,
     decompositions,
+    depth,
     has_transforms,
+    is_batched,
     is_vmap,
     is_vmap_wrapper,
     is_wrapped,
     layers,
+    size_and_randomness,
     transforms,
     without_onednn,
 )
@@ -103,7 +107,11 @@ class TransformRules(TorchFunctionMode):
         if not has_transforms():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name in _REARRANGING and args:
+        if name in _REARRANGING and args and _is_batched(args[0]):
+            with self:
+                place = _place_of_rows(name, *args, **kwargs)
+            if place is not None:
+                return _moved(args[0], place)
             _refuse_batched(name, args[0])
         if func is torch.ops.higher_order.cond:
             return _cond(*args, **kwargs)
@@ -131,6 +139,34 @@ def _refuse_batched(name: str, tensor: Any) -> None:
             f"at {users_line()}: {name} under vmap (or where several rows share a device) would "
             f"mix the rows. Use {_REARRANGING[name]}."
         )
+
+
+def _place_of_rows(name: str, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The part of the memory of ``x`` that it is to be, as a view; None if a row would have to
+    leave its own memory, or there are several transforms.
+    """
+    inner = list(layers(x))[1]
+    is_simple = is_vmap(transforms()[-1]) and is_batched(x) and not is_wrapped(inner)
+    if not is_simple or name == "set_" or not (x.is_contiguous() and inner.is_contiguous()):
+        return None
+    if inner.shape != (size_and_randomness(transforms()[-1])[0], *x.shape):
+        return None
+    if name == "as_strided_":
+        return x.as_strided(*args, **kwargs)
+    given = args[0] if isinstance(args[0], Sequence) else args
+    shape = args[0].shape if name == "resize_as_" else torch.Size(given)
+    if kwargs or shape.numel() > x.numel():
+        return None
+    return x.reshape(-1)[: shape.numel()].view(shape)
+
+
+def _moved(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """``x``, which is now where ``place`` is."""
+    inner, to = (list(layers(tensor))[1] for tensor in (x, place))
+    with at_depth(depth() - 1):
+        inner.as_strided_(to.shape, to.stride(), to.storage_offset())
+    x.unsqueeze_(0).squeeze_(0)  # functorch notes a shape only in its own rules
+    return x
 
 
 def _checked(own: Any) -> Any:
