@@ -280,6 +280,33 @@ def test_a_draw_that_no_mode_sees_is_refused_with_its_line() -> None:
         drawn(f, False)
 
 
+def test_a_seed_inside_is_that_of_the_streams(mode: Any) -> None:
+    def f(x: torch.Tensor, seed: int) -> torch.Tensor:
+        first = torch.rand(3)
+        torch.manual_seed(seed)
+        return torch.stack([first, torch.rand(3), torch.rand(3)])
+
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    mapped = tp.pmap(f, compile=mode, static_broadcasted_argnums=1)
+    a, b, other = mapped(X, 3).cpu(), mapped(X, 3).cpu(), mapped(X, -5).cpu()
+    torch.manual_seed(1)
+    shared = mapped(torch.cat([X, X]), 3).cpu()
+    torch.manual_seed(1)
+    with tp.debug.fake_pmap(serial=True):
+        serial = mapped(X, 3)
+    assert torch.equal(a[:, 1:], b[:, 1:])
+    assert not torch.equal(a[:, 0], b[:, 0])
+    assert not torch.isin(other, a).any()
+    assert len(set(a.flatten().tolist())) == a.numel()
+    assert torch.equal(shared[:4], a)
+    assert torch.equal(serial, a)
+    torch.manual_seed(1)
+    tp.pmap(lambda x: (torch.manual_seed(0), x + 1)[1], compile=mode)(X)
+    assert torch.equal(torch.rand(2), expected)  # the caller's generator stays
+
+
 def test_rows_own_the_memory_that_they_write_to(mode: Any) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(2, 3)

@@ -1,7 +1,7 @@
-"""Refuses functions that seed torch's generators inside mapped functions.
+"""Functions that seed torch's generators, inside mapped functions.
 
-Random numbers are drawn there from keys, and not from a generator, so a seed would change nothing
-but the caller's generator.
+Random numbers are drawn there from keys, and not from a generator.  ``torch.manual_seed`` seeds the
+streams of the rows; others would change nothing but the caller's generator, and are refused.
 """
 
 from __future__ import annotations
@@ -16,10 +16,22 @@ import torch
 
 from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
-from torchpmap.random._streams import are_active
+from torchpmap.random._streams import active_streams, are_active
 
-_SETTING = ("manual_seed", "seed", "set_rng_state", "fork_rng")
+_SETTING = ("seed", "set_rng_state", "fork_rng")
 _CUDA = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
+
+
+def _for_streams(own: Callable[[int], torch.Generator]) -> Callable[[int], torch.Generator]:
+    @functools.wraps(own)
+    def manual_seed(seed: int) -> torch.Generator:
+        active = active_streams()
+        if active is None:
+            return own(seed)
+        active.seed(int(seed))
+        return torch.default_generator
+
+    return manual_seed
 
 
 def _refusing(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,8 +49,8 @@ def _refusing(own: Callable[..., Any]) -> Callable[..., Any]:
 def _refusal(what: str) -> NotImplementedError:
     return NotImplementedError(
         f"at {users_line()}: {what} inside a mapped function: random numbers come from keys there, "
-        "of which each call draws one from the caller's generator, so a seed has no effect on "
-        "them. Call torch.manual_seed before the mapped function, or pass a key and draw with "
+        "of which each call draws one from the caller's generator, so this has no effect on them. "
+        "Call torch.manual_seed, inside or before the mapped function, or pass a key and draw with "
         "torchpmap.random (torchpmap.random.key(0))."
     )
 
@@ -57,7 +69,9 @@ def generator_kept() -> Iterator[None]:
 def _found() -> list[Replacement]:
     places = [(module, name) for module in (torch, torch.random) for name in _SETTING]
     places += [(module, name) for module in (torch.cuda, torch.cuda.random) for name in _CUDA]
-    return [Replacement(*place, _refusing) for place in places if hasattr(*place)]
+    refused = [Replacement(*place, _refusing) for place in places if hasattr(*place)]
+    seeded = [Replacement(module, "manual_seed", _for_streams) for module in (torch, torch.random)]
+    return [*refused, *seeded]
 
 
-seeds_refused = Replaced(_found())
+seeds_replaced = Replaced(_found())

@@ -56,7 +56,7 @@ from torchpmap._base.torch_internals import (
 from torchpmap._trace.idioms import note_call
 from torchpmap._trace.indexing import traced_indexing
 from torchpmap._trace.remat import checkpoints_replaced
-from torchpmap._trace.seeds import seeds_refused
+from torchpmap._trace.seeds import seeds_replaced
 from torchpmap._trace.traced_views import traced_views
 from torchpmap.random._streams import are_active
 
@@ -180,7 +180,7 @@ def _checked(own: Any) -> Any:
 
 _REPLACED = (
     checkpoints_replaced,
-    seeds_refused,
+    seeds_replaced,
     Replaced([Replacement(torch.Tensor, "set_", _checked)]),  # modes do not see it
 )
 

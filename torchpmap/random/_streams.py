@@ -97,6 +97,13 @@ class Streams(TorchFunctionMode):
         self.inside: list[tuple[torch.Tensor, str]] = []
         """Index and randomness of the inner mapped axes, which share the devices with this one."""
         self.draws = 0
+        self._seeds: list[tuple[int, int]] = []
+        """(number of the first draw that it holds for, seed)"""
+
+    def seed(self, seed: int) -> None:
+        """From now on, numbers depend on this seed and not on the key of the call."""
+        self._seeds = [pair for pair in self._seeds if pair[0] < self.draws]  # a repeated part
+        self._seeds.append((self.draws, seed))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -153,17 +160,24 @@ class Streams(TorchFunctionMode):
             )
         (_, own), *inside = self._rows()
         row = self._row if own == "different" else None
-        draw = torch.full_like(self._key[0], self.draws)
+        high, low, draw = self._counter()
         # one hash for both: each is some hundred operations to compile
         key = torch.stack(
-            threefry2x32(
-                (self._key[0], self._key[1]), (draw, torch.zeros_like(draw) if row is None else row)
-            )
+            threefry2x32((high, low), (draw, torch.zeros_like(draw) if row is None else row))
         )
         self.draws += 1
         for index in _different(inside):
             key = fold_in(key, index)
         return key
+
+    def _counter(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Two words of a key, and the number of the next draw from it."""
+        filled = functools.partial(torch.full_like, self._key[0])
+        seeds = [pair for pair in self._seeds if pair[0] <= self.draws]
+        if not seeds:
+            return self._key[0], self._key[1], filled(self.draws)
+        first, seed = seeds[-1]
+        return filled(seed // _WORD % _WORD), filled(seed % _WORD), filled(self.draws - first)
 
     def _rows(self) -> Iterator[tuple[torch.Tensor | None, str]]:
         """Index and randomness of this axis, of the inner ones, and of the vmaps inside."""
