@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks as HOOKS
 
 import torchpmap as tp
 
@@ -170,6 +171,66 @@ def test_training_and_resuming_are_those_of_one_device(make_optimizer):
     equal(resumed, plain, rtol=1e-3, atol=1e-4)
 
 
+EVERY_OPTIMIZER = [
+    *(
+        getattr(torch.optim, x)
+        for x in ("Adafactor", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax")
+    ),
+    *(getattr(torch.optim, x) for x in ("ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")),
+    lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4),
+    lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9),
+]
+
+
+class Scaled(nn.Module):
+    """With parameters of two, one and no dims."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+def closed_step(module, optimizer, x):
+    def loss():
+        optimizer.zero_grad()
+        value = F.mse_loss(module(x), x[:, :3].sin())
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+
+
+def kinds_of_state(optimizer):
+    leaves = torch.utils._pytree.tree_leaves
+    return [
+        {name: [type(x) for x in leaves(value)] for name, value in values.items()}
+        for values in optimizer.state.values()
+    ]
+
+
+@pytest.mark.parametrize("make_optimizer", EVERY_OPTIMIZER)
+def test_a_resumed_state_is_where_a_new_one_is(make_optimizer):
+    plain, lasting, resumed = Scaled(), tp.replicate(Scaled()), tp.replicate(Scaled())
+    theirs, mine = make_optimizer(plain.parameters()), make_optimizer(lasting.parameters())
+    for _ in range(2):
+        closed_step(plain, theirs, X)
+        closed_step(lasting, mine, tp.shard_batch(X))
+    resumed.load_state_dict(plain.state_dict())
+    optimizer = make_optimizer(resumed.parameters())
+    optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    tp.replicate(optimizer)
+    assert kinds_of_state(optimizer) == kinds_of_state(mine)
+    with tp.debug.report_gathers() as gathers:
+        closed_step(resumed, optimizer, tp.shard_batch(X))
+    closed_step(plain, theirs, X)
+    assert gathers == []
+    equal(resumed, plain, rtol=1e-3, atol=1e-4)
+
+
 def test_a_state_that_stays_on_the_host_gives_the_same_numbers():
     plain, module = make(), tp.replicate(make())
     theirs = torch.optim.AdamW(plain.parameters(), lr=0.01)
@@ -294,6 +355,33 @@ def test_an_optimizer_of_parameters_that_were_replaced_raises():
         r"would not change the module\. Collect the parameters after replicate\.$",
     ):
         optimizer.step()
+
+
+def test_optimizers_are_watched_while_a_replaced_tensor_is_alive():
+    gc.collect()
+    before = len(HOOKS)
+    module = nn.Linear(4, 2)
+    old = list(module.parameters())
+    tp.replicate(module)
+    assert len(HOOKS) == 1
+    del old
+    gc.collect()
+    assert len(HOOKS) == before
+
+
+def test_objects_are_searched_for_optimizers_only_if_something_else_has_a_parameter(monkeypatch):
+    searched = []
+    objects = gc.get_objects
+    monkeypatch.setattr(gc, "get_objects", lambda: searched.append(1) or objects())
+    tied = nn.Sequential(make(), make())
+    tied[1][0].weight = tied[0][0].weight
+    tp.replicate(tied)
+    assert not searched
+    module = make()
+    held = module[0].weight
+    tp.replicate(module)
+    assert searched
+    assert held.shape == (6, 4)
 
 
 def test_a_pickled_module_has_parameters():

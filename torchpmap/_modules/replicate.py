@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -14,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import Device
-from torchpmap._base.pytree import Tree
+from torchpmap._base.pytree import Tree, flatten
 from torchpmap._runtime.current import devices as all_devices
 from torchpmap._runtime.current import refuse_inside
 from torchpmap._sharded.device_put import Number
@@ -78,6 +81,7 @@ def replicate(x: Any, devices: Sequence[Device] | None = None) -> Any:
 
 def _replicate_module(module: nn.Module, devices: Sequence[Device] | None) -> None:
     refuse_inside("replicate")
+    are_held = _are_held_elsewhere(module)  # before this function holds them
     chosen = tuple(all_devices() if devices is None else devices)
     places = [
         (owner, name, f"{prefix}.{name}".lstrip("."), tensor)
@@ -94,7 +98,8 @@ def _replicate_module(module: nn.Module, devices: Sequence[Device] | None) -> No
             f"replicate({type(module).__name__}): {unmade[0]} belongs to a lazy module and has no "
             "shape yet. Run the module once on a batch, then replicate it."
         )
-    _refuse_optimizers(module, tensors.values())
+    if are_held:
+        _refuse_optimizers(module, tensors.values())
     twins = {path: _twin(tensor, chosen) for path, tensor in tensors.items()}
     new = {path: tensor for path, tensor in tensors.items() if twins[path] is None}
     plain = {path: tensor.detach() for path, tensor in new.items()}
@@ -129,6 +134,33 @@ def _take_over(placed: torch.Tensor, tensor: torch.Tensor) -> None:
     if tensor._post_accumulate_grad_hooks:
         placed._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
     _twins[tensor] = weakref.ref(placed), placed._alive()[0].devices  # type: ignore[attr-defined]
+    _watch.begin(tensor)
+
+
+class _Watch:
+    """A hook on the steps of all optimizers, while a replaced tensor is alive somewhere."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # the end of a tensor may interrupt its holder
+        self._num_tensors = 0
+        self._hook: Any = None
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        with self._lock:
+            self._num_tensors += 1
+            if self._hook is None:
+                self._hook = register_optimizer_step_pre_hook(_refuse_replaced)
+        weakref.finalize(tensor, self._end).atexit = False
+
+    def _end(self) -> None:
+        with self._lock:
+            self._num_tensors -= 1
+            if not self._num_tensors and self._hook is not None:
+                self._hook.remove()
+                self._hook = None
+
+
+_watch = _Watch()
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -141,9 +173,6 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                     "replicate(module) has replaced, so a step would not change the module. "
                     "Collect the parameters after replicate."
                 )
-
-
-register_optimizer_step_pre_hook(_refuse_replaced)
 
 
 def _is_there(tensor: torch.Tensor, devices: tuple[Device, ...]) -> bool:
@@ -167,6 +196,28 @@ def _refuse_optimizers(module: nn.Module, tensors: Iterable[torch.Tensor]) -> No
         )
 
 
+def _are_held_elsewhere(module: nn.Module) -> bool:
+    """Whether something besides the modules refers to a parameter: looking for an optimizer among
+    all objects of the process takes long.
+    """
+    places = [place for owner in module.modules() for place in (owner._parameters, owner._buffers)]
+    counts = Counter(id(x) for place in places for x in place.values())
+    return any(
+        count > counts[id(x)] + _OWN
+        for place in places
+        for x, count in zip(place.values(), _references(place), strict=True)
+        if x is not None
+    )
+
+
+def _references(place: Mapping[str, Any]) -> list[int]:
+    return [sys.getrefcount(x) for x in place.values()]
+
+
+_OWN = _references({"": object()})[0] - 1
+"""How many of these references are those of the count itself."""
+
+
 def _optimizer_of(tensors: frozenset[int]) -> str | None:
     """The class of an optimizer that holds one of these; the error must not keep it alive."""
     for found in gc.get_objects():
@@ -177,14 +228,22 @@ def _optimizer_of(tensors: frozenset[int]) -> str | None:
     return None
 
 
+_NUMBERS = frozenset(["eta", "mu", "mu_product", "step"])
+"""What torch's optimizers read in this process, whatever the parameter is."""
+
+
 def _replicate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Put on the devices what the optimizer makes there: all that has dims, such as Adafactor's
+    factors and the history of LBFGS, and what has the shape of a parameter that is a number.
+    """
     for parameter, values in optimizer.state.items():
-        if type(parameter) is ShardedTensor:
-            # others, such as the number of steps, are read by the optimizer in this process
-            ours = {
-                name: value
-                for name, value in values.items()
-                if isinstance(value, torch.Tensor)
-                if value.shape == parameter.shape and name != "step"
-            }
-            values.update(replicate_tree(ours, parameter._alive()[0].devices, "state"))
+        if type(parameter) is not ShardedTensor:
+            continue
+        devices = parameter._alive()[0].devices
+        for name, value in values.items():
+            leaves, structure = flatten(value)
+            for place, leaf in enumerate(leaves):
+                is_state = parameter.dim() == 0 and name not in _NUMBERS
+                if isinstance(leaf, torch.Tensor) and (leaf.dim() or is_state):
+                    leaves[place] = replicate_tree(leaf, devices, "state")
+            values[name] = structure.unflatten(leaves)
