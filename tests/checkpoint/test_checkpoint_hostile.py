@@ -25,6 +25,7 @@ import torchpmap as tp
 from torchpmap._base.data import packed
 from torchpmap.checkpoint import latest, save
 from torchpmap.checkpoint._pickles import metadata_of, value_of
+from torchpmap.checkpoint._table import BlockRecord, Row, Table, _are_apart
 from torchpmap.checkpoint._workers import WriterConnections, _called
 
 
@@ -434,3 +435,51 @@ def test_a_writer_that_does_not_call_is_missed(tmp_path):
         "(0.05 s)"
     )
     assert answers == [(None, late)] * 2
+
+
+# Blocks and the whole -----------------------------------------------------------------------------
+
+
+def row_of(shape, blocks):
+    records = [BlockRecord(begin, size, "file", 0, 8, None) for begin, size in blocks]
+    return Row("tensor", shape, torch.float32, tuple(records))
+
+
+def columns(count, width):
+    return [((0, k * width), (4, width)) for k in range(count)]
+
+
+PINWHEEL = [
+    ((0, 0), (2, 1)),
+    ((0, 1), (1, 2)),
+    ((1, 2), (2, 1)),
+    ((2, 0), (1, 2)),
+    ((1, 1), (1, 1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "is_right"),
+    [
+        ((3, 3), PINWHEEL, True),
+        ((3, 3), [*PINWHEEL[:4], ((0, 0), (1, 1))], False),
+        ((3, 3), [*PINWHEEL[:3], ((1, 0), (1, 2)), PINWHEEL[4]], False),
+        ((4,), [((0,), (2,)), ((2,), (2,))], True),
+        ((4,), [((0,), (2,)), ((1,), (2,))], False),
+        ((4, 2), [((0, 0), (4, 2))], True),
+        ((), [((), ())], True),
+        ((4, 2), [((0, 0), (0, 2)), ((0, 0), (4, 2))], True),
+        ((4, 100_000), columns(50_000, 2), True),  # each compared with each would take minutes
+        ((4, 100_000), [*columns(49_999, 2), ((0, 0), (4, 2))], False),
+    ],
+)
+def test_blocks_that_cover_the_whole(shape, blocks, is_right):
+    assert _are_apart(row_of(shape, blocks)) == is_right
+
+
+def test_a_worker_reads_the_rows_that_it_needs(ours):
+    table = Table.of(ours)
+    again = Table.known(ours, table.digest, ["w"])
+    assert again.rows == {"w": table.rows["w"]}
+    with pytest.raises(tp.CheckpointError, match="it was replaced while it was loaded"):
+        Table.known(ours, "0" * 32, ["w"])

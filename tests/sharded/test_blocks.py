@@ -299,7 +299,6 @@ TO_HOST = {
     "tril": (lambda v: v.rows.tril(), ROWS),
     "different dims": (lambda v: square(v) + square(v).T, 64 + 64),
     "outer of two": (lambda v: torch.outer(v.flat, v.flat), 2 * SMALL),
-    "random numbers": (lambda v: torch.rand_like(v.x) * 0, X),
     "qr": (lambda v: torch.linalg.qr(v.rows)[1], ROWS),
     "scatter": (lambda v: v.x.scatter(0, v.ints.abs() % 3, 1.0), X + 2 * X),
 }

@@ -7,6 +7,7 @@ nothing gathers.
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -356,3 +357,30 @@ def test_an_argument_that_is_moved_is_reported():
         double(put(X, P("x", "y")))
         double(X)
     assert gathers == []
+
+
+SUMS = {
+    "sum": lambda x: (x * 2).sum(),
+    "of the tensor itself": lambda x: x.sum(),
+    "mean": lambda x: (x + 1).mean(),
+    "of one dim": lambda x: (x * 2).sum(0).sum(),
+    "nansum": lambda x: (x * 2).nansum(),
+    "loss": lambda x: torch.nn.functional.mse_loss(x * 2, torch.ones(4, 4)),
+}
+
+
+@pytest.mark.parametrize("sum_of", SUMS.values(), ids=SUMS)
+def test_a_gradient_lies_as_its_tensor_whatever_was_summed_before(sum_of):
+    value = torch.arange(16.0).reshape(4, 4)
+    mesh = tp.make_mesh((4,), ("i",), devices=tp.devices())
+    for order in itertools.permutations([("i",), (None, "i"), ()]):
+        tensors = [
+            tp.device_put(value, tp.NamedSharding(mesh, tp.P(*spec))).requires_grad_()
+            for spec in order
+        ]
+        sums = [sum_of(x) for x in tensors]
+        with tp.debug.report_gathers() as gathers:
+            sum(sums[1:], sums[0]).backward()
+        assert not gathers
+        for x in tensors:
+            assert x.grad.sharding.spec == x.sharding.spec

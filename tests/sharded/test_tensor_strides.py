@@ -164,3 +164,65 @@ def test_the_memory_of_a_deleted_tensor_is_unknown():
     x.delete()
     with pytest.raises(RuntimeError, match="a view of a ShardedTensor that has been deleted"):
         part.as_strided((2,), (1,))
+
+
+ORDERED: dict[str, Function] = {
+    "rot90": lambda x: x.rot90(),
+    "rot90 back": lambda x: x.rot90(-1),
+    "flip": lambda x: x.T.flip(0),
+    "sort": lambda x: x.T.sort(0)[0],
+    "argsort": lambda x: x.T.argsort(0),
+    "index_fill": lambda x: x.T.index_fill(0, torch.tensor([1]), 3.0),
+    "index_put": lambda x: x.T.index_put((torch.tensor([1]),), torch.tensor(3.0)),
+    "frexp": lambda x: torch.frexp(x.T)[0],
+    "roll": lambda x: x.T.roll(1, 0),
+    "softmax": lambda x: x.T.softmax(0),
+    "cumsum": lambda x: x.T.cumsum(0),
+    "gather": lambda x: x.T.gather(0, torch.zeros(6, 4, dtype=torch.int64)),
+    "clamp": lambda x: x.T.clamp(0),
+    "cat": lambda x: torch.cat([x.T, x.T]),
+}
+
+
+@pytest.mark.parametrize("put", [tp.shard_batch, tp.replicate], ids=["cut", "whole"])
+@pytest.mark.parametrize("f", ORDERED.values(), ids=ORDERED)
+def test_results_are_ordered_in_memory_as_those_of_torch(f: Function, put: Function) -> None:
+    result, expected = f(put(numbers(4, 6))), f(numbers(4, 6))
+    assert result.stride() == expected.stride()
+    torch.testing.assert_close(result.cpu(), expected)
+
+
+LAST = torch.channels_last
+FORMATS: dict[str, Function] = {
+    "to": lambda x: x.to(memory_format=LAST),
+    "to another dtype": lambda x: x.to(torch.float64, memory_format=LAST),
+    "contiguous": lambda x: x.contiguous(memory_format=LAST),
+    "clone": lambda x: x.clone(memory_format=LAST),
+    "zeros_like": lambda x: torch.zeros_like(x, memory_format=LAST),
+    "full_like": lambda x: torch.full_like(x, 2.0, memory_format=LAST),
+    "relu": lambda x: x.to(memory_format=LAST).relu(),
+    "there and back": lambda x: x.to(memory_format=LAST).contiguous(),
+    "of five dims": lambda x: x[None].to(memory_format=torch.channels_last_3d),
+    "flat": lambda x: x.to(memory_format=LAST).permute(0, 2, 3, 1).reshape(-1),
+    "sum": lambda x: x.to(memory_format=LAST) + x,
+    "pool": lambda x: torch.nn.functional.max_pool2d(x.to(memory_format=LAST), 2),
+}
+
+
+@pytest.mark.parametrize("put", [tp.shard_batch, tp.replicate], ids=["cut", "whole"])
+@pytest.mark.parametrize("f", FORMATS.values(), ids=FORMATS)
+def test_channels_last_stays_on_the_devices(f: Function, put: Function) -> None:
+    value = numbers(4, 3, 4, 6)
+    with tp.debug.report_gathers() as gathers:
+        result = f(put(value))
+    assert not gathers
+    assert result.stride() == f(value).stride()
+    torch.testing.assert_close(result.cpu(), f(value))
+
+
+def test_a_module_in_channels_last() -> None:
+    module = tp.replicate(torch.nn.Conv2d(3, 2, 2)).to(memory_format=LAST)
+    with tp.debug.report_gathers() as gathers:
+        module(tp.shard_batch(numbers(4, 3, 4, 6)).to(memory_format=LAST)).sum().backward()
+    assert not gathers
+    assert module.weight.is_contiguous(memory_format=LAST)

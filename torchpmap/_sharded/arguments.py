@@ -22,6 +22,8 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {
 }
 """Arguments that are not passed to blocks, and the values at which they have no effect."""
 
+CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
+
 _ZEROS = {
     _aten.empty_like.default: _aten.zeros_like.default,
     _aten.new_empty.default: _aten.new_zeros.default,
@@ -66,7 +68,11 @@ def _slot(value: Any, is_number: bool, waiting: list[tuple[int, Any]]) -> Any:
 def plain(func: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Drop the arguments that say where and how tensors are stored."""
     for name, harmless in _SETTINGS.items():
-        if name in arguments and arguments.pop(name) not in harmless:
+        if name not in arguments:
+            continue
+        value = arguments.pop(name)
+        # the strides of the result say where the channels lie, its blocks are as ever
+        if value not in harmless and not (value in CHANNELS_LAST and rule_of(func) is elementwise):
             raise Unsupported
     if func is _aten.new_empty_strided.default:
         empty = torch.empty_strided(arguments["size"], arguments.pop("stride"), device="meta")
@@ -126,12 +132,14 @@ _UNDECLARED = {
 """Arguments that an operation writes to though its schema does not say so (torch 2.13), unless its
 argument ``training`` is false.
 """
-_FILLING = (
-    _aten.as_strided_scatter.default,
-    _aten.diagonal_scatter.default,
-    _aten.select_scatter.default,
-    _aten.slice_scatter.default,
+_ORDERED = frozenset(
+    [
+        *("as_strided_scatter", "avg_pool2d", "diagonal_scatter", "flip", "index_fill"),
+        *("index_put", "max_pool2d_with_indices", "rot90"),
+        *("select_scatter", "slice_scatter", "sort", "upsample_bilinear2d", "upsample_nearest2d"),
+    ]
 )
+"""Operations that are not elementwise, whose results are ordered in memory as their operands."""
 _OF_NUMBERS = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
 
 
@@ -147,7 +155,7 @@ class Facts(NamedTuple):
     is_composite: bool
     """Whether it is defined by other operations."""
     keeps_order: bool
-    """Whether the dims of its result have the same order in memory as its operands'."""
+    """Whether the dims of its results have the same order in memory as its operands'."""
 
 
 @cache
@@ -164,7 +172,7 @@ def facts_of(func: Any) -> Facts:
         frozenset(numbers if is_elementwise else ()),
         tuple((names.index(name), name) for name in written if name in names),
         is_composite(func),
-        is_elementwise or func in _FILLING,
+        is_elementwise or schema.name.removeprefix("aten::") in _ORDERED,
     )
 
 

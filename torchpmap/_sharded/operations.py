@@ -23,7 +23,7 @@ import torch
 
 from torchpmap._base.ambient import ambient, keyed
 from torchpmap._base.errors import kind_of
-from torchpmap._base.torch_internals import in_backward
+from torchpmap._base.torch_internals import autograd_node, in_backward, next_node_number
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle, Runtime, Team
 from torchpmap._runtime.defining import define
@@ -34,11 +34,12 @@ from torchpmap._trace.pickling import number_of
 
 _MAX_OPERATIONS = 1024
 _MAX_NUMBERS = 1024
-_MAX_REDUCED = 256
+_MAX_REDUCED = 4096
 
 _aten = torch.ops.aten
 _ids = itertools.count(-1, -1)  # negative, unlike those of mapped functions
 _lock = threading.RLock()
+_keeping = threading.RLock()  # the end of an object may interrupt its holder
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _HOST = (torch.Tensor, torch.nn.Parameter)
 _UNKNOWN: Any = object()
@@ -52,7 +53,7 @@ class Operation:
     team: Team
     blueprint: Blueprint
     keeps_order: bool
-    """Whether it has one result, whose dims have the same order in memory as the operands'."""
+    """Whether the dims of its results have the same order in memory as the operands'."""
     spans: bool
     """Whether several processes, each of which makes the call, hold the results."""
 
@@ -71,8 +72,8 @@ class _Known:
         self.seen: dict[Hashable, int] = {}
         """Numbers that all processes have given to operations -> digest."""
         self.reduced: dict[Hashable, Layout] = {}
-        """(ranks, shape) -> layout of the last value of that shape whose sum may be differentiated.
-        The gradient, an expanded value, gets the same layout.
+        """(number of the node of autograd, shape) -> layout of a value whose sum may be
+        differentiated.  The gradient, an expanded value, gets the same layout.
         """
 
     def number(self, team: Team, value: bool | int | float | complex) -> Handle:
@@ -92,10 +93,12 @@ _known: _Known | None = None
 
 def _keep(kept: dict[Any, Any], key: Hashable, value: Any, most: int) -> Any:
     """Make ``key`` the most recently used of at most ``most``."""
-    kept.pop(key, None)
-    kept[key] = value
-    while len(kept) > most:
-        kept.pop(next(iter(kept)), None)
+    with _keeping:
+        kept.pop(key, None)
+        kept[key] = value
+        dropped = []  # what ends with them may call this again
+        while len(kept) > most:
+            dropped.append(kept.pop(next(iter(kept))))
     return value
 
 
@@ -220,7 +223,7 @@ def _prepare(
         made.definition, plan_id=next(_ids), ambient=ambient(), arguments=f"ShardedTensors {shapes}"
     )
     define(team, definition, made.groups, f"{func} of ShardedTensors {shapes}")
-    keeps_order = len(made.outputs) == 1 and facts_of(func).keeps_order
+    keeps_order = not made.written and facts_of(func).keeps_order
     spans = len(places_here(made.outputs[0])) < len(team.ranks) if made.outputs else False
     return Operation(definition.plan_id, team, made, keeps_order, spans)
 
@@ -243,8 +246,8 @@ def start(operation: Operation, kind: Any, operands: Sequence[Any]) -> list[tupl
         else:
             held.append(store_on(team, layout, operand))
     if made.reduces and operands[0].requires_grad:
-        layout = operands[0]._layout
-        _keep(known.reduced, (layout.ranks, layout.shape), layout, _MAX_REDUCED)
+        layout = operands[0]._layout  # autograd has made the node before the operation runs
+        _keep(known.reduced, (next_node_number() - 1, layout.shape), layout, _MAX_REDUCED)
     outputs = runtime.execute(team, operation.id, held, len(made.outputs))
     return list(zip(made.outputs, outputs, strict=True))
 
@@ -279,7 +282,9 @@ def _compare(known: _Known, operation: Operation, kind: Any, operands: Sequence[
 
 def _preferred(known: _Known, func: Any, args: Sequence[Any], scan: _Scan) -> Layout | None:
     """In a backward pass, the layout for the result of expanding a value."""
-    if func is not _aten.expand.default or not in_backward():
+    node = autograd_node() if func is _aten.expand.default and in_backward() else None
+    if node is None:
         return None
-    layout: Layout = scan.operands[0]._layout
-    return known.reduced.get((layout.ranks, tuple(args[1])))
+    layout = known.reduced.get((node._sequence_nr(), tuple(args[1])))
+    ranks = scan.operands[0]._layout.ranks
+    return layout if layout is not None and layout.ranks == ranks else None

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpmap._base.torch_internals import below_dispatch, new_wrapper
+from torchpmap._sharded.arguments import CHANNELS_LAST
 from torchpmap._sharded.memory import CPU, STRIDED
 from torchpmap._sharded.views import Make, is_linked
 
@@ -53,17 +54,15 @@ def strides_of_results(func: Any, tensor: torch.Tensor, args: Sequence[Any] = ()
 
 def strides_of_computed(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[int, ...] | None:
-    """The strides of the new tensor ``func(*args, **kwargs)`` if ``func`` keeps the order of dims;
-    None: it is contiguous.
+) -> tuple[tuple[int, ...], ...] | None:
+    """The strides of the new tensors ``func(*args, **kwargs)`` if ``func`` keeps the order of dims;
+    None: they are contiguous.
 
     torch's elementwise operations keep the order of dims in memory: ``x.T * 2`` is transposed, too.
     Whether a later ``reshape`` is a view or a copy depends on it.
     """
-    for operand in args:
-        if isinstance(operand, torch.Tensor) and not operand.is_contiguous():
-            break
-    else:
+    is_turned = func is _aten.rot90.default or kwargs.get("memory_format") in CHANNELS_LAST
+    if not is_turned and all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor)):
         return None
     options = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
     key = tuple((name, _hashable(x)) for name, x in options.items())
@@ -84,14 +83,20 @@ def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
+def _unhashed(value: Any) -> Any:
+    if isinstance(value, _Like):
+        return _meta(*value)
+    return list(map(_unhashed, value)) if type(value) is tuple else value
+
+
 @lru_cache(1024)
 def _strides_of_computed(
     func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
-) -> tuple[int, ...]:
-    given = [_meta(*x) if isinstance(x, _Like) else x for x in args]
-    named = {name: _meta(*x) if isinstance(x, _Like) else x for name, x in kwargs}
-    strides: tuple[int, ...] = func(*given, **named).stride()
-    return strides
+) -> tuple[tuple[int, ...], ...]:
+    named = {name: _unhashed(x) for name, x in kwargs}
+    results = func(*map(_unhashed, args), **named)
+    results = (results,) if isinstance(results, torch.Tensor) else results
+    return tuple(x.stride() for x in results if x is not None)
 
 
 def _meta(dtype: torch.dtype, shape: torch.Size, own: Strides) -> torch.Tensor:

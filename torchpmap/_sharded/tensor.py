@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from torchpmap._layout.layout import Layout, Shard
 from torchpmap._layout.mesh import NamedSharding
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import runtime
-from torchpmap._sharded.arguments import facts_of, occurrences, written_by
+from torchpmap._sharded.arguments import CHANNELS_LAST, facts_of, occurrences, written_by
 from torchpmap._sharded.host import ToHost, assign, insist_whole, is_recorded, run_on_host
 from torchpmap._sharded.host_copy import host_copy
 from torchpmap._sharded.indexing import (
@@ -82,7 +83,7 @@ _SHARING = frozenset({_aten.detach.default, _aten.alias.default, _aten.clone.def
 """Operations whose result is the same immutable value: nothing moves."""
 _ABOUT_MEMORY = frozenset({*_SHARING, *QUESTIONS, *RESHAPING, _aten.as_strided.default})
 
-_ANY_FORMAT = (None, torch.contiguous_format, torch.preserve_format)
+_ANY_FORMAT = (None, torch.contiguous_format, torch.preserve_format, *CHANNELS_LAST)
 
 
 @no_sequence
@@ -450,6 +451,9 @@ def _shared(func: Any, source: ShardedTensor, memory_format: Any) -> ShardedTens
         twin = _same_strides(source)
         link_alias(twin, source, _same_strides)
         return twin
+    if memory_format in CHANNELS_LAST:
+        orders = strides_of_computed(func, (source,), {"memory_format": memory_format})
+        return make_sharded(*source._alive(), orders[0] if orders else None)
     if memory_format is torch.contiguous_format or source.is_contiguous():
         return make_sharded(*source._alive())
     strides = strides_of_results(_aten.clone.default, source)[0]
@@ -474,7 +478,8 @@ def _on_devices(
     elif func is _aten.new_empty_strided.default:
         results = [make_sharded(*started[0], args[2])]
     elif operation.keeps_order:
-        results = [make_sharded(*started[0], strides_of_computed(func, args, kwargs))]
+        orders = strides_of_computed(func, args, kwargs) or repeat(None)
+        results = [make_sharded(*x, order) for x, order in zip(started, orders, strict=False)]
     else:
         results = make_all(*zip(*started, strict=True))
     return made.result(results)

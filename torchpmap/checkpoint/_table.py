@@ -9,11 +9,12 @@ the size of the files.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import mmap
 import re
 import reprlib
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ _VALUE = "value"
 """The kind of a leaf that DCP saved and that is not a tensor."""
 _ARRAYS = ("tensor", "ndarray", "numpy scalar")
 _MOST = 2**62
+_MOST_CUT_DIMS = 12
 _ODD = re.compile("q.*|bits.*|u?int[1-7]")
 _DTYPES = {name: dtype for name, dtype in DTYPES.items() if not _ODD.fullmatch(name)}
 """Dtypes that blocks can have; others have no tensors, or need more than the data of a tensor."""
@@ -99,10 +101,7 @@ class Table:
         found = read_table(folder)
         source = METADATA if found is None else TABLE
         try:
-            if found is None:
-                body, digest = _of_dcp(folder)
-            else:
-                body, digest = found
+            body, digest = found or _of_dcp(folder)
             rows = {str(key): _row(key, row) for key, row in _dict(body, "leaves").items()}
             if found is not None:
                 _check_tree(body["tree"], rows)
@@ -110,6 +109,18 @@ class Table:
         except (_Wrong, RecursionError) as error:
             raise broken(folder, f"{source} is not what was written: {error}") from None
         return Table(folder, rows, body["tree"], digest)
+
+    @staticmethod
+    def known(folder: Path, digest: str, keys: Iterable[str]) -> Table:
+        """Some rows of a table that another process has checked, and that has this digest.
+
+        Raises:
+            CheckpointError: there is another checkpoint now.
+        """
+        body, found = read_table(folder) or _of_dcp(folder)
+        if found != digest:
+            raise broken(folder, "it was replaced while it was loaded")
+        return Table(folder, {key: _row(key, body["leaves"][key]) for key in keys}, None, digest)
 
     def describe(self, key: str) -> str:
         row = self.rows[key]
@@ -288,20 +299,28 @@ def _check_cover(key: str, row: Row, dtype: torch.dtype) -> None:
         total += size
     if total < prod(row.shape):
         raise _Wrong(f"a part of {key!r} is in none of its files")
-    if total > prod(row.shape) or not _are_apart(row.records):
+    if total > prod(row.shape) or (total and not _are_apart(row)):
         raise _Wrong(f"two blocks of {key!r} overlap")
 
 
-def _are_apart(records: Iterable[BlockRecord]) -> bool:
-    """A sweep along the first dim, which compares only blocks that share an index of that dim."""
-    open_ones: list[BlockRecord] = []
-    for record in sorted((r for r in records if prod(r.sizes)), key=lambda r: r.offsets):
-        if record.offsets:
-            open_ones = [r for r in open_ones if r.offsets[0] + r.sizes[0] > record.offsets[0]]
-        if any(_shared(r, record.offsets, record.sizes) is not None for r in open_ones):
-            return False
-        open_ones.append(record)
-    return True
+def _are_apart(row: Row) -> bool:
+    """Whether blocks that have as many elements as the whole cover it.
+
+    The corners of blocks, counted with alternating signs, cancel out but for those of the whole: so
+    they do if, and only if, every element is in one block.
+    """
+    blocks = [record for record in row.records if prod(record.sizes)]
+    cut = [k for k, size in enumerate(row.shape) if any(b.sizes[k] != size for b in blocks)]
+    if len(cut) > _MOST_CUT_DIMS:
+        raise _Wrong(f"its blocks are cut along {len(cut)} dims")
+    corners: Counter[Sizes] = Counter()
+    origin = (0,) * len(row.shape)
+    whole = (origin, row.shape, -1)
+    for offsets, sizes, count in (*((b.offsets, b.sizes, 1) for b in blocks), whole):
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(offsets[k] + end * sizes[k] for k, end in zip(cut, ends, strict=True))
+            corners[corner] += count * (-1) ** sum(ends)
+    return not any(corners.values())
 
 
 def _check_places(folder: Path, rows: Mapping[str, Row], sizes: Any) -> None:
