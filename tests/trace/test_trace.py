@@ -59,7 +59,6 @@ def test_a_graph_computes_the_function():
     assert result.shapes == ((2, 2), ())
     assert result.dtypes == (F32, F32)
     assert not result.uses_index
-    assert result.random is None
     x, y = torch.rand(2, 3), torch.rand(3, 2)
     product, total = result.graph(x, y)
     torch.testing.assert_close(product, x @ y)
@@ -288,17 +287,10 @@ def test_nothing_is_left_bound_after_an_error():
     assert type(torch.ones(2) + 1) is torch.Tensor
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        (lambda x: x + torch.rand(2), True),
-        (lambda x: torch.nn.functional.dropout(x), True),
-        (lambda x: torch.rand(2) * 0 + x, True),
-        (lambda x: x.sin(), False),
-    ],
-)
-def test_randomness_is_noticed(body, expected):
-    assert (traced(body, (2,)).random is not None) is expected
+@pytest.mark.parametrize("draw", [torch.rand_like, torch.nn.functional.dropout])
+def test_a_draw_without_streams_is_refused(draw):
+    with pytest.raises(NotImplementedError, match="draws random numbers from torch's generator"):
+        traced(lambda x: draw(x) + x, (2,))
 
 
 def test_control_flow_operators():
