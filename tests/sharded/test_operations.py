@@ -280,6 +280,7 @@ def test_batch_norms(training):
             close(left, right)
 
 
+@pytest.mark.filterwarnings("ignore:InstanceNorm1d is on the devices, but its operation")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("of_weights", ["half", "float", "none"])
 @pytest.mark.parametrize("kind", ["layer", "instance", "batch"])

@@ -115,9 +115,9 @@ def blueprint(
     func, arguments = plain(func, slotted(named, operands, slots))
     if has_unforeseen_results(func, named, operands, present[0]):
         raise Unsupported
+    trial = tried(func, arguments, operands)
     if present[0].devices[0].platform == "cpu" and is_refused_here(func, arguments, operands):
         raise Unsupported  # torch's error comes from the operation on the host
-    trial = tried(func, arguments, operands)
     call = _described(func, arguments, trial, layouts, grid)
     wish = grid.cut_of(prefer) if prefer and prefer.sharding.mesh in grid.meshes else ()
     placement = placement_of(call, rule_of(func), wish)

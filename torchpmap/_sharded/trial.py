@@ -110,13 +110,16 @@ def is_refused_here(func: Any, arguments: dict[str, Any], operands: Sequence[Any
     what meta tensors allow, and from a device the error would come late.
 
     A large call is not tried: that would take as long as the call.
+
+    Raises:
+        What torch raises, if it does not depend on the values.
     """
     tensors = [x for x in operands if isinstance(x, torch.Tensor)]
     large = sum(x.numel() for x in tensors) > _MAX_TRIED
     if large or {x.dtype for x in tensors} <= _COMMON or name_of(func) in INSTEAD:
         return False
-    # places must be 0, and divisors must not
-    new = torch.ones if rule_of(func) is elementwise else torch.zeros
+    is_elementwise = rule_of(func) is elementwise
+    new = torch.ones if is_elementwise else torch.zeros  # no divisor may be 0, and places must be
     with outside_modes(), torch.no_grad():
         values = [
             new(x.shape, dtype=x.dtype, device="cpu") if isinstance(x, torch.Tensor) else x
@@ -125,6 +128,8 @@ def is_refused_here(func: Any, arguments: dict[str, Any], operands: Sequence[Any
         try:
             call(func, filled(arguments, values))
         except Exception:
+            if is_elementwise:  # whatever the values are
+                raise
             return True
     return False
 
