@@ -16,6 +16,7 @@ from torch import distributions
 from torch.nn import init
 
 import torchpmap as tp
+from torchpmap.random._samples import poisson
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -210,6 +211,29 @@ EXPECTED: dict[str, torch.Tensor] = {}
 @pytest.mark.inductor
 def test_compiled_by_inductor() -> None:
     assert torch.equal(drawn(several, True), drawn(several, EAGER))
+
+
+def wrapped(x: torch.Tensor) -> Any:
+    q = x.repeat(1, 2, 5, 2)
+    attention = F.scaled_dot_product_attention(q, q, q, dropout_p=0.4)
+    counts = torch.poisson(x * torch.tensor([1.0, 30.0, 3000.0]))
+    picked = torch.multinomial(x, 3, replacement=True)
+    return torch.cat([attention.flatten(), counts, picked, init.trunc_normal_(torch.empty(4))])
+
+
+@pytest.mark.inductor
+def test_wrapped_functions_compiled_by_inductor() -> None:
+    rows = torch.cat([X, X])  # two on each device
+    torch.testing.assert_close(drawn(wrapped, True, rows), drawn(wrapped, EAGER, rows))
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.01, 2.0, 9.9, 10.0, 37.5, 2e3, 1e7])
+def test_poisson_is_the_inverse_of_the_distribution_function(mean: float) -> None:
+    rate = torch.full((2000,), mean, dtype=torch.float64)
+    key = tp.random.key(3)
+    unit, count = tp.random.uniform(key, (2000,), torch.float64), poisson(key, rate)
+    assert (torch.special.gammaincc(count + 1, rate) > unit).all()
+    assert ((torch.special.gammaincc(count.clamp_min(1), rate) <= unit) | (count == 0)).all()
 
 
 def test_calls_and_draws_differ(mode: Any) -> None:
