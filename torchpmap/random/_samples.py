@@ -113,7 +113,7 @@ def _of_few(mean: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
 
 
 def _of_many(mean: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    """For others: a guess, of Cornish and Fisher, that is off by less than 5; then its neighbours."""
+    """For others: a guess (Cornish and Fisher) that is off by less than 5, then its neighbours."""
     mean = mean.clamp_min(_FEW)
     z, deviation = torch.special.ndtri(unit.clamp_min(2.0**-54)), mean.sqrt()
     guess = mean + deviation * z + (z * z - 1) / 6 + (z - z**3) / (72 * deviation)
