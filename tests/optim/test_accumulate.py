@@ -181,3 +181,55 @@ def test_repr():
     assert repr(tp.optim.accumulate(SGD, 4)) == (
         "optim.accumulate(optim.functional(SGD, lr=0.1), every=4)"
     )
+
+
+# What is left over --------------------------------------------------------------------------------
+
+
+def flushed_with_torch(name, params, grads):
+    """The parameters after the calls and a step with the mean of the gradients that are left."""
+    leaves = [leaf.clone() for leaf in pytree.tree_leaves(params)]
+    optimizer = getattr(torch.optim, name)(leaves, **OPTIMIZERS[name])
+    for start in range(0, NUM_CALLS, EVERY):
+        group = [pytree.tree_leaves(tree) for tree in grads[start : start + EVERY]]
+        for p, *parts in zip(leaves, *group, strict=True):
+            p.grad = torch.stack(parts).mean(0)
+        optimizer.step()
+    return leaves
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@each
+def test_flush_steps_with_the_mean_of_what_is_left(name, mapped):
+    params, grads = problem()
+    optimizer = accumulating(name)
+    update, flush = optimizer.update, optimizer.flush
+    if mapped:
+        options = {"out_axes": None, "compile": EAGER}
+        update = tp.pmap(
+            lambda g, s, p, _: optimizer.update(g, s, p), in_axes=(None, None, None, 0), **options
+        )
+        flush = tp.pmap(lambda s, p, _: optimizer.flush(s, p), in_axes=(None, None, 0), **options)
+    rows = (torch.zeros(2),) if mapped else ()
+    expected = flushed_with_torch(name, params, grads)
+    state = optimizer.init(params)
+    for grad in grads:
+        params, state = update(grad, state, params, *rows)
+    for _ in range(2):  # the second time there is nothing left
+        params, state = flush(state, params, *rows)
+        for mine, theirs in zip(pytree.tree_leaves(params), expected, strict=True):
+            torch.testing.assert_close(mine.cpu(), theirs)
+        assert {int(state[k]["accumulated_calls"]) for k in ("w",)} == {0}
+
+
+def test_flush_takes_hyperparameters_and_keeps_what_has_no_gradient():
+    optimizer = tp.optim.accumulate(tp.optim.functional(torch.optim.SGD, lr=1.0), every=4)
+    params = {"w": torch.tensor(5.0), "frozen": torch.tensor(2.0), "none": None}
+    state = optimizer.init(params)
+    params, state = optimizer.update(
+        {"w": torch.tensor(3.0), "frozen": None, "none": None}, state, params
+    )
+    params, state = optimizer.flush(state, params, lr=0.5)
+    assert (params["w"].item(), params["frozen"].item(), params["none"]) == (3.5, 2.0, None)
+    with pytest.raises(ValueError, match="accumulated_calls"):
+        optimizer.flush({"w": {}, "frozen": {}, "none": None}, params)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from torchpmap._base.boundary import boundary
-from torchpmap._base.pytree import flatten
+from torchpmap._base.pytree import Structure, flatten
 from torchpmap._base.torch_internals import disable_dynamo
 from torchpmap.optim import _checks as checks
 from torchpmap.optim._functional import FunctionalOptimizer
@@ -23,14 +24,16 @@ def accumulate(optimizer: FunctionalOptimizer, every: int) -> AccumulatingOptimi
 
     It then takes one step with the mean of the gradients since the last step. The other calls
     return the parameters as they are. All calls are one traced program: it computes a step each
-    time, and keeps that of the last call only.
+    time, and keeps that of the last call only. ``flush(state, params)`` takes a step with the
+    gradients that are left over, such as those at the end of an epoch.
 
     Args:
         optimizer: from ``functional``.
         every: how many gradients make a step.
 
     Returns:
-        An ``AccumulatingOptimizer``, with ``init`` and ``update`` like those of ``optimizer``.
+        An ``AccumulatingOptimizer``, with ``init`` and ``update`` like those of ``optimizer``, and
+        ``flush``.
 
     Raises:
         TypeError: ``optimizer`` is something else.
@@ -47,6 +50,9 @@ def accumulate(optimizer: FunctionalOptimizer, every: int) -> AccumulatingOptimi
         5.0 1
         3.0 0
         3.0 1
+        >>> w, state = optimizer.flush(state, w)
+        >>> print(w.item(), state["accumulated_calls"].item())
+        2.0 0
 
     Source: ``optax.MultiSteps``; ``(loss / every).backward()`` in loops of torch.
     """
@@ -110,27 +116,88 @@ class AccumulatingOptimizer:
         leaves, structure = flatten(params)
         checks.check_params(leaves, structure)
         given = checks.subtrees(structure, grads, "grads")
-        states = checks.subtrees(structure, state, "state")
-        for leaf, grad, entries, path in zip(leaves, given, states, structure.paths(), strict=True):
+        for leaf, grad, path in zip(leaves, given, structure.paths(), strict=True):
             checks.check_grad(grad, leaf, f"grads{path}")
-            checks.check_state(entries, leaf, f"state{path}")
-            checks.check_accumulated(entries, leaf, f"state{path}", _OURS)
-        inner = [old and {k: x for k, x in old.items() if k not in _OURS} for old in states]
+        states = self._states(structure, leaves, state)
         means = [
             None if grad is None else old[_GRAD] + grad / self._every
             for grad, old in zip(given, states, strict=True)
         ]
-        results = self._optimizer.update(
-            *map(structure.unflatten, (means, inner, leaves)), **hyperparameters
+        calls = [
+            None if grad is None else old[_CALLS] + 1
+            for grad, old in zip(given, states, strict=True)
+        ]
+        due = [None if count is None else count == self._every for count in calls]
+        return self._step(
+            structure, leaves, states, _Accumulated(means, calls, due), hyperparameters
         )
+
+    @disable_dynamo
+    def flush(self, state: Any, params: Any, **hyperparameters: Any) -> tuple[Any, Any]:
+        """Return the parameters and the state after a step with the mean of the gradients since the
+        last step, fewer than ``every``: the rest of an epoch. Without any, nothing changes.
+
+        flush: (state, params) -> (params, state)
+
+        Args:
+            state: from ``init``, ``update`` or ``flush``.
+            params: as those of ``update``.
+            hyperparameters: as of ``update``.
+
+        Raises:
+            What ``update`` raises.
+        """
+        leaves, structure = flatten(params)
+        checks.check_params(leaves, structure)
+        states = self._states(structure, leaves, state)
+        counts = [
+            None if leaf is None else old[_CALLS] for leaf, old in zip(leaves, states, strict=True)
+        ]
+        means = [
+            None
+            if count is None
+            else old[_GRAD] * (self._every / count.clamp(min=1)).to(old[_GRAD].dtype)
+            for count, old in zip(counts, states, strict=True)
+        ]
+        due = [None if count is None else count > 0 for count in counts]
+        return self._step(
+            structure, leaves, states, _Accumulated(means, counts, due), hyperparameters
+        )
+
+    def _states(self, structure: Structure, leaves: Sequence[Any], state: Any) -> list[Any]:
+        states = checks.subtrees(structure, state, "state")
+        for leaf, entries, path in zip(leaves, states, structure.paths(), strict=True):
+            checks.check_state(entries, leaf, f"state{path}")
+            checks.check_accumulated(entries, leaf, f"state{path}", _OURS)
+        return states
+
+    def _step(
+        self,
+        structure: Structure,
+        leaves: Sequence[Any],
+        states: Sequence[Any],
+        sums: _Accumulated,
+        hyperparameters: dict[str, Any],
+    ) -> tuple[Any, Any]:
+        """A step of the optimizer with the means, kept for the parameters whose step is due."""
+        inner = [old and {k: x for k, x in old.items() if k not in _OURS} for old in states]
+        given = [structure.unflatten(values) for values in (sums.means, inner, leaves)]
+        results = self._optimizer.update(*given, **hyperparameters)
         stepped = checks.subtrees(structure, results[0], "params")
         entries_after = checks.subtrees(structure, results[1], "state")
         for before, after in zip(inner, entries_after, strict=True):
             checks.refuse_new_state(self._optimizer, before or {}, after or {})
         chosen = [
-            (leaf, old) if mean is None else self._choose(leaf, old, mean, new, entries)
-            for leaf, old, mean, new, entries in zip(
-                leaves, states, means, stepped, entries_after, strict=True
+            (leaf, old) if mean is None else _choose(leaf, old, mean, calls, due, new, entries)
+            for leaf, old, mean, calls, due, new, entries in zip(
+                leaves,
+                states,
+                sums.means,
+                sums.calls,
+                sums.due,
+                stepped,
+                entries_after,
+                strict=True,
             )
         ]
         return (
@@ -138,21 +205,31 @@ class AccumulatingOptimizer:
             structure.unflatten([entries for _, entries in chosen]),
         )
 
-    def _choose(
-        self,
-        leaf: torch.Tensor,
-        state: dict[str, Any],
-        mean: torch.Tensor,
-        stepped: torch.Tensor,
-        entries: dict[str, Any],
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """A parameter and its state: after a step if this call is the last before one."""
-        calls = state[_CALLS] + 1
-        is_last = calls == self._every
-        after = {name: torch.where(is_last, x, state[name]) for name, x in entries.items()}
-        after[_CALLS] = torch.where(is_last, 0, calls)
-        after[_GRAD] = torch.where(is_last, 0, mean)
-        return torch.where(is_last, stepped, leaf), after
+
+class _Accumulated(NamedTuple):
+    """Per parameter; None: it has no gradient."""
+
+    means: list[torch.Tensor | None]
+    calls: list[torch.Tensor | None]
+    """How many gradients are in it."""
+    due: list[torch.Tensor | None]
+    """Whether its step is kept."""
+
+
+def _choose(
+    leaf: torch.Tensor,
+    state: dict[str, Any],
+    mean: torch.Tensor,
+    calls: torch.Tensor,
+    due: torch.Tensor,
+    stepped: torch.Tensor,
+    entries: dict[str, Any],
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A parameter and its state: after the step if it is due."""
+    after = {name: torch.where(due, x, state[name]) for name, x in entries.items()}
+    after[_CALLS] = torch.where(due, 0, calls)
+    after[_GRAD] = torch.where(due, 0, mean)
+    return torch.where(due, stepped, leaf), after
 
 
 def _nothing(leaf: torch.Tensor) -> dict[str, torch.Tensor]:
