@@ -28,20 +28,19 @@ class Collectives(Steps):
         kind = rng.choice(("reduce", "reduce", "gather", "scatter", "exchange", "permute", "index"))
         if kind == "index":
             step = Collective((self.name("v"),), "axis_index", (), named)
-            return self.add(draft, step, places)
+            return self.add(draft, step)
         name = self.pick(draft, "n" if kind in ("reduce", "scatter") else "a")
         if name is None:
             return False
-        step, shares = getattr(self, f"_{kind}")(draft, name, named, size)
+        step = getattr(self, f"_{kind}")(draft, name, named, size)
         if step is None:
             return False
         other = self.pick(draft, "f")
         if kind in ("reduce", "permute") and other is not None and rng.random() < 0.2:
             step = replace(step, args=(*step.args, other), outs=(*step.outs, self.name("v")))
-        varies = draft.varying(step.args)
-        return self.add(draft, step, varies - places if shares else varies | places)
+        return self.add(draft, step)
 
-    def _reduce(self, draft: Draft, x: str, axes: Any, size: int) -> tuple[Step, bool]:
+    def _reduce(self, draft: Draft, x: str, axes: Any, size: int) -> Step:
         rng = self._rng
         operation = rng.choice(REDUCTIONS)
         ndim = draft.env[x][0].dim()
@@ -50,15 +49,15 @@ class Collectives(Steps):
         if ndim and rng.random() < 0.15:
             names = list(axes) if isinstance(axes, tuple) else [axes]
             names.insert(rng.randint(0, len(names)), rng.randrange(-ndim, ndim))
-            return Collective((self.name("v"),), operation, (x,), tuple(names)), True
-        options, whole = self._groups(size, equal=False)
-        return Collective((self.name("v"),), operation, (x,), axes, options), whole
+            return Collective((self.name("v"),), operation, (x,), tuple(names))
+        options = self._groups(draft, size, equal=False)
+        return Collective((self.name("v"),), operation, (x,), axes, options)
 
-    def _groups(self, size: int, equal: bool, odds: float = 0.35) -> tuple[Any, bool]:
-        """``axis_index_groups`` of an axis; and whether there is one group of all."""
+    def _groups(self, draft: Draft, size: int, equal: bool, odds: float = 0.35) -> Any:
+        """``axis_index_groups`` of an axis."""
         rng = self._rng
-        if size == 1 or rng.random() > odds:
-            return (), True
+        if size == 1 or draft.place == "blocks" or rng.random() > odds:
+            return ()
         order = list(range(size))
         if rng.random() < 0.6:
             rng.shuffle(order)
@@ -68,42 +67,42 @@ class Collectives(Steps):
         if not equal and rng.random() < 0.5:
             cut = rng.randint(1, size - 1)
             groups = [order[:cut], order[cut:]]
-        return (("axis_index_groups", groups),), len(groups) == 1
+        return (("axis_index_groups", groups),)
 
-    def _gather(self, draft: Draft, x: str, axes: Any, size: int) -> tuple[Step | None, bool]:
+    def _gather(self, draft: Draft, x: str, axes: Any, size: int) -> Step | None:
         rng, ndim = self._rng, draft.env[x][0].dim()
-        options, whole = self._groups(size, equal=True)
+        options = self._groups(draft, size, equal=True)
         if ndim and rng.random() < 0.4:
             options += (("axis", rng.randrange(-ndim, ndim)), ("tiled", True))
         else:
             options += (("axis", rng.randint(-ndim - 1, ndim)),)
-        return Collective((self.name("v"),), "all_gather", (x,), axes, options), whole
+        return Collective((self.name("v"),), "all_gather", (x,), axes, options)
 
-    def _scatter(self, draft: Draft, x: str, axes: Any, size: int) -> tuple[Step | None, bool]:
+    def _scatter(self, draft: Draft, x: str, axes: Any, size: int) -> Step | None:
         options, prepared = self._cut_in_groups(draft, x, size)
         if prepared is None:
-            return None, False
+            return None
         name, dim, tiled = prepared
         options += (("scatter_dimension", dim), ("tiled", tiled))
-        return Collective((self.name("v"),), "psum_scatter", (name,), axes, options), False
+        return Collective((self.name("v"),), "psum_scatter", (name,), axes, options)
 
-    def _exchange(self, draft: Draft, x: str, axes: Any, size: int) -> tuple[Step | None, bool]:
+    def _exchange(self, draft: Draft, x: str, axes: Any, size: int) -> Step | None:
         rng = self._rng
         options, prepared = self._cut_in_groups(draft, x, size)
         if prepared is None:
-            return None, False
+            return None
         name, dim, tiled = prepared
         ndim = draft.env[name][0].dim()
         if not tiled and rng.random() < 0.3:
             given = (*options, ("axis", dim))
-            return Collective((self.name("v"),), "pswapaxes", (name,), axes, given), False
+            return Collective((self.name("v"),), "pswapaxes", (name,), axes, given)
         to = rng.randrange(-ndim, ndim)
         options += (("split_axis", dim), ("concat_axis", to), ("tiled", tiled))
-        return Collective((self.name("v"),), "all_to_all", (name,), axes, options), False
+        return Collective((self.name("v"),), "all_to_all", (name,), axes, options)
 
     def _cut_in_groups(self, draft: Draft, x: str, size: int) -> tuple[Any, Any]:
         """Groups, and what ``_cut`` gives for the members of one."""
-        options, _ = self._groups(size, equal=True)
+        options = self._groups(draft, size, equal=True)
         return options, self._cut(draft, x, len(options[0][1][0]) if options else size)
 
     def _cut(self, draft: Draft, x: str, members: int) -> tuple[str, int, bool] | None:
@@ -121,11 +120,11 @@ class Collectives(Steps):
         part = "{0} + k" if is_of_kind("n", draft.env[x][0]) else "{0}"
         code = f"torch.{join}([{part} for k in range({members})], {d})"
         made_of = Local((self.name("v"),), code, (x,))
-        if not self.add(draft, made_of, draft.varying([x])):
+        if not self.add(draft, made_of):
             return None
         return made_of.outs[0], d, tiled
 
-    def _permute(self, draft: Draft, x: str, axes: Any, size: int) -> tuple[Step, bool]:
+    def _permute(self, draft: Draft, x: str, axes: Any, size: int) -> Step:
         rng, indices = self._rng, list(range(size))
         kind = rng.choice(("ppermute", "ppermute", "pshuffle", "pbroadcast"))
         order = rng.sample(indices, size)
@@ -140,5 +139,4 @@ class Collectives(Steps):
             if rng.random() < 0.5:
                 pairs = rng.sample(pairs, rng.randint(0, size))
             option = ("perm", pairs)
-        step = Collective((self.name("v"),), kind, (x,), axes, (option,))
-        return step, kind == "pbroadcast"
+        return Collective((self.name("v"),), kind, (x,), axes, (option,))

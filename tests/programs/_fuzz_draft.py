@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from _fuzz_operations import IN_PLACE, OUT_OF_PLACE, VIEWS
+from _fuzz_operations import IN_PLACE, OUT_OF_PLACE, RANDOM, VIEWS, Family
 from _fuzz_programs import Input, Local, Step
 from _fuzz_reference import Env, Grid, Reference, Rows
 
@@ -31,22 +31,26 @@ class Draft:
     env: Env
     grid: Grid
     steps: list[Step]
-    varies: dict[str, frozenset[int]]
-    """Along which axes of the grid a value may differ, by name; none if not said."""
     names: list[str] = field(default_factory=list)
     """Its own values; those around are the others in ``env``."""
     reach: frozenset[str] = frozenset()
     """Names of the axes that collectives can use."""
     depth: int = 0
     """Derivatives around."""
+    loops: int = 0
+    """Loops and branches around."""
+    statics: tuple[tuple[str, Family], ...] = ()
+    """Static arguments, and what they may be."""
+    place: str = "caller"
+    """Where it runs: ``caller``, ``row``, ``blocks``, or ``lane`` of a vmap."""
 
     def inner(self, **changes: Any) -> Draft:
-        return replace(
-            self, env=dict(self.env), steps=[], varies=dict(self.varies), names=[], **changes
-        )
+        return replace(self, env=dict(self.env), steps=[], names=[], **changes)
 
-    def varying(self, names: Sequence[str]) -> frozenset[int]:
-        return frozenset().union(*(self.varies.get(name, frozenset()) for name in names))
+    @property
+    def everywhere(self) -> frozenset[int]:
+        """All axes of the grid."""
+        return frozenset(range(len(self.grid)))
 
 
 class Steps:
@@ -101,7 +105,11 @@ class Steps:
             return self._rng.choice(own[-2:] if late else own)
         return self._rng.choice(fits)
 
-    def add(self, draft: Draft, step: Step, varies: frozenset[int]) -> bool:
+    def varying(self, names: Sequence[str]) -> frozenset[int]:
+        """Along which axes of the grid some values may differ."""
+        return self._reference.varying(names)
+
+    def add(self, draft: Draft, step: Step) -> bool:
         """Add a step if it can be run and gives values of a moderate size."""
         try:
             self._reference.step(step, draft.env, draft.grid)
@@ -114,7 +122,6 @@ class Steps:
         draft.steps.append(step)
         for name in step.outs:
             draft.names.append(name)
-            draft.varies[name] = varies
         return True
 
     # --- steps ------------------------------------------------------------------------------------
@@ -129,7 +136,13 @@ class Steps:
 
     def local(self, draft: Draft) -> bool:
         """An operation of torch."""
-        filled, chosen = self._drawn(OUT_OF_PLACE, draft)
+        table: Sequence[Any] = OUT_OF_PLACE
+        if draft.statics and self._rng.random() < 0.4:
+            name, (_, codes) = self._rng.choice(draft.statics)
+            table = [(kinds, code.replace("$s", name)) for kinds, code in codes]
+        elif draft.place == "row" and self._rng.random() < 0.06:
+            table = RANDOM
+        filled, chosen = self._drawn(table, draft)
         if filled is None:
             return False
         operands = [draft.env[name][0] for name in chosen]
@@ -141,8 +154,7 @@ class Steps:
             return False  # its tangent, a sum of nothing, is NaN in torch 2.13
         if "einsum" in filled and len({x.dtype for x in operands}) > 1:
             return False  # an error, but not of something that is empty
-        step = Local((self.name("v"),), filled, tuple(chosen))
-        return self.add(draft, step, draft.varying(chosen))
+        return self.add(draft, Local((self.name("v"),), filled, tuple(chosen)))
 
     def written(self, draft: Draft) -> bool:
         """A copy that is then written to."""
@@ -150,24 +162,23 @@ class Steps:
         if filled is None:
             return False
         copy = self.name("v")
-        varies = draft.varying(chosen)
-        if len(chosen) > 1 and draft.varying(chosen[:1]) != frozenset(range(len(draft.grid))):
+        if len(chosen) > 1 and self.varying(chosen[:1]) != draft.everywhere:
             return False  # torch.func.vmap does not write what differs into what does not
         if not draft.env[chosen[0]][0].numel():
             return False  # torch.func.vmap does not differentiate writes to nothing
-        if not self.add(draft, Local((copy,), "{0}.clone()", (chosen[0],)), varies):
+        if not self.add(draft, Local((copy,), "{0}.clone()", (chosen[0],))):
             return False
         target = copy
         if self._rng.random() < 0.4:
             view = self._filled(self._rng.choice(VIEWS), draft, [copy])
-            if view is None or not self.add(draft, Local((self.name("v"),), view, (copy,)), varies):
+            if view is None or not self.add(draft, Local((self.name("v"),), view, (copy,))):
                 return False
             target = draft.names[-1]
             if not draft.env[target][0].numel():
                 return False  # torch.func.vmap does not differentiate writes to nothing
             if self._rng.random() < 0.3:
                 target = copy  # which the view then sees
-        return self.add(draft, Local((), filled, (target, *chosen[1:])), varies)
+        return self.add(draft, Local((), filled, (target, *chosen[1:])))
 
     def _filled(self, code: str, draft: Draft, names: list[str]) -> str | None:
         ndim = draft.env[names[0]][0].dim() if names else 0
@@ -192,7 +203,7 @@ class Steps:
                 codes.append(f"tp.device_put({{0}}, tp.NamedSharding({mesh}, tp.P({spec})))")
         model = f"{{0}}.clone().view({tuple(shape)})"  # of this shape only
         step = Local((self.name("v"),), self._rng.choice(codes), (name,), model)
-        self.add(draft, step, frozenset())
+        self.add(draft, step)
 
 
 def is_of_kind(kind: str, value: Any) -> bool:

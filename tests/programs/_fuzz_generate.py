@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from _fuzz_collectives import Collectives
+from _fuzz_blocks import MOST_ROWS, Shards
 from _fuzz_draft import DEVICES, Draft, is_of_kind
-from _fuzz_operations import SCALARS
-from _fuzz_programs import Body, Derivative, Local, Map, Program, bodies, used
-from _fuzz_reference import Grid, Rows, count, made, quiet
+from _fuzz_operations import SCALARS, STATE, STATICS, Family
+from _fuzz_programs import Blocks, Body, Derivative, Local, Map, Program, bodies, used
+from _fuzz_reference import Grid, count, made, quiet, taken
 from _fuzz_verdict import expectation
 
 __all__ = ["generate"]
 
-MOST_ROWS = 32
 AROUND = ("torch_grad", "grad", "value_and_grad", "vjp", "jvp", "jacrev", "jacfwd", "hessian")
+DONATES = "donate_argnums=0"
 FORMS = ("plain", "plain", "dict", "tree", "name")
 
 
@@ -39,22 +39,31 @@ def generate(seed: str) -> Program:
 def _attempt(rng: random.Random) -> Program | None:
     maker = _Maker(rng)
     inputs = maker.inputs()
-    draft = Draft({given.name: [made(given)] for given in inputs}, (), [], {})
+    draft = Draft({given.name: [made(given)] for given in inputs}, (), [])
     draft.names = [given.name for given in inputs]
     maker.outermost(draft)
-    results = [name for step in draft.steps for name in step.outs]
-    if not any(isinstance(s, Map) and s.transform == "pmap" for b in _all(draft) for s in b.steps):
+    results = [name for step in draft.steps for name in step.outs if name in draft.env]
+    if not any(map(is_mapped, (step for body in _all(draft) for step in body.steps))):
         return None
     body = Body(tuple(given.name for given in inputs), tuple(draft.steps), tuple(results[-10:]))
     return Program(tuple(inputs), body)
+
+
+def is_mapped(step: object) -> bool:
+    """Whether a step runs on the devices."""
+    return isinstance(step, Blocks) or (isinstance(step, Map) and step.transform == "pmap")
 
 
 def _all(draft: Draft) -> list[Body]:
     return list(bodies(Body((), tuple(draft.steps), ())))
 
 
-class _Maker(Collectives):
+class _Maker(Shards):
     """Makes functions of steps: mapped ones, derivatives, and the program itself."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        self._families: dict[str, Family] = {}
 
     def derivative(self, draft: Draft, fill: Callable[[Draft], None], kinds: Any) -> bool:
         """Differentiate a function that ``fill`` makes."""
@@ -70,9 +79,7 @@ class _Maker(Collectives):
         if forward and any(not draft.env[name][0].dim() for name in args):
             return False  # torch 2.13 gives float64 for a float32 number that is scaled by 0.5
         inner = draft.inner(depth=draft.depth + 1)
-        params = self._bind(inner, args, [draft.env[name] for name in args])
-        for param, name in zip(params, args, strict=True):
-            inner.varies[param] = draft.varying([name])
+        params = self.bind(inner, args, [draft.env[name] for name in args])
         fill(inner)
         result = self._result(inner, kind not in ("vjp", "jvp", "jacrev", "jacfwd"))
         if result is None or (jacobian and inner.env[result][0].numel() > 6):
@@ -84,7 +91,7 @@ class _Maker(Collectives):
         outs = {"value_and_grad": 1, "vjp": 1}.get(kind, 0) + len(args)
         names = tuple(self.name("v") for _ in range(2 if kind == "jvp" else outs))
         step = Derivative(names, kind, self.name("f"), body, tuple(args), along)
-        return self.add(draft, step, frozenset(range(len(draft.grid))))
+        return self.add(draft, step)
 
     def _result(self, draft: Draft, scalar: bool) -> str | None:
         floats = [name for name in draft.names if is_of_kind("f", draft.env[name][0])]
@@ -94,7 +101,7 @@ class _Maker(Collectives):
         if not scalar or (not draft.env[name][0].dim() and self._rng.random() < 0.5):
             return name
         step = Local((self.name("v"),), self._rng.choice(SCALARS), (name,))
-        return step.outs[0] if self.add(draft, step, draft.varying([name])) else None
+        return step.outs[0] if self.add(draft, step) else None
 
     def _along(
         self, draft: Draft, kind: str, args: list[str], result: torch.Tensor
@@ -107,16 +114,9 @@ class _Maker(Collectives):
             shape, numel = tuple(result.shape), result.numel()
             code = f"torch.linspace(-1.0, 2.0, {numel}, dtype={result.dtype}).reshape({shape})"
             steps = [Local((self.name("v"),), code, ())]
-        if not all(self.add(draft, step, draft.varying(step.args)) for step in steps):
+        if not all(self.add(draft, step) for step in steps):
             return None
         return tuple(step.outs[0] for step in steps)
-
-    def _bind(self, inner: Draft, args: Sequence[str], rows: Sequence[Rows]) -> list[str]:
-        params = [self.name("p") for _ in args]
-        for param, values in zip(params, rows, strict=True):
-            inner.env[param] = values
-            inner.names.append(param)
-        return params
 
     def mapped(
         self,
@@ -135,16 +135,25 @@ class _Maker(Collectives):
         size = next(
             draft.env[n][0].shape[a] for n, a in zip(args, axes, strict=True) if a is not None
         )
-        axis = None if transform == "vmap" and rng.random() < 0.3 else self.name("axis")
+        nameless = transform == "vmap" and (draft.place == "blocks" or rng.random() < 0.3)
+        axis = None if nameless else self.name("axis")
         grid: Grid = (*draft.grid, (axis, size))
         if count(grid) > MOST_ROWS:
             return False
-        inner = draft.inner(grid=grid, reach=draft.reach | ({axis} if axis else set()))
-        rows = [_taken(draft.env[n], a, size, draft.grid) for n, a in zip(args, axes, strict=True)]
-        params = self._bind(inner, args, rows)
-        for param, name, a in zip(params, args, axes, strict=True):
-            place = frozenset() if a is None else {len(draft.grid)}
-            inner.varies[param] = draft.varying([name]) | place
+        form = "plain" if mesh or given else rng.choice(FORMS)
+        if (form == "tree" and len(args) < 2) or (form == "name" and transform == "vmap"):
+            form = "plain"
+        statics = self._statics() if (transform, form, mesh) == ("pmap", "plain", False) else ()
+        inner = draft.inner(
+            grid=grid,
+            reach=draft.reach | ({axis} if axis else set()),
+            statics=(*draft.statics, *((name, family) for name, family, _ in statics)),
+            place=self._place(draft, transform),
+        )
+        rows = [taken(draft.env[n], a, size, draft.grid) for n, a in zip(args, axes, strict=True)]
+        params = self.bind(inner, args, rows)
+        for param, a in zip(params, axes, strict=True):
+            self._reference.varies[param] |= frozenset() if a is None else {len(draft.grid)}
         if mesh:
             if not self.mapped(inner, "pmap", params):
                 return False
@@ -158,9 +167,6 @@ class _Maker(Collectives):
                 results = list(dict.fromkeys([*results, rng.choice(inner.names)]))
         outs = tuple(self.name("v") for _ in results)
         places = tuple(self._out_axis(inner, name) for name in results)
-        form = "plain" if mesh or given else rng.choice(FORMS)
-        if (form == "tree" and len(args) < 2) or (form == "name" and transform == "vmap"):
-            form = "plain"
         body = Body(tuple(params), tuple(inner.steps), tuple(results))
         option = self._option(draft, transform, size) if not mesh and not given else ""
         step = Map(
@@ -175,9 +181,19 @@ class _Maker(Collectives):
             places,
             form,
             option,
+            tuple((name, text) for name, _, text in statics),
         )
-        varies = inner.varying(results) - {len(draft.grid)}
-        return self.add(draft, step, varies)
+        return self.add(draft, step)
+
+    def _statics(self) -> tuple[tuple[str, Family, str], ...]:
+        """Perhaps a static argument: its name, what it may be, and its value as source."""
+        if self._rng.random() < 0.75:
+            return ()
+        name, family = self.name("s"), self._rng.choice(STATICS)
+        self._families[name] = family
+        text = self._rng.choice(family[0])
+        self._reference.statics[name] = eval(text, {"torch": torch})
+        return ((name, family, text),)
 
     def _option(self, draft: Draft, transform: str, size: int) -> str:
         if transform == "vmap" or draft.grid or self._rng.random() < 0.8:
@@ -209,27 +225,31 @@ class _Maker(Collectives):
 
     def _out_axis(self, inner: Draft, name: str) -> int | None:
         place, ndim = len(inner.grid) - 1, inner.env[name][0].dim()
-        if place not in inner.varying([name]) and self._rng.random() < 0.6:
+        if place not in self.varying([name]) and self._rng.random() < 0.6:
             return None
         return self._rng.choice((0, 0, self._rng.randint(-ndim - 1, ndim)))
 
     # --- bodies -----------------------------------------------------------------------------------
 
-    def row(self, draft: Draft) -> None:
+    def row(self, draft: Draft, most: int = 5) -> None:
         """Fill a body that runs on one row."""
-        rng, wanted = self._rng, self._rng.choice((1, 2, 3, 4, 5))
+        rng, wanted = self._rng, self._rng.randint(1, most)
         for _ in range(40):
             if len(draft.steps) >= wanted:
                 return
             dice = rng.random()
-            if dice < 0.45:
+            if dice < 0.4:
                 self.local(draft)
-            elif dice < 0.8 and draft.reach:
+            elif dice < 0.66 and draft.reach:
                 self.collective(draft)
-            elif dice < 0.86:
+            elif dice < 0.72:
                 self.written(draft)
-            elif dice < 0.93 and len(draft.grid) < 3:
-                self.mapped(draft, rng.choice(("vmap", "vmap", "pmap")))
+            elif dice < 0.84:
+                self.loop(draft)
+            elif dice < 0.85 and draft.place == "row":
+                self.add(draft, Local((), "tp.debug.print('{{}}', {0})", self._any(draft), "pass"))
+            elif dice < 0.92 and len(draft.grid) < 3:
+                self.mapped(draft, self._lanes(draft))
             elif draft.depth < 2:
                 self.derivative(draft, self.row, AROUND)
 
@@ -239,19 +259,61 @@ class _Maker(Collectives):
         for _ in range(rng.choice((1, 1, 2, 3))):
             self.placed(draft)
             dice = rng.random()
-            if dice < 0.5:
+            if dice < 0.15:
+                self.donating(draft)
+            elif dice < 0.5:
                 self.pmapped(draft)
             elif dice < 0.85:
                 self.derivative(draft, self.pmapped, (*AROUND, "backward"))
             else:
                 self.mapped_around(draft)
+        later = (self.local, self.local, self.local, self.written, self.loop)
+        later += (self.again, self.again, self.changed)
         for _ in range(rng.choice((0, 1, 2, 4, 8))):
-            rng.choice((self.local, self.local, self.local, self.written, self.again))(draft)
+            rng.choice(later)(draft)
+
+    def changed(self, draft: Draft) -> bool:
+        """Change the module that functions close over, then call again."""
+        self.add(draft, Local((), self._rng.choice(STATE), ()))
+        return self.again(draft)
+
+    def donating(self, draft: Draft) -> bool:
+        """A call that consumes a value, which nothing uses later."""
+        name = self.pick(draft)
+        if name is None:
+            return False
+        code = self._rng.choice(("{0}.clone()", "tp.replicate({0})"))
+        given = Local((self.name("v"),), code, (name,), "{0}.clone()")
+        if not self.add(draft, given) or not self.mapped(draft, "pmap", given.outs):
+            return False
+        step = draft.steps[-1]
+        assert isinstance(step, Map)
+        if given.outs[0] in used(step.body):
+            return True
+        draft.steps[-1] = dataclasses.replace(step, option=DONATES)
+        draft.names.remove(given.outs[0])
+        del draft.env[given.outs[0]]
+        return True
+
+    def _place(self, draft: Draft, transform: str) -> str:
+        if draft.place == "blocks":
+            return "blocks"
+        return "row" if transform == "pmap" and draft.place != "lane" else "lane"
+
+    def _lanes(self, draft: Draft) -> str:
+        """The transform of a map inside another: blocks have no devices to share."""
+        return self._rng.choice(("vmap", "vmap", "vmap" if draft.place == "blocks" else "pmap"))
+
+    def _any(self, draft: Draft) -> tuple[str, ...]:
+        return (self._rng.choice(draft.names),)
 
     def pmapped(self, draft: Draft) -> None:
         """A call of a pmapped function, and perhaps operations on its results."""
         for _ in range(6):
-            if self.mapped(draft, "pmap", mesh=self._rng.random() < 0.2):
+            if self._rng.random() < 0.25:
+                if self.blocks(draft):
+                    break
+            elif self.mapped(draft, "pmap", mesh=self._rng.random() < 0.2):
                 break
         for _ in range(self._rng.choice((0, 0, 1, 2))):
             self.local(draft)
@@ -263,7 +325,7 @@ class _Maker(Collectives):
     def again(self, draft: Draft) -> bool:
         """Call a mapped function again, with other values."""
         rng = self._rng
-        calls = [s for s in draft.steps if isinstance(s, Map) and s.transform == "pmap"]
+        calls = [s for s in draft.steps if is_mapped(s) and getattr(s, "option", "") != DONATES]
         if not calls:
             return False
         call = rng.choice(calls)
@@ -273,14 +335,9 @@ class _Maker(Collectives):
             like = [n for n in draft.env if draft.env[n][0].shape == shape and n in draft.names]
             args.append(rng.choice(like or [name]))
         outs = tuple(self.name("v") for _ in call.outs)
-        return self.add(draft, dataclasses.replace(call, outs=outs, args=tuple(args)), frozenset())
-
-
-def _taken(rows: Rows, axis: int | None, size: int, grid: Grid) -> Rows:
-    total = count(grid)
-    full = [rows[k * len(rows) // total] for k in range(total)]
-    return [
-        (row if axis is None else row.select(axis, k)).detach().clone()
-        for row in full
-        for k in range(size)
-    ]
+        changes: dict[str, Any] = {"outs": outs, "args": tuple(args)}
+        if isinstance(call, Map):
+            changes["statics"] = tuple(
+                (name, rng.choice(self._families[name][0])) for name, _ in call.statics
+            )
+        return self.add(draft, dataclasses.replace(call, **changes))

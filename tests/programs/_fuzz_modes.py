@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _fuzz_programs import Derivative, Local, Map, Program, bodies, source, standalone
+from _fuzz_generate import is_mapped
+from _fuzz_programs import Blocks, Derivative, Local, Map, Program, bodies
 from _fuzz_reference import quiet
+from _fuzz_source import source, standalone
 from _fuzz_verdict import Expected, expectation, verdict
 
 import torchpmap as tp
@@ -67,16 +69,13 @@ def applies(program: Program, mode: str) -> bool:
         for step in steps
         if isinstance(step, Derivative) or (isinstance(step, Map) and step.transform == "vmap")
     ]
-    pmaps = [s for step in around for b in bodies(step.body) for s in b.steps if _is_pmap(s)]
+    calls = [s for step in around for b in bodies(step.body) for s in b.steps if is_mapped(s)]
     if mode == "launched":  # no values that span the ranks, in the test at least
         placed = any(isinstance(s, Local) and s.model for s in steps)
         named = any(isinstance(s, Map) and (s.form == "name" or s.option) for s in steps)
-        return not (pmaps or placed or named)
-    return mode != "serial" or not pmaps  # one row after the other has no derivative from outside
-
-
-def _is_pmap(step: Any) -> bool:
-    return isinstance(step, Map) and step.transform == "pmap"
+        blocks = any(isinstance(s, Blocks) for s in steps)
+        return not (calls or placed or named or blocks)
+    return mode != "serial" or not calls  # one row after the other has no derivative from outside
 
 
 def run(program: Program, mode: str, package: Any = tp) -> list[torch.Tensor]:

@@ -128,7 +128,55 @@ OUT_OF_PLACE: tuple[tuple[str, str], ...] = (
     ("ff", "torch.nn.functional.conv1d({0}[:, None], {1}.reshape(1, 1, -1)[..., :2])"),
     ("f", "torch.nn.functional.avg_pool1d({0}[None], 2, 1)"),
     ("ff", "torch.dist({0}, {1})"),
+    # an index that is a value
+    ("ai", "{0}[{1}.long().reshape(-1)[0] % {0}.shape[0]]"),
+    ("ai", "{0}[..., {1}.long().reshape(-1)[0] % {0}.shape[-1]]"),
+    ("fi", "torch.nn.functional.one_hot({1}.long() % 3, 3) * {0}.sum()"),
+    # a module that is closed over
+    ("f", "MODULE({0})"),
+    ("f", "torch.func.functional_call(MODULE, {{'shift': {0}.mean()}}, ({0},))"),
 )
+
+RANDOM: tuple[tuple[str, str], ...] = (
+    ("f", "torch.bernoulli(torch.ones_like({0})) * {0}"),
+    ("f", "torch.nn.functional.dropout({0}, 0.0)"),
+    ("f", "torch.randn({0}.shape).clamp(2, 2) * {0}"),
+    ("f", "torch.nn.init.normal_(torch.empty_like({0}), 0.5, 0.0) * {0}"),
+    ("f", "torch.empty_like({0}).uniform_().clamp(0.5, 0.5) + {0}"),
+    ("i", "{0} + torch.randint(0, 1, {0}.shape)"),
+)
+"""Random functions whose numbers are known."""
+
+Family = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
+STATICS: tuple[Family, ...] = (
+    (("2", "2.0", "True", "1", "1.0"), (("n", "{0} * $s"), ("n", "{0} + $s"))),
+    (("0.0", "-0.0"), (("f", "torch.copysign({0}, torch.tensor($s))"),)),
+    (("(2,)", "(2.0,)", "(True,)", "(1,)"), (("n", "{0} * $s[0]"),)),
+    (("frozenset({1})", "frozenset({1.0})", "frozenset({True})"), (("n", "{0} * next(iter($s))"),)),
+    (("'sum'", "'mean'"), (("f", "{0}.sum() if $s == 'sum' else {0}.mean()"),)),
+    (("None", "3", "False"), (("n", "{0} - 1 if $s is None else {0} * 3"),)),
+    (("torch.float32", "torch.float64"), (("f", "{0}.to($s) * 2"),)),
+)
+"""Values of static arguments, some of which are equal, and operations with one of them, ``$s``."""
+
+ASSOCIATIVE = (
+    ("n", "{0} + {1}"),
+    ("n", "{0} * {1}"),
+    ("f", "torch.maximum({0}, {1})"),
+    ("a", "{1}.clone()"),
+)
+
+WRITES = (("n", "{0}.mul_(2)"), ("f", "{0}.sin_()"), ("a", "{0}.zero_()"), ("n", "{0} += 1"))
+"""What a body does to its own arguments."""
+
+STATE = (
+    "MODULE.shift.add_(0.5)",
+    "MODULE.factor.data.mul_(2)",
+    "MODULE.eval()",
+    "MODULE.train()",
+    "setattr(MODULE, 'shift', torch.tensor(1.0))",
+)
+"""What happens to the module between calls."""
 
 IN_PLACE: tuple[tuple[str, str], ...] = (
     ("n", "{0}.mul_(2)"),
@@ -147,6 +195,10 @@ IN_PLACE: tuple[tuple[str, str], ...] = (
     ("nn", "{0}.index_add_(0, torch.zeros({1}.shape[0], dtype=torch.int64), {1})"),
     ("a", "{0}.index_fill_($d, torch.tensor([0]), 1)"),
     ("fb", "{0}.masked_fill_({1}, -1.0)"),
+    ("aia", "{0}[{1}.long().reshape(-1)[0] % {0}.shape[0]] = {2}"),
+    ("nin", "{0}[{1}.long().reshape(-1)[0] % {0}.shape[0]] += {2}"),
+    ("ni", "{0}[{1}.long().reshape(-1)[0] % {0}.shape[0]].mul_(2)"),
+    ("ni", "{0}[..., {1}.long().reshape(-1)[0] % {0}.shape[-1]].zero_()"),
 )
 
 VIEWS = (

@@ -13,24 +13,46 @@ the results move says how exactly they can be known.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from _fuzz_programs import Body, Collective, Derivative, Input, Local, Map, Program, Step
+from _fuzz_models import HALVES, KINDS, MODELS, Grid, Rows, companions, count, places, pulled
+from _fuzz_programs import (
+    Blocks,
+    Body,
+    Collective,
+    Derivative,
+    Input,
+    Local,
+    Loop,
+    Map,
+    Program,
+    Spec,
+    Step,
+)
+from _fuzz_source import MODULES
 
-Rows = list[Any]
+__all__ = ["HALVES", "MODELS", "Env", "Grid", "Reference", "Rows", "count", "made", "quiet", "run"]
+
 Env = dict[str, Rows]
-Grid = tuple[tuple[str | None, int], ...]
-Function = Callable[[list[Rows]], Rows]
-"""Of the rows of some arguments: the rows of one result."""
-
-HALVES = (torch.bfloat16, torch.float16)
-NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
+SHARING = ("psum", "pmean", "pmax", "pmin", "all_gather", "pbroadcast")
+"""Collectives whose results are the same along the axes."""
+LOOPS = {
+    "scan": "scan",
+    "map": "scan",  # of no carries
+    "fori_loop": "fori_loop",
+    "while_loop": "while_loop",
+    "cond": "cond",
+    "switch": "cond",
+    "associative_scan": "associative_scan",
+}
 
 
 def run(program: Program, noise: int | None = None) -> list[torch.Tensor]:
@@ -85,6 +107,20 @@ class Reference:
         self._noise = noise
         self._depth = 0
         """Derivatives around."""
+        self._typed: set[str] = set()
+        """Axes of meshes along which the derivative is that of one value where none varies."""
+        self.varies: dict[str, frozenset[int]] = {}
+        """Along which axes of the grid a value may differ, by name; none if not said."""
+        self.statics: dict[str, Any] = {}
+        self._module: dict[str, Any] = {"torch": torch}
+        exec(MODULES, self._module)
+
+    def typed(self, names: Sequence[str]) -> None:
+        """Say that these are axes of a mesh along which derivatives are those of one value."""
+        self._typed.update(names)
+
+    def varying(self, names: Sequence[str]) -> frozenset[int]:
+        return frozenset().union(*(self.varies.get(name, frozenset()) for name in names))
 
     def body(self, body: Body, env: Env, grid: Grid) -> list[Rows]:
         """The rows of the results, for a body whose parameters are in ``env``."""
@@ -98,10 +134,13 @@ class Reference:
         if isinstance(step, Local):
             results = self._local(step, env, grid)
         elif isinstance(step, Collective):
-            operands: Sequence[str | None] = step.args or (None,)
-            results = [collective(step, name, env, grid) for name in operands]
+            results = self._collective(step, env, grid)
         elif isinstance(step, Map):
             results = self._map(step, env, grid)
+        elif isinstance(step, Blocks):
+            results = self._blocks(step, env, grid)
+        elif isinstance(step, Loop):
+            results = getattr(self, f"_{LOOPS[step.kind]}")(step, env, grid)
         else:
             results = self._derivative(step, env, grid)
         for name, rows in zip(step.outs, results, strict=True):
@@ -120,63 +159,268 @@ class Reference:
         kind = torch.float64 if row.dtype.is_floating_point else torch.complex128
         return (row.to(kind) * (1 + eps * blur)).to(row.dtype)
 
+    def _vary(self, names: Sequence[str], found: Sequence[frozenset[int]]) -> None:
+        self.varies.update(zip(names, found, strict=True))
+
     def _local(self, step: Local, env: Env, grid: Grid) -> list[Rows]:
         code = (step.code if step.model is None else step.model).format(*step.args)
         args = [spread(env[name], grid) for name in step.args]
+        self._vary(step.outs, [self.varying(step.args)] * len(step.outs))
+        names = {**self._module, **self.statics}
+        rows = [
+            {**names, **{n: rows[row] for n, rows in zip(step.args, args, strict=True)}}
+            for row in range(count(grid))
+        ]
         if not step.outs:
-            for row in range(count(grid)):
-                exec(code, _names(step, args, row))
+            for row in rows:
+                exec(code, row)
             return []
-        results = [eval(code, _names(step, args, row)) for row in range(count(grid))]
+        results = [eval(code, row) for row in rows]
         if len(step.outs) == 1:
             return [results]
         return [list(column) for column in zip(*results, strict=True)]
+
+    def _collective(self, step: Collective, env: Env, grid: Grid) -> list[Rows]:
+        operands: Sequence[str | None] = step.args or (None,)
+        names = step.axes if isinstance(step.axes, tuple) else (step.axes,)
+        along = frozenset(places(grid, [name for name in names if isinstance(name, str)]))
+        given = self.varying(step.args)
+        groups = dict(step.options).get("axis_index_groups", ())
+        shares = step.name in SHARING and len(groups) < 2
+        self._vary(step.outs, [given - along if shares else given | along] * len(step.outs))
+        return [collective(step, name, env, grid) for name in operands]
+
+    # --- mapped functions -------------------------------------------------------------------------
 
     def _map(self, step: Map, env: Env, grid: Grid) -> list[Rows]:
         args = [spread(env[name], grid) for name in step.args]
         size = axis_size(step, [rows[0] for rows in args])
         inner: Grid = (*grid, (step.axis, size))
-        inside = dict(env)
-        for name, axis, rows in zip(step.body.params, step.in_axes, args, strict=True):
-            inside[name] = [
-                (row if axis is None else row.select(axis, k)).clone()
-                for row in rows
-                for k in range(size)
-            ]
+        self.statics.update({name: eval(text, {"torch": torch}) for name, text in step.statics})
+        params = dict(zip(step.body.params, args, strict=True))
+        for (param, rows), axis in zip(params.items(), step.in_axes, strict=True):
+            params[param] = taken(rows, axis, size, grid)
+        self._vary(
+            step.body.params,
+            [
+                self.varying([name]) | (frozenset() if axis is None else {len(grid)})
+                for name, axis in zip(step.args, step.in_axes, strict=True)
+            ],
+        )
         stacked = []
-        for axis, rows in zip(step.out_axes, self.body(step.body, inside, inner), strict=True):
+        results = self.body(step.body, {**env, **params}, inner)
+        for axis, rows in zip(step.out_axes, results, strict=True):
             parts = [rows[k : k + size] for k in range(0, len(rows), size)]
             stacked.append([_first(p) if axis is None else torch.stack(p, axis) for p in parts])
+        found = [self.varying([name]) - {len(grid)} for name in step.body.results]
+        self._vary(step.outs, found)
         return stacked
+
+    def _blocks(self, step: Blocks, env: Env, grid: Grid) -> list[Rows]:
+        inner: Grid = (*grid, *step.mesh)
+        if step.check_vma:
+            self.typed([name for name, _ in step.mesh if name is not None])
+        params = {}
+        for param, name, spec in zip(step.body.params, step.args, step.in_specs, strict=True):
+            params[param] = cut(spread(env[name], grid), spec, step.mesh)
+            along = frozenset(places(inner, [axis for entry in spec for axis in entry]))
+            self.varies[param] = self.varying([name]) | along
+        results = self.body(step.body, {**env, **params}, inner)
+        mesh = set(range(len(grid), len(inner)))
+        self._vary(step.outs, [self.varying([name]) - mesh for name in step.body.results])
+        size = count(step.mesh)
+        return [
+            [joined(rows[k : k + size], spec, step.mesh) for k in range(0, len(rows), size)]
+            for rows, spec in zip(results, step.out_specs, strict=True)
+        ]
+
+    # --- loops ------------------------------------------------------------------------------------
+
+    def _called(self, body: Body, values: Sequence[Rows], env: Env, grid: Grid) -> list[Rows]:
+        """The results of a body, which gets copies."""
+        given = {
+            param: [row.clone() for row in rows]
+            for param, rows in zip(body.params, values, strict=True)
+        }
+        return self.body(body, {**env, **given}, grid)
+
+    def _settled(self, step: Loop, env: Env, grid: Grid, values: Sequence[Rows]) -> list[Rows]:
+        """Run a body of ``(*carries, *others)`` until what its carries vary along stays."""
+        body = step.bodies[0]
+        carries = body.params[: step.carries]
+        while True:
+            results = self._called(body, values, env, grid)
+            before = [self.varying([name]) for name in carries]
+            after = [
+                self.varying([param, result, *step.by])
+                for param, result in zip(carries, body.results[: step.carries], strict=True)
+            ]
+            if after == before:
+                break
+            self._vary(carries, after)
+        self._vary(step.outs, [*after, *map(self.varying, zip(body.results[step.carries :]))])
+        return results
+
+    def _begun(self, step: Loop, env: Env, grid: Grid) -> tuple[list[Rows], list[Rows]]:
+        """The carries and the rows, or operands; the parameters vary as they do."""
+        args = [spread(env[name], grid) for name in step.args]
+        for body in step.bodies:
+            self._vary(body.params, [self.varying([name]) for name in step.args])
+        return args[: step.carries], args[step.carries :]
+
+    def _scan(self, step: Loop, env: Env, grid: Grid) -> list[Rows]:
+        carry, xs = self._begun(step, env, grid)
+        sizes = {row.shape[0] for rows in xs for row in rows} if xs else {step.length}
+        if len(sizes) != 1:
+            raise ValueError(f"scans over {sizes} rows")
+        length = int(sizes.pop() or 0)
+
+        def at(k: int) -> list[Rows]:
+            return [[row[k] if length else row.new_ones(row.shape[1:]) for row in x] for x in xs]
+
+        first = self._settled(step, env, grid, [*carry, *at(0)])
+        _same_kinds(first[: step.carries], carry)
+        outputs: dict[int, list[Rows]] = {}
+        order = range(length)
+        for k in reversed(order) if "reverse=True" in step.option else order:
+            results = self._called(step.bodies[0], [*carry, *at(k)], env, grid)
+            carry, outputs[k] = results[: step.carries], results[step.carries :]
+        stacked = []
+        for place, rows in enumerate(first[step.carries :]):
+            ys = [
+                [outputs[k][place][row] for k in order] or [rows[row].new_empty(0)]
+                for row in range(count(grid))
+            ]
+            empty = (0, *rows[0].shape)
+            stacked.append([torch.stack(y) if length else y[0].reshape(empty) for y in ys])
+        return [*carry, *stacked]
+
+    def _fori_loop(self, step: Loop, env: Env, grid: Grid) -> list[Rows]:
+        carry, _ = self._begun(replace(step, bodies=()), env, grid)
+        body = step.bodies[0]
+        self._vary(body.params, [frozenset(), *(self.varying([name]) for name in step.args)])
+        # The index is not carried: the others are.
+        others = replace(step, bodies=(replace(body, params=(*body.params[1:], body.params[0])),))
+
+        def at(k: int) -> list[Rows]:
+            return [*carry, [torch.tensor(k)] * count(grid)]
+
+        _same_kinds(self._settled(others, env, grid, at(0)), carry)
+        for k in range(int(step.length or 0)):
+            carry = self._called(others.bodies[0], at(k), env, grid)
+        return carry
+
+    def _while_loop(self, step: Loop, env: Env, grid: Grid) -> list[Rows]:
+        carry, _ = self._begun(step, env, grid)
+        steps = [int(row) for row in spread(env[step.by[0]], grid)]
+        _same_kinds(self._settled(step, env, grid, carry), carry)
+        for k in range(max(steps)):
+            new = self._called(step.bodies[0], carry, env, grid)
+            carry = [
+                [rows[row] if k < n else old[row] for row, n in enumerate(steps)]
+                for old, rows in zip(carry, new, strict=True)
+            ]
+        return carry
+
+    def _cond(self, step: Loop, env: Env, grid: Grid) -> list[Rows]:
+        self._begun(step, env, grid)
+        values = [spread(env[name], grid) for name in step.args]
+        chosen = [int(row) for row in spread(env[step.by[0]], grid)]
+        last = len(step.bodies) - 1
+        if step.kind == "cond":
+            chosen = [0 if k else 1 for k in chosen]
+        branches = [self._called(body, values, env, grid) for body in step.bodies]
+        for branch in branches[1:]:
+            _same_kinds(branch, branches[0])
+        self._vary(
+            step.outs,
+            [
+                self.varying([*step.by, *names])
+                for names in zip(*(body.results for body in step.bodies), strict=True)
+            ],
+        )
+        return [
+            [branches[min(max(k, 0), last)][place][row] for row, k in enumerate(chosen)]
+            for place in range(len(step.outs))
+        ]
+
+    def _associative_scan(self, step: Loop, env: Env, grid: Grid) -> list[Rows]:
+        rows, body = spread(env[step.args[0]], grid), step.bodies[0]
+        self._vary(body.params, [self.varying(step.args)] * 2)
+        self._vary(step.outs, [self.varying(step.args)])
+        length = rows[0].shape[0]
+        order = list(range(length))
+        if "reverse=True" in step.option:
+            order.reverse()
+        found = {k: [row[k] for row in rows] for k in order[:1]}
+        for before, k in itertools.pairwise(order):
+            found[k] = self._called(body, [found[before], [row[k] for row in rows]], env, grid)[0]
+        return [[torch.stack([found[k][row] for k in range(length)]) for row in range(count(grid))]]
+
+    # --- derivatives ------------------------------------------------------------------------------
 
     def _derivative(self, step: Derivative, env: Env, grid: Grid) -> list[Rows]:
         args = [spread(env[name], grid) for name in step.args]
         along = [spread(env[name], grid) for name in step.along]
+        typed = frozenset(k for k, (name, _) in enumerate(grid) if name in self._typed)
+        self._vary(step.body.params, [self.varying([name]) for name in step.args])
 
         def function(xs: list[Rows]) -> Rows:
             inside = {**env, **dict(zip(step.body.params, xs, strict=True))}
             return self.body(step.body, inside, grid)[0]
 
+        def pull(ys: Rows, cotangents: Rows, xs: list[Rows]) -> list[Rows]:
+            shared = typed - self.varying(step.body.results)
+            copies = math.prod(grid[k][1] for k in shared)
+            found = []
+            for name, grads in zip(step.args, pulled(ys, cotangents, xs), strict=True):
+                sums = dict[int, torch.Tensor]()
+                for team in companions(grid, sorted(typed - self.varying([name]))):
+                    total = torch.stack([grads[k] for k in team]).sum(0) / copies
+                    sums.update(dict.fromkeys(team, total))
+                found.append([sums[k] for k in range(len(grads))])
+            return found
+
         self._depth += 1
-        results = KINDS[step.kind](function, args, along)
+        results = KINDS[step.kind](function, args, along, pull if typed else pulled)
         self._depth -= 1
         if self._depth == 0:
             results = [[row.detach() for row in rows] for rows in results]
+        value, untyped = self.varying(step.body.results), frozenset(range(len(grid))) - typed
+        by_args = [untyped | self.varying([name]) for name in step.args]
+        match step.kind:
+            case "value_and_grad" | "vjp":
+                self._vary(step.outs, [value, *by_args])
+            case "jvp" | "jacfwd":
+                self._vary(step.outs, [untyped | value] * len(step.outs))
+            case _:
+                self._vary(step.outs, by_args)
         return results
 
 
-def _names(step: Local, args: list[Rows], row: int) -> dict[str, Any]:
-    return {"torch": torch, **{n: rows[row] for n, rows in zip(step.args, args, strict=True)}}
+def _same_kinds(found: Sequence[Rows], wanted: Sequence[Rows]) -> None:
+    for new, old in zip(found, wanted, strict=True):
+        for row, before in zip(new, old, strict=True):
+            if row.shape != before.shape or row.dtype != before.dtype:
+                raise ValueError("a carry or a branch is of another kind")
 
 
-def count(grid: Grid) -> int:
-    return math.prod(size for _, size in grid)
+# --- rows and blocks ------------------------------------------------------------------------------
 
 
 def spread(rows: Rows, grid: Grid) -> Rows:
     """Rows of a value from outside: all rows within one of its own share it."""
     total = count(grid)
     return rows if len(rows) == total else [rows[k * len(rows) // total] for k in range(total)]
+
+
+def taken(rows: Rows, axis: int | None, size: int, grid: Grid) -> Rows:
+    """What a mapped function gets in each row."""
+    return [
+        (row if axis is None else row.select(axis, k)).clone()
+        for row in spread(rows, grid)
+        for k in range(size)
+    ]
 
 
 def axis_size(step: Map, args: Sequence[torch.Tensor]) -> int:
@@ -188,131 +432,50 @@ def axis_size(step: Map, args: Sequence[torch.Tensor]) -> int:
     return sizes.pop()
 
 
-def _first(rows: Rows) -> torch.Tensor:
-    """A value that is equal in all rows; its cotangent goes to all in equal parts."""
-    if not rows[0].requires_grad and not any(row.requires_grad for row in rows):
-        return rows[0].clone()
-    mean = torch.stack(rows).mean(0)
-    return rows[0].detach() + (mean - mean.detach())
-
-
-# --- derivatives ----------------------------------------------------------------------------------
-
-
-def _fresh(args: list[Rows]) -> list[Rows]:
-    """Arguments to differentiate by, which outer derivatives reach through."""
-    if not all(x.is_floating_point() for rows in args for x in rows):
-        raise ValueError("an argument to differentiate by is not real")
+def cut(rows: Rows, spec: Spec, mesh: Grid) -> Rows:
+    """The block of each device of a mesh, for every row."""
     return [
-        [x.clone() if x.requires_grad else x.detach().clone().requires_grad_() for x in rows]
-        for rows in args
+        _block(row, spec, dict(zip(dict(mesh), place, strict=True)), dict(mesh)).clone()
+        for row in rows
+        for place in itertools.product(*(range(size) for _, size in mesh))
     ]
 
 
-def _pull(ys: Rows, cotangents: Rows, xs: list[Rows]) -> list[Rows]:
-    """Derivatives, by all arguments of all rows, of all results times their cotangents."""
-    flat = [x for rows in xs for x in rows]
-    weighted = [(y * c).sum() for y, c in zip(ys, cotangents, strict=True)]
-    weighted = [w for w in weighted if w.requires_grad]
-    grads: Sequence[torch.Tensor | None] = [None] * len(flat)
-    if weighted:
-        total = torch.stack(weighted).sum()
-        grads = torch.autograd.grad(total, flat, create_graph=True, allow_unused=True)
-    full = [torch.zeros_like(x) if g is None else g for x, g in zip(flat, grads, strict=True)]
-    return [full[k : k + len(xs[0])] for k in range(0, len(full), len(xs[0]))]
+def _block(x: torch.Tensor, spec: Spec, place: dict[Any, int], sizes: dict[Any, int]) -> Any:
+    for dim, axes in enumerate(spec):
+        pieces, number = math.prod(sizes[axis] for axis in axes), 0
+        for axis in axes:
+            number = number * sizes[axis] + place[axis]
+        if x.shape[dim] % pieces:
+            raise ValueError(f"dim {dim} of {tuple(x.shape)} is not cut into {pieces}")
+        each = x.shape[dim] // pieces
+        x = x.narrow(dim, number * each, each)
+    return x
 
 
-def _ones(ys: Rows) -> Rows:
-    return [torch.ones_like(y) for y in ys]
+def joined(blocks: Rows, spec: Spec, mesh: Grid) -> torch.Tensor:
+    """The whole of which the blocks are parts; copies along the axes that cut nothing."""
+    axes = [axis for entry in spec for axis in entry]
+    unnamed = [k for k, (name, _) in enumerate(mesh) if name not in axes]
+    pieces = {}
+    for team in companions(mesh, unnamed):
+        pieces[team[0]] = _first([blocks[k] for k in team])
+    numbers = list(itertools.product(*(range(size) for _, size in mesh)))
+    order = [places(mesh, [axis])[0] for axis in axes]
+    ordered = [pieces[k] for k in sorted(pieces, key=lambda k: [numbers[k][a] for a in order])]
+    sizes = dict(mesh)
+    for dim in reversed(range(len(spec))):
+        number = math.prod(sizes[axis] for axis in spec[dim])
+        ordered = [torch.cat(ordered[k : k + number], dim) for k in range(0, len(ordered), number)]
+    return ordered[0]
 
 
-def _value_and_grad(f: Function, args: list[Rows], along: list[Rows]) -> list[Rows]:
-    xs = _fresh(args)
-    ys = f(xs)
-    if any(y.shape != () or not y.is_floating_point() for y in ys):
-        raise ValueError("the function to differentiate gives no real scalar")
-    return [ys, *_pull(ys, _ones(ys), xs)]
-
-
-def _grad(f: Function, args: list[Rows], along: list[Rows]) -> list[Rows]:
-    return _value_and_grad(f, args, along)[1:]
-
-
-def _backward(f: Function, args: list[Rows], along: list[Rows]) -> list[Rows]:
-    xs = _fresh(args)
-    ys = f(xs)
-    if not any(y.requires_grad for y in ys):
-        raise ValueError("torch has nothing to differentiate")
-    return _pull(ys, _ones(ys), xs)
-
-
-def _vjp(f: Function, args: list[Rows], along: list[Rows]) -> list[Rows]:
-    xs = _fresh(args)
-    ys = f(xs)
-    if any(y.shape != c.shape or y.dtype != c.dtype for y, c in zip(ys, along[0], strict=True)):
-        raise ValueError("the cotangent is unlike the result")
-    return [ys, *_pull(ys, along[0], xs)]
-
-
-def _jvp(f: Function, args: list[Rows], along: list[Rows]) -> list[Rows]:
-    xs = _fresh(args)
-    ys = f(xs)
-    return [ys, _push(ys, xs, along)]
-
-
-def _push(ys: Rows, xs: list[Rows], tangents: list[Rows]) -> Rows:
-    """How the results move with the arguments: the transpose, which is linear, transposed."""
-    units = [torch.ones_like(y).requires_grad_() for y in ys]
-    pulled = _pull(ys, units, xs)
-    flat = [g for rows in pulled for g in rows]
-    moved = [t for rows in tangents for t in rows]
-    return _pull(flat, moved, [units])[0]
-
-
-def _basis(rows: Rows) -> list[Rows]:
-    """For every element the unit that points to it, the same in all rows."""
-    shape, dtype, size = rows[0].shape, rows[0].dtype, rows[0].numel()
-    units = torch.eye(size, dtype=dtype).reshape(size, *shape)
-    return [[unit] * len(rows) for unit in units]
-
-
-def _jacrev(f: Function, args: list[Rows], along: list[Rows]) -> list[Rows]:
-    xs = _fresh(args)
-    ys = f(xs)
-    columns = [_pull(ys, unit, xs)[0] for unit in _basis(ys)]
-    return [_stacked(columns, 0, ys[0].shape + xs[0][0].shape)]
-
-
-def _jacfwd(f: Function, args: list[Rows], along: list[Rows]) -> list[Rows]:
-    xs = _fresh(args)
-    ys = f(xs)
-    columns = [_push(ys, xs, [unit]) for unit in _basis(xs[0])]
-    return [_stacked(columns, -1, ys[0].shape + xs[0][0].shape)]
-
-
-def _hessian(f: Function, args: list[Rows], along: list[Rows]) -> list[Rows]:
-    return _jacfwd(lambda xs: _jacrev(f, xs, [])[0], args, [])
-
-
-def _stacked(columns: list[Rows], dim: int, shape: Sequence[int]) -> Rows:
-    if not columns:
-        raise ValueError("the Jacobian of nothing")
-    return [torch.stack(row, dim).reshape(shape) for row in zip(*columns, strict=True)]
-
-
-KINDS = {
-    "grad": _grad,
-    "torch_grad": _grad,
-    "backward": _backward,
-    "value_and_grad": _value_and_grad,
-    "vjp": _vjp,
-    "jvp": _jvp,
-    "jacrev": _jacrev,
-    "jacfwd": _jacfwd,
-    "hessian": _hessian,
-}
-
-# --- collectives ----------------------------------------------------------------------------------
+def _first(rows: Rows) -> torch.Tensor:
+    """A value that is equal in all rows; its cotangent goes to all in equal parts."""
+    if not any(row.requires_grad for row in rows):
+        return rows[0].clone()
+    mean = torch.stack(rows).mean(0)
+    return rows[0].detach() + (mean - mean.detach())
 
 
 def collective(step: Collective, operand: str | None, env: Env, grid: Grid) -> Rows:
@@ -321,7 +484,7 @@ def collective(step: Collective, operand: str | None, env: Env, grid: Grid) -> R
     groups = options.pop("axis_index_groups", None)
     names = step.axes if isinstance(step.axes, tuple) else (step.axes,)
     dims = [name for name in names if isinstance(name, int)]
-    teams = companions(grid, [name for name in names if isinstance(name, str)])
+    teams = companions(grid, places(grid, [name for name in names if isinstance(name, str)]))
     out: dict[int, torch.Tensor] = {}
     rows = [None] * count(grid) if operand is None else spread(env[operand], grid)
     if dims and not rows[0].dim():  # torch sums a number over its dim 0, JAX does not
@@ -334,100 +497,3 @@ def collective(step: Collective, operand: str | None, env: Env, grid: Grid) -> R
             results = model(given, dims, **options) if dims else model(given, **options)
             out.update(zip(members, results, strict=True))
     return [out[k] for k in range(count(grid))]
-
-
-def companions(grid: Grid, names: Sequence[str]) -> list[list[int]]:
-    """The rows that differ only along the named axes, each list row-major in the order named."""
-    places = [max(k for k, (axis, _) in enumerate(grid) if axis == name) for name in names]
-    others = [k for k in range(len(grid)) if k not in places]
-    order = [*others, *places]
-    numbers = torch.arange(count(grid)).reshape([size for _, size in grid])
-    team = math.prod(grid[k][1] for k in places)
-    return numbers.permute(order).reshape(-1, team).tolist()
-
-
-def _same(rows: Sequence[torch.Tensor], value: torch.Tensor) -> Rows:
-    return [value.clone() for _ in rows]
-
-
-def _psum(rows: Rows, dims: Sequence[int] = ()) -> Rows:
-    dtype = torch.int32 if rows[0].dtype == torch.bool else rows[0].dtype
-    wide = torch.float32 if dtype in HALVES else dtype
-    total = torch.stack([row.to(wide) for row in rows]).sum(0, dtype=wide)
-    return _same(rows, _over(total, dims, lambda x, d: x.sum(d, dtype=wide)).to(dtype))
-
-
-def _pmean(rows: Rows, dims: Sequence[int] = ()) -> Rows:
-    if rows[0].dtype in NARROW:
-        rows = [row.to(torch.int32) for row in rows]
-    dtype = rows[0].dtype
-    wide = torch.float32 if dtype in HALVES else dtype
-    total = torch.stack([row.to(wide) for row in rows]).sum(0, dtype=wide)
-    total = _over(total, dims, lambda x, d: x.sum(d, dtype=wide))
-    mean = total / (len(rows) * math.prod(rows[0].shape[d] for d in dims))
-    return _same(rows, mean.to(dtype) if dtype in HALVES else mean)
-
-
-def _pmax(rows: Rows, dims: Sequence[int] = ()) -> Rows:
-    return _same(rows, torch.stack(rows).amax((0, *(d if d < 0 else d + 1 for d in dims))))
-
-
-def _pmin(rows: Rows, dims: Sequence[int] = ()) -> Rows:
-    return _same(rows, torch.stack(rows).amin((0, *(d if d < 0 else d + 1 for d in dims))))
-
-
-def _over(
-    x: torch.Tensor, dims: Sequence[int], reduce: Callable[[torch.Tensor, Any], torch.Tensor]
-) -> torch.Tensor:
-    return reduce(x, tuple(dims)) if dims else x
-
-
-def _all_gather(rows: Rows, axis: int = 0, tiled: bool = False) -> Rows:
-    return _same(rows, torch.cat(rows, axis) if tiled else torch.stack(rows, axis))
-
-
-def _psum_scatter(rows: Rows, scatter_dimension: int = 0, tiled: bool = False) -> Rows:
-    if rows[0].dtype == torch.bool:
-        raise TypeError("JAX refuses it")
-    return _slices(_psum(rows)[0], len(rows), scatter_dimension, tiled)
-
-
-def _all_to_all(rows: Rows, split_axis: int, concat_axis: int, tiled: bool = False) -> Rows:
-    sent = [_slices(row, len(rows), split_axis, tiled) for row in rows]
-    join = torch.cat if tiled else torch.stack
-    return [join([parts[k] for parts in sent], concat_axis) for k in range(len(rows))]
-
-
-def _slices(x: torch.Tensor, size: int, dim: int, tiled: bool) -> Rows:
-    if x.shape[dim] % size or (not tiled and x.shape[dim] != size):
-        raise ValueError(f"dim {dim} of {tuple(x.shape)} is not cut into {size}")
-    if tiled:
-        return [part.clone() for part in x.chunk(size, dim)] if x.shape[dim] else [x] * size
-    return [part.clone() for part in x.unbind(dim)]
-
-
-def _ppermute(rows: Rows, perm: Sequence[tuple[int, int]]) -> Rows:
-    out = [torch.zeros_like(row) for row in rows]
-    for source, destination in perm:
-        out[destination] = rows[source].clone()
-    return out
-
-
-def _pbroadcast(rows: Rows, source: int) -> Rows:
-    return _same(rows, rows[source])
-
-
-MODELS: dict[str, Callable[..., Rows]] = {
-    "psum": _psum,
-    "pmean": _pmean,
-    "pmax": _pmax,
-    "pmin": _pmin,
-    "all_gather": _all_gather,
-    "psum_scatter": _psum_scatter,
-    "all_to_all": _all_to_all,
-    "pswapaxes": lambda rows, axis: _all_to_all(rows, axis, axis),
-    "ppermute": _ppermute,
-    "pshuffle": lambda rows, perm: [rows[k].clone() for k in perm],
-    "pbroadcast": _pbroadcast,
-    "axis_index": lambda rows: [torch.tensor(k) for k in range(len(rows))],
-}

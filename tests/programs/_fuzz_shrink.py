@@ -13,11 +13,14 @@ from _fuzz_programs import (
     Derivative,
     Input,
     Local,
+    Loop,
     Map,
     Program,
     Step,
+    inside,
     renamed,
     used,
+    with_inside,
 )
 
 __all__ = ["shrink", "smaller"]
@@ -66,9 +69,11 @@ def _edited(body: Body, edit: Callable[[Body], Iterator[Body]]) -> Iterator[Body
     """Every way to edit a body or one within it, outer ones first."""
     yield from edit(body)
     for k, step in enumerate(body.steps):
-        if isinstance(step, Map | Derivative):
-            for inner in _edited(step.body, edit):
-                yield _with(body, k, _fitting(step, inner))
+        for place, within in enumerate(inside(step)):
+            for inner in _edited(within, edit):
+                fitting = _fitting(step, place, inner)
+                if fitting is not None:
+                    yield _with(body, k, fitting)
 
 
 def _with(body: Body, k: int, *steps: Step) -> Body:
@@ -76,14 +81,18 @@ def _with(body: Body, k: int, *steps: Step) -> Body:
     return replace(body, steps=(*body.steps[:k], *steps, *body.steps[k + 1 :]))
 
 
-def _fitting(step: Map | Derivative, inner: Body) -> Step:
-    """A step whose body has fewer parameters or results than before."""
-    kept = [step.body.params.index(name) for name in inner.params]
-    args = tuple(step.args[k] for k in kept)
-    changes: dict[str, Any] = {"body": inner, "args": args}
-    if isinstance(step, Map):
-        changes["in_axes"] = tuple(step.in_axes[k] for k in kept)
-    return replace(step, **changes)
+def _fitting(step: Step, place: int, inner: Body) -> Step | None:
+    """A step whose body has fewer parameters than before; None if its kind needs them all."""
+    within = inside(step)
+    kept = [within[place].params.index(name) for name in inner.params]
+    if isinstance(step, Map | Derivative):
+        changes: dict[str, Any] = {"body": inner, "args": tuple(step.args[k] for k in kept)}
+        if isinstance(step, Map):
+            changes["in_axes"] = tuple(step.in_axes[k] for k in kept)
+        return replace(step, **changes)
+    if len(kept) < len(within[place].params):
+        return None
+    return with_inside(step, (*within[:place], inner, *within[place + 1 :]))
 
 
 # --- fewer steps ----------------------------------------------------------------------------------
@@ -113,6 +122,12 @@ def _shorter(body: Body) -> Iterator[Body]:
             yield replace(through, steps=steps)
         if isinstance(step, Map):
             yield from _fewer_values(body, k, step)
+        if isinstance(step, Loop) and step.kind in ("cond", "switch"):
+            for branch in step.bodies:
+                opened = renamed(branch, dict(zip(branch.params, step.args, strict=True)))
+                through = renamed(rest, dict(zip(step.outs, opened.results, strict=True)))
+                steps = (*through.steps[:k], *opened.steps, *through.steps[k:])
+                yield replace(through, steps=steps)
         if isinstance(step, Collective) and len(step.args) > 1:
             for r, out in enumerate(step.outs):
                 fewer = replace(step, args=_less(step.args, r), outs=_less(step.outs, r))
@@ -133,7 +148,9 @@ def _fewer_values(body: Body, k: int, step: Map) -> Iterator[Body]:
     for p, param in enumerate(step.body.params):
         if len(step.body.params) > 1 and not _uses(step.body, (param,)):
             inner = replace(step.body, params=_less(step.body.params, p))
-            yield _with(body, k, _fitting(step, inner))
+            fitting = _fitting(step, 0, inner)
+            assert fitting is not None
+            yield _with(body, k, fitting)
 
 
 def _less(values: tuple[Any, ...], k: int) -> tuple[Any, ...]:
@@ -178,6 +195,11 @@ def _simpler_step(step: Step) -> Iterator[Step]:
     elif isinstance(step, Derivative) and step.kind not in ("grad", "torch_grad", "jvp", "vjp"):
         if step.kind == "backward":
             yield replace(step, kind="torch_grad")
+    elif isinstance(step, Loop):
+        if step.option:
+            yield replace(step, option="")
+        if step.length:
+            yield from (replace(step, length=less) for less in range(step.length))
     elif isinstance(step, Local) and step.model is not None:
         yield replace(step, code="{0}.clone()", model=None)
 
@@ -219,8 +241,9 @@ def _resized(given: Input, size: int, less: int) -> Input:
 def _cropped(body: Body, size: int, less: int) -> Body:
     steps = []
     for step in body.steps:
-        if isinstance(step, Map | Derivative):
-            steps.append(replace(step, body=_cropped(step.body, size, less)))
+        if inside(step):
+            within = tuple(_cropped(inner, size, less) for inner in inside(step))
+            steps.append(with_inside(step, within))
         elif isinstance(step, Collective):
             options = tuple((name, _crop(name, v, size, less)) for name, v in step.options)
             steps.append(replace(step, options=options))

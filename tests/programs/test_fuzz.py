@@ -13,9 +13,10 @@ import pytest
 import torch
 from _fuzz_generate import generate
 from _fuzz_modes import Failure, applies, script, trial
-from _fuzz_programs import Body, Collective, Derivative, Input, Local, Map, Program, bodies, source
+from _fuzz_programs import Body, Collective, Derivative, Input, Local, Map, Program, bodies
 from _fuzz_reference import run
 from _fuzz_shrink import shrink
+from _fuzz_source import source
 from _fuzz_verdict import expectation, verdict
 from _launched import Raised, answers, launch
 

@@ -1,0 +1,203 @@
+"""Random loops and branches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from _fuzz_collectives import Collectives
+from _fuzz_draft import Draft, is_of_kind
+from _fuzz_models import Rows, count
+from _fuzz_operations import ASSOCIATIVE, WRITES
+from _fuzz_programs import Body, Local, Loop
+from _fuzz_reference import spread
+
+__all__ = ["Loops"]
+
+KINDS = (
+    *("scan", "scan", "scan", "map", "fori_loop", "while_loop"),
+    *("cond", "cond", "switch", "associative_scan"),
+)
+MOST_STEPS, MOST_CARRIED, DEEPEST = 4, 12, 2
+
+
+class Loops(Collectives):
+    """Makes loops, whose bodies may write to what they get."""
+
+    def row(self, draft: Draft, most: int = 5) -> None:
+        raise NotImplementedError
+
+    def loop(self, draft: Draft) -> bool:
+        """A loop or a choice among branches."""
+        kind = self._rng.choice(KINDS)
+        if draft.loops >= DEEPEST or (kind == "while_loop" and draft.depth):
+            return False  # a while_loop has no derivative in reverse mode
+        return bool(getattr(self, f"_{kind}")(draft))
+
+    def bind(self, inner: Draft, args: Sequence[str], rows: Sequence[Rows]) -> list[str]:
+        """Parameters for some values, which vary as ``args`` do."""
+        params = [self.name("p") for _ in rows]
+        for param, name, values in zip(params, args, rows, strict=True):
+            inner.env[param] = [row.detach().clone() for row in values]
+            inner.names.append(param)
+            self._reference.varies[param] = self.varying([name])
+        return params
+
+    def _body(
+        self, draft: Draft, args: Sequence[str], rows: Sequence[Rows], is_same: bool = True
+    ) -> tuple[Draft, list[str]]:
+        """A body of some values with a few steps; ``is_same``: all devices run it together."""
+        reach = draft.reach if is_same else frozenset[str]()
+        inner = draft.inner(loops=draft.loops + 1, reach=reach)
+        params = self.bind(inner, args, rows)
+        self.row(inner, most=3)
+        for param in params:
+            fits = [code for kind, code in WRITES if is_of_kind(kind, inner.env[param][0])]
+            if fits and inner.env[param][0].numel() and self._rng.random() < 0.2:
+                self.add(inner, Local((), self._rng.choice(fits), (param,)))
+        return inner, params
+
+    def _like(self, inner: Draft, wanted: torch.Tensor) -> str | None:
+        """A late value of a body that is of the same kind."""
+        fits = [
+            name
+            for name in inner.names
+            if inner.env[name][0].shape == wanted.shape and inner.env[name][0].dtype == wanted.dtype
+        ]
+        if fits:
+            return fits[-1]
+        name, code = self.name("v"), f"torch.ones({tuple(wanted.shape)}, dtype={wanted.dtype})"
+        return name if self.add(inner, Local((name,), code, ())) else None
+
+    def _carried(self, draft: Draft) -> list[str]:
+        found = [self.pick(draft, "n", MOST_CARRIED) for _ in range(self._rng.choice((1, 1, 2)))]
+        return [name for name in dict.fromkeys(found) if name is not None]
+
+    def _scanned(self, draft: Draft) -> list[str]:
+        """One or two values with the same number of rows."""
+        fits = [
+            name
+            for name in draft.names
+            if draft.env[name][0].dim() and draft.env[name][0].shape[0] <= MOST_STEPS
+        ]
+        if not fits:
+            return []
+        first = self._rng.choice(fits)
+        size = draft.env[first][0].shape[0]
+        others = [name for name in fits if draft.env[name][0].shape[0] == size]
+        return list(dict.fromkeys([first, self._rng.choice(others)]))
+
+    def _rows(self, draft: Draft, names: Sequence[str]) -> list[Rows]:
+        return [spread(draft.env[name], draft.grid) for name in names]
+
+    def _scan(self, draft: Draft) -> bool:
+        carries, xs = self._carried(draft), self._scanned(draft)
+        if self._rng.random() < 0.3:
+            xs = []
+        length = None if xs else self._rng.choice((0, 1, 2, 3))
+        if not carries or any(not draft.env[name][0].shape[0] for name in xs):
+            return False
+        first = [[row[0] for row in rows] for rows in self._rows(draft, xs)]
+        args = [*carries, *xs]
+        inner, params = self._body(draft, args, [*self._rows(draft, carries), *first])
+        results = [self._like(inner, draft.env[name][0]) for name in carries]
+        ys = [name for name in inner.names if name not in params][-2:]
+        return self._looped(
+            draft, "scan", [(inner, params, [*results, *ys])], args, len(carries), length=length
+        )
+
+    def _map(self, draft: Draft) -> bool:
+        xs = self._scanned(draft)
+        if not xs or not draft.env[xs[0]][0].shape[0]:
+            return False
+        first = [[row[0] for row in rows] for rows in self._rows(draft, xs)]
+        inner, params = self._body(draft, xs, first)
+        return self._looped(draft, "map", [(inner, params, inner.names[-2:])], xs)
+
+    def _fori_loop(self, draft: Draft) -> bool:
+        carries = self._carried(draft)
+        index = [torch.tensor(0)] * count(draft.grid)
+        inner, params = self._body(draft, ["", *carries], [index, *self._rows(draft, carries)])
+        results = [self._like(inner, draft.env[name][0]) for name in carries]
+        length = self._rng.choice((0, 1, 2, 3))
+        bodies = [(inner, params, results)]
+        return self._looped(draft, "fori_loop", bodies, carries, len(carries), length=length)
+
+    def _while_loop(self, draft: Draft) -> bool:
+        carries, by = self._carried(draft), self._chosen(draft, "% 3")
+        if by is None:
+            return False
+        is_same = not self.varying([by])
+        inner, params = self._body(draft, carries, self._rows(draft, carries), is_same)
+        results = [self._like(inner, draft.env[name][0]) for name in carries]
+        bodies = [(inner, params, results)]
+        return self._looped(draft, "while_loop", bodies, carries, len(carries), by=(by,))
+
+    def _cond(self, draft: Draft) -> bool:
+        return self._branches(draft, "cond", self._chosen(draft, "% 2 == 0"), 2)
+
+    def _switch(self, draft: Draft) -> bool:
+        number = self._rng.choice((1, 2, 3))
+        return self._branches(draft, "switch", self._chosen(draft, "% 4 - 1"), number)
+
+    def _branches(self, draft: Draft, kind: str, by: str | None, number: int) -> bool:
+        operands = self._carried(draft)
+        if by is None:
+            return False
+        bodies: list[tuple[Draft, list[str], list[str | None]]] = []
+        for _ in range(number):
+            is_same = not self.varying([by])
+            inner, params = self._body(draft, operands, self._rows(draft, operands), is_same)
+            results: list[str | None] = [*inner.names[-2:]]
+            if bodies:
+                first, _, wanted = bodies[0]
+                results = [self._like(inner, first.env[name or ""][0]) for name in wanted]
+            bodies.append((inner, params, results))
+        return self._looped(draft, kind, bodies, operands, by=(by,))
+
+    def _associative_scan(self, draft: Draft) -> bool:
+        xs = self._scanned(draft)[:1]
+        if not xs or not draft.env[xs[0]][0].shape[0]:
+            return False
+        fits = [code for kind, code in ASSOCIATIVE if is_of_kind(kind, draft.env[xs[0]][0])]
+        if not fits:
+            return False
+        inner = draft.inner()
+        first = [[row[0] for row in rows] for rows in self._rows(draft, xs)] * 2
+        params = self.bind(inner, xs * 2, first)
+        name = self.name("v")
+        if not self.add(inner, Local((name,), self._rng.choice(fits), tuple(params))):
+            return False
+        return self._looped(draft, "associative_scan", [(inner, params, [name])], xs)
+
+    def _chosen(self, draft: Draft, code: str) -> str | None:
+        """A predicate or an index: of some value, or the same everywhere."""
+        given = self.pick(draft, "i")
+        name, args = self.name("v"), () if given is None else (given,)
+        number = "{0}.long().reshape(-1)[0]" if args else f"torch.tensor({self._rng.randrange(4)})"
+        return name if self.add(draft, Local((name,), f"{number} {code}", args)) else None
+
+    def _looped(
+        self,
+        draft: Draft,
+        kind: str,
+        parts: Sequence[tuple[Draft, Sequence[str], Sequence[str | None]]],
+        args: Sequence[str],
+        carries: int = 0,
+        **more: Any,
+    ) -> bool:
+        """Add the loop of these bodies: each as it was drafted, its parameters and its results."""
+        bodies = []
+        for inner, params, results in parts:
+            known = [name for name in results if name is not None]
+            if len(known) < len(results) or not known or not args:
+                return False
+            bodies.append(Body(tuple(params), tuple(inner.steps), tuple(known)))
+        outs = tuple(self.name("v") for _ in bodies[0].results)
+        option = {"scan": "reverse=True", "associative_scan": "reverse=True", "map": "batch_size=2"}
+        chosen = option.get(kind, "") if self._rng.random() < 0.3 else ""
+        step = Loop(
+            outs, kind, self.name("f"), tuple(bodies), tuple(args), carries, option=chosen, **more
+        )
+        return self.add(draft, step)

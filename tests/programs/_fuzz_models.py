@@ -1,0 +1,243 @@
+"""What collectives and derivatives are, on lists with one tensor per row, in plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["HALVES", "KINDS", "MODELS", "Grid", "Rows", "companions", "count", "places", "pulled"]
+
+Rows = list[Any]
+Grid = tuple[tuple[str | None, int], ...]
+Function = Callable[[list[Rows]], Rows]
+"""Of the rows of some arguments: the rows of one result."""
+Pull = Callable[[Rows, Rows, list[Rows]], list[Rows]]
+"""Of results, cotangents and arguments: the derivatives by the arguments."""
+
+HALVES = (torch.bfloat16, torch.float16)
+NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
+
+
+def count(grid: Grid) -> int:
+    return math.prod(size for _, size in grid)
+
+
+def places(grid: Grid, names: Sequence[str]) -> list[int]:
+    """Where the axes of these names stand in the grid; the innermost one of a name."""
+    return [max(k for k, (axis, _) in enumerate(grid) if axis == name) for name in names]
+
+
+def companions(grid: Grid, chosen: Sequence[int]) -> list[list[int]]:
+    """The rows that differ only along the chosen axes, each list row-major in the order chosen."""
+    others = [k for k in range(len(grid)) if k not in chosen]
+    numbers = torch.arange(count(grid)).reshape([size for _, size in grid])
+    team = math.prod(grid[k][1] for k in chosen)
+    return numbers.permute([*others, *chosen]).reshape(-1, team).tolist()
+
+
+# --- derivatives ----------------------------------------------------------------------------------
+
+
+def _fresh(args: list[Rows]) -> list[Rows]:
+    """Arguments to differentiate by, which outer derivatives reach through."""
+    if not all(x.is_floating_point() for rows in args for x in rows):
+        raise ValueError("an argument to differentiate by is not real")
+    return [
+        [x.clone() if x.requires_grad else x.detach().clone().requires_grad_() for x in rows]
+        for rows in args
+    ]
+
+
+def pulled(ys: Rows, cotangents: Rows, xs: list[Rows]) -> list[Rows]:
+    """Derivatives, by all arguments of all rows, of all results times their cotangents."""
+    flat = [x for rows in xs for x in rows]
+    weighted = [(y * c).sum() for y, c in zip(ys, cotangents, strict=True)]
+    weighted = [w for w in weighted if w.requires_grad]
+    grads: Sequence[torch.Tensor | None] = [None] * len(flat)
+    if weighted:
+        total = torch.stack(weighted).sum()
+        grads = torch.autograd.grad(total, flat, create_graph=True, allow_unused=True)
+    full = [torch.zeros_like(x) if g is None else g for x, g in zip(flat, grads, strict=True)]
+    return [full[k : k + len(xs[0])] for k in range(0, len(full), len(xs[0]))]
+
+
+def _ones(ys: Rows) -> Rows:
+    return [torch.ones_like(y) for y in ys]
+
+
+def _value_and_grad(f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> list[Rows]:
+    xs = _fresh(args)
+    ys = f(xs)
+    if any(y.shape != () or not y.is_floating_point() for y in ys):
+        raise ValueError("the function to differentiate gives no real scalar")
+    return [ys, *pull(ys, _ones(ys), xs)]
+
+
+def _grad(f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> list[Rows]:
+    return _value_and_grad(f, args, along, pull)[1:]
+
+
+def _backward(f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> list[Rows]:
+    xs = _fresh(args)
+    ys = f(xs)
+    if not any(y.requires_grad for y in ys):
+        raise ValueError("torch has nothing to differentiate")
+    return pull(ys, _ones(ys), xs)
+
+
+def _vjp(f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> list[Rows]:
+    xs = _fresh(args)
+    ys = f(xs)
+    if any(y.shape != c.shape or y.dtype != c.dtype for y, c in zip(ys, along[0], strict=True)):
+        raise ValueError("the cotangent is unlike the result")
+    return [ys, *pull(ys, along[0], xs)]
+
+
+def _jvp(f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> list[Rows]:
+    xs = _fresh(args)
+    ys = f(xs)
+    return [ys, _push(ys, xs, along)]
+
+
+def _push(ys: Rows, xs: list[Rows], tangents: list[Rows]) -> Rows:
+    """How the results move with the arguments: the transpose, which is linear, transposed."""
+    units = [torch.ones_like(y).requires_grad_() for y in ys]
+    flat = [g for rows in pulled(ys, units, xs) for g in rows]
+    moved = [t for rows in tangents for t in rows]
+    return pulled(flat, moved, [units])[0]
+
+
+def _basis(rows: Rows) -> list[Rows]:
+    """For every element the unit that points to it, the same in all rows."""
+    shape, dtype, size = rows[0].shape, rows[0].dtype, rows[0].numel()
+    units = torch.eye(size, dtype=dtype).reshape(size, *shape)
+    return [[unit] * len(rows) for unit in units]
+
+
+def _jacrev(f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> list[Rows]:
+    xs = _fresh(args)
+    ys = f(xs)
+    columns = [pull(ys, unit, xs)[0] for unit in _basis(ys)]
+    return [_stacked(columns, 0, ys[0].shape + xs[0][0].shape)]
+
+
+def _jacfwd(f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> list[Rows]:
+    xs = _fresh(args)
+    ys = f(xs)
+    columns = [_push(ys, xs, [unit]) for unit in _basis(xs[0])]
+    return [_stacked(columns, -1, ys[0].shape + xs[0][0].shape)]
+
+
+def _hessian(f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> list[Rows]:
+    return _jacfwd(lambda xs: _jacrev(f, xs, [], pull)[0], args, [], pull)
+
+
+def _stacked(columns: list[Rows], dim: int, shape: Sequence[int]) -> Rows:
+    if not columns:
+        raise ValueError("the Jacobian of nothing")
+    return [torch.stack(row, dim).reshape(shape) for row in zip(*columns, strict=True)]
+
+
+KINDS = {
+    "grad": _grad,
+    "torch_grad": _grad,
+    "backward": _backward,
+    "value_and_grad": _value_and_grad,
+    "vjp": _vjp,
+    "jvp": _jvp,
+    "jacrev": _jacrev,
+    "jacfwd": _jacfwd,
+    "hessian": _hessian,
+}
+
+# --- collectives ----------------------------------------------------------------------------------
+
+
+def _same(rows: Sequence[torch.Tensor], value: torch.Tensor) -> Rows:
+    return [value.clone() for _ in rows]
+
+
+def _psum(rows: Rows, dims: Sequence[int] = ()) -> Rows:
+    dtype = torch.int32 if rows[0].dtype == torch.bool else rows[0].dtype
+    wide = torch.float32 if dtype in HALVES else dtype
+    total = torch.stack([row.to(wide) for row in rows]).sum(0, dtype=wide)
+    return _same(rows, _over(total, dims, lambda x, d: x.sum(d, dtype=wide)).to(dtype))
+
+
+def _pmean(rows: Rows, dims: Sequence[int] = ()) -> Rows:
+    if rows[0].dtype in NARROW:
+        rows = [row.to(torch.int32) for row in rows]
+    dtype = rows[0].dtype
+    wide = torch.float32 if dtype in HALVES else dtype
+    total = torch.stack([row.to(wide) for row in rows]).sum(0, dtype=wide)
+    total = _over(total, dims, lambda x, d: x.sum(d, dtype=wide))
+    mean = total / (len(rows) * math.prod(rows[0].shape[d] for d in dims))
+    return _same(rows, mean.to(dtype) if dtype in HALVES else mean)
+
+
+def _pmax(rows: Rows, dims: Sequence[int] = ()) -> Rows:
+    return _same(rows, torch.stack(rows).amax((0, *(d if d < 0 else d + 1 for d in dims))))
+
+
+def _pmin(rows: Rows, dims: Sequence[int] = ()) -> Rows:
+    return _same(rows, torch.stack(rows).amin((0, *(d if d < 0 else d + 1 for d in dims))))
+
+
+def _over(
+    x: torch.Tensor, dims: Sequence[int], reduce: Callable[[torch.Tensor, Any], torch.Tensor]
+) -> torch.Tensor:
+    return reduce(x, tuple(dims)) if dims else x
+
+
+def _all_gather(rows: Rows, axis: int = 0, tiled: bool = False) -> Rows:
+    return _same(rows, torch.cat(rows, axis) if tiled else torch.stack(rows, axis))
+
+
+def _psum_scatter(rows: Rows, scatter_dimension: int = 0, tiled: bool = False) -> Rows:
+    if rows[0].dtype == torch.bool:
+        raise TypeError("JAX refuses it")
+    return _slices(_psum(rows)[0], len(rows), scatter_dimension, tiled)
+
+
+def _all_to_all(rows: Rows, split_axis: int, concat_axis: int, tiled: bool = False) -> Rows:
+    sent = [_slices(row, len(rows), split_axis, tiled) for row in rows]
+    join = torch.cat if tiled else torch.stack
+    return [join([parts[k] for parts in sent], concat_axis) for k in range(len(rows))]
+
+
+def _slices(x: torch.Tensor, size: int, dim: int, tiled: bool) -> Rows:
+    if x.shape[dim] % size or (not tiled and x.shape[dim] != size):
+        raise ValueError(f"dim {dim} of {tuple(x.shape)} is not cut into {size}")
+    if tiled:
+        return [part.clone() for part in x.chunk(size, dim)] if x.shape[dim] else [x] * size
+    return [part.clone() for part in x.unbind(dim)]
+
+
+def _ppermute(rows: Rows, perm: Sequence[tuple[int, int]]) -> Rows:
+    out = [torch.zeros_like(row) for row in rows]
+    for source, destination in perm:
+        out[destination] = rows[source].clone()
+    return out
+
+
+def _pbroadcast(rows: Rows, source: int) -> Rows:
+    return _same(rows, rows[source])
+
+
+MODELS: dict[str, Callable[..., Rows]] = {
+    "psum": _psum,
+    "pmean": _pmean,
+    "pmax": _pmax,
+    "pmin": _pmin,
+    "all_gather": _all_gather,
+    "psum_scatter": _psum_scatter,
+    "all_to_all": _all_to_all,
+    "pswapaxes": lambda rows, axis: _all_to_all(rows, axis, axis),
+    "ppermute": _ppermute,
+    "pshuffle": lambda rows, perm: [rows[k].clone() for k in perm],
+    "pbroadcast": _pbroadcast,
+    "axis_index": lambda rows: [torch.tensor(k) for k in range(len(rows))],
+}
