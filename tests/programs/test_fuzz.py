@@ -224,6 +224,5 @@ def test_a_defect_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> No
 
     small = shrink(program, fails)
     steps = [step for body in bodies(small.body) for step in body.steps]
-    mapped, sent = steps
-    assert isinstance(mapped, Map | Blocks), source(small)
-    assert isinstance(sent, Collective), source(small)
+    assert any(isinstance(s, Collective) and s.name == "ppermute" for s in steps), source(small)
+    assert len(steps) <= 8, source(small)
