@@ -78,7 +78,8 @@ class _Maker(Shards):
         forward = kind in ("jvp", "jacfwd", "hessian")
         if forward and any(not draft.env[name][0].dim() for name in args):
             return False  # torch 2.13 gives float64 for a float32 number that is scaled by 0.5
-        inner = draft.inner(depth=draft.depth + 1)
+        lanes = draft.place == "row" and jacobian  # a vmap: random functions raise there
+        inner = draft.inner(depth=draft.depth + 1, place="lane" if lanes else draft.place)
         params = self.bind(inner, args, [draft.env[name] for name in args])
         fill(inner)
         result = self._result(inner, kind not in ("vjp", "jvp", "jacrev", "jacfwd"))

@@ -32,7 +32,7 @@ from _support import SCALE
 
 import torchpmap as tp
 
-HANG_S = 100.0
+HANG_S = 200.0
 
 
 def fuzz(options: argparse.Namespace) -> int:
