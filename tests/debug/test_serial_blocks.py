@@ -43,12 +43,12 @@ def test_blocks_are_plain_python(mesh: tp.Mesh, serial: None) -> None:
         if a[0, 0].item() > 5:  # the lower two
             a = a * 10
         assert w.grad is not None
-        return tp.psum(a, "y"), w.grad.reshape(1, 1), tp.psum(w.grad, ("x", "y"))
+        return tp.psum(a, "y"), w.grad.reshape(1, 1), w.grad.clone()
 
     rows, slopes, total = mapped(f, mesh, XY, (P("x"), XY, P()))(X)
     left, right = X.chunk(2, 1)
     assert rows.tolist() == torch.cat([(left + right)[:2], 10 * (left + right)[2:]]).tolist()
-    assert slopes.tolist() == [[10, 18], [42, 50]]
+    assert slopes.tolist() == [[X.sum()] * 2] * 2  # w is one value, which all devices share
     assert total.item() == X.sum()
     assert w.grad is None
 
