@@ -234,6 +234,24 @@ def test_tolerances():
         check_pmap(lambda n: n + lanes_only(), torch.arange(4), atol=3.0, **options)
 
 
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        (2**53, 2**53 + 1),
+        (-(2**63), -(2**63) + 1),
+        (complex(0.0, float("inf")), complex(1.0, float("inf"))),
+        (complex(float("nan"), 1.0), complex(float("nan"), 2.0)),
+        (float("inf"), -float("inf")),
+    ],
+)
+def test_no_bit_is_lost(value, other):
+    right, wrong = (torch.tensor([x] * 4) for x in (value, other))
+    options = {"gradients": False, "compile": EAGER}
+    check_pmap(lambda x, y: x, right, wrong, **options)
+    with pytest.raises(AssertionError, match="4 of 4 elements differ"):
+        check_pmap(lambda x, y: y if lanes_only() else x, right, wrong, **options)
+
+
 # What it refuses ---------------------------------------------------------------------------------
 
 
