@@ -280,6 +280,28 @@ def test_batch_norms(training):
             close(left, right)
 
 
+CONJUGATING = {
+    "pinv": torch.linalg.pinv,
+    "pinv of a transpose": lambda z: torch.linalg.pinv(z.mH),
+    "lstsq": lambda z: torch.linalg.lstsq(z, z[:, :2].contiguous()).solution,
+    "matrix_exp": lambda z: torch.linalg.matrix_exp(z.mH @ z / 100),
+    "cov": torch.cov,
+    "pca": lambda z: torch.linalg.svd(z)[1],
+    "norm of a conjugate": lambda z: (z.conj() * 1j).imag.cumsum(0),
+    "written alias": lambda z: z.conj().add_(z.clone().imag.cumsum(0)),
+}
+
+
+@any_layout
+@pytest.mark.parametrize("function", CONJUGATING.values(), ids=CONJUGATING)
+def test_operations_that_conjugate_on_their_way(function, put):
+    value = put()
+    z = torch.complex(value * 1.0, (value % 3).float()).cos()
+    expected = function(z.cpu()).resolve_conj()
+    result = function(z).cpu().resolve_conj()
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:InstanceNorm1d is on the devices, but its operation")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("of_weights", ["half", "float", "none"])

@@ -299,6 +299,15 @@ OPDEFS = custom_ops.OPDEFS
 
 DispatchKey = torch._C.DispatchKey
 
+
+@contextmanager
+def lazy_bits() -> Iterator[None]:
+    """A block whose operations conjugate what is to be; those in ``__torch_dispatch__`` do not."""
+    excluded = torch._C._SetExcludeDispatchKeyGuard
+    with excluded(DispatchKey.Conjugate, False), excluded(DispatchKey.Negative, False):
+        yield
+
+
 VF: Any = torch._VF
 """Has the functions behind torch's recurrent layers."""
 
@@ -446,16 +455,6 @@ def is_raised_by_collective(error: BaseException, frame: FrameType) -> bool:
     # Inductor's C++ (cpp_wrapper) names the operator
     module = str(frame.f_globals.get("__name__"))
     return module.startswith("torch._inductor.") and bool(_CPP_COLLECTIVE.match(str(error)))
-
-
-# -- checkpoints -----------------------------------------------------------------------------------
-
-
-def place_in_file(name: str, position: int, length: int) -> Any:
-    """Where DCP's metadata says that a value is."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    return _StorageInfo(name, position, length)
 
 
 # -- Dynamo ----------------------------------------------------------------------------------------

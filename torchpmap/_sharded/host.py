@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import tree_flatten, tree_map, tree_unflatten
-from torchpmap._base.torch_internals import LEVEL, forward_state, untraced
+from torchpmap._base.torch_internals import LEVEL, forward_state, lazy_bits, untraced
 from torchpmap._layout.layout import Layout, spread_layout
 from torchpmap._sharded.arguments import occurrences
 from torchpmap._sharded.draws import draw, is_drawn, send_again
@@ -33,7 +33,16 @@ from torchpmap._sharded.views import (
 )
 
 
-def run_on_host(
+def run_on_host(*given: Any) -> Any:
+    """Run an operation on tensors of class ``kind``; it writes to ``targets``, some of these.
+
+    given: kind, make, func, args, kwargs, targets
+    """
+    with lazy_bits():  # operations of several steps conjugate, and go on
+        return _run(*given)
+
+
+def _run(
     kind: Any,
     make: Make,
     func: Any,
@@ -41,7 +50,6 @@ def run_on_host(
     kwargs: dict[str, Any],
     targets: Sequence[Any],
 ) -> Any:
-    """Run an operation on tensors of class ``kind``; it writes to ``targets``, some of these."""
     operands = list({id(x): x for x in occurrences(kind, args, kwargs)}.values())
     if kwargs.get("device") == _META:
         return _of_no_values(func, args, kwargs, operands)

@@ -27,6 +27,13 @@ import torch
 from torchpmap._base.data import DTYPES
 
 
+def place_in_file(name: str, position: int, length: int) -> Any:
+    """Where DCP's metadata says that a value is."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(name, position, length)
+
+
 class Object:
     """An object of a class of DCP: its arguments and its state, as they were written."""
 

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, Te
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torchpmap._base.torch_internals import place_in_file
 from torchpmap.checkpoint._files import Folder, broken, is_name, make_private
+from torchpmap.checkpoint._pickles import place_in_file
 from torchpmap.checkpoint._table import MARK, Extent
 
 

@@ -31,6 +31,7 @@ from torchpmap._base.errors import CallTimeout, WorkerError
 from torchpmap._base.platform import LATE_HINT
 from torchpmap._base.torch_internals import (
     has_transforms,
+    lazy_bits,
     num_modes,
 )
 from torchpmap._layout.axis_stack import group_name
@@ -254,7 +255,7 @@ class TorchrunRuntime:
                 with self._in_turn(definition), plain(), torch.no_grad():
                     runner, report = compile_and_report(definition, index)
                 if not definition.backend.is_inductor:  # Inductor's code turns gradients off itself
-                    runner = torch.no_grad()(runner)
+                    runner = torch.no_grad()(lazy_bits()(runner))
                 first = self._first_run(definition, runner)
                 self._plans[definition.plan_id] = self._calls.defined(
                     definition, first, number, groups
