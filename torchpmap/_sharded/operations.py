@@ -173,7 +173,7 @@ def operation_for(
         named = tuple([scan.argument(*item) for item in kwargs.items()])
     except Unsupported:
         return None
-    runtime = _runtime_of([operand._handle for operand in scan.operands if type(operand) is kind])
+    runtime = _runtime_of(kind, scan.operands)
     known = _known_of(runtime)
     prefer = _preferred(known, func, args, scan)
     key = (func, keyed(), parts, named, prefer)
@@ -187,18 +187,15 @@ def operation_for(
     return None if operation is None else (operation, scan.operands)
 
 
-def _runtime_of(handles: Sequence[Handle]) -> Runtime:
+def _runtime_of(kind: Any, operands: Sequence[Any]) -> Runtime:
     """The runtime that has all these values; raises if one of them is gone."""
-    runtime = handles[0].team.runtime
-    for handle in handles:
-        if handle.team.runtime is not runtime:
-            break
-    else:
-        if not (runtime.closed or runtime.scarred):
-            return runtime
-    for handle in handles:
-        handle.team.runtime.check(handle)
-    return runtime
+    (runtime, *others) = {x._handle.team.runtime for x in operands if type(x) is kind}
+    if others or runtime.closed or runtime.scarred:
+        for operand in operands:
+            if type(operand) is kind:
+                operand._handle.team.runtime.check(operand._handle)
+    found: Runtime = runtime
+    return found
 
 
 def _prepare(

@@ -61,9 +61,14 @@ def strides_of_computed(
     torch's elementwise operations keep the order of dims in memory: ``x.T * 2`` is transposed, too.
     Whether a later ``reshape`` is a view or a copy depends on it.
     """
-    is_turned = func is _aten.rot90.default or kwargs.get("memory_format") in CHANNELS_LAST
-    if not is_turned and all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor)):
-        return None
+    if func is not _aten.rot90.default and not (
+        kwargs and kwargs.get("memory_format") in CHANNELS_LAST
+    ):
+        for operand in args:
+            if isinstance(operand, torch.Tensor) and not operand.is_contiguous():
+                break
+        else:
+            return None
     options = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
     key = tuple((name, _hashable(x)) for name, x in options.items())
     return _strides_of_computed(func, _hashable(args), key)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -478,8 +477,11 @@ def _on_devices(
     elif func is _aten.new_empty_strided.default:
         results = [make_sharded(*started[0], args[2])]
     elif operation.keeps_order:
-        orders = strides_of_computed(func, args, kwargs) or repeat(None)
-        results = [make_sharded(*x, order) for x, order in zip(started, orders, strict=False)]
+        orders = strides_of_computed(func, args, kwargs)
+        if orders is None:
+            results = [make_sharded(*x) for x in started]
+        else:
+            results = [make_sharded(*x, order) for x, order in zip(started, orders, strict=True)]
     else:
         results = make_all(*zip(*started, strict=True))
     return made.result(results)
