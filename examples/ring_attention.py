@@ -188,8 +188,9 @@ def main() -> None:
     lines.append("at most a device holds, as the sequence grows with the devices:")
     for k, (alone, each) in memory.items():
         lines.append(f"  {k * args.block:5} tokens: alone {alone:11,} bytes, in a ring {each:9,}")
-    growth = max(each for _, each in memory.values()) / memory[1][1]
-    assert growth < 1.5, growth
+    # a ring of one device sends nothing; larger ones differ by the numbers of their steps
+    rings = [each for k, (_, each) in memory.items() if k > 1]
+    assert max(rings, default=0) - min(rings, default=0) < 1000, rings
     if tp.process_index() != 0:
         return  # one process reports
     args.output.mkdir(parents=True, exist_ok=True)

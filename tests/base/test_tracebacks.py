@@ -26,6 +26,7 @@ ROWS = torch.ones(2, 3)
 def _default(monkeypatch):
     monkeypatch.delenv("TORCHPMAP_TRACEBACK", raising=False)
     yield
+    monkeypatch.undo()
     tp.config.reset()
 
 

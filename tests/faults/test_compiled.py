@@ -163,15 +163,18 @@ def test_a_failure_just_before_a_value_is_used(use, tmp_path, monkeypatch):
     epoch = pool._supervisor.epoch
     with busy(gate, error=RuntimeError("not yours")) as thread:
         skipped = total(rows)
-        proper = pool.in_order
 
-        def in_order(*args):
-            if threading.current_thread() is not thread and not gate.exists():
-                gate.touch()
-                thread.join()
-            return proper(*args)
+        def after_the_failure(proper):
+            def call(*args):
+                if threading.current_thread() is not thread and not gate.exists():
+                    gate.touch()
+                    thread.join()
+                return proper(*args)
 
-        monkeypatch.setattr(pool, "in_order", in_order)
+            return call
+
+        for name in ("in_order", "wait_for"):
+            monkeypatch.setattr(pool, name, after_the_failure(getattr(pool, name)))
         monkeypatch.setattr(pool, "has_reached", lambda *_: False)
         with pytest.raises(RuntimeError, match="not yours"):
             use(skipped)

@@ -291,9 +291,13 @@ def test_copies_that_nothing_needs_are_not_in_the_graph() -> None:
     def loss(x: Any) -> Any:
         return tp.scan(lambda c, r: (c * r, c[:1].sin() + r), x.sum(), x[:, None])[1].sum()
 
+    def product(x: Any, y: Any) -> Any:
+        return tp.scan(lambda c, r: (c * r, None), x, y)[0]
+
     assert copies(lambda x: tp.scan(lambda c, r: (c * r, c[:2].sin()), x, x + 1)) == 0
     assert copies(lambda x: tp.while_loop(lambda c: c.sum() < 9, lambda c: c.view(3) + 1, x)) == 0
     assert copies(lambda x: tp.switch(x.sum().int(), [torch.sin, torch.cos, torch.neg], x)) == 0
+    assert copies(lambda x: product(x, x + 1) + product(x, x + 2)) == 0
     assert copies(lambda x: tp.cond(True, torch.sin, torch.cos, x) * 2) == 0
     assert copies(lambda x: tp.scan(lambda c, r: (c.mul_(r), c.sin()), x, x + 1)) > 0
 

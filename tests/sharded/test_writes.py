@@ -150,6 +150,7 @@ def test_lists_of_tensors_that_share_a_value(put, pick):
         same(x, right)
 
 
+@pytest.mark.filterwarnings("ignore:InstanceNorm1d is on the devices")
 def test_layers_write_their_statistics():
     torch.manual_seed(0)
     plain = torch.nn.Sequential(

@@ -17,6 +17,7 @@ from torchpmap._base.boundary import boundary
 from torchpmap._base.config import Config, config
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import (
+    CUDA,
     PLATFORMS,
     Device,
     default_platform,
@@ -286,7 +287,7 @@ def devices(backend: str | None = None) -> list[Device]:
             _planned = _enumerate(config.snapshot())
             _preload()
         found = list(_planned)
-    kind = "cuda" if backend == "gpu" else backend
+    kind = CUDA.name if backend == "gpu" else backend
     if kind is not None and kind != found[0].platform:
         known = ", ".join(map(repr, PLATFORMS))
         advice = (

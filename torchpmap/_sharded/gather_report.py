@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from torch.fx import GraphModule
 from torch.nn.modules import module
 
 from torchpmap._base.errors import warn
@@ -107,8 +108,10 @@ def _warn_of_module(name: str) -> None:
 
 
 def _calls_a_module(frame: FrameType) -> bool:
+    """Whether it calls a module of the user's; torch makes graphs, as in ``linearize``."""
     code = frame.f_code
-    return code.co_name == "_call_impl" and code.co_filename == module.__file__
+    calls = code.co_name == "_call_impl" and code.co_filename == module.__file__
+    return calls and not isinstance(frame.f_locals["self"], GraphModule)
 
 
 def _call_site() -> str:

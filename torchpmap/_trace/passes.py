@@ -131,19 +131,22 @@ def drop_copies(module: torch.fx.GraphModule) -> None:
     """Take out the copies that nothing needs.
 
     One is needed if it or its source is written to, or if its strides are others.  Results share no
-    memory with each other, nor with inputs and constants, and operands of loops and branches share
-    none with each other.
+    memory with each other, nor with inputs and constants, and the operands of a loop or branch
+    share none with each other.
     """
     nodes = list(module.graph.nodes)
     given: set[int] = set()
     results: set[int] = set()
-    operands: set[int] = set()
+    operands: list[set[int]] = []
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
             given |= storages(node)
         elif node.op == "output" or kind_of_node(node):
             places = {place for source in node.all_input_nodes for place in storages(source)}
-            (results if node.op == "output" else operands).update(places)
+            if node.op == "output":
+                results = places
+            else:
+                operands.append(places)
     written = written_storages(module)
     for node in nodes:
         if node.target is not _aten.clone.default:
@@ -160,12 +163,13 @@ def drop_copies(module: torch.fx.GraphModule) -> None:
             continue
         both = {own, other}
         is_result = not both.isdisjoint(results)
-        if (is_result and (both <= results or not both.isdisjoint(given))) or both <= operands:
+        if is_result and (both <= results or not both.isdisjoint(given)):
             continue
-        if is_result:
-            results.add(other)
-        if own in operands:
-            operands.add(other)
+        if any(both <= places for places in operands):
+            continue
+        for places in (results, *operands):
+            if own in places:
+                places.add(other)
         node.replace_all_uses_with(source)
         module.graph.erase_node(node)
         _share(source, own, other)

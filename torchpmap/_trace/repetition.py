@@ -54,6 +54,8 @@ class Executions:
         """The latest frame that a line of the user's called: as it is held, no other is taken for
         it.
         """
+        self._is_asked_for = False
+        """Whether that is part of a loop that the user wants unrolled."""
         self._number = 0
         self._counts: Counter[tuple[str, int]] = Counter()
 
@@ -66,7 +68,7 @@ class Executions:
         node = graph._root.prev
         if _PLACE in node.meta:
             return
-        called: FrameType = sys._getframe(1)
+        innermost = called = sys._getframe(1)
         frame = called.f_back
         known = self._is_users
         while frame is not None:
@@ -82,9 +84,9 @@ class Executions:
             self._number += 1
             self._counts[place] += 1
             # looking through the whole stack takes a while: only where it matters
-            if self._counts[place] > LIMIT and _is_asked_for(frame):
-                return
-        node.meta[_PLACE] = _Place(*place, self._number)
+            self._is_asked_for = self._counts[place] > LIMIT and _is_asked_for(innermost)
+        if not self._is_asked_for:
+            node.meta[_PLACE] = _Place(*place, self._number)
 
     def _belongs_to_user(self, frame: FrameType, file: str) -> bool:
         found = is_users(frame) and (not file.startswith(STDLIB) or _SITE in file)

@@ -153,7 +153,8 @@ def test_bad_axis_size_error() -> None:
 
 def test_pmap_constant_error() -> None:
     """testPmapConstantError: rows beyond the devices are held by them, also of constants."""
-    same(pmap(lambda x: 3)(torch.ones(5)), [3] * 5)
+    with pytest.warns(UserWarning, match="5 rows run on 1 of 4 devices"):
+        same(pmap(lambda x: 3)(torch.ones(5)), [3] * 5)
     with pytest.raises(ValueError, match="num_local_devices=1"):
         pmap(lambda x: 3, devices=tp.devices()[-1:])(torch.ones(2))
 
