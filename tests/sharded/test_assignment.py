@@ -46,6 +46,8 @@ INDICES = {
     "list": (ALL, [0, 3]),
     "array": (ALL, np.array([0, 3])),
     "only a list": [0, 3],
+    "empty list": [],
+    "empty list of columns": (ALL, []),
     "grid of places": (ALL, torch.tensor([[0, 1], [2, 3]])),
     "places of two": (ALL, torch.tensor([0, 3]), torch.tensor([1, 2])),
     "places apart": (torch.tensor([0, 3]), ALL, torch.tensor([1, 2])),
@@ -166,3 +168,14 @@ def test_views_see_assignments():
         assert torch.equal(alias.cpu(), expected)
         column[0] = 9
         assert (x[0, 1] == 9).all()
+
+
+def test_a_part_of_the_same_tensor_is_assigned():
+    expected = HERE.clone()
+    expected[1:3] = expected[0]
+    expected[:] = expected[-1]
+    for spec in LAYOUTS.values():
+        x = put(HERE, spec)
+        x[1:3] = x[0]
+        x[:] = x[-1]
+        assert torch.equal(x.cpu(), expected)

@@ -33,8 +33,9 @@ def plain_index(index: Any) -> Any:
     if isinstance(index, torch.Tensor):
         is_number = index.dim() == 0 and index.dtype not in _MASKS
         return int(index) if is_number and not index.is_floating_point() else index
-    is_list = type(index) is list and all(isinstance(x, bool | int) for x in index)
-    return torch.as_tensor(index) if is_list or isinstance(index, np.ndarray) else index
+    if type(index) is list and all(isinstance(x, bool | int) for x in index):
+        return torch.as_tensor(index, dtype=None if index else torch.int64)
+    return torch.as_tensor(index) if isinstance(index, np.ndarray) else index
 
 
 def takes_part_of_a_cut(layout: Layout, index: Any) -> bool:

@@ -172,25 +172,34 @@ def _host_copy(tensor: Any, wholes: dict[int, torch.Tensor]) -> Any:
 
 
 def check_writable(target: Any) -> None:
-    """Raise ``RuntimeError`` if a write to ``target`` could not reach every linked tensor."""
-    linked = _linked(target)
-    if all(next(_neighbours(tensor), None) is None for tensor in linked):
-        return
-    for tensor in linked:
-        view = getattr(tensor, "_view", None)
-        if view is None or view.parent._layout is None:
-            continue
-        if view.func not in _BACK:
-            raise RuntimeError(
-                f"a ShardedTensor that is or has a view made by {view.func} cannot be written to "
-                "in place; .clone() the view first, or use an out-of-place operation."
-            )
-        if view.func is _aten.expand.default and view.parent.numel() != tensor.numel():
-            raise RuntimeError(
-                "unsupported operation: more than one element of the written-to tensor refers to "
-                "a single memory location. Please clone() the tensor before performing the "
-                "operation."
-            )
+    """Raise ``RuntimeError`` if a write to ``target`` could not reach what it is a view of.
+
+    Other views are only taken again, so they may be any.
+    """
+    found = {id(target)}
+    waiting = [target]
+    while waiting:
+        for tensor in aliases_of(waiting.pop()):
+            view = getattr(tensor, "_view", None)
+            if view is None or view.parent._layout is None or id(view.parent) in found:
+                continue
+            found.add(id(view.parent))
+            waiting.append(view.parent)
+            _check_back(view, tensor)
+
+
+def _check_back(view: _View, tensor: Any) -> None:
+    if view.func not in _BACK:
+        raise RuntimeError(
+            f"a ShardedTensor that is a view made by {view.func} cannot be written to "
+            "in place; .clone() the view first, or use an out-of-place operation."
+        )
+    if view.func is _aten.expand.default and view.parent.numel() < tensor.numel():
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to "
+            "a single memory location. Please clone() the tensor before performing the "
+            "operation."
+        )
 
 
 def write(target: Any, handle: Handle, make: Make) -> None:
