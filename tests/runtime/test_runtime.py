@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,6 +145,40 @@ def test_plan_of_a_dropped_function_is_forgotten(pool):
     gc.collect()
     assert wait_for(lambda: live_tensors(12345, pool) == before, 3)
     assert wait_for(lambda: len(runtime._plans.defined) == plans, 3)
+
+
+@pytest.mark.cpu_only("a group on GPUs has no memory of its own")
+@pytest.mark.usefixtures("pool")
+def test_groups_go_with_the_last_plan():
+    def shared():
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in worker_pids()]
+        return [text.count("memfd:torchpmap-group") for text in maps]
+
+    def mapped(groups):
+        f = tp.pmap(lambda x: tp.psum(x, "i", axis_index_groups=groups), "i", compile=EAGER)
+        sums = {k: x[list(group)].sum() for group in groups or [range(4)] for k in group}
+        assert f(x).tolist() == [sums[k] for k in range(4)]
+        return f
+
+    x = torch.arange(4.0)
+    held = mapped(None)
+    gc.collect()
+    runtime = current.runtime()
+    assert wait_for(lambda: not runtime._plans.retired, 3)
+    before = shared()
+    one_more = [n + 1 for n in before]
+    for groups in 3 * ([[0, 1], [2, 3]], [[0, 3], [1, 2]]):  # again, under the same names
+        first, second = mapped(groups), mapped(groups)
+        assert shared() == one_more
+        del first
+        gc.collect()
+        assert wait_for(lambda: not runtime._plans.retired, 3)
+        assert shared() == one_more  # the other plan needs them
+        second(x)
+        del second
+        gc.collect()
+        assert wait_for(lambda: shared() == before, 3)
+    assert held(x).tolist() == [6] * 4
 
 
 @pytest.mark.cpu_only("the workers' memory is not that of their processes")

@@ -210,7 +210,7 @@ def last_lets_go() -> str:
     group = _resolve_process_group(GROUP)
     assert isinstance(group, SharedMemoryGroup)
     if rank == size - 1:
-        group._meeting.abort()
+        group.meeting.abort()
         return ""
     with pytest.raises(RuntimeError) as caught:
         _c10d.all_reduce(torch.zeros(4), "sum", GROUP)

@@ -22,6 +22,7 @@ import datetime
 import select
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
@@ -89,6 +90,8 @@ class Groups:
         self._aborted_epoch = 0  # the latest; the order to abort an epoch may come before its start
         self._aborted = threading.Event()
         self._groups: dict[str, dist.ProcessGroup | None] = {}
+        self._times: Counter[str] = Counter()
+        """How often a group was released in this epoch: a store remembers what it has read."""
         self.epoch = 0
         self._is_forsaken = False
 
@@ -103,7 +106,8 @@ class Groups:
             self._groups[name] = None
             return
         assert self._store is not None
-        store = dist.PrefixStore(f"{self.epoch}/{name}/{members[0]}", self._store)
+        prefix = f"{self.epoch}/{name}/{self._times[name]}/{members[0]}"
+        store = dist.PrefixStore(prefix, self._store)
         group = self._share(store, members) or self._connected_group(store, members)
         register_group(name, group)
         with self._lock:
@@ -219,6 +223,20 @@ class Groups:
             self._shut_down()
             self._platform.abort([group for group in tuple(self._groups.values()) if group])
 
+    def release(self, names: Iterable[str]) -> None:
+        """Let go of groups that nothing uses now; every member must do the same.  What shares
+        memory gives it back.  Groups with connections stay: a peer would take the end of one for
+        the end of this process.
+        """
+        for name in names:
+            group = self._groups.get(name)
+            if isinstance(group, SharedMemoryGroup):
+                del self._groups[name]
+                self._times[name] += 1
+                unregister_group(name)
+                with self._lock:
+                    self._meetings.remove(group.meeting)
+
     @property
     def is_aborted(self) -> bool:
         """Whether collectives of this epoch may have been aborted half-way."""
@@ -251,6 +269,7 @@ class Groups:
         if not was_aborted:
             self._platform.abort(list(held.values()))
         self._groups.clear()
+        self._times.clear()
 
     def sends_plain_data(self, names: Iterable[str]) -> bool:
         """Whether collectives of one of these groups run at once, but do not compare the calls that

@@ -76,7 +76,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, meeting: Meeting, calls: Mapping[int, str]) -> None:
         """``calls``: the names of calls, by the number of their ``Occasion``."""
         super().__init__(meeting.place, len(meeting.ranks))
-        self._meeting = meeting
+        self.meeting = meeting
         self._calls = calls
         self._rank, self._size = meeting.place, len(meeting.ranks)
 
@@ -85,35 +85,35 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         usable if they have not.
         """
         kind = -1 - number
-        odd = self._meeting.meet(kind, patient=True)
+        odd = self.meeting.meet(kind, patient=True)
         if odd is None:
             return True
-        (mine, *_), (theirs, *_) = map(self._meeting.purpose_of, (self._rank, odd))
+        (mine, *_), (theirs, *_) = map(self.meeting.purpose_of, (self._rank, odd))
         if theirs >= 0 or theirs == mine or not self._is_same_call(odd):
             self._refuse(odd)
         return False
 
     def _meet(self, kind: int) -> None:
-        odd = self._meeting.meet(kind)
+        odd = self.meeting.meet(kind)
         if odd is not None:
             self._refuse(odd)
 
     def _is_same_call(self, odd: int) -> bool:
-        (_, mine, _), (_, theirs, _) = map(self._meeting.purpose_of, (self._rank, odd))
+        (_, mine, _), (_, theirs, _) = map(self.meeting.purpose_of, (self._rank, odd))
         return mine == theirs
 
     def _refuse(self, odd: int) -> NoReturn:
         what = []
         for place in (self._rank, odd):
-            number, occasion, _ = self._meeting.purpose_of(place)
+            number, occasion, _ = self.meeting.purpose_of(place)
             call = self._calls.get(occasion)
             doing = described(number)
             # a number below 0 is of a comparison, which is all that some calls are
             what.append(doing if call is None else call if number < 0 else f"{doing} in {call}")
-        ranks = self._meeting.ranks
+        ranks = self.meeting.ranks
         if what[0] == what[1]:
             if self._is_same_call(odd):
-                self._meeting.refuse_history()
+                self.meeting.refuse_history()
             what[1] += " (another function)"
         raise CollectiveMismatch(
             f"rank {ranks[self._rank]} runs {what[0]}, but rank {ranks[odd]} {what[1]}. All "
@@ -136,7 +136,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         self, x: torch.Tensor, reduce: Callable[..., torch.Tensor], kind: int
     ) -> None:
         """Every rank reduces the whole tensor, which takes the fewest operations."""
-        _, rows = self._meeting.rows(x.dtype, x.shape)
+        _, rows = self.meeting.rows(x.dtype, x.shape)
         rows[self._rank].copy_(x)
         self._meet(kind)
         _reduce_rows(rows, reduce, x)
@@ -146,7 +146,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> None:
         """Every rank reduces a share, and hands it on."""
         rank, size, count = self._rank, self._size, piece.numel()
-        slots = self._meeting.slots(piece.dtype)[:, :count]
+        slots = self.meeting.slots(piece.dtype)[:, :count]
         slots[rank].copy_(piece)
         self._meet(kind)
         share = -(-count // size)
@@ -163,7 +163,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         else:
             taken = out.view(self._size, x.numel()).split(pieces[0].numel(), 1)
         for given, theirs in zip(pieces, taken, strict=True):
-            together, rows = self._meeting.rows(x.dtype, given.shape)
+            together, rows = self.meeting.rows(x.dtype, given.shape)
             rows[self._rank].copy_(given)
             self._meet(kind)
             theirs.copy_(together)
@@ -174,7 +174,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         kind = _kind("reduce_scatter", x.dtype, x.numel())
         columns = x.reshape(size, out.numel()).split(step, 1)
         for given, taken in zip(columns, out.view(-1).split(step), strict=True):
-            together, rows = self._meeting.rows(x.dtype, given.shape)
+            together, rows = self.meeting.rows(x.dtype, given.shape)
             rows[self._rank].copy_(given)
             self._meet(kind)
             _reduce_rows(together[:, self._rank].unbind(), reduce, taken)
@@ -188,8 +188,8 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         places = _bounds(out.nbytes, tuple(taken), size)
         begin, longest = 0, 1
         while begin < longest:
-            slots = self._meeting.slots(torch.uint8)
-            bounds = self._meeting.bounds
+            slots = self.meeting.slots(torch.uint8)
+            bounds = self.meeting.bounds
             bounds[self._rank][:] = mine
             piece = source[begin : begin + SLOT_BYTES]
             slots[self._rank, : piece.numel()].copy_(piece)
@@ -197,7 +197,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
             for rank, theirs in enumerate(bounds):
                 first, last = theirs[self._rank], theirs[self._rank + 1]
                 if last - first != places[rank + 1] - places[rank]:
-                    ranks = self._meeting.ranks
+                    ranks = self.meeting.ranks
                     raise CollectiveMismatch(
                         f"rank {ranks[rank]} gives {last - first} bytes to rank "
                         f"{ranks[self._rank]} in all_to_all, but that one expects "
@@ -214,7 +214,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def _broadcast(self, x: torch.Tensor, root: int) -> None:
         kind = _kind("broadcast", x.dtype, x.numel())
         for piece in _pieces(x):
-            _, rows = self._meeting.rows(x.dtype, piece.shape)
+            _, rows = self.meeting.rows(x.dtype, piece.shape)
             if self._rank == root:
                 rows[root].copy_(piece)
             self._meet(kind)
@@ -227,7 +227,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         kind = _kind("permute", x.dtype, x.numel())
         out = torch.zeros_like(x) if source is None else torch.empty_like(x)
         for given, taken in zip(_pieces(x), _pieces(out), strict=True):
-            _, rows = self._meeting.rows(x.dtype, given.shape)
+            _, rows = self.meeting.rows(x.dtype, given.shape)
             rows[self._rank].copy_(given)
             self._meet(kind)
             if source is not None:

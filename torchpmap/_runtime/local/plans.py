@@ -18,7 +18,6 @@ from torchpmap._runtime.groups.process_groups import RankPartition
 from torchpmap._runtime.local.forkserver import server
 from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.pool import Pool
-from torchpmap._runtime.wire import pack_ints
 from torchpmap._trace.compile import EAGER, CompileReport, Definition
 from torchpmap._trace.effects import prints
 from torchpmap._trace.pickling import pickled
@@ -42,6 +41,8 @@ class Plans:
         self.limited: dict[int, float] = {}
         """Timeout of each plan that has its own."""
         self._names: dict[int, str] = {}
+        self._groups: dict[int, Collection[str]] = {}
+        """The groups of each plan, also of those that are being defined."""
         self.retired: deque[int] = deque()
         """Plans to drop; finalizers in any thread append, ``forget`` removes."""
 
@@ -57,9 +58,13 @@ class Plans:
             self._pool.expect_output()
         if definition.backend != EAGER:
             self._load_compiler()
-        self._pool.make_groups(groups)
         leader, *others = ranks
-        report = self._compile(leader, body, definition.name)
+        try:
+            self._pool.in_order(self._claim, definition.plan_id, groups)
+            report = self._compile(leader, body, definition.name)
+        except BaseException:
+            self._groups.pop(definition.plan_id, None)
+            raise
 
         def send() -> None:
             self.forget()
@@ -73,6 +78,11 @@ class Plans:
 
         self._pool.in_order(send)
         return report
+
+    def _claim(self, plan_id: int, groups: dict[str, RankPartition]) -> None:
+        """Make groups, which stay as long as the plan does (send lock held)."""
+        self._groups[plan_id] = groups
+        self._pool.make_missing(groups)
 
     def limit_of(self, plan_id: int, default: float | None) -> tuple[float, str] | None:
         """Timeout and name of a plan, if its calls have a timeout."""
@@ -128,12 +138,18 @@ class Plans:
 
     def _forget(self, retired: Sequence[int]) -> None:
         dropped = [plan_id for plan_id in retired if plan_id in self.defined]
+        groups = self._used_by(dropped) - self._used_by(set(self._groups).difference(dropped))
         if dropped:
-            self._pool.tell(tuple(self._pool.workers), wire.FORGET, pack_ints(*dropped))
+            for name in groups:  # first: after Ctrl-C the workers may hold one that is not used
+                self._pool.groups.pop(name, None)
+            body = pickle.dumps((dropped, sorted(groups)))
+            self._pool.tell(tuple(self._pool.workers), wire.FORGET, body)
         for plan_id in dropped:
-            self.limited.pop(plan_id, None)
-            self._names.pop(plan_id, None)
-            self.defined.pop(plan_id, None)
+            for table in (self.limited, self._names, self._groups, self.defined):
+                table.pop(plan_id, None)
+
+    def _used_by(self, plans: Collection[int]) -> set[str]:
+        return {name for plan_id in plans for name in self._groups.get(plan_id, ())}
 
     def restore(self, new_ranks: Collection[int]) -> None:
         """Give new workers the plans of the old ones."""

@@ -95,7 +95,7 @@ class Pool:
         self._is_sending = held_here(self.send_lock)
         self.outbox = Outbox()
         self.seq = 0  # number of the last command; guarded by the send lock
-        self._groups: dict[str, RankPartition] = {}  # guarded by the send lock
+        self.groups: dict[str, RankPartition] = {}  # guarded by the send lock
         self._state_lock = threading.Lock()  # guards _supervisor; never taken by a caller
         self._supervisor = Supervisor(len(devices), phase=Phase.REBUILDING, epoch=1)
         self._verdict = self._supervisor.verdict()  # written by the monitor
@@ -248,13 +248,15 @@ class Pool:
         return self._progress.wait(seq, ranks, lambda: self.broken or self.losses.era is not era)
 
     def make_groups(self, groups: dict[str, RankPartition]) -> None:
-        for name, partition in groups.items():
-            if name not in self._groups:
-                self.in_order(self._make_group, name, partition)
+        if not groups.keys() <= self.groups.keys():
+            self.in_order(self.make_missing, groups)
 
-    def _make_group(self, name: str, partition: RankPartition) -> None:
-        self._groups[name] = partition
-        self.tell(tuple(self.workers), wire.GROUP, pickle.dumps((name, partition)))
+    def make_missing(self, groups: dict[str, RankPartition]) -> None:
+        """``make_groups`` with the send lock held."""
+        for name, partition in groups.items():
+            if name not in self.groups:
+                self.groups[name] = partition
+                self.tell(tuple(self.workers), wire.GROUP, pickle.dumps((name, partition)))
 
     # -- failure and repair ------------------------------------------------------------------------
 
@@ -444,7 +446,7 @@ class Pool:
                 self._drain_begin = math.inf
                 self._crew.empty_store()
                 with self.send_lock:
-                    body = pickle.dumps((epoch, self._groups))
+                    body = pickle.dumps((epoch, self.groups))
                     self.tell(tuple(self.workers), wire.REGROUP, body)
             case Announce(verdict=verdict):
                 self.losses.note(verdict, self._completed)

@@ -345,8 +345,10 @@ class _Worker:
             import_inductor()
 
     def forget(self, seq: int, length: int) -> None:
-        for plan_id in self.reader.body(length).cast("q").tolist():
+        plans, groups = pickle.loads(self.reader.body(length))
+        for plan_id in plans:
             self.plans.pop(plan_id, None)
+        self.groups.release(groups)
 
     def reply(self, seq: int, report: Any, values: Mapping[int, torch.Tensor] = _NOTHING) -> None:
         import cloudpickle
