@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from _launched import Raised, host, run_cases
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import torchpmap as tp
 from torchpmap import P
+from torchpmap._sharded import operations
 
 GRAPH = {"backend": "eager"}
 X = torch.arange(64.0).reshape(8, 8) - 20
@@ -281,6 +283,32 @@ def a_gradient_through_a_move():
     assert x.grad is not None
     assert x.grad.sharding.spec == P("x", "y")
     return whole(x.grad)
+
+
+# -- what each process does alone ------------------------------------------------------------------
+
+
+@expect([Raised("ValueError", "aten.normal_.default draws must be the same in all processes"), 0.0])
+def numbers_drawn_for_copies_of_a_block_are_equal():
+    x = tp.device_put(torch.zeros(4), tp.NamedSharding(grid(), P("x")))
+    torch.manual_seed(tp.process_index())
+    try:
+        drawn: Any = x.normal_()
+    except ValueError as error:
+        drawn = Raised("ValueError", str(error))
+    torch.manual_seed(0)
+    twins = tp.device_put(torch.zeros(4), tp.NamedSharding(grid(), P("x"))).normal_()
+    whole(twins)  # which looks at the block of this process
+    return [drawn, float(x.sum())]
+
+
+@expect(3.0)
+def operations_of_one_process_drop_none_of_all():
+    x = put(P("x"))[:, 0] * 2 + 1
+    with mock.patch.multiple(operations, _MAX_OPERATIONS=8, _MAX_NUMBERS=8):
+        for k in range(1, 20 if tp.process_index() == 0 else 2):
+            tp.device_put(torch.ones(k), tp.local_devices()[0]) * k
+        return float((x * 2 + 1 - 4 * put(P("x"))[:, 0]).mean())
 
 
 # -- derivatives -----------------------------------------------------------------------------------

@@ -66,8 +66,9 @@ def test_kept_plans_are_bounded(monkeypatch):
     for size in range(1, 40):
         values.flat.expand(size, 4)
         values.flat + size
-    assert len(operations._known.operations) <= 8
-    assert len(operations._known.numbers) <= 8
+    kept = operations._known[values.flat._handle.team]
+    assert len(kept.operations) <= 8
+    assert len(kept.numbers) <= 8
     assert wait_for(lambda: len(known) <= before + 8)
     torch.testing.assert_close((values.flat + 39).cpu(), HERE.flat + 39)
 
@@ -336,7 +337,7 @@ def test_operations_follow_the_settings_around_them(name, setting):
 def test_a_plan_per_settings(setting, monkeypatch):
     write, value, usual = SETTINGS[setting]
     rows = on_devices().rows
-    monkeypatch.setattr(operations, "_known", None)
+    monkeypatch.setattr(operations, "_known", {})
     calls = asked(monkeypatch)
     found = []
     for each in (usual, value, usual, value):

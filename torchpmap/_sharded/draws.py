@@ -14,7 +14,7 @@ import torch
 from torchpmap._layout.layout import Layout, general_layout
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.strides import strides_of_results
-from torchpmap._sharded.transfer import check_equal_everywhere, places_here, store
+from torchpmap._sharded.transfer import check_equal_everywhere, has_copies, places_here, store
 from torchpmap._sharded.views import Make, write
 
 _aten = torch.ops.aten
@@ -106,6 +106,6 @@ def send_again(layout: Layout, host: torch.Tensor, what: str) -> Handle:
     """Send a value that was computed in this process, or raise if several processes would hold
     copies that differ.
     """
-    if layout.is_replicated and len(places_here(layout)) < len(layout.devices):
+    if has_copies(layout) and len(places_here(layout)) < len(layout.devices):
         check_equal_everywhere({what: host}, layout.ranks)
     return store(layout, host)

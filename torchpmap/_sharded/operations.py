@@ -25,7 +25,7 @@ from torchpmap._base.ambient import ambient, keyed
 from torchpmap._base.errors import kind_of
 from torchpmap._base.torch_internals import autograd_node, in_backward, next_node_number
 from torchpmap._layout.layout import Layout
-from torchpmap._runtime.base import Handle, Runtime, Team
+from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.defining import define
 from torchpmap._sharded.arguments import Unsupported, facts_of
 from torchpmap._sharded.graphs import Blueprint, blueprint
@@ -62,10 +62,14 @@ class Operation:
 
 
 class _Known:
-    """The caches of one runtime."""
+    """The caches of one team.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+    What several processes hold has caches of its own: all processes must drop the same operations,
+    whatever each does with values of its own.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
         self.operations: dict[Hashable, Operation | None] = {}
         """None: known to need a gather.  Least recently used first."""
         self.numbers: dict[Hashable, Handle] = {}
@@ -76,19 +80,20 @@ class _Known:
         differentiated.  The gradient, an expanded value, gets the same layout.
         """
 
-    def number(self, team: Team, value: bool | int | float | complex) -> Handle:
+    def number(self, value: bool | int | float | complex) -> Handle:
         """A Python number on the devices."""
-        if self.runtime.scarred:  # a restarted worker may lack the number
+        if self.team.runtime.scarred:  # a restarted worker may lack the number
             self.numbers.clear()
-        key = (team, type(value), repr(value))
+        key = (type(value), repr(value))
         handle = self.numbers.get(key)
         if handle is None:
             tensor = torch.tensor(value, dtype=_DTYPES[type(value)], device="cpu")
-            handle = team.runtime.put(team, [tensor] * len(team.ranks))
+            handle = self.team.runtime.put(self.team, [tensor] * len(self.team.ranks))
         return _keep(self.numbers, key, handle, _MAX_NUMBERS)
 
 
-_known: _Known | None = None
+_known: dict[Team, _Known] = {}
+"""Of one runtime."""
 
 
 def _keep(kept: dict[Any, Any], key: Hashable, value: Any, most: int) -> Any:
@@ -102,11 +107,14 @@ def _keep(kept: dict[Any, Any], key: Hashable, value: Any, most: int) -> Any:
     return value
 
 
-def _known_of(runtime: Runtime) -> _Known:
-    global _known
-    if _known is None or _known.runtime is not runtime:
-        _known = _Known(runtime)
-    return _known
+def _known_of(team: Team) -> _Known:
+    known = _known.get(team)
+    if known is None:
+        with _keeping:
+            for other in [each for each in _known if each.runtime is not team.runtime]:
+                del _known[other]
+            known = _known.setdefault(team, _Known(team))
+    return known
 
 
 # -- the key of a call -----------------------------------------------------------------------------
@@ -173,8 +181,7 @@ def operation_for(
         named = tuple([scan.argument(*item) for item in kwargs.items()])
     except Unsupported:
         return None
-    runtime = _runtime_of(kind, scan.operands)
-    known = _known_of(runtime)
+    known = _known_of(_team_of(kind, scan.operands))
     prefer = _preferred(known, func, args, scan)
     key = (func, keyed(), parts, named, prefer)
     operation = known.operations.get(key, _UNKNOWN)
@@ -187,14 +194,17 @@ def operation_for(
     return None if operation is None else (operation, scan.operands)
 
 
-def _runtime_of(kind: Any, operands: Sequence[Any]) -> Runtime:
-    """The runtime that has all these values; raises if one of them is gone."""
-    (runtime, *others) = {x._handle.team.runtime for x in operands if type(x) is kind}
+def _team_of(kind: Any, operands: Sequence[Any]) -> Team:
+    """The team that has the first of these values, all of which one runtime has; raises if one of
+    them is gone.
+    """
+    teams = [x._handle.team for x in operands if type(x) is kind]
+    (runtime, *others) = {team.runtime for team in teams}
     if others or runtime.closed or runtime.scarred:
         for operand in operands:
             if type(operand) is kind:
                 operand._handle.team.runtime.check(operand._handle)
-    found: Runtime = runtime
+    found: Team = teams[0]
     return found
 
 
@@ -214,7 +224,7 @@ def _prepare(
         return None
     if made.checks_numbers:
         made.check_numbers(scan.operands)
-    team = known.runtime.team(made.definition.ranks)
+    team = known.team.runtime.team(made.definition.ranks)
     shapes = ", ".join(kind_of(layout.shape, layout.dtype) for layout in made.inputs if layout)
     definition = replace(
         made.definition, plan_id=next(_ids), ambient=ambient(), arguments=f"ShardedTensors {shapes}"
@@ -228,8 +238,7 @@ def _prepare(
 def start(operation: Operation, kind: Any, operands: Sequence[Any]) -> list[tuple[Layout, Handle]]:
     """Run an operation on the workers: layout and handle of every result; does not wait."""
     made, team = operation.blueprint, operation.team
-    runtime = team.runtime
-    known = _known_of(runtime)
+    known = _known_of(team)
     if made.checks_numbers:
         made.check_numbers(operands)
     if operation.spans:
@@ -239,13 +248,13 @@ def start(operation: Operation, kind: Any, operands: Sequence[Any]) -> list[tupl
         if type(operand) is kind:
             held.append(operand._handle)
         elif layout is None:
-            held.append(known.number(team, operand))
+            held.append(known.number(operand))
         else:
             held.append(store_on(team, layout, operand))
     if made.reduces and operands[0].requires_grad:
         layout = operands[0]._layout  # autograd has made the node before the operation runs
         _keep(known.reduced, (next_node_number() - 1, layout.shape), layout, _MAX_REDUCED)
-    outputs = runtime.execute(team, operation.id, held, len(made.outputs))
+    outputs = team.runtime.execute(team, operation.id, held, len(made.outputs))
     return list(zip(made.outputs, outputs, strict=True))
 
 
@@ -263,10 +272,10 @@ def _compare(known: _Known, operation: Operation, kind: Any, operands: Sequence[
         if type(operand) is kind:
             continue
         if layout is None:
-            key = ranks, type(operand), repr(operand)
+            key = type(operand), repr(operand)
             number = known.seen.get(key)
             if number is None:
-                number = number_of(repr(key[1:]).encode())
+                number = number_of(repr(key).encode())
                 unseen[f"{made.func}: the number that it is given"] = operand
             _keep(known.seen, key, number, _MAX_NUMBERS)
             numbers.append((operand, number))

@@ -68,6 +68,11 @@ def _blocks(layout: Layout) -> Iterable[tuple[int, tuple[slice, ...]]]:
     return found.values()
 
 
+def has_copies(layout: Layout) -> bool:
+    """Whether several devices hold one block."""
+    return len(layout.devices) > sum(1 for _ in _blocks(layout))
+
+
 def _fetch_into(handle: Handle, wanted: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
     """``Runtime.fetch`` into parts of tensors, which need not be contiguous."""
     requests = [
