@@ -165,16 +165,63 @@ def draws(x):
 @pytest.mark.parametrize("num_rows", [4, 8])
 def test_random_numbers_are_the_same_in_all_modes(num_rows):
     rows = torch.arange(2.0 * num_rows).reshape(num_rows, 2)
-    found = []
+    expected, *others = in_modes(draws, rows)
+    for found in others:
+        check(found, expected)
+    assert len(expected[2].flatten().unique()) == 6 * num_rows  # each step and row has its own
+
+
+def waits(x):
+    """How many draws it takes to get a number that is not below 0.5, and other draws until then."""
+
+    def step(state):
+        k, drawn = state
+        return k + 1, torch.where(torch.arange(30) == k, torch.rand(()), drawn)
+
+    return tp.while_loop(lambda s: (s[0] < 30) & (torch.rand(()) < 0.5), step, (0, torch.zeros(30)))
+
+
+def in_modes(f, rows):
+    """The results when compiled, uncompiled, and in this process."""
     for mode in (GRAPH, False):
         torch.manual_seed(3)
-        found.append(tp.pmap(draws, compile=mode)(rows))
+        yield tp.pmap(f, compile=mode)(rows)
     torch.manual_seed(3)
     with tp.debug.fake_pmap():
-        found.append(tp.pmap(draws)(rows))
-    check(found[0], found[1])
-    check(found[0], found[2])
-    assert len(found[0][2].flatten().unique()) == 6 * num_rows  # each step and row has its own
+        yield tp.pmap(f)(rows)
+
+
+def waits_in_vmaps(x):
+    return tp.vmap(lambda _: waits(x), randomness="different")(torch.zeros(8))
+
+
+@pytest.mark.parametrize("f", [waits, waits_in_vmaps])
+def test_a_test_that_draws_gets_a_number_of_its_own_in_each_step(f):
+    expected, *others = in_modes(lambda x: (*f(x), torch.rand(2)), torch.zeros(8))
+    for found in others:
+        check(found, expected)
+    count, drawn = expected[0].cpu().flatten(), expected[1].cpu().reshape(-1, 30)
+    assert 2 < len(count.unique()) < 20  # neither all the same, nor without an end
+    assert (drawn != 0).sum(-1).tolist() == count.tolist()
+    assert len(drawn[drawn != 0].unique()) == count.sum()
+
+
+SEEDED = {
+    "cond": lambda x: tp.cond(
+        x > 0, lambda: (torch.manual_seed(0), torch.rand(2))[1], lambda: torch.rand(2)
+    ),
+    "scan": lambda x: tp.scan(lambda c, _: (torch.manual_seed(0), (c, None))[1], x, length=3)[0],
+    "while_loop": lambda x: tp.while_loop(
+        lambda v: v < 3, lambda v: (torch.manual_seed(0), v + 1)[1], x
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [GRAPH, False])
+@pytest.mark.parametrize("name", SEEDED)
+def test_a_body_sets_no_seed(name, mode):
+    with pytest.raises(NotImplementedError, match=rf"manual_seed in the body of a .* \({name}\)"):
+        tp.pmap(SEEDED[name], compile=mode)(torch.ones(4))
 
 
 DEADLOCKS = {

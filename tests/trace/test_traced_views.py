@@ -416,7 +416,13 @@ def test_a_slice_of_another_length_runs_uncompiled() -> None:
         i.sub_(i)
         return x[i:stop].sum()
 
-    for f in (lambda x, i: x[i:].sum(), lambda x, i: x[i : i * 2].sum(), changed):
+    def changed_through_a_view(x: Any, i: Any) -> Any:
+        start = i + 1
+        i.view(()).sub_(i)
+        return x[start : i + 2].sum()
+
+    open_end, other = lambda x, i: x[i:].sum(), lambda x, i: x[i : i * 2].sum()
+    for f in (open_end, other, changed, changed_through_a_view):
         with pytest.warns(UserWarning, match="running without tracing"):
             got = tp.pmap(f, compile=EAGER)(X[:2], I[:2])
         torch.testing.assert_close(got.cpu(), stacked(f)[0][:2])

@@ -22,6 +22,7 @@ import torch
 from torchpmap._base.errors import write_in_body
 from torchpmap._base.refuse_writes import RefuseWrites
 from torchpmap._loops.trees import Tree
+from torchpmap.random._streams import in_body
 
 _repeated: ContextVar[bool] = ContextVar("torchpmap_repeated", default=False)
 
@@ -74,7 +75,8 @@ class Function:
             tree.build([private_leaf(x) for x in leaves])
             for tree, leaves in zip(self._trees, arguments, strict=True)
         ]
-        return self._fun(*values)
+        with in_body(self._name):
+            return self._fun(*values)
 
     def _refuse(self, tensor: torch.Tensor, operation: str) -> RuntimeError:
         self._refused = RuntimeError(write_in_body(self._name, tensor, operation))

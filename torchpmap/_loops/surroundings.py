@@ -51,8 +51,12 @@ class Surroundings:
         self._draws = 0 if self._streams is None else self._streams.draws
 
     @contextlib.contextmanager
-    def restored(self, step: torch.Tensor | None = None) -> Iterator[None]:
-        """``step``: the number of the step of a loop, on which random numbers depend."""
+    def restored(self, step: torch.Tensor | None = None, *, after: int = 0) -> Iterator[None]:
+        """
+        Args:
+            step: the number of the step of a loop, on which random numbers depend.
+            after: how many random numbers another part of the step has drawn before.
+        """
         with contextlib.ExitStack() as stack:
             stack.enter_context(axis_stack.bound_again(self._axes))
             stack.enter_context(applied(self._settings))
@@ -62,7 +66,7 @@ class Surroundings:
                 if not any(mode is other for other in active):
                     stack.enter_context(_pushed(mode))
             if self._streams is not None:
-                stack.enter_context(repeated(self._streams, self._draws, step))
+                stack.enter_context(repeated(self._streams, self._draws + after, step))
             yield
 
     @property

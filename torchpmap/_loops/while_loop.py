@@ -207,9 +207,9 @@ class _Loop:
     def body(self, carry: Sequence[torch.Tensor]) -> Tensors:
         return carried(self.name, self.tree, list(carry), self.first(carry))
 
-    def check_unused(self, carry: Tensors, around: Surroundings) -> None:
+    def check_unused(self, carry: Tensors, around: Surroundings, tested: int) -> None:
         """Raise what a body would raise that no step has run."""
-        with around.restored(torch.tensor(0)):
+        with around.restored(torch.tensor(0), after=tested):
             found = without_values(lambda: self.first(carry))
         self._body.raise_refused()
         if found is not None:
@@ -232,20 +232,25 @@ def _in_python(loop: _Loop, init: Parts) -> Tensors:
     carry = _with_weak_carry(loop, init, around)
     number = 0
     levels: frozenset[int] = frozenset()
+    went_on: torch.Tensor | None = None
     while True:
-        with axis_stack.parting(levels, loop.name):  # rows that are done test no more
-            goes_on = loop.test(carry)
+        # rows that are done test no more
+        with axis_stack.parting(levels, loop.name), around.step(number):
+            goes_on, tested = loop.test(carry), around.draws()
+        if levels and went_on is not None:  # a test that draws may be true once more
+            goes_on = goes_on & went_on
         carry = [varied(x, axes_of(goes_on)) for x in carry]
         if not bool(innermost(goes_on).any()):
             break
-        levels = batched_levels(goes_on)
-        with axis_stack.parting(levels, loop.name), around.restored(torch.tensor(number)):
+        levels, went_on = batched_levels(goes_on), goes_on
+        step = around.restored(torch.tensor(number), after=tested)
+        with axis_stack.parting(levels, loop.name), step:
             after = loop.body(carry)
         if levels:
             after = [torch.where(goes_on, new, old) for new, old in zip(after, carry, strict=True)]
         carry, number = after, number + 1
     if not number:
-        loop.check_unused(carry, around)
+        loop.check_unused(carry, around, tested)
     return list(_NoReverse.apply(loop.name, *carry)) if carry else carry
 
 
@@ -293,10 +298,14 @@ class _NoReverse(torch.autograd.Function):
 def _staged(loop: _Loop, init: Parts) -> Tensors:
     around = Surroundings()
 
+    tested = 0
+    """How many random numbers the test draws, in each step before the body."""
+
     def once(start: Tensors) -> tuple[Tensors, Tensors, int]:
+        nonlocal tested
         carry = _with_weak_carry(loop, replace(init, tensors=start), around)
         with around.restored(torch.tensor(0)):
-            deciding = axes_of(loop.test(carry))
+            deciding, tested = axes_of(loop.test(carry)), around.draws()
             after = [varied(x, deciding) for x in loop.body(carry)]
             return carry, after, around.draws()
 
@@ -310,8 +319,10 @@ def _staged(loop: _Loop, init: Parts) -> Tensors:
     num_constants, skipped = len(closures) + len(rows), len(counts)
 
     def test(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        numbers = tensors[num_constants : num_constants + skipped]
+
         def run() -> torch.Tensor:
-            with around.restored():
+            with around.restored(numbers[0] if skipped else None):
                 return loop.test(tensors[num_constants + skipped :])
 
         return with_closures(run, closures, tensors[: len(closures)])
@@ -320,7 +331,7 @@ def _staged(loop: _Loop, init: Parts) -> Tensors:
         numbers = tensors[num_constants : num_constants + skipped]
 
         def run() -> Tensors:
-            with around.restored(numbers[0] if skipped else None):
+            with around.restored(numbers[0] if skipped else None, after=tested):
                 return loop.body(tensors[num_constants + skipped :])
 
         after = with_closures(run, closures, tensors[: len(closures)])

@@ -9,11 +9,13 @@ import torch
 from torch.fx import Node
 
 from torchpmap._base.torch_internals import (
+    OpOverload,
     innermost,
     outside_transforms,
-    torch_function_off,
     tracing_mode,
+    written_values,
 )
+from torchpmap._trace.inner import storages
 
 _aten = torch.ops.aten
 _Sum = tuple[Counter[Any], int]
@@ -30,14 +32,31 @@ _MOST = 64
 def difference(a: torch.Tensor, b: torch.Tensor) -> int | None:
     """``a - b``; None if it is not known.  Both are integers without dims."""
     mode = tracing_mode()
-    with torch_function_off():
-        if mode is None or any(innermost(x)._version for x in (a, b)):  # it was written to
-            return None
-    sums = [_sum(_node(x, mode.tracer), _MOST) for x in (a, b)]
-    if sums[0] is None or sums[1] is None:
+    if mode is None:
         return None
-    factors, number = _added(sums[0], sums[1], -1)
-    return None if any(factors.values()) else number
+    met: set[Node] = set()
+    first, second = (_sum(_node(x, mode.tracer), _MOST, met) for x in (a, b))
+    if first is None or second is None:
+        return None
+    factors, number = _added(first, second, -1)
+    return None if any(factors.values()) or _are_written(met) else number
+
+
+def _are_written(nodes: set[Node]) -> bool:
+    """Whether the memory of any of the nodes is written to: its value depends on when it is read,
+    and there may be views of it.
+    """
+    held: set[int] = set().union(*map(storages, nodes))
+    unseen = set(nodes)
+    for node in reversed(next(iter(nodes)).graph.nodes) if nodes else ():
+        if isinstance(node.target, OpOverload):
+            written = written_values(node.target, node.args, node.kwargs)
+            if any(isinstance(x, Node) and not storages(x).isdisjoint(held) for x in written):
+                return True
+        unseen.discard(node)
+        if not unseen:
+            break
+    return False
 
 
 def _node(value: torch.Tensor, tracer: Any) -> Any:
@@ -50,22 +69,25 @@ def _node(value: torch.Tensor, tracer: Any) -> Any:
     return value if slot is None else slot.proxy.node
 
 
-def _sum(value: Any, most: int) -> _Sum | None:
-    """A value as a sum; None if it is too long, or no integer."""
+def _sum(value: Any, most: int, met: set[Node]) -> _Sum | None:
+    """A value as a sum; None if it is too long, or no integer.  Nodes that it follows are added to
+    ``met``.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return Counter(), value
     if isinstance(value, torch.Tensor):
         return Counter({id(value): 1}), 0
     if not isinstance(value, Node) or not most or not _is_integer(value):
         return None
-    return _parts(value, most - 1) or (Counter({value: 1}), 0)
+    met.add(value)
+    return _parts(value, most - 1, met) or (Counter({value: 1}), 0)
 
 
-def _parts(node: Node, most: int) -> _Sum | None:
+def _parts(node: Node, most: int, met: set[Node]) -> _Sum | None:
     """The sum that a node computes; None if it computes something else."""
     if node.target not in (*_SAME, *_ADDING, *_SUBTRACTED, _aten.mul.Tensor):
         return None
-    parts = [_sum(arg, most) for arg in node.args[:2]]
+    parts = [_sum(arg, most, met) for arg in node.args[:2]]
     first, second = parts[0], parts[-1]
     if first is None or second is None:
         return None

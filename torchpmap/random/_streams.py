@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -96,12 +97,23 @@ class Streams(TorchFunctionMode):
         self._randomness = randomness
         self.inside: list[tuple[torch.Tensor, str]] = []
         """Index and randomness of the inner mapped axes, which share the devices with this one."""
+        self.steps: list[torch.Tensor] = []
+        """The numbers of the steps of the loops around.  They may differ along a vmap, which is
+        none of the mapped axes.
+        """
         self.draws = 0
         self._seeds: list[tuple[int, int]] = []
         """(number of the first draw that it holds for, seed)"""
 
     def seed(self, seed: int) -> None:
         """From now on, numbers depend on this seed and not on the key of the call."""
+        if _body.get() is not None:
+            raise NotImplementedError(
+                f"at {users_line()}: torch.manual_seed in the body of a loop or branch "
+                f"({_body.get()}) of a mapped function: a body is traced once, and each step has "
+                "numbers of its own. Call it before the loop, or pass a key and draw with "
+                "torchpmap.random."
+            )
         self._seeds = [pair for pair in self._seeds if pair[0] < self.draws]  # a repeated part
         self._seeds.append((self.draws, seed))
 
@@ -180,9 +192,10 @@ class Streams(TorchFunctionMode):
         return filled(seed // _WORD % _WORD), filled(seed % _WORD), filled(self.draws - first)
 
     def _rows(self) -> Iterator[tuple[torch.Tensor | None, str]]:
-        """Index and randomness of this axis, of the inner ones, and of the vmaps inside."""
+        """Index and randomness of this axis, the inner ones, the loops, and the vmaps inside."""
         yield self._row, self._randomness
         yield from self.inside
+        yield from ((step, "different") for step in self.steps)
         yield from _vmapped_rows([self._row, *(row for row, _ in self.inside)])
 
     def vmapped_rows(self) -> Iterator[torch.Tensor]:
@@ -370,17 +383,30 @@ def within(row: torch.Tensor, randomness: str) -> Iterator[None]:
 
 
 @contextmanager
+def in_body(name: str) -> Iterator[None]:
+    """The block runs the body of a loop or branch, of this name, which may set no seed."""
+    token = _body.set(name)
+    try:
+        yield
+    finally:
+        _body.reset(token)
+
+
+_body: ContextVar[str | None] = ContextVar("torchpmap_body", default=None)
+
+
+@contextmanager
 def repeated(active: Streams, draws: int, step: torch.Tensor | None) -> Iterator[None]:
     """In the block, the numbers that come after the first ``draws`` draws, and depend on ``step``
     of a loop too.
     """
     before, active.draws = active.draws, draws
     if step is not None:
-        active.inside.append((step, "different"))
+        active.steps.append(step)
     try:
         with active:  # again: modes that were entered since then must see the keys
             yield
     finally:
         active.draws = max(before, active.draws)
         if step is not None:
-            active.inside.pop()
+            active.steps.pop()
