@@ -74,6 +74,7 @@ add_batch_dim = _functorch._add_batch_dim
 ENTRIES = ((eager_transforms, "_wrap_for_grad"), (functorch_vmap, "_add_batch_dim"))
 EXITS = ((eager_transforms, "_unwrap_for_grad"), (functorch_vmap, "_remove_batch_dim"))
 """(module, function) where tensors enter or leave a transform; ``_trace/capture`` replaces it."""
+VMAP = (functorch_vmap, "_flat_vmap")
 
 
 def depth() -> int:

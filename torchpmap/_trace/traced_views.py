@@ -14,7 +14,9 @@ vmaps go through them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -220,6 +222,34 @@ def in_lanes() -> Iterator[None]:
     if _current.get() is not None or not any(map(is_vmap, transforms())):
         yield
         return
+    with _followed():
+        yield
+
+
+def kept_equal(own: Callable[..., Any], is_active: Callable[[], bool]) -> Callable[..., Any]:
+    """What replaces torch's vmap of flat arguments: views at positions that differ by row are equal
+    to their bases in it, and when it ends.  ``is_active``: whether code of a mapped function calls
+    it.
+    """
+
+    @functools.wraps(own)
+    def flat_vmap(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not is_active():
+            return own(func, *args, **kwargs)
+
+        def settled(*rows: Any, **more: Any) -> Any:
+            found = func(*rows, **more)
+            settle(found)
+            return found
+
+        with nullcontext() if _current.get() is not None else _followed():
+            return own(settled, *args, **kwargs)
+
+    return flat_vmap
+
+
+@contextlib.contextmanager
+def _followed() -> Iterator[None]:
     views = TracedViews()
     with views.entered(), _CountWrites(views):
         yield

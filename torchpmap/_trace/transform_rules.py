@@ -36,6 +36,7 @@ from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
     OPDEFS,
     VF,
+    VMAP,
     CustomOpDef,
     FakeTensor,
     OpOverload,
@@ -43,6 +44,7 @@ from torchpmap._base.torch_internals import (
     at_depth,
     decompositions,
     depth,
+    function_modes,
     has_transforms,
     is_batched,
     is_vmap,
@@ -57,7 +59,7 @@ from torchpmap._trace.idioms import note_call
 from torchpmap._trace.indexing import traced_indexing
 from torchpmap._trace.remat import checkpoints_replaced
 from torchpmap._trace.seeds import seeds_replaced
-from torchpmap._trace.traced_views import traced_views
+from torchpmap._trace.traced_views import kept_equal, traced_views
 from torchpmap.random._streams import are_active
 
 
@@ -178,10 +180,15 @@ def _checked(own: Any) -> Any:
     return set_
 
 
+def _following_views(own: Any) -> Any:
+    return kept_equal(own, lambda: any(isinstance(x, TransformRules) for x in function_modes()))
+
+
 _REPLACED = (
     checkpoints_replaced,
     seeds_replaced,
     Replaced([Replacement(torch.Tensor, "set_", _checked)]),  # modes do not see it
+    Replaced([Replacement(*VMAP, _following_views)]),
 )
 
 _VALUELESS = frozenset(
