@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from _support import EAGER
+from torch.utils._pytree import tree_map
 
 import torchpmap as tp
 
@@ -25,6 +26,30 @@ def last(key: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
         return tp.fori_loop(0, 3, lambda i, s: s + x[key(i, i + 1)].sum() * (i + 1), x.sum() * 0)
 
     return f
+
+
+@pytest.mark.parametrize("mode", [EAGER, False])
+def test_a_body_reads_a_view_that_was_made_before_a_write(mode: Any) -> None:
+    """Rows that share a device, too: there the view is a copy, which no body may bring up to
+    date.
+    """
+
+    def f(x: Any, i: Any) -> Any:
+        v = x[i]
+        x.add_(1.0)
+        chosen = tp.cond(x.sum() > 0, lambda: v * 2, lambda: v)
+        done = tp.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, s[1] + v), (0, x[0]))
+        return chosen, done[1], tp.scan(lambda c, row: (c + v, row * v), x[0], x)
+
+    i = torch.tensor([1, 2])
+    v = torch.stack([X[0, 1], X[1, 2]]) + 1
+    first = X[:2, 0] + 1
+    expected = (v * 2, first + 2 * v, (first + 3 * v, (X[:2] + 1) * v[:, None]))
+    torch.testing.assert_close(
+        tree_map(lambda y: y.cpu(), tp.pmap(f, compile=mode)(X[:2], i)), expected
+    )
+    with tp.debug.fake_pmap():
+        torch.testing.assert_close(tp.pmap(f)(X[:2], i), expected)
 
 
 def written(key: Callable[[Any, Any], Any], value: Any) -> Callable[[Any], Any]:

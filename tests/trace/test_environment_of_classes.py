@@ -12,7 +12,10 @@ import types
 import numpy as np
 import pytest
 import torch
+from _follows import check_follows
 from _noticed import noticed
+
+import torchpmap as tp
 
 VALUE = 1
 
@@ -167,6 +170,9 @@ def test_modules_named_like_those_of_python(tmp_path, monkeypatch, name):
     for known in [known for known in sys.modules if known.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, known)
     monkeypatch.syspath_prepend(tmp_path)
+    for known in {package, name}:
+        monkeypatch.setitem(sys.modules, known, None)  # afterwards it is Python's again
+        del sys.modules[known]
     module = importlib.import_module(name)
     instance = module.Scale()
     assert noticed(lambda: module.RATE, lambda: setattr(module, "RATE", 2))
@@ -174,3 +180,66 @@ def test_modules_named_like_those_of_python(tmp_path, monkeypatch, name):
     assert noticed(module.scaled, lambda: setattr(module, "RATE", 4))
     assert noticed(lambda: instance.own, lambda: setattr(instance, "own", 2))
     assert noticed(lambda: instance.rate, lambda: setattr(module.Scale, "rate", 2))
+
+
+def test_functions_that_are_chosen_by_type():
+    @functools.singledispatch
+    def scale(value):
+        return 1
+
+    class Scale:
+        @functools.singledispatchmethod
+        def of(self, value):
+            return 1
+
+    instance = Scale()
+    assert noticed(lambda: scale(3), lambda: scale.register(int, lambda value: 2))
+    assert noticed(lambda: instance.of(3), lambda: Scale.of.register(int, lambda self, value: 2))
+
+
+@pytest.mark.usefixtures("pool")
+@pytest.mark.parametrize("change", ["bases", "metaclass", "less", "cached property"])
+def test_classes_that_the_workers_know_from_before(change, mode):
+    class Double(metaclass=Meta):
+        rate = 2.0
+
+    class One(type):
+        rate = 1.0
+
+    class Doubling(type):
+        rate = 2.0
+
+    class Parent(metaclass=Meta):
+        rate = 1.0
+
+    class Child(Parent):
+        @functools.cached_property
+        def cached(self):
+            return self.rate
+
+    class Other(metaclass=One):
+        pass
+
+    if change in ("less", "cached property"):
+        Child.rate = 1.0
+    if change == "less":
+        Parent.rate = 2.0
+    child = Child()
+
+    def f(x):
+        if change == "metaclass":
+            return x * Other.rate
+        return x * (child.cached if change == "cached property" else child.rate)
+
+    def apply(_):
+        if change == "bases":
+            Child.__bases__ = (Double,)
+        elif change == "metaclass":
+            Other.__class__ = Doubling
+        elif change == "less":
+            del Child.rate
+        else:
+            Child.rate = 2.0
+            child.__dict__.pop("cached", None)
+
+    check_follows(tp.pmap(f, compile=mode), apply, [2.0])

@@ -22,6 +22,7 @@ import torch
 from torchpmap._base.errors import write_in_body
 from torchpmap._base.refuse_writes import RefuseWrites
 from torchpmap._loops.trees import Tree
+from torchpmap._trace.traced_views import traced_views
 from torchpmap.random._streams import in_body
 
 _repeated: ContextVar[bool] = ContextVar("torchpmap_repeated", default=False)
@@ -65,6 +66,9 @@ class Function:
                 return self._run(arguments)
             finally:
                 _repeated.reset(token)
+        views = traced_views()
+        if views is not None:
+            views.refresh_all()  # the body may not, as that writes to what it closes over
         with RefuseWrites([], self._refuse):
             found = self._run(arguments)
         self._has_run = True

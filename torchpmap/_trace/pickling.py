@@ -12,6 +12,8 @@ function inside.
 
 from __future__ import annotations
 
+import abc
+import functools
 import hashlib
 import importlib
 import io
@@ -93,6 +95,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             # torch.backends.cuda and others, which cloudpickle would send by value
             return importlib.import_module, (obj.__name__,)
+        if type(obj) is functools.cached_property:  # it has a lock (Python 3.11)
+            return _cached, (obj.func, obj.attrname)
         if isinstance(obj, memoryview):
             return _viewed, _memory(obj)
         if isinstance(obj, torch.UntypedStorage):  # of uint16 and others, which its own cannot do
@@ -104,7 +108,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _same, (inner,)
         found = super().reducer_override(obj)
         if isinstance(obj, type) and type(found) is tuple and len(found) == 6:
-            return _with_registration(obj, found)
+            return _as_it_is(obj, found)
         return found
 
     def reads_grads(self, tensors: list[torch.Tensor]) -> bool:
@@ -233,27 +237,44 @@ def _inside(compiled: Any) -> Any:
         return None
 
 
-def _with_registration(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What cloudpickle makes of a class that it sends by value, and that the class is a node of
-    pytrees, if it is.  The functions of the node may mention the class, so they are set afterwards.
+def _as_it_is(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What cloudpickle makes of a class that it sends by value, and what it leaves out: bases and
+    metaclass of a class that the worker has from before, attributes that are gone, and whether the
+    class is a node of pytrees.  The functions of the node may mention the class, so they are set
+    afterwards.
     """
-    known = registration(kind)
-    if known is None:
-        return reduced
     *made, state, _, _, set_state = reduced
-    return *made, (set_state, state, known), None, None, _set_registered
+    described = type(kind), kind.__bases__, tuple(vars(kind))
+    return *made, (set_state, state, described, registration(kind)), None, None, _set_class
 
 
-def _set_registered(kind: type, state: tuple[Any, Any, Any]) -> None:
-    set_state, own, known = state
+def _set_class(kind: type, state: tuple[Any, Any, Any, Any]) -> None:
+    set_state, own, (metaclass, bases, names), known = state
+    if type(kind) is not metaclass:
+        kind.__class__ = metaclass
+    if kind.__bases__ != bases:
+        kind.__bases__ = bases
+    for name in vars(kind).keys() - names - _MADE_WITH_A_CLASS:
+        delattr(kind, name)
     set_state(kind, own)
-    register_again(kind, known)
+    if known is not None:
+        register_again(kind, known)
+
+
+_MADE_WITH_A_CLASS = frozenset(vars(abc.ABC)) | vars(type("Any", (), {})).keys()
 
 
 def _with_grad(make: Callable[..., torch.Tensor], args: Any, grad: Any) -> torch.Tensor:
     tensor = make(*args)
     tensor.grad = grad
     return tensor
+
+
+def _cached(fun: Callable[[Any], Any], name: str | None) -> functools.cached_property[Any]:
+    found = functools.cached_property(fun)
+    if name is not None:
+        found.__set_name__(object, name)
+    return found
 
 
 def _memory(view: memoryview) -> tuple[Any, ...]:

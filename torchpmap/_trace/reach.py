@@ -24,7 +24,7 @@ from torchpmap._trace.watched import Place, Watched, all_same, cell_contents, co
 
 MAX_FOLLOWED = 20_000
 _MISSING = object()
-_HOLDERS = ("types", "argparse", "collections", "torch.optim", "torch.distributions")
+_HOLDERS = ("types", "argparse", "collections", "functools", "torch.optim", "torch.distributions")
 """Foreign modules whose instances hold nothing but a user's values."""
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, frozenset, deque)
 _SIMPLE = bool | int | float | complex | str | bytes | None
@@ -227,7 +227,7 @@ class Walk:
         names = set(names_of(code))
         self.names |= names
         self.stores.add(code)
-        self._owners.append((vars(function), {"__wrapped__"}, set(), origin))
+        self._owners.append((vars(function), {"__wrapped__", "registry"}, set(), origin))
         if is_foreign(_module_of(function)):  # a wrapper of torch's around a user's function
             return
         known = function.__globals__
