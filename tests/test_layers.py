@@ -25,6 +25,7 @@ INTERNALS = "_base/torch_internals"
 NEAR_TORCH = {
     "_base/ambient": "the list of torch's settings: a getter and a setter of each",
     "_base/pytree": "torch.utils._pytree",
+    "_base/torch_groups": "process groups and their back ends",
     "_base/torch_versions": "what differs between versions",
     "_collectives/backend": "torch.ops._c10d_functional",
     "_trace/boxed": "code of fx and of Inductor that takes a list of arguments",

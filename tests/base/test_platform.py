@@ -24,7 +24,7 @@ from torchpmap._base.config import Config
 from torchpmap._base.devices import CUDA, PLATFORMS
 from torchpmap._base.errors import GroupLost
 from torchpmap._base.platform import Accelerator, Cuda, Owned, Platform, SharedCuda
-from torchpmap._base.torch_internals import group_named
+from torchpmap._base.torch_groups import group_named
 from torchpmap._runtime.groups import process_groups
 
 pytestmark = pytest.mark.cpu_only("it expects the kinds of devices as they are without settings")

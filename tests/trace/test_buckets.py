@@ -22,12 +22,7 @@ from torch._inductor.graph import GraphLowering
 import torchpmap as tp
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.platform import Accelerator, Platform
-from torchpmap._base.torch_internals import (
-    add_backend,
-    make_gloo,
-    register_group,
-    unregister_group,
-)
+from torchpmap._base.torch_groups import add_backend, make_gloo, register_group, unregister_group
 from torchpmap._layout.axis_stack import bind
 from torchpmap._trace import compile as _compile
 from torchpmap._trace.replication import Demand

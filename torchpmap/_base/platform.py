@@ -22,11 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from torchpmap._base.torch_internals import (
-    abort_nccl,
-    make_nccl,
-    was_forked_with,
-)
+from torchpmap._base.torch_groups import abort_nccl, make_nccl, was_forked_with
 
 _MAX_CPU_DEVICES = 8
 _BESIDE_BYTES = 1 << 18

@@ -6,6 +6,7 @@ except in these, which were checked with the same versions:
 
     _base/ambient          getters and setters of torch's settings; the caller's modes and hooks
     _base/pytree           torch.utils._pytree: what is a node of a tree
+    _base/torch_groups     process groups and their back ends
     _base/torch_versions   what differs between versions
     _collectives/backend   torch.ops._c10d_functional: the collectives
     _trace/boxed           graphs and artifacts of Inductor whose arguments are a list
@@ -29,26 +30,21 @@ read, these are used elsewhere: attributes of ``CustomOpDef`` (``_trace/custom_o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
 # torch loads these itself; functions import the modules that it does not (Dynamo, Inductor, DCP)
 from torch import _decomp, _ops
-from torch._C import _distributed_c10d
 from torch._functorch import autograd_function, eager_transforms, pyfunctorch
 from torch._functorch import vmap as functorch_vmap
 from torch._library import custom_ops, effects
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
-from torch.distributed import distributed_c10d
 from torch.utils import _python_dispatch
 
 Class = TypeVar("Class", bound=type)
@@ -253,6 +249,15 @@ FakeTensorMode = fake_tensor.FakeTensorMode
 outside_fake_mode = fake_tensor.unset_fake_temporarily
 """A block in which no ``FakeTensorMode`` is active."""
 
+
+def new_fake(
+    mode: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A ``FakeTensor`` of a mode; no other mode sees how it is made."""
+    with outside_modes(), torch_function_off():
+        return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
+
+
 new_wrapper = torch.Tensor._make_wrapper_subclass
 """Makes a tensor without memory; call it with positional arguments, as keywords cost 0.15 us."""
 
@@ -363,99 +368,6 @@ def written_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 _BATCH_NORMS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default)
-
-
-# -- process groups --------------------------------------------------------------------------------
-
-Work = dist._Work
-"""Base of what a collective returns, to be waited for."""
-
-default_store = distributed_c10d._get_default_store
-"""() -> the store of the group that ``torch.distributed.init_process_group`` has made."""
-
-group_named: Any = _distributed_c10d._resolve_process_group
-"""The group of this name, as operations in a graph find it."""
-
-
-def register_group(name: str, group: dist.ProcessGroup) -> None:
-    """Let operations find a group by a name.  (``new_group`` would choose the name itself.)"""
-    group._set_group_name(distributed_c10d.GroupName(name))
-    _distributed_c10d._register_process_group(distributed_c10d.GroupName(name), group)
-
-
-def unregister_group(name: str) -> None:
-    _distributed_c10d._unregister_process_group(distributed_c10d.GroupName(name))
-
-
-def make_gloo(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    address: str | None,
-    connecting: timedelta,
-    running: timedelta,
-) -> Any:
-    """Gloo between ``size`` processes, on the interface of an address (None: within a host), with
-    how long it waits while it connects, and in each collective.
-    """
-    kind: Any = dist.ProcessGroupGloo
-    options = kind._Options()
-    options._devices = [
-        kind.create_device(interface="lo")
-        if address is None
-        else kind.create_device(hostname=address)
-    ]
-    options._timeout = connecting
-    gloo = kind(store, rank, size, options)
-    gloo._set_default_timeout(running)
-    return gloo
-
-
-def was_forked_with(device: str) -> bool:
-    """Whether this process was forked from one that had initialised such devices."""
-    return bool(torch.get_device_module(device)._is_in_bad_fork())
-
-
-def make_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-def abort_nccl(group: dist.ProcessGroup, device: torch.device) -> None:
-    backend: Any = group._get_backend(device)
-    backend.abort()
-
-
-def add_backend(
-    group: dist.ProcessGroup, device: str, kind: str, backend: Any, *, is_default: bool
-) -> None:
-    """Let a group use ``backend`` for tensors of a kind of device."""
-    member = getattr(dist.ProcessGroup.BackendType, kind)
-    group._register_backend(torch.device(device), member, backend)
-    if is_default:
-        group._set_default_backend(member)
-
-
-_OPERATOR_FRAMES = frozenset(
-    call.__code__
-    for call in (OpOverload.__call__, OpOverload.redispatch, OpOverloadPacket.__call__)
-)
-"""Every operator is called in such a frame, by eager code, graphs and Inductor's code alike."""
-
-_CPP_COLLECTIVE = re.compile(r"aoti_torch_\w+?__c10d_functional_")
-
-
-def is_raised_by_collective(error: BaseException, frame: FrameType) -> bool:
-    """Whether a collective raised this in ``frame``, the innermost one of the traceback."""
-    if frame.f_code in _OPERATOR_FRAMES:
-        namespace, _, name = str(frame.f_locals["self"]).partition(".")
-        return namespace == "_c10d_functional" and (
-            issubclass(type(error), dist.DistError) or name.startswith("wait_tensor")
-        )
-    # Inductor's C++ (cpp_wrapper) names the operator
-    module = str(frame.f_globals.get("__name__"))
-    return module.startswith("torch._inductor.") and bool(_CPP_COLLECTIVE.match(str(error)))
 
 
 # -- Dynamo ----------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from typing import Literal
 import torch
 
 from torchpmap._base.devices import PLATFORMS
-from torchpmap._base.torch_internals import FakeTensor, fake_mode, group_named
+from torchpmap._base.torch_groups import group_named
+from torchpmap._base.torch_internals import FakeTensor, fake_mode
 from torchpmap._layout import axis_stack
 
 ReduceOp = Literal["sum", "max", "min"]

@@ -25,7 +25,7 @@ import torch
 
 from torchpmap._base.errors import CollectiveMismatch
 from torchpmap._base.sources import users_frames
-from torchpmap._base.torch_internals import group_named
+from torchpmap._base.torch_groups import group_named
 from torchpmap._collectives.backend import c10d
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import CollectiveSignature

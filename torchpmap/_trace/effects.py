@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from torchpmap._base.pytree import flatten
-from torchpmap._base.torch_internals import forward_level, group_named, keep_in_order
+from torchpmap._base.torch_groups import group_named
+from torchpmap._base.torch_internals import forward_level, keep_in_order
 from torchpmap._collectives import pbroadcast, pmax
 from torchpmap._collectives.backend import c10d
 from torchpmap._layout import axis_stack

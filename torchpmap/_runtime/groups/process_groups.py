@@ -34,7 +34,7 @@ from torchpmap._base.config import Config
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import GroupLost
-from torchpmap._base.torch_internals import (
+from torchpmap._base.torch_groups import (
     add_backend,
     is_raised_by_collective,
     make_gloo,

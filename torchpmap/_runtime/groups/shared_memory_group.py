@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from torchpmap._base.errors import CollectiveMismatch
-from torchpmap._base.torch_internals import Work
+from torchpmap._base.torch_groups import Work
 from torchpmap._runtime.groups.shared_memory import SLOT_BYTES, Meeting
 from torchpmap._runtime.wire import DTYPES
 

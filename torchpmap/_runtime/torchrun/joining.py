@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import CallTimeout
-from torchpmap._base.torch_internals import default_store
+from torchpmap._base.torch_groups import default_store
 from torchpmap._runtime.torchrun.agent import end_with_agent
 from torchpmap._runtime.torchrun.launcher import JobPlace
 from torchpmap._runtime.torchrun.store import JobStore
