@@ -9,6 +9,7 @@ import io
 import pytest
 import torch
 from _sharded_values import any_layout, numbers
+from _support import EAGER
 
 import torchpmap as tp
 
@@ -76,6 +77,25 @@ def test_a_write_by_address_is_reported():
     x[1] = 3  # the copy is of no use any more, and nothing was lost
     del x
     gc.collect()
+
+
+def test_a_copy_may_go_while_a_function_is_traced():
+    """There no memory can be read with functions of torch."""
+    x = tp.replicate(torch.zeros(3))
+    (ctypes.c_float * 3).from_address(x.data_ptr())[1] = 7
+    x.itself = x
+
+    def row(y):
+        gc.collect()
+        return y * y
+
+    gc.disable()  # so that it does not go before
+    try:
+        del x
+        with pytest.warns(UserWarning, match="of a copy, so the write is lost"):
+            assert tp.pmap(row, compile=EAGER)(torch.ones(2)).sum() == 2
+    finally:
+        gc.enable()
 
 
 def test_copies_are_listed_and_made_once():

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
+from torchpmap._base.storages import storage_of
 from torchpmap._base.torch_internals import (
     OpOverload,
     TorchDispatchMode,
     innermost,
-    torch_function_off,
     written_values,
 )
 from torchpmap._layout.axis_stack import Axis
@@ -76,12 +76,8 @@ def named(axes: Axes) -> str:
 
 
 def _memory(value: torch.Tensor) -> Any:
-    value = innermost(value)
-    with torch_function_off():  # no access of the user's
-        try:
-            return value.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse tensors have none
-            return value
+    storage = storage_of(value)
+    return innermost(value) if storage is None else storage
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:

@@ -30,8 +30,8 @@ class HostCopy:
     def __init__(self, handle: Handle, whole: torch.Tensor) -> None:
         self.handle = handle
         self.flat = whole.reshape(-1)
-        seen = _checksum(self.flat)
-        weakref.finalize(self, _check_unchanged, self.flat, seen).atexit = False
+        memory = bytes_of(self.flat)
+        weakref.finalize(self, _check_unchanged, memory, zlib.crc32(memory)).atexit = False
 
 
 def host_copy(tensor: Any) -> HostCopy:
@@ -54,12 +54,9 @@ def host_copy(tensor: Any) -> HostCopy:
     return copy
 
 
-def _checksum(flat: torch.Tensor) -> int:
-    return zlib.crc32(bytes_of(flat))
-
-
-def _check_unchanged(flat: torch.Tensor, seen: int) -> None:
-    if _checksum(flat) != seen:
+def _check_unchanged(memory: memoryview, seen: int) -> None:
+    """Runs wherever Python finds that a copy is unused, such as in a trace: so no torch here."""
+    if zlib.crc32(memory) != seen:
         warn(
             "the memory of a ShardedTensor was written to by its address (data_ptr(), "
             "untyped_storage()). That is the address of a copy, so the write is lost: the value is "

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.fx import Graph, Node
 
+from torchpmap._base.storages import storage_number
 from torchpmap._base.torch_internals import (
     OpOverload,
     innermost,
@@ -145,9 +146,9 @@ def varying_nodes(
 def _memory(node: Node, bases: Mapping[Node, Hashable]) -> Hashable:
     """The memory that a node's value is in: one of its own, unless it is a view."""
     value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse tensors have none
-            return int(value.untyped_storage()._cdata)
+    number = storage_number(value) if isinstance(value, torch.Tensor) else None
+    if number is not None:
+        return number
     if node.target is operator.getitem:
         return bases[node.all_input_nodes[0]]
     shared = _arguments(node, lambda argument: argument.alias_info is not None)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from torchpmap._base.torch_internals import innermost, is_vmap, torch_function_off, transforms
+from torchpmap._base.storages import storage_number
+from torchpmap._base.torch_internals import is_vmap, transforms
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +88,7 @@ def put(x: torch.Tensor, entries: Entries, value: torch.Tensor) -> None:
     value = value.to(view.dtype).expand(part)
     for k in numbers:
         value = value.unsqueeze(k)
-    if _is_same_memory(value, x):
+    if storage_number(value) == storage_number(x):
         value = value.clone()
     windows = [(k, entry) for k, entry in enumerate(kept) if isinstance(entry, Window)]
     if _in_vmaps():
@@ -125,9 +126,3 @@ def _in_front(
         for k, (_, window) in enumerate(windows)
     ]
     return tuple(places), [x.movedim(dims, front) for x in tensors]
-
-
-def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    with torch_function_off():
-        first, second = (innermost(x).untyped_storage()._cdata for x in (a, b))
-    return bool(first == second)

@@ -1,0 +1,26 @@
+"""Storages, by which tensors that lie in the same memory are known."""
+
+from __future__ import annotations
+
+import torch
+
+from torchpmap._base.torch_internals import innermost, torch_function_off
+
+
+def storage_of(value: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of the tensor below all transforms; None if it has none, as sparse ones.
+
+    The storage of a ShardedTensor has no memory: its method of the same name would fetch the value.
+    """
+    value = innermost(value)
+    with torch_function_off():  # no access of the user's
+        try:
+            return torch.Tensor.untyped_storage(value)
+        except (NotImplementedError, RuntimeError):
+            return None
+
+
+def storage_number(value: torch.Tensor) -> int | None:
+    """The number of its storage, which no other has while that one is alive."""
+    storage = storage_of(value)
+    return None if storage is None else int(storage._cdata)
