@@ -4,7 +4,9 @@ them, reads after a write to the whole, derivatives; ``one_hot``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -70,6 +72,73 @@ def test_writes_through_a_view(name: str) -> None:
         return x
 
     same(f)
+
+
+MODES: dict[str, tuple[Any, Any]] = {
+    "graph": (nullcontext, {"compile": EAGER}),
+    "uncompiled": (nullcontext, {"compile": False}),
+    "inline": (tp.debug.fake_pmap, {}),
+    "serial": (functools.partial(tp.debug.fake_pmap, serial=True), {}),
+}
+
+
+def in_vmap(f: Program, mode: str) -> Any:
+    """What the vmap of a program gives in a mapped function, for all rows."""
+    around, options = MODES[mode]
+    with around():
+        function = torch.func.vmap(f, randomness="different")
+        got = tp.pmap(function, **options)(X.reshape(2, 2, 3, 2), I.reshape(2, 2))
+    return torch.utils._pytree.tree_map(lambda x: x.cpu().flatten(0, 1), got)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_through_a_view_in_a_vmap(name: str, mode: str) -> None:
+    def f(x: Any, i: Any) -> Any:
+        x = x.clone()
+        WRITES[name](x, i)
+        return x
+
+    (want,) = stacked(f)
+    torch.testing.assert_close(in_vmap(f, mode), want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_view_that_leaves_a_vmap_is_read_again_and_then_alone(mode: str) -> None:
+    def f(x: Any, i: Any) -> Any:
+        row = x[i]
+        x.mul_(2.0)
+        return row, x
+
+    def g(x: Any, i: Any) -> Any:
+        rows, whole = torch.func.vmap(f)(x.clone(), i)
+        whole.zero_()
+        return rows
+
+    around, options = MODES[mode]
+    with around():
+        got = tp.pmap(g, **options)(X.reshape(2, 2, 3, 2), I.reshape(2, 2))
+    want, _ = stacked(f)
+    torch.testing.assert_close(got.cpu().flatten(0, 1), want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_views_beside_a_captured_tensor_on_the_devices(mode: str) -> None:
+    """It has no memory here, and none of it is fetched."""
+    captured = tp.replicate(torch.ones(2))
+
+    def f(x: Any, i: Any) -> Any:
+        row = x[i]
+        row += captured
+        return x + captured
+
+    around, options = MODES[mode]
+    with around(), tp.debug.report_gathers() as gathers:
+        got = tp.pmap(f, **options)(X[:2].clone(), I[:2])
+    assert not [gather for gather in gathers if gather.name == "memory"]
+    want = X[:2].clone()
+    want[range(2), I[:2]] += 1
+    torch.testing.assert_close(got.cpu(), want + 1)
 
 
 def test_writes_by_functions_that_take_where_to_write() -> None:

@@ -1,4 +1,6 @@
-"""What two traced integers differ by, if that is the same number in every run."""
+"""What two integers differ by, if that is the same number in every run of a traced function, or in
+every row of a vmap where nothing is traced.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ from torch.fx import Node
 
 from torchpmap._base.torch_internals import (
     OpOverload,
+    fake_mode,
     innermost,
     outside_transforms,
+    torch_function_off,
     tracing_mode,
     written_values,
 )
@@ -33,13 +37,23 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> int | None:
     """``a - b``; None if it is not known.  Both are integers without dims."""
     mode = tracing_mode()
     if mode is None:
-        return None
+        return _difference_of_rows(a, b)
     met: set[Node] = set()
     first, second = (_sum(_node(x, mode.tracer), _MOST, met) for x in (a, b))
     if first is None or second is None:
         return None
     factors, number = _added(first, second, -1)
     return None if any(factors.values()) or _are_written(met) else number
+
+
+def _difference_of_rows(a: torch.Tensor, b: torch.Tensor) -> int | None:
+    if fake_mode() is not None:
+        return None
+    with torch_function_off():
+        rows = innermost(a.long() - b.long())
+        with outside_transforms():
+            found = set(rows.flatten().tolist())
+    return found.pop() if len(found) == 1 else None
 
 
 def _are_written(nodes: set[Node]) -> bool:

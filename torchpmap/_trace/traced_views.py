@@ -25,12 +25,14 @@ import torch
 
 from torchpmap._base.pytree import tree_leaves
 from torchpmap._base.sources import users_line
+from torchpmap._base.storages import storage_number
 from torchpmap._base.torch_internals import (
     OpOverload,
     TorchDispatchMode,
     at_depth,
     depth,
     innermost,
+    is_batched,
     is_vmap,
     torch_function_off,
     tracing_mode,
@@ -97,6 +99,12 @@ class TracedViews:
                 *(writes, depth(), _tracer(), users_line()),
             )
         return copy
+
+    def forget(self, rows: Any) -> None:
+        """Let copies stand for themselves: a vmap stacks its rows, so its results are no views."""
+        for value in tree_leaves(rows):
+            if isinstance(value, torch.Tensor) and is_batched(value):
+                self._views.pop(_storage(value) or 0, None)
 
     def has(self, base: torch.Tensor, key: Any, value: Any) -> bool:
         """Whether ``value`` is ``base[key]`` itself, as in ``base[key] += 1``."""
@@ -239,7 +247,9 @@ def kept_equal(own: Callable[..., Any], is_active: Callable[[], bool]) -> Callab
 
         def settled(*rows: Any, **more: Any) -> Any:
             found = func(*rows, **more)
-            settle(found)
+            views = settle(found)
+            if views is not None:
+                views.forget(found)
             return found
 
         with nullcontext() if _current.get() is not None else _followed():
@@ -255,11 +265,12 @@ def _followed() -> Iterator[None]:
         yield
 
 
-def settle(values: Any) -> None:
+def settle(values: Any) -> TracedViews | None:
     """Bring up to date what a function returns, or takes without a function of torch."""
     views = _current.get()
     if views is not None:
         views.before_call(values)
+    return views
 
 
 def traced_views() -> TracedViews | None:
@@ -279,8 +290,4 @@ def _versions(key: Any) -> list[int]:
 
 
 def _storage(value: Any) -> int | None:
-    value = innermost(value)
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    with torch_function_off():
-        return value.untyped_storage()._cdata
+    return storage_number(value) if isinstance(value, torch.Tensor) else None
