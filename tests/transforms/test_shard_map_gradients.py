@@ -204,6 +204,25 @@ def test_without_a_trace_a_branch_of_some_devices_takes_operands() -> None:
         run(tp.grad(loss), "python", W, X)
 
 
+def test_a_derivative_within_a_branch_of_some_devices(way: str) -> None:
+    def cube(x: torch.Tensor, w: torch.Tensor) -> Any:
+        slope = tp.cond(
+            x[0] > 2.5,
+            lambda: torch.func.hessian(lambda w: w**3)(w),
+            lambda: tp.grad(lambda w: w**3)(w),
+        )
+        return slope[None]
+
+    def product(x: torch.Tensor, w: torch.Tensor) -> Any:
+        branch = tp.grad(lambda w: w * x[0])
+        return tp.cond(x[0] > 2.5, lambda: branch(w), lambda: w * 1)[None]
+
+    found = run(lambda w, x: cube(x, w), way, W, X, out=P("x"))
+    assert found.tolist() == [6 * W if x > 2.5 else 3 * W**2 for x in X]
+    with pytest.raises(ValueError, match=r"the predicate (of cond varies|may differ) along"):
+        run(lambda w, x: product(x, w), way, W, X, out=P("x"))
+
+
 def test_the_mean_over_an_axis(way: str) -> None:
     def slopes(w: torch.Tensor, x: torch.Tensor) -> Any:
         own = tp.value_and_grad(lambda w: (w * x).sum(), mean_over="x")(w)

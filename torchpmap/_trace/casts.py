@@ -19,7 +19,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -31,17 +31,18 @@ from torchpmap._base.torch_internals import (
     BACKWARD,
     OpOverload,
     custom_function_call,
+    depth,
     forward_level,
     function_modes,
     is_vmap_wrapper,
     layers,
+    level_of,
     set_forward_grad,
     torch_function_off,
     written_values,
 )
 from torchpmap._collectives.groups import summed, varied
 from torchpmap._collectives.varying import (
-    NONE,
     Axes,
     Tracking,
     axes_of,
@@ -93,27 +94,40 @@ def must_vary(axes: Axes, name: str) -> Iterator[None]:
     if not axes:
         yield
         return
-    token = _must_vary.set((axes | _must_vary.get()[0], name))
+    token = _branches.set((*_branches.get(), _Branch(axes, name, depth())))
     try:
         yield
     finally:
-        _must_vary.reset(token)
+        _branches.reset(token)
 
 
-_must_vary: ContextVar[tuple[Axes, str]] = ContextVar("torchpmap_must_vary", default=(NONE, ""))
+class _Branch(NamedTuple):
+    """A branch that devices along some axes may not take."""
+
+    axes: Axes
+    name: str
+    depth: int
+    """How many transforms are around it."""
+
+
+_branches: ContextVar[tuple[_Branch, ...]] = ContextVar("torchpmap_branches", default=())
+"""Those that this thread is in."""
 
 
 def _refuse_shared(tensors: Sequence[torch.Tensor]) -> None:
-    required, name = _must_vary.get()
-    for x in tensors:
-        lacking = required - axes_of(x)
-        if lacking and _is_differentiated(_substituted(x)):
-            raise ValueError(
-                f"at {users_line()}: the predicate of {name} varies along {named(lacking)}, but "
-                "the branch uses a tensor from outside that does not, and whose gradient is "
-                f"wanted. Pass it to {name} as an operand, or cast it before: "
-                f"x = tp.pcast(x, {_names(lacking)}, to='varying')."
-            )
+    for branch in _branches.get():
+        met = branch.axes & union(tensors)
+        for x in tensors:
+            lacking = branch.axes - axes_of(x)
+            # a derivative taken in the branch is summed over the axes of what its tensor meets
+            outermost = None if lacking & met else branch.depth
+            if lacking and _has_gradient(_substituted(x), outermost):
+                raise ValueError(
+                    f"at {users_line()}: the predicate of {branch.name} varies along "
+                    f"{named(lacking)}, but the branch uses a tensor from outside that does not, "
+                    f"and whose gradient is wanted. Pass it to {branch.name} as an operand, or "
+                    f"cast it before: x = tp.pcast(x, {_names(lacking)}, to='varying')."
+                )
 
 
 class Casts(TorchFunctionMode):
@@ -135,8 +149,7 @@ class Casts(TorchFunctionMode):
             return result
         if func not in _TAKEN_AS_THEY_ARE:
             tensors = list(tensors_in([*args, *kwargs.values()]))
-            if _must_vary.get()[0]:
-                _refuse_shared(tensors)
+            _refuse_shared(tensors)
             if len(tensors) > 1:
                 axes = union(tensors)
                 if axes and any(axes_of(x) != axes for x in tensors):
@@ -191,10 +204,16 @@ _IN_PLACE = tuple(
 )
 
 
-def _has_gradient(x: torch.Tensor) -> bool:
-    """Whether autograd, or a transform at any level, records what becomes of a value."""
+def _has_gradient(x: torch.Tensor, outermost: int | None = None) -> bool:
+    """Whether autograd, or a transform at any level, records what becomes of a value; or one of the
+    ``outermost`` levels.
+    """
     with torch_function_off():  # no access of the user's
-        return any(each.requires_grad for each in layers(x) if not is_vmap_wrapper(each))
+        return any(
+            each.requires_grad
+            for each in layers(x)
+            if not is_vmap_wrapper(each) and (outermost is None or level_of(each) <= outermost)
+        )
 
 
 def _is_differentiated(x: torch.Tensor) -> bool:
