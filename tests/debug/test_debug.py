@@ -408,6 +408,29 @@ def test_rows_are_plain_python(serial):
     assert [r.tolist() for r in results[1:]] == [[0.0, 1.0, 2.0, 3.0], [7] * 4, [0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda x: tp.psum(x, "i"),
+        lambda x: tp.pmax(x, "i"),
+        lambda x: tp.all_gather(x, "i"),
+        lambda x: tp.psum_scatter(x, "i", tiled=True),
+        lambda x: tp.all_to_all(x, "i", 0, 0, tiled=True),
+        lambda x: tp.ppermute(x, "i", [(k, (k + 1) % 4) for k in range(4)]),
+    ],
+)
+def test_a_row_may_write_to_what_it_has_sent(collective):
+    def f(x):
+        y = collective(x)
+        x.add_(100)
+        return y
+
+    with tp.debug.fake_pmap(serial=True):
+        got = tp.pmap(f, "i")(torch.arange(16.0).reshape(4, 4))
+    want = tp.vmap(collective, axis_name="i")(torch.arange(16.0).reshape(4, 4))
+    torch.testing.assert_close(got, want)
+
+
 def test_rows_run_in_order_between_collectives(serial):
     events = []
 

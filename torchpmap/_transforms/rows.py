@@ -245,7 +245,8 @@ class _Collectives(TorchDispatchMode):
         place = self.meeting.members(self._row, group).index(self._row)
         name = func._schema.name.partition("::")[2]
         what = f"{name} {' '.join(map(str, how))} of {kind_of(value.shape, value.dtype)}"
-        operands = self._exchange(group, what, value)
+        # a copy: this row may write to its operand before another row reads it
+        operands = self._exchange(group, what, value.clone())
         return _MEANINGS[func](operands, place, *how)
 
     def _exchange(self, group: str, what: str, value: Any) -> list[Any]:
