@@ -116,6 +116,39 @@ def test_a_returned_closure_from_outside(f: Any, mode: Any, lanes: int) -> None:
     check(jvp(mapped, (rows,), (rows,)), tuple(map(torch.stack, zip(*pushed, strict=True))))
 
 
+def whole_numbers(x: Any) -> Any:
+    """Branches and a loop whose results have no tangents."""
+    n = tp.cond(x.sum() > 0, lambda y: (y > 0).sum(), lambda y: (y < 0).sum(), x)
+    n = n + tp.fori_loop(0, 2, lambda i, c: c + (x > i).sum(), torch.tensor(0))
+    return x * n
+
+
+@pytest.mark.parametrize("mode", [GRAPH, False])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_tangents_beside_whole_numbers(mode: Any, lanes: int) -> None:
+    rows = torch.stack([X, -X, X * 0.6, X + 1] * lanes)
+    inside = tp.pmap(lambda x: jvp(whole_numbers, (x,), (x,)), compile=mode)
+    pushed = [jvp(whole_numbers, (row,), (row,)) for row in rows]
+    check(inside(rows), tuple(map(torch.stack, zip(*pushed, strict=True))))
+
+
+@pytest.mark.parametrize("mode", [GRAPH, False])
+def test_a_loop_in_a_branch_of_some_devices(mode: Any) -> None:
+    """Of which values vary is followed, and the loop closes over a tensor from outside."""
+    count, rows = torch.tensor(3), torch.tensor([1.0, 2.0])
+
+    def until(x: Any) -> Any:
+        test = lambda state: state[0] < count  # noqa: E731
+        return tp.while_loop(test, lambda s: (s[0] + 1, s[1] * 2), (torch.tensor(0), x))[1]
+
+    mesh = tp.make_mesh((2,), ("i",))
+    specs = {"in_specs": tp.P("i"), "out_specs": tp.P("i")}
+    mapped = tp.shard_map(
+        lambda x: tp.cond(x[0] % 2 == 0, until, torch.neg, x), mesh=mesh, compile=mode, **specs
+    )
+    assert mapped(rows).tolist() == [-1, 16]
+
+
 def scan_in_scan(x: Any) -> Any:
     def inner(d: Any, _: Any) -> Any:
         return d * 0.75 + x.sin() * 0.25, None

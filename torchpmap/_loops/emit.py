@@ -26,12 +26,11 @@ from torchpmap._base.errors import lost_write
 from torchpmap._base.pytree import tree_map
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
-    FakeTensor,
     TorchDispatchMode,
     dispatch_modes,
     fake_mode,
     is_wrapped,
-    outside_modes,
+    new_fake,
     outside_transforms,
     trace_inside,
     tracing_mode,
@@ -60,9 +59,7 @@ def kinds_of(tensors: Tensors) -> list[Kind]:
 
 
 def fake(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    mode = fake_mode()
-    with outside_modes():
-        return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
+    return new_fake(fake_mode(), shape, dtype, device)
 
 
 # -- the body --------------------------------------------------------------------------------------

@@ -160,11 +160,12 @@ def push(
 
     def function(*xs: torch.Tensor) -> Any:
         results = body(_replaced(tensors, given, xs))
-        return tuple(x for x in results if is_inexact(x)), tuple(results)
+        # torch wants a result that has a tangent: the first argument is one
+        return (xs[0], *(x for x in results if is_inexact(x))), tuple(results)
 
     primals = tuple(tensors[k] for k in given)
     pushed: Any = torch.func.jvp(function, primals, tuple(tangents), has_aux=True)
-    values, derivatives, results = pushed
+    (_, *values), (_, *derivatives), results = pushed
     # under vmap, torch (2.13) gives x + 0.5 of a number x a tangent of float64
     typed = [t.to(x.dtype) for x, t in zip(values, derivatives, strict=True)]
     return list(results), typed

@@ -155,7 +155,7 @@ class _Found(Substitute):
             return False  # what is inside has been here before
         value = innermost(tensor)
         if not isinstance(value, FakeTensor):
-            return True
+            return not value.is_meta  # torch makes fakes of these; the user's are refused later
         slot = self._slot(value, self._tracer, None)
         node = None if slot is None else slot.proxy.node
         # what the graph reads from outside becomes a new placeholder

@@ -25,9 +25,9 @@ from torchpmap._base.ambient import Ambient, applied, for_graph, running_under
 from torchpmap._base.devices import PLATFORMS, usable_cores
 from torchpmap._base.imports import uncollected
 from torchpmap._base.torch_internals import (
-    FakeTensor,
     FakeTensorMode,
     OpOverload,
+    new_fake,
 )
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._layout.axis_stack import is_group_name
@@ -289,10 +289,7 @@ def _fakes(kinds: Sequence[Kind], device: torch.device) -> tuple[FakeTensorMode,
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    return mode, [
-        FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
-        for shape, dtype in kinds
-    ]
+    return mode, [new_fake(mode, shape, dtype, device) for shape, dtype in kinds]
 
 
 def _refuse_effects_inside(graph: torch.fx.GraphModule, backend: Backend) -> None:

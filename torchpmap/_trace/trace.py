@@ -35,7 +35,6 @@ from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.sources import is_users, line, users_line
 from torchpmap._base.torch_errors import needs_a_value
 from torchpmap._base.torch_internals import (
-    FakeTensor,
     FakeTensorMode,
     depth,
     forward_level,
@@ -43,9 +42,8 @@ from torchpmap._base.torch_internals import (
     is_wrapped,
     level_of,
     nested_jvp,
-    outside_modes,
+    new_fake,
     outside_transforms,
-    torch_function_off,
 )
 from torchpmap._base.torch_versions import no_device_init
 from torchpmap._layout.axis_stack import Axis, Partition, peers, subgroup_name
@@ -210,7 +208,7 @@ def trace(
         return name
 
     record = Record()
-    capture = Capture(fake_mode, functools.partial(_fake, fake_mode), device)
+    capture = Capture(fake_mode, functools.partial(new_fake, fake_mode), device)
 
     def flat(index: torch.Tensor, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
@@ -248,8 +246,8 @@ def trace(
         stack.enter_context(generator_kept())
         stack.enter_context(_no_transforms())
         stack.enter_context(_ambient(device))
-        arguments = [_fake(fake_mode, (), torch.int64, device)]
-        arguments += [_fake(fake_mode, i.shape, i.dtype, device) for i in inputs]
+        arguments = [new_fake(fake_mode, (), torch.int64, device)]
+        arguments += [new_fake(fake_mode, i.shape, i.dtype, device) for i in inputs]
         stack.enter_context(fake_mode)
         leftover = stack.enter_context(clean_grads(capture))
         stack.enter_context(whole())
@@ -304,14 +302,6 @@ def trace(
             traced = replace(traced, loops=in_chunks(graph, loops))
         finish_graph(module)
     return traced
-
-
-def _fake(
-    mode: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    with outside_modes(), torch_function_off():  # it is memory of no row
-        meta = torch.empty(shape, dtype=dtype, device="meta")
-        return FakeTensor(mode, meta, device)
 
 
 def _finish(block: torch.Tensor, given: set[int]) -> torch.Tensor:
