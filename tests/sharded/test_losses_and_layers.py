@@ -308,12 +308,19 @@ def test_the_derivative_of_an_lstm_that_gathers():
     close(module.weight_hh_l0.grad, plain.weight_hh_l0.grad)
 
 
+NORMS = {
+    "layer": lambda affine: nn.LayerNorm(6, elementwise_affine=affine),
+    "group": lambda affine: nn.GroupNorm(5, 5, affine=affine),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 @pytest.mark.parametrize("of_parameters", [torch.float32, torch.bfloat16, torch.float16, None])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_layer_norm_in_half_precision_stays_on_the_devices(dtype, of_parameters):
+def test_norms_in_half_precision_stay_on_the_devices(dtype, of_parameters, norm):
     if of_parameters not in (torch.float32, None, dtype):
         pytest.skip("torch mixes no two half precisions")
-    plain = nn.LayerNorm(6, elementwise_affine=of_parameters is not None)
+    plain = norm(of_parameters is not None)
     if of_parameters is not None:
         plain = plain.to(of_parameters)
 

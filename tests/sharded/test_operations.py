@@ -343,3 +343,9 @@ def test_batch_norms_that_do_not_train():
 
 def close(result, expected):
     torch.testing.assert_close(result.detach().cpu(), expected.detach())
+
+
+def test_blocks_that_a_kernel_refuses_are_gathered():
+    x = torch.arange(4.0).to(torch.float8_e4m3fn)  # whose products of one number torch refuses
+    product = tp.device_put(x, tp.devices()) * tp.device_put(x, tp.devices())
+    assert product.cpu().float().tolist() == [0, 1, 4, 9]

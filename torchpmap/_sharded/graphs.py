@@ -116,14 +116,18 @@ def blueprint(
     if has_unforeseen_results(func, named, operands, present[0]):
         raise Unsupported
     trial = tried(func, arguments, operands)
-    if present[0].devices[0].platform == "cpu" and is_refused_here(func, arguments, operands):
+    on_cpu = present[0].devices[0].platform == "cpu"
+    if on_cpu and is_refused_here(func, arguments, operands):
         raise Unsupported  # torch's error comes from the operation on the host
     call = _described(func, arguments, trial, layouts, grid)
     wish = grid.cut_of(prefer) if prefer and prefer.sharding.mesh in grid.meshes else ()
     placement = placement_of(call, rule_of(func), wish)
     if placement is None or (any(placement.combine) and not trial.makes_new):
         raise Unsupported
-    return _Drawing(func, arguments, operands, layouts, trial, call, placement, grid).finished()
+    drawing = _Drawing(func, arguments, operands, layouts, trial, call, placement, grid)
+    if on_cpu and drawing.refuses_blocks():
+        raise Unsupported
+    return drawing.finished()
 
 
 def _described(
@@ -284,14 +288,24 @@ class _Drawing:
         """Whether putting a result together takes communication."""
         return how.kind != "equal" and self.grid.parts(how.over) > 1
 
-    def _check_blocks(self) -> None:
-        func, arguments = self._block_call()
-        blocks = [
+    def refuses_blocks(self) -> bool:
+        """Whether the kernel of CPUs refuses what it takes as a whole: some refuse one element."""
+        try:
+            return is_refused_here(*self._block_call(), self._meta_blocks())
+        except Exception:
+            return True
+
+    def _meta_blocks(self) -> list[Any]:
+        return [
             meta(self._block_shape(value.shape, self.placement.operands[k]), value.dtype)
             if isinstance(value, torch.Tensor)
             else value
             for k, value in enumerate(self.trial.values)
         ]
+
+    def _check_blocks(self) -> None:
+        func, arguments = self._block_call()
+        blocks = self._meta_blocks()
         try:
             made = masked(on_meta(func, arguments, blocks), arguments)
         except Exception as error:

@@ -174,13 +174,17 @@ def _mean_loss_backward(name: str) -> Callable[..., Any]:
 
 
 def _group_norm(size: int, group: str, x: Any, weight: Any, bias: Any, n: int, *rest: Any) -> Any:
-    return _aten.native_group_norm(x, weight, bias, x.shape[0], *rest)
+    y, *statistics = _aten.native_group_norm(x, weight, bias, x.shape[0], *rest)
+    # the CPU's kernel takes parameters of another dtype; meta tensors do not say what it then gives
+    like = next((value for value in (weight, bias) if value is not None), x)
+    return y, *(value.to(like.dtype) for value in statistics)
 
 
 def _group_norm_backward(
     size: int, group: str, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, n: int, *rest: Any
 ) -> Any:
-    return _aten.native_group_norm_backward(grad, x, mean, rstd, weight, x.shape[0], *rest)
+    found = _aten.native_group_norm_backward(grad, x, mean, rstd, weight, x.shape[0], *rest)
+    return None if found[0] is None else found[0].to(x.dtype), *found[1:]
 
 
 # -- layer norm ------------------------------------------------------------------------------------
