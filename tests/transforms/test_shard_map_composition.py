@@ -160,6 +160,44 @@ def test_rule_27_gradients_inside_the_outer_map(mesh: tp.Mesh, mode: Any) -> Non
     assert call(X).tolist() == (2 * X).tolist()
 
 
+def half_layer(h: torch.Tensor, w: torch.Tensor) -> Any:
+    """[2, 4] per device along "x" -> the same: a sum over "y", twice."""
+    inner = tp.shard_map(
+        lambda w, h: tp.psum((h @ w).sin(), "y"),
+        in_specs=(P("y"), P(None, "y")),
+        out_specs=P(),
+        axis_names={"y"},
+    )
+    return inner(w, h)
+
+
+def whole_layer(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (h[:, :2] @ w[:2]).sin() + (h[:, 2:] @ w[2:]).sin()
+
+
+REPEATS: dict[str, Callable[[Any, Fun, Any, Any], Any]] = {
+    "two calls": lambda tp, layer, a, w: layer(layer(a, w), w),
+    "a scan": lambda tp, layer, a, w: tp.scan(lambda h, _: (layer(h, w), None), a, None, 2)[0],
+    "a branch": lambda tp, layer, a, w: layer(
+        tp.cond(w.sum() > -99, lambda a: layer(a, w), lambda a: a * w[0], a), w
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_rule_27_derivatives_of_several_maps_in_a_map(mesh: tp.Mesh, mode: Any, name: str) -> None:
+    def f(a: torch.Tensor, w: torch.Tensor) -> Any:
+        return REPEATS[name](tp, half_layer, a, w)
+
+    call = mapped(f, mesh, (P("x"), P()), P("x"), axis_names={"x"}, compile=mode)
+    a, w = X / 16, X.T / 16 - 0.2
+    found = torch.func.grad(lambda a, w: call(a, w).square().sum(), argnums=(0, 1))(a, w)
+    expected = torch.func.grad(
+        lambda a, w: whole_layer(whole_layer(a, w), w).square().sum(), argnums=(0, 1)
+    )(a, w)
+    torch.testing.assert_close(_here(found), expected)
+
+
 AROUND: dict[str, Any] = {
     "graph": (EAGER, contextlib.nullcontext),
     "python": (False, contextlib.nullcontext),

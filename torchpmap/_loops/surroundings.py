@@ -33,6 +33,7 @@ from torchpmap._base.torch_internals import (
 from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import private
 from torchpmap._loops.emit import discarded
+from torchpmap._trace.block_program import surrounded_again, surrounding
 from torchpmap._trace.capture import Substitute
 from torchpmap.random._streams import active_streams, repeated
 
@@ -44,6 +45,7 @@ class Surroundings:
 
     def __init__(self) -> None:
         self._axes = axis_stack.bound()
+        self._call = surrounding()
         self._settings = ambient()
         self._records = torch.is_grad_enabled()
         self._modes = [mode for mode in function_modes() if not isinstance(mode, Substitute)]
@@ -59,6 +61,7 @@ class Surroundings:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(axis_stack.bound_again(self._axes))
+            stack.enter_context(surrounded_again(self._call))
             stack.enter_context(applied(self._settings))
             stack.enter_context(torch.set_grad_enabled(self._records))
             active = function_modes()

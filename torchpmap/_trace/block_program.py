@@ -47,6 +47,17 @@ class Surrounding(NamedTuple):
     mesh: Mesh
     free: dict[Hashable, Axis]
     """The axes of the mesh that it leaves to them."""
+    known: dict[Axis, Axis]
+    """Of each axis that one of them has used: the one along which it is followed which values vary.
+    Backward passes of several calls meet, so these have the same.
+    """
+
+    def followed(self, name: Hashable) -> Axis:
+        """A free axis, as one along which it is followed which values vary."""
+        axis = self.free[name]
+        if axis not in self.known:
+            self.known[axis] = followed(axis)
+        return self.known[axis]
 
 
 class Inside(NamedTuple):
@@ -62,6 +73,16 @@ _inside: ContextVar[Inside | None] = ContextVar("torchpmap_inside", default=None
 
 surrounding = _surrounding.get
 inside = _inside.get
+
+
+@contextlib.contextmanager
+def surrounded_again(around: Surrounding | None) -> Iterator[None]:
+    """Run in the block what ran in a call of ``shard_map``: what ``surrounding`` returned there."""
+    token = _surrounding.set(around)
+    try:
+        yield
+    finally:
+        _surrounding.reset(token)
 
 
 @dataclass(frozen=True)
@@ -158,7 +179,9 @@ class BlockProgram:
         functions inside it.
         """
         free = {name: axis for name, axis in axes.items() if name not in self.manual}
-        token = _surrounding.set(Surrounding(self.mesh, free))
+        around = surrounding()
+        known = {} if around is None else around.known
+        token = _surrounding.set(Surrounding(self.mesh, free, known))
         try:
             with tracked() if self.check_vma else contextlib.nullcontext():
                 yield

@@ -23,7 +23,7 @@ from torchpmap._collectives.primitives import Same, apply
 from torchpmap._collectives.varying import axes_of, set_axes
 from torchpmap._layout.axis_stack import Axis, bind, joined
 from torchpmap._layout.grid import Cut, dim_of
-from torchpmap._trace.block_program import Block, BlockProgram, Surrounding, followed, inside
+from torchpmap._trace.block_program import Block, BlockProgram, Surrounding, inside
 from torchpmap._trace.capture import Substitute
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.program import Claim, Outcome
@@ -37,7 +37,7 @@ def run_inside(
 ) -> Outcome:
     """Run on whole values of a device, along free axes of the call around; whole results."""
     cuts = [leaf.cut for leaf in program.leaves if isinstance(leaf, Block)]
-    axes = {name: followed(around.free[name]) for name in program.bound}
+    axes = {name: around.followed(name) for name in program.bound}
     with contextlib.ExitStack() as stack:
         stack.enter_context(program.surrounded(around.free))
         for name, axis in axes.items():
