@@ -201,6 +201,10 @@ TAKEN: dict[str, Callable[[Any], Any]] = {
     "the_last_row": lambda g: g[-1],
     "rows": lambda g: g[1:3],
     "an_element": lambda g: g[2, 1],
+    "merged_dims": lambda g: g.T.reshape(-1),
+    "divided_rows": lambda g: g.view(2, 2, 2).transpose(0, 1) * 1,
+    "operands_that_are_cut_differently": lambda g: g[:2] * g[:2].T,
+    "a_cut_value_added_to_a_whole_one": lambda g: (g.sum(0).expand(4, 2) * 1).add_(g),
 }
 """What runs on the devices although it needs rows of other processes."""
 
@@ -215,7 +219,7 @@ for _name, _take in TAKEN.items():
 
 def gradient(x: Any) -> Any:
     x = x.requires_grad_()
-    y = torch.cat([x * 2, x[1:3], x[0:1]])
+    y = torch.cat([x * 2, x[1:3], x[0:1] * x.T.reshape(-1)[:2], x[:2] * x[:2].T])
     (y * y * y).sum().backward()
     return x.grad
 
@@ -225,10 +229,11 @@ def gradient_of_cat_and_slices():
     return tp.multihost.all_gather(gradient(spanning(ROWS)))
 
 
-@expect_same(ROWS * torch.tensor([1.0, 0.0, 0.0, 1.0])[:, None])
+@expect_same(torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [6.0, 0.0]]))
 def writing_to_rows():
     g = spanning(ROWS)
     g[1:3].zero_()
+    g.view(2, 4)[:, 3].zero_()
     return tp.multihost.all_gather(g)
 
 

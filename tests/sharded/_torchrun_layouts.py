@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from _launched import Raised, host, run_cases
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -283,6 +284,40 @@ def a_gradient_through_a_move():
     assert x.grad is not None
     assert x.grad.sharding.spec == P("x", "y")
     return whole(x.grad)
+
+
+# -- layers ---------------------------------------------------------------------------------------
+
+LAYERS: list[Callable[[], nn.Module]] = [
+    lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+    lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+    lambda: nn.GRU(4, 3, batch_first=True),
+    lambda: nn.LSTM(4, 3, batch_first=True),
+    lambda: nn.PReLU(2),
+]
+CELLS: list[Callable[[], nn.Module]] = [
+    lambda: nn.GRUCell(8, 3),
+    lambda: nn.LSTMCell(8, 3),
+    lambda: nn.RNNCell(8, 3),
+]
+
+
+def gradients_of_layers(place: Callable[[Any], Any], x: Any) -> list[Any]:
+    found = []
+    for make in (*LAYERS, *CELLS):
+        torch.manual_seed(0)
+        layer = place(make())
+        rows = x if make in CELLS else x.view(8, 2, 4)
+        y = layer(rows, rows, rows) if isinstance(layer, nn.MultiheadAttention) else layer(rows)
+        y = y[0] if isinstance(y, tuple) else y
+        (y * torch.linspace(0, 1, y.numel()).view(y.shape)).sum().backward()
+        found += [parameter.grad for parameter in layer.parameters()]
+    return found
+
+
+@expect(gradients_of_layers(lambda layer: layer, X / 20))
+def layers_train():
+    return gradients_of_layers(tp.replicate, put(P("x")) / 20)
 
 
 # -- what each process does alone ------------------------------------------------------------------

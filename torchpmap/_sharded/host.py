@@ -20,7 +20,7 @@ from torchpmap._sharded.arguments import occurrences
 from torchpmap._sharded.draws import draw, is_drawn, send_again
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.layers import on_host
-from torchpmap._sharded.resharded import RESHARDED, run_resharded
+from torchpmap._sharded.resharded import RESHARDED, kept_of, run_moved, run_resharded
 from torchpmap._sharded.strides import strides_of_results
 from torchpmap._sharded.transfer import is_whole_here, store
 from torchpmap._sharded.views import (
@@ -55,8 +55,12 @@ def _run(
         return _of_no_values(func, args, kwargs, operands)
     if is_drawn(func, args, operands):
         return draw(make, func, args, kwargs)
-    if func in RESHARDED and not all(map(_is_here, operands)):
-        return run_resharded(make, func, args, kwargs, operands)
+    if not all(map(_is_here, operands)):
+        if func in RESHARDED:
+            return run_resharded(make, func, args, kwargs, operands)
+        kept = kept_of(func, operands, targets)
+        if kept is not None:
+            return run_moved(make, func, args, kwargs, [x for x in operands if x is not kept])
     for operand in operands:
         insist_whole(operand, str(func))
     if func is not torch.ops.aten._local_scalar_dense.default:

@@ -23,6 +23,7 @@ _ELEMENTWISE = frozenset(
         "_conj_physical",
         "_neg_view",
         "_prelu_kernel",
+        "_prelu_kernel_backward",
         "_to_copy",
         "clone",
         "complex",
