@@ -160,13 +160,14 @@ def test_rule_27_gradients_inside_the_outer_map(mesh: tp.Mesh, mode: Any) -> Non
     assert call(X).tolist() == (2 * X).tolist()
 
 
-def half_layer(h: torch.Tensor, w: torch.Tensor) -> Any:
-    """[2, 4] per device along "x" -> the same: a sum over "y", twice."""
+def half_layer(h: torch.Tensor, w: torch.Tensor, *, check_vma: bool) -> Any:
+    """[2, 4] per device along "x" -> the same: a sum over "y"."""
     inner = tp.shard_map(
         lambda w, h: tp.psum((h @ w).sin(), "y"),
         in_specs=(P("y"), P(None, "y")),
         out_specs=P(),
         axis_names={"y"},
+        check_vma=check_vma,
     )
     return inner(w, h)
 
@@ -184,12 +185,17 @@ REPEATS: dict[str, Callable[[Any, Fun, Any, Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("checks", [(True, True), (False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", REPEATS)
-def test_rule_27_derivatives_of_several_maps_in_a_map(mesh: tp.Mesh, mode: Any, name: str) -> None:
+def test_rule_27_derivatives_of_several_maps_in_a_map(
+    mesh: tp.Mesh, name: str, checks: tuple[bool, bool]
+) -> None:
     def f(a: torch.Tensor, w: torch.Tensor) -> Any:
-        return REPEATS[name](tp, half_layer, a, w)
+        layer = functools.partial(half_layer, check_vma=checks[1])
+        return REPEATS[name](tp, layer, a, w)
 
-    call = mapped(f, mesh, (P("x"), P()), P("x"), axis_names={"x"}, compile=mode)
+    options = {"axis_names": {"x"}, "check_vma": checks[0]}
+    call = mapped(f, mesh, (P("x"), P()), P("x"), **options)
     a, w = X / 16, X.T / 16 - 0.2
     found = torch.func.grad(lambda a, w: call(a, w).square().sum(), argnums=(0, 1))(a, w)
     expected = torch.func.grad(

@@ -20,11 +20,12 @@ from torchpmap._base.torch_internals import innermost, is_wrapped, tracing_mode
 from torchpmap._collectives import all_gather, axis_index, pbroadcast
 from torchpmap._collectives.groups import pick, varied, whole
 from torchpmap._collectives.primitives import Same, apply
-from torchpmap._collectives.varying import axes_of, set_axes
+from torchpmap._collectives.varying import Tracking, axes_of, set_axes
 from torchpmap._layout.axis_stack import Axis, bind, joined
 from torchpmap._layout.grid import Cut, dim_of
 from torchpmap._trace.block_program import Block, BlockProgram, Surrounding, inside
 from torchpmap._trace.capture import Substitute
+from torchpmap._trace.casts import is_tracked
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.program import Claim, Outcome
 from torchpmap.random._streams import are_active, within
@@ -55,6 +56,8 @@ def run_inside(
         _note(program, outcome, around)
         for axis in axes.values():
             stack.enter_context(bind(axis))
+        if not is_tracked():
+            stack.enter_context(Tracking())
         whole = [
             None if block is None else _gathered(program, block, cut, axes)
             for block, cut in zip(outcome.blocks, outcome.cuts, strict=True)
@@ -101,6 +104,9 @@ def _own(program: BlockProgram, x: torch.Tensor, cut: Cut, axes: Axes) -> torch.
 
 
 def _gathered(program: BlockProgram, block: torch.Tensor, cut: Cut, axes: Axes) -> torch.Tensor:
+    if not program.check_vma:  # each device has a value of its own, and no cast makes it one
+        block = block.clone()
+        set_axes(block, axes_of(block) | _all(axes))
     missing = tuple(
         name
         for k, name in enumerate(program.names)
