@@ -132,6 +132,36 @@ def test_tangents_beside_whole_numbers(mode: Any, lanes: int) -> None:
     check(inside(rows), tuple(map(torch.stack, zip(*pushed, strict=True))))
 
 
+def constants_inside(x: Any) -> Any:
+    """A body in a body makes constants."""
+    step = lambda c, _: (c * torch.tensor([2.0, 3.0]), c)  # noqa: E731
+    inner = lambda c: tp.scan(step, c, None, 2)[0]  # noqa: E731
+    return tp.cond(x.sum() > 0, inner, lambda c: c.index_fill(0, torch.tensor([1]), 4.0), x)
+
+
+@pytest.mark.parametrize("mode", [GRAPH, False])
+def test_gradients_from_outside_through_constants(mode: Any) -> None:
+    rows = torch.stack([X, -X])
+    mapped = tp.pmap(constants_inside, compile=mode)
+    own = [grad(lambda row: (constants_inside(row) ** 2).sum())(row) for row in rows]
+    check(grad(lambda x: (mapped(x) ** 2).sum())(rows), torch.stack(own))
+
+
+@pytest.mark.parametrize("mode", [GRAPH, False])
+def test_a_branch_returns_a_part_of_what_it_has_received(mode: Any) -> None:
+    """Several values are reduced as one; torch wants results of branches in memory of their own."""
+    which = torch.tensor(3)
+
+    def f(x: Any) -> Any:
+        largest = lambda y: tp.pmax((y, y), "i")[1]  # noqa: E731
+        y = tp.cond(which % 2 == 0, torch.sin, largest, x * 2)
+        return y, tp.fori_loop(0, 2, lambda i, c: c + i, x)
+
+    got = tp.pmap(f, "i", compile=mode)(torch.stack([X, -X]))
+    largest = 2 * torch.maximum(X, -X)
+    check(got, (torch.stack([largest, largest]), torch.stack([X, -X]) + 1))
+
+
 @pytest.mark.parametrize("mode", [GRAPH, False])
 def test_a_loop_in_a_branch_of_some_devices(mode: Any) -> None:
     """Of which values vary is followed, and the loop closes over a tensor from outside."""

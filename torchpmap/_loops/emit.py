@@ -32,6 +32,7 @@ from torchpmap._base.torch_internals import (
     is_wrapped,
     new_fake,
     outside_transforms,
+    torch_function_off,
     trace_inside,
     tracing_mode,
 )
@@ -249,7 +250,8 @@ def _constants(module: GraphModule, places: Sequence[Node]) -> list[torch.Tensor
         if not isinstance(value, torch.Tensor):
             continue
         if node.target not in names:
-            fresh = _aten.lift_fresh_copy.default(value)
+            with torch_function_off():  # it is no closure of a loop around this one
+                fresh = _aten.lift_fresh_copy.default(value)
             with (
                 module.graph.inserting_after(last)
                 if last is not None

@@ -165,6 +165,8 @@ def drop_copies(module: torch.fx.GraphModule) -> None:
         is_result = not both.isdisjoint(results)
         if is_result and (both <= results or not both.isdisjoint(given)):
             continue
+        if is_result and original.storage_offset():  # torch (2.13) refuses it of a branch
+            continue
         if any(both <= places for places in operands):
             continue
         for places in (results, *operands):
