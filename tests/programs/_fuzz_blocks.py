@@ -8,7 +8,7 @@ from _fuzz_draft import Draft
 from _fuzz_loops import Loops
 from _fuzz_models import Grid, count
 from _fuzz_programs import Blocks, Body, Local, Spec, used
-from _fuzz_reference import cut, spread
+from _fuzz_rows import cut, spread
 
 __all__ = ["Shards"]
 

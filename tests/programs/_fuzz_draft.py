@@ -41,6 +41,8 @@ class Draft:
     """Loops and branches around."""
     statics: tuple[tuple[str, Family], ...] = ()
     """Static arguments, and what they may be."""
+    is_divided: bool = False
+    """Whether devices may not all run it."""
     place: str = "caller"
     """Where it runs: ``caller``, ``row``, ``blocks``, or ``lane`` of a vmap."""
 

@@ -16,7 +16,8 @@ from _fuzz_blocks import MOST_ROWS, Shards
 from _fuzz_draft import DEVICES, Draft, is_of_kind
 from _fuzz_operations import SCALARS, STATE, STATICS, Family
 from _fuzz_programs import Blocks, Body, Derivative, Local, Map, Program, bodies, used
-from _fuzz_reference import Grid, count, made, quiet, taken
+from _fuzz_reference import Grid, count, made, quiet
+from _fuzz_rows import taken
 from _fuzz_verdict import expectation
 
 __all__ = ["generate"]
@@ -85,6 +86,8 @@ class _Maker(Shards):
         result = self._result(inner, kind not in ("vjp", "jvp", "jacrev", "jacfwd"))
         if result is None or (jacobian and inner.env[result][0].numel() > 6):
             return False
+        if draft.is_divided and self._is_summed(inner, args):
+            return False  # over devices of which some do not come
         along = self._along(draft, kind, args, inner.env[result][0])
         if along is None:
             return False
@@ -93,6 +96,12 @@ class _Maker(Shards):
         names = tuple(self.name("v") for _ in range(2 if kind == "jvp" else outs))
         step = Derivative(names, kind, self.name("f"), body, tuple(args), along)
         return self.add(draft, step)
+
+    def _is_summed(self, inner: Draft, args: list[str]) -> bool:
+        """Whether a value meets others along more axes, so that its gradient is a sum over them."""
+        names = [name for body in _all(inner) for step in body.steps for name in step.outs]
+        met = self._reference.shared_axes(inner.grid) & self.varying(names)
+        return any(met - self.varying([name]) for name in args)
 
     def _result(self, draft: Draft, scalar: bool) -> str | None:
         floats = [name for name in draft.names if is_of_kind("f", draft.env[name][0])]

@@ -11,7 +11,7 @@ from _fuzz_draft import Draft, is_of_kind
 from _fuzz_models import Rows, count
 from _fuzz_operations import ASSOCIATIVE, WRITES
 from _fuzz_programs import Body, Local, Loop
-from _fuzz_reference import spread
+from _fuzz_rows import spread
 
 __all__ = ["Loops"]
 
@@ -48,8 +48,9 @@ class Loops(Collectives):
         self, draft: Draft, args: Sequence[str], rows: Sequence[Rows], is_same: bool = True
     ) -> tuple[Draft, list[str]]:
         """A body of some values with a few steps; ``is_same``: all devices run it together."""
-        reach = draft.reach if is_same else frozenset[str]()
-        inner = draft.inner(loops=draft.loops + 1, reach=reach)
+        inner = draft.inner(loops=draft.loops + 1)
+        if not is_same:  # no collectives, nor prints, which come in order
+            inner.reach, inner.place, inner.is_divided = frozenset(), "lane", True
         params = self.bind(inner, args, rows)
         self.row(inner, most=3)
         for param in params:

@@ -8,7 +8,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["HALVES", "KINDS", "MODELS", "Grid", "Rows", "companions", "count", "places", "pulled"]
+__all__ = [
+    "HALVES",
+    "KINDS",
+    "MODELS",
+    "Grid",
+    "Rows",
+    "check_differentiable",
+    "companions",
+    "count",
+    "places",
+    "pulled",
+]
 
 Rows = list[Any]
 Grid = tuple[tuple[str | None, int], ...]
@@ -62,6 +73,13 @@ def pulled(ys: Rows, cotangents: Rows, xs: list[Rows]) -> list[Rows]:
         grads = torch.autograd.grad(total, flat, create_graph=True, allow_unused=True)
     full = [torch.zeros_like(x) if g is None else g for x, g in zip(flat, grads, strict=True)]
     return [full[k : k + len(xs[0])] for k in range(0, len(full), len(xs[0]))]
+
+
+def check_differentiable(ys: Rows) -> None:
+    """Raise if what the derivative of values needs was written to."""
+    roots = [y for y in ys if y.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, list(map(torch.ones_like, roots)), retain_graph=True)
 
 
 def _ones(ys: Rows) -> Rows:

@@ -40,6 +40,12 @@ REFUSED = (
     "This happened due to `other` being vmapped over but `self` not being vmapped over",
     # torch.func.vmap of index_fill_ on numbers, which changes the shape of a view in place
     "aten.unsqueeze_.default would change the shape of a ShardedTensor",
+    # a write to what a collective keeps for its derivative, as torch's own amax does
+    "has been modified by an inplace operation",
+    # uncompiled, a branch that some devices take uses a closure whose gradient is wanted
+    "and whose gradient is wanted. Pass it to",
+    # random numbers in a Jacobian around a pmap: it is torch's own vmap that refuses them
+    "called random operation while in randomness error mode",
     # .backward() of what does not depend on the argument, also without a pmap
     "does not require grad and does not have a grad_fn",
 )

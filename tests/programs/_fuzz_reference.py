@@ -23,7 +23,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from _fuzz_models import HALVES, KINDS, MODELS, Grid, Rows, companions, count, places, pulled
+from _fuzz_models import (
+    HALVES,
+    KINDS,
+    MODELS,
+    Grid,
+    Rows,
+    check_differentiable,
+    companions,
+    count,
+    places,
+    pulled,
+)
 from _fuzz_programs import (
     Blocks,
     Body,
@@ -34,14 +45,13 @@ from _fuzz_programs import (
     Loop,
     Map,
     Program,
-    Spec,
     Step,
 )
+from _fuzz_rows import Env, axis_size, collective, copied, cut, joined, spread, taken
 from _fuzz_source import MODULES
 
 __all__ = ["HALVES", "MODELS", "Env", "Grid", "Reference", "Rows", "count", "made", "quiet", "run"]
 
-Env = dict[str, Rows]
 SHARING = ("psum", "pmean", "pmax", "pmin", "all_gather", "pbroadcast")
 """Collectives whose results are the same along the axes."""
 LOOPS = {
@@ -119,6 +129,10 @@ class Reference:
         """Say that these are axes of a mesh along which derivatives are those of one value."""
         self._typed.update(names)
 
+    def shared_axes(self, grid: Grid) -> frozenset[int]:
+        """Those along which derivatives are those of one value where none varies."""
+        return frozenset(k for k, (name, _) in enumerate(grid) if name in self._typed)
+
     def varying(self, names: Sequence[str]) -> frozenset[int]:
         return frozenset().union(*(self.varies.get(name, frozenset()) for name in names))
 
@@ -186,8 +200,10 @@ class Reference:
         along = frozenset(places(grid, [name for name in names if isinstance(name, str)]))
         given = self.varying(step.args)
         groups = dict(step.options).get("axis_index_groups", ())
-        shares = step.name in SHARING and len(groups) < 2
-        self._vary(step.outs, [given - along if shares else given | along] * len(step.outs))
+        kept = along if step.name in SHARING and len(groups) < 2 else frozenset()
+        if step.name == "all_gather":  # to its derivative the copies are values of their own
+            kept -= self.shared_axes(grid)
+        self._vary(step.outs, [(given | along) - kept] * len(step.outs))
         return [collective(step, name, env, grid) for name in operands]
 
     # --- mapped functions -------------------------------------------------------------------------
@@ -211,7 +227,7 @@ class Reference:
         results = self.body(step.body, {**env, **params}, inner)
         for axis, rows in zip(step.out_axes, results, strict=True):
             parts = [rows[k : k + size] for k in range(0, len(rows), size)]
-            stacked.append([_first(p) if axis is None else torch.stack(p, axis) for p in parts])
+            stacked.append([copied(p) if axis is None else torch.stack(p, axis) for p in parts])
         found = [self.varying([name]) - {len(grid)} for name in step.body.results]
         self._vary(step.outs, found)
         return stacked
@@ -237,12 +253,9 @@ class Reference:
     # --- loops ------------------------------------------------------------------------------------
 
     def _called(self, body: Body, values: Sequence[Rows], env: Env, grid: Grid) -> list[Rows]:
-        """The results of a body, which gets copies."""
-        given = {
-            param: [row.clone() for row in rows]
-            for param, rows in zip(body.params, values, strict=True)
-        }
-        return self.body(body, {**env, **given}, grid)
+        """Copies of the results of a body, which gets copies."""
+        given = dict(zip(body.params, _copies(values), strict=True))
+        return _copies(self.body(body, {**env, **given}, grid))
 
     def _settled(self, step: Loop, env: Env, grid: Grid, values: Sequence[Rows]) -> list[Rows]:
         """Run a body of ``(*carries, *others)`` until what its carries vary along stays."""
@@ -266,7 +279,7 @@ class Reference:
         args = [spread(env[name], grid) for name in step.args]
         for body in step.bodies:
             self._vary(body.params, [self.varying([name]) for name in step.args])
-        return args[: step.carries], args[step.carries :]
+        return _copies(args[: step.carries]), args[step.carries :]
 
     def _scan(self, step: Loop, env: Env, grid: Grid) -> list[Rows]:
         carry, xs = self._begun(step, env, grid)
@@ -330,8 +343,10 @@ class Reference:
         if step.kind == "cond":
             chosen = [0 if k else 1 for k in chosen]
         branches = [self._called(body, values, env, grid) for body in step.bodies]
-        for branch in branches[1:]:
+        for branch in branches:
             _same_kinds(branch, branches[0])
+            if self._depth:  # a trace differentiates the others too
+                check_differentiable([row for rows in branch for row in rows])
         self._vary(
             step.outs,
             [
@@ -362,7 +377,7 @@ class Reference:
     def _derivative(self, step: Derivative, env: Env, grid: Grid) -> list[Rows]:
         args = [spread(env[name], grid) for name in step.args]
         along = [spread(env[name], grid) for name in step.along]
-        typed = frozenset(k for k, (name, _) in enumerate(grid) if name in self._typed)
+        typed = self.shared_axes(grid)
         self._vary(step.body.params, [self.varying([name]) for name in step.args])
 
         def function(xs: list[Rows]) -> Rows:
@@ -398,102 +413,12 @@ class Reference:
         return results
 
 
+def _copies(values: Sequence[Rows]) -> list[Rows]:
+    return [[row.clone() for row in rows] for rows in values]
+
+
 def _same_kinds(found: Sequence[Rows], wanted: Sequence[Rows]) -> None:
     for new, old in zip(found, wanted, strict=True):
         for row, before in zip(new, old, strict=True):
             if row.shape != before.shape or row.dtype != before.dtype:
                 raise ValueError("a carry or a branch is of another kind")
-
-
-# --- rows and blocks ------------------------------------------------------------------------------
-
-
-def spread(rows: Rows, grid: Grid) -> Rows:
-    """Rows of a value from outside: all rows within one of its own share it."""
-    total = count(grid)
-    return rows if len(rows) == total else [rows[k * len(rows) // total] for k in range(total)]
-
-
-def taken(rows: Rows, axis: int | None, size: int, grid: Grid) -> Rows:
-    """What a mapped function gets in each row."""
-    return [
-        (row if axis is None else row.select(axis, k)).clone()
-        for row in spread(rows, grid)
-        for k in range(size)
-    ]
-
-
-def axis_size(step: Map, args: Sequence[torch.Tensor]) -> int:
-    """The size of a mapped axis: that of all mapped dims."""
-    sizes = {x.shape[a] for x, a in zip(args, step.in_axes, strict=True) if a is not None}
-    sizes |= set() if step.size is None else {step.size}
-    if len(sizes) != 1 or sizes == {0}:
-        raise ValueError(f"the mapped axis has sizes {sizes}")
-    return sizes.pop()
-
-
-def cut(rows: Rows, spec: Spec, mesh: Grid) -> Rows:
-    """The block of each device of a mesh, for every row."""
-    return [
-        _block(row, spec, dict(zip(dict(mesh), place, strict=True)), dict(mesh)).clone()
-        for row in rows
-        for place in itertools.product(*(range(size) for _, size in mesh))
-    ]
-
-
-def _block(x: torch.Tensor, spec: Spec, place: dict[Any, int], sizes: dict[Any, int]) -> Any:
-    for dim, axes in enumerate(spec):
-        pieces, number = math.prod(sizes[axis] for axis in axes), 0
-        for axis in axes:
-            number = number * sizes[axis] + place[axis]
-        if x.shape[dim] % pieces:
-            raise ValueError(f"dim {dim} of {tuple(x.shape)} is not cut into {pieces}")
-        each = x.shape[dim] // pieces
-        x = x.narrow(dim, number * each, each)
-    return x
-
-
-def joined(blocks: Rows, spec: Spec, mesh: Grid) -> torch.Tensor:
-    """The whole of which the blocks are parts; copies along the axes that cut nothing."""
-    axes = [axis for entry in spec for axis in entry]
-    unnamed = [k for k, (name, _) in enumerate(mesh) if name not in axes]
-    pieces = {}
-    for team in companions(mesh, unnamed):
-        pieces[team[0]] = _first([blocks[k] for k in team])
-    numbers = list(itertools.product(*(range(size) for _, size in mesh)))
-    order = [places(mesh, [axis])[0] for axis in axes]
-    ordered = [pieces[k] for k in sorted(pieces, key=lambda k: [numbers[k][a] for a in order])]
-    sizes = dict(mesh)
-    for dim in reversed(range(len(spec))):
-        number = math.prod(sizes[axis] for axis in spec[dim])
-        ordered = [torch.cat(ordered[k : k + number], dim) for k in range(0, len(ordered), number)]
-    return ordered[0]
-
-
-def _first(rows: Rows) -> torch.Tensor:
-    """A value that is equal in all rows; its cotangent goes to all in equal parts."""
-    if not any(row.requires_grad for row in rows):
-        return rows[0].clone()
-    mean = torch.stack(rows).mean(0)
-    return rows[0].detach() + (mean - mean.detach())
-
-
-def collective(step: Collective, operand: str | None, env: Env, grid: Grid) -> Rows:
-    """The rows of a collective's result for one of its operands."""
-    options = dict(step.options)
-    groups = options.pop("axis_index_groups", None)
-    names = step.axes if isinstance(step.axes, tuple) else (step.axes,)
-    dims = [name for name in names if isinstance(name, int)]
-    teams = companions(grid, places(grid, [name for name in names if isinstance(name, str)]))
-    out: dict[int, torch.Tensor] = {}
-    rows = [None] * count(grid) if operand is None else spread(env[operand], grid)
-    if dims and not rows[0].dim():  # torch sums a number over its dim 0, JAX does not
-        raise ValueError("a number has no dims")
-    for team in teams:
-        for group in groups or [range(len(team))]:
-            members = [team[k] for k in group]
-            given = [rows[k] for k in members]
-            model = MODELS[step.name]
-            results = model(given, dims, **options) if dims else model(given, **options)
-            out.update(zip(members, results, strict=True))
-    return [out[k] for k in range(count(grid))]

@@ -34,37 +34,19 @@ from _launched import Raised, answers, launch
 NUM_PROGRAMS, PARTS = 200, 20
 ROTA = ("graph", "uncompiled", "serial", "inline")
 """How programs run in turn."""
-OPEN = {
-    24: "a traced value is asked for in a loop or branch under transforms",
-    81: "an uncompiled loop or branch gives half of the result",
-    116: "a gradient inside a shard_map is four times that of the reference",
-}
-"""Programs of ``test_programs`` that fail: what is not right yet."""
 
 
 def is_new(failure: Failure | None) -> bool:
     return failure is not None and not failure.is_known
 
 
-def check_program(number: int, pool: int) -> None:
-    program = generate(f"ci:{number}")
-    mode = ROTA[number % len(ROTA)]
-    failure = trial(program, mode, expectation(program))
-    assert not is_new(failure), f"{script(program, mode, pool)}\n{failure}"
-
-
 @pytest.mark.parametrize("part", range(PARTS))
 def test_programs(pool: int, part: int) -> None:
     for number in range(part, NUM_PROGRAMS, PARTS):
-        if number not in OPEN:
-            check_program(number, pool)
-
-
-@pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=pytest.mark.xfail(reason=OPEN[n], strict=True)) for n in OPEN]
-)
-def test_open_programs(pool: int, number: int) -> None:
-    check_program(number, pool)
+        program = generate(f"ci:{number}")
+        mode = ROTA[number % len(ROTA)]
+        failure = trial(program, mode, expectation(program))
+        assert not is_new(failure), f"{script(program, mode, pool)}\n{failure}"
 
 
 @pytest.mark.inductor
@@ -192,6 +174,13 @@ PRODUCT = _local("y", "({0}.sum() * {1}).sum()", "x", "w")
 CUBES = _local("y", "({0}.sum() * {1} ** 3).sum()", "x", "w")
 
 
+GATHERED = (  # of what is the same everywhere
+    _local("s", "{0} * 0 + 10", "w"),
+    Collective(("a",), "all_gather", ("s",), "i"),
+    _local("y", "({0}[0] * {1}).sum() / 2", "a", "w"),
+)
+
+
 def _total(name: str, axes: object) -> tuple[Local, Collective]:
     return _local("a", "({0}.sum() * {1}).sum()", "x", "w"), Collective(("y",), name, ("a",), axes)
 
@@ -203,6 +192,7 @@ def _total(name: str, axes: object) -> tuple[Local, Collective]:
         (_inside(("k",), "once", *_total("psum", "i")), [10, 10]),
         (_inside((), "once", *_total("pmean", ("i", "k"))), [2.5, 2.5]),
         (_inside((), "twice", CUBES), [60, 600]),
+        (_inside((), "once", *GATHERED), [10, 10]),
     ],
 )
 def test_the_reference_has_the_gradients_of_jax_inside_shard_map(
