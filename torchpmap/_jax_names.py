@@ -14,7 +14,15 @@ _ROWS = (
         "torch.func. and the same name",
     ),
     (
-        "custom_vjp custom_jvp",
+        "jacobian",
+        "torch.func.jacrev",
+    ),
+    (
+        "linear_transpose",
+        "torch.func.vjp",
+    ),
+    (
+        "custom_vjp custom_jvp custom_gradient",
         "torch.autograd.Function with setup_context, backward and jvp",
     ),
     (
@@ -40,6 +48,10 @@ _ROWS = (
     (
         "eval_shape",
         "f.lower(x).out_layouts: their shapes and dtypes",
+    ),
+    (
+        "ShapeDtypeStruct",
+        'torch.empty(shape, dtype=dtype, device="meta"), which f.lower takes',
     ),
     (
         "get_abstract_mesh get_mesh",
@@ -68,6 +80,22 @@ _ROWS = (
     (
         "host_id host_count",
         "tp.process_index, tp.process_count",
+    ),
+    (
+        "host_ids process_indices",
+        "range(tp.process_count())",
+    ),
+    (
+        "default_device",
+        "devices= of tp.pmap, and the device of tp.device_put",
+    ),
+    (
+        "effects_barrier",
+        "nothing: a result that is there comes after what was printed",
+    ),
+    (
+        "live_arrays",
+        "not available: tp.memory_stats says how many bytes are held",
     ),
     (
         "reshard",
@@ -217,11 +245,23 @@ _ROWS = (
         "tp.profiler.trace, tp.memory_stats",
     ),
     (
-        "named_scope TraceAnnotation",
+        "named_scope named_call TraceAnnotation",
         "torch.profiler.record_function with compile=False",
     ),
     (
-        "transfer_guard",
+        "log_compiles",
+        "tp.config.log_compiles = True",
+    ),
+    (
+        "enable_x64",
+        "nothing: dtypes are kept",
+    ),
+    (
+        "default_matmul_precision",
+        "torch.set_float32_matmul_precision",
+    ),
+    (
+        "debug_nans transfer_guard",
         "not available: tp.debug.check_pmap(f, *args) compares three ways to compute",
     ),
 )
