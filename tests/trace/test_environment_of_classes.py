@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextvars
 import functools
 import importlib
@@ -78,6 +79,21 @@ def test_metaclasses():
     assert noticed(lambda: Made.rate, lambda: setattr(Meta, "rate", 2))
     assert noticed(lambda: Made.rate, lambda: setattr(Made, "__class__", Another))
     Made.__class__ = Meta
+
+
+def test_classes_that_are_registered_with_an_abstract_one():
+    class Abstract(abc.ABC):  # noqa: B024
+        pass
+
+    class First:
+        pass
+
+    class Second:
+        pass
+
+    value = First()
+    assert noticed(lambda: isinstance(value, Abstract), lambda: Abstract.register(First))
+    assert noticed(lambda: isinstance(value, Abstract), lambda: Abstract.register(Second))
 
 
 def test_dicts_of_instances_that_are_assigned():

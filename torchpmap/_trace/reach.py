@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import array
 import contextvars
 import functools
@@ -20,7 +21,15 @@ import torch
 from torchpmap._base.contents import ArrayContents
 from torchpmap._base.sources import is_foreign
 from torchpmap._trace.code import Stores, code_facts, names_of
-from torchpmap._trace.watched import Place, Watched, all_same, cell_contents, code_of, mro_of
+from torchpmap._trace.watched import (
+    Place,
+    Watched,
+    all_same,
+    cell_contents,
+    code_of,
+    mro_of,
+    num_registered,
+)
 
 MAX_FOLLOWED = 20_000
 _MISSING = object()
@@ -204,6 +213,8 @@ class Walk:
         if users:
             self.watched.add(mro_of, cls, Place(origin, "attribute", "__bases__"))
             self._kind(cls, origin)
+            if isinstance(cls, abc.ABCMeta):
+                self.watched.add(num_registered, cls, Place(origin, "attribute", "register"))
         for base in users:
             table = vars(base)
             implied = {name for name in table if name.startswith("__")} - _NO_CODE

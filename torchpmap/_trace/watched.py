@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import chain, repeat
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from torchpmap._base.exact import Pictures
 
 _MISSING = object()
+_registry_of = getattr(abc, "_get_dump")  # noqa: B009 (not in the stubs)
 _code = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _Source = Callable[[], Iterable[Any]]
 
@@ -167,6 +169,13 @@ code_of: Callable[[FunctionType], tuple[Any, Any, Any]] = _code
 """What a function runs: its code and its defaults."""
 cell_contents: Callable[[CellType], Any] = attrgetter("cell_contents")
 mro_of: Callable[[type], tuple[type, ...]] = attrgetter("__mro__")
+
+
+def num_registered(cls: abc.ABCMeta) -> int:
+    """How many classes were registered with an abstract one: a small number, which is the same
+    object each time.
+    """
+    return len(_registry_of(cls)[0])
 
 
 def _answer(ask: Callable[[Any], Any], of: Any) -> Any:
