@@ -83,7 +83,7 @@ OUT_OF_PLACE: tuple[tuple[str, str], ...] = (
     ("a", "{0}.unsqueeze($d)"),
     ("a", "{0}.transpose($d, -1)"),
     ("a", "{0}.movedim(0, $d)"),
-    ("a", "{0}.reshape(-1)"),
+    ("a", "{0}.reshape(-1).clone()"),  # a view or not, as the strides are
     ("a", "{0}.flip($d)"),
     ("a", "{0}.roll($k, $d)"),
     ("a", "{0}.expand(2, *{0}.shape)"),
@@ -96,7 +96,7 @@ OUT_OF_PLACE: tuple[tuple[str, str], ...] = (
     ("a", "{0}.unfold($d, 2, 1)"),
     ("f", "{0}.tril()"),
     ("a", "{0}.diagonal()"),
-    ("a", "{0}.contiguous()"),
+    ("a", "{0}.contiguous().clone()"),
     # indexing
     ("a", "{0}[..., 0]"),
     ("a", "{0}[-1]"),
