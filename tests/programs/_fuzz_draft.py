@@ -163,6 +163,8 @@ class Steps:
         filled, chosen = self._drawn(IN_PLACE, draft)
         if filled is None:
             return False
+        if "alpha" in filled and draft.depth > 1:
+            return False  # torch 2.13 crashes in its third tangent under a dispatch mode
         copy = self.name("v")
         if len(chosen) > 1 and self.varying(chosen[:1]) != draft.everywhere:
             return False  # torch.func.vmap does not write what differs into what does not
