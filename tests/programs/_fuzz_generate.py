@@ -256,7 +256,7 @@ class _Maker(Shards):
                 self.written(draft)
             elif dice < 0.84:
                 self.loop(draft)
-            elif dice < 0.85 and draft.place == "row":
+            elif dice < 0.85 and draft.place == "row" and draft.names:
                 self.add(draft, Local((), "tp.debug.print('{{}}', {0})", self._any(draft), "pass"))
             elif dice < 0.92 and len(draft.grid) < 3:
                 self.mapped(draft, self._lanes(draft))
