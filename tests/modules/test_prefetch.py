@@ -385,16 +385,20 @@ def test_a_forked_process_gets_no_batches():
 EXIT = """
 import itertools, threading, torch, torchpmap as tp
 tp.init(2)
+hangs = threading.Event()
 def load():
     try:
         for k in itertools.count():
             if {hangs} and k == 2:
+                hangs.set()
                 threading.Event().wait()
             yield torch.full((4,), float(k))
     finally:
         print("the loader is closed")
 batches = iter(tp.prefetch(load()))
 print(next(batches).tolist(), next(batches).tolist())
+if {hangs}:
+    hangs.wait()
 {end}
 """
 

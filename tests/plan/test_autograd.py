@@ -363,6 +363,35 @@ def test_the_forward_pass_is_not_computed_again() -> None:
     same(x.grad, 3 * (2 * Y).sin())
 
 
+@pytest.mark.parametrize("used", [(1,), (0,), (1, 2), (0, 1, 2)])
+def test_results_that_nothing_uses_have_no_part_in_gradients(mode: Any, used: Any) -> None:
+    """The derivative of a square root at 0 is infinite, and NaN if it is multiplied by zero."""
+
+    def f(x: torch.Tensor) -> Any:
+        return (x - 1).sqrt(), x**3, x * tp.psum(x**2, ROWS)
+
+    def plain(x: torch.Tensor) -> Any:
+        return (x - 1).sqrt(), x**3, x * (x**2).sum()
+
+    def total(results: Any) -> Any:
+        return sum((k + 2) * results[k].sum() for k in used)
+
+    mapped = tp.pmap(f, ROWS, compile=mode)
+    x = torch.tensor([2.0, 5.0, 10.0, 17.0] if 0 in used else [1.0, 2.0, 5.0, 10.0])
+    first, second = tp.grad(lambda x: total(mapped(x))), tp.grad(lambda x: total(plain(x)))
+    for _ in range(2):
+        same(first(x), second(x))
+    y = x.clone().requires_grad_()
+    total(mapped(y)).backward()
+    same(y.grad, second(x))  # type: ignore[arg-type]
+    (differentiable,) = mapped._preparation._differentiables.values()
+    assert len(differentiable._pairs) <= 2  # for all results, and for those that are used
+    if mode is not False:  # what has run uncompiled has no residuals
+        assert all(derived._plan is None for derived in differentiable._derived.values())
+    same(tp.grad(lambda x: first(x).sum())(x), tp.grad(lambda x: second(x).sum())(x))
+    assert has_no_failed_pair(mapped)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_tangents_have_the_dtype_of_the_value(dtype: torch.dtype, mode: Any) -> None:
     x = torch.arange(1.0, 5.0, dtype=dtype)

@@ -4,6 +4,10 @@ One ``torch.autograd.Function``, ``_Mapped``, calls the derivatives of ``_plan/d
 torch's transforms ask for them.  The first gradient is cheaper: the forward plan leaves what the
 backward plan needs (its residuals) on the workers, and nothing is computed twice.  If that gradient
 is transformed again, the transformed function starts from the primals.
+
+Which outputs have cotangents is known only when the gradient is asked for.  The first call expects
+them of all, and each later one of those that had them before.  Zeros are no stand-in for a
+cotangent that is not there: a derivative may be infinite, and 0 * inf is NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from torchpmap._plan.derivatives import Differentiable, MappedProgram, Outputs, 
 from torchpmap._plan.lower import Pair
 from torchpmap._plan.plan import Called
 from torchpmap._runtime.base import Handle
-from torchpmap._sharded.device_put import handle_of
+from torchpmap._sharded.device_put import handles_of
 from torchpmap._sharded.tensor import ShardedTensor, gather, make_sharded
 from torchpmap._sharded.transfer import host_tensor, is_whole_here, move
 from torchpmap._trace.trace import Untraceable
@@ -46,6 +50,8 @@ class _Call:
         self._kept = kept
         """What must live as long as derivatives may be traced: the instance of a method."""
         self._pair: Pair | None = None
+        self._expected: tuple[int, ...] = ()
+        """The outputs whose cotangents the pair takes."""
         self._residuals: list[Handle] = []
 
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
@@ -59,14 +65,13 @@ class _Call:
             outputs = self._start(tensors)
         else:
             if self._wanted:
-                self._pair = differentiable.pair(self._wanted)
+                given = differentiable.cotangents.get(self._wanted)
+                self._expected = differentiable.inexact_outputs() if given is None else given
+                self._pair = differentiable.pair(self._wanted, self._expected)
             if self._pair is None:
                 outputs = differentiable.start(tensors)
             else:
-                plan = self._pair.forward
-                handles = plan.run(differentiable.placed(tensors))
-                outputs = list(zip(plan.outputs, handles))  # noqa: B905 - residuals follow
-                self._residuals = handles[len(plan.outputs) :]
+                outputs, self._residuals = _forward(self._pair, differentiable.placed(tensors))
         strides = [
             _batch_first(layout.shape, dims) if dims else None
             for (layout, _), dims in zip(outputs, differentiable.batch_dims(), strict=True)
@@ -92,24 +97,42 @@ class _Call:
         return _Call(self.differentiable.pushed(given), kept=self._kept)
 
     def pulled(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> _Call:
-        differentiable = self.differentiable
-        pair, residuals = self._pair, self._residuals
-        shortcut = None
-        if pair is not None and set(wanted) <= set(self._wanted):
-            inexact, places = differentiable.inexact_outputs(), self._wanted
-            count = len(differentiable.layouts)
+        shortcut = self._shortcut(wanted, given)
+        differentiable = self.differentiable.pulled(wanted, given)
+        return _Call(differentiable, start=shortcut, kept=self._kept)
 
-            def shortcut(tensors: Tensors) -> Outputs:
-                cotangents = dict(zip(given, tensors[count:], strict=True))
-                layouts = [differentiable.outputs[k] for k in inexact]
-                held = [
-                    handle_of(cotangents.get(k, _zeros(layout)), layout)
-                    for k, layout in zip(inexact, layouts, strict=True)
-                ]
-                gradients = pair.backward.call([*residuals, *held]).outputs
-                return [gradients[places.index(k)] for k in wanted]
+    def _shortcut(
+        self, wanted: tuple[int, ...], given: tuple[int, ...]
+    ) -> Callable[[Tensors], Outputs] | None:
+        """The first gradient by the pair, if it has one for these inputs and cotangents."""
+        differentiable, places, pair = self.differentiable, self._wanted, self._pair
+        if pair is None or not set(wanted) <= set(places):
+            return None
+        residuals: list[Handle] | None = self._residuals
+        if given != self._expected:
+            differentiable.cotangents[places] = given
+            pair, residuals = differentiable.pair(places, given), None
+            if pair is None:
+                return None
+        count, layouts = len(differentiable.layouts), [differentiable.outputs[k] for k in given]
 
-        return _Call(differentiable.pulled(wanted, given), start=shortcut, kept=self._kept)
+        def backward(tensors: Tensors) -> Outputs:
+            left = residuals
+            if left is None:
+                left = _forward(pair, differentiable.placed(tensors[:count]))[1]
+            held = handles_of(tensors[count:], layouts)
+            gradients = pair.backward.call([*left, *held]).outputs
+            return [gradients[places.index(k)] for k in wanted]
+
+        return backward
+
+
+def _forward(pair: Pair, held: list[Handle]) -> tuple[Outputs, list[Handle]]:
+    """The outputs, and the residuals."""
+    plan = pair.forward
+    handles = plan.run(held)
+    count = len(plan.outputs)
+    return list(zip(plan.outputs, handles[:count], strict=True)), handles[count:]
 
 
 def _whole(layout: Layout, handle: Handle) -> torch.Tensor:
@@ -135,10 +158,6 @@ def _batch_first(shape: Sequence[int], num_batch_dims: int) -> list[int]:
         strides[dim] = size
         size *= max(1, shape[dim])
     return strides
-
-
-def _zeros(layout: Layout) -> torch.Tensor:
-    return torch.zeros((), dtype=layout.dtype, device="cpu").expand(layout.shape)
 
 
 class _Mapped(torch.autograd.Function):

@@ -65,6 +65,8 @@ class Differentiable:
         """How many trailing dims of each output are batch dims."""
         self._batch_dims_in = (0,) * len(layouts)
         self._pairs: dict[Any, Pair | None] = {}
+        self.cotangents: dict[tuple[int, ...], tuple[int, ...]] = {}
+        """By the inputs whose gradient was wanted: the outputs whose cotangents there were."""
 
     @property
     def plan(self) -> Plan:
@@ -138,19 +140,18 @@ class Differentiable:
         assert self.body.reached is not None
         return self.body.reached
 
-    def pair(self, wanted: tuple[int, ...]) -> Pair | None:
-        """Forward and backward plans for cotangents of all inexact outputs."""
-        if wanted not in self._pairs:
-            given = self.inexact_outputs()
+    def pair(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Pair | None:
+        """Forward and backward plans for cotangents of the outputs ``given``."""
+        if (wanted, given) not in self._pairs:
             body = self._pull(wanted, given, keep_outputs=True)
             layouts = [*self.layouts, *(self.outputs[k] for k in given)]
             numbers = len(self.outputs), len(given)
-            self._pairs[wanted] = None
+            self._pairs[wanted, given] = None
             # a function without a derivative may still run: ``backward()`` raises the error
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 target = self.target.of_derivative
-                self._pairs[wanted] = lower_pair(target, body, layouts, *numbers)
-        return self._pairs[wanted]
+                self._pairs[wanted, given] = lower_pair(target, body, layouts, *numbers)
+        return self._pairs[wanted, given]
 
     def _derive(
         self, key: Any, body: Callable[[], Body], layouts: Sequence[Layout]

@@ -132,15 +132,16 @@ class Calls:
         try:
             if plan.has_header:
                 header = Header(axis, occasion, self._groups.calls)
-            with plain_if_needed():
-                results = plan.runner(blocks)
-            if header is not None:
+            try:
+                with plain_if_needed():
+                    results = plan.runner(blocks)
+            except Exception as error:
+                if header is not None and is_communication(error):
+                    header.compare()  # it may tell the reason
+                raise
+            if header is not None:  # once: what has failed does not fail again, but is garbage
                 header.compare()
             return results
-        except Exception as error:
-            if header is not None and is_communication(error):
-                header.compare()  # it may tell the reason
-            raise
         finally:
             occasion.end()
             watch.end()
