@@ -97,29 +97,28 @@ class _Call:
         return _Call(self.differentiable.pushed(given), kept=self._kept)
 
     def pulled(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> _Call:
-        shortcut = self._shortcut(wanted, given)
-        differentiable = self.differentiable.pulled(wanted, given)
-        return _Call(differentiable, start=shortcut, kept=self._kept)
+        derived = self.differentiable.pulled(wanted, given)
+        shortcut = None
+        if self._pair is not None and set(wanted) <= set(self._wanted):
+            self.differentiable.cotangents[self._wanted] = given
+            shortcut = self._shortcut(wanted, given, derived)
+        return _Call(derived, start=shortcut, kept=self._kept)
 
     def _shortcut(
-        self, wanted: tuple[int, ...], given: tuple[int, ...]
-    ) -> Callable[[Tensors], Outputs] | None:
-        """The first gradient by the pair, if it has one for these inputs and cotangents."""
-        differentiable, places, pair = self.differentiable, self._wanted, self._pair
-        if pair is None or not set(wanted) <= set(places):
-            return None
-        residuals: list[Handle] | None = self._residuals
-        if given != self._expected:
-            differentiable.cotangents[places] = given
-            pair, residuals = differentiable.pair(places, given), None
-            if pair is None:
-                return None
-        count, layouts = len(differentiable.layouts), [differentiable.outputs[k] for k in given]
+        self, wanted: tuple[int, ...], given: tuple[int, ...], derived: Differentiable
+    ) -> Callable[[Tensors], Outputs]:
+        """The first gradient by a pair."""
+        differentiable, places = self.differentiable, self._wanted
+        known, expected, residuals = self._pair, self._expected, self._residuals
 
         def backward(tensors: Tensors) -> Outputs:
-            left = residuals
-            if left is None:
+            count, left = len(differentiable.layouts), residuals
+            pair = known if given == expected else differentiable.pair(places, given)
+            if pair is None:
+                return derived.start(tensors)
+            if given != expected:
                 left = _forward(pair, differentiable.placed(tensors[:count]))[1]
+            layouts = [differentiable.outputs[k] for k in given]
             held = handles_of(tensors[count:], layouts)
             gradients = pair.backward.call([*left, *held]).outputs
             return [gradients[places.index(k)] for k in wanted]
