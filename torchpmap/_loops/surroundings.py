@@ -33,7 +33,7 @@ from torchpmap._base.torch_internals import (
 from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import private
 from torchpmap._loops.emit import discarded
-from torchpmap._trace.block_program import surrounded_again, surrounding
+from torchpmap._trace.block_program import surrounded_by, surrounding
 from torchpmap._trace.capture import Substitute
 from torchpmap.random._streams import active_streams, repeated
 
@@ -61,7 +61,7 @@ class Surroundings:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(axis_stack.bound_again(self._axes))
-            stack.enter_context(surrounded_again(self._call))
+            stack.enter_context(surrounded_by(self._call))
             stack.enter_context(applied(self._settings))
             stack.enter_context(torch.set_grad_enabled(self._records))
             active = function_modes()

@@ -109,11 +109,11 @@ class _Call:
     ) -> Callable[[Tensors], Outputs]:
         """The first gradient by a pair."""
         differentiable, places = self.differentiable, self._wanted
-        known, expected, residuals = self._pair, self._expected, self._residuals
+        expected, residuals = self._expected, self._residuals
 
         def backward(tensors: Tensors) -> Outputs:
             count, left = len(differentiable.layouts), residuals
-            pair = known if given == expected else differentiable.pair(places, given)
+            pair = differentiable.pair(places, given)
             if pair is None:
                 return derived.start(tensors)
             if given != expected:

@@ -76,8 +76,8 @@ inside = _inside.get
 
 
 @contextlib.contextmanager
-def surrounded_again(around: Surrounding | None) -> Iterator[None]:
-    """Run in the block what ran in a call of ``shard_map``: what ``surrounding`` returned there."""
+def surrounded_by(around: Surrounding | None) -> Iterator[None]:
+    """In the block, ``surrounding`` returns this."""
     token = _surrounding.set(around)
     try:
         yield
@@ -181,12 +181,11 @@ class BlockProgram:
         free = {name: axis for name, axis in axes.items() if name not in self.manual}
         around = surrounding()
         known = {} if around is None else around.known
-        token = _surrounding.set(Surrounding(self.mesh, free, known))
-        try:
-            with tracked() if self.check_vma else contextlib.nullcontext():
-                yield
-        finally:
-            _surrounding.reset(token)
+        with (
+            surrounded_by(Surrounding(self.mesh, free, known)),
+            tracked() if self.check_vma else contextlib.nullcontext(),
+        ):
+            yield
 
     def _run(self, blocks: Sequence[torch.Tensor], axes: Mapping[Hashable, Axis]) -> Outcome:
         cuts = [leaf.cut for leaf in self.leaves if isinstance(leaf, Block)]

@@ -227,7 +227,7 @@ class _Collectives(TorchDispatchMode):
 
     def __init__(self, meeting: _Meeting, row: int) -> None:
         super().__init__()
-        self.meeting = meeting
+        self._meeting = meeting
         self._row = row
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -242,7 +242,7 @@ class _Collectives(TorchDispatchMode):
         if func not in _MEANINGS:
             raise NotImplementedError(f"{func} between rows that run one after the other")
         value, *how, group = args
-        place = self.meeting.members(self._row, group).index(self._row)
+        place = self._meeting.members(self._row, group).index(self._row)
         name = func._schema.name.partition("::")[2]
         what = f"{name} {' '.join(map(str, how))} of {kind_of(value.shape, value.dtype)}"
         # a copy: this row may write to its operand before another row reads it
@@ -250,13 +250,13 @@ class _Collectives(TorchDispatchMode):
         return _MEANINGS[func](operands, place, *how)
 
     def _exchange(self, group: str, what: str, value: Any) -> list[Any]:
-        return self.meeting.exchange(self._row, group, Fingerprint(what), value)
+        return self._meeting.exchange(self._row, group, Fingerprint(what), value)
 
     def _print(self, args: Any) -> None:
         text = lines_of(*args)
         for group in args[4]:
             texts = self._exchange(group, "print", text)
-            if self._row != self.meeting.members(self._row, group)[0]:
+            if self._row != self._meeting.members(self._row, group)[0]:
                 return
             text = "\n".join(texts)
         emit(text)

@@ -138,12 +138,13 @@ class Plans:
 
     def _forget(self, retired: Sequence[int]) -> None:
         dropped = [plan_id for plan_id in retired if plan_id in self.defined]
+        if not dropped:
+            return
         groups = self._used_by(dropped) - self._used_by(set(self._groups).difference(dropped))
-        if dropped:
-            for name in groups:  # first: after Ctrl-C the workers may hold one that is not used
-                self._pool.groups.pop(name, None)
-            body = pickle.dumps((dropped, sorted(groups)))
-            self._pool.tell(tuple(self._pool.workers), wire.FORGET, body)
+        for name in groups:  # first: after Ctrl-C the workers may hold one that is not used
+            self._pool.groups.pop(name, None)
+        body = pickle.dumps((dropped, sorted(groups)))
+        self._pool.tell(tuple(self._pool.workers), wire.FORGET, body)
         for plan_id in dropped:
             for table in (self.limited, self._names, self._groups, self.defined):
                 table.pop(plan_id, None)
