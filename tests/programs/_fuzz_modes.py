@@ -40,6 +40,8 @@ REFUSED = (
     "This happened due to `other` being vmapped over but `self` not being vmapped over",
     # torch.func.vmap of index_fill_ on numbers, which changes the shape of a view in place
     "aten.unsqueeze_.default would change the shape of a ShardedTensor",
+    # random numbers of each row, drawn into what all rows of a device share
+    "draws other numbers for every row, but the rows of a device (or of a vmap) share the tensor",
     # a write to what a collective keeps for its derivative, as torch's own amax does
     "has been modified by an inplace operation",
     # uncompiled, a branch that some devices take uses a closure whose gradient is wanted

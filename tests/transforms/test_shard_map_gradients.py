@@ -184,6 +184,21 @@ def test_loops_cast_their_first_carry(way: str) -> None:
     assert hessian.item() == 6 * W * (X**2).sum()
 
 
+def test_a_carry_goes_on_to_vary(way: str) -> None:
+    """As in JAX, once its body casts what it returns; without the cast JAX raises."""
+
+    def pulled(steps: int, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        def total(x: torch.Tensor) -> torch.Tensor:
+            return tp.fori_loop(0, steps, lambda _, c: tp.psum(c, "x"), x)
+
+        result: torch.Tensor = torch.func.vjp(total, x)[1](-x)[0]
+        return result
+
+    for steps in (1, 3):
+        found = run(functools.partial(pulled, steps), way, W, X, out=P("x"))
+        assert found.tolist() == [-X.sum().item() * 4 ** (steps - 1)] * 4
+
+
 def test_branches_vary_with_their_predicate_and_each_other(way: str) -> None:
     def by_device(w: torch.Tensor, x: torch.Tensor) -> Any:
         return tp.cond(x[0] > 2.5, lambda w: w * 2, lambda w: w * 3, w)

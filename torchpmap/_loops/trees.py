@@ -17,6 +17,8 @@ import torch
 from torchpmap._base.arrays import for_torch
 from torchpmap._base.errors import Shown, check_array, kind_of
 from torchpmap._base.pytree import Structure, flatten
+from torchpmap._collectives.groups import varied
+from torchpmap._collectives.varying import axes_of
 from torchpmap._trace.traced_views import settle
 
 _NUMBERS = (bool, int, float, complex)
@@ -111,7 +113,10 @@ def settled(parts: Parts, like: Sequence[torch.Tensor]) -> Tensors:
 
 
 def carried(name: str, carry: Tree, given: Sequence[torch.Tensor], parts: Parts) -> Tensors:
-    """What the body of a loop returned, as the next carry; raises if it is of another kind."""
+    """What the body of a loop returned, as the next carry; raises if it is of another kind.
+
+    A carry goes on to vary along all axes along which it did.
+    """
     if parts.tree.structure != carry.structure or parts.tree.has_tensor != carry.has_tensor:
         raise TypeError(
             f"{name}: the body must return a carry of the structure that it gets, but it got "
@@ -119,7 +124,7 @@ def carried(name: str, carry: Tree, given: Sequence[torch.Tensor], parts: Parts)
         )
     tensors = settled(parts, given)
     if same_kinds(given, tensors):
-        return tensors
+        return [varied(x, axes_of(before)) for x, before in zip(tensors, given, strict=True)]
     lines = [
         f"  {path}: {kind(before)} went in, {kind(after)} came out"
         for path, before, after in zip(carry.paths("carry"), given, tensors, strict=True)
