@@ -286,6 +286,26 @@ def test_deadlocks_without_a_trace(name):
         tp.pmap(DEADLOCKS[name], "i")(A)
 
 
+@pytest.mark.parametrize("mode", [GRAPH, False])
+def test_rows_of_a_vmap_take_different_ways(mode):
+    """A collective over them has no meaning there; one over rows that all take the way has."""
+
+    def total(y):
+        return tp.fori_loop(0, 2, lambda _, c: tp.psum(c, "inside"), y)
+
+    def inner():
+        return tp.vmap(total, axis_name="inside")(torch.tensor([1.0, 2.0])).sum()
+
+    def program(x):
+        return x + tp.cond(x > 1, inner, lambda: torch.tensor(1.0))
+
+    found = tp.pmap(tp.vmap(program, axis_name="rows"), compile=mode)(A.reshape(4, 1))
+    assert found.flatten().tolist() == [x + 12 if x > 1 else x + 1 for x in A.tolist()]
+    for deadlock in DEADLOCKS.values():
+        with pytest.raises(ValueError, match="predicate may differ along axis 'i'"):
+            tp.pmap(tp.vmap(deadlock, axis_name="i"), compile=mode)(A.reshape(1, 4))
+
+
 def test_a_long_scan_runs_in_chunks():
     """1001 steps are 15 iterations of 66 steps, and 11 more."""
 

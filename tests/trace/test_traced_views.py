@@ -103,6 +103,18 @@ def test_writes_through_a_view_in_a_vmap(name: str, mode: str) -> None:
     torch.testing.assert_close(in_vmap(f, mode), want)
 
 
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_through_a_view_where_nothing_is_mapped(name: str) -> None:
+    def f(x: Any, i: Any) -> Any:
+        x = x.clone()
+        WRITES[name](x, i)
+        return x
+
+    (want,) = stacked(f)
+    torch.testing.assert_close(tp.vmap(f, randomness="different")(X, I), want)
+    torch.testing.assert_close(tp.map(lambda row: f(*row), (X, I), batch_size=3), want)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_view_that_leaves_a_vmap_is_read_again_and_then_alone(mode: str) -> None:
     def f(x: Any, i: Any) -> Any:

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -96,8 +97,8 @@ _bound: ContextVar[tuple[Parts, ...]] = ContextVar("torchpmap_axes", default=())
 _count: ContextVar[int] = ContextVar("torchpmap_count", default=0)
 _purpose: ContextVar[Callable[[], str] | None] = ContextVar("torchpmap_purpose", default=None)
 
-_parted: ContextVar[tuple[frozenset[int], str]] = ContextVar(
-    "torchpmap_parted", default=(frozenset(), "")
+_parted: ContextVar[Mapping[int, str]] = ContextVar(
+    "torchpmap_parted", default=MappingProxyType({})
 )
 
 # Per process: autograd may run a backward pass, and so its collectives, on threads of its own.
@@ -218,11 +219,35 @@ def _axis_of(line: MeshLine, name: Hashable) -> Axis:
 
 
 @contextmanager
-def parting(levels: frozenset[int], name: str) -> Iterator[None]:
+def parting(levels: Iterable[int], name: str) -> Iterator[None]:
     """Say that rows of the vmaps of these levels take different ways in the block, in a loop or
     branch called ``name``: there a collective over such rows has no meaning.
     """
-    token = _parted.set((_parted.get()[0] | levels, name))
+    with _parted_by({**_parted.get(), **dict.fromkeys(levels, name)}):
+        yield
+
+
+def parts_at(level: int) -> str | None:
+    """The loop or branch in which rows of the vmap of this level take different ways here."""
+    return _parted.get().get(level)
+
+
+@contextmanager
+def entering(level: int, name: str | None) -> Iterator[None]:
+    """A vmap of this level begins: it is another one than that which had the level before.
+
+    Args:
+        level: its level; those above have ended.
+        name: the loop or branch in which its rows take different ways; None if they do not.
+    """
+    around = {each: by for each, by in _parted.get().items() if each < level}
+    with _parted_by(around if name is None else {**around, level: name}):
+        yield
+
+
+@contextmanager
+def _parted_by(names: Mapping[int, str]) -> Iterator[None]:
+    token = _parted.set(names)
     try:
         yield
     finally:
@@ -231,8 +256,8 @@ def parting(levels: frozenset[int], name: str) -> Iterator[None]:
 
 def check_together(level: int) -> None:
     """Raise if the rows of the vmap of this level do not all get here."""
-    levels, name = _parted.get()
-    if level in levels:
+    name = parts_at(level)
+    if name is not None:
         names = [parts[0].name for parts in _bound.get() if parts[-1].group is None]
         raise ValueError(parted(name, " or ".join(map(repr, names))))
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from torchpmap._base.torch_internals import depth
-from torchpmap._layout import axis_stack
 from torchpmap._loops import emit
 from torchpmap._loops.operator import (
     Body,
@@ -77,10 +75,10 @@ class Branch(Construct):
         size = info.batch_size
         tensors = [x if d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
         which = [d is not None for d in dims]
-        runs = [batch(body, which[1:], size, info.randomness) for body in self.branches]
+        parts = self.name if which[0] else None
+        runs = [batch(body, which[1:], size, info.randomness, parts) for body in self.branches]
         if which[0]:
-            with axis_stack.parting(frozenset([depth() + 1]), self.name):
-                found = [run(tensors[1:]) for run in runs]
+            found = [run(tensors[1:]) for run in runs]
             every = [
                 [expanded(x, has, size) for x, has in zip(results, reached, strict=True)]
                 for results, reached in found

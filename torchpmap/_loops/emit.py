@@ -27,6 +27,7 @@ from torchpmap._base.pytree import tree_map
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
     TorchDispatchMode,
+    depth,
     dispatch_modes,
     fake_mode,
     is_wrapped,
@@ -144,7 +145,7 @@ def inner(body: Callable[..., Tensors], kinds: Sequence[Kind], axes: Sequence[Ax
         mode = tracing_mode()
         assert mode is not None
         found.append(_Reads(mode.tracer))
-        with found[-1] as reads:
+        with found[-1] as reads, axis_stack.entering(depth() + 1, None):
             results = [reads.value(x) for x in body(*tensors)]
         varying[:] = map(axes_of, results)
         used = {t.untyped_storage()._cdata for t in (*tensors, *reads.tensors)}

@@ -20,11 +20,13 @@ import torch
 from torch.autograd import forward_ad
 
 from torchpmap._base.torch_internals import (
+    depth,
     is_batched,
     is_grad,
     set_forward_grad,
     transforms,
 )
+from torchpmap._layout import axis_stack
 
 Tensors = Sequence[torch.Tensor]
 Maybe = Sequence[torch.Tensor | None]
@@ -172,24 +174,30 @@ def push(
 
 
 def batch(
-    body: Body, which: Sequence[bool], size: int, randomness: str
+    body: Body, which: Sequence[bool], size: int, randomness: str, parts: str | None = None
 ) -> Callable[[Tensors], tuple[list[torch.Tensor], list[bool]]]:
     """The body for a batch of the tensors ``which``, along dim 0: its results, and which of them
     are batched.
+
+    It is made in the rule of a vmap, and runs later, where the vmap may get another level.
+    ``parts`` is the loop or branch in which the rows take different ways, if that begins here.
     """
+    parts = parts or axis_stack.parts_at(depth() + 1)
 
     def run(tensors: Tensors) -> tuple[list[torch.Tensor], list[bool]]:
         found: list[torch.Tensor] = []
         reached: list[bool] = []
 
         def function(*xs: torch.Tensor) -> Any:
-            found[:] = body(xs)
+            with axis_stack.entering(depth(), parts):
+                found[:] = body(xs)
             reached[:] = [is_batched(x) for x in found]
             # results that are not batched leave this vmap through ``found``
             return tuple(x for x, has in zip(found, reached, strict=True) if has)
 
         if not any(which):
-            results = body(tensors)
+            with axis_stack.entering(depth() + 1, None):
+                results = body(tensors)
             return results, [False] * len(results)
         dims = tuple(0 if has else None for has in which)
         rows = iter(torch.func.vmap(function, dims, 0, randomness=randomness)(*tensors))

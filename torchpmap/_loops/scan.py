@@ -20,6 +20,7 @@ from torchpmap._loops.scan_node import Scan
 from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
 from torchpmap._loops.trees import Parts, Tensors, Tree, carried, kind, take_apart, with_weak_carry
 from torchpmap._loops.without_values import without_values
+from torchpmap._trace.transform_rules import rules_in_force
 
 _Carry = TypeVar("_Carry")
 
@@ -140,7 +141,8 @@ def _in_batches(f: Callable[[Any], Any], rows: Parts, length: int, size: int) ->
         return tuple(found.tensors)
 
     def batch(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(torch.func.vmap(one, randomness="different")(*tensors))
+        with rules_in_force():
+            return list(torch.func.vmap(one, randomness="different")(*tensors))
 
     batches = [x[:whole].reshape(whole // size, size, *x.shape[1:]) for x in rows.tensors]
     results = map(lambda tensors: batch(tensors), batches)

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-from torchpmap._base.torch_internals import depth
 from torchpmap._collectives.varying import Axes
-from torchpmap._layout import axis_stack
 from torchpmap._loops import emit
 from torchpmap._loops.operator import (
     Body,
@@ -144,9 +142,13 @@ class _Rows:
         self._size = size
         self._randomness = randomness
 
-    def _test(self) -> Any:
+    def _batch(self, body: Body) -> Any:
         which = [*self._constants, *self.carried]
-        return batch(lambda xs: [self._loop.test(xs)], which, self._size, self._randomness)
+        parts = self._loop.name if self._differs else None
+        return batch(body, which, self._size, self._randomness, parts)
+
+    def _test(self) -> Any:
+        return self._batch(lambda xs: [self._loop.test(xs)])
 
     def test(self) -> Test:
         run = self._test()
@@ -161,15 +163,11 @@ class _Rows:
         return test
 
     def body(self) -> Body:
-        which = [*self._constants, *self.carried]
-        run, test = batch(self._loop.body, which, self._size, self._randomness), self._test()
+        run, test = self._batch(self._loop.body), self._test()
 
         def body(xs: Tensors) -> list[torch.Tensor]:
             before = xs[len(self._constants) :]
-            with axis_stack.parting(
-                frozenset([depth() + 1]) if self._differs else frozenset(), self._loop.name
-            ):
-                after, reached = run(xs)
+            after, reached = run(xs)
             if any(has and not had for had, has in zip(self.carried, reached, strict=True)):
                 self.carried = [a or b for a, b in zip(self.carried, reached, strict=True)]
                 raise Grown(self)

@@ -1,4 +1,5 @@
-"""Rules of function transforms that torch 2.13 lacks or has wrong, for code in mapped functions.
+"""Rules of function transforms that torch 2.13 lacks or has wrong, for code in mapped functions
+and under ``tp.vmap``.
 
 *Operations made with* ``torch.library.custom_op``: torch puts the rules of ``register_autograd``
 into an ``autograd.Function`` of the old kind, which ``torch.func.grad`` refuses, and forward mode
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -180,8 +182,17 @@ def _checked(own: Any) -> Any:
     return set_
 
 
+def _are_in_force() -> bool:
+    return any(isinstance(x, TransformRules) for x in function_modes())
+
+
+def rules_in_force() -> AbstractContextManager[object]:
+    """A block in which the rules are in force, also if it is not in a mapped function."""
+    return nullcontext() if _are_in_force() else TransformRules()
+
+
 def _following_views(own: Any) -> Any:
-    return kept_equal(own, lambda: any(isinstance(x, TransformRules) for x in function_modes()))
+    return kept_equal(own, _are_in_force)
 
 
 _REPLACED = (
