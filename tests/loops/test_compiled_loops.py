@@ -46,6 +46,36 @@ def test_scans_in_scans_branches_and_while_loops():
     both(program, A)
 
 
+@pytest.mark.parametrize("mode", [None, GRAPH])
+def test_a_body_reads_what_lies_in_another_order_in_memory(mode):
+    """Which reshapes are views depends on the order, and operands are contiguous."""
+    orders = {
+        "transposed": lambda x: x.t(),
+        "with gaps": lambda x: x.t()[:2, ::2],
+        "expanded": lambda x: x.t().expand(2, 3, 2),
+    }
+    uses = {
+        "scan": lambda y, use: tp.scan(lambda c, t: (c * t + use(y), None), use(y), A[0])[0],
+        "while": lambda y, use: tp.while_loop(
+            lambda c: c.sum() < 9, lambda c: c.abs() + 1 + use(y).abs(), use(y)
+        ),
+        "cond": lambda y, use: tp.cond(y.sum() > 0, lambda c: c + use(y), lambda c: c, use(y)),
+    }
+
+    def program(x):
+        x = torch.stack([x, x * 2])
+        return {
+            (order, loop): uses[loop](orders[order](x), lambda y: y.transpose(-1, -2).reshape(-1))
+            for order in orders
+            for loop in uses
+        }
+
+    found = tp.pmap(program, compile=mode)(A) if mode else tp.pmap(program)(A)
+    for k, row in enumerate(A):
+        for name, value in program(row).items():
+            torch.testing.assert_close(found[name][k].cpu(), value)
+
+
 def test_a_carry_that_does_not_change_shares_no_memory_with_the_input():
     def program(x):
         doubled = x * 2

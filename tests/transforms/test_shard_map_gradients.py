@@ -219,6 +219,27 @@ def test_without_a_trace_a_branch_of_some_devices_takes_operands() -> None:
         run(tp.grad(loss), "python", W, X)
 
 
+def test_a_branch_without_a_part_in_the_gradient(way: str) -> None:
+    """All devices sum the gradient of the weight, also those that do not use it."""
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> Any:
+        used = tp.cond(x[0] > 2.5, lambda w, x: w**2 * x, lambda w, x: x * 0, w, x[0])
+        return tp.psum(used, "x")
+
+    def along(w: torch.Tensor, x: torch.Tensor) -> Any:
+        return torch.func.jvp(lambda w: tp.grad(loss)(w, x), (w,), (w,))[1]
+
+    def rows(w: torch.Tensor, x: torch.Tensor) -> Any:
+        return torch.func.vmap(lambda w: tp.grad(loss)(w, x))(torch.stack([w, w + 1]))
+
+    each = X[2:].sum() * 2  # the second derivative
+    assert run(tp.grad(loss), way, W, X).item() == each * W
+    assert run(tp.grad(tp.grad(loss)), way, W, X).item() == each
+    assert run(torch.func.jacrev(loss), way, W, X).item() == each * W
+    assert run(along, way, W, X).item() == each * W
+    assert run(rows, way, W, X).tolist() == [each * W, each * (W + 1)]
+
+
 def test_a_derivative_within_a_branch_of_some_devices(way: str) -> None:
     def cube(x: torch.Tensor, w: torch.Tensor) -> Any:
         slope = tp.cond(

@@ -24,3 +24,12 @@ def storage_number(value: torch.Tensor) -> int | None:
     """The number of its storage, which no other has while that one is alive."""
     storage = storage_of(value)
     return None if storage is None else int(storage._cdata)
+
+
+def memory_order(x: torch.Tensor) -> list[int]:
+    """The dims as they lie in memory, the slowest first; those of one element, or that are
+    expanded, stay where they are.
+    """
+    dims = [dim for dim in range(x.dim()) if x.shape[dim] > 1 and x.stride()[dim]]
+    moved = dict(zip(dims, sorted(dims, key=lambda dim: -x.stride()[dim]), strict=True))
+    return [moved.get(dim, dim) for dim in range(x.dim())]

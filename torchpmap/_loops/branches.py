@@ -38,7 +38,7 @@ from torchpmap._loops.trees import (
     take_apart,
 )
 from torchpmap._loops.without_values import without_values
-from torchpmap._trace.casts import is_tracked, must_vary
+from torchpmap._trace.casts import is_tracked, must_vary, together
 
 
 @boundary
@@ -290,7 +290,10 @@ def _decided(branches: _Branches, which: int, deciding: Axes) -> Parts:
     operands = [varied(x, deciding) for x in branches.given.tensors]
     with must_vary(deciding, branches.name):
         found = branches.parts(which, operands)
-    return replace(found, tensors=[varied(x, deciding) for x in found.tensors])
+    results = [varied(x, deciding) for x in found.tensors]
+    if any(x is not given for x, given in zip(operands, branches.given.tensors, strict=True)):
+        results = list(together(results, operands))
+    return replace(found, tensors=results)
 
 
 def _numbered(

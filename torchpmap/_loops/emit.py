@@ -25,6 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from torchpmap._base.errors import lost_write
 from torchpmap._base.pytree import tree_map
 from torchpmap._base.sources import users_line
+from torchpmap._base.storages import memory_order
 from torchpmap._base.torch_internals import (
     TorchDispatchMode,
     depth,
@@ -32,6 +33,7 @@ from torchpmap._base.torch_internals import (
     fake_mode,
     is_wrapped,
     new_fake,
+    outside_modes,
     outside_transforms,
     torch_function_off,
     trace_inside,
@@ -120,11 +122,20 @@ class _Reads(TorchDispatchMode):
                 "traced."
             )
         proxy = self._tracer.create_proxy("placeholder", f"read_{len(self.nodes)}", (), {})
-        with outside_transforms():  # transforms in the body would trace what this does
-            track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
-        proxy.node.meta["val"] = tensor
         self.nodes.append(proxy.node)
         self.tensors.append(tensor)
+        # which operations are views depends on the order; torch wants its operands contiguous
+        order = memory_order(tensor)
+        with outside_transforms():  # transforms in the body would trace what this does
+            with outside_modes():
+                proxy.node.meta["val"] = tensor.permute(order)
+            if order != sorted(order):
+                back = [order.index(dim) for dim in range(len(order))]
+                proxy = self._tracer.create_proxy(
+                    "call_function", _aten.permute.default, (proxy, back), {}
+                )
+                proxy.node.meta["val"] = tensor
+            track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
         return tensor
 
 
@@ -271,23 +282,28 @@ def _constants(module: GraphModule, places: Sequence[Node]) -> list[torch.Tensor
 
 def shared(inner: Sequence[Inner], num_own: int = 0) -> list[torch.Tensor]:
     """Give graphs the same inputs, behind ``num_own`` of their own: what any of them reads."""
-    reads: dict[int, torch.Tensor] = {id(x): x for each in inner for x in each.reads}
+    reads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    owned: list[dict[int, Node]] = []
     for each in inner:
+        places = each.module.graph.find_nodes(op="placeholder")
+        pairs = list(zip(each.reads, places[num_own:], strict=True))
+        reads |= {id(x): (x, node.meta["val"]) for x, node in pairs}
+        owned.append({id(x): node for x, node in pairs})
+    for each, mine in zip(inner, owned, strict=True):
         graph = each.module.graph
-        places = [node for node in graph.nodes if node.op == "placeholder"]
-        mine = {id(x): node for x, node in zip(each.reads, places[num_own:], strict=True)}
+        places = graph.find_nodes(op="placeholder")
         before = next(node for node in graph.nodes if node not in set(places))
         with graph.inserting_before(before):
-            for k, (key, x) in enumerate(reads.items()):
+            for k, (key, (_, value)) in enumerate(reads.items()):
                 node = graph.placeholder(f"operand_{k}")
-                node.meta["val"] = x
+                node.meta["val"] = value
                 if key in mine:
                     mine[key].replace_all_uses_with(node)
         for node in mine.values():
             graph.erase_node(node)
         graph.lint()
         each.module.recompile()
-    return list(reads.values())
+    return [x for x, _ in reads.values()]
 
 
 def without_unused(inner: Inner, xs: list[torch.Tensor], start: int) -> list[torch.Tensor]:
@@ -345,6 +361,11 @@ def operands(tensors: Tensors, beside: Tensors = ()) -> list[torch.Tensor]:
         used.add(known.untyped_storage()._cdata)
         found.append(known)
     return found
+
+
+def read(reads: Tensors, beside: Tensors = ()) -> list[torch.Tensor]:
+    """What the graphs inside read, as their operands."""
+    return operands([x.permute(memory_order(x)) for x in reads], beside)
 
 
 def settled(
@@ -422,7 +443,7 @@ def branch(selector: torch.Tensor, inner: Sequence[Inner], name: str) -> list[to
     decided = axes_of(selector)
     axes = [decided.union(*along) for along in zip(*(each.axes for each in inner), strict=True)]
     if len(modules) > 2:
-        given = [*given, *operands(reads, given)]
+        given = [*given, *read(reads, given)]
         for module in modules:
             _with_selector(module, given[0])
         make = functools.partial(_either, given=given, results=inner[0].results, name=name)
@@ -430,7 +451,7 @@ def branch(selector: torch.Tensor, inner: Sequence[Inner], name: str) -> list[to
         pred = given[0] < half
         modules = [make(modules[:half], 0), make(modules[half:], half)]
     else:
-        (pred,), given = given, operands(reads)
+        (pred,), given = given, read(reads)
     return call(_cond, pred, *modules, tuple(given), results=inner[0].results, axes=axes, name=name)
 
 

@@ -83,7 +83,7 @@ class Scan(Construct):
             inner.module,
             init,
             xs,
-            tuple(emit.operands(inner.reads, [*init, *xs])),
+            tuple(emit.read(inner.reads, [*init, *xs])),
             results=[*emit.kinds_of(init), *ys],
             axes=[*carried, *inner.axes[len(init) :]],
             name="scan",

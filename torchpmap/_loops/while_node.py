@@ -62,7 +62,7 @@ class While(Construct):
             test.module,
             body.module,
             tuple(init),
-            tuple(emit.operands(reads, init)),
+            tuple(emit.read(reads, init)),
             results=kinds,
             axes=axes,
             name=self.name,

@@ -53,6 +53,7 @@ from torchpmap._collectives.varying import (
     union,
 )
 from torchpmap._trace.capture import Substitute
+from torchpmap._trace.effects import is_inexact
 
 # Per thread, as the bound axes are.
 _active: ContextVar[Casts | None] = ContextVar("torchpmap_casts", default=None)
@@ -304,6 +305,63 @@ class _Argument(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor) -> Any:
         return _Argument.apply(x), in_dims[0]
+
+
+def together(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> Any:
+    """Copies of results, through which every operand has a gradient: zeros if it has no part in
+    them.  So devices that compute different results sum the gradients of the same operands.
+    """
+    return _Together.apply(len(results), *results, *operands)
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(count: int, *tensors: torch.Tensor) -> Any:
+        return tuple(x.clone() for x in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        count, *tensors = inputs
+        ctx.results = [(x.shape, x.dtype, x.device) for x in output]
+        ctx.save_for_backward(*tensors[count:])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x in output if not is_inexact(x)))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        operands, given = ctx.saved_tensors, [x for x in cotangents if x is not None]
+        if not given:
+            return (None,) * (1 + len(cotangents) + len(operands))
+        around = [*filter(is_inexact, operands), *given]
+        zeros = iter(together([_zeros(x, around) for x in around[: -len(given)]], around))
+        return None, *cotangents, *(next(zeros) if is_inexact(x) else None for x in operands)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> Any:
+        with set_forward_grad(True):  # as in _Extreme.jvp
+            return tuple(
+                torch.zeros(kind[0], dtype=kind[1], device=kind[2]) if x is None else x.clone()
+                for x, kind in zip(tangents, ctx.results, strict=False)
+            )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], count: int, *tensors: torch.Tensor) -> Any:
+        # another branch may have rows there
+        given = [
+            x.expand(info.batch_size, *x.shape) if k < count and dim is None else x
+            for k, (x, dim) in enumerate(zip(tensors, in_dims[1:], strict=True))
+        ]
+        return tuple(_Together.apply(count, *given)), tuple(d or 0 for d in in_dims[1 : count + 1])
+
+
+def _zeros(x: torch.Tensor, around: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Zeros for a gradient of ``x``, rows of each vmap of which ``around`` has some."""
+    with torch_function_off():
+        zeros = torch.zeros_like(x)
+        for each in around:
+            zeros = zeros + torch.zeros_like(each, dtype=x.dtype).sum()
+    set_axes(zeros, axes_of(x))
+    return zeros
 
 
 def _with_arguments(kind: type, args: Any) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from torchpmap._base.storages import memory_order
 from torchpmap._base.torch_internals import OpOverload
 from torchpmap._trace.inner import copied_whole, is_kept, storages
 
@@ -161,9 +162,7 @@ def _value(node: Node) -> torch.Tensor:
 
 def _dense(graph: Graph, node: Node) -> tuple[Node, Node]:
     """(the elements of a node in memory order, the node made of them again)."""
-    value = _value(node)
-    strides = value.stride()
-    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+    order = memory_order(_value(node))
     with graph.inserting_after(node):
         stored = _call(graph, _aten.permute.default, node, order)
     if _viewed(node) is not None or not _value(stored).is_contiguous():
@@ -171,7 +170,7 @@ def _dense(graph: Graph, node: Node) -> tuple[Node, Node]:
         with graph.inserting_after(stored):
             stored = _call(graph, _aten.clone.default, stored, memory_format=_CONTIGUOUS)
     with graph.inserting_after(stored):
-        inverse = [order.index(dim) for dim in range(value.dim())]
+        inverse = [order.index(dim) for dim in range(len(order))]
         return stored, _call(graph, _aten.permute.default, stored, inverse)
 
 
