@@ -245,3 +245,23 @@ def test_misuse(name):
     for mode in (GRAPH, False):
         with pytest.raises(error, match=text):
             tp.pmap(call, in_axes=None, axis_size=1, compile=mode)(X)
+
+
+@pytest.mark.parametrize("mode", [GRAPH, False])
+def test_what_no_branch_uses_has_no_gradient(mode):
+    """As in JAX: zeros would make NaN of what was computed from a NaN."""
+
+    def branches(x, p):
+        return tp.cond(p, lambda a, b: b * 2, lambda a, b: b * 0 + 1, (x * 0 - 1).sqrt(), x)
+
+    def steps(x, p):
+        rows = torch.log(x * torch.zeros(2) - 1)
+        return tp.scan(lambda c, t: (c * x, None), x, rows)[0]
+
+    x, p = torch.tensor([3.0, 2.0]), torch.tensor([False, True])
+    for function, first, second in (
+        (branches, [0.0, 2.0], [0.0, 0.0]),
+        (steps, (3 * x**2).tolist(), (6 * x).tolist()),
+    ):
+        assert tp.pmap(tp.grad(function), compile=mode)(x, p).tolist() == first
+        assert tp.pmap(torch.func.hessian(function), compile=mode)(x, p).tolist() == second

@@ -45,12 +45,14 @@ class Branch(Construct):
         given = [k for k, x in enumerate(cotangents) if x is not None]
         places = [k - 1 for k in wanted]
         count = len(tensors) - 1
+        reached: set[int] = set()
 
         def back(body: Body) -> Body:
-            return lambda xs: pull(body, xs[:count], places, given, xs[count:])
+            return lambda xs: pull(body, xs[:count], places, given, xs[count:], reached)
 
-        found = Branch(self.name, tuple(map(back, self.branches)))
-        return list(apply(found, [*tensors, *(x for x in cotangents if x is not None)]))
+        branches = Branch(self.name, tuple(map(back, self.branches)))
+        found = apply(branches, [*tensors, *(x for x in cotangents if x is not None)])
+        return [x if k in reached else None for k, x in enumerate(found)]
 
     def pushed(self, tensors: Tensors, tangents: Maybe) -> list[torch.Tensor | None]:
         given = [k - 1 for k, x in enumerate(tangents) if x is not None]

@@ -136,15 +136,26 @@ Body = Callable[[Tensors], list[torch.Tensor]]
 
 
 def pull(
-    body: Body, tensors: Tensors, wanted: Sequence[int], given: Sequence[int], cotangents: Tensors
+    body: Body,
+    tensors: Tensors,
+    wanted: Sequence[int],
+    given: Sequence[int],
+    cotangents: Tensors,
+    reached: set[int],
 ) -> list[torch.Tensor]:
-    """Cotangents of the tensors ``wanted``, from those of the results ``given``."""
+    """Cotangents of the tensors ``wanted``, from those of the results ``given``.
+
+    ``reached`` gets the places in ``wanted`` that have a part in the results.  Others have zeros,
+    which outside of a graph would be no stand-in for having no cotangent: 0 times NaN is NaN.
+    """
     if not wanted:
         return []
     if not given:
         return [torch.zeros_like(tensors[k]) for k in wanted]
 
     def function(*xs: torch.Tensor) -> Any:
+        for place, x in enumerate(xs):
+            x.register_hook(lambda _, place=place: reached.add(place))
         results = body(_replaced(tensors, wanted, xs))
         return tuple(results[k] for k in given)
 

@@ -119,15 +119,15 @@ class Scan(Construct):
         to_xs = [k for k in wanted if k >= self.num_constants + self.num_carry]
         sources = [*places, *to_constants, *to_xs]
         results_of = [*carried, *(self.num_carry + k for k in given)]
+        reached: set[int] = set()
 
         def step(constants: Tensors, carry: Tensors, row: Tensors) -> Any:
             sums = carry[len(carried) :]
             count = len(row) - len(given)
             before, mine = row[count - self.num_carry : count], row[: count - self.num_carry]
             primals = [*constants, *before, *mine]
-            pulled = pull(
-                self.flat, primals, sources, results_of, [*carry[: len(carried)], *row[count:]]
-            )
+            given_now = [*carry[: len(carried)], *row[count:]]
+            pulled = pull(self.flat, primals, sources, results_of, given_now, reached)
             after, rest = pulled[: len(carried)], pulled[len(carried) :]
             added = [a + b for a, b in zip(sums, rest, strict=False)]
             return [*after, *added], rest[len(sums) :]
@@ -143,7 +143,10 @@ class Scan(Construct):
             not self.reverse,
         )
         found = apply(back, [*constants, *last, *nothing, *rows])
-        gradients = dict(zip(sources, found, strict=True))
+        gradients = {
+            k: x if place in reached else None
+            for place, (k, x) in enumerate(zip(sources, found, strict=True))
+        }
         return [gradients[k] for k in wanted]
 
     def pushed(self, tensors: Tensors, tangents: Maybe) -> list[torch.Tensor | None]:
