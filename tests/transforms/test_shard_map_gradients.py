@@ -240,6 +240,27 @@ def test_a_branch_without_a_part_in_the_gradient(way: str) -> None:
     assert run(rows, way, W, X).tolist() == [each * W, each * (W + 1)]
 
 
+def test_a_branch_of_some_devices_returns_whole_numbers(way: str) -> None:
+    """They have no tangents."""
+
+    def program(w: torch.Tensor, x: torch.Tensor) -> Any:
+        count, used = tp.cond(
+            x[0] > 2.5, lambda w, n: (n, w * 2), lambda w, n: (n + 1, w * 3), w, torch.tensor(2)
+        )
+        return tp.psum(count * used, "x")
+
+    def along(w: torch.Tensor, x: torch.Tensor) -> Any:
+        return torch.func.jvp(lambda w: program(w, x), (w,), (w,))[1]
+
+    def rows(w: torch.Tensor, x: torch.Tensor) -> Any:
+        return torch.func.vmap(lambda w: along(w, x))(torch.stack([w, w + 1]))
+
+    slope = 2 * (2 * 2) + 2 * (3 * 3)
+    assert run(tp.grad(program), way, W, X).item() == slope
+    assert run(along, way, W, X).item() == slope * W
+    assert run(rows, way, W, X).tolist() == [slope * W, slope * (W + 1)]
+
+
 def test_a_derivative_within_a_branch_of_some_devices(way: str) -> None:
     def cube(x: torch.Tensor, w: torch.Tensor) -> Any:
         slope = tp.cond(

@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 
 from torchpmap._base.devices import PLATFORMS
+from torchpmap._base.inexact import is_inexact
 from torchpmap._base.torch_groups import group_named
 from torchpmap._base.torch_internals import FakeTensor, fake_mode
 from torchpmap._layout import axis_stack
@@ -172,7 +173,7 @@ def summable(x: torch.Tensor) -> torch.Tensor:
     """``x`` in the dtype in which its cotangents are summed, so that several sums are rounded once;
     integers and bools, which have none, are returned as they are.
     """
-    return widened(x, "sum") if x.is_floating_point() or x.is_complex() else x
+    return widened(x, "sum") if is_inexact(x) else x
 
 
 def narrowed(x: torch.Tensor, op: ReduceOp, dtype: torch.dtype) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchpmap._base.inexact import is_inexact
 from torchpmap._loops import emit
 from torchpmap._loops.operator import (
     Body,
@@ -17,7 +18,6 @@ from torchpmap._loops.operator import (
     apply,
     batch,
     expanded,
-    is_inexact,
     pull,
     push,
 )

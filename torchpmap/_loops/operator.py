@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from torchpmap._base.inexact import is_inexact
 from torchpmap._base.torch_internals import (
     depth,
     is_batched,
@@ -115,10 +116,6 @@ class _Traced(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], construct: Construct, *tensors: Any) -> Any:
         results, dims = construct.batched(info, in_dims[1:], tensors)
         return tuple(results), tuple(dims)
-
-
-def is_inexact(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def inexact(tensors: Tensors) -> list[int]:

@@ -20,7 +20,7 @@ from torchpmap._loops.scan_node import Scan
 from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
 from torchpmap._loops.trees import Parts, Tensors, Tree, carried, kind, take_apart, with_weak_carry
 from torchpmap._loops.without_values import without_values
-from torchpmap._trace.transform_rules import rules_in_force
+from torchpmap._trace import transform_rules
 
 _Carry = TypeVar("_Carry")
 
@@ -141,8 +141,7 @@ def _in_batches(f: Callable[[Any], Any], rows: Parts, length: int, size: int) ->
         return tuple(found.tensors)
 
     def batch(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        with rules_in_force():
-            return list(torch.func.vmap(one, randomness="different")(*tensors))
+        return list(transform_rules.vmap(one, 0, "different")(*tensors))
 
     batches = [x[:whole].reshape(whole // size, size, *x.shape[1:]) for x in rows.tensors]
     results = map(lambda tensors: batch(tensors), batches)

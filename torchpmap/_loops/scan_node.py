@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from torchpmap._base.inexact import is_inexact
 from torchpmap._collectives.varying import Axes, axes_of
 from torchpmap._loops import emit
 from torchpmap._loops.operator import (
@@ -126,8 +127,8 @@ class Scan(Construct):
             count = len(row) - len(given)
             before, mine = row[count - self.num_carry : count], row[: count - self.num_carry]
             primals = [*constants, *before, *mine]
-            given_now = [*carry[: len(carried)], *row[count:]]
-            pulled = pull(self.flat, primals, sources, results_of, given_now, reached)
+            arrived = [*carry[: len(carried)], *row[count:]]
+            pulled = pull(self.flat, primals, sources, results_of, arrived, reached)
             after, rest = pulled[: len(carried)], pulled[len(carried) :]
             added = [a + b for a, b in zip(sums, rest, strict=False)]
             return [*after, *added], rest[len(sums) :]
@@ -143,10 +144,8 @@ class Scan(Construct):
             not self.reverse,
         )
         found = apply(back, [*constants, *last, *nothing, *rows])
-        gradients = {
-            k: x if place in reached else None
-            for place, (k, x) in enumerate(zip(sources, found, strict=True))
-        }
+        given_back = [x if k in reached else None for k, x in enumerate(found)]
+        gradients = dict(zip(sources, given_back, strict=True))
         return [gradients[k] for k in wanted]
 
     def pushed(self, tensors: Tensors, tangents: Maybe) -> list[torch.Tensor | None]:
@@ -164,7 +163,7 @@ class Scan(Construct):
             primals = [*both[:own], *carry[: len(init)], *row[:beside]]
             given = [*both[own:], *carry[len(init) :], *row[beside:]]
             results, derivatives = push(self.flat, primals, places, given)
-            kinds[:] = [x.is_floating_point() or x.is_complex() for x in results]
+            kinds[:] = map(is_inexact, results)
             after = results[: len(init)]
             return [*after, *derivatives[: len(carried)]], derivatives[len(carried) :]
 

@@ -11,14 +11,15 @@ import numpy as np
 import torch
 
 from torchpmap._base.boundary import boundary
-from torchpmap._base.torch_internals import innermost, set_forward_grad
+from torchpmap._base.inexact import copied_tangents, is_inexact
+from torchpmap._base.torch_internals import innermost
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import axes_of
 from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import Function
 from torchpmap._loops.branches import batched_levels
 from torchpmap._loops.checks import check_function
-from torchpmap._loops.operator import apply, is_inexact
+from torchpmap._loops.operator import apply
 from torchpmap._loops.scan import Body, cast_carry, check_unroll, is_staged, run_scan, tried
 from torchpmap._loops.surroundings import Surroundings, with_closures
 from torchpmap._loops.trees import (
@@ -254,12 +255,6 @@ def _in_python(loop: _Loop, init: Parts) -> Tensors:
     return list(_NoReverse.apply(loop.name, *carry)) if carry else carry
 
 
-def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """A tangent of 0, for values that have one."""
-    zeros = torch.zeros(shape, dtype=dtype, device=device)
-    return zeros if is_inexact(zeros) else None
-
-
 class _NoReverse(torch.autograd.Function):
     """Values whose backward raises, as it does in a trace."""
 
@@ -270,7 +265,7 @@ class _NoReverse(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.name, *tensors = inputs
-        ctx.like = [(x.shape, x.dtype, x.device) for x in tensors]
+        ctx.kinds = [(x.shape, x.dtype, x.device) for x in tensors]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in output if not is_inexact(x)))
 
@@ -282,13 +277,7 @@ class _NoReverse(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _name: None, *tangents: torch.Tensor | None) -> Any:
-        with set_forward_grad(True):
-            # under vmap, torch (2.13) gives 0.5 * x of a number x a tangent of float64, and fails
-            # for a value without a tangent
-            return tuple(
-                _zeros(*like) if x is None else x.to(like[1], copy=True)
-                for x, like in zip(tangents, ctx.like, strict=True)
-            )
+        return copied_tangents(tangents, ctx.kinds)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], name: str, *tensors: torch.Tensor) -> Any:

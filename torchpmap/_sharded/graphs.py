@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import TreeSpec, tree_leaves, tree_unflatten
 from torchpmap._base.torch_internals import outside_modes
 from torchpmap._collectives.backend import summable
@@ -197,7 +198,7 @@ class _Drawing:
         if not uses_index:
             self.graph.erase_node(self.index)
         integers = any(
-            isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex())
+            isinstance(x, torch.Tensor) and not is_inexact(x)
             for x in (*self.trial.values, *self.trial.results)
         )
         return Blueprint(

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 
+from torchpmap._base.inexact import is_inexact
 from torchpmap._base.torch_internals import innermost, is_wrapped, tracing_mode
 from torchpmap._collectives import all_gather, axis_index, pbroadcast
 from torchpmap._collectives.groups import pick, varied, whole
@@ -66,7 +67,7 @@ def run_inside(
 
 
 def _cast(x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    return varied(x, _all(axes)) if x.is_floating_point() or x.is_complex() else x
+    return varied(x, _all(axes)) if is_inexact(x) else x
 
 
 def _all(axes: Axes) -> frozenset[Axis]:

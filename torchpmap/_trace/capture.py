@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torchpmap._base.ambient import Unchanged
 from torchpmap._base.contents import Contents, ReadProperty
 from torchpmap._base.errors import lost_write
+from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import tree_map, tree_map_only
 from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
@@ -135,7 +136,7 @@ class Capture(TorchDispatchMode):
         if stand_in is None:
             with outside_transforms():  # transforms inside the function would trace it
                 stand_in = self._stand_in(tensor)
-                if stand_in.is_floating_point() or stand_in.is_complex():
+                if is_inexact(stand_in):
                     stand_in.requires_grad_()
         return stand_in
 

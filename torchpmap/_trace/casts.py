@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from torchpmap._base.inexact import copied_tangents, is_inexact
 from torchpmap._base.pytree import tree_map_only
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
@@ -53,7 +54,6 @@ from torchpmap._collectives.varying import (
     union,
 )
 from torchpmap._trace.capture import Substitute
-from torchpmap._trace.effects import is_inexact
 
 # Per thread, as the bound axes are.
 _active: ContextVar[Casts | None] = ContextVar("torchpmap_casts", default=None)
@@ -220,8 +220,8 @@ def _has_gradient(x: torch.Tensor, outermost: int | None = None) -> bool:
 def _is_differentiated(x: torch.Tensor) -> bool:
     """Whether a derivative of any order may be taken through a value."""
     with torch_function_off():
-        is_inexact = x.is_floating_point() or x.is_complex()
-    return is_inexact and (forward_level() >= 0 or _has_gradient(x))
+        has_derivatives = is_inexact(x)
+    return has_derivatives and (forward_level() >= 0 or _has_gradient(x))
 
 
 def _substituted(x: torch.Tensor) -> torch.Tensor:
@@ -322,7 +322,7 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         count, *tensors = inputs
-        ctx.results = [(x.shape, x.dtype, x.device) for x in output]
+        ctx.kinds = [(x.shape, x.dtype, x.device) for x in output]
         ctx.save_for_backward(*tensors[count:])
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in output if not is_inexact(x)))
@@ -332,17 +332,14 @@ class _Together(torch.autograd.Function):
         operands, given = ctx.saved_tensors, [x for x in cotangents if x is not None]
         if not given:
             return (None,) * (1 + len(cotangents) + len(operands))
-        around = [*filter(is_inexact, operands), *given]
-        zeros = iter(together([_zeros(x, around) for x in around[: -len(given)]], around))
+        inexact = list(filter(is_inexact, operands))
+        around = [*inexact, *given]
+        zeros = iter(together([_zeros(x, around) for x in inexact], around))
         return None, *cotangents, *(next(zeros) if is_inexact(x) else None for x in operands)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> Any:
-        with set_forward_grad(True):  # as in _Extreme.jvp
-            return tuple(
-                torch.zeros(kind[0], dtype=kind[1], device=kind[2]) if x is None else x.clone()
-                for x, kind in zip(tangents, ctx.results, strict=False)
-            )
+        return copied_tangents(tangents[: len(ctx.kinds)], ctx.kinds)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], count: int, *tensors: torch.Tensor) -> Any:

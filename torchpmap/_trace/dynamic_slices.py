@@ -10,6 +10,7 @@ import torch
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import kind_of
+from torchpmap._base.inexact import is_inexact
 from torchpmap._trace.windows import Window, with_part
 
 Index: TypeAlias = int | torch.Tensor
@@ -246,7 +247,7 @@ def _starts(name: str, operand: torch.Tensor, starts: Any) -> list[Index]:
 
 def _start(name: str, place: int, start: Any) -> Index:
     if isinstance(start, torch.Tensor):
-        is_whole = not (start.is_floating_point() or start.is_complex())
+        is_whole = not is_inexact(start)
         if not start.dim() and is_whole and start.dtype != torch.bool:
             return start
         got = f"a tensor of kind {kind_of(start.shape, start.dtype)}"

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import flatten
 from torchpmap._base.torch_groups import group_named
 from torchpmap._base.torch_internals import forward_level, keep_in_order
@@ -311,10 +312,6 @@ def wide(x: torch.Tensor) -> torch.Tensor:
         bits = x.view(torch.int64)
         return ((bits >> 1) & torch.iinfo(torch.int64).max).to(torch.float64) * 2 + (bits & 1)
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
-
-
-def is_inexact(x: torch.Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def _comparable(x: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -186,9 +186,15 @@ def _are_in_force() -> bool:
     return any(isinstance(x, TransformRules) for x in function_modes())
 
 
-def rules_in_force() -> AbstractContextManager[object]:
-    """A block in which the rules are in force, also if it is not in a mapped function."""
-    return nullcontext() if _are_in_force() else TransformRules()
+def vmap(f: Callable[..., Any], in_dims: Any, randomness: str) -> Callable[..., Any]:
+    """``torch.func.vmap`` with the rules in force, also outside of mapped functions."""
+    over_rows = torch.func.vmap(f, in_dims, randomness=randomness)
+
+    def mapped(*args: Any) -> Any:
+        with nullcontext() if _are_in_force() else TransformRules():
+            return over_rows(*args)
+
+    return mapped
 
 
 def _following_views(own: Any) -> Any:

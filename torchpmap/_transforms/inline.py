@@ -23,6 +23,7 @@ import torch
 
 from torchpmap._base.ambient import ambient, applied
 from torchpmap._base.errors import kind_of, lost_write
+from torchpmap._base.inexact import is_inexact
 from torchpmap._base.refuse_writes import RefuseWrites
 from torchpmap._base.torch_errors import is_limit_of_vmap
 from torchpmap._base.torch_internals import (
@@ -200,7 +201,7 @@ def _one_by_one(parts: _Rows | _Blocks, values: Sequence[torch.Tensor], prefix: 
     for place, cut in enumerate(first.cuts):
         blocks = [x for outcome in outcomes if (x := outcome.blocks[place]) is not None]
         whole = parts.whole(blocks, cut).detach() if blocks else None
-        if whole is not None and wants_grad and (whole.is_floating_point() or whole.is_complex()):
+        if whole is not None and wants_grad and is_inexact(whole):
             whole = _NotDifferentiable.apply(
                 torch.zeros((), requires_grad=True, device="cpu"), whole, prefix
             )

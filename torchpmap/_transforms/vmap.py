@@ -21,7 +21,7 @@ from torchpmap._base.pytree import Structure, flatten, flatten_call
 from torchpmap._base.torch_internals import is_batched
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis
-from torchpmap._trace.transform_rules import rules_in_force
+from torchpmap._trace import transform_rules
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -83,9 +83,9 @@ def vmap(
             with nullcontext() if axis_name is None else axis_stack.bind(axis):
                 return output.take(fun(*row_args, **row_kwargs), index.device)
 
-        over_rows = torch.func.vmap(rows, (0, *axes), randomness=randomness)
-        with rules_in_force():
-            return output.joined(over_rows(torch.arange(size, device=_device(leaves)), *leaves))
+        index = torch.arange(size, device=_device(leaves))
+        over_rows = transform_rules.vmap(rows, (0, *axes), randomness)
+        return output.joined(over_rows(index, *leaves))
 
     return mapped
 
