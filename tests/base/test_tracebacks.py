@@ -364,12 +364,35 @@ def test_a_boundary_looks_like_its_function():
     assert tp.ShardedTensor.sharding.__doc__ == "Mesh and partition spec."
 
 
-def test_a_compiled_function_goes_through():
-    def f(x):
-        return tp.vmap(lambda row: row * 2)(x)
+CALLS_OF_USERS_FUNCTIONS = {
+    "vmap": lambda x: tp.vmap(lambda row: row * 2)(x),
+    "map": lambda x: tp.map(lambda row: row * 2, x),
+    "scan": lambda x: tp.scan(lambda carry, row: (carry + 1.0, carry * row), 0.0, x)[1],
+    "while_loop": lambda x: tp.while_loop(lambda c: c.sum() < 20, lambda c: c + 1, x),
+    "fori_loop": lambda x: tp.fori_loop(0, 3, lambda i, c: c * 2 + i, x),
+    "cond": lambda x: tp.cond(True, lambda v: v * 2, lambda v: v, x),
+    "switch": lambda x: tp.switch(1, [lambda v: v, lambda v: v * 3], x),
+    "associative_scan": lambda x: tp.associative_scan(torch.add, x),
+    "grad": lambda x: tp.grad(lambda v: (v**2).sum())(x),
+    "value_and_grad": lambda x: tp.value_and_grad(lambda v: (v**2).sum())(x)[1],
+    "torch's grad": lambda x: torch.func.grad(lambda v: tp.vmap(torch.sum)(v).sum())(x),
+}
 
-    compiled = torch.compile(f, backend="eager")
-    assert compiled(ROWS).tolist() == (2 * ROWS).tolist()
+
+@pytest.mark.parametrize("name", CALLS_OF_USERS_FUNCTIONS)
+def test_a_compiled_function_goes_through(name):
+    call = CALLS_OF_USERS_FUNCTIONS[name]
+    torch.compiler.reset()  # all cases are one function to it, which it would compile 8 times only
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph.graph)
+        return graph
+
+    compiled = torch.compile(lambda x: call(x + 1) + 1, backend=keep)
+    assert torch.equal(compiled(ROWS), call(ROWS + 1) + 1)
+    names = [[node.name for node in graph.nodes if node.op != "output"] for graph in graphs]
+    assert len(names) == 2, f"the package's own code has been compiled too: {names}"
 
 
 # From a worker ------------------------------------------------------------------------------------

@@ -14,12 +14,13 @@ import re
 import sys
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from torch.compiler import is_dynamo_compiling
 
 from torchpmap._base.config import Settings, config
 from torchpmap._base.sources import PACKAGE
+from torchpmap._base.torch_internals import skipped
 from torchpmap._base.tracebacks import fold_chain, is_bug
 
 _P = ParamSpec("_P")
@@ -43,6 +44,19 @@ def boundary(function: Callable[_P, _T]) -> Callable[_P, _T]:
             raise
 
     return call
+
+
+_OUTSIDE_GRAPHS = skipped(boundary(lambda: None).__code__.replace(co_name="outside_graphs"))
+
+
+def outside_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A boundary of a function that calls users' functions: where ``torch.compile`` compiles the
+    caller, it runs between the graphs.  Dynamo would compile the package's code piece by piece.
+    """
+    bound: Any = boundary(function)
+    bound.__code__ = _OUTSIDE_GRAPHS
+    bound._torchdynamo_disable = True
+    return cast(Callable[_P, _T], bound)
 
 
 _OTHER_NAMES = {

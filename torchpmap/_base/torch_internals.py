@@ -397,7 +397,7 @@ def untraced(cls: Class) -> Class:
     for value in vars(cls).values():
         for function in (getattr(value, "__func__", value), *_accessors(value)):
             if isinstance(function, FunctionType):
-                _skip(function.__code__)
+                skipped(function.__code__)
                 function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return cls
 
@@ -406,7 +406,9 @@ def _accessors(value: object) -> tuple[object, ...]:
     return (value.fget, value.fset) if isinstance(value, property) else ()
 
 
-def _skip(code: CodeType) -> None:
+def skipped(code: CodeType) -> CodeType:
+    """``code``, which Dynamo leaves alone from now on, with all that it calls."""
     frames = torch._C._dynamo.eval_frame
     action = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action, action))
+    return code

@@ -14,14 +14,14 @@ from typing import TypeVar
 
 import torch
 
-from torchpmap._base.boundary import boundary
+from torchpmap._base.boundary import outside_graphs
 from torchpmap._loops.bodies import Function, private
 from torchpmap._loops.trees import Parts, Tensors, same_kinds, take_apart
 
 _Elements = TypeVar("_Elements")
 
 
-@boundary
+@outside_graphs
 def associative_scan(
     fn: Callable[[_Elements, _Elements], _Elements],
     elems: _Elements,

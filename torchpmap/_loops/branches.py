@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._base.boundary import boundary
+from torchpmap._base.boundary import outside_graphs
 from torchpmap._base.pytree import flatten, tree_map
 from torchpmap._base.torch_internals import (
     innermost,
@@ -41,7 +41,7 @@ from torchpmap._loops.without_values import without_values
 from torchpmap._trace.casts import is_tracked, must_vary, together
 
 
-@boundary
+@outside_graphs
 def cond(
     pred: Any,
     true_fun: Callable[..., Any],
@@ -86,7 +86,7 @@ def cond(
     return _run(chosen, _Branches("cond", names, funs, operands))
 
 
-@boundary
+@outside_graphs
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
     """Call one of several functions, by an index that may be a traced value.
 

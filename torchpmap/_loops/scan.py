@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchpmap._base.boundary import boundary
+from torchpmap._base.boundary import outside_graphs
 from torchpmap._base.torch_internals import fake_mode, tracing_mode
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import axes_of
@@ -25,7 +25,7 @@ from torchpmap._trace import transform_rules
 _Carry = TypeVar("_Carry")
 
 
-@boundary
+@outside_graphs
 def scan(
     f: Callable[[_Carry, Any], tuple[_Carry, Any]],
     init: _Carry,
@@ -88,7 +88,7 @@ def scan(
     return given.tree.build(carry), body.results(ys)
 
 
-@boundary
+@outside_graphs
 def map(f: Callable[[Any], Any], xs: Any, batch_size: int | None = None) -> Any:
     """Apply ``f`` to each row of ``xs``, one after the other; returns the stacked results.
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from torchpmap._base.boundary import boundary
+from torchpmap._base.boundary import outside_graphs
 from torchpmap._base.inexact import copied_tangents, is_inexact
 from torchpmap._base.torch_internals import innermost
 from torchpmap._collectives.groups import varied
@@ -38,7 +38,7 @@ from torchpmap._loops.without_values import without_values
 _Carry = TypeVar("_Carry")
 
 
-@boundary
+@outside_graphs
 def while_loop(
     cond_fun: Callable[[_Carry], Any], body_fun: Callable[[_Carry], _Carry], init_val: _Carry
 ) -> _Carry:
@@ -83,7 +83,7 @@ def while_loop(
     return _run("while_loop", cond_fun, body_fun, init_val)
 
 
-@boundary
+@outside_graphs
 def fori_loop(
     lower: Any,
     upper: Any,

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 import numpy as np
 import torch
 
-from torchpmap._base.boundary import boundary
+from torchpmap._base.boundary import outside_graphs
 from torchpmap._base.errors import Shown, check_array, dtype_name, kind_of
 from torchpmap._base.pytree import flatten, replaced, tree_map_only
 from torchpmap._collectives.operands import AxisName, resolve
@@ -47,7 +47,7 @@ def grad(
     *,
     mean_over: AxisName = (),
 ) -> Callable[_P, Any]: ...
-@boundary
+@outside_graphs
 def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -100,7 +100,7 @@ def grad(
     """
     both = value_and_grad(fun, argnums, has_aux, mean_over=mean_over)
 
-    @boundary
+    @outside_graphs
     @functools.wraps(fun)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         value, grads = both(*args, **kwargs)
@@ -125,7 +125,7 @@ def value_and_grad(
     *,
     mean_over: AxisName = (),
 ) -> Callable[_P, tuple[_R, Any]]: ...
-@boundary
+@outside_graphs
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -163,7 +163,7 @@ def value_and_grad(
         operator.index(k) for k in (argnums if isinstance(argnums, Sequence) else [argnums])
     ]
 
-    @boundary
+    @outside_graphs
     @functools.wraps(fun)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         where = [_position(k, positions, len(args)) for k in positions]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchpmap._base import axis_spec
-from torchpmap._base.boundary import boundary
+from torchpmap._base.boundary import outside_graphs
 from torchpmap._base.errors import check_array
 from torchpmap._base.pytree import Structure, flatten, flatten_call
 from torchpmap._base.torch_internals import is_batched
@@ -27,7 +27,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-@boundary
+@outside_graphs
 def vmap(
     fun: Callable[_P, _R],
     in_axes: Any = 0,
@@ -69,7 +69,7 @@ def vmap(
     axis_spec.check_axis_spec(out_axes, "vmap out_axes")
     spec = tuple(in_axes) if isinstance(in_axes, list) else in_axes
 
-    @boundary
+    @outside_graphs
     @functools.wraps(fun)
     def mapped(*args: _P.args, **kwargs: _P.kwargs) -> Any:
         leaves, paths, structure = _arguments(fun, args, kwargs)
