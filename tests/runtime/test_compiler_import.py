@@ -40,7 +40,7 @@ os.kill(pids[0], signal.SIGKILL)
 try:
     ask()
 except tp.WorkerDied:
-    print("died")
+    pass  # unless it was replaced before the call
 print(ask())
 """
 
@@ -70,4 +70,4 @@ def test_workers_start_with_it_if_a_function_is_to_be_compiled():
 
 
 def test_a_new_worker_has_it_if_a_graph_was_compiled():
-    assert lines(HEAD + COMPILES_LATER + REPLACES)[2:] == ["died", "[1.0, 1.0]"]
+    assert lines(HEAD + COMPILES_LATER + REPLACES)[2:] == ["[1.0, 1.0]"]

@@ -139,12 +139,12 @@ def test_plan_of_a_dropped_function_is_forgotten(pool):
     runtime = current.runtime()
     gc.collect()
     assert wait_for(lambda: not runtime._plans.retired, 3)
-    plans = len(runtime._plans.defined)
+    plans = set(runtime._plans.defined)  # of tests before, of which some may still go
     before = live_tensors(12345, pool)
     assert use() == [12345, 12345]
     gc.collect()
     assert wait_for(lambda: live_tensors(12345, pool) == before, 3)
-    assert wait_for(lambda: len(runtime._plans.defined) == plans, 3)
+    assert wait_for(lambda: plans.issuperset(runtime._plans.defined), 3)
 
 
 @pytest.mark.cpu_only("a group on GPUs has no memory of its own")
