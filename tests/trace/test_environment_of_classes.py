@@ -13,8 +13,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from _follows import check_follows
-from _noticed import noticed
+from _outside import check_follows, noticed
 
 import torchpmap as tp
 
