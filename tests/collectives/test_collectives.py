@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _collective_cases import AUTOGRAD, CASES, PAIRS, RING, ROWS, UNEVEN
+from _collective_cases import AUTOGRAD, CASES, PAIRS, RING, ROWS, UNEVEN, X
 from _spmd import Run, spmd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -18,6 +18,7 @@ from torchpmap._collectives import (
     all_gather,
     all_to_all,
     axis_index,
+    axis_size,
     pbroadcast,
     pmax,
     pmean,
@@ -34,6 +35,11 @@ from torchpmap._transforms.vmap import vmap
 
 NAMES = list(CASES)
 VMAPPED = [name for name in NAMES if name.removeprefix("autograd-") not in AUTOGRAD]
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn),
+]
 
 
 # --- run on the processes -------------------------------------------------------------------------
@@ -77,6 +83,37 @@ def run_traced() -> dict[str, Any]:
         out = [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves]
         results[name] = pytree.tree_unflatten(out, spec), graph.code
     return results
+
+
+def every_dtype() -> dict[str, Any]:
+    rank = int(axis_stack.lookup("i")[0].index)
+    results: dict[str, Any] = {}
+    for dtype in DTYPES:
+        x = dtype_rows(dtype)[rank]
+        results[str(dtype)] = {
+            "sum": psum(x, "i"),
+            "max": None if dtype.is_complex else pmax(x, "i"),
+            "min": None if dtype.is_complex else pmin(x, "i"),
+            "gather": (all_gather(x, "i"), all_gather(x[0], "i")),
+            "exchange": all_to_all(x, "i", 0, 0),
+            "permute": ppermute(x[[3, 2, 1, 0]], "i", RING[:3]),
+            "scatter": None if dtype is torch.bool else psum_scatter(x, "i"),
+            "broadcast": pbroadcast(x, "i", 1),
+        }
+    return results
+
+
+def dtype_rows(dtype: torch.dtype) -> torch.Tensor:
+    values = torch.tensor([[3, 1, 0, 2], [0, 5, 0, 7], [1, 1, 0, 9], [2, 6, 0, 4]])
+    if dtype.is_complex:
+        return values * (1 + 2j) * torch.tensor(1, dtype=dtype)
+    if dtype in (torch.int8, torch.uint8):
+        return (values * 30).to(dtype)
+    if dtype is torch.uint64:
+        return (values - 3).to(torch.int64).view(dtype)  # on both sides of 2**63
+    if dtype.is_floating_point or dtype.is_signed:
+        return (values - 3).to(dtype)
+    return values.to(dtype)
 
 
 def record_calls() -> list[Any]:
@@ -168,6 +205,58 @@ def test_vmapped(name: str) -> None:
             torch.testing.assert_close(
                 leaf, want, rtol=1e-5, atol=1e-5, equal_nan=True, check_dtype=want.dim() > 1
             )
+
+
+# --- dtypes ---------------------------------------------------------------------------------------
+
+
+def expected_of(dtype: torch.dtype) -> dict[str, Any]:
+    rows = dtype_rows(dtype)
+    exact = rows.view(torch.int64) if dtype is torch.uint64 else rows
+    if dtype is torch.uint64:
+        total, order = exact.sum(0).view(dtype), exact.numpy().view(np.uint64)
+        high, low = (torch.tensor(f(order, 0)) for f in (np.max, np.min))
+    elif dtype.is_complex:
+        total, high, low = rows.sum(0), None, None
+    else:
+        wide = rows.to(torch.float64 if dtype.is_floating_point else torch.int64)
+        total = wide.sum(0).to(torch.int32 if dtype is torch.bool else dtype)
+        high, low = wide.amax(0).to(dtype), wide.amin(0).to(dtype)
+    permuted = torch.stack([torch.zeros_like(rows[0]), *rows[:3, [3, 2, 1, 0]]])
+    return {
+        "sum": total,
+        "max": high,
+        "min": low,
+        "gather": (rows, rows[:, 0]),
+        "exchange": rows.T,
+        "permute": permuted,
+        "scatter": None if dtype is torch.bool else total,
+        "broadcast": rows[1],
+    }
+
+
+def test_every_dtype(run: Run) -> None:
+    for rank, results in enumerate(run(every_dtype)):
+        for dtype in DTYPES:
+            got, want = results[str(dtype)], expected_of(dtype)
+            for name in ("exchange", "permute", "scatter"):
+                want[name] = None if want[name] is None else want[name][rank]
+            assert pytree.tree_structure(got) == pytree.tree_structure(want)
+            for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
+                if a is not None:
+                    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+                    assert a.tolist() == b.tolist(), (dtype, rank)
+
+
+def test_every_dtype_vmapped() -> None:
+    for dtype in DTYPES:
+        first = vmap(lambda x: pbroadcast(x, "i", 1), axis_name="i", out_axes=None)
+        assert first(dtype_rows(dtype)).tolist() == dtype_rows(dtype)[1].tolist()
+        total = vmap(lambda x: psum(x, "i"), axis_name="i", out_axes=None)(dtype_rows(dtype))
+        assert total.tolist() == expected_of(dtype)["sum"].tolist()
+        if not dtype.is_complex:
+            high = vmap(lambda x: pmax(x, "i"), axis_name="i", out_axes=None)(dtype_rows(dtype))
+            assert high.tolist() == expected_of(dtype)["max"].tolist()
 
 
 # --- what is sent ---------------------------------------------------------------------------------
@@ -283,10 +372,28 @@ def test_message(f: Any, kind: type[Exception], text: str) -> None:
         vmap(f, axis_name="i")(torch.ones(4, 4))
 
 
+def test_groups_over_a_vmapped_axis() -> None:
+    def f(x: torch.Tensor) -> Any:
+        return (
+            psum(x, "i", axis_index_groups=UNEVEN),
+            all_gather(x, "i", axis_index_groups=PAIRS),
+            axis_size("i"),
+        )
+
+    total, rows, size = vmap(f, axis_name="i", out_axes=(0, 0, None))(X)
+    assert total.tolist() == [1.0, 9.0, 9.0, 9.0]
+    assert rows.tolist() == [[1.0, 2.0], [1.0, 2.0], [3.0, 4.0], [3.0, 4.0]]
+    assert size == 4
+
+
 def test_result_is_not_a_view_of_the_operand() -> None:
     x = ROWS.clone()
     vmap(lambda x: all_gather(x, "i").mul_(0), axis_name="i", out_axes=None)(x)
     assert torch.equal(x, ROWS)
+
+
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 ALONE = [[0], [1], [2], [3]]

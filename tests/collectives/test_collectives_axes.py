@@ -21,10 +21,12 @@ from _axis_models import (
     everyone,
     extreme_shares,
     grouped,
+    permuted,
     sample,
     transposed,
 )
 from _spmd import Run, spmd
+from _support import EAGER
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -40,12 +42,12 @@ from torchpmap._collectives import (
     pmin,
     ppermute,
     psum,
-    psum_scatter,
 )
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis
 
 WORLDS = {**ON_PROCESSES, **VMAPPED}
+ALL_GROUPS = {**EVEN, **UNEVEN}
 TRACED = [
     *("psum-whole", "psum-strided", "psum-scattered", "pmean-uneven_mixed", "psum-singles"),
     *("all_gather_tiled-scattered", "all_gather-halves", "psum_scatter_tiled-two_orders"),
@@ -242,35 +244,14 @@ REAL = [
 ]
 OTHER = [torch.complex64, torch.complex128, torch.float8_e8m0fnu]
 BITS = torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1], [1, 1], [1, 0], [0, 0], [1, 0]])
-VALUES = torch.tensor([[3, 1], [0, 5], [1, 9], [2, 6], [0, 7], [4, 0], [2, 2], [1, 8]])
 
 
 def rows_of(dtype: torch.dtype) -> torch.Tensor:
-    if dtype.is_complex:
-        return VALUES.to(dtype) * (1 + 2j)
-    if dtype in (torch.int8, torch.uint8):
-        return (VALUES * 28).to(dtype)  # sums wrap
-    if dtype is torch.uint64:
-        return (VALUES - 3).view(dtype)  # on both sides of 2**63
-    if dtype.itemsize == 1:  # bool and float8
-        return BITS.to(dtype)
-    return (VALUES - 3 * dtype.is_signed).to(dtype)
+    return BITS.to(dtype) * (1 + 2j) if dtype.is_complex else BITS.to(dtype)
 
 
-def exact(x: torch.Tensor) -> torch.Tensor:
-    """As a kind that numpy and all of torch's functions know."""
-    if x.dtype is torch.uint64:
-        return x.view(torch.int64)
-    if x.dtype.itemsize == 1 or x.dtype is torch.bfloat16:
-        return x.to(torch.float64 if x.is_floating_point() else torch.int64)
-    return x.to(torch.int64) if x.dtype in (torch.uint16, torch.uint32) else x
-
-
-def in_numpy(x: torch.Tensor) -> np.ndarray:
-    """The numbers in a kind in which sums wrap as they do in torch."""
-    if x.is_floating_point():
-        return x.to(torch.float64).numpy()
-    return x.numpy()
+def wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
 def run_dtypes(world_name: str) -> Any:
@@ -285,20 +266,16 @@ def run_dtypes(world_name: str) -> Any:
                 all_gather(x, i, axis_index_groups=EVEN["scattered"]),
                 all_to_all(all_gather(x, i), i, 0, 0),
             ]
-            assert [y.dtype for y in moved] == [x.dtype] * 4
             if x.dtype != torch.float8_e8m0fnu:
-                sums = [psum(x, i), psum(x, i, axis_index_groups=groups)]
-                assert {y.dtype for y in sums} == {
-                    torch.int32 if x.dtype == torch.bool else x.dtype
-                }
-                moved += sums
-            if x.dtype not in (torch.bool, torch.float8_e8m0fnu):
-                moved.append(psum_scatter(all_gather(x, i), i))
+                moved += [psum(x, i), psum(x, i, axis_index_groups=groups)]
             if not x.is_complex() and x.dtype != torch.float8_e8m0fnu:
-                extremes = [pmax(x, i), pmin(x, i, axis_index_groups=groups)]
-                assert [y.dtype for y in extremes] == [x.dtype] * 2
-                moved += extremes
-            out += map(exact, moved)
+                moved += [pmax(x, i), pmin(x, i, axis_index_groups=groups)]
+            summed = torch.int32 if x.dtype == torch.bool else x.dtype
+            assert [y.dtype for y in moved[:4]] == [x.dtype] * 4
+            assert [y.dtype for y in moved[4:]] == [summed, summed, x.dtype, x.dtype][
+                : len(moved) - 4
+            ]
+            out += map(wide, moved)
         return tuple(out)
 
     return apply(world_name, f, *map(rows_of, (*REAL, *OTHER)))
@@ -309,33 +286,25 @@ def test_every_dtype(world_name: str, run: Run) -> None:
     got = iter(in_world(run, world_name, run_dtypes))
     groups = UNEVEN["uneven_mixed"]
     for dtype in (*REAL, *OTHER):
-        rows = in_numpy(rows_of(dtype))
-        zero = in_numpy(torch.zeros((), dtype=dtype))  # float8_e8m0fnu has none
-        sent = np.stack([zero + 0 * row for row in rows])
-        for source, destination in PERMUTATIONS["partial"]:
-            sent[destination] = rows[source]
+        bits = wide(rows_of(dtype)).numpy()
+        zero = wide(torch.zeros((), dtype=dtype)).item()  # float8_e8m0fnu has none
+        sent = permuted(PERMUTATIONS["partial"])(bits - zero) + zero
         wanted = [
             sent,
-            np.stack([rows[2]] * N),
-            grouped(everyone(lambda r: r), EVEN["scattered"])(rows),
-            np.stack([np.stack([rows[k]] * N) for k in range(N)]),  # all send k what k has
+            np.stack([bits[2]] * N),
+            grouped(everyone(lambda r: r), EVEN["scattered"])(bits),
+            np.stack([np.stack([bits[k]] * N) for k in range(N)]),  # all send k what k has
         ]
         if dtype != torch.float8_e8m0fnu:
-            kind = np.int32 if dtype is torch.bool else rows.dtype
-            total = everyone(lambda r, kind=kind: r.sum(0, dtype=kind))
-            wanted += [grouped(total, None)(rows), grouped(total, groups)(rows)]
-        if dtype not in (torch.bool, torch.float8_e8m0fnu):
-            wanted.append((rows * np.array(N, rows.dtype)).astype(rows.dtype))
+            total = everyone(lambda r: r.sum(0))
+            wanted += [grouped(total, None)(bits), grouped(total, groups)(bits)]
         if dtype in REAL:
             wanted += [
-                grouped(everyone(lambda r: r.max(0)), None)(rows),
-                grouped(everyone(lambda r: r.min(0)), groups)(rows),
+                grouped(everyone(lambda r: r.max(0)), None)(bits),
+                grouped(everyone(lambda r: r.min(0)), groups)(bits),
             ]
         for want in wanted:
-            found = next(got).numpy()
-            np.testing.assert_array_equal(
-                found.view(np.uint64) if dtype is torch.uint64 else found, want, err_msg=str(dtype)
-            )
+            np.testing.assert_array_equal(next(got).numpy(), want, err_msg=str(dtype))
 
 
 # --- constants, indices, what is sent -------------------------------------------------------------
@@ -471,3 +440,19 @@ def test_compiled(pool: int) -> None:
 
     got = tp.pmap(f, axis_name="i", fullgraph=True)(torch.arange(float(N)))
     assert got.tolist() == [16, 9, 3, 3, 9, 16, 16, 9]
+
+
+def test_pmap_in_pmap(pool: int) -> None:
+    """Eight rows on four devices, each with two columns: three parts, in either order of names."""
+    groups = [[0, 3, 15], [1, 2, 5, 6, 7], [4, 8, 9, 10, 11, 12, 13, 14]]
+    x = torch.arange(16.0).reshape(8, 2)
+
+    def f(x: torch.Tensor) -> Any:
+        rows_first = psum(x, ("rows", "columns"), axis_index_groups=groups)
+        return rows_first, ppermute(x, ("columns", "rows"), [(k, (k + 1) % 16) for k in range(16)])
+
+    g = tp.pmap(tp.pmap(f, axis_name="columns"), axis_name="rows", compile=EAGER)
+    summed, moved = g(x)
+    total = {k: float(sum(group)) for group in groups for k in group}
+    assert summed.flatten().tolist() == [total[k] for k in range(16)]
+    assert torch.equal(moved.cpu().T.flatten(), x.T.flatten().roll(1))

@@ -210,7 +210,7 @@ def test_messages(place: int, value: torch.Tensor, kind: type[Exception], text: 
         vmap(ragged(), axis_name="i")(*given)
 
 
-def test_messages_about_all_arguments() -> None:
+def test_more_messages() -> None:
     three = [torch.ones(2, 3, dtype=torch.int64)] * 4
     with pytest.raises(ValueError, match=r"a multiple of the 2 devices .* \[3, 3, 3, 3\]"):
         vmap(ragged(), axis_name="i")(*tensors(JAX_EXAMPLE[:2]), *three)

@@ -26,6 +26,8 @@ BIG = {
     torch.float8_e4m3fn: 16.0,
     torch.float8_e5m2: 8.0,
 }
+UNEVEN = [[0, 1, 2], [3]]
+OF_LANES = [[0, 3, 4, 5], [1, 2, 6, 7]]
 ALL = (torch.bfloat16, torch.float16)
 
 
@@ -129,31 +131,6 @@ def test_over_several_axes_is_rounded_once(dtype):
     assert part.float().unique().tolist() == [want]
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [[[0, 1, 2], [3]], [[0, 2], [1, 3]], [[0, 3, 4, 5], [1, 2, 6, 7]]],
-    ids=["uneven", "even", "of lanes"],
-)
-def test_in_groups(groups):
-    tp.init(num_devices=N)
-    x = rows(torch.bfloat16, sum(map(len, groups)))
-
-    def f(x):
-        found = [op(x, "i", axis_index_groups=groups) for op in (tp.psum, tp.pmean)]
-        if len(groups[0]) != len(groups[1]):
-            return found
-        gathered = lambda y: (tp.all_gather(y, "i", axis_index_groups=groups) * x).sum()  # noqa: E731
-        return [*found, tp.grad(gathered)(x)]
-
-    totals, means, *gradients = tp.pmap(f, axis_name="i", compile=EAGER)(x)
-    for group in groups:
-        exact = sum(x[k].item() for k in group)
-        for k in group:
-            assert means[k].item() == rounded(exact / len(group), x.dtype)
-            for each in (totals, *gradients):
-                assert each[k].item() == rounded(exact, x.dtype)
-
-
 def test_over_a_mesh_and_a_dim():
     tp.init(num_devices=N)
     x = rows(torch.bfloat16, 8).reshape(2, 2, 2)
@@ -161,12 +138,47 @@ def test_over_a_mesh_and_a_dim():
     assert f(x).unique().tolist() == [264.0]  # 263, between 262 and 264
 
 
+@pytest.mark.parametrize("groups", [UNEVEN, [[0, 2], [1, 3]]], ids=str)
+def test_in_groups(groups):
+    tp.init(num_devices=N)
+    x = rows(torch.bfloat16)
+
+    def f(x):
+        return (
+            tp.psum(x, "i", axis_index_groups=groups),
+            tp.pmean(x, "i", axis_index_groups=groups),
+        )
+
+    totals, means = tp.pmap(f, axis_name="i", compile=EAGER)(x)
+    for group in groups:
+        exact = sum(x[k].item() for k in group)
+        for k in group:
+            assert totals[k].item() == rounded(exact, x.dtype)
+            assert means[k].item() == rounded(exact / len(group), x.dtype)
+
+
+def test_groups_of_lanes_on_several_devices():
+    tp.init(num_devices=N)
+    x = rows(torch.bfloat16, 8)
+
+    def f(x):
+        def gathered(y):
+            return (tp.all_gather(y, "i", axis_index_groups=OF_LANES) * x).sum()
+
+        return tp.psum(x, "i", axis_index_groups=OF_LANES), tp.grad(gathered)(x)
+
+    totals, gradients = tp.pmap(f, axis_name="i", compile=EAGER)(x)
+    want = [260.0 if k in OF_LANES[0] else 4.0 for k in range(8)]
+    assert totals.tolist() == want
+    assert gradients.tolist() == want
+
+
 def test_sum_beyond_the_range_that_comes_back():
     tp.init(num_devices=N)
     x = torch.tensor([60000.0, 60000.0, -60000.0, -59968.0], dtype=torch.float16)
+    assert tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)(x).tolist() == [32.0] * N
     high = torch.full((N,), 60000.0, dtype=torch.float16)
-    f = tp.pmap(lambda x, y: (tp.psum(x, "i"), tp.pmean(y, "i")), "i", compile=EAGER)
-    assert [y.tolist() for y in f(x, high)] == [[32.0] * N, [60000.0] * N]
+    assert tp.pmap(lambda x: tp.pmean(x, "i"), "i", compile=EAGER)(high).tolist() == [60000.0] * N
 
 
 def test_mean_of_numpy_halves():

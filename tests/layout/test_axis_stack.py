@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -17,12 +16,11 @@ def axis(name: str, size: int = 4) -> Axis:
 
 
 def test_innermost_binding_wins() -> None:
-    any_hashable: Any = object()
-    outer, other, inner = axis("i"), axis(any_hashable, 2), axis("i", 3)
+    outer, other, inner = axis("i"), axis("j", 2), axis("i", 3)
     with axis_stack.bind(outer), axis_stack.bind(other):
         with axis_stack.bind(inner):
             assert axis_stack.lookup("i") == (inner,)
-            assert axis_stack.lookup(any_hashable) == (other,)
+            assert axis_stack.lookup("j") == (other,)
             assert axis_stack.bound() == ((outer,), (other,), (inner,))
         assert axis_stack.lookup("i") == (outer,)
     assert axis_stack.bound() == ()
@@ -36,6 +34,12 @@ def test_error_unbinds() -> None:
     with pytest.raises(KeyError, match="user"):
         fail()
     assert axis_stack.bound() == ()
+
+
+def test_any_hashable_is_a_name() -> None:
+    key = object()
+    with axis_stack.bind(axis(key)) as bound:  # type: ignore[arg-type]
+        assert axis_stack.lookup(key) is bound
 
 
 def test_unbound_name_says_what_is_bound() -> None:
@@ -69,9 +73,21 @@ def test_recording_collects_and_nests() -> None:
         with axis_stack.recording() as inner:
             axis_stack.record(("b",))
         axis_stack.record(("c",))
-        thread = threading.Thread(target=axis_stack.record, args=(("of another thread",),))
+    axis_stack.record(("d",))
+    assert outer == [("a",), ("c",)]
+    assert inner == [("b",)]
+
+
+def test_recording_hears_other_threads() -> None:
+    with axis_stack.recording() as calls:
+        thread = threading.Thread(target=axis_stack.record, args=(("backward",),))
         thread.start()
         thread.join()
-    axis_stack.record(("d",))
-    assert outer == [("a",), ("c",), ("of another thread",)]
-    assert inner == [("b",)]
+    assert calls == [("backward",)]
+
+
+def test_subgroup_names_are_distinct_and_readable() -> None:
+    assert axis_stack.subgroup_name("i", ((0, 2), (3, 1))) == "i[0,2|3,1]"
+    assert axis_stack.subgroup_name("i", ((1, 2), (3,))) != axis_stack.subgroup_name(
+        "i", ((12,), (3,))
+    )

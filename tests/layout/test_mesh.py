@@ -50,12 +50,23 @@ def test_partition_spec():
     assert list(spec) == ["i", None, ("x", "y")]
     assert (len(spec), spec[0]) == (3, "i")
     assert P("i") == P(("i",)) != P("i", None)
-    assert pytree.tree_leaves({"a": spec}) == [spec]
     assert hash(P("i")) == hash(P(("i",)))
     for dumps in (pickle.dumps, cloudpickle.dumps):
         copy = pickle.loads(dumps(spec))
         assert type(copy) is PartitionSpec
         assert copy == spec
+
+
+def test_partition_spec_is_a_leaf_of_a_pytree():
+    assert pytree.tree_leaves({"a": P("i", None)}) == [P("i", None)]
+
+
+@pytest.mark.parametrize("entry", [3, True, ["x"], ("x", None), ("x", 0)])
+def test_bad_partition_spec(entry):
+    assert message(lambda: P(None, entry), TypeError) == (
+        "each entry of a PartitionSpec must be None, a mesh axis name or a tuple of names, "
+        f"but got {entry!r}."
+    )
 
 
 # Mesh ---------------------------------------------------------------------------------------------
@@ -70,12 +81,6 @@ def test_mesh():
     assert mesh.devices.dtype == object
     assert mesh.devices[1, 0] is CPUS[2]
     assert repr(mesh) == "Mesh('x': 2, 'y': 2)"
-    name = object()
-    assert Mesh(CPUS[:2], (name,)).shape[name] == 2
-    assert Mesh(CPUS[:2], "axis").axis_names == ("axis",)
-    mesh = make_mesh((2, 3), ("x", "y"), devices=CPUS)
-    assert mesh.devices.tolist() == [list(CPUS[:3]), list(CPUS[3:6])]
-    assert make_mesh([2], ["i"], devices=CPUS[4:]).devices.tolist() == list(CPUS[4:6])
 
 
 def test_mesh_is_a_value():
@@ -96,68 +101,61 @@ def test_mesh_is_a_value():
     assert hash(copy) == hash(mesh)
     with pytest.raises(ValueError, match="read-only"):
         mesh.devices[0, 0] = CPUS[5]
+
+
+def test_mesh_does_not_see_later_writes_to_its_argument():
     devices = np.array(CPUS[:2], dtype=object)
     mesh = Mesh(devices, "i")
     devices[0] = CPUS[5]
     assert mesh == Mesh(CPUS[:2], "i")
 
 
-BAD = {
-    "another number of names": (
-        lambda: Mesh(CPUS[:4], ("x", "y")), ValueError,
-        "Mesh requires the ndim of its first argument (`devices`) to equal the length of its "
-        "second argument (`axis_names`), but got devices.ndim == 1 and len(axis_names) == 2."),
-    "a name twice": (
-        lambda: Mesh([CPUS[:2]], ("x", "x")), ValueError,
-        "the axis names of a Mesh must be distinct, but got 'x' twice."),
-    "a device twice": (
-        lambda: Mesh([CPUS[1], CPUS[0], CPUS[1]], "i"), ValueError,
-        "the devices of a Mesh must be distinct, but got Device(cpu:1) twice."),
-    "no device": (
-        lambda: Mesh([], "i"), ValueError,
-        "a Mesh needs at least one device, but got shape (0,)."),
-    "other things": (
-        lambda: Mesh([0, 1], "i"), TypeError,
-        "devices of a Mesh must be Device objects, but got 0 of type int."),
-    "too few devices": (
-        lambda: make_mesh((2, 8), ("x", "y"), devices=CPUS), ValueError,
-        "Number of devices 8 must be >= the product of mesh_shape (2, 8)."),
-    "sizes below 1": (
-        lambda: make_mesh((-2, -2), ("x", "y"), devices=CPUS), ValueError,
-        "the sizes of mesh axes must be at least 1, but got (-2, -2)."),
-    "no DeviceMesh": (
-        lambda: Mesh.from_device_mesh([0, 1]), TypeError,
-        "Mesh.from_device_mesh takes a torch.distributed.device_mesh.DeviceMesh, but got list."),
-    "no axis of the mesh": (
-        lambda: NamedSharding(mesh_of(x=2, y=2), P("q")), ValueError,
-        "Resource axis: q of PartitionSpec('q',) is not found in mesh: ('x', 'y')."),
-    "an axis for two dims": (
-        lambda: NamedSharding(mesh_of(x=2, y=2), P("x", "x")), ValueError,
-        "A single NamedSharding spec specification can map every mesh axis to at most one "
-        "positional dimension, but PartitionSpec('x', 'x') has duplicate entries for `x`."),
-    "an axis twice for a dim": (
-        lambda: NamedSharding(mesh_of(x=2, y=2), P(("x", "x"))), ValueError,
-        "A single NamedSharding spec specification can map every mesh axis to at most one "
-        "positional dimension, but PartitionSpec(('x', 'x'),) has duplicate entries for `x`."),
-    "no PartitionSpec": (
-        lambda: NamedSharding(mesh_of(x=2), ("x",)), TypeError,
-        "NamedSharding takes a Mesh and a PartitionSpec, but got Mesh and tuple."),
-}  # fmt: skip
-BAD |= {
-    f"entry {entry!r}": (
-        lambda entry=entry: P(None, entry),
-        TypeError,
-        "each entry of a PartitionSpec must be None, a mesh axis name or a tuple of names, "
-        f"but got {entry!r}.",
+def test_axis_names_are_any_hashable():
+    name = object()
+    assert Mesh(CPUS[:2], (name,)).shape[name] == 2
+    assert Mesh(CPUS[:2], "axis").axis_names == ("axis",)
+
+
+@pytest.mark.parametrize(
+    ("devices", "names", "text"),
+    [
+        (
+            CPUS[:4],
+            ("x", "y"),
+            "Mesh requires the ndim of its first argument (`devices`) to equal the length of its "
+            "second argument (`axis_names`), but got devices.ndim == 1 and len(axis_names) == 2.",
+        ),
+        ([CPUS[:2]], ("x", "x"), "the axis names of a Mesh must be distinct, but got 'x' twice."),
+        (
+            [CPUS[1], CPUS[0], CPUS[1]],
+            "i",
+            "the devices of a Mesh must be distinct, but got Device(cpu:1) twice.",
+        ),
+        ([], "i", "a Mesh needs at least one device, but got shape (0,)."),
+    ],
+)
+def test_bad_mesh(devices, names, text):
+    assert message(lambda: Mesh(devices, names)) == text
+
+
+def test_mesh_of_other_things():
+    text = "devices of a Mesh must be Device objects, but got 0 of type int."
+    assert message(lambda: Mesh([0, 1], "i"), TypeError) == text
+
+
+def test_make_mesh():
+    mesh = make_mesh((2, 3), ("x", "y"), devices=CPUS)
+    assert mesh.devices.tolist() == [list(CPUS[:3]), list(CPUS[3:6])]
+    assert make_mesh([2], ["i"], devices=CPUS[4:]).devices.tolist() == list(CPUS[4:6])
+
+
+def test_make_mesh_errors():
+    assert message(lambda: make_mesh((2, 8), ("x", "y"), devices=CPUS)) == (
+        "Number of devices 8 must be >= the product of mesh_shape (2, 8)."
     )
-    for entry in (3, True, ["x"], ("x", None), ("x", 0))
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_misuse(name):
-    call, error, text = BAD[name]
-    assert message(call, error) == text
+    assert message(lambda: make_mesh((-2, -2), ("x", "y"), devices=CPUS)) == (
+        "the sizes of mesh axes must be at least 1, but got (-2, -2)."
+    )
 
 
 def test_device_mesh_of_worker_processes():  # with ranks: tests/sharded/test_torchrun_layouts.py
@@ -168,6 +166,12 @@ def test_device_mesh_of_worker_processes():  # with ranks: tests/sharded/test_to
     )
     launched = Mesh([Device(rank, "cpu", rank) for rank in range(2)], "x")
     assert "call torchpmap.init() (or" in message(launched.to_device_mesh, RuntimeError)
+
+
+def test_from_another_thing_than_a_device_mesh():
+    assert message(lambda: Mesh.from_device_mesh([0, 1]), TypeError) == (
+        "Mesh.from_device_mesh takes a torch.distributed.device_mesh.DeviceMesh, but got list."
+    )
 
 
 # NamedSharding ------------------------------------------------------------------------------------
@@ -253,6 +257,32 @@ def test_shapes_that_do_not_fit(spec, shape, text):
     sharding = NamedSharding(mesh_of(x=2, y=2), spec)
     for call in (sharding.shard_shape, sharding.devices_indices_map):
         assert message(lambda call=call: call(shape)) == f"Sharding {sharding} {text}"
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (P("q"), "Resource axis: q of PartitionSpec('q',) is not found in mesh: ('x', 'y')."),
+        (
+            P("x", "x"),
+            "A single NamedSharding spec specification can map every mesh axis to at most one "
+            "positional dimension, but PartitionSpec('x', 'x') has duplicate entries for `x`.",
+        ),
+        (
+            P(("x", "x")),
+            "A single NamedSharding spec specification can map every mesh axis to at most one "
+            "positional dimension, but PartitionSpec(('x', 'x'),) has duplicate entries for `x`.",
+        ),
+    ],
+)
+def test_names_that_do_not_fit(spec, text):
+    assert message(lambda: NamedSharding(mesh_of(x=2, y=2), spec)) == text
+
+
+def test_named_sharding_of_other_things():
+    assert message(lambda: NamedSharding(mesh_of(x=2), ("x",)), TypeError) == (
+        "NamedSharding takes a Mesh and a PartitionSpec, but got Mesh and tuple."
+    )
 
 
 @st.composite

@@ -200,6 +200,53 @@ def test_strides_of_branches_may_differ():
     same_everywhere(program, X)
 
 
+MISUSE = {
+    "dtypes": (
+        lambda x: tp.cond(x.sum() > 0, lambda: x, lambda: x.int()),
+        TypeError,
+        r"output: float32\[2\] from true_fun, int32\[2\] from false_fun",
+    ),
+    "structures": (
+        lambda x: tp.cond(x.sum() > 0, lambda: x, lambda: (x, x)),
+        TypeError,
+        "same structure",
+    ),
+    "None": (
+        lambda x: tp.cond(x.sum() > 0, lambda: (x, None), lambda: (x, x)),
+        TypeError,
+        r"true_fun returned \(\*, None\) and false_fun returned \(\*, \*\)",
+    ),
+    "branches": (lambda x: tp.switch(x.int().sum(), torch.sin, x), TypeError, "a sequence of func"),
+    "predicate": (lambda x: tp.cond(x > 0, lambda: x, lambda: x), TypeError, "must be a scalar"),
+    "complex": (lambda x: tp.cond(x[0] * 1j, lambda: x, lambda: x), TypeError, "a real number"),
+    "complex number": (lambda x: tp.cond(1j, lambda: x, lambda: x), TypeError, "a real number"),
+    "third branch": (
+        lambda x: tp.switch(x.int().sum(), [torch.sin, torch.cos, torch.sum], x),
+        TypeError,
+        r"output: float32\[2\] from branch 0, float32\[\] from branch 2",
+    ),
+    "structure of a third branch": (
+        lambda x: tp.switch(x.int().sum(), [torch.sin, torch.cos, lambda x: (x, x)], x),
+        TypeError,
+        r"branch 0 returned \* and branch 2 returned \(\*, \*\)",
+    ),
+    "empty": (lambda x: tp.switch(0, [], x), ValueError, "empty sequence of branches"),
+    "index": (lambda x: tp.switch(x[0], [torch.sin, torch.cos], x), TypeError, "an integer"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse(name):
+    call, error, text = MISUSE[name]
+    with pytest.raises(error, match=text):
+        call(X)
+    with pytest.raises(error, match=text):
+        vmap(lambda _: call(X))(torch.arange(2))
+    for mode in (GRAPH, False):
+        with pytest.raises(error, match=text):
+            tp.pmap(call, in_axes=None, axis_size=1, compile=mode)(X)
+
+
 @pytest.mark.parametrize("mode", [GRAPH, False])
 def test_what_no_branch_uses_has_no_gradient(mode):
     """As in JAX: zeros would make NaN of what was computed from a NaN."""

@@ -16,7 +16,14 @@ from torchpmap._trace.compiled_loops import running_with, with_compiled_loops
 
 A = torch.tensor([[2.0, -1.0, 0.5], [0.25, 1.5, -0.5]])
 
-pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("pool")]
+pytestmark = pytest.mark.inductor
+
+
+@pytest.fixture(scope="module", autouse=True)
+def devices():
+    tp.init(num_devices=2)
+    yield
+    tp.shutdown()
 
 
 def both(program, *args):

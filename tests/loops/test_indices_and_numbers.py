@@ -7,10 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from _plain import same_everywhere
 from _support import EAGER
 from torch.utils._pytree import tree_map
 
@@ -101,77 +99,66 @@ def test_their_gradients(name: str) -> None:
     torch.testing.assert_close(tp.pmap(tp.grad(loss), compile=EAGER)(X).cpu(), expected)
 
 
-def three_apart(x: Any) -> Any:
-    def body(i: Any, y: Any) -> Any:
-        y = y.clone()
-        y[i, :, 1 - i, i] = torch.tensor([1.0, 2.0])
-        return y + y[i, :, i, 1 - i].sum()
+def test_three_numbers_apart() -> None:
+    def f(x: Any) -> Any:
+        def body(i: Any, y: Any) -> Any:
+            y = y.clone()
+            y[i, :, 1 - i, i] = torch.tensor([1.0, 2.0])
+            return y + y[i, :, i, 1 - i].sum()
 
-    return tp.fori_loop(0, 2, body, x)
+        return tp.fori_loop(0, 2, body, x)
 
-
-def beside_an_index_with_dims(x: Any) -> Any:
-    def body(i: Any, y: Any) -> Any:
-        y = y.clone()
-        y[i, torch.tensor([0, 1])] = 1.0
-        return y
-
-    return tp.fori_loop(0, 2, body, x)
-
-
-@pytest.mark.parametrize("f", [three_apart, beside_an_index_with_dims])
-def test_numbers_apart_and_beside_an_index_with_dims(f: Any) -> None:
     x = torch.arange(64.0).reshape(4, 2, 2, 2, 2)
     torch.testing.assert_close(tp.pmap(f, compile=EAGER)(x).cpu(), in_steps(f, x))
 
 
+def test_a_number_beside_an_index_with_dims() -> None:
+    def f(x: Any) -> Any:
+        def body(i: Any, y: Any) -> Any:
+            y = y.clone()
+            y[i, torch.tensor([0, 1])] = 1.0
+            return y
+
+        return tp.fori_loop(0, 2, body, x)
+
+    torch.testing.assert_close(tp.pmap(f, compile=EAGER)(X).cpu(), in_steps(f, X))
+
+
 # -- Python numbers as first carry -----------------------------------------------------------------
 
-STARTS = {
-    "sum": lambda x, s: tp.scan(lambda c, x: (c + x, c), s(0.0), x),
-    "product": lambda x, s: tp.scan(lambda c, x: (c * x, x), s(1.0), x),
-    "an integer": lambda x, s: tp.scan(lambda c, x: (c + x, c), s(0), x),
-    "fori": lambda x, s: tp.fori_loop(0, 3, lambda i, c: c + x[0], s(0.0)),
-    "fori without steps": lambda x, s: tp.fori_loop(4, 1, lambda i, c: c + x[0], s(0)),
-    "while": lambda x, s: tp.while_loop(lambda c: c < 3, lambda c: c + x[0], s(0.0)),
-    "while without steps": lambda x, s: tp.while_loop(lambda c: c > 3, lambda c: c + x[0], s(0)),
+STARTS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda x: tp.scan(lambda c, x: (c + x, c), 0.0, x),
+    "product": lambda x: tp.scan(lambda c, x: (c * x, x), 1.0, x),
+    "an integer": lambda x: tp.scan(lambda c, x: (c + x, c), 0, x),
+    "fori": lambda x: tp.fori_loop(0, 3, lambda i, c: c + x[0], 0.0),
+    "while": lambda x: tp.while_loop(lambda c: c < 3, lambda c: c + x[0], 0.0),
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", STARTS)
-def test_a_first_number_takes_the_dtype_of_what_it_meets(name: str, dtype: torch.dtype) -> None:
-    if not dtype.is_floating_point and name not in ("an integer", "fori without steps"):
-        pytest.skip("a fraction and integers make float32")
-    xs = torch.ones(3, dtype=dtype)
-
-    def as_tensor(number: Any) -> torch.Tensor:
-        return torch.tensor(number, dtype=dtype)
-
-    same_everywhere(
-        lambda _, x: STARTS[name](x, lambda number: number),
-        xs,
-        expected=STARTS[name](xs, as_tensor),
-    )
+def test_a_first_number_takes_the_dtype_of_what_it_meets(
+    name: str, dtype: torch.dtype, mode: Any
+) -> None:
+    x = torch.ones(4, 3, dtype=dtype)
+    found = [tp.pmap(STARTS[name], compile=mode)(x), STARTS[name](x[0])]
+    for tree in found:
+        leaves = tree if isinstance(tree, tuple) else (tree,)
+        assert {leaf.dtype for leaf in leaves} == {dtype}
 
 
-OWN: dict[str, tuple[Callable[[Any], Any], Any]] = {
-    "meets no tensor": (
-        lambda x: tp.scan(lambda c, x: (c * 0.5, None), 1.0, x.half())[0], torch.tensor(0.125)),
-    "of numpy": (
-        lambda x: tp.scan(lambda c, x: (c + x, None), np.float32(0), x)[0], torch.tensor(3.0)),
-    "a sum of int32": (
-        lambda x: tp.scan(lambda c, x: (c + x.sum(), None), 0, x.int()[:, None])[0],
-        torch.tensor(3)),
-    "a fraction later": (
-        lambda x: tp.while_loop(lambda v: v < 3, lambda v: v + 0.5, 0), torch.tensor(3.0)),
-    "a body that needs a tensor": (
-        lambda x: tp.scan(lambda c, x: (torch.sin(c) * x, c.shape[:0]), 1.0, x)[0],
-        torch.tensor(1.0).sin().sin().sin()),
-}  # fmt: skip
+def test_a_first_integer_is_as_small_as_what_it_meets() -> None:
+    carry, ys = tp.scan(lambda c, x: (c + x, c), 0, torch.ones(3, dtype=torch.int16))
+    assert (carry.dtype, ys.dtype, carry.item()) == (torch.int16, torch.int16, 3)
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_a_first_number_alone(name: str) -> None:
-    program, expected = OWN[name]
-    same_everywhere(lambda _, x: program(x), torch.ones(3), expected=expected)
+def test_a_number_that_meets_no_tensor_keeps_its_dtype() -> None:
+    carry, _ = tp.scan(lambda c, x: (c * 0.5, None), 1.0, torch.ones(3, dtype=torch.float16))
+    assert (carry.dtype, carry.item()) == (torch.float32, 0.125)
+
+
+def test_a_body_that_needs_a_tensor_gets_one() -> None:
+    carry, _ = tp.scan(lambda c, x: (torch.sin(c) * x, c.shape[:0]), 1.0, torch.ones(3))
+    assert carry.dtype == torch.float32
+    expected = torch.tensor(1.0).sin().sin().sin()
+    torch.testing.assert_close(carry, expected)

@@ -14,10 +14,15 @@ from torch.func import grad, hessian, vmap
 
 import torchpmap as tp
 
-pytestmark = pytest.mark.usefixtures("pool")
-
 A = torch.tensor([2.0, -1.0, 2.5, -0.5])
 RING = [(0, 1), (1, 2), (2, 3), (3, 0)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def devices():
+    tp.init(num_devices=4)
+    yield
+    tp.shutdown()
 
 
 def averaging(x):
@@ -220,32 +225,30 @@ def test_a_body_sets_no_seed(name, mode):
 
 
 DEADLOCKS = {
-    "while_loop, its test": lambda x: tp.while_loop(
-        lambda v: v + 0 * tp.psum(v, "i") < 3, lambda v: v + 1, x
-    ),
-    "while_loop": lambda x: tp.while_loop(lambda v: v < 3, lambda v: v + tp.psum(v**2, "i"), x),
+    "test": lambda x: tp.while_loop(lambda v: v + 0 * tp.psum(v, "i") < 3, lambda v: v + 1, x),
+    "while": lambda x: tp.while_loop(lambda v: v < 3, lambda v: v + tp.psum(v**2, "i"), x),
     "cond": lambda x: tp.cond(x > 0, lambda: tp.psum(x, "i"), lambda: x),
-    "cond in a scan": lambda x: tp.scan(
+    "in a scan": lambda x: tp.scan(
         lambda c, _: (tp.cond(c > 0, lambda: tp.psum(c, "i"), lambda: c), None), x, length=2
     )[0],
-    "switch": lambda x: tp.switch((x > 0).int(), [lambda: tp.psum(x, "i"), lambda: x]),
-    "fori_loop": lambda x: tp.fori_loop(0, x.int(), lambda _, c: tp.psum(c, "i"), x),
 }
 
 
 @pytest.mark.parametrize("name", DEADLOCKS)
-def test_deadlocks(name):
-    f = DEADLOCKS[name]
-    named = rf"{name.split()[0].strip(',')}: the predicate may differ along axis 'i'.*\(reduce it"
-    with pytest.raises(ValueError, match=named):
-        tp.pmap(f, "i", compile=GRAPH)(A)
-    with pytest.raises(tp.CollectiveMismatch, match="rank 1"):
-        tp.pmap(f, "i", compile=False)(torch.tensor([1.0, -1.0, 5.0, 5.0]))
-    with pytest.raises(ValueError, match=named), tp.debug.fake_pmap():
-        tp.pmap(f, "i")(A)
-    for mode in (GRAPH, False):
-        with pytest.raises(ValueError, match=named):
-            tp.pmap(tp.vmap(f, axis_name="i"), compile=mode)(A.reshape(1, 4))
+def test_deadlocks_are_found_while_tracing(name):
+    with pytest.raises(ValueError, match=r"predicate may differ along axis 'i'.*\(reduce it"):
+        tp.pmap(DEADLOCKS[name], "i", compile=GRAPH)(A)
+
+
+def test_deadlocks_are_named_as_the_user_called_them():
+    with pytest.raises(ValueError, match="switch: the predicate may differ"):
+        tp.pmap(
+            lambda x: tp.switch(x.int(), [lambda: tp.psum(x, "i"), lambda: x]), "i", compile=GRAPH
+        )(A)
+    with pytest.raises(ValueError, match="fori_loop: the predicate may differ"):
+        tp.pmap(
+            lambda x: tp.fori_loop(0, x.int(), lambda _, c: tp.psum(c, "i"), x), "i", compile=GRAPH
+        )(A)
 
 
 def shout(x, ordered):
@@ -272,9 +275,20 @@ def test_a_print_in_a_branch_that_only_some_devices_take(axis_name, capfd):
         assert both(x).tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
+@pytest.mark.parametrize("name", DEADLOCKS)
+def test_deadlocks_without_a_trace(name):
+    with pytest.raises(tp.CollectiveMismatch, match="rank 1"):
+        tp.pmap(DEADLOCKS[name], "i", compile=False)(torch.tensor([1.0, -1.0, 5.0, 5.0]))
+    with (
+        pytest.raises(ValueError, match="predicate may differ along axis 'i'"),
+        tp.debug.fake_pmap(),
+    ):
+        tp.pmap(DEADLOCKS[name], "i")(A)
+
+
 @pytest.mark.parametrize("mode", [GRAPH, False])
 def test_rows_of_a_vmap_take_different_ways(mode):
-    """A collective over rows that all take the way has a meaning."""
+    """A collective over them has no meaning there; one over rows that all take the way has."""
 
     def total(y):
         return tp.fori_loop(0, 2, lambda _, c: tp.psum(c, "inside"), y)
@@ -287,6 +301,22 @@ def test_rows_of_a_vmap_take_different_ways(mode):
 
     found = tp.pmap(tp.vmap(program, axis_name="rows"), compile=mode)(A.reshape(4, 1))
     assert found.flatten().tolist() == [x + 12 if x > 1 else x + 1 for x in A.tolist()]
+    for deadlock in DEADLOCKS.values():
+        with pytest.raises(ValueError, match="predicate may differ along axis 'i'"):
+            tp.pmap(tp.vmap(deadlock, axis_name="i"), compile=mode)(A.reshape(1, 4))
+
+
+def test_a_long_scan_runs_in_chunks():
+    """1001 steps are 15 iterations of 66 steps, and 11 more."""
+
+    def program(x):
+        return tp.scan(lambda c, t: (torch.sin(c) * 0.9 + t, c * 2), x, torch.arange(1001.0) / 1e3)
+
+    compiled = tp.pmap(program).lower(A)
+    loops = compiled.graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan)
+    assert len(loops) == 1
+    chunked = {"backend": "aot_eager"}
+    check(tp.pmap(program, compile=chunked)(A), tp.pmap(program, compile=GRAPH)(A))
 
 
 @pytest.mark.parametrize("mode", [GRAPH, True])

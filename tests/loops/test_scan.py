@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from _plain import GRAPH, same_everywhere
@@ -13,6 +14,7 @@ XS = torch.tensor([2.0, -1.0, 2.5, -0.5, 3.0])
 W = torch.tensor([[0.5, -0.3, 0.2], [0.1, 0.4, -0.2], [0.3, 0.2, -0.6]])
 H = torch.tensor([0.3, -0.8, 0.5])
 ROWS = torch.linspace(-1, 1, 12).reshape(4, 3)
+BATCH = torch.linspace(-1, 1, 24).reshape(2, 4, 3)
 
 
 def rnn(loops, w, h, xs):
@@ -99,6 +101,23 @@ def test_a_batch_reaches_a_carry_in_a_later_step():
     same_everywhere(program, torch.tensor([1.0, 2.0, 3.0]))
 
 
+@pytest.mark.parametrize(
+    ("start", "xs", "dtype"),
+    [
+        (0, XS, torch.float32),
+        (0.0, XS.double(), torch.float64),
+        (0, XS.to(torch.int32).reshape(-1, 1), torch.int64),
+        (np.float32(0), XS, torch.float32),
+    ],
+)
+def test_a_number_as_first_carry_takes_the_dtype_of_the_result(start, xs, dtype):
+    def program(loops, xs):
+        return tp.scan(lambda c, x: (c + x.sum(), c), start, xs)
+
+    expected = xs.to(dtype).sum(), (xs.to(dtype).reshape(-1).cumsum(0) - xs.to(dtype).reshape(-1))
+    same_everywhere(program, xs, expected=expected)
+
+
 def test_scan_without_steps():
     def program(loops, xs):
         return tp.scan(lambda c, x: (c + x, c * 2), torch.ones(2), xs[:0])
@@ -134,3 +153,71 @@ def test_the_graph_does_not_grow_with_the_length():
         return len(tp.pmap(program, compile=GRAPH).lower(torch.ones(1)).graph.graph.nodes)
 
     assert nodes(10) == nodes(1000)
+
+
+MISUSE = {
+    "rows": (
+        lambda: tp.scan(lambda c, x: (c, x[0]), XS, (XS[:3], XS[:4])),
+        ValueError,
+        r"different leading sizes: 3 \(xs\[0\]\), 4 \(xs\[1\]\)",
+    ),
+    "no length": (lambda: tp.scan(lambda c, x: (c, x), XS), ValueError, "no length"),
+    "wrong length": (
+        lambda: tp.scan(lambda c, x: (c, x), XS, XS, length=4),
+        ValueError,
+        r"length=4, but the leading dims of xs have the sizes 5 \(xs\)",
+    ),
+    "length, a float": (
+        lambda: tp.scan(lambda c, x: (c, x), XS, length=3.0),
+        TypeError,
+        "length must be an integer, but got 3.0 of type float",
+    ),
+    "length, computed": (
+        lambda: tp.scan(lambda c, x: (c, x), XS, length=XS.sum()),
+        TypeError,
+        "length must be a Python number, but got a tensor.* Use fori_loop or while_loop",
+    ),
+    "unroll, a float": (
+        lambda: tp.scan(lambda c, x: (c, x), XS, XS, unroll=1.5),
+        TypeError,
+        "unroll must be an integer, but got 1.5",
+    ),
+    "no function": (lambda: tp.scan(3, XS, XS), TypeError, "f must be a function, but got 3"),
+    "a tensor": (
+        lambda: tp.scan(lambda c, x: c, XS, XS),
+        TypeError,
+        r"must return a pair .* returned a tensor of kind float32\[5\]",
+    ),
+    "three": (lambda: tp.scan(lambda c, x: (c, x, x), XS, XS), TypeError, "returned a tuple of 3"),
+    "carry kind": (
+        lambda: tp.scan(lambda c, x: ({"a": c["a"][:2]}, x), {"a": XS}, XS),
+        TypeError,
+        r"carry\['a'\]: float32\[5\] went in, float32\[2\] came out",
+    ),
+    "carry structure": (
+        lambda: tp.scan(lambda c, x: ((c, c), x), XS, XS),
+        TypeError,
+        r"it got float32\[5\] and returned \(float32\[5\], float32\[5\]\)",
+    ),
+    "unroll": (lambda: tp.scan(lambda c, x: (c, x), XS, XS, unroll=0), ValueError, "unroll"),
+    "bound": (lambda: tp.fori_loop(0, 1.5, lambda i, v: v, XS), TypeError, "upper must be an int"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse(name):
+    call, error, text = MISUSE[name]
+    with pytest.raises(error, match=text):
+        call()
+    with pytest.raises(error, match=text):
+        tp.pmap(call, axis_size=1, compile=GRAPH)()
+
+
+def test_a_write_to_what_was_made_outside_of_the_body():
+    def program(x):
+        total = x * 0
+        tp.scan(lambda c, _: (c, total.add_(1)), x, None, length=3)
+        return total
+
+    with pytest.raises(RuntimeError, match="in the body of a loop or branch"):
+        tp.pmap(program, compile=GRAPH)(XS[:4])

@@ -132,6 +132,23 @@ def test_gradients_of_batches_and_batches_of_gradients(mode: Any) -> None:
 # What is differentiated --------------------------------------------------------------------------
 
 
+def test_unmapped_arguments_get_the_sum(mode: Any) -> None:
+    mapped = tp.pmap(lambda w, x: torch.tanh(w @ x), in_axes=(None, 0), compile=mode)
+    got = torch.func.grad(lambda w, x: mapped(w, x).sum(), argnums=(0, 1))(W, Y)
+    expected = torch.func.grad(lambda w, x: torch.tanh(x @ w.T).sum(), argnums=(0, 1))(W, Y)
+    same(got[0], expected[0])
+    same(got[1], expected[1])
+
+
+def test_axes_other_than_the_first(mode: Any) -> None:
+    mapped = tp.pmap(lambda x: x**3, in_axes=-1, out_axes=1, compile=mode)
+    weights = torch.arange(12.0).reshape(3, 4)
+    same(
+        torch.func.grad(lambda x: (mapped(x) * weights).sum())(Y.T.contiguous()),
+        3 * Y.T**2 * weights,
+    )
+
+
 def test_trees_integers_and_none(mode: Any) -> None:
     def f(tree: Any, k: torch.Tensor) -> Any:
         return {"y": tree["a"] * k, "n": None, "k": k + 1, "b": tree["b"]}
@@ -196,6 +213,20 @@ def test_modules(mode: Any) -> None:
         same(mine.detach(), theirs.detach())
 
 
+def test_functional_call(mode: Any) -> None:
+    module = torch.nn.Linear(3, 2)
+    mapped = tp.pmap(lambda x: module(x).sum(), compile=mode)
+
+    def loss(parameters: Any) -> torch.Tensor:
+        with torch.nn.utils.stateless._reparametrize_module(module, parameters):
+            return mapped(Y).sum()
+
+    parameters = {"weight": W[:2].clone(), "bias": torch.zeros(2)}
+    got = torch.func.grad(loss)(parameters)
+    same(got["weight"], Y.sum(0).expand(2, 3))
+    same(got["bias"], torch.full((2,), 4.0))
+
+
 def test_custom_functions_with_closures(mode: Any) -> None:
     class Twice(torch.autograd.Function):
         generate_vmap_rule = True
@@ -220,63 +251,48 @@ def test_custom_functions_with_closures(mode: Any) -> None:
     same(w.grad, 3 * X.sum())
 
 
-def stopped(x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        frozen = x * 2
-    return x.detach() * x + frozen * x
+def test_stopped_gradients_stay_stopped(mode: Any) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            frozen = x * 2
+        return x.detach() * x + frozen * x
+
+    same(torch.func.grad(lambda x: tp.pmap(f, compile=mode)(x).sum())(X), 3 * X)
 
 
-def writing(x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    buffer += x.detach()
-    y = x * 2
-    y *= x
-    return y * buffer
+def test_values_declared_equal(mode: Any) -> None:
+    mean = tp.pmap(lambda x: tp.pmean(x, ROWS), ROWS, out_axes=None, compile=mode)
+    same(torch.func.grad(lambda x: mean(x) ** 2)(X), X.mean() / 2 * torch.ones(4))
+    rows = torch.arange(8.0)  # two rows per device
+    same(torch.func.grad(lambda x: mean(x) ** 2)(rows), rows.mean() / 4 * torch.ones(8))
 
 
-# mapped function, options, arguments, the same of all rows
-CALLS: dict[str, tuple[Any, dict[str, Any], tuple[torch.Tensor, ...], Any]] = {
-    "arguments that are not mapped": (
-        lambda w, x: torch.tanh(w @ x),
-        {"in_axes": (None, 0)},
-        (W, Y),
-        lambda w, x: torch.tanh(x @ w.T),
-    ),
-    "other axes": (lambda x: x**3, {"in_axes": -1, "out_axes": 1}, (Y.T,), lambda x: x**3),
-    "stopped gradients": (stopped, {}, (X,), stopped),
-    "writes in place": (writing, {}, (X, torch.ones(4)), lambda x, b: 2 * x**2 * (b + x.detach())),
-    "one value": (lambda x: tp.pmean(x, ROWS), {"out_axes": None}, (X,), torch.mean),
-    "one value of more rows than devices": (
-        lambda x: tp.pmean(x, ROWS),
-        {"out_axes": None},
-        (torch.arange(8.0),),
-        torch.mean,
-    ),
-    "more rows than devices": (
-        scaled_by_the_sum,
-        {},
-        (torch.linspace(-1, 1, 12),),
-        lambda x: x.sin() * (x**2).sum(),
-    ),
-}
+def test_more_rows_than_devices(mode: Any) -> None:
+    mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
+    rows = torch.linspace(-1, 1, 12)
 
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * (x**2).sum()
 
-@pytest.mark.parametrize("name", CALLS)
-def test_gradients_of_calls(name: str, mode: Any) -> None:
-    function, options, given, whole = CALLS[name]
-    mapped = tp.pmap(function, ROWS, compile=mode, **options)
-    before = [x.tolist() for x in given]
-    numbers = tuple(range(len(given)))
-    slopes, expected = (
-        torch.func.grad(lambda *xs, f=f: (f(*(x * 1 for x in xs)) ** 2).sum(), numbers)(*given)
-        for f in (mapped, whole)
+    same(
+        torch.func.grad(lambda x: (mapped(x) ** 2).sum())(rows),
+        torch.func.grad(lambda x: (whole(x) ** 2).sum())(rows),
     )
-    leaves = [x.clone().requires_grad_() for x in given]
-    (mapped(*leaves) ** 2).sum().backward()
-    for slope, leaf, wanted in zip(slopes, leaves, expected, strict=True):
-        same(slope, wanted)
-        same(leaf.grad, wanted)  # type: ignore[arg-type]
+
+
+def test_in_place_writes_inside(mode: Any) -> None:
+    def f(x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        buffer += x.detach()
+        y = x * 2
+        y *= x
+        return y * buffer
+
+    x, buffer = X.clone().requires_grad_(), torch.ones(4)
+    mapped = tp.pmap(f, compile=mode)
+    mapped(x, buffer).sum().backward()
     assert has_no_failed_pair(mapped)
-    assert [x.tolist() for x in given] == before
+    same(x.grad, 4 * X * (1 + X))
+    assert buffer.tolist() == [1.0] * 4
 
 
 def test_sharded_arguments_get_sharded_gradients(mode: Any) -> None:
@@ -293,7 +309,6 @@ def test_checkpoint(mode: Any) -> None:
     same(x.grad, torch.func.grad(lambda x: (x.sin() * (x**2).sum()).sum())(X))
 
 
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, of X
 def test_forward_mode_of_torch(mode: Any) -> None:
     from torch.autograd import forward_ad
 
@@ -303,8 +318,6 @@ def test_forward_mode_of_torch(mode: Any) -> None:
         _, got = forward_ad.unpack_dual(mapped(forward_ad.make_dual(X, tangent)))
     expected = torch.func.jvp(lambda x: x.sin() * (x**2).sum(), (X,), (tangent,))[1]
     same(got, expected)
-    _, push = torch.func.linearize(mapped, X)
-    same(push(tangent), expected)
 
 
 def test_forward_mode_through_results_without_derivatives(mode: Any) -> None:
@@ -322,6 +335,14 @@ def test_forward_mode_through_results_without_derivatives(mode: Any) -> None:
         same(
             transform(lambda x: weighted(mapped, x))(X), transform(lambda x: weighted(whole, x))(X)
         )
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, of X
+def test_linearize(mode: Any) -> None:
+    mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
+    _, push = torch.func.linearize(mapped, X)
+    tangent = torch.tensor([1.0, 0.5, -1.0, 2.0])
+    same(push(tangent), torch.func.jvp(lambda x: x.sin() * (x**2).sum(), (X,), (tangent,))[1])
 
 
 # How --------------------------------------------------------------------------------------------
@@ -433,8 +454,11 @@ def test_outputs_that_nothing_batched_reaches() -> None:
 def test_gradients_that_nothing_batched_reaches() -> None:
     f = tp.pmap(lambda x, z: (x * x, tp.psum(z * z, "i")), "i", compile=EAGER)
     x, z = torch.arange(8.0).reshape(2, 4), torch.arange(4.0)
-    slope = torch.func.vmap(lambda x: torch.func.grad(lambda z: f(x, z)[1].sum())(z), 0, None)
-    same(slope(x), 4 * 2 * z)
+
+    def gradient(x):
+        return torch.func.grad(lambda z: f(x, z)[1].sum())(z)
+
+    same(torch.func.vmap(gradient, 0, None)(x), 4 * 2 * z)
     tangent = torch.func.vmap(lambda t: torch.func.jvp(f, (x[0], z), (t, z))[1], 0, (0, None))
     of_x, of_z = tangent(x)
     same(of_x, 2 * x[0] * x)

@@ -34,6 +34,10 @@ def leaf(*numbers: float) -> torch.Tensor:
     return torch.tensor(numbers, requires_grad=True)
 
 
+def cut_in_two() -> tp.NamedSharding:
+    return tp.NamedSharding(tp.Mesh(tp.devices()[:2], ("d",)), tp.P("d"))
+
+
 PUT = {
     "rows": lambda x: tp.device_put(x, tp.devices()[:2]),
     "one device": tp.device_put,

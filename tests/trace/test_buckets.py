@@ -21,7 +21,7 @@ from torch._inductor.graph import GraphLowering
 
 import torchpmap as tp
 from torchpmap._base.devices import PLATFORMS
-from torchpmap._base.platform import Platform
+from torchpmap._base.platform import Accelerator, Platform
 from torchpmap._base.torch_groups import add_backend, make_gloo, register_group, unregister_group
 from torchpmap._layout.axis_stack import bind
 from torchpmap._trace import compile as _compile
@@ -98,8 +98,6 @@ def norms(*given):
     return [g.square().sum() for g in mean_gradients(*given)]
 
 
-IN_TURN = ["mm"] * LAYERS + ["mm", "all_reduce"] + ["mm", "mm", "all_reduce"] * (LAYERS - 1)
-"""Forward, then the gradient of the last weight, and of each other after that of what goes in."""
 SHAPES = [(WIDTH, WIDTH)] * LAYERS + [(ROWS, WIDTH)]
 
 
@@ -142,7 +140,10 @@ def examples(shapes=SHAPES, seed=0):
 def test_a_sum_starts_behind_its_gradient_and_is_awaited_before_its_first_use(buckets):
     buckets(WEIGHT_BYTES)
     graph = traced(step, *SHAPES)
-    assert order(graph) == [*IN_TURN, *["wait_tensor"] * LAYERS]
+    forward = ["mm"] * LAYERS
+    last = ["mm", "all_reduce"]  # the gradient of the last layer's weight
+    others = ["mm", "mm", "all_reduce"] * (LAYERS - 1)  # the one of what goes in comes first
+    assert order(graph) == [*forward, *last, *others, *["wait_tensor"] * LAYERS]
     previous = dict(pairwise(node for _, node in named(graph)))
     behind = {after: before for before, after in previous.items()}
     launches = [node for name, node in named(graph) if name == "all_reduce"]
@@ -155,6 +156,11 @@ def test_without_buckets_all_gradients_are_one_sum_at_the_end(buckets):
     graph = traced(step, *SHAPES)
     assert order(graph)[-2:] == ["all_reduce", "wait_tensor"]
     assert order(graph).count("all_reduce") == 1
+
+
+def test_an_accelerator_has_buckets_and_a_cpu_has_none():
+    assert Accelerator.bucket_bytes == 25 * 2**20
+    assert Platform.bucket_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -226,7 +232,9 @@ def test_what_is_cheap_goes_up_with_a_sum(buckets):
         return [tp.psum((g * 2).T.to(torch.float64), "i") for g in reversed(gradients)]
 
     buckets(0)
-    assert order(traced(scaled, *SHAPES), ("mm", "all_reduce")) == IN_TURN
+    forward, last = ["mm"] * LAYERS, ["mm", "all_reduce"]
+    others = ["mm", "mm", "all_reduce"] * (LAYERS - 1)
+    assert order(traced(scaled, *SHAPES), ("mm", "all_reduce")) == [*forward, *last, *others]
 
 
 def test_other_collectives_keep_their_order(buckets):
@@ -282,7 +290,9 @@ def test_compiled_code_starts_sums_while_it_computes(buckets, group, monkeypatch
         kinds = [(shape, F32) for shape in shapes]
         runner = _compile._inductor(graph, kinds, torch.device("cpu"), _compile.INDUCTOR)
     found = re.findall(r"^ +.*(mm|all_reduce_|wait_tensor)(?:\.default)?\(", codes[0], re.M)
-    assert [name.rstrip("_") for name in found] == [*IN_TURN, *["wait_tensor"] * LAYERS]
+    forward, last = ["mm"] * LAYERS, ["mm", "all_reduce_"]
+    others = ["mm", "mm", "all_reduce_"] * (LAYERS - 1)
+    assert found == [*forward, *last, *others, *["wait_tensor"] * LAYERS]
     given = examples(shapes)
     for result, expected in zip(runner(list(given)), graph(*given), strict=True):
         torch.testing.assert_close(result, expected)
@@ -362,6 +372,24 @@ def test_gradients_of_gradients(both):
 
     for got, expected in zip(found, torch.func.grad(alone)(tuple(weights)), strict=True):
         torch.testing.assert_close(got.mean(0), expected)
+
+
+def test_derivatives_from_outside(pool, buckets):
+    def value(*given):
+        *weights, x = given
+        return loss(tp.pmean(weights, "i"), x)
+
+    weights, x = weights_and_rows(torch.float64)
+    results = []
+    for limit in (None, WEIGHT_BYTES):
+        buckets(limit)
+        mapped = tp.pmap(lambda *xs: value(*xs), "i", in_axes=AXES, compile=EAGER)
+        gradients = torch.func.grad(lambda w, f=mapped: f(*w, x).sum())(tuple(weights))
+        results.append([g.cpu() for g in gradients])
+    assert all(map(torch.equal, *results))
+    alone = torch.func.grad(lambda w: 4 * loss(w, x.flatten(0, 1)))(tuple(weights))
+    for got, expected in zip(results[0], alone, strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 # Programs of operations on a list of matrices; psum of several goes in buckets. Each takes the list

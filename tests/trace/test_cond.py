@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from _support import EAGER
 
 import torchpmap as tp
 
@@ -19,6 +20,18 @@ def test_every_row_takes_its_branch(rows, mode):
     x = torch.arange(float(rows))
     got = tp.pmap(lambda x: choose(x > 1, x), compile=mode)(x)
     assert got.tolist() == torch.where(x > 1, x * 10, -x).tolist()
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_closures_stay_fresh(rows):
+    shift = torch.tensor(1.0)
+    x = torch.arange(float(rows))
+    f = tp.pmap(
+        lambda x: torch.cond(x > 1, lambda x: x + shift, lambda x: x - shift, (x,)), compile=EAGER
+    )
+    assert f(x).tolist() == torch.where(x > 1, x + 1, x - 1).tolist()
+    shift.fill_(5.0)
+    assert f(x).tolist() == torch.where(x > 1, x + 5, x - 5).tolist()
 
 
 ROWS = torch.arange(8.0)

@@ -139,6 +139,21 @@ def test_updates_of_rows(in_dims: tuple[int | None, ...]) -> None:
     assert torch.equal(torch.func.vmap(f, in_dims)(*values), torch.stack(want))
 
 
+def test_in_a_loop() -> None:
+    def f(x: Any) -> Any:
+        def body(i: Any, y: Any) -> Any:
+            part = tp.dynamic_slice_in_dim(y, i, 2)
+            return tp.dynamic_update_slice_in_dim(y, part * 2, i + 1, 0)
+
+        return tp.fori_loop(0, 6, body, x)
+
+    want = X.clone()
+    for i in range(6):
+        want[i + 1 : i + 3] = want[i : i + 2].clone() * 2
+    got = tp.pmap(f, in_axes=None, axis_size=4, out_axes=None, compile=EAGER)(X)
+    assert torch.equal(got.cpu(), want)
+
+
 def test_results_are_new() -> None:
     for result in (
         tp.dynamic_slice(X, (0,), (10,)),

@@ -38,77 +38,97 @@ def run(request, capsys):
 # print -------------------------------------------------------------------------------------------
 
 
-def in_order_and_alive(x):
-    """Nothing that a print shows is used otherwise."""
-    tp.debug.print("first")
-    tp.debug.print("second {}", tp.psum(x.sin() * 0, "i"))
-    tp.debug.print("third {}", x)
-    return x + 1
+def test_one_line_per_index_in_order(run):
+    def f(x):
+        tp.debug.print("x={} and {twice:.2f}", x, twice=x * 2)
+        return tp.psum(x, "i")
+
+    result, printed = run(f, X, axis_name="i")
+    assert result.tolist() == [6.0] * 4
+    assert printed == "".join(f"[i={k}] x={k}.0 and {2 * k}.00\n" for k in range(4))
 
 
-def under_derivatives(x):
-    def square(x):
-        tp.debug.print("x={}", x)
-        return tp.psum(x**2, "i")
+def test_more_rows_than_devices(run):
+    def f(x):
+        tp.debug.print("{}", x)
+        return x
 
-    tangent = torch.func.jvp(square, (x,), (x,))[1]
-    return tp.grad(square)(x), tangent, torch.func.hessian(square)(x)
-
-
-def inner_axes(x):
-    tp.vmap(lambda y: tp.debug.print("{}", y) or y, axis_name="j")(x)
-    torch.func.vmap(lambda y: tp.debug.print("row {}", y) or y)(x)
+    _, printed = run(f, torch.arange(8))
+    assert printed == "".join(f"[{k}] {k}\n" for k in range(8))
 
 
-def show(text, **options):
-    return lambda x: tp.debug.print(text, x, **options)
+def test_every_call_prints(run):
+    def f(x):
+        tp.debug.print("{}", x.sum())
+        return x
 
-
-# function, argument, axis name, lines for index k
-PRINTS = {
-    "a line per index": (
-        lambda x: tp.debug.print("x={} and {twice:.2f}", x, twice=x * 2), X, "i",
-        lambda k: f"[i={k}] x={k}.0 and {2 * k}.00"),
-    "more rows than devices": (show("{}"), torch.arange(8), None, lambda k: f"[{k}] {k}"),
-    "another value": (show("{}"), torch.arange(10, 14), "i", lambda k: f"[i={k}] {10 + k}"),
-    "trees, conversions and constants": (
-        lambda x: tp.debug.print(
-            "{0} {1!r} {2:>4} {{}} {t} {s!s}", 7, "text", "r", t={"a": (x, 2)}, s=x
-        ), torch.arange(2), None,
-        lambda k: f"[{k}] 7 'text'    r {{}} {{'a': (tensor({k}), 2)}} tensor({k})"),
-    "without an order": (show("{}", ordered=False), X, "i", lambda k: f"[i={k}] {k}.0"),
-    "lines that stay together": (
-        show("{}"), torch.eye(4).reshape(2, 2, 4), "i",
-        lambda k: [
-            "[i=0] tensor([[1., 0., 0., 0.],\n              [0., 1., 0., 0.]])",
-            "[i=1] tensor([[0., 0., 1., 0.],\n              [0., 0., 0., 1.]])",
-        ][k]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PRINTS)
-def test_a_line_for_each_index(run, name):
-    function, x, axis_name, line = PRINTS[name]
-    _, printed = run(lambda x: (function(x), x * 1)[1], x, axis_name=axis_name)
-    expected = [line(k) for k in range(len(x))]
-    found = sorted(printed.splitlines()) if "order" in name else printed.rstrip("\n").split("\n")
-    assert found == "\n".join(expected).split("\n")
+    for start in (0, 10):
+        _, printed = run(f, torch.arange(start, start + 4), axis_name="i")
+        assert printed == "".join(f"[i={k}] {start + k}\n" for k in range(4))
 
 
 def test_prints_stay_in_order_and_alive(run):
-    _, printed = run(in_order_and_alive, torch.arange(2), axis_name="i")
+    """Nothing that a print shows is used otherwise."""
+
+    def f(x):
+        tp.debug.print("first")
+        tp.debug.print("second {}", tp.psum(x.sin() * 0, "i"))
+        tp.debug.print("third {}", x)
+        return x + 1
+
+    _, printed = run(f, torch.arange(2), axis_name="i")
     lines = ["[i={}] first", "[i={}] second 0.0", "[i={}] third {}"]
     assert printed.splitlines() == [line.format(k, k) for line in lines for k in range(2)]
 
 
+def test_trees_conversions_and_constants(run):
+    def f(x):
+        tp.debug.print("{0} {1!r} {2:>4} {{}} {t} {s!s}", 7, "text", "r", t={"a": (x, 2)}, s=x)
+        return x
+
+    _, printed = run(f, torch.arange(2))
+    assert printed == "".join(
+        f"[{k}] 7 'text'    r {{}} {{'a': (tensor({k}), 2)}} tensor({k})\n" for k in range(2)
+    )
+
+
+def test_lines_of_a_matrix_stay_together(run):
+    def f(x):
+        tp.debug.print("{}", x)
+        return x
+
+    _, printed = run(f, torch.eye(4).reshape(2, 2, 4), axis_name="i")
+    assert printed == (
+        "[i=0] tensor([[1., 0., 0., 0.],\n"
+        "              [0., 1., 0., 0.]])\n"
+        "[i=1] tensor([[0., 0., 1., 0.],\n"
+        "              [0., 0., 0., 1.]])\n"
+    )
+
+
 def test_inner_axes_have_indices_too(run):
-    _, printed = run(lambda x: (inner_axes(x), x)[1], torch.arange(6).reshape(2, 3), axis_name="i")
+    def f(x):
+        tp.vmap(lambda y: tp.debug.print("{}", y) or y, axis_name="j")(x)
+        torch.func.vmap(lambda y: tp.debug.print("row {}", y) or y)(x)
+        return x
+
+    _, printed = run(f, torch.arange(6).reshape(2, 3), axis_name="i")
     named = [f"[i={k // 3}, j={k % 3}] {k}" for k in range(6)]
     assert printed.splitlines() == [*named, *(f"[i={k // 3}] row {k}" for k in range(6))]
 
 
 def test_values_once_under_derivatives(run):
-    (slope, tangent, curvature), printed = run(under_derivatives, torch.arange(2.0), axis_name="i")
+    def square(x):
+        tp.debug.print("x={}", x)
+        return tp.psum(x**2, "i")
+
+    def f(x):
+        slope = tp.grad(square)(x)
+        tangent = torch.func.jvp(square, (x,), (x,))[1]
+        curvature = torch.func.hessian(square)(x)
+        return slope, tangent, curvature
+
+    (slope, tangent, curvature), printed = run(f, torch.arange(2.0), axis_name="i")
     assert slope.tolist() == [0.0, 4.0]
     assert tangent.tolist() == [2.0, 2.0]
     assert curvature.tolist() == [4.0, 4.0]
@@ -130,6 +150,15 @@ def test_derivatives_from_outside_print_once_and_keep_checks(capsys, compile):
     assert capsys.readouterr().out == "".join(f"[i={k}] x={k}.0\n" for k in range(4))
     with pytest.raises(ValueError, match="assert_replicated: x differs"):
         mapped(x * 4).sum().backward()
+
+
+def test_unordered(run):
+    def f(x):
+        tp.debug.print("{}", x, ordered=False)
+        return x
+
+    _, printed = run(f, X, axis_name="i")
+    assert sorted(printed.splitlines()) == [f"[i={k}] {k}.0" for k in range(4)]
 
 
 def test_captured_values_are_those_of_the_call(run):
@@ -182,30 +211,29 @@ def test_compiled(capfd):
     assert printed.err == ""
 
 
-MISUSE = {
-    "not text": (lambda x: tp.debug.print(x), TypeError, "argument is a format string, but got"),
-    "unused": (
-        lambda x: tp.debug.print("x", x), ValueError, r"does not use argument 0. Write \{\}"),
-    "unused name": (
-        lambda x: tp.debug.print("x", y=x), ValueError, "does not use argument y"),
-    "missing": (
-        lambda x: tp.debug.print("{} {}", x), IndexError,
-        "asks for argument 1, but the arguments are 0"),
-    "missing name": (
-        lambda x: tp.debug.print("{y}"), KeyError, "asks for argument 'y', but .* are none"),
-    "format of many": (
-        lambda x: tp.debug.print("{:.2f}", x), TypeError,
-        r"the format '.2f' is for a number, but the value has shape \[3\]"),
-    "an unbound axis": (
-        lambda x: tp.debug.assert_replicated(x, "j"), NameError, "unbound axis name: j"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MISUSE)
-def test_misuse(run, name):
-    call, kind, text = MISUSE[name]
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda x: tp.debug.print(x), TypeError, "the first argument is a format string, but got"),
+        (lambda x: tp.debug.print("x", x), ValueError, r"does not use argument 0. Write \{\}"),
+        (lambda x: tp.debug.print("x", y=x), ValueError, "does not use argument y"),
+        (
+            lambda x: tp.debug.print("{} {}", x),
+            IndexError,
+            "asks for argument 1, but the arguments are 0",
+        ),
+        (lambda x: tp.debug.print("{y}"), KeyError, "asks for argument 'y', but .* are none"),
+        (
+            lambda x: tp.debug.print("{:.2f}", x),
+            TypeError,
+            r"the format '.2f' is for a number, but the value has shape \[3\]",
+        ),
+    ],
+    ids=["not text", "unused", "unused name", "missing", "missing name", "format of many"],
+)
+def test_misuse(run, call, kind, text):
     with pytest.raises(kind, match=text):
-        run(call, torch.ones(4, 3), axis_name="i")
+        run(call, torch.ones(4, 3))
 
 
 def test_print_under_a_condition_is_a_mismatch():
@@ -255,7 +283,17 @@ def test_different_values_raise(run, value, difference):
         "assert_replicated: x['b'][0] differs between devices of axis 'i' (largest difference "
         f"{difference}). Reduce it over the axis, for example with pmean."
     )
-    assert run(f, torch.ones(4), axis_name="i")[0].tolist() == [1.0] * 4  # the pool goes on
+
+
+def test_the_pool_goes_on_after_a_failed_check():
+    def f(x):
+        tp.debug.assert_replicated(x, "i")
+        return x
+
+    f = tp.pmap(f, "i", compile=EAGER)
+    with pytest.raises(ValueError, match="assert_replicated: x differs"):
+        f(X).block_until_ready()
+    assert f(torch.ones(4)).tolist() == [1.0] * 4
 
 
 def test_checks_inside_derivatives_and_batches(run):
@@ -270,6 +308,11 @@ def test_checks_inside_derivatives_and_batches(run):
     assert result.tolist() == [[2.0] * 3] * 4
     with pytest.raises(ValueError, match="largest difference 6"):
         run(f, X, axis_name="i")
+
+
+def test_unbound_axis(run):
+    with pytest.raises(NameError, match="unbound axis name: j"):
+        run(lambda x: tp.debug.assert_replicated(x, "j"), X, axis_name="i")
 
 
 def test_copies_on_the_devices():

@@ -13,7 +13,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from _outside import noticed, watched
+from _noticed import noticed, watched
 
 from torchpmap._trace.environment import Environment
 
@@ -59,7 +59,6 @@ class Scaled(torch.nn.Module):
 
 
 INSTANCE = Scaled()
-LINEAR = functools.partial(torch.nn.Linear, 1, 1)
 
 
 def optimizer():
@@ -141,56 +140,65 @@ def test_partials_methods_and_wrappers():
     assert environment.changed()
 
 
-VALUES = [
-    ([1], lambda v: v.append(2)),
-    ([1, 2], lambda v: v.__setitem__(0, 2)),
-    ([1, 2], lambda v: v.pop()),
-    ({"a": 1}, lambda v: v.update(a=2)),
-    ({"a": 1}, lambda v: v.update(b=2)),
-    ({"a": 1}, lambda v: v.pop("a")),
-    (([1],), lambda v: v[0].append(1)),
-    ({1, 2}, lambda v: v.add(3)),
-    ({1, 2}, lambda v: v.symmetric_difference_update({2, 3})),
-    (collections.deque([1]), lambda v: v.append(3)),
-    (types.SimpleNamespace(a=1), lambda v: setattr(v, "a", 2)),
-    (argparse.Namespace(a=1), lambda v: setattr(v, "b", 2)),
-    (np.zeros(3), lambda v: v.fill(1)),
-    (np.zeros((2, 3))[:, ::2], lambda v: v.fill(1)),
-    (LINEAR(), lambda v: setattr(v, "weight", torch.nn.Parameter(v.weight + 1))),
-    (LINEAR(), lambda v: v.eval()),
-    (LINEAR(), lambda v: v.register_buffer("b", torch.ones(1))),
-    (LINEAR(), lambda v: v.register_forward_hook(print)),
-    (LINEAR(), lambda v: setattr(v, "scale", 2)),
-    (torch.nn.Sequential(torch.nn.Identity()), lambda v: v.append(torch.nn.Identity())),
-    (torch.nn.Sequential(torch.nn.Dropout(0.5)), lambda v: setattr(v[0], "p", 0.1)),
-    # in depth
-    ([[[[[[[[[1]]]]]]]]], lambda v: v[0][0][0][0][0][0][0].append(1)),
-    ([0.0], lambda v: v.__setitem__(0, -0.0)),
-    ({"a": 0.0}, lambda v: v.update(a=-0.0)),
-    ([complex(0, 0.0)], lambda v: v.__setitem__(0, complex(0, -0.0))),
-    ([(1, 0.0)], lambda v: v.__setitem__(0, (1, -0.0))),
-    ([1], lambda v: v.__setitem__(0, True)),
-    ({1}, lambda v: (v.clear(), v.add(True))),
-    ({1: 2}, lambda v: (v.clear(), v.update({True: 2}))),
-    ([np.float32(0.0)], lambda v: v.__setitem__(0, np.float32(-0.0))),
-    (collections.OrderedDict(a=1, b=2), lambda v: v.move_to_end("a")),
-    ({"a": 1, "b": 2}, lambda v: v.update(a=v.pop("a"))),
-    (types.MappingProxyType(INSIDE), lambda v: INSIDE.update(a=2)),
-    (collections.ChainMap({"a": 1}), lambda v: v.update(a=2)),
-    (collections.UserDict({"a": 1}), lambda v: v.update(a=2)),
-    (collections.UserList([1]), lambda v: v.append(2)),
-    (weakref.ref(HELD), lambda v: HELD.append(2)),
-    (memoryview(bytearray(3)), lambda v: v.__setitem__(0, 1)),
-    (optimizer(), lambda v: v.param_groups[0].update(lr=0.05)),
-    (scheduler(), lambda v: (v.optimizer.step(), v.step())),
-    (torch.nn.Sequential(settings()), lambda v: v[0].settings.update(a=2)),
-]
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ([1], lambda v: v.append(2)),
+        ([1, 2], lambda v: v.__setitem__(0, 2)),
+        ([1, 2], lambda v: v.pop()),
+        ({"a": 1}, lambda v: v.update(a=2)),
+        ({"a": 1}, lambda v: v.update(b=2)),
+        ({"a": 1}, lambda v: v.pop("a")),
+        (collections.OrderedDict(a=1), lambda v: v.update(a=2)),
+        (([1],), lambda v: v[0].append(1)),
+        ({1, 2}, lambda v: v.add(3)),
+        ({1, 2}, lambda v: v.symmetric_difference_update({2, 3})),
+        (collections.deque([1]), lambda v: v.append(3)),
+        (types.SimpleNamespace(a=1), lambda v: setattr(v, "a", 2)),
+        (argparse.Namespace(a=1), lambda v: setattr(v, "b", 2)),
+        (np.zeros(3), lambda v: v.fill(1)),
+        (np.zeros((2, 3))[:, ::2], lambda v: v.fill(1)),
+        (torch.nn.Linear(1, 1), lambda v: setattr(v, "weight", torch.nn.Parameter(v.weight + 1))),
+        (torch.nn.Linear(1, 1), lambda v: v.eval()),
+        (torch.nn.Linear(1, 1), lambda v: v.register_buffer("b", torch.ones(1))),
+        (torch.nn.Linear(1, 1), lambda v: v.register_forward_hook(print)),
+        (torch.nn.Linear(1, 1), lambda v: setattr(v, "scale", 2)),
+        (torch.nn.Sequential(torch.nn.Identity()), lambda v: v.append(torch.nn.Identity())),
+        (torch.nn.Sequential(torch.nn.Dropout(0.5)), lambda v: setattr(v[0], "p", 0.1)),
+    ],
+    ids=lambda given: None if callable(given) else str(given),  # no address in it
+)
+def test_values(value, change):
+    assert noticed(lambda: value, lambda: change(value))
 
 
 @pytest.mark.parametrize(
-    ("value", "change"), VALUES, ids=lambda given: None if callable(given) else type(given).__name__
+    ("value", "change"),
+    [
+        ([[[[[[[[[1]]]]]]]]], lambda v: v[0][0][0][0][0][0][0].append(1)),
+        ([0.0], lambda v: v.__setitem__(0, -0.0)),
+        ({"a": 0.0}, lambda v: v.update(a=-0.0)),
+        ([complex(0, 0.0)], lambda v: v.__setitem__(0, complex(0, -0.0))),
+        ([(1, 0.0)], lambda v: v.__setitem__(0, (1, -0.0))),
+        ([1], lambda v: v.__setitem__(0, True)),
+        ({1}, lambda v: (v.clear(), v.add(True))),
+        ({1: 2}, lambda v: (v.clear(), v.update({True: 2}))),
+        ([np.float32(0.0)], lambda v: v.__setitem__(0, np.float32(-0.0))),
+        (collections.OrderedDict(a=1, b=2), lambda v: v.move_to_end("a")),
+        ({"a": 1, "b": 2}, lambda v: v.update(a=v.pop("a"))),
+        (types.MappingProxyType(INSIDE), lambda v: INSIDE.update(a=2)),
+        (collections.ChainMap({"a": 1}), lambda v: v.update(a=2)),
+        (collections.UserDict({"a": 1}), lambda v: v.update(a=2)),
+        (collections.UserList([1]), lambda v: v.append(2)),
+        (weakref.ref(HELD), lambda v: HELD.append(2)),
+        (memoryview(bytearray(3)), lambda v: v.__setitem__(0, 1)),
+        (optimizer(), lambda v: v.param_groups[0].update(lr=0.05)),
+        (scheduler(), lambda v: (v.optimizer.step(), v.step())),
+        (torch.nn.Sequential(settings()), lambda v: v[0].settings.update(a=2)),
+    ],
+    ids=lambda given: None if callable(given) else type(given).__name__,
 )
-def test_values(value, change):
+def test_values_in_depth(value, change):
     assert noticed(lambda: value, lambda: change(value))
 
 
@@ -267,7 +275,6 @@ def test_modules_imported_by_the_function(monkeypatch):
     assert noticed(fun, lambda: setattr(module, "rate", 2))
     assert noticed(fun, lambda: setattr(module.inner, "rate", 2))
     assert noticed(lambda: module.rate, lambda: setattr(module, "rate", 3))
-    assert not noticed(lambda: module.rate, lambda: setattr(module, "other", 2))
 
 
 def test_objects_with_unusual_attributes():
@@ -303,6 +310,14 @@ def test_slots_and_class_attributes():
     assert noticed(lambda: Derived, lambda: setattr(Base, "rate", 2.0))
     assert noticed(lambda: instance, lambda: setattr(Base, "rate", 3.0))
     assert noticed(lambda: instance, lambda: setattr(Derived, "rate", 3.0))
+
+
+def test_attributes_of_users_modules():
+    module = types.ModuleType("users_module")
+    module.rate = 1
+    fun = eval("lambda: settings.rate", {"settings": module})
+    assert noticed(fun, lambda: setattr(module, "rate", 2))
+    assert not noticed(fun, lambda: setattr(module, "other", 2))
 
 
 # What is no change -------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ import types
 import numpy as np
 import pytest
 import torch
-from _outside import check_follows, noticed
+from _follows import check_follows
+from _noticed import noticed
 
 import torchpmap as tp
 

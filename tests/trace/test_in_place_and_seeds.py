@@ -84,6 +84,22 @@ def test_data_of_a_tensor_from_outside_of_a_loop() -> None:
         tp.pmap(f, compile=EAGER)(X)
 
 
+@pytest.mark.parametrize("name", ["apply_", "map_"])
+def test_python_functions_that_write_to_a_captured_tensor(name: str) -> None:
+    captured = torch.ones(3)
+
+    def f(x: Any) -> Any:
+        if name == "apply_":
+            captured.apply_(lambda value: value + 1)
+        else:
+            captured.map_(captured, lambda a, b: a + b)
+        return x
+
+    with pytest.raises(RuntimeError, match=rf"writes in place to a captured .* \(.{name}\(\)\)"):
+        tp.pmap(f, compile=EAGER)(X)
+    assert torch.equal(captured, torch.ones(3))
+
+
 # -- functions that move a tensor in memory --------------------------------------------------------
 
 MOVES: dict[str, Callable[[Any], Any]] = {

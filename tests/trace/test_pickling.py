@@ -7,6 +7,8 @@ from __future__ import annotations
 import array
 import operator
 import pickle
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -16,6 +18,8 @@ from torch.fx import Graph, GraphModule
 
 from torchpmap._trace.pickling import pickled
 from torchpmap._trace.pickling import pickled_function as pickled_by
+from torchpmap._trace.replication import Demand
+from torchpmap._trace.trace import TracedInput, trace
 
 ops = torch.ops
 
@@ -49,6 +53,23 @@ def there_and_back(value):
 )
 def test_operators_travel_by_name(op):
     assert there_and_back(op) is op or there_and_back(op) == op
+
+
+def test_functions_that_mention_torch_ops():
+    def f(x):
+        return ops.aten.mul.Tensor(x, 2) + torch.ops.aten.sin(x)
+
+    (again, tensors) = pickle.loads(pickled_function(f, "f()"))
+    assert tensors == []
+    x = torch.rand(3)
+    torch.testing.assert_close(again(x), f(x))
+
+
+def test_compiled_functions_travel_as_the_function_inside():
+    f = torch.compile(lambda x: x * 2, backend="eager")
+    again = there_and_back(f)
+    assert not hasattr(again, "_torchdynamo_orig_callable")
+    assert again(3) == 6
 
 
 def test_operations_of_this_process_are_themselves_in_it():
@@ -148,6 +169,17 @@ def test_tensors_of_every_dtype_travel(dtype):
         assert got.double().tolist() == expected.double().tolist()
 
 
+def test_another_process_can_load_it():
+    scale = torch.tensor(3.0)
+    packed = pickled_function(lambda x: torch.ops.aten.mul.Tensor(x, scale), "f()")
+    code = """
+import pickle, sys, torch
+f, (scale,) = pickle.load(sys.stdin.buffer)
+assert f(torch.ones(2)).tolist() == [3.0, 3.0]
+"""
+    subprocess.run([sys.executable, "-c", code], input=packed, check=True, timeout=60)
+
+
 # Graphs ------------------------------------------------------------------------------------------
 
 
@@ -184,3 +216,22 @@ def test_loading_a_graph_runs_nothing():
     graph.output((total,))
     again = there_and_back(GraphModule({}, graph))
     assert len(list(again.graph.nodes)) == 2
+
+
+def test_traced_graphs_with_branches_travel():
+    def body(blocks, axis):
+        (x,) = blocks
+        y = torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
+        return [Demand(y, ())]
+
+    traced = trace(
+        body,
+        [TracedInput((2,), torch.float32, (0, 1, 2, 3))],
+        axis_name="i",
+        axis_size=4,
+        group="g",
+        device=torch.device("cpu"),
+    )
+    again = there_and_back(traced.graph)
+    assert again(torch.ones(2))[0].tolist() == [2.0, 2.0]
+    assert again(-torch.ones(2))[0].tolist() == [-2.0, -2.0]

@@ -225,6 +225,14 @@ def test_torch_is_itself_outside() -> None:
     assert len(runs) == 4
 
 
+def test_errors_inside_are_the_functions_own() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        tp.pmap(lambda x: remat(f, x), compile=EAGER)(torch.ones(4))
+
+
 # Less memory -------------------------------------------------------------------------------------
 
 

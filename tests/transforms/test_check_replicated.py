@@ -36,7 +36,6 @@ UNPROVED: dict[str, Callable[[torch.Tensor], Any]] = {
     "a row": lambda x: x,
     "half of the rows": lambda x: tp.psum(x, "i", axis_index_groups=[[0, 1], [2, 3]]),
     "the index": lambda x: tp.axis_index("i"),
-    "a part of a sum": lambda x: tp.psum_scatter(x * torch.arange(4.0), "i"),
     "a random number": lambda x: torch.rand(2),
     "ppermute": lambda x: tp.ppermute(x, "i", [(0, 1), (1, 0)]),
     "equal by arithmetic": lambda x: tp.psum(x, "i") + (x - x),
@@ -84,6 +83,24 @@ def test_only_the_leaf_that_is_not_proved_is_compared() -> None:
     assert (found["loss"].item(), found["own"][0].item()) == (1, 1)
     with pytest.raises(ValueError, match=r"\['own'\]\[0\], but its value differs"):
         f(torch.arange(4.0))
+
+
+def test_nested_maps_compare_along_their_own_axis() -> None:
+    x = torch.arange(4.0).reshape(2, 2)
+
+    def both(f: Any, **inner: Any) -> Any:
+        within = tp.pmap(f, "j", compile=EAGER, **inner)
+        return tp.pmap(within, "i", out_axes=None, check_replicated=True, compile=EAGER)
+
+    replicated = {"out_axes": None, "check_replicated": True}
+    assert both(lambda x: tp.psum(x, "i")).lower(x).compared == ()
+    assert both(lambda x: tp.psum(x, ("i", "j")), **replicated).lower(x).compared == ()
+    over_rows = both(lambda x: tp.psum(x, "i"), **replicated).lower(x).compared
+    assert over_rows == ("out_axes is None for the output of <lambda>",)
+    with pytest.raises(ValueError, match="out_axes is None for the output of <lambda>, but"):
+        both(lambda x: tp.psum(x, "i"), **replicated)(x)
+    with pytest.raises(ValueError, match="out_axes is None for the output of <lambda>, but"):
+        both(lambda x: tp.psum(x, "j"))(x)
 
 
 def test_derivatives_of_what_is_proved() -> None:

@@ -259,6 +259,15 @@ CALLING = {
     "an array of objects": (TypeError, lambda: tp.pmap(f)(np.array([None] * 4)),
         "pmap(f, in_axes=0)(<inputs>): argument x is a numpy array of dtype object, which torch "
         "has no tensors of."),
+    "an array of dates": (TypeError, lambda: tp.pmap(f)(np.zeros(4, "M8[D]")),
+        "pmap(f, in_axes=0)(<inputs>): argument x is a numpy array of dtype datetime64[D], which "
+        "torch has no tensors of."),
+    "long double": (TypeError, lambda: tp.pmap(f)(np.zeros(4, np.longdouble)),
+        f"pmap(f, in_axes=0)(<inputs>): argument x is a numpy array of dtype "
+        f"{np.dtype(np.longdouble)}, which torch has no tensors of."),
+    "a sparse tensor": (TypeError, lambda: tp.pmap(f)(torch.eye(4).to_sparse()),
+        "pmap(f, in_axes=0)(<inputs>): argument x has the layout torch.sparse_coo, but only dense "
+        "tensors can be put on devices. Pass .to_dense(), or its parts."),
     "out_axes of another length": (ValueError,
         lambda: tp.pmap(lambda x: (x, x), out_axes=(0,), compile=EAGER)(ones(4)),
         structure("lengths of tuple", "",

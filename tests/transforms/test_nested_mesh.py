@@ -5,7 +5,6 @@ of a pmap shares the devices, in collectives too.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -151,36 +150,34 @@ def test_out_axes_none_is_the_value_of_the_first(outer: Any, inner: Any, mode: A
             same(shard.data, wanted[shard.index])
 
 
-FOLDED = {
-    **{(4, 4): (4, 2), (3, 3): (3, 1), (16, 2): (8, 1), (9, 4): (3, 2), (1, 8): (1, 8)},
-    **{(8, 1): (8, 1), (6, 4): (2, 4), (11, 3): (1, 3)},
-}
-
-
-@pytest.mark.parametrize("shape", FOLDED, ids=str)
-def test_what_does_not_fit_is_folded(shape: tuple[int, int], mode: Any) -> None:
+def test_what_does_not_fit_is_folded(mode: Any) -> None:
     def f(x: torch.Tensor) -> Any:
         index = tp.axis_index("rows"), tp.axis_index("cols"), tp.axis_index(("cols", "rows"))
         moved = tp.ppermute(x, ("cols", "rows"), [(0, 1), (1, 5), (5, 0)])
         sums = [tp.psum(x, name) for name in ("rows", "cols", NAMES)]
         return index, moved, sums, tp.all_gather(x, "cols"), tp.all_gather(x, NAMES)
 
-    x, (rows, columns) = sample(*shape), shape
-    (of_rows, of_columns, swapped), moved, sums, across, all_values = nested(f, compile=mode)(x)
-    assert mesh_of(moved) == dict(zip(NAMES, FOLDED[shape], strict=True))
-    assert [d.id for d in moved.sharding.mesh.devices.flat] == list(range(np.prod(FOLDED[shape])))
-    grid = np.indices(shape)
-    same(of_rows, grid[0])
-    same(of_columns, grid[1])
-    same(swapped, grid[1] * rows + grid[0])
-    wanted = torch.zeros_like(x.T.flatten())
-    wanted[[1, 5, 0]] = x.T.flatten()[[0, 1, 5]]
-    same(moved, wanted.reshape(columns, rows).T)
-    same(sums[0], x.sum(0).expand(shape))
-    same(sums[1], x.sum(1)[:, None].expand(shape))
-    same(sums[2], x.sum().expand(shape))
-    same(across, x[:, None].expand(rows, columns, columns))
-    same(all_values, x.flatten().expand(rows, columns, -1))
+    for rows, columns, counts in (
+        *((4, 4, (4, 2)), (3, 3, (3, 1)), (16, 2, (8, 1)), (9, 4, (3, 2)), (1, 8, (1, 8))),
+        *((8, 1, (8, 1)), (6, 4, (2, 4)), (11, 3, (1, 3))),
+    ):
+        x = sample(rows, columns)
+        (of_rows, of_columns, swapped), moved, sums, across, all_values = nested(f, compile=mode)(x)
+        assert mesh_of(moved) == dict(zip(NAMES, counts, strict=True))
+        assert [d.id for d in moved.sharding.mesh.devices.flat] == list(range(np.prod(counts)))
+        grid = np.indices((rows, columns))
+        same(of_rows, grid[0])
+        same(of_columns, grid[1])
+        same(swapped, grid[1] * rows + grid[0])
+        flat = x.T.flatten()
+        wanted = torch.zeros_like(flat)
+        wanted[[1, 5, 0]] = flat[[0, 1, 5]]
+        same(moved, wanted.reshape(columns, rows).T)
+        same(sums[0], x.sum(0).expand(rows, columns))
+        same(sums[1], x.sum(1)[:, None].expand(rows, columns))
+        same(sums[2], x.sum().expand(rows, columns))
+        same(across, x[:, None].expand(rows, columns, columns))
+        same(all_values, x.flatten().expand(rows, columns, -1))
 
 
 def test_given_devices(mode: Any) -> None:
@@ -255,9 +252,9 @@ class Nest:
             return rows.reshape(*self.shape, *rows.shape[1:])
         if self.axis_name == ("cols", "rows"):
             return rows.reshape(*self.shape[::-1], *rows.shape[1:]).transpose(0, 1)
-        """The eight rows and, along the other axis, their multiples."""
-        multiples = torch.stack([rows * k for k in range(1, 1 + min(self.shape))])
-        return multiples.transpose(0, 1) if self.axis_name == "rows" else multiples
+        if self.axis_name == "rows":
+            return rows.unsqueeze(1).repeat_interleave(self.shape[1], 1)
+        return rows.unsqueeze(0).repeat_interleave(self.shape[0], 0)
 
     def rows(self, result: torch.Tensor) -> list[torch.Tensor]:
         """What the eight rows got, once for each time they are there."""
@@ -265,8 +262,7 @@ class Nest:
             return [result.flatten(0, 1)]
         if self.axis_name == ("cols", "rows"):
             return [result.transpose(0, 1).flatten(0, 1)]
-        parts = result.unbind(1 if self.axis_name == "rows" else 0)
-        return [part / k for k, part in enumerate(parts, 1)]
+        return list(result.unbind(1 if self.axis_name == "rows" else 0))
 
 
 NESTS = {
@@ -278,56 +274,45 @@ NESTS = {
     "columns, folded": Nest(8, (2, 8), (2, 4), "cols"),
     "rows, folded": Nest(6, (8, 3), (2, 3), "rows"),
 }
+nests = pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
 
 
-TIES = torch.tensor([[3.0, 1], [3, 1], [2, 1], [3, 0], [0, 0], [2, 5], [2, 5], [-1, 5]]).double()
-CUTS = {"whole": None, "scattered": EVEN["scattered"], "uneven": UNEVEN["uneven_mixed"]}
+def check_nest(nest: Nest, result: torch.Tensor) -> None:
+    assert tuple(mesh_of(result).values()) == nest.mesh
 
 
-def cases() -> dict[str, tuple[Any, ...]]:
-    """Of each collective: what runs, rows, cotangents, and the expected values and pullbacks."""
-    found: dict[str, tuple[Any, ...]] = {}
-    for name, case in LINEAR.items():
-        x = sample(N, *case.shape)
-        w = sample(*case.model(x.numpy()).shape, seed=1)
-        found[name] = case.run, x, w, case.model(x.numpy()), transposed(case, w.numpy())
-    w = sample(N, 2, seed=3)
-    for (cut, groups), (op, take) in itertools.product(CUTS.items(), EXTREMES.items()):
-        run = functools.partial(op, axis_index_groups=groups)
-        value = grouped(everyone(lambda rows, take=take: take(rows, 0)), groups)(TIES.numpy())
-        total = grouped(everyone(lambda rows: rows.sum(0)), groups)(w.numpy())
-        shares = extreme_shares(TIES.numpy(), groups, take)
-        found[f"{op.__name__}-{cut}"] = run, TIES, w, value, shares * total
-    return found
-
-
-EXTREMES = {tp.pmax: np.max, tp.pmin: np.min}
 PARTS = 7
 """Of all cases; not a divisor of the ten operations that each kind of groups has."""
 
 
+@nests
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
 @pytest.mark.sampled(PARTS)
 def test_collectives(nest: Nest, part: int) -> None:
     """Every collective with every kind of groups and permutation, and its transpose."""
     tp.init(nest.num_devices)
-    some = dict(list(cases().items())[part::PARTS])
+    inputs = {
+        name: (x := sample(N, *case.shape), sample(*case.model(x.numpy()).shape, seed=1))
+        for name, case in list(LINEAR.items())[part::PARTS]
+    }
 
     def all_cases(given: dict[str, Any]) -> dict[str, Any]:
         results = {}
         for name, (x, w) in given.items():
-            run = some[name][0]
-            value, pull = torch.func.vjp(lambda x, run=run: run(x, nest.axis_name), x)
+            case = LINEAR[name]
+            value, pull = torch.func.vjp(lambda x, case=case: case.run(x, nest.axis_name), x)
             results[name] = value, *pull(w)
         return results
 
-    given = {name: tuple(map(nest.argument, pair[1:3])) for name, pair in some.items()}
-    for name, results in nested(all_cases)(given).items():
-        assert tuple(mesh_of(results[0]).values()) == nest.mesh
-        for result, expected in zip(results, some[name][3:], strict=True):
-            for rows in nest.rows(result.cpu()):
-                np.testing.assert_allclose(rows, expected, rtol=1e-12, atol=1e-12, err_msg=name)
+    given = {name: tuple(map(nest.argument, pair)) for name, pair in inputs.items()}
+    for name, (value, pulled) in nested(all_cases)(given).items():
+        check_nest(nest, value)
+        x, w = (t.numpy() for t in inputs[name])
+        for rows in nest.rows(value.cpu()):
+            np.testing.assert_allclose(rows, LINEAR[name].model(x), rtol=1e-12, err_msg=name)
+        for rows in nest.rows(pulled.cpu()):
+            expected = transposed(LINEAR[name], w)
+            np.testing.assert_allclose(rows, expected, rtol=1e-12, err_msg=name)
 
 
 SOME = [
@@ -340,21 +325,92 @@ SOME = [
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        *((name, False) for name in ("both", "both, folded and swapped", "columns, folded")),
+        *(("both", False), ("both, folded and swapped", False), ("columns, folded", False)),
         ("columns, folded", True),
     ],
 )
 def test_some_collectives_in_other_modes(name: str, mode: Any) -> None:
-    nest, all_cases = NESTS[name], cases()
+    nest = NESTS[name]
     tp.init(nest.num_devices)
     some = SOME[::4] if mode is True else SOME  # g++ takes a second for each
+    inputs = {case: sample(N, *LINEAR[case].shape) for case in some}
+    given = {case: nest.argument(x) for case, x in inputs.items()}
     f = nested(
-        lambda given: {each: all_cases[each][0](x, nest.axis_name) for each, x in given.items()},
+        lambda given: {case: LINEAR[case].run(x, nest.axis_name) for case, x in given.items()},
         compile=mode,
     )
-    for each, value in f({each: nest.argument(all_cases[each][1]) for each in some}).items():
+    for case, value in f(given).items():
         for rows in nest.rows(value.cpu()):
-            np.testing.assert_allclose(rows, all_cases[each][3], rtol=1e-12, err_msg=each)
+            expected = LINEAR[case].model(inputs[case].numpy())
+            np.testing.assert_allclose(rows, expected, rtol=1e-12, err_msg=case)
+
+
+TIES = torch.tensor([[3.0, 1], [3, 1], [2, 1], [3, 0], [0, 0], [2, 5], [2, 5], [-1, 5]]).double()
+
+
+@nests
+def test_extremes_share_ties(nest: Nest) -> None:
+    tp.init(nest.num_devices)
+    w = sample(N, 2, seed=3)
+    cut = {"whole": None, "scattered": EVEN["scattered"], "uneven": UNEVEN["uneven_mixed"]}
+
+    def f(x: torch.Tensor, w: torch.Tensor) -> Any:
+        results = {}
+        for name, groups in cut.items():
+            for take in (tp.pmax, tp.pmin):
+                reduce = functools.partial(take, axis_name=nest.axis_name, axis_index_groups=groups)
+                value, pull = torch.func.vjp(reduce, x)
+                results[name, take.__name__] = value, *pull(w)
+        return results
+
+    got = nested(f)(nest.argument(TIES), nest.argument(w))
+    for (name, op), results in got.items():
+        take = np.max if op == "pmax" else np.min
+        groups = cut[name]
+        value = grouped(everyone(lambda rows, take=take: take(rows, 0)), groups)(TIES.numpy())
+        total = grouped(everyone(lambda rows: rows.sum(0)), groups)(w.numpy())
+        expected = value, extreme_shares(TIES.numpy(), groups, take) * total
+        for result, wanted in zip(results, expected, strict=True):
+            for rows in nest.rows(result.cpu()):
+                np.testing.assert_allclose(rows, wanted, err_msg=f"{op} {name}")
+
+
+def test_collectives_over_one_of_two_axes(mode: Any) -> None:
+    """Each row, or column, is on its own, on devices of its own."""
+
+    def f(x: torch.Tensor) -> Any:
+        pairs, uneven = [[0, 2], [3, 1]], [[0, 1, 3], [2]]
+        return {
+            "gathered": tp.all_gather(x, "cols", axis_index_groups=pairs),
+            "tiled": tp.all_gather(x, "rows", axis=1, tiled=True),
+            "uneven": tp.pmean(x, "cols", axis_index_groups=uneven),
+            "scattered": tp.psum_scatter(x, "cols"),
+            "exchanged": tp.all_to_all(x, "cols", 0, 1),
+            "swapped": tp.pswapaxes(x[:2], "rows", 0),
+            "partial": tp.ppermute(x, "cols", [(0, 3), (3, 1)]),
+            "shuffled": tp.pshuffle(x, "rows", [1, 0]),
+            "sent": tp.pbroadcast(x, "cols", -1),
+            "largest": tp.pmax(x, "rows"),
+        }
+
+    x = sample(2, 4, 4, 3)
+    a = x.numpy()
+    got = nested(f, compile=mode)(x)
+    same(
+        got["gathered"], np.stack([a[:, [[0, 2], [3, 1], [0, 2], [3, 1]][c]] for c in range(4)], 1)
+    )
+    same(got["tiled"], np.broadcast_to(np.concatenate(list(a), 2), (2, 4, 4, 6)))
+    of_three = a[:, [0, 1, 3]].mean(1)
+    same(got["uneven"], np.stack([of_three, of_three, a[:, 2], of_three], 1))
+    same(got["scattered"], a.sum(1))
+    same(got["exchanged"], a.transpose(0, 2, 3, 1))
+    same(got["swapped"], a[:, :, :2].transpose(2, 1, 0, 3))
+    partial = np.zeros_like(a)
+    partial[:, 3], partial[:, 1] = a[:, 0], a[:, 3]
+    same(got["partial"], partial)
+    same(got["shuffled"], a[::-1])
+    same(got["sent"], np.broadcast_to(a[:, 3:], a.shape))
+    same(got["largest"], np.broadcast_to(a.max(0), a.shape))
 
 
 def test_over_both_axes_one_message_is_sent() -> None:
@@ -364,11 +420,15 @@ def test_over_both_axes_one_message_is_sent() -> None:
         *("all_reduce", "all_reduce", "all_gather_into_tensor")
     ]
     assert list(lowered._plan.groups) == ["ranks:0,1,2,3,4,5,6,7"]
-    groups = nested(lambda x: tp.psum(x, "cols")).lower(torch.zeros(2, 4))._plan.groups
-    assert ((0, 1, 2, 3), (4, 5, 6, 7)) in groups.values()
-    assert len(groups) == 2  # that, and all devices
     folded = f.lower(torch.zeros(9, 4))  # 3 * 2 devices, with rows and columns on each
     assert [each.name for each in folded.cost().collectives][:2] == ["all_reduce", "all_reduce"]
+
+
+def test_along_one_axis_only_its_devices_meet() -> None:
+    lowered = nested(lambda x: tp.psum(x, "cols")).lower(torch.zeros(2, 4))
+    groups = lowered._plan.groups
+    assert ((0, 1, 2, 3), (4, 5, 6, 7)) in groups.values()
+    assert len(groups) == 2  # that, and all devices
 
 
 def test_ragged() -> None:

@@ -48,6 +48,47 @@ def test_torch_dtypes_are_kept(mode):
 
 
 @pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(8.0)[::-2],
+        np.arange(8.0).reshape(2, 4).T,
+        np.arange(4, dtype=">f8"),
+        np.broadcast_to(np.float32(3), (4, 2)),
+        np.empty((4, 0)),
+    ],
+    ids=["negative strides", "transposed", "big endian", "read-only", "empty"],
+)
+def test_numpy_layouts(mode, array):
+    np.testing.assert_array_equal(tp.pmap(lambda x: x * 1, compile=mode)(array), array)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.tensor(3.0).expand(4),
+        torch.arange(8.0).reshape(2, 4).T,
+        torch.arange(8.0)[1::2],
+        torch.tensor([1 + 2j, 3j, 4, 5]).conj(),
+        torch.tensor([1 + 2j, 3j, 4, 5]).conj().imag,
+        torch.arange(4.0).expand(2, 4).T,
+        torch.empty(4, 0),
+        torch.ones(4, 1, 3).transpose(1, 2),
+    ],
+    ids=["expanded", "transposed", "strided", "conj", "neg", "expanded dim", "empty", "size 1"],
+)
+@pytest.mark.parametrize("axis", [0, None])
+def test_tensor_layouts(mode, x, axis):
+    f = tp.pmap(lambda x: x * 1, in_axes=axis, out_axes=axis, axis_size=4, compile=mode)
+    same(f(x), x)
+
+
+def test_empty_results(mode):
+    out = tp.pmap(lambda x: x[:0], compile=mode)(ROWS)
+    assert out.shape == (4, 0)
+    assert out.tolist() == [[]] * 4
+
+
+@pytest.mark.parametrize(
     ("value", "dtype"),
     [
         (2.5, torch.float32),
@@ -75,6 +116,12 @@ def test_dlpack_objects(mode):
         same(f(Foreign(x)), x + 1)
 
 
+def test_parameters_keep_their_values(mode):
+    out = tp.pmap(lambda w: w * 2, compile=mode)(torch.nn.Parameter(ROWS))
+    assert out.requires_grad
+    same(out.detach(), ROWS * 2)
+
+
 def test_in_place_writes_stay_inside(mode):
     def f(x, tree):
         x.add_(1)
@@ -100,8 +147,6 @@ def test_an_argument_returned_unchanged_is_a_value_of_its_own(mode):
     out = tp.pmap(lambda x: x, compile=mode)(x)
     x.delete()
     same(out, ROWS)
-    two = tp.pmap(lambda x: x * 2, devices=tp.devices()[2:], compile=mode)
-    same(two(out.view(2, 6)), ROWS.view(2, 6) * 2)
 
 
 # ShardedTensors in any layout --------------------------------------------------------------------
@@ -130,9 +175,18 @@ SQUARE = torch.arange(16.0).reshape(4, 4)
 )
 def test_sharded_tensors_in_any_layout(mode, put, axis):
     x = put()
+    same(x, SQUARE)
     f = tp.pmap(lambda x: x.cumsum(0), in_axes=axis, out_axes=axis, axis_size=4, compile=mode)
     expected = (
         SQUARE.cumsum(0) if axis is None else torch.vmap(lambda x: x.cumsum(0), axis, axis)(SQUARE)
     )
     same(f(x), expected)
     same(x, SQUARE)
+
+
+def test_results_of_four_devices_on_two(mode):
+    four = tp.pmap(lambda x: x + 1, compile=mode)(ROWS)
+    two = tp.pmap(lambda x: x * 2, devices=tp.devices()[2:], compile=mode)
+    same(two(four.view(2, 6)), (ROWS + 1).view(2, 6) * 2)
+    columns = tp.pmap(lambda x: x * 2, in_axes=1, compile=mode)
+    same(columns(four), (ROWS + 1).T * 2)  # 3 rows: on three of the four devices

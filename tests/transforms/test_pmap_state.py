@@ -17,91 +17,38 @@ import torchpmap as tp
 pytestmark = pytest.mark.usefixtures("pool")
 
 X = torch.arange(4.0)
+ONES = torch.ones(4)
 
 
 # Number of traces --------------------------------------------------------------------------------
 
 
-def put(x=X):
-    return tp.device_put(x, tp.devices())
-
-
-def tree(x):
-    return x
-
-
-# function, options, arguments of each call, number of traces after it
-TRACES = {
-    "values": (tree, {}, [X, X + 1, -X], [1, 1, 1]),
-    "kinds of arrays": (tree, {}, [X.numpy(), X, put], [1, 1, 1]),
-    "places": (tree, {}, [put, X.numpy(), lambda: tp.replicate(X)], [1, 1, 1]),
-    "a parameter": (tree, {}, [X, torch.nn.Parameter(X), X], [1, 2, 2]),  # of its gradient
-    "dtypes": (tree, {}, [X, X.double(), X, X.double().numpy()], [1, 2, 2, 2]),
-    "shapes": (tree, {}, [X, X.view(4, 1), X, X.view(4, 1)], [1, 2, 2, 2]),
-    "sizes": (tree, {}, [X, X[:3], X, X[:2], X[:3]], [1, 2, 2, 3, 3]),
-    "containers": (tree, {}, [{"x": (X, X)}, {"x": [X, X]}, {"x": (X, X)}], [1, 2, 2]),
-    "None": (tree, {}, [{"x": [X, None]}, {"x": [X, X]}, {"x": [X, None]}], [1, 2, 2]),
-    "orders of keys": (
-        tree,
-        {},
-        [{"x": {"a": X, "b": X}}, {"x": {"b": X, "a": X}}, {"x": {"a": X, "b": X}}],
-        [1, 2, 2],
-    ),
-    "numbers": (
-        lambda x, s: x * s,
-        {"in_axes": (0, None)},
-        [(X, s) for s in (2.0, 3.0, 2, 5, True, np.float32(2), torch.tensor(2.0), 2j, 2.0)],
-        [1, 1, 2, 2, 3, 3, 3, 4, 4],
-    ),
-    "static values": (
-        lambda x, n: x * n,
-        {"static_broadcasted_argnums": 1},
-        [(X, n) for n in (1, 1.0, True, 1, "a" == "a", 2)],
-        [1, 2, 3, 3, 3, 4],
-    ),
-    "static functions": (
-        lambda x, h: h(x),
-        {"static_broadcasted_argnums": 1},
-        [(X, lambda x: x), (X, lambda x: x)],
-        [1, 2],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TRACES)
-def test_traces(name):
-    function, options, calls, expected = TRACES[name]
-    f, traces = counted(function, **options)
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([X, X + 1, -X], [1, 1, 1]),
+        ([X.numpy(), X, lambda: tp.device_put(X, tp.devices())], [1, 1, 1]),
+        ([lambda: tp.device_put(X, tp.devices()), X.numpy(), lambda: tp.replicate(X)], [1, 1, 1]),
+        ([X, torch.nn.Parameter(X), X], [1, 2, 2]),  # the second is its gradient's
+        ([X, X.double(), X, X.double().numpy()], [1, 2, 2, 2]),
+        ([X, X.view(4, 1), X, X.view(4, 1)], [1, 2, 2, 2]),
+        ([X, X[:3], X, X[:2], X[:3]], [1, 2, 2, 3, 3]),
+        ([(X, X), [X, X], (X, X), [X, X]], [1, 2, 2, 2]),
+        ([{"a": X, "b": X}, {"b": X, "a": X}, {"a": X, "b": X}], [1, 2, 2]),
+        ([{"a": X, "b": None}, {"a": X, "b": X}, {"a": X, "b": None}], [1, 2, 2]),
+    ],
+    ids=[
+        *("same", "kinds", "sharded", "parameter", "dtype", "shape", "size", "containers"),
+        *("dict-order", "none"),
+    ],
+)
+def test_traces_per_argument(calls, expected):
+    f, traces = counted(lambda tree: tree)
     seen = []
     for call in calls:
-        given = call() if callable(call) else call
-        if isinstance(given, dict):
-            f(**given)
-        else:
-            f(*(given if isinstance(given, tuple) else (given,)))
+        f(call() if callable(call) else call)
         seen.append(traces.n)
     assert seen == expected
-
-
-def test_traces_per_form_of_the_call():
-    traces = Traces()
-
-    @tp.pmap(compile=EAGER)
-    def f(x, y=0, z=0):
-        traces.note()
-        return x - y
-
-    seen = []
-    for args, kwargs in (
-        ((X,), {"y": X, "z": X}),
-        ((X,), {"z": X, "y": X}),  # the function does not see the order of keywords
-        ((X, X, X), {}),
-        ((X,), {}),
-        ((X,), {"y": X, "z": X}),
-    ):
-        f(*args, **kwargs)
-        seen.append(traces.n)
-    assert seen == [1, 1, 2, 3, 3]
 
 
 def test_the_training_loop_is_traced_once():
@@ -111,6 +58,50 @@ def test_the_training_loop_is_traced_once():
         state = step(state, X)
     assert state["w"].tolist() == [0.0, 5.0, 10.0, 15.0]
     assert traces.n == 1
+
+
+def test_traces_per_call_form():
+    traces = Traces()
+
+    @tp.pmap(compile=EAGER)
+    def f(x, y=0, z=0):
+        traces.note()
+        return x - y
+
+    seen = []
+    for call in (
+        lambda: f(X, y=X, z=X),
+        lambda: f(X, z=X, y=X),  # the function does not see the order of keywords
+        lambda: f(X, X, X),
+        lambda: f(X),
+        lambda: f(X, y=X, z=X),
+    ):
+        call()
+        seen.append(traces.n)
+    assert seen == [1, 1, 2, 3, 3]
+
+
+def test_traces_per_scalar_type():
+    f, traces = counted(lambda x, s: x * s, in_axes=(0, None))
+    seen = []
+    for s in (2.0, 3.0, 2, 5, True, np.float32(2), torch.tensor(2.0), 2j, 2.0):
+        f(X, s)
+        seen.append(traces.n)
+    assert seen == [1, 1, 2, 2, 3, 3, 3, 4, 4]
+    assert f(X, 4.0).tolist() == (X * 4).tolist()
+
+
+def test_traces_per_static_value():
+    f, traces = counted(lambda x, n: x * n, static_broadcasted_argnums=1)
+    seen = []
+    for n in (1, 1.0, True, 1, "a" == "a", 2):
+        f(X, n)
+        seen.append(traces.n)
+    assert seen == [1, 2, 3, 3, 3, 4]
+    g, traces = counted(lambda x, h: h(x), static_broadcasted_argnums=1)
+    for _ in range(2):
+        g(X, lambda x: x)
+    assert traces.n == 2
 
 
 def test_traces_per_ambient_setting():
@@ -168,7 +159,48 @@ def test_backward_inside(mode):
     assert w.grad.tolist() == [5.0, 5.0]
 
 
+def test_backward_inside_to_an_argument(mode):
+    def f(w, x):
+        w = w.detach().requires_grad_()
+        tp.pmean((w * x).sum(), "i").backward()
+        return w.grad
+
+    out = tp.pmap(f, "i", in_axes=(None, 0), compile=mode)(torch.ones(2), X)
+    expected = tp.pmap(
+        lambda w, x: tp.grad(lambda w: tp.pmean((w * x).sum(), "i"))(w),
+        "i",
+        in_axes=(None, 0),
+        compile=mode,
+    )(torch.ones(2), X)
+    assert out.tolist() == expected.tolist()
+
+
+def test_functional_call_gradients(mode):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    x = torch.arange(24.0).reshape(4, 2, 3) / 24
+
+    def loss(params, x):
+        return (torch.func.functional_call(module, params, (x,)) ** 2).mean()
+
+    def step(params, x):
+        value, grads = tp.value_and_grad(loss)(params, x)
+        return tp.pmean((value, grads), "i")
+
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    f = tp.pmap(step, "i", in_axes=(None, 0), out_axes=None, compile=mode)
+    value, grads = f(params, x)
+    expected_value, expected = tp.value_and_grad(loss)(params, x.view(8, 3))
+    torch.testing.assert_close(value.cpu(), expected_value)
+    assert list(grads) == list(params)
+    for name in params:
+        torch.testing.assert_close(grads[name].cpu(), expected[name])
+
+
 # Donation ----------------------------------------------------------------------------------------
+
+
+def put(x=X):
+    return tp.device_put(x, tp.devices())
 
 
 def test_donated_tensors_are_gone(mode):
@@ -197,11 +229,14 @@ def test_donated_trees_and_keywords(mode):
     a, b, y, z = put(), put(), put(), put()
     f({"a": a, "b": [b]}, y=y, z=z)
     assert [t.is_deleted() for t in (a, b, y, z)] == [True, True, True, False]
-    a, y = put(), put()
-    with pytest.raises(RuntimeError):  # and a call that fails consumes nothing
-        f({"a": a, "b": [put(torch.ones(4, 3))]}, y=y, z=put(torch.ones(4, 2)))
-    assert not a.is_deleted()
-    assert not y.is_deleted()
+
+
+def test_donating_what_is_on_the_host_changes_nothing(mode):
+    f = tp.pmap(lambda x: x.add_(1), donate_argnums=0, compile=mode)
+    x, array = X.clone(), X.numpy().copy()
+    f(x)
+    f(array)
+    assert x.tolist() == array.tolist() == X.tolist()
 
 
 def test_what_is_on_the_host_may_be_donated_twice(mode):
@@ -231,6 +266,14 @@ def test_donating_an_alias_raises_before_anything_is_sent(mode, seen_before, don
     assert calls == []
     assert not x.is_deleted()
     assert x.tolist() == X.tolist()
+
+
+def test_a_failed_call_consumes_nothing():
+    f = tp.pmap(lambda x, y: x @ y, donate_argnums=0, compile=EAGER)
+    x = put(torch.ones(4, 3))
+    with pytest.raises(RuntimeError):
+        f(x, put(torch.ones(4, 2)))
+    assert not x.is_deleted()
 
 
 def test_donated_values_are_freed_on_the_devices():

@@ -53,16 +53,23 @@ def test_pmap_warns() -> None:
 def test_new_pools_do_not_count() -> None:
     """... but traces in one pool do, however many were before it."""
     f = tp.pmap(lambda x: x * 2, compile=EAGER)
-    for _ in range(2):
+    for _ in range(17):
         tp.shutdown()
         tp.init(num_devices=1)
-        for width in range(1, 9):
-            assert f(torch.ones(1, width)).tolist() == [[2.0] * width]
-        assert f.lower(torch.ones(1, 1)).compile()(torch.ones(1, 1)).tolist() == [[2.0]]
-    for width in range(9, 16):
+        assert f(torch.ones(1)).tolist() == [2.0]
+    for width in range(1, 15):
         f(torch.ones(1, width))
     with pytest.warns(match="traced 16 times, because argument x keeps changing"):
-        f(torch.ones(1, 16))
+        f(torch.ones(1, 15))
+
+
+@pytest.mark.usefixtures("pool")
+def test_lowering_in_a_new_pool() -> None:
+    f = tp.pmap(lambda x: x * 2, compile=EAGER)
+    for num_devices in (1, 1, 2):
+        tp.shutdown()
+        tp.init(num_devices=num_devices)
+        assert f.lower(torch.ones(2)).compile()(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
 # The reason ---------------------------------------------------------------------------------------

@@ -118,15 +118,12 @@ def test_rule_26_checkpoint(mesh: tp.Mesh, mode: Any) -> None:
     torch.testing.assert_close(w.grad, other.grad)
 
 
-def inner_map(fun: Fun, **options: Any) -> Any:
-    """Over the axis "y", inside a map over "x"."""
-    given = {"in_specs": P(None, "y"), "out_specs": P(), "axis_names": {"y"}, **options}
-    return tp.shard_map(fun, **given)
-
-
 def nest(a: torch.Tensor, w: torch.Tensor) -> Any:
     """[2, 4] per device along "x" -> [2, 2], the same everywhere."""
-    return tp.psum(inner_map(lambda b: tp.psum(b * b * w, "y"))(a), "x")
+    inner = tp.shard_map(
+        lambda b: tp.psum(b * b * w, "y"), in_specs=P(None, "y"), out_specs=P(), axis_names={"y"}
+    )
+    return tp.psum(inner(a), "x")
 
 
 def whole_nest(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -152,12 +149,27 @@ def test_rule_27_derivatives_of_a_map_in_a_map(mesh: tp.Mesh, mode: Any) -> None
     torch.testing.assert_close(found.cpu(), expected)
 
 
+def test_rule_27_gradients_inside_the_outer_map(mesh: tp.Mesh, mode: Any) -> None:
+    def slope(a: torch.Tensor) -> Any:
+        inner = tp.shard_map(
+            torch.square, in_specs=P(None, "y"), out_specs=P(None, "y"), axis_names={"y"}
+        )
+        return tp.grad(lambda b: inner(b).sum())(a)
+
+    call = mapped(slope, mesh, P("x"), P("x"), axis_names={"x"}, compile=mode)
+    assert call(X).tolist() == (2 * X).tolist()
+
+
 def half_layer(h: torch.Tensor, w: torch.Tensor, *, check_vma: bool) -> Any:
     """[2, 4] per device along "x" -> the same: a sum over "y"."""
-    specs = P("y"), P(None, "y")
-    return inner_map(lambda w, h: tp.psum((h @ w).sin(), "y"), in_specs=specs, check_vma=check_vma)(
-        w, h
+    inner = tp.shard_map(
+        lambda w, h: tp.psum((h @ w).sin(), "y"),
+        in_specs=(P("y"), P(None, "y")),
+        out_specs=P(),
+        axis_names={"y"},
+        check_vma=check_vma,
     )
+    return inner(w, h)
 
 
 def whole_layer(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -204,23 +216,27 @@ AROUND: dict[str, Any] = {
 def test_rule_27_vmap_of_a_map_inside(mesh: tp.Mesh, way: str) -> None:
     compile, around = AROUND[way]
 
-    def call(f: Fun) -> Any:
-        def outer(a: torch.Tensor) -> Any:
-            return torch.func.vmap(inner_map(f))(torch.stack([a, a * a]))
+    def outer(f: Fun, a: torch.Tensor) -> Any:
+        inner = tp.shard_map(f, in_specs=P(None, "y"), out_specs=P(), axis_names={"y"})
+        return torch.func.vmap(inner)(torch.stack([a, a * a]))
 
-        return mapped(outer, mesh, P("x"), P(None, "x"), axis_names={"x"}, compile=compile)(X)
+    def call(f: Fun) -> Any:
+        options: Any = {"axis_names": {"x"}, "compile": compile}
+        return mapped(lambda a: outer(f, a), mesh, P("x"), P(None, "x"), **options)
 
     both = torch.stack([X, X * X])
     with around():
-        found = call(lambda b: tp.psum(b, "y"))
+        found = call(lambda b: tp.psum(b, "y"))(X)
         torch.testing.assert_close(found.cpu(), both[..., :2] + both[..., 2:])
-        with pytest.raises(ValueError, match=r"not mention axis 'y' for the output of <lambda"):
-            call(lambda b: b)
+        with pytest.raises(
+            ValueError, match=r"does not mention axis 'y' for the output of <lambda"
+        ):
+            call(lambda b: b)(X)
 
 
 def test_rule_27_the_checks_of_all_calls_count(mesh: tp.Mesh) -> None:
     def outer(a: torch.Tensor) -> Any:
-        inner = inner_map(lambda b: b)
+        inner = tp.shard_map(lambda b: b, in_specs=P(None, "y"), out_specs=P(), axis_names={"y"})
         return inner(a) + inner(a * 0)  # the second is the same everywhere
 
     call = mapped(outer, mesh, P("x"), P("x"), axis_names={"x"}, compile=False)
@@ -230,58 +246,78 @@ def test_rule_27_the_checks_of_all_calls_count(mesh: tp.Mesh) -> None:
 
 def captured_slope(a: torch.Tensor, w: torch.Tensor) -> Any:
     def loss(w: torch.Tensor) -> Any:
-        return inner_map(lambda b: tp.psum((b * w).square().sum(), "y") + tp.psum(w, "y"))(a)
+        inner = tp.shard_map(
+            lambda b: tp.psum((b * w).square().sum(), "y") + tp.psum(w, "y"),
+            in_specs=P(None, "y"),
+            out_specs=P(),
+            axis_names={"y"},
+        )
+        return inner(a)
 
     return tp.grad(loss)(w)[None]
 
 
 def passed_slope(a: torch.Tensor, w: torch.Tensor) -> Any:
     def loss(w: torch.Tensor) -> Any:
-        inner = inner_map(
+        inner = tp.shard_map(
             lambda b, w: tp.psum((b * w).square().sum(), "y") + tp.psum(w, "y"),
             in_specs=(P(None, "y"), P()),
+            out_specs=P(),
+            axis_names={"y"},
         )
         return inner(a, w)
 
     return tp.grad(loss)(w)[None]
 
 
-@pytest.mark.parametrize("slope", [captured_slope, passed_slope])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_rule_27_gradients_inside(mesh: tp.Mesh, slope: Fun, check_vma: bool, mode: Any) -> None:
+def test_rule_27_gradients_inside_for_a_captured_value(mesh: tp.Mesh, check_vma: bool) -> None:
     w = torch.tensor(1.5)
-    options: Any = {"axis_names": {"x"}, "check_vma": check_vma, "compile": mode}
-    call = mapped(slope, mesh, (P("x"), P()), P("x"), **options)
-
-    def whole(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        slopes = torch.stack([2 * w * rows.square().sum() + 2 for rows in x.chunk(2)])
-        return slopes.sum().expand(2) if check_vma else slopes
-
-    torch.testing.assert_close(call(X, w).cpu(), whole(X, w))
-    if mode is not False:
-        w = w.double()
-        for argnum in (0, 1):
-            found, expected = (
-                torch.func.grad(lambda *xs, f=f: f(*xs).sin().sum(), argnum)(
-                    X.double() / 9, w
-                ).cpu()
-                for f in (call, whole)
-            )
-            torch.testing.assert_close(found, expected)
+    specs: Any = (P("x"), P()), P("x")
+    options: Any = {"axis_names": {"x"}, "check_vma": check_vma}
+    call = mapped(captured_slope, mesh, *specs, **options)
+    expected = torch.stack([2 * w * rows.square().sum() + 2 for rows in X.chunk(2)])
+    if check_vma:
+        expected = expected.sum().expand(2)
+    torch.testing.assert_close(call(X, w).cpu(), expected)
+    same = mapped(passed_slope, mesh, *specs, **options)
+    for argnum in (0, 1):
+        found = [
+            torch.func.grad(lambda *args, f=f: f(*args).sin().sum(), argnum)(X / 9, w).cpu()
+            for f in (call, same)
+        ]
+        torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_rule_27_backward_inside_for_a_captured_parameter(mesh: tp.Mesh, check_vma: bool) -> None:
+def test_rule_27_backward_inside_for_a_captured_parameter(mesh: tp.Mesh) -> None:
     w = torch.tensor(1.5, requires_grad=True)
 
     def slope(a: torch.Tensor) -> Any:
-        inner_map(lambda b: tp.psum((b * w).square().sum(), "y"))(a).backward()
+        inner = tp.shard_map(
+            lambda b: tp.psum((b * w).square().sum(), "y"),
+            in_specs=P(None, "y"),
+            out_specs=P(),
+            axis_names={"y"},
+        )
+        inner(a).backward()
         assert w.grad is not None
         return w.grad[None]
 
+    options: Any = {"axis_names": {"x"}}
+    call = mapped(slope, mesh, P("x"), P("x"), **options, check_vma=False)
     expected = [2 * 1.5 * rows.square().sum().item() for rows in X.chunk(2)]
-    call = mapped(slope, mesh, P("x"), P("x"), axis_names={"x"}, check_vma=check_vma)
-    assert call(X).tolist() == ([sum(expected)] * 2 if check_vma else expected)
+    assert call(X).tolist() == expected
+    call = mapped(slope, mesh, P("x"), P("x"), **options)
+    assert call(X).tolist() == [sum(expected)] * 2
+
+
+def test_rule_27_without_a_trace_a_captured_value_has_a_gradient_inside(mesh: tp.Mesh) -> None:
+    w = torch.tensor(1.5)
+    found = [
+        mapped(captured_slope, mesh, (P("x"), P()), P("x"), axis_names={"x"}, compile=compile)(X, w)
+        for compile in (False, EAGER)
+    ]
+    assert found[0].tolist() == found[1].tolist()
 
 
 def test_rule_27_an_axis_is_mapped_once(mesh: tp.Mesh) -> None:
@@ -304,8 +340,11 @@ def test_rule_28_random_numbers(mesh: tp.Mesh) -> None:
         assert draw(X).tolist() == first
     same = mapped(lambda a: torch.rand(a.shape), mesh, XY, XY, randomness="same")
     assert same(X).cpu().unique().numel() == 4
-    rows = mapped(lambda a: torch.rand(a.shape), mesh, P("x"), P("x"), axis_names={"x"})
-    one, two, three, _ = [s.data.tolist() for s in rows(X).addressable_shards]
+
+
+def test_rule_28_axes_that_are_not_mapped_draw_the_same(mesh: tp.Mesh) -> None:
+    draw = mapped(lambda a: torch.rand(a.shape), mesh, P("x"), P("x"), axis_names={"x"})
+    one, two, three, _ = [s.data.tolist() for s in draw(X).addressable_shards]
     assert one == two != three
 
 

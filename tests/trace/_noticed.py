@@ -1,12 +1,8 @@
-"""Whether changes outside a function are noticed, and seen by its next call."""
+"""Whether changes outside a function are noticed."""
 
 from __future__ import annotations
 
-import torch
-
 from torchpmap._trace.environment import Environment
-
-ONES = torch.ones(4)
 
 
 def watched(fun):
@@ -25,12 +21,3 @@ def noticed(fun, change):
     environment.refresh()
     assert not environment.changed()
     return found
-
-
-def check_follows(f, change, expected):
-    """Call, change the outside, call: the result is always that of the present."""
-    assert f(ONES).flatten().tolist() == [1.0] * 4
-    for value in expected:
-        change(value)
-        for _ in range(2):
-            assert f(ONES).flatten().tolist() == [value] * 4
