@@ -1,6 +1,7 @@
 # make demo    train the digits classifier on every device      make lint     ruff
-# make test    the whole test-suite                              make types    mypy
-# make test-lag    the tests of faults on asynchronous devices
+# make test    every test, some cases of each                    make types    mypy
+# make test FILES=tests/trace    the tests of a folder, of a file, or one (file::name)
+# make test-all    every case of every test                      make test-lag    faults on asynchronous devices
 # make docs    the site, into docs/_build/html
 # make test-gpu    the suite on a GPU, into outputs/gpu (OUTPUT=... is another folder)
 #
@@ -24,13 +25,17 @@ PINS := torch==$(TORCH)
 endif
 PIP = $(VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) $(PINS)
 
-.PHONY: demo test test-lag test-gpu docs lint types clean
+.PHONY: demo test test-all test-lag test-gpu docs lint types clean
 
 demo: $(VENV)/demo.stamp
 	$(VENV)/bin/python examples/data_parallel_digits.py
 
+FILES ?=
 test: $(VENV)/dev.stamp
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest $(FILES)
+
+test-all: export TORCHPMAP_TEST_ALL = 1
+test-all: test
 
 # Devices that are asynchronous as a GPU is, on the CPU: calls run later, on a thread of the worker.
 test-lag: $(VENV)/dev.stamp

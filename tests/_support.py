@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,42 +31,53 @@ DEVICE = os.environ.get("TORCHPMAP_TEST_DEVICE") or "cpu"
 LAGS = os.environ.get("TORCHPMAP_TEST_LAG") == "1"
 """Whether CPU devices behave like accelerators (``_base/lagging.py``)."""
 TEST_ALL = os.environ.get("TORCHPMAP_TEST_ALL") == "1"
-"""Whether every case of every test runs, also of those marked ``sampled``."""
+"""Whether every case of every test runs (``make test-all``), not those that ``sample`` chooses."""
 
 
 def sample(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """The tests that run by default: of one marked ``sampled(n)``, one case in ``n``.
+    """The cases that run by default: of every test some, with every value of every parameter.
 
-    Of its parametrizations, which make a table, those cells stay whose numbers add up to a multiple
-    of ``n``. So every value of every parameter stays, and of three or more parameters the pairs of
-    values too; which cells those are changes only with the parameters themselves.
+    Names that are parametrized together have one value, their row. Where a test has several
+    ``parametrize``, the cases that are chosen differ from each other as much as they can. They
+    change only with the parameters themselves. Of a test marked ``every_case`` all are chosen.
     """
-    kept = {item for item in items if item.get_closest_marker("sampled") is None}
-    tables: dict[tuple[Any, str], list[Any]] = defaultdict(list)
+    tables: dict[tuple[Any, str], list[pytest.Item]] = defaultdict(list)
+    kept = set()
     for item in items:
-        if item not in kept:
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and item.get_closest_marker("every_case") is None:
             tables[item.parent, item.originalname].append(item)  # type: ignore[attr-defined]
-    for cells in tables.values():
-        (n,) = cells[0].get_closest_marker("sampled").args
-        # names that are parametrized together have equal columns, which count once
-        columns = {
-            _numbers([cell.callspec.params[name] for cell in cells])
-            for name in cells[0].callspec.params
-        }
-        stay = [sum(row) % n == 0 for row in zip(*columns, strict=True)]
-        for column in columns:
-            lost = set(column) - {
-                number for number, stays in zip(column, stay, strict=True) if stays
-            }
-            assert not lost, f"{cells[0].nodeid}: a parameter lost {lost}"
-        kept.update(cell for cell, stays in zip(cells, stay, strict=True) if stays)
+        else:
+            kept.add(item)
+    for cases in tables.values():
+        kept.update(_covering({case: _values(case) for case in cases}))
     return kept
 
 
-def _numbers(values: list[Any]) -> tuple[int, ...]:
-    """Number the different objects in the order in which they come first."""
-    seen: dict[int, int] = {}
-    return tuple(seen.setdefault(id(value), len(seen)) for value in values)
+def _values(case: pytest.Item) -> list[Any]:
+    """What each ``parametrize`` and each fixture gives to a case."""
+    params = case.callspec.params  # type: ignore[attr-defined]
+    rows = [mark.args[0] for mark in case.iter_markers("parametrize")]
+    together = [row.replace(",", " ").split() if isinstance(row, str) else row for row in rows]
+    alone = [[name] for name in params.keys() - set(itertools.chain(*together))]
+    return [tuple((name, id(params[name])) for name in row) for row in (*together, *alone)]
+
+
+def _covering(values: Mapping[Any, Sequence[Any]]) -> list[Any]:
+    """Some of the keys, with values that are those of all keys; rare ones are preferred."""
+    cases_with = defaultdict(list)
+    for case, row in values.items():
+        for value in row:
+            cases_with[value].append(case)
+    times = dict.fromkeys(cases_with, 0)
+    chosen = []
+    for value, cases in cases_with.items():
+        if times[value] == 0:
+            best = min(cases, key=lambda case: sorted(times[other] for other in values[case]))
+            chosen.append(best)
+            for other in values[best]:
+                times[other] += 1
+    return chosen
 
 
 def wait_for(predicate: Callable[[], object], seconds: float = 2.0) -> bool:

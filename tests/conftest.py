@@ -116,7 +116,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what ``sampled`` says, unless everything is wanted or a test was asked for.
+    """Leave out what ``sample`` does, unless everything is wanted or a test was asked for.
 
     The files that take longest are put first.
     """
