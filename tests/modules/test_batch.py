@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("pool")
 sizes = pytest.mark.parametrize("pool", [1, 2, 4], indirect=True)
 
 
-@sizes
 @pytest.mark.parametrize("length", [1, 3, 8])
+@sizes
 def test_rows_are_cut_where_they_divide(pool, length):
     batch = {"x": torch.randn(length, 3), "y": np.arange(length), "none": None}
     result = tp.shard_batch(batch)
@@ -34,8 +34,8 @@ def test_some_devices():
     )
 
 
-@sizes
 @pytest.mark.parametrize("length", [1, 3, 8])
+@sizes
 def test_stacked(pool, length):
     x = torch.arange(length * 2).reshape(length, 2)
     rows, mask = tp.shard_batch({"x": x}, stacked=True)
@@ -48,8 +48,8 @@ def test_stacked(pool, length):
     assert [len(shard.data) for shard in mask.addressable_shards] == [1] * pool
 
 
-@sizes
 @pytest.mark.parametrize("length", [5, 8])
+@sizes
 def test_a_step_is_that_of_one_device_for_any_length(pool, length):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 4))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from _support import EAGER
+from torch import nn
 
 import torchpmap as tp
 
@@ -20,7 +22,7 @@ def functions(arguments, text):
     lines = [line for line in text.splitlines() if not line.strip().startswith("#")]
     expressions = [part.strip() for line in lines for part in line.split(";") if part.strip()]
     assert len(expressions) == len(set(expressions))
-    names = {"torch": torch, "F": F, "tp": tp, "HERE": HERE}
+    names = {"torch": torch, "nn": nn, "F": F, "np": np, "tp": tp, "HERE": HERE, "EAGER": EAGER}
     return {each: eval(f"lambda {arguments}: {each}", names) for each in expressions}
 
 
@@ -56,6 +58,11 @@ VALUES = {
     "host_bias": (numbers(3) + 1, HOST),
 }
 """Tensors, and the dim along which each is cut."""
+
+
+def of_values(text):
+    """Functions of the values, to be called with all of them by name."""
+    return functions(", ".join(VALUES), text)
 
 
 def here():

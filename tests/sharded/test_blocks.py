@@ -1,7 +1,7 @@
 """Covers: _rules*.py, _sharded/graphs.py, _sharded/blocks.py: which operations on ShardedTensors
 stay on the devices, and that their numbers are torch's.
 
-Every case is an expression of ``VALUES``, of those on the devices and of the same plain tensors;
+Every case is an expression of values, of those on the devices and of the same plain tensors;
 plain torch says what must come out.
 """
 
@@ -12,12 +12,12 @@ import torch
 from _sharded_values import (
     HERE,
     HOST,
-    VALUES,
     WHOLE,
     fetched_bytes,
     functions,
     here,
     numbers,
+    of_values,
     on_devices,
     where,
 )
@@ -30,10 +30,6 @@ from torchpmap._base.torch_internals import FakeTensorMode
 from torchpmap._sharded.blocks import own_block
 
 pytestmark = pytest.mark.usefixtures("pool")
-
-
-def of_values(text):
-    return functions(", ".join(VALUES), text)
 
 
 def leaves(result):

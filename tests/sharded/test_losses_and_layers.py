@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from _sharded_values import functions, on_mesh
 from torch import nn
 
 import torchpmap as tp
@@ -15,12 +16,12 @@ from torchpmap._sharded import layers
 pytestmark = pytest.mark.usefixtures("pool")
 
 sizes = pytest.mark.parametrize("pool", [1, 4], indirect=True)
+"""Next to the function, so that a pool starts only once for each."""
 IMAGES, ROWS = (8, 4, 6, 6), (8, 6)
 
 
 def cut(x):
-    mesh = tp.make_mesh((tp.device_count(),), ("i",), devices=tp.devices())
-    return tp.device_put(x, tp.NamedSharding(mesh, tp.P("i")))
+    return on_mesh(x, ("i",), (tp.device_count(),))
 
 
 def draw(*shape, dtype=torch.float32):
@@ -41,24 +42,21 @@ def trained(module, x):
     return [y.detach(), *grads, *module.buffers()]
 
 
-LAYERS = {
-    "batch_norm": lambda: nn.BatchNorm2d(4),
-    "batch_norm_of_rows": lambda: nn.BatchNorm1d(6),
-    "batch_norm_without_weights": lambda: nn.BatchNorm2d(4, affine=False),
-    "batch_norm_without_statistics": lambda: nn.BatchNorm2d(4, track_running_stats=False),
-    "batch_norm_cumulative": lambda: nn.BatchNorm2d(4, momentum=None),
-    "batch_norm_evaluated": lambda: nn.BatchNorm2d(4).eval(),
-    "frozen_batch_norm": lambda: nn.BatchNorm2d(4).requires_grad_(False),
-    "group_norm": lambda: nn.GroupNorm(2, 4),
-    "adaptive_max_pool": lambda: nn.AdaptiveMaxPool2d(2),
-    "reflection_pad": lambda: nn.ReflectionPad2d(1),
-}
+LAYERS = functions(
+    "",
+    """
+    nn.BatchNorm2d(4); nn.BatchNorm1d(6); nn.BatchNorm2d(4, affine=False)
+    nn.BatchNorm2d(4, track_running_stats=False); nn.BatchNorm2d(4, momentum=None)
+    nn.BatchNorm2d(4).eval(); nn.BatchNorm2d(4).requires_grad_(False); nn.GroupNorm(2, 4)
+    nn.AdaptiveMaxPool2d(2); nn.ReflectionPad2d(1)
+    """,
+)
 
 
-@sizes
 @pytest.mark.parametrize("name", LAYERS)
+@sizes
 def test_layers(name, pool):
-    x = draw(*(ROWS if name.endswith("rows") else IMAGES)) * 3 + 2
+    x = draw(*(ROWS if "1d" in name else IMAGES)) * 3 + 2
     plain = LAYERS[name]()
     with torch.no_grad():
         for parameter in plain.parameters():
@@ -77,8 +75,8 @@ def test_layers(name, pool):
             close(mine, theirs)
 
 
-@sizes
 @pytest.mark.parametrize("half_weights", [False, True])
+@sizes
 def test_batch_norm_in_half_precision(half_weights, pool):
     dtype = torch.bfloat16
     plain = nn.BatchNorm2d(4).to(dtype if half_weights else torch.float32)
@@ -127,10 +125,7 @@ CLASSES = {
     ),
 }
 NUMBERS = {
-    "mse": F.mse_loss,
-    "l1": F.l1_loss,
-    "smooth_l1": F.smooth_l1_loss,
-    "huber": F.huber_loss,
+    **{"mse": F.mse_loss, "l1": F.l1_loss, "smooth_l1": F.smooth_l1_loss, "huber": F.huber_loss},
     "bce_with_logits": F.binary_cross_entropy_with_logits,
     "bce": lambda x, y, reduction: F.binary_cross_entropy(x.sigmoid(), y, reduction=reduction),
 }
@@ -149,15 +144,15 @@ def check_loss(loss, *targets):
     close(mine.grad, plain.grad)
 
 
-@sizes
 @pytest.mark.parametrize("name", CLASSES)
+@sizes
 def test_losses_of_classes(name, pool):
     check_loss(CLASSES[name], TARGETS)
 
 
-@sizes
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", NUMBERS)
+@sizes
 def test_losses_of_numbers(name, reduction, pool):
     check_loss(lambda x, y: NUMBERS[name](x, y, reduction=reduction).sum(), draw(*ROWS).sigmoid())
 
@@ -190,11 +185,8 @@ def test_attention_stays_on_the_devices(option):
 
 
 MASKS = {
-    "of positions": (5, 5),
-    "of all": (1, 1, 5, 5),
-    "of rows": (4, 1, 5, 5),
-    "of heads": (1, 2, 5, 5),
-    "of rows and heads": (4, 2, 5, 5),
+    **{"of positions": (5, 5), "of all": (1, 1, 5, 5), "of rows": (4, 1, 5, 5)},
+    **{"of heads": (1, 2, 5, 5), "of rows and heads": (4, 2, 5, 5)},
 }
 PUTS = {"host": lambda mask: mask, "whole": tp.replicate, "cut": tp.shard_batch}
 
@@ -240,9 +232,7 @@ def check_module(plain, x, close_to=close):
     module = tp.replicate(copy.deepcopy(plain))
     here, there = x.clone().requires_grad_(), cut(x).requires_grad_()
     with tp.debug.report_gathers() as gathers:
-        results = [
-            torch.utils._pytree.tree_leaves(f(v)) for f, v in ((plain, here), (module, there))
-        ]
+        results = [torch.utils._pytree.tree_leaves(y) for y in (plain(here), module(there))]
         for leaves in results:
             sum((leaf * leaf.detach().sin()).mean() for leaf in leaves).backward()
     for expected, result in zip(*results, strict=True):
@@ -258,16 +248,14 @@ def check_module(plain, x, close_to=close):
 
 
 LSTMS = {
-    "one": {},
-    "two": {"num_layers": 2},
-    "both": {"bidirectional": True},
+    **{"one": {}, "two": {"num_layers": 2}, "both": {"bidirectional": True}},
     "both of two": {"bidirectional": True, "num_layers": 2},
     "no biases": {"bias": False, "num_layers": 2},
 }
 
 
-@sizes
 @pytest.mark.parametrize("options", LSTMS.values(), ids=LSTMS)
+@sizes
 def test_an_lstm_stays_on_the_devices(options, pool):
     torch.manual_seed(0)
     plain = nn.LSTM(4, 3, batch_first=True, **options)
@@ -300,9 +288,7 @@ def test_the_derivative_of_an_lstm_that_gathers():
     here = draw(5, 8, 4).requires_grad_()
     expected, _ = plain(here)
     grad = draw(8, 5, 3).transpose(0, 1)
-    mesh = tp.make_mesh((4,), ("i",), devices=tp.devices())
-    there = tp.device_put(grad[:, :, :].contiguous(), tp.NamedSharding(mesh, tp.P(None, "i")))
-    y.backward(there)
+    y.backward(on_mesh(grad.contiguous(), (None, "i")))
     expected.backward(grad)
     close(x.grad, here.grad)
     close(module.weight_hh_l0.grad, plain.weight_hh_l0.grad)
@@ -332,10 +318,7 @@ def test_norms_in_half_precision_stay_on_the_devices(dtype, of_parameters, norm)
 
 
 OPTIONS = [
-    {},
-    {"is_causal": True},
-    {"scale": 0.3},
-    {"attn_mask": draw(5, 5)},
+    *({}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": draw(5, 5)}),
     {"attn_mask": torch.ones(5, 5, dtype=torch.bool).tril()},
 ]
 
@@ -348,17 +331,13 @@ def test_attention_of_other_devices_is_that_of_the_cpu(options):
     rest = 0.0, options.get("is_causal", False)
     named = {name: x for name, x in options.items() if name != "is_causal"}
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    if named.get("attn_mask") is not None and named["attn_mask"].dtype == torch.bool:
-        mask = torch.zeros(5, 5).masked_fill(~named["attn_mask"], -torch.inf)
-        y, kept = attention(*heads, *rest, attn_mask=mask)
-        by_cpu = {"attn_mask": mask}
-    else:
-        y, kept = attention(*heads, *rest, **named)
-        by_cpu = named
+    by_cpu = dict(named)
+    if "attn_mask" in named and named["attn_mask"].dtype == torch.bool:
+        by_cpu["attn_mask"] = torch.zeros(5, 5).masked_fill(~named["attn_mask"], -torch.inf)
+    y, kept = attention(*heads, *rest, **by_cpu)
     close(layers.attention_by_torch(*heads, *rest, **named), y)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     expected = backward(grad, *heads, y, kept, *rest, **by_cpu)
-    for mine, theirs in zip(
-        layers.attention_backward_by_torch(grad, *heads, *rest, **named), expected, strict=True
-    ):
+    gradients = layers.attention_backward_by_torch(grad, *heads, *rest, **named)
+    for mine, theirs in zip(gradients, expected, strict=True):
         close(mine, theirs)

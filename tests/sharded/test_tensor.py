@@ -11,7 +11,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from _sharded_values import LAYOUTS, ROWS, any_layout
+from _sharded_values import LAYOUTS, ROWS, any_layout, functions
 from _spies import asked
 from _support import DEVICE, EAGER
 
@@ -36,6 +36,7 @@ def test_is_a_tensor_without_moving_data(y, monkeypatch):
     assert (y.numel(), y.nbytes, y.device, y.layout) == (8, 32, torch.device("cpu"), torch.strided)
     assert y.is_floating_point()
     assert not y.requires_grad
+    assert not y.is_shared()
     assert y.is_leaf
     assert hash(y) == hash(y)
     assert y.sharding.spec == tp.P("i")
@@ -137,13 +138,10 @@ def test_scalars():
         tp.replicate(torch.ones(4)).item()
 
 
-@pytest.mark.parametrize("function", [np.sum, np.mean, np.sin, np.transpose, np.linalg.norm])
-def test_numpy_functions(y, function):
-    np.testing.assert_allclose(function(np.asarray(y)), function(ROWS.numpy()))
-    np.testing.assert_allclose(function(y.numpy()), function(ROWS.numpy()))
-
-
 def test_numpy_accepts_it(y):
+    for function in (np.sum, np.mean, np.sin, np.transpose, np.linalg.norm):
+        np.testing.assert_allclose(function(np.asarray(y)), function(ROWS.numpy()))
+        np.testing.assert_allclose(function(y.numpy()), function(ROWS.numpy()))
     np.testing.assert_array_equal(np.concatenate([y, y]), np.concatenate([ROWS, ROWS]))
     np.testing.assert_array_equal(np.stack([y, y])[1], ROWS)
     np.testing.assert_array_equal(y, ROWS)
@@ -177,25 +175,14 @@ def test_a_row_comes_from_its_device_alone(y, columns, monkeypatch):
     assert fetched == [[(2, 0, 0, (2,))]]
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        slice(1, 3),
-        slice(None, None, 2),
-        (0, 1),
-        (-1, slice(None)),
-        None,
-        torch.tensor([3, 0]),
-        np.array([1, 2]),
-        [0, 2],
-        torch.tensor([True, False, True, False]),
-        (slice(None), None, 0),
-        True,
-        np.int64(2),
-        torch.tensor(1),
-    ],
-    ids=repr,
-)
+INDICES = [
+    *(slice(1, 3), slice(None, None, 2), (0, 1), (-1, slice(None)), None, torch.tensor([3, 0])),
+    *(np.array([1, 2]), [0, 2], torch.tensor([True, False, True, False]), (slice(None), None, 0)),
+    *(True, np.int64(2), torch.tensor(1)),
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=repr)
 def test_indexing(y, index):
     same(y[index].cpu(), ROWS[index])
 
@@ -265,36 +252,16 @@ def test_deleted_values_say_so(y):
     assert y.is_deleted()
     assert (y.shape, y.dtype, len(y)) == ((4, 2), torch.float32, 4)
     uses = [
-        lambda: y + 1,
-        lambda: y[0],
-        lambda: y[0:1],
-        lambda: list(y),
-        lambda: y.numpy(),
-        lambda: np.asarray(y),
-        lambda: y.tolist(),
-        lambda: y.cpu(),
-        lambda: y.to("cpu"),
-        lambda: y.sum().item(),
-        lambda: y.sharding,
-        lambda: y.devices(),
-        lambda: y.addressable_shards,
-        lambda: y.addressable_data(0),
-        lambda: y.is_fully_replicated,
-        lambda: y.block_until_ready(),
-        lambda: y.is_ready(),
-        lambda: y.clone(),
-        lambda: y.add_(1),
-        lambda: operator.setitem(y, 0, 1.0),
-        lambda: pickle.dumps(y),
-        lambda: copy.deepcopy(y),
-        lambda: torch.from_dlpack(y),
-        lambda: torch.equal(y, ROWS),
+        *(y.numpy, y.tolist, y.cpu, y.devices, y.block_until_ready, y.is_ready, y.clone),
+        *(lambda: y + 1, lambda: y[0], lambda: y[0:1], lambda: list(y), lambda: np.asarray(y)),
+        *(lambda: y.to("cpu"), lambda: y.sum().item(), lambda: y.sharding, lambda: y.add_(1)),
+        *(lambda: y.addressable_shards, lambda: y.addressable_data(0)),
+        *(lambda: y.is_fully_replicated, lambda: operator.setitem(y, 0, 1.0)),
+        *(lambda: pickle.dumps(y), lambda: copy.deepcopy(y), lambda: torch.from_dlpack(y)),
+        *(lambda: torch.equal(y, ROWS), lambda: tp.device_get(y), lambda: tp.unreplicate(y)),
+        *(lambda: tp.device_put(y, tp.devices()), lambda: tp.block_until_ready([y])),
         lambda: tp.pmap(lambda x: x, compile=EAGER)(y),
         lambda: tp.pmap(lambda x: x, compile=False)(y),
-        lambda: tp.device_get(y),
-        lambda: tp.device_put(y, tp.devices()),
-        lambda: tp.unreplicate(y),
-        lambda: tp.block_until_ready([y]),
     ]
     for use in uses:
         with pytest.raises(RuntimeError, match=r"type float32\[4, 2\] has been deleted by delete"):
@@ -319,19 +286,16 @@ def test_matplotlib_plots_it(y):
 
 NUMBERS = [torch.tensor(x) for x in (2.5, -3, True, 1.5 + 2j)]
 NUMBERS.append(torch.tensor(2.5, dtype=torch.float16))
-CONSTRUCTORS = {
-    "tensor": lambda a, b: torch.tensor([a, b]),
-    "as_tensor": lambda a, b: torch.as_tensor([a, b]),
-    "tuple": lambda a, b: torch.tensor((a, b)),
-    "nested": lambda a, b: torch.tensor([[a, 1], [0, b]]),
-    "dtype": lambda a, b: torch.tensor([a, b], dtype=a.dtype),
-    "new_tensor": lambda a, b: torch.ones(1).new_tensor([a, b]),
-    "own new_tensor": lambda a, b: a.new_tensor([a, b]),
-    "class": lambda a, b: torch.Tensor([a, b]),
-    "numpy": lambda a, b: torch.from_numpy(np.array([a.abs() * 1.0, b.abs() * 1.0])),
-    "vectors": lambda a, b: torch.tensor([a.expand(2), b.expand(2)]),
-    "matrix of one": lambda a, b: torch.tensor([a.reshape(1, 1), b.reshape(1, 1)]),
-}
+CONSTRUCTORS = functions(
+    "a, b",
+    """
+    torch.tensor([a, b]); torch.as_tensor([a, b]); torch.tensor((a, b)); a.new_tensor([a, b])
+    torch.tensor([[a, 1], [0, b]]); torch.tensor([a, b], dtype=a.dtype); torch.Tensor([a, b])
+    torch.ones(1).new_tensor([a, b]); torch.tensor([a.expand(2), b.expand(2)])
+    torch.tensor([a.reshape(1, 1), b.reshape(1, 1)])
+    torch.from_numpy(np.array([a.abs() * 1.0, b.abs() * 1.0]))
+    """,
+)
 
 
 @pytest.mark.parametrize("make", CONSTRUCTORS.values(), ids=CONSTRUCTORS)
