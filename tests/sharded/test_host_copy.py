@@ -120,7 +120,7 @@ def test_torch_saves_and_loads_replicated_modules():
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
-    state = torch.load(file)
+    state = torch.load(file, weights_only=True)
     assert {type(x) for x in state.values()} == {torch.Tensor}
     plain.load_state_dict(state)
     other = tp.replicate(Tied())
