@@ -22,7 +22,8 @@ def functions(arguments, text):
     lines = [line for line in text.splitlines() if not line.strip().startswith("#")]
     expressions = [part.strip() for line in lines for part in line.split(";") if part.strip()]
     assert len(expressions) == len(set(expressions))
-    names = {"torch": torch, "nn": nn, "F": F, "np": np, "tp": tp, "HERE": HERE, "EAGER": EAGER}
+    names = {"torch": torch, "nn": nn, "F": F, "np": np, "tp": tp, "EAGER": EAGER}
+    names |= {"numbers": numbers, "HERE": HERE}
     return {each: eval(f"lambda {arguments}: {each}", names) for each in expressions}
 
 

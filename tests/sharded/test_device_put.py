@@ -317,6 +317,9 @@ def test_block_until_ready(monkeypatch):
     assert [name for name, _ in calls] == ["block", "block"]
     assert tree["a"].is_ready()
     assert tree["b"][0].is_ready()
+    slow = f(torch.zeros(4, 200, 200))
+    assert slow.block_until_ready() is slow
+    assert slow.is_ready()
 
 
 def test_block_until_ready_raises_what_the_computation_raised():

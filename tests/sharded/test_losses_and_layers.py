@@ -131,17 +131,23 @@ NUMBERS = {
 }
 
 
-def check_loss(loss, *targets):
-    x = draw(*ROWS)
-    plain, mine = x.clone().requires_grad_(), cut(x).requires_grad_()
-    expected = loss(plain, *targets)
-    expected.backward()
+def check(there, here, *values):
+    """Results and gradients of two functions, of cut and of plain values; nothing is gathered."""
+    plain = [x.clone().requires_grad_() for x in values]
+    mine = [cut(x).requires_grad_() for x in values]
+    expected = here(*plain)
+    (expected.square().sum() if expected.ndim else expected).backward()
     with tp.debug.report_gathers() as gathers:
-        result = loss(mine, *map(cut, targets))
-        result.backward()
+        result = there(*mine)
+        (result.square().sum() if result.ndim else result).backward()
     assert [gather.name for gather in gathers] == []
     close(result.detach(), expected.detach())
-    close(mine.grad, plain.grad)
+    for one, other in zip(mine, plain, strict=True):
+        close(one.grad, other.grad)
+
+
+def check_loss(loss, target):
+    check(lambda x: loss(x, cut(target)), lambda x: loss(x, target), draw(*ROWS))
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -165,18 +171,8 @@ def test_a_target_without_a_class_raises_where_the_loss_is_used():
 
 def check_attention(mine, theirs):
     """``mine`` and ``theirs`` are the options on the devices and of plain torch."""
-    heads = [draw(4, 2, 5, 4) + k for k in range(3)]
-    plain = [x.clone().requires_grad_() for x in heads]
-    there = [cut(x).requires_grad_() for x in heads]
-    expected = F.scaled_dot_product_attention(*plain, **theirs)
-    with tp.debug.report_gathers() as gathers:
-        result = F.scaled_dot_product_attention(*there, **mine)
-        result.square().sum().backward()
-    expected.square().sum().backward()
-    assert gathers == []
-    close(result.detach(), expected.detach())
-    for one, other in zip(there, plain, strict=True):
-        close(one.grad, other.grad)
+    attention, heads = F.scaled_dot_product_attention, [draw(4, 2, 5, 4) + k for k in range(3)]
+    check(lambda *x: attention(*x, **mine), lambda *x: attention(*x, **theirs), *heads)
 
 
 @pytest.mark.parametrize("option", [{}, {"is_causal": True}, {"scale": 0.3}])
@@ -201,27 +197,28 @@ def test_attention_with_a_mask_stays_on_the_devices(shape, dtype, put):
     check_attention({"attn_mask": put(mask)}, {"attn_mask": mask})
 
 
-FILLS = ["bernoulli_", "exponential_", "normal_", "random_", "uniform_"]
+DRAWS = functions(
+    "x",
+    """
+    x.bernoulli_(); x.exponential_(); x.normal_(); x.random_(); x.uniform_()
+    F.dropout(x, 0.4); torch.rand_like(x)
+    """,
+)
 
 
-@pytest.mark.parametrize("name", FILLS)
-def test_random_fills_fetch_nothing_and_draw_as_one_device(name):
-    x, plain = cut(torch.zeros(8, 3)), torch.zeros(8, 3)
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_fetch_nothing_and_are_those_of_one_device(name):
+    x, plain = cut(draw(8, 3)), draw(8, 3)
+    torch.manual_seed(0)
     with tp.debug.report_gathers() as gathers:
-        torch.manual_seed(0)
-        assert getattr(x, name)() is x
-        torch.manual_seed(0)
+        result = DRAWS[name](x)
+    drawn_next = torch.rand(4)
     assert gathers == []
-    assert torch.equal(x.cpu(), getattr(plain, name)())
-    assert x.sharding.spec == tp.P("i")
-
-
-def test_dropout_draws_as_one_device():
-    x = draw(*ROWS)
+    assert (result is x) == ("_()" in name)
+    assert result.sharding.spec == tp.P("i")
     torch.manual_seed(0)
-    result = F.dropout(cut(x), 0.4)
-    torch.manual_seed(0)
-    assert torch.equal(result.cpu(), F.dropout(x, 0.4))
+    assert torch.equal(result.cpu(), DRAWS[name](plain))
+    assert torch.equal(drawn_next, torch.rand(4))
 
 
 # Recurrent layers, and half precision -------------------------------------------------------------

@@ -55,13 +55,9 @@ def test_a_write_to_a_view_is_a_write_to_the_tensor(view):
 def test_a_write_to_the_tensor_is_a_write_to_its_views(view):
     there = on_devices().x
     part = view(there)
-    for write in (
-        lambda x: x.mul_(3),
-        lambda x: x[0].shape,
-        lambda x: x.__setitem__((slice(1, 3), 0), 7.0),
-        lambda x: x.copy_(numbers(4, 2, 3).flip(2)),
-        lambda x: x.cumsum_(0),
-    ):
+    parts = "x.mul_(3); x[0].shape; x.__setitem__((slice(1, 3), 0), 7.0)"
+    wholes = "x.copy_(numbers(4, 2, 3).flip(2)); x.cumsum_(0)"
+    for write in functions("x", f"{parts}; {wholes}").values():
         write(there)
         torch.testing.assert_close(part.cpu(), view(there).cpu())
 
@@ -284,14 +280,9 @@ def test_writes_that_torch_forbids_raise_its_errors():
 
 def test_shapes_change_in_place():
     here, there = HERE.x.clone(), on_devices().x
-    for change in (
-        lambda x: x.transpose_(0, 2),
-        lambda x: x.unsqueeze_(1),
-        lambda x: x.squeeze_(1).unsqueeze_(-1),
-        lambda x: x.squeeze_(),
-        lambda x: x[0].shape and x.transpose_(-1, -2),
-        lambda x: x.mul_(2),
-    ):
+    first = "x.transpose_(0, 2); x.unsqueeze_(1); x.squeeze_(1).unsqueeze_(-1); x.squeeze_()"
+    then = "x[0].shape and x.transpose_(-1, -2); x.mul_(2)"
+    for change in functions("x", f"{first}; {then}").values():
         change(here)
         assert change(there) is there
         assert there.shape == here.shape

@@ -126,19 +126,17 @@ def test_what_an_operator_writes_is_written(func):
 # Operators that write to several tensors ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("put", [cut, tp.replicate])
-@pytest.mark.parametrize(
-    "pick",
-    [
-        lambda x: ([x, x], 1.0),
-        lambda x: ([x, x.detach()], 1.0),
-        lambda x: ([x[:, 0], x[:, 1]], 1.0),
-        lambda x: ([x[1:3], x[3:]], 1.0),
-        lambda x: ([x, x.T], 1.0),
-        lambda x: ([x, y := x * 2], [y, x]),
-    ],
-    ids=["the same", "detached", "columns", "rows", "transposed", "each other"],
+LISTS = functions(
+    "x",
+    """
+    ([x, x], 1.0); ([x, x.detach()], 1.0); ([x[:, 0], x[:, 1]], 1.0); ([x[1:3], x[3:]], 1.0)
+    ([x, x.T], 1.0); ([x, y := x * 2], [y, x])
+    """,
 )
+
+
+@pytest.mark.parametrize("put", [cut, tp.replicate])
+@pytest.mark.parametrize("pick", LISTS.values(), ids=LISTS)
 def test_lists_of_tensors_that_share_a_value(put, pick):
     here, there = numbers(4, 4), put(numbers(4, 4))
     (written, other), (plain, plain_other) = pick(there), pick(here)
