@@ -27,6 +27,12 @@ def functions(arguments, text):
     return {each: eval(f"lambda {arguments}: {each}", names) for each in expressions}
 
 
+def each(name, arguments, text):
+    """A parameter that is each of the functions in turn."""
+    table = functions(arguments, text)
+    return pytest.mark.parametrize(name, table.values(), ids=table)
+
+
 def on_mesh(value, spec, shape=(4,), names=("i",)):
     """A value on the devices, laid out by a mesh of them."""
     mesh = tp.make_mesh(shape, names, devices=tp.devices())
@@ -61,9 +67,8 @@ VALUES = {
 """Tensors, and the dim along which each is cut."""
 
 
-def of_values(text):
-    """Functions of the values, to be called with all of them by name."""
-    return functions(", ".join(VALUES), text)
+OF_VALUES = ", ".join(VALUES)
+"""Arguments of functions that are called with all values by name."""
 
 
 def here():

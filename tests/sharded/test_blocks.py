@@ -12,12 +12,13 @@ import torch
 from _sharded_values import (
     HERE,
     HOST,
+    OF_VALUES,
     WHOLE,
+    each,
     fetched_bytes,
     functions,
     here,
     numbers,
-    of_values,
     on_devices,
     where,
 )
@@ -119,7 +120,7 @@ PLACES = [
 CASES = [
     pytest.param(function, place, num_bytes, id=f"{place}: {expression}")
     for place, num_bytes, text in PLACES
-    for expression, function in of_values(text).items()
+    for expression, function in functions(OF_VALUES, text).items()
 ]
 
 
@@ -143,32 +144,27 @@ def test_where_results_are_and_what_is_fetched_for_them(function, place, num_byt
 
 # Random expressions ------------------------------------------------------------------------------
 
-UNARY = functions(
-    "t",
-    """
+UNARY = """
     torch.neg(t); torch.abs(t); torch.sign(t); t * 3 - 1; t.clamp(-4, 4); t.flip(-1)
     t.cumsum(0).fmod(7); t.cumsum(-1).fmod(7); t.mT; t.transpose(0, 1); t.sort(1).values
     t[:, :, ::2].repeat(1, 1, 2); t.reshape(16, 4).view(4, 4, 4)
     t.sum(0, keepdim=True).fmod(7).expand(4, 4, 4); t.amax((0, 2))[:, None] + torch.zeros(4, 4, 4)
     t - t.mean(); t.select(0, 1).expand(4, 4, 4)
-    """,
-)
-BINARY = functions(
-    "a, b",
-    """
+"""
+BINARY = """
     torch.add(a, b); torch.sub(a, b); torch.minimum(a, b); torch.where(a > b, a, b + 1)
     (a @ b).fmod(7); (a.mT @ b).fmod(7); torch.cat([a[:2], b[2:]]); torch.stack([a, b]).sum(0)
     a.lerp(b, 0.5)
-    """,
-)
+"""
+TABLES = [list(functions(*table).values()) for table in (("t", UNARY), ("a, b", BINARY))]
 
 KINDS = ["rows", "columns", "whole", "host"]
 cubes = st.sampled_from(KINDS)
 expressions = st.recursive(
     cubes,
     lambda inner: (
-        st.tuples(st.integers(0, len(UNARY) - 1), inner)
-        | st.tuples(st.integers(0, len(BINARY) - 1), inner, inner)
+        st.tuples(st.integers(0, len(TABLES[0]) - 1), inner)
+        | st.tuples(st.integers(0, len(TABLES[1]) - 1), inner, inner)
     ),
     max_leaves=6,
 )
@@ -183,8 +179,9 @@ def evaluated(expression, value_of):
     if isinstance(expression, str):
         return value_of[expression]
     number, *operands = expression
-    table = list((UNARY if len(operands) == 1 else BINARY).values())
-    return table[number](*[evaluated(operand, value_of) for operand in operands])
+    return TABLES[len(operands) - 1][number](
+        *[evaluated(operand, value_of) for operand in operands]
+    )
 
 
 @settings(max_examples=150)
@@ -203,18 +200,16 @@ def test_random_expressions(expression):
 
 # In place ----------------------------------------------------------------------------------------
 
-IN_PLACE = of_values(
-    """
+IN_PLACE = """
     x.add_(1); x.add_(y, alpha=-0.5); x.mul_(x); x.sub_(same); x.div_(host_bias + 20)
     x.addcdiv_(y, same.abs() + 1, value=-0.1); x.lerp_(y, 0.1); x.clamp_(-1, 1); x.fill_(7)
     x.fill_(number); x.zero_(); x.copy_(y); x.copy_(ints); x.copy_(bias); x.masked_fill_(mask, 0.5)
     F.relu_(x); x.cumsum_(2); x.index_fill_(2, torch.tensor([0]), 9.0); torch.add(x, y, out=x)
     x.__iadd__(x.mean())
-    """
-)
+"""
 
 
-@pytest.mark.parametrize("function", IN_PLACE.values(), ids=IN_PLACE)
+@each("function", OF_VALUES, IN_PLACE)
 def test_in_place_stays(function, monkeypatch):
     values, expected = on_devices(), here()
     before = values.x.clone()

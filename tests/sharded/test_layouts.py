@@ -13,7 +13,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from _sharded_values import functions, numbers, on_mesh
+from _sharded_values import each, functions, numbers, on_mesh
 from _support import EAGER
 
 import torchpmap as tp
@@ -289,16 +289,13 @@ def test_an_argument_that_is_moved_is_reported():
     assert gathers == []
 
 
-SUMS = functions(
-    "x",
-    """
+SUMS = """
     (x * 2).sum(); x.sum(); (x + 1).mean(); (x * 2).sum(0).sum(); (x * 2).nansum()
     F.mse_loss(x * 2, torch.ones(4, 4))
-    """,
-)
+"""
 
 
-@pytest.mark.parametrize("sum_of", SUMS.values(), ids=SUMS)
+@each("sum_of", "x", SUMS)
 def test_a_gradient_lies_as_its_tensor_whatever_was_summed_before(sum_of):
     value = torch.arange(16.0).reshape(4, 4)
     for order in itertools.permutations([("i",), (None, "i"), ()]):

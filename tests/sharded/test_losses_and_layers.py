@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from _sharded_values import functions, on_mesh
+from _sharded_values import each, functions, on_mesh
 from torch import nn
 
 import torchpmap as tp
@@ -42,22 +42,19 @@ def trained(module, x):
     return [y.detach(), *grads, *module.buffers()]
 
 
-LAYERS = functions(
-    "",
-    """
+LAYERS = """
     nn.BatchNorm2d(4); nn.BatchNorm1d(6); nn.BatchNorm2d(4, affine=False)
     nn.BatchNorm2d(4, track_running_stats=False); nn.BatchNorm2d(4, momentum=None)
     nn.BatchNorm2d(4).eval(); nn.BatchNorm2d(4).requires_grad_(False); nn.GroupNorm(2, 4)
     nn.AdaptiveMaxPool2d(2); nn.ReflectionPad2d(1)
-    """,
-)
+"""
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@each("make", "", LAYERS)
 @sizes
-def test_layers(name, pool):
-    x = draw(*(ROWS if "1d" in name else IMAGES)) * 3 + 2
-    plain = LAYERS[name]()
+def test_layers(make, pool):
+    plain = make()
+    x = draw(*(ROWS if isinstance(plain, nn.BatchNorm1d) else IMAGES)) * 3 + 2
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.uniform_(0.5, 2)

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from _sharded_values import (
     HERE,
     HOST,
+    OF_VALUES,
     WHOLE,
+    each,
     fetched_bytes,
     functions,
     numbers,
-    of_values,
     on_devices,
     on_mesh,
     where,
@@ -146,16 +147,14 @@ def test_axes_of_a_larger_mesh(monkeypatch):
 # Errors ------------------------------------------------------------------------------------------
 
 
-WRONG = of_values(
-    """
+WRONG = """
     x + rows; x @ rows; x.view(5, 5); x.sum(7); x.permute(0, 1); torch.cat([x, rows])
     ints.add(1, alpha=0.5); bytes.fill_(300); ints**-1; ints.div_(2); bias.add_(x)
     x.expand(5, 2, 3); x.select(1, 4); x.softmax(5); ~x
-    """
-)
+"""
 
 
-@pytest.mark.parametrize("function", WRONG.values(), ids=WRONG)
+@each("function", OF_VALUES, WRONG)
 def test_errors_are_torchs_own_and_nothing_is_gathered(function, monkeypatch):
     def error_of(values):
         try:
@@ -278,28 +277,26 @@ SETTINGS = {
     "deterministic": (torch.use_deterministic_algorithms, True, False),
     "precision of products": (torch.set_float32_matmul_precision, "medium", "highest"),
 }
-OPERATIONS = of_values(
-    """
+OPERATIONS = """
     ints / 2; ints * 0.1; ints.cos(); ints.mul(x); (x + ints).sum(); (ints * 0.3).mean(0)
     rows.T @ rows; x.double() * 1e-310
-    """
-)
+"""
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+@each("operation", OF_VALUES, OPERATIONS)
 def test_operations_follow_the_settings_around_them(operation, setting):
     """... those that have run under others too, and without a gather."""
     write, value, usual = SETTINGS[setting]
     values = on_devices()
     try:
-        for each in (usual, value, usual):
-            write(each)
+        for now in (usual, value, usual):
+            write(now)
             expected, result = operation(**vars(HERE)), operation(**vars(values))
             write(usual)
-            assert where(result) != HOST, each
+            assert where(result) != HOST, now
             torch.testing.assert_close(result.cpu(), expected, check_dtype=True)
-            assert torch.equal(result.cpu() == 0, expected == 0), each
+            assert torch.equal(result.cpu() == 0, expected == 0), now
     finally:
         write(usual)
 
@@ -311,9 +308,9 @@ def test_a_plan_per_settings(setting, monkeypatch):
     monkeypatch.setattr(operations, "_known", {})
     calls = asked(monkeypatch)
     found = []
-    for each in (usual, value, usual, value):
+    for now in (usual, value, usual, value):
         try:
-            write(each)
+            write(now)
             rows.square()
         finally:
             write(usual)
@@ -343,9 +340,7 @@ def test_autocast():
 
 # Gradients ---------------------------------------------------------------------------------------
 
-LOSSES = functions(
-    "x, w",
-    """
+LOSSES = """
     (x * w).sum(); (x * w).mean(); (x @ w.T).relu().sum(); ((x @ w.T).softmax(-1) ** 2).sum()
     (x + w[0]).norm(); (F.layer_norm(x, (3,), w[0], w[1]) ** 2).sum()
     (x[:, 0] * x[:, 1] + x[:, :, 1:].sum((1, 2))[:, None]).sum() + w.sum()
@@ -353,11 +348,10 @@ LOSSES = functions(
     (x.reshape(4, 6).T * 2).T.unflatten(1, (2, 3)).mul(w).sum()
     (torch.cat([x, x * w], 1) ** 2).sum(); (torch.cat([torch.zeros(0), x * w], 1) ** 2).sum()
     (torch.stack(x.unbind(1), 1) * w).square().sum(); (x.double() * w).sum()
-    """,
-)
+"""
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@each("loss", "x, w", LOSSES)
 def test_gradients_land_where_the_tensors_are(loss, monkeypatch):
     x, w = HERE.x.clone().requires_grad_(), numbers(2, 3).requires_grad_()
     loss(x, w).backward()
@@ -394,16 +388,13 @@ def test_second_derivatives():
     torch.testing.assert_close(second.cpu(), 6 * HERE.x)
 
 
-OPTIMIZERS = functions(
-    "p",
-    """
+OPTIMIZERS = """
     torch.optim.SGD(p, lr=0.1, momentum=0.9); torch.optim.Adam(p, lr=0.1)
     torch.optim.AdamW(p, lr=0.1, weight_decay=0.1)
-    """,
-)
+"""
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@each("make", "p", OPTIMIZERS)
 def test_optimizers_step_on_the_devices(make, monkeypatch):
     here, there = HERE.x.clone().requires_grad_(), on_devices().x.requires_grad_()
     first, second = make([here]), make([there])

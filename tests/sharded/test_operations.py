@@ -11,7 +11,7 @@ import operator
 import numpy as np
 import pytest
 import torch
-from _sharded_values import LAYOUTS, ROWS, any_layout, functions
+from _sharded_values import LAYOUTS, ROWS, any_layout, each
 from _spies import asked
 from _support import EAGER
 
@@ -29,9 +29,7 @@ def same(result, expected, rtol=0.0):
 
 # Operations --------------------------------------------------------------------------------------
 
-UNARY = functions(
-    "x",
-    """
+UNARY = """
     -x; abs(x); torch.sin(x); torch.sum(x); torch.mean(x); torch.amax(x); torch.argmax(x)
     torch.Tensor.t(x); x.T; x.view(-1); x.reshape(2, 4); x.unsqueeze(1); x.flatten().chunk(2)[1]
     x.permute(1, 0).contiguous(); x.expand(3, 4, 2); x.std(dim=0); torch.linalg.qr(x)[1]
@@ -39,12 +37,11 @@ UNARY = functions(
     torch.stack([x, x]); torch.where(x > 3, x, -x); x.sort(descending=True).values
     x.topk(1).indices; torch.nn.Linear(2, 1, bias=False).requires_grad_(False)(x) * 0
     torch.compile(lambda a: a * 2 + 1, backend="eager")(x.cpu())
-    """,
-)
+"""
 
 
 @any_layout
-@pytest.mark.parametrize("function", UNARY.values(), ids=UNARY)
+@each("function", "x", UNARY)
 def test_operations(put, function):
     same(function(put()), function(ROWS))
 
@@ -246,18 +243,15 @@ def test_batch_norms(training):
             close(mine.grad, theirs.grad)
 
 
-CONJUGATING = functions(
-    "z",
-    """
+CONJUGATING = """
     torch.linalg.pinv(z); torch.linalg.pinv(z.mH); torch.linalg.matrix_exp(z.mH @ z / 100)
     torch.linalg.lstsq(z, z[:, :2].contiguous()).solution; torch.cov(z); torch.linalg.svd(z)[1]
     (z.conj() * 1j).imag.cumsum(0); z.conj().add_(z.clone().imag.cumsum(0))
-    """,
-)
+"""
 
 
 @any_layout
-@pytest.mark.parametrize("function", CONJUGATING.values(), ids=CONJUGATING)
+@each("function", "z", CONJUGATING)
 def test_operations_that_conjugate_on_their_way(function, put):
     value = put()
     z = torch.complex(value * 1.0, (value % 3).float()).cos()

@@ -11,7 +11,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from _sharded_values import LAYOUTS, ROWS, any_layout, functions
+from _sharded_values import LAYOUTS, ROWS, any_layout, each
 from _spies import asked
 from _support import DEVICE, EAGER
 
@@ -262,19 +262,16 @@ def test_matplotlib_plots_it(y):
 
 NUMBERS = [torch.tensor(x) for x in (2.5, -3, True, 1.5 + 2j)]
 NUMBERS.append(torch.tensor(2.5, dtype=torch.float16))
-CONSTRUCTORS = functions(
-    "a, b",
-    """
+CONSTRUCTORS = """
     torch.tensor([a, b]); torch.as_tensor([a, b]); torch.tensor((a, b)); a.new_tensor([a, b])
     torch.tensor([[a, 1], [0, b]]); torch.tensor([a, b], dtype=a.dtype); torch.Tensor([a, b])
     torch.ones(1).new_tensor([a, b]); torch.tensor([a.expand(2), b.expand(2)])
     torch.tensor([a.reshape(1, 1), b.reshape(1, 1)])
     torch.from_numpy(np.array([a.abs() * 1.0, b.abs() * 1.0]))
-    """,
-)
+"""
 
 
-@pytest.mark.parametrize("make", CONSTRUCTORS.values(), ids=CONSTRUCTORS)
+@each("make", "a, b", CONSTRUCTORS)
 @pytest.mark.parametrize("number", NUMBERS, ids=str)
 def test_tensors_of_numbers_on_the_devices(make, number):
     def result(x):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _sharded_values import HERE, functions, numbers, on_devices
+from _sharded_values import HERE, each, numbers, on_devices
 
 import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
 
-VIEWS = functions(
-    "x",
-    """
+VIEWS = """
     x; x.transpose(0, 2); x.mT; x[0]; x[1:3]; x[::2]; x[..., -1]; x.narrow(2, 1, 2); x[:, None]
     x.flatten(1); x.view(4, 3, 2)[1:, 1]; x.unbind(1)[1]; x.split([1, 2], 2)[1]; x.chunk(2, 1)[0]
     x.diagonal(1, 0, 2); x.transpose(1, 2)[:, 1].unsqueeze(0); x.detach().mT[:, 0]
@@ -20,8 +18,7 @@ VIEWS = functions(
     x.mT.as_strided((3, 2), (6, 1), 1); x[1:].as_strided((2, 2), (6, 1))
     torch.view_as_complex(x.view(4, 3, 2))[1:]
     torch.view_as_complex(x.view(4, 3, 2))[1:].conj()[:, 1:]
-    """,
-)
+"""
 
 
 def push(f):
@@ -76,7 +73,7 @@ def outcome(f, x):
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@each("view", "x", VIEWS)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_writes_to_views_have_torchs_derivatives(transform, view, base):
     f = transform(squared_part(view, base))
@@ -91,7 +88,7 @@ def test_writes_to_views_have_torchs_derivatives(transform, view, base):
             torch.testing.assert_close(mine.cpu(), right, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@each("view", "x", VIEWS)
 def test_views_have_torchs_strides(view):
     here, there = view(HERE.x[:]), view(on_devices().x[:])
     if type(there) is torch.Tensor:
@@ -144,41 +141,35 @@ def test_the_memory_of_a_deleted_tensor_is_unknown():
         part.as_strided((2,), (1,))
 
 
-ORDERED = functions(
-    "x",
-    """
+ORDERED = """
     x.rot90(); x.rot90(-1); x.T.flip(0); x.T.sort(0)[0]; x.T.argsort(0); torch.cat([x.T, x.T])
     x.T.index_fill(0, torch.tensor([1]), 3.0); torch.frexp(x.T)[0]; x.T.roll(1, 0); x.T.softmax(0)
     x.T.index_put((torch.tensor([1]),), torch.tensor(3.0)); x.T.cumsum(0); x.T.clamp(0)
     x.T.gather(0, torch.zeros(6, 4, dtype=torch.int64))
-    """,
-)
+"""
 places = pytest.mark.parametrize("put", [tp.shard_batch, tp.replicate], ids=["cut", "whole"])
 
 
 @places
-@pytest.mark.parametrize("f", ORDERED.values(), ids=ORDERED)
+@each("f", "x", ORDERED)
 def test_results_are_ordered_in_memory_as_those_of_torch(f, put):
     result, expected = f(put(numbers(4, 6))), f(numbers(4, 6))
     assert result.stride() == expected.stride()
     torch.testing.assert_close(result.cpu(), expected)
 
 
-FORMATS = functions(
-    "x, last=torch.channels_last",
-    """
+FORMATS = """
     x.to(memory_format=last); x.to(torch.float64, memory_format=last)
     x.contiguous(memory_format=last); x.clone(memory_format=last)
     torch.zeros_like(x, memory_format=last); torch.full_like(x, 2.0, memory_format=last)
     x.to(memory_format=last).relu(); x.to(memory_format=last).contiguous()
     x[None].to(memory_format=torch.channels_last_3d); F.max_pool2d(x.to(memory_format=last), 2)
     x.to(memory_format=last).permute(0, 2, 3, 1).reshape(-1); x.to(memory_format=last) + x
-    """,
-)
+"""
 
 
 @places
-@pytest.mark.parametrize("f", FORMATS.values(), ids=FORMATS)
+@each("f", "x, last=torch.channels_last", FORMATS)
 def test_channels_last_stays_on_the_devices(f, put):
     value = numbers(4, 3, 4, 6)
     with tp.debug.report_gathers() as gathers:

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as functional
-from _sharded_values import HERE, fetched_bytes, functions, numbers, on_devices, on_mesh
+from _sharded_values import HERE, each, fetched_bytes, functions, numbers, on_devices, on_mesh
 from _spies import asked
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,25 +17,18 @@ import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
 
-BLOCKWISE = functions(
-    "x",
-    """
+BLOCKWISE = """
     x.transpose(0, 2); x.permute(2, 0, 1); x.mT; x[:, 1]; x[..., -1]; x[:, :, 1:]; x[:, :, ::2]
     x.narrow(2, 1, 2); x[:, None]; x[:, :1].squeeze(1); x.flatten(1); x.view(4, 3, 2)
     x.unbind(1)[1]; x.split([1, 2], 2)[1]; x.chunk(2, 1)[0]; x.diagonal(0, 1, 2)
     x.view(torch.float32); x.detach(); x.data; x.expand(4, 2, 3)
     x.transpose(1, 2)[:, 1].unsqueeze(0); x.detach().mT.detach()[:, 0]
-    """,
-)
-ACROSS = functions(
-    "x",
-    """
+"""
+ACROSS = """
     x[1:3]; x[::2]; x.select(0, 2); x.unbind()[3]; x.transpose(0, 1)[0].view(torch.int32)
     x.diagonal(0, 0, 1); x.as_strided((3, 2), (6, 1), 1)
-    """,
-)
-EVERY = BLOCKWISE | ACROSS
-every_view = pytest.mark.parametrize("view", EVERY.values(), ids=EVERY)
+"""
+every_view = each("view", "x", BLOCKWISE + ACROSS)
 
 
 @every_view
@@ -62,7 +55,7 @@ def test_a_write_to_the_tensor_is_a_write_to_its_views(view):
         torch.testing.assert_close(part.cpu(), view(there).cpu())
 
 
-@pytest.mark.parametrize("view", BLOCKWISE.values(), ids=BLOCKWISE)
+@each("view", "x", BLOCKWISE)
 def test_writes_through_blockwise_views_stay_on_the_devices(view, monkeypatch):
     there = on_devices().x
     part = view(there)
@@ -333,21 +326,15 @@ def test_initialisation_and_buffers():
     assert w[1].tolist() == [0] * 6
 
 
-VIEWS = functions(
-    "x",
-    """
+VIEWS = """
     x.transpose(0, 1); x.mT; x.select(0, 1).unsqueeze(0).expand(1, 4, 4); x[:, 1:3]; x[1:3]
     x.unsqueeze(1).squeeze(1); x.detach(); x.diagonal(0, -1, -2).unsqueeze(1)
-    """,
-)
-WRITES = functions(
-    "x",
-    """
-    x.add_(1); x.mul_(-2); x.zero_(); x.copy_(x.flip(0)); x.clamp_(-3, 3); x.__setitem__(0, 5.0)
-    """,
-)
+"""
+WRITES = "x.add_(1); x.mul_(-2); x.zero_(); x.copy_(x.flip(0)); x.clamp_(-3, 3)"
+TAKEN = list(functions("x", VIEWS).values())
+WRITTEN = [*functions("x", WRITES).values(), lambda x: x.__setitem__(0, 5.0)]
 steps = st.tuples(
-    st.booleans(), st.integers(0, 5), st.integers(0, len(VIEWS) - 1), st.integers(0, 5)
+    st.booleans(), st.integers(0, 5), st.integers(0, len(TAKEN) - 1), st.integers(0, 5)
 )
 
 
@@ -362,8 +349,8 @@ def test_random_views_and_writes(program, whole):
         for tensors in (plain, there):
             target = tensors[number]
             if takes_view and target.ndim == 3 and target.shape[0] > 2 and target.shape[1] > 2:
-                tensors.append(list(VIEWS.values())[view](target))
+                tensors.append(TAKEN[view](target))
             else:
-                list(WRITES.values())[write](target)
+                WRITTEN[write](target)
     for tensor, right in zip(there, plain, strict=True):
         torch.testing.assert_close(tensor.cpu(), right)

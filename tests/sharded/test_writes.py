@@ -12,7 +12,7 @@ import re
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from _sharded_values import functions, numbers
+from _sharded_values import each, functions, numbers
 from _support import DEVICE, EAGER, TEST_ALL
 from _writing_operators import copied, mapped, run, sample, writing_operators
 
@@ -126,17 +126,14 @@ def test_what_an_operator_writes_is_written(func):
 # Operators that write to several tensors ---------------------------------------------------------
 
 
-LISTS = functions(
-    "x",
-    """
+LISTS = """
     ([x, x], 1.0); ([x, x.detach()], 1.0); ([x[:, 0], x[:, 1]], 1.0); ([x[1:3], x[3:]], 1.0)
     ([x, x.T], 1.0); ([x, y := x * 2], [y, x])
-    """,
-)
+"""
 
 
 @pytest.mark.parametrize("put", [cut, tp.replicate])
-@pytest.mark.parametrize("pick", LISTS.values(), ids=LISTS)
+@each("pick", "x", LISTS)
 def test_lists_of_tensors_that_share_a_value(put, pick):
     here, there = numbers(4, 4), put(numbers(4, 4))
     (written, other), (plain, plain_other) = pick(there), pick(here)
@@ -364,7 +361,7 @@ TAKE = """
 """
 
 
-@pytest.mark.parametrize("take", functions("x", TAKE).values(), ids=functions("x", TAKE))
+@each("take", "x", TAKE)
 def test_memory_is_refused(take):
     with pytest.raises(RuntimeError, match=r"no memory in this process|access data pointer"):
         take(tp.replicate(torch.ones(3)))
