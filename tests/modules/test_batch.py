@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -15,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("pool")
 sizes = pytest.mark.parametrize("pool", [1, 2, 4], indirect=True)
 
 
-@sizes
 @pytest.mark.parametrize("length", [1, 3, 8])
+@sizes
 def test_rows_are_cut_where_they_divide(pool, length):
     batch = {"x": torch.randn(length, 3), "y": np.arange(length), "none": None}
     result = tp.shard_batch(batch)
@@ -29,13 +31,12 @@ def test_rows_are_cut_where_they_divide(pool, length):
 
 
 def test_some_devices():
-    assert tp.shard_batch(torch.arange(4), devices=tp.devices()[2:]).devices() == set(
-        tp.devices()[2:]
-    )
+    some = tp.devices()[2:]
+    assert tp.shard_batch(torch.arange(4), devices=some).devices() == set(some)
 
 
-@sizes
 @pytest.mark.parametrize("length", [1, 3, 8])
+@sizes
 def test_stacked(pool, length):
     x = torch.arange(length * 2).reshape(length, 2)
     rows, mask = tp.shard_batch({"x": x}, stacked=True)
@@ -48,14 +49,12 @@ def test_stacked(pool, length):
     assert [len(shard.data) for shard in mask.addressable_shards] == [1] * pool
 
 
-@sizes
 @pytest.mark.parametrize("length", [5, 8])
+@sizes
 def test_a_step_is_that_of_one_device_for_any_length(pool, length):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 4))
-    module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 4))
-    module.load_state_dict(plain.state_dict())
-    tp.replicate(module)
+    module = tp.replicate(copy.deepcopy(plain))
     x, y = torch.randn(length, 3), torch.arange(length) % 4
     losses = []
     for net, batch in ((plain, (x, y)), (module, tp.shard_batch((x, y)))):
@@ -78,38 +77,25 @@ def test_in_one_process_batches_are_plain():
 
 
 ERRORS = [
-    (
-        {"x": torch.ones(4), "y": torch.ones(4, 2), "z": torch.ones(3)},
-        ValueError,
-        "shard_batch: all leaves of a batch must have the same number of rows (dim 0), but "
-        "batch['x'] has 4 and batch['z'] has 3.",
-    ),
-    (
-        [torch.ones(4), torch.tensor(1.0)],
-        ValueError,
-        "shard_batch: batch[1] is a number (no dims), so it has no rows to cut. Use "
-        "torchpmap.replicate for a value that all devices need.",
-    ),
-    (
-        [torch.ones(4), ["a", "b"]],
-        TypeError,
-        "shard_batch: batch[1][0] has type str, but a batch consists of tensors and arrays with "
-        "one row per example. Leave it out of what is passed.",
-    ),
-    (
-        [torch.ones(0, 2)],
-        ValueError,
-        "shard_batch: the batch has no rows. Leave out empty batches.",
-    ),
-    ([], ValueError, "shard_batch: the batch has no rows. Leave out empty batches."),
-]
+    ({"x": torch.ones(4), "y": torch.ones(4, 2), "z": torch.ones(3)}, ValueError,
+     "all leaves of a batch must have the same number of rows (dim 0), but batch['x'] has 4 and "
+     "batch['z'] has 3."),
+    ([torch.ones(4), torch.tensor(1.0)], ValueError,
+     "batch[1] is a number (no dims), so it has no rows to cut. Use torchpmap.replicate for a "
+     "value that all devices need."),
+    ([torch.ones(4), ["a", "b"]], TypeError,
+     "batch[1][0] has type str, but a batch consists of tensors and arrays with one row per "
+     "example. Leave it out of what is passed."),
+    ([torch.ones(0, 2)], ValueError, "the batch has no rows. Leave out empty batches."),
+    ([], ValueError, "the batch has no rows. Leave out empty batches."),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("batch", "kind", "message"), ERRORS)
 def test_errors(batch, kind, message):
     with pytest.raises(kind) as raised:
         tp.shard_batch(batch)
-    assert str(raised.value) == message
+    assert str(raised.value) == f"shard_batch: {message}"
 
 
 def test_it_is_not_for_mapped_functions():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import re
 
@@ -125,18 +124,7 @@ def test_state_dicts_load_both_ways():
         module[0].load_state_dict(nn.Linear(2, 2).state_dict())
 
 
-def test_a_saved_state_dict_is_of_plain_tensors():
-    module, file = tp.replicate(make()), io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    assert {type(x) for x in loaded.values()} == {torch.Tensor}
-    plain = make()
-    plain.load_state_dict(loaded)
-    equal(plain, module)
-
-
-def step(module, optimizer, x):
+def clipped_step(module, optimizer, x):
     loss = F.mse_loss(module(x), x[:, :3].sin())
     optimizer.zero_grad()
     loss.backward()
@@ -145,41 +133,14 @@ def step(module, optimizer, x):
     return loss.item(), norm.item()
 
 
-OPTIMIZERS = [
-    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    lambda p: torch.optim.AdamW(p, lr=0.01),
-    lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True),
-]
+def closed_step(module, optimizer, x):
+    def loss():
+        optimizer.zero_grad()
+        value = F.mse_loss(module(x), x[:, :3].sin())
+        value.backward()
+        return value
 
-
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
-def test_training_and_resuming_are_those_of_one_device(make_optimizer):
-    module, plain = tp.replicate(make()), make()
-    mine, theirs = make_optimizer(module.parameters()), make_optimizer(plain.parameters())
-    for _ in range(3):
-        result = step(module, mine, tp.shard_batch(X))
-        assert result == pytest.approx(step(plain, theirs, X), rel=1e-4)
-    resumed = tp.replicate(make())
-    resumed.load_state_dict(plain.state_dict())
-    optimizer = make_optimizer(resumed.parameters())
-    optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))  # torch shares the steps
-    assert tp.replicate(optimizer) is optimizer
-    with tp.debug.report_gathers() as gathers:
-        result = step(resumed, optimizer, tp.shard_batch(X))
-    assert gathers == []
-    assert result == pytest.approx(step(plain, theirs, X), rel=1e-4)
-    equal(resumed, plain, rtol=1e-3, atol=1e-4)
-
-
-EVERY_OPTIMIZER = [
-    *(
-        getattr(torch.optim, x)
-        for x in ("Adafactor", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax")
-    ),
-    *(getattr(torch.optim, x) for x in ("ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")),
-    lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4),
-    lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9),
-]
+    return optimizer.step(loss).item()
 
 
 class Scaled(nn.Module):
@@ -194,14 +155,18 @@ class Scaled(nn.Module):
         return self.linear(x) * self.scale
 
 
-def closed_step(module, optimizer, x):
-    def loss():
-        optimizer.zero_grad()
-        value = F.mse_loss(module(x), x[:, :3].sin())
-        value.backward()
-        return value
-
-    optimizer.step(loss)
+NAMES = (
+    *("Adafactor", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
+    *("ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+)
+TRAININGS = [
+    (make, clipped_step, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    (make, clipped_step, lambda p: torch.optim.AdamW(p, lr=0.01)),
+    (make, clipped_step, lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True)),
+    *((Scaled, closed_step, getattr(torch.optim, name)) for name in NAMES),
+    (Scaled, closed_step, lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4)),
+    (Scaled, closed_step, lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9)),
+]
 
 
 def kinds_of_state(optimizer):
@@ -212,35 +177,41 @@ def kinds_of_state(optimizer):
     ]
 
 
-@pytest.mark.parametrize("make_optimizer", EVERY_OPTIMIZER)
-def test_a_resumed_state_is_where_a_new_one_is(make_optimizer):
-    plain, lasting, resumed = Scaled(), tp.replicate(Scaled()), tp.replicate(Scaled())
+def resume(module, plain, make_optimizer, optimizer):
+    """Go on with what a plain module and its optimizer are now."""
+    module.load_state_dict(plain.state_dict())
+    mine = make_optimizer(module.parameters())
+    mine.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares the steps
+    return mine
+
+
+@pytest.mark.parametrize(("make_module", "step", "make_optimizer"), TRAININGS)
+def test_training_and_resuming_are_those_of_one_device(make_module, step, make_optimizer):
+    """... and a resumed state is where a new one is."""
+    plain, lasting = make_module(), tp.replicate(make_module())
     theirs, mine = make_optimizer(plain.parameters()), make_optimizer(lasting.parameters())
-    for _ in range(2):
-        closed_step(plain, theirs, X)
-        closed_step(lasting, mine, tp.shard_batch(X))
-    resumed.load_state_dict(plain.state_dict())
-    optimizer = make_optimizer(resumed.parameters())
-    optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    tp.replicate(optimizer)
+    for _ in range(3):
+        result = step(lasting, mine, tp.shard_batch(X))
+        assert result == pytest.approx(step(plain, theirs, X), rel=1e-4)
+    resumed = tp.replicate(make_module())
+    optimizer = resume(resumed, plain, make_optimizer, theirs)
+    assert tp.replicate(optimizer) is optimizer
     assert kinds_of_state(optimizer) == kinds_of_state(mine)
     with tp.debug.report_gathers() as gathers:
-        closed_step(resumed, optimizer, tp.shard_batch(X))
-    closed_step(plain, theirs, X)
+        result = step(resumed, optimizer, tp.shard_batch(X))
     assert gathers == []
+    assert result == pytest.approx(step(plain, theirs, X), rel=1e-4)
     equal(resumed, plain, rtol=1e-3, atol=1e-4)
 
 
 def test_a_state_that_stays_on_the_host_gives_the_same_numbers():
     plain, module = make(), tp.replicate(make())
     theirs = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    step(plain, theirs, X)
-    module.load_state_dict(plain.state_dict())
-    mine = torch.optim.AdamW(module.parameters(), lr=0.01)
-    mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    clipped_step(plain, theirs, X)
+    mine = resume(module, plain, lambda p: torch.optim.AdamW(p, lr=0.01), theirs)
     for _ in range(2):
-        result = step(module, mine, tp.shard_batch(X))
-        assert result == pytest.approx(step(plain, theirs, X), rel=1e-4)
+        result = clipped_step(module, mine, tp.shard_batch(X))
+        assert result == pytest.approx(clipped_step(plain, theirs, X), rel=1e-4)
 
 
 def test_evaluation_and_copies():
@@ -250,14 +221,6 @@ def test_evaluation_and_copies():
     x = tp.shard_batch(X)
     torch.testing.assert_close(twin(x).cpu(), make().eval()(X))
     assert not twin.training
-
-
-def test_dropout_draws_what_one_device_draws():
-    module = tp.replicate(nn.Dropout(0.5))
-    torch.manual_seed(3)
-    result = module(tp.shard_batch(X))
-    torch.manual_seed(3)
-    assert torch.equal(result.cpu(), nn.Dropout(0.5)(X))
 
 
 def test_an_optimizer_of_the_old_parameters_is_an_error():
@@ -280,12 +243,6 @@ def test_a_lazy_module_is_an_error():
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         tp.replicate(nn.Sequential(nn.LazyLinear(3)))
-
-
-def test_trees_are_replicated_as_before():
-    tree = tp.replicate({"w": torch.ones(2), "n": 3})
-    assert tree["w"].is_fully_replicated
-    assert tree["n"].item() == 3
 
 
 def test_a_training_step_leaves_no_tensor_to_the_garbage_collector():
@@ -326,22 +283,16 @@ def test_hooks_and_attributes_stay():
     assert module.bias.no_decay
 
 
-def test_weights_that_two_modules_share_stay_shared():
-    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
-    other.weight = one.weight
+def test_weights_that_two_modules_share_stay_shared_in_one_pool():
+    one, other, last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    other.weight = last.weight = one.weight
+    expected = one.weight.tolist()
     tp.replicate(one)
     tp.replicate(other)
     assert other.weight is one.weight
     assert other.bias is not one.bias
-
-
-def test_a_value_of_a_pool_that_is_closed_is_not_taken_again():
-    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
-    other.weight = one.weight
-    expected = one.weight.tolist()
-    tp.replicate(one)
     tp.shutdown()
-    assert tp.replicate(other).weight.tolist() == expected
+    assert tp.replicate(last).weight.tolist() == expected
 
 
 def test_an_optimizer_of_parameters_that_were_replaced_raises():

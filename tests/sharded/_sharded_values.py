@@ -1,17 +1,42 @@
-"""Tensors in all layouts that operations on blocks take, and where results are."""
+"""Tensors in all layouts that operations on blocks take, where results are, tables of functions."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from _support import EAGER
+from torch import nn
 
 import torchpmap as tp
 
 WHOLE, HOST = "whole", "host"
+
+
+def functions(arguments, text):
+    """Functions of the arguments by the expressions in a text: ``;`` is between those of a line."""
+    lines = [line for line in text.splitlines() if not line.strip().startswith("#")]
+    expressions = [part.strip() for line in lines for part in line.split(";") if part.strip()]
+    assert len(expressions) == len(set(expressions))
+    names = {"torch": torch, "nn": nn, "F": F, "np": np, "tp": tp, "EAGER": EAGER}
+    names |= {"numbers": numbers, "HERE": HERE}
+    return {each: eval(f"lambda {arguments}: {each}", names) for each in expressions}
+
+
+def each(name, arguments, text):
+    """A parameter that is each of the functions in turn."""
+    table = functions(arguments, text)
+    return pytest.mark.parametrize(name, table.values(), ids=table)
+
+
+def on_mesh(value, spec, shape=(4,), names=("i",)):
+    """A value on the devices, laid out by a mesh of them."""
+    mesh = tp.make_mesh(shape, names, devices=tp.devices())
+    return tp.device_put(value, tp.NamedSharding(mesh, tp.P(*spec)))
 
 
 def numbers(*shape):
@@ -20,67 +45,46 @@ def numbers(*shape):
     return ((torch.arange(count) * 7 + 3) % 11 - 5).to(torch.float32).reshape(shape)
 
 
-@dataclass
-class Values:
-    """Tensors in all layouts that take part."""
+VALUES = {
+    "x": (numbers(4, 2, 3), 0),
+    "y": (numbers(4, 2, 3).flip(0) + 0.5, 0),
+    "rows": (numbers(8, 6), 0),  # two on each device
+    "columns": (numbers(2, 4, 3), 1),
+    "last": (numbers(3, 4), 1),
+    "flat": (numbers(4), 0),
+    "mask": (numbers(4, 2, 3) > 0, 0),
+    "ints": (numbers(4, 2, 3).long(), 0),
+    "bytes": ((numbers(4, 3) + 5).to(torch.uint8), 0),
+    "half": (numbers(4, 3).bfloat16(), 0),
+    "z": (torch.complex(numbers(4, 2), numbers(4, 2) + 1), 0),
+    "w": (numbers(3, 5), WHOLE),
+    "same": (numbers(4, 2, 3) * 2, WHOLE),
+    "bias": (numbers(3), WHOLE),
+    "number": (torch.tensor(2.5), WHOLE),
+    "host": (numbers(4, 2, 3) + 1, HOST),
+    "host_bias": (numbers(3) + 1, HOST),
+}
+"""Tensors, and the dim along which each is cut."""
 
-    x: torch.Tensor  # [4, 2, 3], cut along dim 0
-    y: torch.Tensor  # [4, 2, 3], cut along dim 0
-    rows: torch.Tensor  # [8, 6], cut along dim 0, two rows on each device
-    columns: torch.Tensor  # [2, 4, 3], cut along dim 1
-    last: torch.Tensor  # [3, 4], cut along dim 1
-    flat: torch.Tensor  # [4], cut
-    mask: torch.Tensor  # bool [4, 2, 3], cut along dim 0
-    ints: torch.Tensor  # int64 [4, 2, 3], cut along dim 0
-    bytes: torch.Tensor  # uint8 [4, 3], cut along dim 0
-    half: torch.Tensor  # bfloat16 [4, 3], cut along dim 0
-    z: torch.Tensor  # complex64 [4, 2], cut along dim 0
-    w: torch.Tensor  # [3, 5], whole on every device
-    same: torch.Tensor  # [4, 2, 3], whole on every device
-    bias: torch.Tensor  # [3], whole on every device
-    number: torch.Tensor  # [], whole on every device
-    host: torch.Tensor  # [4, 2, 3], on the host
-    host_bias: torch.Tensor  # [3], on the host
+
+OF_VALUES = ", ".join(VALUES)
+"""Arguments of functions that are called with all values by name."""
 
 
-HERE = Values(
-    x=numbers(4, 2, 3),
-    y=numbers(4, 2, 3).flip(0) + 0.5,
-    rows=numbers(8, 6),
-    columns=numbers(2, 4, 3),
-    last=numbers(3, 4),
-    flat=numbers(4),
-    mask=numbers(4, 2, 3) > 0,
-    ints=numbers(4, 2, 3).long(),
-    bytes=(numbers(4, 3) + 5).to(torch.uint8),
-    half=numbers(4, 3).bfloat16(),
-    z=torch.complex(numbers(4, 2), numbers(4, 2) + 1),
-    w=numbers(3, 5),
-    same=numbers(4, 2, 3) * 2,
-    bias=numbers(3),
-    number=torch.tensor(2.5),
-    host=numbers(4, 2, 3) + 1,
-    host_bias=numbers(3) + 1,
-)
+def here():
+    """The values in this process."""
+    return SimpleNamespace(**{name: value.clone() for name, (value, _) in VALUES.items()})
 
-DIMS = {"columns": 1, "last": 1, "w": None, "same": None, "bias": None, "number": None}
+
+HERE = here()
 
 
 def on_devices():
     """The values where they belong."""
-    put = {}
-    for field in fields(Values):
-        value = getattr(HERE, field.name)
-        dim = DIMS.get(field.name, 0)
-        if field.name.startswith("host"):
-            put[field.name] = value.clone()
-        elif dim is None:
-            put[field.name] = tp.replicate(value)
-        else:
-            spec = tp.P(*[None] * dim, "i")
-            sharding = tp.NamedSharding(tp.make_mesh((4,), ("i",), devices=tp.devices()), spec)
-            put[field.name] = tp.device_put(value, sharding)
-    return Values(**put)
+    specs = {0: ("i",), 1: (None, "i")}
+    puts = {WHOLE: tp.replicate, HOST: torch.clone}
+    puts |= {dim: lambda x, spec=spec: on_mesh(x, spec) for dim, spec in specs.items()}
+    return SimpleNamespace(**{name: puts[dim](value) for name, (value, dim) in VALUES.items()})
 
 
 def where(result):
@@ -106,9 +110,6 @@ LAYOUTS = {
     "replicated": lambda: tp.replicate(ROWS),
     "reversed": lambda: tp.device_put(ROWS, tp.devices()[::-1]),
     "on one": lambda: tp.device_put(ROWS, tp.devices()[2]),
-    "2x2": lambda: tp.device_put(
-        ROWS,
-        tp.NamedSharding(tp.make_mesh((2, 2), ("x", "y"), devices=tp.devices()), tp.P("x", "y")),
-    ),
+    "2x2": lambda: on_mesh(ROWS, ("x", "y"), (2, 2), ("x", "y")),
 }
 any_layout = pytest.mark.parametrize("put", LAYOUTS.values(), ids=LAYOUTS)

@@ -40,8 +40,19 @@ def grid() -> tp.Mesh:
     return tp.make_mesh((2, 2), ("x", "y"))
 
 
-def put(spec: tp.P, mesh: tp.Mesh | None = None) -> Any:
-    return tp.device_put(X, tp.NamedSharding(mesh or grid(), spec))
+def line() -> tp.Mesh:
+    return tp.make_mesh((4,), ("i",))
+
+
+def put(spec: tp.P, mesh: tp.Mesh | None = None, value: Any = X) -> Any:
+    return tp.device_put(value, tp.NamedSharding(mesh or grid(), spec))
+
+
+def mapped(
+    function: Any, in_specs: Any, out_specs: Any, mesh: Any = None, mode: Any = GRAPH
+) -> Any:
+    where = {"mesh": mesh or grid(), "in_specs": in_specs, "out_specs": out_specs}
+    return tp.shard_map(function, **where, compile=mode)
 
 
 def whole(x: Any) -> Any:
@@ -70,12 +81,8 @@ def a_mesh_of_permuted_ranks():
     mesh = tp.make_mesh((4,), ("i",), devices=devices)
     there = mesh.to_device_mesh()
     back = tp.Mesh.from_device_mesh(there)
-    function = tp.shard_map(
-        lambda x: tp.ppermute(x, "i", [(0, 3)]) + 3 * (tp.axis_index("i") < 3),
-        mesh=back,
-        in_specs=P("i"),
-        out_specs=P("i"),
-        compile=GRAPH,
+    function = mapped(
+        lambda x: tp.ppermute(x, "i", [(0, 3)]) + 3 * (tp.axis_index("i") < 3), P("i"), P("i"), back
     )
     return [back == mesh, host_of(function(torch.full((4,), 3.0))), there.mesh.tolist()]
 
@@ -89,8 +96,7 @@ def meshes_of_torch():
     theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     nameless = init_device_mesh("cpu", (2, 2))
     named, plain = map(tp.Mesh.from_device_mesh, (theirs, nameless))
-    line = tp.Mesh.from_device_mesh(theirs["b"])
-    mine = [d.id for d in line.devices.flat]
+    mine = [d.id for d in tp.Mesh.from_device_mesh(theirs["b"]).devices.flat]
     return [named.axis_names, plain.axis_names, mine == [[0, 1], [2, 3]][tp.process_index() // 2]]
 
 
@@ -131,8 +137,7 @@ def dtensors_of_whole_values_meet_others():
     names = [tp.to_dtensor(whole).device_mesh.mesh_dim_names]
     with tp.set_mesh(grid()):
         found.append((blocks @ tp.to_dtensor(whole)).full_tensor())
-        line = tp.NamedSharding(tp.make_mesh((4,), ("i",)), P())
-        names.append(tp.to_dtensor(tp.device_put(X, line)).device_mesh.mesh_dim_names)
+        names.append(tp.to_dtensor(put(P(), line())).device_mesh.mesh_dim_names)
     with tp.set_mesh(tp.make_mesh((2,), ("i",))):  # of other devices
         names.append(tp.to_dtensor(put(P("x"))).device_mesh.mesh_dim_names)
     return found + names
@@ -140,7 +145,7 @@ def dtensors_of_whole_values_meet_others():
 
 @expect(Raised("ValueError", "which is not on the mesh that was given: Mesh('i': 4) on"))
 def a_dtensor_of_blocks_on_another_mesh():
-    tp.to_dtensor(put(P("x")), tp.make_mesh((4,), ("i",)))
+    tp.to_dtensor(put(P("x")), line())
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -150,11 +155,9 @@ def a_dtensor_of_blocks_on_another_mesh():
 def checkpoints_of_blocks():
     path = Path(sys.argv[1]) / "checkpoint"
     tp.checkpoint.save(path, {"x": put(P("x", "y"))})
-    line = tp.make_mesh((4,), ("i",))
     found = []
-    for mesh, spec in ((grid(), P("x", "y")), (grid(), P(("y", "x"))), (line, P(None, "i"))):
-        like = tp.device_put(torch.zeros_like(X), tp.NamedSharding(mesh, spec))
-        loaded = tp.checkpoint.load(path, {"x": like})["x"]
+    for mesh, spec in ((grid(), P("x", "y")), (grid(), P(("y", "x"))), (line(), P(None, "i"))):
+        loaded = tp.checkpoint.load(path, {"x": put(spec, mesh, torch.zeros_like(X))})["x"]
         found.append(is_laid_out(loaded, spec, mesh))
     return [*found, torch.equal(tp.checkpoint.load(path)["x"], X)]
 
@@ -204,39 +207,29 @@ def every_layout_to_every_other():
         f"{before} to {after}"
         for before in ALL
         for after in ALL
-        if not is_laid_out(
-            tp.device_put(put(before), tp.NamedSharding(grid(), after)), after, grid()
-        )
+        if not is_laid_out(put(after, value=put(before)), after, grid())
     ]
 
 
 @expect([True, True, True])
 def to_another_mesh():
-    line = tp.make_mesh((4,), ("i",))
     turned = tp.make_mesh((2, 2), ("x", "y"), devices=[tp.devices()[k] for k in (2, 0, 3, 1)])
     return [
-        is_laid_out(tp.device_put(put(P("y")), tp.NamedSharding(mesh, spec)), spec, mesh)
-        for mesh, spec in ((line, P(None, "i")), (turned, P("x", "y")), (turned, P("y")))
+        is_laid_out(put(spec, mesh, put(P("y"))), spec, mesh)
+        for mesh, spec in ((line(), P(None, "i")), (turned, P("x", "y")), (turned, P("y")))
     ]
 
 
 @expect(Raised("RuntimeError", "the devices must be the same, and one mesh a refinement"))
 def to_other_devices():
-    pair = tp.make_mesh((2,), ("i",))
-    tp.device_put(put(P("x")), tp.NamedSharding(pair, P("i")))
+    put(P("i"), tp.make_mesh((2,), ("i",)), put(P("x")))
 
 
 @expect([X * 2, [("move", 256)], []] * 2)
 def an_argument_in_another_layout():
     found: list[Any] = []
     for setting in (GRAPH, False):
-        double = tp.shard_map(
-            lambda x: x * 2,
-            mesh=grid(),
-            in_specs=P("x", "y"),
-            out_specs=P("x", "y"),
-            compile=setting,
-        )
+        double = mapped(lambda x: x * 2, P("x", "y"), P("x", "y"), mode=setting)
         for spec in (P(None, "x"), P("x", "y")):
             with tp.debug.report_gathers() as gathers:
                 result = double(put(spec))
@@ -256,10 +249,7 @@ def blocks_as_rows_of_a_pmap():
 @expect([X + 1, X + 1])
 def a_gradient_of_a_moved_argument():
     x = put(P(None, "x")).requires_grad_()
-    half = tp.shard_map(
-        lambda x: (x * x / 2 + x), mesh=grid(), in_specs=P("x", "y"), out_specs=P("x", "y"),
-        compile=GRAPH,
-    )  # fmt: skip
+    half = mapped(lambda x: x * x / 2 + x, P("x", "y"), P("x", "y"))
     half(x).sum().backward()
     gradient = tp.grad(lambda x: half(x).sum())(put(P("y")))
     return [whole(x.grad), whole(gradient)]
@@ -268,18 +258,15 @@ def a_gradient_of_a_moved_argument():
 @expect([(X * 3).bool(), X.bfloat16(), torch.complex(X, X)])
 def moves_of_other_dtypes():
     return [
-        whole(tp.device_put(tp.device_put(value, here), there))
+        whole(put(P("y", "x"), value=put(P("x", "y"), value=value)))
         for value in ((X * 3).bool(), X.bfloat16(), torch.complex(X, X))
-        for here, there in [
-            (tp.NamedSharding(grid(), P("x", "y")), tp.NamedSharding(grid(), P("y", "x")))
-        ]
     ]
 
 
 @expect(2 * X)
 def a_gradient_through_a_move():
     x = put(P("x", "y")).requires_grad_()
-    y = tp.device_put(x * 1, tp.NamedSharding(grid(), P(None, "x")))
+    y = put(P(None, "x"), value=x * 1)
     (y**2).sum().backward()
     assert x.grad is not None
     assert x.grad.sharding.spec == P("x", "y")
@@ -291,14 +278,11 @@ def a_gradient_through_a_move():
 LAYERS: list[Callable[[], nn.Module]] = [
     lambda: nn.MultiheadAttention(4, 2, batch_first=True),
     lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
-    lambda: nn.GRU(4, 3, batch_first=True),
-    lambda: nn.LSTM(4, 3, batch_first=True),
+    *(lambda: nn.GRU(4, 3, batch_first=True), lambda: nn.LSTM(4, 3, batch_first=True)),
     lambda: nn.PReLU(2),
 ]
 CELLS: list[Callable[[], nn.Module]] = [
-    lambda: nn.GRUCell(8, 3),
-    lambda: nn.LSTMCell(8, 3),
-    lambda: nn.RNNCell(8, 3),
+    *(lambda: nn.GRUCell(8, 3), lambda: nn.LSTMCell(8, 3), lambda: nn.RNNCell(8, 3)),
 ]
 
 
@@ -325,15 +309,14 @@ def layers_train():
 
 @expect([Raised("ValueError", "aten.normal_.default draws must be the same in all processes"), 0.0])
 def numbers_drawn_for_copies_of_a_block_are_equal():
-    x = tp.device_put(torch.zeros(4), tp.NamedSharding(grid(), P("x")))
+    x = put(P("x"), value=torch.zeros(4))
     torch.manual_seed(tp.process_index())
     try:
         drawn: Any = x.normal_()
     except ValueError as error:
         drawn = Raised("ValueError", str(error))
     torch.manual_seed(0)
-    twins = tp.device_put(torch.zeros(4), tp.NamedSharding(grid(), P("x"))).normal_()
-    whole(twins)  # which looks at the block of this process
+    whole(put(P("x"), value=torch.zeros(4)).normal_())  # which looks at the block of this process
     return [drawn, float(x.sum())]
 
 
@@ -350,13 +333,7 @@ def operations_of_one_process_drop_none_of_all():
 
 
 def cubes() -> Any:
-    return tp.shard_map(
-        lambda x: tp.psum(x**3, "x"),
-        mesh=grid(),
-        in_specs=P("x", "y"),
-        out_specs=P(None, "y"),
-        compile=GRAPH,
-    )
+    return mapped(lambda x: tp.psum(x**3, "x"), P("x", "y"), P(None, "y"))
 
 
 @expect([3 * X**2, 3 * X**2, X - 0.5, True])
@@ -364,10 +341,7 @@ def gradients_of_host_tensors_are_whole_in_every_process():
     x, parameter = X.clone().requires_grad_(), X.clone().requires_grad_()
     cubes()(x).sum().backward()
     gradient = tp.grad(lambda x: cubes()(x).sum())(X)
-    linear = tp.shard_map(
-        lambda x: x * 0.5, mesh=grid(), in_specs=P(("y", "x")), out_specs=P(("y", "x")),
-        compile=GRAPH,
-    )  # fmt: skip
+    linear = mapped(lambda x: x * 0.5, P(("y", "x")), P(("y", "x")))
     linear(parameter).sum().backward()
     torch.optim.SGD([parameter], lr=1.0).step()
     return [x.grad, gradient, parameter.detach(), type(x.grad) is torch.Tensor]
@@ -378,9 +352,7 @@ def derivatives_of_second_order():
     """Forward over reverse: torch asks for meta copies where a tangent is zero."""
     tangent = torch.full_like(X, 2.0)
     _, along = torch.func.jvp(tp.grad(lambda x: (cubes()(x) * 1.0).sum()), (X,), (tangent,))
-    function = tp.shard_map(
-        lambda x: x, mesh=grid(), in_specs=P("x", "y"), out_specs=P("x", "y"), compile=GRAPH
-    )
+    function = mapped(lambda x: x, P("x", "y"), P("x", "y"))
     hessian = torch.func.hessian(lambda x: 2 * function(x).square().sum())(X[:2, :2])
     assert type(along) is type(hessian) is torch.Tensor  # as a gradient of a host tensor is
     return [along, hessian]

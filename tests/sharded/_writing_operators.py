@@ -25,49 +25,24 @@ _ELSEWHERE = re.compile(
 """Of other back ends, or tested elsewhere, or without an operand that could be on the devices."""
 
 _DIMS = {
-    "batch1": (4, 4, 4),
-    "batch2": (4, 4, 4),
+    **dict.fromkeys(("batch1", "batch2"), (4, 4, 4)),
     "mask": (4, 4),
-    "vec": (4,),
+    **dict.fromkeys(("vec", "vec1", "vec2", "weight", "bias", "running_mean", "running_var"), (4,)),
     "values": (3,),
-    "vec1": (4,),
-    "vec2": (4,),
-    "weight": (4,),
-    "bias": (4,),
-    "running_mean": (4,),
-    "running_var": (4,),
-    "found_inf": (),
-    "inv_scale": (),
-    "growth_tracker": (),
-    "current_scale": (),
-    "state_steps": (),
-    "observer_on": (1,),
-    "fake_quant_on": (1,),
-    "running_min": (1,),
-    "running_max": (1,),
-    "scale": (1,),
-    "zero_point": (1,),
+    **dict.fromkeys(("observer_on", "fake_quant_on", "running_min", "running_max"), (1,)),
+    **dict.fromkeys(("scale", "zero_point"), (1,)),
+    **dict.fromkeys(("found_inf", "inv_scale", "growth_tracker"), ()),
+    **dict.fromkeys(("current_scale", "state_steps"), ()),
 }
 _DTYPES = {
-    "index": torch.int64,
-    "indices": torch.int64,
+    **dict.fromkeys(("index", "indices", "observer_on", "fake_quant_on"), torch.int64),
     "mask": torch.bool,
-    "observer_on": torch.int64,
-    "fake_quant_on": torch.int64,
-    "zero_point": torch.int32,
-    "growth_tracker": torch.int32,
+    **dict.fromkeys(("zero_point", "growth_tracker"), torch.int32),
 }
 _NUMBERS = {"int": 1, "SymInt": 1, "number": 2, "float": 0.5, "bool": True, "str": "linear"}
 _BY_NAME = {
-    "dim": 0,
-    "axis": 0,
-    "ch_axis": 0,
-    "start_dim": 0,
-    "from": 0,
-    "sorted": False,
-    "min": 0.3,
-    "max": 0.6,
-    "rounding_mode": "floor",
+    **dict.fromkeys(("dim", "axis", "ch_axis", "start_dim", "from"), 0),
+    **{"sorted": False, "min": 0.3, "max": 0.6, "rounding_mode": "floor"},
 }
 """Numbers and words by the argument's name; an optional one gets its, too."""
 

@@ -42,60 +42,49 @@ def test_rows_on_a_list_of_devices():
     assert placed(x) == {3 - k: [X[k].tolist()] for k in range(4)}
     assert x.tolist() == X.tolist()
     assert placed(tp.device_put(X[:2], tuple(devices[:2]))) == {3: [[0.0, 1.0]], 2: [[2.0, 3.0]]}
+    assert tp.device_put(torch.empty(4, 0), tp.devices()).tolist() == [[]] * 4
+    assert tp.replicate(torch.empty(0)).tolist() == []
+
+
+LINE, PAIR, GRID = ((4,), ("x",)), ((2,), ("x",)), ((2, 2), ("x", "y"))
 
 
 @pytest.mark.parametrize(
-    ("shape", "names", "spec", "pieces"),
+    ("mesh", "spec", "pieces"),
     [
-        ((4,), ("x",), P("x"), {k: X[k : k + 1] for k in range(4)}),
-        ((2,), ("x",), P("x"), {k: X[2 * k : 2 * k + 2] for k in range(2)}),
-        ((2,), ("x",), P(None, "x"), {k: X[:, k : k + 1] for k in range(2)}),
-        ((4,), ("x",), P(), dict.fromkeys(range(4), X)),
-        ((2, 2), ("x", "y"), P("x"), {k: X[k // 2 * 2 :][:2] for k in range(4)}),
-        (
-            (2, 2),
-            ("x", "y"),
-            P("x", "y"),
-            {k: X[k // 2 * 2 :][:2, k % 2 :][:, :1] for k in range(4)},
-        ),
-        ((2, 2), ("x", "y"), P(("x", "y")), {k: X[k : k + 1] for k in range(4)}),
-        ((2, 2), ("x", "y"), P(("y", "x")), {0: X[:1], 1: X[2:3], 2: X[1:2], 3: X[3:]}),
+        (LINE, P("x"), {k: X[k : k + 1] for k in range(4)}),
+        (PAIR, P("x"), {k: X[2 * k : 2 * k + 2] for k in range(2)}),
+        (PAIR, P(None, "x"), {k: X[:, k : k + 1] for k in range(2)}),
+        (LINE, P(), dict.fromkeys(range(4), X)),
+        (GRID, P("x"), {k: X[k // 2 * 2 :][:2] for k in range(4)}),
+        (GRID, P("x", "y"), {k: X[k // 2 * 2 :][:2, k % 2 :][:, :1] for k in range(4)}),
+        (GRID, P(("x", "y")), {k: X[k : k + 1] for k in range(4)}),
+        (GRID, P(("y", "x")), {0: X[:1], 1: X[2:3], 2: X[1:2], 3: X[3:]}),
     ],
 )
-def test_named_shardings(shape, names, spec, pieces):
-    sharding = NamedSharding(make_mesh(shape, names, devices=tp.devices()), spec)
-    x = tp.device_put(X, sharding)
+def test_named_shardings(mesh, spec, pieces):
+    x = tp.device_put(X, NamedSharding(make_mesh(*mesh, devices=tp.devices()), spec))
     assert placed(x) == {k: piece.tolist() for k, piece in pieces.items()}
     assert x.tolist() == X.tolist()
     assert x.is_fully_replicated == (spec == P())
     assert [tuple(row.tolist()) for row in x] == [tuple(row) for row in X.tolist()]
     assert [x[k].tolist() for k in range(-4, 4)] == X.tolist() * 2
-    f = tp.pmap(lambda x: x * 1, compile=EAGER)
-    assert f(x).tolist() == X.tolist()
+    assert tp.pmap(lambda x: x * 1, compile=EAGER)(x).tolist() == X.tolist()
 
 
 def test_trees_scalars_and_dtypes():
     tree = {
-        "tensor": X.to(torch.bfloat16),
-        "array": np.arange(4, dtype=np.uint16),
-        "number": 3.5,
-        "scalar": np.float16(2),
-        "none": None,
-        "parameter": torch.nn.Parameter(X),
-        "foreign": Foreign(torch.arange(3)),
-        "nested": [(True,)],
+        **{"tensor": X.to(torch.bfloat16), "array": np.arange(4, dtype=np.uint16), "number": 3.5},
+        **{"scalar": np.float16(2), "none": None, "parameter": torch.nn.Parameter(X)},
+        **{"foreign": Foreign(torch.arange(3)), "nested": [(True,)]},
     }
     out = tp.device_put(tree, tp.devices()[1])
     assert list(out) == list(tree)
     assert out["none"] is None
     dtypes = {key: leaf.dtype for key, leaf in out.items() if isinstance(leaf, torch.Tensor)}
     assert dtypes == {
-        "tensor": torch.bfloat16,
-        "array": torch.uint16,
-        "number": torch.float32,
-        "scalar": torch.float16,
-        "parameter": torch.float32,
-        "foreign": torch.int64,
+        **{"tensor": torch.bfloat16, "array": torch.uint16, "number": torch.float32},
+        **{"scalar": torch.float16, "parameter": torch.float32, "foreign": torch.int64},
     }
     assert out["parameter"].requires_grad
     assert out["parameter"].is_leaf
@@ -160,11 +149,6 @@ def test_a_place_for_each_part_of_a_tree():
     assert put["n"] is None
     first, second = tp.device_put((X, X), (mesh_sharding("x"), mesh_sharding()))
     assert (first.sharding.spec, second.sharding.spec) == (tp.P("x"), tp.P())
-
-
-def test_empty_values():
-    assert tp.device_put(torch.empty(4, 0), tp.devices()).tolist() == [[]] * 4
-    assert tp.replicate(torch.empty(0)).tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -297,14 +281,8 @@ def test_what_device_get_returns_is_taken_by_numpy_and_torch():
     plain = value.numpy()
     assert repr(array) == repr(plain)
     for compute in (
-        lambda x: x + x,
-        np.sin,
-        np.sum,
-        lambda x: x.mean(),
-        lambda x: x[0],
-        lambda x: x @ x,
-        lambda x: np.stack([x, x]),
-        lambda x: np.where(x > 1, x, 0),
+        *(np.sin, np.sum, lambda x: x + x, lambda x: x.mean(), lambda x: x[0], lambda x: x @ x),
+        *(lambda x: np.stack([x, x]), lambda x: np.where(x > 1, x, 0)),
         lambda x: pickle.loads(pickle.dumps(x)),
     ):
         result, expected = compute(array), compute(plain)
@@ -339,6 +317,9 @@ def test_block_until_ready(monkeypatch):
     assert [name for name, _ in calls] == ["block", "block"]
     assert tree["a"].is_ready()
     assert tree["b"][0].is_ready()
+    slow = f(torch.zeros(4, 200, 200))
+    assert slow.block_until_ready() is slow
+    assert slow.is_ready()
 
 
 def test_block_until_ready_raises_what_the_computation_raised():
@@ -373,11 +354,8 @@ def test_values_of_an_ended_pool(pool):
     tp.init(3)
     assert tp.device_count() == 3
     for use in (
-        lambda: x + 1,
-        lambda: tp.pmap(lambda x: x, compile=EAGER)(x),
-        lambda: tp.device_get(x),
-        lambda: x[0],
-        lambda: x.block_until_ready(),
+        *(lambda: x + 1, lambda: tp.pmap(lambda x: x, compile=EAGER)(x)),
+        *(lambda: tp.device_get(x), lambda: x[0], lambda: x.block_until_ready()),
     ):
         with pytest.raises(tp.RuntimeClosed):
             use()

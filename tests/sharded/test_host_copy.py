@@ -8,7 +8,7 @@ import io
 
 import pytest
 import torch
-from _sharded_values import any_layout, numbers
+from _sharded_values import any_layout, functions, numbers
 from _support import EAGER
 
 import torchpmap as tp
@@ -36,15 +36,8 @@ def test_the_memory_of_a_value(put):
 def test_views_and_aliases_have_addresses_in_one_copy():
     x = tp.replicate(numbers(4, 6))
     here = numbers(4, 6)
-    for take in (
-        lambda x: x,
-        lambda x: x.detach(),
-        lambda x: x.T,
-        lambda x: x[1:],
-        lambda x: x[2, 3:],
-        lambda x: x.view(-1)[-1],
-        lambda x: x.detach()[1].view(torch.int32),
-    ):
+    views = "x; x.detach(); x.T; x[1:]; x[2, 3:]; x.view(-1)[-1]; x.detach()[1].view(torch.int32)"
+    for take in functions("x", views).values():
         assert take(x).data_ptr() - x.data_ptr() == take(here).data_ptr() - here.data_ptr()
         assert take(x).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         assert take(x).untyped_storage().nbytes() == here.nbytes
@@ -115,12 +108,16 @@ class Tied(torch.nn.Module):
         self.norm = torch.nn.BatchNorm1d(3)
 
 
+def saved_and_loaded(value, weights_only):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
 def test_torch_saves_and_loads_replicated_modules():
     plain, model = Tied(), tp.replicate(Tied())
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file)
+    state = saved_and_loaded(model.state_dict(), weights_only=True)
     assert {type(x) for x in state.values()} == {torch.Tensor}
     plain.load_state_dict(state)
     other = tp.replicate(Tied())
@@ -129,10 +126,7 @@ def test_torch_saves_and_loads_replicated_modules():
         for name, value in model.state_dict().items():
             assert torch.equal(got[name].cpu(), value.cpu())
     assert {type(x) for x in other.state_dict().values()} == {tp.ShardedTensor}
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    whole = torch.load(file, weights_only=False)
+    whole = saved_and_loaded(model, weights_only=False)
     assert whole.head.weight is whole.embed.weight
     assert type(whole.head.weight) is torch.nn.Parameter
 

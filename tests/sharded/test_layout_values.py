@@ -10,7 +10,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from _sharded_values import fetched_bytes, numbers
+from _sharded_values import fetched_bytes, numbers, on_mesh
 from _spies import asked
 
 import torchpmap as tp
@@ -31,12 +31,8 @@ LAYOUTS = {
 every_layout = pytest.mark.parametrize("spec", LAYOUTS.values(), ids=LAYOUTS)
 
 
-def cube():
-    return tp.make_mesh((2, 2, 2), ("x", "y", "z"))
-
-
 def put(spec, value=X):
-    return tp.device_put(value, tp.NamedSharding(cube(), spec))
+    return on_mesh(value, spec, (2, 2, 2), ("x", "y", "z"))
 
 
 def same(found, right=X):
@@ -44,7 +40,7 @@ def same(found, right=X):
 
 
 @every_layout
-def test_numbers(spec, monkeypatch):
+def test_numbers_and_shards(spec, monkeypatch):
     x = put(spec)
     calls = asked(monkeypatch)
     same(x.cpu())
@@ -54,6 +50,11 @@ def test_numbers(spec, monkeypatch):
     same(torch.tensor(x.tolist()))
     same(torch.from_dlpack(x))
     same(torch.stack(list(x)))
+    for shard in x.addressable_shards:
+        same(shard.data, X[shard.index])
+    blocks = {str(shard.index) for shard in x.addressable_shards}
+    replicas = [shard.replica_id for shard in x.addressable_shards]
+    assert all(replicas.count(k) == len(blocks) for k in range(8 // len(blocks)))
 
 
 @every_layout
@@ -69,44 +70,34 @@ def test_rows(spec, monkeypatch):
         x[4]
 
 
+INDICES = [
+    *((1, 2, 3), (slice(None), 1), (Ellipsis, -1), (slice(1, 3), slice(None), slice(2, 4))),
+    *(None, ([0, 2],), (slice(None), [3, 1])),
+]
+
+
 @every_layout
-@pytest.mark.parametrize(
-    "index",
-    [
-        (1, 2, 3),
-        (slice(None), 1),
-        (Ellipsis, -1),
-        (slice(1, 3), slice(None), slice(2, 4)),
-        None,
-        ([0, 2],),
-        (slice(None), [3, 1]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("index", INDICES, ids=str)
 def test_indices(spec, index):
     same(put(spec)[index].cpu(), X[index])
 
 
 @every_layout
-def test_writes_of_parts(spec):
+def test_copies_and_writes_of_parts(spec):
     x, right = put(spec), X.clone()
+    twin, alias = copy.deepcopy(x), copy.copy(x)
+    same(pickle.loads(pickle.dumps(x)))
     for y in (x, right):
         y[1] = 5
         y[:, 2] += 1
         y[..., -1:] *= y[..., :1]
     same(x.cpu(), right)
-    assert x.sharding.spec == spec
-
-
-@every_layout
-def test_copies(spec):
-    x = put(spec)
-    twin, alias = copy.deepcopy(x), copy.copy(x)
-    same(pickle.loads(pickle.dumps(x)))
+    same(alias.cpu(), right)
     x.zero_()
     same(twin.cpu())
     same(alias.cpu(), torch.zeros_like(X))
     assert twin.sharding == alias.sharding == x.sharding
+    assert x.sharding.spec == spec
 
 
 @every_layout
@@ -121,16 +112,6 @@ def test_texts_and_pictures(spec, capsys):
     assert all(picture.count(str(device)) == 1 for device in tp.devices())
     blocks = {str(shard.index) for shard in x.addressable_shards}
     assert x._repr_html_().count("background:hsl") == len(blocks)
-
-
-@every_layout
-def test_shards(spec):
-    found = put(spec).addressable_shards
-    for shard in found:
-        same(shard.data, X[shard.index])
-    blocks = {str(shard.index) for shard in found}
-    replicas = [shard.replica_id for shard in found]
-    assert all(replicas.count(k) == len(blocks) for k in range(8 // len(blocks)))
 
 
 @every_layout

@@ -13,7 +13,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from _sharded_values import numbers
+from _sharded_values import each, functions, numbers, on_mesh
 from _support import EAGER
 
 import torchpmap as tp
@@ -42,7 +42,7 @@ def grid():
 
 
 def put(value, spec):
-    return tp.device_put(value, tp.NamedSharding(grid(), spec))
+    return on_mesh(value, spec, (2, 2), ("x", "y"))
 
 
 def check(result, right):
@@ -54,31 +54,6 @@ def check(result, right):
         torch.testing.assert_close(shard.data, right[shard.index])
 
 
-def first_axes(spec):
-    """The entries of a spec for two dims."""
-    return (*spec, None, None)[:2]
-
-
-def same(rows, columns):
-    return P(rows, columns)
-
-
-def of_rows(rows, _):
-    return P(rows)
-
-
-def of_columns(_, columns):
-    return P(columns)
-
-
-def turned(rows, columns):
-    return P(columns, rows)
-
-
-def whole(*_):
-    return P()
-
-
 def plain(spec):
     """A spec without None at its end."""
     entries = list(spec)
@@ -87,77 +62,54 @@ def plain(spec):
     return P(*entries)
 
 
-# name -> the operation on (x, y), and the spec of its result by those of the rows and columns of x
-OPERATIONS = {
-    # elementwise
-    "sin": (lambda x, y: x.sin(), same),
-    "add": (lambda x, y: x + y, same),
-    "add number": (lambda x, y: x * 2 - 1, same),
-    "add host": (lambda x, y: x + Y, same),
-    "add host row": (lambda x, y: x * Y[0], same),
-    "gt": (lambda x, y: x > y, same),
-    "where": (lambda x, y: torch.where(x > 0, x, y), same),
-    "clamp": (lambda x, y: x.clamp(-1, 2), same),
-    "double": (lambda x, y: x.double(), same),
-    "zeros_like": (lambda x, y: torch.zeros_like(x), same),
-    "clone": (lambda x, y: x.clone(), same),
-    # reductions
-    "sum": (lambda x, y: x.sum(), whole),
-    "sum of rows": (lambda x, y: x.sum(1), of_rows),
-    "sum of columns": (lambda x, y: x.sum(0), of_columns),
-    "sum keepdim": (lambda x, y: x.sum(1, keepdim=True), of_rows),
-    "mean": (lambda x, y: x.mean(), whole),
-    "mean of columns": (lambda x, y: x.mean(0), of_columns),
-    "max": (lambda x, y: x.max(), whole),
-    "amax of rows": (lambda x, y: x.amax(1), of_rows),
-    "amin of columns": (lambda x, y: x.amin(0), of_columns),
-    "any": (lambda x, y: (x > 4).any(0), of_columns),
-    "norm": (lambda x, y: x.norm(), whole),
-    "norm of rows": (lambda x, y: x.norm(dim=1), of_rows),
-    "prod": (lambda x, y: (x / 4).prod(1), of_rows),
-    "logsumexp": (lambda x, y: x.logsumexp(1), of_rows),
-    # products
-    "matmul": (lambda x, y: x @ W, of_rows),
-    "linear": (lambda x, y: F.linear(x, W.T, W[0]), of_rows),
-    "mv": (lambda x, y: x @ W[:, 0], of_rows),
-    "matmul from the left": (lambda x, y: W.T @ x, lambda _, columns: P(None, columns)),
-    "addmm": (lambda x, y: torch.addmm(Y[:, :4], x, W, beta=2, alpha=3), of_rows),
-    "product of products": (lambda x, y: (x * y).sum(), whole),
-    # views
-    "transpose": (lambda x, y: x.T, turned),
-    "unsqueeze": (lambda x, y: x.unsqueeze(1), lambda rows, columns: P(rows, None, columns)),
-    "flatten": (lambda x, y: x[:, :, None].flatten(1), same),
-    "unflatten": (lambda x, y: x.view(8, 4, 2), same),
-    "reshape": (lambda x, y: x.reshape(4, 2, 8), lambda rows, columns: P(rows, None, columns)),
-    "expand": (lambda x, y: x.expand(3, 8, 8), lambda *entries: P(None, *entries)),
-    "stack": (lambda x, y: torch.stack([x, y]), lambda *entries: P(None, *entries)),
-    # in place
-    "add_": (lambda x, y: x.clone().add_(y), same),
-    "mul_ number": (lambda x, y: x.clone().mul_(3), same),
-    "masked_fill_": (lambda x, y: x.clone().masked_fill_(y > 0, 7), same),
-    "write to a view": (lambda x, y: write(x), same),
-}  # fmt: skip
-
-
-def write(x):
+def write_to_a_view(x):
     copy = x.clone()
     copy.T.mul_(2)
     return copy
 
 
+# an operation -> the spec of its result by the entries of that of x
+TABLE = """
+    # elementwise
+    x.sin() -> P(rows, columns); x + y -> P(rows, columns); x * 2 - 1 -> P(rows, columns)
+    x + Y -> P(rows, columns); x * Y[0] -> P(rows, columns); x > y -> P(rows, columns)
+    torch.where(x > 0, x, y) -> P(rows, columns); x.clamp(-1, 2) -> P(rows, columns)
+    x.double() -> P(rows, columns); torch.zeros_like(x) -> P(rows, columns)
+    x.clone() -> P(rows, columns)
+    # reductions
+    x.sum() -> P(); x.sum(1) -> P(rows); x.sum(0) -> P(columns); x.sum(1, keepdim=True) -> P(rows)
+    x.mean() -> P(); x.mean(0) -> P(columns); x.max() -> P(); x.amax(1) -> P(rows)
+    x.amin(0) -> P(columns); (x > 4).any(0) -> P(columns); x.norm() -> P(); x.norm(dim=1) -> P(rows)
+    (x / 4).prod(1) -> P(rows); x.logsumexp(1) -> P(rows)
+    # products
+    x @ W -> P(rows); F.linear(x, W.T, W[0]) -> P(rows); x @ W[:, 0] -> P(rows)
+    W.T @ x -> P(None, columns); torch.addmm(Y[:, :4], x, W, beta=2, alpha=3) -> P(rows)
+    (x * y).sum() -> P()
+    # views
+    x.T -> P(columns, rows); x.unsqueeze(1) -> P(rows, None, columns)
+    x[:, :, None].flatten(1) -> P(rows, columns); x.view(8, 4, 2) -> P(rows, columns)
+    x.reshape(4, 2, 8) -> P(rows, None, columns); x.expand(3, 8, 8) -> P(None, rows, columns)
+    torch.stack([x, y]) -> P(None, rows, columns)
+    # in place
+    x.clone().add_(y) -> P(rows, columns); x.clone().mul_(3) -> P(rows, columns)
+    x.clone().masked_fill_(y > 0, 7) -> P(rows, columns); write_to_a_view(x) -> P(rows, columns)
+"""
+ROWS = [part.strip() for line in TABLE.splitlines() for part in line.split(";") if "->" in part]
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_nothing_gathers(name, spec):
-    function, of = OPERATIONS[name]
-    if name == "unflatten" and spec == P(None, ("x", "y")):
-        of = lambda *entries: P(*entries)  # noqa: E731
+@pytest.mark.parametrize("row", ROWS)
+def test_nothing_gathers(row, spec):
+    operation, spec_of = row.split(" -> ")
+    function = eval(f"lambda x, y: {operation}")
     x, y = put(X, spec), put(Y, spec)
     with tp.debug.report_gathers() as gathers:
         result = function(x, y)
         assert gathers == []
     check(result, function(X, Y))
-    assert plain(result.sharding.spec) == plain(of(*first_axes(spec)))
+    expected = eval(f"lambda rows, columns: {spec_of}")(*(*spec, None, None)[:2])
+    assert plain(result.sharding.spec) == plain(expected)
 
 
 # Two operands in two layouts that agree: the part that a device lacks is cut from what it has.
@@ -204,11 +156,8 @@ def test_a_write_keeps_the_layout_of_its_target():
 def test_nothing_is_fetched_for_the_meta_device(spec):
     x = put(X, spec).T
     with tp.debug.report_gathers() as gathers:
-        for result in (
-            x.to("meta"),
-            torch.zeros_like(x, device="meta"),
-            x.new_ones(3, device="meta"),
-        ):
+        metas = x.to("meta"), torch.zeros_like(x, device="meta"), x.new_ones(3, device="meta")
+        for result in metas:
             assert (type(result), result.device.type) == (torch.Tensor, "meta")
         assert x.to("meta").stride() == X.T.stride()
         tangent = torch.func.jvp(torch.func.grad(lambda x: (x * x).sum()), (x,), (x,))[1]
@@ -220,13 +169,8 @@ def test_nothing_is_fetched_for_the_meta_device(spec):
 @pytest.mark.parametrize(
     "reduce",
     [
-        torch.min,
-        torch.aminmax,
-        lambda x: x.min(0),
-        lambda x: x.max(0),
-        lambda x: x.mode(0),
-        lambda x: x.median(0),
-        lambda x: x.argmax(0),
+        *(torch.min, torch.aminmax, lambda x: x.min(0), lambda x: x.max(0), lambda x: x.mode(0)),
+        *(lambda x: x.median(0), lambda x: x.argmax(0)),
     ],
 )
 def test_reductions_of_nothing_raise_where_they_are_called(reduce, spec):
@@ -238,7 +182,7 @@ def test_reductions_of_nothing_raise_where_they_are_called(reduce, spec):
 
 
 def test_operands_of_two_meshes_of_the_same_devices():
-    row = tp.device_put(X, tp.NamedSharding(tp.make_mesh((4,), ("i",)), P("i")))
+    row = on_mesh(X, P("i"))
     with tp.debug.report_gathers() as gathers:
         for result in (row + put(Y, P(("x", "y"))), row + put(Y, P("x"))):
             check(result, X + Y)
@@ -247,49 +191,50 @@ def test_operands_of_two_meshes_of_the_same_devices():
     assert (put(X, P(("x", "y"))) + row).sharding.mesh == grid()
 
 
-def test_meshes_without_a_common_grid_gather():
-    tp.init(num_devices=6)
-    try:
-        meshes = [tp.make_mesh(shape, ("a", "b")) for shape in ((2, 3), (3, 2))]
-        x, y = (tp.device_put(torch.ones(6, 6), tp.NamedSharding(m, P("a", "b"))) for m in meshes)
-        with tp.debug.report_gathers() as gathers:
-            assert (x + y).sum() == 72
-        assert len(gathers) == 1
-        check(x + x, torch.full((6, 6), 2.0))
-    finally:
-        tp.init(num_devices=4)
+@pytest.mark.parametrize("pool", [6], indirect=True)
+def test_meshes_without_a_common_grid_gather(pool):
+    ones = torch.ones(6, 6)
+    x, y = (on_mesh(ones, ("a", "b"), shape, ("a", "b")) for shape in ((2, 3), (3, 2)))
+    with tp.debug.report_gathers() as gathers:
+        assert (x + y).sum() == 72
+    assert len(gathers) == 1
+    check(x + x, 2 * ones)
 
 
-def test_three_axes():
-    tp.init(num_devices=8)
-    try:
-        mesh = tp.make_mesh((2, 2, 2), ("x", "y", "z"))
-        value = numbers(4, 4, 4)
-        for spec in (P("x", "y", "z"), P(("z", "x"), None, "y"), P(None, ("y", "z"))):
-            a = tp.device_put(value, tp.NamedSharding(mesh, spec))
-            with tp.debug.report_gathers() as gathers:
-                results = (a * 2, a.sum(1), a.amax((0, 2)), a.mean(), a.transpose(0, 2))
-            assert gathers == []
-            b = value
-            right = (b * 2, b.sum(1), b.amax((0, 2)), b.mean(), b.transpose(0, 2))
-            for result, wanted in zip(results, right, strict=True):
-                check(result, wanted)
-    finally:
-        tp.init(num_devices=4)
+@pytest.mark.parametrize("pool", [8], indirect=True)
+@pytest.mark.parametrize("spec", [P("x", "y", "z"), P(("z", "x"), None, "y"), P(None, ("y", "z"))])
+def test_three_axes(spec, pool):
+    value = numbers(4, 4, 4)
+    x = on_mesh(value, spec, (2, 2, 2), ("x", "y", "z"))
+    computed = functions("a", "a * 2; a.sum(1); a.amax((0, 2)); a.mean(); a.transpose(0, 2)")
+    with tp.debug.report_gathers() as gathers:
+        for function in computed.values():
+            check(function(x), function(value))
+    assert gathers == []
 
 
 def test_axes_of_size_one():
-    mesh = tp.make_mesh((4, 1), ("x", "y"))
     for spec in (P("x", "y"), P("y", "x"), P(("x", "y")), P(None, "y")):
-        a = tp.device_put(X, tp.NamedSharding(mesh, spec))
+        x = on_mesh(X, spec, (4, 1), ("x", "y"))
         with tp.debug.report_gathers() as gathers:
-            check(a + 1, X + 1)
-            check(a.T, X.T)
+            check(x + 1, X + 1)
+            check(x.T, X.T)
+            if spec == P("x", "y"):
+                check(x.cumsum(1), X.cumsum(1))  # the columns are all on one device
         assert gathers == []
-    a = tp.device_put(X, tp.NamedSharding(mesh, P("x", "y")))
+
+
+def check_gradients(loss, ours, theirs):
     with tp.debug.report_gathers() as gathers:
-        check(a.cumsum(1), X.cumsum(1))  # the columns are all on one device
-    assert gathers == []
+        result = loss(*ours)
+        result.backward()
+        assert gathers == []
+    right = loss(*theirs)
+    right.backward()
+    torch.testing.assert_close(result.cpu(), right)
+    for mine, other in zip(ours, theirs, strict=True):
+        if other.requires_grad:
+            check(mine.grad, other.grad)
 
 
 @pytest.mark.parametrize("spec", LAYOUTS.values(), ids=LAYOUTS)
@@ -298,14 +243,14 @@ def test_gradients(spec):
         return ((F.linear(x, w, b) ** 2).mean(1) + x.sum(1)).sum() / 4
 
     ours = [put(X, spec).requires_grad_(), *(tp.replicate(v).requires_grad_() for v in (W.T, W[0]))]
-    theirs = [v.clone().requires_grad_() for v in (X, W.T, W[0])]
-    with tp.debug.report_gathers() as gathers:
-        loss(*ours).backward()
-        assert gathers == []
-    loss(*theirs).backward()
-    for mine, right in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), right.grad)
+    check_gradients(loss, ours, [v.clone().requires_grad_() for v in (X, W.T, W[0])])
     assert plain(ours[0].grad.sharding.spec) == spec
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss])
+def test_losses_of_blocks(loss):
+    ours = [put(X, P("x", "y")).requires_grad_(), put(Y, P("x", "y"))]
+    check_gradients(loss, ours, [X.clone().requires_grad_(), Y])
 
 
 def test_half_precision_is_rounded_once():
@@ -313,21 +258,6 @@ def test_half_precision_is_rounded_once():
     value = put(halves, P("x", "y"))
     assert value.sum().item() == halves.float().sum().bfloat16().item()
     check(value @ W.bfloat16(), halves @ W.bfloat16())
-
-
-@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss"])
-def test_losses_of_blocks(name):
-    function = getattr(F, name)
-    x, y = put(X, P("x", "y")).requires_grad_(), put(Y, P("x", "y"))
-    here = X.clone().requires_grad_()
-    with tp.debug.report_gathers() as gathers:
-        loss = function(x, y)
-        loss.backward()
-        assert gathers == []
-    right = function(here, Y)
-    right.backward()
-    torch.testing.assert_close(loss.cpu(), right)
-    check(x.grad, here.grad)
 
 
 # Moves (of several processes: test_torchrun_layouts.py) -------------------------------------------
@@ -359,25 +289,17 @@ def test_an_argument_that_is_moved_is_reported():
     assert gathers == []
 
 
-SUMS = {
-    "sum": lambda x: (x * 2).sum(),
-    "of the tensor itself": lambda x: x.sum(),
-    "mean": lambda x: (x + 1).mean(),
-    "of one dim": lambda x: (x * 2).sum(0).sum(),
-    "nansum": lambda x: (x * 2).nansum(),
-    "loss": lambda x: torch.nn.functional.mse_loss(x * 2, torch.ones(4, 4)),
-}
+SUMS = """
+    (x * 2).sum(); x.sum(); (x + 1).mean(); (x * 2).sum(0).sum(); (x * 2).nansum()
+    F.mse_loss(x * 2, torch.ones(4, 4))
+"""
 
 
-@pytest.mark.parametrize("sum_of", SUMS.values(), ids=SUMS)
+@each("sum_of", "x", SUMS)
 def test_a_gradient_lies_as_its_tensor_whatever_was_summed_before(sum_of):
     value = torch.arange(16.0).reshape(4, 4)
-    mesh = tp.make_mesh((4,), ("i",), devices=tp.devices())
     for order in itertools.permutations([("i",), (None, "i"), ()]):
-        tensors = [
-            tp.device_put(value, tp.NamedSharding(mesh, tp.P(*spec))).requires_grad_()
-            for spec in order
-        ]
+        tensors = [on_mesh(value, spec).requires_grad_() for spec in order]
         sums = [sum_of(x) for x in tensors]
         with tp.debug.report_gathers() as gathers:
             sum(sums[1:], sums[0]).backward()

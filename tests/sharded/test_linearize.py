@@ -33,14 +33,9 @@ def mapped_times_sum():
 
 
 def on_mesh_times_sum():
-    mesh = tp.make_mesh((4,), ("i",), devices=tp.devices())
-    return tp.shard_map(
-        lambda x: x * tp.psum(x.sum(0), "i"),
-        mesh=mesh,
-        in_specs=tp.P("i"),
-        out_specs=tp.P("i"),
-        compile=EAGER,
-    )
+    mesh, cut = tp.make_mesh((4,), ("i",), devices=tp.devices()), tp.P("i")
+    options = {"mesh": mesh, "in_specs": cut, "out_specs": cut, "compile": EAGER}
+    return tp.shard_map(lambda x: x * tp.psum(x.sum(0), "i"), **options)
 
 
 def of_both(function):

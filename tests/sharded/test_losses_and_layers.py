@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from _sharded_values import each, functions, on_mesh
 from torch import nn
 
 import torchpmap as tp
@@ -15,12 +16,12 @@ from torchpmap._sharded import layers
 pytestmark = pytest.mark.usefixtures("pool")
 
 sizes = pytest.mark.parametrize("pool", [1, 4], indirect=True)
+"""Next to the function, so that a pool starts only once for each."""
 IMAGES, ROWS = (8, 4, 6, 6), (8, 6)
 
 
 def cut(x):
-    mesh = tp.make_mesh((tp.device_count(),), ("i",), devices=tp.devices())
-    return tp.device_put(x, tp.NamedSharding(mesh, tp.P("i")))
+    return on_mesh(x, ("i",), (tp.device_count(),))
 
 
 def draw(*shape, dtype=torch.float32):
@@ -41,25 +42,19 @@ def trained(module, x):
     return [y.detach(), *grads, *module.buffers()]
 
 
-LAYERS = {
-    "batch_norm": lambda: nn.BatchNorm2d(4),
-    "batch_norm_of_rows": lambda: nn.BatchNorm1d(6),
-    "batch_norm_without_weights": lambda: nn.BatchNorm2d(4, affine=False),
-    "batch_norm_without_statistics": lambda: nn.BatchNorm2d(4, track_running_stats=False),
-    "batch_norm_cumulative": lambda: nn.BatchNorm2d(4, momentum=None),
-    "batch_norm_evaluated": lambda: nn.BatchNorm2d(4).eval(),
-    "frozen_batch_norm": lambda: nn.BatchNorm2d(4).requires_grad_(False),
-    "group_norm": lambda: nn.GroupNorm(2, 4),
-    "adaptive_max_pool": lambda: nn.AdaptiveMaxPool2d(2),
-    "reflection_pad": lambda: nn.ReflectionPad2d(1),
-}
+LAYERS = """
+    nn.BatchNorm2d(4); nn.BatchNorm1d(6); nn.BatchNorm2d(4, affine=False)
+    nn.BatchNorm2d(4, track_running_stats=False); nn.BatchNorm2d(4, momentum=None)
+    nn.BatchNorm2d(4).eval(); nn.BatchNorm2d(4).requires_grad_(False); nn.GroupNorm(2, 4)
+    nn.AdaptiveMaxPool2d(2); nn.ReflectionPad2d(1)
+"""
 
 
+@each("make", "", LAYERS)
 @sizes
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers(name, pool):
-    x = draw(*(ROWS if name.endswith("rows") else IMAGES)) * 3 + 2
-    plain = LAYERS[name]()
+def test_layers(make, pool):
+    plain = make()
+    x = draw(*(ROWS if isinstance(plain, nn.BatchNorm1d) else IMAGES)) * 3 + 2
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.uniform_(0.5, 2)
@@ -77,8 +72,8 @@ def test_layers(name, pool):
             close(mine, theirs)
 
 
-@sizes
 @pytest.mark.parametrize("half_weights", [False, True])
+@sizes
 def test_batch_norm_in_half_precision(half_weights, pool):
     dtype = torch.bfloat16
     plain = nn.BatchNorm2d(4).to(dtype if half_weights else torch.float32)
@@ -127,37 +122,40 @@ CLASSES = {
     ),
 }
 NUMBERS = {
-    "mse": F.mse_loss,
-    "l1": F.l1_loss,
-    "smooth_l1": F.smooth_l1_loss,
-    "huber": F.huber_loss,
+    **{"mse": F.mse_loss, "l1": F.l1_loss, "smooth_l1": F.smooth_l1_loss, "huber": F.huber_loss},
     "bce_with_logits": F.binary_cross_entropy_with_logits,
     "bce": lambda x, y, reduction: F.binary_cross_entropy(x.sigmoid(), y, reduction=reduction),
 }
 
 
-def check_loss(loss, *targets):
-    x = draw(*ROWS)
-    plain, mine = x.clone().requires_grad_(), cut(x).requires_grad_()
-    expected = loss(plain, *targets)
-    expected.backward()
+def check(there, here, *values):
+    """Results and gradients of two functions, of cut and of plain values; nothing is gathered."""
+    plain = [x.clone().requires_grad_() for x in values]
+    mine = [cut(x).requires_grad_() for x in values]
+    expected = here(*plain)
+    (expected.square().sum() if expected.ndim else expected).backward()
     with tp.debug.report_gathers() as gathers:
-        result = loss(mine, *map(cut, targets))
-        result.backward()
+        result = there(*mine)
+        (result.square().sum() if result.ndim else result).backward()
     assert [gather.name for gather in gathers] == []
     close(result.detach(), expected.detach())
-    close(mine.grad, plain.grad)
+    for one, other in zip(mine, plain, strict=True):
+        close(one.grad, other.grad)
 
 
-@sizes
+def check_loss(loss, target):
+    check(lambda x: loss(x, cut(target)), lambda x: loss(x, target), draw(*ROWS))
+
+
 @pytest.mark.parametrize("name", CLASSES)
+@sizes
 def test_losses_of_classes(name, pool):
     check_loss(CLASSES[name], TARGETS)
 
 
-@sizes
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", NUMBERS)
+@sizes
 def test_losses_of_numbers(name, reduction, pool):
     check_loss(lambda x, y: NUMBERS[name](x, y, reduction=reduction).sum(), draw(*ROWS).sigmoid())
 
@@ -170,18 +168,8 @@ def test_a_target_without_a_class_raises_where_the_loss_is_used():
 
 def check_attention(mine, theirs):
     """``mine`` and ``theirs`` are the options on the devices and of plain torch."""
-    heads = [draw(4, 2, 5, 4) + k for k in range(3)]
-    plain = [x.clone().requires_grad_() for x in heads]
-    there = [cut(x).requires_grad_() for x in heads]
-    expected = F.scaled_dot_product_attention(*plain, **theirs)
-    with tp.debug.report_gathers() as gathers:
-        result = F.scaled_dot_product_attention(*there, **mine)
-        result.square().sum().backward()
-    expected.square().sum().backward()
-    assert gathers == []
-    close(result.detach(), expected.detach())
-    for one, other in zip(there, plain, strict=True):
-        close(one.grad, other.grad)
+    attention, heads = F.scaled_dot_product_attention, [draw(4, 2, 5, 4) + k for k in range(3)]
+    check(lambda *x: attention(*x, **mine), lambda *x: attention(*x, **theirs), *heads)
 
 
 @pytest.mark.parametrize("option", [{}, {"is_causal": True}, {"scale": 0.3}])
@@ -190,11 +178,8 @@ def test_attention_stays_on_the_devices(option):
 
 
 MASKS = {
-    "of positions": (5, 5),
-    "of all": (1, 1, 5, 5),
-    "of rows": (4, 1, 5, 5),
-    "of heads": (1, 2, 5, 5),
-    "of rows and heads": (4, 2, 5, 5),
+    **{"of positions": (5, 5), "of all": (1, 1, 5, 5), "of rows": (4, 1, 5, 5)},
+    **{"of heads": (1, 2, 5, 5), "of rows and heads": (4, 2, 5, 5)},
 }
 PUTS = {"host": lambda mask: mask, "whole": tp.replicate, "cut": tp.shard_batch}
 
@@ -209,27 +194,28 @@ def test_attention_with_a_mask_stays_on_the_devices(shape, dtype, put):
     check_attention({"attn_mask": put(mask)}, {"attn_mask": mask})
 
 
-FILLS = ["bernoulli_", "exponential_", "normal_", "random_", "uniform_"]
+DRAWS = functions(
+    "x",
+    """
+    x.bernoulli_(); x.exponential_(); x.normal_(); x.random_(); x.uniform_()
+    F.dropout(x, 0.4); torch.rand_like(x)
+    """,
+)
 
 
-@pytest.mark.parametrize("name", FILLS)
-def test_random_fills_fetch_nothing_and_draw_as_one_device(name):
-    x, plain = cut(torch.zeros(8, 3)), torch.zeros(8, 3)
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_fetch_nothing_and_are_those_of_one_device(name):
+    x, plain = cut(draw(8, 3)), draw(8, 3)
+    torch.manual_seed(0)
     with tp.debug.report_gathers() as gathers:
-        torch.manual_seed(0)
-        assert getattr(x, name)() is x
-        torch.manual_seed(0)
+        result = DRAWS[name](x)
+    drawn_next = torch.rand(4)
     assert gathers == []
-    assert torch.equal(x.cpu(), getattr(plain, name)())
-    assert x.sharding.spec == tp.P("i")
-
-
-def test_dropout_draws_as_one_device():
-    x = draw(*ROWS)
+    assert (result is x) == ("_()" in name)
+    assert result.sharding.spec == tp.P("i")
     torch.manual_seed(0)
-    result = F.dropout(cut(x), 0.4)
-    torch.manual_seed(0)
-    assert torch.equal(result.cpu(), F.dropout(x, 0.4))
+    assert torch.equal(result.cpu(), DRAWS[name](plain))
+    assert torch.equal(drawn_next, torch.rand(4))
 
 
 # Recurrent layers, and half precision -------------------------------------------------------------
@@ -240,9 +226,7 @@ def check_module(plain, x, close_to=close):
     module = tp.replicate(copy.deepcopy(plain))
     here, there = x.clone().requires_grad_(), cut(x).requires_grad_()
     with tp.debug.report_gathers() as gathers:
-        results = [
-            torch.utils._pytree.tree_leaves(f(v)) for f, v in ((plain, here), (module, there))
-        ]
+        results = [torch.utils._pytree.tree_leaves(y) for y in (plain(here), module(there))]
         for leaves in results:
             sum((leaf * leaf.detach().sin()).mean() for leaf in leaves).backward()
     for expected, result in zip(*results, strict=True):
@@ -258,16 +242,14 @@ def check_module(plain, x, close_to=close):
 
 
 LSTMS = {
-    "one": {},
-    "two": {"num_layers": 2},
-    "both": {"bidirectional": True},
+    **{"one": {}, "two": {"num_layers": 2}, "both": {"bidirectional": True}},
     "both of two": {"bidirectional": True, "num_layers": 2},
     "no biases": {"bias": False, "num_layers": 2},
 }
 
 
-@sizes
 @pytest.mark.parametrize("options", LSTMS.values(), ids=LSTMS)
+@sizes
 def test_an_lstm_stays_on_the_devices(options, pool):
     torch.manual_seed(0)
     plain = nn.LSTM(4, 3, batch_first=True, **options)
@@ -300,9 +282,7 @@ def test_the_derivative_of_an_lstm_that_gathers():
     here = draw(5, 8, 4).requires_grad_()
     expected, _ = plain(here)
     grad = draw(8, 5, 3).transpose(0, 1)
-    mesh = tp.make_mesh((4,), ("i",), devices=tp.devices())
-    there = tp.device_put(grad[:, :, :].contiguous(), tp.NamedSharding(mesh, tp.P(None, "i")))
-    y.backward(there)
+    y.backward(on_mesh(grad.contiguous(), (None, "i")))
     expected.backward(grad)
     close(x.grad, here.grad)
     close(module.weight_hh_l0.grad, plain.weight_hh_l0.grad)
@@ -332,10 +312,7 @@ def test_norms_in_half_precision_stay_on_the_devices(dtype, of_parameters, norm)
 
 
 OPTIONS = [
-    {},
-    {"is_causal": True},
-    {"scale": 0.3},
-    {"attn_mask": draw(5, 5)},
+    *({}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": draw(5, 5)}),
     {"attn_mask": torch.ones(5, 5, dtype=torch.bool).tril()},
 ]
 
@@ -348,17 +325,13 @@ def test_attention_of_other_devices_is_that_of_the_cpu(options):
     rest = 0.0, options.get("is_causal", False)
     named = {name: x for name, x in options.items() if name != "is_causal"}
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    if named.get("attn_mask") is not None and named["attn_mask"].dtype == torch.bool:
-        mask = torch.zeros(5, 5).masked_fill(~named["attn_mask"], -torch.inf)
-        y, kept = attention(*heads, *rest, attn_mask=mask)
-        by_cpu = {"attn_mask": mask}
-    else:
-        y, kept = attention(*heads, *rest, **named)
-        by_cpu = named
+    by_cpu = dict(named)
+    if "attn_mask" in named and named["attn_mask"].dtype == torch.bool:
+        by_cpu["attn_mask"] = torch.zeros(5, 5).masked_fill(~named["attn_mask"], -torch.inf)
+    y, kept = attention(*heads, *rest, **by_cpu)
     close(layers.attention_by_torch(*heads, *rest, **named), y)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     expected = backward(grad, *heads, y, kept, *rest, **by_cpu)
-    for mine, theirs in zip(
-        layers.attention_backward_by_torch(grad, *heads, *rest, **named), expected, strict=True
-    ):
+    gradients = layers.attention_backward_by_torch(grad, *heads, *rest, **named)
+    for mine, theirs in zip(gradients, expected, strict=True):
         close(mine, theirs)

@@ -38,41 +38,18 @@ def order(*shape):
     return torch.randn(shape).argsort(-1)
 
 
-def conv(dims, transposed=False, **options):
-    function = getattr(F, f"conv{'_transpose' if transposed else ''}{dims}d")
-    return lambda: function(
-        randn(4, 4, *(4,) * dims), randn(4, 4, *(3,) * dims), randn(4), **options
-    )
-
-
-def masked_conv(*wanted):
+def masked(function, wanted, *shapes):
     """Only the gradients of some of input, weight and bias are wanted."""
 
     def run():
-        operands = [randn(4, 4, 4), randn(4, 4, 3), randn(4)]
-        for operand, wants in zip(operands, wanted, strict=True):
-            operand.requires_grad_(wants)
-        return F.conv1d(*operands)
+        pairs = zip(shapes, wanted, strict=True)
+        return function(*[randn(*shape).requires_grad_(wants) for shape, wants in pairs])
 
     return run
 
 
-def masked_norm(*wanted):
-    def run():
-        operands = [randn(4, 4, 4), randn(4), randn(4)]
-        for operand, wants in zip(operands, wanted, strict=True):
-            operand.requires_grad_(wants)
-        return F.layer_norm(operands[0], [4], *operands[1:])
-
-    return run
-
-
-def batch_norm(training):
-    def run():
-        mean, var = torch.zeros(4).double(), torch.ones(4).double()
-        return F.batch_norm(randn(4, 4, 4), mean, var, randn(4), randn(4), training=training)
-
-    return run
+def masked_norm(wanted):
+    return masked(lambda x, *rest: F.layer_norm(x, [4], *rest), wanted, (4, 4, 4), (4,), (4,))
 
 
 def loss(function, reduction):
@@ -92,130 +69,103 @@ LOSSES = [
 MASKS = [mask for mask in itertools.product([True, False], repeat=3) if any(mask)]
 REDUCTIONS = ["none", "mean", "sum"]
 
+NAMED = """
+    layer_norm 2 dims: F.layer_norm(cube(), [4, 4], matrix(), matrix())
+    layer_norm plain: F.layer_norm(cube(), [4]); rms_norm: F.rms_norm(cube(), [4], vector())
+    group_norm: F.group_norm(cube(), 2, vector(), vector())
+    batch_norm: F.batch_norm(cube(), *statistics(), vector(), vector(), True)
+    batch_norm eval: F.batch_norm(cube(), *statistics(), vector(), vector(), False)
+    instance_norm: F.instance_norm(cube()); softmax: cube().softmax(1)
+    log_softmax: cube().log_softmax(-1); conv2d: F.conv2d(images(), randn(4, 4, 3, 3), vector())
+    conv groups: F.conv1d(cube(), randn(4, 1, 3), vector(), groups=4)
+    conv unbatched: F.conv1d(matrix(), randn(4, 4, 3), vector())
+    conv transposed: F.conv_transpose1d(cube(), randn(4, 4, 3), vector())
+    embedding: F.embedding(indices(4, 4), matrix())
+    embedding padding: F.embedding(indices(4, 4), matrix(), padding_idx=1)
+    embedding freq: F.embedding(indices(4, 4), matrix(), scale_grad_by_freq=True)
+    embedding row: F.embedding(indices(4), matrix()); nll: F.nll_loss(matrix(), indices(4))
+    nll weight: F.nll_loss(matrix(), indices(4), vector().detach())
+    nll none: F.nll_loss(matrix(), indices(4), reduction="none")
+    nll2d: F.nll_loss(images(), indices(4, 4, 4))
+    cross_entropy: F.cross_entropy(cube(), indices(4, 4))
+    cross_entropy soft: F.cross_entropy(matrix(), matrix(), label_smoothing=0.1)
+    kl_div: F.kl_div(matrix(), matrix().exp(), reduction="batchmean"); mm: matrix() @ matrix()
+    mv: matrix() @ vector(); dot: vector() @ vector(); bmm: torch.bmm(cube(), cube())
+    baddbmm: torch.baddbmm(cube(), cube(), cube(), beta=2)
+    baddbmm row: torch.baddbmm(vector(), cube(), cube(), alpha=2)
+    addmm: torch.addmm(matrix(), matrix(), matrix(), beta=0.5, alpha=3)
+    addmm row: torch.addmm(vector(), matrix(), matrix())
+    addmm column: torch.addmm(randn(4, 1), matrix(), matrix())
+    addmv: torch.addmv(vector(), matrix(), vector()); addbmm: torch.addbmm(matrix(), cube(), cube())
+    addr: torch.addr(matrix(), vector(), vector()); linear: F.linear(cube(), matrix(), vector())
+    bilinear: F.bilinear(matrix(), matrix(), cube(), vector())
+    einsum: torch.einsum("bij,bkj->ikb", cube(), cube())
+    attention: F.scaled_dot_product_attention(*[images() for _ in range(3)])
+    attention causal: F.scaled_dot_product_attention(*[images() for _ in range(3)], is_causal=True)
+    attention mask: F.scaled_dot_product_attention(images(), images(), images(), matrix())
+    where: torch.where(matrix() > 0, cube(), randn(4, 1, 4))
+    lerp: torch.lerp(matrix(), vector(), randn(4, 1))
+    addcmul: torch.addcmul(cube(), matrix(), vector(), value=2)
+    masked_fill: cube().masked_fill(matrix() > 0, 1.5)
+    masked_scatter: matrix().masked_scatter(matrix() > 0, matrix())
+    masked_select: matrix()[matrix() > 0]; gather: cube().gather(1, order(4, 4, 4))
+    gather part: cube().gather(1, indices(2, 4, 4))
+    scatter: cube().scatter(2, order(4, 4, 4), cube())
+    scatter value: cube().scatter(2, order(4, 4, 4), 2.0)
+    scatter_add: matrix().scatter_add(0, indices(4, 4), matrix())
+    scatter_add part: matrix().scatter_add(0, indices(2, 4), randn(2, 4))
+    scatter_reduce: matrix().scatter_reduce(1, indices(4, 4), matrix(), "mean")
+    index: cube()[:, indices(4)]; index 2: cube()[indices(4), :, indices(4)]
+    index 3: cube()[indices(4, 1), indices(4)]; index_put: cube().index_put((order(4),), matrix())
+    index_select: cube().index_select(1, indices(4))
+    index_add: cube().index_add(1, indices(4), cube(), alpha=2)
+    index_add flat: vector().index_add(0, indices(4), vector())
+    index_copy: cube().index_copy(2, order(4), cube())
+    index_fill: cube().index_fill(1, indices(4)[:2], 2.0); take: matrix().take(indices(4, 4))
+    take_along_dim: matrix().take_along_dim(indices(4, 1), 1); cumsum: cube().cumsum(1)
+    cumprod: matrix().cumprod(0); cummax: matrix().cummax(1).values
+    logcumsumexp: matrix().logcumsumexp(0); sort: cube().sort(1).values
+    topk: cube().topk(2, 0).values; max: cube().max(1).values; median: matrix().median(0).values
+    var: cube().var((0, 2)); norm: torch.linalg.vector_norm(cube(), dim=1)
+    logsumexp: cube().logsumexp(1); amax: cube().amax((0, 1)); prod: matrix().prod(1)
+    max_pool: F.max_pool2d(images(), 2); max_pool1d: F.max_pool1d(cube(), 2)
+    max_pool3d: F.max_pool3d(images(), 2)
+    max_unpool: F.max_unpool2d(*F.max_pool2d(cube(), 2, return_indices=True), 2)
+    avg_pool: F.avg_pool2d(images(), 2); adaptive: F.adaptive_avg_pool2d(images(), 2)
+    adaptive max: F.adaptive_max_pool2d(cube(), 2)
+    upsample: F.interpolate(images(), scale_factor=2)
+    upsample linear: F.interpolate(cube(), scale_factor=2, mode="linear")
+    grid_sample: F.grid_sample(images(), randn(4, 4, 4, 2), align_corners=False)
+    pad: F.pad(cube(), (1, 1)); pad reflect: F.pad(cube(), (1, 1), mode="reflect")
+    glu: F.glu(cube(), 1); prelu: F.prelu(cube(), vector()); gelu: F.gelu(matrix())
+    silu: F.silu(matrix()); logsigmoid: F.logsigmoid(matrix()); dropout: F.dropout(matrix(), 0.5)
+    cat: torch.cat([cube(), cube()], 1); stack: torch.stack([matrix(), matrix()], 1)
+    cdist: torch.cdist(cube(), cube()); cross: torch.linalg.cross(randn(4, 3), randn(4, 3), dim=1)
+    solve: torch.linalg.solve(cube(), cube())
+    triangular: torch.linalg.solve_triangular(cube().triu() + 4 * torch.eye(4), cube(), upper=True)
+    det: torch.linalg.det(cube()); inverse: torch.linalg.inv(cube()); qr: torch.linalg.qr(cube())[1]
+    tensordot: torch.tensordot(cube(), cube(), 2)
+    searchsorted: torch.searchsorted(matrix().sort().values, matrix())
+    bucketize: torch.bucketize(matrix(), vector().sort().values)
+    isin: torch.isin(indices(4, 4), indices(2))
+    bincount: torch.bincount(indices(4), vector().detach())
+    histc: torch.histc(matrix().detach(), 4, -2, 2); renorm: torch.renorm(matrix(), 2, 0, 1.0)
+    heaviside: torch.heaviside(matrix().detach(), vector().detach())
+"""
+NAMES = {
+    **{"torch": torch, "F": F, "randn": randn, "indices": indices, "order": order},
+    **{"vector": lambda: randn(4), "matrix": lambda: randn(4, 4), "cube": lambda: randn(4, 4, 4)},
+    "images": lambda: randn(4, 4, 4, 4),
+    "statistics": lambda: (torch.zeros(4).double(), torch.ones(4).double()),
+}
+PARTS = [
+    part.strip().split(": ") for line in NAMED.splitlines() for part in line.split(";") if part
+]
 CASES = {
-    **{f"layer_norm {mask}": masked_norm(*mask) for mask in MASKS},
-    **{f"conv {mask}": masked_conv(*mask) for mask in MASKS},
+    **{f"layer_norm {mask}": masked_norm(mask) for mask in MASKS},
+    **{f"conv {mask}": masked(F.conv1d, mask, (4, 4, 4), (4, 4, 3), (4,)) for mask in MASKS},
     **{f"{f.__name__} {how}": loss(f, how) for f in LOSSES for how in REDUCTIONS},
-    "layer_norm 2 dims": lambda: F.layer_norm(randn(4, 4, 4), [4, 4], randn(4, 4), randn(4, 4)),
-    "layer_norm plain": lambda: F.layer_norm(randn(4, 4, 4), [4]),
-    "rms_norm": lambda: F.rms_norm(randn(4, 4, 4), [4], randn(4)),
-    "group_norm": lambda: F.group_norm(randn(4, 4, 4), 2, randn(4), randn(4)),
-    "batch_norm": batch_norm(True),
-    "batch_norm eval": batch_norm(False),
-    "instance_norm": lambda: F.instance_norm(randn(4, 4, 4)),
-    "softmax": lambda: randn(4, 4, 4).softmax(1),
-    "log_softmax": lambda: randn(4, 4, 4).log_softmax(-1),
-    "conv2d": conv(2),
-    "conv groups": lambda: F.conv1d(randn(4, 4, 4), randn(4, 1, 3), randn(4), groups=4),
-    "conv unbatched": lambda: F.conv1d(randn(4, 4), randn(4, 4, 3), randn(4)),
-    "conv transposed": conv(1, transposed=True),
-    "embedding": lambda: F.embedding(indices(4, 4), randn(4, 4)),
-    "embedding padding": lambda: F.embedding(indices(4, 4), randn(4, 4), padding_idx=1),
-    "embedding freq": lambda: F.embedding(indices(4, 4), randn(4, 4), scale_grad_by_freq=True),
-    "embedding row": lambda: F.embedding(indices(4), randn(4, 4)),
-    "nll": lambda: F.nll_loss(randn(4, 4), indices(4)),
-    "nll weight": lambda: F.nll_loss(randn(4, 4), indices(4), randn(4).detach()),
-    "nll none": lambda: F.nll_loss(randn(4, 4), indices(4), reduction="none"),
-    "nll2d": lambda: F.nll_loss(randn(4, 4, 4, 4), indices(4, 4, 4)),
-    "cross_entropy": lambda: F.cross_entropy(randn(4, 4, 4), indices(4, 4)),
-    "cross_entropy soft": lambda: F.cross_entropy(randn(4, 4), randn(4, 4), label_smoothing=0.1),
-    "kl_div": lambda: F.kl_div(randn(4, 4), randn(4, 4).exp(), reduction="batchmean"),
-    "mm": lambda: randn(4, 4) @ randn(4, 4),
-    "mv": lambda: randn(4, 4) @ randn(4),
-    "dot": lambda: randn(4) @ randn(4),
-    "bmm": lambda: torch.bmm(randn(4, 4, 4), randn(4, 4, 4)),
-    "baddbmm": lambda: torch.baddbmm(randn(4, 4, 4), randn(4, 4, 4), randn(4, 4, 4), beta=2),
-    "baddbmm row": lambda: torch.baddbmm(randn(4), randn(4, 4, 4), randn(4, 4, 4), alpha=2),
-    "addmm": lambda: torch.addmm(randn(4, 4), randn(4, 4), randn(4, 4), beta=0.5, alpha=3),
-    "addmm row": lambda: torch.addmm(randn(4), randn(4, 4), randn(4, 4)),
-    "addmm column": lambda: torch.addmm(randn(4, 1), randn(4, 4), randn(4, 4)),
-    "addmv": lambda: torch.addmv(randn(4), randn(4, 4), randn(4)),
-    "addbmm": lambda: torch.addbmm(randn(4, 4), randn(4, 4, 4), randn(4, 4, 4)),
-    "addr": lambda: torch.addr(randn(4, 4), randn(4), randn(4)),
-    "linear": lambda: F.linear(randn(4, 4, 4), randn(4, 4), randn(4)),
-    "bilinear": lambda: F.bilinear(randn(4, 4), randn(4, 4), randn(4, 4, 4), randn(4)),
-    "einsum": lambda: torch.einsum("bij,bkj->ikb", randn(4, 4, 4), randn(4, 4, 4)),
-    "attention": lambda: F.scaled_dot_product_attention(*[randn(4, 4, 4, 4) for _ in range(3)]),
-    "attention causal": lambda: F.scaled_dot_product_attention(
-        *[randn(4, 4, 4, 4) for _ in range(3)], is_causal=True
-    ),
-    "attention mask": lambda: F.scaled_dot_product_attention(
-        *[randn(4, 4, 4, 4) for _ in range(3)], attn_mask=randn(4, 4)
-    ),
-    "where": lambda: torch.where(randn(4, 4) > 0, randn(4, 4, 4), randn(4, 1, 4)),
-    "lerp": lambda: torch.lerp(randn(4, 4), randn(4), randn(4, 1)),
-    "addcmul": lambda: torch.addcmul(randn(4, 4, 4), randn(4, 4), randn(4), value=2),
-    "masked_fill": lambda: randn(4, 4, 4).masked_fill(randn(4, 4) > 0, 1.5),
-    "masked_scatter": lambda: randn(4, 4).masked_scatter(randn(4, 4) > 0, randn(4, 4)),
-    "masked_select": lambda: randn(4, 4)[randn(4, 4) > 0],
-    "gather": lambda: randn(4, 4, 4).gather(1, order(4, 4, 4)),
-    "gather part": lambda: randn(4, 4, 4).gather(1, indices(2, 4, 4)),
-    "scatter": lambda: randn(4, 4, 4).scatter(2, order(4, 4, 4), randn(4, 4, 4)),
-    "scatter value": lambda: randn(4, 4, 4).scatter(2, order(4, 4, 4), 2.0),
-    "scatter_add": lambda: randn(4, 4).scatter_add(0, indices(4, 4), randn(4, 4)),
-    "scatter_add part": lambda: randn(4, 4).scatter_add(0, indices(2, 4), randn(2, 4)),
-    "scatter_reduce": lambda: randn(4, 4).scatter_reduce(1, indices(4, 4), randn(4, 4), "mean"),
-    "index": lambda: randn(4, 4, 4)[:, indices(4)],
-    "index 2": lambda: randn(4, 4, 4)[indices(4), :, indices(4)],
-    "index 3": lambda: randn(4, 4, 4)[indices(4, 1), indices(4)],
-    "index_put": lambda: randn(4, 4, 4).index_put((order(4),), randn(4, 4)),
-    "index_select": lambda: randn(4, 4, 4).index_select(1, indices(4)),
-    "index_add": lambda: randn(4, 4, 4).index_add(1, indices(4), randn(4, 4, 4), alpha=2),
-    "index_add flat": lambda: randn(4).index_add(0, indices(4), randn(4)),
-    "index_copy": lambda: randn(4, 4, 4).index_copy(2, order(4), randn(4, 4, 4)),
-    "index_fill": lambda: randn(4, 4, 4).index_fill(1, indices(4)[:2], 2.0),
-    "take": lambda: randn(4, 4).take(indices(4, 4)),
-    "take_along_dim": lambda: randn(4, 4).take_along_dim(indices(4, 1), 1),
-    "cumsum": lambda: randn(4, 4, 4).cumsum(1),
-    "cumprod": lambda: randn(4, 4).cumprod(0),
-    "cummax": lambda: randn(4, 4).cummax(1).values,
-    "logcumsumexp": lambda: randn(4, 4).logcumsumexp(0),
-    "sort": lambda: randn(4, 4, 4).sort(1).values,
-    "topk": lambda: randn(4, 4, 4).topk(2, 0).values,
-    "max": lambda: randn(4, 4, 4).max(1).values,
-    "median": lambda: randn(4, 4).median(0).values,
-    "var": lambda: randn(4, 4, 4).var((0, 2)),
-    "norm": lambda: torch.linalg.vector_norm(randn(4, 4, 4), dim=1),
-    "logsumexp": lambda: randn(4, 4, 4).logsumexp(1),
-    "amax": lambda: randn(4, 4, 4).amax((0, 1)),
-    "prod": lambda: randn(4, 4).prod(1),
-    "max_pool": lambda: F.max_pool2d(randn(4, 4, 4, 4), 2),
-    "max_pool1d": lambda: F.max_pool1d(randn(4, 4, 4), 2),
-    "max_pool3d": lambda: F.max_pool3d(randn(4, 4, 4, 4), 2),
-    "max_unpool": lambda: F.max_unpool2d(*F.max_pool2d(randn(4, 4, 4), 2, return_indices=True), 2),
-    "avg_pool": lambda: F.avg_pool2d(randn(4, 4, 4, 4), 2),
-    "adaptive": lambda: F.adaptive_avg_pool2d(randn(4, 4, 4, 4), 2),
-    "adaptive max": lambda: F.adaptive_max_pool2d(randn(4, 4, 4), 2),
-    "upsample": lambda: F.interpolate(randn(4, 4, 4, 4), scale_factor=2),
-    "upsample linear": lambda: F.interpolate(randn(4, 4, 4), scale_factor=2, mode="linear"),
-    "grid_sample": lambda: F.grid_sample(randn(4, 4, 4, 4), randn(4, 4, 4, 2), align_corners=False),
-    "pad": lambda: F.pad(randn(4, 4, 4), (1, 1)),
-    "pad reflect": lambda: F.pad(randn(4, 4, 4), (1, 1), mode="reflect"),
-    "glu": lambda: F.glu(randn(4, 4, 4), 1),
-    "prelu": lambda: F.prelu(randn(4, 4, 4), randn(4)),
-    "gelu": lambda: F.gelu(randn(4, 4)),
-    "silu": lambda: F.silu(randn(4, 4)),
-    "logsigmoid": lambda: F.logsigmoid(randn(4, 4)),
-    "dropout": lambda: F.dropout(randn(4, 4), 0.5),
-    "cat": lambda: torch.cat([randn(4, 4, 4), randn(4, 4, 4)], 1),
-    "stack": lambda: torch.stack([randn(4, 4), randn(4, 4)], 1),
-    "cdist": lambda: torch.cdist(randn(4, 4, 4), randn(4, 4, 4)),
-    "cross": lambda: torch.linalg.cross(randn(4, 3), randn(4, 3), dim=1),
-    "solve": lambda: torch.linalg.solve(randn(4, 4, 4), randn(4, 4, 4)),
-    "triangular": lambda: torch.linalg.solve_triangular(
-        randn(4, 4, 4).triu() + 4 * torch.eye(4), randn(4, 4, 4), upper=True
-    ),
-    "det": lambda: torch.linalg.det(randn(4, 4, 4)),
-    "inverse": lambda: torch.linalg.inv(randn(4, 4, 4)),
-    "qr": lambda: torch.linalg.qr(randn(4, 4, 4))[1],
-    "tensordot": lambda: torch.tensordot(randn(4, 4, 4), randn(4, 4, 4), 2),
-    "searchsorted": lambda: torch.searchsorted(randn(4, 4).sort().values, randn(4, 4)),
-    "bucketize": lambda: torch.bucketize(randn(4, 4), randn(4).sort().values),
-    "isin": lambda: torch.isin(indices(4, 4), indices(2)),
-    "bincount": lambda: torch.bincount(indices(4), randn(4).detach()),
-    "histc": lambda: torch.histc(randn(4, 4).detach(), 4, -2, 2),
-    "renorm": lambda: torch.renorm(randn(4, 4), 2, 0, 1.0),
-    "heaviside": lambda: torch.heaviside(randn(4, 4).detach(), randn(4).detach()),
+    **{name: eval(f"lambda: {expression}", NAMES) for name, expression in PARTS},
 }
 
 
@@ -334,7 +284,7 @@ def test_mixed_layouts(name, num_devices):
 def test_layer_norm_backward(wanted):
     """All of what may be whole or cut along dim 1, in all ways."""
     func = torch.ops.aten.native_layer_norm_backward.default
-    call = next(call for call in calls_of(masked_norm(*wanted)) if call[0] is func)
+    call = next(call for call in calls_of(masked_norm(wanted)) if call[0] is func)
     devices = tp.devices()[:2]
     rows = [dict(layouts_of(x, devices, False)) for x in (call[1][0], call[1][1], *call[1][3:5])]
     ways = [[(name, ways[name]) for name in ("whole", "cut 1")] for ways in rows]

@@ -25,6 +25,8 @@ def test_numbers_and_blocks(y):
 def test_a_large_value_is_not_waited_for(monkeypatch):
     large = tp.device_put(torch.zeros(4, 300, dtype=torch.int16), tp.devices())
     calls = asked(monkeypatch)
+    where = f"rows of dim 0 on {DEVICE}:0 {DEVICE}:1 {DEVICE}:2 {DEVICE}:3"
+    assert repr(large) == f"ShardedTensor(shape=[4, 300], dtype=torch.int16, {where})"
     html = large._repr_html_()
     assert "int16[4, 300], cut along dim 0; 2.4 kB, 600 B per device" in html
     assert "<pre" not in html

@@ -11,7 +11,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from _sharded_values import LAYOUTS, ROWS, any_layout
+from _sharded_values import LAYOUTS, ROWS, any_layout, each
 from _spies import asked
 from _support import DEVICE, EAGER
 
@@ -36,6 +36,7 @@ def test_is_a_tensor_without_moving_data(y, monkeypatch):
     assert (y.numel(), y.nbytes, y.device, y.layout) == (8, 32, torch.device("cpu"), torch.strided)
     assert y.is_floating_point()
     assert not y.requires_grad
+    assert not y.is_shared()
     assert y.is_leaf
     assert hash(y) == hash(y)
     assert y.sharding.spec == tp.P("i")
@@ -59,14 +60,6 @@ def test_repr(y, columns):
     assert repr(y) == "ShardedTensor(shape=[4, 2], deleted by delete())"
 
 
-def test_repr_of_large_values_moves_nothing(monkeypatch):
-    large = tp.device_put(torch.zeros(4, 300, dtype=torch.int16), tp.devices())
-    calls = asked(monkeypatch)
-    where = f"rows of dim 0 on {DEVICE}:0 {DEVICE}:1 {DEVICE}:2 {DEVICE}:3"
-    assert repr(large) == f"ShardedTensor(shape=[4, 300], dtype=torch.int16, {where})"
-    assert calls == []
-
-
 @any_layout
 def test_shards_are_the_pieces(put):
     x = put()
@@ -81,16 +74,6 @@ def test_shards_are_the_pieces(put):
     assert replicas == (list(range(len(shards))) if x.is_fully_replicated else [0] * len(shards))
     with pytest.raises(IndexError):
         x.addressable_data(len(shards))
-
-
-def test_waiting(y):
-    assert y.block_until_ready() is y
-    assert y.is_ready()
-    slow = tp.pmap(lambda x: torch.linalg.matrix_power(x, 500), compile=EAGER)(
-        torch.zeros(4, 200, 200)
-    )
-    slow.block_until_ready()
-    assert slow.is_ready()
 
 
 # To the host -------------------------------------------------------------------------------------
@@ -124,26 +107,29 @@ def test_arrays_are_copies(y):
 
 
 def test_scalars():
-    x = tp.device_put(torch.tensor(3))
-    assert (int(x), float(x), bool(x), x.item(), complex(x)) == (3, 3.0, True, 3, 3 + 0j)
-    assert [10, 20, 30, 40][x] == 40
-    assert f"{x:d} {x}" == "3 3"
+    for x in (tp.device_put(torch.tensor(3)), tp.replicate(torch.tensor(3))):
+        assert (int(x), float(x), bool(x), x.item(), complex(x)) == (3, 3.0, True, 3, 3 + 0j)
+        assert [10, 20, 30, 40][x] == 40
+        assert f"{x:d} {x}" == "3 3"
+        for call in (len, iter, lambda x: x[0], lambda x: [*x]):
+            with pytest.raises((TypeError, IndexError)) as expected:
+                call(torch.tensor(3))
+            with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+                call(x)
     assert f"{tp.replicate(torch.tensor(0.12345)):.3f}" == "0.123"
     assert f"{tp.replicate(torch.ones(4))}".startswith("ShardedTensor([1., 1., 1., 1.]")
     assert len(tp.pmap(lambda x: x, compile=EAGER)(torch.ones(4))) == 4
-    with pytest.raises(TypeError, match="0-d tensor"):
-        len(x)
-    with pytest.raises(RuntimeError, match="Tensor with 4 elements cannot be converted"):
-        tp.replicate(torch.ones(4)).item()
-
-
-@pytest.mark.parametrize("function", [np.sum, np.mean, np.sin, np.transpose, np.linalg.norm])
-def test_numpy_functions(y, function):
-    np.testing.assert_allclose(function(np.asarray(y)), function(ROWS.numpy()))
-    np.testing.assert_allclose(function(y.numpy()), function(ROWS.numpy()))
+    for call in (float, bool, operator.index, torch.Tensor.item):
+        with pytest.raises((RuntimeError, TypeError, ValueError)) as expected:
+            call(torch.ones(4))
+        with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+            call(tp.replicate(torch.ones(4)))
 
 
 def test_numpy_accepts_it(y):
+    for function in (np.sum, np.mean, np.sin, np.transpose, np.linalg.norm):
+        np.testing.assert_allclose(function(np.asarray(y)), function(ROWS.numpy()))
+        np.testing.assert_allclose(function(y.numpy()), function(ROWS.numpy()))
     np.testing.assert_array_equal(np.concatenate([y, y]), np.concatenate([ROWS, ROWS]))
     np.testing.assert_array_equal(np.stack([y, y])[1], ROWS)
     np.testing.assert_array_equal(y, ROWS)
@@ -177,25 +163,14 @@ def test_a_row_comes_from_its_device_alone(y, columns, monkeypatch):
     assert fetched == [[(2, 0, 0, (2,))]]
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        slice(1, 3),
-        slice(None, None, 2),
-        (0, 1),
-        (-1, slice(None)),
-        None,
-        torch.tensor([3, 0]),
-        np.array([1, 2]),
-        [0, 2],
-        torch.tensor([True, False, True, False]),
-        (slice(None), None, 0),
-        True,
-        np.int64(2),
-        torch.tensor(1),
-    ],
-    ids=repr,
-)
+INDICES = [
+    *(slice(1, 3), slice(None, None, 2), (0, 1), (-1, slice(None)), None, torch.tensor([3, 0])),
+    *(np.array([1, 2]), [0, 2], torch.tensor([True, False, True, False]), (slice(None), None, 0)),
+    *(True, np.int64(2), torch.tensor(1)),
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=repr)
 def test_indexing(y, index):
     same(y[index].cpu(), ROWS[index])
 
@@ -246,18 +221,6 @@ def test_copies(y):
 # Moving and deleting -----------------------------------------------------------------------------
 
 
-def test_feeding_back_moves_nothing(y, monkeypatch):
-    f = tp.pmap(lambda x, w: x * w.sum(), in_axes=(0, None), compile=EAGER)
-    w = tp.replicate(torch.ones(3))
-    f(y, w)
-    calls = asked(monkeypatch)
-    z = y
-    for _ in range(3):
-        z = f(z, w)
-    assert [name for name, _ in calls] == ["execute"] * 3
-    assert z.tolist() == (ROWS * 27).tolist()
-
-
 def test_deleted_values_say_so(y):
     twin = y.detach()
     y.delete()
@@ -265,36 +228,16 @@ def test_deleted_values_say_so(y):
     assert y.is_deleted()
     assert (y.shape, y.dtype, len(y)) == ((4, 2), torch.float32, 4)
     uses = [
-        lambda: y + 1,
-        lambda: y[0],
-        lambda: y[0:1],
-        lambda: list(y),
-        lambda: y.numpy(),
-        lambda: np.asarray(y),
-        lambda: y.tolist(),
-        lambda: y.cpu(),
-        lambda: y.to("cpu"),
-        lambda: y.sum().item(),
-        lambda: y.sharding,
-        lambda: y.devices(),
-        lambda: y.addressable_shards,
-        lambda: y.addressable_data(0),
-        lambda: y.is_fully_replicated,
-        lambda: y.block_until_ready(),
-        lambda: y.is_ready(),
-        lambda: y.clone(),
-        lambda: y.add_(1),
-        lambda: operator.setitem(y, 0, 1.0),
-        lambda: pickle.dumps(y),
-        lambda: copy.deepcopy(y),
-        lambda: torch.from_dlpack(y),
-        lambda: torch.equal(y, ROWS),
+        *(y.numpy, y.tolist, y.cpu, y.devices, y.block_until_ready, y.is_ready, y.clone),
+        *(lambda: y + 1, lambda: y[0], lambda: y[0:1], lambda: list(y), lambda: np.asarray(y)),
+        *(lambda: y.to("cpu"), lambda: y.sum().item(), lambda: y.sharding, lambda: y.add_(1)),
+        *(lambda: y.addressable_shards, lambda: y.addressable_data(0)),
+        *(lambda: y.is_fully_replicated, lambda: operator.setitem(y, 0, 1.0)),
+        *(lambda: pickle.dumps(y), lambda: copy.deepcopy(y), lambda: torch.from_dlpack(y)),
+        *(lambda: torch.equal(y, ROWS), lambda: tp.device_get(y), lambda: tp.unreplicate(y)),
+        *(lambda: tp.device_put(y, tp.devices()), lambda: tp.block_until_ready([y])),
         lambda: tp.pmap(lambda x: x, compile=EAGER)(y),
         lambda: tp.pmap(lambda x: x, compile=False)(y),
-        lambda: tp.device_get(y),
-        lambda: tp.device_put(y, tp.devices()),
-        lambda: tp.unreplicate(y),
-        lambda: tp.block_until_ready([y]),
     ]
     for use in uses:
         with pytest.raises(RuntimeError, match=r"type float32\[4, 2\] has been deleted by delete"):
@@ -319,22 +262,16 @@ def test_matplotlib_plots_it(y):
 
 NUMBERS = [torch.tensor(x) for x in (2.5, -3, True, 1.5 + 2j)]
 NUMBERS.append(torch.tensor(2.5, dtype=torch.float16))
-CONSTRUCTORS = {
-    "tensor": lambda a, b: torch.tensor([a, b]),
-    "as_tensor": lambda a, b: torch.as_tensor([a, b]),
-    "tuple": lambda a, b: torch.tensor((a, b)),
-    "nested": lambda a, b: torch.tensor([[a, 1], [0, b]]),
-    "dtype": lambda a, b: torch.tensor([a, b], dtype=a.dtype),
-    "new_tensor": lambda a, b: torch.ones(1).new_tensor([a, b]),
-    "own new_tensor": lambda a, b: a.new_tensor([a, b]),
-    "class": lambda a, b: torch.Tensor([a, b]),
-    "numpy": lambda a, b: torch.from_numpy(np.array([a.abs() * 1.0, b.abs() * 1.0])),
-    "vectors": lambda a, b: torch.tensor([a.expand(2), b.expand(2)]),
-    "matrix of one": lambda a, b: torch.tensor([a.reshape(1, 1), b.reshape(1, 1)]),
-}
+CONSTRUCTORS = """
+    torch.tensor([a, b]); torch.as_tensor([a, b]); torch.tensor((a, b)); a.new_tensor([a, b])
+    torch.tensor([[a, 1], [0, b]]); torch.tensor([a, b], dtype=a.dtype); torch.Tensor([a, b])
+    torch.ones(1).new_tensor([a, b]); torch.tensor([a.expand(2), b.expand(2)])
+    torch.tensor([a.reshape(1, 1), b.reshape(1, 1)])
+    torch.from_numpy(np.array([a.abs() * 1.0, b.abs() * 1.0]))
+"""
 
 
-@pytest.mark.parametrize("make", CONSTRUCTORS.values(), ids=CONSTRUCTORS)
+@each("make", "a, b", CONSTRUCTORS)
 @pytest.mark.parametrize("number", NUMBERS, ids=str)
 def test_tensors_of_numbers_on_the_devices(make, number):
     def result(x):
@@ -356,19 +293,3 @@ def test_tensors_of_rows_of_replicated_values():
     assert torch.tensor([x[0], x[2], y[3], y.sum()]).tolist() == [0, 2, 3, 6]
     weights = tp.replicate(torch.ones(2)).requires_grad_()
     assert torch.tensor([weights.sum()]).tolist() == [2]
-
-
-def test_a_number_is_no_sequence():
-    number = tp.replicate(torch.tensor(1))
-    for call in (len, iter, lambda x: x[0], lambda x: [*x]):
-        with pytest.raises((TypeError, IndexError)) as expected:
-            call(torch.tensor(1))
-        with pytest.raises(expected.type, match=re.escape(str(expected.value))):
-            call(number)
-    assert (float(number), int(number), bool(number), complex(number)) == (1.0, 1, True, 1 + 0j)
-    assert ["a", "b"][number] == "b"
-    for call in (float, bool, operator.index):
-        with pytest.raises((RuntimeError, TypeError, ValueError)) as expected:
-            call(torch.ones(2))
-        with pytest.raises(expected.type, match=re.escape(str(expected.value))):
-            call(tp.replicate(torch.ones(2)))

@@ -2,63 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from _sharded_values import HERE, numbers, on_devices
+from _sharded_values import HERE, each, numbers, on_devices
 
 import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
 
-Function = Callable[[torch.Tensor], Any]
-
-VIEWS: dict[str, Function] = {
-    "itself": lambda x: x,
-    "transpose": lambda x: x.transpose(0, 2),
-    "T": lambda x: x.mT,
-    "row": lambda x: x[0],
-    "rows": lambda x: x[1:3],
-    "every other row": lambda x: x[::2],
-    "index": lambda x: x[..., -1],
-    "narrow": lambda x: x.narrow(2, 1, 2),
-    "newaxis": lambda x: x[:, None],
-    "flatten": lambda x: x.flatten(1),
-    "view": lambda x: x.view(4, 3, 2)[1:, 1],
-    "unbind": lambda x: x.unbind(1)[1],
-    "split": lambda x: x.split([1, 2], 2)[1],
-    "chunk": lambda x: x.chunk(2, 1)[0],
-    "diagonal": lambda x: x.diagonal(1, 0, 2),
-    "view of a view": lambda x: x.transpose(1, 2)[:, 1].unsqueeze(0),
-    "view of a detached": lambda x: x.detach().mT[:, 0],
-    "reshape": lambda x: x.reshape(6, 4).t()[1:3],
-    "copy by reshape": lambda x: x.transpose(0, 1).reshape(8, 3)[1:4],
-    "as_strided": lambda x: x.as_strided((3, 2), (6, 1), 1),
-    "as_strided of a transpose": lambda x: x.mT.as_strided((3, 2), (6, 1), 1),
-    "as_strided of a part": lambda x: x[1:].as_strided((2, 2), (6, 1)),
-    "complex": lambda x: torch.view_as_complex(x.view(4, 3, 2))[1:],
-    "conjugate of a part": lambda x: torch.view_as_complex(x.view(4, 3, 2))[1:].conj()[:, 1:],
-}
+VIEWS = """
+    x; x.transpose(0, 2); x.mT; x[0]; x[1:3]; x[::2]; x[..., -1]; x.narrow(2, 1, 2); x[:, None]
+    x.flatten(1); x.view(4, 3, 2)[1:, 1]; x.unbind(1)[1]; x.split([1, 2], 2)[1]; x.chunk(2, 1)[0]
+    x.diagonal(1, 0, 2); x.transpose(1, 2)[:, 1].unsqueeze(0); x.detach().mT[:, 0]
+    x.reshape(6, 4).t()[1:3]; x.transpose(0, 1).reshape(8, 3)[1:4]; x.as_strided((3, 2), (6, 1), 1)
+    x.mT.as_strided((3, 2), (6, 1), 1); x[1:].as_strided((2, 2), (6, 1))
+    torch.view_as_complex(x.view(4, 3, 2))[1:]
+    torch.view_as_complex(x.view(4, 3, 2))[1:].conj()[:, 1:]
+"""
 
 
-def push(f: Function) -> Function:
+def push(f):
     return lambda x: torch.func.jvp(f, (x,), (x * 0.5 + 1,))
 
 
-def pull(f: Function) -> Function:
-    def pulled(x: torch.Tensor) -> Any:
+def pull(f):
+    def pulled(x):
         y, back = torch.func.vjp(f, x)
         return y, *back(y * 0.1 + 1)
 
     return pulled
 
 
-TRANSFORMS: dict[str, Callable[[Function], Function]] = {
-    "vjp": pull,
-    "jvp": push,
-    "vjp of vjp": lambda f: pull(lambda x: pull(f)(x)[1]),
+TRANSFORMS = {
+    **{"vjp": pull, "jvp": push, "vjp of vjp": lambda f: pull(lambda x: pull(f)(x)[1])},
     "jvp of vjp": lambda f: push(lambda x: pull(f)(x)[1]),
     "vjp of jvp": lambda f: pull(lambda x: push(f)(x)[1]),
     "jvp of jvp": lambda f: push(lambda x: push(f)(x)[1]),
@@ -70,16 +46,15 @@ TRANSFORMS: dict[str, Callable[[Function], Function]] = {
         lambda x: torch.func.vmap(pull(f), in_dims=2)(torch.stack([x, x * 2], 2))
     ),
 }
-
-BASES: dict[str, Function] = {
+BASES = {
     "a copy": lambda x: x.clone(),
     "transposed": lambda x: (x.transpose(0, 2) * 1).transpose(0, 2) * 1,
     "a part": lambda x: torch.stack([x, x * 2])[1],
 }
 
 
-def squared_part(view: Function, base: Function) -> Function:
-    def f(x: torch.Tensor) -> torch.Tensor:
+def squared_part(view, base):
+    def f(x):
         y = base(x)
         early, part = view(y), view(y)
         part.mul_(part + 2)
@@ -89,7 +64,7 @@ def squared_part(view: Function, base: Function) -> Function:
     return f
 
 
-def outcome(f: Function, x: torch.Tensor) -> Any:
+def outcome(f, x):
     try:
         return f(x)
     except RuntimeError as error:
@@ -98,7 +73,7 @@ def outcome(f: Function, x: torch.Tensor) -> Any:
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@each("view", "x", VIEWS)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_writes_to_views_have_torchs_derivatives(transform, view, base):
     f = transform(squared_part(view, base))
@@ -113,7 +88,7 @@ def test_writes_to_views_have_torchs_derivatives(transform, view, base):
             torch.testing.assert_close(mine.cpu(), right, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@each("view", "x", VIEWS)
 def test_views_have_torchs_strides(view):
     here, there = view(HERE.x[:]), view(on_devices().x[:])
     if type(there) is torch.Tensor:
@@ -166,52 +141,36 @@ def test_the_memory_of_a_deleted_tensor_is_unknown():
         part.as_strided((2,), (1,))
 
 
-ORDERED: dict[str, Function] = {
-    "rot90": lambda x: x.rot90(),
-    "rot90 back": lambda x: x.rot90(-1),
-    "flip": lambda x: x.T.flip(0),
-    "sort": lambda x: x.T.sort(0)[0],
-    "argsort": lambda x: x.T.argsort(0),
-    "index_fill": lambda x: x.T.index_fill(0, torch.tensor([1]), 3.0),
-    "index_put": lambda x: x.T.index_put((torch.tensor([1]),), torch.tensor(3.0)),
-    "frexp": lambda x: torch.frexp(x.T)[0],
-    "roll": lambda x: x.T.roll(1, 0),
-    "softmax": lambda x: x.T.softmax(0),
-    "cumsum": lambda x: x.T.cumsum(0),
-    "gather": lambda x: x.T.gather(0, torch.zeros(6, 4, dtype=torch.int64)),
-    "clamp": lambda x: x.T.clamp(0),
-    "cat": lambda x: torch.cat([x.T, x.T]),
-}
+ORDERED = """
+    x.rot90(); x.rot90(-1); x.T.flip(0); x.T.sort(0)[0]; x.T.argsort(0); torch.cat([x.T, x.T])
+    x.T.index_fill(0, torch.tensor([1]), 3.0); torch.frexp(x.T)[0]; x.T.roll(1, 0); x.T.softmax(0)
+    x.T.index_put((torch.tensor([1]),), torch.tensor(3.0)); x.T.cumsum(0); x.T.clamp(0)
+    x.T.gather(0, torch.zeros(6, 4, dtype=torch.int64))
+"""
+places = pytest.mark.parametrize("put", [tp.shard_batch, tp.replicate], ids=["cut", "whole"])
 
 
-@pytest.mark.parametrize("put", [tp.shard_batch, tp.replicate], ids=["cut", "whole"])
-@pytest.mark.parametrize("f", ORDERED.values(), ids=ORDERED)
-def test_results_are_ordered_in_memory_as_those_of_torch(f: Function, put: Function) -> None:
+@places
+@each("f", "x", ORDERED)
+def test_results_are_ordered_in_memory_as_those_of_torch(f, put):
     result, expected = f(put(numbers(4, 6))), f(numbers(4, 6))
     assert result.stride() == expected.stride()
     torch.testing.assert_close(result.cpu(), expected)
 
 
-LAST = torch.channels_last
-FORMATS: dict[str, Function] = {
-    "to": lambda x: x.to(memory_format=LAST),
-    "to another dtype": lambda x: x.to(torch.float64, memory_format=LAST),
-    "contiguous": lambda x: x.contiguous(memory_format=LAST),
-    "clone": lambda x: x.clone(memory_format=LAST),
-    "zeros_like": lambda x: torch.zeros_like(x, memory_format=LAST),
-    "full_like": lambda x: torch.full_like(x, 2.0, memory_format=LAST),
-    "relu": lambda x: x.to(memory_format=LAST).relu(),
-    "there and back": lambda x: x.to(memory_format=LAST).contiguous(),
-    "of five dims": lambda x: x[None].to(memory_format=torch.channels_last_3d),
-    "flat": lambda x: x.to(memory_format=LAST).permute(0, 2, 3, 1).reshape(-1),
-    "sum": lambda x: x.to(memory_format=LAST) + x,
-    "pool": lambda x: torch.nn.functional.max_pool2d(x.to(memory_format=LAST), 2),
-}
+FORMATS = """
+    x.to(memory_format=last); x.to(torch.float64, memory_format=last)
+    x.contiguous(memory_format=last); x.clone(memory_format=last)
+    torch.zeros_like(x, memory_format=last); torch.full_like(x, 2.0, memory_format=last)
+    x.to(memory_format=last).relu(); x.to(memory_format=last).contiguous()
+    x[None].to(memory_format=torch.channels_last_3d); F.max_pool2d(x.to(memory_format=last), 2)
+    x.to(memory_format=last).permute(0, 2, 3, 1).reshape(-1); x.to(memory_format=last) + x
+"""
 
 
-@pytest.mark.parametrize("put", [tp.shard_batch, tp.replicate], ids=["cut", "whole"])
-@pytest.mark.parametrize("f", FORMATS.values(), ids=FORMATS)
-def test_channels_last_stays_on_the_devices(f: Function, put: Function) -> None:
+@places
+@each("f", "x, last=torch.channels_last", FORMATS)
+def test_channels_last_stays_on_the_devices(f, put):
     value = numbers(4, 3, 4, 6)
     with tp.debug.report_gathers() as gathers:
         result = f(put(value))
@@ -220,9 +179,10 @@ def test_channels_last_stays_on_the_devices(f: Function, put: Function) -> None:
     torch.testing.assert_close(result.cpu(), f(value))
 
 
-def test_a_module_in_channels_last() -> None:
-    module = tp.replicate(torch.nn.Conv2d(3, 2, 2)).to(memory_format=LAST)
+def test_a_module_in_channels_last():
+    last = torch.channels_last
+    module = tp.replicate(torch.nn.Conv2d(3, 2, 2)).to(memory_format=last)
     with tp.debug.report_gathers() as gathers:
-        module(tp.shard_batch(numbers(4, 3, 4, 6)).to(memory_format=LAST)).sum().backward()
+        module(tp.shard_batch(numbers(4, 3, 4, 6)).to(memory_format=last)).sum().backward()
     assert not gathers
-    assert module.weight.is_contiguous(memory_format=LAST)
+    assert module.weight.is_contiguous(memory_format=last)

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as functional
-from _sharded_values import HERE, fetched_bytes, numbers, on_devices
+from _sharded_values import HERE, each, fetched_bytes, functions, numbers, on_devices, on_mesh
 from _spies import asked
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,43 +17,21 @@ import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
 
-BLOCKWISE = {
-    "transpose": lambda x: x.transpose(0, 2),
-    "permute": lambda x: x.permute(2, 0, 1),
-    "mT": lambda x: x.mT,
-    "index": lambda x: x[:, 1],
-    "negative index": lambda x: x[..., -1],
-    "slice": lambda x: x[:, :, 1:],
-    "step": lambda x: x[:, :, ::2],
-    "narrow": lambda x: x.narrow(2, 1, 2),
-    "newaxis": lambda x: x[:, None],
-    "squeeze": lambda x: x[:, :1].squeeze(1),
-    "flatten": lambda x: x.flatten(1),
-    "view": lambda x: x.view(4, 3, 2),
-    "unbind": lambda x: x.unbind(1)[1],
-    "split": lambda x: x.split([1, 2], 2)[1],
-    "chunk": lambda x: x.chunk(2, 1)[0],
-    "diagonal": lambda x: x.diagonal(0, 1, 2),
-    "bits": lambda x: x.view(torch.float32),
-    "detach": lambda x: x.detach(),
-    "data": lambda x: x.data,
-    "expand to itself": lambda x: x.expand(4, 2, 3),
-    "view of a view": lambda x: x.transpose(1, 2)[:, 1].unsqueeze(0),
-    "view of a detached": lambda x: x.detach().mT.detach()[:, 0],
-}
-
-ACROSS = {
-    "rows": lambda x: x[1:3],
-    "every other row": lambda x: x[::2],
-    "row": lambda x: x.select(0, 2),
-    "unbind": lambda x: x.unbind()[3],
-    "flatten": lambda x: x.transpose(0, 1)[0].view(torch.int32),
-    "diagonal": lambda x: x.diagonal(0, 0, 1),
-    "as_strided": lambda x: x.as_strided((3, 2), (6, 1), 1),
-}
+BLOCKWISE = """
+    x.transpose(0, 2); x.permute(2, 0, 1); x.mT; x[:, 1]; x[..., -1]; x[:, :, 1:]; x[:, :, ::2]
+    x.narrow(2, 1, 2); x[:, None]; x[:, :1].squeeze(1); x.flatten(1); x.view(4, 3, 2)
+    x.unbind(1)[1]; x.split([1, 2], 2)[1]; x.chunk(2, 1)[0]; x.diagonal(0, 1, 2)
+    x.view(torch.float32); x.detach(); x.data; x.expand(4, 2, 3)
+    x.transpose(1, 2)[:, 1].unsqueeze(0); x.detach().mT.detach()[:, 0]
+"""
+ACROSS = """
+    x[1:3]; x[::2]; x.select(0, 2); x.unbind()[3]; x.transpose(0, 1)[0].view(torch.int32)
+    x.diagonal(0, 0, 1); x.as_strided((3, 2), (6, 1), 1)
+"""
+every_view = each("view", "x", BLOCKWISE + ACROSS)
 
 
-@pytest.mark.parametrize("view", (BLOCKWISE | ACROSS).values(), ids=BLOCKWISE | ACROSS)
+@every_view
 def test_a_write_to_a_view_is_a_write_to_the_tensor(view):
     here, there = HERE.x.clone(), on_devices().x
     plain, part = view(here), view(there)
@@ -66,22 +44,18 @@ def test_a_write_to_a_view_is_a_write_to_the_tensor(view):
         torch.testing.assert_close(shard.data, here[shard.index])
 
 
-@pytest.mark.parametrize("view", (BLOCKWISE | ACROSS).values(), ids=BLOCKWISE | ACROSS)
+@every_view
 def test_a_write_to_the_tensor_is_a_write_to_its_views(view):
     there = on_devices().x
     part = view(there)
-    for write in (
-        lambda x: x.mul_(3),
-        lambda x: x[0].shape,
-        lambda x: x.__setitem__((slice(1, 3), 0), 7.0),
-        lambda x: x.copy_(numbers(4, 2, 3).flip(2)),
-        lambda x: x.cumsum_(0),
-    ):
+    parts = "x.mul_(3); x[0].shape; x.__setitem__((slice(1, 3), 0), 7.0)"
+    wholes = "x.copy_(numbers(4, 2, 3).flip(2)); x.cumsum_(0)"
+    for write in functions("x", f"{parts}; {wholes}").values():
         write(there)
         torch.testing.assert_close(part.cpu(), view(there).cpu())
 
 
-@pytest.mark.parametrize("view", BLOCKWISE.values(), ids=BLOCKWISE)
+@each("view", "x", BLOCKWISE)
 def test_writes_through_blockwise_views_stay_on_the_devices(view, monkeypatch):
     there = on_devices().x
     part = view(there)
@@ -115,15 +89,8 @@ def test_siblings_and_aliases_see_each_others_writes():
 
 def test_copies_are_independent():
     x = on_devices().x
-    twins = [
-        x.clone(),
-        x.contiguous().clone(),
-        x + 0,
-        x.mT.clone(),
-        x[0],
-        x.cpu(),
-        x.reshape(24) + 0,
-    ]
+    twins = [x.clone(), x.contiguous().clone(), x + 0, x.mT.clone(), x[0], x.cpu()]
+    twins.append(x.reshape(24) + 0)
     before = [twin.clone().cpu() for twin in twins]
     x.fill_(9)
     for twin, right in zip(twins, before, strict=True):
@@ -161,21 +128,15 @@ def test_a_detached_view_keeps_no_graph_alive():
     assert part.add_(1).tolist() == (HERE.x[:, 1] * 2 + 1).tolist()
 
 
-def test_what_cannot_be_written_raises():
-    x = on_devices().x
-    wide = x[:, :, :1].expand(4, 2, 3)
+def test_views_that_cannot_be_written_raise_and_see_writes():
+    expected, x = HERE.x.clone(), on_devices().x
+    wide, windows = x[:, :, :1].expand(4, 2, 3), x.unfold(2, 2, 1)
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
         wide.add_(1)
-    windows = x.unfold(2, 2, 1)
     torch.testing.assert_close(windows.cpu(), HERE.x.unfold(2, 2, 1))
     message = r"made by aten\.unfold\.default cannot be written to in place; \.clone\(\) the view"
     with pytest.raises(RuntimeError, match=message):
         windows.add_(1)
-
-
-def test_views_that_cannot_be_written_see_writes():
-    expected, x = HERE.x.clone(), on_devices().x
-    wide, windows = x[:, :, :1].expand(4, 2, 3), x.unfold(2, 2, 1)
     for written in (expected, x):
         written[:, 0].add_(1)
     torch.testing.assert_close(wide.cpu(), expected[:, :, :1].expand(4, 2, 3))
@@ -276,14 +237,14 @@ def in_backward(function, x):
 def by_grad_of_grad(function, x):
     y = function(x.requires_grad_())
     (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
-    return list(torch.autograd.grad(first.pow(2).sum(), x))
+    return torch.autograd.grad(first.pow(2).sum(), x)
 
 
 DERIVATIVES = {
     "backward": in_backward,
     "twice": by_grad_of_grad,
     "grad": lambda function, x: [torch.func.grad(lambda x: function(x).pow(2).sum())(x)],
-    "jvp": lambda function, x: list(torch.func.jvp(function, (x,), (x.cos(),))),
+    "jvp": lambda function, x: torch.func.jvp(function, (x,), (x.cos(),)),
 }
 
 
@@ -292,9 +253,7 @@ DERIVATIVES = {
 def test_writes_through_views_are_differentiated(function, derivative):
     value = numbers(4, 2, 3).add(0.25).div(8)
     expected = derivative(function, value.clone())
-    mesh = tp.make_mesh((2, 2), ("i", "j"), devices=tp.devices())
-    grid = tp.NamedSharding(mesh, tp.P("i", "j"))
-    for put in (tp.shard_batch, tp.replicate, lambda x: tp.device_put(x, grid)):
+    for put in (tp.shard_batch, tp.replicate, lambda x: on_mesh(x, "ij", (2, 2), ("i", "j"))):
         for got, want in zip(derivative(function, put(value)), expected, strict=True):
             torch.testing.assert_close(got.cpu(), want)
 
@@ -314,14 +273,9 @@ def test_writes_that_torch_forbids_raise_its_errors():
 
 def test_shapes_change_in_place():
     here, there = HERE.x.clone(), on_devices().x
-    for change in (
-        lambda x: x.transpose_(0, 2),
-        lambda x: x.unsqueeze_(1),
-        lambda x: x.squeeze_(1).unsqueeze_(-1),
-        lambda x: x.squeeze_(),
-        lambda x: x[0].shape and x.transpose_(-1, -2),
-        lambda x: x.mul_(2),
-    ):
+    first = "x.transpose_(0, 2); x.unsqueeze_(1); x.squeeze_(1).unsqueeze_(-1); x.squeeze_()"
+    then = "x[0].shape and x.transpose_(-1, -2); x.mul_(2)"
+    for change in functions("x", f"{first}; {then}").values():
         change(here)
         assert change(there) is there
         assert there.shape == here.shape
@@ -372,26 +326,15 @@ def test_initialisation_and_buffers():
     assert w[1].tolist() == [0] * 6
 
 
-VIEWS = [
-    lambda x: x.transpose(0, 1),
-    lambda x: x.mT,
-    lambda x: x.select(0, 1).unsqueeze(0).expand(1, 4, 4),
-    lambda x: x[:, 1:3],
-    lambda x: x[1:3],
-    lambda x: x.unsqueeze(1).squeeze(1),
-    lambda x: x.detach(),
-    lambda x: x.diagonal(0, -1, -2).unsqueeze(1),
-]
-WRITES = [
-    lambda x: x.add_(1),
-    lambda x: x.mul_(-2),
-    lambda x: x.zero_(),
-    lambda x: x.copy_(x.flip(0)),
-    lambda x: x.clamp_(-3, 3),
-    lambda x: x.__setitem__(0, 5.0),
-]
+VIEWS = """
+    x.transpose(0, 1); x.mT; x.select(0, 1).unsqueeze(0).expand(1, 4, 4); x[:, 1:3]; x[1:3]
+    x.unsqueeze(1).squeeze(1); x.detach(); x.diagonal(0, -1, -2).unsqueeze(1)
+"""
+WRITES = "x.add_(1); x.mul_(-2); x.zero_(); x.copy_(x.flip(0)); x.clamp_(-3, 3)"
+TAKEN = list(functions("x", VIEWS).values())
+WRITTEN = [*functions("x", WRITES).values(), lambda x: x.__setitem__(0, 5.0)]
 steps = st.tuples(
-    st.booleans(), st.integers(0, 5), st.integers(0, len(VIEWS) - 1), st.integers(0, 5)
+    st.booleans(), st.integers(0, 5), st.integers(0, len(TAKEN) - 1), st.integers(0, 5)
 )
 
 
@@ -406,8 +349,8 @@ def test_random_views_and_writes(program, whole):
         for tensors in (plain, there):
             target = tensors[number]
             if takes_view and target.ndim == 3 and target.shape[0] > 2 and target.shape[1] > 2:
-                tensors.append(VIEWS[view](target))
+                tensors.append(TAKEN[view](target))
             else:
-                WRITES[write](target)
+                WRITTEN[write](target)
     for tensor, right in zip(there, plain, strict=True):
         torch.testing.assert_close(tensor.cpu(), right)

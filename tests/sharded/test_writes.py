@@ -7,13 +7,12 @@ Expectations are plain torch's.
 from __future__ import annotations
 
 import copy
-import io
 import re
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from _sharded_values import numbers
+from _sharded_values import each, functions, numbers
 from _support import DEVICE, EAGER, TEST_ALL
 from _writing_operators import copied, mapped, run, sample, writing_operators
 
@@ -127,19 +126,14 @@ def test_what_an_operator_writes_is_written(func):
 # Operators that write to several tensors ---------------------------------------------------------
 
 
+LISTS = """
+    ([x, x], 1.0); ([x, x.detach()], 1.0); ([x[:, 0], x[:, 1]], 1.0); ([x[1:3], x[3:]], 1.0)
+    ([x, x.T], 1.0); ([x, y := x * 2], [y, x])
+"""
+
+
 @pytest.mark.parametrize("put", [cut, tp.replicate])
-@pytest.mark.parametrize(
-    "pick",
-    [
-        lambda x: ([x, x], 1.0),
-        lambda x: ([x, x.detach()], 1.0),
-        lambda x: ([x[:, 0], x[:, 1]], 1.0),
-        lambda x: ([x[1:3], x[3:]], 1.0),
-        lambda x: ([x, x.T], 1.0),
-        lambda x: ([x, y := x * 2], [y, x]),
-    ],
-    ids=["the same", "detached", "columns", "rows", "transposed", "each other"],
-)
+@each("pick", "x", LISTS)
 def test_lists_of_tensors_that_share_a_value(put, pick):
     here, there = numbers(4, 4), put(numbers(4, 4))
     (written, other), (plain, plain_other) = pick(there), pick(here)
@@ -170,18 +164,15 @@ def test_layers_write_their_statistics():
     assert model[0].running_mean.tolist() == before
 
 
+IN_PLACE = """
+    F.relu(x - 0.5, inplace=True); F.relu_(x); F.dropout(x, 0.5, inplace=True)
+    F.rrelu(x, training=True, inplace=True); F.threshold_(x, 0.0, 1.0); F.normalize(x, out=x)
+    F.embedding(torch.tensor([1, 2]), x, max_norm=1.0); nn.init.orthogonal_(x)
+"""
+
+
 def test_functions_write_in_place():
-    functional = torch.nn.functional
-    for write in (
-        lambda x: functional.relu(x - 0.5, inplace=True),
-        lambda x: functional.relu_(x),
-        lambda x: functional.dropout(x, 0.5, inplace=True),
-        lambda x: functional.rrelu(x, training=True, inplace=True),
-        lambda x: functional.threshold_(x, 0.0, 1.0),
-        lambda x: functional.embedding(torch.tensor([1, 2]), x, max_norm=1.0),
-        lambda x: functional.normalize(x, out=x),
-        lambda x: torch.nn.init.orthogonal_(x),
-    ):
+    for write in functions("x", IN_PLACE).values():
         for put in (cut, tp.replicate):
             here, there = numbers(4, 4), put(numbers(4, 4))
             torch.manual_seed(0)
@@ -226,14 +217,6 @@ def test_views_in_inference_mode_share_values():
     expected[1:] *= 2
     same(x, expected)
     same(part, expected[1:].T)
-
-
-def test_batch_norm_of_whole_values_differentiates():
-    plain = torch.nn.BatchNorm1d(2)
-    model = copy.deepcopy(plain)._apply(tp.replicate)
-    plain(numbers(4, 2)).square().sum().backward()
-    model(tp.replicate(numbers(4, 2))).square().sum().backward()
-    same(model.weight.grad, plain.weight.grad)
 
 
 # Another value ------------------------------------------------------------------------------------
@@ -363,7 +346,8 @@ def test_values_of_a_closed_pool_can_be_looked_at():
     assert "the data is gone" in f"{loss:.3f}"
     assert {x: 1}[x] == 1
     assert (x.shape, x.data.dtype, x.devices() != set()) == ((4, 2), torch.float32, True)
-    for use in (x.to_host, loss.item, lambda: x + 1, lambda: x[0], x.block_until_ready):
+    uses = [x.to_host, loss.item, x.block_until_ready, x.sum]
+    for use in (*uses, lambda: x + 1, lambda: x[0], lambda: x.cumsum(0)):
         with pytest.raises(tp.RuntimeClosed, match="the pool of devices was shut down, and"):
             use()
 
@@ -371,29 +355,16 @@ def test_values_of_a_closed_pool_can_be_looked_at():
 # Memory -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "take",
-    [
-        lambda x: x.share_memory_(),
-        lambda x: x.set_(torch.zeros(3)),
-        lambda x: torch.zeros(3).set_(x),
-        lambda x: torch.nn.ParameterList([x]).share_memory(),
-        torch.utils.dlpack.to_dlpack,
-    ],
-)
+TAKE = """
+    x.share_memory_(); x.set_(torch.zeros(3)); torch.zeros(3).set_(x)
+    nn.ParameterList([x]).share_memory(); torch.utils.dlpack.to_dlpack(x)
+"""
+
+
+@each("take", "x", TAKE)
 def test_memory_is_refused(take):
     with pytest.raises(RuntimeError, match=r"no memory in this process|access data pointer"):
         take(tp.replicate(torch.ones(3)))
-
-
-def test_what_copies_still_works():
-    x = cut(numbers(4, 2))
-    assert not x.is_shared()
-    same(torch.from_dlpack(x), numbers(4, 2))
-    file = io.BytesIO()
-    torch.save({"x": x}, file)
-    file.seek(0)
-    same(torch.load(file)["x"], numbers(4, 2))
 
 
 # torch.compile ------------------------------------------------------------------------------------
