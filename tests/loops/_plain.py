@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -13,9 +12,7 @@ import torchpmap as tp
 GRAPH = {"backend": "eager"}
 
 
-def scan(
-    f: Any, init: Any, xs: Any = None, length: int | None = None, reverse: bool = False
-) -> Any:
+def scan(f, init, xs=None, length=None, reverse=False):
     steps = range(pytree.tree_leaves(xs)[0].shape[0] if length is None else length)
     carry, ys = init, {}
     for k in reversed(steps) if reverse else steps:
@@ -27,26 +24,26 @@ def scan(
     return carry, pytree.tree_map(lambda *rows: torch.stack(rows), *stacked)
 
 
-def while_loop(test: Any, body: Any, value: Any) -> Any:
+def while_loop(test, body, value):
     while test(value):
         value = body(value)
     return value
 
 
-def fori_loop(lower: Any, upper: Any, body: Any, value: Any) -> Any:
+def fori_loop(lower, upper, body, value):
     for k in range(int(lower), int(upper)):
         value = body(torch.tensor(k, dtype=torch.int32), value)
     return value
 
 
-def cond(pred: Any, yes: Any, no: Any, *operands: Any) -> Any:
+def cond(pred, yes, no, *operands):
     return (yes if pred else no)(*operands)
 
 
 PLAIN = SimpleNamespace(scan=scan, while_loop=while_loop, fori_loop=fori_loop, cond=cond)
 
 
-def same_everywhere(program: Any, *inputs: torch.Tensor, expected: Any = None) -> None:
+def same_everywhere(program, *inputs, expected=None):
     """Check ``program(loops, *inputs)`` outside of a mapped function, and inside one: traced, and
     uncompiled.
     """
@@ -65,7 +62,7 @@ def same_everywhere(program: Any, *inputs: torch.Tensor, expected: Any = None) -
         check(mapped(*inputs), expected)
 
 
-def check(found: Any, expected: Any) -> None:
+def check(found, expected):
     pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
     for x, y in pairs:
         if y is None:

@@ -7,7 +7,6 @@ those without buckets, and those of one device.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from datetime import timedelta
 from itertools import pairwise
 
@@ -37,22 +36,22 @@ GROUP = "alone"
 class Overlapping(Platform):
     """A CPU whose sums go in buckets of so many bytes."""
 
-    def __init__(self, bucket_bytes: int | None) -> None:
+    def __init__(self, bucket_bytes):
         self.bucket_bytes = bucket_bytes
 
 
 @pytest.fixture
-def buckets(monkeypatch: pytest.MonkeyPatch):
+def buckets(monkeypatch):
     """Sets the size of buckets in this process, which traces; workers only run what they get."""
 
-    def buckets(num_bytes: int | None) -> None:
+    def buckets(num_bytes):
         monkeypatch.setitem(PLATFORMS, "cpu", Overlapping(num_bytes))
 
     return buckets
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[None]:
+def group():
     """A process group of this process alone: a sum is what was given."""
     store, wait = dist.HashStore(), timedelta(seconds=10)
     alone = dist.ProcessGroup(store, 0, 1)
@@ -284,7 +283,7 @@ def test_compiled_code_starts_sums_while_it_computes(buckets, group, monkeypatch
     shapes = [(width, width)] * LAYERS + [(ROWS, width)]
     buckets(width * width * 4)
     graph = traced(function, *shapes)
-    codes: list[str] = []
+    codes = []
     monkeypatch.setattr(GraphLowering, "save_output_code", codes.append)
     with torch._inductor.config.patch(force_disable_caches=True):
         kinds = [(shape, F32) for shape in shapes]

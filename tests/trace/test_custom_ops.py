@@ -24,7 +24,7 @@ def save(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
-def make_cube(name: str):
+def make_cube(name):
     """``x ** 3`` by numpy, out of the sight of torch, with all its rules."""
 
     @torch.library.custom_op(f"{name}::square", mutates_args=())
@@ -59,7 +59,7 @@ library.impl("treble", lambda x: 3 * x, "CompositeExplicitAutograd")
 torch.library.register_fake("torchpmap_tests_library::treble", torch.empty_like, lib=library)
 
 
-def slope_of_the_cube(x: Tensor) -> Tensor:
+def slope_of_the_cube(x):
     with torch.enable_grad():
         held = x.detach().requires_grad_()
         return torch.autograd.grad((held**3).sum(), held)[0]
@@ -449,7 +449,7 @@ def test_a_shared_library(plus, compile):
 def test_an_operation_that_differentiates_inside():
     """Collectives are kept off autograd, but not so the user's code beside them."""
 
-    def total(x: Tensor) -> Tensor:
+    def total(x):
         return tp.psum(torch.ops.torchpmap_tests_library.slope(x), "i")
 
     f = tp.pmap(total, axis_name="i", compile=EAGER)
