@@ -170,41 +170,30 @@ def test_other_forms():
     assert tp.dynamic_slice(torch.tensor(3), (), ()).item() == 3
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: tp.dynamic_slice(X, (1, 2), (3,)), ValueError, "for each of the 1 dims .* has 2"),
-        (lambda: tp.dynamic_slice(X, (1,), (3, 1)), ValueError, "slice_sizes must have a size for"),
-        (
-            lambda: tp.dynamic_slice(X, (1,), (11,)),
-            TypeError,
-            r"between 0 and .* \[10\], but are \[11",
-        ),
-        (lambda: tp.dynamic_slice(X, (1,), (-1,)), TypeError, "between 0 and the shape of operand"),
-        (lambda: tp.dynamic_slice(X, (1.5,), (1,)), TypeError, r"start_indices\[0\] .* is 1.5"),
-        (lambda: tp.dynamic_slice(X, (True,), (1,)), TypeError, r"start_indices\[0\] .* is True"),
-        (
-            lambda: tp.dynamic_slice(X, torch.tensor(1), (1,)),
-            TypeError,
-            r"a tensor of shape \[1\], ",
-        ),
-        (lambda: tp.dynamic_slice(X, (X[:1],), (1,)), TypeError, r"integer tensor .* float32\[1\]"),
-        (lambda: tp.dynamic_slice([1.0], (0,), (1,)), TypeError, "operand must be a tensor"),
-        (lambda: tp.dynamic_update_slice(X, X[:2, None], (0,)), TypeError, "as many dims"),
-        (
-            lambda: tp.dynamic_update_slice(X, torch.ones(11), (0,)),
-            TypeError,
-            "none of them larger",
-        ),
-        (lambda: tp.dynamic_update_slice(X, X[:2].int(), (0,)), TypeError, "the same dtype"),
-        (lambda: tp.dynamic_update_slice(X, X[:2], (0, 1)), ValueError, "start_indices must have"),
-        (
-            lambda: tp.dynamic_slice_in_dim(X, 3, 2, axis=1),
-            IndexError,
-            "axis is 1, but operand has",
-        ),
-    ],
-)
-def test_errors(call, error, message):
+UPDATE = tp.dynamic_update_slice
+TYPE_ERRORS = {
+    r"between 0 and .* \[10\], but are \[11": lambda: tp.dynamic_slice(X, (1,), (11,)),
+    "between 0 and the shape of operand": lambda: tp.dynamic_slice(X, (1,), (-1,)),
+    r"start_indices\[0\] .* is 1.5": lambda: tp.dynamic_slice(X, (1.5,), (1,)),
+    r"start_indices\[0\] .* is True": lambda: tp.dynamic_slice(X, (True,), (1,)),
+    r"a tensor of shape \[1\], ": lambda: tp.dynamic_slice(X, torch.tensor(1), (1,)),
+    r"integer tensor .* float32\[1\]": lambda: tp.dynamic_slice(X, (X[:1],), (1,)),
+    "operand must be a tensor": lambda: tp.dynamic_slice([1.0], (0,), (1,)),
+    "as many dims": lambda: UPDATE(X, X[:2, None], (0,)),
+    "none of them larger": lambda: UPDATE(X, torch.ones(11), (0,)),
+    "the same dtype": lambda: UPDATE(X, X[:2].int(), (0,)),
+}
+OTHER_ERRORS = {
+    "for each of the 1 dims .* has 2": (lambda: tp.dynamic_slice(X, (1, 2), (3,)), ValueError),
+    "slice_sizes must have a size for": (lambda: tp.dynamic_slice(X, (1,), (3, 1)), ValueError),
+    "start_indices must have": (lambda: UPDATE(X, X[:2], (0, 1)), ValueError),
+    "axis is 1, but operand has": (lambda: tp.dynamic_slice_in_dim(X, 3, 2, axis=1), IndexError),
+}
+ERRORS = OTHER_ERRORS | {text: (call, TypeError) for text, call in TYPE_ERRORS.items()}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors(message):
+    call, error = ERRORS[message]
     with pytest.raises(error, match=message):
         call()

@@ -1,6 +1,4 @@
-"""Covers: what the warnings of untraceable functions, and errors about attributes that only JAX's
-arrays have, say to write instead.
-"""
+"""Covers: what warnings of untraceable functions and of attributes of JAX's arrays say to write."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Covers: _trace/partition.py, _trace/compile.py: graphs meet blocks with the strides that they
-were traced with.
+"""Covers: _trace/partition.py, _trace/compile.py: blocks have the strides that were traced.
 
 Expectations are those of torch.func.vmap, for the same function of a row.
 """
@@ -7,11 +6,11 @@ Expectations are those of torch.func.vmap, for the same function of a row.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as nnf
+from _support import EAGER
 
 import torchpmap as tp
 
@@ -20,15 +19,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
 ]
 
-EAGER = {"backend": "eager"}
-Step = Callable[[torch.Tensor], torch.Tensor]
-
 torch.manual_seed(0)
-SQUARE, KERNEL, FILTER = (
-    torch.randn(8, 8) / 3,
-    torch.randn(6, 6, 3) / 5,
-    torch.randn(4, 4, 3, 3) / 5,
-)
+SQUARE, KERNEL = torch.randn(8, 8) / 3, torch.randn(6, 6, 3) / 5
+FILTER = torch.randn(4, 4, 3, 3) / 5
 
 
 def heads(x):
