@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+from _support import wait_for
 from torch.utils import _pytree as pytree
 
 import torchpmap as tp
@@ -43,13 +44,13 @@ def cond(pred, yes, no, *operands):
 PLAIN = SimpleNamespace(scan=scan, while_loop=while_loop, fori_loop=fori_loop, cond=cond)
 
 
-def same_everywhere(program, *inputs, expected=None):
+def same_everywhere(program, *inputs, expected=None, fullgraph=True):
     """Check ``program(loops, *inputs)`` outside of a mapped function, and inside one: traced, and
     uncompiled.
     """
     if expected is None:
         expected = program(PLAIN, *inputs)
-    check(program(tp, *inputs), expected)
+    check(program(tp, *(x.clone() for x in inputs)), expected)
     for mode in (GRAPH, False):
         mapped = tp.pmap(
             lambda *xs: program(tp, *xs),
@@ -57,7 +58,7 @@ def same_everywhere(program, *inputs, expected=None):
             out_axes=None,
             axis_size=1,
             compile=mode,
-            fullgraph=mode is not False,
+            fullgraph=fullgraph and mode is not False,
         )
         check(mapped(*inputs), expected)
 
@@ -69,3 +70,15 @@ def check(found, expected):
             assert x is None
         else:
             torch.testing.assert_close(x.detach().cpu(), torch.as_tensor(y).detach())
+
+
+def printed(capfd, is_last):
+    """The lines up to the last one: another thread passes on what a worker prints."""
+    lines = []
+
+    def has_come():
+        lines.extend(capfd.readouterr().out.splitlines())
+        return is_last(lines)
+
+    wait_for(has_come, 10)
+    return lines

@@ -1,11 +1,11 @@
-"""Covers: several traced numbers as indices in the body of a loop; first carries that are Python
-numbers, whose dtypes are those that JAX (0.10.2) gives.
-"""
+"""Covers: traced numbers as indices in a body; first numbers, with the dtypes of JAX (0.10.2)."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from _plain import same_everywhere
 from _support import EAGER
 from torch.utils._pytree import tree_map
 
@@ -25,7 +25,6 @@ def last(key):
     return f
 
 
-@pytest.mark.parametrize("mode", [EAGER, False])
 def test_a_body_reads_a_view_that_was_made_before_a_write(mode):
     """Rows that share a device, too: there the view is a copy, which no body may bring up to
     date.
@@ -96,64 +95,62 @@ def test_their_gradients(name):
     torch.testing.assert_close(tp.pmap(tp.grad(loss), compile=EAGER)(X).cpu(), expected)
 
 
-def test_three_numbers_apart():
-    def f(x):
-        def body(i, y):
-            y = y.clone()
-            y[i, :, 1 - i, i] = torch.tensor([1.0, 2.0])
-            return y + y[i, :, i, 1 - i].sum()
+def three_apart(i, y):
+    y[i, :, 1 - i, i] = torch.tensor([1.0, 2.0])
+    return y + y[i, :, i, 1 - i].sum()
 
-        return tp.fori_loop(0, 2, body, x)
+
+def beside_an_index_with_dims(i, y):
+    y[i, torch.tensor([0, 1])] = 1.0
+    return y
+
+
+@pytest.mark.parametrize("body", [three_apart, beside_an_index_with_dims])
+def test_numbers_apart_and_beside_an_index_with_dims(body):
+    def f(x):
+        return tp.fori_loop(0, 2, lambda i, y: body(i, y.clone()), x)
 
     x = torch.arange(64.0).reshape(4, 2, 2, 2, 2)
     torch.testing.assert_close(tp.pmap(f, compile=EAGER)(x).cpu(), in_steps(f, x))
 
 
-def test_a_number_beside_an_index_with_dims():
-    def f(x):
-        def body(i, y):
-            y = y.clone()
-            y[i, torch.tensor([0, 1])] = 1.0
-            return y
-
-        return tp.fori_loop(0, 2, body, x)
-
-    torch.testing.assert_close(tp.pmap(f, compile=EAGER)(X).cpu(), in_steps(f, X))
-
-
 # -- Python numbers as first carry -----------------------------------------------------------------
 
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 STARTS = {
-    "sum": lambda x: tp.scan(lambda c, x: (c + x, c), 0.0, x),
-    "product": lambda x: tp.scan(lambda c, x: (c * x, x), 1.0, x),
-    "an integer": lambda x: tp.scan(lambda c, x: (c + x, c), 0, x),
-    "fori": lambda x: tp.fori_loop(0, 3, lambda i, c: c + x[0], 0.0),
-    "while": lambda x: tp.while_loop(lambda c: c < 3, lambda c: c + x[0], 0.0),
+    "sum": (lambda x: tp.scan(lambda c, x: (c + x, c), 0.0, x), [6, [0, 1, 3]]),
+    "product": (lambda x: tp.scan(lambda c, x: (c * x, x), 1.0, x), [6, [1, 2, 3]]),
+    "an integer": (lambda x: tp.scan(lambda c, x: (c + x, c), 0, x), [6, [0, 1, 3]]),
+    "fori": (lambda x: tp.fori_loop(0, 3, lambda i, c: c + x[0], 0.0), [3]),
+    "fori without steps": (lambda x: tp.fori_loop(4, 1, lambda i, c: c + x[0], 0), [0]),
+    "while": (lambda x: tp.while_loop(lambda c: c < 3, lambda c: c + x[0], 0.0), [3]),
+    "while without steps": (lambda x: tp.while_loop(lambda c: c > 3, lambda c: c + x[0], 0), [0]),
 }
+# name: dtype of what it meets, and of the results, program, results
+NUMBERS = {
+    f"{name} of {kind}": (kind, kind, *row)
+    for name, row in STARTS.items()
+    for kind in (F16, BF16, F32, F64)
+} | {
+    "an integer of int16": (torch.int16, torch.int16, *STARTS["an integer"]),
+    "a sum of int32": (
+        torch.int32, torch.int64,
+        lambda x: tp.scan(lambda c, x: (c + x.sum(), c), 0, x[:, None]), [6, [0, 1, 3]]),
+    "of numpy": (
+        F32, F32,
+        lambda x: tp.scan(lambda c, x: (c + x.sum(), c), np.float32(0), x), [6, [0, 1, 3]]),
+    "meets no tensor": (
+        F16, F32, lambda x: tp.scan(lambda c, x: (c * 0.5, None), 1.0, x)[0], [0.125]),
+    "a fraction later": (
+        F32, F32, lambda x: tp.while_loop(lambda v: v < 3, lambda v: v + 0.5, 0), [3]),
+    "the body needs a tensor": (
+        F32, F32, lambda x: tp.scan(lambda c, _: (torch.sin(c) * x[0], c.shape[:0]), 1.0, x),
+        [torch.tensor(1.0).sin().sin().sin().item()]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("name", STARTS)
-def test_a_first_number_takes_the_dtype_of_what_it_meets(name, dtype, mode):
-    x = torch.ones(4, 3, dtype=dtype)
-    found = [tp.pmap(STARTS[name], compile=mode)(x), STARTS[name](x[0])]
-    for tree in found:
-        leaves = tree if isinstance(tree, tuple) else (tree,)
-        assert {leaf.dtype for leaf in leaves} == {dtype}
-
-
-def test_a_first_integer_is_as_small_as_what_it_meets():
-    carry, ys = tp.scan(lambda c, x: (c + x, c), 0, torch.ones(3, dtype=torch.int16))
-    assert (carry.dtype, ys.dtype, carry.item()) == (torch.int16, torch.int16, 3)
-
-
-def test_a_number_that_meets_no_tensor_keeps_its_dtype():
-    carry, _ = tp.scan(lambda c, x: (c * 0.5, None), 1.0, torch.ones(3, dtype=torch.float16))
-    assert (carry.dtype, carry.item()) == (torch.float32, 0.125)
-
-
-def test_a_body_that_needs_a_tensor_gets_one():
-    carry, _ = tp.scan(lambda c, x: (torch.sin(c) * x, c.shape[:0]), 1.0, torch.ones(3))
-    assert carry.dtype == torch.float32
-    expected = torch.tensor(1.0).sin().sin().sin()
-    torch.testing.assert_close(carry, expected)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_first_number_takes_the_dtype_of_what_it_meets(name):
+    given, dtype, program, values = NUMBERS[name]
+    expected = [torch.tensor(value, dtype=dtype) for value in values]
+    same_everywhere(lambda _, x: program(x), torch.arange(1, 4).to(given), expected=expected)

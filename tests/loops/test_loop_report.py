@@ -65,16 +65,15 @@ def numbers(line):
     return [int(word) for word in line.replace(",", " ").split() if word.isdigit()]
 
 
-def test_a_scan_step_by_step():
-    assert last_lines(steps(1000), EAGER) == [
-        "# scan: 1000 steps, carry 12 B; Python runs it step by step, 3 operations each"
-    ]
-
-
-def test_a_short_scan_is_part_of_the_graph():
-    assert last_lines(steps(2), CHUNKED) == [
-        "# scan: 2 steps, carry 12 B; unrolled into the graph, 6 operations"
-    ]
+@pytest.mark.parametrize(
+    ("length", "mode", "how"),
+    [
+        (1000, EAGER, "Python runs it step by step, 3 operations each"),
+        (2, CHUNKED, "unrolled into the graph, 6 operations"),
+    ],
+)
+def test_a_scan_that_is_not_in_chunks(length, mode, how):
+    assert last_lines(steps(length), mode) == [f"# scan: {length} steps, carry 12 B; {how}"]
 
 
 def test_while_loops_and_loops_in_loops():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 
 import pytest
 import torch
-from _plain import GRAPH
+from _plain import GRAPH, printed
 
 import torchpmap as tp
 
@@ -40,12 +39,7 @@ def test_as_many_prints_as_steps(name, capfd):
     for mode in (GRAPH, False):
         tp.block_until_ready(tp.pmap(program, "i", compile=mode)(ONE))
         tp.block_until_ready(tp.pmap(lambda x: say("end", x), "i", compile=False)(ONE))
-        found = []
-        for _ in range(100):  # another thread passes on what a worker prints
-            found += capfd.readouterr().out.splitlines()
-            if "[i=0] end" in found:
-                break
-            time.sleep(0.1)
+        found = printed(capfd, lambda lines: "[i=0] end" in lines)
         assert found == ["[i=0] ran"] * count + ["[i=0] end"]
 
 

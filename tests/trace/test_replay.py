@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -14,8 +11,7 @@ from torchpmap._trace.replay import Replay, replay_of
 
 pytestmark = [pytest.mark.inductor, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
-Step = Callable[..., tuple[list[Any], list[Any]]]
-"""(carry, rows, reads) -> (next carry, rows of outputs)"""
+# a step: (carry, rows, reads) -> (next carry, rows of outputs)
 
 C = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
 XS = torch.arange(40.0).reshape(10, 4) / 10
