@@ -1,12 +1,10 @@
-"""Covers: _loops/bodies.py: bodies and branches that write in place to what they get, or to what
-they close over.
-"""
+"""Covers: _loops/bodies.py: bodies that write in place to what they get or close over."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from _plain import GRAPH, check
+from _plain import GRAPH, check, same_everywhere
 from torch import nn
 from torch.func import grad, jvp, vmap
 
@@ -16,54 +14,53 @@ X = torch.tensor([[2.0, -1.0, 2.5], [0.5, 20.0, -0.1]])
 
 
 def everywhere(program, x, expected):
-    check(program(x.clone()), expected)
-    for mode in (GRAPH, False):
-        mapped = tp.pmap(program, in_axes=None, out_axes=None, axis_size=1, compile=mode)
-        check(mapped(x), expected)
+    same_everywhere(lambda _, x: program(x), x, expected=expected, fullgraph=False)
     with tp.debug.fake_pmap():
-        mapped = tp.pmap(program, in_axes=None, out_axes=None, axis_size=1)
-        check(mapped(x), expected)
+        check(tp.pmap(program, in_axes=None, out_axes=None, axis_size=1)(x), expected)
 
 
-def test_an_output_that_is_the_carry_stays_as_it_was():
-    def program(x):
-        def step(c, t):
-            c += t
-            return c, c
+def an_output_that_is_the_carry(x):
+    def step(c, t):
+        c += t
+        return c, c
 
-        return *tp.scan(step, x, torch.arange(3.0)), x
-
-    everywhere(program, X, (X + 3, torch.stack([X, X + 1, X + 3]), X))
+    return *tp.scan(step, x, torch.arange(3.0)), x
 
 
-def test_the_first_carry_stays_as_it_was_beside_a_number():
-    def program(x):
-        return tp.scan(lambda c, _: ((c[0].mul_(2), c[1] + 1), None), (x, 0), length=3)[0], x
-
-    everywhere(program, X, ((X * 8, torch.tensor(3)), X))
+def first_carry_beside_a_number(x):
+    return tp.scan(lambda c, _: ((c[0].mul_(2), c[1] + 1), None), (x, 0), length=3)[0], x
 
 
-def test_rows_stay_as_they_were():
-    def program(x):
-        xs = x * 1
+def rows(x):
+    xs = x * 1
 
-        def loss(xs):
-            return tp.scan(lambda c, row: (c + row.mul_(2).sum(), None), xs.sum() * 0, xs)[0]
+    def loss(xs):
+        return tp.scan(lambda c, row: (c + row.mul_(2).sum(), None), xs.sum() * 0, xs)[0]
 
-        return loss(xs), grad(loss)(xs), xs
-
-    everywhere(program, X, (2 * X.sum(), torch.full_like(X, 2), X))
+    return loss(xs), grad(loss)(xs), xs
 
 
-def test_rows_of_a_vmap_that_are_done_keep_their_value():
-    def program(x):
-        def double(v):
-            return tp.while_loop(lambda c: c.abs() < 10, lambda c: c.mul_(2), v)
+def rows_of_a_vmap_that_are_done(x):
+    def double(v):
+        return tp.while_loop(lambda c: c.abs() < 10, lambda c: c.mul_(2), v)
 
-        return vmap(vmap(double))(x)
+    return vmap(vmap(double))(x)
 
-    steps = torch.log2(10 / X.abs()).ceil().clamp(0)
-    everywhere(program, X, X * 2**steps)
+
+DONE = X * 2 ** torch.log2(10 / X.abs()).ceil().clamp(0)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (an_output_that_is_the_carry, (X + 3, torch.stack([X, X + 1, X + 3]), X)),
+        (first_carry_beside_a_number, ((X * 8, torch.tensor(3)), X)),
+        (rows, (2 * X.sum(), torch.full_like(X, 2), X)),
+        (rows_of_a_vmap_that_are_done, DONE),
+    ],
+)
+def test_what_a_step_gets_stays_as_it_was(program, expected):
+    everywhere(program, X, expected)
 
 
 def branches(x):
@@ -74,26 +71,20 @@ EXPECTED = torch.stack([5 * (X[0] + 1), 9 * X[1] ** 2])
 GRADIENT = torch.stack([torch.full_like(X[0], 5), 18 * X[1]])
 
 
-def test_branches():
+def test_branches_and_their_gradients():
+    """If the predicate differs by row, both run: the second must not see what the first wrote."""
+
+    def gradient(row):
+        return grad(lambda row: branches(row).sum())(row)
+
     everywhere(
         lambda x: [(branches(row * 1), row) for row in x], X, list(zip(EXPECTED, X, strict=True))
     )
-
-
-def test_branches_of_a_predicate_that_differs_by_row():
-    """Both run: the second must not see what the first has written."""
     everywhere(vmap(branches), X, EXPECTED)
+    everywhere(vmap(gradient), X, GRADIENT)
+    everywhere(lambda x: torch.stack([gradient(row) for row in x]), X, GRADIENT)
 
 
-def test_gradients_of_branches():
-    def each(row):
-        return grad(lambda row: branches(row).sum())(row)
-
-    everywhere(vmap(each), X, GRADIENT)
-    everywhere(lambda x: torch.stack([each(row) for row in x]), X, GRADIENT)
-
-
-@pytest.mark.parametrize("mode", [GRAPH, False])
 def test_branches_on_devices(mode):
     check(tp.pmap(branches, compile=mode)(X), EXPECTED)
     with tp.debug.fake_pmap():
@@ -122,7 +113,7 @@ KEPT = {
         lambda a, b: b.add_(a), x, axis=1, reverse=True
     ),
 }
-PURE = {
+PURE = {name: lambda x: x * 2 for name in KEPT} | {
     "scan": lambda x: torch.cumprod(torch.cat([x[:1], x]), 0)[1:].sin(),
     "scan of one step": lambda x: x[:1] * 3,
     "unrolled": lambda x: torch.cumprod(torch.cat([x[:1], x]), 0)[1:].sin(),
@@ -135,8 +126,7 @@ PURE = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_the_caller_has_stays_as_it_was(name):
-    pure = PURE.get(name, lambda x: x * 2)
-    everywhere(lambda x: (KEPT[name](x), x), X, (pure(X), X))
+    everywhere(lambda x: (KEPT[name](x), x), X, (PURE[name](X), X))
 
 
 def second(program):
@@ -158,18 +148,14 @@ DERIVED = {
 def test_derivatives_of_what_writes(name, how):
     if name == "while_loop" and "grad" in how + "grad" * (how == "twice"):
         pytest.skip("a while_loop has no reverse mode")
-    pure = PURE.get(name, lambda x: x * 2)
-    everywhere(DERIVED[how](KEPT[name]), X, DERIVED[how](pure)(X))
+    everywhere(DERIVED[how](KEPT[name]), X, DERIVED[how](PURE[name])(X))
 
 
-def test_a_body_may_write_to_a_leaf_that_requires_grad():
+@pytest.mark.parametrize("name", ["scan", "map"])
+def test_a_body_may_write_to_a_leaf_that_requires_grad(name):
     x = X.clone().requires_grad_()
-    tp.scan(lambda c, r: (c.mul_(r), c.sin()), x[0], x)[1].sum().backward()
-    expected = grad(lambda x: PURE["scan"](x).sum())(X)
-    check(x.grad, expected)
-    y = X.clone().requires_grad_()
-    tp.map(lambda r: r.mul_(2), y).sum().backward()
-    check(y.grad, torch.full_like(X, 2))
+    KEPT[name](x).sum().backward()
+    check(x.grad, grad(lambda x: PURE[name](x).sum())(X))
 
 
 AFTERWARDS = {
@@ -257,14 +243,12 @@ def test_writes_to_closures_are_errors_everywhere(name, how):
 
     derived = {"values": lambda f: f, "grad": grad, "vmap": lambda f: lambda x: vmap(f)(x[None])}
     f = derived[how](program)
-    with pytest.raises(RuntimeError, match="that it closes over"):
-        f(X)
-    for mode in (GRAPH, False):
-        mapped = tp.pmap(f, in_axes=None, out_axes=None, axis_size=1, compile=mode)
+    mapped = [tp.pmap(f, in_axes=None, axis_size=1, compile=mode) for mode in (GRAPH, False)]
+    for call in (f, *mapped):
         with pytest.raises(RuntimeError, match="that it closes over"):
-            mapped(X)
+            call(X)
     with tp.debug.fake_pmap(), pytest.raises(RuntimeError, match="that it closes over"):
-        tp.pmap(f, in_axes=None, out_axes=None, axis_size=1)(X)
+        tp.pmap(f, in_axes=None, axis_size=1)(X)
 
 
 def test_a_write_to_a_closure_does_not_happen():
@@ -280,11 +264,12 @@ def test_a_write_to_a_closure_does_not_happen():
 
 def test_copies_that_nothing_needs_are_not_in_the_graph():
     """Neither in bodies nor around them: only a body that writes copies."""
+    clone = torch.ops.aten.clone.default
 
     def copies(f):
         graph = tp.pmap(f, compile=GRAPH).lower(X).graph
         modules = [m for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
-        return sum(len(m.graph.find_nodes(op="call_function", target=CLONE)) for m in modules)
+        return sum(len(m.graph.find_nodes(op="call_function", target=clone)) for m in modules)
 
     def loss(x):
         return tp.scan(lambda c, r: (c * r, c[:1].sin() + r), x.sum(), x[:, None])[1].sum()
@@ -298,6 +283,3 @@ def test_copies_that_nothing_needs_are_not_in_the_graph():
     assert copies(lambda x: product(x, x + 1) + product(x, x + 2)) == 0
     assert copies(lambda x: tp.cond(True, torch.sin, torch.cos, x) * 2) == 0
     assert copies(lambda x: tp.scan(lambda c, r: (c.mul_(r), c.sin()), x, x + 1)) > 0
-
-
-CLONE = torch.ops.aten.clone.default
