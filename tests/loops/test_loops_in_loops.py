@@ -1,6 +1,4 @@
-"""Covers: _loops/surroundings.py: what a loop closes over, if its body has other loops in it and
-transforms go through all of them.
-"""
+"""Covers: _loops/surroundings.py: closures of loops in loops, transforms through all of them."""
 
 from __future__ import annotations
 
@@ -89,45 +87,11 @@ def test_transforms_through_all(f, transform):
     check(mapped(X), program(X))
 
 
-CLOSURES = (
-    closure_returned,
-    closure_of_a_switch,
-    closure_out_of_transforms,
-    closure_of_a_map,
-    captured_by_transforms,
-)
-
-
-@pytest.mark.usefixtures("pool")
-@pytest.mark.parametrize("f", CLOSURES)
-@pytest.mark.parametrize("mode", [GRAPH, False])
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_a_returned_closure_from_outside(f, mode, lanes):
-    rows = torch.stack([X, -X, X * 0.6, X + 1] * lanes)
-    mapped = tp.pmap(f, compile=mode)
-
-    def loss(f):
-        return lambda x: (f(x) ** 2).sum()
-
-    check(grad(loss(mapped))(rows), torch.stack([grad(loss(f))(row) for row in rows]))
-    pushed = [jvp(f, (row,), (row,)) for row in rows]
-    check(jvp(mapped, (rows,), (rows,)), tuple(map(torch.stack, zip(*pushed, strict=True))))
-
-
 def whole_numbers(x):
     """Branches and a loop whose results have no tangents."""
     n = tp.cond(x.sum() > 0, lambda y: (y > 0).sum(), lambda y: (y < 0).sum(), x)
     n = n + tp.fori_loop(0, 2, lambda i, c: c + (x > i).sum(), torch.tensor(0))
     return x * n
-
-
-@pytest.mark.parametrize("mode", [GRAPH, False])
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_tangents_beside_whole_numbers(mode, lanes):
-    rows = torch.stack([X, -X, X * 0.6, X + 1] * lanes)
-    inside = tp.pmap(lambda x: jvp(whole_numbers, (x,), (x,)), compile=mode)
-    pushed = [jvp(whole_numbers, (row,), (row,)) for row in rows]
-    check(inside(rows), tuple(map(torch.stack, zip(*pushed, strict=True))))
 
 
 def constants_inside(x):
@@ -137,15 +101,27 @@ def constants_inside(x):
     return tp.cond(x.sum() > 0, inner, lambda c: c.index_fill(0, torch.tensor([1]), 4.0), x)
 
 
-@pytest.mark.parametrize("mode", [GRAPH, False])
-def test_gradients_from_outside_through_constants(mode):
-    rows = torch.stack([X, -X])
-    mapped = tp.pmap(constants_inside, compile=mode)
-    own = [grad(lambda row: (constants_inside(row) ** 2).sum())(row) for row in rows]
-    check(grad(lambda x: (mapped(x) ** 2).sum())(rows), torch.stack(own))
+CLOSURES = [closure_returned, closure_of_a_switch, closure_out_of_transforms, closure_of_a_map]
+CLOSURES += [captured_by_transforms, whole_numbers, constants_inside]
 
 
-@pytest.mark.parametrize("mode", [GRAPH, False])
+@pytest.mark.usefixtures("pool")
+@pytest.mark.parametrize("f", CLOSURES)
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_derivatives_inside_and_outside(f, mode, lanes):
+    rows = torch.stack([X, -X, X * 0.6, X + 1] * lanes)
+    mapped = tp.pmap(f, compile=mode)
+
+    def loss(f):
+        return lambda x: (f(x) ** 2).sum()
+
+    check(grad(loss(mapped))(rows), torch.stack([grad(loss(f))(row) for row in rows]))
+    pushed = [jvp(f, (row,), (row,)) for row in rows]
+    pushed = tuple(map(torch.stack, zip(*pushed, strict=True)))
+    check(jvp(mapped, (rows,), (rows,)), pushed)
+    check(tp.pmap(lambda x: jvp(f, (x,), (x,)), compile=mode)(rows), pushed)
+
+
 def test_a_branch_returns_a_part_of_what_it_has_received(mode):
     """Several values are reduced as one; torch wants results of branches in memory of their own."""
     which = torch.tensor(3)
@@ -160,7 +136,6 @@ def test_a_branch_returns_a_part_of_what_it_has_received(mode):
     check(got, (torch.stack([largest, largest]), torch.stack([X, -X]) + 1))
 
 
-@pytest.mark.parametrize("mode", [GRAPH, False])
 def test_a_loop_in_a_branch_of_some_devices(mode):
     """Of which values vary is followed, and the loop closes over a tensor from outside."""
     count, rows = torch.tensor(3), torch.tensor([1.0, 2.0])
