@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
+from _support import wait_for
 from torch.utils import _pytree as pytree
 
 import torchpmap as tp
@@ -13,9 +13,7 @@ import torchpmap as tp
 GRAPH = {"backend": "eager"}
 
 
-def scan(
-    f: Any, init: Any, xs: Any = None, length: int | None = None, reverse: bool = False
-) -> Any:
+def scan(f, init, xs=None, length=None, reverse=False):
     steps = range(pytree.tree_leaves(xs)[0].shape[0] if length is None else length)
     carry, ys = init, {}
     for k in reversed(steps) if reverse else steps:
@@ -27,32 +25,32 @@ def scan(
     return carry, pytree.tree_map(lambda *rows: torch.stack(rows), *stacked)
 
 
-def while_loop(test: Any, body: Any, value: Any) -> Any:
+def while_loop(test, body, value):
     while test(value):
         value = body(value)
     return value
 
 
-def fori_loop(lower: Any, upper: Any, body: Any, value: Any) -> Any:
+def fori_loop(lower, upper, body, value):
     for k in range(int(lower), int(upper)):
         value = body(torch.tensor(k, dtype=torch.int32), value)
     return value
 
 
-def cond(pred: Any, yes: Any, no: Any, *operands: Any) -> Any:
+def cond(pred, yes, no, *operands):
     return (yes if pred else no)(*operands)
 
 
 PLAIN = SimpleNamespace(scan=scan, while_loop=while_loop, fori_loop=fori_loop, cond=cond)
 
 
-def same_everywhere(program: Any, *inputs: torch.Tensor, expected: Any = None) -> None:
+def same_everywhere(program, *inputs, expected=None, fullgraph=True):
     """Check ``program(loops, *inputs)`` outside of a mapped function, and inside one: traced, and
     uncompiled.
     """
     if expected is None:
         expected = program(PLAIN, *inputs)
-    check(program(tp, *inputs), expected)
+    check(program(tp, *(x.clone() for x in inputs)), expected)
     for mode in (GRAPH, False):
         mapped = tp.pmap(
             lambda *xs: program(tp, *xs),
@@ -60,15 +58,27 @@ def same_everywhere(program: Any, *inputs: torch.Tensor, expected: Any = None) -
             out_axes=None,
             axis_size=1,
             compile=mode,
-            fullgraph=mode is not False,
+            fullgraph=fullgraph and mode is not False,
         )
         check(mapped(*inputs), expected)
 
 
-def check(found: Any, expected: Any) -> None:
+def check(found, expected):
     pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
     for x, y in pairs:
         if y is None:
             assert x is None
         else:
             torch.testing.assert_close(x.detach().cpu(), torch.as_tensor(y).detach())
+
+
+def printed(capfd, is_last):
+    """The lines up to the last one: another thread passes on what a worker prints."""
+    lines = []
+
+    def has_come():
+        lines.extend(capfd.readouterr().out.splitlines())
+        return is_last(lines)
+
+    wait_for(has_come, 10)
+    return lines

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
-from _plain import GRAPH, check
+from _plain import GRAPH, check, printed
 
 import torchpmap as tp
 from torchpmap._runtime import current
@@ -16,14 +14,7 @@ from torchpmap._trace.compiled_loops import running_with, with_compiled_loops
 
 A = torch.tensor([[2.0, -1.0, 0.5], [0.25, 1.5, -0.5]])
 
-pytestmark = pytest.mark.inductor
-
-
-@pytest.fixture(scope="module", autouse=True)
-def devices():
-    tp.init(num_devices=2)
-    yield
-    tp.shutdown()
+pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("pool")]
 
 
 def both(program, *args):
@@ -137,12 +128,7 @@ def test_a_map_without_results(mode, length, capfd):
     found, nothing = tp.pmap(program, compile=mode)(xs)
     assert nothing is None
     assert torch.equal(found.cpu(), xs)
-    lines = []
-    for _ in range(100):  # another thread passes on what a worker prints
-        lines += capfd.readouterr().out.splitlines()
-        if len(lines) >= length:
-            break
-        time.sleep(0.1)
+    lines = printed(capfd, lambda lines: len(lines) >= length)
     assert lines == [f"[0] {k}.0" for k in range(length)]
 
 

@@ -1,14 +1,11 @@
-"""Covers: several traced numbers as indices in the body of a loop; first carries that are Python
-numbers, whose dtypes are those that JAX (0.10.2) gives.
-"""
+"""Covers: traced numbers as indices in a body; first numbers, with the dtypes of JAX (0.10.2)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
+import numpy as np
 import pytest
 import torch
+from _plain import same_everywhere
 from _support import EAGER
 from torch.utils._pytree import tree_map
 
@@ -19,22 +16,21 @@ pytestmark = pytest.mark.usefixtures("pool")
 X = torch.arange(48.0).reshape(4, 3, 4)  # a [3, 4] for each device
 
 
-def last(key: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+def last(key):
     """Adds up what ``x[key(i, j)]`` is in six steps."""
 
-    def f(x: Any) -> Any:
+    def f(x):
         return tp.fori_loop(0, 3, lambda i, s: s + x[key(i, i + 1)].sum() * (i + 1), x.sum() * 0)
 
     return f
 
 
-@pytest.mark.parametrize("mode", [EAGER, False])
-def test_a_body_reads_a_view_that_was_made_before_a_write(mode: Any) -> None:
+def test_a_body_reads_a_view_that_was_made_before_a_write(mode):
     """Rows that share a device, too: there the view is a copy, which no body may bring up to
     date.
     """
 
-    def f(x: Any, i: Any) -> Any:
+    def f(x, i):
         v = x[i]
         x.add_(1.0)
         chosen = tp.cond(x.sum() > 0, lambda: v * 2, lambda: v)
@@ -52,9 +48,9 @@ def test_a_body_reads_a_view_that_was_made_before_a_write(mode: Any) -> None:
         torch.testing.assert_close(tp.pmap(f)(X[:2], i), expected)
 
 
-def written(key: Callable[[Any, Any], Any], value: Any) -> Callable[[Any], Any]:
-    def f(x: Any) -> Any:
-        def body(i: Any, y: Any) -> Any:
+def written(key, value):
+    def f(x):
+        def body(i, y):
             y = y.clone()
             y[key(i, i - 2)] = value
             y[key(i, i)] = y[key(i, i + 1)] * 2
@@ -65,7 +61,7 @@ def written(key: Callable[[Any, Any], Any], value: Any) -> Callable[[Any], Any]:
     return f
 
 
-KEYS: dict[str, Callable[[Any, Any], Any]] = {
+KEYS = {
     "both": lambda i, j: (i, j),
     "with a slice": lambda i, j: (slice(None), j),
     "behind dots": lambda i, j: (..., i, j),
@@ -75,13 +71,13 @@ KEYS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def in_steps(f: Callable[[Any], Any], x: torch.Tensor) -> torch.Tensor:
+def in_steps(f, x):
     """With plain torch: outside of a trace a loop is a Python loop."""
     return torch.stack([f(row) for row in x])
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_several_numbers_as_indices(name: str, mode: Any) -> None:
+def test_several_numbers_as_indices(name, mode):
     for f in (last(KEYS[name]), written(KEYS[name], 7.0)):
         torch.testing.assert_close(tp.pmap(f, compile=mode)(X).cpu(), in_steps(f, X))
         twice = torch.cat([X, X + 1])  # two rows on each device
@@ -89,76 +85,72 @@ def test_several_numbers_as_indices(name: str, mode: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["both", "with a new dim"])
-def test_their_gradients(name: str) -> None:
+def test_their_gradients(name):
     f = written(KEYS[name], 7.0)
 
-    def loss(x: Any) -> Any:
+    def loss(x):
         return (f(x) ** 2).sum()
 
     expected = torch.stack([torch.func.grad(loss)(row) for row in X])
     torch.testing.assert_close(tp.pmap(tp.grad(loss), compile=EAGER)(X).cpu(), expected)
 
 
-def test_three_numbers_apart() -> None:
-    def f(x: Any) -> Any:
-        def body(i: Any, y: Any) -> Any:
-            y = y.clone()
-            y[i, :, 1 - i, i] = torch.tensor([1.0, 2.0])
-            return y + y[i, :, i, 1 - i].sum()
+def three_apart(i, y):
+    y[i, :, 1 - i, i] = torch.tensor([1.0, 2.0])
+    return y + y[i, :, i, 1 - i].sum()
 
-        return tp.fori_loop(0, 2, body, x)
+
+def beside_an_index_with_dims(i, y):
+    y[i, torch.tensor([0, 1])] = 1.0
+    return y
+
+
+@pytest.mark.parametrize("body", [three_apart, beside_an_index_with_dims])
+def test_numbers_apart_and_beside_an_index_with_dims(body):
+    def f(x):
+        return tp.fori_loop(0, 2, lambda i, y: body(i, y.clone()), x)
 
     x = torch.arange(64.0).reshape(4, 2, 2, 2, 2)
     torch.testing.assert_close(tp.pmap(f, compile=EAGER)(x).cpu(), in_steps(f, x))
 
 
-def test_a_number_beside_an_index_with_dims() -> None:
-    def f(x: Any) -> Any:
-        def body(i: Any, y: Any) -> Any:
-            y = y.clone()
-            y[i, torch.tensor([0, 1])] = 1.0
-            return y
-
-        return tp.fori_loop(0, 2, body, x)
-
-    torch.testing.assert_close(tp.pmap(f, compile=EAGER)(X).cpu(), in_steps(f, X))
-
-
 # -- Python numbers as first carry -----------------------------------------------------------------
 
-STARTS: dict[str, Callable[[Any], Any]] = {
-    "sum": lambda x: tp.scan(lambda c, x: (c + x, c), 0.0, x),
-    "product": lambda x: tp.scan(lambda c, x: (c * x, x), 1.0, x),
-    "an integer": lambda x: tp.scan(lambda c, x: (c + x, c), 0, x),
-    "fori": lambda x: tp.fori_loop(0, 3, lambda i, c: c + x[0], 0.0),
-    "while": lambda x: tp.while_loop(lambda c: c < 3, lambda c: c + x[0], 0.0),
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+STARTS = {
+    "sum": (lambda x: tp.scan(lambda c, x: (c + x, c), 0.0, x), [6, [0, 1, 3]]),
+    "product": (lambda x: tp.scan(lambda c, x: (c * x, x), 1.0, x), [6, [1, 2, 3]]),
+    "an integer": (lambda x: tp.scan(lambda c, x: (c + x, c), 0, x), [6, [0, 1, 3]]),
+    "fori": (lambda x: tp.fori_loop(0, 3, lambda i, c: c + x[0], 0.0), [3]),
+    "fori without steps": (lambda x: tp.fori_loop(4, 1, lambda i, c: c + x[0], 0), [0]),
+    "while": (lambda x: tp.while_loop(lambda c: c < 3, lambda c: c + x[0], 0.0), [3]),
+    "while without steps": (lambda x: tp.while_loop(lambda c: c > 3, lambda c: c + x[0], 0), [0]),
 }
+# name: dtype of what it meets, and of the results, program, results
+NUMBERS = {
+    f"{name} of {kind}": (kind, kind, *row)
+    for name, row in STARTS.items()
+    for kind in (F16, BF16, F32, F64)
+} | {
+    "an integer of int16": (torch.int16, torch.int16, *STARTS["an integer"]),
+    "a sum of int32": (
+        torch.int32, torch.int64,
+        lambda x: tp.scan(lambda c, x: (c + x.sum(), c), 0, x[:, None]), [6, [0, 1, 3]]),
+    "of numpy": (
+        F32, F32,
+        lambda x: tp.scan(lambda c, x: (c + x.sum(), c), np.float32(0), x), [6, [0, 1, 3]]),
+    "meets no tensor": (
+        F16, F32, lambda x: tp.scan(lambda c, x: (c * 0.5, None), 1.0, x)[0], [0.125]),
+    "a fraction later": (
+        F32, F32, lambda x: tp.while_loop(lambda v: v < 3, lambda v: v + 0.5, 0), [3]),
+    "the body needs a tensor": (
+        F32, F32, lambda x: tp.scan(lambda c, _: (torch.sin(c) * x[0], c.shape[:0]), 1.0, x),
+        [torch.tensor(1.0).sin().sin().sin().item()]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("name", STARTS)
-def test_a_first_number_takes_the_dtype_of_what_it_meets(
-    name: str, dtype: torch.dtype, mode: Any
-) -> None:
-    x = torch.ones(4, 3, dtype=dtype)
-    found = [tp.pmap(STARTS[name], compile=mode)(x), STARTS[name](x[0])]
-    for tree in found:
-        leaves = tree if isinstance(tree, tuple) else (tree,)
-        assert {leaf.dtype for leaf in leaves} == {dtype}
-
-
-def test_a_first_integer_is_as_small_as_what_it_meets() -> None:
-    carry, ys = tp.scan(lambda c, x: (c + x, c), 0, torch.ones(3, dtype=torch.int16))
-    assert (carry.dtype, ys.dtype, carry.item()) == (torch.int16, torch.int16, 3)
-
-
-def test_a_number_that_meets_no_tensor_keeps_its_dtype() -> None:
-    carry, _ = tp.scan(lambda c, x: (c * 0.5, None), 1.0, torch.ones(3, dtype=torch.float16))
-    assert (carry.dtype, carry.item()) == (torch.float32, 0.125)
-
-
-def test_a_body_that_needs_a_tensor_gets_one() -> None:
-    carry, _ = tp.scan(lambda c, x: (torch.sin(c) * x, c.shape[:0]), 1.0, torch.ones(3))
-    assert carry.dtype == torch.float32
-    expected = torch.tensor(1.0).sin().sin().sin()
-    torch.testing.assert_close(carry, expected)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_first_number_takes_the_dtype_of_what_it_meets(name):
+    given, dtype, program, values = NUMBERS[name]
+    expected = [torch.tensor(value, dtype=dtype) for value in values]
+    same_everywhere(lambda _, x: program(x), torch.arange(1, 4).to(given), expected=expected)

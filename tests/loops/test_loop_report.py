@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from _support import EAGER
@@ -17,22 +15,22 @@ CHUNKED = {"backend": "aot_eager"}
 X = torch.ones(4, 3)
 
 
-def last_lines(f: Any, mode: Any) -> list[str]:
+def last_lines(f, mode):
     lowered = tp.pmap(f, "i", compile=mode).lower(X)
     lines = [f"# {loop}" for loop in lowered.loops]
     assert lowered.as_text().splitlines()[-len(lines) :] == lines
     return [line.partition(" at ")[0] + ":" + line.rpartition("`:")[2] for line in lines]
 
 
-def steps(length: int) -> Any:
+def steps(length):
     return lambda x: tp.scan(lambda c, _: (c.sin() * 2, c.sum()), x, None, length=length)
 
 
-def products(length: int) -> Any:
+def products(length):
     return lambda x: tp.scan(lambda c, _: (torch.outer(c, c) @ c, None), x, None, length=length)
 
 
-def test_a_scan_in_chunks() -> None:
+def test_a_scan_in_chunks():
     lowered = tp.pmap(steps(1000), compile=CHUNKED).lower(X)
     (loop,) = lowered.loops
     assert (loop.kind, loop.length, loop.carry_bytes) == ("scan", 1000, 12)
@@ -49,39 +47,38 @@ def test_a_scan_in_chunks() -> None:
 
 
 @pytest.mark.parametrize(("of", "expected"), [(steps, True), (products, False)])
-def test_inductors_kernels_are_repeated_by_cpp(of: Any, expected: bool) -> None:
+def test_inductors_kernels_are_repeated_by_cpp(of, expected):
     (loop,) = tp.pmap(of(1000)).lower(X).loops
     assert loop.is_in_cpp == expected
     assert ("C++ runs it step by step, 3 operations each" in str(loop)) == expected
     assert ("Python runs" in str(loop)) != expected
 
 
-def test_steps_that_are_left_over() -> None:
+def test_steps_that_are_left_over():
     (line,) = last_lines(steps(1009), CHUNKED)  # a prime
     assert line.endswith("more behind them")
     _, _, count, size, _, rest = numbers(line)
     assert count * size + rest == 1009
 
 
-def numbers(line: str) -> list[int]:
+def numbers(line):
     return [int(word) for word in line.replace(",", " ").split() if word.isdigit()]
 
 
-def test_a_scan_step_by_step() -> None:
-    assert last_lines(steps(1000), EAGER) == [
-        "# scan: 1000 steps, carry 12 B; Python runs it step by step, 3 operations each"
-    ]
+@pytest.mark.parametrize(
+    ("length", "mode", "how"),
+    [
+        (1000, EAGER, "Python runs it step by step, 3 operations each"),
+        (2, CHUNKED, "unrolled into the graph, 6 operations"),
+    ],
+)
+def test_a_scan_that_is_not_in_chunks(length, mode, how):
+    assert last_lines(steps(length), mode) == [f"# scan: {length} steps, carry 12 B; {how}"]
 
 
-def test_a_short_scan_is_part_of_the_graph() -> None:
-    assert last_lines(steps(2), CHUNKED) == [
-        "# scan: 2 steps, carry 12 B; unrolled into the graph, 6 operations"
-    ]
-
-
-def test_while_loops_and_loops_in_loops() -> None:
-    def f(x: Any) -> Any:
-        def outer(c: Any, _: Any) -> Any:
+def test_while_loops_and_loops_in_loops():
+    def f(x):
+        def outer(c, _):
             done = tp.while_loop(lambda v: v.sum() < 5, lambda v: v * 2, c)
             return tp.psum(done, "i"), None
 
@@ -93,7 +90,7 @@ def test_while_loops_and_loops_in_loops() -> None:
         assert second == "# while_loop: carry 12 B; Python runs it step by step, 3 operations each"
 
 
-def test_a_function_without_loops() -> None:
+def test_a_function_without_loops():
     lowered = tp.pmap(lambda x: x + 1, compile=EAGER).lower(X)
     assert lowered.loops == ()
     assert "#" not in lowered.as_text()
@@ -110,7 +107,7 @@ def test_a_function_without_loops() -> None:
     ],
     ids=["vector @ matrix", "matrix @ vector", "squeeze_", "t_", "transpose_"],
 )
-def test_what_changes_only_a_shape_is_no_effect(product: Any) -> None:
+def test_what_changes_only_a_shape_is_no_effect(product):
     """torch squeezes the product of a vector in place."""
     w, c = torch.arange(36.0).view(4, 3, 3) / 36, torch.ones(4, 3)
     f = tp.pmap(
@@ -127,8 +124,8 @@ def test_what_changes_only_a_shape_is_no_effect(product: Any) -> None:
     torch.testing.assert_close(torch.from_numpy(tp.device_get(f(w, c))), expected)
 
 
-def test_a_shape_that_others_see_changes_in_place() -> None:
-    def body(c: Any, _: Any) -> Any:
+def test_a_shape_that_others_see_changes_in_place():
+    def body(c, _):
         y = c * 2
         z = y.view(3)
         y.unsqueeze_(0)

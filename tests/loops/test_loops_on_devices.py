@@ -1,6 +1,4 @@
-"""Covers: loops and branches with collectives in them, on devices: values, derivatives inside and
-outside, random numbers, deadlocks found while tracing, and compiled code.
-"""
+"""Covers: loops and branches with collectives in them, on devices, what they draw and print."""
 
 from __future__ import annotations
 
@@ -9,20 +7,15 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from _plain import GRAPH, check
+from _plain import GRAPH, PLAIN, check
 from torch.func import grad, hessian, vmap
 
 import torchpmap as tp
 
+pytestmark = pytest.mark.usefixtures("pool")
+
 A = torch.tensor([2.0, -1.0, 2.5, -0.5])
 RING = [(0, 1), (1, 2), (2, 3), (3, 0)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def devices():
-    tp.init(num_devices=4)
-    yield
-    tp.shutdown()
 
 
 def averaging(x):
@@ -89,7 +82,6 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-@pytest.mark.parametrize("mode", [GRAPH, False])
 def test_derivatives_from_outside(name, mode):
     check(OUTSIDE[name](tp.pmap(ring, "i", compile=mode))(A), OUTSIDE[name](ringed)(A))
 
@@ -98,14 +90,8 @@ def test_derivatives_from_outside(name, mode):
 def test_gradient_inside_for_a_captured_parameter(mode):
     w = torch.tensor([1.0, -2.0], requires_grad=True)
 
-    def loss(x):
-        carry, _ = tp.scan(lambda c, t: (c * w + t * x, None), torch.ones(2), torch.arange(3.0))
-        return carry.sum()
-
-    def expected(x):
-        carry = torch.ones(2)
-        for t in range(3):
-            carry = carry * w + t * x
+    def loss(x, loops=tp):
+        carry, _ = loops.scan(lambda c, t: (c * w + t * x, None), torch.ones(2), torch.arange(3.0))
         return carry.sum()
 
     def inside(x):
@@ -115,7 +101,7 @@ def test_gradient_inside_for_a_captured_parameter(mode):
     rows = []
     for x in A:
         w.grad = None
-        expected(x).backward()
+        loss(x, PLAIN).backward()
         rows.append(w.grad)
     w.grad = None
     check(tp.pmap(inside, "i", compile=mode)(A), torch.stack(rows))
@@ -148,7 +134,6 @@ def test_while(mode, num_rows):
     check(tp.pmap(power, "i", compile=mode)(rows), (carry, total.expand(num_rows)))
 
 
-@pytest.mark.parametrize("mode", [GRAPH, False])
 def test_devices_take_different_branches(mode):
     f = tp.pmap(lambda x: tp.cond(x > 0, lambda: x * 2, lambda: -x), "i", compile=mode)
     check(f(A), torch.where(A > 0, A * 2, -A))
@@ -217,7 +202,6 @@ SEEDED = {
 }
 
 
-@pytest.mark.parametrize("mode", [GRAPH, False])
 @pytest.mark.parametrize("name", SEEDED)
 def test_a_body_sets_no_seed(name, mode):
     with pytest.raises(NotImplementedError, match=rf"manual_seed in the body of a .* \({name}\)"):
@@ -225,30 +209,33 @@ def test_a_body_sets_no_seed(name, mode):
 
 
 DEADLOCKS = {
-    "test": lambda x: tp.while_loop(lambda v: v + 0 * tp.psum(v, "i") < 3, lambda v: v + 1, x),
-    "while": lambda x: tp.while_loop(lambda v: v < 3, lambda v: v + tp.psum(v**2, "i"), x),
+    "while_loop: its test": lambda x: tp.while_loop(
+        lambda v: v + 0 * tp.psum(v, "i") < 3, lambda v: v + 1, x
+    ),
+    "while_loop": lambda x: tp.while_loop(lambda v: v < 3, lambda v: v + tp.psum(v**2, "i"), x),
+    "fori_loop": lambda x: tp.fori_loop(0, x.int(), lambda _, c: tp.psum(c, "i"), x),
     "cond": lambda x: tp.cond(x > 0, lambda: tp.psum(x, "i"), lambda: x),
-    "in a scan": lambda x: tp.scan(
+    "cond: in a scan": lambda x: tp.scan(
         lambda c, _: (tp.cond(c > 0, lambda: tp.psum(c, "i"), lambda: c), None), x, length=2
     )[0],
+    "switch": lambda x: tp.switch((x > 0).int(), [lambda: tp.psum(x, "i"), lambda: x]),
 }
 
 
 @pytest.mark.parametrize("name", DEADLOCKS)
-def test_deadlocks_are_found_while_tracing(name):
-    with pytest.raises(ValueError, match=r"predicate may differ along axis 'i'.*\(reduce it"):
-        tp.pmap(DEADLOCKS[name], "i", compile=GRAPH)(A)
-
-
-def test_deadlocks_are_named_as_the_user_called_them():
-    with pytest.raises(ValueError, match="switch: the predicate may differ"):
-        tp.pmap(
-            lambda x: tp.switch(x.int(), [lambda: tp.psum(x, "i"), lambda: x]), "i", compile=GRAPH
-        )(A)
-    with pytest.raises(ValueError, match="fori_loop: the predicate may differ"):
-        tp.pmap(
-            lambda x: tp.fori_loop(0, x.int(), lambda _, c: tp.psum(c, "i"), x), "i", compile=GRAPH
-        )(A)
+def test_deadlocks_are_found(name):
+    """While tracing, in this process, without a trace, and along the rows of a vmap."""
+    f, called = DEADLOCKS[name], name.partition(":")[0]
+    text = rf"{called}: the predicate may differ along axis 'i'.*\(reduce it"
+    with pytest.raises(ValueError, match=text):
+        tp.pmap(f, "i", compile=GRAPH)(A)
+    with pytest.raises(ValueError, match=text), tp.debug.fake_pmap():
+        tp.pmap(f, "i")(A)
+    with pytest.raises(tp.CollectiveMismatch, match="rank 1"):
+        tp.pmap(f, "i", compile=False)(torch.tensor([1.0, -1.0, 5.0, 5.0]))
+    for mode in (GRAPH, False):
+        with pytest.raises(ValueError, match=text):
+            tp.pmap(tp.vmap(f, axis_name="i"), compile=mode)(A.reshape(1, 4))
 
 
 def shout(x, ordered):
@@ -275,20 +262,8 @@ def test_a_print_in_a_branch_that_only_some_devices_take(axis_name, capfd):
         assert both(x).tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
-@pytest.mark.parametrize("name", DEADLOCKS)
-def test_deadlocks_without_a_trace(name):
-    with pytest.raises(tp.CollectiveMismatch, match="rank 1"):
-        tp.pmap(DEADLOCKS[name], "i", compile=False)(torch.tensor([1.0, -1.0, 5.0, 5.0]))
-    with (
-        pytest.raises(ValueError, match="predicate may differ along axis 'i'"),
-        tp.debug.fake_pmap(),
-    ):
-        tp.pmap(DEADLOCKS[name], "i")(A)
-
-
-@pytest.mark.parametrize("mode", [GRAPH, False])
 def test_rows_of_a_vmap_take_different_ways(mode):
-    """A collective over them has no meaning there; one over rows that all take the way has."""
+    """A collective over rows that all take the way has a meaning there."""
 
     def total(y):
         return tp.fori_loop(0, 2, lambda _, c: tp.psum(c, "inside"), y)
@@ -301,9 +276,6 @@ def test_rows_of_a_vmap_take_different_ways(mode):
 
     found = tp.pmap(tp.vmap(program, axis_name="rows"), compile=mode)(A.reshape(4, 1))
     assert found.flatten().tolist() == [x + 12 if x > 1 else x + 1 for x in A.tolist()]
-    for deadlock in DEADLOCKS.values():
-        with pytest.raises(ValueError, match="predicate may differ along axis 'i'"):
-            tp.pmap(tp.vmap(deadlock, axis_name="i"), compile=mode)(A.reshape(1, 4))
 
 
 def test_a_long_scan_runs_in_chunks():
@@ -364,7 +336,6 @@ def test_unread_outputs_of_a_scan_are_not_computed():
     check(mapped(x, ys), tuple(vmap(f, (0, None))(x, ys)))
 
 
-@pytest.mark.parametrize("mode", [GRAPH, False])
 def test_a_carry_of_a_class_that_workers_do_not_know(mode):
     @dataclasses.dataclass
     class State:

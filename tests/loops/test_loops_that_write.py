@@ -1,14 +1,10 @@
-"""Covers: _loops/bodies.py: bodies and branches that write in place to what they get, or to what
-they close over.
-"""
+"""Covers: _loops/bodies.py: bodies that write in place to what they get or close over."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from _plain import GRAPH, check
+from _plain import GRAPH, check, same_everywhere
 from torch import nn
 from torch.func import grad, jvp, vmap
 
@@ -17,58 +13,57 @@ import torchpmap as tp
 X = torch.tensor([[2.0, -1.0, 2.5], [0.5, 20.0, -0.1]])
 
 
-def everywhere(program: Any, x: torch.Tensor, expected: Any) -> None:
-    check(program(x.clone()), expected)
-    for mode in (GRAPH, False):
-        mapped = tp.pmap(program, in_axes=None, out_axes=None, axis_size=1, compile=mode)
-        check(mapped(x), expected)
+def everywhere(program, x, expected):
+    same_everywhere(lambda _, x: program(x), x, expected=expected, fullgraph=False)
     with tp.debug.fake_pmap():
-        mapped = tp.pmap(program, in_axes=None, out_axes=None, axis_size=1)
-        check(mapped(x), expected)
+        check(tp.pmap(program, in_axes=None, out_axes=None, axis_size=1)(x), expected)
 
 
-def test_an_output_that_is_the_carry_stays_as_it_was() -> None:
-    def program(x: Any) -> Any:
-        def step(c: Any, t: Any) -> Any:
-            c += t
-            return c, c
+def an_output_that_is_the_carry(x):
+    def step(c, t):
+        c += t
+        return c, c
 
-        return *tp.scan(step, x, torch.arange(3.0)), x
-
-    everywhere(program, X, (X + 3, torch.stack([X, X + 1, X + 3]), X))
+    return *tp.scan(step, x, torch.arange(3.0)), x
 
 
-def test_the_first_carry_stays_as_it_was_beside_a_number() -> None:
-    def program(x: Any) -> Any:
-        return tp.scan(lambda c, _: ((c[0].mul_(2), c[1] + 1), None), (x, 0), length=3)[0], x
-
-    everywhere(program, X, ((X * 8, torch.tensor(3)), X))
+def first_carry_beside_a_number(x):
+    return tp.scan(lambda c, _: ((c[0].mul_(2), c[1] + 1), None), (x, 0), length=3)[0], x
 
 
-def test_rows_stay_as_they_were() -> None:
-    def program(x: Any) -> Any:
-        xs = x * 1
+def rows(x):
+    xs = x * 1
 
-        def loss(xs: Any) -> Any:
-            return tp.scan(lambda c, row: (c + row.mul_(2).sum(), None), xs.sum() * 0, xs)[0]
+    def loss(xs):
+        return tp.scan(lambda c, row: (c + row.mul_(2).sum(), None), xs.sum() * 0, xs)[0]
 
-        return loss(xs), grad(loss)(xs), xs
-
-    everywhere(program, X, (2 * X.sum(), torch.full_like(X, 2), X))
+    return loss(xs), grad(loss)(xs), xs
 
 
-def test_rows_of_a_vmap_that_are_done_keep_their_value() -> None:
-    def program(x: Any) -> Any:
-        def double(v: Any) -> Any:
-            return tp.while_loop(lambda c: c.abs() < 10, lambda c: c.mul_(2), v)
+def rows_of_a_vmap_that_are_done(x):
+    def double(v):
+        return tp.while_loop(lambda c: c.abs() < 10, lambda c: c.mul_(2), v)
 
-        return vmap(vmap(double))(x)
-
-    steps = torch.log2(10 / X.abs()).ceil().clamp(0)
-    everywhere(program, X, X * 2**steps)
+    return vmap(vmap(double))(x)
 
 
-def branches(x: Any) -> Any:
+DONE = X * 2 ** torch.log2(10 / X.abs()).ceil().clamp(0)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (an_output_that_is_the_carry, (X + 3, torch.stack([X, X + 1, X + 3]), X)),
+        (first_carry_beside_a_number, ((X * 8, torch.tensor(3)), X)),
+        (rows, (2 * X.sum(), torch.full_like(X, 2), X)),
+        (rows_of_a_vmap_that_are_done, DONE),
+    ],
+)
+def test_what_a_step_gets_stays_as_it_was(program, expected):
+    everywhere(program, X, expected)
+
+
+def branches(x):
     return tp.cond(x.sum() > 10, lambda y: y.mul_(3) * y, lambda y: y.add_(1) * 5, x)
 
 
@@ -76,33 +71,27 @@ EXPECTED = torch.stack([5 * (X[0] + 1), 9 * X[1] ** 2])
 GRADIENT = torch.stack([torch.full_like(X[0], 5), 18 * X[1]])
 
 
-def test_branches() -> None:
+def test_branches_and_their_gradients():
+    """If the predicate differs by row, both run: the second must not see what the first wrote."""
+
+    def gradient(row):
+        return grad(lambda row: branches(row).sum())(row)
+
     everywhere(
         lambda x: [(branches(row * 1), row) for row in x], X, list(zip(EXPECTED, X, strict=True))
     )
-
-
-def test_branches_of_a_predicate_that_differs_by_row() -> None:
-    """Both run: the second must not see what the first has written."""
     everywhere(vmap(branches), X, EXPECTED)
+    everywhere(vmap(gradient), X, GRADIENT)
+    everywhere(lambda x: torch.stack([gradient(row) for row in x]), X, GRADIENT)
 
 
-def test_gradients_of_branches() -> None:
-    def each(row: Any) -> Any:
-        return grad(lambda row: branches(row).sum())(row)
-
-    everywhere(vmap(each), X, GRADIENT)
-    everywhere(lambda x: torch.stack([each(row) for row in x]), X, GRADIENT)
-
-
-@pytest.mark.parametrize("mode", [GRAPH, False])
-def test_branches_on_devices(mode: Any) -> None:
+def test_branches_on_devices(mode):
     check(tp.pmap(branches, compile=mode)(X), EXPECTED)
     with tp.debug.fake_pmap():
         check(tp.pmap(branches)(X), EXPECTED)
 
 
-KEPT: dict[str, Any] = {
+KEPT = {
     "scan": lambda x: tp.scan(lambda c, r: (c.mul_(r), c.sin()), x[0], x)[1],
     "scan of one step": lambda x: tp.scan(lambda c, r: (c.mul_(2), r.add_(c)), x[0], x[:1])[1],
     "unrolled": lambda x: tp.scan(lambda c, r: (c.mul_(r), c.sin()), x[0], x, unroll=True)[1],
@@ -124,7 +113,7 @@ KEPT: dict[str, Any] = {
         lambda a, b: b.add_(a), x, axis=1, reverse=True
     ),
 }
-PURE: dict[str, Any] = {
+PURE = {name: lambda x: x * 2 for name in KEPT} | {
     "scan": lambda x: torch.cumprod(torch.cat([x[:1], x]), 0)[1:].sin(),
     "scan of one step": lambda x: x[:1] * 3,
     "unrolled": lambda x: torch.cumprod(torch.cat([x[:1], x]), 0)[1:].sin(),
@@ -136,16 +125,15 @@ PURE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_the_caller_has_stays_as_it_was(name: str) -> None:
-    pure = PURE.get(name, lambda x: x * 2)
-    everywhere(lambda x: (KEPT[name](x), x), X, (pure(X), X))
+def test_what_the_caller_has_stays_as_it_was(name):
+    everywhere(lambda x: (KEPT[name](x), x), X, (PURE[name](X), X))
 
 
-def second(program: Any) -> Any:
+def second(program):
     return lambda x: grad(lambda x: grad(lambda x: program(x).sum())(x).square().sum())(x)
 
 
-DERIVED: dict[str, Any] = {
+DERIVED = {
     "grad": lambda program: grad(lambda x: program(x).sum()),
     "jvp": lambda program: lambda x: jvp(program, (x,), (x + 1,)),
     "vmap": lambda program: lambda x: vmap(program)(torch.stack([x, x + 1])),
@@ -157,24 +145,20 @@ DERIVED: dict[str, Any] = {
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", KEPT)
 @pytest.mark.parametrize("how", DERIVED)
-def test_derivatives_of_what_writes(name: str, how: str) -> None:
+def test_derivatives_of_what_writes(name, how):
     if name == "while_loop" and "grad" in how + "grad" * (how == "twice"):
         pytest.skip("a while_loop has no reverse mode")
-    pure = PURE.get(name, lambda x: x * 2)
-    everywhere(DERIVED[how](KEPT[name]), X, DERIVED[how](pure)(X))
+    everywhere(DERIVED[how](KEPT[name]), X, DERIVED[how](PURE[name])(X))
 
 
-def test_a_body_may_write_to_a_leaf_that_requires_grad() -> None:
+@pytest.mark.parametrize("name", ["scan", "map"])
+def test_a_body_may_write_to_a_leaf_that_requires_grad(name):
     x = X.clone().requires_grad_()
-    tp.scan(lambda c, r: (c.mul_(r), c.sin()), x[0], x)[1].sum().backward()
-    expected = grad(lambda x: PURE["scan"](x).sum())(X)
-    check(x.grad, expected)
-    y = X.clone().requires_grad_()
-    tp.map(lambda r: r.mul_(2), y).sum().backward()
-    check(y.grad, torch.full_like(X, 2))
+    KEPT[name](x).sum().backward()
+    check(x.grad, grad(lambda x: PURE[name](x).sum())(X))
 
 
-AFTERWARDS: dict[str, Any] = {
+AFTERWARDS = {
     "the first carry": lambda x: tp.scan(lambda c, r: (c * r, None), x[0], X)[0],
     "rows": lambda x: tp.scan(lambda c, r: (c * r, None), X[0], x)[0],
     "an operand": lambda x: tp.cond(x.sum() > 0, torch.square, torch.neg, x),
@@ -182,13 +166,13 @@ AFTERWARDS: dict[str, Any] = {
 }
 
 
-def nested(c: Any) -> Any:
+def nested(c):
     return tp.scan(lambda d, r: (d * r * d, None), c, X)[0]
 
 
 @pytest.mark.parametrize("name", AFTERWARDS)
-def test_a_gradient_sees_what_there_was_before_a_later_write(name: str) -> None:
-    def loss(x: Any) -> Any:
+def test_a_gradient_sees_what_there_was_before_a_later_write(name):
+    def loss(x):
         y = x * 1
         found = AFTERWARDS[name](y).sum()
         return found + y.mul_(2).sum() * 0
@@ -197,7 +181,7 @@ def test_a_gradient_sees_what_there_was_before_a_later_write(name: str) -> None:
     everywhere(grad(loss), X * 0.1, grad(loss)(X * 0.1))
 
 
-RESULTS: dict[str, Any] = {
+RESULTS = {
     "cond": lambda x, y: tp.cond(x.sum() > 0, lambda x: x, lambda x: x, x),
     "cond, a closure": lambda x, y: tp.cond(x.sum() > 0, lambda: y, lambda: x),
     "cond, by Python": lambda x, y: tp.cond(True, lambda x: x, lambda x: x, x),
@@ -215,8 +199,8 @@ RESULTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_results_share_no_memory(name: str) -> None:
-    def program(x: Any) -> Any:
+def test_results_share_no_memory(name):
+    def program(x):
         x, y = x * 1, x * 2
         RESULTS[name](x, y).fill_(7)
         return x, y
@@ -224,7 +208,7 @@ def test_results_share_no_memory(name: str) -> None:
     everywhere(program, X, (X, X * 2))
 
 
-LOST: dict[str, Any] = {
+LOST = {
     "scan": lambda x, y: tp.scan(lambda c, _: (c + y.add_(1), None), x, length=3),
     "scan of one step": lambda x, y: tp.scan(lambda c, _: (c + y.add_(1), None), x, length=1),
     "scan of no step": lambda x, y: tp.scan(lambda c, _: (c + y.add_(1), None), x, length=0),
@@ -251,25 +235,23 @@ LOST: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LOST)
 @pytest.mark.parametrize("how", ["values", "grad", "vmap"])
-def test_writes_to_closures_are_errors_everywhere(name: str, how: str) -> None:
-    def program(x: Any) -> Any:
+def test_writes_to_closures_are_errors_everywhere(name, how):
+    def program(x):
         y = x * 1
         LOST[name](x * 1, y)
         return y.sum()
 
     derived = {"values": lambda f: f, "grad": grad, "vmap": lambda f: lambda x: vmap(f)(x[None])}
     f = derived[how](program)
-    with pytest.raises(RuntimeError, match="that it closes over"):
-        f(X)
-    for mode in (GRAPH, False):
-        mapped = tp.pmap(f, in_axes=None, out_axes=None, axis_size=1, compile=mode)
+    mapped = [tp.pmap(f, in_axes=None, axis_size=1, compile=mode) for mode in (GRAPH, False)]
+    for call in (f, *mapped):
         with pytest.raises(RuntimeError, match="that it closes over"):
-            mapped(X)
+            call(X)
     with tp.debug.fake_pmap(), pytest.raises(RuntimeError, match="that it closes over"):
-        tp.pmap(f, in_axes=None, out_axes=None, axis_size=1)(X)
+        tp.pmap(f, in_axes=None, axis_size=1)(X)
 
 
-def test_a_write_to_a_closure_does_not_happen() -> None:
+def test_a_write_to_a_closure_does_not_happen():
     norm = nn.BatchNorm1d(3)
     for call in (
         lambda: tp.fori_loop(0, 2, lambda _, s: s + norm(X).sum(), 0.0),
@@ -280,18 +262,19 @@ def test_a_write_to_a_closure_does_not_happen() -> None:
     assert norm.num_batches_tracked == 0
 
 
-def test_copies_that_nothing_needs_are_not_in_the_graph() -> None:
+def test_copies_that_nothing_needs_are_not_in_the_graph():
     """Neither in bodies nor around them: only a body that writes copies."""
+    clone = torch.ops.aten.clone.default
 
-    def copies(f: Any) -> int:
+    def copies(f):
         graph = tp.pmap(f, compile=GRAPH).lower(X).graph
         modules = [m for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
-        return sum(len(m.graph.find_nodes(op="call_function", target=CLONE)) for m in modules)
+        return sum(len(m.graph.find_nodes(op="call_function", target=clone)) for m in modules)
 
-    def loss(x: Any) -> Any:
+    def loss(x):
         return tp.scan(lambda c, r: (c * r, c[:1].sin() + r), x.sum(), x[:, None])[1].sum()
 
-    def product(x: Any, y: Any) -> Any:
+    def product(x, y):
         return tp.scan(lambda c, r: (c * r, None), x, y)[0]
 
     assert copies(lambda x: tp.scan(lambda c, r: (c * r, c[:2].sin()), x, x + 1)) == 0
@@ -300,6 +283,3 @@ def test_copies_that_nothing_needs_are_not_in_the_graph() -> None:
     assert copies(lambda x: product(x, x + 1) + product(x, x + 2)) == 0
     assert copies(lambda x: tp.cond(True, torch.sin, torch.cos, x) * 2) == 0
     assert copies(lambda x: tp.scan(lambda c, r: (c.mul_(r), c.sin()), x, x + 1)) > 0
-
-
-CLONE = torch.ops.aten.clone.default

@@ -1,4 +1,4 @@
-"""Covers: ``scan``, ``fori_loop`` with numbers as bounds, ``map``, and all their derivatives."""
+"""Covers: ``scan``, ``fori_loop``, ``while_loop``, ``map``, and all their derivatives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from _plain import GRAPH, same_everywhere
-from torch.func import grad, hessian, jacrev, jvp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import torchpmap as tp
 
@@ -14,7 +14,6 @@ XS = torch.tensor([2.0, -1.0, 2.5, -0.5, 3.0])
 W = torch.tensor([[0.5, -0.3, 0.2], [0.1, 0.4, -0.2], [0.3, 0.2, -0.6]])
 H = torch.tensor([0.3, -0.8, 0.5])
 ROWS = torch.linspace(-1, 1, 12).reshape(4, 3)
-BATCH = torch.linspace(-1, 1, 24).reshape(2, 4, 3)
 
 
 def rnn(loops, w, h, xs):
@@ -59,9 +58,39 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_values(name):
-    same_everywhere(PROGRAMS[name], XS)
+X = torch.tensor([2.0, -1.0, 2.5])
+N = torch.tensor(3, dtype=torch.int32)
+
+
+def newton(loops, a):
+    return loops.while_loop(
+        lambda s: (s[0] * s[0] - a).abs() > 1e-4,
+        lambda s: ((s[0] + a / s[0]) / 2, s[1] + 1),
+        (a, torch.tensor(0)),
+    )
+
+
+WHILE = {
+    "values": lambda t, x: newton(t, x[0]),
+    "in a scan": lambda t, x: t.scan(
+        lambda c, r: (lambda y: (y, y))(t.while_loop(lambda v: v > 1, lambda v: v / 2, c + r)),
+        torch.zeros(()),
+        x,
+    ),
+    "dynamic bounds": lambda t, x: t.fori_loop(0, N, lambda i, v: v * 2 + i, x),
+    "jvp": lambda t, x: jvp(lambda a: newton(t, a)[0], (x[0],), (x[1],)),
+    "jvp of jvp": lambda t, x: jvp(
+        lambda a: jvp(lambda a: newton(t, a)[0], (a,), (a * 0 + 1,))[1], (x.sum(),), (x.mean(),)
+    ),
+    "jacfwd beside carries without tangents": lambda t, x: jacfwd(
+        lambda x: t.while_loop(
+            lambda s: s[1] < 5, lambda s: (s[0].sin(), s[1] + 1, s[2] * 2), (x, N * 0.0, N)
+        )
+    )(x),
+    "jacfwd": lambda t, x: jacfwd(
+        lambda x: t.while_loop(lambda v: v.sum() < 30, lambda v: v * v, x)
+    )(x),
+}
 
 
 TRANSFORMED = {
@@ -83,39 +112,26 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMED)
-def test_transforms(name):
-    same_everywhere(TRANSFORMED[name], W, H, ROWS)
+def batch_that_reaches_a_carry_in_a_later_step(loops, factors):
+    def row(w):
+        def step(c, x):
+            return (c[0] + c[1], c[1] + c[2], c[2] * w), c[0]
+
+        return loops.scan(step, tuple(torch.ones(3)), XS)
+
+    return vmap(row)(factors)
 
 
-def test_a_batch_reaches_a_carry_in_a_later_step():
-    def program(loops, factors):
-        def row(w):
-            def step(c, x):
-                return (c[0] + c[1], c[1] + c[2], c[2] * w), c[0]
-
-            return loops.scan(step, tuple(torch.ones(3)), XS)
-
-        return vmap(row)(factors)
-
-    same_everywhere(program, torch.tensor([1.0, 2.0, 3.0]))
+CASES = {f"scan: {name}": (program, XS) for name, program in PROGRAMS.items()}
+CASES |= {f"scan: {name}": (program, W, H, ROWS) for name, program in TRANSFORMED.items()}
+CASES |= {f"while: {name}": (program, X) for name, program in WHILE.items()}
+CASES["scan: a batch"] = batch_that_reaches_a_carry_in_a_later_step, torch.tensor([1.0, 2.0, 3.0])
 
 
-@pytest.mark.parametrize(
-    ("start", "xs", "dtype"),
-    [
-        (0, XS, torch.float32),
-        (0.0, XS.double(), torch.float64),
-        (0, XS.to(torch.int32).reshape(-1, 1), torch.int64),
-        (np.float32(0), XS, torch.float32),
-    ],
-)
-def test_a_number_as_first_carry_takes_the_dtype_of_the_result(start, xs, dtype):
-    def program(loops, xs):
-        return tp.scan(lambda c, x: (c + x.sum(), c), start, xs)
-
-    expected = xs.to(dtype).sum(), (xs.to(dtype).reshape(-1).cumsum(0) - xs.to(dtype).reshape(-1))
-    same_everywhere(program, xs, expected=expected)
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_those_of_plain_python(name):
+    program, *inputs = CASES[name]
+    same_everywhere(program, *inputs)
 
 
 def test_scan_without_steps():
@@ -131,6 +147,22 @@ def test_map():
 
     one = {"a": ROWS.sum(1), "b": ROWS[:, 0]}
     same_everywhere(program, ROWS, expected=[one, one, one])
+
+
+def test_rows_that_are_done_keep_their_values():
+    def program(loops, xs):
+        return vmap(lambda a: newton(tp, a))(xs)
+
+    xs = torch.tensor([10.0, 1.0, 1000.0])
+    rows = [newton(tp, a) for a in xs]
+    expected = tuple(map(torch.stack, zip(*rows, strict=True)))
+    assert len(set(expected[1].tolist())) == 3
+    same_everywhere(program, xs, expected=expected)
+
+
+@pytest.mark.parametrize("zero", [np.bool_(False), np.array(False), False])
+def test_conditions_of_numpy_and_python(zero):
+    same_everywhere(lambda t, x: tp.while_loop(lambda v: zero, lambda v: v + 1, x), X, expected=X)
 
 
 def test_unroll_puts_the_steps_into_the_graph():
@@ -153,71 +185,3 @@ def test_the_graph_does_not_grow_with_the_length():
         return len(tp.pmap(program, compile=GRAPH).lower(torch.ones(1)).graph.graph.nodes)
 
     assert nodes(10) == nodes(1000)
-
-
-MISUSE = {
-    "rows": (
-        lambda: tp.scan(lambda c, x: (c, x[0]), XS, (XS[:3], XS[:4])),
-        ValueError,
-        r"different leading sizes: 3 \(xs\[0\]\), 4 \(xs\[1\]\)",
-    ),
-    "no length": (lambda: tp.scan(lambda c, x: (c, x), XS), ValueError, "no length"),
-    "wrong length": (
-        lambda: tp.scan(lambda c, x: (c, x), XS, XS, length=4),
-        ValueError,
-        r"length=4, but the leading dims of xs have the sizes 5 \(xs\)",
-    ),
-    "length, a float": (
-        lambda: tp.scan(lambda c, x: (c, x), XS, length=3.0),
-        TypeError,
-        "length must be an integer, but got 3.0 of type float",
-    ),
-    "length, computed": (
-        lambda: tp.scan(lambda c, x: (c, x), XS, length=XS.sum()),
-        TypeError,
-        "length must be a Python number, but got a tensor.* Use fori_loop or while_loop",
-    ),
-    "unroll, a float": (
-        lambda: tp.scan(lambda c, x: (c, x), XS, XS, unroll=1.5),
-        TypeError,
-        "unroll must be an integer, but got 1.5",
-    ),
-    "no function": (lambda: tp.scan(3, XS, XS), TypeError, "f must be a function, but got 3"),
-    "a tensor": (
-        lambda: tp.scan(lambda c, x: c, XS, XS),
-        TypeError,
-        r"must return a pair .* returned a tensor of kind float32\[5\]",
-    ),
-    "three": (lambda: tp.scan(lambda c, x: (c, x, x), XS, XS), TypeError, "returned a tuple of 3"),
-    "carry kind": (
-        lambda: tp.scan(lambda c, x: ({"a": c["a"][:2]}, x), {"a": XS}, XS),
-        TypeError,
-        r"carry\['a'\]: float32\[5\] went in, float32\[2\] came out",
-    ),
-    "carry structure": (
-        lambda: tp.scan(lambda c, x: ((c, c), x), XS, XS),
-        TypeError,
-        r"it got float32\[5\] and returned \(float32\[5\], float32\[5\]\)",
-    ),
-    "unroll": (lambda: tp.scan(lambda c, x: (c, x), XS, XS, unroll=0), ValueError, "unroll"),
-    "bound": (lambda: tp.fori_loop(0, 1.5, lambda i, v: v, XS), TypeError, "upper must be an int"),
-}
-
-
-@pytest.mark.parametrize("name", MISUSE)
-def test_misuse(name):
-    call, error, text = MISUSE[name]
-    with pytest.raises(error, match=text):
-        call()
-    with pytest.raises(error, match=text):
-        tp.pmap(call, axis_size=1, compile=GRAPH)()
-
-
-def test_a_write_to_what_was_made_outside_of_the_body():
-    def program(x):
-        total = x * 0
-        tp.scan(lambda c, _: (c, total.add_(1)), x, None, length=3)
-        return total
-
-    with pytest.raises(RuntimeError, match="in the body of a loop or branch"):
-        tp.pmap(program, compile=GRAPH)(XS[:4])

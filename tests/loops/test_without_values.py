@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from _plain import GRAPH
+from _plain import GRAPH, printed
 
 import torchpmap as tp
 
 ONE = torch.ones(1)
 
 
-def say(text: str, value: Any) -> Any:
+def say(text, value):
     tp.debug.print(text)
     return value
 
 
-PRINTS: dict[str, tuple[Any, int]] = {
+PRINTS = {
     "a number as carry": (lambda x: tp.scan(lambda c, _: (say("ran", c + x), c), 0, length=3), 3),
     "while": (lambda x: tp.while_loop(lambda c: c < 3, lambda c: say("ran", c + x), 0.0), 3),
     "one step": (lambda x: tp.scan(lambda c, _: (say("ran", c + x), c), 0, length=1), 1),
@@ -34,30 +32,25 @@ PRINTS: dict[str, tuple[Any, int]] = {
 
 
 @pytest.mark.parametrize("name", PRINTS)
-def test_as_many_prints_as_steps(name: str, capfd: Any) -> None:
+def test_as_many_prints_as_steps(name, capfd):
     program, count = PRINTS[name]
     program(torch.tensor(1.0))
     assert capfd.readouterr().out.splitlines() == ["ran"] * count
     for mode in (GRAPH, False):
         tp.block_until_ready(tp.pmap(program, "i", compile=mode)(ONE))
         tp.block_until_ready(tp.pmap(lambda x: say("end", x), "i", compile=False)(ONE))
-        found: list[str] = []
-        for _ in range(100):  # another thread passes on what a worker prints
-            found += capfd.readouterr().out.splitlines()
-            if "[i=0] end" in found:
-                break
-            time.sleep(0.1)
+        found = printed(capfd, lambda lines: "[i=0] end" in lines)
         assert found == ["[i=0] ran"] * count + ["[i=0] end"]
 
 
-def test_as_many_random_numbers_as_in_python() -> None:
+def test_as_many_random_numbers_as_in_python():
     torch.manual_seed(0)
     expected = torch.rand(()) + torch.rand(())
     torch.manual_seed(0)
     assert tp.scan(lambda c, _: (c + torch.rand(()), None), 0.0, length=2)[0] == expected
 
 
-def test_the_other_branch_writes_nothing() -> None:
+def test_the_other_branch_writes_nothing():
     y = torch.ones(3)
     for branches in ([torch.square, lambda x: x.add_(y.sum())], [torch.square, lambda x: y.sum()]):
         with pytest.raises(TypeError) if branches[1](y * 1).dim() == 0 else nullcontext():
@@ -65,17 +58,17 @@ def test_the_other_branch_writes_nothing() -> None:
     assert y.tolist() == [1.0] * 3
 
 
-def test_a_first_step_that_needs_values() -> None:
-    def step(c: Any, x: Any) -> Any:
+def test_a_first_step_that_needs_values():
+    def step(c, x):
         return c + (x if x.item() > 1 else 0 * x), None
 
     assert tp.scan(step, 0.0, torch.arange(4.0))[0] == 5
 
 
-def test_a_gradient_in_the_body_goes_to_no_parameter() -> None:
+def test_a_gradient_in_the_body_goes_to_no_parameter():
     w = torch.ones(2, requires_grad=True)
 
-    def step(c: Any, _: Any) -> Any:
+    def step(c, _):
         (w * w).sum().backward()
         return c + 1.0, None
 

@@ -7,7 +7,6 @@ those without buckets, and those of one device.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from datetime import timedelta
 from itertools import pairwise
 
@@ -37,22 +36,22 @@ GROUP = "alone"
 class Overlapping(Platform):
     """A CPU whose sums go in buckets of so many bytes."""
 
-    def __init__(self, bucket_bytes: int | None) -> None:
+    def __init__(self, bucket_bytes):
         self.bucket_bytes = bucket_bytes
 
 
 @pytest.fixture
-def buckets(monkeypatch: pytest.MonkeyPatch):
+def buckets(monkeypatch):
     """Sets the size of buckets in this process, which traces; workers only run what they get."""
 
-    def buckets(num_bytes: int | None) -> None:
+    def buckets(num_bytes):
         monkeypatch.setitem(PLATFORMS, "cpu", Overlapping(num_bytes))
 
     return buckets
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[None]:
+def group():
     """A process group of this process alone: a sum is what was given."""
     store, wait = dist.HashStore(), timedelta(seconds=10)
     alone = dist.ProcessGroup(store, 0, 1)
@@ -99,6 +98,8 @@ def norms(*given):
 
 
 SHAPES = [(WIDTH, WIDTH)] * LAYERS + [(ROWS, WIDTH)]
+IN_TURN = ["mm"] * LAYERS + ["mm", "all_reduce"] + ["mm", "mm", "all_reduce"] * (LAYERS - 1)
+"""Forward, then the gradient of the last weight, and of each other after that of what goes in."""
 
 
 def named(graph):
@@ -140,10 +141,7 @@ def examples(shapes=SHAPES, seed=0):
 def test_a_sum_starts_behind_its_gradient_and_is_awaited_before_its_first_use(buckets):
     buckets(WEIGHT_BYTES)
     graph = traced(step, *SHAPES)
-    forward = ["mm"] * LAYERS
-    last = ["mm", "all_reduce"]  # the gradient of the last layer's weight
-    others = ["mm", "mm", "all_reduce"] * (LAYERS - 1)  # the one of what goes in comes first
-    assert order(graph) == [*forward, *last, *others, *["wait_tensor"] * LAYERS]
+    assert order(graph) == [*IN_TURN, *["wait_tensor"] * LAYERS]
     previous = dict(pairwise(node for _, node in named(graph)))
     behind = {after: before for before, after in previous.items()}
     launches = [node for name, node in named(graph) if name == "all_reduce"]
@@ -156,11 +154,7 @@ def test_without_buckets_all_gradients_are_one_sum_at_the_end(buckets):
     graph = traced(step, *SHAPES)
     assert order(graph)[-2:] == ["all_reduce", "wait_tensor"]
     assert order(graph).count("all_reduce") == 1
-
-
-def test_an_accelerator_has_buckets_and_a_cpu_has_none():
-    assert Accelerator.bucket_bytes == 25 * 2**20
-    assert Platform.bucket_bytes is None
+    assert (Platform.bucket_bytes, Accelerator.bucket_bytes) == (None, 25 * 2**20)
 
 
 @pytest.mark.parametrize(
@@ -232,9 +226,7 @@ def test_what_is_cheap_goes_up_with_a_sum(buckets):
         return [tp.psum((g * 2).T.to(torch.float64), "i") for g in reversed(gradients)]
 
     buckets(0)
-    forward, last = ["mm"] * LAYERS, ["mm", "all_reduce"]
-    others = ["mm", "mm", "all_reduce"] * (LAYERS - 1)
-    assert order(traced(scaled, *SHAPES), ("mm", "all_reduce")) == [*forward, *last, *others]
+    assert order(traced(scaled, *SHAPES), ("mm", "all_reduce")) == IN_TURN
 
 
 def test_other_collectives_keep_their_order(buckets):
@@ -284,15 +276,14 @@ def test_compiled_code_starts_sums_while_it_computes(buckets, group, monkeypatch
     shapes = [(width, width)] * LAYERS + [(ROWS, width)]
     buckets(width * width * 4)
     graph = traced(function, *shapes)
-    codes: list[str] = []
+    codes = []
     monkeypatch.setattr(GraphLowering, "save_output_code", codes.append)
     with torch._inductor.config.patch(force_disable_caches=True):
         kinds = [(shape, F32) for shape in shapes]
         runner = _compile._inductor(graph, kinds, torch.device("cpu"), _compile.INDUCTOR)
     found = re.findall(r"^ +.*(mm|all_reduce_|wait_tensor)(?:\.default)?\(", codes[0], re.M)
-    forward, last = ["mm"] * LAYERS, ["mm", "all_reduce_"]
-    others = ["mm", "mm", "all_reduce_"] * (LAYERS - 1)
-    assert found == [*forward, *last, *others, *["wait_tensor"] * LAYERS]
+    in_turn = [name.replace("all_reduce", "all_reduce_") for name in IN_TURN]
+    assert found == [*in_turn, *["wait_tensor"] * LAYERS]
     given = examples(shapes)
     for result, expected in zip(runner(list(given)), graph(*given), strict=True):
         torch.testing.assert_close(result, expected)
@@ -305,11 +296,12 @@ def test_compiled_code_starts_sums_while_it_computes(buckets, group, monkeypatch
 def both(pool, buckets):
     """Results on four devices without buckets and with them."""
 
-    def both(function, *given, limit=2 * WEIGHT_BYTES, **options):
+    def both(function, *given, limit=2 * WEIGHT_BYTES, around=lambda f: f, **options):
         results = []
         for each in (None, limit):
             buckets(each)
-            out = tp.pmap(lambda *xs: function(*xs), "i", compile=EAGER, **options)(*given)
+            mapped = tp.pmap(lambda *xs: function(*xs), "i", compile=EAGER, **options)
+            out = around(mapped)(*given)
             results.append([x.cpu() for x in torch.utils._pytree.tree_leaves(out)])
         return results
 
@@ -374,21 +366,19 @@ def test_gradients_of_gradients(both):
         torch.testing.assert_close(got.mean(0), expected)
 
 
-def test_derivatives_from_outside(pool, buckets):
+def test_derivatives_from_outside(both):
     def value(*given):
         *weights, x = given
         return loss(tp.pmean(weights, "i"), x)
 
+    def around(mapped):
+        return torch.func.grad(lambda *given: mapped(*given).sum(), tuple(range(LAYERS)))
+
     weights, x = weights_and_rows(torch.float64)
-    results = []
-    for limit in (None, WEIGHT_BYTES):
-        buckets(limit)
-        mapped = tp.pmap(lambda *xs: value(*xs), "i", in_axes=AXES, compile=EAGER)
-        gradients = torch.func.grad(lambda w, f=mapped: f(*w, x).sum())(tuple(weights))
-        results.append([g.cpu() for g in gradients])
-    assert all(map(torch.equal, *results))
+    flat, found = both(value, *weights, x, limit=WEIGHT_BYTES, around=around, in_axes=AXES)
+    assert all(map(torch.equal, flat, found))
     alone = torch.func.grad(lambda w: 4 * loss(w, x.flatten(0, 1)))(tuple(weights))
-    for got, expected in zip(results[0], alone, strict=True):
+    for got, expected in zip(found, alone, strict=True):
         torch.testing.assert_close(got, expected)
 
 

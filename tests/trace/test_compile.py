@@ -38,31 +38,31 @@ def backend(graph, examples, **extra):
     return graph.forward
 
 
+def inductor(graph, examples):
+    """A back end of the user, by that name."""
+
+
 @pytest.mark.parametrize(
-    ("value", "expected"),
+    ("value", "expected", "is_inductor"),
     [
-        (True, INDUCTOR),
-        (False, None),
-        ({}, INDUCTOR),
-        ({"backend": "inductor"}, INDUCTOR),
-        ({"backend": "eager"}, EAGER),
-        ({"mode": "default"}, Backend("inductor", None, "default")),
-        ({"options": {"b": 1, "a": 2}}, Backend("inductor", None, None, (("a", 2), ("b", 1)))),
-        ({"backend": "aot_eager"}, Backend("aot_eager")),
-        ({"backend": backend, "mode": "default"}, Backend("backend", backend, "default")),
+        (True, INDUCTOR, True),
+        (False, None, None),
+        ({}, INDUCTOR, True),
+        ({"backend": "inductor"}, INDUCTOR, True),
+        ({"backend": "eager"}, EAGER, False),
+        ({"mode": "default"}, Backend("inductor", None, "default"), True),
+        ({"mode": "reduce-overhead"}, Backend("inductor", None, "reduce-overhead"), True),
+        ({"options": {"b": 1, "a": 2}}, Backend("inductor", options=(("a", 2), ("b", 1))), True),
+        ({"backend": "aot_eager"}, Backend("aot_eager"), False),
+        ({"backend": backend, "mode": "default"}, Backend("backend", backend, "default"), False),
+        ({"backend": inductor}, Backend("inductor", inductor), False),
     ],
 )
-def test_vocabulary(value, expected):
+def test_vocabulary(value, expected, is_inductor):
     found = parse_compile(value)
     assert found == expected
     assert hash(found) == hash(expected)
-
-
-def test_inductor_is_recognised():
-    assert INDUCTOR.is_inductor
-    assert parse_compile({"mode": "reduce-overhead"}).is_inductor
-    assert not EAGER.is_inductor
-    assert not Backend("inductor", backend).is_inductor
+    assert getattr(found, "is_inductor", None) is is_inductor
 
 
 def definition(backend, uses_index):
@@ -109,6 +109,9 @@ def test_backends_get_examples_mode_and_options():
     chosen = Backend("mine", backend, None, (("a", 1),))
     compile_definition(definition(chosen, False), torch.tensor(3))
     assert backend.seen[1] == {"options": {"a": 1}}
+    unknown = Backend("inductor", None, None, (("no_such_option", 1),))
+    with pytest.raises(AttributeError, match="no_such_option"):
+        compile_definition(definition(unknown, False), torch.tensor(0))
 
 
 def test_dynamo_may_be_half_imported_by_another_thread(monkeypatch):
@@ -184,12 +187,6 @@ def test_the_next_process_and_all_workers_load_what_the_first_has_compiled(tmp_p
         others = [each for each in run.stderr.splitlines() if each.startswith("[cpu:1]")]
         assert not any("cache miss" in each for each in others)
     assert said == [["miss"], ["hit"]]
-
-
-def test_inductor_takes_options():
-    unknown = Backend("inductor", None, None, (("no_such_option", 1),))
-    with pytest.raises(AttributeError, match="no_such_option"):
-        compile_definition(definition(unknown, False), torch.tensor(0))
 
 
 def test_the_compiler_is_looked_for_where_inductor_looks(monkeypatch):

@@ -39,19 +39,13 @@ INNER = torch.arange(16.0).reshape(8, 2) - 5
 
 NESTED = {
     "rows decide": (
-        lambda row, x: choose(row > 1, x),
-        torch.where(ROWS > 1, 10 * INNER.T, -INNER.T),
-    ),
+        lambda row, x: choose(row > 1, x), torch.where(ROWS > 1, 10 * INNER.T, -INNER.T)),
     "the inner decides": (
-        lambda row, x: choose(x > 0, row),
-        torch.where(INNER.T > 0, 10 * ROWS, -ROWS),
-    ),
+        lambda row, x: choose(x > 0, row), torch.where(INNER.T > 0, 10 * ROWS, -ROWS)),
     "both": (
-        lambda row, x: choose(x > row, x),
-        torch.where(INNER.T > ROWS, 10 * INNER.T, -INNER.T),
-    ),
+        lambda row, x: choose(x > row, x), torch.where(INNER.T > ROWS, 10 * INNER.T, -INNER.T)),
     "neither": (lambda row, x: choose(torch.tensor(2) > 1, x + row), 10 * (INNER.T + ROWS)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NESTED)

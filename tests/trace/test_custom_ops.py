@@ -19,12 +19,14 @@ from torch import Tensor
 
 import torchpmap as tp
 
+pytestmark = pytest.mark.usefixtures("pool")
+
 
 def save(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
-def make_cube(name: str):
+def make_cube(name):
     """``x ** 3`` by numpy, out of the sight of torch, with all its rules."""
 
     @torch.library.custom_op(f"{name}::square", mutates_args=())
@@ -59,7 +61,7 @@ library.impl("treble", lambda x: 3 * x, "CompositeExplicitAutograd")
 torch.library.register_fake("torchpmap_tests_library::treble", torch.empty_like, lib=library)
 
 
-def slope_of_the_cube(x: Tensor) -> Tensor:
+def slope_of_the_cube(x):
     with torch.enable_grad():
         held = x.detach().requires_grad_()
         return torch.autograd.grad((held**3).sum(), held)[0]
@@ -70,7 +72,7 @@ library.impl("slope", slope_of_the_cube, "CPU")
 torch.library.register_fake("torchpmap_tests_library::slope", torch.empty_like, lib=library)
 
 
-X = torch.tensor([1.0, 2.0, 3.0, 4.0])
+X, ROWS = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.arange(8.0)
 
 
 # What one may do with them ------------------------------------------------------------------------
@@ -82,36 +84,30 @@ PROGRAMS = {
     "gradient": (tp.grad(lambda x: cube(x) * x), X, 4 * X**3),
     "second derivative": (tp.grad(tp.grad(lambda x: cube(x) * x)), X, 12 * X**2),
     "gradient through a collective": (tp.grad(lambda x: tp.psum(cube(x), "i")), X, 4 * 3 * X**2),
+    "more rows than devices": (lambda x: cube(x), ROWS, ROWS**3),
+    "their gradients": (tp.grad(lambda x: cube(x)), ROWS, 3 * ROWS**2),
     "batch": (torch.func.vmap(lambda x: cube(x)), X.reshape(2, 2), X.reshape(2, 2) ** 3),
     "gradients of a batch": (
-        torch.func.vmap(tp.grad(lambda x: cube(x))),
-        X.reshape(2, 2),
-        3 * X.reshape(2, 2) ** 2,
-    ),
+        torch.func.vmap(tp.grad(lambda x: cube(x))), X.reshape(2, 2), 3 * X.reshape(2, 2) ** 2),
     "jacobian": (
-        torch.func.jacrev(lambda x: cube(x)),
-        X.reshape(2, 2),
-        torch.stack([torch.diag(3 * row**2) for row in X.reshape(2, 2)]),
-    ),
-}
+        torch.func.jacrev(lambda x: cube(x)), X.reshape(2, 2),
+        torch.stack([torch.diag(3 * row**2) for row in X.reshape(2, 2)])),
+    "in a scan": (lambda x: tp.scan(lambda c, _: (halve(c), None), x, None, length=3)[0], X, X / 8),
+    "in a while_loop": (
+        lambda x: tp.while_loop(lambda c: c > 0.4, lambda c: halve(c), x), X,
+        torch.tensor([0.25, 0.25, 0.375, 0.25])),
+    "in a branch": (
+        lambda x: tp.cond(x > 2.5, lambda x: halve(x), lambda x: -halve(x), x), X,
+        torch.tensor([-0.5, -1.0, 1.5, 2.0])),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.usefixtures("pool")
 def test_inside_a_mapped_function(program, mode):
     f, x, expected = PROGRAMS[program]
     torch.testing.assert_close(tp.pmap(f, "i", compile=mode)(x).cpu(), expected)
 
 
-@pytest.mark.usefixtures("pool")
-def test_several_rows_per_device(mode):
-    x = torch.arange(8.0)
-    torch.testing.assert_close(tp.pmap(lambda x: cube(x), compile=mode)(x).cpu(), x**3)
-    gradient = tp.pmap(tp.grad(lambda x: cube(x)), compile=mode)(x)
-    torch.testing.assert_close(gradient.cpu(), 3 * x**2)
-
-
-@pytest.mark.usefixtures("pool")
 def test_transforms_from_outside(mode):
     f = tp.pmap(lambda x: cube(x), compile=mode)
     x = X.clone().requires_grad_()
@@ -124,7 +120,6 @@ def test_transforms_from_outside(mode):
     torch.testing.assert_close(torch.func.vmap(f)(batch).cpu(), batch**3)
 
 
-@pytest.mark.usefixtures("pool")
 def test_compiled_by_inductor():
     f = tp.pmap(lambda x: tp.psum(cube(x) * 2, "i"), "i")
     x = X.clone().requires_grad_()
@@ -140,7 +135,6 @@ def test_in_this_process(serial):
         torch.testing.assert_close(tp.pmap(tp.grad(lambda x: cube(x)))(X), 3 * X**2)
 
 
-@pytest.mark.usefixtures("pool")
 def test_forward_mode_is_an_error_not_zero(mode):
     push = tp.pmap(lambda x: torch.func.jvp(cube, (x,), (x,))[1], compile=mode)
     with pytest.raises(NotImplementedError, match="forward-mode derivative of torchpmap_tests_loc"):
@@ -155,9 +149,7 @@ def blend(tensors: list[Tensor], weights: list[float], *, shift: float = 1.0) ->
     return sum(t * w for t, w in zip(tensors, weights, strict=True)) + shift
 
 
-@blend.register_fake
-def _(tensors, weights, *, shift=1.0):
-    return torch.empty_like(tensors[0])
+blend.register_fake(lambda tensors, weights, *, shift=1.0: torch.empty_like(tensors[0]))
 
 
 def save_weights(ctx, inputs, keyword_only_inputs, output):
@@ -178,9 +170,7 @@ def parts(x: Tensor, at: float = 0.0) -> tuple[Tensor, Tensor]:
     return x.clamp(min=at), x.clamp(max=at)
 
 
-@parts.register_fake
-def _(x, at=0.0):
-    return torch.empty_like(x), torch.empty_like(x)
+parts.register_fake(lambda x, at=0.0: (torch.empty_like(x), torch.empty_like(x)))
 
 
 def save_sides(ctx, inputs, output):
@@ -197,7 +187,6 @@ def bump(x: Tensor) -> None:
     x += 1
 
 
-@pytest.mark.usefixtures("pool")
 def test_lists_and_keywords(mode):
     def f(x, y):
         return tp.grad(lambda x: blend([x * x, y], [2.0, 3.0], shift=10.0))(x)
@@ -205,7 +194,6 @@ def test_lists_and_keywords(mode):
     torch.testing.assert_close(tp.pmap(f, compile=mode)(X, X).cpu(), 4 * X)
 
 
-@pytest.mark.usefixtures("pool")
 def test_tuples_and_defaults(mode):
     def f(x):
         up, down = parts(x - 2)
@@ -217,7 +205,6 @@ def test_tuples_and_defaults(mode):
     assert gradient.tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.usefixtures("pool")
 def test_in_place(mode):
     def f(x):
         y = x * 2
@@ -233,15 +220,19 @@ def test_in_place(mode):
 
 # Torch runs such an operation row by row, and says so; up to 2.13 on stderr.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.usefixtures("pool")
 def test_without_rules(mode):
     @torch.library.custom_op("torchpmap_tests_local::bare", mutates_args=())
     def bare(x: Tensor) -> Tensor:
         return x + 1
 
+    f = tp.pmap(lambda x: bare(x), compile=mode)
+    if mode:
+        with pytest.raises(RuntimeError, match=r"use `bare\.register_fake`"):
+            f(X)
+    else:
+        assert f(X).tolist() == (X + 1).tolist()
     bare.register_fake(torch.empty_like)
-    rows = torch.arange(8.0)
-    assert tp.pmap(lambda x: bare(x), compile=mode)(rows).tolist() == (rows + 1).tolist()
+    assert tp.pmap(lambda x: bare(x), compile=mode)(ROWS).tolist() == (ROWS + 1).tolist()
     with pytest.raises(RuntimeError, match="no autograd formula was registered"):
         tp.pmap(tp.grad(lambda x: bare(x)), compile=mode)(X)
 
@@ -273,7 +264,6 @@ def test_a_script(tmp_path):
     assert ran.stdout.splitlines() == ["[4.0, 6.0]"] * 2, ran.stderr
 
 
-@pytest.mark.usefixtures("pool")
 def test_a_module_that_can_be_imported(mode):
     f = tp.pmap(lambda x: halve(x) + torch.ops.torchpmap_tests_library.treble(x), compile=mode)
     assert f(X).tolist() == (3.5 * X).tolist()
@@ -316,7 +306,6 @@ torch.library.register_fake("torchpmap_tests_hidden::scaled", torch.empty_like, 
     names["library"]._destroy()
 
 
-@pytest.mark.usefixtures("pool")
 def test_hidden_operations_become_part_of_the_graph(hidden):
     operations = torch.ops.torchpmap_tests_hidden
     f = tp.pmap(lambda x: operations.scaled(x) - operations.shifted(x), compile=EAGER)
@@ -326,7 +315,7 @@ def test_hidden_operations_become_part_of_the_graph(hidden):
     assert "scaled" not in f.lower(X).as_text()
 
 
-@pytest.mark.usefixtures("pool", "hidden")
+@pytest.mark.usefixtures("hidden")
 def test_hidden_operations_cannot_be_sent():
     f = tp.pmap(lambda x: torch.ops.torchpmap_tests_hidden.scaled(x), compile=False)
     with pytest.raises(TypeError, match=r"^compile=False runs.*scaled cannot be sent") as caught:
@@ -339,7 +328,6 @@ def test_hidden_operations_cannot_be_sent():
 offset = 1.0
 
 
-@pytest.mark.usefixtures("pool")
 def test_changes_of_what_an_operation_reads(mode, monkeypatch):
     weight = torch.tensor(1.0)
 
@@ -356,7 +344,6 @@ def test_changes_of_what_an_operation_reads(mode, monkeypatch):
     assert f(X).tolist() == (3 * X + 2).tolist()
 
 
-@pytest.mark.usefixtures("pool")
 def test_an_operation_defined_anew(mode):
     def define(factor):
         @torch.library.custom_op("torchpmap_tests_local::again", mutates_args=())
@@ -375,7 +362,6 @@ def test_an_operation_defined_anew(mode):
     assert f(X).tolist() == (3 * X).tolist()
 
 
-@pytest.mark.usefixtures("pool")
 def test_functions_that_cannot_travel(mode):
     lock = threading.Lock()
 
@@ -389,17 +375,6 @@ def test_functions_that_cannot_travel(mode):
         tp.pmap(lambda x: locked(x), compile=mode)(X)
     if mode:
         assert "the Python functions of torchpmap_tests_local::locked" in str(caught.value)
-
-
-@pytest.mark.usefixtures("pool")
-def test_a_graph_needs_the_fake_function():
-    @torch.library.custom_op("torchpmap_tests_local::shapeless", mutates_args=())
-    def shapeless(x: Tensor) -> Tensor:
-        return x + 1
-
-    with pytest.raises(RuntimeError, match=r"use `shapeless\.register_fake`"):
-        tp.pmap(lambda x: shapeless(x), compile=EAGER)(X)
-    assert tp.pmap(lambda x: shapeless(x), compile=False)(X).tolist() == (X + 1).tolist()
 
 
 # C++ ----------------------------------------------------------------------------------------------
@@ -437,7 +412,6 @@ def plus(tmp_path_factory):
 
 @pytest.mark.skipif(not TEST_ALL, reason="TORCHPMAP_TEST_ALL=1 builds a library")
 @pytest.mark.parametrize("compile", [EAGER, False, True], ids=["graph", "python", "inductor"])
-@pytest.mark.usefixtures("pool")
 def test_a_shared_library(plus, compile):
     torch.library.register_fake(
         "torchpmap_tests_cpp::plus", lambda x, by: torch.empty_like(x), allow_override=True
@@ -449,28 +423,13 @@ def test_a_shared_library(plus, compile):
 def test_an_operation_that_differentiates_inside():
     """Collectives are kept off autograd, but not so the user's code beside them."""
 
-    def total(x: Tensor) -> Tensor:
+    def total(x):
         return tp.psum(torch.ops.torchpmap_tests_library.slope(x), "i")
 
     f = tp.pmap(total, axis_name="i", compile=EAGER)
     np.testing.assert_allclose(f(X[:2]), [15.0, 15.0])
 
 
-LOOPS = {
-    "scan": lambda x: tp.scan(lambda c, _: (halve(c), None), x, None, length=3)[0],
-    "while_loop": lambda x: tp.while_loop(lambda c: c > 0.4, lambda c: halve(c), x),
-    "cond": lambda x: tp.cond(x > 2.5, lambda x: halve(x), lambda x: -halve(x), x),
-}
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.usefixtures("pool")
-def test_in_loops_and_branches(loop, mode):
-    found = tp.pmap(LOOPS[loop], compile=mode)(X)
-    torch.testing.assert_close(found.cpu(), torch.stack([LOOPS[loop](x) for x in X]))
-
-
-@pytest.mark.usefixtures("pool")
 def test_a_wrong_fake_kernel_is_found_in_a_loop():
     @torch.library.custom_op("torchpmap_tests_loop::longer", mutates_args=())
     def longer(x: Tensor) -> Tensor:

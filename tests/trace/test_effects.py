@@ -1,6 +1,4 @@
-"""Covers: _trace/effects.py, through debug.print and debug.assert_replicated, in every way to
-run.
-"""
+"""Covers: _trace/effects.py, through debug.print and debug.assert_replicated, in every mode."""
 
 from __future__ import annotations
 
@@ -48,73 +46,70 @@ def test_one_line_per_index_in_order(run):
     assert printed == "".join(f"[i={k}] x={k}.0 and {2 * k}.00\n" for k in range(4))
 
 
-def test_more_rows_than_devices(run):
-    def f(x):
-        tp.debug.print("{}", x)
-        return x
+def show(text, **options):
+    return lambda x: (tp.debug.print(text, x, **options), x)[1]
 
-    _, printed = run(f, torch.arange(8))
-    assert printed == "".join(f"[{k}] {k}\n" for k in range(8))
+
+def in_order_and_alive(x):
+    """Nothing that a print shows is used otherwise."""
+    tp.debug.print("first")
+    tp.debug.print("second {}", tp.psum(x.sin() * 0, "i"))
+    tp.debug.print("third {}", x)
+    return x + 1
+
+
+def of_trees(x):
+    tp.debug.print("{0} {1!r} {2:>4} {{}} {t} {s!s}", 7, "text", "r", t={"a": (x, 2)}, s=x)
+    return x
+
+
+def along_inner_axes(x):
+    tp.vmap(lambda y: tp.debug.print("{}", y) or y, axis_name="j")(x)
+    torch.func.vmap(lambda y: tp.debug.print("row {}", y) or y)(x)
+    return x
+
+
+MATRIX = """\
+[i=0] tensor([[1., 0., 0., 0.],
+              [0., 1., 0., 0.]])
+[i=1] tensor([[0., 0., 1., 0.],
+              [0., 0., 0., 1.]])"""
+# name: function, argument, name of the axis, lines
+PRINTS = {
+    "more rows than devices": (
+        show("{}"), torch.arange(8), None, [f"[{k}] {k}" for k in range(8)]),
+    "in order and alive": (
+        in_order_and_alive, torch.arange(2), "i",
+        ["[i=0] first", "[i=1] first", "[i=0] second 0.0", "[i=1] second 0.0",
+         "[i=0] third 0", "[i=1] third 1"]),
+    "trees, conversions and constants": (
+        of_trees, torch.arange(2), None,
+        [f"[{k}] 7 'text'    r {{}} {{'a': (tensor({k}), 2)}} tensor({k})" for k in range(2)]),
+    "lines of a matrix stay together": (
+        show("{}"), torch.eye(4).reshape(2, 2, 4), "i", [MATRIX]),
+    "inner axes have indices too": (
+        along_inner_axes, torch.arange(6).reshape(2, 3), "i",
+        [f"[i={k // 3}, j={k % 3}] {k}" for k in range(6)]
+        + [f"[i={k // 3}] row {k}" for k in range(6)]),
+    "no order": (
+        show("{}", ordered=False), X, "i", [f"[i={k}] {k}.0" for k in range(4)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRINTS)
+def test_lines(run, name):
+    function, x, axis_name, lines = PRINTS[name]
+    _, printed = run(function, x, axis_name=axis_name)
+    if name == "no order":
+        printed = "".join(sorted(printed.splitlines(keepends=True)))
+    assert printed == "\n".join(lines) + "\n"
 
 
 def test_every_call_prints(run):
-    def f(x):
-        tp.debug.print("{}", x.sum())
-        return x
-
+    total = lambda x: show("{}")(x.sum())  # noqa: E731
     for start in (0, 10):
-        _, printed = run(f, torch.arange(start, start + 4), axis_name="i")
+        _, printed = run(total, torch.arange(start, start + 4), axis_name="i")
         assert printed == "".join(f"[i={k}] {start + k}\n" for k in range(4))
-
-
-def test_prints_stay_in_order_and_alive(run):
-    """Nothing that a print shows is used otherwise."""
-
-    def f(x):
-        tp.debug.print("first")
-        tp.debug.print("second {}", tp.psum(x.sin() * 0, "i"))
-        tp.debug.print("third {}", x)
-        return x + 1
-
-    _, printed = run(f, torch.arange(2), axis_name="i")
-    lines = ["[i={}] first", "[i={}] second 0.0", "[i={}] third {}"]
-    assert printed.splitlines() == [line.format(k, k) for line in lines for k in range(2)]
-
-
-def test_trees_conversions_and_constants(run):
-    def f(x):
-        tp.debug.print("{0} {1!r} {2:>4} {{}} {t} {s!s}", 7, "text", "r", t={"a": (x, 2)}, s=x)
-        return x
-
-    _, printed = run(f, torch.arange(2))
-    assert printed == "".join(
-        f"[{k}] 7 'text'    r {{}} {{'a': (tensor({k}), 2)}} tensor({k})\n" for k in range(2)
-    )
-
-
-def test_lines_of_a_matrix_stay_together(run):
-    def f(x):
-        tp.debug.print("{}", x)
-        return x
-
-    _, printed = run(f, torch.eye(4).reshape(2, 2, 4), axis_name="i")
-    assert printed == (
-        "[i=0] tensor([[1., 0., 0., 0.],\n"
-        "              [0., 1., 0., 0.]])\n"
-        "[i=1] tensor([[0., 0., 1., 0.],\n"
-        "              [0., 0., 0., 1.]])\n"
-    )
-
-
-def test_inner_axes_have_indices_too(run):
-    def f(x):
-        tp.vmap(lambda y: tp.debug.print("{}", y) or y, axis_name="j")(x)
-        torch.func.vmap(lambda y: tp.debug.print("row {}", y) or y)(x)
-        return x
-
-    _, printed = run(f, torch.arange(6).reshape(2, 3), axis_name="i")
-    named = [f"[i={k // 3}, j={k % 3}] {k}" for k in range(6)]
-    assert printed.splitlines() == [*named, *(f"[i={k // 3}] row {k}" for k in range(6))]
 
 
 def test_values_once_under_derivatives(run):
@@ -152,25 +147,16 @@ def test_derivatives_from_outside_print_once_and_keep_checks(capsys, compile):
         mapped(x * 4).sum().backward()
 
 
-def test_unordered(run):
-    def f(x):
-        tp.debug.print("{}", x, ordered=False)
-        return x
-
-    _, printed = run(f, X, axis_name="i")
-    assert sorted(printed.splitlines()) == [f"[i={k}] {k}.0" for k in range(4)]
-
-
 def test_captured_values_are_those_of_the_call(run):
     w = torch.tensor(1.0)
 
     def f(x):
-        tp.debug.print("{}", w)
-        return x
+        return tp.debug.print("{}", w) or x
 
-    assert run(f, X)[1].splitlines() == [f"[{k}] 1.0" for k in range(4)]
-    w.fill_(2.0)
-    assert run(f, X)[1].splitlines() == [f"[{k}] 2.0" for k in range(4)]
+    for value in (1.0, 2.0):
+        w.fill_(value)
+        _, printed = run(f, X)
+        assert printed.splitlines() == [f"[{k}] {value}" for k in range(4)]
 
 
 def test_users_own_prints_still_say_where_they_are_from(capsys):
@@ -211,29 +197,24 @@ def test_compiled(capfd):
     assert printed.err == ""
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "text"),
-    [
-        (lambda x: tp.debug.print(x), TypeError, "the first argument is a format string, but got"),
-        (lambda x: tp.debug.print("x", x), ValueError, r"does not use argument 0. Write \{\}"),
-        (lambda x: tp.debug.print("x", y=x), ValueError, "does not use argument y"),
-        (
-            lambda x: tp.debug.print("{} {}", x),
-            IndexError,
-            "asks for argument 1, but the arguments are 0",
-        ),
-        (lambda x: tp.debug.print("{y}"), KeyError, "asks for argument 'y', but .* are none"),
-        (
-            lambda x: tp.debug.print("{:.2f}", x),
-            TypeError,
-            r"the format '.2f' is for a number, but the value has shape \[3\]",
-        ),
-    ],
-    ids=["not text", "unused", "unused name", "missing", "missing name", "format of many"],
-)
-def test_misuse(run, call, kind, text):
+MISUSE = {
+    "the first argument is a format string, but got": (lambda x: tp.debug.print(x), TypeError),
+    r"does not use argument 0. Write \{\}": (lambda x: tp.debug.print("x", x), ValueError),
+    "does not use argument y": (lambda x: tp.debug.print("x", y=x), ValueError),
+    "asks for argument 1, but the arguments are 0": (
+        lambda x: tp.debug.print("{} {}", x), IndexError),
+    "asks for argument 'y', but .* are none": (lambda x: tp.debug.print("{y}"), KeyError),
+    r"the format '.2f' is for a number, but the value has shape \[3\]": (
+        lambda x: tp.debug.print("{:.2f}", x), TypeError),
+    "unbound axis name: j": (lambda x: tp.debug.assert_replicated(x, "j"), NameError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MISUSE)
+def test_misuse(run, text):
+    call, kind = MISUSE[text]
     with pytest.raises(kind, match=text):
-        run(call, torch.ones(4, 3))
+        run(call, torch.ones(4, 3), axis_name="i")
 
 
 def test_print_under_a_condition_is_a_mismatch():
@@ -286,11 +267,7 @@ def test_different_values_raise(run, value, difference):
 
 
 def test_the_pool_goes_on_after_a_failed_check():
-    def f(x):
-        tp.debug.assert_replicated(x, "i")
-        return x
-
-    f = tp.pmap(f, "i", compile=EAGER)
+    f = tp.pmap(lambda x: tp.debug.assert_replicated(x, "i") or x, "i", compile=EAGER)
     with pytest.raises(ValueError, match="assert_replicated: x differs"):
         f(X).block_until_ready()
     assert f(torch.ones(4)).tolist() == [1.0] * 4
@@ -308,11 +285,6 @@ def test_checks_inside_derivatives_and_batches(run):
     assert result.tolist() == [[2.0] * 3] * 4
     with pytest.raises(ValueError, match="largest difference 6"):
         run(f, X, axis_name="i")
-
-
-def test_unbound_axis(run):
-    with pytest.raises(NameError, match="unbound axis name: j"):
-        run(lambda x: tp.debug.assert_replicated(x, "j"), X, axis_name="i")
 
 
 def test_copies_on_the_devices():

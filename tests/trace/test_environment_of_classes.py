@@ -13,8 +13,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from _follows import check_follows
-from _noticed import noticed
+from _outside import a_class, check_follows, noticed
 
 import torchpmap as tp
 
@@ -48,21 +47,8 @@ class Made(metaclass=Meta):
 
 
 def test_classes_that_are_assigned():
-    class One:
-        rate = 1
-
-    class Two:
-        rate = 2
-
-    class Derived(One):
-        pass
-
-    class Slotted:
-        __slots__ = ()
-
-    class Other:
-        __slots__ = ()
-
+    One, Two = a_class(rate=1), a_class(rate=2)
+    Derived, Slotted, Other = a_class(One), a_class(__slots__=()), a_class(__slots__=())
     module, instance, slotted = Scaled(), One(), Slotted()
     assert noticed(lambda: module(1), lambda: setattr(module, "__class__", Doubling))
     assert noticed(lambda: instance.rate, lambda: setattr(instance, "__class__", Two))
@@ -73,11 +59,8 @@ def test_classes_that_are_assigned():
 
 
 def test_metaclasses():
-    class Another(type):
-        rate = 3
-
     assert noticed(lambda: Made.rate, lambda: setattr(Meta, "rate", 2))
-    assert noticed(lambda: Made.rate, lambda: setattr(Made, "__class__", Another))
+    assert noticed(lambda: Made.rate, lambda: setattr(Made, "__class__", a_class(type, rate=3)))
     Made.__class__ = Meta
 
 
@@ -85,24 +68,14 @@ def test_classes_that_are_registered_with_an_abstract_one():
     class Abstract(abc.ABC):  # noqa: B024
         pass
 
-    class First:
-        pass
-
-    class Second:
-        pass
-
+    First, Second = a_class(), a_class()
     value = First()
     assert noticed(lambda: isinstance(value, Abstract), lambda: Abstract.register(First))
     assert noticed(lambda: isinstance(value, Abstract), lambda: Abstract.register(Second))
 
 
 def test_dicts_of_instances_that_are_assigned():
-    module, instance = Scaled(), types.SimpleNamespace(a=1)
-
-    class Plain:
-        pass
-
-    plain = Plain()
+    module, instance, plain = Scaled(), types.SimpleNamespace(a=1), a_class()()
     assert noticed(lambda: plain.a, lambda: setattr(plain, "__dict__", {"a": 2}))
     assert noticed(lambda: plain.a, lambda: plain.__dict__.update(a=3))
     state = {**vars(module), "extra": 1}
@@ -133,6 +106,7 @@ def test_names_of_modules_and_foreign_classes(one, other):
     module = types.ModuleType("users_module")
     module.library = one
     through = eval("lambda: settings.library", {"settings": module})
+    assert not noticed(through, lambda: setattr(module, "other", 2))
     assert noticed(through, lambda: setattr(module, "library", other))
 
 
@@ -213,49 +187,40 @@ def test_functions_that_are_chosen_by_type():
     assert noticed(lambda: instance.of(3), lambda: Scale.of.register(int, lambda self, value: 2))
 
 
-@pytest.mark.usefixtures("pool")
-@pytest.mark.parametrize("change", ["bases", "metaclass", "less", "cached property"])
-def test_classes_that_the_workers_know_from_before(change, mode):
-    class Double(metaclass=Meta):
-        rate = 2.0
+def rebased():
+    Double, Parent = Meta("Double", (), {"rate": 2.0}), Meta("Parent", (), {"rate": 1.0})
+    Child = Meta("Child", (Parent,), {})
+    child = Child()
+    return lambda x: x * child.rate, lambda: setattr(Child, "__bases__", (Double,))
 
-    class One(type):
-        rate = 1.0
 
-    class Doubling(type):
-        rate = 2.0
+def of_another_metaclass():
+    One, Doubling = a_class(type, rate=1.0), a_class(type, rate=2.0)
+    Other = One("Other", (), {})
+    return lambda x: x * Other.rate, lambda: setattr(Other, "__class__", Doubling)
 
-    class Parent(metaclass=Meta):
-        rate = 1.0
 
-    class Child(Parent):
-        @functools.cached_property
-        def cached(self):
-            return self.rate
+def with_less():
+    Child = Meta("Child", (Meta("Parent", (), {"rate": 2.0}),), {"rate": 1.0})
+    child = Child()
+    return lambda x: x * child.rate, lambda: delattr(Child, "rate")
 
-    class Other(metaclass=One):
-        pass
 
-    if change in ("less", "cached property"):
-        Child.rate = 1.0
-    if change == "less":
-        Parent.rate = 2.0
+def with_a_cached_property():
+    cached = functools.cached_property(lambda self: self.rate)
+    parent = Meta("Parent", (), {"rate": 1.0})
+    Child = Meta("Child", (parent,), {"rate": 1.0, "cached": cached})
     child = Child()
 
-    def f(x):
-        if change == "metaclass":
-            return x * Other.rate
-        return x * (child.cached if change == "cached property" else child.rate)
+    def change():
+        Child.rate = 2.0
+        child.__dict__.pop("cached", None)
 
-    def apply(_):
-        if change == "bases":
-            Child.__bases__ = (Double,)
-        elif change == "metaclass":
-            Other.__class__ = Doubling
-        elif change == "less":
-            del Child.rate
-        else:
-            Child.rate = 2.0
-            child.__dict__.pop("cached", None)
+    return lambda x: x * child.cached, change
 
-    check_follows(tp.pmap(f, compile=mode), apply, [2.0])
+
+@pytest.mark.usefixtures("pool")
+@pytest.mark.parametrize("make", [rebased, of_another_metaclass, with_less, with_a_cached_property])
+def test_classes_that_the_workers_know_from_before(make, mode):
+    f, change = make()
+    check_follows(tp.pmap(f, compile=mode), lambda _: change(), [2.0])

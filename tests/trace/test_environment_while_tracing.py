@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from _outside import a_class
 
 from torchpmap._trace.environment import Environment
 
@@ -14,14 +15,8 @@ SHARED, COUNT = 1, 0
 SETTINGS = {"rate": 1}
 CONFIG = types.SimpleNamespace(rate=1, count=0)
 MODULE = torch.nn.Dropout(0.5)
-
-
-class Meta(type):
-    rate = 1
-
-
-class Made(metaclass=Meta):
-    pass
+Meta = a_class(type, rate=1)
+Made = Meta("Made", (), {})
 
 
 def in_another_thread(change):

@@ -1,11 +1,6 @@
-"""Covers: what the warnings of untraceable functions, and errors about attributes that only JAX's
-arrays have, say to write instead.
-"""
+"""Covers: what warnings of untraceable functions and of attributes of JAX's arrays say to write."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +13,11 @@ pytestmark = pytest.mark.usefixtures("pool")
 X = torch.tensor([[1.0, 2.0, 3.0]] * 4)
 
 
-def branch(x: Any) -> Any:
+def branch(x):
     return x if x[0] > 0 else -x
 
 
-CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
+CASES = {
     "a condition": (branch, "Use torch.where, torch.cond or a static argument"),
     "item": (lambda x: x * x[0].item(), "Use torch.where, torch.cond or a static argument"),
     "an open slice": (lambda x: x[x[0].long() :], r"Use x\[i : i \+ 8\].*torchpmap.dynamic_slice"),
@@ -37,7 +32,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_warning_names_the_idiom(name: str) -> None:
+def test_the_warning_names_the_idiom(name):
     f, text = CASES[name]
     with pytest.warns(UserWarning, match=text):
         tp.pmap(f, compile=EAGER)(X)
@@ -45,8 +40,8 @@ def test_the_warning_names_the_idiom(name: str) -> None:
         tp.pmap(f, compile=EAGER, fullgraph=True)(X)
 
 
-def test_the_idioms_compile() -> None:
-    def f(x: Any) -> Any:
+def test_the_idioms_compile():
+    def f(x):
         shift = x[0].long()
         return (
             x[(torch.arange(3) - shift) % 3],
@@ -63,7 +58,7 @@ def test_the_idioms_compile() -> None:
         assert torch.equal(got[3].cpu(), expected)
 
 
-def test_attributes_of_jax(mode: Any) -> None:
+def test_attributes_of_jax(mode):
     with pytest.raises(AttributeError, match=r"no attribute 'at'; torch: x\[k\] = y writes in pla"):
         tp.pmap(lambda x: x.at[0].set(1), compile=mode)(X)
     with pytest.raises(AttributeError, match=r"no attribute 'astype'; torch: x.to\(dtype\)"):
@@ -72,8 +67,8 @@ def test_attributes_of_jax(mode: Any) -> None:
         tp.pmap(lambda x: x.foo, compile=mode)(X)
 
 
-def test_a_pair_without_has_aux() -> None:
-    def loss(x: Any) -> Any:
+def test_a_pair_without_has_aux():
+    def loss(x):
         return (x**2).sum(), x
 
     text = r"Output was \(float32\[\], float32\[3\]\). Did you mean has_aux=True"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -14,20 +11,19 @@ from torchpmap._trace.replay import Replay, replay_of
 
 pytestmark = [pytest.mark.inductor, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
-Step = Callable[..., tuple[list[Any], list[Any]]]
-"""(carry, rows, reads) -> (next carry, rows of outputs)"""
+# a step: (carry, rows, reads) -> (next carry, rows of outputs)
 
 C = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
 XS = torch.arange(40.0).reshape(10, 4) / 10
 
 
-def compiled(step: Step, carry: Any, xs: Any, reads: Any) -> Any:
+def compiled(step, carry, xs, reads):
     from torch._inductor import standalone_compile
 
     n, m = len(carry), len(carry) + len(xs)
     given = [*carry, *(x[0] for x in xs), *reads]
 
-    def flat(*values: Any) -> Any:
+    def flat(*values):
         results, rows = step(list(values[:n]), list(values[n:m]), list(values[m:]))
         return (*results, *rows)
 
@@ -39,11 +35,11 @@ def compiled(step: Step, carry: Any, xs: Any, reads: Any) -> Any:
     return boxed_body(artifact, len(flat(*given)))
 
 
-def noted(step: Step, carry: Any, xs: Any, reads: Any = ()) -> Replay | None:
+def noted(step, carry, xs, reads=()):
     return replay_of(compiled(step, carry, xs, reads), carry, xs, reads)
 
 
-def by_hand(step: Step, carry: Any, xs: Any, reads: Any, steps: int) -> tuple[list[Any], list[Any]]:
+def by_hand(step, carry, xs, reads, steps):
     rows = []
     for k in range(steps):
         carry, ys = step(list(carry), [x[k] for x in xs], list(reads))
@@ -51,7 +47,7 @@ def by_hand(step: Step, carry: Any, xs: Any, reads: Any, steps: int) -> tuple[li
     return carry, [torch.stack(ys) for ys in zip(*rows, strict=True)]
 
 
-def check(step: Step, carry: Any, xs: Any, reads: Any = (), steps: int = 10) -> Replay:
+def check(step, carry, xs, reads=(), steps=10):
     found = noted(step, carry, xs, reads)
     assert found is not None
     before = [x.clone() for x in (*carry, *xs, *reads)]
@@ -64,7 +60,7 @@ def check(step: Step, carry: Any, xs: Any, reads: Any = (), steps: int = 10) -> 
     return found
 
 
-PROGRAMS: dict[str, tuple[Step, Any, Any, Any]] = {
+PROGRAMS = {
     "one kernel": (lambda c, x, r: ([c[0] * 0.5 + x[0]], []), [C], [XS], []),
     "an output": (lambda c, x, r: ([c[0] * 0.5], [c[0].sum(1)]), [C], [XS], []),
     "two kernels": (lambda c, x, r: ([c[0].sum(0)[None] + c[0]], []), [C], [XS], []),
@@ -91,16 +87,16 @@ PROGRAMS: dict[str, tuple[Step, Any, Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_values_are_those_of_the_steps_one_by_one(name: str) -> None:
+def test_values_are_those_of_the_steps_one_by_one(name):
     check(*PROGRAMS[name])
 
 
-def test_an_output_is_written_where_it_stays() -> None:
+def test_an_output_is_written_where_it_stays():
     found = check(*PROGRAMS["an output"])
     assert all(call.kernel for call in found.calls)  # no copies
 
 
-def test_many_steps_take_several_turns_of_cpp() -> None:
+def test_many_steps_take_several_turns_of_cpp():
     """C++ returns after some 0.1 s, and goes on from where it was."""
     n = 1 << 16
     start, xs = [torch.zeros(4096)], [torch.ones(n, 1)]
@@ -113,7 +109,7 @@ def test_many_steps_take_several_turns_of_cpp() -> None:
 @pytest.mark.skipif(
     torch.__version__ < "2.13", reason="kernels of older torch end the process by SIGFPE"
 )
-def test_an_error_in_a_step() -> None:
+def test_an_error_in_a_step():
     found = noted(
         lambda c, x, r: ([c[0] // x[0]], []), [torch.tensor([60])], [torch.ones(5, 1).long()]
     )
@@ -126,7 +122,7 @@ def test_an_error_in_a_step() -> None:
 
 BIG = torch.ones(1 << 21)
 
-OTHERS: dict[str, tuple[Step, Any, Any, Any]] = {
+OTHERS = {
     "a library": (lambda c, x, r: ([c[0] @ r[0]], []), [C], [XS], [torch.ones(4, 4)]),
     "an empty value": (lambda c, x, r: ([c[0] + 1], []), [torch.ones(0)], [XS], []),
     "an empty output": (lambda c, x, r: ([c[0] + 1], [x[0][:0]]), [C], [XS], []),
@@ -141,20 +137,20 @@ OTHERS: dict[str, tuple[Step, Any, Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_code_is_left_to_python(name: str) -> None:
+def test_other_code_is_left_to_python(name):
     assert noted(*OTHERS[name]) is None
 
 
-def test_code_that_is_no_function_of_inductors_is_left_to_python() -> None:
+def test_code_that_is_no_function_of_inductors_is_left_to_python():
     for code in (lambda values: [values[0] + 1], print, object()):
         assert replay_of(code, [C], [XS], []) is None
 
 
-def test_a_replay_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_that_does_not_agree_is_not_used(monkeypatch):
     code = compiled(lambda c, x, r: ([c[0] + x[0]], [c[0]]), [C], [XS], [])
     assert replay_of(code, [C], [XS], []) is not None
 
-    def wrong(self: Replay, *args: Any) -> Any:
+    def wrong(self, *args):
         carry = right(self, *args)
         carry[0][0, 0] += args[0] == 2  # only after two steps
         return carry

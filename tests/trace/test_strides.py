@@ -1,5 +1,4 @@
-"""Covers: _trace/partition.py, _trace/compile.py: graphs meet blocks with the strides that they
-were traced with.
+"""Covers: _trace/partition.py, _trace/compile.py: blocks have the strides that were traced.
 
 Expectations are those of torch.func.vmap, for the same function of a row.
 """
@@ -7,12 +6,11 @@ Expectations are those of torch.func.vmap, for the same function of a row.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as nnf
+from _support import EAGER
 
 import torchpmap as tp
 
@@ -21,23 +19,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
 ]
 
-EAGER = {"backend": "eager"}
-Step = Callable[[torch.Tensor], torch.Tensor]
-
 torch.manual_seed(0)
-SQUARE, KERNEL, FILTER = (
-    torch.randn(8, 8) / 3,
-    torch.randn(6, 6, 3) / 5,
-    torch.randn(4, 4, 3, 3) / 5,
-)
+SQUARE, KERNEL = torch.randn(8, 8) / 3, torch.randn(6, 6, 3) / 5
+FILTER = torch.randn(4, 4, 3, 3) / 5
 
 
-def heads(x: torch.Tensor) -> torch.Tensor:
+def heads(x):
     return x.view(4, 6, 2, 4).transpose(1, 2)
 
 
 # of a row of shape (4, 6, 8), to another
-STEPS: dict[str, Step] = {
+STEPS = {
     "attention by einsum": lambda x: torch.einsum(
         "qhk,khd->qhd", torch.einsum("qhd,khd->qhk", x, x).exp().clamp(max=3), x
     ),
@@ -85,8 +77,8 @@ STEPS: dict[str, Step] = {
 }
 
 
-def chain(names: list[str]) -> Step:
-    def function(x: torch.Tensor) -> torch.Tensor:
+def chain(names):
+    def function(x):
         for name in names:
             x = STEPS[name](x)
         return x
@@ -94,7 +86,7 @@ def chain(names: list[str]) -> Step:
     return function
 
 
-def check(names: list[str], compile: Any, *, inside: bool = False) -> None:
+def check(names, compile, *, inside=False):
     generator = torch.Generator().manual_seed(1)
     x, weights = (torch.randn(4, 4, 6, 8, generator=generator) / 2 for _ in range(2))
     f = chain(names)
@@ -118,20 +110,20 @@ def check(names: list[str], compile: Any, *, inside: bool = False) -> None:
 
 @pytest.mark.parametrize("pool", [2], indirect=True)
 @pytest.mark.parametrize("name", STEPS)
-def test_operations(name: str, pool: int) -> None:
+def test_operations(name, pool):
     check([name], EAGER, inside=True)
 
 
 @pytest.mark.parametrize("pool", [4, 2, 1], indirect=True)
 @pytest.mark.parametrize("seed", range(6))
-def test_chains(seed: int, pool: int) -> None:
+def test_chains(seed, pool):
     check(random.Random(seed).choices(list(STEPS), k=3), EAGER)
 
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("pool", [2], indirect=True)
 @pytest.mark.parametrize("name", ["attention by einsum", "convolution of images", "last"])
-def test_compiled(name: str, pool: int) -> None:
+def test_compiled(name, pool):
     check([name], True)
 
 
@@ -158,7 +150,7 @@ turned.register_fake(torch.empty_like)
     ],
     ids=["copysign", "of the user's", "and a view of it"],
 )
-def test_what_is_stored_is_contiguous(function: Any, pool: int) -> None:
+def test_what_is_stored_is_contiguous(function, pool):
     x = torch.randn(2, 4, 3)
     stored = tp.pmap(function, compile=EAGER)(x)
     read = tp.pmap(lambda y: y + 1, compile=True)(stored)
@@ -168,6 +160,6 @@ def test_what_is_stored_is_contiguous(function: Any, pool: int) -> None:
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("pool", [2], indirect=True)
-def test_a_wrong_fake_is_an_error_of_compiled_code(pool: int) -> None:
+def test_a_wrong_fake_is_an_error_of_compiled_code(pool):
     with pytest.raises(RuntimeError, match=r"strides \[1, 4\].*fake.*strides \[3, 1\]"):
         tp.pmap(lambda x: turned(x) + 1)(torch.randn(2, 4, 3)).cpu()

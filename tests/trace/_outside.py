@@ -1,8 +1,16 @@
-"""Whether changes outside a function are noticed."""
+"""Whether changes outside a function are noticed, and seen by its next call."""
 
 from __future__ import annotations
 
+import torch
+
 from torchpmap._trace.environment import Environment
+
+ONES = torch.ones(4)
+
+
+def a_class(*bases, **attributes):
+    return type("Class", bases, attributes)
 
 
 def watched(fun):
@@ -21,3 +29,12 @@ def noticed(fun, change):
     environment.refresh()
     assert not environment.changed()
     return found
+
+
+def check_follows(f, change, expected):
+    """Call, change the outside, call: the result is always that of the present."""
+    assert f(ONES).flatten().tolist() == [1.0] * 4
+    for value in expected:
+        change(value)
+        for _ in range(2):
+            assert f(ONES).flatten().tolist() == [value] * 4
