@@ -1,10 +1,5 @@
 """Covers: _collectives/groups.py and _collectives/permute.py, over every kind and tuple of axes."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -15,9 +10,7 @@ from _axis_models import (
     PERMUTATIONS,
     UNEVEN,
     VMAPPED,
-    Case,
     N,
-    World,
     everyone,
     extreme_shares,
     grouped,
@@ -25,7 +18,7 @@ from _axis_models import (
     sample,
     transposed,
 )
-from _spmd import Run, spmd
+from _spmd import spmd
 from _support import EAGER
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -58,38 +51,38 @@ TRACED = [
 # --- run on the processes -------------------------------------------------------------------------
 
 
-def linear_inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def linear_inputs(case):
     x = sample(N, *case.shape)
     return x, sample(*case.model(x.numpy()).shape, seed=1)
 
 
-def value_and_pullback(case: Case, axis_name: Any) -> Any:
-    def both(x: torch.Tensor, w: torch.Tensor) -> Any:
+def value_and_pullback(case, axis_name):
+    def both(x, w):
         value, pull = torch.func.vjp(lambda x: case.run(x, axis_name), x)
         return value, *pull(w)
 
     return both
 
 
-def on_one_process(world: World, f: Any, *rows: torch.Tensor) -> Any:
+def on_one_process(world, f, *rows):
     (process_axis,) = axis_stack.lookup("i")
     blocks = [world.block(x, int(process_axis.index)) for x in rows]
     return world.mapped(f, process_axis, *blocks)
 
 
-def run_linear(world_name: str, name: str) -> Any:
+def run_linear(world_name, name):
     world, case = ON_PROCESSES[world_name], LINEAR[name]
     return on_one_process(world, value_and_pullback(case, world.axis_name), *linear_inputs(case))
 
 
-def run_traced(world_name: str) -> dict[str, Any]:
+def run_traced(world_name):
     world, results = ON_PROCESSES[world_name], {}
     (axis,) = axis_stack.lookup("i")
     for name in TRACED:
         f = value_and_pullback(LINEAR[name], world.axis_name)
         blocks = [world.block(x, int(axis.index)) for x in linear_inputs(LINEAR[name])]
 
-        def body(index: torch.Tensor, *blocks: torch.Tensor, f: Any = f) -> Any:
+        def body(index, *blocks, f=f):
             return world.mapped(f, Axis("i", 4, index, axis.group, axis.subgroup), *blocks)
 
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -100,12 +93,12 @@ def run_traced(world_name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
+def run():
     with spmd(4) as run:
         yield run
 
 
-def in_world(run: Run, world_name: str, function: Any, *args: Any) -> list[torch.Tensor]:
+def in_world(run, world_name, function, *args):
     """The results of a function of (world name, *args) on all rows, put together."""
     if world_name in VMAPPED:
         blocks = [function(world_name, *args)]
@@ -114,11 +107,11 @@ def in_world(run: Run, world_name: str, function: Any, *args: Any) -> list[torch
     return [WORLDS[world_name].rows(parts) for parts in zip(*blocks, strict=True)]
 
 
-def apply(world_name: str, f: Any, *rows: torch.Tensor) -> Any:
+def apply(world_name, f, *rows):
     """``f(axis_name, *row)`` on the rows of this process, or all of them."""
     world = WORLDS[world_name]
 
-    def bound(*xs: torch.Tensor) -> Any:
+    def bound(*xs):
         return f(world.axis_name, *xs)
 
     if world_name in VMAPPED:
@@ -129,7 +122,7 @@ def apply(world_name: str, f: Any, *rows: torch.Tensor) -> Any:
 # --- values and transposes ------------------------------------------------------------------------
 
 
-def check_linear(case: Case, value: torch.Tensor, pulled: torch.Tensor) -> None:
+def check_linear(case, value, pulled):
     x, w = (t.numpy() for t in linear_inputs(case))
     np.testing.assert_allclose(value.numpy(), case.model(x), rtol=1e-12)
     np.testing.assert_allclose(pulled.numpy(), transposed(case, w), rtol=1e-12)
@@ -138,12 +131,12 @@ def check_linear(case: Case, value: torch.Tensor, pulled: torch.Tensor) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("world_name", ON_PROCESSES)
-def test_on_processes(world_name: str, name: str, run: Run) -> None:
+def test_on_processes(world_name, name, run):
     check_linear(LINEAR[name], *in_world(run, world_name, run_linear, name))
 
 
 @pytest.mark.parametrize("world_name", VMAPPED)
-def test_vmapped(world_name: str) -> None:
+def test_vmapped(world_name):
     world = VMAPPED[world_name]
     for case in LINEAR.values():
         blocks = [world.block(x, 0) for x in linear_inputs(case)]
@@ -152,7 +145,7 @@ def test_vmapped(world_name: str) -> None:
 
 
 @pytest.mark.parametrize("world_name", ["folded", "vmapped_process"])
-def test_traced_graph(world_name: str, run: Run) -> None:
+def test_traced_graph(world_name, run):
     results = run(run_traced, world_name)
     for name in TRACED:
         assert len({result[name][1] for result in results}) == 1, f"{name}: ranks differ"
@@ -167,11 +160,11 @@ COTANGENTS = sample(N, 2, seed=3)
 TANGENTS = sample(N, 2, seed=4)
 
 
-def extremes(axis_name: Any, groups: Any, x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> Any:
+def extremes(axis_name, groups, x, w, t):
     results = []
     for reduce in (pmax, pmin):
 
-        def f(x: torch.Tensor, reduce: Any = reduce) -> torch.Tensor:
+        def f(x, reduce=reduce):
             return reduce(x, axis_name, axis_index_groups=groups)
 
         value, pull = torch.func.vjp(f, x)
@@ -181,12 +174,12 @@ def extremes(axis_name: Any, groups: Any, x: torch.Tensor, w: torch.Tensor, t: t
     return tuple(results)
 
 
-def run_extremes(world_name: str, groups: Any) -> Any:
+def run_extremes(world_name, groups):
     return apply(world_name, lambda i, *xs: extremes(i, groups, *xs), TIES, COTANGENTS, TANGENTS)
 
 
 @pytest.mark.parametrize("world_name", ["folded", "vmapped_process", "two"])
-def test_extremes_share_ties_within_a_group(world_name: str, run: Run) -> None:
+def test_extremes_share_ties_within_a_group(world_name, run):
     x, w, t = TIES.numpy(), COTANGENTS.numpy(), TANGENTS.numpy()
     for groups in (*UNEVEN.values(), *(EVEN[k] for k in ("scattered", "strided", "singles")), None):
         got = in_world(run, world_name, run_extremes, groups)
@@ -202,8 +195,8 @@ def test_extremes_share_ties_within_a_group(world_name: str, run: Run) -> None:
             np.testing.assert_allclose(again, shares * total(w * total(shares * t)))
 
 
-def run_special(world_name: str, groups: Any, rows: torch.Tensor) -> Any:
-    def f(i: Any, x: torch.Tensor) -> Any:
+def run_special(world_name, groups, rows):
+    def f(i, x):
         kinds = (psum, pmean, pmax, pmin)
         values = [kind(x, i, axis_index_groups=groups) for kind in kinds]
         slopes = [
@@ -217,7 +210,7 @@ def run_special(world_name: str, groups: Any, rows: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("world_name", ["folded", "two"])
 @pytest.mark.parametrize("groups", [EVEN["scattered"], UNEVEN["uneven_mixed"]])
-def test_groups_do_not_see_the_nan_of_others(world_name: str, groups: Any, run: Run) -> None:
+def test_groups_do_not_see_the_nan_of_others(world_name, groups, run):
     nan, inf = float("nan"), float("inf")
     rows = torch.tensor([1, 2, nan, 4, inf, 6, -inf, 8], dtype=torch.float64)
     got = in_world(run, world_name, run_special, groups, rows)
@@ -246,19 +239,19 @@ OTHER = [torch.complex64, torch.complex128, torch.float8_e8m0fnu]
 BITS = torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1], [1, 1], [1, 0], [0, 0], [1, 0]])
 
 
-def rows_of(dtype: torch.dtype) -> torch.Tensor:
+def rows_of(dtype):
     return BITS.to(dtype) * (1 + 2j) if dtype.is_complex else BITS.to(dtype)
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
+def wide(x):
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
-def run_dtypes(world_name: str) -> Any:
+def run_dtypes(world_name):
     groups = UNEVEN["uneven_mixed"]
 
-    def f(i: Any, *xs: torch.Tensor) -> Any:
-        out: list[Any] = []
+    def f(i, *xs):
+        out = []
         for x in xs:
             moved = [
                 ppermute(x, i, PERMUTATIONS["partial"]),
@@ -282,7 +275,7 @@ def run_dtypes(world_name: str) -> Any:
 
 
 @pytest.mark.parametrize("world_name", [*ON_PROCESSES, "two"])
-def test_every_dtype(world_name: str, run: Run) -> None:
+def test_every_dtype(world_name, run):
     got = iter(in_world(run, world_name, run_dtypes))
     groups = UNEVEN["uneven_mixed"]
     for dtype in (*REAL, *OTHER):
@@ -310,11 +303,11 @@ def test_every_dtype(world_name: str, run: Run) -> None:
 # --- constants, indices, what is sent -------------------------------------------------------------
 
 
-def run_constants(world_name: str) -> list[Any]:
+def run_constants(world_name):
     """Python numbers stay numbers, the same on every device, and nothing is sent."""
-    found: list[Any] = []
+    found = []
 
-    def f(i: Any, x: torch.Tensor) -> torch.Tensor:
+    def f(i, x):
         even, odd = (
             {"axis_index_groups": EVEN["scattered"]},
             {"axis_index_groups": UNEVEN["uneven"]},
@@ -331,7 +324,7 @@ def run_constants(world_name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_name", WORLDS)
-def test_constants_fold(world_name: str, run: Run) -> None:
+def test_constants_fold(world_name, run):
     on = [run_constants(world_name)] if world_name in VMAPPED else run(run_constants, world_name)
     for found, calls, _ in on:
         assert found == [(8, 5.0, 3.0, 4.0), (3, True, 2.5, 8), ((), {"a": None})]
@@ -341,21 +334,21 @@ def test_constants_fold(world_name: str, run: Run) -> None:
     assert rows.tolist() == [13.0, 13.0, *[21.0] * 6]
 
 
-def run_index(world_name: str) -> Any:
+def run_index(world_name):
     return apply(world_name, lambda i, x: (axis_index(i), x + axis_index(())), torch.zeros(N))
 
 
 @pytest.mark.parametrize("world_name", WORLDS)
-def test_index_is_row_major(world_name: str, run: Run) -> None:
+def test_index_is_row_major(world_name, run):
     index, zeros = in_world(run, world_name, run_index)
     assert index.tolist() == list(range(N))
     assert zeros.tolist() == [0] * N
 
 
-def run_tree(world_name: str) -> Any:
+def run_tree(world_name):
     groups = UNEVEN["uneven_mixed"]
 
-    def f(i: Any, x: torch.Tensor) -> Any:
+    def f(i, x):
         tree = {"a": x, "b": (x.to(torch.int32), None)}
         summed = psum(tree, i, axis_index_groups=groups)
         moved = ppermute(tree, i, PERMUTATIONS["ring"])
@@ -366,7 +359,7 @@ def run_tree(world_name: str) -> Any:
 
 
 @pytest.mark.parametrize("world_name", ["folded", "vmapped_process", "three"])
-def test_trees(world_name: str, run: Run) -> None:
+def test_trees(world_name, run):
     got = in_world(run, world_name, run_tree)
     assert [x.dtype for x in got] == [torch.float32, torch.int32] * 2
     for summed, moved in zip(got[:2], got[2:], strict=True):
@@ -374,7 +367,7 @@ def test_trees(world_name: str, run: Run) -> None:
         assert moved.tolist() == [7, 0, 1, 2, 3, 4, 5, 6]
 
 
-def run_record(world_name: str, name: str) -> Any:
+def run_record(world_name, name):
     """What the processes exchange for one case, without its values."""
     with axis_stack.recording() as calls:
         apply(world_name, lambda i, x: LINEAR[name].run(x, i), linear_inputs(LINEAR[name])[0])
@@ -403,9 +396,7 @@ def run_record(world_name: str, name: str) -> Any:
         ("process_vmapped", "psum_scatter-whole", [("reduce_scatter", "axis", (4, 2, 2))]),
     ],
 )
-def test_no_more_is_sent_than_must_be(
-    world_name: str, name: str, sent: list[Any], run: Run
-) -> None:
+def test_no_more_is_sent_than_must_be(world_name, name, sent, run):
     for calls in run(run_record, world_name, name):
         assert calls == sent
 
@@ -418,7 +409,7 @@ CALLED = [
 ]
 
 
-def test_more_rows_than_devices(mode: Any, pool: int) -> None:
+def test_more_rows_than_devices(mode, pool):
     for name in CALLED:
         case = LINEAR[name]
         x, w = linear_inputs(case)
@@ -432,22 +423,22 @@ def test_more_rows_than_devices(mode: Any, pool: int) -> None:
 
 
 @pytest.mark.inductor
-def test_compiled(pool: int) -> None:
+def test_compiled(pool):
     ring, groups = PERMUTATIONS["ring"], UNEVEN["uneven_mixed"]
 
-    def f(x: torch.Tensor) -> torch.Tensor:
+    def f(x):
         return ppermute(psum(x, "i", axis_index_groups=groups), "i", ring)
 
     got = tp.pmap(f, axis_name="i", fullgraph=True)(torch.arange(float(N)))
     assert got.tolist() == [16, 9, 3, 3, 9, 16, 16, 9]
 
 
-def test_pmap_in_pmap(pool: int) -> None:
+def test_pmap_in_pmap(pool):
     """Eight rows on four devices, each with two columns: three parts, in either order of names."""
     groups = [[0, 3, 15], [1, 2, 5, 6, 7], [4, 8, 9, 10, 11, 12, 13, 14]]
     x = torch.arange(16.0).reshape(8, 2)
 
-    def f(x: torch.Tensor) -> Any:
+    def f(x):
         rows_first = psum(x, ("rows", "columns"), axis_index_groups=groups)
         return rows_first, ppermute(x, ("columns", "rows"), [(k, (k + 1) % 16) for k in range(16)])
 

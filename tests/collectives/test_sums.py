@@ -6,14 +6,9 @@ Expected numbers are those of exact arithmetic, rounded.  Those of ``psum``, ``p
 float16.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-from _spmd import Run, spmd
+from _spmd import spmd
 
 import torchpmap as tp
 
@@ -31,26 +26,26 @@ OF_LANES = [[0, 3, 4, 5], [1, 2, 6, 7]]
 ALL = (torch.bfloat16, torch.float16)
 
 
-def rows(dtype: torch.dtype, count: int = N) -> torch.Tensor:
+def rows(dtype, count=N):
     """Numbers of which the first swallows each of the others, but not their sum."""
     values = torch.ones(count)
     values[0] = BIG[dtype]
     return values.to(dtype)
 
 
-def rounded(value: float, dtype: torch.dtype) -> float:
+def rounded(value, dtype):
     return torch.tensor(value, dtype=torch.float64).to(torch.float32).to(dtype).item()
 
 
 # -- every sum, of everything that is summed -------------------------------------------------------
 
 
-def sums(x: torch.Tensor) -> dict[str, torch.Tensor]:
+def sums(x):
     """What adds ``x`` over the axis "i", each as a scalar."""
     size = tp.axis_size("i")
     own = tp.axis_index("i") == 0
 
-    def gradient(f: Any) -> torch.Tensor:
+    def gradient(f):
         return tp.grad(f)(torch.ones_like(x))
 
     found = {
@@ -88,12 +83,12 @@ def test_every_sum_in_one_process(dtype, serial):
 
 
 @pytest.fixture(scope="module")
-def gloo() -> Iterator[Run]:
+def gloo():
     with spmd(2, share_memory=[0]) as run:
         yield run
 
 
-def sums_of_this_process(x: torch.Tensor) -> dict[str, torch.Tensor]:
+def sums_of_this_process(x):
     from torchpmap._layout import axis_stack
 
     rank = int(axis_stack.lookup("i")[0].index)
@@ -107,7 +102,7 @@ def test_every_sum_over_gloo(gloo):
             assert value.item() == 260.0, name
 
 
-def check(results: dict[str, Any], x: torch.Tensor) -> None:
+def check(results, x):
     want = rounded(x.double().sum().item(), x.dtype)
     for name, value in results.items():
         assert value.dtype == x.dtype, name

@@ -2,8 +2,6 @@
 calling process.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Covers: optim/_accumulate.py. The expectation is torch.optim on means of the gradients."""
 
-from __future__ import annotations
-
 import pickle
 import re
 

@@ -1,7 +1,5 @@
 """Covers: optim/_clip.py, optim/_schedule.py. Expected is what torch gives for the same numbers."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Covers: optim/_functional.py, optim/_checks.py. Expected is what torch.optim gives."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

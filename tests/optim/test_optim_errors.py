@@ -1,7 +1,5 @@
 """Covers: optim/_checks.py: what is no optimizer, no parameter, no gradient or no state of one."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Covers: profiler/_memory.py, and profiler/_local.py through it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -19,17 +17,17 @@ LARGE = STAGED_BYTES // 4
 """Elements of a block that travels through shared memory."""
 
 
-def values() -> list[int]:
+def values():
     gc.collect()  # a traced function may keep a result in a circle of references
     return [each.value_bytes for each in tp.memory_stats().values()]
 
 
 @pytest.fixture
-def before() -> list[int]:
+def before():
     return values()
 
 
-def more(before: list[int]) -> list[int]:
+def more(before):
     return [now - then for now, then in zip(values(), before, strict=True)]
 
 

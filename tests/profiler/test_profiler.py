@@ -1,11 +1,8 @@
 """Covers: profiler.trace: tracks, names and clocks of its file, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,9 +29,9 @@ CLOCKS_US = 1000.0
 """How far clocks may be apart on a busy machine."""
 
 
-def read(path: Path) -> dict[str, Events]:
+def read(path):
     """Track -> its events, in the order of the file; each is well formed."""
-    tracks: dict[int, Events] = {}
+    tracks = {}
     names = {}
     for event in json.loads(path.read_text())["traceEvents"]:
         assert event["ph"] in "MXisf"
@@ -61,9 +58,9 @@ def read(path: Path) -> dict[str, Events]:
     return {names[pid]: events for pid, events in tracks.items()}
 
 
-def check_nesting(spans: Events) -> None:
+def check_nesting(spans):
     """Of two events on one thread, one is part of the other, or they are apart."""
-    ends: list[float] = []
+    ends = []
     for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
         begin, end = event["ts"], event["ts"] + event["dur"]
         while ends and ends[-1] <= begin + ROUNDED_US:
@@ -72,11 +69,11 @@ def check_nesting(spans: Events) -> None:
         ends.append(end)
 
 
-def named(events: Events, name: str) -> Events:
+def named(events, name):
     return [event for event in events if event["ph"] == "X" and event["name"] == name]
 
 
-def collectives(events: Events) -> list[str]:
+def collectives(events):
     return [event["name"] for event in events if event.get("cat") == "collective"]
 
 

@@ -1,7 +1,5 @@
 """Covers: random: what its functions refuse, and what they say."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
