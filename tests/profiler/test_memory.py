@@ -61,17 +61,14 @@ def test_results_and_copies(before):
     assert more(before) == [0] * 4
 
 
-def test_donated_arguments_are_gone(before):
+def test_views_on_a_device_count_once_and_donated_arguments_are_gone(before):
+    halves = tp.pmap(lambda x: x.chunk(2), compile=False)(torch.zeros(4, 10))
+    assert more(before) == [40] * 4
+    del halves
     x = tp.device_put(torch.zeros(4, 10), tp.devices())
     y = tp.pmap(lambda x: x.sum(), compile=EAGER, donate_argnums=0)(x)
     assert more(before) == [4] * 4
     del y
-
-
-def test_views_on_a_device_count_once(before):
-    halves = tp.pmap(lambda x: x.chunk(2), compile=False)(torch.zeros(4, 10))
-    assert more(before) == [40] * 4
-    del halves
 
 
 @pytest.mark.cpu_only("the host's memory is all there is")
