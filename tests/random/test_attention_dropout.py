@@ -5,10 +5,12 @@ exactly: the result, and every derivative, for that mask.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from _support import EAGER
 from torch.func import functional_call, jvp
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +18,6 @@ import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
 
-EAGER = {"backend": "eager"}
 P = 0.4
 torch.manual_seed(1)
 Q, K = torch.randn(2, 8, 2, 6, 4).double()  # [row, head, position, feature]
@@ -168,44 +169,31 @@ def test_attention_without_dropout_draws_nothing_and_differentiates():
     torch.testing.assert_close(grads[1].cpu(), v.grad)
 
 
-def encoder(p):
-    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=p, batch_first=True)
+def encoder(dropout, batch_first):
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=batch_first)
     return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-class Decoder(torch.nn.TransformerDecoderLayer):
-    def __init__(self, p):
-        super().__init__(8, 2, 16, dropout=p, batch_first=True)
-
-    def forward(self, x):
-        return super().forward(x, x.flip(1), tgt_is_causal=True, tgt_mask=torch.zeros(5, 5))
+def decode(layer, x):
+    return layer(x, x.flip(1), tgt_is_causal=True, tgt_mask=torch.zeros(5, 5))
 
 
-class OfItself(torch.nn.MultiheadAttention):
-    def __init__(self, p):
-        super().__init__(8, 2, dropout=p, batch_first=True)
-
-    def forward(self, x):
-        out, weights = super().forward(x, x, x)
-        return out + weights.sum()
+def attend_to_itself(layer, x):
+    out, weights = layer(x, x, x)
+    return out + weights.sum()
 
 
-class Recurrent(torch.nn.Module):
-    def __init__(self, kind, p, **options):
-        super().__init__()
-        self.layer = kind(8, 8, 2, dropout=p, batch_first=True, **options)
-
-    def forward(self, x):
-        return self.layer(x)[0]
+def recur(layer, x):
+    return layer(x)[0]
 
 
 LAYERS = {
-    "encoder": encoder,
-    "decoder": Decoder,
-    "attention": OfItself,
-    "lstm": lambda p: Recurrent(torch.nn.LSTM, p),
-    "gru": lambda p: Recurrent(torch.nn.GRU, p, bidirectional=True),
-    "rnn": lambda p: Recurrent(torch.nn.RNN, p),
+    "encoder": (encoder, lambda layer, x: layer(x)),
+    "decoder": (partial(torch.nn.TransformerDecoderLayer, 8, 2, 16), decode),
+    "attention": (partial(torch.nn.MultiheadAttention, 8, 2), attend_to_itself),
+    "lstm": (partial(torch.nn.LSTM, 8, 8, 2), recur),
+    "gru": (partial(torch.nn.GRU, 8, 8, 2, bidirectional=True), recur),
+    "rnn": (partial(torch.nn.RNN, 8, 8, 2), recur),
 }
 
 
@@ -216,11 +204,15 @@ def test_layers_with_dropout_train(name):
 
     def value_and_grad(p, mode, rows):
         torch.manual_seed(3)
-        model = LAYERS[name](p)
+        make, use = LAYERS[name]
+        model = make(dropout=p, batch_first=True)
         params = {key: value.detach() for key, value in model.named_parameters()}
 
         def loss(params, x):
-            return (functional_call(model, params, (x,)) ** 3).sum()
+            def layer(*args, **options):
+                return functional_call(model, params, args, options)
+
+            return (use(layer, x) ** 3).sum()
 
         torch.manual_seed(0)
         value, grads = tp.pmap(tp.value_and_grad(loss), in_axes=(None, 0), compile=mode)(
