@@ -108,6 +108,8 @@ VALUES = {
         same(torch.cat(tuple(CUBE), 1))),
     "all_gather_groups": (lambda x: all_gather(x, "i", axis_index_groups=CROSSED), (X,),
         T([[1.0, 3], [4, 2], [1, 3], [4, 2]])),
+    "all_gather_pairs": (lambda x: all_gather(x, "i", axis_index_groups=PAIRS), (X,),
+        T([[1.0, 2], [1, 2], [3, 4], [3, 4]])),
     "all_gather_bool": (lambda x: all_gather({"a": x > 1, "b": 3}, "i"), (X,),
         {"a": same(X > 1), "b": same([3] * 4)}),
     "psum_scatter": (lambda x: psum_scatter(x, "i"), (ROWS,), T([24.0, 28, 32, 36])),
@@ -219,10 +221,8 @@ GRADIENTS = {
     "jvp": (lambda x, t: func.jvp(lambda x: pmean(x**2, "i"), (x,), (t,)), (X, X),
         (same(7.5), same(15.0))),
     "jvp_psum_tree": (  # along with a leaf that has no tangent, and two that can have none
-        lambda x, w: func.jvp(lambda x: psum((w, x, x > 2, x.long()), "i")[1], (x,), (w,)),
-        (X, W),
-        (same(10.0), same(1111.0)),
-    ),
+        lambda x, w: func.jvp(lambda x: psum((w, x, x > 2, x.long()), "i")[1], (x,), (w,)), (X, W),
+        (same(10.0), same(1111.0))),
     "jvp_pmax_tree": (
         lambda x, w: func.jvp(lambda x: pmax((w, x, x > 2, x.long()), "i")[1], (x,), (w,)), (X, W),
         (same(4.0), same(1000.0))),
@@ -309,13 +309,7 @@ BATCHED = {
         T([[[0.0, 4], [2, 6]], [[1, 5], [3, 7]], [[8, 12], [10, 14]], [[9, 13], [11, 15]]])),
 }  # fmt: skip
 
+FAMILIES = {"values": VALUES, "gradients": GRADIENTS, "autograd": AUTOGRAD, "batched": BATCHED}
 CASES = {
-    f"{family}-{name}": case
-    for family, cases in [
-        ("values", VALUES),
-        ("gradients", GRADIENTS),
-        ("autograd", AUTOGRAD),
-        ("batched", BATCHED),
-    ]
-    for name, case in cases.items()
+    f"{family}-{name}": case for family, cases in FAMILIES.items() for name, case in cases.items()
 }

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from _collective_cases import AUTOGRAD, CASES, PAIRS, RING, ROWS, UNEVEN, X
+from _collective_cases import AUTOGRAD, CASES, PAIRS, RING, ROWS, UNEVEN, same
 from _spmd import spmd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -13,7 +13,6 @@ from torchpmap._collectives import (
     all_gather,
     all_to_all,
     axis_index,
-    axis_size,
     pbroadcast,
     pmax,
     pmean,
@@ -28,8 +27,7 @@ from torchpmap._layout.axis_stack import Axis
 from torchpmap._transforms.grad import grad
 from torchpmap._transforms.vmap import vmap
 
-NAMES = list(CASES)
-VMAPPED = [name for name in NAMES if name.removeprefix("autograd-") not in AUTOGRAD]
+VMAPPED = [name for name in CASES if name.removeprefix("autograd-") not in AUTOGRAD]
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
@@ -38,15 +36,6 @@ DTYPES = [
 
 
 # --- run on the processes -------------------------------------------------------------------------
-
-
-def arguments(name, rank):
-    return pytree.tree_map(lambda x: x[rank], CASES[name][1])
-
-
-def run_cases():
-    rank = int(axis_stack.lookup("i")[0].index)
-    return {name: CASES[name][0](*arguments(name, rank)) for name in NAMES}
 
 
 def trace(f, args, axis):
@@ -68,34 +57,36 @@ def trace(f, args, axis):
         return make_fx(body)(*fakes), box
 
 
-def run_traced():
+def run_case(name):
+    """What a case gives, what its traced graph gives, and the code of the graph."""
     (axis,) = axis_stack.lookup("i")
-    results = {}
-    for name in NAMES:
-        args = arguments(name, int(axis.index))
-        graph, (leaves, spec) = trace(CASES[name][0], args, axis)
-        tensors = iter(graph(axis.index, *pytree.tree_leaves(args)))
-        out = [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves]
-        results[name] = pytree.tree_unflatten(out, spec), graph.code
-    return results
+    function, inputs, _ = CASES[name]
+    args = pytree.tree_map(lambda x: x[int(axis.index)], inputs)
+    graph, (leaves, spec) = trace(function, args, axis)
+    tensors = iter(graph(axis.index, *pytree.tree_leaves(args)))
+    out = [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves]
+    return function(*args), pytree.tree_unflatten(out, spec), graph.code
+
+
+def of_dtype(x):
+    """What the collectives that take its dtype make of a row."""
+    found = {
+        "sum": psum(x, "i"),
+        "gather": (all_gather(x, "i"), all_gather(x[0], "i")),
+        "exchange": all_to_all(x, "i", 0, 0),
+        "permute": ppermute(x[[3, 2, 1, 0]], "i", RING[:3]),
+        "broadcast": pbroadcast(x, "i", 1),
+    }
+    if x.dtype is not torch.bool:
+        found["scatter"] = psum_scatter(x, "i")
+    if not x.dtype.is_complex:
+        found |= {"max": pmax(x, "i"), "min": pmin(x, "i")}
+    return found
 
 
 def every_dtype():
     rank = int(axis_stack.lookup("i")[0].index)
-    results = {}
-    for dtype in DTYPES:
-        x = dtype_rows(dtype)[rank]
-        results[str(dtype)] = {
-            "sum": psum(x, "i"),
-            "max": None if dtype.is_complex else pmax(x, "i"),
-            "min": None if dtype.is_complex else pmin(x, "i"),
-            "gather": (all_gather(x, "i"), all_gather(x[0], "i")),
-            "exchange": all_to_all(x, "i", 0, 0),
-            "permute": ppermute(x[[3, 2, 1, 0]], "i", RING[:3]),
-            "scatter": None if dtype is torch.bool else psum_scatter(x, "i"),
-            "broadcast": pbroadcast(x, "i", 1),
-        }
-    return results
+    return [of_dtype(dtype_rows(dtype)[rank]) for dtype in DTYPES]
 
 
 def dtype_rows(dtype):
@@ -141,16 +132,6 @@ def run():
         yield run
 
 
-@pytest.fixture(scope="module")
-def eager(run):
-    return run(run_cases)
-
-
-@pytest.fixture(scope="module")
-def traced(run):
-    return run(run_traced)
-
-
 # --- the table ------------------------------------------------------------------------------------
 
 
@@ -168,19 +149,12 @@ def check(results, expected):
                 assert not isinstance(got, torch.Tensor)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_on_processes(name, eager):
-    check([results[name] for results in eager], CASES[name][2])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_traced_graph_on_processes(name, traced):
-    check([results[name][0] for results in traced], CASES[name][2])
-
-
-def test_traced_graph_is_the_same_on_every_rank(traced):
-    for name in NAMES:
-        assert len({results[name][1] for results in traced}) == 1, name
+@pytest.mark.parametrize("name", CASES)
+def test_on_processes_and_as_a_traced_graph(name, run):
+    plain, traced, code = zip(*run(run_case, name), strict=True)
+    check(plain, CASES[name][2])
+    check(traced, CASES[name][2])
+    assert len(set(code)) == 1  # the graph is the same on every rank
 
 
 @pytest.mark.parametrize("name", VMAPPED)
@@ -207,51 +181,48 @@ def test_vmapped(name):
 
 def expected_of(dtype):
     rows = dtype_rows(dtype)
-    exact = rows.view(torch.int64) if dtype is torch.uint64 else rows
     if dtype is torch.uint64:
-        total, order = exact.sum(0).view(dtype), exact.numpy().view(np.uint64)
-        high, low = (torch.tensor(f(order, 0)) for f in (np.max, np.min))
+        order = rows.view(torch.int64).numpy().view(np.uint64)
+        total = rows.view(torch.int64).sum(0).view(dtype)
+        high, low = (torch.tensor(take(order, 0)) for take in (np.max, np.min))
     elif dtype.is_complex:
-        total, high, low = rows.sum(0), None, None
+        total = rows.sum(0)
     else:
         wide = rows.to(torch.float64 if dtype.is_floating_point else torch.int64)
         total = wide.sum(0).to(torch.int32 if dtype is torch.bool else dtype)
         high, low = wide.amax(0).to(dtype), wide.amin(0).to(dtype)
-    permuted = torch.stack([torch.zeros_like(rows[0]), *rows[:3, [3, 2, 1, 0]]])
-    return {
-        "sum": total,
-        "max": high,
-        "min": low,
-        "gather": (rows, rows[:, 0]),
+    wanted = {
+        "sum": same(total),
+        "gather": (same(rows), same(rows[:, 0])),
         "exchange": rows.T,
-        "permute": permuted,
-        "scatter": None if dtype is torch.bool else total,
-        "broadcast": rows[1],
+        "permute": torch.stack([torch.zeros_like(rows[0]), *rows[:3, [3, 2, 1, 0]]]),
+        "broadcast": same(rows[1]),
     }
+    if dtype is not torch.bool:
+        wanted["scatter"] = total
+    if not dtype.is_complex:
+        wanted |= {"max": same(high), "min": same(low)}
+    return wanted
 
 
 def test_every_dtype(run):
     for rank, results in enumerate(run(every_dtype)):
-        for dtype in DTYPES:
-            got, want = results[str(dtype)], expected_of(dtype)
-            for name in ("exchange", "permute", "scatter"):
-                want[name] = None if want[name] is None else want[name][rank]
+        for dtype, got in zip(DTYPES, results, strict=True):
+            want = pytree.tree_map(lambda rows, k=rank: rows[k], expected_of(dtype))
             assert pytree.tree_structure(got) == pytree.tree_structure(want)
             for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
-                if a is not None:
-                    assert (a.dtype, a.shape) == (b.dtype, b.shape)
-                    assert a.tolist() == b.tolist(), (dtype, rank)
+                assert (a.dtype, a.shape) == (b.dtype, b.shape)
+                assert a.tolist() == b.tolist(), (dtype, rank)
 
 
 def test_every_dtype_vmapped():
+    collectives = {"broadcast": lambda x: pbroadcast(x, "i", 1), "sum": lambda x: psum(x, "i")}
+    collectives["max"] = lambda x: pmax(x, "i")
     for dtype in DTYPES:
-        first = vmap(lambda x: pbroadcast(x, "i", 1), axis_name="i", out_axes=None)
-        assert first(dtype_rows(dtype)).tolist() == dtype_rows(dtype)[1].tolist()
-        total = vmap(lambda x: psum(x, "i"), axis_name="i", out_axes=None)(dtype_rows(dtype))
-        assert total.tolist() == expected_of(dtype)["sum"].tolist()
-        if not dtype.is_complex:
-            high = vmap(lambda x: pmax(x, "i"), axis_name="i", out_axes=None)(dtype_rows(dtype))
-            assert high.tolist() == expected_of(dtype)["max"].tolist()
+        wanted = expected_of(dtype)
+        for name in collectives.keys() & wanted.keys():
+            found = vmap(collectives[name], axis_name="i", out_axes=None)(dtype_rows(dtype))
+            assert found.tolist() == wanted[name][0].tolist(), (dtype, name)
 
 
 # --- what is sent ---------------------------------------------------------------------------------
@@ -367,30 +338,6 @@ def test_message(f, kind, text):
         vmap(f, axis_name="i")(torch.ones(4, 4))
 
 
-def test_groups_over_a_vmapped_axis():
-    def f(x):
-        return (
-            psum(x, "i", axis_index_groups=UNEVEN),
-            all_gather(x, "i", axis_index_groups=PAIRS),
-            axis_size("i"),
-        )
-
-    total, rows, size = vmap(f, axis_name="i", out_axes=(0, 0, None))(X)
-    assert total.tolist() == [1.0, 9.0, 9.0, 9.0]
-    assert rows.tolist() == [[1.0, 2.0], [1.0, 2.0], [3.0, 4.0], [3.0, 4.0]]
-    assert size == 4
-
-
-def test_result_is_not_a_view_of_the_operand():
-    x = ROWS.clone()
-    vmap(lambda x: all_gather(x, "i").mul_(0), axis_name="i", out_axes=None)(x)
-    assert torch.equal(x, ROWS)
-
-
-def shares_memory(a, b):
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
 ALONE = [[0], [1], [2], [3]]
 OVER_ONE = {
     "psum": lambda x, **how: psum(x, **how),
@@ -405,6 +352,7 @@ OVER_ONE = {
 @pytest.mark.parametrize("name", OVER_ONE)
 def test_result_over_one_device_is_not_the_operand(name):
     def f(x):
+        all_gather(x, "i").mul_(0)
         OVER_ONE[name](x, axis_name="i", axis_index_groups=ALONE).mul_(0)
         OVER_ONE[name](x, axis_name=()).mul_(0)
         ppermute(x, (), []).mul_(0)
