@@ -1,5 +1,7 @@
 """Covers: _collectives/groups.py and _collectives/permute.py, over every kind and tuple of axes."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -40,7 +42,6 @@ from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis
 
 WORLDS = {**ON_PROCESSES, **VMAPPED}
-ALL_GROUPS = {**EVEN, **UNEVEN}
 TRACED = [
     *("psum-whole", "psum-strided", "psum-scattered", "pmean-uneven_mixed", "psum-singles"),
     *("all_gather_tiled-scattered", "all_gather-halves", "psum_scatter_tiled-two_orders"),
@@ -51,36 +52,31 @@ TRACED = [
 # --- run on the processes -------------------------------------------------------------------------
 
 
-def linear_inputs(case):
-    x = sample(N, *case.shape)
-    return x, sample(*case.model(x.numpy()).shape, seed=1)
+def linear_inputs(name):
+    x = sample(N, *LINEAR[name].shape)
+    return x, sample(*LINEAR[name].model(x.numpy()).shape, seed=1)
 
 
-def value_and_pullback(case, axis_name):
-    def both(x, w):
-        value, pull = torch.func.vjp(lambda x: case.run(x, axis_name), x)
+def value_and_pullback(name):
+    """A function of (axis name, row, cotangent)."""
+
+    def both(axis_name, x, w):
+        value, pull = torch.func.vjp(lambda x: LINEAR[name].run(x, axis_name), x)
         return value, *pull(w)
 
     return both
 
 
-def on_one_process(world, f, *rows):
-    (process_axis,) = axis_stack.lookup("i")
-    blocks = [world.block(x, int(process_axis.index)) for x in rows]
-    return world.mapped(f, process_axis, *blocks)
-
-
 def run_linear(world_name, name):
-    world, case = ON_PROCESSES[world_name], LINEAR[name]
-    return on_one_process(world, value_and_pullback(case, world.axis_name), *linear_inputs(case))
+    return apply(world_name, value_and_pullback(name), *linear_inputs(name))
 
 
 def run_traced(world_name):
     world, results = ON_PROCESSES[world_name], {}
     (axis,) = axis_stack.lookup("i")
     for name in TRACED:
-        f = value_and_pullback(LINEAR[name], world.axis_name)
-        blocks = [world.block(x, int(axis.index)) for x in linear_inputs(LINEAR[name])]
+        f = partial(value_and_pullback(name), world.axis_name)
+        blocks = [world.block(x, int(axis.index)) for x in linear_inputs(name)]
 
         def body(index, *blocks, f=f):
             return world.mapped(f, Axis("i", 4, index, axis.group, axis.subgroup), *blocks)
@@ -109,39 +105,33 @@ def in_world(run, world_name, function, *args):
 
 def apply(world_name, f, *rows):
     """``f(axis_name, *row)`` on the rows of this process, or all of them."""
-    world = WORLDS[world_name]
-
-    def bound(*xs):
-        return f(world.axis_name, *xs)
-
-    if world_name in VMAPPED:
-        return world.mapped(bound, None, *(world.block(x, 0) for x in rows))
-    return on_one_process(world, bound, *rows)
+    world, axis, rank = WORLDS[world_name], None, 0
+    if world_name in ON_PROCESSES:
+        (axis,) = axis_stack.lookup("i")
+        rank = int(axis.index)
+    return world.mapped(partial(f, world.axis_name), axis, *(world.block(x, rank) for x in rows))
 
 
 # --- values and transposes ------------------------------------------------------------------------
 
 
-def check_linear(case, value, pulled):
-    x, w = (t.numpy() for t in linear_inputs(case))
-    np.testing.assert_allclose(value.numpy(), case.model(x), rtol=1e-12)
-    np.testing.assert_allclose(pulled.numpy(), transposed(case, w), rtol=1e-12)
+def check_linear(name, value, pulled):
+    x, w = (t.numpy() for t in linear_inputs(name))
+    np.testing.assert_allclose(value.numpy(), LINEAR[name].model(x), rtol=1e-12)
+    np.testing.assert_allclose(pulled.numpy(), transposed(LINEAR[name], w), rtol=1e-12)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("world_name", ON_PROCESSES)
 def test_on_processes(world_name, name, run):
-    check_linear(LINEAR[name], *in_world(run, world_name, run_linear, name))
+    check_linear(name, *in_world(run, world_name, run_linear, name))
 
 
 @pytest.mark.parametrize("world_name", VMAPPED)
 def test_vmapped(world_name):
-    world = VMAPPED[world_name]
-    for case in LINEAR.values():
-        blocks = [world.block(x, 0) for x in linear_inputs(case)]
-        got = world.mapped(value_and_pullback(case, world.axis_name), None, *blocks)
-        check_linear(case, *(world.rows([block]) for block in got))
+    for name in LINEAR:
+        check_linear(name, *in_world(None, world_name, run_linear, name))
 
 
 @pytest.mark.parametrize("world_name", ["folded", "vmapped_process"])
@@ -150,7 +140,7 @@ def test_traced_graph(world_name, run):
     for name in TRACED:
         assert len({result[name][1] for result in results}) == 1, f"{name}: ranks differ"
         blocks = zip(*(result[name][0] for result in results), strict=True)
-        check_linear(LINEAR[name], *(WORLDS[world_name].rows(parts) for parts in blocks))
+        check_linear(name, *(WORLDS[world_name].rows(parts) for parts in blocks))
 
 
 # --- extremes -------------------------------------------------------------------------------------
@@ -264,10 +254,8 @@ def run_dtypes(world_name):
             if not x.is_complex() and x.dtype != torch.float8_e8m0fnu:
                 moved += [pmax(x, i), pmin(x, i, axis_index_groups=groups)]
             summed = torch.int32 if x.dtype == torch.bool else x.dtype
-            assert [y.dtype for y in moved[:4]] == [x.dtype] * 4
-            assert [y.dtype for y in moved[4:]] == [summed, summed, x.dtype, x.dtype][
-                : len(moved) - 4
-            ]
+            dtypes = [*[x.dtype] * 4, summed, summed, x.dtype, x.dtype]
+            assert [y.dtype for y in moved] == dtypes[: len(moved)]
             out += map(wide, moved)
         return tuple(out)
 
@@ -308,10 +296,8 @@ def run_constants(world_name):
     found = []
 
     def f(i, x):
-        even, odd = (
-            {"axis_index_groups": EVEN["scattered"]},
-            {"axis_index_groups": UNEVEN["uneven"]},
-        )
+        even = {"axis_index_groups": EVEN["scattered"]}
+        odd = {"axis_index_groups": UNEVEN["uneven"]}
         found.append((psum(1, i), psum(2.5, i, **even), pmean(3, i), pmean(4.0, i, **odd)))
         found.append((pmax(3, i), pmin(True, i, **odd), pbroadcast(2.5, i, 3), axis_size(i)))
         found.append((psum((), i), pmax({"a": None}, i)))
@@ -334,18 +320,7 @@ def test_constants_fold(world_name, run):
     assert rows.tolist() == [13.0, 13.0, *[21.0] * 6]
 
 
-def run_index(world_name):
-    return apply(world_name, lambda i, x: (axis_index(i), x + axis_index(())), torch.zeros(N))
-
-
-@pytest.mark.parametrize("world_name", WORLDS)
-def test_index_is_row_major(world_name, run):
-    index, zeros = in_world(run, world_name, run_index)
-    assert index.tolist() == list(range(N))
-    assert zeros.tolist() == [0] * N
-
-
-def run_tree(world_name):
+def run_index_and_tree(world_name):
     groups = UNEVEN["uneven_mixed"]
 
     def f(i, x):
@@ -353,14 +328,17 @@ def run_tree(world_name):
         summed = psum(tree, i, axis_index_groups=groups)
         moved = ppermute(tree, i, PERMUTATIONS["ring"])
         assert summed["b"][1] is None
-        return summed["a"], summed["b"][0], moved["a"], moved["b"][0]
+        index = axis_index(i), 0 * x + axis_index(())
+        return *index, summed["a"], summed["b"][0], moved["a"], moved["b"][0]
 
     return apply(world_name, f, torch.arange(float(N)))
 
 
-@pytest.mark.parametrize("world_name", ["folded", "vmapped_process", "three"])
-def test_trees(world_name, run):
-    got = in_world(run, world_name, run_tree)
+@pytest.mark.parametrize("world_name", WORLDS)
+def test_trees_and_the_row_major_index(world_name, run):
+    index, zeros, *got = in_world(run, world_name, run_index_and_tree)
+    assert index.tolist() == list(range(N))
+    assert zeros.tolist() == [0] * N
     assert [x.dtype for x in got] == [torch.float32, torch.int32] * 2
     for summed, moved in zip(got[:2], got[2:], strict=True):
         assert summed.tolist() == [9, 3, 3, 9, 16, 16, 9, 16]
@@ -370,7 +348,7 @@ def test_trees(world_name, run):
 def run_record(world_name, name):
     """What the processes exchange for one case, without its values."""
     with axis_stack.recording() as calls:
-        apply(world_name, lambda i, x: LINEAR[name].run(x, i), linear_inputs(LINEAR[name])[0])
+        apply(world_name, lambda i, x: LINEAR[name].run(x, i), linear_inputs(name)[0])
     return [(call[0], call[2], call[3]) for call in calls]
 
 
@@ -411,10 +389,9 @@ CALLED = [
 
 def test_more_rows_than_devices(mode, pool):
     for name in CALLED:
-        case = LINEAR[name]
-        x, w = linear_inputs(case)
-        f = tp.pmap(value_and_pullback(case, "i"), axis_name="i", compile=mode)
-        check_linear(case, *(y.cpu() for y in f(x, w)))
+        both = value_and_pullback(name)
+        f = tp.pmap(lambda x, w, both=both: both("i", x, w), axis_name="i", compile=mode)
+        check_linear(name, *(y.cpu() for y in f(*linear_inputs(name))))
     groups = UNEVEN["uneven_mixed"]
     extreme = tp.value_and_grad(lambda x: pmax(x, "i", axis_index_groups=groups).sum())
     value, slope = tp.pmap(extreme, axis_name="i", compile=mode)(TIES[:, 0])
