@@ -4,9 +4,6 @@
 k of ``expected``. The same table runs on processes, as traced graphs on processes, and vmapped.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -28,7 +25,6 @@ from torchpmap._collectives import (
 from torchpmap._transforms.grad import grad, value_and_grad
 from torchpmap._transforms.vmap import vmap
 
-Case = tuple[Callable[..., Any], tuple[Any, ...], Any]
 T = torch.tensor
 func = torch.func
 

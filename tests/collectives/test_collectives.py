@@ -338,6 +338,12 @@ def test_message(f, kind, text):
         vmap(f, axis_name="i")(torch.ones(4, 4))
 
 
+def test_result_is_not_a_view_of_the_operand():
+    x = ROWS.clone()
+    vmap(lambda x: all_gather(x, "i").mul_(0), axis_name="i", out_axes=None)(x)
+    assert torch.equal(x, ROWS)
+
+
 ALONE = [[0], [1], [2], [3]]
 OVER_ONE = {
     "psum": lambda x, **how: psum(x, **how),
@@ -352,7 +358,6 @@ OVER_ONE = {
 @pytest.mark.parametrize("name", OVER_ONE)
 def test_result_over_one_device_is_not_the_operand(name):
     def f(x):
-        all_gather(x, "i").mul_(0)
         OVER_ONE[name](x, axis_name="i", axis_index_groups=ALONE).mul_(0)
         OVER_ONE[name](x, axis_name=()).mul_(0)
         ppermute(x, (), []).mul_(0)

@@ -144,7 +144,7 @@ def test_in_groups(groups):
 
         total = tp.psum(x, "i", axis_index_groups=groups)
         means = tp.pmean(x, "i", axis_index_groups=groups)
-        if len(groups[0]) != len(groups[1]):
+        if len(groups[0]) != len(groups[1]):  # all_gather needs groups of one size
             return means, total
         return means, total, tp.grad(gathered)(x)
 

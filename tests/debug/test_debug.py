@@ -67,10 +67,11 @@ def test_a_running_pool_is_not_used(pool, monkeypatch):
     def run():
         return tp.pmap(total, "i")(X)
 
+    f = tp.pmap(total, "i")
     decorated = tp.debug.fake_pmap()(run)
     calls = asked(monkeypatch)
     with tp.debug.fake_pmap():
-        results = [run()]
+        results = [f(X)]
     results += [decorated(), decorated()]
     tp.config.runtime = "inline"
     try:
@@ -80,7 +81,7 @@ def test_a_running_pool_is_not_used(pool, monkeypatch):
     assert calls == []
     assert [type(result) for result in results] == [torch.Tensor] * 4
     assert [result.tolist() for result in results] == [[6.0] * 4] * 4
-    assert type(run()) is tp.ShardedTensor
+    assert type(f(X)) is tp.ShardedTensor  # the function that was called in the block
 
 
 def test_ends_with_the_block_also_after_an_error(pool):
