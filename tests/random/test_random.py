@@ -134,9 +134,8 @@ DRAWS = {
 
 
 SOME = [
-    *("split", "bits", "uniform", "normal", "randint 64", "permutation", "choice p"),
-    "categorical",
-]
+    "split", "bits", "uniform", "normal", "randint 64", "permutation", "choice p", "categorical",
+]  # fmt: skip
 
 
 def draw_all(key):

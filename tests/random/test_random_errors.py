@@ -12,8 +12,15 @@ from torchpmap import random
 KEY = random.key(0)
 KEYS = random.split(KEY, 4)
 FLOATS = "expected float32, float64, float16 or bfloat16."
-CONTINUOUS = {"uniform": (), "normal": (), "truncated_normal": (-1.0, 1.0), "exponential": ()}
-CONTINUOUS |= {"gumbel": (), "laplace": (), "logistic": ()}
+CONTINUOUS = {
+    "uniform": (),
+    "normal": (),
+    "truncated_normal": (-1.0, 1.0),
+    "exponential": (),
+    "gumbel": (),
+    "laplace": (),
+    "logistic": (),
+}
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,13 @@ DISTRIBUTIONS = {
     "Geometric": lambda x: distributions.Geometric(x / 9, **UNCHECKED).sample((20,)),
     "Gamma": lambda x: distributions.Gamma(x, x, **UNCHECKED).sample((2,)),
 }
-GROUPS = {"samplers": SAMPLERS, "in place": IN_PLACE, "dropouts": DROPOUTS, "inits": INITS}
-GROUPS["distributions"] = DISTRIBUTIONS
+GROUPS = {
+    "samplers": SAMPLERS,
+    "in place": IN_PLACE,
+    "dropouts": DROPOUTS,
+    "inits": INITS,
+    "distributions": DISTRIBUTIONS,
+}
 
 
 def drawn(draw, mode=EAGER, rows=X, **options):
