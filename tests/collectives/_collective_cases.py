@@ -4,11 +4,6 @@
 k of ``expected``. The same table runs on processes, as traced graphs on processes, and vmapped.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -30,7 +25,6 @@ from torchpmap._collectives import (
 from torchpmap._transforms.grad import grad, value_and_grad
 from torchpmap._transforms.vmap import vmap
 
-Case = tuple[Callable[..., Any], tuple[Any, ...], Any]
 T = torch.tensor
 func = torch.func
 
@@ -51,19 +45,19 @@ RING = [(0, 1), (1, 2), (2, 3), (3, 0)]
 SOME = [(0, 1), (1, 2)]
 
 
-def same(value: Any) -> torch.Tensor:
+def same(value):
     """A result that is equal on all four devices."""
     tensor = torch.as_tensor(value)
     return tensor.expand(4, *tensor.shape)
 
 
-def vary(f: Callable[..., Any]) -> Callable[..., Any]:
+def vary(f):
     return vmap(f, axis_name="j")
 
 
 # --- values -------------------------------------------------------------------------------------
 
-VALUES: dict[str, Case] = {
+VALUES = {
     "psum": (lambda x: psum(x, "i"), (X,), same(10.0)),
     "psum_groups": (lambda x: psum(x, "i", axis_index_groups=PAIRS), (X,), T([3.0, 3, 7, 7])),
     "psum_uneven": (lambda x: psum(x, "i", axis_index_groups=UNEVEN), (X,), T([1.0, 9, 9, 9])),
@@ -110,6 +104,8 @@ VALUES: dict[str, Case] = {
         same(torch.cat(tuple(CUBE), 1))),
     "all_gather_groups": (lambda x: all_gather(x, "i", axis_index_groups=CROSSED), (X,),
         T([[1.0, 3], [4, 2], [1, 3], [4, 2]])),
+    "all_gather_pairs": (lambda x: all_gather(x, "i", axis_index_groups=PAIRS), (X,),
+        T([[1.0, 2], [1, 2], [3, 4], [3, 4]])),
     "all_gather_bool": (lambda x: all_gather({"a": x > 1, "b": 3}, "i"), (X,),
         {"a": same(X > 1), "b": same([3] * 4)}),
     "psum_scatter": (lambda x: psum_scatter(x, "i"), (ROWS,), T([24.0, 28, 32, 36])),
@@ -143,40 +139,40 @@ VALUES: dict[str, Case] = {
 # --- derivatives inside the mapped function ------------------------------------------------------
 
 
-def backward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def backward(x, w):
     leaf = x.detach().clone().requires_grad_()
     (w * psum(leaf**2, "i")).backward()
     assert leaf.grad is not None
     return leaf.grad
 
 
-def second_order(x: torch.Tensor) -> torch.Tensor:
+def second_order(x):
     leaf = x.detach().clone().requires_grad_()
     (first,) = torch.autograd.grad(psum(leaf, "i") ** 3, leaf, create_graph=True)
     (second,) = torch.autograd.grad(first, leaf)
     return second
 
 
-def unused_leaves(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def unused_leaves(x, w):
     leaf = x.detach().clone().requires_grad_()
     out = psum({"a": leaf * 2, "b": w, "c": leaf * 3, "d": w.to(torch.int64)}, "i")
     (gradient,) = torch.autograd.grad(w * out["a"] + out["b"], leaf)
     return gradient
 
 
-def unused_extremes(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def unused_extremes(x, w):
     leaf = x.detach().clone().requires_grad_()
     out = pmax({"a": leaf * 2, "b": w, "c": leaf * 3, "d": w.to(torch.int64)}, "i")
     (gradient,) = torch.autograd.grad(w * out["a"] + out["b"], leaf)
     return gradient
 
 
-def weighted(collective: Callable[[Any], Any]) -> Callable[..., Any]:
+def weighted(collective):
     """grad of sum(w * collective(x)) for x, the transpose of the collective applied to w."""
     return grad(lambda x, w: (w * collective(x)).sum())
 
 
-GRADIENTS: dict[str, Case] = {
+GRADIENTS = {
     "psum_xw": (grad(lambda x, w: psum(x * w, "i")), (X, W), 4 * W),
     "w_psum": (weighted(lambda x: psum(x, "i")), (X, W), same(1111.0)),
     "w_psum_sq": (weighted(lambda x: psum(x**2, "i")), (X, W), 2222 * X),
@@ -221,10 +217,8 @@ GRADIENTS: dict[str, Case] = {
     "jvp": (lambda x, t: func.jvp(lambda x: pmean(x**2, "i"), (x,), (t,)), (X, X),
         (same(7.5), same(15.0))),
     "jvp_psum_tree": (  # along with a leaf that has no tangent, and two that can have none
-        lambda x, w: func.jvp(lambda x: psum((w, x, x > 2, x.long()), "i")[1], (x,), (w,)),
-        (X, W),
-        (same(10.0), same(1111.0)),
-    ),
+        lambda x, w: func.jvp(lambda x: psum((w, x, x > 2, x.long()), "i")[1], (x,), (w,)), (X, W),
+        (same(10.0), same(1111.0))),
     "jvp_pmax_tree": (
         lambda x, w: func.jvp(lambda x: pmax((w, x, x > 2, x.long()), "i")[1], (x,), (w,)), (X, W),
         (same(4.0), same(1000.0))),
@@ -244,7 +238,7 @@ GRADIENTS: dict[str, Case] = {
 }  # fmt: skip
 
 # What plain autograd does to leaves cannot be asked under a vmap.
-AUTOGRAD: dict[str, Case] = {
+AUTOGRAD = {
     "backward": (backward, (X, W), 2222 * X),
     "second_order": (second_order, (X,), same(960.0)),
     "unused_extremes": (unused_extremes, (X, W), T([0.0, 0, 0, 2222])),
@@ -253,7 +247,7 @@ AUTOGRAD: dict[str, Case] = {
 
 # --- other batch dims and axes -------------------------------------------------------------------
 
-BATCHED: dict[str, Case] = {
+BATCHED = {
     "unnamed_psum_scatter": (func.vmap(lambda x: psum_scatter(x, "i")),
         (torch.arange(32.0).reshape(4, 2, 4),), T([[48.0, 64], [52, 68], [56, 72], [60, 76]])),
     "unnamed_all_to_all": (func.vmap(lambda x: all_to_all(x, "i", 0, 0), in_dims=1, out_dims=1),
@@ -311,13 +305,7 @@ BATCHED: dict[str, Case] = {
         T([[[0.0, 4], [2, 6]], [[1, 5], [3, 7]], [[8, 12], [10, 14]], [[9, 13], [11, 15]]])),
 }  # fmt: skip
 
-CASES: dict[str, Case] = {
-    f"{family}-{name}": case
-    for family, cases in [
-        ("values", VALUES),
-        ("gradients", GRADIENTS),
-        ("autograd", AUTOGRAD),
-        ("batched", BATCHED),
-    ]
-    for name, case in cases.items()
+FAMILIES = {"values": VALUES, "gradients": GRADIENTS, "autograd": AUTOGRAD, "batched": BATCHED}
+CASES = {
+    f"{family}-{name}": case for family, cases in FAMILIES.items() for name, case in cases.items()
 }

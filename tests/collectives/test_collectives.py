@@ -1,15 +1,10 @@
 """Covers: _collectives/queries.py and its families, on processes, traced, and vmapped."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from _collective_cases import AUTOGRAD, CASES, PAIRS, RING, ROWS, UNEVEN, X
-from _spmd import Run, spmd
+from _collective_cases import AUTOGRAD, CASES, PAIRS, RING, ROWS, UNEVEN, same
+from _spmd import spmd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -18,7 +13,6 @@ from torchpmap._collectives import (
     all_gather,
     all_to_all,
     axis_index,
-    axis_size,
     pbroadcast,
     pmax,
     pmean,
@@ -33,8 +27,7 @@ from torchpmap._layout.axis_stack import Axis
 from torchpmap._transforms.grad import grad
 from torchpmap._transforms.vmap import vmap
 
-NAMES = list(CASES)
-VMAPPED = [name for name in NAMES if name.removeprefix("autograd-") not in AUTOGRAD]
+VMAPPED = [name for name in CASES if name.removeprefix("autograd-") not in AUTOGRAD]
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
@@ -45,21 +38,12 @@ DTYPES = [
 # --- run on the processes -------------------------------------------------------------------------
 
 
-def arguments(name: str, rank: int) -> Any:
-    return pytree.tree_map(lambda x: x[rank], CASES[name][1])
-
-
-def run_cases() -> dict[str, Any]:
-    rank = int(axis_stack.lookup("i")[0].index)
-    return {name: CASES[name][0](*arguments(name, rank)) for name in NAMES}
-
-
-def trace(f: Any, args: Any, axis: Axis) -> tuple[torch.fx.GraphModule, list[Any]]:
+def trace(f, args, axis):
     """The graph of ``f(*args)`` over (index, *leaves), made with fake tensors; and what f gave."""
     leaves, spec = pytree.tree_flatten(args)
-    box: list[Any] = []
+    box = []
 
-    def body(index: torch.Tensor, *fakes: torch.Tensor) -> list[torch.Tensor]:
+    def body(index, *fakes):
         inner = Axis(axis.name, axis.size, index, axis.group, axis.subgroup)
         with axis_stack.bind(inner):
             out = f(*pytree.tree_unflatten(list(fakes), spec))
@@ -73,37 +57,39 @@ def trace(f: Any, args: Any, axis: Axis) -> tuple[torch.fx.GraphModule, list[Any
         return make_fx(body)(*fakes), box
 
 
-def run_traced() -> dict[str, Any]:
+def run_case(name):
+    """What a case gives, what its traced graph gives, and the code of the graph."""
     (axis,) = axis_stack.lookup("i")
-    results = {}
-    for name in NAMES:
-        args = arguments(name, int(axis.index))
-        graph, (leaves, spec) = trace(CASES[name][0], args, axis)
-        tensors = iter(graph(axis.index, *pytree.tree_leaves(args)))
-        out = [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves]
-        results[name] = pytree.tree_unflatten(out, spec), graph.code
-    return results
+    function, inputs, _ = CASES[name]
+    args = pytree.tree_map(lambda x: x[int(axis.index)], inputs)
+    graph, (leaves, spec) = trace(function, args, axis)
+    tensors = iter(graph(axis.index, *pytree.tree_leaves(args)))
+    out = [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves]
+    return function(*args), pytree.tree_unflatten(out, spec), graph.code
 
 
-def every_dtype() -> dict[str, Any]:
+def of_dtype(x):
+    """What the collectives that take its dtype make of a row."""
+    found = {
+        "sum": psum(x, "i"),
+        "gather": (all_gather(x, "i"), all_gather(x[0], "i")),
+        "exchange": all_to_all(x, "i", 0, 0),
+        "permute": ppermute(x[[3, 2, 1, 0]], "i", RING[:3]),
+        "broadcast": pbroadcast(x, "i", 1),
+    }
+    if x.dtype is not torch.bool:
+        found["scatter"] = psum_scatter(x, "i")
+    if not x.dtype.is_complex:
+        found |= {"max": pmax(x, "i"), "min": pmin(x, "i")}
+    return found
+
+
+def every_dtype():
     rank = int(axis_stack.lookup("i")[0].index)
-    results: dict[str, Any] = {}
-    for dtype in DTYPES:
-        x = dtype_rows(dtype)[rank]
-        results[str(dtype)] = {
-            "sum": psum(x, "i"),
-            "max": None if dtype.is_complex else pmax(x, "i"),
-            "min": None if dtype.is_complex else pmin(x, "i"),
-            "gather": (all_gather(x, "i"), all_gather(x[0], "i")),
-            "exchange": all_to_all(x, "i", 0, 0),
-            "permute": ppermute(x[[3, 2, 1, 0]], "i", RING[:3]),
-            "scatter": None if dtype is torch.bool else psum_scatter(x, "i"),
-            "broadcast": pbroadcast(x, "i", 1),
-        }
-    return results
+    return [of_dtype(dtype_rows(dtype)[rank]) for dtype in DTYPES]
 
 
-def dtype_rows(dtype: torch.dtype) -> torch.Tensor:
+def dtype_rows(dtype):
     values = torch.tensor([[3, 1, 0, 2], [0, 5, 0, 7], [1, 1, 0, 9], [2, 6, 0, 4]])
     if dtype.is_complex:
         return values * (1 + 2j) * torch.tensor(1, dtype=dtype)
@@ -116,7 +102,7 @@ def dtype_rows(dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
-def record_calls() -> list[Any]:
+def record_calls():
     x = torch.ones(2)
     with axis_stack.recording() as calls:
         psum((x, x, axis_index("i")), "i")
@@ -127,7 +113,7 @@ def record_calls() -> list[Any]:
     return calls
 
 
-def misuse() -> list[str]:
+def misuse():
     """Errors that every rank raises before it communicates; the axis works afterwards."""
     x = torch.ones(4)
     for f in (
@@ -141,25 +127,15 @@ def misuse() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
+def run():
     with spmd(4) as run:
         yield run
-
-
-@pytest.fixture(scope="module")
-def eager(run: Run) -> list[dict[str, Any]]:
-    return run(run_cases)
-
-
-@pytest.fixture(scope="module")
-def traced(run: Run) -> list[dict[str, Any]]:
-    return run(run_traced)
 
 
 # --- the table ------------------------------------------------------------------------------------
 
 
-def check(results: list[Any], expected: Any) -> None:
+def check(results, expected):
     """Compare the results of the devices with the rows of ``expected``; no tensor: the same."""
     wanted, spec = pytree.tree_flatten(expected)
     for rank, result in enumerate(results):
@@ -173,23 +149,16 @@ def check(results: list[Any], expected: Any) -> None:
                 assert not isinstance(got, torch.Tensor)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_on_processes(name: str, eager: list[dict[str, Any]]) -> None:
-    check([results[name] for results in eager], CASES[name][2])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_traced_graph_on_processes(name: str, traced: list[dict[str, Any]]) -> None:
-    check([results[name][0] for results in traced], CASES[name][2])
-
-
-def test_traced_graph_is_the_same_on_every_rank(traced: list[dict[str, Any]]) -> None:
-    for name in NAMES:
-        assert len({results[name][1] for results in traced}) == 1, name
+@pytest.mark.parametrize("name", CASES)
+def test_on_processes_and_as_a_traced_graph(name, run):
+    plain, traced, code = zip(*run(run_case, name), strict=True)
+    check(plain, CASES[name][2])
+    check(traced, CASES[name][2])
+    assert len(set(code)) == 1  # the graph is the same on every rank
 
 
 @pytest.mark.parametrize("name", VMAPPED)
-def test_vmapped(name: str) -> None:
+def test_vmapped(name):
     function, inputs, expected = CASES[name]
     expected = pytree.tree_map(
         lambda x: x if x is None or isinstance(x, torch.Tensor) else torch.full((4,), x), expected
@@ -210,59 +179,59 @@ def test_vmapped(name: str) -> None:
 # --- dtypes ---------------------------------------------------------------------------------------
 
 
-def expected_of(dtype: torch.dtype) -> dict[str, Any]:
+def expected_of(dtype):
     rows = dtype_rows(dtype)
-    exact = rows.view(torch.int64) if dtype is torch.uint64 else rows
     if dtype is torch.uint64:
-        total, order = exact.sum(0).view(dtype), exact.numpy().view(np.uint64)
-        high, low = (torch.tensor(f(order, 0)) for f in (np.max, np.min))
+        order = rows.view(torch.int64).numpy().view(np.uint64)
+        total = rows.view(torch.int64).sum(0).view(dtype)
+        high, low = (torch.tensor(take(order, 0)) for take in (np.max, np.min))
     elif dtype.is_complex:
-        total, high, low = rows.sum(0), None, None
+        total = rows.sum(0)
     else:
         wide = rows.to(torch.float64 if dtype.is_floating_point else torch.int64)
         total = wide.sum(0).to(torch.int32 if dtype is torch.bool else dtype)
         high, low = wide.amax(0).to(dtype), wide.amin(0).to(dtype)
-    permuted = torch.stack([torch.zeros_like(rows[0]), *rows[:3, [3, 2, 1, 0]]])
-    return {
-        "sum": total,
-        "max": high,
-        "min": low,
-        "gather": (rows, rows[:, 0]),
+    wanted = {
+        "sum": same(total),
+        "gather": (same(rows), same(rows[:, 0])),
         "exchange": rows.T,
-        "permute": permuted,
-        "scatter": None if dtype is torch.bool else total,
-        "broadcast": rows[1],
+        "permute": torch.stack([torch.zeros_like(rows[0]), *rows[:3, [3, 2, 1, 0]]]),
+        "broadcast": same(rows[1]),
     }
+    if dtype is not torch.bool:
+        wanted["scatter"] = total
+    if not dtype.is_complex:
+        wanted |= {"max": same(high), "min": same(low)}
+    return wanted
 
 
-def test_every_dtype(run: Run) -> None:
+def test_every_dtype(run):
     for rank, results in enumerate(run(every_dtype)):
-        for dtype in DTYPES:
-            got, want = results[str(dtype)], expected_of(dtype)
-            for name in ("exchange", "permute", "scatter"):
-                want[name] = None if want[name] is None else want[name][rank]
+        for dtype, got in zip(DTYPES, results, strict=True):
+            want = pytree.tree_map(lambda rows, k=rank: rows[k], expected_of(dtype))
             assert pytree.tree_structure(got) == pytree.tree_structure(want)
             for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
-                if a is not None:
-                    assert (a.dtype, a.shape) == (b.dtype, b.shape)
-                    assert a.tolist() == b.tolist(), (dtype, rank)
+                assert (a.dtype, a.shape) == (b.dtype, b.shape)
+                assert a.tolist() == b.tolist(), (dtype, rank)
 
 
-def test_every_dtype_vmapped() -> None:
+def test_every_dtype_vmapped():
+    collectives = {
+        "broadcast": lambda x: pbroadcast(x, "i", 1),
+        "sum": lambda x: psum(x, "i"),
+        "max": lambda x: pmax(x, "i"),  # nothing is wanted of it for complex numbers
+    }
     for dtype in DTYPES:
-        first = vmap(lambda x: pbroadcast(x, "i", 1), axis_name="i", out_axes=None)
-        assert first(dtype_rows(dtype)).tolist() == dtype_rows(dtype)[1].tolist()
-        total = vmap(lambda x: psum(x, "i"), axis_name="i", out_axes=None)(dtype_rows(dtype))
-        assert total.tolist() == expected_of(dtype)["sum"].tolist()
-        if not dtype.is_complex:
-            high = vmap(lambda x: pmax(x, "i"), axis_name="i", out_axes=None)(dtype_rows(dtype))
-            assert high.tolist() == expected_of(dtype)["max"].tolist()
+        wanted = expected_of(dtype)
+        for name in collectives.keys() & wanted.keys():
+            found = vmap(collectives[name], axis_name="i", out_axes=None)(dtype_rows(dtype))
+            assert found.tolist() == wanted[name][0].tolist(), (dtype, name)
 
 
 # --- what is sent ---------------------------------------------------------------------------------
 
 
-def test_record_is_the_same_on_every_rank(run: Run) -> None:
+def test_record_is_the_same_on_every_rank(run):
     calls, *others = run(record_calls)
     assert others == [calls] * 3
     names = [call[0] for call in calls]
@@ -272,11 +241,11 @@ def test_record_is_the_same_on_every_rank(run: Run) -> None:
     assert calls[2] == ("all_reduce", "max", "axis[0|1,2,3]", (2,), "torch.float32")
 
 
-def test_misuse_leaves_the_axis_usable(run: Run) -> None:
+def test_misuse_leaves_the_axis_usable(run):
     assert run(misuse) == [[4.0] * 4] * 4
 
 
-def operations(f: Any, *args: torch.Tensor) -> list[str]:
+def operations(f, *args):
     axis = Axis("i", 4, torch.tensor(0), "axis", lambda partition: f"axis{len(partition)}")
     with axis_stack.recording() as calls:
         graph, _ = trace(f, args, axis)
@@ -284,14 +253,14 @@ def operations(f: Any, *args: torch.Tensor) -> list[str]:
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
 
 
-def test_tree_travels_as_one_message_per_dtype() -> None:
+def test_tree_travels_as_one_message_per_dtype():
     names = operations(lambda x: psum([x, x * 2, x.to(torch.int64), x[0]], "i"), torch.ones(3))
     assert names.count("_c10d_functional.all_reduce.default") == 2
     assert names.count("_c10d_functional.wait_tensor.default") == 2
 
 
-def test_every_message_is_waited_for() -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
+def test_every_message_is_waited_for():
+    def f(x):
         y = ppermute(x, "i", RING) + psum(all_gather(x, "i").sum(0), "i", axis_index_groups=PAIRS)
         return pmean(y, "i") + psum_scatter(all_to_all(x, "i", 0, 0), "i")
 
@@ -304,8 +273,8 @@ def test_every_message_is_waited_for() -> None:
     assert not any("item" in n or "local_scalar" in n for n in names)
 
 
-def test_constants_are_not_sent() -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
+def test_constants_are_not_sent():
+    def f(x):
         return x + psum(1, "i") + psum(np.ones(1, np.float32), "i")
 
     names = operations(f, torch.ones(1))
@@ -367,33 +336,15 @@ def test_constants_are_not_sent() -> None:
         (lambda x: psum({"a": [x, "b"]}, "i"), TypeError, r"x\['a'\]\[1\] is 'b' of type str"),
     ],
 )  # fmt: skip
-def test_message(f: Any, kind: type[Exception], text: str) -> None:
+def test_message(f, kind, text):
     with pytest.raises(kind, match=text):
         vmap(f, axis_name="i")(torch.ones(4, 4))
 
 
-def test_groups_over_a_vmapped_axis() -> None:
-    def f(x: torch.Tensor) -> Any:
-        return (
-            psum(x, "i", axis_index_groups=UNEVEN),
-            all_gather(x, "i", axis_index_groups=PAIRS),
-            axis_size("i"),
-        )
-
-    total, rows, size = vmap(f, axis_name="i", out_axes=(0, 0, None))(X)
-    assert total.tolist() == [1.0, 9.0, 9.0, 9.0]
-    assert rows.tolist() == [[1.0, 2.0], [1.0, 2.0], [3.0, 4.0], [3.0, 4.0]]
-    assert size == 4
-
-
-def test_result_is_not_a_view_of_the_operand() -> None:
+def test_result_is_not_a_view_of_the_operand():
     x = ROWS.clone()
     vmap(lambda x: all_gather(x, "i").mul_(0), axis_name="i", out_axes=None)(x)
     assert torch.equal(x, ROWS)
-
-
-def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 ALONE = [[0], [1], [2], [3]]
@@ -408,8 +359,8 @@ OVER_ONE = {
 
 
 @pytest.mark.parametrize("name", OVER_ONE)
-def test_result_over_one_device_is_not_the_operand(name: str) -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
+def test_result_over_one_device_is_not_the_operand(name):
+    def f(x):
         OVER_ONE[name](x, axis_name="i", axis_index_groups=ALONE).mul_(0)
         OVER_ONE[name](x, axis_name=()).mul_(0)
         ppermute(x, (), []).mul_(0)
@@ -421,17 +372,17 @@ def test_result_over_one_device_is_not_the_operand(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("values", [[-0.0, 0.0, 0.0], [0.0, 0.0, -0.0]])
-def test_signed_zeros_in_any_order(dtype: torch.dtype, values: list[float]) -> None:
+def test_signed_zeros_in_any_order(dtype, values):
     zeros = torch.tensor(values, dtype=dtype)
     high, low = vmap(lambda x: (pmax(x, "i"), pmin(x, "i")), axis_name="i", out_axes=None)(zeros)
     assert torch.signbit(torch.stack([high, low])).tolist() == [False, True]
 
 
-def signed_zeros() -> torch.Tensor:
+def signed_zeros():
     rank = int(axis_stack.lookup("i")[0].index)
     zero = torch.tensor(0.0 if rank == 2 else -0.0)
     return torch.signbit(torch.stack([pmax(zero, "i"), pmin(zero, "i")]))
 
 
-def test_signed_zeros_on_processes(run: Run) -> None:
+def test_signed_zeros_on_processes(run):
     assert [result.tolist() for result in run(signed_zeros)] == [[False, True]] * 4

@@ -1,9 +1,6 @@
 """Covers: _collectives/groups.py and _collectives/permute.py, over every kind and tuple of axes."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,9 +12,7 @@ from _axis_models import (
     PERMUTATIONS,
     UNEVEN,
     VMAPPED,
-    Case,
     N,
-    World,
     everyone,
     extreme_shares,
     grouped,
@@ -25,7 +20,7 @@ from _axis_models import (
     sample,
     transposed,
 )
-from _spmd import Run, spmd
+from _spmd import spmd
 from _support import EAGER
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -47,7 +42,6 @@ from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis
 
 WORLDS = {**ON_PROCESSES, **VMAPPED}
-ALL_GROUPS = {**EVEN, **UNEVEN}
 TRACED = [
     *("psum-whole", "psum-strided", "psum-scattered", "pmean-uneven_mixed", "psum-singles"),
     *("all_gather_tiled-scattered", "all_gather-halves", "psum_scatter_tiled-two_orders"),
@@ -58,38 +52,33 @@ TRACED = [
 # --- run on the processes -------------------------------------------------------------------------
 
 
-def linear_inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    x = sample(N, *case.shape)
-    return x, sample(*case.model(x.numpy()).shape, seed=1)
+def linear_inputs(name):
+    x = sample(N, *LINEAR[name].shape)
+    return x, sample(*LINEAR[name].model(x.numpy()).shape, seed=1)
 
 
-def value_and_pullback(case: Case, axis_name: Any) -> Any:
-    def both(x: torch.Tensor, w: torch.Tensor) -> Any:
-        value, pull = torch.func.vjp(lambda x: case.run(x, axis_name), x)
+def value_and_pullback(name):
+    """A function of (axis name, row, cotangent)."""
+
+    def both(axis_name, x, w):
+        value, pull = torch.func.vjp(lambda x: LINEAR[name].run(x, axis_name), x)
         return value, *pull(w)
 
     return both
 
 
-def on_one_process(world: World, f: Any, *rows: torch.Tensor) -> Any:
-    (process_axis,) = axis_stack.lookup("i")
-    blocks = [world.block(x, int(process_axis.index)) for x in rows]
-    return world.mapped(f, process_axis, *blocks)
+def run_linear(world_name, name):
+    return apply(world_name, value_and_pullback(name), *linear_inputs(name))
 
 
-def run_linear(world_name: str, name: str) -> Any:
-    world, case = ON_PROCESSES[world_name], LINEAR[name]
-    return on_one_process(world, value_and_pullback(case, world.axis_name), *linear_inputs(case))
-
-
-def run_traced(world_name: str) -> dict[str, Any]:
+def run_traced(world_name):
     world, results = ON_PROCESSES[world_name], {}
     (axis,) = axis_stack.lookup("i")
     for name in TRACED:
-        f = value_and_pullback(LINEAR[name], world.axis_name)
-        blocks = [world.block(x, int(axis.index)) for x in linear_inputs(LINEAR[name])]
+        f = partial(value_and_pullback(name), world.axis_name)
+        blocks = [world.block(x, int(axis.index)) for x in linear_inputs(name)]
 
-        def body(index: torch.Tensor, *blocks: torch.Tensor, f: Any = f) -> Any:
+        def body(index, *blocks, f=f):
             return world.mapped(f, Axis("i", 4, index, axis.group, axis.subgroup), *blocks)
 
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -100,12 +89,12 @@ def run_traced(world_name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
+def run():
     with spmd(4) as run:
         yield run
 
 
-def in_world(run: Run, world_name: str, function: Any, *args: Any) -> list[torch.Tensor]:
+def in_world(run, world_name, function, *args):
     """The results of a function of (world name, *args) on all rows, put together."""
     if world_name in VMAPPED:
         blocks = [function(world_name, *args)]
@@ -114,50 +103,44 @@ def in_world(run: Run, world_name: str, function: Any, *args: Any) -> list[torch
     return [WORLDS[world_name].rows(parts) for parts in zip(*blocks, strict=True)]
 
 
-def apply(world_name: str, f: Any, *rows: torch.Tensor) -> Any:
+def apply(world_name, f, *rows):
     """``f(axis_name, *row)`` on the rows of this process, or all of them."""
-    world = WORLDS[world_name]
-
-    def bound(*xs: torch.Tensor) -> Any:
-        return f(world.axis_name, *xs)
-
-    if world_name in VMAPPED:
-        return world.mapped(bound, None, *(world.block(x, 0) for x in rows))
-    return on_one_process(world, bound, *rows)
+    world, axis, rank = WORLDS[world_name], None, 0
+    if world_name in ON_PROCESSES:
+        (axis,) = axis_stack.lookup("i")
+        rank = int(axis.index)
+    return world.mapped(partial(f, world.axis_name), axis, *(world.block(x, rank) for x in rows))
 
 
 # --- values and transposes ------------------------------------------------------------------------
 
 
-def check_linear(case: Case, value: torch.Tensor, pulled: torch.Tensor) -> None:
-    x, w = (t.numpy() for t in linear_inputs(case))
-    np.testing.assert_allclose(value.numpy(), case.model(x), rtol=1e-12)
-    np.testing.assert_allclose(pulled.numpy(), transposed(case, w), rtol=1e-12)
+def check_linear(name, value, pulled):
+    x, w = (t.numpy() for t in linear_inputs(name))
+    np.testing.assert_allclose(value.numpy(), LINEAR[name].model(x), rtol=1e-12)
+    np.testing.assert_allclose(pulled.numpy(), transposed(LINEAR[name], w), rtol=1e-12)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("world_name", ON_PROCESSES)
-def test_on_processes(world_name: str, name: str, run: Run) -> None:
-    check_linear(LINEAR[name], *in_world(run, world_name, run_linear, name))
+def test_on_processes(world_name, name, run):
+    check_linear(name, *in_world(run, world_name, run_linear, name))
 
 
 @pytest.mark.parametrize("world_name", VMAPPED)
-def test_vmapped(world_name: str) -> None:
-    world = VMAPPED[world_name]
-    for case in LINEAR.values():
-        blocks = [world.block(x, 0) for x in linear_inputs(case)]
-        got = world.mapped(value_and_pullback(case, world.axis_name), None, *blocks)
-        check_linear(case, *(world.rows([block]) for block in got))
+def test_vmapped(world_name):
+    for name in LINEAR:
+        check_linear(name, *in_world(None, world_name, run_linear, name))
 
 
 @pytest.mark.parametrize("world_name", ["folded", "vmapped_process"])
-def test_traced_graph(world_name: str, run: Run) -> None:
+def test_traced_graph(world_name, run):
     results = run(run_traced, world_name)
     for name in TRACED:
         assert len({result[name][1] for result in results}) == 1, f"{name}: ranks differ"
         blocks = zip(*(result[name][0] for result in results), strict=True)
-        check_linear(LINEAR[name], *(WORLDS[world_name].rows(parts) for parts in blocks))
+        check_linear(name, *(WORLDS[world_name].rows(parts) for parts in blocks))
 
 
 # --- extremes -------------------------------------------------------------------------------------
@@ -167,11 +150,11 @@ COTANGENTS = sample(N, 2, seed=3)
 TANGENTS = sample(N, 2, seed=4)
 
 
-def extremes(axis_name: Any, groups: Any, x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> Any:
+def extremes(axis_name, groups, x, w, t):
     results = []
     for reduce in (pmax, pmin):
 
-        def f(x: torch.Tensor, reduce: Any = reduce) -> torch.Tensor:
+        def f(x, reduce=reduce):
             return reduce(x, axis_name, axis_index_groups=groups)
 
         value, pull = torch.func.vjp(f, x)
@@ -181,12 +164,12 @@ def extremes(axis_name: Any, groups: Any, x: torch.Tensor, w: torch.Tensor, t: t
     return tuple(results)
 
 
-def run_extremes(world_name: str, groups: Any) -> Any:
+def run_extremes(world_name, groups):
     return apply(world_name, lambda i, *xs: extremes(i, groups, *xs), TIES, COTANGENTS, TANGENTS)
 
 
 @pytest.mark.parametrize("world_name", ["folded", "vmapped_process", "two"])
-def test_extremes_share_ties_within_a_group(world_name: str, run: Run) -> None:
+def test_extremes_share_ties_within_a_group(world_name, run):
     x, w, t = TIES.numpy(), COTANGENTS.numpy(), TANGENTS.numpy()
     for groups in (*UNEVEN.values(), *(EVEN[k] for k in ("scattered", "strided", "singles")), None):
         got = in_world(run, world_name, run_extremes, groups)
@@ -202,8 +185,8 @@ def test_extremes_share_ties_within_a_group(world_name: str, run: Run) -> None:
             np.testing.assert_allclose(again, shares * total(w * total(shares * t)))
 
 
-def run_special(world_name: str, groups: Any, rows: torch.Tensor) -> Any:
-    def f(i: Any, x: torch.Tensor) -> Any:
+def run_special(world_name, groups, rows):
+    def f(i, x):
         kinds = (psum, pmean, pmax, pmin)
         values = [kind(x, i, axis_index_groups=groups) for kind in kinds]
         slopes = [
@@ -217,7 +200,7 @@ def run_special(world_name: str, groups: Any, rows: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("world_name", ["folded", "two"])
 @pytest.mark.parametrize("groups", [EVEN["scattered"], UNEVEN["uneven_mixed"]])
-def test_groups_do_not_see_the_nan_of_others(world_name: str, groups: Any, run: Run) -> None:
+def test_groups_do_not_see_the_nan_of_others(world_name, groups, run):
     nan, inf = float("nan"), float("inf")
     rows = torch.tensor([1, 2, nan, 4, inf, 6, -inf, 8], dtype=torch.float64)
     got = in_world(run, world_name, run_special, groups, rows)
@@ -246,19 +229,19 @@ OTHER = [torch.complex64, torch.complex128, torch.float8_e8m0fnu]
 BITS = torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1], [1, 1], [1, 0], [0, 0], [1, 0]])
 
 
-def rows_of(dtype: torch.dtype) -> torch.Tensor:
+def rows_of(dtype):
     return BITS.to(dtype) * (1 + 2j) if dtype.is_complex else BITS.to(dtype)
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
+def wide(x):
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
-def run_dtypes(world_name: str) -> Any:
+def run_dtypes(world_name):
     groups = UNEVEN["uneven_mixed"]
 
-    def f(i: Any, *xs: torch.Tensor) -> Any:
-        out: list[Any] = []
+    def f(i, *xs):
+        out = []
         for x in xs:
             moved = [
                 ppermute(x, i, PERMUTATIONS["partial"]),
@@ -271,10 +254,8 @@ def run_dtypes(world_name: str) -> Any:
             if not x.is_complex() and x.dtype != torch.float8_e8m0fnu:
                 moved += [pmax(x, i), pmin(x, i, axis_index_groups=groups)]
             summed = torch.int32 if x.dtype == torch.bool else x.dtype
-            assert [y.dtype for y in moved[:4]] == [x.dtype] * 4
-            assert [y.dtype for y in moved[4:]] == [summed, summed, x.dtype, x.dtype][
-                : len(moved) - 4
-            ]
+            dtypes = [*[x.dtype] * 4, summed, summed, x.dtype, x.dtype]
+            assert [y.dtype for y in moved] == dtypes[: len(moved)]
             out += map(wide, moved)
         return tuple(out)
 
@@ -282,7 +263,7 @@ def run_dtypes(world_name: str) -> Any:
 
 
 @pytest.mark.parametrize("world_name", [*ON_PROCESSES, "two"])
-def test_every_dtype(world_name: str, run: Run) -> None:
+def test_every_dtype(world_name, run):
     got = iter(in_world(run, world_name, run_dtypes))
     groups = UNEVEN["uneven_mixed"]
     for dtype in (*REAL, *OTHER):
@@ -310,15 +291,13 @@ def test_every_dtype(world_name: str, run: Run) -> None:
 # --- constants, indices, what is sent -------------------------------------------------------------
 
 
-def run_constants(world_name: str) -> list[Any]:
+def run_constants(world_name):
     """Python numbers stay numbers, the same on every device, and nothing is sent."""
-    found: list[Any] = []
+    found = []
 
-    def f(i: Any, x: torch.Tensor) -> torch.Tensor:
-        even, odd = (
-            {"axis_index_groups": EVEN["scattered"]},
-            {"axis_index_groups": UNEVEN["uneven"]},
-        )
+    def f(i, x):
+        even = {"axis_index_groups": EVEN["scattered"]}
+        odd = {"axis_index_groups": UNEVEN["uneven"]}
         found.append((psum(1, i), psum(2.5, i, **even), pmean(3, i), pmean(4.0, i, **odd)))
         found.append((pmax(3, i), pmin(True, i, **odd), pbroadcast(2.5, i, 3), axis_size(i)))
         found.append((psum((), i), pmax({"a": None}, i)))
@@ -331,7 +310,7 @@ def run_constants(world_name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_name", WORLDS)
-def test_constants_fold(world_name: str, run: Run) -> None:
+def test_constants_fold(world_name, run):
     on = [run_constants(world_name)] if world_name in VMAPPED else run(run_constants, world_name)
     for found, calls, _ in on:
         assert found == [(8, 5.0, 3.0, 4.0), (3, True, 2.5, 8), ((), {"a": None})]
@@ -341,43 +320,35 @@ def test_constants_fold(world_name: str, run: Run) -> None:
     assert rows.tolist() == [13.0, 13.0, *[21.0] * 6]
 
 
-def run_index(world_name: str) -> Any:
-    return apply(world_name, lambda i, x: (axis_index(i), x + axis_index(())), torch.zeros(N))
-
-
-@pytest.mark.parametrize("world_name", WORLDS)
-def test_index_is_row_major(world_name: str, run: Run) -> None:
-    index, zeros = in_world(run, world_name, run_index)
-    assert index.tolist() == list(range(N))
-    assert zeros.tolist() == [0] * N
-
-
-def run_tree(world_name: str) -> Any:
+def run_index_and_tree(world_name):
     groups = UNEVEN["uneven_mixed"]
 
-    def f(i: Any, x: torch.Tensor) -> Any:
+    def f(i, x):
         tree = {"a": x, "b": (x.to(torch.int32), None)}
         summed = psum(tree, i, axis_index_groups=groups)
         moved = ppermute(tree, i, PERMUTATIONS["ring"])
         assert summed["b"][1] is None
-        return summed["a"], summed["b"][0], moved["a"], moved["b"][0]
+        index = axis_index(i), 0 * x + axis_index(())
+        return *index, summed["a"], summed["b"][0], moved["a"], moved["b"][0]
 
     return apply(world_name, f, torch.arange(float(N)))
 
 
-@pytest.mark.parametrize("world_name", ["folded", "vmapped_process", "three"])
-def test_trees(world_name: str, run: Run) -> None:
-    got = in_world(run, world_name, run_tree)
+@pytest.mark.parametrize("world_name", WORLDS)
+def test_trees_and_the_row_major_index(world_name, run):
+    index, zeros, *got = in_world(run, world_name, run_index_and_tree)
+    assert index.tolist() == list(range(N))
+    assert zeros.tolist() == [0] * N
     assert [x.dtype for x in got] == [torch.float32, torch.int32] * 2
     for summed, moved in zip(got[:2], got[2:], strict=True):
         assert summed.tolist() == [9, 3, 3, 9, 16, 16, 9, 16]
         assert moved.tolist() == [7, 0, 1, 2, 3, 4, 5, 6]
 
 
-def run_record(world_name: str, name: str) -> Any:
+def run_record(world_name, name):
     """What the processes exchange for one case, without its values."""
     with axis_stack.recording() as calls:
-        apply(world_name, lambda i, x: LINEAR[name].run(x, i), linear_inputs(LINEAR[name])[0])
+        apply(world_name, lambda i, x: LINEAR[name].run(x, i), linear_inputs(name)[0])
     return [(call[0], call[2], call[3]) for call in calls]
 
 
@@ -403,9 +374,7 @@ def run_record(world_name: str, name: str) -> Any:
         ("process_vmapped", "psum_scatter-whole", [("reduce_scatter", "axis", (4, 2, 2))]),
     ],
 )
-def test_no_more_is_sent_than_must_be(
-    world_name: str, name: str, sent: list[Any], run: Run
-) -> None:
+def test_no_more_is_sent_than_must_be(world_name, name, sent, run):
     for calls in run(run_record, world_name, name):
         assert calls == sent
 
@@ -418,12 +387,11 @@ CALLED = [
 ]
 
 
-def test_more_rows_than_devices(mode: Any, pool: int) -> None:
+def test_more_rows_than_devices(mode, pool):
     for name in CALLED:
-        case = LINEAR[name]
-        x, w = linear_inputs(case)
-        f = tp.pmap(value_and_pullback(case, "i"), axis_name="i", compile=mode)
-        check_linear(case, *(y.cpu() for y in f(x, w)))
+        both = value_and_pullback(name)
+        f = tp.pmap(lambda x, w, both=both: both("i", x, w), axis_name="i", compile=mode)
+        check_linear(name, *(y.cpu() for y in f(*linear_inputs(name))))
     groups = UNEVEN["uneven_mixed"]
     extreme = tp.value_and_grad(lambda x: pmax(x, "i", axis_index_groups=groups).sum())
     value, slope = tp.pmap(extreme, axis_name="i", compile=mode)(TIES[:, 0])
@@ -432,22 +400,22 @@ def test_more_rows_than_devices(mode: Any, pool: int) -> None:
 
 
 @pytest.mark.inductor
-def test_compiled(pool: int) -> None:
+def test_compiled(pool):
     ring, groups = PERMUTATIONS["ring"], UNEVEN["uneven_mixed"]
 
-    def f(x: torch.Tensor) -> torch.Tensor:
+    def f(x):
         return ppermute(psum(x, "i", axis_index_groups=groups), "i", ring)
 
     got = tp.pmap(f, axis_name="i", fullgraph=True)(torch.arange(float(N)))
     assert got.tolist() == [16, 9, 3, 3, 9, 16, 16, 9]
 
 
-def test_pmap_in_pmap(pool: int) -> None:
+def test_pmap_in_pmap(pool):
     """Eight rows on four devices, each with two columns: three parts, in either order of names."""
     groups = [[0, 3, 15], [1, 2, 5, 6, 7], [4, 8, 9, 10, 11, 12, 13, 14]]
     x = torch.arange(16.0).reshape(8, 2)
 
-    def f(x: torch.Tensor) -> Any:
+    def f(x):
         rows_first = psum(x, ("rows", "columns"), axis_index_groups=groups)
         return rows_first, ppermute(x, ("columns", "rows"), [(k, (k + 1) % 16) for k in range(16)])
 

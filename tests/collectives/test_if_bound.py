@@ -2,10 +2,6 @@
 _collectives/queries.py.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -23,10 +19,10 @@ X = torch.tensor([1.0, 2.0, 6.0, 7.0])
 PAIRS = [[0, 1], [2, 3]]
 
 
-def test_axis_bound() -> None:
-    seen: list[bool] = []
+def test_axis_bound():
+    seen = []
 
-    def f(x: torch.Tensor) -> torch.Tensor:
+    def f(x):
         seen.extend([axis_bound("i"), axis_bound("j"), axis_bound(("i", "j")), axis_bound(["i"])])
         seen.extend([axis_bound(()), axis_bound(None)])
         return x
@@ -38,8 +34,8 @@ def test_axis_bound() -> None:
     assert seen[6:] == [True, True, True, True, True, False]
 
 
-def test_bound_on_devices(mode: Any, pool: int) -> None:
-    def f(x: torch.Tensor) -> Any:
+def test_bound_on_devices(mode, pool):
+    def f(x):
         return x * axis_bound("i"), x * axis_bound("j"), psum_if_bound(x, ("i", "j"))
 
     got = tp.pmap(f, axis_name="i", compile=mode)(X)
@@ -51,7 +47,7 @@ def test_bound_on_devices(mode: Any, pool: int) -> None:
     ("reduce", "over_axis"),
     [(psum_if_bound, 16.0), (pmean_if_bound, 4.0), (pmax_if_bound, 7.0), (pmin_if_bound, 1.0)],
 )
-def test_reductions(reduce: Any, over_axis: float) -> None:
+def test_reductions(reduce, over_axis):
     assert reduce(X, "i").tolist() == X.tolist()
     assert reduce(X, None).tolist() == X.tolist()
     assert reduce({"a": X, "b": None}, ("i", "j"))["a"].tolist() == X.tolist()
@@ -60,7 +56,7 @@ def test_reductions(reduce: Any, over_axis: float) -> None:
     assert vmap(lambda x: reduce(x, "j"), axis_name="i")(X).tolist() == X.tolist()
 
 
-def test_dtypes_and_constants_do_not_depend_on_what_is_bound() -> None:
+def test_dtypes_and_constants_do_not_depend_on_what_is_bound():
     for f in (
         lambda: psum_if_bound(torch.tensor(True), "i"),
         lambda: pmean_if_bound(torch.tensor(3), "i"),
@@ -72,8 +68,8 @@ def test_dtypes_and_constants_do_not_depend_on_what_is_bound() -> None:
     assert vmap(lambda x: x + psum_if_bound(1, "i"), axis_name="i")(X).tolist() == (X + 4).tolist()
 
 
-def test_groups_and_dims() -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
+def test_groups_and_dims():
+    def f(x):
         return pmean_if_bound(x, "i", axis_index_groups=PAIRS)
 
     assert f(X).tolist() == X.tolist()
@@ -84,8 +80,8 @@ def test_groups_and_dims() -> None:
     )
 
 
-def test_gradients() -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
+def test_gradients():
+    def f(x):
         return pmax_if_bound(psum_if_bound(x**2, "i"), "i")
 
     assert tp.grad(f)(X[2]).item() == 12.0

@@ -6,51 +6,61 @@ Expected numbers are those of exact arithmetic, rounded.  Those of ``psum``, ``p
 float16.
 """
 
-from __future__ import annotations
+from contextlib import nullcontext
+from functools import partial
 
-from collections.abc import Iterator
-from typing import Any
-
+import numpy as np
 import pytest
 import torch
-from _spmd import Run, spmd
+from _spmd import spmd
+from _support import EAGER
 
 import torchpmap as tp
+from torchpmap._layout import axis_stack
+
+pytestmark = pytest.mark.usefixtures("pool")
 
 N = 4
-EAGER = {"backend": "eager"}
-MODES = {"graph": EAGER, "uncompiled": False}
+WAYS = {
+    "graph": (nullcontext, {"compile": EAGER}),
+    "uncompiled": (nullcontext, {"compile": False}),
+    "lanes": (tp.debug.fake_pmap, {}),
+    "serial": (partial(tp.debug.fake_pmap, serial=True), {}),
+}
 BIG = {
     torch.bfloat16: 256.0,  # 256 + 1 is 256
     torch.float16: 2048.0,
     torch.float8_e4m3fn: 16.0,
     torch.float8_e5m2: 8.0,
 }
-UNEVEN = [[0, 1, 2], [3]]
-OF_LANES = [[0, 3, 4, 5], [1, 2, 6, 7]]
+GROUPS = {
+    "uneven": [[0, 1, 2], [3]],
+    "even": [[0, 2], [1, 3]],
+    "of lanes": [[0, 3, 4, 5], [1, 2, 6, 7]],
+}
 ALL = (torch.bfloat16, torch.float16)
 
 
-def rows(dtype: torch.dtype, count: int = N) -> torch.Tensor:
+def rows(dtype, count=N):
     """Numbers of which the first swallows each of the others, but not their sum."""
     values = torch.ones(count)
     values[0] = BIG[dtype]
     return values.to(dtype)
 
 
-def rounded(value: float, dtype: torch.dtype) -> float:
+def rounded(value, dtype):
     return torch.tensor(value, dtype=torch.float64).to(torch.float32).to(dtype).item()
 
 
 # -- every sum, of everything that is summed -------------------------------------------------------
 
 
-def sums(x: torch.Tensor) -> dict[str, torch.Tensor]:
+def sums(x):
     """What adds ``x`` over the axis "i", each as a scalar."""
     size = tp.axis_size("i")
     own = tp.axis_index("i") == 0
 
-    def gradient(f: Any) -> torch.Tensor:
+    def gradient(f):
         return tp.grad(f)(torch.ones_like(x))
 
     found = {
@@ -70,32 +80,27 @@ def sums(x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in found.items()}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("count", [N, 2 * N], ids=["devices", "devices and lanes"])
 @pytest.mark.parametrize("dtype", ALL, ids=str)
-def test_every_sum_on_devices(dtype, count, mode):
-    tp.init(num_devices=N)
+def test_every_sum(dtype, count, way):
     x = rows(dtype, count)
-    check(tp.pmap(sums, axis_name="i", compile=MODES[mode])(x), x)
-
-
-@pytest.mark.parametrize("dtype", ALL, ids=str)
-@pytest.mark.parametrize("serial", [False, True], ids=["lanes", "rows"])
-def test_every_sum_in_one_process(dtype, serial):
-    x = rows(dtype)
-    with tp.debug.fake_pmap(serial=serial):
-        check(tp.pmap(sums, axis_name="i")(x), x)
+    where, options = WAYS[way]
+    with where():
+        results = tp.pmap(sums, axis_name="i", **options)(x)
+    want = rounded(x.double().sum().item(), dtype)
+    for name, value in results.items():
+        assert value.dtype == dtype, name
+        assert value.tolist() == [want] * count, name
 
 
 @pytest.fixture(scope="module")
-def gloo() -> Iterator[Run]:
+def gloo():
     with spmd(2, share_memory=[0]) as run:
         yield run
 
 
-def sums_of_this_process(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    from torchpmap._layout import axis_stack
-
+def sums_of_this_process(x):
     rank = int(axis_stack.lookup("i")[0].index)
     return sums(x[rank])
 
@@ -107,19 +112,11 @@ def test_every_sum_over_gloo(gloo):
             assert value.item() == 260.0, name
 
 
-def check(results: dict[str, Any], x: torch.Tensor) -> None:
-    want = rounded(x.double().sum().item(), x.dtype)
-    for name, value in results.items():
-        assert value.dtype == x.dtype, name
-        assert value.tolist() == [want] * len(x), name
-
-
 # -- several axes, groups, other dtypes ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", BIG, ids=str)
 def test_over_several_axes_is_rounded_once(dtype):
-    tp.init(num_devices=N)
     x = rows(dtype, 2 * N).reshape(N, 2)
 
     def over_both(x):
@@ -132,59 +129,42 @@ def test_over_several_axes_is_rounded_once(dtype):
 
 
 def test_over_a_mesh_and_a_dim():
-    tp.init(num_devices=N)
     x = rows(torch.bfloat16, 8).reshape(2, 2, 2)
     f = tp.pmap(tp.pmap(lambda x: tp.psum(x, ("j", 0, "i")), "j"), "i", compile=EAGER)
     assert f(x).unique().tolist() == [264.0]  # 263, between 262 and 264
 
 
-@pytest.mark.parametrize("groups", [UNEVEN, [[0, 2], [1, 3]]], ids=str)
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_in_groups(groups):
-    tp.init(num_devices=N)
-    x = rows(torch.bfloat16)
-
-    def f(x):
-        return (
-            tp.psum(x, "i", axis_index_groups=groups),
-            tp.pmean(x, "i", axis_index_groups=groups),
-        )
-
-    totals, means = tp.pmap(f, axis_name="i", compile=EAGER)(x)
-    for group in groups:
-        exact = sum(x[k].item() for k in group)
-        for k in group:
-            assert totals[k].item() == rounded(exact, x.dtype)
-            assert means[k].item() == rounded(exact / len(group), x.dtype)
-
-
-def test_groups_of_lanes_on_several_devices():
-    tp.init(num_devices=N)
-    x = rows(torch.bfloat16, 8)
+    x = rows(torch.bfloat16, sum(map(len, groups)))
 
     def f(x):
         def gathered(y):
-            return (tp.all_gather(y, "i", axis_index_groups=OF_LANES) * x).sum()
+            return (tp.all_gather(y, "i", axis_index_groups=groups) * x).sum()
 
-        return tp.psum(x, "i", axis_index_groups=OF_LANES), tp.grad(gathered)(x)
+        total = tp.psum(x, "i", axis_index_groups=groups)
+        means = tp.pmean(x, "i", axis_index_groups=groups)
+        if len(groups[0]) != len(groups[1]):  # all_gather needs groups of one size
+            return means, total
+        return means, total, tp.grad(gathered)(x)
 
-    totals, gradients = tp.pmap(f, axis_name="i", compile=EAGER)(x)
-    want = [260.0 if k in OF_LANES[0] else 4.0 for k in range(8)]
-    assert totals.tolist() == want
-    assert gradients.tolist() == want
+    means, *totals = tp.pmap(f, axis_name="i", compile=EAGER)(x)
+    for group in groups:
+        exact = sum(x[k].item() for k in group)
+        for k in group:
+            assert means[k].item() == rounded(exact / len(group), x.dtype)
+            for total in totals:
+                assert total[k].item() == rounded(exact, x.dtype)
 
 
 def test_sum_beyond_the_range_that_comes_back():
-    tp.init(num_devices=N)
     x = torch.tensor([60000.0, 60000.0, -60000.0, -59968.0], dtype=torch.float16)
-    assert tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)(x).tolist() == [32.0] * N
     high = torch.full((N,), 60000.0, dtype=torch.float16)
-    assert tp.pmap(lambda x: tp.pmean(x, "i"), "i", compile=EAGER)(high).tolist() == [60000.0] * N
+    f = tp.pmap(lambda x, y: (tp.psum(x, "i"), tp.pmean(y, "i")), "i", compile=EAGER)
+    assert [y.tolist() for y in f(x, high)] == [[32.0] * N, [60000.0] * N]
 
 
 def test_mean_of_numpy_halves():
-    import numpy as np
-
-    tp.init(num_devices=2)
     halves = np.array([2048, 1, 1, 1], np.float16)
 
     def f(x):
@@ -200,7 +180,6 @@ def test_mean_of_numpy_halves():
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_gradient_of_what_devices_share(dtype):
-    tp.init(num_devices=N)
     x = rows(dtype)
     f = tp.pmap(lambda w, x: w * x, in_axes=(None, 0), compile=EAGER)
     w = torch.ones((), dtype=dtype, requires_grad=True)
@@ -210,7 +189,6 @@ def test_gradient_of_what_devices_share(dtype):
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_reductions_of_what_is_cut(dtype):
-    tp.init(num_devices=N)
     host = rows(dtype, 2 * N)
     x = tp.pmap(lambda row: row, compile=EAGER)(host)
     columns = tp.pmap(lambda row: row, compile=EAGER)(host[:, None].expand(-1, 2))

@@ -2,8 +2,6 @@
 else.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -17,6 +15,8 @@ pytestmark = pytest.mark.usefixtures("pool")
 
 X = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.25, -3.0], [2.5, 0.0, 1.0], [-0.75, 4.0, 0.125]])
 W = torch.tensor([1.0, -2.0, 0.5])
+GRAPH = {"compile": EAGER}
+VALUES_ONLY = {"gradients": False, **GRAPH}
 
 
 def every_collective(w, x):
@@ -52,13 +52,8 @@ def test_compiled():
 
 
 def test_axes_statics_and_arrays():
-    @tp.pmap(
-        axis_name="i",
-        in_axes=(1, None, None),
-        out_axes=(1, None),
-        static_broadcasted_argnums=2,
-        compile=EAGER,
-    )
+    @tp.pmap(axis_name="i", in_axes=(1, None, None), out_axes=(1, None),
+             static_broadcasted_argnums=2, compile=EAGER)  # fmt: skip
     def f(tree, w, k):
         return tree["x"] * w + k, tp.psum(tree["y"].sum(), "i")
 
@@ -80,14 +75,11 @@ def test_random_numbers_are_the_same_in_every_way():
     assert torch.equal(torch.rand(2), after)  # a check uses up as much as a call
 
 
-def test_arguments_are_left_alone():
+def test_arguments_are_left_alone_and_may_be_sharded():
     x, array = X.clone().requires_grad_(), np.ones((4, 2))
     check_pmap(lambda x, a: (x + 1, a.add_(1)), x, array, compile=EAGER)
     assert x.grad is None
     assert array.tolist() == [[1.0, 1.0]] * 4
-
-
-def test_sharded_arguments():
     assert check_pmap(lambda x: x * 2, tp.device_put(X, tp.devices()), compile=EAGER)
 
 
@@ -135,14 +127,11 @@ def test_report_reads_well():
         assert line == f"  not compared: {what}, because: {why}"
 
 
-def test_without_gradients():
-    report = check_pmap(lambda x: x * 2, X, gradients=False, compile=EAGER)
-    assert (report.num_gradients, report.gradients, report.skipped) == (0, (), ())
-
-
-def test_integers_have_no_gradients():
-    report = check_pmap(lambda n: tp.psum(n, "i"), torch.arange(4), axis_name="i", compile=EAGER)
+@pytest.mark.parametrize(("x", "options"), [(X, VALUES_ONLY), (torch.arange(4), GRAPH)])
+def test_without_gradients(x, options):
+    report = check_pmap(lambda x: tp.psum(x, "i"), x, axis_name="i", **options)
     assert (report.num_outputs, report.num_gradients) == (1, 0)
+    assert (report.gradients, report.skipped) == ((), ())
 
 
 # What it finds: functions that know how they are run, and do something else in one way -----------
@@ -185,14 +174,6 @@ def test_a_wrong_value_is_named():
     )
 
 
-def test_a_wrong_value_of_the_devices_is_named():
-    def f(x):
-        return x + 1 if type(x).__name__ == "FakeTensor" else x
-
-    with pytest.raises(AssertionError, match=r"serial gives 0.0 and pmapped gives 1.0"):
-        check_pmap(f, X, gradients=False, compile=EAGER)
-
-
 def test_a_wrong_gradient_is_named():
     def f(tree):
         return Faulty.apply(tree["x"]) * tree["w"]
@@ -205,33 +186,35 @@ def test_a_wrong_gradient_is_named():
     assert "1 of 12 elements differ" in text
 
 
-def test_a_wrong_kind_is_named():
-    with pytest.raises(
-        AssertionError, match=r"serial gives float32\[4, 3\] and vmapped gives float64"
-    ):
-        check_pmap(lambda x: x.double() if lanes_only() else x, X, compile=EAGER)
-    with pytest.raises(AssertionError, match="the structure of the result differs: serial gives"):
-        check_pmap(lambda x: (x,) if lanes_only() else x, X, compile=EAGER)
+def raised_in_lanes(x):
+    return x + 0.25 if lanes_only() else x
 
 
-def test_nan_equals_nan_and_nothing_else():
-    nan = float("nan")
-    check_pmap(lambda x: x * nan, X, gradients=False, compile=EAGER)
-    with pytest.raises(AssertionError, match="and vmapped gives nan"):
-        check_pmap(lambda x: x * nan if lanes_only() else x, X, gradients=False, compile=EAGER)
+@pytest.mark.parametrize(
+    ("f", "x", "options", "text"),
+    [
+        (lambda x: x + 1 if type(x).__name__ == "FakeTensor" else x, X, VALUES_ONLY,
+         r"serial gives 0.0 and pmapped gives 1.0"),
+        (lambda x: x.double() if lanes_only() else x, X, GRAPH,
+         r"serial gives float32\[4, 3\] and vmapped gives float64"),
+        (lambda x: (x,) if lanes_only() else x, X, GRAPH,
+         "the structure of the result differs: serial gives"),
+        (lambda x: x * float("nan") if lanes_only() else x, X, VALUES_ONLY,
+         "and vmapped gives nan"),
+        (raised_in_lanes, X, {**VALUES_ONLY, "atol": 0.2, "rtol": 0}, r"allowed 0.2 \+ 0 "),
+        # integers have no tolerance
+        (lambda n: n + lanes_only(), torch.arange(4), {**VALUES_ONLY, "atol": 3.0}, "allowed 0 "),
+    ],
+)  # fmt: skip
+def test_other_differences_are_named(f, x, options, text):
+    with pytest.raises(AssertionError, match=text):
+        check_pmap(f, x, **options)
 
 
-def test_tolerances():
-    def f(x):
-        return x + 0.25 if lanes_only() else x
-
-    options = {"gradients": False, "compile": EAGER}
-    check_pmap(f, X, atol=0.3, **options)
-    check_pmap(f, X.abs() + 1, rtol=0.3, **options)
-    with pytest.raises(AssertionError, match=r"allowed 0.2 \+ 0 "):
-        check_pmap(f, X, atol=0.2, rtol=0, **options)
-    with pytest.raises(AssertionError, match="allowed 0 "):  # integers have no tolerance
-        check_pmap(lambda n: n + lanes_only(), torch.arange(4), atol=3.0, **options)
+def test_nan_equals_nan_and_differences_within_the_tolerances_are_allowed():
+    check_pmap(lambda x: x * float("nan"), X, **VALUES_ONLY)
+    check_pmap(raised_in_lanes, X, atol=0.3, **VALUES_ONLY)
+    check_pmap(raised_in_lanes, X.abs() + 1, rtol=0.3, **VALUES_ONLY)
 
 
 @pytest.mark.parametrize(
@@ -246,10 +229,9 @@ def test_tolerances():
 )
 def test_no_bit_is_lost(value, other):
     right, wrong = (torch.tensor([x] * 4) for x in (value, other))
-    options = {"gradients": False, "compile": EAGER}
-    check_pmap(lambda x, y: x, right, wrong, **options)
+    check_pmap(lambda x, y: x, right, wrong, **VALUES_ONLY)
     with pytest.raises(AssertionError, match="4 of 4 elements differ"):
-        check_pmap(lambda x, y: y if lanes_only() else x, right, wrong, **options)
+        check_pmap(lambda x, y: y if lanes_only() else x, right, wrong, **VALUES_ONLY)
 
 
 # What it refuses ---------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 calling process.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -64,31 +62,26 @@ def test_no_process_is_started_in_the_block_or_if_the_environment_chooses_it():
 
 
 def test_a_running_pool_is_not_used(pool, monkeypatch):
-    calls = asked(monkeypatch)
-    f = tp.pmap(total, "i")
-    with tp.debug.fake_pmap():
-        assert f(X).tolist() == [6.0] * 4
-    assert calls == []
-    assert type(f(X)) is tp.ShardedTensor
+    """In a block, in a function so decorated, and by the setting."""
 
-
-def test_setting(monkeypatch, pool):
-    calls = asked(monkeypatch)
-    tp.config.runtime = "inline"
-    try:
-        assert type(tp.pmap(total, "i")(X)) is torch.Tensor
-    finally:
-        tp.config.reset()
-    assert calls == []
-
-
-def test_decorator():
-    @tp.debug.fake_pmap()
     def run():
         return tp.pmap(total, "i")(X)
 
-    for _ in range(2):
-        assert type(run()) is torch.Tensor
+    f = tp.pmap(total, "i")
+    decorated = tp.debug.fake_pmap()(run)
+    calls = asked(monkeypatch)
+    with tp.debug.fake_pmap():
+        results = [f(X)]
+    results += [decorated(), decorated()]
+    tp.config.runtime = "inline"
+    try:
+        results.append(run())
+    finally:
+        tp.config.reset()
+    assert calls == []
+    assert [type(result) for result in results] == [torch.Tensor] * 4
+    assert [result.tolist() for result in results] == [[6.0] * 4] * 4
+    assert type(f(X)) is tp.ShardedTensor  # the function that was called in the block
 
 
 def test_ends_with_the_block_also_after_an_error(pool):
@@ -122,11 +115,6 @@ def test_axes_and_kinds_of_arguments(inline):
     assert result["b"].tolist() == [2.5, 3.5, 4.5, 5.5]
 
 
-def test_more_rows_than_devices(inline):
-    x = torch.arange(23.0)
-    assert tp.pmap(total, "i")(x).tolist() == [253.0] * 23
-
-
 def test_statics_retrace_nothing_and_stay_python(inline):
     seen = []
 
@@ -140,15 +128,10 @@ def test_statics_retrace_nothing_and_stay_python(inline):
     assert seen == [2, 3]
 
 
-def test_sharded_arguments_are_gathered(pool):
+def test_sharded_arguments_are_gathered_and_stay_if_donated(pool):
     rows = tp.pmap(lambda x: x + 1, compile=False)(X)
     with tp.debug.fake_pmap():
         assert tp.pmap(total, "i")(rows).tolist() == [10.0] * 4
-
-
-def test_donated_arguments_stay(pool):
-    rows = tp.pmap(lambda x: x + 1, compile=False)(X)
-    with tp.debug.fake_pmap():
         tp.pmap(lambda x: x * 2, donate_argnums=0)(rows)
     assert rows.tolist() == [1.0, 2.0, 3.0, 4.0]
 
@@ -174,23 +157,21 @@ def test_replicate_and_unreplicate_are_inverse(inline):
     assert tp.unreplicate(stacked).tolist() == [1.0, 2.0]
 
 
-def test_results_are_new_tensors(inline):
+def test_results_are_new_tensors_and_arguments_may_be_written_to(inline):
     w = torch.ones(3)
     same, captured = tp.pmap(lambda x: (x, w))(X)
     same.add_(1)
     captured.add_(1)
     assert X.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert w.tolist() == [1.0] * 3
-
-
-def test_arguments_may_be_written_to(inline):
     array, tensor = np.zeros(4), torch.zeros(4)
     result = tp.pmap(lambda a, b: a.add_(1) + b.add_(2))(array, tensor)
     assert result.tolist() == [3.0] * 4
     assert array.tolist() == tensor.tolist() == [0.0] * 4
 
 
-def test_nested(inline):
+def test_nested_and_more_rows_than_devices(inline):
+    assert tp.pmap(total, "i")(torch.arange(23.0)).tolist() == [253.0] * 23
     inner = tp.pmap(lambda x: tp.psum(x, ("i", "j")) + tp.axis_index("j"), "j")
     result = tp.pmap(inner, "i")(torch.arange(6.0).reshape(2, 3))
     assert result.tolist() == [[15.0, 16.0, 17.0]] * 2
@@ -209,14 +190,11 @@ def loss(w, x):
 W = torch.tensor(3.0)  # X sums to 6
 
 
-def test_backward(inline):
+def test_backward_to_arguments_and_captured_parameters(inline):
     w, x = W.clone().requires_grad_(), X.clone().requires_grad_()
     loss(w, x).backward()
     assert w.grad.item() == 36.0
     assert x.grad.tolist() == [36.0] * 4
-
-
-def test_backward_to_captured_parameters(inline):
     layer = torch.nn.Linear(4, 1, bias=False)
     tp.pmap(lambda k: layer(X * k).sum())(torch.tensor([1.0, 2.0])).sum().backward()
     assert layer.weight.grad.tolist() == [[0.0, 3.0, 6.0, 9.0]]
@@ -254,9 +232,7 @@ MISUSE = {
     "axis sizes": (lambda: tp.pmap(lambda x, y: x)(X, torch.zeros(3)), ValueError),
     "rows and devices": (lambda: tp.pmap(lambda x: x, devices=tp.devices()[:2])(X), ValueError),
     "unknown device": (
-        lambda: tp.pmap(lambda x: x, devices=[tp.Device(99, "cpu")])(X[:1]),
-        ValueError,
-    ),
+        lambda: tp.pmap(lambda x: x, devices=[tp.Device(99, "cpu")])(X[:1]), ValueError),
     "backend": (lambda: tp.pmap(lambda x: x, backend="cuda")(X), RuntimeError),
     "argument type": (lambda: tp.pmap(lambda x: x)("rows"), TypeError),
     "static": (lambda: tp.pmap(lambda x, k: x, static_broadcasted_argnums=1)(X, []), ValueError),
@@ -264,15 +240,11 @@ MISUSE = {
     "output type": (lambda: tp.pmap(lambda x: "rows")(X), TypeError),
     "axis name": (lambda: tp.pmap(lambda x: tp.psum(x, "j"), "i")(X), NameError),
     "users error": (lambda: tp.pmap(lambda x: {}["key"])(X), KeyError),
-    "no stream": (
-        lambda: tp.pmap(lambda x: x + torch.binomial(x, x), compile=False)(X),
-        NotImplementedError,
-    ),
+    "no stream": (lambda: tp.pmap(lambda x: x + torch.binomial(x, x), compile=False)(X),
+        NotImplementedError),
     "not replicated": (
-        lambda: tp.pmap(lambda x: {"y": x}, out_axes=None, check_replicated=True)(X),
-        ValueError,
-    ),
-}
+        lambda: tp.pmap(lambda x: {"y": x}, out_axes=None, check_replicated=True)(X), ValueError),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISUSE)
@@ -347,25 +319,20 @@ def backward_inside(x):
     return w.grad
 
 
-def write_to_shared(x, shared):
-    return shared.add_(x)
+LANES_CANNOT = {
+    "item": lambda x, s: x.item(),
+    "if": lambda x, s: x if x > 0 else -x,
+    "numpy": lambda x, s: x.numpy(),
+    "nonzero": lambda x, s: x.nonzero(),
+    "backward": lambda x, s: backward_inside(x),
+    "write": lambda x, s: s.add_(x),
+}
 
 
-@pytest.mark.parametrize(
-    "fun",
-    [
-        lambda x, s: x.item(),
-        lambda x, s: x if x > 0 else -x,
-        lambda x, s: x.numpy(),
-        lambda x, s: x.nonzero(),
-        lambda x, s: backward_inside(x),
-        write_to_shared,
-    ],
-    ids=["item", "if", "numpy", "nonzero", "backward", "write"],
-)
-def test_what_lanes_cannot_do_comes_with_advice(inline, fun):
+@pytest.mark.parametrize("name", LANES_CANNOT)
+def test_what_lanes_cannot_do_comes_with_advice(inline, name):
     with pytest.raises(RuntimeError) as info:
-        tp.pmap(fun, in_axes=(0, None))(X, torch.zeros(()))
+        tp.pmap(LANES_CANNOT[name], in_axes=(0, None))(X, torch.zeros(()))
     (note,) = info.value.__notes__
     assert note.startswith("This call runs in the calling process (torchpmap.debug.fake_pmap")
     assert "torch.where for `if`" in note
@@ -419,16 +386,14 @@ def test_rows_are_plain_python(serial):
         lambda x: tp.ppermute(x, "i", [(k, (k + 1) % 4) for k in range(4)]),
     ],
 )
-def test_a_row_may_write_to_what_it_has_sent(collective):
+def test_a_row_may_write_to_what_it_has_sent(serial, collective):
     def f(x):
         y = collective(x)
         x.add_(100)
         return y
 
-    with tp.debug.fake_pmap(serial=True):
-        got = tp.pmap(f, "i")(torch.arange(16.0).reshape(4, 4))
-    want = tp.vmap(collective, axis_name="i")(torch.arange(16.0).reshape(4, 4))
-    torch.testing.assert_close(got, want)
+    rows = torch.arange(16.0).reshape(4, 4)
+    torch.testing.assert_close(tp.pmap(f, "i")(rows), tp.vmap(collective, axis_name="i")(rows))
 
 
 def test_rows_run_in_order_between_collectives(serial):
@@ -497,10 +462,9 @@ def test_serial_rows_refuse_outside_derivatives(serial):
     x = X.clone().requires_grad_()
     result = tp.pmap(total, "i")(x)
     assert result.tolist() == [6.0] * 4
-    with pytest.raises(NotImplementedError, match=text):
-        result.sum().backward()
-    with pytest.raises(NotImplementedError, match=text):
-        torch.func.grad(loss)(W, X)
+    for differentiate in (result.sum().backward, lambda: torch.func.grad(loss)(W, X)):
+        with pytest.raises(NotImplementedError, match=text):
+            differentiate()
     with torch.no_grad():
         assert not tp.pmap(total, "i")(x).requires_grad
 

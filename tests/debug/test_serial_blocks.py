@@ -2,12 +2,8 @@
 Python; and the comparison of copies that ``check_vma`` makes without a trace.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -21,24 +17,24 @@ XY = P("x", "y")
 
 
 @pytest.fixture
-def mesh(pool: int) -> tp.Mesh:
+def mesh(pool):
     return tp.make_mesh((2, 2), ("x", "y"))
 
 
 @pytest.fixture
-def serial() -> Iterator[None]:
+def serial():
     with tp.debug.fake_pmap(serial=True):
         yield
 
 
-def mapped(f: Any, mesh: tp.Mesh, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+def mapped(f, mesh, in_specs, out_specs, **options):
     return tp.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
 
 
-def test_blocks_are_plain_python(mesh: tp.Mesh, serial: None) -> None:
+def test_blocks_are_plain_python(mesh, serial):
     w = torch.tensor(2.0, requires_grad=True)
 
-    def f(a: torch.Tensor) -> Any:
+    def f(a):
         (w * a).sum().backward()
         if a[0, 0].item() > 5:  # the lower two
             a = a * 10
@@ -53,10 +49,10 @@ def test_blocks_are_plain_python(mesh: tp.Mesh, serial: None) -> None:
     assert w.grad is None
 
 
-def test_devices_run_in_order_between_collectives(mesh: tp.Mesh, serial: None) -> None:
-    events: list[Any] = []
+def test_devices_run_in_order_between_collectives(mesh, serial):
+    events = []
 
-    def f(a: torch.Tensor) -> Any:
+    def f(a):
         place = int(tp.axis_index("x")), int(tp.axis_index("y"))
         events.append(place)
         a = tp.psum(a, "y")
@@ -67,8 +63,8 @@ def test_devices_run_in_order_between_collectives(mesh: tp.Mesh, serial: None) -
     assert events == [(0, 0), (0, 1), (0, 0), (0, 1), (1, 0), (1, 1), (1, 0), (1, 1)]
 
 
-def test_an_error_names_the_device(mesh: tp.Mesh, serial: None) -> None:
-    def f(a: torch.Tensor) -> Any:
+def test_an_error_names_the_device(mesh, serial):
+    def f(a):
         if a[0, 0].item() == 10:
             raise KeyError("ten")
         return a
@@ -78,8 +74,8 @@ def test_an_error_names_the_device(mesh: tp.Mesh, serial: None) -> None:
     assert "on the device at x=1, y=1" in caught.value.__notes__
 
 
-def test_devices_that_return_different_kinds(mesh: tp.Mesh, serial: None) -> None:
-    def f(a: torch.Tensor) -> Any:
+def test_devices_that_return_different_kinds(mesh, serial):
+    def f(a):
         return a if a[0, 0].item() == 0 else a[:1]
 
     text = r"devices returned different kinds of results: device 0 .*float32\[2, 2\].*device 1 ret"
@@ -87,8 +83,8 @@ def test_devices_that_return_different_kinds(mesh: tp.Mesh, serial: None) -> Non
         mapped(f, mesh, XY, XY)(X)
 
 
-def test_maps_in_maps(mesh: tp.Mesh, serial: None) -> None:
-    def outer(a: torch.Tensor) -> Any:
+def test_maps_in_maps(mesh, serial):
+    def outer(a):
         inner = tp.shard_map(
             lambda b: b - tp.pmean(b, "y") * (b[0, 0].item() > 5),
             in_specs=P(None, "y"),
@@ -102,8 +98,8 @@ def test_maps_in_maps(mesh: tp.Mesh, serial: None) -> None:
     assert found.tolist() == torch.cat([X[:2], low]).tolist()
 
 
-def test_random_numbers_are_those_of_the_devices(mesh: tp.Mesh) -> None:
-    def draw() -> Any:
+def test_random_numbers_are_those_of_the_devices(mesh):
+    def draw():
         torch.manual_seed(1)
         return mapped(lambda a: torch.rand(a.shape), mesh, XY, XY, compile=EAGER)(X).tolist()
 
@@ -112,19 +108,19 @@ def test_random_numbers_are_those_of_the_devices(mesh: tp.Mesh) -> None:
         assert draw() == on_devices
 
 
-def test_no_derivative_from_outside(mesh: tp.Mesh, serial: None) -> None:
+def test_no_derivative_from_outside(mesh, serial):
     x = X.clone().requires_grad_()
     y = mapped(torch.sin, mesh, XY, XY)(x)
     with pytest.raises(NotImplementedError, match=r"shard_map\(sin.*cannot be differentiated from"):
         y.sum().backward()
 
 
-def only_below(a: torch.Tensor) -> torch.Tensor:
+def only_below(a):
     """Copies along "y" differ, but only in the lower half."""
     return torch.where(tp.axis_index("x") == 1, a, 0.0)
 
 
-WAYS: dict[str, Any] = {
+WAYS = {
     "devices": contextlib.nullcontext,
     "lanes": tp.debug.fake_pmap,
     "serial": functools.partial(tp.debug.fake_pmap, serial=True),
@@ -132,7 +128,7 @@ WAYS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_copies_are_compared_on_all_lines_of_the_mesh(mesh: tp.Mesh, way: str) -> None:
+def test_copies_are_compared_on_all_lines_of_the_mesh(mesh, way):
     text = (
         r"out_specs does not mention axis 'y' for .*differs between devices .*with pmean\), or "
         r"mention the axis in its entry of out_specs; or pass check_vma=False, and the value of"

@@ -1,9 +1,6 @@
 """Covers: optim/_accumulate.py. The expectation is torch.optim on means of the gradients."""
 
-from __future__ import annotations
-
 import pickle
-import re
 
 import pytest
 import torch
@@ -70,24 +67,13 @@ def test_plain_tensors(name):
     torch.testing.assert_close(state["w"]["accumulated_grad"], rest)
 
 
-@each
+IN_MODES = [(name, EAGER) for name in OPTIMIZERS]
+IN_MODES += [("AdamW", False), pytest.param("AdamW", True, marks=pytest.mark.inductor)]
+
+
+@pytest.mark.parametrize(("name", "compiled"), IN_MODES)
 @pytest.mark.parametrize("pool", [2], indirect=True)
-def test_one_program_for_all_calls(pool, name):
-    check_data_parallel(name, EAGER)
-
-
-@pytest.mark.inductor
-@pytest.mark.parametrize("pool", [2], indirect=True)
-def test_with_inductor(pool):
-    check_data_parallel("AdamW", True)
-
-
-@pytest.mark.parametrize("pool", [2], indirect=True)
-def test_uncompiled(pool):
-    check_data_parallel("AdamW", False)
-
-
-def check_data_parallel(name, compiled):
+def test_one_program_for_all_calls(pool, name, compiled):
     params, grads = problem()
     optimizer = accumulating(name)
     traces = []
@@ -149,38 +135,6 @@ def test_dtypes_are_kept(dtype):
     after, later = optimizer.update(params, state, params)
     kinds = [(x.shape, x.dtype) for x in pytree.tree_leaves((params, state))]
     assert [(x.shape, x.dtype) for x in pytree.tree_leaves((after, later))] == kinds
-
-
-SGD = tp.optim.functional(torch.optim.SGD, lr=0.1)
-DAMPENED = tp.optim.functional(torch.optim.SGD, momentum=0.9, dampening=0.5)
-ONES = {"w": torch.ones(2)}
-MISUSE = {
-    "class": (lambda: tp.optim.accumulate(torch.optim.SGD, 2), TypeError,
-        "optim.accumulate takes what torchpmap.optim.functional returns, but got an object of type "
-        "type."),
-    "every": (lambda: tp.optim.accumulate(SGD, 0), ValueError,
-        "optim.accumulate: every must be an int of at least 1, not 0."),
-    "state": (lambda: tp.optim.accumulate(SGD, 2).update(ONES, SGD.init(ONES), ONES), ValueError,
-        "state['w'] has no 'accumulated_calls'. Pass a state that came from init or update of"),
-    "shape": (lambda: tp.optim.accumulate(SGD, 2).update(
-        {"w": torch.ones(3)}, tp.optim.accumulate(SGD, 2).init(ONES), ONES), ValueError,
-        "grads['w'] is float32[3], but the parameter is float32[2]."),
-    "first step": (lambda: tp.optim.accumulate(DAMPENED, 2).update(
-        ONES, tp.optim.accumulate(DAMPENED, 2).init(ONES), ONES), TypeError,
-        "makes momentum_buffer in its first step, so it cannot accumulate. Accumulate the"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("misuse", "kind", "text"), MISUSE.values(), ids=MISUSE)
-def test_misuse(misuse, kind, text):
-    with pytest.raises(kind, match=re.escape(text)):
-        misuse()
-
-
-def test_repr():
-    assert repr(tp.optim.accumulate(SGD, 4)) == (
-        "optim.accumulate(optim.functional(SGD, lr=0.1), every=4)"
-    )
 
 
 # What is left over --------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Covers: optim/_clip.py, optim/_schedule.py. Expected is what torch gives for the same numbers."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re
@@ -87,12 +85,10 @@ def test_derivatives_pass_through_clipping():
     [
         ({"a": 1.0}, "grads['a'] is of type float, expected a floating-point or complex tensor."),
         ([torch.arange(3)], "grads[0] is int64[3], expected a floating-point or complex tensor."),
-        (
-            [torch.ones(3).to_sparse()],
-            "grads[0] is sparse, expected a dense tensor: grads[0].to_dense().",
-        ),
+        ([torch.ones(3).to_sparse()],
+         "grads[0] is sparse, expected a dense tensor: grads[0].to_dense()."),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_clipped(grads, text):
     with pytest.raises(TypeError, match=re.escape(text)):
         tp.optim.clip_grad_norm(grads, 1.0)
@@ -145,17 +141,12 @@ def test_rates_are_torchs(make, options):
     torch.testing.assert_close(rate(steps), torch.tensor(expected))
     torch.testing.assert_close(tp.vmap(rate)(steps.float()), torch.tensor(expected))
     assert rate(torch.tensor(3)).shape == ()
+    rates = tp.optim.schedule(make, lr=[0.3, 0.1], num_steps=NUM_STEPS, **options)
+    expected = rates_of_torch(make, options, [0.3, 0.1])
+    assert [rates(step) for step in range(NUM_STEPS)] == expected
+    torch.testing.assert_close(torch.stack(rates(steps), 1), torch.tensor(expected))
     long = tp.optim.schedule(S.StepLR, lr=0.5, num_steps=300, step_size=1)
     assert long(torch.tensor(2, dtype=torch.uint8)).item() == pytest.approx(long(2))
-
-
-@each
-def test_rates_of_groups(make, options):
-    rate = tp.optim.schedule(make, lr=[0.3, 0.1], num_steps=NUM_STEPS, **options)
-    expected = rates_of_torch(make, options, [0.3, 0.1])
-    assert [rate(step) for step in range(NUM_STEPS)] == expected
-    columns = rate(torch.arange(NUM_STEPS))
-    torch.testing.assert_close(torch.stack(columns, 1), torch.tensor(expected))
 
 
 @pytest.mark.parametrize("compiled", [EAGER, False, pytest.param(True, marks=pytest.mark.inductor)])

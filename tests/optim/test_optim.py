@@ -1,7 +1,5 @@
 """Covers: optim/_functional.py, optim/_checks.py. Expected is what torch.optim gives."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -34,19 +32,20 @@ CASES = [
     ("Adafactor", {"lr": 0.1}),
     ("Muon", {"lr": 0.1}),
 ]
+ITEM = "torch 2.13 reads values with .item(), which vmap cannot do"
 IDS = [f"{name}-{'-'.join(k for k in options if k != 'lr')}".rstrip("-") for name, options in CASES]
 
 each = pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 
 
-def xfailing(failing, reason):
-    """The cases, those of one optimizer strictly expected to fail."""
-    marks = [[pytest.mark.xfail(reason=reason)] if name == failing else [] for name, _ in CASES]
-    return pytest.mark.parametrize(
-        ("name", "options"),
-        [pytest.param(*case, marks=mark) for case, mark in zip(CASES, marks, strict=True)],
-        ids=IDS,
-    )
+in_vmap = pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(*case, marks=pytest.mark.xfail(reason=ITEM) if case[0] == "Adafactor" else ())
+        for case in CASES
+    ],
+    ids=IDS,
+)
 
 
 def tree_map(function, *trees):
@@ -125,24 +124,34 @@ def test_plain_tensors(name, options):
 
 
 @pytest.mark.parametrize("pool", [2], indirect=True)
+@pytest.mark.parametrize(
+    ("compiled", "changing"),
+    [(EAGER, False), (False, False), (EAGER, True)],
+    ids=["graph", "python", "changing lr"],
+)
 @each
-@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*running without tracing:UserWarning")
-def test_data_parallel(pool, mode, name, options):
+def test_data_parallel(pool, compiled, changing, name, options):
     params, grads = problem(name)
     optimizer = functional(name, options)
+    traces = []
 
-    def step(grads, state, params):
-        return optimizer.update(tp.pmean(grads, "i"), state, params)
+    def step(grads, state, params, lr):
+        traces.append(len(state["w"]))
+        given = {"lr": lr} if changing else {}
+        return optimizer.update(tp.pmean(grads, "i"), state, params, **given)
 
-    f = tp.pmap(
-        step, "i", in_axes=(0, None, None), out_axes=None, compile=mode, donate_argnums=(1, 2)
-    )
+    axes = (0, None, None, None)
+    f = tp.pmap(step, "i", in_axes=axes, out_axes=None, compile=compiled, donate_argnums=(1, 2))
     per_device = [tree_map(lambda g: torch.stack([g, 3 * g]), grad) for grad in grads]
-    out, state = run(optimizer.init, f, params, per_device)
-    expected, _ = with_torch(name, options, params, [tree_map(lambda g: 2 * g, g) for g in grads])
-    assert_equal(out, expected, name)
+    lrs = [0.1 / (k + 1) if changing else options["lr"] for k in range(NUM_STEPS)]
+    rates = iter(lrs)
+    out, state = run(optimizer.init, lambda *args: f(*args, next(rates)), params, per_device)
+    doubled = [tree_map(lambda g: 2 * g, grad) for grad in grads]
+    assert_equal(out, with_torch(name, options, params, doubled, lrs)[0], name)
     assert all(isinstance(leaf, tp.ShardedTensor) for leaf in tensors(state))
+    if compiled is not False and name != "Adafactor":  # whose .item() makes pmap run it uncompiled
+        assert len(traces) == (2 if options.get("dampening") else 1)
 
 
 @pytest.mark.inductor
@@ -157,7 +166,7 @@ def test_with_inductor(pool, name):
     assert_equal(out, with_torch(name, options, params, grads)[0])
 
 
-@xfailing("Adafactor", "torch 2.13 reads values with .item(), which vmap cannot do")
+@in_vmap
 def test_ensemble(name, options):
     members = [problem(name, seed) for seed in range(3)]
     params = tree_map(lambda *xs: torch.stack(xs), *[params for params, _ in members])
@@ -173,7 +182,7 @@ def test_ensemble(name, options):
     assert all(leaf.shape[0] == 3 for leaf in tensors(state))
 
 
-@xfailing("Adafactor", "torch 2.13 reads values with .item(), which vmap cannot do")
+@in_vmap
 def test_batched_gradients_of_shared_parameters(name, options):
     params, grads = problem(name)
     optimizer = functional(name, options)
@@ -260,28 +269,6 @@ def test_schedule_is_torchs():
         theirs.step()
         scheduler.step()
     assert [t.tolist() for t in tensors(params)] == [t.tolist() for t in leaves]
-
-
-@pytest.mark.parametrize("pool", [2], indirect=True)
-@each
-def test_a_changing_lr_is_traced_once(pool, name, options):
-    if name == "Adafactor":
-        pytest.skip("not traced at all: its .item() makes pmap run it uncompiled")
-    params, grads = problem(name)
-    optimizer = functional(name, options)
-    traces = []
-
-    def step(grads, state, params, lr):
-        traces.append(len(state["w"]))
-        return optimizer.update(grads, state, params, lr=lr)
-
-    f = tp.pmap(step, in_axes=None, out_axes=None, axis_size=2, compile=EAGER)
-    lrs = [0.1 / (k + 1) for k in range(NUM_STEPS)]
-    rates = iter(lrs)
-    out, _ = run(optimizer.init, lambda *args: f(*args, next(rates)), params, grads)
-    theirs = {**options, "lr": 0.1} if name in ("ASGD", "Rprop") else options
-    assert_equal(out, with_torch(name, theirs, params, grads, lrs)[0], name)
-    assert len(traces) == (2 if options.get("dampening") else 1)
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "Adadelta", "RMSprop", "Adagrad"])
@@ -517,4 +504,8 @@ def test_derivatives_are_not_lost_silently(use):
 
 
 def test_repr():
-    assert repr(functional("Adam", {"lr": 0.1})) == "optim.functional(Adam, lr=0.1)"
+    optimizer = functional("SGD", {"lr": 0.1})
+    assert repr(optimizer) == "optim.functional(SGD, lr=0.1)"
+    assert repr(tp.optim.accumulate(optimizer, 4)) == (
+        "optim.accumulate(optim.functional(SGD, lr=0.1), every=4)"
+    )

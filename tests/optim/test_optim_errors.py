@@ -1,7 +1,5 @@
 """Covers: optim/_checks.py: what is no optimizer, no parameter, no gradient or no state of one."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -21,7 +19,9 @@ PARAMS = {"a": torch.ones(2), "b": [torch.ones(3)]}
 SGD = tp.optim.functional(torch.optim.SGD, lr=0.1)
 ADAM, ADAFACTOR = map(tp.optim.functional, (torch.optim.Adam, torch.optim.Adafactor))
 MOMENTUM = tp.optim.functional(torch.optim.SGD, momentum=0.9)
+DAMPENED = tp.optim.functional(torch.optim.SGD, momentum=0.9, dampening=0.5)
 STATE = SGD.init(PARAMS)
+ONES = {"w": torch.ones(2)}
 NOT_FLOAT = "only floating-point and complex tensors can be optimized"
 
 MISUSE = {
@@ -91,6 +91,20 @@ MISUSE = {
         lambda: tp.vmap(ADAFACTOR.update, in_axes=(0, None, None))(
             torch.ones(2, 3), ADAFACTOR.init(torch.ones(3)), torch.ones(3)), RuntimeError,
         "Adafactor reads values with .item(), and under vmap a tensor has no single value. Update"),
+    "accumulate-class": (lambda: tp.optim.accumulate(torch.optim.SGD, 2), TypeError,
+        "optim.accumulate takes what torchpmap.optim.functional returns, but got an object of type "
+        "type."),
+    "accumulate-every": (lambda: tp.optim.accumulate(SGD, 0), ValueError,
+        "optim.accumulate: every must be an int of at least 1, not 0."),
+    "accumulate-state": (
+        lambda: tp.optim.accumulate(SGD, 2).update(ONES, SGD.init(ONES), ONES), ValueError,
+        "state['w'] has no 'accumulated_calls'. Pass a state that came from init or update of"),
+    "accumulate-shape": (lambda: tp.optim.accumulate(SGD, 2).update(
+        {"w": torch.ones(3)}, tp.optim.accumulate(SGD, 2).init(ONES), ONES), ValueError,
+        "grads['w'] is float32[3], but the parameter is float32[2]."),
+    "accumulate-first-step": (lambda: tp.optim.accumulate(DAMPENED, 2).update(
+        ONES, tp.optim.accumulate(DAMPENED, 2).init(ONES), ONES), TypeError,
+        "makes momentum_buffer in its first step, so it cannot accumulate. Accumulate the"),
 }  # fmt: skip
 
 

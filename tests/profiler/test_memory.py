@@ -1,7 +1,5 @@
 """Covers: profiler/_memory.py, and profiler/_local.py through it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -19,17 +17,17 @@ LARGE = STAGED_BYTES // 4
 """Elements of a block that travels through shared memory."""
 
 
-def values() -> list[int]:
+def values():
     gc.collect()  # a traced function may keep a result in a circle of references
     return [each.value_bytes for each in tp.memory_stats().values()]
 
 
 @pytest.fixture
-def before() -> list[int]:
+def before():
     return values()
 
 
-def more(before: list[int]) -> list[int]:
+def more(before):
     return [now - then for now, then in zip(values(), before, strict=True)]
 
 
@@ -63,17 +61,14 @@ def test_results_and_copies(before):
     assert more(before) == [0] * 4
 
 
-def test_donated_arguments_are_gone(before):
+def test_views_on_a_device_count_once_and_donated_arguments_are_gone(before):
+    halves = tp.pmap(lambda x: x.chunk(2), compile=False)(torch.zeros(4, 10))
+    assert more(before) == [40] * 4
+    del halves
     x = tp.device_put(torch.zeros(4, 10), tp.devices())
     y = tp.pmap(lambda x: x.sum(), compile=EAGER, donate_argnums=0)(x)
     assert more(before) == [4] * 4
     del y
-
-
-def test_views_on_a_device_count_once(before):
-    halves = tp.pmap(lambda x: x.chunk(2), compile=False)(torch.zeros(4, 10))
-    assert more(before) == [40] * 4
-    del halves
 
 
 @pytest.mark.cpu_only("the host's memory is all there is")

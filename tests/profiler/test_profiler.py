@@ -1,12 +1,8 @@
 """Covers: profiler.trace: tracks, names and clocks of its file, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,16 +21,15 @@ pytestmark = [
     pytest.mark.skipif(LAGS, reason="operations run on a thread that is not recorded"),
 ]
 
-Events = list[dict[str, Any]]
 ROUNDED_US = 0.002
 """How much the end of an event may be wrong: times have 3 digits."""
 CLOCKS_US = 1000.0
 """How far clocks may be apart on a busy machine."""
 
 
-def read(path: Path) -> dict[str, Events]:
+def read(path):
     """Track -> its events, in the order of the file; each is well formed."""
-    tracks: dict[int, Events] = {}
+    tracks = {}
     names = {}
     for event in json.loads(path.read_text())["traceEvents"]:
         assert event["ph"] in "MXisf"
@@ -61,9 +56,9 @@ def read(path: Path) -> dict[str, Events]:
     return {names[pid]: events for pid, events in tracks.items()}
 
 
-def check_nesting(spans: Events) -> None:
+def check_nesting(spans):
     """Of two events on one thread, one is part of the other, or they are apart."""
-    ends: list[float] = []
+    ends = []
     for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
         begin, end = event["ts"], event["ts"] + event["dur"]
         while ends and ends[-1] <= begin + ROUNDED_US:
@@ -72,11 +67,11 @@ def check_nesting(spans: Events) -> None:
         ends.append(end)
 
 
-def named(events: Events, name: str) -> Events:
+def named(events, name):
     return [event for event in events if event["ph"] == "X" and event["name"] == name]
 
 
-def collectives(events: Events) -> list[str]:
+def collectives(events):
     return [event["name"] for event in events if event.get("cat") == "collective"]
 
 
@@ -91,6 +86,18 @@ DEVICES = [f"{DEVICE}:{k}" for k in range(4)]
 @pytest.fixture
 def mapped():
     return tp.pmap(step, "i", in_axes=(None, 0), out_axes=(None, 0), compile=EAGER)
+
+
+@pytest.fixture
+def traced(tmp_path):
+    """The tracks of a trace of a call."""
+
+    def run(f, *args):
+        with tp.profiler.trace(tmp_path) as path:
+            f(*args)
+        return read(path)
+
+    return run
 
 
 def test_tracks_and_names(mapped, tmp_path, capfd):
@@ -122,30 +129,27 @@ def test_tracks_and_names(mapped, tmp_path, capfd):
 
 
 @pytest.mark.inductor
-def test_compiled_in_the_block(tmp_path):
+def test_compiled_in_the_block(traced):
     """What a compiler does on fake tensors is not shown as operations."""
     f = tp.pmap(step, "i", in_axes=(None, 0), out_axes=(None, 0))
-    with tp.profiler.trace(tmp_path) as path:
-        f(W, X)[0].block_until_ready()
+    tracks = traced(lambda: f(W, X)[0].block_until_ready())
     for device in DEVICES:
-        events = read(path)[device]
-        assert named(events, "compiling step")
-        assert named(events, "compiled code")
-        assert collectives(events) == ["all_reduce over i, 40 B", "ppermute over i, 8 B"]
+        assert named(tracks[device], "compiling step")
+        assert named(tracks[device], "compiled code")
+        sent = ["all_reduce over i, 40 B", "ppermute over i, 8 B"]
+        assert collectives(tracks[device]) == sent
 
 
-def test_ranges_that_torch_ends_late(tmp_path):
+def test_ranges_that_torch_ends_late(traced):
     """``read`` checks the nesting; torch's optimizers record ranges, which are in the graph too."""
     optimizer = tp.optim.functional(torch.optim.Adam, lr=0.01)
 
     def train(w, state, x):
-        w, state = optimizer.update(tp.pmean(w * x, "i"), state, w)
-        return w, state
+        return optimizer.update(tp.pmean(w * x, "i"), state, w)
 
-    mapped = tp.pmap(train, "i", in_axes=(None, None, 0), out_axes=None, compile=EAGER)
-    with tp.profiler.trace(tmp_path) as path:
-        mapped(W, optimizer.init(W), X)[0].block_until_ready()
-    assert named(read(path)[DEVICES[0]], "Optimizer.step#Adam.step")
+    f = tp.pmap(train, "i", in_axes=(None, None, 0), out_axes=None, compile=EAGER)
+    tracks = traced(lambda: f(W, optimizer.init(W), X)[0].block_until_ready())
+    assert named(tracks[DEVICES[0]], "Optimizer.step#Adam.step")
 
 
 def test_overlapping_operations_are_cut():
@@ -170,51 +174,43 @@ def test_overlapping_operations_are_cut():
     ]
 
 
-def test_details_of_collectives(mapped, tmp_path):
+def test_details_of_collectives(mapped, traced):
     mapped(W, X)  # the plan may be older than the trace
-    with tp.profiler.trace(tmp_path) as path:
-        mapped(W, X)
-    (event, _) = (e for e in read(path)[DEVICES[1]] if e.get("cat") == "collective")
+    (event, _) = (e for e in traced(mapped, W, X)[DEVICES[1]] if e.get("cat") == "collective")
     assert (event["args"]["axis"], event["args"]["bytes"]) == ("i", 40)
     assert event["args"]["Input Dims"][0] == [10]
 
 
-def test_a_function_that_is_gone_before_the_file_is_written(tmp_path):
-    with tp.profiler.trace(tmp_path) as path:
-        tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)(X)
-    assert collectives(read(path)[DEVICES[0]]) == ["all_reduce over i, 40 B"]
+def test_a_function_that_is_gone_before_the_file_is_written(traced):
+    tracks = traced(lambda: tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)(X))
+    assert collectives(tracks[DEVICES[0]]) == ["all_reduce over i, 40 B"]
 
 
-def test_collectives_of_several_axes(tmp_path):
+def test_collectives_of_several_axes(traced):
     def f(x):
         return tp.psum(x, "rows"), tp.psum(x[:5], "cols"), tp.pmax(x[:3], ("rows", "cols"))
 
     grid = tp.pmap(tp.pmap(f, "cols", compile=EAGER), "rows", compile=EAGER)
-    with tp.profiler.trace(tmp_path) as path:
-        grid(torch.ones(2, 2, 10))
-    assert sorted(collectives(read(path)[DEVICES[3]])) == [
+    assert sorted(collectives(traced(grid, torch.ones(2, 2, 10))[DEVICES[3]])) == [
         "all_reduce over cols, 20 B",
         "all_reduce over rows, 40 B",
         "all_reduce over rows, cols, 12 B",
     ]
 
 
-def test_equal_collectives_over_different_axes(tmp_path):
+def test_equal_collectives_over_different_axes(traced):
     """Which is which cannot be told, so both are named."""
 
     def f(x):
         return tp.psum(x, "rows"), tp.psum(x * 2, "cols")
 
     grid = tp.pmap(tp.pmap(f, "cols", compile=EAGER), "rows", compile=EAGER)
-    with tp.profiler.trace(tmp_path) as path:
-        grid(torch.ones(2, 2, 10))
-    assert set(collectives(read(path)[DEVICES[0]])) == {"all_reduce over cols or rows, 40 B"}
+    found = collectives(traced(grid, torch.ones(2, 2, 10))[DEVICES[0]])
+    assert set(found) == {"all_reduce over cols or rows, 40 B"}
 
 
-def test_uncompiled_calls(tmp_path):
-    with tp.profiler.trace(tmp_path) as path:
-        eagerly(lambda x: tp.psum(x, "i"))(X)
-    tracks = read(path)
+def test_uncompiled_calls(traced):
+    tracks = traced(eagerly(lambda x: tp.psum(x, "i")), X)
     assert len(named(tracks["controller"], "uncompiled <lambda>")) == 1
     assert named(tracks[DEVICES[0]], "running <lambda>")
     assert collectives(tracks[DEVICES[0]]) == ["all_reduce, 40 B"]
@@ -267,29 +263,22 @@ def test_files_stay(tmp_path):
 # ends --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_the_block_raises(kind, mapped, tmp_path):
-    def run():
-        with tp.profiler.trace(tmp_path):
-            mapped(W, X)
-            raise kind("mine")
+@pytest.mark.parametrize(
+    ("kind", "run"),
+    [(ValueError, lambda f: f(X)), (KeyboardInterrupt, lambda f: f(X)),
+     (ValueError, lambda f: eagerly(f)(X))],
+    ids=["an error", "an interrupt", "a call that fails"],
+)  # fmt: skip
+def test_the_block_raises(kind, run, mapped, traced, tmp_path):
+    def bad(x):
+        raise kind("mine")
+
+    def mapped_and_bad():
+        mapped(W, X)
+        run(bad)
 
     with pytest.raises(kind, match="mine"):
-        run()
-    assert named(read(tmp_path / "trace.json")[DEVICES[0]], "running step")
-
-
-def test_a_call_fails(mapped, tmp_path):
-    def bad(x):
-        raise ValueError("on the device")
-
-    def run():
-        with tp.profiler.trace(tmp_path):
-            mapped(W, X)
-            eagerly(bad)(X)
-
-    with pytest.raises(ValueError, match="on the device"):
-        run()
+        traced(mapped_and_bad)
     assert named(read(tmp_path / "trace.json")[DEVICES[0]], "running step")
 
 
@@ -306,7 +295,7 @@ def test_a_call_fails_that_nobody_waits_for(mapped, tmp_path):
         failed.cpu()
 
 
-def test_a_worker_dies(mapped, tmp_path):
+def test_a_worker_dies(mapped, traced, tmp_path):
     with tp.profiler.trace(tmp_path) as path:
         mapped(W, X)[0].block_until_ready()
         os.kill(worker_pids()[1], signal.SIGKILL)
@@ -316,9 +305,7 @@ def test_a_worker_dies(mapped, tmp_path):
     assert [e["name"] for e in tracks[DEVICES[1]] if e["ph"] != "M"] == [lost]
     for k in (0, 2, 3):
         assert named(tracks[DEVICES[k]], "running step")
-    with tp.profiler.trace(tmp_path) as path:
-        mapped(W, X)
-    assert named(read(path)[DEVICES[1]], "running step")
+    assert named(traced(mapped, W, X)[DEVICES[1]], "running step")
 
 
 def test_the_pool_is_shut_down_in_the_block(mapped, tmp_path):
@@ -342,7 +329,7 @@ def test_one_at_a_time(mapped, tmp_path):
     assert named(read(path)[DEVICES[0]], "running step")
 
 
-def test_inside_of_torchs_profiler(mapped, tmp_path):
+def test_inside_of_torchs_profiler(mapped, traced, tmp_path):
     kinds = [torch.profiler.ProfilerActivity.CPU]
     with (
         torch.profiler.profile(activities=kinds, acc_events=True) as outer,
@@ -351,26 +338,19 @@ def test_inside_of_torchs_profiler(mapped, tmp_path):
     ):
         pass
     outer.events()
-    with tp.profiler.trace(tmp_path) as path:
-        mapped(W, X)
-    assert named(read(path)[DEVICES[0]], "running step")
+    assert named(traced(mapped, W, X)[DEVICES[0]], "running step")
 
 
-def test_without_devices(tmp_path):
-    with tp.debug.fake_pmap(), tp.profiler.trace(tmp_path) as path:
-        tp.pmap(lambda x: tp.psum(x, "i"), "i")(X)
-    tracks = read(path)
+def test_without_devices(traced):
+    with tp.debug.fake_pmap():
+        tracks = traced(tp.pmap(lambda x: tp.psum(x, "i"), "i"), X)
     assert list(tracks) == ["controller"]
     assert named(tracks["controller"], "aten::sum")
 
 
-def test_inside_a_mapped_function(tmp_path):
-    def f(x):
-        with tp.profiler.trace(tmp_path):
-            return x
-
+def test_inside_a_mapped_function(traced):
     with pytest.raises(RuntimeError, match=r"profiler.trace was called inside a mapped function"):
-        tp.pmap(f, compile=EAGER)(X)
+        tp.pmap(lambda x: traced(torch.sin, x), compile=EAGER)(X)
 
 
 # several hosts -----------------------------------------------------------------------------------

@@ -4,15 +4,13 @@ A mask is read from what attention gives for the identity as values.  Then every
 exactly: the result, and every derivative, for that mask.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from _support import EAGER
 from torch.func import functional_call, jvp
 from torch.utils.checkpoint import checkpoint
 
@@ -20,28 +18,27 @@ import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
 
-EAGER = {"backend": "eager"}
 P = 0.4
 torch.manual_seed(1)
 Q, K = torch.randn(2, 8, 2, 6, 4).double()  # [row, head, position, feature]
 EYE = torch.eye(6).double().expand(2, 6, 6)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+def attend(q, k, v, **options):
     return F.scaled_dot_product_attention(q, k, v, dropout_p=P, **options)
 
 
-def weights_of(q: torch.Tensor, k: torch.Tensor, bias: Any = 0.0) -> torch.Tensor:
+def weights_of(q, k, bias=0.0):
     return (q @ k.mT / math.sqrt(q.shape[-1]) + bias).softmax(-1)
 
 
-def seeded(f: Callable[..., Any], *rows: torch.Tensor, mode: Any = EAGER, **options: Any) -> Any:
+def seeded(f, *rows, mode=EAGER, **options):
     torch.manual_seed(0)
     out = tp.pmap(f, compile=mode, **options)(*rows)
     return tuple(x.cpu() for x in out) if isinstance(out, tuple) else out.cpu()
 
 
-def masks(q: torch.Tensor = Q, k: torch.Tensor = K) -> torch.Tensor:
+def masks(q=Q, k=K):
     """1 / (1 - P) where a weight is kept, else 0."""
     scale = seeded(lambda q, k: attend(q, k, EYE), q, k) / weights_of(q, k)
     kept = scale > 0
@@ -49,7 +46,7 @@ def masks(q: torch.Tensor = Q, k: torch.Tensor = K) -> torch.Tensor:
     return scale
 
 
-def test_masks_are_the_rows_own_and_keep_as_often_as_they_should() -> None:
+def test_masks_are_the_rows_own_and_keep_as_often_as_they_should():
     scale = masks()
     assert len({str(row) for row in scale.tolist()}) == 8
     large = torch.zeros(4, 1, 100, 4).double()
@@ -61,14 +58,14 @@ def test_masks_are_the_rows_own_and_keep_as_often_as_they_should() -> None:
 
 
 @pytest.mark.parametrize("rows", [4, 8])  # one or two on a device
-def test_derivatives_use_the_mask_of_the_result(mode: Any, rows: int) -> None:
+def test_derivatives_use_the_mask_of_the_result(mode, rows):
     q, k = Q[:rows], K[:rows]
     scale = masks()[:rows]
 
-    def loss(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def loss(q, k):
         return (attend(q, k, k) ** 2).sum()
 
-    def both(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def both(q, k):
         value, grads = tp.value_and_grad(loss, argnums=(0, 1))(q, k)
         return value, *grads
 
@@ -95,9 +92,9 @@ def test_derivatives_use_the_mask_of_the_result(mode: Any, rows: int) -> None:
 
 
 @pytest.mark.parametrize("preserve", [True, False])
-def test_a_recomputed_attention_has_the_same_mask(preserve: bool, mode: Any) -> None:
-    def loss(again: bool) -> Callable[..., torch.Tensor]:
-        def f(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def test_a_recomputed_attention_has_the_same_mask(preserve, mode):
+    def loss(again):
+        def f(q, k):
             if not again:
                 return attend(q, k, k).square().sum()
             out = checkpoint(attend, q, k, k, use_reentrant=False, preserve_rng_state=preserve)
@@ -109,8 +106,8 @@ def test_a_recomputed_attention_has_the_same_mask(preserve: bool, mode: Any) -> 
     torch.testing.assert_close(again, plain)
 
 
-def test_under_vmap_and_in_loops(mode: Any) -> None:
-    def lanes(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def test_under_vmap_and_in_loops(mode):
+    def lanes(q, k):
         return tp.vmap(lambda q: attend(q, k[:1], EYE[:1]))(q[:, None])
 
     kept = seeded(lanes, Q, K, mode=mode) > 0
@@ -118,8 +115,8 @@ def test_under_vmap_and_in_loops(mode: Any) -> None:
     with pytest.raises(RuntimeError, match="randomness error mode"):
         seeded(lambda q: torch.func.vmap(lambda q: attend(q, q, EYE[:1]))(q[:, None]), Q, mode=mode)
 
-    def steps(q: torch.Tensor) -> torch.Tensor:
-        def body(carry: torch.Tensor, _: Any) -> Any:
+    def steps(q):
+        def body(carry, _):
             return carry, attend(carry, carry, EYE)
 
         return tp.scan(body, q, None, length=3)[1]
@@ -128,7 +125,7 @@ def test_under_vmap_and_in_loops(mode: Any) -> None:
     assert len({str(step) for row in kept.tolist() for step in row}) == 24
 
 
-def test_arguments_of_attention() -> None:
+def test_arguments_of_attention():
     upper = torch.ones(6, 6).tril().logical_not()
     bias = torch.zeros(6, 6).double().masked_fill(upper, -math.inf)
     scale = seeded(lambda q, k: attend(q, k, EYE, attn_mask=bias), Q[:4], K[:4])
@@ -148,14 +145,14 @@ def test_arguments_of_attention() -> None:
     assert (nothing == 0).all()
 
 
-def test_attention_without_dropout_draws_nothing_and_differentiates() -> None:
+def test_attention_without_dropout_draws_nothing_and_differentiates():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 1, 2, 8, 4).double()  # [device, batch, head, position, feature]
 
-    def plain_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def plain_attend(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def loss(q, k, v):
         return (plain_attend(q, k, v) ** 2).sum()
 
     causal = torch.zeros(8, 8).double().masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf)
@@ -172,59 +169,50 @@ def test_attention_without_dropout_draws_nothing_and_differentiates() -> None:
     torch.testing.assert_close(grads[1].cpu(), v.grad)
 
 
-def encoder(p: float) -> torch.nn.Module:
-    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=p, batch_first=True)
+def encoder(dropout, batch_first):
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=batch_first)
     return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-class Decoder(torch.nn.TransformerDecoderLayer):
-    def __init__(self, p: float) -> None:
-        super().__init__(8, 2, 16, dropout=p, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(x, x.flip(1), tgt_is_causal=True, tgt_mask=torch.zeros(5, 5))
+def decode(layer, x):
+    return layer(x, x.flip(1), tgt_is_causal=True, tgt_mask=torch.zeros(5, 5))
 
 
-class OfItself(torch.nn.MultiheadAttention):
-    def __init__(self, p: float) -> None:
-        super().__init__(8, 2, dropout=p, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        out, weights = super().forward(x, x, x)
-        return out + weights.sum()
+def attend_to_itself(layer, x):
+    out, weights = layer(x, x, x)
+    return out + weights.sum()
 
 
-class Recurrent(torch.nn.Module):
-    def __init__(self, kind: type[torch.nn.RNNBase], p: float, **options: Any) -> None:
-        super().__init__()
-        self.layer = kind(8, 8, 2, dropout=p, batch_first=True, **options)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.layer(x)[0]
+def recur(layer, x):
+    return layer(x)[0]
 
 
-LAYERS: dict[str, Callable[[float], torch.nn.Module]] = {
-    "encoder": encoder,
-    "decoder": Decoder,
-    "attention": OfItself,
-    "lstm": lambda p: Recurrent(torch.nn.LSTM, p),
-    "gru": lambda p: Recurrent(torch.nn.GRU, p, bidirectional=True),
-    "rnn": lambda p: Recurrent(torch.nn.RNN, p),
+LAYERS = {
+    "encoder": (encoder, lambda layer, x: layer(x)),
+    "decoder": (partial(torch.nn.TransformerDecoderLayer, 8, 2, 16), decode),
+    "attention": (partial(torch.nn.MultiheadAttention, 8, 2), attend_to_itself),
+    "lstm": (partial(torch.nn.LSTM, 8, 8, 2), recur),
+    "gru": (partial(torch.nn.GRU, 8, 8, 2, bidirectional=True), recur),
+    "rnn": (partial(torch.nn.RNN, 8, 8, 2), recur),
 }
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_with_dropout_train(name: str) -> None:
+def test_layers_with_dropout_train(name):
     torch.manual_seed(2)
     x = torch.randn(1, 2, 5, 8).expand(8, 2, 5, 8)  # equal rows: what differs is drawn
 
-    def value_and_grad(p: float, mode: Any, rows: torch.Tensor) -> Any:
+    def value_and_grad(p, mode, rows):
         torch.manual_seed(3)
-        model = LAYERS[name](p)
+        make, use = LAYERS[name]
+        model = make(dropout=p, batch_first=True)
         params = {key: value.detach() for key, value in model.named_parameters()}
 
-        def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
-            return (functional_call(model, params, (x,)) ** 3).sum()
+        def loss(params, x):
+            def layer(*args, **options):
+                return functional_call(model, params, args, options)
+
+            return (use(layer, x) ** 3).sum()
 
         torch.manual_seed(0)
         value, grads = tp.pmap(tp.value_and_grad(loss), in_axes=(None, 0), compile=mode)(

@@ -1,10 +1,7 @@
 """Covers: random: every function against the numbers that jax draws, wherever it runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +28,7 @@ ULPS = {"normal": 4, "exponential": 2, "laplace": 2}
 ABSOLUTE = {"gumbel": 5e-7, "logistic": 5e-7, "truncated_normal": 1e-6}
 
 
-def namespace() -> dict[str, Any]:
+def namespace():
     """What the programs may name: as in tests/programs/parity/generate_random.py."""
     names = {name: getattr(random, name) for name in random.__all__}
     widths = (
@@ -42,7 +39,7 @@ def namespace() -> dict[str, Any]:
     return names | {"array": lambda x, dtype: torch.tensor(x, dtype=dtype), "vmap": tp.vmap}
 
 
-def stored(case: dict[str, Any]) -> torch.Tensor:
+def stored(case):
     dtype = getattr(torch, case["dtype"])
     if not dtype.is_floating_point:
         return torch.tensor(np.array(case["data"], case["dtype"]).reshape(case["shape"]))
@@ -52,14 +49,14 @@ def stored(case: dict[str, Any]) -> torch.Tensor:
     )
 
 
-def ordinal(x: torch.Tensor) -> torch.Tensor:
+def ordinal(x):
     """Consecutive integers for consecutive floating-point numbers."""
     pattern = x.view(BITS[x.dtype]).to(torch.int64)
     smallest = -(2 ** (8 * x.dtype.itemsize - 1))
     return torch.where(pattern < 0, smallest - pattern, pattern)
 
 
-def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_equal(actual, expected):
     """The same numbers; int64 may stand for jax's uint32 (in keys) and int32 (in positions)."""
     assert actual.shape == expected.shape
     assert actual.dtype in (expected.dtype, torch.int64)
@@ -70,7 +67,7 @@ def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
         assert actual.tolist() == expected.tolist()
 
 
-def assert_close_to_jax(program: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close_to_jax(program, actual, expected):
     name = next((name for name in (*ULPS, *ABSOLUTE) if f"{name}(" in program), None)
     if expected.dtype == torch.float64 and "-3.7" in program:
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-15)
@@ -94,7 +91,7 @@ def test_numbers_are_those_of_jax(case):
     assert_close_to_jax(case["program"], actual, stored(case))
 
 
-def result(program: str) -> torch.Tensor:
+def result(program):
     """What jax draws."""
     return stored(next(case for case in CASES if case["program"] == program))
 
@@ -136,27 +133,20 @@ DRAWS = {
 }
 
 
-SOME = (
-    "split",
-    "bits",
-    "uniform",
-    "normal",
-    "randint 64",
-    "permutation",
-    "choice p",
-    "categorical",
-)
+SOME = [
+    "split", "bits", "uniform", "normal", "randint 64", "permutation", "choice p", "categorical",
+]  # fmt: skip
 
 
-def draw_all(key: torch.Tensor) -> dict[str, torch.Tensor]:
+def draw_all(key):
     return {name: draw(key) for name, draw in DRAWS.items()}
 
 
-def draw_some(key: torch.Tensor) -> dict[str, torch.Tensor]:
+def draw_some(key):
     return {name: DRAWS[name](key) for name in SOME}
 
 
-def assert_all_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_all_close(actual, expected):
     """Equal, but for the last places of numbers that come from a logarithm."""
     assert list(actual) == list(expected)
     for name, value in expected.items():
@@ -168,7 +158,7 @@ def assert_all_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.
             assert found.tolist() == value.tolist(), name
 
 
-def one_by_one(keys: torch.Tensor) -> dict[str, torch.Tensor]:
+def one_by_one(keys):
     drawn = [draw_all(key) for key in keys]
     return {name: torch.stack([draws[name] for draws in drawn]) for name in DRAWS}
 
@@ -188,15 +178,12 @@ def test_keys_in_the_last_dim_of_a_batch_of_batches():
     assert drawn.tolist() == expected
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize(
     ("pool", "compile"), [(2, EAGER), (4, EAGER), (4, False)], indirect=["pool"]
 )
-def test_one_key_per_device_draws_what_a_batch_of_keys_draws(pool, compile, name):
+def test_one_key_per_device_draws_what_a_batch_of_keys_draws(pool, compile):
     keys = random.split(random.key(8), 4)
-    mapped = tp.pmap(DRAWS[name], compile=compile)(keys)
-    assert_all_close({name: mapped}, {name: tp.vmap(DRAWS[name])(keys)})
+    assert_all_close(tp.pmap(draw_some, compile=compile)(keys), tp.vmap(draw_some)(keys))
 
 
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)
@@ -340,7 +327,7 @@ def test_the_hash_as_one_operation(in_dims):
     assert [(x.shape, x.dtype) for x in node.meta["val"]] == [((5, 2, 3), torch.int64)] * 2
 
 
-def threefry_of_numpy(key: tuple[int, int], count: tuple[int, int]) -> tuple[int, int]:
+def threefry_of_numpy(key, count):
     """Threefry-2x32-20 as its authors write it, in uint32."""
     with np.errstate(over="ignore"):
         schedule = [np.uint32(word) for word in (*key, key[0] ^ key[1] ^ 0x1BD11BDA)]

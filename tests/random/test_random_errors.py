@@ -1,6 +1,6 @@
 """Covers: random: what its functions refuse, and what they say."""
 
-from __future__ import annotations
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +12,15 @@ from torchpmap import random
 KEY = random.key(0)
 KEYS = random.split(KEY, 4)
 FLOATS = "expected float32, float64, float16 or bfloat16."
+CONTINUOUS = {
+    "uniform": (),
+    "normal": (),
+    "truncated_normal": (-1.0, 1.0),
+    "exponential": (),
+    "gumbel": (),
+    "laplace": (),
+    "logistic": (),
+}
 
 
 @pytest.mark.parametrize(
@@ -63,20 +72,9 @@ FLOATS = "expected float32, float64, float16 or bfloat16."
         (lambda: random.gumbel(KEY, (2, -1)), ValueError,
          "gumbel: got shape (2, -1), expected no negative size."),
         *(
-            (
-                lambda name=name, rest=rest: getattr(random, name)(KEY, *rest, dtype=torch.int32),
-                TypeError,
-                f"{name}: got dtype torch.int32, {FLOATS}",
-            )
-            for name, rest in {
-                "uniform": (),
-                "normal": (),
-                "truncated_normal": (-1.0, 1.0),
-                "exponential": (),
-                "gumbel": (),
-                "laplace": (),
-                "logistic": (),
-            }.items()
+            (partial(getattr(random, name), KEY, *limits, dtype=torch.int32), TypeError,
+             f"{name}: got dtype torch.int32, {FLOATS}")
+            for name, limits in CONTINUOUS.items()
         ),
         (lambda: random.uniform(KEY, (2,), minval=torch.zeros(3)), ValueError,
          "uniform: got minval of shape (3,), expected one that broadcasts to the shape of the "
@@ -154,19 +152,13 @@ def test_misuse_inside_pmap_is_an_error_of_the_caller(pool):
         (lambda: random.split(KEY, np.int64(3)), lambda: random.split(KEY, 3)),
         (lambda: random.bits(KEY, [2, 3]), lambda: random.bits(KEY, (2, 3))),
         (lambda: random.bits(KEY, torch.ones(2, 3).shape), lambda: random.bits(KEY, (2, 3))),
-        (
-            lambda: random.bernoulli(KEY, np.array([0.2, 0.7], np.float32)),
-            lambda: random.bernoulli(KEY, torch.tensor([0.2, 0.7])),
-        ),
-        (
-            lambda: random.choice(KEY, np.arange(4), (3,), p=np.array([1, 2, 3, 4])),
-            lambda: random.choice(KEY, 4, (3,), p=[1, 2, 3, 4]),
-        ),
-        (
-            lambda: random.randint(KEY, (3,), np.int64(2), np.array([5, 6, 7])),
-            lambda: random.randint(KEY, (3,), 2, torch.tensor([5, 6, 7])),
-        ),
+        (lambda: random.bernoulli(KEY, np.array([0.2, 0.7], np.float32)),
+         lambda: random.bernoulli(KEY, torch.tensor([0.2, 0.7]))),
+        (lambda: random.choice(KEY, np.arange(4), (3,), p=np.array([1, 2, 3, 4])),
+         lambda: random.choice(KEY, 4, (3,), p=[1, 2, 3, 4])),
+        (lambda: random.randint(KEY, (3,), np.int64(2), np.array([5, 6, 7])),
+         lambda: random.randint(KEY, (3,), 2, torch.tensor([5, 6, 7]))),
     ],
-)
+)  # fmt: skip
 def test_numbers_and_arrays_of_numpy_are_taken(given, plain):
     assert given().tolist() == plain().tolist()

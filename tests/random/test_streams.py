@@ -3,15 +3,12 @@
 Shapes and dtypes are those of torch outside; distributions are checked by their moments.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from math import e, pi
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from _support import EAGER
 from torch import distributions
 from torch.nn import init
 
@@ -20,13 +17,11 @@ from torchpmap.random._samples import poisson
 
 pytestmark = pytest.mark.usefixtures("pool")
 
-EAGER = {"backend": "eager"}
+LOG_NORMAL_DEVIATION = ((e**0.25 - 1) * e**0.25) ** 0.5
 WEIGHTS = torch.tensor([0.1, 0.0, 0.7, 0.2])  # of mean 2 and variance 0.6
 X = torch.tensor([[0.2, 0.4, 0.6], [0.1, 0.3, 0.5], [0.7, 0.8, 0.9], [0.15, 0.25, 0.35]])
 
-Draw = Callable[[torch.Tensor], torch.Tensor]
-
-SAMPLERS: dict[str, Draw] = {
+SAMPLERS = {
     "rand": lambda x: torch.rand(5),
     "rand of a shape": lambda x: torch.rand((2, 3), dtype=torch.float64),
     "rand complex": lambda x: torch.rand(4, dtype=torch.complex64),
@@ -50,7 +45,7 @@ SAMPLERS: dict[str, Draw] = {
     "poisson": lambda x: torch.poisson(100 * x.repeat(3)),
     "operation": lambda x: torch.ops.aten.rand.default([3]),
 }
-IN_PLACE: dict[str, Draw] = {
+IN_PLACE = {
     "uniform_": lambda x: x.clone().uniform_(2, 3),
     "uniform_ named": lambda x: x.clone().uniform_(to=4),
     "normal_": lambda x: torch.empty(3).normal_(mean=1.0),
@@ -64,7 +59,7 @@ IN_PLACE: dict[str, Draw] = {
     "random_ named": lambda x: x.new_empty(3).random_(**{"from": 3, "to": 1000}),
     "a part": lambda x: (out := torch.empty(2, 3), out[0].normal_(), out[1].uniform_())[0],
 }
-DROPOUTS: dict[str, Draw] = {
+DROPOUTS = {
     "dropout": lambda x: F.dropout(x.repeat(10), 0.5),
     "in place": lambda x: F.dropout(x.repeat(10), 0.5, inplace=True),
     "torch.dropout": lambda x: torch.dropout(x.repeat(10), 0.5, True),
@@ -83,7 +78,7 @@ DROPOUTS: dict[str, Draw] = {
     ),
     "svd_lowrank": lambda x: torch.svd_lowrank(torch.eye(5, 4) + x[0], 2)[1],
 }
-INITS: dict[str, Draw] = {
+INITS = {
     "uniform_": lambda x: init.uniform_(torch.empty(3, 4)),
     "normal_": lambda x: init.normal_(torch.empty(3, 4)),
     "trunc_normal_": lambda x: init.trunc_normal_(torch.empty(3, 4)),
@@ -99,7 +94,7 @@ INITS: dict[str, Draw] = {
     ),
 }
 UNCHECKED = {"validate_args": False}  # a check reads values
-DISTRIBUTIONS: dict[str, Draw] = {
+DISTRIBUTIONS = {
     "Normal": lambda x: distributions.Normal(x, x, **UNCHECKED).rsample(),
     "Exponential": lambda x: distributions.Exponential(x, **UNCHECKED).rsample((2,)),
     "Laplace": lambda x: distributions.Laplace(x, x, **UNCHECKED).sample((2,)),
@@ -117,21 +112,21 @@ GROUPS = {
 }
 
 
-def drawn(draw: Any, mode: Any = EAGER, rows: Any = X, **options: Any) -> torch.Tensor:
+def drawn(draw, mode=EAGER, rows=X, **options):
     torch.manual_seed(0)
     return tp.pmap(draw, compile=mode, **options)(rows).cpu()
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, of pools in vmap
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_row_draws_its_own_numbers(group: str) -> None:
+def test_every_row_draws_its_own_numbers(group):
     draws = GROUPS[group]
     expected = {name: torch.stack([draw(row) for row in X]) for name, draw in draws.items()}
 
-    def all_of_them(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def all_of_them(x):
         return {name: draw(x) for name, draw in draws.items()}
 
-    def run(rows: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
+    def run(rows, **options):
         torch.manual_seed(0)
         found = tp.pmap(all_of_them, **options)(rows)
         return {name: value.cpu() for name, value in found.items()}
@@ -170,11 +165,7 @@ def test_every_row_draws_its_own_numbers(group: str) -> None:
         (lambda x: torch.poisson(torch.full((20_000,), 3.0)), 3.0, 3**0.5),
         (lambda x: torch.poisson(torch.full((20_000,), 1e6, dtype=torch.float64)), 1e6, 1e3),
         (lambda x: torch.empty(20_000).geometric_(0.25), 4.0, 12**0.5),
-        (
-            lambda x: torch.empty(20_000).log_normal_(0.0, 0.5),
-            e**0.125,
-            ((e**0.25 - 1) * e**0.25) ** 0.5,
-        ),
+        (lambda x: torch.empty(20_000).log_normal_(0.0, 0.5), e**0.125, LOG_NORMAL_DEVIATION),
         (lambda x: torch.empty(20_000).cauchy_().atan(), 0.0, pi * 12**-0.5),
         (lambda x: torch.multinomial(WEIGHTS, 20_000, True), 2.0, 0.6**0.5),
         (lambda x: torch.multinomial(WEIGHTS.expand(20_000, 4), 1)[:, 0], 2.0, 0.6**0.5),
@@ -184,7 +175,7 @@ def test_every_row_draws_its_own_numbers(group: str) -> None:
         (lambda x: torch._standard_gamma(torch.full((20_000,), 9.0)), 9.0, 3.0),
     ],
 )
-def test_distributions(draw: Any, mean: float, deviation: float) -> None:
+def test_distributions(draw, mean, deviation):
     numbers = drawn(draw).double()
     assert numbers.mean(1).tolist() == pytest.approx([mean] * 4, abs=5 * deviation / 141)
     assert numbers.std(1).tolist() == pytest.approx([deviation] * 4, rel=0.05)
@@ -192,28 +183,23 @@ def test_distributions(draw: Any, mean: float, deviation: float) -> None:
     assert correlations.abs().max() < 5 / 141
 
 
-def several(x: torch.Tensor) -> Any:
+def several(x):
     return torch.stack([torch.randn(3), torch.rand(3), F.dropout(x, 0.5)])
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("pool", [4, 2, 1], indirect=True)
-def test_rows_draw_the_same_wherever_they_are(pool: int, mode: Any) -> None:
+def test_rows_draw_the_same_wherever_they_are(pool, mode):
     names = {4: (None, "i"), 2: ("i",), 1: (None,)}
     for axis_name in names[pool]:
         got = drawn(several, mode, axis_name=axis_name)
         assert torch.equal(EXPECTED.setdefault("rows", got), got)
 
 
-EXPECTED: dict[str, torch.Tensor] = {}
+EXPECTED = {}
 
 
-@pytest.mark.inductor
-def test_compiled_by_inductor() -> None:
-    assert torch.equal(drawn(several, True), drawn(several, EAGER))
-
-
-def wrapped(x: torch.Tensor) -> Any:
+def wrapped(x):
     q = x.repeat(1, 2, 5, 2)
     attention = F.scaled_dot_product_attention(q, q, q, dropout_p=0.4)
     counts = torch.poisson(x * torch.tensor([1.0, 30.0, 3000.0]))
@@ -222,13 +208,14 @@ def wrapped(x: torch.Tensor) -> Any:
 
 
 @pytest.mark.inductor
-def test_wrapped_functions_compiled_by_inductor() -> None:
+def test_compiled_by_inductor():
+    assert torch.equal(drawn(several, True), drawn(several, EAGER))
     rows = torch.cat([X, X])  # two on each device
     torch.testing.assert_close(drawn(wrapped, True, rows), drawn(wrapped, EAGER, rows))
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.01, 2.0, 9.9, 10.0, 37.5, 2e3, 1e7])
-def test_poisson_is_the_inverse_of_the_distribution_function(mean: float) -> None:
+def test_poisson_is_the_inverse_of_the_distribution_function(mean):
     rate = torch.full((2000,), mean, dtype=torch.float64)
     key = tp.random.key(3)
     unit, count = tp.random.uniform(key, (2000,), torch.float64), poisson(key, rate)
@@ -236,7 +223,7 @@ def test_poisson_is_the_inverse_of_the_distribution_function(mean: float) -> Non
     assert ((torch.special.gammaincc(count.clamp_min(1), rate) <= unit) | (count == 0)).all()
 
 
-def test_calls_and_draws_differ(mode: Any) -> None:
+def test_calls_and_draws_differ(mode):
     torch.manual_seed(0)
     f = tp.pmap(lambda x: torch.stack([torch.randn(3), torch.randn(3)]), compile=mode)
     one, two = f(X).cpu(), f(X).cpu()
@@ -247,7 +234,7 @@ def test_calls_and_draws_differ(mode: Any) -> None:
     assert torch.equal(f(X).cpu(), two)
 
 
-def test_a_function_without_random_numbers_takes_none(mode: Any) -> None:
+def test_a_function_without_random_numbers_takes_none(mode):
     torch.manual_seed(0)
     expected = torch.rand(2)
     torch.manual_seed(0)
@@ -255,14 +242,14 @@ def test_a_function_without_random_numbers_takes_none(mode: Any) -> None:
     assert torch.equal(torch.rand(2), expected)
 
 
-def test_same_numbers_for_all(mode: Any) -> None:
+def test_same_numbers_for_all(mode):
     got = drawn(lambda x: torch.randn(3), mode, randomness="same")
     assert torch.equal(got, got[:1].expand(4, 3))
     lanes = drawn(lambda x: torch.randn(3), mode, torch.zeros(8), randomness="same")
     assert torch.equal(lanes, got[:1].expand(8, 3))
 
 
-def test_refused(mode: Any) -> None:
+def test_refused(mode):
     with pytest.raises(RuntimeError, match=r"draws random numbers \(randn\), but randomness='err"):
         drawn(lambda x: torch.randn(3), mode, randomness="error")
     with pytest.raises(ValueError, match="randn got a generator inside a mapped function"):
@@ -281,16 +268,16 @@ def test_refused(mode: Any) -> None:
 
 class DrawsBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, cotangent):
         return cotangent * torch.rand(3)  # torch runs this outside of all modes
 
 
-def test_a_draw_that_no_mode_sees_is_refused_with_its_line() -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
+def test_a_draw_that_no_mode_sees_is_refused_with_its_line():
+    def f(x):
         x = x.clone().requires_grad_()
         DrawsBackward.apply(x).sum().backward()
         assert x.grad is not None
@@ -304,8 +291,8 @@ def test_a_draw_that_no_mode_sees_is_refused_with_its_line() -> None:
         drawn(f, False)
 
 
-def test_a_seed_inside_is_that_of_the_streams(mode: Any) -> None:
-    def f(x: torch.Tensor, seed: int) -> torch.Tensor:
+def test_a_seed_inside_is_that_of_the_streams(mode):
+    def f(x, seed):
         first = torch.rand(3)
         torch.manual_seed(seed)
         return torch.stack([first, torch.rand(3), torch.rand(3)])
@@ -331,8 +318,8 @@ def test_a_seed_inside_is_that_of_the_streams(mode: Any) -> None:
     assert torch.equal(torch.rand(2), expected)  # the caller's generator stays
 
 
-def test_rows_own_the_memory_that_they_write_to(mode: Any) -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
+def test_rows_own_the_memory_that_they_write_to(mode):
+    def f(x):
         out = torch.empty(2, 3)
         out[0] = x
         torch.mul(x, 2, out=out[1])
@@ -343,7 +330,7 @@ def test_rows_own_the_memory_that_they_write_to(mode: Any) -> None:
     torch.testing.assert_close(tp.pmap(f, compile=mode)(rows).cpu(), expected)
 
 
-def test_inner_vmaps_say_whether_rows_differ(mode: Any) -> None:
+def test_inner_vmaps_say_whether_rows_differ(mode):
     rows = torch.zeros(4, 5)
     different = drawn(lambda x: tp.vmap(lambda _: torch.rand(()))(x), mode, rows)
     assert len(set(different.flatten().tolist())) == 20
@@ -356,7 +343,7 @@ def test_inner_vmaps_say_whether_rows_differ(mode: Any) -> None:
     assert len(set(nested.flatten().tolist())) == 20
 
 
-def test_a_gradient_sees_the_numbers_of_its_call(mode: Any) -> None:
+def test_a_gradient_sees_the_numbers_of_its_call(mode):
     f = tp.pmap(lambda x: (F.dropout(x, 0.5) ** 2).sum(), compile=mode)
     x = X.repeat(1, 10).requires_grad_()
     out = f(x)
@@ -372,7 +359,7 @@ def test_a_gradient_sees_the_numbers_of_its_call(mode: Any) -> None:
     assert set(inside.flatten().tolist()) == {0.0, 2.0}
 
 
-def test_vmap_from_outside_says_whether_rows_differ(mode: Any) -> None:
+def test_vmap_from_outside_says_whether_rows_differ(mode):
     f = tp.pmap(lambda x: torch.rand(()) + 0 * x.sum(), compile=mode)
     batch = torch.stack([X, X, X])
     different = torch.func.vmap(f, randomness="different")(batch).cpu()
