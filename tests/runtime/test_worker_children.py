@@ -1,4 +1,4 @@
-"""Covers: that no process which user code makes outlives the controller (test_worker.py has more)."""
+"""Covers: that no process which user code makes outlives the controller (more: test_worker.py)."""
 
 from __future__ import annotations
 
