@@ -8,7 +8,6 @@ import re
 import select
 import sys
 from collections.abc import Callable
-from types import TracebackType
 
 _PART = re.compile(r"\x1b\[\?7[lh]|\x1b\[K|\x1b[78]|\r|\n|[^\x1b\r\n]+")
 
@@ -49,12 +48,7 @@ class Program:
     def __enter__(self) -> Program:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._fd)  # hangs up
         os.waitpid(self.pid, 0)
 

@@ -100,11 +100,42 @@ def spanning(values: torch.Tensor = X) -> tp.ShardedTensor:
     return tp.device_put(values, tp.NamedSharding(mesh, tp.P("d")))
 
 
-# -- the table of JAX's multi-process pmap ---------------------------------------------------------
+# -- calls, traced and not -------------------------------------------------------------------------
+
+
+def _sum(x):
+    return tp.psum(x, AXIS)
+
+
+def _sum_of_squares(x):
+    return tp.psum(x * x, AXIS)
+
+
+def _index_and_sum(x):
+    return torch.stack([tp.axis_index(AXIS), tp.psum(x, AXIS)])
+
+
+def _axis_size():
+    return torch.tensor(tp.axis_size(AXIS))
+
+
+def _number():
+    """That of this process."""
+    return torch.tensor([tp.process_index()])
+
+
+def _with_closure(compile, **options):
+    own = torch.tensor(100.0 * tp.process_index())
+    return mapped(lambda x: own + 0 * x, compile, **options)(mine())
+
+
+def _drawn(compile: Any, rows: int) -> torch.Tensor:
+    torch.manual_seed(7)
+    return mapped(lambda x: torch.rand(2) + 0 * x, compile)(mine(torch.zeros(rows)))
 
 
 ROWS: dict[str, Any] = {
-    "psum": (lambda x: tp.psum(x, AXIS), [6.0, 6.0, 6.0, 6.0]),
+    "psum": (_sum, [6.0, 6.0, 6.0, 6.0]),
     "identity": (lambda x: x, X),
     "axis_index_and_size": (
         lambda x: torch.stack([tp.axis_index(AXIS), torch.tensor(tp.axis_size(AXIS))]),
@@ -115,7 +146,10 @@ ROWS: dict[str, Any] = {
     "psum_in_groups": (lambda x: tp.psum(x, AXIS, axis_index_groups=PAIRS), [1.0, 1.0, 5.0, 5.0]),
     "all_to_all": (lambda x: tp.all_to_all(x, AXIS, 0, 0), GRID.T, GRID),
     "gradient_inside_of_a_mean": (tp.grad(lambda x: tp.pmean(x * x, AXIS)), [0.0, 2.0, 4.0, 6.0]),
-}
+    "eight_rows_fold": (
+        lambda x: tp.psum(x, AXIS) + tp.axis_index(AXIS), torch.arange(28.0, 36.0),
+        torch.arange(8.0)),
+}  # fmt: skip
 """Name -> what a row does, what all rows get, and the rows if they are not X."""
 
 
@@ -127,91 +161,138 @@ for _name, (_function, _expected, *_given) in ROWS.items():
     _run.__name__ = _name
     in_both_modes(expect_rows(_expected))(_run)
 
-
-@in_both_modes(expect_same(torch.tensor(0.0)))
-def out_axes_none_of_varying_values_is_the_first_rows(compile):  # JAX: 0 and 2
-    return mapped(lambda x: x, compile, out_axes=None)(mine())
-
-
-@in_both_modes(expect_same(torch.tensor(6.0)))
-def out_axes_none_of_a_sum(compile):
-    return mapped(lambda x: tp.psum(x, AXIS), compile, out_axes=None)(mine())
-
-
-@in_both_modes(expect(lambda rank, count: part(X, rank, count) + 100 * rank))
-def in_axes_none_is_each_processs_own(compile):
-    function = mapped(lambda x, own: x + own, compile, in_axes=(0, None))
-    return function(mine(), torch.tensor(100.0 * tp.process_index()))
-
-
-@in_both_modes(
-    expect(lambda rank, count: (4 // count) * sum(range(count)) * torch.ones(4 // count))
-)
-def in_axes_none_in_a_sum(compile):
-    function = mapped(lambda x, own: tp.psum(own, AXIS), compile, in_axes=(0, None))
-    return function(mine(), torch.tensor(float(tp.process_index())))
-
-
 COLUMNS = torch.arange(8.0).reshape(2, 4)
 
+IN_BOTH_MODES: dict[str, Any] = {
+    "out_axes_none_of_varying_values_is_the_first_rows": (  # JAX: 0 and 2
+        expect_same(torch.tensor(0.0)),
+        lambda compile: mapped(lambda x: x, compile, out_axes=None)(mine())),
+    "out_axes_none_of_a_sum": (
+        expect_same(torch.tensor(6.0)),
+        lambda compile: mapped(_sum, compile, out_axes=None)(mine())),
+    "in_axes_none_is_each_processs_own": (
+        expect(lambda rank, count: part(X, rank, count) + 100 * rank),
+        lambda compile: mapped(lambda x, own: x + own, compile, in_axes=(0, None))(
+            mine(), 100.0 * _number()[0])),
+    "in_axes_none_in_a_sum": (
+        expect(lambda rank, count: (4 // count) * sum(range(count)) * torch.ones(4 // count)),
+        lambda compile: mapped(lambda x, own: _sum(own), compile, in_axes=(0, None))(
+            mine(), _number()[0].float())),
+    "in_axes_one_out_axes_one": (
+        expect_rows(COLUMNS * COLUMNS.sum(1, keepdim=True), dim=1),
+        lambda compile: mapped(lambda x: x * _sum(x), compile, in_axes=1, out_axes=1)(
+            mine(COLUMNS, 1))),
+    "devices_of_this_process": (
+        expect(lambda rank, count: torch.tensor([[0.0, float(rank)]])),
+        lambda compile: mapped(_index_and_sum, compile, devices=tp.local_devices())(
+            _number().float())),
+    "devices_reversed": (
+        expect(lambda rank, count: torch.tensor([[count - 1 - rank, sum(range(count))]])),
+        lambda compile: mapped(_index_and_sum, compile, devices=tp.devices()[::-1])(_number())),
+    "axis_size_is_that_of_all_processes": (
+        expect_rows([4, 4, 4, 4]),
+        lambda compile: mapped(_axis_size, compile, axis_size=4)()),
+    "closure_that_differs": (
+        expect(lambda rank, count: torch.full((4 // count,), 100.0 * rank)), _with_closure),
+    "check_replicated_finds_a_closure_that_differs": (
+        expect_error(ValueError, "out_axes is None for the output of <lambda>, but its value "
+                     "differs between devices"),
+        lambda compile: _with_closure(compile, out_axes=None, check_replicated=True)),
+}  # fmt: skip
 
-@in_both_modes(expect_rows(COLUMNS * COLUMNS.sum(1, keepdim=True), dim=1))
-def in_axes_one_out_axes_one(compile):
-    function = mapped(lambda x: x * tp.psum(x, AXIS), compile, in_axes=1, out_axes=1)
-    return function(mine(COLUMNS, 1))
+for _name, (_expecting, _run) in IN_BOTH_MODES.items():
+    _run.__name__ = _name
+    in_both_modes(_expecting)(_run)
 
 
-@in_both_modes(expect(lambda rank, count: torch.tensor([[float(rank), 0.0]])))
-def devices_of_this_process(compile):
-    function = mapped(
-        lambda x: torch.stack([tp.psum(x, AXIS), tp.axis_index(AXIS)]),
-        compile,
-        devices=tp.local_devices(),
-    )
-    return function(torch.tensor([float(tp.process_index())]))
+@in_both_modes(expect_rows([0.0, 8.0, 16.0, 24.0]))
+def gradient_outside_of_a_sum(compile):  # JAX: [0, 4] and [8, 12]
+    function = mapped(_sum_of_squares, compile)
+    return torch.func.grad(lambda x: function(x).sum())(mine())
 
 
-@in_both_modes(expect(lambda rank, count: torch.tensor([[count - 1 - rank, sum(range(count))]])))
-def devices_reversed(compile):
-    function = mapped(
-        lambda x: torch.stack([tp.axis_index(AXIS), tp.psum(x, AXIS)]),
-        compile,
-        devices=tp.devices()[::-1],
-    )
-    return function(torch.tensor([tp.process_index()]))
+@in_both_modes(expect_same(torch.tensor(0.0)))
+def out_axes_none_of_a_closure_that_differs(compile):
+    own = torch.tensor(100.0 * tp.process_index())
+    return mapped(lambda x: own, compile, out_axes=None)(mine())
+
+
+@in_both_modes(expect_same((4, True)))
+def every_row_draws_its_own(compile):
+    everything = tp.multihost.all_gather(_drawn(compile, 4), tiled=True)
+    return len({tuple(row) for row in everything.tolist()}), bool((everything < 1).all())
+
+
+# -- calls, traced ---------------------------------------------------------------------------------
+
+RING_OF_8 = [(k, (k + 1) % 8) for k in range(8)]
+
+TRACED: dict[str, Any] = {
+    "axis_size_on_devices_of_this_process": (
+        expect_same(torch.tensor([1])),
+        lambda: mapped(_axis_size, axis_size=1, devices=tp.local_devices())()),
+    "axis_size_that_does_not_divide": (
+        expect_error(
+            ValueError, "axis_size=5 counts the rows of all processes, but does not divide over"),
+        lambda: mapped(lambda: torch.tensor(1), axis_size=5)()),
+    "more_rows_than_listed_devices": (
+        expect_error(ValueError, "Got axis_size=2, num_local_devices=1"),
+        lambda: mapped(lambda x: x, devices=tp.devices())(torch.ones(2))),
+    "through_inductor": (
+        expect_rows([6.0, 6.0, 6.0, 6.0]),
+        lambda: mapped(_sum, compile=True)(mine())),
+    "folded_rows_move_to_the_next_process": (
+        expect_rows([7.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
+        lambda: mapped(lambda x: tp.ppermute(x, AXIS, RING_OF_8))(mine(torch.arange(8.0)))),
+    "static_argument": (
+        expect_rows([2.0, 5.0, 8.0, 11.0]),
+        lambda: mapped(lambda n, x: x * n + 2, static_broadcasted_argnums=0)(3, mine())),
+    "lowering_without_running": (  # JAX: test_global_axis_size_initial_style
+        expect_same(["all_reduce"]),
+        lambda: [each.name for each in mapped(_sum).lower(mine()).cost().collectives]),
+    "numpy_scalars": (  # JAX: test_pmap_with_scalars
+        expect(lambda rank, count: torch.tensor([np.float32(sum(range(count)))])),
+        lambda: mapped(_sum)(np.float32([tp.process_index()]))),
+    "numpy_arrays": (  # JAX: test_pmap_with_numpy_arrays
+        expect(lambda rank, count: torch.full((1, 2, 2), 4.0 * count)),
+        lambda: mapped(lambda x: tp.psum(x * 4, AXIS))(np.ones((1, 2, 2), np.float32))),
+    "indexing_a_result": (  # JAX: testShardedArrayIndexing
+        expect(lambda rank, count: part(X, rank, count)[0] * 2),
+        lambda: mapped(lambda x: x * 2)(mine())[0]),
+    "rows_draw_the_same_traced_and_not": (
+        expect_same(True),
+        lambda: bool((_drawn(GRAPH, 8).cpu() == _drawn(False, 8).cpu()).all())),
+    "forward_derivative": (
+        expect_rows([12.0, 12.0, 12.0, 12.0]),
+        lambda: torch.func.jvp(mapped(_sum_of_squares), (mine(),), (torch.ones(len(mine())),))[1]),
+    "vmap_around": (
+        expect_rows([[6.0, 12.0], [6.0, 12.0], [6.0, 12.0], [6.0, 12.0]]),
+        lambda: torch.func.vmap(mapped(_sum), 1, 1)(torch.stack([mine(), 2 * mine()], 1))),
+}  # fmt: skip
+
+for _name, (_expecting, _run) in TRACED.items():
+    _run.__name__ = _name
+    _expecting(_run)
+
+
+@expect_rows([6.0, 6.0, 6.0, 6.0])
+def torch_compile_around_it():  # JAX: [1, 1] and [5, 5]
+    function = mapped(_sum)
+    return torch.compile(lambda x: function(x), backend="eager")(mine())
 
 
 @expect(lambda rank, count: torch.tensor([1]) if rank < 2 else None)
 def devices_of_some_processes():
     if tp.process_index() >= 2:
         return None
-    function = mapped(lambda x: tp.psum(x, AXIS), devices=tp.devices()[:2])
-    return function(torch.tensor([tp.process_index()]))
-
-
-@in_both_modes(expect_rows([4, 4, 4, 4]))
-def axis_size_is_that_of_all_processes(compile):
-    return mapped(lambda: torch.tensor(tp.axis_size(AXIS)), compile, axis_size=4)()
-
-
-@expect_same(torch.tensor([1]))
-def axis_size_on_devices_of_this_process():
-    function = mapped(
-        lambda: torch.tensor(tp.axis_size(AXIS)), axis_size=1, devices=tp.local_devices()
-    )
-    return function()
-
-
-@expect_error(ValueError, "axis_size=5 counts the rows of all processes, but does not divide over")
-def axis_size_that_does_not_divide():
-    return mapped(lambda: torch.tensor(1), axis_size=5)()
+    return mapped(_sum, devices=tp.devices()[:2])(_number())
 
 
 @expect(lambda rank, count: torch.tensor([2 * rank]))
 def fake_pmap_takes_what_the_devices_take():
     function = mapped(lambda x: 2 * x, devices=tp.devices())
     with tp.debug.fake_pmap():
-        return function(torch.tensor([tp.process_index()]))
+        return function(_number())
 
 
 @expect_error(ValueError, "must equal the number of local devices passed to pmap. Got axis_size=2")
@@ -226,40 +307,14 @@ def check_pmap_with_devices():
     return tp.debug.check_pmap(lambda x: x.sin(), rows, devices=tp.devices()).values
 
 
-@expect_rows([6.0, 6.0, 6.0, 6.0])
-def torch_compile_around_it():  # JAX: [1, 1] and [5, 5]
-    function = mapped(lambda x: tp.psum(x, AXIS))
-    return torch.compile(lambda x: function(x), backend="eager")(mine())
-
-
-@in_both_modes(expect_rows([0.0, 8.0, 16.0, 24.0]))
-def gradient_outside_of_a_sum(compile):  # JAX: [0, 4] and [8, 12]
-    function = mapped(lambda x: tp.psum(x * x, AXIS), compile)
-    return torch.func.grad(lambda x: function(x).sum())(mine())
-
-
-@expect_rows([6.0, 6.0, 6.0, 6.0])
-def through_inductor():
-    return mapped(lambda x: tp.psum(x, AXIS), compile=True)(mine())
-
-
-# -- JAX's own multi-process tests -----------------------------------------------------------------
-
-
 @expect(lambda rank, count: torch.full((1, 2), float(sum(range(1, count + 1)))))
 def local_rows_on_local_devices():  # testBasic
     rows = [torch.full((2,), 1.0 + tp.process_index())]
     placed = tp.device_put_sharded(rows, tp.local_devices())
-    result = mapped(lambda x: tp.psum(x, AXIS))(placed)
+    result = mapped(_sum)(placed)
     assert result.is_fully_addressable
     assert result.devices() == set(tp.local_devices())
     return result
-
-
-@expect_same(["all_reduce"])
-def lowering_without_running():  # test_global_axis_size_initial_style
-    lowered = mapped(lambda x: tp.psum(x, AXIS)).lower(mine())
-    return [each.name for each in lowered.cost().collectives]
 
 
 @expect_rows([0.0, 2.0, 4.0, 6.0])
@@ -267,16 +322,6 @@ def results_go_in_again():  # test_array_device_size_mismatch_with_mesh
     double = mapped(lambda x: x * 2)
     halve = mapped(lambda x: x / tp.axis_size(AXIS))
     return double(halve(double(double(mine()))))
-
-
-@expect(lambda rank, count: torch.tensor([np.float32(sum(range(count)))]))
-def numpy_scalars():  # test_pmap_with_scalars
-    return mapped(lambda x: tp.psum(x, AXIS))(np.float32([tp.process_index()]))
-
-
-@expect(lambda rank, count: torch.full((1, 2, 2), 4.0 * count))
-def numpy_arrays():  # test_pmap_with_numpy_arrays
-    return mapped(lambda x: tp.psum(x * 4, AXIS))(np.ones((1, 2, 2), np.float32))
 
 
 @expect_same(4)
@@ -288,16 +333,8 @@ def random_keys_give_different_numbers():  # test_pmap_with_prng_keys
 
 @expect_same([True, True])
 def replicated_output():  # test_replicated_output_sharding_multi_process
-    result = mapped(lambda x: tp.psum(x, AXIS), out_axes=None)(mine())
+    result = mapped(_sum, out_axes=None)(mine())
     return [result.is_fully_replicated, result.devices() == set(tp.devices())]
-
-
-@expect(lambda rank, count: part(X, rank, count)[0] * 2)
-def indexing_a_result():  # testShardedArrayIndexing
-    return mapped(lambda x: x * 2)(mine())[0]
-
-
-# -- rows, counts, arguments -----------------------------------------------------------------------
 
 
 @expect(lambda rank, count: [rank, count, count, 1, [rank], rank])
@@ -310,25 +347,6 @@ def counts():
         [device.id for device in tp.local_devices()],
         tp.local_devices()[0].process_index,
     ]
-
-
-@in_both_modes(expect_rows([28.0 + k for k in range(8)]))
-def eight_rows_fold(compile):
-    return mapped(lambda x: tp.psum(x, AXIS) + tp.axis_index(AXIS), compile)(
-        mine(torch.arange(8.0))
-    )
-
-
-@expect_rows([7.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-def folded_rows_move_to_the_next_process():
-    ring = [(k, (k + 1) % 8) for k in range(8)]
-    return mapped(lambda x: tp.ppermute(x, AXIS, ring))(mine(torch.arange(8.0)))
-
-
-@expect_rows([2.0, 5.0, 8.0, 11.0])
-def static_argument():
-    function = mapped(lambda n, x: x * n + 2, static_broadcasted_argnums=0)
-    return function(3, mine())
 
 
 @expect_same([6.0, 12.0, True])
@@ -357,63 +375,21 @@ def closed_over_value_that_changes():
     return function(mine())
 
 
-@in_both_modes(expect_same(torch.tensor(0.0)))
-def out_axes_none_of_a_closure_that_differs(compile):
-    own = torch.tensor(100.0 * tp.process_index())
-    return mapped(lambda x: own, compile, out_axes=None)(mine())
-
-
-@in_both_modes(expect(lambda rank, count: torch.full((4 // count,), 100.0 * rank)))
-def closure_that_differs(compile):
-    own = torch.tensor(100.0 * tp.process_index())
-    return mapped(lambda x: own + 0 * x, compile)(mine())
-
-
-@in_both_modes(
-    expect_error(
-        ValueError,
-        "out_axes is None for the output of <lambda>, but its value differs between devices",
-    )
-)
-def check_replicated_finds_a_closure_that_differs(compile):
-    own = torch.tensor(100.0 * tp.process_index())
-    return mapped(lambda x: own + 0 * x, compile, out_axes=None, check_replicated=True)(mine())
-
-
-@expect_error(ValueError, "Got axis_size=2, num_local_devices=1")
-def more_rows_than_listed_devices():
-    return mapped(lambda x: x, devices=tp.devices())(torch.ones(2))
-
-
 # -- transforms around a mapped function -----------------------------------------------------------
 
 
 @expect_rows([0.0, 8.0, 16.0, 24.0])
 def backward():
     x = mine().clone().requires_grad_()
-    mapped(lambda x: tp.psum(x * x, AXIS))(x).sum().backward()
+    mapped(_sum_of_squares)(x).sum().backward()
     return x.grad
 
 
 @expect_rows([8.0, 8.0, 8.0, 8.0])
 def second_derivative():
-    function = mapped(lambda x: tp.psum(x * x, AXIS))
+    function = mapped(_sum_of_squares)
     gradient = torch.func.grad(lambda x: function(x).sum())
     return torch.func.grad(lambda x: gradient(x).sum())(mine())
-
-
-@expect_rows([12.0, 12.0, 12.0, 12.0])
-def forward_derivative():
-    function = mapped(lambda x: tp.psum(x * x, AXIS))
-    x = mine()
-    return torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
-
-
-@expect_rows([[6.0, 12.0], [6.0, 12.0], [6.0, 12.0], [6.0, 12.0]])
-def vmap_around():
-    function = mapped(lambda x: tp.psum(x, AXIS))
-    columns = torch.stack([mine(), 2 * mine()], 1)
-    return torch.func.vmap(function, in_dims=1, out_dims=1)(columns)
 
 
 @expect_same(torch.tensor(6.0))
@@ -427,25 +403,6 @@ def backward_to_what_all_devices_hold():
     weight = tp.replicate(torch.tensor(1.0)).requires_grad_()
     mapped(lambda w, x: w * x, in_axes=(None, 0))(weight, mine()).sum().backward()
     return weight.grad
-
-
-# -- random numbers --------------------------------------------------------------------------------
-
-
-def _drawn(compile: Any, rows: int) -> torch.Tensor:
-    torch.manual_seed(7)
-    return mapped(lambda x: torch.rand(2) + 0 * x, compile)(mine(torch.zeros(rows)))
-
-
-@in_both_modes(expect_same((4, True)))
-def every_row_draws_its_own(compile):
-    everything = tp.multihost.all_gather(_drawn(compile, 4), tiled=True)
-    return len({tuple(row) for row in everything.tolist()}), bool((everything < 1).all())
-
-
-@expect_same(True)
-def rows_draw_the_same_traced_and_not():
-    return bool((_drawn(GRAPH, 8).cpu() == _drawn(False, 8).cpu()).all())
 
 
 def draw_four() -> Any:

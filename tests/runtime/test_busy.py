@@ -1,9 +1,9 @@
-"""Covers: _base/busy.py, _runtime/local/plans.py: the line that says why the user waits."""
+"""Covers: _base/busy.py, _runtime/local/plans.py: the line that says why the user waits (in a
+notebook: test_contexts.py).
+"""
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -22,6 +22,7 @@ import os, sys, threading, torch, torchpmap as tp
 from torchpmap._base import busy
 busy._DELAY_S = 0.0
 tp.init(num_devices=2)
+tp.replicate(torch.ones(2))
 tp.pmap(lambda x: x, compile={"backend": "eager"})(torch.ones(2)).tolist()
 
 def wait():
@@ -64,13 +65,6 @@ def open_gate(path):
         gate.write(b"x")  # for one to pass: the next may come before this is closed
 
 
-def test_the_line_stands_behind_the_users_output_and_goes_away(gate):
-    with Program(TRACES, GATE=gate) as program:
-        program.until(lambda lines: re.fullmatch(f"step 1: {LINE}", lines[-1]))
-        open_gate(gate)
-        assert program.rest() == ["step 1: traced", "torch.Size([2, 3])", "[]", ""]
-
-
 @pytest.mark.parametrize(
     "environment", [{"TORCHPMAP_PROGRESS": "0"}, {"TERM": "dumb"}], ids=["setting", "TERM=dumb"]
 )
@@ -95,65 +89,26 @@ def test_nothing_where_stderr_is_no_terminal():
     assert done.stdout == "step 1: traced\ntorch.Size([2, 3])\n[]\n"
 
 
-def test_an_interrupt_removes_it(gate):
-    source = TRACES.replace("print(tp.pmap", "try:\n    tp.pmap").replace(
-        ".shape)\nleave()", "\nexcept KeyboardInterrupt:\n    print('interrupted')\n    leave()"
-    )
-    with Program(source, GATE=gate) as program:
-        program.until(lambda lines: re.search(LINE, lines[-1]))
-        program.type("\x03")
-        assert program.rest() == ["step 1: ^Cinterrupted", "[]", ""]
-
-
-COMPILES = (
-    SETUP
+SESSION = (
+    TRACES
     + """
+print("step 2: ", end="", flush=True)
+try:
+    tp.pmap(lambda x: step(x), compile={"backend": "eager"})(torch.ones(2, 3))
+except KeyboardInterrupt:
+    print("interrupted")
+    leave()
+
 def slowly(graph, examples):
     wait()
     return graph
 
-def step(x):
+def increase(x):
     return x + 1
 
-try:
-    print(tp.pmap(step, compile={"backend": slowly})(torch.ones(2, 3)).tolist())
-except tp.WorkerDied:
-    print("died")
+print(tp.pmap(increase, compile={"backend": slowly})(torch.ones(2, 3)).tolist())
 leave()
-"""
-)
 
-
-def test_compiling_in_one_worker_and_then_in_the_others(gate):
-    with Program(COMPILES, GATE=gate) as program:
-        what = r"torchpmap: compiling `step` \(argument x float32\[3\]\) on {d}:0, \d s"
-        program.until(lambda lines: re.fullmatch(what.format(d=DEVICE), lines[-1]))
-        open_gate(gate)
-        later = rf"torchpmap: compiling `step` on {DEVICE}:1, \d s"
-        program.until(lambda lines: re.fullmatch(later, lines[-1]))
-        open_gate(gate)
-        assert program.rest() == ["[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]", "[]", ""]
-
-
-def test_a_worker_that_dies_removes_it(gate):
-    leaves = "if os.path.exists(os.environ['GATE']): os.remove(os.environ['GATE'])\n    os._exit(3)"
-    source = COMPILES.replace("return graph", leaves)
-    with Program(source, GATE=gate) as program:
-        program.until(lambda lines: "compiling `step`" in lines[-1])
-        open_gate(gate)
-        assert program.rest() == ["died", "[]", ""]
-
-
-def test_starting_the_workers():
-    source = SETUP.replace("tp.pmap(", "tp.replicate(torch.ones(2))\ntp.pmap(") + "leave()"
-    with Program(source) as program:
-        assert program.rest() == ["[]", ""]
-        assert "torchpmap: starting the workers, " in program.output
-
-
-LOGS = (
-    SETUP
-    + """
 import logging
 logging.basicConfig(format="%(message)s")
 
@@ -167,18 +122,55 @@ def step(x):
     return x
 
 tp.pmap(step, compile={"backend": "eager"})(torch.ones(2, 3))
+
+def dies(graph, examples):
+    wait()
+    if os.path.exists(os.environ["GATE"]):
+        os.remove(os.environ["GATE"])
+    os._exit(3)
+
+try:
+    print(tp.pmap(increase, compile={"backend": dies})(torch.ones(2, 3)).tolist())
+except tp.WorkerDied:
+    print("died")
+leave()
 """
 )
+COMPILING = r"torchpmap: compiling `increase` {}on {}:{}, \d s"
 
 
-def test_what_others_write_is_not_mixed_with_it(gate):
-    with Program(LOGS, GATE=gate) as program:
-        program.until(lambda lines: re.fullmatch(LINE, lines[0]))
+def test_a_session(gate):
+    """The line stands behind the user's output, and goes away, whatever ends the wait."""
+    with Program(SESSION, GATE=gate) as program:
+        program.until(lambda lines: re.fullmatch(f"step 1: {LINE}", lines[-1]))
+        assert "torchpmap: starting the workers, " in program.output
+        open_gate(gate)
+        in_lambda = LINE.replace("step", "<lambda>")
+        program.until(lambda lines: re.fullmatch(f"step 2: {in_lambda}", lines[-1]))
+        program.type("\x03")
+        # compiling in one worker and then in the others
+        what = COMPILING.format(r"\(argument x float32\[3\]\) ", DEVICE, 0)
+        program.until(lambda lines: re.fullmatch(what, lines[-1]))
+        open_gate(gate)
+        later = COMPILING.format("", DEVICE, 1)
+        program.until(lambda lines: re.fullmatch(later, lines[-1]))
+        open_gate(gate)
+        # what others write is not mixed with it
+        program.until(lambda lines: re.fullmatch(LINE, lines[-1]))
         open_gate(gate)
         program.until(lambda lines: re.search(LINE, lines[-1]) and "of the user" in lines)
         open_gate(gate)
+        # a worker that dies removes it
+        program.until(lambda lines: "compiling `increase`" in lines[-1])
+        open_gate(gate)
         lines = program.rest()
-    assert [line for line in lines if line] == ["of the user", "half a line, and the rest"]
+    assert lines[:7] == [
+        *("step 1: traced", "torch.Size([2, 3])", "[]", "step 2: ^Cinterrupted", "[]"),
+        *("[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]", "[]"),
+    ]
+    others = [line for line in lines[7:] if line]
+    assert others == ["of the user", "half a line, and the rest", "died", "[]"]
+    assert lines[-3:] == ["died", "[]", ""]
 
 
 # In this process ----------------------------------------------------------------------------------
@@ -267,51 +259,3 @@ def test_a_wrong_variable_is_not_reported_here(monkeypatch):
 
 def test_the_screen_of_these_tests():
     assert screen("ab\x1b7\x1b[?7l\x1b[Kcd\x1b[?7h\x1b8\x1b[Ke\r\nf") == ["abe", "f"]
-
-
-# Notebooks ----------------------------------------------------------------------------------------
-
-NOTEBOOK = """
-import json, nbclient, nbformat, sys
-
-class Client(nbclient.NotebookClient):
-    def output(self, outs, msg, display_id, cell_index):
-        seen.append(msg["content"].get("data", {}).get("text/plain"))
-        return super().output(outs, msg, display_id, cell_index)
-
-seen = []
-notebook = nbformat.v4.new_notebook()
-notebook.cells = [nbformat.v4.new_code_cell(source) for source in json.loads(sys.argv[1])]
-Client(notebook, timeout=90, kernel_name="python3").execute()
-outputs = [output for cell in notebook.cells for output in cell.outputs]
-print(json.dumps([seen, [output.get("data", output.get("text")) for output in outputs]]))
-"""
-CELL = """
-shown = threading.Event()
-show = busy._Cell.show
-def noticed(cell, text):
-    show(cell, text)
-    shown.set()
-busy._Cell.show = noticed
-
-def step(x):
-    shown.wait(60)
-    return x
-
-print(tp.pmap(step, compile={"backend": "eager"})(torch.ones(2, 3)).shape)
-leave()
-"""
-
-
-def test_in_a_notebook():
-    for package in ("nbformat", "nbclient", "ipykernel"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    command = [sys.executable, "-c", NOTEBOOK, json.dumps([SETUP, CELL])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    seen, left = json.loads(done.stdout)
-    assert any(re.fullmatch(LINE, text or "") for text in seen)
-    *lines, printed = left
-    assert printed == "torch.Size([2, 3])\n[]\n"
-    assert all(line == {"text/plain": "", "text/html": ""} for line in lines)

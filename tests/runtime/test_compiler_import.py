@@ -10,7 +10,7 @@ import sys
 import pytest
 
 HEAD = """
-import sys, torch, torchpmap as tp
+import os, signal, sys, torch, torchpmap as tp
 
 tp.init(2, "cpu")
 EAGER = {"backend": "eager"}
@@ -22,20 +22,16 @@ def has_compiler(x):
 def ask():
     return tp.pmap(has_compiler, compile=False)(rows).tolist()
 
+"""
+COMPILES_NOTHING = """
 assert tp.pmap(lambda x: x + 1, compile=EAGER)(rows).tolist() == [1, 2]
 print(ask())
 """
-
-COMPILES_LATER = """
+COMPILES = """
 assert tp.pmap(lambda x: x * 2)(rows).tolist() == [0, 2]
 print(ask())
 """
-
-COMPILES_FIRST = "doubled = tp.pmap(lambda x: x * 2)\n"
-
 REPLACES = """
-import os, signal
-
 def dies(x):
     if tp.axis_index("i") == 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -47,31 +43,22 @@ except tp.WorkerDied:
     print("died")
 print(ask())
 """
+NONE, ALL = "[0.0, 0.0]", "[1.0, 1.0]"
 
 
-@pytest.fixture(autouse=True)
-def warm(monkeypatch):
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        # not for a graph that is not compiled; as soon as one is; and from then on at the start
+        (COMPILES_NOTHING + COMPILES + REPLACES, [NONE, ALL, "died", ALL]),
+        # at the start already if a function is to be compiled
+        ("doubled = tp.pmap(lambda x: x * 2)\n" + COMPILES_NOTHING, [ALL]),
+    ],
+    ids=["compiles later", "is to compile"],
+)
+def test_workers_import_the_compiler_when_it_is_needed(monkeypatch, code, printed):
     monkeypatch.setenv("TORCHPMAP_WARM", "1")
-
-
-def lines(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
+    command = [sys.executable, "-c", HEAD + code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-def test_a_script_that_compiles_nothing_does_not_wait_for_the_compiler():
-    assert lines(HEAD) == ["[0.0, 0.0]"]
-
-
-def test_workers_import_it_when_a_graph_is_compiled():
-    assert lines(HEAD + COMPILES_LATER) == ["[0.0, 0.0]", "[1.0, 1.0]"]
-
-
-def test_workers_start_with_it_if_a_function_is_to_be_compiled():
-    code = HEAD.replace("rows =", COMPILES_FIRST + "rows =")
-    assert lines(code) == ["[1.0, 1.0]"]
-
-
-def test_a_new_worker_has_it_if_a_graph_was_compiled():
-    assert lines(HEAD + COMPILES_LATER + REPLACES)[2:] == ["died", "[1.0, 1.0]"]
+    assert done.stdout.splitlines() == printed

@@ -103,20 +103,6 @@ def test_a_stream_that_takes_nothing_holds_up_no_answer(printer, monkeypatch):
         assert wait_for(lambda: not printer.thread.is_alive())
 
 
-def test_a_broken_stream_is_no_concern(printer, monkeypatch):
-    class Broken:
-        def write(self, text):
-            raise ArithmeticError("no")
-
-    done = threading.Event()
-    for stream in (Broken(), None):
-        monkeypatch.setattr(sys, "stdout", stream)
-        printer.write("stdout", "lost\n")
-        printer.then(done.set)
-        assert done.wait(10 * SCALE)
-        done.clear()
-
-
 def test_a_full_printer_tells_when_there_is_room(monkeypatch):
     """... also if it was asked again meanwhile, for another pipe."""
     gate, room = threading.Semaphore(0), threading.Event()

@@ -39,16 +39,13 @@ def test_no_device_is_left():
 
 def test_two_processes_on_one_device():
     refuse_shared([on("a"), on("b"), on("c", host="node1")])
+    refuse_shared([on(""), on("")])  # of which nothing is known
     text = (
         r"^rank 1 \(device 1 of those that it sees, host node0\) and rank 2 \(device 0, host "
         r"node1\) have the same device: b\. .* Start at most as many processes per host"
     )
     with pytest.raises(ValueError, match=text):
         refuse_shared([on("a"), on("b", 1), on("b", host="node1"), on("a")])
-
-
-def test_some_hardware_may_be_shared():
-    refuse_shared([on(""), on("")])
 
 
 def test_code_is_shared_where_the_number_is_the_same():

@@ -32,17 +32,14 @@ def worker(progress: Progress, rank: int) -> WorkerProgress:
 
 
 def test_what_workers_note_is_read_by_rank(progress):
-    worker(progress, 0).note(5)
-    worker(progress, 2).note(2**40)
+    for rank, seq in ((0, 3), (0, 5), (2, 2**40)):
+        worker(progress, rank).note(seq)
     assert [progress[rank] for rank in range(3)] == [5, 0, 2**40]
     assert progress.reached(5, (0, 2))
     assert not progress.reached(6, (0, 2))
     assert not progress.reached(1, (0, 1))
-
-
-def test_a_wait_for_what_is_there_does_not_sleep(progress):
-    worker(progress, 1).note(5)
-    assert progress.wait(5, (1,), never)
+    assert not progress._poll.poll(0)  # no thread waits, so no bell is rung
+    assert progress.wait(5, (0,), never)  # it is there, so this does not sleep
 
 
 def test_a_wait_ends_when_the_last_of_the_ranks_is_done(progress):
@@ -65,12 +62,6 @@ def test_a_wait_that_is_in_vain_ends_with_a_ring(progress):
     answers = iter([False, False, False])
     worker(progress, 1).ring()
     assert not progress.wait(1, (0,), lambda: next(answers, True))
-
-
-def test_no_bell_is_rung_when_no_thread_waits(progress):
-    worker(progress, 0).note(1)
-    worker(progress, 0).note(3)
-    assert not progress._poll.poll(0)
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 128, 256])

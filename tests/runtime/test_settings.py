@@ -88,21 +88,6 @@ def test_inline_applies_at_once_and_can_be_taken_back():
     assert type(double(rows)) is tp.ShardedTensor
 
 
-def test_a_timeout_applies_at_once():
-    tp.init(2)
-    endless = tp.pmap(spins, compile=False)
-    tp.config.timeout = 0.5
-    with pytest.raises(tp.CallTimeout, match=r"timeout of 0\.5 s"):
-        endless(rows)
-    tp.config.timeout = None
-    assert double(rows).tolist() == [0, 2]
-
-
-def spins(x):
-    while True:
-        pass
-
-
 def test_a_reset_is_no_assignment():
     tp.config.num_devices = 2
     assert double(rows).tolist() == [0, 2]

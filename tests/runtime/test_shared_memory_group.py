@@ -81,23 +81,29 @@ def all_reduce_of_a_transposed() -> torch.Tensor:
     return _c10d.wait_tensor(_c10d.all_reduce_(x, "sum", GROUP))
 
 
-def all_gathers(sizes: Any) -> list[torch.Tensor]:
+EXCHANGES: dict[str, Any] = {
+    "all_gather": (
+        lambda x, size: _c10d.all_gather_into_tensor(x, size, GROUP),
+        lambda size, shape: shape, SHAPES, lambda everything, rank: np.concatenate(everything)),
+    "reduce_scatter": (
+        lambda x, size: _c10d.reduce_scatter_tensor(x, "sum", size, GROUP),
+        lambda size, count: (size * count,), SIZES,
+        lambda everything, rank: np.split(everything.sum(0), len(everything))[rank]),
+    "all_to_all": (
+        lambda x, size: _c10d.all_to_all_single(x, [1] * size, [1] * size, GROUP),
+        lambda size, count: (size, count), SIZES, lambda everything, rank: everything[:, rank]),
+    "broadcast": (
+        lambda x, size: _c10d.broadcast(x, size - 1, GROUP),
+        lambda size, shape: shape, SHAPES, lambda everything, rank: everything[-1]),
+}  # fmt: skip
+"""What a rank does, the shape of what it gives, for which sizes, and what a rank gets."""
+
+
+def exchanges(name: str) -> list[torch.Tensor]:
     rank, size = me()
-    xs = [given(rank, count) for count in sizes]
-    return [_c10d.wait_tensor(_c10d.all_gather_into_tensor(x, size, GROUP)) for x in xs]
-
-
-def reduce_scatters(sizes: Any) -> list[torch.Tensor]:
-    rank, size = me()
-    xs = [given(rank, (size * count,)) for count in sizes]
-    return [_c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "sum", size, GROUP)) for x in xs]
-
-
-def all_to_alls(sizes: Any) -> list[torch.Tensor]:
-    rank, size = me()
-    rows = [1] * size
-    xs = [given(rank, (size, count)) for count in sizes]
-    return [_c10d.wait_tensor(_c10d.all_to_all_single(x, rows, rows, GROUP)) for x in xs]
+    operation, shape, sizes, _ = EXCHANGES[name]
+    xs = [given(rank, shape(size, each)) for each in sizes]
+    return [_c10d.wait_tensor(operation(x, size)) for x in xs]
 
 
 def single_elements_of_a_wider_tensor() -> torch.Tensor:
@@ -123,12 +129,6 @@ def uneven_that_does_not_fit() -> None:
     x = torch.zeros(size, 2)
     taken = [1] * (size - 1) + [3]
     _c10d.wait_tensor(_c10d.all_to_all_single(x, taken, [1] * size, GROUP))
-
-
-def broadcasts(sizes: Any) -> list[torch.Tensor]:
-    rank, size = me()
-    xs = [given(rank, count) for count in sizes]
-    return [_c10d.wait_tensor(_c10d.broadcast(x, size - 1, GROUP)) for x in xs]
 
 
 def permutes(sizes: Any) -> list[torch.Tensor]:
@@ -254,27 +254,14 @@ def test_all_reduce_of_a_transposed(run):
         np.testing.assert_array_equal(each, stacked(len(results), (3, 5)).sum(0).T)
 
 
-def test_all_gather(run):
-    results = run(all_gathers, SHAPES)
-    for shape, *found in zip(SHAPES, *results, strict=True):
-        for each in found:
-            np.testing.assert_array_equal(each, np.concatenate(stacked(len(results), shape)))
-
-
-def test_reduce_scatter(run):
-    results = run(reduce_scatters, SIZES)
-    size = len(results)
-    for count, *found in zip(SIZES, *results, strict=True):
-        total = stacked(size, (size * count,)).sum(0).reshape(size, count)
-        np.testing.assert_array_equal(np.stack(found), total)
-
-
-def test_all_to_all(run):
-    results = run(all_to_alls, SIZES)
-    size = len(results)
-    for count, *found in zip(SIZES, *results, strict=True):
-        everything = stacked(size, (size, count))
-        np.testing.assert_array_equal(np.stack(found), everything.swapaxes(0, 1))
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_exchange(run, name):
+    results = run(exchanges, name)
+    _, shape, sizes, expected = EXCHANGES[name]
+    for each, *found in zip(sizes, *results, strict=True):
+        everything = stacked(len(results), shape(len(results), each))
+        for rank, got in enumerate(found):
+            np.testing.assert_array_equal(got, expected(everything, rank))
 
 
 def test_all_to_all_of_single_elements(run):
@@ -294,13 +281,6 @@ def test_uneven_all_to_all(run, width):
             begin = sum(sent[:rank])
             parts.append(given(k, (sum(sent), width))[begin : begin + sent[rank]])
         np.testing.assert_array_equal(found, torch.cat(parts))
-
-
-def test_broadcast(run):
-    results = run(broadcasts, SHAPES)
-    for count, *found in zip(SHAPES, *results, strict=True):
-        for each in found:
-            np.testing.assert_array_equal(each, given(len(results) - 1, count))
 
 
 @pytest.mark.parametrize("willing", [range(3), ()], ids=["shared", "connected"])
@@ -334,7 +314,7 @@ def test_many_in_a_row(run):
 def test_without_shared_memory(willing):
     with spmd(2, share_memory=willing) as run:
         assert set(run(kind_of_group)) == {"ProcessGroup"}
-        assert all((a == b).all() for a, b in zip(*run(all_gathers, SIZES), strict=True))
+        assert all((a == b).all() for a, b in zip(*run(exchanges, "all_gather"), strict=True))
 
 
 # --- what goes wrong ------------------------------------------------------------------------------

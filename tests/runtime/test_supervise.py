@@ -62,104 +62,96 @@ STOPPED = "it had been stopped for 5 s while it was waited for"
 EVERYONE = (Drained(0), Drained(1), Drained(2))
 ALL_READY = (Ready(0, 1), Ready(1, 1), Ready(2, 1))
 
+DRAINING, REBUILDING, HEALTHY = Phase.DRAINING, Phase.REBUILDING, Phase.HEALTHY
+CUT = [Abort(0, (0, 1, 2)), Drain((0, 1, 2))]
+OVER = [Overdue(user(1, 5), 0), Drained(0)]
+GIVEN_UP = [GivenUp(user(1, 5)), Drained(0)]
+FAILED = [user(0, 5), Drained(0), Drained(1)]
+TOO_LATE = [*FAILED, waited(30), Overdue(user(2, 5), 0)]
+
 TRANSITIONS = {
-    "a call that took too long is ended": ([], Overdue(user(1, 5), 0),
-        [Abort(0, (0, 1, 2)), Drain((0, 1, 2)), Cancel(5, (0, 1, 2))], Phase.DRAINING),
-    "if it does not end, its ranks are": (
-        [Overdue(user(1, 5), 0), Drained(0)], waited(2), [Kill((1, 2), OVERDUE)], Phase.DRAINING),
-    "but they have time to obey": (
-        [Overdue(user(1, 5), 0), Drained(0)], waited(1.9), [Cancel(5, (1, 2))], Phase.DRAINING),
+    "a call that took too long is ended": (
+        [], Overdue(user(1, 5), 0), [*CUT, Cancel(5, (0, 1, 2))], DRAINING),
+    "if it does not end, its ranks are": (OVER, waited(2), [Kill((1, 2), OVERDUE)], DRAINING),
+    "but they have time to obey": (OVER, waited(1.9), [Cancel(5, (1, 2))], DRAINING),
     "a call that takes too long while another failure is worked off is ended": (
-        [user(0, 5), Drained(0), Drained(1)], Overdue(user(2, 5), 0), [Cancel(5, (2,))],
-        Phase.DRAINING),
+        FAILED, Overdue(user(2, 5), 0), [Cancel(5, (2,))], DRAINING),
     "if it does not end then, its ranks are": (
-        [user(0, 5), Drained(0), Drained(1), waited(30), Overdue(user(2, 5), 0)], waited(32),
-        [Kill((2,), OVERDUE)], Phase.DRAINING),
+        TOO_LATE, waited(32), [Kill((2,), OVERDUE)], DRAINING),
     "time to obey counts from when it was too late": (
-        [user(0, 5), Drained(0), Drained(1), waited(30), Overdue(user(2, 5), 0)], waited(31),
-        [Cancel(5, (2,))], Phase.DRAINING),
+        TOO_LATE, waited(31), [Cancel(5, (2,))], DRAINING),
     "a call that takes too long while a death is worked off is ended": (
-        [death(0), Drained(1)], Overdue(user(2, 5), 0), [Cancel(5, (2,))], Phase.DRAINING),
+        [death(0), Drained(1)], Overdue(user(2, 5), 0), [Cancel(5, (2,))], DRAINING),
     "a call that took too long has ended when all have": (
-        [user(0, 5), *EVERYONE], Overdue(user(2, 5), 0), [], Phase.REBUILDING),
+        [user(0, 5), *EVERYONE], Overdue(user(2, 5), 0), [], REBUILDING),
     "a call that took too long has ended before the repair": (
-        [user(0, 5), *EVERYONE, *ALL_READY], Overdue(user(2, 5), 0), [], Phase.HEALTHY),
-    "a call whose caller was interrupted is ended": ([], GivenUp(user(1, 5)),
-        [Abort(0, (0, 1, 2)), Drain((0, 1, 2)), Cancel(5, (0, 1, 2))], Phase.DRAINING),
+        [user(0, 5), *EVERYONE, *ALL_READY], Overdue(user(2, 5), 0), [], HEALTHY),
+    "a call whose caller was interrupted is ended": (
+        [], GivenUp(user(1, 5)), [*CUT, Cancel(5, (0, 1, 2))], DRAINING),
     "if it does not end, its ranks are, but later": (
-        [GivenUp(user(1, 5)), Drained(0)], waited(10, 5, 5, 5),
-        [Cancel(5, (1, 2)), Kill((1, 2), STUCK)], Phase.DRAINING),
-    "until then its ranks live": (
-        [GivenUp(user(1, 5)), Drained(0)], waited(9, 5, 5, 5), [Cancel(5, (1, 2))],
-        Phase.DRAINING),
+        GIVEN_UP, waited(10, 5, 5, 5), [Cancel(5, (1, 2)), Kill((1, 2), STUCK)], DRAINING),
+    "until then its ranks live": (GIVEN_UP, waited(9, 5, 5, 5), [Cancel(5, (1, 2))], DRAINING),
     "a rank that has not begun it lives": (
-        [GivenUp(user(1, 5)), Drained(0)], waited(100, 5, 5, 4),
-        [Cancel(5, (1, 2)), Kill((1,), STUCK)], Phase.DRAINING),
+        GIVEN_UP, waited(100, 5, 5, 4), [Cancel(5, (1, 2)), Kill((1,), STUCK)], DRAINING),
     "a function that does not end after a failure elsewhere is ended much later": (
-        [user(0, 5), Drained(0), Drained(1)], waited(60, 5, 5, 5),
-        [Cancel(5, (2,)), Kill((2,), STUCK)], Phase.DRAINING),
-    "it has a minute": (
-        [user(0, 5), Drained(0), Drained(1)], waited(59, 5, 5, 5), [Cancel(5, (2,))],
-        Phase.DRAINING),
+        FAILED, waited(60, 5, 5, 5), [Cancel(5, (2,)), Kill((2,), STUCK)], DRAINING),
+    "it has a minute": (FAILED, waited(59, 5, 5, 5), [Cancel(5, (2,))], DRAINING),
     "less if a caller that waited for it was interrupted": (
-        [user(0, 5), Drained(0), Drained(1), waited(20, 5, 5, 5), Impatient()],
-        waited(30, 5, 5, 5), [Cancel(5, (2,)), Kill((2,), STUCK)], Phase.DRAINING),
-    "but ten seconds": (
-        [user(0, 5), Drained(0), Drained(1), waited(20, 5, 5, 5), Impatient()],
-        waited(29, 5, 5, 5), [Cancel(5, (2,))], Phase.DRAINING),
+        [*FAILED, waited(20, 5, 5, 5), Impatient()], waited(30, 5, 5, 5),
+        [Cancel(5, (2,)), Kill((2,), STUCK)], DRAINING),
+    "but ten seconds": ([*FAILED, waited(20, 5, 5, 5), Impatient()], waited(29, 5, 5, 5),
+        [Cancel(5, (2,))], DRAINING),
     "a call that no failure concerns may take long": (
-        [death(0), Drained(1)], waited(1000, 5, 5, 5), [], Phase.DRAINING),
+        [death(0), Drained(1)], waited(1000, 5, 5, 5), [], DRAINING),
     "also if a caller that waited for it was interrupted": (
-        [death(0), Drained(1), Impatient()], waited(1000, 5, 5, 5), [], Phase.DRAINING),
-    "an interrupted caller that waits for no rank changes nothing": (
-        [], Impatient(), [], Phase.HEALTHY),
+        [death(0), Drained(1), Impatient()], waited(1000, 5, 5, 5), [], DRAINING),
+    "an interrupted caller that waits for no rank changes nothing": ([], Impatient(), [], HEALTHY),
     "interrupted while another failure is worked off": (
-        [user(0, 7), Drained(0)], GivenUp(user(1, 5)), [Cancel(5, (0, 1, 2))], Phase.DRAINING),
+        [user(0, 7), Drained(0)], GivenUp(user(1, 5)), [Cancel(5, (0, 1, 2))], DRAINING),
     "interrupted when all have ended what they did": (
-        [user(1), *EVERYONE], GivenUp(user(1, 5)), [], Phase.REBUILDING),
-    "a failure drains all": ([], user(1), [Abort(0, (0, 1, 2)), Drain((0, 1, 2))], Phase.DRAINING),
-    "a second failure changes nothing": ([user(1)], user(2), [], Phase.DRAINING),
-    "a death drains the others": ([], death(1), [Abort(0, (0, 2)), Drain((0, 2))], Phase.DRAINING),
-    "some drained": ([user(1), Drained(0)], Drained(1), [], Phase.DRAINING),
-    "drained twice counts once": (
-        [user(1), Drained(0), Drained(0)], Drained(0), [], Phase.DRAINING),
-    "all drained": ([user(1), Drained(0), Drained(2)], Drained(1), [Regroup(1)], Phase.REBUILDING),
+        [user(1), *EVERYONE], GivenUp(user(1, 5)), [], REBUILDING),
+    "a failure drains all": ([], user(1), CUT, DRAINING),
+    "a second failure changes nothing": ([user(1)], user(2), [], DRAINING),
+    "a death drains the others": ([], death(1), [Abort(0, (0, 2)), Drain((0, 2))], DRAINING),
+    "some drained": ([user(1), Drained(0)], Drained(1), [], DRAINING),
+    "drained twice counts once": ([user(1), Drained(0), Drained(0)], Drained(0), [], DRAINING),
+    "all drained": ([user(1), Drained(0), Drained(2)], Drained(1), [Regroup(1)], REBUILDING),
     "the dead need not drain": (
-        [death(1), Drained(0)], Drained(2), [Respawn((1,)), Regroup(1)], Phase.REBUILDING),
+        [death(1), Drained(0)], Drained(2), [Respawn((1,)), Regroup(1)], REBUILDING),
     "a death while draining frees those that wait for it": (
-        [user(1)], death(2), [Abort(0, (0, 1))], Phase.DRAINING),
+        [user(1)], death(2), [Abort(0, (0, 1))], DRAINING),
     "the last one that was to drain dies": ([user(1), Drained(0), Drained(1)], death(2),
-        [Abort(0, (0, 1)), Respawn((2,)), Regroup(1)], Phase.REBUILDING),
-    "all ranks die": ([death(0), death(1)], death(2),
-        [Abort(0, ()), Respawn((0, 1, 2)), Regroup(1)], Phase.REBUILDING),
-    "a death is noticed once": ([death(1)], death(1), [], Phase.DRAINING),
-    "ready of some": ([user(1), *EVERYONE], Ready(0, 1), [], Phase.REBUILDING),
+        [Abort(0, (0, 1)), Respawn((2,)), Regroup(1)], REBUILDING),
+    "all ranks die": (
+        [death(0), death(1)], death(2), [Abort(0, ()), Respawn((0, 1, 2)), Regroup(1)], REBUILDING),
+    "a death is noticed once": ([death(1)], death(1), [], DRAINING),
+    "ready of some": ([user(1), *EVERYONE], Ready(0, 1), [], REBUILDING),
     "ready of all": ([user(1, seq=7), *EVERYONE, Ready(0, 1), Ready(2, 1)], Ready(1, 1),
-        [Announce(Verdict((user(1, seq=7),), ()))], Phase.HEALTHY),
+        [Announce(Verdict((user(1, seq=7),), ()))], HEALTHY),
     "ready of an older epoch": (
-        [user(1), *EVERYONE, *ALL_READY, user(1), *EVERYONE, Ready(0, 2), Ready(1, 2)], Ready(2, 1),
-        [], Phase.REBUILDING),
-    "ready while healthy": ([], Ready(0, 0), [], Phase.HEALTHY),
-    "drained while healthy": ([], Drained(0), [], Phase.HEALTHY),
-    "drained while rebuilding": ([user(1), *EVERYONE], Drained(0), [], Phase.REBUILDING),
+        [user(1), *EVERYONE, *ALL_READY, user(1), *EVERYONE, Ready(0, 2), Ready(1, 2)],
+        Ready(2, 1), [], REBUILDING),
+    "ready while healthy": ([], Ready(0, 0), [], HEALTHY),
+    "drained while healthy": ([], Drained(0), [], HEALTHY),
+    "drained while rebuilding": ([user(1), *EVERYONE], Drained(0), [], REBUILDING),
     "a failure while rebuilding drains again": ([user(1), *EVERYONE, Ready(1, 1)], communication(0),
-        [Abort(1, (0, 1, 2)), Drain((0, 1, 2))], Phase.DRAINING),
-    "a death while rebuilding drains again": ([user(1), *EVERYONE, Ready(0, 1)], death(2),
-        [Abort(1, (0, 1)), Drain((0, 1))], Phase.DRAINING),
+        [Abort(1, (0, 1, 2)), Drain((0, 1, 2))], DRAINING),
+    "a death while rebuilding drains again": (
+        [user(1), *EVERYONE, Ready(0, 1)], death(2), [Abort(1, (0, 1)), Drain((0, 1))], DRAINING),
     "who lingers in a poisoned call is cancelled": (
-        [user(1, seq=7), Drained(0)], waited(1), [Cancel(7, (1, 2))], Phase.DRAINING),
-    "from the earliest failure on": ([user(1, seq=7), communication(2, seq=5)], waited(1),
-        [Cancel(5, (0, 1, 2))], Phase.DRAINING),
+        [user(1, seq=7), Drained(0)], waited(1), [Cancel(7, (1, 2))], DRAINING),
+    "from the earliest failure on": (
+        [user(1, seq=7), communication(2, seq=5)], waited(1), [Cancel(5, (0, 1, 2))], DRAINING),
     "who lingers in a call that waits for a dead rank": (
-        [death(1, doomed=9), Drained(0)], waited(1), [Cancel(9, (2,))], Phase.DRAINING),
+        [death(1, doomed=9), Drained(0)], waited(1), [Cancel(9, (2,))], DRAINING),
     "who lingers in a call that a death does not concern goes on": (
-        [death(1)], waited(1), [], Phase.DRAINING),
-    "no rank lingers in a rebuild": ([user(1), *EVERYONE], waited(1), [], Phase.REBUILDING),
-    "no rank lingers while healthy": ([], waited(1), [], Phase.HEALTHY),
-    "a stopped rank is killed": ([], Stopped(1), [Kill((1,), STOPPED)], Phase.HEALTHY),
+        [death(1)], waited(1), [], DRAINING),
+    "no rank lingers in a rebuild": ([user(1), *EVERYONE], waited(1), [], REBUILDING),
+    "no rank lingers while healthy": ([], waited(1), [], HEALTHY),
+    "a stopped rank is killed": ([], Stopped(1), [Kill((1,), STOPPED)], HEALTHY),
     "a stopped rank is killed while it drains": (
-        [user(0)], Stopped(1), [Kill((1,), STOPPED)], Phase.DRAINING),
-    "a dead rank is not killed again": ([death(1)], Stopped(1), [], Phase.DRAINING),
+        [user(0)], Stopped(1), [Kill((1,), STOPPED)], DRAINING),
+    "a dead rank is not killed again": ([death(1)], Stopped(1), [], DRAINING),
 }  # fmt: skip
 
 

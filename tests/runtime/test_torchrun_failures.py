@@ -1,21 +1,51 @@
-"""Covers: processes of one job that do different things, fail, end early or are killed.
-
-The jobs are in ``_failing_ranks.py``.  Nothing may hang: a process that does not end is killed
-there, and has no exit code.
+"""Covers: processes of one job that do different things, fail, end early, are killed, or read what
+a stranger wrote, and what torchrun makes of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import re
 import signal
-from typing import Any
+import time
 
 import pytest
+import torch
+from _jobs import Jobs, fails, mapped, misses_rank_1, total, warmed_up
 from _launched import Job, free_port, jobs_of, launch, of_failed, outputs, succeed
-from _support import TEST_ALL, is_running, wait_for
+from _support import EAGER, TEST_ALL, is_running, wait_for
+
+import torchpmap as tp
+from torchpmap._base.devices import PLATFORMS
+from torchpmap._base.platform import Platform
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all jobs
+
+jobs = Jobs()
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Job -> how each of its processes ended."""
+    return jobs_of("_jobs.py", tmp_path_factory.mktemp("failing"), JOBS=__name__)
+
+
+def largest(x):
+    return tp.pmax(x, "i")
+
+
+ONE = torch.ones(1)
+
+
+def call(function=total, x=ONE, **options):
+    return mapped(function, **options)(x)
+
+
+barrier = tp.multihost.barrier
+
+# -- different programs ----------------------------------------------------------------------------
 
 DIFFERENT = (
     "CollectiveMismatch: the processes are about to run different programs, which would hang or "
@@ -25,260 +55,463 @@ RULE = (
     "All processes must make the same mapped calls, with arguments of the same shapes and dtypes, "
     "in the same order."
 )
+NEW = {
+    "other_function": (3, lambda rank: call(largest if rank == 1 else total),
+        "0, 2: total(float32[1]) on 3 devices @", "1: largest(float32[1]) on 3 devices @"),
+    "other_shape": (2, lambda rank: call(x=torch.ones(1, 2 + rank)),
+        "0: total(float32[1, 2]) on 2 devices @", "1: total(float32[1, 3]) on 2 devices @"),
+    "other_number_of_rows": (2, lambda rank: call(x=torch.ones(1 + rank)),
+        "0: total(float32[1]) on 2 devices @", "1: total(float32[2]) on 2 devices @"),
+    "one_untraced": (2, lambda rank: call(compile=EAGER if rank == 0 else False),
+        "0: total(float32[1]) on 2 devices @", "1: total(float32[1]), compile=False @"),
+    "one_at_a_barrier": (2, lambda rank: call() if rank == 0 else barrier("loaded"),
+        "0: total(float32[1]) on 2 devices @", "1: torchpmap.multihost.barrier('loaded')"),
+    "other_barriers": (3, lambda rank: barrier("saved" if rank == 1 else "loaded"),
+        "0, 2: torchpmap.multihost.barrier('loaded')", "1: torchpmap.multihost.barrier('saved')"),
+    "other_shapes_gathered": (2, lambda rank: tp.multihost.all_gather({"x": torch.ones(1 + rank)}),
+        "0: torchpmap.multihost.all_gather(tiled=False): tree['x'] is float32[1]",
+        "1: torchpmap.multihost.all_gather(tiled=False): tree['x'] is float32[2]"),
+}  # fmt: skip
+"""Number of processes, what each does, and what the error says of the ranks."""
+for _name, (_count, _run, *_rows) in NEW.items():
+    _table = "".join(f"  rank {row}\n" for row in _rows)
+    jobs.add(_count, fails(DIFFERENT + _table + RULE), _name)(_run)
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Job -> how each of its processes ended."""
-    return jobs_of("_failing_ranks.py", tmp_path_factory.mktemp("failing"))
+def differ_in_line(first, second):
+    """The first line of their graphs that differs, as patterns."""
+    return fails(re.compile(f"{re.escape(DIFFERENT)}  {first}.*\n  {second}.*\n{re.escape(RULE)}"))
 
 
-def without_lines(output: str) -> str:
-    """With " @" for the places of functions in ``_failing_ranks.py``, whose numbers change."""
-    return re.sub(r", defined at _failing_ranks.py:\d+", " @", output)
-
-
-def test_nothing_hangs(ended):
-    hung = [name for name, processes in ended.items() if any(code is None for code, _ in processes)]
-    assert not hung
-
-
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [
-        ("other_function", ["rank 0, 2: total(float32[1]) on 3 devices @",
-         "rank 1: largest(float32[1]) on 3 devices @"]),
-        ("other_shape", ["rank 0: total(float32[1, 2]) on 2 devices @",
-         "rank 1: total(float32[1, 3]) on 2 devices @"]),
-        ("other_number_of_rows",
-         ["rank 0: total(float32[1]) on 2 devices @",
-          "rank 1: total(float32[2]) on 2 devices @"]),
-        ("one_untraced", ["rank 0: total(float32[1]) on 2 devices @",
-         "rank 1: total(float32[1]), compile=False @"]),
-        ("one_at_a_barrier", ["rank 0: total(float32[1]) on 2 devices @",
-         "rank 1: torchpmap.multihost.barrier('loaded')"]),
-        ("other_barriers", ["rank 0, 2: torchpmap.multihost.barrier('loaded')",
-         "rank 1: torchpmap.multihost.barrier('saved')"]),
-        ("other_shapes_gathered",
-         ["rank 0: torchpmap.multihost.all_gather(tiled=False): tree['x'] is float32[1]",
-         "rank 1: torchpmap.multihost.all_gather(tiled=False): tree['x'] is float32[2]"]),
-    ],
-)  # fmt: skip
-def test_different_programs_are_the_same_error_everywhere(ended, name, rows):
-    table = "".join(f"  {row}\n" for row in rows)
-    for output in of_failed(ended[name]):
-        assert DIFFERENT + table + RULE in without_lines(output)
-
-
-@pytest.mark.parametrize(
-    ("name", "first", "second"),
-    [
-        (
-            "other_body",
-            r"rank 0, 1: <lambda>\(float32\[1\]\) on 3 devices.*: .*aten\.mul.*, 1\.0\)",
-            r"rank 2: <lambda>\(float32\[1\]\) on 3 devices.*: .*aten\.mul.*, 2\.0\)",
-        ),
-        (
-            "other_devices",
-            r"rank 0: total\(float32\[1\]\) on 2 devices.*: .*all_reduce.*ranks:0,1",
-            r"rank 1: total\(float32\[1\]\) on 2 devices.*: .*all_reduce.*ranks:1,0",
-        ),
-    ],
+@jobs.add(
+    3,
+    differ_in_line(
+        r"rank 0, 1: <lambda>\(float32\[1\]\) on 3 devices.*: .*aten\.mul.*, 1\.0\)",
+        r"rank 2: <lambda>\(float32\[1\]\) on 3 devices.*: .*aten\.mul.*, 2\.0\)",
+    ),
 )
-def test_different_graphs_show_the_first_line_that_differs(ended, name, first, second):
-    pattern = re.escape(DIFFERENT) + f"  {first}.*\n  {second}.*\n" + re.escape(RULE)
-    for output in of_failed(ended[name]):
-        assert re.search(pattern, output), output
+def other_body(rank):
+    scale = 1.0 + (rank == 2)
+    call(lambda x: tp.psum(scale * x, "i"))
 
 
-def test_two_processes_on_one_device(ended):
-    for output in of_failed(ended["both_on_one_device"]):
-        assert "ValueError: rank 0 (device 0 of those that it sees, host " in output
-        assert "have the same device: GPU-7. Each process needs one of its own." in output
-
-
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [
-        ("one_untraced_later", "total(float32[1]), compile=False"),
-        ("other_shape_later", "total(float32[1, 2]) on 2 devices"),
-    ],
+@jobs.add(
+    2,
+    differ_in_line(
+        r"rank 0: total\(float32\[1\]\) on 2 devices.*: .*all_reduce.*ranks:0,1",
+        r"rank 1: total\(float32\[1\]\) on 2 devices.*: .*all_reduce.*ranks:1,0",
+    ),
 )
-def test_a_known_call_here_and_a_new_one_there(ended, name, other):
-    text = (
+def other_devices(rank):
+    call(devices=tp.devices() if rank == 0 else tp.devices()[::-1])
+
+
+def waits_elsewhere(other):
+    """A known call here, and a new one there."""
+    return fails(
         "CollectiveMismatch: total(float32[1]) on 2 devices @: "
         "rank 0 runs it, but rank 1 has not come to it, and waits for rank 0 in another call: "
         f"{other} @. {RULE}"
     )
-    for output in of_failed(ended[name]):
-        assert text in without_lines(output)
 
 
-def test_a_skipped_call_is_not_paired_with_another(ended):
-    """The two have equal bodies, on the same line."""
-    step = "step(float32[1]) on 2 devices @"
-    for output in of_failed(ended["skipped_call"]):
-        assert f"sum of torch.float32 x 1 in {step}, but rank" in without_lines(output)
-        assert f"sum of torch.float32 x 1 in {step} (another function)" in without_lines(output)
-        assert "a value" not in output
-    for output in of_failed(ended["skipped_call_over_gloo"]):
-        rows = re.findall(r"\n  rank (\d): (step.*)", without_lines(output))
-        assert sorted(row for _, row in rows) == [step, f"{step} (another function)"]
-        assert "a value" not in output
-    for output in of_failed(ended["skipped_call_untraced"]):
-        assert re.search(r"rank 0: <lambda>.*: number 0 of the functions that run so", output)
-        assert re.search(r"rank 1: <lambda>.*: number 1 of the functions that run so", output)
-        assert "a value" not in output
+@jobs.add(2, waits_elsewhere("total(float32[1, 2]) on 2 devices"))
+def other_shape_later(rank):
+    warmed_up()(torch.ones(1, 2) if rank == 1 else torch.ones(1))
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [
-        ("drifted_before_a_sum", ["rank 0: TITLE: operation 3: aten.mul_.Tensor with 2.0",
-         "rank 1: TITLE: operation 3: aten.mul_.Tensor with 3.0"]),
-        ("drifted_before_a_sum_over_gloo", ["rank 0: TITLE: operation 3: aten.mul_.Tensor with 2.0",
-         "rank 1: TITLE: operation 3: aten.mul_.Tensor with 3.0"]),
-        ("drifted_before_a_barrier", ["rank 0: TITLE: operation 3: aten.mul_.Tensor with 2.0",
-         "rank 1: TITLE: operation 3: aten.mul_.Tensor with 3.0"]),
-        ("left_an_operation_out", ["rank 0, 2: TITLE: operation 2: aten.mul_.Tensor with 2.0",
-         "rank 1: TITLE: (nothing)"]),
-    ],
-)  # fmt: skip
-def test_other_operations_on_a_value_that_all_have(ended, name, rows):
-    table = "".join(f"  {row}\n" for row in rows)
-    title = "operations on values that span processes"
-    for output in of_failed(ended[name]):
-        assert "with values that all of them hold, which differ now:\n" in output
-        assert table.replace("TITLE", title) + "All processes must do the same operations" in output
-        assert "a value" not in output.splitlines()
+@jobs.add(2, waits_elsewhere("total(float32[1]), compile=False"))
+def one_untraced_later(rank):
+    sums = warmed_up()
+    call(compile=False) if rank == 1 else sums(ONE)
 
 
-def test_other_numbers_in_the_graph_of_an_operation(ended):
-    for output in of_failed(ended["other_numbers_of_foreach"]):
-        assert re.search(r"rank 0: aten._foreach_mul_.Scalar\(.*, 2.0\)", output)
-        assert re.search(r"rank 1: aten._foreach_mul_.Scalar\(.*, 3.0\)", output)
-        assert "a value" not in output.splitlines()
+ORDER = (
+    r"CollectiveMismatch: rank (\d) runs sum of torch.float32 x 1 in (\w+)\(.*, but rank (\d) "
+    r"sum of torch.float32 x 1 in (\w+)\(.*. All devices must run the same collectives in "
+    r"the same order."
+)
 
 
-def test_known_calls_of_equal_shapes_in_another_order(ended):
+def say_who_runs_what(processes):
     """Between processes that share memory; the one that sees it first says it for all."""
-    text = (
-        r"CollectiveMismatch: rank (\d) runs sum of torch.float32 x 1 in (\w+)\(.*, but rank (\d) "
-        r"sum of torch.float32 x 1 in (\w+)\(.*. All devices must run the same collectives in "
-        r"the same order."
-    )
-    for output in of_failed(ended["other_order"]):
-        found = re.search(text, output)
+    for output in of_failed(processes):
+        found = re.search(ORDER, output)
         assert found is not None, output
         said = {int(found[1]): found[2], int(found[3]): found[4]}
         assert said.pop(1) == "doubled"
         assert set(said.values()) == {"total"}
 
 
-def test_different_collectives_of_an_untraced_function(ended):
-    table = r"  rank 0: all_reduce sum \(\) .*\n  rank 1: all_reduce max \(\) .*\n"
-    for output in outputs(ended["other_collective_untraced"]):
-        assert "CollectiveMismatch: function: devices run different collectives" in output
-        assert re.search(table, output)
+@jobs.add(3, say_who_runs_what)
+def other_order(rank):
+    def doubled(x):
+        return 2 * tp.psum(x, "i")
+
+    calls = [warmed_up(), mapped(doubled)]
+    calls[1](ONE)
+    for each in reversed(calls) if rank == 1 else calls:
+        each(ONE)
 
 
-def test_equal_collectives_of_an_untraced_function_in_another_order(ended):
-    for output in of_failed(ended["other_order_untraced"]):
-        assert "CollectiveMismatch: function: devices run different collectives" in output
-        assert "in total, called at _failing_ranks.py" in output
-        assert "a value" not in output
+def skip_a_call(rank, compile=EAGER):
+    """Of two functions with equal bodies, on the same line."""
+
+    def twin():
+        def step(x):
+            return tp.psum(x, "i")
+
+        return mapped(step, compile=compile)
+
+    first, second = twin(), twin()
+    first(ONE)
+    second(ONE)
+    if rank == 0:
+        first(ONE)
+    second(5 * torch.ones(1))
+    print("a value")
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        (
-            "ended_before_a_new_plan",
-            "CollectiveMismatch: total(float32[1]) on 2 devices, defined at ",
-        ),
-        ("ended_before_a_sum", "CollectiveMismatch: rank 1 has ended its script and will not"),
-    ],
+STEP = "step(float32[1]) on 2 devices @"
+SUM = f"sum of torch.float32 x 1 in {STEP}"
+
+
+def name_one_of_each(processes):
+    fails()(processes)
+    for output in outputs(processes):
+        rows = re.findall(r"\n  rank \d: (step.*)", output)
+        assert sorted(rows) == [STEP, f"{STEP} (another function)"]
+
+
+UNTRACED = [
+    re.compile(rf"rank {k}: step.*: number {k} of the functions that run so") for k in range(2)
+]
+jobs.add(2, fails(f"{SUM}, but rank", f"{SUM} (another function)"), "skipped_call")(skip_a_call)
+jobs.add(2, name_one_of_each, "skipped_call_over_gloo", TORCHPMAP_SHARED_MEMORY="0")(skip_a_call)
+jobs.add(2, fails(*UNTRACED), "skipped_call_untraced")(lambda rank: skip_a_call(rank, False))
+DEVICES_DIFFER = "CollectiveMismatch: function: devices run different collectives"
+
+
+@jobs.add(
+    2,
+    fails(
+        DEVICES_DIFFER,
+        re.compile(r"  rank 0: all_reduce sum \(\) .*\n  rank 1: all_reduce max \(\) .*\n"),
+    ),
 )
-def test_a_process_that_ended_early(ended, name, text):
-    waiting, gone = ended[name]
-    assert gone.code == 0
-    assert waiting.code == 1
-    assert text in outputs([waiting])[0]
+def other_collective_untraced(rank):
+    def function(x):
+        return tp.psum(x, "i") if rank == 0 else tp.pmax(x, "i")
+
+    call(function, compile=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "culprit", "place"),
-    [
-        ("raised_while_others_sum", 1, "script"),
-        ("first_raised_while_others_sum", 0, "script"),
-        ("raised_while_others_agree", 2, "script"),
-        ("raised_while_others_wait", 2, "script"),
-        ("raised_in_the_function", 1, "function"),
-    ],
+@jobs.add(2, fails(DEVICES_DIFFER, "in total, called at test_torchrun_failures.py"))
+def other_order_untraced(rank):
+    def total(x):
+        return tp.psum(x, "i")
+
+    def function(x):
+        if rank:
+            second = total(10 * x)
+            return total(x) + second
+        first = total(x)
+        return first + total(10 * x)
+
+    call(function, compile=False)
+    print("a value")
+
+
+# -- operations on a value that all have -----------------------------------------------------------
+
+
+def differ_in_operation(*rows):
+    title = "operations on values that span processes"
+    table = "".join(f"  {row.replace('TITLE', title)}\n" for row in rows)
+    return fails(
+        "with values that all of them hold, which differ now:\n",
+        f"{table}All processes must do the same operations",
+    )
+
+
+def drift(rank, use):
+    """Known operations with known numbers, the last of which differs."""
+    sums, weights = warmed_up(), tp.replicate(torch.ones(2))
+    for number in (2.0, 3.0, 3.0 if rank == 1 else 2.0):
+        weights.mul_(number)
+    sums(ONE) if use == "sum" else barrier("saved")
+    print("a value")
+
+
+DRIFTED = differ_in_operation(
+    "rank 0: TITLE: operation 3: aten.mul_.Tensor with 2.0",
+    "rank 1: TITLE: operation 3: aten.mul_.Tensor with 3.0",
 )
-def test_an_exception_on_one_process_is_the_first_thing_the_others_show(
-    ended, name, culprit, place
+for _name, _use, _settings in (
+    ("drifted_before_a_sum", "sum", {}),
+    ("drifted_before_a_sum_over_gloo", "sum", {"TORCHPMAP_SHARED_MEMORY": "0"}),
+    ("drifted_before_a_barrier", "barrier", {}),
 ):
-    for rank, output in enumerate(of_failed(ended[name])):
-        first, *rest = output.split("The above exception was the direct cause of")
-        assert f"ValueError: boom in the {place}" in first
-        assert f'raise ValueError("boom in the {place}")' in first  # its traceback
-        assert bool(rest) == (rank != culprit)
-        if rank != culprit:
-            assert f"on rank {culprit}:\nTraceback" in first
-            last = output.strip().splitlines()[-1]
-            text = f"WorkerError: rank {culprit} failed first: ValueError: boom in the {place}"
-            assert last.endswith(text)
+    jobs.add(2, DRIFTED, _name, **_settings)(lambda rank, use=_use: drift(rank, use))
 
 
-@pytest.mark.parametrize(
-    ("name", "victim"), [("killed_while_others_sum", 1), ("first_killed_while_others_sum", 0)]
+@jobs.add(
+    3,
+    differ_in_operation(
+        "rank 0, 2: TITLE: operation 2: aten.mul_.Tensor with 2.0", "rank 1: TITLE: (nothing)"
+    ),
 )
-def test_a_killed_process_ends_the_others(ended, name, victim):
-    for rank, ((code, _), output) in enumerate(zip(ended[name], outputs(ended[name]), strict=True)):
-        if rank == victim:
-            assert code == -9
+def left_an_operation_out(rank):
+    weights = tp.replicate(torch.ones(2))
+    for _ in range(2 - (rank == 1)):
+        weights.mul_(2.0)
+    barrier("saved")
+    print("a value")
+
+
+NUMBERS = [re.compile(rf"rank {k}: aten._foreach_mul_.Scalar\(.*, {2 + k}.0\)") for k in range(2)]
+
+
+@jobs.add(2, fails(*NUMBERS))
+def other_numbers_of_foreach(rank):
+    torch._foreach_mul_([tp.replicate(torch.ones(2))], 2.0 + rank)
+    print("a value")
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+class OneDevice(Platform):
+    """A host with devices for two processes, whose script puts both on the first one."""
+
+    is_hardware = True
+
+    def count(self):
+        return 2
+
+    def hardware(self, number):
+        return "GPU-7"
+
+
+@jobs.add(
+    2,
+    fails(
+        "ValueError: rank 0 (device 0 of those that it sees, host ",
+        "have the same device: GPU-7. Each process needs one of its own.",
+    ),
+)
+def both_on_one_device(rank):
+    PLATFORMS["cpu"] = OneDevice()
+    tp.init()
+
+
+# -- processes that are gone -----------------------------------------------------------------------
+
+
+@jobs.add(2, misses_rank_1("CollectiveMismatch: total(float32[1]) on 2 devices @"))
+def ended_before_a_new_plan(rank):
+    call() if rank == 0 else tp.init()
+
+
+@jobs.add(2, misses_rank_1("CollectiveMismatch: rank 1 has ended its script and will not"))
+def ended_before_a_sum(rank):
+    sums = warmed_up()
+    if rank == 0:
+        sums(ONE)
+
+
+def show_the_exception(culprit, place="script"):
+    """It is the first thing that the others show too, with its traceback."""
+
+    def check(processes):
+        for rank, output in enumerate(of_failed(processes)):
+            first, *rest = output.split("The above exception was the direct cause of")
+            assert f"ValueError: boom in the {place}" in first
+            assert f'raise ValueError("boom in the {place}")' in first  # its traceback
+            assert bool(rest) == (rank != culprit)
+            if rank != culprit:
+                assert f"on rank {culprit}:\nTraceback" in first
+                last = output.strip().splitlines()[-1]
+                text = f"WorkerError: rank {culprit} failed first: ValueError: boom in the {place}"
+                assert last.endswith(text)
+
+    return check
+
+
+def end_the_others(victim):
+    def check(processes):
+        processes = list(processes)
+        assert processes.pop(victim).code == -9
+        fails("WorkerDied: the connection to another process of this job broke off")(processes)
+
+    return check
+
+
+def fail_script():
+    raise ValueError("boom in the script")
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose(culprit, end, others):
+    """A job of which one process ends, and the others go on."""
+
+    def run(rank):
+        sums = warmed_up() if others == "sum" else tp.init()
+        if rank == culprit:
+            end()
+        if others == "sum":
+            sums(ONE)
+        elif others == "agree":
+            call()
         else:
-            assert code == 1
-            assert "WorkerDied: the connection to another process of this job broke off" in output
+            barrier("loaded")
+
+    return run
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("killed_while_others_agree", "total(float32[1]) on 2 devices"),
-        ("killed_while_others_wait", "torchpmap.multihost.barrier('loaded')"),
-    ],
-)
-def test_a_killed_process_without_a_connection_is_missed_in_time(ended, name, what):
-    """Also if the timeout was set when the runtime had started."""
-    waiting, killed = ended[name]
-    assert killed.code == -9
-    assert waiting.code == 1
+# (processes, the one that ends, how, what the others do); the first one keeps the store
+LOST = {
+    "raised_while_others_sum": (2, 1, fail_script, "sum"),
+    "first_raised_while_others_sum": (2, 0, fail_script, "sum"),
+    "raised_while_others_agree": (3, 2, fail_script, "agree"),
+    "raised_while_others_wait": (3, 2, fail_script, "wait"),
+    "killed_while_others_sum": (3, 1, kill, "sum"),
+    "first_killed_while_others_sum": (3, 0, kill, "sum"),
+}
+for _name, (_count, _culprit, _end, _others) in LOST.items():
+    _check = end_the_others if _end is kill else show_the_exception
+    jobs.add(_count, _check(_culprit), _name)(lose(_culprit, _end, _others))
+
+
+@jobs.add(2, show_the_exception(1, "function"))
+def raised_in_the_function(rank):
+    def function(x):
+        if tp.process_index() == 1:
+            raise ValueError("boom in the function")
+        return tp.psum(x, "i")
+
+    call(function, compile=False)
+
+
+def miss_it_in_time(what):
+    """There is no connection that breaks off."""
     text = "rank 1 did not come within torchpmap.config.timeout (3 s)."
-    assert re.search(re.escape(f"CallTimeout: {what}") + ".*: " + re.escape(text), waiting.output)
+    pattern = f"{re.escape(f'CallTimeout: {what}')}.*: {re.escape(text)}"
+    return misses_rank_1(re.compile(pattern), code=-9)
 
 
-def test_a_caught_failure_is_in_the_exit_code(ended):
-    for output in of_failed(ended["caught_and_ended"]):
-        assert "the end" in output
-        assert "torchpmap: exit code 1, as a call has failed: the processes are about" in output
+jobs.add(
+    2,
+    miss_it_in_time("total(float32[1]) on 2 devices"),
+    "killed_while_others_agree",
+    TORCHPMAP_TIMEOUT="3",
+)(lose(1, kill, "agree"))
 
 
-def test_after_a_failure_no_call_is_taken(ended):
-    for output in outputs(ended["used_after_a_failure"]):
-        assert "RuntimeClosed: a mapped call failed in this process, so the others cannot" in output
-        assert "End the script, and let the launcher restart it." in output
+@jobs.add(2, miss_it_in_time("torchpmap.multihost.barrier('loaded')"))
+def killed_while_others_wait(rank):
+    tp.init()
+    tp.config.timeout = 3  # the runtime has started with 60
+    if rank == 1:
+        kill()
+    barrier("loaded")
 
 
-@pytest.mark.parametrize(
-    "name", ["forged_message", "forged_cause", "forged_posting", "forged_tree", "forged_report"]
+@jobs.add(
+    2, fails("the end", "torchpmap: exit code 1, as a call has failed: the processes are about")
 )
-def test_what_a_stranger_writes_to_the_store_runs_nothing(ended, name):
-    reader = ended[name][0]
-    assert reader.code == 1
-    assert "PmapError: data from another process of this job is not in" in reader.output
-    assert not any("EXECUTED" in output.splitlines() for output in outputs(ended[name]))
+def caught_and_ended(rank):
+    with contextlib.suppress(tp.CollectiveMismatch):
+        barrier(f"of rank {rank}")
+    print("the end")
+
+
+@jobs.add(
+    2,
+    fails(
+        "RuntimeClosed: a mapped call failed in this process, so the others cannot",
+        "End the script, and let the launcher restart it.",
+    ),
+)
+def used_after_a_failure(rank):
+    sums = warmed_up()
+    try:
+        barrier(f"of rank {rank}")
+    except tp.CollectiveMismatch:
+        sums(ONE)
+
+
+# -- strangers -------------------------------------------------------------------------------------
+
+
+def run_nothing(processes):
+    """What a stranger writes to the store, which rank 0 reads."""
+    assert processes[0].code == 1
+    assert "PmapError: data from another process of this job is not in" in processes[0].output
+    assert not any("EXECUTED" in output.splitlines() for output in outputs(processes))
+
+
+class Runs:
+    """Unpickling it prints."""
+
+    def __reduce__(self):
+        return print, ("EXECUTED",)
+
+
+def forge(key):
+    """Write to the store, and wait for the other process to read it."""
+
+    def run(rank):
+        tp.init()
+        if rank == 0:
+            barrier("loaded")
+        rendezvous = tp._runtime.current.runtime().rendezvous
+        rendezvous.store.set(key, pickle.dumps(Runs()))
+        if key == "cause":
+            barrier("loaded")
+        while True:
+            rendezvous.raise_cause()
+            time.sleep(0.01)
+
+    return run
+
+
+jobs.add(2, run_nothing, "forged_message")(forge("turn/0,1/0/1"))
+jobs.add(2, run_nothing, "forged_cause")(forge("cause"))
+jobs.add(2, run_nothing, "forged_posting")(forge("waiting/1"))
+
+
+@jobs.add(2, run_nothing)
+def forged_tree(rank):
+    tp.init()
+    if rank == 0:
+        tp.multihost.broadcast(None, source=1)
+    what = "torchpmap.multihost.broadcast(source=1)"
+    tp._runtime.current.runtime().exchange((0, 1), b"+" + pickle.dumps(Runs()), what)
+    raise ValueError("forged")
+
+
+@jobs.add(2, run_nothing)
+def forged_report(rank):
+    sums = mapped(compile=False)
+    if rank == 0:
+        sums(ONE)
+    runtime = tp._runtime.current.runtime()
+    real = runtime._rendezvous.exchange
+
+    def exchange(ranks, mine, what, *where):
+        return real(ranks, pickle.dumps(Runs()) if what == "total" else mine, what, *where)
+
+    runtime._rendezvous.exchange = exchange
+    sums(ONE)
+
+
+@pytest.mark.parametrize("name", jobs)
+def test_the_processes_of_a_job(ended, name):
+    jobs.check(name, ended[name])
 
 
 # -- what torchrun makes of it ---------------------------------------------------------------------
@@ -297,28 +530,22 @@ for _ in range(1000):
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "failing.py"
-    path.write_text(FAILING)
-    return str(path)
+MORE = pytest.mark.skipif(not TEST_ALL, reason="TORCHPMAP_TEST_ALL=1: one more launch")
+ENDS = [
+    ("raise", "ValueError: boom"),
+    pytest.param("kill", "Signal 9 (SIGKILL) received", marks=MORE),
+]
 
 
-def test_torchrun_reports_the_rank_that_failed_first(script):
-    finished = launch(2, script, "raise")
+@pytest.mark.parametrize(("end", "text"), ENDS)
+def test_torchrun_reports_the_rank_that_failed_first(tmp_path, end, text):
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    finished = launch(2, str(script), end)
     assert finished.code == 1, finished.output
     report = finished.output.split("Root Cause (first observed failure):")[1]
     assert re.search(r"rank +: 1 \(local_rank: 1\)", report), finished.output
-    assert "ValueError: boom" in report
-
-
-@pytest.mark.skipif(not TEST_ALL, reason="TORCHPMAP_TEST_ALL=1: one more launch")
-def test_torchrun_reports_the_rank_that_was_killed(script):
-    finished = launch(2, script, "kill")
-    assert finished.code == 1, finished.output
-    report = finished.output.split("Root Cause (first observed failure):")[1]
-    assert re.search(r"rank +: 1 \(local_rank: 1\)", report), finished.output
-    assert "Signal 9 (SIGKILL) received" in report
+    assert text in report
 
 
 ORPHANED = """

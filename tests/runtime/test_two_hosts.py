@@ -9,9 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from _launched import Job, answers, check, free_port, succeed
@@ -39,7 +37,7 @@ def _ip(*arguments: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[list[tuple[str, ...]]]:
+def hosts():
     """For each host, what to put before a command to run it there."""
     if shutil.which("ip") is None:
         pytest.skip("needs the command ip (iproute2)")
@@ -82,26 +80,26 @@ def _c10d(host: int, port: int) -> tuple[str, ...]:
 RENDEZVOUS = {"static": _static} | ({"c10d": _c10d} if TEST_ALL else {})
 
 
-@pytest.fixture(scope="module", params=RENDEZVOUS.values(), ids=RENDEZVOUS)
-def results(
-    request: Any, hosts: list[tuple[str, ...]], tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("two_hosts")
+def _start(hosts, options, num_ranks, *command):
     port = free_port()
-    jobs = [
+    return [
         Job(
-            RANKS_PER_HOST,
-            str(Path(__file__).with_name("_torchrun_values.py")),
-            str(folder),
-            *NAMES,
-            options=("--nnodes=2", *request.param(host, port)),
+            num_ranks,
+            *command,
+            options=("--nnodes=2", *options(host, port)),
             prefix=prefix,
             # which they could share here, but hosts cannot
             environment={"TORCHPMAP_SHARED_MEMORY": "0"},
         )
         for host, prefix in enumerate(hosts)
     ]
-    succeed(*jobs)
+
+
+@pytest.fixture(scope="module", params=RENDEZVOUS.values(), ids=RENDEZVOUS)
+def results(request, hosts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_hosts")
+    program = str(Path(__file__).with_name("_torchrun_values.py"))
+    succeed(*_start(hosts, request.param, RANKS_PER_HOST, program, str(folder), *NAMES))
     return answers(2 * RANKS_PER_HOST, folder)
 
 
@@ -119,19 +117,9 @@ while True:
 
 def test_a_cut_cable_ends_both_hosts(hosts, tmp_path):
     """Also the one that does not have the store, which answers it no more."""
-    script, port = tmp_path / "cut_off.py", free_port()
+    script = tmp_path / "cut_off.py"
     script.write_text(CUT_OFF)
-    jobs = [
-        Job(
-            1,
-            str(script),
-            str(tmp_path),
-            options=("--nnodes=2", *_static(host, port)),
-            prefix=prefix,
-            environment={"TORCHPMAP_SHARED_MEMORY": "0"},
-        )
-        for host, prefix in enumerate(hosts)
-    ]
+    jobs = _start(hosts, _static, 1, str(script), str(tmp_path))
     host = hosts[1][-1]
     try:
         ready = [tmp_path / f"ready{host}" for host in range(2)]

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ import torch
 from _support import (
     DEVICE,
     EAGER,
+    SCALE,
     eagerly,
     in_threads,
     is_running,
@@ -58,53 +58,68 @@ def assert_pool_works():
     assert largest(rows).tolist() == [1.0, 1.0]
 
 
+def run_ahead_until_it_fails(function=double, x=rows):
+    while True:
+        x = function(x)
+
+
 def run_ahead():
+    with contextlib.suppress(tp.PmapError):
+        run_ahead_until_it_fails()
+
+
+@contextlib.contextmanager
+def lives_on(*ranks):
+    """The workers of these ranks and what they hold live on, and then the pool works.
+
+    Gives the process ids of all workers, and the value.
+    """
+    assert_pool_works()
+    pids, held = worker_pids(2), double(rows).block_until_ready()
+    yield pids, held
+    assert_pool_works()
+    assert [worker_pids(2)[rank] for rank in ranks] == [pids[rank] for rank in ranks]
+    assert [held[rank].item() for rank in ranks] == [2 * rank for rank in ranks]
+
+
+def run_far_ahead():
     results = [double(rows) for _ in range(5000)]
     return results[0].tolist()
 
 
 # -- stopped processes -----------------------------------------------------------------------------
 
-WAITS: dict[str, Callable[[], object]] = {
+WAITS = {
     "for a value": lambda: double(rows).tolist(),
     "for a collective": lambda: total(rows).block_until_ready(),
     "for an uncompiled call": lambda: eagerly(lambda x: x)(rows),
     "for a plan": lambda: tp.pmap(lambda x: x - 1, compile=EAGER)(rows).tolist(),
-    "for room": run_ahead,
+    "for room": run_far_ahead,
 }
 
 
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_a_stopped_worker_is_ended(wait, monkeypatch):
     monkeypatch.setattr(vigil, "STOPPED_S", 0.2)
-    assert_pool_works()
-    pids = worker_pids(2)
-    value = double(rows).block_until_ready()
-    os.kill(pids[0], signal.SIGSTOP)
-    with pytest.raises(tp.WorkerDied, match=r"had been stopped for .* while it was waited for"):
-        wait()
-    assert_pool_works()
-    assert worker_pids(2)[1] == pids[1]
-    assert value[1].item() == 2
+    with lives_on(1) as (pids, _):
+        os.kill(pids[0], signal.SIGSTOP)
+        with pytest.raises(tp.WorkerDied, match=r"had been stopped for .* while it was waited for"):
+            wait()
 
 
 def test_a_stopped_worker_that_no_call_waits_for_lives(monkeypatch):
     monkeypatch.setattr(vigil, "STOPPED_S", 0.0)
-    assert_pool_works()
-    pids = worker_pids(2)
-    monitor = running_pool()._monitor
-    os.kill(pids[0], signal.SIGSTOP)
-    ticks = monitor._next_tick
-    assert wait_for(lambda: monitor._next_tick > ticks + 1, 5)
-    os.kill(pids[0], signal.SIGCONT)
-    assert worker_pids(2) == pids
+    with lives_on(0, 1) as (pids, _):
+        monitor = running_pool()._monitor
+        os.kill(pids[0], signal.SIGSTOP)
+        ticks = monitor._next_tick
+        assert wait_for(lambda: monitor._next_tick > ticks + 1, 5)
+        os.kill(pids[0], signal.SIGCONT)
 
 
 def test_a_worker_that_dies_while_the_socket_of_another_is_full(tmp_path):
     """The repair does not wait for room."""
     gate = tmp_path / "open"
-    pids = worker_pids(2)
-    held = double(rows).block_until_ready()
 
     def busy(x):
         while x == 1 and not gate.exists():
@@ -115,30 +130,18 @@ def test_a_worker_that_dies_while_the_socket_of_another_is_full(tmp_path):
         with contextlib.suppress(tp.PmapError):
             eagerly(busy)(rows)
 
-    thread = threading.Thread(target=call)
-    thread.start()
-    pool = running_pool()
-    assert wait_for(lambda: pool._monitor.pending)
-    ahead = threading.Thread(target=run_ahead)
-    ahead.start()
-    assert wait_for(lambda: pool.outbox.blocked)
-    os.kill(pids[0], signal.SIGKILL)
-    ahead.join(30)
-    gate.touch()
-    thread.join(30)
-    assert_pool_works()
-    assert worker_pids(2)[1] == pids[1]
-    assert held[1].item() == 2
-
-
-def run_ahead_until_it_fails(x: torch.Tensor = rows) -> None:
-    while True:
-        x = double(x)
-
-
-def run_ahead() -> None:
-    with contextlib.suppress(tp.PmapError):
-        run_ahead_until_it_fails()
+    with lives_on(1) as (pids, _):
+        thread = threading.Thread(target=call)
+        thread.start()
+        pool = running_pool()
+        assert wait_for(lambda: pool._monitor.pending)
+        ahead = threading.Thread(target=run_ahead)
+        ahead.start()
+        assert wait_for(lambda: pool.outbox.blocked)
+        os.kill(pids[0], signal.SIGKILL)
+        ahead.join(30)
+        gate.touch()
+        thread.join(30)
 
 
 # -- healthy ranks live ----------------------------------------------------------------------------
@@ -147,8 +150,6 @@ def run_ahead() -> None:
 @pytest.mark.parametrize("loop", ["computes", "sleeps"])
 @pytest.mark.parametrize("end", ["exception", "death"])
 def test_a_rank_that_goes_on_after_a_failure_is_cancelled(loop, end):
-    pids, held = worker_pids(2), double(rows).block_until_ready()
-
     def step(x):
         if x == 1:
             while True:
@@ -157,18 +158,14 @@ def test_a_rank_that_goes_on_after_a_failure_is_cancelled(loop, end):
             os._exit(3)
         raise LookupError("mine")
 
-    expected = tp.WorkerDied if end == "death" else LookupError
-    with pytest.raises(expected, match="exit code 3" if end == "death" else "mine"):
+    expected, text = (tp.WorkerDied, "exit code 3") if end == "death" else (LookupError, "mine")
+    with lives_on(1), pytest.raises(expected, match=text):
         eagerly(step)(rows)
-    assert_pool_works()
-    assert worker_pids(2)[1] == pids[1]
-    assert held[1].item() == 2
 
 
 def test_an_exception_does_not_wait_for_a_rank_that_cannot_be_cancelled(tmp_path, monkeypatch):
     """It holds the GIL, in C code; the next call waits for it."""
     monkeypatch.setattr(_pool, "_EARLY_S", 0.1)
-    pids, held = worker_pids(2), double(rows).block_until_ready()
     gate = tmp_path / "gate"
     os.mkfifo(gate)
 
@@ -177,13 +174,12 @@ def test_an_exception_does_not_wait_for_a_rank_that_cannot_be_cancelled(tmp_path
             ctypes.PyDLL(None).open(os.fsencode(gate), os.O_RDONLY)  # until there is a writer
         raise LookupError("mine")
 
-    with pytest.raises(LookupError, match="mine"):
-        eagerly(step)(rows)
-    assert running_pool().broken
-    with open(gate, "w"):
-        assert_pool_works()
-    assert worker_pids(2) == pids
-    assert held.tolist() == [0, 2]
+    with lives_on(0, 1):
+        with pytest.raises(LookupError, match="mine"):
+            eagerly(step)(rows)
+        assert running_pool().broken
+        with open(gate, "w"):
+            assert_pool_works()
 
 
 def test_a_user_is_told_who_is_waited_for(tmp_path, monkeypatch, capfd):
@@ -216,7 +212,7 @@ def test_a_user_is_told_who_is_waited_for(tmp_path, monkeypatch, capfd):
 
 
 @contextlib.contextmanager
-def descriptors_left(count: int) -> Iterator[None]:
+def descriptors_left(count):
     """Let this process open ``count`` files more."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(map(int, os.listdir("/proc/self/fd")))
@@ -232,26 +228,28 @@ def descriptors_left(count: int) -> Iterator[None]:
             os.close(fd)
 
 
+def lacks_descriptors(function):
+    try:
+        function()
+    except OSError as error:
+        return "ulimit -n" in str(error)
+    return False
+
+
 def test_no_descriptors_left_for_a_repair():
     """However many there are: an error that says so, nothing left open, and later it works."""
-    assert_pool_works()
-    pool = running_pool()
     failed = 0
     for count in (0, 1, 4, 9, 12, 13, 14, 40):
-        held, pids, fds = double(rows).block_until_ready(), worker_pids(2), num_fds()
-        os.kill(pids[1], signal.SIGKILL)
-        assert wait_for(lambda: pool.broken)
-        for _ in range(2):
-            with descriptors_left(count):
-                try:
-                    assert_pool_works()
-                except OSError as error:
-                    failed += "ulimit -n" in str(error)
-            assert num_fds() <= fds
-        assert_pool_works()
-        assert num_fds() == fds
-        assert held[0].item() == 0
-        assert worker_pids(2)[0] == pids[0]
+        with lives_on(0) as (pids, _):
+            fds = num_fds()
+            os.kill(pids[1], signal.SIGKILL)
+            assert wait_for(lambda: running_pool().broken)
+            for _ in range(2):
+                with descriptors_left(count):
+                    failed += lacks_descriptors(assert_pool_works)
+                assert num_fds() <= fds
+            assert_pool_works()
+            assert num_fds() == fds
     assert failed >= 5
 
 
@@ -261,11 +259,7 @@ def test_no_descriptors_left_for_a_start():
     before, failed = num_fds(), 0
     for count in (0, 3, 6, 12, 20, 30, 60):
         with descriptors_left(count):
-            try:
-                tp.init(2)
-                assert_pool_works()
-            except OSError as error:
-                failed += "ulimit -n" in str(error)
+            failed += lacks_descriptors(lambda: (tp.init(2), assert_pool_works()))
         tp.shutdown()
         assert wait_for(lambda: num_fds() == before)
         tp.init(2)
@@ -334,39 +328,43 @@ def test_ctrl_c_loses_nothing_that_is_to_be_freed():
     hand_over(released, interrupted)  # nothing is sent
 
 
-def test_ctrl_c_in_a_call_frees_what_the_call_was_to_free(monkeypatch):
-    pool = running_pool()
-    x = double(rows).block_until_ready()
-    team, handle = x._handle.team, x._handle.id
-    wait_for(lambda: not team.released)
-    monkeypatch.setattr(pool, "_tick", lambda: None)
-    del x
-    assert handle in team.released
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Makes a call that Ctrl-C interrupts when its message is to be sent."""
 
     def post(*args):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched:
-        patched.setattr(pool.outbox, "post", post)
-        with pytest.raises(KeyboardInterrupt):
-            double(rows)
+    def run(call, *args):
+        with monkeypatch.context() as patched:
+            patched.setattr(running_pool().outbox, "post", post)
+            with pytest.raises(KeyboardInterrupt):
+                call(*args)
+
+    return run
+
+
+def test_ctrl_c_in_a_call_frees_what_the_call_was_to_free(monkeypatch, interrupted):
+    x = double(rows).block_until_ready()
+    team, handle = x._handle.team, x._handle.id
+    wait_for(lambda: not team.released)
+    monkeypatch.setattr(running_pool(), "_tick", lambda: None)
+    del x
+    assert handle in team.released
+    interrupted(double, rows)
     assert handle in team.released
     assert double(rows).tolist() == [0, 2]
     assert handle not in team.released
 
 
-def test_ctrl_c_while_a_fetch_is_sent_frees_its_memory(monkeypatch):
+def test_ctrl_c_while_a_fetch_is_sent_frees_its_memory(interrupted):
     pool = running_pool()
     large = double(torch.ones(2, 300_000)).block_until_ready()
+    interrupted(tp.device_get, large)
 
-    def post(*args):
-        raise KeyboardInterrupt
+    def taken():
+        return [each for worker in pool.workers.values() for each in worker.staging.taken()]
 
-    with monkeypatch.context() as patched:
-        patched.setattr(pool.outbox, "post", post)
-        with pytest.raises(KeyboardInterrupt):
-            tp.device_get(large)
-    taken = lambda: [each for w in pool.workers.values() for each in w.staging.taken()]  # noqa: E731
     assert taken()
     assert not pool._monitor.pending
     total(rows).block_until_ready()
@@ -375,30 +373,25 @@ def test_ctrl_c_while_a_fetch_is_sent_frees_its_memory(monkeypatch):
 
 
 def test_workers_outlive_the_fork_server():
-    assert_pool_works()
-    pids, forks = worker_pids(2), server.pid
-    held = double(rows).block_until_ready()
-    os.kill(forks, signal.SIGKILL)
-    assert wait_for(lambda: not is_running(forks))
-    assert_pool_works()
-    assert worker_pids(2) == pids
-    os.kill(pids[1], signal.SIGKILL)  # it is noticed, and replaced
-    with pytest.raises(tp.ShardLost, match=f"{DEVICE}:1"):
-        held.tolist()
-    assert_pool_works()
-    assert worker_pids(2)[0] == pids[0]
+    with lives_on(0) as (pids, held):
+        forks = server.pid
+        os.kill(forks, signal.SIGKILL)
+        assert wait_for(lambda: not is_running(forks))
+        assert_pool_works()
+        assert worker_pids(2) == pids
+        os.kill(pids[1], signal.SIGKILL)  # it is noticed, and replaced
+        with pytest.raises(tp.ShardLost, match=f"{DEVICE}:1"):
+            held.tolist()
     assert server.pid not in (None, forks)
 
 
 def test_a_stopped_fork_server_is_replaced(monkeypatch):
     monkeypatch.setattr(forkserver, "_STOPPED_S", 0.2)
-    assert_pool_works()
-    pids, forks = worker_pids(2), server.pid
-    os.kill(forks, signal.SIGSTOP)
-    os.kill(pids[1], signal.SIGKILL)
-    assert wait_for(lambda: running_pool().broken)
-    assert_pool_works()
-    assert worker_pids(2)[0] == pids[0]
+    with lives_on(0) as (pids, _):
+        forks = server.pid
+        os.kill(forks, signal.SIGSTOP)
+        os.kill(pids[1], signal.SIGKILL)
+        assert wait_for(lambda: running_pool().broken)
     assert stat(forks) is None
 
 
@@ -505,22 +498,22 @@ def test_a_monitor_that_fails_closes_the_pool():
 # -- shutdown --------------------------------------------------------------------------------------
 
 
-def from_a_signal_handler() -> None:
+def from_a_signal_handler():
     before = signal.signal(signal.SIGUSR1, lambda *_: tp.shutdown())
     pressed = threading.Timer(0.02, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
     value = double(rows)
     try:
         pressed.start()
         with pytest.raises(tp.RuntimeClosed):
-            run_ahead_until_it_fails(value)
+            run_ahead_until_it_fails(x=value)
     finally:
         pressed.join()
         signal.signal(signal.SIGUSR1, before)
 
 
-def from_a_finalizer() -> None:
+def from_a_finalizer():
     class Ends:
-        def __del__(self) -> None:
+        def __del__(self):
             tp.shutdown()
 
     pool = running_pool()
@@ -528,17 +521,53 @@ def from_a_finalizer() -> None:
     pool.close("again")
 
 
-def from_several_threads() -> None:
+@contextlib.contextmanager
+def shutdown_ends(function, *args):
+    """A thread runs this, which the shutdown in the block ends with an error."""
+    errors = []
+
+    def run():
+        try:
+            function(*args)
+        except tp.RuntimeClosed as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield
+    thread.join(5)
+    assert not thread.is_alive()
+    assert len(errors) == 1
+
+
+def with_queued_calls():
+    """Also when the sockets are full: a thread runs ahead until sending blocks."""
+    square = tp.pmap(lambda x: x @ x, compile=EAGER)
+    x = square(torch.eye(768).expand(2, 768, 768))
+    with shutdown_ends(run_ahead_until_it_fails, lambda _: square(x)):
+        assert wait_for(lambda: running_pool().outbox.unsent is not None, 10)
+        start = time.monotonic()
+        tp.shutdown()
+        assert time.monotonic() - start < 3 * SCALE
+
+
+def while_a_thread_waits():
+    with shutdown_ends(eagerly(lambda x: time.sleep(30) or x), rows):
+        assert wait_for(lambda: running_pool()._monitor.pending)
+        tp.shutdown()
+
+
+def from_several_threads():
     in_threads(8, lambda k: tp.shutdown(), 30)
 
 
-def with_stopped_workers() -> None:
+def with_stopped_workers():
     for pid in worker_pids(2):
         os.kill(pid, signal.SIGSTOP)
     tp.shutdown()
 
 
-def while_workers_start() -> None:
+def while_workers_start():
     tp.shutdown()
     os.kill(server.pid or 0, signal.SIGSTOP)
     tp.init(2)
@@ -546,7 +575,7 @@ def while_workers_start() -> None:
     os.kill(server.pid or 0, signal.SIGCONT)
 
 
-def while_another_thread_repairs() -> None:
+def while_another_thread_repairs():
     pids = worker_pids(2)
     os.kill(server.pid or 0, signal.SIGSTOP)
     os.kill(pids[0], signal.SIGKILL)
@@ -563,7 +592,7 @@ def while_another_thread_repairs() -> None:
 
 SHUTDOWNS = [
     *(from_a_signal_handler, from_a_finalizer, from_several_threads, with_stopped_workers),
-    *(while_workers_start, while_another_thread_repairs),
+    *(while_workers_start, while_another_thread_repairs, with_queued_calls, while_a_thread_waits),
 ]
 
 

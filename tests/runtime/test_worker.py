@@ -1,6 +1,7 @@
 """Covers: _runtime/local/worker.py: what the user's code, and a lack of memory, can do to a worker.
 
-Its stream stays in order, its errors stay what they are, and values are what tracing promised.
+Its stream stays in order, its errors stay what they are, values are what tracing promised, and no
+process that the code makes outlives its worker (nor the controller: test_contexts.py).
 """
 
 from __future__ import annotations
@@ -8,18 +9,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import multiprocessing
 import os
 import pickle
 import resource
+import signal
 import struct
 import subprocess
 import threading
+import time
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from _support import DEVICE, EAGER, TEST_ALL, eagerly, running_pool, wait_for, worker_pids
+from _support import (
+    DEVICE,
+    EAGER,
+    TEST_ALL,
+    eagerly,
+    is_running,
+    running_pool,
+    stat,
+    wait_for,
+    worker_pids,
+)
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchpmap as tp
 from torchpmap._runtime import current, wire
@@ -34,14 +49,31 @@ rows = torch.arange(2.0)
 total = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
 
 
-@pytest.fixture
-def unharmed():
-    """A value that lives through the test, on workers that do."""
+@contextlib.contextmanager
+def nothing_lost():
+    """A value lives on, on workers that do."""
     value, pids = tp.pmap(lambda x: x + 1, compile=EAGER)(rows).block_until_ready(), worker_pids(2)
     yield
     assert value.tolist() == [1, 2]
     assert worker_pids(2) == pids
     assert total(rows).tolist() == [1, 1]
+
+
+@pytest.fixture
+def unharmed():
+    with nothing_lost():
+        yield
+
+
+@pytest.fixture(params=[False, True], ids=["socket", "shared"])
+def shares(request):
+    """Whether blocks travel in shared memory, and collectives use it."""
+    tp.shutdown()
+    tp.config.shared_memory = request.param
+    tp.init(2)
+    yield request.param
+    tp.shutdown()
+    tp.config.reset()
 
 
 # -- the user's exceptions -------------------------------------------------------------------------
@@ -69,15 +101,19 @@ KEPT = {  # more of them: tests/faults/test_exceptions.py
 }
 
 
-@pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
-def test_exceptions_stay_what_they_are(make, unharmed):
+def raising(make):
     def step(x):
         if int(tp.axis_index("i")) == 1:
             raise make()
         return tp.psum(x, "i")
 
+    return eagerly(step)
+
+
+@pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
+def test_exceptions_stay_what_they_are(make, unharmed):
     with pytest.raises(type(make())) as caught:
-        eagerly(step)(rows)
+        raising(make)(rows)
     assert str(caught.value) == str(make())
     assert f"on device {DEVICE}:1" in caught.value.__notes__[0]
     assert "raise make()" in str(caught.value.__cause__)
@@ -121,14 +157,8 @@ TOLD = {
 @pytest.mark.parametrize(("make", "text"), TOLD.values(), ids=TOLD)
 def test_exceptions_that_are_only_told(make, text, unharmed):
     """What would end the caller's program, or cannot be rebuilt, travels as text."""
-
-    def step(x):
-        if int(tp.axis_index("i")) == 1:
-            raise make()
-        return tp.psum(x, "i")
-
     with pytest.raises(tp.WorkerError, match=text):
-        eagerly(step)(rows)
+        raising(make)(rows)
 
 
 def test_warnings_as_errors_stay_in_the_call(unharmed):
@@ -172,13 +202,8 @@ def step_that_trips(x, dies):
     return tp.psum(torch.ops.torchpmap_tests.trip(x, tp.axis_index("i"), dies), "i")
 
 
-@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared memory", "gloo"])
-def test_the_other_rank_has_the_consequence(shares_memory):
+def test_the_other_rank_has_the_consequence(shares):
     """Rank 0, whose collective breaks off, is not taken for the cause."""
-    if not shares_memory:
-        tp.shutdown()
-        tp.config.shared_memory = False
-        tp.init(2)
     for mode, compile in MODES.items():
         if mode in SLOW and not TEST_ALL:
             continue
@@ -192,9 +217,6 @@ def test_the_other_rank_has_the_consequence(shares_memory):
         assert f"on device {DEVICE}:1" in note
         with pytest.raises(tp.WorkerDied, match="exit code 3"):
             step(rows, True).tolist()
-    if not shares_memory:
-        tp.shutdown()
-        tp.config.reset()
 
 
 # -- memory that ends ------------------------------------------------------------------------------
@@ -223,22 +245,10 @@ class Bomb:
 def short_of_memory(pool):
     if DEVICE != "cpu":
         pytest.skip("the limit is one of the memory of processes")
-    value, pids = tp.pmap(lambda x: x + 1, compile=EAGER)(rows).block_until_ready(), worker_pids(2)
-    eagerly(leave_memory)(rows)
-    yield
-    assert value.tolist() == [1, 2]
-    assert worker_pids(2) == pids
-    assert total(rows).tolist() == [1, 1]
+    with nothing_lost():
+        eagerly(leave_memory)(rows)
+        yield
     tp.shutdown()
-
-
-@pytest.fixture(params=[False, True], ids=["socket", "shared"])
-def shares(request):
-    """Whether blocks travel in shared memory."""
-    tp.shutdown()
-    tp.config.shared_memory = request.param
-    yield request.param
-    tp.config.reset()
 
 
 def test_block_without_memory_is_not_read_as_frames(shares, short_of_memory, tmp_path):
@@ -278,10 +288,10 @@ def test_result_without_memory(short_of_memory):
 # -- frames that are none --------------------------------------------------------------------------
 
 
-def send(*buffers):
-    """Send on the worker's socket, from a mapped function."""
+def this_worker():
+    """The worker that runs the mapped function which asks."""
     (worker,) = (o for o in gc.get_objects() if type(o).__name__ == "_Worker")
-    worker.stream.send(buffers)
+    return worker
 
 
 BAD_FRAMES = {
@@ -299,7 +309,7 @@ def test_frames_of_a_worker_gone_mad(make):
 
     def step(x):
         if int(tp.axis_index("i")) == 1:
-            send(make(seq))
+            this_worker().stream.send([make(seq)])
         return x
 
     with contextlib.suppress(tp.PmapError):
@@ -328,7 +338,7 @@ def test_block_unlike_its_header_ends_the_worker(body):
     assert total(rows).tolist() == [1, 1]
 
 
-# -- forks -----------------------------------------------------------------------------------------
+# -- processes and threads of the user's code ------------------------------------------------------
 
 
 def forks(x):
@@ -362,21 +372,10 @@ def test_child_that_comes_back_leaves(function, expected, unharmed):
 
 
 def worker_children():
-    """Processes of the workers that have not ended."""
-
-    def count(x):
-        alive = 0
-        for pid in os.listdir("/proc"):
-            if pid.isdigit():
-                try:
-                    with open(f"/proc/{pid}/stat") as file:
-                        fields = file.read().rpartition(")")[2].split()
-                except OSError:
-                    continue
-                alive += int(fields[1]) == os.getpid() and fields[0] not in "ZX"
-        return torch.tensor(alive)
-
-    return eagerly(count)(rows).tolist()
+    """How many processes of each worker have not ended."""
+    found = filter(None, [stat(pid) for pid in os.listdir("/proc") if pid.isdigit()])
+    parents = [parent for state, parent, _ in found if state not in "ZX"]
+    return [parents.count(pid) for pid in worker_pids(2)]
 
 
 def uses_processes(x):
@@ -401,31 +400,94 @@ def test_thread_left_behind_does_not_keep_the_worker():
     tp.shutdown()
 
 
+def loaded(x):
+    data = TensorDataset(torch.arange(8.0) + x)
+    return torch.stack([batch.sum() for (batch,) in DataLoader(data, batch_size=4, num_workers=1)])
+
+
+def test_a_data_loader_with_processes():
+    expected = torch.stack([loaded(x) for x in rows])
+    for _ in range(2):
+        assert eagerly(loaded)(rows).cpu().equal(expected)
+    assert total(rows).tolist() == [1, 1]
+
+
+def pooled(x):
+    with multiprocessing.Pool(2) as pool:
+        return x + sum(pool.map(abs, [-1, -2, -3]))
+
+
+def test_a_pool_of_processes():
+    assert eagerly(pooled)(rows).tolist() == [6, 7]
+
+
+def leaves_a_child(method, daemon):
+    def fun(x):
+        context = multiprocessing.get_context(method)
+        child = context.Process(target=time.sleep, args=(1000,), daemon=daemon)
+        child.start()
+        return x.long() * 0 + child.pid
+
+    return fun
+
+
+@pytest.mark.parametrize("daemon", [False, True])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_ends_with_the_pool(method, daemon):
+    children = eagerly(leaves_a_child(method, daemon))(rows).tolist()
+    assert all(map(is_running, children))
+    assert total(rows).tolist() == [1, 1]
+    start = time.monotonic()
+    tp.shutdown()
+    assert time.monotonic() - start < 2, "it waited for the children"
+    assert wait_for(lambda: not any(map(is_running, children)))
+
+
+def test_a_child_ends_with_its_worker():
+    mine, other = eagerly(leaves_a_child("fork", False))(rows).tolist()
+    os.kill(worker_pids(2)[0], signal.SIGKILL)
+    assert wait_for(lambda: running_pool().broken)
+    assert total(rows).tolist() == [1, 1]
+    assert wait_for(lambda: not is_running(mine))
+    assert is_running(other)
+
+
+def test_a_child_of_a_child_ends_too():
+    def fun(x):
+        taken, given = multiprocessing.Pipe()
+        multiprocessing.Process(target=has_a_child, args=(given,)).start()
+        return x.long() * 0 + taken.recv()
+
+    children = eagerly(fun)(rows).tolist()
+    tp.shutdown()
+    assert wait_for(lambda: not any(map(is_running, children)))
+
+
+def has_a_child(given):
+    child = multiprocessing.Process(target=time.sleep, args=(1000,))
+    child.start()
+    given.send(child.pid)
+    child.join()
+
+
 # -- what tracing promised -------------------------------------------------------------------------
 
 
-def wrong_dtype(graph, examples):
-    return lambda *xs: [x.double() for x in graph(*xs)]
+def backend(change):
+    """One whose graphs give what this makes of their outputs."""
+    return lambda graph, examples: lambda *xs: change(graph(*xs))
 
 
-def one_output(graph, examples):
-    return lambda *xs: graph(*xs)[:1]
+WRONG = {
+    "dtype": (lambda ys: [y.double() for y in ys], "float64[1, 2], float64[1, 2]"),
+    "one output": (lambda ys: ys[:1], "float32[1, 2]"),
+    "no tensors": (lambda ys: [y.tolist() for y in ys], "list, list"),
+}
 
 
-def no_tensors(graph, examples):
-    return lambda *xs: [x.tolist() for x in graph(*xs)]
-
-
-@pytest.mark.parametrize(
-    ("backend", "gave"),
-    [
-        (wrong_dtype, "float64[1, 2], float64[1, 2]"),
-        (one_output, "float32[1, 2]"),
-        (no_tensors, "list, list"),
-    ],
-)
-def test_plan_that_gives_something_else(backend, gave, unharmed):
-    f = tp.pmap(lambda x: (x + 1, x + 2), compile={"backend": backend})
+@pytest.mark.parametrize(("change", "gave"), WRONG.values(), ids=WRONG)
+def test_plan_that_gives_something_else(change, gave, unharmed):
+    f = tp.pmap(lambda x: (x + 1, x + 2), compile={"backend": backend(change)})
     for _ in range(2):
         with pytest.raises(RuntimeError) as caught:
             f(torch.zeros(2, 2))[0].tolist()
@@ -437,12 +499,9 @@ def test_plan_that_gives_something_else(backend, gave, unharmed):
         )
 
 
-def transposed(graph, examples):
-    return lambda *xs: [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in graph(*xs)]
-
-
 def test_outputs_are_contiguous_whatever_the_backend_gives():
     x = torch.arange(12.0).reshape(2, 2, 3)
+    transposed = backend(lambda ys: [y.mT.contiguous().mT for y in ys])
     f = tp.pmap(lambda x: x + 1, compile={"backend": transposed})
     strides = eagerly(lambda x: torch.tensor(x.stride()))
     for _ in range(3):
@@ -451,27 +510,16 @@ def test_outputs_are_contiguous_whatever_the_backend_gives():
         assert torch.equal(y.cpu(), x + 1)
 
 
-def lie(name, real, fake):
-    operation = torch.library.custom_op(f"torchpmap_tests::{name}", real, mutates_args=())
+def lie(name, real, fake=torch.empty_like):
+    name, schema = f"torchpmap_tests::{name}", "(Tensor x) -> Tensor"
+    operation = torch.library.custom_op(name, real, mutates_args=(), schema=schema)
     operation.register_fake(fake)
     return operation
 
 
-def as_double(x: torch.Tensor) -> torch.Tensor:
-    return x.double()
-
-
-def shorter(x: torch.Tensor) -> torch.Tensor:
-    return x[:2].clone()
-
-
-def columns(x: torch.Tensor) -> torch.Tensor:
-    return torch.stack([x, x], 1).t()
-
-
 LIES = {
-    "dtype": (lie("as_double", as_double, torch.empty_like), "float64[4]", "float32[4]"),
-    "shape": (lie("shorter", shorter, torch.empty_like), "float32[2]", "float32[4]"),
+    "dtype": (lie("as_double", lambda x: x.double()), "float64[4]", "float32[4]"),
+    "shape": (lie("shorter", lambda x: x[:2].clone()), "float32[2]", "float32[4]"),
 }
 
 
@@ -488,11 +536,14 @@ def test_fake_kernel_that_lies(operation, gives, promises, compile, unharmed):
         assert f"promises {promises} (cpu" in text
 
 
-def shift(x: torch.Tensor) -> torch.Tensor:
+def shift(x):
     return x + 1
 
 
-honest = lie("shift", shift, torch.empty_like)
+honest = lie("shift", shift)
+in_columns = lie(
+    "columns", lambda x: torch.stack([x, x], 1).t(), lambda x: x.new_empty(2, *x.shape)
+)
 LOOPS = {
     "scan": lambda f, x: tp.scan(lambda c, _: (c, f(c)), x, None, length=2)[1][1],
     "while": lambda f, x: tp.while_loop(lambda c: c.sum() < 5, lambda c: c + f(c)[0], x),
@@ -510,9 +561,6 @@ def test_fake_kernel_in_a_loop(loop, unharmed):
     assert torch.equal(f(honest, x).cpu(), tp.vmap(lambda x: loop(shift, x))(x))
     with pytest.raises(RuntimeError, match=r"gives float32.*but its fake kernel .* promises"):
         f(LIES["shape"][0], x).tolist()
-
-
-in_columns = lie("columns", columns, lambda x: x.new_empty(2, *x.shape))
 
 
 def test_fake_kernel_that_lies_about_strides():
@@ -537,9 +585,7 @@ def test_an_uncompiled_call_fails_if_an_abort_may_have_cut_its_last_collective(p
     """A device tells nothing of a collective that was aborted."""
 
     def cut_at_the_end(x):
-        import gc
-
-        (worker,) = [o for o in gc.get_objects() if type(o).__name__ == "_Worker"]
+        worker = this_worker()
 
         def synchronize():
             del worker.platform.synchronize
