@@ -30,20 +30,27 @@ class Box:
 
 
 @contextmanager
-def registered() -> Iterator[None]:
-    """Make ``State`` and ``Box`` pytree nodes."""
-    pytree.register_dataclass(State, serialized_type_name="tests.State")
-    pytree.register_pytree_node(
-        Box,
-        lambda b: ([b.content], list(b.tags)),
-        lambda c, tags: Box(next(iter(c)), tags),
-        serialized_type_name="tests.Box",
-    )
+def node(cls, flatten, unflatten) -> Iterator[None]:
+    """Make a class a pytree node."""
+    name = f"tests.{cls.__name__}"
+    pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=name)
     try:
         yield
     finally:
-        for cls in (State, Box):
-            pytree._deregister_pytree_node(cls)
+        pytree._deregister_pytree_node(cls)
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """Make ``State`` and ``Box`` pytree nodes."""
+    pytree.register_dataclass(State, serialized_type_name="tests.State")
+    try:
+        with node(
+            Box, lambda b: ([b.content], list(b.tags)), lambda c, tags: Box(next(iter(c)), tags)
+        ):
+            yield
+    finally:
+        pytree._deregister_pytree_node(State)
 
 
 keys = st.one_of(st.text(max_size=2), st.integers(0, 12), st.booleans())

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _support import EAGER
 
 import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
-
-EAGER = {"backend": "eager"}
 
 
 class Metres(np.ndarray):  # type: ignore[type-arg]
@@ -23,12 +22,20 @@ class Metres(np.ndarray):  # type: ignore[type-arg]
 
 MASKED = np.ma.masked_array(np.arange(4.0), mask=[0, 1, 0, 1])
 PLAIN = np.arange(4.0)
+
+
+def in_this_process(x: Any) -> None:
+    with tp.debug.fake_pmap():
+        tp.pmap(lambda x: x)(x)
+
+
 PLACES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an argument": (lambda x: tp.pmap(lambda x: x, compile=EAGER)(x), "argument x is"),
     "uncompiled": (lambda x: tp.pmap(lambda x: x, compile=False)(x), "argument x is"),
     "in a tree": (lambda x: tp.pmap(lambda t: t["a"][1], compile=EAGER)({"a": [PLAIN, x]}),
         r"argument t\['a'\]\[1\] is"),
     "by keyword": (lambda x: tp.pmap(lambda *, k: k, compile=EAGER)(k=x), "argument k is"),
+    "in the calling process": (in_this_process, "argument x is"),
     "not mapped": (lambda x: tp.pmap(lambda a, b: a, in_axes=(0, None), compile=EAGER)(PLAIN, x),
         "argument b is"),
     "after an array": (lambda x: [tp.pmap(lambda x: x, compile=EAGER)(each) for each in (PLAIN, x)],
@@ -53,9 +60,10 @@ PLACES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ("array", "text"),
     [
         (MASKED, r"a numpy masked array .*\.filled\(value\)"),
+        (np.ma.masked, r"a numpy masked array .*\.filled\(value\)"),
         (PLAIN.view(Metres), r"a Metres, a subclass of numpy's array.*numpy\.asarray"),
     ],
-    ids=["masked", "of another class"],
+    ids=["masked", "masked constant", "of another class"],
 )
 def test_refused(place: str, array: Any, text: str) -> None:
     call, where = PLACES[place]
@@ -63,20 +71,10 @@ def test_refused(place: str, array: Any, text: str) -> None:
         call(array)
 
 
-def test_refused_in_the_calling_process() -> None:
-    with tp.debug.fake_pmap(), pytest.raises(TypeError, match="argument x is a numpy masked array"):
-        tp.pmap(lambda x: x)(MASKED)
-
-
 def test_refused_by_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"save: .*\['a'\] is a numpy masked array"):
         tp.checkpoint.save(tmp_path / "c", {"a": MASKED})
     assert not (tmp_path / "c").exists()
-
-
-def test_a_masked_constant_is_refused() -> None:
-    with pytest.raises(TypeError, match="argument x is a numpy masked array"):
-        tp.pmap(lambda y, x: y, in_axes=(0, None), compile=EAGER)(PLAIN, np.ma.masked)
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass")

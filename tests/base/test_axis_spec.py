@@ -117,6 +117,10 @@ def test_illegal_axis_spec(spec, extra):
         (defaultdict(int, a=1), defaultdict(list, a=[5, 6]), [1, 1]),
         (0, 5, [0]),
         (None, None, [None]),
+        (State(0, 1), State([1, 2], 3), [0, 0, 1]),
+        (State(None, 1), State([1, 2], 3), [None, None, 1]),
+        (State(0, 1), State(None, 3), [1]),
+        (Box(1, ["t"]), Box((1, 2), ["t"]), [1, 1]),
     ],
 )
 def test_broadcast_axes(prefix, tree, axes):
@@ -125,19 +129,9 @@ def test_broadcast_axes(prefix, tree, axes):
         assert broadcast_axes(prefix, flatten(tree)[1], what="pmap in_axes") == axes
 
 
-def test_broadcast_axes_over_dataclasses():
-    def axes(prefix, tree):
-        return broadcast_axes(prefix, tree, what="pmap in_axes")
-
-    assert axes(State(0, 1), State([1, 2], 3)) == [0, 0, 1]
-    assert axes(State(None, 1), State([1, 2], 3)) == [None, None, 1]
-    assert axes(State(0, 1), State(None, 3)) == [1]
+def test_prefix_errors_of_registered_nodes():
     with pytest.raises(ValueError, match=r"different types at key path\n    pmap in_axes\.w\n"):
-        axes(State((0,), 1), State([1, 2], 3))
-
-
-def test_broadcast_axes_over_other_nodes():
-    assert broadcast_axes(Box(1, ["t"]), Box((1, 2), ["t"]), what="pmap in_axes") == [1, 1]
+        broadcast_axes(State((0,), 1), State([1, 2], 3), what="pmap in_axes")
     with pytest.raises(ValueError, match="different pytree metadata at key path"):
         broadcast_axes(Box(1, ["t"]), Box((1, 2), ["u"]), what="pmap in_axes")
 
@@ -258,32 +252,20 @@ def test_canonical_axis(axis, ndim, expected):
 
 
 @pytest.mark.parametrize(
-    ("axis", "ndim", "text"),
+    ("axis", "ndim", "expected"),
     [
-        (
-            2,
-            2,
-            "pmap out_axes: axis 2 is out of bounds for array of dimension 2, which is output['a'];"
-            " expected -2 <= axis < 2.",
-        ),
-        (
-            -4,
-            3,
-            "pmap out_axes: axis -4 is out of bounds for array of dimension 3, which is "
-            "output['a']; expected -3 <= axis < 3.",
-        ),
-        (
-            0,
-            0,
-            "pmap out_axes: axis 0 is out of bounds for array of dimension 0, which is "
-            "output['a']; expected None, because there is no dimension.",
-        ),
+        (2, 2, "-2 <= axis < 2."),
+        (-4, 3, "-3 <= axis < 3."),
+        (0, 0, "None, because there is no dimension."),
     ],
 )
-def test_canonical_axis_out_of_range(axis, ndim, text):
+def test_canonical_axis_out_of_range(axis, ndim, expected):
     with pytest.raises(ValueError) as info:  # noqa: PT011 (the whole text follows)
         canonical_axis(axis, ndim, what="pmap out_axes", path="output['a']")
-    assert str(info.value) == text
+    assert str(info.value) == (
+        f"pmap out_axes: axis {axis} is out of bounds for array of dimension {ndim}, which is "
+        f"output['a']; expected {expected}"
+    )
 
 
 def test_type_text():

@@ -33,8 +33,10 @@ def test_environment():
     assert Config.from_env(environ) == Config(6, "cpu", False, 2.5, False, "inline")
     assert Config.from_env(environ, num_devices=2).num_devices == 2
     assert Config.from_env({"TORCHPMAP_NUM_DEVICES": ""}).num_devices is None
+    assert [Config(num_devices=limit).num_devices for limit in (1, 256)] == [1, 256]
 
 
+RUNTIME = "must be 'auto', 'local', 'torchrun' or 'inline', but got 'remote'."
 NUM = "must be an int from 1 to 256, but got"
 TYPE = "must be 'cpu' or 'cuda' or 'xpu', but got"
 TIME = "must be a number of seconds above 0 (at most 1e9), but got"
@@ -55,7 +57,7 @@ TIME = "must be a number of seconds above 0 (at most 1e9), but got"
         ("TIMEOUT", "inf", f"{TIME} inf."),
         ("TIMEOUT", "nan", f"{TIME} nan."),
         ("TIMEOUT", "soon", f"{TIME} 'soon'."),
-        ("RUNTIME", "remote", "must be 'auto', 'local', 'torchrun' or 'inline', but got 'remote'."),
+        ("RUNTIME", "remote", RUNTIME),
     ],
 )
 def test_bad_environment(variable, text, message):
@@ -77,7 +79,7 @@ def test_bad_environment(variable, text, message):
         ("timeout", -1, f"{TIME} -1."),
         ("timeout", True, f"{TIME} True."),
         ("timeout", "2", f"{TIME} '2'."),
-        ("runtime", "remote", "must be 'auto', 'local', 'torchrun' or 'inline', but got 'remote'."),
+        ("runtime", "remote", RUNTIME),
     ],
 )
 def test_bad_value(name, value, message):
@@ -93,11 +95,6 @@ def test_bad_value(name, value, message):
 def test_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().warm = False
-
-
-@pytest.mark.parametrize("value", [1, 256])
-def test_limits_are_legal(value):
-    assert Config(num_devices=value).num_devices == value
 
 
 def test_assignment_beats_environment_and_reset_returns_to_it(monkeypatch):
@@ -121,14 +118,7 @@ def test_an_earlier_snapshot_does_not_change():
     assert settings.warm is False
 
 
-def test_environment_is_read_late_and_reported_by_name(monkeypatch):
-    settings = Settings()
-    monkeypatch.setenv("TORCHPMAP_WARM", "maybe")
-    with pytest.raises(ValueError, match="TORCHPMAP_WARM must be 0 or 1, but got 'maybe'"):
-        settings.snapshot()
-
-
-def test_the_runtime_is_read_once_and_again_after_a_change(monkeypatch):
+def test_the_environment_is_read_late_and_the_runtime_again_after_a_change(monkeypatch):
     settings = Settings()
     assert not settings.is_inline
     monkeypatch.setenv("TORCHPMAP_RUNTIME", "inline")
@@ -137,6 +127,9 @@ def test_the_runtime_is_read_once_and_again_after_a_change(monkeypatch):
     assert settings.is_inline
     settings.runtime = "local"
     assert not settings.is_inline
+    monkeypatch.setenv("TORCHPMAP_WARM", "maybe")
+    with pytest.raises(ValueError, match="TORCHPMAP_WARM must be 0 or 1, but got 'maybe'"):
+        settings.snapshot()
 
 
 def test_unknown_setting():
@@ -157,7 +150,4 @@ def test_repr():
         "shared_memory=True, runtime='auto', check_captured=True, "
         "log_compiles=False, progress=True, traceback='folded')>"
     )
-
-
-def test_there_is_one_module_level_object():
     assert type(config.config) is Settings

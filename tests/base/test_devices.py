@@ -40,19 +40,15 @@ def with_gpus(monkeypatch, gpus):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
 
 
-def test_device():
+def test_device(monkeypatch):
     device = Device(1, "cpu")
     assert (device.id, device.platform, device.process_index) == (1, "cpu", 0)
     assert (str(device), repr(device)) == ("cpu:1", "Device(cpu:1)")
     assert device.torch_device == torch.device("cpu")
     assert device.device_kind == "cpu"
     assert str(Device(3, "cuda")) == "cuda:3"
-
-
-def test_the_controller_of_workers_sees_all_devices(monkeypatch):
-    with_gpus(monkeypatch, 2)
-    found = [device.torch_device for device in enumerate_devices(2, "cuda")]
-    assert found == [torch.device("cuda:0"), torch.device("cuda:1")]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    assert Device(2, "cuda", local_hardware_id=1).device_kind == "GPU 1"
 
 
 def test_a_process_names_its_own_device_as_it_sees_it(monkeypatch):
@@ -83,11 +79,6 @@ def test_device_is_a_value():
     assert pickle.loads(pickle.dumps(Device(1, "cpu", 2))) == Device(1, "cpu", 2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         Device(1, "cpu").id = 2
-
-
-def test_device_kind_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
-    assert Device(2, "cuda", local_hardware_id=1).device_kind == "GPU 1"
 
 
 @pytest.mark.parametrize(("gpus", "kind"), [(0, "cpu"), (1, "cuda"), (8, "cuda")])
@@ -127,12 +118,12 @@ def test_usable_cores_follows_the_affinity():
 def test_enumerate_devices(monkeypatch):
     assert enumerate_devices(3, "cpu") == (Device(0, "cpu"), Device(1, "cpu"), Device(2, "cpu"))
     with_gpus(monkeypatch, 2)
-    assert enumerate_devices(2, "cuda") == (Device(0, "cuda"), Device(1, "cuda"))
+    found = enumerate_devices(2, "cuda")
+    assert found == (Device(0, "cuda"), Device(1, "cuda"))
+    # the controller of workers sees all devices
+    assert [each.torch_device for each in found] == [torch.device("cuda:0"), torch.device("cuda:1")]
     with pytest.raises(ValueError, match="3 cuda devices were asked for, but 2 are visible"):
         enumerate_devices(3, "cuda")
-
-
-def test_a_kind_of_which_there_are_none(monkeypatch):
     with_gpus(monkeypatch, 0)
     with pytest.raises(ValueError, match="1 cuda devices were asked for, but 0 are visible"):
         tp.init(device_type="cuda")

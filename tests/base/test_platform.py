@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import socket
-import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from _programs import run_program
 
 import torchpmap as tp
 from torchpmap._base.config import Config
@@ -61,21 +61,18 @@ def test_a_worker_sees_its_own_device(monkeypatch, visible, rank, shown):
     assert Platform().environment(rank) == {}
 
 
-ALL = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+HIP = "HIP_VISIBLE_DEVICES"
+ALL = (HIP, "CUDA_VISIBLE_DEVICES")
 
 
 @pytest.mark.parametrize(
     ("variables", "given", "shown"),
     [
-        (ALL, {"HIP_VISIBLE_DEVICES": "4,6"}, {"HIP_VISIBLE_DEVICES": "6"}),
+        (ALL, {HIP: "4,6"}, {HIP: "6"}),
         (ALL, {"CUDA_VISIBLE_DEVICES": "4,6"}, {"CUDA_VISIBLE_DEVICES": "6"}),
-        (
-            ALL,
-            {"HIP_VISIBLE_DEVICES": "1,2", "CUDA_VISIBLE_DEVICES": "4,6"},
-            {"HIP_VISIBLE_DEVICES": "2"},
-        ),
-        (ALL, {}, {"HIP_VISIBLE_DEVICES": "1"}),
-        (ALL, {"HIP_VISIBLE_DEVICES": "GPU-a,GPU-b"}, {"HIP_VISIBLE_DEVICES": "GPU-b"}),
+        (ALL, {HIP: "1,2", "CUDA_VISIBLE_DEVICES": "4,6"}, {HIP: "2"}),
+        (ALL, {}, {HIP: "1"}),
+        (ALL, {HIP: "GPU-a,GPU-b"}, {HIP: "GPU-b"}),
         (PLATFORMS["xpu"].variables, {"ZE_AFFINITY_MASK": "0.0,0.1"}, {"ZE_AFFINITY_MASK": "0.1"}),
     ],
 )
@@ -110,8 +107,10 @@ def test_hardware_is_known_by_its_uuid(monkeypatch):
     assert Platform().hardware(0) == ""
 
 
-def test_a_build_without_intels_gpus_has_none():
-    xpu = PLATFORMS["xpu"]
+def test_the_kinds():
+    assert list(PLATFORMS) == ["cpu", "cuda", "xpu"]
+    assert [each.is_hardware for each in PLATFORMS.values()] == [False, True, True]
+    xpu = PLATFORMS["xpu"]  # of which this build knows nothing
     assert (xpu.count(), xpu.is_built(), xpu.is_initialized()) == (0, False, False)
 
 
@@ -199,47 +198,40 @@ class Recorded:
         return lambda *args: self.calls.append((self.name, method, *args))
 
 
+def of_backends(*backends):
+    """Groups that have them."""
+    return [SimpleNamespace(_get_backend=lambda _, one=one: one) for one in backends]
+
+
+def fails(*_):
+    raise RuntimeError("CUDA error: device-side assert triggered")
+
+
 def test_communicators_are_aborted_together():
+    """... also when the abort of one fails, or its device is lost."""
     calls = []
-    backends = [Recorded(calls, "a"), Recorded(calls, "b")]
-    groups = [SimpleNamespace(_get_backend=lambda _, one=one: one) for one in backends]
-    CUDA.abort(groups)
+    CUDA.abort(of_backends(Recorded(calls, "a"), Recorded(calls, "b")))
     assert sorted(calls) == [("a", "abort"), ("b", "abort")]
+    calls.clear()
+    CUDA.abort(of_backends(SimpleNamespace(abort=fails), Recorded(calls, "b")))
+    assert calls == [("b", "abort")]
+    CUDA.abort([SimpleNamespace(_get_backend=fails)])
     CUDA.abort([])
 
 
 def test_an_abort_that_waits_for_another_ends():
     both = threading.Barrier(2)
     backend = SimpleNamespace(abort=lambda: both.wait(10))
-    CUDA.abort([SimpleNamespace(_get_backend=lambda _: backend) for _ in range(2)])
+    CUDA.abort(of_backends(backend, backend))
     assert not both.broken
-
-
-def test_an_abort_that_fails_stops_no_other():
-    calls = []
-
-    def fail():
-        raise RuntimeError("it was aborted before")
-
-    backends = [SimpleNamespace(abort=fail), Recorded(calls, "b")]
-    CUDA.abort([SimpleNamespace(_get_backend=lambda _, one=one: one) for one in backends])
-    assert calls == [("b", "abort")]
-
-
-def test_a_device_that_is_lost_aborts_nothing():
-    def lost(_):
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    CUDA.abort([SimpleNamespace(_get_backend=lost)])
 
 
 def test_communicators_connect_at_once(monkeypatch):
     calls = []
     nccl = Recorded(calls, "nccl")
-    made = SimpleNamespace(Options=lambda: SimpleNamespace(_timeout=None))
 
     class Group:
-        Options = made.Options
+        Options = staticmethod(lambda: SimpleNamespace(_timeout=None))
 
         def __new__(cls, store, rank, size, options):
             calls.append((rank, size, options._timeout))
@@ -267,17 +259,24 @@ def test_workers_share_a_device(monkeypatch, visible, shown):
         assert shared.count() == count
 
 
-def test_workers_that_share_a_device_talk_through_gloo(monkeypatch, tmp_path):
-    monkeypatch.setitem(PLATFORMS, "cuda", SharedCuda())
+@contextmanager
+def groups_of_one(tmp_path, device="cpu", **settings):
+    """The process groups of a process that is alone."""
     store = dist.FileStore(str(tmp_path / "store"), -1)
-    device = torch.device("cuda", 0)
-    groups = process_groups.Groups(0, device, store, Config(timeout=10.0))
-    groups.ensure("alone", ((0,),))
+    config = Config(timeout=10.0, **settings)
+    groups = process_groups.Groups(0, torch.device(device), store, config)
     try:
-        backend = group_named("alone")._get_backend(device)
-        assert isinstance(backend, dist.ProcessGroupGloo)
+        yield groups
     finally:
         groups.drop()
+
+
+def test_workers_that_share_a_device_talk_through_gloo(monkeypatch, tmp_path):
+    monkeypatch.setitem(PLATFORMS, "cuda", SharedCuda())
+    with groups_of_one(tmp_path, "cuda:0") as groups:
+        groups.ensure("alone", ((0,),))
+        backend = group_named("alone")._get_backend(torch.device("cuda", 0))
+        assert isinstance(backend, dist.ProcessGroupGloo)
 
 
 class Streams:
@@ -362,21 +361,18 @@ def test_a_group_that_an_abort_has_missed_is_aborted(monkeypatch, tmp_path):
             aborted.extend(groups)
 
     monkeypatch.setitem(PLATFORMS, "cpu", Asynchronous())
-    store = dist.FileStore(str(tmp_path / "store"), -1)
-    settings = Config(timeout=10.0, shared_memory=False)
-    groups = process_groups.Groups(0, torch.device("cpu"), store, settings)
-    connect = groups._connect
+    with groups_of_one(tmp_path, shared_memory=False) as groups:
+        connect = groups._connect
 
-    def slowly(*args):
-        group = connect(*args)
-        groups.abort(groups.epoch)
-        return group
+        def slowly(*args):
+            group = connect(*args)
+            groups.abort(groups.epoch)
+            return group
 
-    monkeypatch.setattr(groups, "_connect", slowly)
-    with pytest.raises(GroupLost):
-        groups.ensure("alone", ((0,),))
-    assert [group.size() for group in aborted] == [1]
-    groups.drop()
+        monkeypatch.setattr(groups, "_connect", slowly)
+        with pytest.raises(GroupLost):
+            groups.ensure("alone", ((0,),))
+        assert [group.size() for group in aborted] == [1]
 
 
 def test_only_connections_of_gloo_tell_of_lost_peers(monkeypatch, tmp_path):
@@ -391,17 +387,12 @@ def test_only_connections_of_gloo_tell_of_lost_peers(monkeypatch, tmp_path):
             ends.extend([mine, theirs, listener])
 
     monkeypatch.setitem(PLATFORMS, "cpu", Chatting())
-    store = dist.FileStore(str(tmp_path / "store"), -1)
-    settings = Config(timeout=10.0, shared_memory=False)
-    groups = process_groups.Groups(0, torch.device("cpu"), store, settings)
-    groups.ensure("alone", ((0,),))
-    try:
+    with groups_of_one(tmp_path, shared_memory=False) as groups:
+        groups.ensure("alone", ((0,),))
         assert ends
         assert not groups.has_lost_peer()
-    finally:
-        groups.drop()
-        for end in ends:
-            end.close()
+    for end in ends:
+        end.close()
 
 
 def test_the_watchdog_of_nccl_ends_no_worker():
@@ -420,14 +411,8 @@ print(tp.devices()[:3])
 
 def test_a_setting_lets_workers_share_a_device():
     for shares in ("0", "1"):
-        done = subprocess.run(
-            [sys.executable, "-c", SHARING],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            env={**os.environ, "TORCHPMAP_DEVICE_TYPE": "cuda", "TORCHPMAP_TEST_SHARE": shares},
-        )
-        assert done.returncode == 0, done.stderr
+        settings = {"TORCHPMAP_DEVICE_TYPE": "cuda", "TORCHPMAP_TEST_SHARE": shares}
+        done = run_program(SHARING, **settings)
         seen = ["Device(cuda:0)", "Device(cuda:1)", "Device(cuda:2)"][: 3 if shares == "1" else 1]
         assert done.stdout == f"[{', '.join(seen)}]\n"
 
@@ -463,20 +448,89 @@ print("touched", sorted(set(touched)), "torch._inductor.compile_fx" in sys.modul
 
 @pytest.mark.parametrize("compiles", [False, True])
 def test_the_fork_server_leaves_accelerators_alone(compiles):
-    code = WATCHED.replace("{}", str(compiles))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "TORCHPMAP_WARM": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_program(WATCHED.replace("{}", str(compiles)), TORCHPMAP_WARM="1")
     # to compile would touch the device, which is why it is not done
     assert ("touched []" in done.stdout) is not compiles
     assert done.stdout.endswith(" True\n")
 
 
-def test_the_kinds():
-    assert list(PLATFORMS) == ["cpu", "cuda", "xpu"]
-    assert [each.is_hardware for each in PLATFORMS.values()] == [False, True, True]
+# Errors of an accelerator, without one ------------------------------------------------------------
+
+BROKEN = torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """What is asked of a device; ``error``: what each use of it raises."""
+    seen = SimpleNamespace(asked=[], error=None)
+
+    def use(name):
+        def using(*args, **kwargs):
+            seen.asked.append((name, *args))
+            if seen.error is not None:
+                raise seen.error
+
+        return using
+
+    monkeypatch.setattr(torch.accelerator, "empty_cache", use("empty_cache"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", use("synchronize"))
+    return seen
+
+
+def test_only_what_lacks_memory_gives_cached_memory_back(device):
+    assert CUDA.recover(torch.OutOfMemoryError("CUDA out of memory"))
+    assert device.asked == [("empty_cache",), ("synchronize", 0)]
+    device.asked.clear()
+    assert CUDA.recover(ValueError("mine"))
+    assert device.asked == [("synchronize", 0)]
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), BROKEN])
+def test_a_device_that_raises_at_every_use_is_lost(device, error):
+    """Whatever was seen first: a function may hide the error of a kernel behind its own."""
+    device.error = BROKEN
+    assert not CUDA.recover(error)
+
+
+@pytest.mark.parametrize("refusal", [0, 2])
+def test_memory_is_pinned_where_it_can_be(monkeypatch, refusal):
+    """CUDA keeps a refusal, and the next kernel would raise it: a small one takes it."""
+    asked, kernels, zeros = [], [], torch.zeros
+
+    def register(*args):
+        asked.append(args)
+        return refusal
+
+    def launch(*size, device):
+        kernels.append(str(device))
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=asked.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch, "zeros", launch)
+    CUDA.pin(4096, 8192)
+    CUDA.unpin(4096)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    assert asked == [(4096, 8192, 0), 4096]
+    assert kernels == (["cuda:0"] if refusal else [])
+
+
+IN_USE = """
+import importlib.abc, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torchpmap._runtime.local.worker":
+            from torchpmap._base.platform import Platform
+            Platform.is_initialized = lambda self: True
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_a_worker_does_not_use_a_device_that_was_used_before_the_fork(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(IN_USE)
+    code = "import torch, torchpmap as tp; tp.pmap(lambda x: x + 1, compile=False)(torch.ones(2))"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = run_program(code, fails=True, PYTHONPATH=path, TORCHPMAP_NUM_DEVICES="2")
+    assert "cpu was initialised in the process that forks the workers" in done.stderr
+    assert "Something that Python imports at its start does that" in done.stderr

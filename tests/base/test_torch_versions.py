@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
+from _programs import run_program
 from _support import EAGER
 
 import torchpmap as tp
@@ -67,16 +66,6 @@ def test_dtypes_of_register_autocast() -> None:
     assert autocast_dtypes(cast) == {"cpu": torch.bfloat16}
 
 
-def printed_by(script: str, *options: str, **environment: str) -> str:
-    """What a program writes to stderr; it must succeed."""
-    command = [sys.executable, *options, "-c", script]
-    done = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
 FIRST_JVP = """
 import torch, torchpmap
 torchpmap.pmap
@@ -85,7 +74,7 @@ print(torch.func.jvp(torch.sin, (torch.ones(2),), (torch.ones(2),)))
 
 
 def test_the_first_jvp_does_not_warn() -> None:
-    assert printed_by(FIRST_JVP, "-W", "error") == ""
+    assert run_program(FIRST_JVP, "-W", "error").stderr == ""
 
 
 COMPILER_BUT_NO_GPU = """
@@ -103,7 +92,7 @@ assert "torch.utils.cpp_extension" in sys.modules, "torch did not look for CUDA"
 
 @pytest.mark.inductor
 def test_compiling_for_cpus_does_not_ask_for_a_gpu() -> None:
-    assert printed_by(COMPILER_BUT_NO_GPU, CUDA_HOME=sys.prefix) == ""
+    assert run_program(COMPILER_BUT_NO_GPU, CUDA_HOME=sys.prefix).stderr == ""
 
 
 ORDINARY = """
@@ -122,6 +111,6 @@ assert slope(x).tolist() == [[0, 2], [8, 18]]
 @pytest.mark.inductor
 def test_an_ordinary_program_prints_nothing_of_its_own() -> None:
     """Neither while it runs and ends, nor from its workers and the process they are forked from."""
-    printed = printed_by(ORDINARY, TORCHPMAP_WARM="1")
+    printed = run_program(ORDINARY, TORCHPMAP_WARM="1").stderr
     slow = "torchpmap: waiting for"  # on a busy machine
     assert [line for line in printed.splitlines() if not line.startswith(slow)] == []

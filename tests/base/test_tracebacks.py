@@ -1,4 +1,4 @@
-"""Covers: _base/tracebacks.py, _base/boundary.py: which frames and exceptions a caller sees."""
+"""Covers: _base/tracebacks.py, _base/boundary.py, _base/sources.py: what callers see of errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import torchpmap as tp
 from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import pack_exception, unpack_exception
-from torchpmap._base.sources import PACKAGE
+from torchpmap._base.sources import PACKAGE, TORCH, users_frames, users_line
 from torchpmap._base.tracebacks import RemoteTraceback, fold_chain
 
 ROWS = torch.ones(2, 3)
@@ -441,3 +441,39 @@ def test_a_remote_traceback_without_users_frames_is_cut():
     error = raised(boundary(arrives))
     assert type(error) is ValueError
     assert error.__cause__ is None
+
+
+# Whose code a file is -----------------------------------------------------------------------------
+
+ASKS = "def ask():\n    return users_line()\n"
+
+
+def line_in(file, **scope):
+    """The line that is found by code of a file."""
+    exec(compile(ASKS, file, "exec"), scope := {**scope, "users_line": users_line})
+    return scope["ask"]()
+
+
+@pytest.mark.parametrize(
+    "file", [PACKAGE + "_trace/trace.py", TORCH + "nn/modules/linear.py", "<eval_with_key>.7"]
+)
+def test_code_of_others_is_passed_over(file):
+    named = {} if file.startswith("<") else {"__name__": "somewhere"}
+    assert line_in(file, **named).startswith(__file__)
+
+
+@pytest.mark.parametrize(
+    "file", [PACKAGE[:-1] + "_tools/model.py", TORCH[:-1] + "vision/ops.py", "<string>", "cell.py"]
+)
+def test_the_users_code_is_found(file):
+    assert line_in(file, __name__="__main__") == f"{file}:2"
+
+
+def test_frames_end_within_a_call():
+    def inner():
+        return list(users_frames(outer.__code__))
+
+    def outer():
+        return inner()
+
+    assert [frame.f_code.co_name for frame in outer()] == ["inner"]

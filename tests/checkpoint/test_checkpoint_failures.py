@@ -211,9 +211,8 @@ def test_damage(tmp_path, damage, message):
 def test_later_version(tmp_path):
     save(tmp_path / "c", 1)
     sign(tmp_path / "c", {**table_of(tmp_path / "c"), "version": 2})
-    with pytest.raises(
-        tp.CheckpointError, match=r"is in version 2 .* up to 1. Use a later release"
-    ):
+    later = r"is in version 2 .* up to 1. Use a later release"
+    with pytest.raises(tp.CheckpointError, match=later):
         load(tmp_path / "c")
 
 
@@ -242,9 +241,8 @@ def test_latest_passes_over_what_is_damaged(tmp_path):
     for step in (1, 2):
         save(tmp_path / f"step_{step}", {"w": rows(WHOLE[:4])})
     (tmp_path / "step_2" / "__3_0.distcp").unlink()
-    with pytest.warns(
-        UserWarning, match=r"passes over step_2: .* the file __3_0.distcp is missing"
-    ):
+    missing = r"passes over step_2: .* the file __3_0.distcp is missing"
+    with pytest.warns(UserWarning, match=missing):
         assert latest(tmp_path) == tmp_path / "step_1"
 
 

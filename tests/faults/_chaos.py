@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from _rig import EAGER, within
+from _rig import EAGER, endless_loop, raising, within
 from _support import SCALE, known_pids, wait_for
 
 import torchpmap as tp
@@ -69,7 +69,7 @@ class Program:
     """Stages one after the other; before one of them, or at the end, a rank may do ``fault``."""
 
     stages: tuple[str, ...]
-    fault: Callable[[], None] | None = None
+    fault: Callable[[], object] | None = None
     place: int = 0
     victim: int = 0
 
@@ -95,55 +95,6 @@ class Planned(Exception):
     """The exception of a fault that raises."""
 
 
-def _raise() -> None:
-    raise Planned("planned")
-
-
-def _end_of_file() -> None:
-    raise EOFError("planned")
-
-
-def _system_exit() -> None:
-    raise SystemExit(3)
-
-
-def _gloo_words() -> None:
-    raise RuntimeError("gloo: Connection closed by peer")
-
-
-def _kill_myself() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _stop_myself() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _segfault() -> None:
-    ctypes.string_at(0)
-
-
-def _exit() -> None:
-    os._exit(5)
-
-
-def _fork() -> None:
-    os.fork()
-
-
-def _spin() -> None:
-    while True:
-        pass
-
-
-def _hold_the_interpreter() -> None:
-    ctypes.PyDLL(None).sleep(1000)
-
-
-def _one_more_collective() -> None:
-    tp.psum(torch.ones(1), "i")
-
-
 def _flood() -> None:
     for _ in range(64):
         os.write(1, b"x" * 65535 + b"\n")
@@ -153,27 +104,36 @@ def _flood() -> None:
 class Inside:
     """What a rank does in the middle of an uncompiled call, and what the call may raise."""
 
-    do: Callable[[], None]
+    do: Callable[[], object]
     raises: tuple[type[BaseException], ...]
     deadly: bool = False
     timeout: float | None = None
 
 
+def _signal_myself(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+kill_myself, stop_myself = _signal_myself(signal.SIGKILL), _signal_myself(signal.SIGSTOP)
 INSIDE = {
-    "raise": Inside(_raise, (Planned,)),
-    "EOFError": Inside(_end_of_file, (EOFError,)),
-    "SystemExit": Inside(_system_exit, (tp.WorkerError,)),
-    "words of Gloo": Inside(_gloo_words, (RuntimeError,)),
-    "SIGKILL": Inside(_kill_myself, (tp.WorkerDied,), deadly=True),
-    "SIGSEGV": Inside(_segfault, (tp.WorkerDied,), deadly=True),
-    "exit": Inside(_exit, (tp.WorkerDied,), deadly=True),
-    "fork": Inside(_fork, ()),
+    "raise": Inside(raising(lambda: Planned("planned")), (Planned,)),
+    "EOFError": Inside(raising(lambda: EOFError("planned")), (EOFError,)),
+    "SystemExit": Inside(raising(lambda: SystemExit(3)), (tp.WorkerError,)),
+    "words of Gloo": Inside(
+        raising(lambda: RuntimeError("gloo: Connection closed by peer")), (RuntimeError,)
+    ),
+    "SIGKILL": Inside(kill_myself, (tp.WorkerDied,), deadly=True),
+    "SIGSEGV": Inside(lambda: ctypes.string_at(0), (tp.WorkerDied,), deadly=True),
+    "exit": Inside(lambda: os._exit(5), (tp.WorkerDied,), deadly=True),
+    "fork": Inside(os.fork, ()),
     "flood": Inside(_flood, ()),
-    "mismatch": Inside(_one_more_collective, (tp.CollectiveMismatch,)),
-    "loop": Inside(_spin, (tp.CallTimeout,), timeout=0.5),
-    "GIL": Inside(_hold_the_interpreter, (tp.CallTimeout,), deadly=True, timeout=0.5),
-    "SIGSTOP": Inside(_stop_myself, (tp.CallTimeout,), deadly=True, timeout=0.5),
-    "SIGSTOP, no timeout": Inside(_stop_myself, (tp.WorkerDied,), deadly=True),
+    "mismatch": Inside(lambda: tp.psum(torch.ones(1), "i"), (tp.CollectiveMismatch,)),
+    "loop": Inside(endless_loop, (tp.CallTimeout,), timeout=0.5),
+    "GIL": Inside(
+        lambda: ctypes.PyDLL(None).sleep(1000), (tp.CallTimeout,), deadly=True, timeout=0.5
+    ),
+    "SIGSTOP": Inside(stop_myself, (tp.CallTimeout,), deadly=True, timeout=0.5),
+    "SIGSTOP, no timeout": Inside(stop_myself, (tp.WorkerDied,), deadly=True),
 }
 
 # -- faults from outside ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -38,6 +39,10 @@ def endless_loop() -> None:
 
 def long_sleep() -> None:
     time.sleep(1e6)
+
+
+def loop_of_c() -> None:
+    sum(itertools.repeat(0))
 
 
 def on_rank(
@@ -89,6 +94,20 @@ def survivors(*dead: int) -> Iterator[None]:
     for rank in dead:
         with pytest.raises(tp.ShardLost, match=f"{DEVICE}:{rank}"):
             value[rank].item()
+
+
+def failure(
+    step: Callable[[Any], Any],
+    kind: type[BaseException],
+    seconds: float,
+    dead: Iterable[int] = (),
+    **options: Any,
+) -> Any:
+    """What an uncompiled call raises in time, which is of this kind and costs ``dead`` only."""
+    with survivors(*dead):
+        error = within(seconds, lambda: eagerly(step, **options)(rows)).error
+        assert isinstance(error, kind), error
+    return error
 
 
 def note_time(seconds: float, bound: float) -> None:
@@ -206,17 +225,16 @@ class Ended:
 class Script:
     """A controller of its own, in a session of its own; ``pids()`` asks for its workers."""
 
-    def __init__(self, code: str, **environment: str) -> None:
+    def __init__(self, *parts: str) -> None:
         self._mark = str(uuid.uuid4())
         self._folder = tempfile.TemporaryDirectory()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _HEAD + textwrap.dedent(code)],
+            [sys.executable, "-c", "\n".join([_HEAD, *map(textwrap.dedent, parts)])],
             env={
                 **os.environ,
                 "TORCHPMAP_WARM": "0",
                 "TMPDIR": self._folder.name,
                 MARK: self._mark,
-                **environment,
             },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -257,10 +275,6 @@ class Script:
         for pid in self._alive():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-
-
-def unindented(*parts: str) -> str:
-    return "\n".join(textwrap.dedent(part) for part in parts)
 
 
 def new_pids(old: list[int]) -> list[int]:

@@ -21,38 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROWS = {
-    1: "an idle worker is killed",
-    2: "a worker is killed while the others wait for it in a collective",
-    3: "a worker is killed in the middle of a transfer of 16 MB",
-    4: "a worker ends by a crash, `os._exit`, or `sys.exit`",
-    5: "workers die while the pool starts; the fork server is killed",
-    6: "two workers, or all, die in one call",
-    7: "a worker dies again during the repair",
-    8: "the function raises on one rank",
-    9: "all ranks raise different exceptions",
-    10: "the exception cannot be pickled, rebuilt, or printed",
-    11: "the function raises under a transform, or inside a compiled call",
-    12: "the function swallows the consequence, is busy, or forks",
-    13: "ranks run different collectives",
-    14: "ranks give different shapes",
-    15: "ranks differ in dtype, order, permutation or groups",
-    16: "a rank returns early, or joins late",
-    17: "an axis is not bound here",
-    18: "a loop, a sleep or a lock never ends (`timeout=0.5`)",
-    19: "C code holds the interpreter lock (`timeout=0.5`)",
-    20: "a worker is stopped by SIGSTOP",
-    21: "a rank is slow, and no timeout was given: no error",
-    22: "Ctrl-C during a call, once and twice",
-    23: "the controller ends by SIGTERM, SIGKILL, `os._exit` or `shutdown`",
-    24: "the program ends without `shutdown`, with calls in flight",
-    25: "eight threads call; a call inside a call",
-    26: "memory or descriptors run out",
-    27: "thousands of calls, failures and pools; floods of output",
-    28: "bad input",
-    29: "strangers connect",
-    30: "the same numbers again, on every rank and after a repair",
-}
+TABLE = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
+ROWS = {int(row): what for row, what in re.findall(r"^\| (\d+) \| (.*?) \|", TABLE, re.MULTILINE)}
 
 
 def run(which: str) -> tuple[list[dict[str, Any]], bool]:

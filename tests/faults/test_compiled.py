@@ -5,15 +5,26 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import threading
 import time
 
 import pytest
 import torch
-from _rig import EAGER, N, assert_pool_works, busy, eagerly, kill, rows, sharded, total
-from _support import DEVICE, LAGS, SCALE, running_pool, wait_for, worker_pids
+from _rig import (
+    EAGER,
+    N,
+    assert_pool_works,
+    busy,
+    eagerly,
+    kill,
+    rows,
+    sharded,
+    survivors,
+    total,
+    within,
+)
+from _support import DEVICE, LAGS, SCALE, live_tensors, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 
@@ -24,22 +35,26 @@ def pick(x, index):
     return torch.index_select(x, 0, index)
 
 
+def picked_sum(x, index):
+    return tp.psum(pick(x, index), "i")
+
+
 @pytest.mark.skipif(LAGS, reason="an index out of range ends the worker: test_lagging.py")
-def test_runtime_error_inside_a_graph():
+@pytest.mark.parametrize(("function", "right"), [(pick, [0, 6, 12, 18]), (picked_sum, [36] * N)])
+def test_row_11_error_in_a_compiled_call(function, right):
     table = torch.arange(20.0).reshape(N, 5)
-    f = tp.pmap(pick, compile=EAGER)
-    value, pids = sharded(), worker_pids()
-    y = f(table, torch.tensor([[0], [1], [99], [2]]))
-    with pytest.raises(IndexError, match="out of range") as caught:
-        y.cpu()
-    assert f"on device {DEVICE}:2 (rank 2" in caught.value.__notes__[0]
-    with pytest.raises(IndexError):
-        y.block_until_ready()
-    with pytest.raises(IndexError):
-        total(y[0] + rows)
-    assert value.tolist() == [0, 10, 20, 30]
-    assert f(table, torch.tensor([[0], [1], [2], [3]])).flatten().tolist() == [0, 6, 12, 18]
-    assert worker_pids() == pids
+    f = tp.pmap(function, "i", compile=EAGER)
+    with survivors():
+        y = f(table, torch.tensor([[0], [1], [99], [2]]))
+        error = within(1, y.cpu).error
+        assert isinstance(error, IndexError)
+        assert "out of range" in str(error)
+        assert f"on device {DEVICE}:2 (rank 2" in error.__notes__[0]
+        with pytest.raises(IndexError):
+            y.block_until_ready()
+        with pytest.raises(IndexError):
+            total(y[0] + rows)
+        assert f(table, torch.tensor([[0], [1], [2], [3]])).flatten().tolist() == right
 
 
 def test_calls_behind_a_failed_one_are_poisoned():
@@ -94,15 +109,12 @@ def exiting_backend(graph, examples):
 
 
 def test_compile_error():
-    value, pids = sharded(), worker_pids()
     f = tp.pmap(lambda x: x + 1, compile={"backend": failing_backend})
-    for _ in range(2):
-        with pytest.raises(NotImplementedError, match="compiles nothing") as caught:
-            f(rows)
-        assert "while compiling <lambda>" in caught.value.__notes__[0]
-    assert value.tolist() == [0, 10, 20, 30]
-    assert worker_pids() == pids
-    assert_pool_works()
+    with survivors():
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match="compiles nothing") as caught:
+                f(rows)
+            assert "while compiling <lambda>" in caught.value.__notes__[0]
 
 
 @pytest.mark.timeout(20)
@@ -185,19 +197,13 @@ def test_a_failure_just_before_a_value_is_used(use, tmp_path, monkeypatch):
 
 def test_what_a_skipped_call_frees_is_freed(tmp_path):
     """What is no longer used travels with the next call, which may stand behind a failed one."""
-
-    def count(x):
-        return torch.tensor(
-            sum(type(o) is torch.Tensor and o.numel() == 23456 for o in gc.get_objects())
-        )
-
     value = tp.device_put_sharded([torch.zeros(23456)] * N, tp.devices())
-    assert min(eagerly(count)(rows).tolist()) == 1
+    assert min(live_tensors(23456)) == 1
     with busy(tmp_path / "open", error=RuntimeError("first")):
         held = tp.device_put_sharded(list(rows), tp.devices())
         del value
         total(held)
-    assert max(eagerly(count)(rows).tolist()) == 0
+    assert max(live_tensors(23456)) == 0
 
 
 def test_other_threads_get_their_own_results():

@@ -6,19 +6,8 @@ import threading
 
 import pytest
 import torch
-from _rig import (
-    EAGER,
-    N,
-    Script,
-    assert_pool_works,
-    eagerly,
-    note_time,
-    rows,
-    total,
-    unindented,
-    within,
-)
-from _support import SCALE, TEST_ALL
+from _rig import EAGER, N, Script, assert_pool_works, eagerly, note_time, rows, total, within
+from _support import SCALE, TEST_ALL, in_threads
 
 import torchpmap as tp
 
@@ -31,7 +20,7 @@ SETUP = """
 """
 
 
-ENDINGS = {
+WORKERS = {
     "idle": "",
     "in a collective": """
         def step(x):
@@ -60,25 +49,25 @@ ENDINGS = {
         time.sleep(1)
     """,
 }
-KILLS = {
-    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
-    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
-    "os._exit": "os._exit(3)",
-    "end of the program": "",
-    "shutdown": "start = time.perf_counter(); tp.shutdown(); print(time.perf_counter() - start)",
+SHUTDOWN = "start = time.perf_counter(); tp.shutdown(); print(time.perf_counter() - start)"
+ENDS = {
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", -15),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", -9),
+    "os._exit": ("os._exit(3)", 3),
+    "end of the program": ("", 0),
+    "shutdown": (SHUTDOWN, 0),
 }
-CODES = {"SIGTERM": -15, "SIGKILL": -9, "os._exit": 3, "end of the program": 0, "shutdown": 0}
 
 
 @pytest.mark.skipif(not TEST_ALL, reason="minutes: TORCHPMAP_TEST_ALL=1 runs it")
-@pytest.mark.parametrize("end", KILLS)
-@pytest.mark.parametrize("workers", ENDINGS)
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("workers", WORKERS)
 def test_row_23_the_controller_ends(workers, end):
     """However it ends and whatever the workers do, nothing is left after 2 s."""
-    script = Script(unindented(SETUP, ENDINGS[workers], "    " + KILLS[end]))
-    ended = script.wait(40, patience=2)
+    last, code = ENDS[end]
+    ended = Script(SETUP, WORKERS[workers], last).wait(40, patience=2)
     note_time(ended.seconds, 2)
-    assert ended.code == CODES[end], ended.output
+    assert ended.code == code, ended.output
     assert not ended.left
     assert not ended.folders
     if end == "shutdown":
@@ -122,7 +111,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_row_24_the_program_ends(form):
     quiet = "import warnings; warnings.simplefilter('ignore')"
-    ended = Script(unindented(quiet, SETUP, FORMS[form])).wait(30, patience=3)
+    ended = Script(quiet, SETUP, FORMS[form]).wait(30, patience=3)
     note_time(ended.seconds, 3)
     assert ended.code == 0, ended.output
     assert "Traceback" not in ended.output
@@ -145,14 +134,7 @@ def test_row_25_eight_threads():
             if got != [(6.0 + N * thread) * k] * N:
                 wrong.append((k, thread, got))
 
-    def run() -> None:
-        threads = [threading.Thread(target=use, args=(k,)) for k in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    assert within(5, run).error is None
+    assert within(5, lambda: in_threads(8, use)).error is None
     assert not wrong
 
 

@@ -10,19 +10,8 @@ import threading
 
 import pytest
 import torch
-from _rig import (
-    EAGER,
-    N,
-    assert_pool_works,
-    eagerly,
-    on_rank,
-    raising,
-    rows,
-    sharded,
-    survivors,
-    within,
-)
-from _support import DEVICE, LAGS
+from _rig import N, assert_pool_works, eagerly, failure, on_rank, raising, rows, survivors, within
+from _support import DEVICE
 
 import torchpmap as tp
 from torchpmap._base.config import Config
@@ -34,30 +23,41 @@ pytestmark = pytest.mark.usefixtures("pool")
 
 @pytest.mark.parametrize("place", ["before", "between", "after"])
 def test_row_08_exception_on_one_rank(place):
+    def may_fail(here):
+        if int(tp.axis_index("i")) == 1 and place == here:
+            raise ValueError("my message")
+
     def step(x):
-        fails = int(tp.axis_index("i")) == 1
-        if fails and place == "before":
-            raise ValueError("my message")
+        may_fail("before")
         x = tp.psum(x, "i")
-        if fails and place == "between":
-            raise ValueError("my message")
+        may_fail("between")
         x = tp.all_gather(x, "i").sum()
-        if fails and place == "after":
-            raise ValueError("my message")
+        may_fail("after")
         return x
 
-    with survivors():
-        error = within(0.5, lambda: eagerly(step)(rows)).error
-        assert isinstance(error, ValueError)
-        assert str(error) == "my message"
-        assert f"on device {DEVICE}:1 (rank 1, pid" in error.__notes__[0]
-        assert 'raise ValueError("my message")' in str(error.__cause__)
+    error = failure(step, ValueError, 0.5)
+    assert str(error) == "my message"
+    assert f"on device {DEVICE}:1 (rank 1, pid" in error.__notes__[0]
+    assert 'raise ValueError("my message")' in str(error.__cause__)
 
 
 class Disconnected(ConnectionResetError): ...
 
 
-OF_STREAMS_AND_CONTROL = [
+class MyError(Exception):
+    def __init__(self, code, detail):
+        super().__init__(code, detail)
+        self.code = code
+
+
+def of_a_class_in_a_function():
+    class Local(LookupError):
+        pass
+
+    return Local("here")
+
+
+EXCEPTIONS = [
     EOFError("Ran out of input"),
     BrokenPipeError(32, "Broken pipe"),
     ConnectionResetError(104, "Connection reset by peer"),
@@ -78,47 +78,22 @@ OF_STREAMS_AND_CONTROL = [
     RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc] Connection closed by peer"),
     torch.distributed.DistBackendError("of mine"),
     torch.OutOfMemoryError("CUDA out of memory"),
+    MyError(7, "seven"),
+    of_a_class_in_a_function(),
 ]
 
 
 @pytest.mark.parametrize("others", ["alone", "others wait"])
-@pytest.mark.parametrize("raised", OF_STREAMS_AND_CONTROL, ids=lambda e: f"{type(e).__name__}-{e}")
+@pytest.mark.parametrize("raised", EXCEPTIONS, ids=lambda e: f"{type(e).__name__}-{e}")
 def test_row_08_every_exception_keeps_its_type(raised, others):
     """No class and no word is taken for a failure of the connection or of a collective."""
-    with survivors():
-        step = on_rank(1, raising(lambda: raised), others)
-        error = within(1, lambda: eagerly(step)(rows)).error
-        assert type(error) is type(raised)
-        assert str(error) == str(raised)
-        assert f"on device {DEVICE}:1" in error.__notes__[0]
-        assert "raise make()" in str(error.__cause__)
-
-
-class MyError(Exception):
-    def __init__(self, code, detail):
-        super().__init__(code, detail)
-        self.code = code
-
-
-def test_row_08_exceptions_keep_what_they_hold():
-    with survivors():
-        step = on_rank(1, raising(lambda: MyError(7, "seven")))
-        error = within(1, lambda: eagerly(step)(rows)).error
-        assert isinstance(error, MyError)
+    error = failure(on_rank(1, raising(lambda: raised), others), type(raised), 1)
+    assert type(error) is type(raised)
+    assert str(error) == str(raised)
+    assert f"on device {DEVICE}:1" in error.__notes__[0]
+    assert "raise make()" in str(error.__cause__)
+    if isinstance(raised, MyError):
         assert error.code == 7
-
-
-def test_row_08_class_defined_in_a_function():
-    class Local(LookupError):
-        pass
-
-    def step(x):
-        raise Local("here")
-
-    with survivors():
-        error = within(1, lambda: eagerly(step)(rows)).error
-        assert isinstance(error, Local)
-        assert str(error) == "here"
 
 
 @pytest.mark.parametrize(
@@ -128,10 +103,8 @@ def test_row_08_what_would_end_the_caller_is_wrapped(kind):
     def step(x):
         raise kind("from there")
 
-    with survivors():
-        error = within(1, lambda: eagerly(step)(rows)).error
-        assert isinstance(error, tp.WorkerError)
-        assert f"{kind.__name__}: from there" in str(error)
+    error = failure(step, tp.WorkerError, 1)
+    assert f"{kind.__name__}: from there" in str(error)
 
 
 def test_row_09_different_errors_on_all_ranks():
@@ -139,12 +112,10 @@ def test_row_09_different_errors_on_all_ranks():
         rank = int(tp.axis_index("i"))
         raise [ValueError, KeyError, TypeError, LookupError][rank](f"error of rank {rank}")
 
-    with survivors():
-        error = within(0.5, lambda: eagerly(step)(rows)).error
-        assert isinstance(error, ValueError)
-        assert "error of rank 0" in str(error)
-        notes = "\n".join(error.__notes__)
-        assert all(f"error of rank {rank}" in notes for rank in (1, 2, 3))
+    error = failure(step, ValueError, 0.5)
+    assert "error of rank 0" in str(error)
+    notes = "\n".join(error.__notes__)
+    assert all(f"error of rank {rank}" in notes for rank in (1, 2, 3))
 
 
 class HoldsALock(OSError):
@@ -208,11 +179,9 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_row_10_exceptions_that_cannot_travel(name):
     make, kind, text = HOSTILE[name]
-    with survivors(*([1] if kind is tp.WorkerDied else [])):
-        error = within(1, lambda: eagerly(on_rank(1, raising(make)))(rows)).error
-        assert isinstance(error, kind), error
-        assert text in str(error)
-        assert len(str(error)) < 200_000
+    error = failure(on_rank(1, raising(make)), kind, 1, dead=[1] if kind is tp.WorkerDied else [])
+    assert text in str(error)
+    assert len(str(error)) < 200_000
 
 
 class FailsBackward(torch.autograd.Function):
@@ -234,42 +203,23 @@ def in_backward(x):
     return x.grad
 
 
-def under_vmap(x):
-    def lane(value):
-        if int(tp.axis_index("i")) == 2:
-            raise ArithmeticError("on the way back")
-        return tp.psum(value, "i")
-
-    return torch.func.vmap(lane)(x.expand(3))
+def fails_on_rank_2(value):
+    if int(tp.axis_index("i")) == 2:
+        raise ArithmeticError("on the way back")
+    return tp.psum(value, "i")
 
 
-def under_grad(x):
-    def loss(value):
-        if int(tp.axis_index("i")) == 2:
-            raise ArithmeticError("on the way back")
-        return tp.psum(value, "i")
-
-    return tp.grad(loss)(x)
+UNDER = {
+    "backward": in_backward,
+    "vmap": lambda x: torch.func.vmap(fails_on_rank_2)(x.expand(3)),
+    "grad": tp.grad(fails_on_rank_2),
+}
 
 
-@pytest.mark.parametrize(
-    "function", [in_backward, under_vmap, under_grad], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("function", UNDER.values(), ids=UNDER)
 def test_row_11_error_under_a_transform(function):
-    with survivors():
-        error = within(1, lambda: eagerly(function)(rows)).error
-        assert isinstance(error, ArithmeticError)
-        assert 'raise ArithmeticError("on the way back")' in str(error.__cause__)
-
-
-@pytest.mark.skipif(LAGS, reason="an index out of range ends the worker: test_lagging.py")
-def test_row_11_error_in_a_compiled_call():
-    pick = tp.pmap(lambda x, k: tp.psum(torch.index_select(x, 0, k), "i"), "i", compile=EAGER)
-    table = torch.arange(20.0).reshape(N, 5)
-    with survivors():
-        error = within(1, lambda: pick(table, torch.tensor([[0], [1], [99], [2]])).cpu()).error
-        assert isinstance(error, IndexError)
-        assert f"on device {DEVICE}:2 (rank 2" in error.__notes__[0]
+    error = failure(function, ArithmeticError, 1)
+    assert 'raise ArithmeticError("on the way back")' in str(error.__cause__)
 
 
 def test_row_12_swallowed_communication_error():
@@ -283,15 +233,12 @@ def test_row_12_swallowed_communication_error():
                 x = tp.psum(x, "i")
         return x
 
-    with survivors():
-        error = within(1, lambda: eagerly(step)(rows)).error
-        assert isinstance(error, ValueError)
-        assert str(error) == "cause"
+    error = failure(step, ValueError, 1)
+    assert str(error) == "cause"
 
 
 def test_row_12_a_healthy_rank_lives_through_the_failure_of_another():
     """It is busy with the failed call when that fails: it stops, and keeps what it holds."""
-    value = sharded()
 
     def step(x):
         if int(tp.axis_index("i")) == 0:
@@ -299,10 +246,7 @@ def test_row_12_a_healthy_rank_lives_through_the_failure_of_another():
         while True:
             pass
 
-    with survivors():
-        error = within(4, lambda: eagerly(step)(rows)).error
-        assert isinstance(error, ValueError)
-        assert value.tolist() == [0, 10, 20, 30]
+    failure(step, ValueError, 4)
 
 
 def test_row_12_a_forked_child_makes_no_group():

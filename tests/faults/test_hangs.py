@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import os
 import signal
 import threading
@@ -16,11 +15,12 @@ from _rig import (
     assert_pool_works,
     eagerly,
     endless_loop,
+    failure,
     long_sleep,
+    loop_of_c,
     on_rank,
     raising,
     rows,
-    sharded,
     survivors,
     total,
     within,
@@ -46,24 +46,16 @@ def swallows_everything():
 
 @pytest.mark.parametrize("others", ["alone", "others wait"])
 @pytest.mark.parametrize(
-    "hang", [endless_loop, long_sleep, deadlocked_lock], ids=lambda f: f.__name__
+    "hang",
+    [endless_loop, long_sleep, deadlocked_lock, swallows_everything],
+    ids=lambda f: f.__name__,
 )
 def test_row_18_hang_in_python(hang, others):
-    """The call ends, and no worker does."""
-
-    with survivors():
-        error = within(3, lambda: eagerly(on_rank(2, hang, others), timeout=0.5)(rows)).error
-        assert isinstance(error, tp.CallTimeout), error
-        assert f"in {hang.__name__}" in str(error.__cause__)
-        assert f"{DEVICE}:2" in str(error)
-
-
-def test_row_18_a_rank_that_cannot_be_interrupted_is_replaced():
-    step = eagerly(on_rank(2, swallows_everything), timeout=0.5)
-    with survivors(2):
-        error = within(5, lambda: step(rows)).error
-        assert isinstance(error, tp.CallTimeout), error
-        assert "in swallows_everything" in str(error.__cause__)
+    """The call ends, and no worker does that can be interrupted."""
+    dead, bound = ([2], 5) if hang is swallows_everything else ([], 3)
+    error = failure(on_rank(2, hang, others), tp.CallTimeout, bound, dead=dead, timeout=0.5)
+    assert f"in {hang.__name__}" in str(error.__cause__)
+    assert f"{DEVICE}:2" in str(error)
 
 
 class PickledForever(Exception):
@@ -90,10 +82,8 @@ FOREVER = [PickledForever, ToldForever, NotedForever]
 def test_row_18_an_exception_that_cannot_be_reported(kind, others):
     """The exception's text is computed by user code too."""
     step = on_rank(2, raising(lambda: kind("mine")), others)
-    with survivors():
-        error = within(4, lambda: eagerly(step)(rows)).error
-        assert isinstance(error, tp.WorkerError), error
-        assert f"{kind.__name__}: it took too long to get its text" in str(error)
+    error = failure(step, tp.WorkerError, 4)
+    assert f"{kind.__name__}: it took too long to get its text" in str(error)
 
 
 @pytest.mark.parametrize("kind", FOREVER, ids=lambda kind: kind.__name__)
@@ -114,20 +104,15 @@ def sleep_of_c():
     ctypes.PyDLL(None).sleep(1000)
 
 
-def loop_of_c():
-    sum(itertools.repeat(0))
-
-
 @pytest.mark.parametrize("others", ["alone", "others wait"])
 @pytest.mark.parametrize("hang", [sleep_of_c, loop_of_c], ids=lambda f: f.__name__)
 def test_row_19_hang_with_the_interpreter_locked(hang, others):
     """A sleep ends with the signal that asks for the stack, so that its rank lives on."""
 
-    with survivors(*([] if hang is sleep_of_c else [2])):
-        error = within(5, lambda: eagerly(on_rank(2, hang, others), timeout=0.5)(rows)).error
-        assert isinstance(error, tp.CallTimeout), error
-        assert f"is in C code that holds the GIL at {__file__}" in str(error)
-        assert f"in {hang.__name__}" in str(error.__cause__)
+    dead = [] if hang is sleep_of_c else [2]
+    error = failure(on_rank(2, hang, others), tp.CallTimeout, 5, dead=dead, timeout=0.5)
+    assert f"is in C code that holds the GIL at {hang.__code__.co_filename}" in str(error)
+    assert f"in {hang.__name__}" in str(error.__cause__)
 
 
 @pytest.mark.parametrize(
@@ -239,10 +224,8 @@ def test_row_21_a_slow_rank_is_no_error(tmp_path):
             pass
         return tp.psum(x, "i")
 
-    value, pids = sharded(), worker_pids()
     timer = threading.Timer(8, gate.touch)
     timer.start()
-    assert within(20, lambda: eagerly(step)(rows).tolist()).value == [6.0] * N
+    with survivors():
+        assert within(20, lambda: eagerly(step)(rows).tolist()).value == [6.0] * N
     timer.join()
-    assert value.tolist() == [0, 10, 20, 30]
-    assert worker_pids() == pids

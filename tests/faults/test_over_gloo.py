@@ -45,4 +45,4 @@ def test_row_08_exception():
 
 
 def test_row_13_disagreement():
-    test_disagreement.test_a_value_is_never_returned(test_disagreement.row_13_operation, 1)
+    test_disagreement.test_a_value_is_never_returned("row_13_operation", 1)

@@ -48,24 +48,18 @@ def locked():
 
 BAD = {
     "wrong structure": (
-        lambda: tp.pmap(lambda x: x, in_axes=[0, 1])(rows),
-        (ValueError, TypeError),
-    ),
+        lambda: tp.pmap(lambda x: x, in_axes=[0, 1])(rows), (ValueError, TypeError)),
     "axis out of range": (lambda: tp.pmap(lambda x: x, in_axes=1)(rows), ValueError),
     "sizes 4 and 5": (lambda: two(rows, torch.zeros(5)), ValueError),
     "no mapped argument": (lambda: tp.pmap(lambda x: x, in_axes=None)(rows), ValueError),
     "a leaf that is no tensor": (lambda: identity(["text"]), TypeError),
     "unbound axis": (lambda: tp.pmap(lambda x: tp.psum(x, "j"), "i")(rows), NameError),
     "too many devices": (
-        lambda: tp.pmap(lambda x: x, devices=tp.devices())(torch.zeros(N + 1)),
-        ValueError,
-    ),
+        lambda: tp.pmap(lambda x: x, devices=tp.devices())(torch.zeros(N + 1)), ValueError),
     "a function that cannot be pickled": (lambda: eagerly(locked())(rows), TypeError),
     "one that is to be differentiated": (
-        lambda: eagerly(locked())(rows.clone().requires_grad_()),
-        TypeError,
-    ),
-}
+        lambda: eagerly(locked())(rows.clone().requires_grad_()), TypeError),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)

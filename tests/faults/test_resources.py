@@ -12,18 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from _rig import (
-    EAGER,
-    N,
-    Script,
-    assert_pool_works,
-    eagerly,
-    note_time,
-    rows,
-    survivors,
-    unindented,
-    within,
-)
+from _rig import EAGER, N, Script, assert_pool_works, eagerly, note_time, rows, survivors, within
 from _support import DEVICE, anonymous_bytes, num_fds, rss_bytes, wait_for, worker_pids
 
 import torchpmap as tp
@@ -70,11 +59,6 @@ def test_row_26_a_worker_has_no_memory_for_a_result(mode):
         assert "allocate" in str(error)
 
 
-def sizes(measure, pids):
-    """Of this process and of its workers."""
-    return [measure(), *map(measure, pids)]
-
-
 DESCRIPTORS = """
     import resource
     tp.init(num_devices=2)
@@ -117,10 +101,23 @@ END = "start = time.perf_counter(); tp.shutdown(); print(time.perf_counter() - s
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_row_26_no_descriptor_is_left_during(moment):
-    ended = Script(unindented(DESCRIPTORS, MOMENTS[moment], END)).wait(60)
+    ended = Script(DESCRIPTORS, MOMENTS[moment], END).wait(60)
     assert ended.code == 0, ended.output
     note_time(float(ended.output.split()[-1]), 5)
     assert not ended.left
+
+
+def growth(function):
+    """By how many bytes one of the processes has grown at most, after a call that leaves neither
+    descriptors nor other workers.
+    """
+    pids = worker_pids()
+    processes = ["self", *pids]
+    fds, memory = [*map(num_fds, processes)], [*map(rss_bytes, processes)]
+    assert within(60, function).error is None
+    assert worker_pids() == pids
+    assert [*map(num_fds, processes)] == fds
+    return max(rss_bytes(pid) - old for pid, old in zip(processes, memory, strict=True))
 
 
 @pytest.mark.cpu_only("the workers' memory is not that of their processes")
@@ -136,13 +133,8 @@ def test_row_27_two_thousand_calls_leave_nothing():
                 y.block_until_ready()
         y.cpu()
 
-    pids = worker_pids()
     run(500)
-    fds, memory = sizes(num_fds, pids), sizes(rss_bytes, pids)
-    outcome = within(60, lambda: run(2000))
-    assert outcome.error is None
-    assert sizes(num_fds, pids) == fds
-    assert max(now - old for now, old in zip(sizes(rss_bytes, pids), memory, strict=True)) < 2 << 20
+    assert growth(lambda: run(2000)) < 2 << 20
 
 
 @pytest.mark.cpu_only("the workers' memory is not that of their processes")
@@ -161,14 +153,7 @@ def test_row_27_two_hundred_failing_calls_leave_nothing():
                 failing(rows)
 
     fail(20)
-    pids = worker_pids()
-    fds, memory = sizes(num_fds, pids), sizes(rss_bytes, pids)
-    outcome = within(60, lambda: fail(200))
-    assert outcome.error is None
-    assert worker_pids() == pids
-    assert sizes(num_fds, pids) == fds
-    growth = max(now - old for now, old in zip(sizes(rss_bytes, pids), memory, strict=True))
-    assert growth < 8 << 20, "the results alone are 43 MB"
+    assert growth(lambda: fail(200)) < 8 << 20, "the results alone are 43 MB"
     assert_pool_works()
 
 
@@ -219,20 +204,15 @@ def test_row_27_a_flood_of_output_stops_nothing():
         f = tp.pmap(lambda x: x + 1, compile=EAGER)
         f(torch.arange(2.)).tolist()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        def flood(x):
-            if x == 0:
-                for _ in range(50):
-                    os.write(1, (b"x" * 1023 + b"\\n") * 1024)
-            return x
         real = os.dup(1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        assert tp.pmap(flood, compile=False)(torch.arange(2)).tolist() == [0, 1]
-        def long_line(x):
-            if x == 0:
-                for _ in range(50):
-                    os.write(1, b"x" * (1 << 20))
-            return x
-        assert tp.pmap(long_line, compile=False)(torch.arange(2)).tolist() == [0, 1]
+        for kilobyte in (b"x" * 1023 + b"\\n", b"x" * 1024):
+            def flood(x):
+                if x == 0:
+                    for _ in range(50):
+                        os.write(1, kilobyte * 1024)
+                return x
+            assert tp.pmap(flood, compile=False)(torch.arange(2)).tolist() == [0, 1]
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         os.write(real, f"{grown}".encode())
         """
