@@ -1,7 +1,5 @@
 """Covers: _layout/axis_stack.py."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -11,11 +9,11 @@ from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis
 
 
-def axis(name: str, size: int = 4) -> Axis:
+def axis(name, size=4):
     return Axis(name, size, torch.tensor(0), f"group of {name}")
 
 
-def test_innermost_binding_wins() -> None:
+def test_innermost_binding_wins():
     outer, other, inner = axis("i"), axis("j", 2), axis("i", 3)
     with axis_stack.bind(outer), axis_stack.bind(other):
         with axis_stack.bind(inner):
@@ -26,8 +24,8 @@ def test_innermost_binding_wins() -> None:
     assert axis_stack.bound() == ()
 
 
-def test_error_unbinds() -> None:
-    def fail() -> None:
+def test_error_unbinds():
+    def fail():
         with axis_stack.bind(axis("i")):
             raise KeyError("user")
 
@@ -36,13 +34,13 @@ def test_error_unbinds() -> None:
     assert axis_stack.bound() == ()
 
 
-def test_any_hashable_is_a_name() -> None:
+def test_any_hashable_is_a_name():
     key = object()
-    with axis_stack.bind(axis(key)) as bound:  # type: ignore[arg-type]
+    with axis_stack.bind(axis(key)) as bound:
         assert axis_stack.lookup(key) is bound
 
 
-def test_unbound_name_says_what_is_bound() -> None:
+def test_unbound_name_says_what_is_bound():
     with pytest.raises(NameError, match=r"^unbound axis name: j\. Bound here: nothing\. Name the"):
         axis_stack.lookup("j")
     with (
@@ -57,8 +55,8 @@ def test_unbound_name_says_what_is_bound() -> None:
     )
 
 
-def test_axes_are_bound_per_thread() -> None:
-    seen: list[int] = []
+def test_axes_are_bound_per_thread():
+    seen = []
     with axis_stack.bind(axis("i")):
         thread = threading.Thread(target=lambda: seen.append(len(axis_stack.bound())))
         thread.start()
@@ -66,7 +64,7 @@ def test_axes_are_bound_per_thread() -> None:
     assert seen == [0]
 
 
-def test_recording_collects_and_nests() -> None:
+def test_recording_collects_and_nests():
     axis_stack.record(("no call", "listens"))
     with axis_stack.recording() as outer:
         axis_stack.record(("a",))
@@ -78,7 +76,7 @@ def test_recording_collects_and_nests() -> None:
     assert inner == [("b",)]
 
 
-def test_recording_hears_other_threads() -> None:
+def test_recording_hears_other_threads():
     with axis_stack.recording() as calls:
         thread = threading.Thread(target=axis_stack.record, args=(("backward",),))
         thread.start()
@@ -86,7 +84,7 @@ def test_recording_hears_other_threads() -> None:
     assert calls == [("backward",)]
 
 
-def test_subgroup_names_are_distinct_and_readable() -> None:
+def test_subgroup_names_are_distinct_and_readable():
     assert axis_stack.subgroup_name("i", ((0, 2), (3, 1))) == "i[0,2|3,1]"
     assert axis_stack.subgroup_name("i", ((1, 2), (3,))) != axis_stack.subgroup_name(
         "i", ((12,), (3,))

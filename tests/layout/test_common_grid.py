@@ -1,7 +1,5 @@
 """Covers: _layout/common_grid.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

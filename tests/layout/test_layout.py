@@ -1,7 +1,5 @@
 """Covers: _layout/layout.py."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 

@@ -1,7 +1,5 @@
 """Covers: _layout/mesh.py."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections import OrderedDict
@@ -14,14 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchpmap._base.devices import Device
-from torchpmap._layout.mesh import (
-    Mesh,
-    NamedSharding,
-    P,
-    PartitionSpec,
-    replicated,
-    row_sharding,
-)
+from torchpmap._layout.mesh import Mesh, NamedSharding, P, PartitionSpec, replicated, row_sharding
 from torchpmap._runtime.meshes import make_mesh
 
 CPUS = tuple(Device(i, "cpu") for i in range(8))

@@ -1,7 +1,5 @@
 """Covers: pictures of layouts as text and as HTML, debug.visualize_sharding."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 

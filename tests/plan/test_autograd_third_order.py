@@ -1,10 +1,5 @@
 """Covers: _plan/autograd.py: derivatives of derivatives of derivatives, against torch's own."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from _support import EAGER
@@ -14,7 +9,7 @@ import torchpmap as tp
 pytestmark = pytest.mark.usefixtures("pool")
 
 ROWS = "rows"
-POLYNOMIALS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+POLYNOMIALS = {
     "no collective": lambda x: (x**4).sum(),
     "psum": lambda x: tp.psum(x.sin() * x, ROWS).prod() * x.sum(),
     "ppermute": lambda x: (x**3 * tp.ppermute(x, ROWS, [(k, (k + 1) % 4) for k in range(4)])).sum(),
@@ -24,7 +19,7 @@ POLYNOMIALS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 JACOBIANS = {"F": torch.func.jacfwd, "R": torch.func.jacrev}
 
 
-def derivative(word: str, function: Any) -> Any:
+def derivative(word, function):
     """``word``: the transforms from the outside in, G for the gradient of the sum, V for vmap."""
     if not word:
         return function
@@ -43,7 +38,7 @@ def derivative(word: str, function: Any) -> Any:
     "word",
     ["FFG", "FRG", "RFG", "RRG", "VFFG", "VFRG", "VRFG", "VRRG", "FFF", "VFFF", "RFF", "GGG"],
 )
-def test_third_order(word: str, name: str, pool: int) -> None:
+def test_third_order(word, name, pool):
     row = POLYNOMIALS[name]
     x = torch.tensor([[0.3], [-0.7], [1.1], [0.6]])
     expected = derivative(word, tp.vmap(row, axis_name=ROWS))(x)
@@ -51,7 +46,7 @@ def test_third_order(word: str, name: str, pool: int) -> None:
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
-LINEAR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+LINEAR = {
     "affine": lambda x: x * 2 + 1,
     "constant": lambda x: x * 0 + 1,
     "flipped": lambda x: x.flip(0),
@@ -61,7 +56,7 @@ LINEAR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("word", ["FRR", "FRF", "FFR", "RFR", "FF"])
 @pytest.mark.parametrize("name", LINEAR)
-def test_third_order_of_linear_functions_of_vectors(word: str, name: str, mode: Any) -> None:
+def test_third_order_of_linear_functions_of_vectors(word, name, mode):
     row = LINEAR[name]
     x = torch.tensor([[0.3, 0.1], [-0.7, 0.5]])
     expected = derivative(word, torch.func.vmap(row))(x)

@@ -1,9 +1,5 @@
 """Covers: _plan/cost.py, through debug.cost, with numbers worked out by hand."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("pool")
 EAGER = {"backend": "eager"}
 
 
-def cost(f: Any, *shapes: tuple[int, ...], **options: Any) -> tp.debug.Cost:
+def cost(f, *shapes, **options):
     """Of one row on each of four devices."""
     args = [torch.empty(4, *shape, device="meta") for shape in shapes]
     return tp.debug.cost(tp.pmap(f, "i", compile=EAGER, **options), *args)

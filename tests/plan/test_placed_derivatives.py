@@ -4,10 +4,6 @@ through values on the devices, and derivatives that are traced long after the ca
 Expectations are plain torch's.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -22,7 +18,7 @@ cube = tp.pmap(lambda u: u**3, compile=EAGER)
 
 
 @pytest.fixture(params=["devices", "inline"])
-def where(request: pytest.FixtureRequest) -> Any:
+def where(request):
     if request.param == "devices":
         yield
         return
@@ -30,11 +26,11 @@ def where(request: pytest.FixtureRequest) -> Any:
         yield
 
 
-def leaf(*numbers: float) -> torch.Tensor:
+def leaf(*numbers):
     return torch.tensor(numbers, requires_grad=True)
 
 
-def cut_in_two() -> tp.NamedSharding:
+def cut_in_two():
     return tp.NamedSharding(tp.Mesh(tp.devices()[:2], ("d",)), tp.P("d"))
 
 
@@ -129,31 +125,31 @@ factor = 1.0
 
 
 class Switch(torch.nn.Module):
-    def forward(self, w: torch.Tensor) -> torch.Tensor:
+    def forward(self, w):
         return w**3 if self.training else w
 
 
-def set_factor(value: float) -> None:
+def set_factor(value):
     global factor
     factor = value
 
 
-def global_number() -> Any:
+def global_number():
     set_factor(1.0)
     return lambda w: w**3 * factor, lambda: set_factor(100.0)
 
 
-def training_mode() -> Any:
+def training_mode():
     module = Switch()
     return module, module.eval
 
 
-def array() -> Any:
+def array():
     n = np.ones(1)
     return lambda w: w**3 * float(n[0]), lambda: n.fill(100)
 
 
-def number_of_a_tensor() -> Any:
+def number_of_a_tensor():
     n = torch.ones(1)
     return lambda w: w**3 * n.item(), lambda: n.fill_(100)
 

@@ -1,9 +1,5 @@
 """Covers: _plan/stages.py: what a mapped call will do, before it does it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,18 +10,18 @@ pytestmark = pytest.mark.usefixtures("pool")
 EAGER = {"backend": "eager"}
 
 
-def project(w: torch.Tensor, x: Any) -> Any:
+def project(w, x):
     return tp.pmean(x["a"] @ w, "i"), tp.ppermute(x["a"][0], "i", [(0, 1)])
 
 
 @pytest.fixture
-def lowered() -> Any:
+def lowered():
     f = tp.pmap(project, "i", in_axes=(None, 0), out_axes=(None, 0), compile=EAGER)
     x = torch.empty(4, 5, 8, device="meta")
     return f.lower(torch.empty(8, 16, device="meta"), {"a": x})
 
 
-def test_layouts_and_text(lowered: Any) -> None:
+def test_layouts_and_text(lowered):
     assert list(lowered.in_layouts) == ["w", "x['a']"]
     assert lowered.in_layouts["w"].is_replicated
     assert lowered.in_layouts["x['a']"].block_shape == (1, 5, 8)
@@ -35,7 +31,7 @@ def test_layouts_and_text(lowered: Any) -> None:
     assert "project" in repr(lowered)
 
 
-def test_cost(lowered: Any) -> None:
+def test_cost(lowered):
     cost = lowered.cost()
     assert cost.flops == 2 * 5 * 8 * 16
     assert cost.collectives == (("all_reduce", 5 * 16 * 4, "i"), ("ppermute", 8 * 4, "i"))
@@ -45,7 +41,7 @@ def test_cost(lowered: Any) -> None:
     assert cost.peak_bytes >= cost.argument_bytes + 5 * 16 * 4
 
 
-def test_compiled(lowered: Any) -> None:
+def test_compiled(lowered):
     compiled = lowered.compile()
     w, x = torch.rand(8, 16), torch.rand(4, 5, 8)
     mean, moved = compiled(w, {"a": x})
@@ -60,6 +56,6 @@ def test_compiled(lowered: Any) -> None:
         compiled(w, [x])
 
 
-def test_what_has_no_graph() -> None:
+def test_what_has_no_graph():
     with pytest.raises(tp.TraceError, match="runs as Python code"):
         tp.pmap(lambda x: x, compile=False).lower(torch.ones(4))

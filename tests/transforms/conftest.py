@@ -1,7 +1,5 @@
 """More devices than the pool of other tests has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ import torchpmap as tp
 
 
 @pytest.fixture
-def eight_devices() -> None:
+def eight_devices():
     """Nothing is starting any more."""
     tp.init(8)
     tp.block_until_ready(tp.replicate(torch.zeros(())))

@@ -1,7 +1,5 @@
 """Covers: messages about names, dtypes and lists as users of torch, numpy or JAX write them."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Covers: _jax_names.py: missing names of JAX answer with their row of docs/from_jax.md."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from torchpmap import _jax_names
 PAGE = (Path(tp.__file__).parent.parent / "docs" / "from_jax.md").read_text()
 
 
-def names_in(cell: str) -> list[str]:
+def names_in(cell):
     """The last parts of the names in a cell; not attributes, keywords and settings."""
     found = []
     for code in re.findall(r"`([^`]+)`", cell):
@@ -24,14 +22,14 @@ def names_in(cell: str) -> list[str]:
     return found
 
 
-def plain(cell: str) -> str:
+def plain(cell):
     without_asides = re.sub(r" \(\[more\]\([^)]+\)\)", "", cell)
     return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", without_asides).replace("`", "").strip()
 
 
-def rows_of_the_page() -> dict[str, str]:
+def rows_of_the_page():
     tables = PAGE.split("## Names\n")[1].split("\n## ")[0]
-    found: dict[str, str] = {}
+    found = {}
     for line in re.findall(r"^\| (`.*) \|$", tables, re.MULTILINE):
         there, here = line.split(" | ")
         for name in names_in(there):
@@ -40,7 +38,7 @@ def rows_of_the_page() -> dict[str, str]:
     return found
 
 
-def test_the_table_is_that_of_the_page() -> None:
+def test_the_table_is_that_of_the_page():
     table = {
         name: instead
         for names, instead in _jax_names._ROWS
@@ -51,7 +49,7 @@ def test_the_table_is_that_of_the_page() -> None:
 
 
 @pytest.mark.parametrize("name", rows_of_the_page())
-def test_a_missing_name_says_what_to_write(name: str) -> None:
+def test_a_missing_name_says_what_to_write(name):
     with pytest.raises(AttributeError) as caught:
         getattr(tp, name)
     assert not hasattr(tp, name)
@@ -69,13 +67,13 @@ def test_a_missing_name_says_what_to_write(name: str) -> None:
         ("stop_gradient", "x.detach()"),
     ],
 )
-def test_the_advice_names_the_function(name: str, instead: str) -> None:
+def test_the_advice_names_the_function(name, instead):
     with pytest.raises(AttributeError, match=re.escape(f"JAX's {name}: {instead} (docs/from_jax")):
         getattr(tp, name)
 
 
-def test_other_names_have_no_advice_but_what_python_guesses() -> None:
+def test_other_names_have_no_advice_but_what_python_guesses():
     with pytest.raises(AttributeError) as caught:
-        tp.psumm  # type: ignore[attr-defined]  # noqa: B018
+        tp.psumm  # noqa: B018
     assert str(caught.value) == "module 'torchpmap' has no attribute 'psumm'"
     assert (caught.value.name, caught.value.obj) == ("psumm", tp)  # for "Did you mean: 'psum'?"

@@ -2,8 +2,6 @@
 what comes out of a call.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass

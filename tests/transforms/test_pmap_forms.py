@@ -2,8 +2,6 @@
 traceable.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc

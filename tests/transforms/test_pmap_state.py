@@ -2,8 +2,6 @@
 donation.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

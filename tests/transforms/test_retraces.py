@@ -1,7 +1,5 @@
 """Covers: _transforms/retraces.py, that pmap warns, and what the logger says (_base/log.py)."""
 
-from __future__ import annotations
-
 import logging
 import re
 import warnings
@@ -15,7 +13,7 @@ from torchpmap._transforms.retraces import Retraces
 EAGER = {"backend": "eager"}
 
 
-def test_says_once_what_changes() -> None:
+def test_says_once_what_changes():
     retraces = Retraces()
     said = [
         retraces.note({"argument x": "float32[4]", "argument n": f"static {k}"}) for k in range(40)
@@ -30,7 +28,7 @@ def test_says_once_what_changes() -> None:
 
 
 @pytest.mark.usefixtures("pool")
-def test_pmap_warns() -> None:
+def test_pmap_warns():
     f = tp.pmap(lambda x, n: x * n, static_broadcasted_argnums=1, compile=EAGER)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -50,7 +48,7 @@ def test_pmap_warns() -> None:
 
 
 @pytest.mark.usefixtures("pool")
-def test_new_pools_do_not_count() -> None:
+def test_new_pools_do_not_count():
     """... but traces in one pool do, however many were before it."""
     f = tp.pmap(lambda x: x * 2, compile=EAGER)
     for _ in range(17):
@@ -64,7 +62,7 @@ def test_new_pools_do_not_count() -> None:
 
 
 @pytest.mark.usefixtures("pool")
-def test_lowering_in_a_new_pool() -> None:
+def test_lowering_in_a_new_pool():
     f = tp.pmap(lambda x: x * 2, compile=EAGER)
     for num_devices in (1, 1, 2):
         tp.shutdown()

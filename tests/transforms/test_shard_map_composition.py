@@ -4,12 +4,8 @@ Covers: gradients inside and outside, ``vmap`` around, maps in maps, random numb
 numbers are those of the specification.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -21,20 +17,19 @@ from torchpmap import P
 
 X = torch.arange(16.0).reshape(4, 4)
 XY = P("x", "y")
-Fun = Callable[..., Any]
 
 
 @pytest.fixture
-def mesh(pool: int) -> tp.Mesh:
+def mesh(pool):
     return tp.make_mesh((2, 2), ("x", "y"))
 
 
-def mapped(fun: Fun, mesh: tp.Mesh | None, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+def mapped(fun, mesh, in_specs, out_specs, **options):
     options.setdefault("compile", EAGER)
     return tp.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
 
 
-def blocks(x: torch.Tensor) -> list[list[torch.Tensor]]:
+def blocks(x):
     """By the coordinates of the mesh, of a value under P('x', 'y')."""
     return [list(rows.chunk(2, 1)) for rows in x.chunk(2, 0)]
 
@@ -42,8 +37,8 @@ def blocks(x: torch.Tensor) -> list[list[torch.Tensor]]:
 # -- derivatives: rules 22 to 24 -------------------------------------------------------------------
 
 
-def test_rule_22_gradients_inside_are_summed_by_themselves(mesh: tp.Mesh) -> None:
-    def loss(w: torch.Tensor, a: torch.Tensor) -> Any:
+def test_rule_22_gradients_inside_are_summed_by_themselves(mesh):
+    def loss(w, a):
         return (w * a).sum()
 
     w = torch.tensor(1.0)
@@ -58,7 +53,7 @@ def test_rule_22_gradients_inside_are_summed_by_themselves(mesh: tp.Mesh) -> Non
     assert own(w, X).item() == X.sum() / 4
 
 
-def whole_loss(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def whole_loss(a, w):
     parts = [
         torch.tanh(block @ w[2 * j : 2 * j + 2]).sum() * (row[0] + row[1]).sum()
         for row in blocks(a)
@@ -67,15 +62,15 @@ def whole_loss(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts).sum()
 
 
-def test_rule_24_derivatives_from_outside(mesh: tp.Mesh) -> None:
-    def loss(a: torch.Tensor, w: torch.Tensor) -> Any:
+def test_rule_24_derivatives_from_outside(mesh):
+    def loss(a, w):
         return tp.psum(torch.tanh(a @ w).sum() * tp.psum(a, "y").sum(), ("x", "y"))
 
     call = mapped(loss, mesh, (XY, P("y")), P())
     generator = torch.Generator().manual_seed(0)
     a, w = torch.randn(2, 4, 4, dtype=torch.float64, generator=generator)
     func = torch.func
-    derivatives: list[Fun] = [
+    derivatives = [
         lambda f: func.grad(f, argnums=(0, 1))(a, w),
         lambda f: func.jvp(f, (a, w), (w, a)),
         lambda f: func.grad(lambda x: func.grad(f)(x, w).square().sum())(a),
@@ -88,14 +83,14 @@ def test_rule_24_derivatives_from_outside(mesh: tp.Mesh) -> None:
         torch.testing.assert_close(_here(got), expected)
 
 
-def _here(x: Any) -> Any:
+def _here(x):
     return tuple(map(_here, x)) if isinstance(x, tuple) else x.cpu()
 
 
 # -- composition: rules 25 to 29 -------------------------------------------------------------------
 
 
-def test_rule_25_vmap_with_an_axis_name(mesh: tp.Mesh) -> None:
+def test_rule_25_vmap_with_an_axis_name(mesh):
     batch = torch.randn(3, 4, 4)
     both = mapped(lambda a: tp.psum(a, ("x", "b")), mesh, XY, P(None, "y"))
     found = tp.vmap(both, axis_name="b")(batch)
@@ -105,11 +100,11 @@ def test_rule_25_vmap_with_an_axis_name(mesh: tp.Mesh) -> None:
     torch.testing.assert_close(found.cpu(), batch[:, :2] + batch[:, 2:])
 
 
-def test_rule_26_checkpoint(mesh: tp.Mesh, mode: Any) -> None:
-    def layer(w: torch.Tensor, a: torch.Tensor) -> Any:
+def test_rule_26_checkpoint(mesh, mode):
+    def layer(w, a):
         return tp.psum((a @ w).sin(), "y")
 
-    def loss(w: torch.Tensor, a: torch.Tensor) -> Any:
+    def loss(w, a):
         return tp.psum(checkpoint(layer, w, a, use_reentrant=False).sum(), "x")
 
     w, other = torch.eye(4).requires_grad_(), torch.eye(4).requires_grad_()
@@ -118,7 +113,7 @@ def test_rule_26_checkpoint(mesh: tp.Mesh, mode: Any) -> None:
     torch.testing.assert_close(w.grad, other.grad)
 
 
-def nest(a: torch.Tensor, w: torch.Tensor) -> Any:
+def nest(a, w):
     """[2, 4] per device along "x" -> [2, 2], the same everywhere."""
     inner = tp.shard_map(
         lambda b: tp.psum(b * b * w, "y"), in_specs=P(None, "y"), out_specs=P(), axis_names={"y"}
@@ -126,18 +121,18 @@ def nest(a: torch.Tensor, w: torch.Tensor) -> Any:
     return tp.psum(inner(a), "x")
 
 
-def whole_nest(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return sum(block * block * w for row in blocks(a) for block in row)  # type: ignore[return-value]
+def whole_nest(a, w):
+    return sum(block * block * w for row in blocks(a) for block in row)
 
 
-def test_rule_27_derivatives_of_a_map_in_a_map(mesh: tp.Mesh, mode: Any) -> None:
+def test_rule_27_derivatives_of_a_map_in_a_map(mesh, mode):
     call = mapped(nest, mesh, (P("x"), P()), P(), axis_names={"x"}, compile=mode)
     a, w = torch.randn(4, 4), torch.tensor(1.5)
     torch.testing.assert_close(call(a, w).cpu(), whole_nest(a, w))
     found = torch.func.grad(lambda a, w: call(a, w).sin().sum(), argnums=(0, 1))(a, w)
     expected = torch.func.grad(lambda a, w: whole_nest(a, w).sin().sum(), argnums=(0, 1))(a, w)
     torch.testing.assert_close(_here(found), expected)
-    twice: list[torch.Tensor] = [
+    twice = [
         torch.func.grad(
             lambda a, f=f: torch.func.grad(lambda a: f(a, w).sin().sum())(a).square().sum()
         )(a).cpu()
@@ -149,8 +144,8 @@ def test_rule_27_derivatives_of_a_map_in_a_map(mesh: tp.Mesh, mode: Any) -> None
     torch.testing.assert_close(found.cpu(), expected)
 
 
-def test_rule_27_gradients_inside_the_outer_map(mesh: tp.Mesh, mode: Any) -> None:
-    def slope(a: torch.Tensor) -> Any:
+def test_rule_27_gradients_inside_the_outer_map(mesh, mode):
+    def slope(a):
         inner = tp.shard_map(
             torch.square, in_specs=P(None, "y"), out_specs=P(None, "y"), axis_names={"y"}
         )
@@ -160,7 +155,7 @@ def test_rule_27_gradients_inside_the_outer_map(mesh: tp.Mesh, mode: Any) -> Non
     assert call(X).tolist() == (2 * X).tolist()
 
 
-def half_layer(h: torch.Tensor, w: torch.Tensor, *, check_vma: bool) -> Any:
+def half_layer(h, w, *, check_vma):
     """[2, 4] per device along "x" -> the same: a sum over "y"."""
     inner = tp.shard_map(
         lambda w, h: tp.psum((h @ w).sin(), "y"),
@@ -172,11 +167,11 @@ def half_layer(h: torch.Tensor, w: torch.Tensor, *, check_vma: bool) -> Any:
     return inner(w, h)
 
 
-def whole_layer(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def whole_layer(h, w):
     return (h[:, :2] @ w[:2]).sin() + (h[:, 2:] @ w[2:]).sin()
 
 
-REPEATS: dict[str, Callable[[Any, Fun, Any, Any], Any]] = {
+REPEATS = {
     "two calls": lambda tp, layer, a, w: layer(layer(a, w), w),
     "a scan": lambda tp, layer, a, w: tp.scan(lambda h, _: (layer(h, w), None), a, None, 2)[0],
     "a branch": lambda tp, layer, a, w: layer(
@@ -187,10 +182,8 @@ REPEATS: dict[str, Callable[[Any, Fun, Any, Any], Any]] = {
 
 @pytest.mark.parametrize("checks", [(True, True), (False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", REPEATS)
-def test_rule_27_derivatives_of_several_maps_in_a_map(
-    mesh: tp.Mesh, name: str, checks: tuple[bool, bool]
-) -> None:
-    def f(a: torch.Tensor, w: torch.Tensor) -> Any:
+def test_rule_27_derivatives_of_several_maps_in_a_map(mesh, name, checks):
+    def f(a, w):
         layer = functools.partial(half_layer, check_vma=checks[1])
         return REPEATS[name](tp, layer, a, w)
 
@@ -204,7 +197,7 @@ def test_rule_27_derivatives_of_several_maps_in_a_map(
     torch.testing.assert_close(_here(found), expected)
 
 
-AROUND: dict[str, Any] = {
+AROUND = {
     "graph": (EAGER, contextlib.nullcontext),
     "python": (False, contextlib.nullcontext),
     "lanes": (False, tp.debug.fake_pmap),
@@ -213,15 +206,15 @@ AROUND: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("way", AROUND)
-def test_rule_27_vmap_of_a_map_inside(mesh: tp.Mesh, way: str) -> None:
+def test_rule_27_vmap_of_a_map_inside(mesh, way):
     compile, around = AROUND[way]
 
-    def outer(f: Fun, a: torch.Tensor) -> Any:
+    def outer(f, a):
         inner = tp.shard_map(f, in_specs=P(None, "y"), out_specs=P(), axis_names={"y"})
         return torch.func.vmap(inner)(torch.stack([a, a * a]))
 
-    def call(f: Fun) -> Any:
-        options: Any = {"axis_names": {"x"}, "compile": compile}
+    def call(f):
+        options = {"axis_names": {"x"}, "compile": compile}
         return mapped(lambda a: outer(f, a), mesh, P("x"), P(None, "x"), **options)
 
     both = torch.stack([X, X * X])
@@ -234,8 +227,8 @@ def test_rule_27_vmap_of_a_map_inside(mesh: tp.Mesh, way: str) -> None:
             call(lambda b: b)(X)
 
 
-def test_rule_27_the_checks_of_all_calls_count(mesh: tp.Mesh) -> None:
-    def outer(a: torch.Tensor) -> Any:
+def test_rule_27_the_checks_of_all_calls_count(mesh):
+    def outer(a):
         inner = tp.shard_map(lambda b: b, in_specs=P(None, "y"), out_specs=P(), axis_names={"y"})
         return inner(a) + inner(a * 0)  # the second is the same everywhere
 
@@ -244,8 +237,8 @@ def test_rule_27_the_checks_of_all_calls_count(mesh: tp.Mesh) -> None:
         call(X)
 
 
-def captured_slope(a: torch.Tensor, w: torch.Tensor) -> Any:
-    def loss(w: torch.Tensor) -> Any:
+def captured_slope(a, w):
+    def loss(w):
         inner = tp.shard_map(
             lambda b: tp.psum((b * w).square().sum(), "y") + tp.psum(w, "y"),
             in_specs=P(None, "y"),
@@ -257,8 +250,8 @@ def captured_slope(a: torch.Tensor, w: torch.Tensor) -> Any:
     return tp.grad(loss)(w)[None]
 
 
-def passed_slope(a: torch.Tensor, w: torch.Tensor) -> Any:
-    def loss(w: torch.Tensor) -> Any:
+def passed_slope(a, w):
+    def loss(w):
         inner = tp.shard_map(
             lambda b, w: tp.psum((b * w).square().sum(), "y") + tp.psum(w, "y"),
             in_specs=(P(None, "y"), P()),
@@ -271,10 +264,10 @@ def passed_slope(a: torch.Tensor, w: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_rule_27_gradients_inside_for_a_captured_value(mesh: tp.Mesh, check_vma: bool) -> None:
+def test_rule_27_gradients_inside_for_a_captured_value(mesh, check_vma):
     w = torch.tensor(1.5)
-    specs: Any = (P("x"), P()), P("x")
-    options: Any = {"axis_names": {"x"}, "check_vma": check_vma}
+    specs = (P("x"), P()), P("x")
+    options = {"axis_names": {"x"}, "check_vma": check_vma}
     call = mapped(captured_slope, mesh, *specs, **options)
     expected = torch.stack([2 * w * rows.square().sum() + 2 for rows in X.chunk(2)])
     if check_vma:
@@ -289,10 +282,10 @@ def test_rule_27_gradients_inside_for_a_captured_value(mesh: tp.Mesh, check_vma:
         torch.testing.assert_close(*found)
 
 
-def test_rule_27_backward_inside_for_a_captured_parameter(mesh: tp.Mesh) -> None:
+def test_rule_27_backward_inside_for_a_captured_parameter(mesh):
     w = torch.tensor(1.5, requires_grad=True)
 
-    def slope(a: torch.Tensor) -> Any:
+    def slope(a):
         inner = tp.shard_map(
             lambda b: tp.psum((b * w).square().sum(), "y"),
             in_specs=P(None, "y"),
@@ -303,7 +296,7 @@ def test_rule_27_backward_inside_for_a_captured_parameter(mesh: tp.Mesh) -> None
         assert w.grad is not None
         return w.grad[None]
 
-    options: Any = {"axis_names": {"x"}}
+    options = {"axis_names": {"x"}}
     call = mapped(slope, mesh, P("x"), P("x"), **options, check_vma=False)
     expected = [2 * 1.5 * rows.square().sum().item() for rows in X.chunk(2)]
     assert call(X).tolist() == expected
@@ -311,7 +304,7 @@ def test_rule_27_backward_inside_for_a_captured_parameter(mesh: tp.Mesh) -> None
     assert call(X).tolist() == [sum(expected)] * 2
 
 
-def test_rule_27_without_a_trace_a_captured_value_has_a_gradient_inside(mesh: tp.Mesh) -> None:
+def test_rule_27_without_a_trace_a_captured_value_has_a_gradient_inside(mesh):
     w = torch.tensor(1.5)
     found = [
         mapped(captured_slope, mesh, (P("x"), P()), P("x"), axis_names={"x"}, compile=compile)(X, w)
@@ -320,15 +313,15 @@ def test_rule_27_without_a_trace_a_captured_value_has_a_gradient_inside(mesh: tp
     assert found[0].tolist() == found[1].tolist()
 
 
-def test_rule_27_an_axis_is_mapped_once(mesh: tp.Mesh) -> None:
-    def outer(a: torch.Tensor) -> Any:
+def test_rule_27_an_axis_is_mapped_once(mesh):
+    def outer(a):
         return tp.shard_map(lambda b: b, in_specs=P(), out_specs=P())(a)
 
     with pytest.raises(ValueError, match="the axis 'x' is already mapped by the shard_map around"):
         mapped(outer, mesh, P("x"), P("x"))(X)
 
 
-def test_rule_28_random_numbers(mesh: tp.Mesh) -> None:
+def test_rule_28_random_numbers(mesh):
     draw = mapped(lambda a: torch.rand(a.shape), mesh, XY, XY)
     assert draw(X).cpu().unique().numel() == 16
     torch.manual_seed(0)
@@ -342,16 +335,16 @@ def test_rule_28_random_numbers(mesh: tp.Mesh) -> None:
     assert same(X).cpu().unique().numel() == 4
 
 
-def test_rule_28_axes_that_are_not_mapped_draw_the_same(mesh: tp.Mesh) -> None:
+def test_rule_28_axes_that_are_not_mapped_draw_the_same(mesh):
     draw = mapped(lambda a: torch.rand(a.shape), mesh, P("x"), P("x"), axis_names={"x"})
     one, two, three, _ = [s.data.tolist() for s in draw(X).addressable_shards]
     assert one == two != three
 
 
-def test_rule_29_plans(mesh: tp.Mesh) -> None:
+def test_rule_29_plans(mesh):
     traces = []
 
-    def double(a: torch.Tensor) -> torch.Tensor:
+    def double(a):
         traces.append(1)
         return a * 2
 

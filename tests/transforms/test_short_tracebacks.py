@@ -1,7 +1,5 @@
 """Covers: how long the tracebacks of mistakes are, line by line, in scripts and notebooks."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """Covers: smap, make_mesh's defaults, device_put onto a spec, placements of a sharding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -48,7 +46,7 @@ def test_a_mesh_takes_the_first_devices(mesh):
     with pytest.raises(ValueError, match="has 16 devices, but there are 4"):
         tp.make_mesh((4, 4), ("x", "y"))
     with pytest.raises(TypeError, match=r"but got 4\. For one axis write \(4,\)"):
-        tp.make_mesh(4, ("x",))  # type: ignore[arg-type]
+        tp.make_mesh(4, ("x",))
 
 
 def test_types_of_axes_from_jax_are_accepted(mesh):

@@ -2,8 +2,6 @@
 keys, lowered calls, and what threads change.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import decimal
