@@ -14,30 +14,22 @@ def axis(name, size=4):
 
 
 def test_innermost_binding_wins():
-    outer, other, inner = axis("i"), axis("j", 2), axis("i", 3)
-    with axis_stack.bind(outer), axis_stack.bind(other):
+    key = object()  # any hashable is a name
+    outer, other, inner = axis("i"), axis(key, 2), axis("i", 3)
+    with axis_stack.bind(outer), axis_stack.bind(other) as bound:
+        assert axis_stack.lookup(key) is bound
         with axis_stack.bind(inner):
             assert axis_stack.lookup("i") == (inner,)
-            assert axis_stack.lookup("j") == (other,)
+            assert axis_stack.lookup(key) == (other,)
             assert axis_stack.bound() == ((outer,), (other,), (inner,))
         assert axis_stack.lookup("i") == (outer,)
     assert axis_stack.bound() == ()
 
 
 def test_error_unbinds():
-    def fail():
-        with axis_stack.bind(axis("i")):
-            raise KeyError("user")
-
-    with pytest.raises(KeyError, match="user"):
-        fail()
+    with pytest.raises(KeyError, match="user"), axis_stack.bind(axis("i")):
+        raise KeyError("user")
     assert axis_stack.bound() == ()
-
-
-def test_any_hashable_is_a_name():
-    key = object()
-    with axis_stack.bind(axis(key)) as bound:
-        assert axis_stack.lookup(key) is bound
 
 
 def test_unbound_name_says_what_is_bound():
@@ -64,28 +56,22 @@ def test_axes_are_bound_per_thread():
     assert seen == [0]
 
 
-def test_recording_collects_and_nests():
+def test_recording_collects_nests_and_hears_other_threads():
     axis_stack.record(("no call", "listens"))
     with axis_stack.recording() as outer:
         axis_stack.record(("a",))
         with axis_stack.recording() as inner:
             axis_stack.record(("b",))
         axis_stack.record(("c",))
-    axis_stack.record(("d",))
-    assert outer == [("a",), ("c",)]
-    assert inner == [("b",)]
-
-
-def test_recording_hears_other_threads():
-    with axis_stack.recording() as calls:
         thread = threading.Thread(target=axis_stack.record, args=(("backward",),))
         thread.start()
         thread.join()
-    assert calls == [("backward",)]
+    axis_stack.record(("d",))
+    assert outer == [("a",), ("c",), ("backward",)]
+    assert inner == [("b",)]
 
 
 def test_subgroup_names_are_distinct_and_readable():
     assert axis_stack.subgroup_name("i", ((0, 2), (3, 1))) == "i[0,2|3,1]"
-    assert axis_stack.subgroup_name("i", ((1, 2), (3,))) != axis_stack.subgroup_name(
-        "i", ((12,), (3,))
-    )
+    names = [axis_stack.subgroup_name("i", lists) for lists in (((1, 2), (3,)), ((12,), (3,)))]
+    assert names[0] != names[1]
