@@ -30,19 +30,14 @@ def leaf(*numbers):
     return torch.tensor(numbers, requires_grad=True)
 
 
-def cut_in_two():
-    return tp.NamedSharding(tp.Mesh(tp.devices()[:2], ("d",)), tp.P("d"))
-
-
 PUT = {
     "rows": lambda x: tp.device_put(x, tp.devices()[:2]),
     "one device": tp.device_put,
     "replicated": tp.replicate,
     "there and back": lambda x: tp.unreplicate(tp.replicate(x)),
     "cut": lambda x: tp.device_put(
-        x, tp.NamedSharding(tp.Mesh(tp.devices()[:2], ("d",)), tp.P("d"))
-    ),
-}
+        x, tp.NamedSharding(tp.Mesh(tp.devices()[:2], ("d",)), tp.P("d"))),
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("where")
@@ -100,9 +95,8 @@ def test_tangents_reach_whatever_is_fetched():
             "back": tp.unreplicate(tp.replicate(y)),
         }
         tangents = {name: fw.unpack_dual(value).tangent for name, value in found.items()}
-    assert {name: t.cpu().tolist() for name, t in tangents.items()} == {
-        name: [3.0, 12.0] for name in found
-    }
+    for name, tangent in tangents.items():
+        assert tangent.cpu().tolist() == [3.0, 12.0], name
 
 
 def test_a_row_that_is_written_has_no_tangent():
