@@ -14,14 +14,15 @@ def product(a, b, scale=1.0):
     return (a * b).sum() * scale
 
 
-def test_value_and_grad_puts_the_value_first():
+def test_values_and_gradients():
     value, gradient = value_and_grad(lambda x: (x**2).sum())(X)
     assert value.item() == 14.0
     assert gradient.tolist() == [2.0, 4.0, 6.0]
-
-
-def test_grad():
     assert grad(lambda x: (x**3).sum())(X).tolist() == [3.0, 12.0, 27.0]
+    assert grad(lambda x: 3.0)(X).tolist() == [0.0, 0.0, 0.0]
+    assert grad(grad(grad(lambda x: x**4)))(2.0).item() == 48.0
+    rows = torch.func.vmap(grad(lambda x: (x**2).sum()))(torch.ones(2, 3))
+    assert rows.tolist() == [[2.0] * 3] * 2
 
 
 @pytest.mark.parametrize(
@@ -82,16 +83,6 @@ def test_python_floats_and_numpy_arrays():
     assert (gradient.tolist(), gradient.dtype) == ([2.0, 2.0], torch.float64)
 
 
-def test_constant_function_has_zero_gradient():
-    assert grad(lambda x: 3.0)(X).tolist() == [0.0, 0.0, 0.0]
-
-
-def test_nested():
-    assert grad(grad(grad(lambda x: x**4)))(2.0).item() == 48.0
-    rows = torch.func.vmap(grad(lambda x: (x**2).sum()))(torch.ones(2, 3))
-    assert rows.tolist() == [[2.0] * 3] * 2
-
-
 def test_decorator_keeps_the_name():
     @grad
     def loss(x):
@@ -102,44 +93,31 @@ def test_decorator_keeps_the_name():
     assert loss(X).tolist() == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("f", "args", "text"),
-    [
-        (
-            lambda x: x * 1.0,
-            (3,),
-            r"grad requires real- or complex-valued inputs .* but got int64\.",
-        ),
-        (lambda x: x * 1.0, (True,), "but got bool"),
-        (lambda x: x.sum(), (torch.arange(3),), "but got int64"),
-        (lambda x: x, ("text",), "grad requires tensors, numpy arrays or Python numbers, but got"),
-        (lambda x: x, (X,), r"scalar-output functions\. Output had shape: \(3,\)\."),
-        (lambda x: [x.sum()], (X,), r"scalar-output functions\. Output was \["),
-        (lambda x: x.sum() * 1j, (X,), "grad requires real-valued outputs .* but got complex64"),
-        (lambda x: x.argmax(), (X,), "grad requires real-valued outputs .* but got int64"),
-    ],
-)
-def test_type_errors(f, args, text):
+ERRORS = [
+    (lambda: grad(lambda x: x * 1.0)(3),
+     r"grad requires real- or complex-valued inputs .* but got int64\."),
+    (lambda: grad(lambda x: x * 1.0)(True), "but got bool"),
+    (lambda: grad(lambda x: x.sum())(torch.arange(3)), "but got int64"),
+    (lambda: grad(lambda x: x)("text"),
+     "grad requires tensors, numpy arrays or Python numbers, but got"),
+    (lambda: grad(lambda x: x)(X), r"scalar-output functions\. Output had shape: \(3,\)\."),
+    (lambda: grad(lambda x: [x.sum()])(X), r"scalar-output functions\. Output was \["),
+    (lambda: grad(lambda x: x.sum() * 1j)(X),
+     "grad requires real-valued outputs .* but got complex64"),
+    (lambda: grad(lambda x: x.argmax())(X), "grad requires real-valued outputs .* but got int64"),
+    (lambda: grad(lambda x: x, argnums=2)(1.0),
+     r"argnums=2 requires at least 3 positional arguments to be passed by the caller, but got only "
+     r"1 positional arguments\."),
+    (lambda: grad(lambda x: x, argnums="x"), "cannot be interpreted as an integer"),
+    (lambda: grad(lambda x: x.sum(), has_aux=True)(X),
+     "expected function with aux output to return a two-element"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "text"), ERRORS)
+def test_type_errors(call, text):
     with pytest.raises(TypeError, match=text):
-        grad(f)(*args)
-
-
-def test_argnums_out_of_range():
-    text = (
-        r"argnums=2 requires at least 3 positional arguments to be passed by the caller, but got "
-        r"only 1 positional arguments\."
-    )
-    with pytest.raises(TypeError, match=text):
-        grad(lambda x: x, argnums=2)(1.0)
-    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
-        grad(lambda x: x, argnums="x")
-
-
-def test_missing_aux():
-    with pytest.raises(
-        TypeError, match="expected function with aux output to return a two-element"
-    ):
-        grad(lambda x: x.sum(), has_aux=True)(X)
+        call()
 
 
 @pytest.mark.usefixtures("pool")
