@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from _support import EAGER, in_threads
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import torchpmap as tp
@@ -23,17 +24,9 @@ X = torch.arange(16.0).reshape(4, 4)
 XY = P("x", "y")
 
 
-@pytest.fixture
-def mesh(pool):
-    return tp.make_mesh((2, 2), ("x", "y"))
-
-
 def mapped(fun, mesh, in_specs, out_specs, **options):
     options.setdefault("compile", EAGER)
     return tp.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
-
-
-# -- API: rules 1, 3, 4, 6 -------------------------------------------------------------------------
 
 
 def test_rule_1_decorator_wrapped_and_lower(mesh):
@@ -147,9 +140,6 @@ def test_rule_6_another_mesh_around_is_an_error(mesh):
     line = tp.make_mesh((4,), ("i",))
     with tp.set_mesh(mesh), pytest.raises(ValueError, match=r"its mesh is Mesh\('i': 4\), but set"):
         mapped(torch.neg, line, P("i"), P("i"))(X)
-
-
-# -- specs: rules 7 to 18 --------------------------------------------------------------------------
 
 
 @dataclass
@@ -304,8 +294,7 @@ def test_rule_15_axes_of_size_1_are_bound(pool):
 def test_rule_16_the_order_in_a_tuple_is_the_callers(mesh):
     def shifted(axes):
         call = mapped(lambda a: tp.ppermute(a, axes, [(0, 1)]), mesh, P(("x", "y")), P(("x", "y")))
-        found = call(torch.arange(1.0, 5.0)).tolist()
-        return found
+        return call(torch.arange(1.0, 5.0)).tolist()
 
     assert shifted(("x", "y")) == [0, 1, 0, 0]
     assert shifted(("y", "x")) == [0, 0, 1, 0]
@@ -319,11 +308,6 @@ def test_rule_17_an_axis_that_is_not_mentioned_keeps_one_copy(mesh):
     }
 
 
-def test_rule_18_a_spec_too_many(mesh):
-    with pytest.raises(ValueError, match=r"subtree of different type\s+<class 'torch.Tensor'>"):
-        mapped(lambda a: a, mesh, XY, (XY, XY))(X)
-
-
 def test_rule_18_results(mesh):
     call = mapped(lambda a: (a.sum()[None], 3, True, None), mesh, P("x"), (P("x"), P(), P(), None))
     sums, three, true, none = call(X)
@@ -334,9 +318,8 @@ def test_rule_18_results(mesh):
         mapped(lambda a: (a, a), mesh, P(), (P(), P(), P()))(X)
     with pytest.raises(TypeError, match="out_specs is None for the output"):
         mapped(lambda a: a, mesh, P(), None)(X)
-
-
-# -- replication: rules 19 to 21 -------------------------------------------------------------------
+    with pytest.raises(ValueError, match=r"subtree of different type\s+<class 'torch.Tensor'>"):
+        mapped(lambda a: a, mesh, XY, (XY, XY))(X)
 
 
 def _write(a):
@@ -375,12 +358,10 @@ VARYING = {
     "all_to_all": (lambda a: tp.all_to_all(a, "y", 0, 1, tiled=True), P("x"), P("x")),
     "groups": (lambda a: tp.psum(a, "y", axis_index_groups=[[0], [1]]), XY, P("x")),
     "diagonals": (
-        lambda a: tp.psum(a, ("x", "y"), axis_index_groups=[[0, 3], [1, 2]]), XY, P("x")
-    ),
+        lambda a: tp.psum(a, ("x", "y"), axis_index_groups=[[0, 3], [1, 2]]), XY, P("x")),
     "pbroadcast along the other": (lambda a: tp.pbroadcast(a, "x", 1), XY, P("x")),
     "own part of what is gathered": (
-        lambda a: tp.all_gather(a, "y").index_select(0, tp.axis_index("y")[None]), XY, P("x")
-    ),
+        lambda a: tp.all_gather(a, "y").index_select(0, tp.axis_index("y")[None]), XY, P("x")),
     "after a psum": (lambda a: tp.psum(a, "y") - a, XY, P("x")),
     "gradient": (lambda a: tp.grad(lambda b: (b * b).sum())(a), XY, P()),
     "write": (_write, XY, P()),
@@ -405,19 +386,16 @@ EQUAL = {
     "index of one axis": (lambda a: tp.axis_index("x")[None], XY, P("x")),
     "part of an index": (lambda a: (tp.axis_index(("x", "y")) // 2)[None], XY, P("x")),
     "masked sum": (
-        lambda a: tp.psum(torch.where(tp.axis_index("y") == 0, a, 0 * a), "y"), P("x"), P("x")
-    ),
+        lambda a: tp.psum(torch.where(tp.axis_index("y") == 0, a, 0 * a), "y"), P("x"), P("x")),
     "random, summed": (lambda a: tp.psum(a + torch.rand(a.shape), ("y", "x")), XY, P()),
     "no dropout": (lambda a: torch.nn.functional.dropout(a, training=False), P(), P()),
     "groups of lines": (
-        lambda a: tp.psum(a, ("x", "y"), axis_index_groups=[[0, 1], [2, 3]]), XY, P("x")
-    ),
+        lambda a: tp.psum(a, ("x", "y"), axis_index_groups=[[0, 1], [2, 3]]), XY, P("x")),
     "pbroadcast": (lambda a: tp.pbroadcast(a, "y", 0), XY, P("x")),
     "pmin": (lambda a: tp.pmin(a, ("y", "x")), XY, P()),
     "write": (lambda a: a.mul_(2).view(-1).add_(1), P(), P()),
     "checkpoint": (
-        lambda a: checkpoint(lambda z: tp.psum(z.sin(), "y"), a, use_reentrant=False), XY, P("x")
-    ),
+        lambda a: checkpoint(lambda z: tp.psum(z.sin(), "y"), a, use_reentrant=False), XY, P("x")),
 }  # fmt: skip
 
 
@@ -441,12 +419,10 @@ def test_rule_21_without_the_check_the_first_counts(mesh, mode):
     assert slope.tolist() == [[1, 1, 0, 0]] * 4
 
 
-def test_rule_21_uncompiled_values_are_compared(mesh):
+def test_rule_21_uncompiled_values_and_collectives_are_compared(mesh):
     with pytest.raises(ValueError, match=r"axis 'y' for the output.*differs between devices"):
         mapped(lambda a: a, mesh, XY, P("x"), compile=False)(X).cpu()
 
-
-def test_rule_21_devices_that_disagree_do_not_hang(mesh):
     def sum_somewhere(a):
         return tp.psum(a, "x") if int(tp.axis_index("x")) == 0 else a
 
@@ -473,3 +449,75 @@ def test_dtypes(mesh, mode, dtype):
 def test_empty(mesh, mode, shape):
     call = mapped(lambda a: tp.psum(a, "x"), mesh, XY, P(None, "y"), compile=mode)
     assert call(torch.zeros(shape)).cpu().shape == (shape[0] // 2, shape[1])
+
+
+# -- smap, make_mesh's defaults, device_put onto a spec, placements of a sharding -----------------
+
+
+def test_dims_instead_of_specs(mesh):
+    def f(a, b):
+        return a - tp.pmean(a, "x"), b.sum()
+
+    with tp.set_mesh(mesh):
+        mapped = tp.smap(f, in_axes=(1, None), out_axes=(1, None), axis_name="x", compile=EAGER)
+        apart, total = mapped(X, X)
+    halves = torch.stack(X.chunk(2, 1))
+    assert torch.equal(apart.cpu(), torch.cat(list(halves - halves.mean(0)), 1))
+    assert total.item() == X.sum()
+
+
+def test_a_dim_is_counted_from_the_front(pool):
+    with pytest.raises(ValueError, match="in_axes has the dim -1; count it from the front"):
+        tp.smap(torch.sin, in_axes=-1, out_axes=0, axis_name="x")
+    with pytest.raises(TypeError, match="out_axes has ints and None, but got 'x'"):
+        tp.smap(torch.sin, in_axes=0, out_axes="x", axis_name="x")
+
+
+def test_a_mesh_takes_the_first_devices(mesh):
+    assert mesh.devices.tolist() == [tp.devices()[:2], tp.devices()[2:4]]
+    assert tp.make_mesh((2,), ("x",), ("Auto",)).size == 2
+    with pytest.raises(ValueError, match="has 16 devices, but there are 4"):
+        tp.make_mesh((4, 4), ("x", "y"))
+    with pytest.raises(TypeError, match=r"but got 4\. For one axis write \(4,\)"):
+        tp.make_mesh(4, ("x",))
+
+
+def test_types_of_axes_from_jax_are_accepted(mesh):
+    kinds = tp.AxisType.Auto, "Explicit"
+    assert tp.make_mesh((2, 2), ("x", "y"), kinds) == tp.make_mesh((2, 2), ("x", "y"))
+    assert tp.Mesh(tp.devices()[:2], ("x",), axis_types=tp.AxisType.Explicit).size == 2
+    with pytest.raises(ValueError, match=r"got <AxisType\.Manual.*expected AxisType\.Auto or"):
+        tp.make_mesh((2,), ("x",), (tp.AxisType.Manual,))
+    with pytest.raises(ValueError, match="axis_types has 2 entries, but the mesh has 1 axes"):
+        tp.make_mesh((2,), ("x",), ("Auto", "Auto"))
+
+
+def test_a_value_is_placed_by_a_spec(mesh):
+    with tp.set_mesh(mesh):
+        placed = tp.device_put(X, P("y", "x"))
+    assert placed.sharding == tp.NamedSharding(mesh, P("y", "x"))
+    (block,) = (s for s in placed.addressable_shards if s.device == tp.devices()[1])
+    assert torch.equal(block.data, X[2:, :2])
+    with pytest.raises(ValueError, match="needs a mesh"):
+        tp.device_put(X, P("x"))
+
+
+def test_placements_of_torch(mesh):
+    placed = tp.NamedSharding.from_placements
+    placements = (Shard(1), Replicate())
+    assert placed(mesh, placements) == tp.NamedSharding(mesh, P(None, "x"))
+    assert placed(mesh, placements).placements == placements
+    assert placed(mesh, [Shard(0), Shard(0)]).spec == P(("x", "y"))
+    with pytest.raises(ValueError, match="a DTensor cuts in the order of its mesh"):
+        _ = tp.NamedSharding(mesh, P(("y", "x"))).placements
+    with pytest.raises(ValueError, match="has no PartitionSpec"):
+        placed(mesh, [Partial(), Replicate()])
+    with pytest.raises(ValueError, match="takes as many placements, but got 1"):
+        placed(mesh, [Replicate()])
+
+
+def test_tools_for_pmap_say_what_they_take(mesh):
+    doubled = tp.shard_map(lambda x: x * 2, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    with pytest.raises(TypeError, match="compares the ways to compute a pmap, but got <shard_map"):
+        tp.debug.check_pmap(doubled, X)
+    assert tp.debug.cost(doubled, X).output_bytes == X.nbytes // 2
