@@ -48,10 +48,10 @@ def test_partition_spec():
 
 @pytest.mark.parametrize("entry", [3, True, ["x"], ("x", None), ("x", 0)])
 def test_bad_partition_spec(entry):
-    assert message(lambda: P(None, entry), TypeError) == (
-        "each entry of a PartitionSpec must be None, a mesh axis name or a tuple of names, "
-        f"but got {entry!r}."
+    text = (
+        "each entry of a PartitionSpec must be None, a mesh axis name or a tuple of names, but got "
     )
+    assert message(lambda: P(None, entry), TypeError) == f"{text}{entry!r}."
 
 
 def test_mesh():
@@ -246,9 +246,8 @@ def test_pieces_against_numpy(case):
         got = whole[pieces[device]]
         assert got.shape == expected.shape == sharding.shard_shape(shape)
         assert (got == expected).all()
-    assert sharding.is_fully_replicated == all(
-        piece == (WHOLE,) * len(shape) for piece in pieces.values()
-    )
+    whole_piece = (WHOLE,) * len(shape)
+    assert sharding.is_fully_replicated == all(p == whole_piece for p in pieces.values())
 
 
 def test_row_sharding():

@@ -54,19 +54,16 @@ def test_a_keyword_that_the_function_refuses_is_its_own():
 
 
 def test_lists_of_numbers():
-    told = (
-        r"rank should be at least 1.*\(argument x\[0\]\[0\]\)\. It is the Python number at "
-        r"x\[0\]\[0\]"
-    )
+    item = r"x\[0\]\[0\]"
+    told = rf"rank should be at least 1.*\(argument {item}\)\. It is the Python number at {item}"
     advice = r": lists and tuples are trees of their items, not arrays. Pass torch.tensor\(...\)"
     for mapped in (tp.pmap(lambda x: x, compile=EAGER), tp.vmap(lambda x: x)):
         with pytest.raises(ValueError, match=told + advice):
             mapped([[1.0, 2.0], [3.0, 4.0]])
         with pytest.raises(ValueError, match=r"\(argument x\)$"):
             mapped(1.0)
-    blocks = tp.shard_map(
-        lambda x: x, mesh=tp.make_mesh((2,), ("i",)), in_specs=tp.P("i"), out_specs=tp.P("i")
-    )
+    mesh, spec = tp.make_mesh((2,), ("i",)), tp.P("i")
+    blocks = tp.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)
     with pytest.raises(ValueError, match=r"of rank 0.*It is the Python number at x\[0\]" + advice):
         blocks([1, 2])
 
@@ -104,13 +101,8 @@ def rows_of_the_page():
 
 
 def test_the_table_is_that_of_the_page():
-    table = {
-        name: instead
-        for names, instead in _jax_names._ROWS
-        for name in names.split()
-        if name not in tp.__dir__()
-    }
-    assert table == rows_of_the_page()
+    rows = [(name, instead) for names, instead in _jax_names._ROWS for name in names.split()]
+    assert {k: v for k, v in rows if k not in tp.__dir__()} == rows_of_the_page()
 
 
 @pytest.mark.parametrize("name", rows_of_the_page())
@@ -118,20 +110,19 @@ def test_a_missing_name_says_what_to_write(name):
     with pytest.raises(AttributeError) as caught:
         getattr(tp, name)
     assert not hasattr(tp, name)
-    assert str(caught.value).startswith(
-        f"module 'torchpmap' has no attribute '{name}'. Instead of JAX's {name}: "
-    )
+    text = f"module 'torchpmap' has no attribute '{name}'. Instead of JAX's {name}: "
+    assert str(caught.value).startswith(text)
 
 
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("jit", "inside a mapped function: nothing, it is compiled; elsewhere torch.compile"),
-        ("jvp", "torch.func.jvp"),
-        ("normal", "tp.random.normal, with the same bits"),
-        ("stop_gradient", "x.detach()"),
-    ],
-)
+ADVICE = [
+    ("jit", "inside a mapped function: nothing, it is compiled; elsewhere torch.compile"),
+    ("jvp", "torch.func.jvp"),
+    ("normal", "tp.random.normal, with the same bits"),
+    ("stop_gradient", "x.detach()"),
+]
+
+
+@pytest.mark.parametrize(("name", "instead"), ADVICE)
 def test_the_advice_names_the_function(name, instead):
     with pytest.raises(AttributeError, match=re.escape(f"JAX's {name}: {instead} (docs/from_jax")):
         getattr(tp, name)

@@ -29,19 +29,15 @@ def test_axes_are_tree_prefixes():
     def f(t, y, n):
         return {"a": t["x"] + y, "b": (t["k"] * n, y)}
 
-    out = vmap(f, ({"x": 1, "k": None}, 0, None), {"a": 0, "b": (None, 0)})(
-        {"x": X, "k": torch.tensor(5.0)}, V, 2
-    )
+    mapped = vmap(f, ({"x": 1, "k": None}, 0, None), {"a": 0, "b": (None, 0)})
+    out = mapped({"x": X, "k": torch.tensor(5.0)}, V, 2)
     assert torch.equal(out["a"], X.T + V[:, None])
     assert out["b"][0].item() == 10.0
     assert torch.equal(out["b"][1], V)
 
 
-def test_keyword_arguments_are_mapped_over_dim_0():
+def test_keywords_over_dim_0_numpy_numbers_and_none():
     assert torch.equal(vmap(lambda x, *, y: x * y, in_axes=1)(X, y=V), X.T * V[:, None])
-
-
-def test_numpy_numbers_and_none():
     x, y, z = vmap(lambda x: (x, 3, None))(np.arange(2))
     assert (x.tolist(), y.tolist(), z) == ([0, 1], [3, 3], None)
     assert vmap(lambda x, n: x if n is None else None)(V, None).tolist() == V.tolist()
