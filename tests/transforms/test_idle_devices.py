@@ -49,8 +49,6 @@ def test_no_warning_for_devices_that_were_chosen():
     tp.pmap(lambda x: x + 1, devices=tp.devices()[:3], compile=EAGER)(torch.ones(3))
     with tp.debug.fake_pmap():
         tp.pmap(lambda x: x + 1)(torch.ones(5))
-
-
-def test_a_mesh_of_devices_for_rows_and_columns_is_as_documented():
+    # a mesh of devices for rows and columns is as documented
     f = tp.pmap(tp.pmap(lambda x: x + 1, "c", compile=EAGER), "r", compile=EAGER)
     f(torch.ones(3, 3))

@@ -31,13 +31,8 @@ def whole_model(w, x):
 
 
 def mapped_model(mode):
-    return nested(
-        model,
-        {"in_axes": (None, 0), "out_axes": (0, None, None)},
-        in_axes=(None, 0),
-        out_axes=(0, 0, None),
-        compile=mode,
-    )
+    inner = {"in_axes": (None, 0), "out_axes": (0, None, None)}
+    return nested(model, inner, in_axes=(None, 0), out_axes=(0, 0, None), compile=mode)
 
 
 def scalar(f, w, x):
@@ -49,15 +44,13 @@ shapes = pytest.mark.parametrize("shape", [(2, 4), (9, 4)], ids=str)
 
 @shapes
 def test_backward(mode, shape):
-    f = mapped_model(mode)
-    given = []
-    for function in (f, whole_model):
+    def slopes(f):
         w, x = sample(3).requires_grad_(), (sample(*shape, 3, seed=1) / 3).requires_grad_()
-        scalar(function, w, x).backward()
-        given.append((w.grad, x.grad))
-    (got_w, got_x), (w, x) = given
-    same(got_w, w)
-    same(got_x, x)
+        scalar(f, w, x).backward()
+        return w.grad, x.grad
+
+    for got, wanted in zip(slopes(mapped_model(mode)), slopes(whole_model), strict=True):
+        same(got, wanted)
 
 
 def test_transforms(mode):
@@ -82,12 +75,8 @@ def test_transforms(mode):
 @shapes
 def test_gradients_of_arguments_that_one_axis_shares(mode, shape):
     """It gets the sum over the devices of that axis, and of its rows on each."""
-    f = nested(
-        lambda u, v, x: (u * v * x).sin(),
-        {"in_axes": (None, 0, 0), "out_axes": None},
-        in_axes=(0, None, 0),
-        compile=mode,
-    )
+    inner = {"in_axes": (None, 0, 0), "out_axes": None}
+    f = nested(lambda u, v, x: (u * v * x).sin(), inner, in_axes=(0, None, 0), compile=mode)
 
     def whole(u, v, x):
         return (u[:, None] * v * x).sin().mean(1)  # columns account for equal parts of one value
@@ -123,9 +112,8 @@ def test_backward_inside():
         return tp.psum(w.grad, NAMES)
 
     w, x = sample(3), sample(2, 4, 3, seed=1)
-    got = nested(f, {"in_axes": (None, 0), "out_axes": None}, in_axes=(None, 0), out_axes=None)(
-        w, x
-    )
+    options = {"in_axes": (None, 0), "out_axes": None}
+    got = nested(f, options, **options)(w, x)
     same(got, ((x @ w).cos()[..., None] * x).sum((0, 1)))
 
 
@@ -162,9 +150,8 @@ def test_random_numbers_do_not_depend_on_the_mesh(shape, outer, inner, mode):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     assert not torch.equal(got[0], got[1])
     rows = {tuple(row.tolist()) for row in got[0].flatten(0, 1)}
-    assert len(rows) == (shape[0] if outer == "different" else 1) * (
-        shape[1] if inner == "different" else 1
-    )
+    distinct = [n for n, kind in zip(shape, (outer, inner), strict=True) if kind == "different"]
+    assert len(rows) == np.prod(distinct, dtype=int)
     with tp.debug.fake_pmap():
         for a, b in zip(got, drawn(nested), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
@@ -193,10 +180,12 @@ def test_check_replicated(shape, mode):
     same(over(NAMES, checked, **checked), x.sum())
     same(over("cols", checked), x.sum(1))
     same(over("rows", {}, **checked), x.sum(0))
-    with pytest.raises(ValueError, match=r"None for the output of .*largest difference"):
-        over("rows", checked)
-    with pytest.raises(ValueError, match=r"None for the output of .*largest difference"):
-        over("cols", {}, **checked)
+    text = "out_axes is None for the output of <lambda>, but its value differs.*largest difference"
+    for name, inner, outer in (
+        *(("rows", checked, {}), ("rows", checked, checked), ("cols", {}, checked)),
+    ):
+        with pytest.raises(ValueError, match=text):
+            over(name, inner, **outer)
     with pytest.raises(ValueError, match="out_axes is None"):
         over((), checked, **checked)
 
@@ -205,6 +194,12 @@ def test_check_replicated(shape, mode):
 
     f = nested(only_first_column, {"out_axes": None}, compile=mode, **checked)
     same(f(x), 1.0)  # what the inner call gives is the value of its first column
+
+    def compared(name, inner):
+        return nested(lambda x: tp.psum(x, name), inner, **checked).lower(x).compared
+
+    assert compared("rows", {}) == compared(NAMES, checked) == ()
+    assert compared("rows", checked) == ("out_axes is None for the output of <lambda>",)
 
 
 def test_statics_keywords_and_none(mode):
@@ -215,9 +210,8 @@ def test_statics_keywords_and_none(mode):
 
     x, scale = sample(2, 4), sample(2, 4, seed=1)
     inner = {"static_broadcasted_argnums": 1}
-    got = nested(f, inner, static_broadcasted_argnums=1, compile=mode)(
-        x, "double", None, scale=scale
-    )
+    mapped = nested(f, inner, compile=mode, **inner)
+    got = mapped(x, "double", None, scale=scale)
     same(got["x"], 2 * x * scale)
     assert got["none"] is None
     assert mesh_of(got["x"]) == {"rows": 2, "cols": 4}
@@ -236,13 +230,9 @@ def test_kinds_of_arguments():
 
 def test_what_does_not_fit_leaf_by_leaf_runs_on_the_rows(mode):
     """A static tuple of the outer call is two numbers to the inner one."""
-    x = sample(2, 4)
-    f = nested(
-        lambda x, pair: x * pair[0] + pair[1],
-        {"in_axes": (0, None)},
-        static_broadcasted_argnums=1,
-        compile=mode,
-    )
+    x, inner = sample(2, 4), {"in_axes": (0, None)}
+    static = {"static_broadcasted_argnums": 1}
+    f = nested(lambda x, pair: x * pair[0] + pair[1], inner, compile=mode, **static)
     got = f(x, (2, 1))
     same(got, 2 * x + 1)
     assert mesh_of(got) == {"rows": 2}
@@ -260,11 +250,8 @@ def test_misuse_of_the_inner_call_is_reported(mode):
         nested(lambda x: "text", compile=mode)(x)
     with pytest.raises(KeyError, match="mine"):
         nested(lambda x: {}["mine"], compile=mode)(x)
-
-
-def test_errors_of_the_inner_call_name_it():
     with pytest.raises(NameError, match=r"Bound here: 'rows' \(size 2\), 'cols' \(size 4\)"):
-        nested(lambda x: tp.psum(x, "k"))(sample(2, 4))
+        nested(lambda x: tp.psum(x, "k"), compile=mode)(x)
 
 
 @pytest.mark.parametrize("mode", [EAGER, True, False], ids=["graph", "Inductor", "python"])
@@ -284,11 +271,9 @@ def test_control_flow_on_values(mode):
 
 
 def test_mismatched_collectives_are_found():
-    def f(x):
-        return tp.psum(x, "cols") if int(tp.axis_index("rows")) else x
-
+    f = nested(lambda x: tp.psum(x, "cols") if int(tp.axis_index("rows")) else x, compile=False)
     with pytest.raises(tp.CollectiveMismatch, match="devices run different collectives"):
-        nested(f, compile=False)(torch.zeros(2, 4))
+        f(torch.zeros(2, 4))
 
 
 def test_donation():
@@ -343,16 +328,12 @@ def test_prints_are_in_order(mode, capfd):
 
     for shape in ((2, 4), (9, 4)):
         capfd.readouterr()
-        tp.block_until_ready(
-            nested(f, compile=mode)(torch.arange(float(np.prod(shape))).reshape(shape))
-        )
+        x = torch.arange(float(np.prod(shape))).reshape(shape)
+        tp.block_until_ready(nested(f, compile=mode)(x))
         lines = [line for line in capfd.readouterr().out.splitlines() if line]
-        assert [line.strip() for line in lines[1::2]] == ["or so"] * int(np.prod(shape))
-        assert lines[::2] == [
-            f"[rows={r}, cols={c}] x = {float(r * shape[1] + c)}"
-            for r in range(shape[0])
-            for c in range(shape[1])
-        ]
+        assert [line.strip() for line in lines[1::2]] == ["or so"] * x.numel()
+        places = [f"rows={r}, cols={c}" for r, c in np.ndindex(shape)]
+        assert lines[::2] == [f"[{at}] x = {float(k)}" for k, at in enumerate(places)]
 
 
 def test_assert_replicated():

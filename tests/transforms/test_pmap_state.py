@@ -130,15 +130,6 @@ def test_grad_mode_of_the_caller_does_not_matter(mode):
         assert f(X).tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
-def test_a_new_pool_traces_again():
-    f, traces = counted(lambda x: x * 2)
-    f(X)
-    tp.shutdown()
-    tp.init(4)
-    assert f(X).tolist() == (X * 2).tolist()
-    assert traces.n == 2
-
-
 # Gradients inside --------------------------------------------------------------------------------
 
 
@@ -210,12 +201,8 @@ def test_donated_tensors_are_gone(mode):
 
 
 def test_donated_trees_and_keywords(mode):
-    f = tp.pmap(
-        lambda state, *, y, z: state["a"] + state["b"][0] + y + z,
-        donate_argnums=(0, 7),
-        donate_argnames=("y", "other"),
-        compile=mode,
-    )
+    donated = {"donate_argnums": (0, 7), "donate_argnames": ("y", "other")}
+    f = tp.pmap(lambda state, *, y, z: state["a"] + state["b"][0] + y + z, compile=mode, **donated)
     a, b, y, z = put(), put(), put(), put()
     f({"a": a, "b": [b]}, y=y, z=z)
     assert [t.is_deleted() for t in (a, b, y, z)] == [True, True, True, False]
