@@ -158,11 +158,12 @@ def test_out_axes_is_a_prefix(mode):
 @pytest.mark.parametrize("order", ["default", "reversed"])
 def test_out_axes_none_gives_the_first_devices_value_to_all(mode, order):
     options = {"devices": tp.devices()[::-1]} if order == "reversed" else {}
-    out = tp.pmap(lambda x: x * 2, out_axes=None, compile=mode, **options)(X + 5)
-    same(out, 10.0)
-    assert out.is_fully_replicated
-    assert [float(shard.data) for shard in out.addressable_shards] == [10.0] * 4
-    same(tp.pmap(lambda x: x + 0, in_axes=None, axis_size=4, compile=mode)(out), [10.0] * 4)
+    found = tp.pmap(lambda x: (x * 2, x), out_axes=None, compile=mode, **options)(X + 5)
+    for out, first in zip(found, (10.0, 5.0), strict=True):
+        same(out, first)
+        assert out.is_fully_replicated
+        assert [float(shard.data) for shard in out.addressable_shards] == [first] * 4
+        same(tp.pmap(lambda x: x + 0, in_axes=None, axis_size=4, compile=mode)(out), [first] * 4)
 
 
 def test_out_axes_none_of_reduced_and_unmapped_values(mode):
