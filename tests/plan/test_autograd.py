@@ -4,6 +4,7 @@ outside.
 Expectations are torch's own, for the function that the mapped one stands for.
 """
 
+import copy
 import gc
 
 import pytest
@@ -69,10 +70,8 @@ def program(request, mode):
 
 def test_reverse_mode(program):
     mapped, whole = program
-    same(
-        torch.func.grad(lambda x: (mapped(x) ** 2).sum())(Y),
-        torch.func.grad(lambda x: (whole(x) ** 2).sum())(Y),
-    )
+    got, expected = (torch.func.grad(lambda x, f=f: (f(x) ** 2).sum())(Y) for f in program)
+    same(got, expected)
     mine, other = Y.clone().requires_grad_(), Y.clone().requires_grad_()
     (mapped(mine) ** 2).sum().backward()
     (whole(other) ** 2).sum().backward()
@@ -101,10 +100,8 @@ def test_batches(program):
 def test_second_order(program):
     mapped, whole = program
     x = Y[:, :1].clone()
-    same(
-        torch.func.hessian(lambda x: mapped(x).sum())(x),
-        torch.func.hessian(lambda x: whole(x).sum())(x),
-    )
+    got, expected = (torch.func.hessian(lambda x, f=f: f(x).sum())(x) for f in program)
+    same(got, expected)
     mine, other = (x.clone().requires_grad_() for _ in range(2))
     for function, point in ((mapped, mine), (whole, other)):
         (gradient,) = torch.autograd.grad(function(point).sum(), point, create_graph=True)
@@ -128,21 +125,38 @@ def test_gradients_of_batches_and_batches_of_gradients(mode):
 # What is differentiated --------------------------------------------------------------------------
 
 
-def test_unmapped_arguments_get_the_sum(mode):
-    mapped = tp.pmap(lambda w, x: torch.tanh(w @ x), in_axes=(None, 0), compile=mode)
-    got = torch.func.grad(lambda w, x: mapped(w, x).sum(), argnums=(0, 1))(W, Y)
-    expected = torch.func.grad(lambda w, x: torch.tanh(x @ w.T).sum(), argnums=(0, 1))(W, Y)
-    same(got[0], expected[0])
-    same(got[1], expected[1])
+def stopped(x):
+    with torch.no_grad():
+        frozen = x * 2
+    return x.detach() * x + frozen * x
 
 
-def test_axes_other_than_the_first(mode):
-    mapped = tp.pmap(lambda x: x**3, in_axes=-1, out_axes=1, compile=mode)
-    weights = torch.arange(12.0).reshape(3, 4)
-    same(
-        torch.func.grad(lambda x: (mapped(x) * weights).sum())(Y.T.contiguous()),
-        3 * Y.T**2 * weights,
-    )
+# mapped function, options of pmap, the same of whole arguments, and arguments of calls
+CALLS = {
+    "arguments that are not mapped": (
+        lambda w, x: torch.tanh(w @ x), {"in_axes": (None, 0)},
+        lambda w, x: torch.tanh(x @ w.T), (W, Y)),
+    "axes other than the first": (
+        lambda x: x**3, {"in_axes": -1, "out_axes": 1}, lambda x: x**3, (Y.T.contiguous(),)),
+    "stopped gradients stay stopped": (stopped, {}, stopped, (X,)),
+    "values declared equal, and two rows per device": (
+        lambda x: tp.pmean(x, ROWS), {"out_axes": None}, torch.mean, (X,), (torch.arange(8.0),)),
+    "more rows than devices": (
+        scaled_by_the_sum, {}, lambda x: x.sin() * (x**2).sum(), (torch.linspace(-1, 1, 12),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_of_calls(name, mode):
+    function, options, whole, *calls = CALLS[name]
+    mapped = tp.pmap(function, ROWS, compile=mode, **options)
+
+    def slopes(f, args):
+        return torch.func.grad(lambda *xs: (f(*xs) ** 2).sum(), tuple(range(len(args))))(*args)
+
+    for args in calls:
+        for got, expected in zip(slopes(mapped, args), slopes(whole, args), strict=True):
+            same(got, expected)
 
 
 def test_trees_integers_and_none(mode):
@@ -170,10 +184,8 @@ def test_closures_get_the_sum(mode):
 
     same(torch.func.grad(mapped)(w), (X * (w * X).cos()).sum())
     same(torch.func.grad(torch.func.grad(mapped))(w), -(X**2 * (w * X).sin()).sum())
-    same(
-        torch.func.vmap(mapped)(torch.tensor([1.0, 2.0])),
-        torch.stack([X.sin(), (2 * X).sin()]).sum(1),
-    )
+    batch = torch.func.vmap(mapped)(torch.tensor([1.0, 2.0]))
+    same(batch, torch.stack([X.sin(), (2 * X).sin()]).sum(1))
     same(torch.func.jvp(mapped, (w,), (torch.ones(()),))[1], (X * (w * X).cos()).sum())
 
 
@@ -192,18 +204,15 @@ def test_one_function_sees_every_new_closure():
 def test_modules(mode):
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    reference = copy.deepcopy(module)
     mapped = tp.pmap(lambda x: module(x).square().sum(), compile=mode)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    reference = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    reference.load_state_dict(module.state_dict())
-    other = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        other.zero_grad()
-        mapped(Y).mean().backward()
-        (reference(Y).square().sum() / 4).backward()
-        optimizer.step()
-        other.step()
+    losses = lambda: mapped(Y).mean(), lambda: reference(Y).square().sum() / 4
+    for trained, loss in zip((module, reference), losses, strict=True):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
     assert has_no_failed_pair(mapped)
     for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
         same(mine.detach(), theirs.detach())
@@ -247,35 +256,6 @@ def test_custom_functions_with_closures(mode):
     same(w.grad, 3 * X.sum())
 
 
-def test_stopped_gradients_stay_stopped(mode):
-    def f(x):
-        with torch.no_grad():
-            frozen = x * 2
-        return x.detach() * x + frozen * x
-
-    same(torch.func.grad(lambda x: tp.pmap(f, compile=mode)(x).sum())(X), 3 * X)
-
-
-def test_values_declared_equal(mode):
-    mean = tp.pmap(lambda x: tp.pmean(x, ROWS), ROWS, out_axes=None, compile=mode)
-    same(torch.func.grad(lambda x: mean(x) ** 2)(X), X.mean() / 2 * torch.ones(4))
-    rows = torch.arange(8.0)  # two rows per device
-    same(torch.func.grad(lambda x: mean(x) ** 2)(rows), rows.mean() / 4 * torch.ones(8))
-
-
-def test_more_rows_than_devices(mode):
-    mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
-    rows = torch.linspace(-1, 1, 12)
-
-    def whole(x):
-        return x.sin() * (x**2).sum()
-
-    same(
-        torch.func.grad(lambda x: (mapped(x) ** 2).sum())(rows),
-        torch.func.grad(lambda x: (whole(x) ** 2).sum())(rows),
-    )
-
-
 def test_in_place_writes_inside(mode):
     def f(x, buffer):
         buffer += x.detach()
@@ -305,6 +285,7 @@ def test_checkpoint(mode):
     same(x.grad, torch.func.grad(lambda x: (x.sin() * (x**2).sum()).sum())(X))
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, of X
 def test_forward_mode_of_torch(mode):
     from torch.autograd import forward_ad
 
@@ -314,6 +295,8 @@ def test_forward_mode_of_torch(mode):
         _, got = forward_ad.unpack_dual(mapped(forward_ad.make_dual(X, tangent)))
     expected = torch.func.jvp(lambda x: x.sin() * (x**2).sum(), (X,), (tangent,))[1]
     same(got, expected)
+    _, push = torch.func.linearize(mapped, X)
+    same(push(tangent), expected)
 
 
 def test_forward_mode_through_results_without_derivatives(mode):
@@ -328,17 +311,8 @@ def test_forward_mode_through_results_without_derivatives(mode):
         return torch.arange(4), x > 0
 
     for transform in (torch.func.jacfwd, torch.func.hessian):
-        same(
-            transform(lambda x: weighted(mapped, x))(X), transform(lambda x: weighted(whole, x))(X)
-        )
-
-
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, of X
-def test_linearize(mode):
-    mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
-    _, push = torch.func.linearize(mapped, X)
-    tangent = torch.tensor([1.0, 0.5, -1.0, 2.0])
-    same(push(tangent), torch.func.jvp(lambda x: x.sin() * (x**2).sum(), (X,), (tangent,))[1])
+        got, expected = (transform(lambda x, f=f: weighted(f, x))(X) for f in (mapped, whole))
+        same(got, expected)
 
 
 # How --------------------------------------------------------------------------------------------
@@ -450,11 +424,8 @@ def test_outputs_that_nothing_batched_reaches():
 def test_gradients_that_nothing_batched_reaches():
     f = tp.pmap(lambda x, z: (x * x, tp.psum(z * z, "i")), "i", compile=EAGER)
     x, z = torch.arange(8.0).reshape(2, 4), torch.arange(4.0)
-
-    def gradient(x):
-        return torch.func.grad(lambda z: f(x, z)[1].sum())(z)
-
-    same(torch.func.vmap(gradient, 0, None)(x), 4 * 2 * z)
+    gradient = torch.func.vmap(lambda x: torch.func.grad(lambda z: f(x, z)[1].sum())(z), 0, None)
+    same(gradient(x), 4 * 2 * z)
     tangent = torch.func.vmap(lambda t: torch.func.jvp(f, (x[0], z), (t, z))[1], 0, (0, None))
     of_x, of_z = tangent(x)
     same(of_x, 2 * x[0] * x)
@@ -492,3 +463,62 @@ def test_batches_seen_by_transforms_are_contiguous():
     got = torch.func.vmap(torch.func.vmap(f))(torch.ones(2, 5, 4, 3))
     assert seen == [(3, 1)]
     same(got, torch.ones(2, 5, 4, 3).sin())
+
+
+# Derivatives of derivatives of derivatives -------------------------------------------------------
+
+JACOBIANS = {"F": torch.func.jacfwd, "R": torch.func.jacrev}
+
+
+def derivative(word, function):
+    """``word``: the transforms from the outside in, G for the gradient of the sum, V for vmap."""
+    if not word:
+        return function
+    inner = derivative(word[1:], function)
+    if word[0] == "V":
+        return lambda x: torch.func.vmap(inner)(torch.stack([x, x + 0.5]))
+    if word[0] == "G":
+        return torch.func.grad(lambda x: inner(x).sum())
+    return JACOBIANS[word[0]](inner)
+
+
+LINEAR = {
+    "affine": lambda x: x * 2 + 1,
+    "constant": lambda x: x * 0 + 1,
+    "flipped": lambda x: x.flip(0),
+    "expanded sum": lambda x: x.sum().expand(3),
+}
+
+
+@pytest.mark.parametrize("word", ["FRR", "FRF", "FFR", "RFR", "FF"])
+@pytest.mark.parametrize("name", LINEAR)
+def test_third_order_of_linear_functions_of_vectors(word, name, mode):
+    row = LINEAR[name]
+    x = torch.tensor([[0.3, 0.1], [-0.7, 0.5]])
+    expected = derivative(word, torch.func.vmap(row))(x)
+    got = derivative(word, tp.pmap(row, compile=mode))(x)
+    torch.testing.assert_close(got.cpu(), expected)
+
+
+POLYNOMIALS = {
+    "no collective": lambda x: (x**4).sum(),
+    "psum": lambda x: tp.psum(x.sin() * x, ROWS).prod() * x.sum(),
+    "ppermute": lambda x: (x**3 * tp.ppermute(x, ROWS, [(k, (k + 1) % 4) for k in range(4)])).sum(),
+    "all_gather": lambda x: (tp.all_gather(x, ROWS).sin().prod(0) * x).sum(),
+    "pmax": lambda x: (tp.pmax(x, ROWS) ** 3 * x.cos()).sum(),
+}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("pool", [2], indirect=True)  # two rows per device
+@pytest.mark.parametrize("name", POLYNOMIALS)
+@pytest.mark.parametrize(
+    "word",
+    ["FFG", "FRG", "RFG", "RRG", "VFFG", "VFRG", "VRFG", "VRRG", "FFF", "VFFF", "RFF", "GGG"],
+)
+def test_third_order(word, name, pool):
+    row = POLYNOMIALS[name]
+    x = torch.tensor([[0.3], [-0.7], [1.1], [0.6]])
+    expected = derivative(word, tp.vmap(row, axis_name=ROWS))(x)
+    got = derivative(word, tp.pmap(row, ROWS, compile=EAGER))(x)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
