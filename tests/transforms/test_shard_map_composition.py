@@ -19,11 +19,6 @@ X = torch.arange(16.0).reshape(4, 4)
 XY = P("x", "y")
 
 
-@pytest.fixture
-def mesh(pool):
-    return tp.make_mesh((2, 2), ("x", "y"))
-
-
 def mapped(fun, mesh, in_specs, out_specs, **options):
     options.setdefault("compile", EAGER)
     return tp.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
@@ -34,32 +29,25 @@ def blocks(x):
     return [list(rows.chunk(2, 1)) for rows in x.chunk(2, 0)]
 
 
-# -- derivatives: rules 22 to 24 -------------------------------------------------------------------
-
-
 def test_rule_22_gradients_inside_are_summed_by_themselves(mesh):
     def loss(w, a):
         return (w * a).sum()
 
     w = torch.tensor(1.0)
     assert mapped(tp.grad(loss), mesh, (P(), XY), P())(w, X).item() == X.sum()
-    own = mapped(
-        lambda w, a: tp.pmean(tp.grad(loss)(w, a), ("x", "y")),
-        mesh,
-        (P(), XY),
-        P(),
-        check_vma=False,
-    )
-    assert own(w, X).item() == X.sum() / 4
+
+    def own(w, a):
+        return tp.pmean(tp.grad(loss)(w, a), ("x", "y"))
+
+    assert mapped(own, mesh, (P(), XY), P(), check_vma=False)(w, X).item() == X.sum() / 4
 
 
 def whole_loss(a, w):
-    parts = [
+    return sum(
         torch.tanh(block @ w[2 * j : 2 * j + 2]).sum() * (row[0] + row[1]).sum()
         for row in blocks(a)
         for j, block in enumerate(row)
-    ]
-    return torch.stack(parts).sum()
+    )
 
 
 def test_rule_24_derivatives_from_outside(mesh):
@@ -87,9 +75,6 @@ def _here(x):
     return tuple(map(_here, x)) if isinstance(x, tuple) else x.cpu()
 
 
-# -- composition: rules 25 to 29 -------------------------------------------------------------------
-
-
 def test_rule_25_vmap_with_an_axis_name(mesh):
     batch = torch.randn(3, 4, 4)
     both = mapped(lambda a: tp.psum(a, ("x", "b")), mesh, XY, P(None, "y"))
@@ -113,12 +98,14 @@ def test_rule_26_checkpoint(mesh, mode):
     torch.testing.assert_close(w.grad, other.grad)
 
 
+def inner_map(fun, in_specs=P(None, "y"), out_specs=P(), **options):  # noqa: B008
+    """Over the axis "y", inside a map over "x"."""
+    return tp.shard_map(fun, in_specs=in_specs, out_specs=out_specs, axis_names={"y"}, **options)
+
+
 def nest(a, w):
     """[2, 4] per device along "x" -> [2, 2], the same everywhere."""
-    inner = tp.shard_map(
-        lambda b: tp.psum(b * b * w, "y"), in_specs=P(None, "y"), out_specs=P(), axis_names={"y"}
-    )
-    return tp.psum(inner(a), "x")
+    return tp.psum(inner_map(lambda b: tp.psum(b * b * w, "y"))(a), "x")
 
 
 def whole_nest(a, w):
@@ -132,13 +119,12 @@ def test_rule_27_derivatives_of_a_map_in_a_map(mesh, mode):
     found = torch.func.grad(lambda a, w: call(a, w).sin().sum(), argnums=(0, 1))(a, w)
     expected = torch.func.grad(lambda a, w: whole_nest(a, w).sin().sum(), argnums=(0, 1))(a, w)
     torch.testing.assert_close(_here(found), expected)
-    twice = [
-        torch.func.grad(
-            lambda a, f=f: torch.func.grad(lambda a: f(a, w).sin().sum())(a).square().sum()
-        )(a).cpu()
-        for f in (call, whole_nest)
-    ]
-    torch.testing.assert_close(*twice, atol=1e-4, rtol=1e-4)
+
+    def twice(f):
+        once = torch.func.grad(lambda a: f(a, w).sin().sum())
+        return torch.func.grad(lambda a: once(a).square().sum())(a).cpu()
+
+    torch.testing.assert_close(twice(call), twice(whole_nest), atol=1e-4, rtol=1e-4)
     _, found = torch.func.jvp(call, (a, w), (a.cos(), w))
     _, expected = torch.func.jvp(whole_nest, (a, w), (a.cos(), w))
     torch.testing.assert_close(found.cpu(), expected)
@@ -146,10 +132,8 @@ def test_rule_27_derivatives_of_a_map_in_a_map(mesh, mode):
 
 def test_rule_27_gradients_inside_the_outer_map(mesh, mode):
     def slope(a):
-        inner = tp.shard_map(
-            torch.square, in_specs=P(None, "y"), out_specs=P(None, "y"), axis_names={"y"}
-        )
-        return tp.grad(lambda b: inner(b).sum())(a)
+        square = inner_map(torch.square, out_specs=P(None, "y"))
+        return tp.grad(lambda b: square(b).sum())(a)
 
     call = mapped(slope, mesh, P("x"), P("x"), axis_names={"x"}, compile=mode)
     assert call(X).tolist() == (2 * X).tolist()
@@ -157,14 +141,8 @@ def test_rule_27_gradients_inside_the_outer_map(mesh, mode):
 
 def half_layer(h, w, *, check_vma):
     """[2, 4] per device along "x" -> the same: a sum over "y"."""
-    inner = tp.shard_map(
-        lambda w, h: tp.psum((h @ w).sin(), "y"),
-        in_specs=(P("y"), P(None, "y")),
-        out_specs=P(),
-        axis_names={"y"},
-        check_vma=check_vma,
-    )
-    return inner(w, h)
+    specs = P("y"), P(None, "y")
+    return inner_map(lambda w, h: tp.psum((h @ w).sin(), "y"), specs, check_vma=check_vma)(w, h)
 
 
 def whole_layer(h, w):
@@ -210,8 +188,7 @@ def test_rule_27_vmap_of_a_map_inside(mesh, way):
     compile, around = AROUND[way]
 
     def outer(f, a):
-        inner = tp.shard_map(f, in_specs=P(None, "y"), out_specs=P(), axis_names={"y"})
-        return torch.func.vmap(inner)(torch.stack([a, a * a]))
+        return torch.func.vmap(inner_map(f))(torch.stack([a, a * a]))
 
     def call(f):
         options = {"axis_names": {"x"}, "compile": compile}
@@ -221,15 +198,13 @@ def test_rule_27_vmap_of_a_map_inside(mesh, way):
     with around():
         found = call(lambda b: tp.psum(b, "y"))(X)
         torch.testing.assert_close(found.cpu(), both[..., :2] + both[..., 2:])
-        with pytest.raises(
-            ValueError, match=r"does not mention axis 'y' for the output of <lambda"
-        ):
+        with pytest.raises(ValueError, match="does not mention axis 'y' for the output of <lambda"):
             call(lambda b: b)(X)
 
 
 def test_rule_27_the_checks_of_all_calls_count(mesh):
     def outer(a):
-        inner = tp.shard_map(lambda b: b, in_specs=P(None, "y"), out_specs=P(), axis_names={"y"})
+        inner = inner_map(lambda b: b)
         return inner(a) + inner(a * 0)  # the second is the same everywhere
 
     call = mapped(outer, mesh, P("x"), P("x"), axis_names={"x"}, compile=False)
@@ -237,30 +212,16 @@ def test_rule_27_the_checks_of_all_calls_count(mesh):
         call(X)
 
 
-def captured_slope(a, w):
-    def loss(w):
-        inner = tp.shard_map(
-            lambda b: tp.psum((b * w).square().sum(), "y") + tp.psum(w, "y"),
-            in_specs=P(None, "y"),
-            out_specs=P(),
-            axis_names={"y"},
-        )
-        return inner(a)
+def squares(b, w):
+    return tp.psum((b * w).square().sum(), "y") + tp.psum(w, "y")
 
-    return tp.grad(loss)(w)[None]
+
+def captured_slope(a, w):
+    return tp.grad(lambda w: inner_map(lambda b: squares(b, w))(a))(w)[None]
 
 
 def passed_slope(a, w):
-    def loss(w):
-        inner = tp.shard_map(
-            lambda b, w: tp.psum((b * w).square().sum(), "y") + tp.psum(w, "y"),
-            in_specs=(P(None, "y"), P()),
-            out_specs=P(),
-            axis_names={"y"},
-        )
-        return inner(a, w)
-
-    return tp.grad(loss)(w)[None]
+    return tp.grad(lambda w: inner_map(squares, (P(None, "y"), P()))(a, w))(w)[None]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -273,6 +234,9 @@ def test_rule_27_gradients_inside_for_a_captured_value(mesh, check_vma):
     if check_vma:
         expected = expected.sum().expand(2)
     torch.testing.assert_close(call(X, w).cpu(), expected)
+    if check_vma:
+        without_a_trace = mapped(captured_slope, mesh, *specs, **options, compile=False)
+        assert without_a_trace(X, w).tolist() == call(X, w).tolist()
     same = mapped(passed_slope, mesh, *specs, **options)
     for argnum in (0, 1):
         found = [
@@ -286,31 +250,15 @@ def test_rule_27_backward_inside_for_a_captured_parameter(mesh):
     w = torch.tensor(1.5, requires_grad=True)
 
     def slope(a):
-        inner = tp.shard_map(
-            lambda b: tp.psum((b * w).square().sum(), "y"),
-            in_specs=P(None, "y"),
-            out_specs=P(),
-            axis_names={"y"},
-        )
-        inner(a).backward()
+        inner_map(lambda b: tp.psum((b * w).square().sum(), "y"))(a).backward()
         assert w.grad is not None
         return w.grad[None]
 
-    options = {"axis_names": {"x"}}
-    call = mapped(slope, mesh, P("x"), P("x"), **options, check_vma=False)
     expected = [2 * 1.5 * rows.square().sum().item() for rows in X.chunk(2)]
+    call = mapped(slope, mesh, P("x"), P("x"), axis_names={"x"}, check_vma=False)
     assert call(X).tolist() == expected
-    call = mapped(slope, mesh, P("x"), P("x"), **options)
+    call = mapped(slope, mesh, P("x"), P("x"), axis_names={"x"})
     assert call(X).tolist() == [sum(expected)] * 2
-
-
-def test_rule_27_without_a_trace_a_captured_value_has_a_gradient_inside(mesh):
-    w = torch.tensor(1.5)
-    found = [
-        mapped(captured_slope, mesh, (P("x"), P()), P("x"), axis_names={"x"}, compile=compile)(X, w)
-        for compile in (False, EAGER)
-    ]
-    assert found[0].tolist() == found[1].tolist()
 
 
 def test_rule_27_an_axis_is_mapped_once(mesh):
@@ -333,9 +281,7 @@ def test_rule_28_random_numbers(mesh):
         assert draw(X).tolist() == first
     same = mapped(lambda a: torch.rand(a.shape), mesh, XY, XY, randomness="same")
     assert same(X).cpu().unique().numel() == 4
-
-
-def test_rule_28_axes_that_are_not_mapped_draw_the_same(mesh):
+    # along an axis that is not mapped
     draw = mapped(lambda a: torch.rand(a.shape), mesh, P("x"), P("x"), axis_names={"x"})
     one, two, three, _ = [s.data.tolist() for s in draw(X).addressable_shards]
     assert one == two != three

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import torchpmap as tp
 
+pytestmark = pytest.mark.usefixtures("pool")
+
 P = tp.P
 WAYS = {
     "graph": (EAGER, contextlib.nullcontext),
@@ -31,23 +33,16 @@ W, X = torch.tensor(2.0), torch.arange(1.0, 5.0)
 SPECS = (P(), P("x"))
 
 
-@pytest.fixture(autouse=True)
-def devices(pool):
-    """Four of them."""
-
-
 @pytest.fixture(params=WAYS)
 def way(request):
-    return str(request.param)
+    return request.param
 
 
 def run(f, way, *args, in_specs=SPECS, out=P):
     compile, around = WAYS[way]
-    mesh = tp.make_mesh((4,), ("x",))
+    options = {"in_specs": in_specs, "out_specs": P() if out is P else out, "compile": compile}
     with around():
-        found = tp.shard_map(
-            f, mesh=mesh, in_specs=in_specs, out_specs=P() if out is P else out, compile=compile
-        )(*args)
+        found = tp.shard_map(f, mesh=tp.make_mesh((4,), ("x",)), **options)(*args)
     return pytree.tree_map(lambda x: x.cpu(), found)
 
 
@@ -239,9 +234,8 @@ def test_a_branch_of_some_devices_returns_whole_numbers(way):
     """They have no tangents."""
 
     def program(w, x):
-        count, used = tp.cond(
-            x[0] > 2.5, lambda w, n: (n, w * 2), lambda w, n: (n + 1, w * 3), w, torch.tensor(2)
-        )
+        branches = lambda w, n: (n, w * 2), lambda w, n: (n + 1, w * 3)
+        count, used = tp.cond(x[0] > 2.5, *branches, w, torch.tensor(2))
         return tp.psum(count * used, "x")
 
     def along(w, x):
@@ -258,12 +252,8 @@ def test_a_branch_of_some_devices_returns_whole_numbers(way):
 
 def test_a_derivative_within_a_branch_of_some_devices(way):
     def cube(x, w):
-        slope = tp.cond(
-            x[0] > 2.5,
-            lambda: torch.func.hessian(lambda w: w**3)(w),
-            lambda: tp.grad(lambda w: w**3)(w),
-        )
-        return slope[None]
+        first, second = tp.grad(lambda w: w**3), torch.func.hessian(lambda w: w**3)
+        return tp.cond(x[0] > 2.5, lambda: second(w), lambda: first(w))[None]
 
     def product(x, w):
         branch = tp.grad(lambda w: w * x[0])
@@ -304,14 +294,8 @@ def test_a_gradient_that_is_summed_already_is_not_reduced_unseen():
 
 
 def test_derivatives_from_outside_of_a_map_without_the_check():
-    mesh = tp.make_mesh((4,), ("x",))
-    call = tp.shard_map(
-        lambda w, x: tp.psum(w * x, "x"),
-        mesh=mesh,
-        in_specs=SPECS,
-        out_specs=P(),
-        check_vma=False,
-        compile=EAGER,
-    )
+    options = {"in_specs": SPECS, "out_specs": P(), "check_vma": False, "compile": EAGER}
+    options["mesh"] = tp.make_mesh((4,), ("x",))
+    call = tp.shard_map(lambda w, x: tp.psum(w * x, "x"), **options)
     found = torch.func.grad(lambda w, x: call(w, x).sum(), (0, 1))(W, X)
     torch.testing.assert_close(found, (X.sum(), W.expand(4)))
