@@ -32,25 +32,18 @@ pytestmark = pytest.mark.usefixtures("eight_devices")
 # --- which devices --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sizes", "counts"),
-    [
-        ((2, 4), (2, 4)),
-        ((4, 4), (4, 2)),  # not (2, 4): the outer axis first
-        ((3, 3), (3, 1)),
-        ((16, 2), (8, 1)),
-        ((6, 4), (2, 4)),  # not (3, 2) or (6, 1): more devices first
-        ((9, 4), (3, 2)),
-        ((1, 8), (1, 8)),
-        ((11, 7), (1, 7)),
-        ((11, 13), (1, 1)),
-        ((2, 2, 4), (2, 2, 2)),
-        ((12,), (6,)),
-    ],
-    ids=str,
-)
-def test_device_counts(sizes, counts):
-    assert device_counts(sizes, 8) == counts
+COUNTS = {
+    (2, 4): (2, 4),
+    (4, 4): (4, 2),  # not (2, 4): the outer axis first
+    (6, 4): (2, 4),  # not (3, 2) or (6, 1): more devices first
+    **{(3, 3): (3, 1), (16, 2): (8, 1), (9, 4): (3, 2), (1, 8): (1, 8), (11, 7): (1, 7)},
+    **{(11, 13): (1, 1), (2, 2, 4): (2, 2, 2), (12,): (6,)},
+}
+
+
+@pytest.mark.parametrize("sizes", COUNTS, ids=str)
+def test_device_counts(sizes):
+    assert device_counts(sizes, 8) == COUNTS[sizes]
 
 
 def test_counts_of_a_list():
@@ -113,14 +106,13 @@ def test_axes_in_front_and_behind(inner_axes, outer_axes, spec, shape, mode):
 
 def test_shared_arguments_and_results(mode):
     x, w, v = sample(2, 4), sample(4, seed=1), sample(3, seed=2)
-    f = nested(
-        lambda x, w, v: (x * w, tp.psum(x, NAMES), tp.psum(x, "rows"), tp.psum(x * v, "cols")),
-        {"in_axes": (0, 0, None), "out_axes": (0, None, 0, None)},
-        in_axes=(0, None, None),
-        out_axes=(0, None, None, 0),
-        compile=mode,
-    )
-    product, total, columns, rows = f(x, w, v)
+
+    def f(x, w, v):
+        return x * w, tp.psum(x, NAMES), tp.psum(x, "rows"), tp.psum(x * v, "cols")
+
+    inner = {"in_axes": (0, 0, None), "out_axes": (0, None, 0, None)}
+    outer = {"in_axes": (0, None, None), "out_axes": (0, None, None, 0)}
+    product, total, columns, rows = nested(f, inner, compile=mode, **outer)(x, w, v)
     same(product, x * w)
     same(total, x.sum())
     same(columns, x.sum(0))
@@ -271,12 +263,6 @@ NESTS = {
     "rows, folded": Nest(6, (8, 3), (2, 3), "rows"),
 }
 nests = pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
-
-
-def check_nest(nest, result):
-    assert tuple(mesh_of(result).values()) == nest.mesh
-
-
 PARTS = 7
 """Of all cases; not a divisor of the ten operations that each kind of groups has."""
 
@@ -302,13 +288,12 @@ def test_collectives(nest, part):
 
     given = {name: tuple(map(nest.argument, pair)) for name, pair in inputs.items()}
     for name, (value, pulled) in nested(all_cases)(given).items():
-        check_nest(nest, value)
+        assert tuple(mesh_of(value).values()) == nest.mesh
         x, w = (t.numpy() for t in inputs[name])
-        for rows in nest.rows(value.cpu()):
-            np.testing.assert_allclose(rows, LINEAR[name].model(x), rtol=1e-12, err_msg=name)
-        for rows in nest.rows(pulled.cpu()):
-            expected = transposed(LINEAR[name], w)
-            np.testing.assert_allclose(rows, expected, rtol=1e-12, err_msg=name)
+        expected = LINEAR[name].model(x), transposed(LINEAR[name], w)
+        for result, wanted in zip((value, pulled), expected, strict=True):
+            for rows in nest.rows(result.cpu()):
+                np.testing.assert_allclose(rows, wanted, rtol=1e-12, err_msg=name)
 
 
 SOME = [
@@ -331,11 +316,11 @@ def test_some_collectives_in_other_modes(name, mode):
     some = SOME[::4] if mode is True else SOME  # g++ takes a second for each
     inputs = {case: sample(N, *LINEAR[case].shape) for case in some}
     given = {case: nest.argument(x) for case, x in inputs.items()}
-    f = nested(
-        lambda given: {case: LINEAR[case].run(x, nest.axis_name) for case, x in given.items()},
-        compile=mode,
-    )
-    for case, value in f(given).items():
+
+    def f(given):
+        return {case: LINEAR[case].run(x, nest.axis_name) for case, x in given.items()}
+
+    for case, value in nested(f, compile=mode)(given).items():
         for rows in nest.rows(value.cpu()):
             expected = LINEAR[case].model(inputs[case].numpy())
             np.testing.assert_allclose(rows, expected, rtol=1e-12, err_msg=case)
@@ -392,9 +377,7 @@ def test_collectives_over_one_of_two_axes(mode):
     x = sample(2, 4, 4, 3)
     a = x.numpy()
     got = nested(f, compile=mode)(x)
-    same(
-        got["gathered"], np.stack([a[:, [[0, 2], [3, 1], [0, 2], [3, 1]][c]] for c in range(4)], 1)
-    )
+    same(got["gathered"], np.stack([a[:, [0, 2]], a[:, [3, 1]]] * 2, 1))
     same(got["tiled"], np.broadcast_to(np.concatenate(list(a), 2), (2, 4, 4, 6)))
     of_three = a[:, [0, 1, 3]].mean(1)
     same(got["uneven"], np.stack([of_three, of_three, a[:, 2], of_three], 1))
@@ -412,17 +395,13 @@ def test_collectives_over_one_of_two_axes(mode):
 def test_over_both_axes_one_message_is_sent():
     f = nested(lambda x: (tp.psum(x, NAMES), tp.pmax(x, NAMES), tp.all_gather(x, NAMES)))
     lowered = f.lower(torch.zeros(2, 4))
-    assert [each.name for each in lowered.cost().collectives] == [
-        *("all_reduce", "all_reduce", "all_gather_into_tensor")
-    ]
+    names = [each.name for each in lowered.cost().collectives]
+    assert names == ["all_reduce", "all_reduce", "all_gather_into_tensor"]
     assert list(lowered._plan.groups) == ["ranks:0,1,2,3,4,5,6,7"]
     folded = f.lower(torch.zeros(9, 4))  # 3 * 2 devices, with rows and columns on each
     assert [each.name for each in folded.cost().collectives][:2] == ["all_reduce", "all_reduce"]
-
-
-def test_along_one_axis_only_its_devices_meet():
-    lowered = nested(lambda x: tp.psum(x, "cols")).lower(torch.zeros(2, 4))
-    groups = lowered._plan.groups
+    # along one axis only its devices meet
+    groups = nested(lambda x: tp.psum(x, "cols")).lower(torch.zeros(2, 4))._plan.groups
     assert ((0, 1, 2, 3), (4, 5, 6, 7)) in groups.values()
     assert len(groups) == 2  # that, and all devices
 
