@@ -1,7 +1,5 @@
 """Covers: _layout/axis_stack.py."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -11,38 +9,30 @@ from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis
 
 
-def axis(name: str, size: int = 4) -> Axis:
+def axis(name, size=4):
     return Axis(name, size, torch.tensor(0), f"group of {name}")
 
 
-def test_innermost_binding_wins() -> None:
-    outer, other, inner = axis("i"), axis("j", 2), axis("i", 3)
-    with axis_stack.bind(outer), axis_stack.bind(other):
+def test_innermost_binding_wins():
+    key = object()  # any hashable is a name
+    outer, other, inner = axis("i"), axis(key, 2), axis("i", 3)
+    with axis_stack.bind(outer), axis_stack.bind(other) as bound:
+        assert axis_stack.lookup(key) is bound
         with axis_stack.bind(inner):
             assert axis_stack.lookup("i") == (inner,)
-            assert axis_stack.lookup("j") == (other,)
+            assert axis_stack.lookup(key) == (other,)
             assert axis_stack.bound() == ((outer,), (other,), (inner,))
         assert axis_stack.lookup("i") == (outer,)
     assert axis_stack.bound() == ()
 
 
-def test_error_unbinds() -> None:
-    def fail() -> None:
-        with axis_stack.bind(axis("i")):
-            raise KeyError("user")
-
-    with pytest.raises(KeyError, match="user"):
-        fail()
+def test_error_unbinds():
+    with pytest.raises(KeyError, match="user"), axis_stack.bind(axis("i")):
+        raise KeyError("user")
     assert axis_stack.bound() == ()
 
 
-def test_any_hashable_is_a_name() -> None:
-    key = object()
-    with axis_stack.bind(axis(key)) as bound:  # type: ignore[arg-type]
-        assert axis_stack.lookup(key) is bound
-
-
-def test_unbound_name_says_what_is_bound() -> None:
+def test_unbound_name_says_what_is_bound():
     with pytest.raises(NameError, match=r"^unbound axis name: j\. Bound here: nothing\. Name the"):
         axis_stack.lookup("j")
     with (
@@ -57,8 +47,8 @@ def test_unbound_name_says_what_is_bound() -> None:
     )
 
 
-def test_axes_are_bound_per_thread() -> None:
-    seen: list[int] = []
+def test_axes_are_bound_per_thread():
+    seen = []
     with axis_stack.bind(axis("i")):
         thread = threading.Thread(target=lambda: seen.append(len(axis_stack.bound())))
         thread.start()
@@ -66,28 +56,22 @@ def test_axes_are_bound_per_thread() -> None:
     assert seen == [0]
 
 
-def test_recording_collects_and_nests() -> None:
+def test_recording_collects_nests_and_hears_other_threads():
     axis_stack.record(("no call", "listens"))
     with axis_stack.recording() as outer:
         axis_stack.record(("a",))
         with axis_stack.recording() as inner:
             axis_stack.record(("b",))
         axis_stack.record(("c",))
-    axis_stack.record(("d",))
-    assert outer == [("a",), ("c",)]
-    assert inner == [("b",)]
-
-
-def test_recording_hears_other_threads() -> None:
-    with axis_stack.recording() as calls:
         thread = threading.Thread(target=axis_stack.record, args=(("backward",),))
         thread.start()
         thread.join()
-    assert calls == [("backward",)]
+    axis_stack.record(("d",))
+    assert outer == [("a",), ("c",), ("backward",)]
+    assert inner == [("b",)]
 
 
-def test_subgroup_names_are_distinct_and_readable() -> None:
+def test_subgroup_names_are_distinct_and_readable():
     assert axis_stack.subgroup_name("i", ((0, 2), (3, 1))) == "i[0,2|3,1]"
-    assert axis_stack.subgroup_name("i", ((1, 2), (3,))) != axis_stack.subgroup_name(
-        "i", ((12,), (3,))
-    )
+    names = [axis_stack.subgroup_name("i", lists) for lists in (((1, 2), (3,)), ((12,), (3,)))]
+    assert names[0] != names[1]

@@ -1,6 +1,4 @@
-"""Covers: _layout/layout.py."""
-
-from __future__ import annotations
+"""Covers: _layout/layout.py, _layout/common_grid.py."""
 
 import gc
 import itertools
@@ -9,8 +7,9 @@ import pytest
 import torch
 
 from torchpmap._base.devices import Device
+from torchpmap._layout.common_grid import common_grid, trimmed
 from torchpmap._layout.layout import _interned, general_layout, replicated_layout, row_layout
-from torchpmap._layout.mesh import NamedSharding, PartitionSpec
+from torchpmap._layout.mesh import NamedSharding, P, mesh_of
 from torchpmap._runtime.meshes import make_mesh
 
 CPUS = tuple(Device(i, "cpu") for i in range(4))
@@ -18,7 +17,7 @@ F32 = torch.float32
 
 
 def sharding(shape, names, *entries):
-    return NamedSharding(make_mesh(shape, names, devices=CPUS), PartitionSpec(*entries))
+    return NamedSharding(make_mesh(shape, names, devices=CPUS), P(*entries))
 
 
 def test_rows():
@@ -27,8 +26,8 @@ def test_rows():
     assert layout.ranks == (0, 1, 2, 3)
     assert [index[1] for index in layout.slices] == [slice(k, k + 1) for k in range(4)]
     assert not layout.is_replicated
-    assert layout.sharding.spec == PartitionSpec(None, "i")
-    assert row_layout((4,), F32, CPUS, 0, None).sharding.spec == PartitionSpec("devices")
+    assert layout.sharding.spec == P(None, "i")
+    assert row_layout((4,), F32, CPUS, 0, None).sharding.spec == P("devices")
 
 
 def test_replicated():
@@ -86,6 +85,11 @@ PLACES = {
     "half and copy": [lambda: general_layout((4, 4), F32, sharding((2, 2), ("x", "y"), "x"))],
     "swapped rows": [lambda: general_layout((4, 4), F32, sharding((2, 2), ("x", "y"), ("y", "x")))],
     "other dtype": [lambda: row_layout((4, 4), torch.float64, CPUS, 0, "i")],
+    "on one device": [  # all layouts of a shape are one place
+        lambda: row_layout((1, 3), F32, CPUS[2:3], 0, "i"),
+        lambda: replicated_layout((1, 3), F32, CPUS[2:3]),
+    ],
+    "on another device": [lambda: row_layout((1, 3), F32, CPUS[:1], 0, "i")],
 }
 
 
@@ -95,19 +99,73 @@ def test_same_place(a, b):
         assert one().same_place(other()) == (a == b)
 
 
-def test_on_one_device_all_layouts_of_a_shape_are_one_place():
-    one = CPUS[2:3]
-    assert row_layout((1, 3), F32, one, 0, "i").same_place(replicated_layout((1, 3), F32, one))
-    assert not row_layout((1, 3), F32, one, 0, "i").same_place(
-        row_layout((1, 3), F32, CPUS[:1], 0, "i")
-    )
-
-
 def test_general_layouts_know_when_they_are_rows():
-    rows = general_layout((4, 2), F32, sharding((4,), ("x",), "x"))
-    assert rows.dim == 0
+    assert general_layout((4, 2), F32, sharding((4,), ("x",), "x")).dim == 0
     assert general_layout((8, 2), F32, sharding((4,), ("x",), "x")).dim == 0
     assert general_layout((2, 4), F32, sharding((4,), ("x",), None, "x")).dim == 1
     assert general_layout((2, 2), F32, sharding((2, 2), ("x", "y"), "x")).dim is None
     with pytest.raises(ValueError, match="partitioned 4 times"):
         general_layout((6, 2), F32, sharding((4,), ("x",), "x"))
+
+
+# common grids ------------------------------------------------------------------------------------
+
+TWELVE = tuple(Device(i, "cpu") for i in range(12))
+SHAPE = (24, 24)
+
+
+def layout(sizes, *entries):
+    mesh = mesh_of(sizes, tuple("abc"[: len(sizes)]), TWELVE)
+    return general_layout(SHAPE, F32, NamedSharding(mesh, P(*entries)), stacked=True)
+
+
+ROWS = row_layout(SHAPE, F32, TWELVE, 0, "i")
+WHOLE = replicated_layout(SHAPE, F32, TWELVE)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "sizes", "cuts"),
+    [
+        ([ROWS], (12,), [((0,),)]),
+        ([WHOLE, ROWS], (12,), [(), ((0,),)]),
+        ([WHOLE], (12,), [()]),
+        ([layout((3, 4), "b", "a")], (3, 4), [((1,), (0,))]),
+        ([layout((3, 4), ("b", "a"))], (3, 4), [((1, 0),)]),
+        ([layout((3, 4), None, "a"), ROWS], (3, 4), [((), (0,)), ((0, 1),)]),
+        ([layout((6, 2), "a"), layout((3, 4), "b")], (3, 2, 2), [((0, 1),), ((1, 2),)]),
+        ([layout((12, 1), "b", "a")], (12, 1), [((1,), (0,))]),
+        ([layout((12, 1), "b", "a"), ROWS], (12,), [((), (0,)), ((0,),)]),
+    ],
+)
+def test_cuts(layouts, sizes, cuts):
+    grid = common_grid(layouts)
+    assert grid is not None
+    assert grid.sizes == sizes
+    assert [grid.cut_of(each) for each in layouts] == cuts
+    for each, cut in zip(layouts, cuts, strict=True):
+        again = grid.layout(SHAPE, F32, cut)
+        assert again is not None
+        assert again.same_place(each)
+
+
+def test_meshes_and_cuts_that_do_not_fit():
+    assert common_grid([layout((3, 4), "a"), layout((4, 3), "a")]) is None
+    grid = common_grid([layout((6, 2), "a"), layout((3, 4), "b")])
+    assert grid is not None
+    assert grid.layout(SHAPE, F32, ((1,),)) is None
+    found = grid.layout(SHAPE, F32, ((2,), (0, 1)))
+    assert found is not None
+    assert found.sharding.spec == P("b", "a")
+
+
+def test_lines():
+    grid = common_grid([layout((6, 2), "a")])
+    assert grid is not None
+    assert grid.lines((1,)) == tuple((k, k + 1) for k in range(0, 12, 2))
+    assert grid.lines((0, 1)) == (tuple(range(12)),)
+    assert grid.parts((0, 1)) == 12
+
+
+def test_a_cut_has_no_empty_end():
+    assert trimmed([(0,), (), (1,), (), ()]) == ((0,), (), (1,))
+    assert trimmed([(), ()]) == ()

@@ -1,7 +1,5 @@
 """Covers: _layout/mesh.py."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections import OrderedDict
@@ -14,14 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchpmap._base.devices import Device
-from torchpmap._layout.mesh import (
-    Mesh,
-    NamedSharding,
-    P,
-    PartitionSpec,
-    replicated,
-    row_sharding,
-)
+from torchpmap._layout.mesh import Mesh, NamedSharding, P, PartitionSpec, replicated, row_sharding
 from torchpmap._runtime.meshes import make_mesh
 
 CPUS = tuple(Device(i, "cpu") for i in range(8))
@@ -38,9 +29,6 @@ def message(call, error=ValueError):
     return str(info.value)
 
 
-# PartitionSpec ------------------------------------------------------------------------------------
-
-
 def test_partition_spec():
     assert P is PartitionSpec
     spec = P("i", None, ("x", "y"))
@@ -55,21 +43,15 @@ def test_partition_spec():
         copy = pickle.loads(dumps(spec))
         assert type(copy) is PartitionSpec
         assert copy == spec
-
-
-def test_partition_spec_is_a_leaf_of_a_pytree():
     assert pytree.tree_leaves({"a": P("i", None)}) == [P("i", None)]
 
 
 @pytest.mark.parametrize("entry", [3, True, ["x"], ("x", None), ("x", 0)])
 def test_bad_partition_spec(entry):
-    assert message(lambda: P(None, entry), TypeError) == (
-        "each entry of a PartitionSpec must be None, a mesh axis name or a tuple of names, "
-        f"but got {entry!r}."
+    text = (
+        "each entry of a PartitionSpec must be None, a mesh axis name or a tuple of names, but got "
     )
-
-
-# Mesh ---------------------------------------------------------------------------------------------
+    assert message(lambda: P(None, entry), TypeError) == f"{text}{entry!r}."
 
 
 def test_mesh():
@@ -81,6 +63,12 @@ def test_mesh():
     assert mesh.devices.dtype == object
     assert mesh.devices[1, 0] is CPUS[2]
     assert repr(mesh) == "Mesh('x': 2, 'y': 2)"
+    name = object()
+    assert Mesh(CPUS[:2], (name,)).shape[name] == 2
+    assert Mesh(CPUS[:2], "axis").axis_names == ("axis",)
+    mesh = make_mesh((2, 3), ("x", "y"), devices=CPUS)
+    assert mesh.devices.tolist() == [list(CPUS[:3]), list(CPUS[3:6])]
+    assert make_mesh([2], ["i"], devices=CPUS[4:]).devices.tolist() == list(CPUS[4:6])
 
 
 def test_mesh_is_a_value():
@@ -101,61 +89,45 @@ def test_mesh_is_a_value():
     assert hash(copy) == hash(mesh)
     with pytest.raises(ValueError, match="read-only"):
         mesh.devices[0, 0] = CPUS[5]
-
-
-def test_mesh_does_not_see_later_writes_to_its_argument():
     devices = np.array(CPUS[:2], dtype=object)
     mesh = Mesh(devices, "i")
     devices[0] = CPUS[5]
-    assert mesh == Mesh(CPUS[:2], "i")
+    assert mesh == Mesh(CPUS[:2], "i")  # it does not see later writes to its argument
 
 
-def test_axis_names_are_any_hashable():
-    name = object()
-    assert Mesh(CPUS[:2], (name,)).shape[name] == 2
-    assert Mesh(CPUS[:2], "axis").axis_names == ("axis",)
+MISUSE = [
+    (ValueError, lambda: Mesh(CPUS[:4], ("x", "y")),
+     "Mesh requires the ndim of its first argument (`devices`) to equal the length of its second "
+     "argument (`axis_names`), but got devices.ndim == 1 and len(axis_names) == 2."),
+    (ValueError, lambda: Mesh([CPUS[:2]], ("x", "x")),
+     "the axis names of a Mesh must be distinct, but got 'x' twice."),
+    (ValueError, lambda: Mesh([CPUS[1], CPUS[0], CPUS[1]], "i"),
+     "the devices of a Mesh must be distinct, but got Device(cpu:1) twice."),
+    (ValueError, lambda: Mesh([], "i"), "a Mesh needs at least one device, but got shape (0,)."),
+    (TypeError, lambda: Mesh([0, 1], "i"),
+     "devices of a Mesh must be Device objects, but got 0 of type int."),
+    (ValueError, lambda: make_mesh((2, 8), ("x", "y"), devices=CPUS),
+     "Number of devices 8 must be >= the product of mesh_shape (2, 8)."),
+    (ValueError, lambda: make_mesh((-2, -2), ("x", "y"), devices=CPUS),
+     "the sizes of mesh axes must be at least 1, but got (-2, -2)."),
+    (TypeError, lambda: Mesh.from_device_mesh([0, 1]),
+     "Mesh.from_device_mesh takes a torch.distributed.device_mesh.DeviceMesh, but got list."),
+    (ValueError, lambda: NamedSharding(mesh_of(x=2, y=2), P("q")),
+     "Resource axis: q of PartitionSpec('q',) is not found in mesh: ('x', 'y')."),
+    (ValueError, lambda: NamedSharding(mesh_of(x=2, y=2), P("x", "x")),
+     "A single NamedSharding spec specification can map every mesh axis to at most one positional "
+     "dimension, but PartitionSpec('x', 'x') has duplicate entries for `x`."),
+    (ValueError, lambda: NamedSharding(mesh_of(x=2, y=2), P(("x", "x"))),
+     "A single NamedSharding spec specification can map every mesh axis to at most one positional "
+     "dimension, but PartitionSpec(('x', 'x'),) has duplicate entries for `x`."),
+    (TypeError, lambda: NamedSharding(mesh_of(x=2), ("x",)),
+     "NamedSharding takes a Mesh and a PartitionSpec, but got Mesh and tuple."),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("devices", "names", "text"),
-    [
-        (
-            CPUS[:4],
-            ("x", "y"),
-            "Mesh requires the ndim of its first argument (`devices`) to equal the length of its "
-            "second argument (`axis_names`), but got devices.ndim == 1 and len(axis_names) == 2.",
-        ),
-        ([CPUS[:2]], ("x", "x"), "the axis names of a Mesh must be distinct, but got 'x' twice."),
-        (
-            [CPUS[1], CPUS[0], CPUS[1]],
-            "i",
-            "the devices of a Mesh must be distinct, but got Device(cpu:1) twice.",
-        ),
-        ([], "i", "a Mesh needs at least one device, but got shape (0,)."),
-    ],
-)
-def test_bad_mesh(devices, names, text):
-    assert message(lambda: Mesh(devices, names)) == text
-
-
-def test_mesh_of_other_things():
-    text = "devices of a Mesh must be Device objects, but got 0 of type int."
-    assert message(lambda: Mesh([0, 1], "i"), TypeError) == text
-
-
-def test_make_mesh():
-    mesh = make_mesh((2, 3), ("x", "y"), devices=CPUS)
-    assert mesh.devices.tolist() == [list(CPUS[:3]), list(CPUS[3:6])]
-    assert make_mesh([2], ["i"], devices=CPUS[4:]).devices.tolist() == list(CPUS[4:6])
-
-
-def test_make_mesh_errors():
-    assert message(lambda: make_mesh((2, 8), ("x", "y"), devices=CPUS)) == (
-        "Number of devices 8 must be >= the product of mesh_shape (2, 8)."
-    )
-    assert message(lambda: make_mesh((-2, -2), ("x", "y"), devices=CPUS)) == (
-        "the sizes of mesh axes must be at least 1, but got (-2, -2)."
-    )
+@pytest.mark.parametrize(("error", "call", "text"), MISUSE, ids=[text[:30] for *_, text in MISUSE])
+def test_misuse(error, call, text):
+    assert message(call, error) == text
 
 
 def test_device_mesh_of_worker_processes():  # with ranks: tests/sharded/test_torchrun_layouts.py
@@ -166,15 +138,6 @@ def test_device_mesh_of_worker_processes():  # with ranks: tests/sharded/test_to
     )
     launched = Mesh([Device(rank, "cpu", rank) for rank in range(2)], "x")
     assert "call torchpmap.init() (or" in message(launched.to_device_mesh, RuntimeError)
-
-
-def test_from_another_thing_than_a_device_mesh():
-    assert message(lambda: Mesh.from_device_mesh([0, 1]), TypeError) == (
-        "Mesh.from_device_mesh takes a torch.distributed.device_mesh.DeviceMesh, but got list."
-    )
-
-
-# NamedSharding ------------------------------------------------------------------------------------
 
 
 def test_named_sharding_is_a_value():
@@ -196,10 +159,8 @@ def test_named_sharding_is_a_value():
 @pytest.mark.parametrize(
     ("shape", "spec", "whole"),
     [
-        ({"x": 2, "y": 2}, P(), True),
-        ({"x": 2, "y": 2}, P(None, None), True),
-        ({"x": 2, "y": 2}, P("x"), False),
-        ({"x": 1, "y": 2}, P("x"), True),
+        *(({"x": 2, "y": 2}, P(), True), ({"x": 2, "y": 2}, P(None, None), True)),
+        *(({"x": 2, "y": 2}, P("x"), False), ({"x": 1, "y": 2}, P("x"), True)),
         ({"x": 1}, P("x"), True),
     ],
 )
@@ -228,61 +189,25 @@ def test_devices_indices_map(mesh, spec, shape, indices):
     assert NamedSharding(mesh_of(**mesh), spec).devices_indices_map(shape) == expected
 
 
-@pytest.mark.parametrize(
-    ("spec", "shape", "text"),
-    [
-        (
-            P("x"),
-            (3,),
-            "implies that array axis 0 is partitioned 2 times (by mesh axis 'x'), but the "
-            "dimension size is 3 (full shape: (3,), per-dimension tiling factors: [2] should "
-            "evenly divide the shape)",
-        ),
-        (
-            P(None, ("x", "y")),
-            (3, 6, 5),
-            "implies that array axis 1 is partitioned 4 times (by mesh axis 'x', 'y'), but the "
-            "dimension size is 6 (full shape: (3, 6, 5), per-dimension tiling factors: [1, 4, 1] "
-            "should evenly divide the shape)",
-        ),
-        (
-            P(None, "x"),
-            (4,),
-            "is only valid for values of rank at least 2, but was applied to a value of rank 1 "
-            "(its shape is (4,)).",
-        ),
-    ],
-)
+UNFIT = [
+    (P("x"), (3,),
+     "implies that array axis 0 is partitioned 2 times (by mesh axis 'x'), but the dimension size "
+     "is 3 (full shape: (3,), per-dimension tiling factors: [2] should evenly divide the shape)"),
+    (P(None, ("x", "y")), (3, 6, 5),
+     "implies that array axis 1 is partitioned 4 times (by mesh axis 'x', 'y'), but the dimension "
+     "size is 6 (full shape: (3, 6, 5), per-dimension tiling factors: [1, 4, 1] should evenly "
+     "divide the shape)"),
+    (P(None, "x"), (4,),
+     "is only valid for values of rank at least 2, but was applied to a value of rank 1 (its shape "
+     "is (4,))."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "shape", "text"), UNFIT)
 def test_shapes_that_do_not_fit(spec, shape, text):
     sharding = NamedSharding(mesh_of(x=2, y=2), spec)
     for call in (sharding.shard_shape, sharding.devices_indices_map):
         assert message(lambda call=call: call(shape)) == f"Sharding {sharding} {text}"
-
-
-@pytest.mark.parametrize(
-    ("spec", "text"),
-    [
-        (P("q"), "Resource axis: q of PartitionSpec('q',) is not found in mesh: ('x', 'y')."),
-        (
-            P("x", "x"),
-            "A single NamedSharding spec specification can map every mesh axis to at most one "
-            "positional dimension, but PartitionSpec('x', 'x') has duplicate entries for `x`.",
-        ),
-        (
-            P(("x", "x")),
-            "A single NamedSharding spec specification can map every mesh axis to at most one "
-            "positional dimension, but PartitionSpec(('x', 'x'),) has duplicate entries for `x`.",
-        ),
-    ],
-)
-def test_names_that_do_not_fit(spec, text):
-    assert message(lambda: NamedSharding(mesh_of(x=2, y=2), spec)) == text
-
-
-def test_named_sharding_of_other_things():
-    assert message(lambda: NamedSharding(mesh_of(x=2), ("x",)), TypeError) == (
-        "NamedSharding takes a Mesh and a PartitionSpec, but got Mesh and tuple."
-    )
 
 
 @st.composite
@@ -321,12 +246,8 @@ def test_pieces_against_numpy(case):
         got = whole[pieces[device]]
         assert got.shape == expected.shape == sharding.shard_shape(shape)
         assert (got == expected).all()
-    assert sharding.is_fully_replicated == all(
-        piece == (WHOLE,) * len(shape) for piece in pieces.values()
-    )
-
-
-# Helpers ------------------------------------------------------------------------------------------
+    whole_piece = (WHOLE,) * len(shape)
+    assert sharding.is_fully_replicated == all(p == whole_piece for p in pieces.values())
 
 
 def test_row_sharding():

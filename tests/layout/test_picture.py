@@ -1,7 +1,5 @@
 """Covers: pictures of layouts as text and as HTML, debug.visualize_sharding."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 
@@ -51,11 +49,10 @@ def test_replicas_share_a_box():
 
 
 def test_columns_are_in_the_order_of_their_index():
-    head, names, rule, *_ = drawn((3, 16), MESH, None, ("b", "a")).splitlines()
+    head, names, rule, boxes, _ = drawn((3, 16), MESH, None, ("b", "a")).splitlines()
     assert head == "float32[3, 16], cut along dim 1"
     assert names.split() == [f"{k}:{k + 2}" for k in range(0, 16, 2)]
     assert rule == "+-------" * 8 + "+"
-    boxes = drawn((3, 16), MESH, None, ("b", "a")).splitlines()[3]
     assert boxes == "| " + " | ".join(f"cpu:{k}" for k in (0, 4, 1, 5, 2, 6, 3, 7)) + " |"
 
 
@@ -137,49 +134,42 @@ def test_html_is_the_same_table():
 def test_html_does_not_depend_on_the_styles_of_a_notebook():
     """Some have fonts of their own for ``pre``, wrap its lines, and shade every second row."""
     html = pictured((4, 4), MESH, "a", "b").html(torch.zeros(4, 4))
-    styles = dict(re.findall(r'<(div|pre|table|tr) style="([^"]*)"', html))
-    assert {"overflow-x:auto", "font-family:ui-monospace,monospace"} <= set(
-        styles["div"].split(";")
-    )
-    assert {"font:inherit", "white-space:pre"} <= set(styles["pre"].split(";"))
-    assert "font:inherit" in styles["table"].split(";")
-    assert styles["tr"] == "background:none"
+    found = re.findall(r'<(div|pre|table|tr) style="([^"]*)"', html)
+    styles = {tag: set(style.split(";")) for tag, style in found}
+    assert {"overflow-x:auto", "font-family:ui-monospace,monospace"} <= styles["div"]
+    assert {"font:inherit", "white-space:pre"} <= styles["pre"]
+    assert "font:inherit" in styles["table"]
+    assert dict(found)["tr"] == "background:none"
     assert "<tr>" not in html
 
 
 def test_html_of_other_cuts():
     assert Page(pictured((2,), MESH).html()).rows == [[" ".join(map(str, DEVICES))]]
-    by_columns = Page(pictured((3, 16), MESH, None, "b").html()).rows
-    assert by_columns == [
-        ["0:4", "4:8", "8:12", "12:16"],
-        [f"cpu:{k} cpu:{k + 4}" for k in range(4)],
-    ]
+    ranges, names = Page(pictured((3, 16), MESH, None, "b").html()).rows
+    assert ranges == ["0:4", "4:8", "8:12", "12:16"]
+    assert names == [f"cpu:{k} cpu:{k + 4}" for k in range(4)]
     listed = Page(pictured((2, 4, 6), CUBE, "a", "b", "c").html()).rows
     assert (len(listed), listed[1]) == (8, ["[0, 0:2, 3:6]", "cpu:1"])
 
 
 def test_html_of_many_devices_is_small():
     many = enumerate_devices(1024, "cpu")
-    for shape, spec in (((1024,), "a"), ((1, 1024), (None, "a")), ((2,), None)):
-        specs = spec if isinstance(spec, tuple) else (spec,)
-        mesh = tp.make_mesh((1024,), ("a",), devices=many)
-        html = pictured(shape, mesh, *specs).html()
+    mesh = tp.make_mesh((1024,), ("a",), devices=many)
+    for shape, spec in (((1024,), ("a",)), ((1, 1024), (None, "a")), ((2,), (None,))):
+        html = pictured(shape, mesh, *spec).html()
         assert len(html) < 10_000
         shown = " ".join(text for row in Page(html).rows for text in row).split()
         assert {"cpu:0", "cpu:1023", "..."} <= set(shown)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [
-        (torch.arange(3.0), "[0., 1., 2.]"),
-        (torch.tensor(2.5, dtype=torch.bfloat16), "2.5"),
-        (torch.tensor([1 + 2j]).conj(), "[1.-2.j]"),
-        (torch.tensor([True]), "[ True]"),
-        (torch.zeros(0), "[]"),
-        (torch.arange(1000), "[  0,   1,   2, ..., 997, 998, 999]"),
-    ],
-)
+NUMBERS = [
+    *((torch.arange(3.0), "[0., 1., 2.]"), (torch.tensor(2.5, dtype=torch.bfloat16), "2.5")),
+    *((torch.tensor([1 + 2j]).conj(), "[1.-2.j]"), (torch.tensor([True]), "[ True]")),
+    *((torch.zeros(0), "[]"), (torch.arange(1000), "[  0,   1,   2, ..., 997, 998, 999]")),
+]
+
+
+@pytest.mark.parametrize(("numbers", "text"), NUMBERS)
 def test_html_with_numbers(numbers, text):
     page = Page(pictured((2,), MESH).html(numbers))
     assert page.texts[1] == text

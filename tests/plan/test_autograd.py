@@ -4,11 +4,8 @@ outside.
 Expectations are torch's own, for the function that the mapped one stands for.
 """
 
-from __future__ import annotations
-
+import copy
 import gc
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -24,13 +21,13 @@ Y = torch.arange(12.0).reshape(4, 3) / 7
 W = torch.tensor([[0.5, -0.25, 1.0], [2.0, 0.0, -1.0], [0.125, 1.0, 0.5]])
 
 
-def has_no_failed_pair(mapped: Any) -> bool:
+def has_no_failed_pair(mapped):
     """Whether gradients took the cheap way wherever it was tried."""
     differentiables = mapped._preparation._differentiables.values()
     return all(pair is not None for o in differentiables for pair in o._pairs.values())
 
 
-def same(got: torch.Tensor, expected: torch.Tensor) -> None:
+def same(got, expected):
     torch.testing.assert_close(got.cpu() if hasattr(got, "cpu") else got, expected)
 
 
@@ -38,11 +35,11 @@ def same(got: torch.Tensor, expected: torch.Tensor) -> None:
 ROWS = "rows"
 
 
-def scaled_by_the_sum(x: torch.Tensor) -> torch.Tensor:
+def scaled_by_the_sum(x):
     return x.sin() * tp.psum(x**2, ROWS)
 
 
-PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+PROGRAMS = {
     "no collective": (lambda x: (x**3).sum(), lambda x: (x**3).sum(1)),
     "psum": (scaled_by_the_sum, lambda x: x.sin() * (x**2).sum(0)),
     "pmean": (lambda x: x / (1 + tp.pmean(x**2, ROWS)), lambda x: x / (1 + (x**2).mean(0))),
@@ -64,19 +61,17 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 @pytest.fixture(params=PROGRAMS)
-def program(request: pytest.FixtureRequest, mode: Any) -> Iterator[tuple[Any, Any]]:
+def program(request, mode):
     row, whole = PROGRAMS[request.param]
     mapped = tp.pmap(row, ROWS, compile=mode)
     yield mapped, whole
     assert has_no_failed_pair(mapped)
 
 
-def test_reverse_mode(program: Any) -> None:
+def test_reverse_mode(program):
     mapped, whole = program
-    same(
-        torch.func.grad(lambda x: (mapped(x) ** 2).sum())(Y),
-        torch.func.grad(lambda x: (whole(x) ** 2).sum())(Y),
-    )
+    got, expected = (torch.func.grad(lambda x, f=f: (f(x) ** 2).sum())(Y) for f in program)
+    same(got, expected)
     mine, other = Y.clone().requires_grad_(), Y.clone().requires_grad_()
     (mapped(mine) ** 2).sum().backward()
     (whole(other) ** 2).sum().backward()
@@ -88,12 +83,12 @@ def test_reverse_mode(program: Any) -> None:
 @pytest.mark.parametrize(
     "transform", [torch.func.jacrev, torch.func.jacfwd], ids=["jacrev", "jacfwd"]
 )
-def test_jacobians(program: Any, transform: Any) -> None:
+def test_jacobians(program, transform):
     mapped, whole = program
     same(transform(mapped)(Y), torch.func.jacrev(whole)(Y))
 
 
-def test_batches(program: Any) -> None:
+def test_batches(program):
     mapped, whole = program
     batch = torch.stack([Y, Y + 1, -Y])
     expected = torch.stack([whole(y) for y in batch])
@@ -102,13 +97,11 @@ def test_batches(program: Any) -> None:
 
 
 @pytest.mark.sampled(2)
-def test_second_order(program: Any) -> None:
+def test_second_order(program):
     mapped, whole = program
     x = Y[:, :1].clone()
-    same(
-        torch.func.hessian(lambda x: mapped(x).sum())(x),
-        torch.func.hessian(lambda x: whole(x).sum())(x),
-    )
+    got, expected = (torch.func.hessian(lambda x, f=f: f(x).sum())(x) for f in program)
+    same(got, expected)
     mine, other = (x.clone().requires_grad_() for _ in range(2))
     for function, point in ((mapped, mine), (whole, other)):
         (gradient,) = torch.autograd.grad(function(point).sum(), point, create_graph=True)
@@ -116,10 +109,10 @@ def test_second_order(program: Any) -> None:
     same(mine.grad, other.grad)
 
 
-def test_gradients_of_batches_and_batches_of_gradients(mode: Any) -> None:
+def test_gradients_of_batches_and_batches_of_gradients(mode):
     mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
 
-    def whole(x: torch.Tensor) -> torch.Tensor:
+    def whole(x):
         return x.sin() * (x**2).sum(0)
 
     batch = torch.stack([Y, Y + 1])
@@ -132,31 +125,48 @@ def test_gradients_of_batches_and_batches_of_gradients(mode: Any) -> None:
 # What is differentiated --------------------------------------------------------------------------
 
 
-def test_unmapped_arguments_get_the_sum(mode: Any) -> None:
-    mapped = tp.pmap(lambda w, x: torch.tanh(w @ x), in_axes=(None, 0), compile=mode)
-    got = torch.func.grad(lambda w, x: mapped(w, x).sum(), argnums=(0, 1))(W, Y)
-    expected = torch.func.grad(lambda w, x: torch.tanh(x @ w.T).sum(), argnums=(0, 1))(W, Y)
-    same(got[0], expected[0])
-    same(got[1], expected[1])
+def stopped(x):
+    with torch.no_grad():
+        frozen = x * 2
+    return x.detach() * x + frozen * x
 
 
-def test_axes_other_than_the_first(mode: Any) -> None:
-    mapped = tp.pmap(lambda x: x**3, in_axes=-1, out_axes=1, compile=mode)
-    weights = torch.arange(12.0).reshape(3, 4)
-    same(
-        torch.func.grad(lambda x: (mapped(x) * weights).sum())(Y.T.contiguous()),
-        3 * Y.T**2 * weights,
-    )
+# mapped function, options of pmap, the same of whole arguments, and arguments of calls
+CALLS = {
+    "arguments that are not mapped": (
+        lambda w, x: torch.tanh(w @ x), {"in_axes": (None, 0)},
+        lambda w, x: torch.tanh(x @ w.T), (W, Y)),
+    "axes other than the first": (
+        lambda x: x**3, {"in_axes": -1, "out_axes": 1}, lambda x: x**3, (Y.T.contiguous(),)),
+    "stopped gradients stay stopped": (stopped, {}, stopped, (X,)),
+    "values declared equal, and two rows per device": (
+        lambda x: tp.pmean(x, ROWS), {"out_axes": None}, torch.mean, (X,), (torch.arange(8.0),)),
+    "more rows than devices": (
+        scaled_by_the_sum, {}, lambda x: x.sin() * (x**2).sum(), (torch.linspace(-1, 1, 12),)),
+}  # fmt: skip
 
 
-def test_trees_integers_and_none(mode: Any) -> None:
-    def f(tree: Any, k: torch.Tensor) -> Any:
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_of_calls(name, mode):
+    function, options, whole, *calls = CALLS[name]
+    mapped = tp.pmap(function, ROWS, compile=mode, **options)
+
+    def slopes(f, args):
+        return torch.func.grad(lambda *xs: (f(*xs) ** 2).sum(), tuple(range(len(args))))(*args)
+
+    for args in calls:
+        for got, expected in zip(slopes(mapped, args), slopes(whole, args), strict=True):
+            same(got, expected)
+
+
+def test_trees_integers_and_none(mode):
+    def f(tree, k):
         return {"y": tree["a"] * k, "n": None, "k": k + 1, "b": tree["b"]}
 
     mapped = tp.pmap(f, compile=mode)
     k = torch.arange(4)
 
-    def loss(a: torch.Tensor) -> torch.Tensor:
+    def loss(a):
         out = mapped({"a": a, "b": None}, k)
         assert out["n"] is None
         assert out["b"] is None
@@ -166,26 +176,24 @@ def test_trees_integers_and_none(mode: Any) -> None:
     same(torch.func.grad(loss)(X), (k * (k + 1)).float())
 
 
-def test_closures_get_the_sum(mode: Any) -> None:
+def test_closures_get_the_sum(mode):
     w = torch.tensor(2.0)
 
-    def mapped(w: torch.Tensor) -> torch.Tensor:
+    def mapped(w):
         return tp.pmap(lambda x: (w * x).sin(), compile=mode)(X).sum()
 
     same(torch.func.grad(mapped)(w), (X * (w * X).cos()).sum())
     same(torch.func.grad(torch.func.grad(mapped))(w), -(X**2 * (w * X).sin()).sum())
-    same(
-        torch.func.vmap(mapped)(torch.tensor([1.0, 2.0])),
-        torch.stack([X.sin(), (2 * X).sin()]).sum(1),
-    )
+    batch = torch.func.vmap(mapped)(torch.tensor([1.0, 2.0]))
+    same(batch, torch.stack([X.sin(), (2 * X).sin()]).sum(1))
     same(torch.func.jvp(mapped, (w,), (torch.ones(()),))[1], (X * (w * X).cos()).sum())
 
 
-def test_one_function_sees_every_new_closure() -> None:
+def test_one_function_sees_every_new_closure():
     holder = [torch.tensor(0.0)]
     mapped = tp.pmap(lambda x: x * holder[0] ** 2, compile=EAGER)
 
-    def loss(w: torch.Tensor) -> torch.Tensor:
+    def loss(w):
         holder[0] = w
         return mapped(X).sum()
 
@@ -193,31 +201,28 @@ def test_one_function_sees_every_new_closure() -> None:
         same(torch.func.grad(loss)(torch.tensor(value)), 2 * value * X.sum())
 
 
-def test_modules(mode: Any) -> None:
+def test_modules(mode):
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    reference = copy.deepcopy(module)
     mapped = tp.pmap(lambda x: module(x).square().sum(), compile=mode)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    reference = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    reference.load_state_dict(module.state_dict())
-    other = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        other.zero_grad()
-        mapped(Y).mean().backward()
-        (reference(Y).square().sum() / 4).backward()
-        optimizer.step()
-        other.step()
+    losses = lambda: mapped(Y).mean(), lambda: reference(Y).square().sum() / 4
+    for trained, loss in zip((module, reference), losses, strict=True):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
     assert has_no_failed_pair(mapped)
     for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
         same(mine.detach(), theirs.detach())
 
 
-def test_functional_call(mode: Any) -> None:
+def test_functional_call(mode):
     module = torch.nn.Linear(3, 2)
     mapped = tp.pmap(lambda x: module(x).sum(), compile=mode)
 
-    def loss(parameters: Any) -> torch.Tensor:
+    def loss(parameters):
         with torch.nn.utils.stateless._reparametrize_module(module, parameters):
             return mapped(Y).sum()
 
@@ -227,20 +232,20 @@ def test_functional_call(mode: Any) -> None:
     same(got["bias"], torch.full((2,), 4.0))
 
 
-def test_custom_functions_with_closures(mode: Any) -> None:
+def test_custom_functions_with_closures(mode):
     class Twice(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
-        def forward(x: Any, w: Any) -> Any:
+        def forward(x, w):
             return x * w
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        def setup_context(ctx, inputs, output):
             ctx.save_for_backward(*inputs)
 
         @staticmethod
-        def backward(ctx: Any, g: Any) -> Any:
+        def backward(ctx, g):
             x, w = ctx.saved_tensors
             return 2 * g * w, 3 * g * x  # not the derivative, to be recognised
 
@@ -251,37 +256,8 @@ def test_custom_functions_with_closures(mode: Any) -> None:
     same(w.grad, 3 * X.sum())
 
 
-def test_stopped_gradients_stay_stopped(mode: Any) -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            frozen = x * 2
-        return x.detach() * x + frozen * x
-
-    same(torch.func.grad(lambda x: tp.pmap(f, compile=mode)(x).sum())(X), 3 * X)
-
-
-def test_values_declared_equal(mode: Any) -> None:
-    mean = tp.pmap(lambda x: tp.pmean(x, ROWS), ROWS, out_axes=None, compile=mode)
-    same(torch.func.grad(lambda x: mean(x) ** 2)(X), X.mean() / 2 * torch.ones(4))
-    rows = torch.arange(8.0)  # two rows per device
-    same(torch.func.grad(lambda x: mean(x) ** 2)(rows), rows.mean() / 4 * torch.ones(8))
-
-
-def test_more_rows_than_devices(mode: Any) -> None:
-    mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
-    rows = torch.linspace(-1, 1, 12)
-
-    def whole(x: torch.Tensor) -> torch.Tensor:
-        return x.sin() * (x**2).sum()
-
-    same(
-        torch.func.grad(lambda x: (mapped(x) ** 2).sum())(rows),
-        torch.func.grad(lambda x: (whole(x) ** 2).sum())(rows),
-    )
-
-
-def test_in_place_writes_inside(mode: Any) -> None:
-    def f(x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+def test_in_place_writes_inside(mode):
+    def f(x, buffer):
         buffer += x.detach()
         y = x * 2
         y *= x
@@ -295,21 +271,22 @@ def test_in_place_writes_inside(mode: Any) -> None:
     assert buffer.tolist() == [1.0] * 4
 
 
-def test_sharded_arguments_get_sharded_gradients(mode: Any) -> None:
+def test_sharded_arguments_get_sharded_gradients(mode):
     x = tp.device_put(Y, tp.devices()).requires_grad_()
     tp.pmap(lambda x: (x**2).sum(), compile=mode)(x).sum().backward()
     assert type(x.grad) is tp.ShardedTensor
     same(x.grad, 2 * Y)
 
 
-def test_checkpoint(mode: Any) -> None:
+def test_checkpoint(mode):
     mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
     x = X.clone().requires_grad_()
     torch.utils.checkpoint.checkpoint(mapped, x, use_reentrant=False).sum().backward()
     same(x.grad, torch.func.grad(lambda x: (x.sin() * (x**2).sum()).sum())(X))
 
 
-def test_forward_mode_of_torch(mode: Any) -> None:
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, of X
+def test_forward_mode_of_torch(mode):
     from torch.autograd import forward_ad
 
     mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
@@ -318,40 +295,33 @@ def test_forward_mode_of_torch(mode: Any) -> None:
         _, got = forward_ad.unpack_dual(mapped(forward_ad.make_dual(X, tangent)))
     expected = torch.func.jvp(lambda x: x.sin() * (x**2).sum(), (X,), (tangent,))[1]
     same(got, expected)
+    _, push = torch.func.linearize(mapped, X)
+    same(push(tangent), expected)
 
 
-def test_forward_mode_through_results_without_derivatives(mode: Any) -> None:
+def test_forward_mode_through_results_without_derivatives(mode):
     """Integers and bools alone: nothing moves with the argument."""
     mapped = tp.pmap(lambda x: (tp.axis_index(ROWS), x > 0), ROWS, compile=mode)
 
-    def weighted(f: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    def weighted(f, x):
         index, positive = f(x)
         return (x**2 * index * positive).sum()
 
-    def whole(x: torch.Tensor) -> Any:
+    def whole(x):
         return torch.arange(4), x > 0
 
     for transform in (torch.func.jacfwd, torch.func.hessian):
-        same(
-            transform(lambda x: weighted(mapped, x))(X), transform(lambda x: weighted(whole, x))(X)
-        )
-
-
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, of X
-def test_linearize(mode: Any) -> None:
-    mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
-    _, push = torch.func.linearize(mapped, X)
-    tangent = torch.tensor([1.0, 0.5, -1.0, 2.0])
-    same(push(tangent), torch.func.jvp(lambda x: x.sin() * (x**2).sum(), (X,), (tangent,))[1])
+        got, expected = (transform(lambda x, f=f: weighted(f, x))(X) for f in (mapped, whole))
+        same(got, expected)
 
 
 # How --------------------------------------------------------------------------------------------
 
 
-def test_the_forward_pass_is_not_computed_again() -> None:
-    traced: list[int] = []
+def test_the_forward_pass_is_not_computed_again():
+    traced = []
 
-    def f(x: torch.Tensor) -> torch.Tensor:
+    def f(x):
         traced.append(1)
         return (x.sin() ** 2).sum()
 
@@ -364,16 +334,16 @@ def test_the_forward_pass_is_not_computed_again() -> None:
 
 
 @pytest.mark.parametrize("used", [(1,), (0,), (1, 2), (0, 1, 2)])
-def test_results_that_nothing_uses_have_no_part_in_gradients(mode: Any, used: Any) -> None:
+def test_results_that_nothing_uses_have_no_part_in_gradients(mode, used):
     """The derivative of a square root at 0 is infinite, and NaN if it is multiplied by zero."""
 
-    def f(x: torch.Tensor) -> Any:
+    def f(x):
         return (x - 1).sqrt(), x**3, x * tp.psum(x**2, ROWS)
 
-    def plain(x: torch.Tensor) -> Any:
+    def plain(x):
         return (x - 1).sqrt(), x**3, x * (x**2).sum()
 
-    def total(results: Any) -> Any:
+    def total(results):
         return sum((k + 2) * results[k].sum() for k in used)
 
     mapped = tp.pmap(f, ROWS, compile=mode)
@@ -383,7 +353,7 @@ def test_results_that_nothing_uses_have_no_part_in_gradients(mode: Any, used: An
         same(first(x), second(x))
     y = x.clone().requires_grad_()
     total(mapped(y)).backward()
-    same(y.grad, second(x))  # type: ignore[arg-type]
+    same(y.grad, second(x))
     (differentiable,) = mapped._preparation._differentiables.values()
     assert len(differentiable._pairs) <= 2  # for all results, and for those that are used
     if mode is not False:  # what has run uncompiled has no residuals
@@ -393,7 +363,7 @@ def test_results_that_nothing_uses_have_no_part_in_gradients(mode: Any, used: An
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-def test_tangents_have_the_dtype_of_the_value(dtype: torch.dtype, mode: Any) -> None:
+def test_tangents_have_the_dtype_of_the_value(dtype, mode):
     x = torch.arange(1.0, 5.0, dtype=dtype)
     mapped = tp.pmap(lambda p: (p + 0.5) * 2, compile=mode)
     jacobian = torch.func.jacfwd(mapped)(x)
@@ -401,15 +371,15 @@ def test_tangents_have_the_dtype_of_the_value(dtype: torch.dtype, mode: Any) -> 
     assert jacobian.cpu().equal(2 * torch.eye(4, dtype=dtype))
 
 
-def test_residuals_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_residuals_are_freed(monkeypatch):
     mapped = tp.pmap(lambda x: (x.sin() ** 2).sum(), compile=EAGER)
     x = tp.device_put(Y, tp.devices()).requires_grad_()
     mapped(x).sum().backward()
     gc.collect()
     team = runtime().team(tuple(range(4)))
-    before = team.runtime._next_handle  # type: ignore[attr-defined]
+    before = team.runtime._next_handle
     out = mapped(x).sum()
-    made = team.runtime._next_handle - before  # type: ignore[attr-defined]
+    made = team.runtime._next_handle - before
     monkeypatch.setattr(running_pool(), "_tick", lambda: None)  # would send what is released
     team.released.clear()
     out.backward()
@@ -419,8 +389,8 @@ def test_residuals_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(team.released) >= made
 
 
-def test_gradients_of_functions_that_cannot_be_traced() -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
+def test_gradients_of_functions_that_cannot_be_traced():
+    def f(x):
         return x * 2 if x > 0 else x
 
     mapped = tp.pmap(f, compile=False)
@@ -437,7 +407,7 @@ def test_gradients_of_functions_that_cannot_be_traced() -> None:
         torch.func.grad(lambda x: mapped(x).sum())(X)
 
 
-def test_outputs_that_nothing_batched_reaches() -> None:
+def test_outputs_that_nothing_batched_reaches():
     f = tp.pmap(lambda x, z: (x * tp.psum(x, "i"), tp.psum(z, "i")), "i", compile=EAGER)
     x, z = torch.arange(8.0).reshape(2, 4), torch.arange(4.0)
     sums = x * x.sum(1, keepdim=True), torch.full((4,), 6.0)
@@ -451,21 +421,18 @@ def test_outputs_that_nothing_batched_reaches() -> None:
     same(second, torch.tensor([6.0, 10.0, 14.0]).unsqueeze(1).expand(3, 4))
 
 
-def test_gradients_that_nothing_batched_reaches() -> None:
+def test_gradients_that_nothing_batched_reaches():
     f = tp.pmap(lambda x, z: (x * x, tp.psum(z * z, "i")), "i", compile=EAGER)
     x, z = torch.arange(8.0).reshape(2, 4), torch.arange(4.0)
-
-    def gradient(x):
-        return torch.func.grad(lambda z: f(x, z)[1].sum())(z)
-
-    same(torch.func.vmap(gradient, 0, None)(x), 4 * 2 * z)
+    gradient = torch.func.vmap(lambda x: torch.func.grad(lambda z: f(x, z)[1].sum())(z), 0, None)
+    same(gradient(x), 4 * 2 * z)
     tangent = torch.func.vmap(lambda t: torch.func.jvp(f, (x[0], z), (t, z))[1], 0, (0, None))
     of_x, of_z = tangent(x)
     same(of_x, 2 * x[0] * x)
     same(of_z, torch.full((4,), 2 * 14.0))
 
 
-def test_donation_is_left_for_calls_that_are_not_differentiated() -> None:
+def test_donation_is_left_for_calls_that_are_not_differentiated():
     mapped = tp.pmap(lambda x: x * 2, donate_argnums=0, compile=EAGER)
     x = tp.device_put(X, tp.devices()).requires_grad_()
     mapped(x).sum().backward()
@@ -476,7 +443,7 @@ def test_donation_is_left_for_calls_that_are_not_differentiated() -> None:
 
 
 @pytest.mark.inductor
-def test_compiled_by_inductor() -> None:
+def test_compiled_by_inductor():
     mapped = tp.pmap(
         lambda w, x: torch.tanh(w @ x) * tp.psum(x, ROWS).sum(), ROWS, in_axes=(None, 0)
     )
@@ -484,11 +451,11 @@ def test_compiled_by_inductor() -> None:
     same(got, torch.func.grad(lambda w: ((torch.tanh(Y @ w.T) * Y.sum()) ** 2).sum())(W))
 
 
-def test_batches_seen_by_transforms_are_contiguous() -> None:
+def test_batches_seen_by_transforms_are_contiguous():
     mapped = tp.pmap(lambda x: x.sin(), compile=EAGER)
-    seen: list[tuple[int, ...]] = []
+    seen = []
 
-    def f(x: torch.Tensor) -> torch.Tensor:
+    def f(x):
         y = mapped(x)
         seen.append(y.stride())
         return y
@@ -496,3 +463,62 @@ def test_batches_seen_by_transforms_are_contiguous() -> None:
     got = torch.func.vmap(torch.func.vmap(f))(torch.ones(2, 5, 4, 3))
     assert seen == [(3, 1)]
     same(got, torch.ones(2, 5, 4, 3).sin())
+
+
+# Derivatives of derivatives of derivatives -------------------------------------------------------
+
+JACOBIANS = {"F": torch.func.jacfwd, "R": torch.func.jacrev}
+
+
+def derivative(word, function):
+    """``word``: the transforms from the outside in, G for the gradient of the sum, V for vmap."""
+    if not word:
+        return function
+    inner = derivative(word[1:], function)
+    if word[0] == "V":
+        return lambda x: torch.func.vmap(inner)(torch.stack([x, x + 0.5]))
+    if word[0] == "G":
+        return torch.func.grad(lambda x: inner(x).sum())
+    return JACOBIANS[word[0]](inner)
+
+
+LINEAR = {
+    "affine": lambda x: x * 2 + 1,
+    "constant": lambda x: x * 0 + 1,
+    "flipped": lambda x: x.flip(0),
+    "expanded sum": lambda x: x.sum().expand(3),
+}
+
+
+@pytest.mark.parametrize("word", ["FRR", "FRF", "FFR", "RFR", "FF"])
+@pytest.mark.parametrize("name", LINEAR)
+def test_third_order_of_linear_functions_of_vectors(word, name, mode):
+    row = LINEAR[name]
+    x = torch.tensor([[0.3, 0.1], [-0.7, 0.5]])
+    expected = derivative(word, torch.func.vmap(row))(x)
+    got = derivative(word, tp.pmap(row, compile=mode))(x)
+    torch.testing.assert_close(got.cpu(), expected)
+
+
+POLYNOMIALS = {
+    "no collective": lambda x: (x**4).sum(),
+    "psum": lambda x: tp.psum(x.sin() * x, ROWS).prod() * x.sum(),
+    "ppermute": lambda x: (x**3 * tp.ppermute(x, ROWS, [(k, (k + 1) % 4) for k in range(4)])).sum(),
+    "all_gather": lambda x: (tp.all_gather(x, ROWS).sin().prod(0) * x).sum(),
+    "pmax": lambda x: (tp.pmax(x, ROWS) ** 3 * x.cos()).sum(),
+}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("pool", [2], indirect=True)  # two rows per device
+@pytest.mark.parametrize("name", POLYNOMIALS)
+@pytest.mark.parametrize(
+    "word",
+    ["FFG", "FRG", "RFG", "RRG", "VFFG", "VFRG", "VRFG", "VRRG", "FFF", "VFFF", "RFF", "GGG"],
+)
+def test_third_order(word, name, pool):
+    row = POLYNOMIALS[name]
+    x = torch.tensor([[0.3], [-0.7], [1.1], [0.6]])
+    expected = derivative(word, tp.vmap(row, axis_name=ROWS))(x)
+    got = derivative(word, tp.pmap(row, ROWS, compile=EAGER))(x)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)

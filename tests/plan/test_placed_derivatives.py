@@ -4,10 +4,6 @@ through values on the devices, and derivatives that are traced long after the ca
 Expectations are plain torch's.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -22,7 +18,7 @@ cube = tp.pmap(lambda u: u**3, compile=EAGER)
 
 
 @pytest.fixture(params=["devices", "inline"])
-def where(request: pytest.FixtureRequest) -> Any:
+def where(request):
     if request.param == "devices":
         yield
         return
@@ -30,12 +26,8 @@ def where(request: pytest.FixtureRequest) -> Any:
         yield
 
 
-def leaf(*numbers: float) -> torch.Tensor:
+def leaf(*numbers):
     return torch.tensor(numbers, requires_grad=True)
-
-
-def cut_in_two() -> tp.NamedSharding:
-    return tp.NamedSharding(tp.Mesh(tp.devices()[:2], ("d",)), tp.P("d"))
 
 
 PUT = {
@@ -44,9 +36,8 @@ PUT = {
     "replicated": tp.replicate,
     "there and back": lambda x: tp.unreplicate(tp.replicate(x)),
     "cut": lambda x: tp.device_put(
-        x, tp.NamedSharding(tp.Mesh(tp.devices()[:2], ("d",)), tp.P("d"))
-    ),
-}
+        x, tp.NamedSharding(tp.Mesh(tp.devices()[:2], ("d",)), tp.P("d"))),
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("where")
@@ -104,9 +95,8 @@ def test_tangents_reach_whatever_is_fetched():
             "back": tp.unreplicate(tp.replicate(y)),
         }
         tangents = {name: fw.unpack_dual(value).tangent for name, value in found.items()}
-    assert {name: t.cpu().tolist() for name, t in tangents.items()} == {
-        name: [3.0, 12.0] for name in found
-    }
+    for name, tangent in tangents.items():
+        assert tangent.cpu().tolist() == [3.0, 12.0], name
 
 
 def test_a_row_that_is_written_has_no_tangent():
@@ -129,31 +119,31 @@ factor = 1.0
 
 
 class Switch(torch.nn.Module):
-    def forward(self, w: torch.Tensor) -> torch.Tensor:
+    def forward(self, w):
         return w**3 if self.training else w
 
 
-def set_factor(value: float) -> None:
+def set_factor(value):
     global factor
     factor = value
 
 
-def global_number() -> Any:
+def global_number():
     set_factor(1.0)
     return lambda w: w**3 * factor, lambda: set_factor(100.0)
 
 
-def training_mode() -> Any:
+def training_mode():
     module = Switch()
     return module, module.eval
 
 
-def array() -> Any:
+def array():
     n = np.ones(1)
     return lambda w: w**3 * float(n[0]), lambda: n.fill(100)
 
 
-def number_of_a_tensor() -> Any:
+def number_of_a_tensor():
     n = torch.ones(1)
     return lambda w: w**3 * n.item(), lambda: n.fill_(100)
 

@@ -1,7 +1,5 @@
 """Covers: donation, as the memory of the worker processes shows it."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,9 +1,6 @@
 """Covers: _transforms/row_preparation.py: a warning where idle devices would speed up a call."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +11,8 @@ import torchpmap as tp
 pytestmark = pytest.mark.usefixtures("pool")
 
 
-def test_rows_that_divide_badly_warn_once(mode: Any) -> None:
-    def double(x: torch.Tensor) -> torch.Tensor:
+def test_rows_that_divide_badly_warn_once(mode):
+    def double(x):
         return x * 2
 
     f = tp.pmap(double, compile=mode)
@@ -36,24 +33,22 @@ def test_rows_that_divide_badly_warn_once(mode: Any) -> None:
         f(torch.ones(7, 3))  # another plan of the same function
 
 
-def test_some_devices_idle() -> None:
+def test_some_devices_idle():
     with pytest.warns(UserWarning, match="10 rows run on 2 of 4 devices, 5 on each") as seen:
         tp.pmap(lambda x: x, compile=EAGER, axis_name="i")(torch.ones(10))
     assert len(seen) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 8, 9, 12])
-def test_no_warning_where_more_devices_would_not_help(rows: int) -> None:
+def test_no_warning_where_more_devices_would_not_help(rows):
     tp.pmap(lambda x: x + 1, compile=EAGER)(torch.ones(rows))  # any warning is an error
 
 
-def test_no_warning_for_devices_that_were_chosen() -> None:
+def test_no_warning_for_devices_that_were_chosen():
     tp.pmap(lambda x: x + 1, devices=tp.devices()[:1], compile=EAGER)(torch.ones(1))
     tp.pmap(lambda x: x + 1, devices=tp.devices()[:3], compile=EAGER)(torch.ones(3))
     with tp.debug.fake_pmap():
         tp.pmap(lambda x: x + 1)(torch.ones(5))
-
-
-def test_a_mesh_of_devices_for_rows_and_columns_is_as_documented() -> None:
+    # a mesh of devices for rows and columns is as documented
     f = tp.pmap(tp.pmap(lambda x: x + 1, "c", compile=EAGER), "r", compile=EAGER)
     f(torch.ones(3, 3))

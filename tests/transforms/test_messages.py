@@ -1,7 +1,5 @@
 """Covers: the texts of misuse, line by line, and that misuse is found before anything is sent."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

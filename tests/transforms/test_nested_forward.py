@@ -4,10 +4,6 @@ torch turns forward mode off while a rule runs, and what it computes of tangents
 for a jvp around it.  Expectations are torch's, for the function of all rows.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from _support import EAGER
@@ -21,12 +17,12 @@ WHOLE = {tp.pmax: torch.amax, tp.pmin: torch.amin, tp.psum: torch.sum, tp.pmean:
 
 
 @pytest.fixture(params=[2, 4], ids=["row", "lanes"])
-def x(request: pytest.FixtureRequest) -> torch.Tensor:
+def x(request):
     return X[: request.param]
 
 
 @pytest.fixture(params=[EAGER, False, None], ids=["graph", "python", "inline"])
-def mode(request: pytest.FixtureRequest) -> Any:
+def mode(request):
     if request.param is not None:
         yield request.param
         return
@@ -34,12 +30,12 @@ def mode(request: pytest.FixtureRequest) -> Any:
         yield EAGER
 
 
-def pushed(f: Any) -> Any:
+def pushed(f):
     """The derivative along ``p * p``, which itself depends on ``p``."""
     return lambda p: torch.func.jvp(f, (p,), (p * p,))[1]
 
 
-def check(mapped: Any, whole: Any, x: torch.Tensor) -> None:
+def check(mapped, whole, x):
     wanted = torch.func.jacfwd(pushed(whole))(x)
     torch.testing.assert_close(torch.func.jacfwd(pushed(mapped))(x).cpu(), wanted)
     _, tangent = torch.func.jvp(pushed(mapped), (x,), (torch.ones_like(x),))
@@ -73,15 +69,15 @@ class _Doubled(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(x):
         return x * 2
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx, inputs, output):
         pass
 
     @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+    def jvp(ctx, tangent):
         return tangent * 2
 
 

@@ -2,8 +2,6 @@
 of a pmap shares the devices, in collectives too.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from dataclasses import dataclass
@@ -34,28 +32,21 @@ pytestmark = pytest.mark.usefixtures("eight_devices")
 # --- which devices --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sizes", "counts"),
-    [
-        ((2, 4), (2, 4)),
-        ((4, 4), (4, 2)),  # not (2, 4): the outer axis first
-        ((3, 3), (3, 1)),
-        ((16, 2), (8, 1)),
-        ((6, 4), (2, 4)),  # not (3, 2) or (6, 1): more devices first
-        ((9, 4), (3, 2)),
-        ((1, 8), (1, 8)),
-        ((11, 7), (1, 7)),
-        ((11, 13), (1, 1)),
-        ((2, 2, 4), (2, 2, 2)),
-        ((12,), (6,)),
-    ],
-    ids=str,
-)
-def test_device_counts(sizes: tuple[int, ...], counts: tuple[int, ...]) -> None:
-    assert device_counts(sizes, 8) == counts
+COUNTS = {
+    (2, 4): (2, 4),
+    (4, 4): (4, 2),  # not (2, 4): the outer axis first
+    (6, 4): (2, 4),  # not (3, 2) or (6, 1): more devices first
+    **{(3, 3): (3, 1), (16, 2): (8, 1), (9, 4): (3, 2), (1, 8): (1, 8), (11, 7): (1, 7)},
+    **{(11, 13): (1, 1), (2, 2, 4): (2, 2, 2), (12,): (6,)},
+}
 
 
-def test_counts_of_a_list() -> None:
+@pytest.mark.parametrize("sizes", COUNTS, ids=str)
+def test_device_counts(sizes):
+    assert device_counts(sizes, 8) == COUNTS[sizes]
+
+
+def test_counts_of_a_list():
     assert counts_of_list((2, 3), 2) == (2, 1)
     assert counts_of_list((2, 3), 6) == (2, 3)
     assert counts_of_list((2, 3, 2), 6) == (2, 3, 1)
@@ -63,7 +54,7 @@ def test_counts_of_a_list() -> None:
     assert [counts_of_list((2, 3), n) for n in (1, 3, 4, 5, 12)] == [None] * 5
 
 
-def test_rows_and_columns_have_a_device_each(mode: Any) -> None:
+def test_rows_and_columns_have_a_device_each(mode):
     x = torch.arange(24.0).reshape(2, 4, 3)
     y = nested(lambda x: x * 2, compile=mode)(x)
     mesh = tp.make_mesh((2, 4), NAMES, devices=tp.devices())
@@ -76,7 +67,7 @@ def test_rows_and_columns_have_a_device_each(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", [EAGER, True], ids=["graph", "Inductor"])
-def test_processes(backend: Any) -> None:
+def test_processes(backend):
     ids = nested(lambda x: torch.tensor(os.getpid()), compile=False)(torch.zeros(2, 4))
     assert len(set(ids.flatten().tolist())) == 8
     total = nested(lambda x: tp.psum(x.sin(), NAMES), compile=backend)(torch.ones(2, 4).double())
@@ -95,14 +86,12 @@ def test_processes(backend: Any) -> None:
     ],
     ids=str,
 )
-def test_axes_in_front_and_behind(
-    inner_axes: Any, outer_axes: Any, spec: Any, shape: Any, mode: Any
-) -> None:
+def test_axes_in_front_and_behind(inner_axes, outer_axes, spec, shape, mode):
     x = sample(2, 4, 5)
     inner = dict(zip(("in_axes", "out_axes"), inner_axes, strict=True))
     outer = dict(zip(("in_axes", "out_axes"), outer_axes, strict=True))
 
-    def placed(x: torch.Tensor, cols: int, rows: int) -> torch.Tensor:
+    def placed(x, cols, rows):
         """[2, 4, 5] with the mapped dims where they belong."""
         columns = x.movedim(1, cols + 1 if cols >= 0 else cols)  # behind the rows
         return columns.movedim(0, rows)
@@ -115,16 +104,15 @@ def test_axes_in_front_and_behind(
     same(got, wanted)
 
 
-def test_shared_arguments_and_results(mode: Any) -> None:
+def test_shared_arguments_and_results(mode):
     x, w, v = sample(2, 4), sample(4, seed=1), sample(3, seed=2)
-    f = nested(
-        lambda x, w, v: (x * w, tp.psum(x, NAMES), tp.psum(x, "rows"), tp.psum(x * v, "cols")),
-        {"in_axes": (0, 0, None), "out_axes": (0, None, 0, None)},
-        in_axes=(0, None, None),
-        out_axes=(0, None, None, 0),
-        compile=mode,
-    )
-    product, total, columns, rows = f(x, w, v)
+
+    def f(x, w, v):
+        return x * w, tp.psum(x, NAMES), tp.psum(x, "rows"), tp.psum(x * v, "cols")
+
+    inner = {"in_axes": (0, 0, None), "out_axes": (0, None, 0, None)}
+    outer = {"in_axes": (0, None, None), "out_axes": (0, None, None, 0)}
+    product, total, columns, rows = nested(f, inner, compile=mode, **outer)(x, w, v)
     same(product, x * w)
     same(total, x.sum())
     same(columns, x.sum(0))
@@ -137,7 +125,7 @@ def test_shared_arguments_and_results(mode: Any) -> None:
 
 @pytest.mark.parametrize("inner", [0, None])
 @pytest.mark.parametrize("outer", [0, None])
-def test_out_axes_none_is_the_value_of_the_first(outer: Any, inner: Any, mode: Any) -> None:
+def test_out_axes_none_is_the_value_of_the_first(outer, inner, mode):
     """On all devices, although nothing made it the same; also of several rows on a device."""
     for shape in ((2, 4), (4, 4), (9, 4)):
         x = sample(*shape, 2)
@@ -150,8 +138,8 @@ def test_out_axes_none_is_the_value_of_the_first(outer: Any, inner: Any, mode: A
             same(shard.data, wanted[shard.index])
 
 
-def test_what_does_not_fit_is_folded(mode: Any) -> None:
-    def f(x: torch.Tensor) -> Any:
+def test_what_does_not_fit_is_folded(mode):
+    def f(x):
         index = tp.axis_index("rows"), tp.axis_index("cols"), tp.axis_index(("cols", "rows"))
         moved = tp.ppermute(x, ("cols", "rows"), [(0, 1), (1, 5), (5, 0)])
         sums = [tp.psum(x, name) for name in ("rows", "cols", NAMES)]
@@ -180,7 +168,7 @@ def test_what_does_not_fit_is_folded(mode: Any) -> None:
         same(all_values, x.flatten().expand(rows, columns, -1))
 
 
-def test_given_devices(mode: Any) -> None:
+def test_given_devices(mode):
     x = sample(2, 3)
     for count, mesh in ((2, (2, 1)), (6, (2, 3))):
         chosen = tp.devices()[::-1][:count]
@@ -196,7 +184,7 @@ def test_given_devices(mode: Any) -> None:
         nested(lambda x: x, inner, compile=mode)(x)
 
 
-def test_results_are_arguments_where_they_are() -> None:
+def test_results_are_arguments_where_they_are():
     f = nested(lambda x: tp.pmean(x, "cols") + 1)
     x = sample(2, 4)
     y = f(x)
@@ -208,7 +196,7 @@ def test_results_are_arguments_where_they_are() -> None:
     assert len(prepared) == 1
 
 
-def test_names_need_not_be_there_or_differ() -> None:
+def test_names_need_not_be_there_or_differ():
     x = sample(2, 4)
     unnamed = tp.pmap(tp.pmap(lambda x: x + 1), compile=EAGER)(x)
     same(unnamed, x + 1)
@@ -218,10 +206,10 @@ def test_names_need_not_be_there_or_differ() -> None:
     assert mesh_of(hidden) == {"devices0": 2, "i": 4}
 
 
-def test_three_levels(mode: Any) -> None:
+def test_three_levels(mode):
     x = sample(2, 2, 2, 3)
 
-    def f(x: torch.Tensor) -> Any:
+    def f(x):
         sums = [tp.psum(x, names) for names in ("a", "b", "c", ("a", "c"), ("c", "b"))]
         return *sums, tp.all_gather(x, ("c", "a")), tp.axis_index(("b", "c", "a"))
 
@@ -247,7 +235,7 @@ class Nest:
     mesh: tuple[int, int]
     axis_name: Any
 
-    def argument(self, rows: torch.Tensor) -> torch.Tensor:
+    def argument(self, rows):
         if self.axis_name == ("rows", "cols"):
             return rows.reshape(*self.shape, *rows.shape[1:])
         if self.axis_name == ("cols", "rows"):
@@ -256,7 +244,7 @@ class Nest:
             return rows.unsqueeze(1).repeat_interleave(self.shape[1], 1)
         return rows.unsqueeze(0).repeat_interleave(self.shape[0], 0)
 
-    def rows(self, result: torch.Tensor) -> list[torch.Tensor]:
+    def rows(self, result):
         """What the eight rows got, once for each time they are there."""
         if self.axis_name == ("rows", "cols"):
             return [result.flatten(0, 1)]
@@ -275,12 +263,6 @@ NESTS = {
     "rows, folded": Nest(6, (8, 3), (2, 3), "rows"),
 }
 nests = pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
-
-
-def check_nest(nest: Nest, result: torch.Tensor) -> None:
-    assert tuple(mesh_of(result).values()) == nest.mesh
-
-
 PARTS = 7
 """Of all cases; not a divisor of the ten operations that each kind of groups has."""
 
@@ -288,7 +270,7 @@ PARTS = 7
 @nests
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.sampled(PARTS)
-def test_collectives(nest: Nest, part: int) -> None:
+def test_collectives(nest, part):
     """Every collective with every kind of groups and permutation, and its transpose."""
     tp.init(nest.num_devices)
     inputs = {
@@ -296,7 +278,7 @@ def test_collectives(nest: Nest, part: int) -> None:
         for name, case in list(LINEAR.items())[part::PARTS]
     }
 
-    def all_cases(given: dict[str, Any]) -> dict[str, Any]:
+    def all_cases(given):
         results = {}
         for name, (x, w) in given.items():
             case = LINEAR[name]
@@ -306,13 +288,12 @@ def test_collectives(nest: Nest, part: int) -> None:
 
     given = {name: tuple(map(nest.argument, pair)) for name, pair in inputs.items()}
     for name, (value, pulled) in nested(all_cases)(given).items():
-        check_nest(nest, value)
+        assert tuple(mesh_of(value).values()) == nest.mesh
         x, w = (t.numpy() for t in inputs[name])
-        for rows in nest.rows(value.cpu()):
-            np.testing.assert_allclose(rows, LINEAR[name].model(x), rtol=1e-12, err_msg=name)
-        for rows in nest.rows(pulled.cpu()):
-            expected = transposed(LINEAR[name], w)
-            np.testing.assert_allclose(rows, expected, rtol=1e-12, err_msg=name)
+        expected = LINEAR[name].model(x), transposed(LINEAR[name], w)
+        for result, wanted in zip((value, pulled), expected, strict=True):
+            for rows in nest.rows(result.cpu()):
+                np.testing.assert_allclose(rows, wanted, rtol=1e-12, err_msg=name)
 
 
 SOME = [
@@ -329,17 +310,17 @@ SOME = [
         ("columns, folded", True),
     ],
 )
-def test_some_collectives_in_other_modes(name: str, mode: Any) -> None:
+def test_some_collectives_in_other_modes(name, mode):
     nest = NESTS[name]
     tp.init(nest.num_devices)
     some = SOME[::4] if mode is True else SOME  # g++ takes a second for each
     inputs = {case: sample(N, *LINEAR[case].shape) for case in some}
     given = {case: nest.argument(x) for case, x in inputs.items()}
-    f = nested(
-        lambda given: {case: LINEAR[case].run(x, nest.axis_name) for case, x in given.items()},
-        compile=mode,
-    )
-    for case, value in f(given).items():
+
+    def f(given):
+        return {case: LINEAR[case].run(x, nest.axis_name) for case, x in given.items()}
+
+    for case, value in nested(f, compile=mode)(given).items():
         for rows in nest.rows(value.cpu()):
             expected = LINEAR[case].model(inputs[case].numpy())
             np.testing.assert_allclose(rows, expected, rtol=1e-12, err_msg=case)
@@ -349,12 +330,12 @@ TIES = torch.tensor([[3.0, 1], [3, 1], [2, 1], [3, 0], [0, 0], [2, 5], [2, 5], [
 
 
 @nests
-def test_extremes_share_ties(nest: Nest) -> None:
+def test_extremes_share_ties(nest):
     tp.init(nest.num_devices)
     w = sample(N, 2, seed=3)
     cut = {"whole": None, "scattered": EVEN["scattered"], "uneven": UNEVEN["uneven_mixed"]}
 
-    def f(x: torch.Tensor, w: torch.Tensor) -> Any:
+    def f(x, w):
         results = {}
         for name, groups in cut.items():
             for take in (tp.pmax, tp.pmin):
@@ -375,10 +356,10 @@ def test_extremes_share_ties(nest: Nest) -> None:
                 np.testing.assert_allclose(rows, wanted, err_msg=f"{op} {name}")
 
 
-def test_collectives_over_one_of_two_axes(mode: Any) -> None:
+def test_collectives_over_one_of_two_axes(mode):
     """Each row, or column, is on its own, on devices of its own."""
 
-    def f(x: torch.Tensor) -> Any:
+    def f(x):
         pairs, uneven = [[0, 2], [3, 1]], [[0, 1, 3], [2]]
         return {
             "gathered": tp.all_gather(x, "cols", axis_index_groups=pairs),
@@ -396,9 +377,7 @@ def test_collectives_over_one_of_two_axes(mode: Any) -> None:
     x = sample(2, 4, 4, 3)
     a = x.numpy()
     got = nested(f, compile=mode)(x)
-    same(
-        got["gathered"], np.stack([a[:, [[0, 2], [3, 1], [0, 2], [3, 1]][c]] for c in range(4)], 1)
-    )
+    same(got["gathered"], np.stack([a[:, [0, 2]], a[:, [3, 1]]] * 2, 1))
     same(got["tiled"], np.broadcast_to(np.concatenate(list(a), 2), (2, 4, 4, 6)))
     of_three = a[:, [0, 1, 3]].mean(1)
     same(got["uneven"], np.stack([of_three, of_three, a[:, 2], of_three], 1))
@@ -413,25 +392,21 @@ def test_collectives_over_one_of_two_axes(mode: Any) -> None:
     same(got["largest"], np.broadcast_to(a.max(0), a.shape))
 
 
-def test_over_both_axes_one_message_is_sent() -> None:
+def test_over_both_axes_one_message_is_sent():
     f = nested(lambda x: (tp.psum(x, NAMES), tp.pmax(x, NAMES), tp.all_gather(x, NAMES)))
     lowered = f.lower(torch.zeros(2, 4))
-    assert [each.name for each in lowered.cost().collectives] == [
-        *("all_reduce", "all_reduce", "all_gather_into_tensor")
-    ]
+    names = [each.name for each in lowered.cost().collectives]
+    assert names == ["all_reduce", "all_reduce", "all_gather_into_tensor"]
     assert list(lowered._plan.groups) == ["ranks:0,1,2,3,4,5,6,7"]
     folded = f.lower(torch.zeros(9, 4))  # 3 * 2 devices, with rows and columns on each
     assert [each.name for each in folded.cost().collectives][:2] == ["all_reduce", "all_reduce"]
-
-
-def test_along_one_axis_only_its_devices_meet() -> None:
-    lowered = nested(lambda x: tp.psum(x, "cols")).lower(torch.zeros(2, 4))
-    groups = lowered._plan.groups
+    # along one axis only its devices meet
+    groups = nested(lambda x: tp.psum(x, "cols")).lower(torch.zeros(2, 4))._plan.groups
     assert ((0, 1, 2, 3), (4, 5, 6, 7)) in groups.values()
     assert len(groups) == 2  # that, and all devices
 
 
-def test_ragged() -> None:
+def test_ragged():
     operand = torch.tensor([[[1, 2, 2], [3, 4, 0]], [[5, 6, 6], [7, 8, 0]]])
     output = torch.zeros(2, 2, 4, dtype=torch.int64)
     table = [[[0, 1], [0, 1]], [[1, 2], [1, 1]], [[0, 0], [1, 2]], [[1, 1], [2, 1]]]

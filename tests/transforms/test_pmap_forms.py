@@ -2,8 +2,6 @@
 traceable.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc
@@ -46,30 +44,35 @@ class Scaler:
         return cls(2).method(x)
 
 
-@pytest.mark.parametrize(
-    "fun",
-    [
-        double,
-        lambda x: x * 2,
-        functools.partial(torch.mul, 2),
-        functools.partial(lambda x, k: x * k, k=2),
-        Scaler(2),
-        Scaler(2).method,
-        Scaler.build,
-        Scaler(2).__call__,
-    ],
-    ids=[
-        *("function", "lambda", "partial", "partial2", "callable", "method", "classmethod"),
-        "bound_call",
-    ],
-)
+CALLABLES = {
+    "function": double,
+    "lambda": lambda x: x * 2,
+    "partial": functools.partial(torch.mul, 2),
+    "partial with a keyword": functools.partial(lambda x, k: x * k, k=2),
+    "callable": Scaler(2),
+    "method": Scaler(2).method,
+    "classmethod": Scaler.build,
+    "bound call": Scaler(2).__call__,
+}
+
+
+@pytest.mark.parametrize("fun", CALLABLES.values(), ids=CALLABLES)
 def test_any_callable(mode, fun):
     assert tp.pmap(fun, compile=mode)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
-def test_builtin_functions(mode):
+def test_functions_of_torch(mode):
     assert tp.pmap(torch.neg, compile=mode)(X).tolist() == (-X).tolist()
     assert tp.pmap(torch.ops.aten.sin.default, compile=mode)(X).tolist() == X.sin().tolist()
+    inner = torch.compile(lambda x: x.sin() * 2, backend="eager")
+    expected = (X.sin() * 2).tolist()
+    assert tp.pmap(lambda x: inner(x), compile=mode)(X).tolist() == expected
+    assert tp.pmap(inner, compile=mode)(X).tolist() == expected
+
+    def f(x):
+        return torch.cond(x.sum() > 2, lambda x: x * 10, lambda x: x - 1, (x,)) * tp.psum(1, "i")
+
+    assert tp.pmap(f, "i", compile=mode)(X).tolist() == [-4.0, 0.0, 4.0, 120.0]
 
 
 def test_modules(mode):
@@ -206,14 +209,12 @@ def test_methods_of_modules(mode):
         def forward(self, x):
             return tp.pmean(self.linear(x), "i").detach()
 
-    model = Model()
-    x = torch.arange(8.0).reshape(4, 2)
-    expected = model.linear(x).mean(0).detach()
-    torch.testing.assert_close(model(x).to_host(), expected.expand(4, 2))
-    with torch.no_grad():
-        model.linear.weight.mul_(2)
-    expected = model.linear(x).mean(0).detach()
-    torch.testing.assert_close(model(x).to_host(), expected.expand(4, 2))
+    model, x = Model(), torch.arange(8.0).reshape(4, 2)
+    for _ in range(2):
+        expected = model.linear(x).mean(0).detach()
+        torch.testing.assert_close(model(x).to_host(), expected.expand(4, 2))
+        with torch.no_grad():
+            model.linear.weight.mul_(2)
 
 
 def test_classes_with_slots(mode):
@@ -232,14 +233,6 @@ def test_classes_with_slots(mode):
 # Compiling ---------------------------------------------------------------------------------------
 
 
-def recording_backend(calls):
-    def backend(graph, example_inputs, **extra):
-        calls.append(extra)
-        return graph.forward
-
-    return backend
-
-
 def scaling_backend(graph, example_inputs, **extra):
     def run(*inputs):
         return [output * extra["options"]["scale"] for output in graph(*inputs)]
@@ -247,20 +240,15 @@ def scaling_backend(graph, example_inputs, **extra):
     return run
 
 
+VOCABULARY = [
+    *(True, {}, EAGER, {"backend": "aot_eager"}, {"mode": "default"}),
+    {"options": {"max_fusion_size": 4}},
+    {"backend": "inductor", "mode": "max-autotune-no-cudagraphs"},
+]
+
+
 @pytest.mark.inductor
-@pytest.mark.parametrize(
-    "compile",
-    [
-        True,
-        {},
-        EAGER,
-        {"backend": "aot_eager"},
-        {"mode": "default"},
-        {"options": {"max_fusion_size": 4}},
-        {"backend": "inductor", "mode": "max-autotune-no-cudagraphs"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("compile", VOCABULARY, ids=str)
 def test_compile_vocabulary(compile):
     assert tp.pmap(double, compile=compile)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
 
@@ -279,20 +267,6 @@ def test_without_a_cpp_compiler(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert tp.pmap(lambda x: x * 3)(X).tolist() == [0.0, 3.0, 6.0, 9.0]
-
-
-def test_inner_functions_that_are_compiled_by_torch(mode):
-    inner = torch.compile(lambda x: x.sin() * 2, backend="eager")
-    expected = (X.sin() * 2).tolist()
-    assert tp.pmap(lambda x: inner(x), compile=mode)(X).tolist() == expected
-    assert tp.pmap(inner, compile=mode)(X).tolist() == expected
-
-
-def test_control_flow_operators(mode):
-    def f(x):
-        return torch.cond(x.sum() > 2, lambda x: x * 10, lambda x: x - 1, (x,)) * tp.psum(1, "i")
-
-    assert tp.pmap(f, "i", compile=mode)(X).tolist() == [-4.0, 0.0, 4.0, 120.0]
 
 
 # What cannot be traced ---------------------------------------------------------------------------
@@ -322,40 +296,34 @@ def loop(x):
     return x
 
 
-@pytest.mark.parametrize(
-    ("fun", "line", "expected"),
-    [
-        (branch, "if x > 1:", [-0.0, -1.0, 2.0, 3.0]),
-        (item, "return x * int(x.item())", [0.0, 1.0, 4.0, 9.0]),
-        (nonzero, "return x.view(1).nonzero().sum() + x", [0.0, 1.0, 2.0, 3.0]),
-        (numpy, "return torch.as_tensor(x.numpy() * 2)", [0.0, 2.0, 4.0, 6.0]),
-    ],
-    ids=["branch", "item", "nonzero", "numpy"],
-)
-def test_falls_back_with_one_warning_that_names_the_line(fun, line, expected):
+UNTRACEABLE = [
+    (branch, "if x > 1:", X, [-0.0, -1.0, 2.0, 3.0]),
+    (item, "return x * int(x.item())", X, [0.0, 1.0, 4.0, 9.0]),
+    (nonzero, "return x.view(1).nonzero().sum() + x", X, [0.0, 1.0, 2.0, 3.0]),
+    (numpy, "return torch.as_tensor(x.numpy() * 2)", X, [0.0, 2.0, 4.0, 6.0]),
+    (loop, "while x < 10:", X + 1, [16.0, 16.0, 12.0, 16.0]),
+]
+
+
+@pytest.mark.parametrize(("fun", "line", "x", "expected"), UNTRACEABLE)
+def test_falls_back_with_one_warning_that_names_the_line(fun, line, x, expected):
     number = fun.__code__.co_firstlineno + 1
     f = tp.pmap(fun)
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        assert f(X).tolist() == expected
+        assert f(x).tolist() == expected
         here = traceback.extract_stack()[-1].lineno - 1
-        assert f(X).tolist() == expected
-        assert f(X.double()).tolist() == expected
+        assert f(x).tolist() == expected
+        assert f(x.double()).tolist() == expected
     (warning,) = record
-    text = str(warning.message)
-    assert text.startswith(
+    assert str(warning.message).startswith(
         f"pmap({fun.__name__}, in_axes=0)(<inputs>): running without tracing (as compile=False), "
         f"which is slower, because of {__file__}:{number} `{line}`: the "
     )
     assert (warning.filename, warning.lineno) == (__file__, here)
     with pytest.raises(tp.TraceError, match=rf"fullgraph=True.*{__file__}:{number}") as error:
-        tp.pmap(fun, fullgraph=True)(X)
+        tp.pmap(fun, fullgraph=True)(x)
     assert error.value.__cause__ is not None
-
-
-def test_loops_on_values_fall_back():
-    with pytest.warns(UserWarning, match="while x < 10"):
-        assert tp.pmap(loop)(X + 1).tolist() == [16.0, 16.0, 12.0, 16.0]
 
 
 # Exceptions of the user --------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 any layout.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -47,35 +45,33 @@ def test_torch_dtypes_are_kept(mode):
         assert out.to_host().view(torch.uint8).tolist() == x.view(torch.uint8).tolist()
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.arange(8.0)[::-2],
-        np.arange(8.0).reshape(2, 4).T,
-        np.arange(4, dtype=">f8"),
-        np.broadcast_to(np.float32(3), (4, 2)),
-        np.empty((4, 0)),
-    ],
-    ids=["negative strides", "transposed", "big endian", "read-only", "empty"],
-)
+ARRAYS = {
+    "negative strides": np.arange(8.0)[::-2],
+    "transposed": np.arange(8.0).reshape(2, 4).T,
+    "big endian": np.arange(4, dtype=">f8"),
+    "read-only": np.broadcast_to(np.float32(3), (4, 2)),
+    "empty": np.empty((4, 0)),
+}
+
+
+@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
 def test_numpy_layouts(mode, array):
     np.testing.assert_array_equal(tp.pmap(lambda x: x * 1, compile=mode)(array), array)
 
 
-@pytest.mark.parametrize(
-    "x",
-    [
-        torch.tensor(3.0).expand(4),
-        torch.arange(8.0).reshape(2, 4).T,
-        torch.arange(8.0)[1::2],
-        torch.tensor([1 + 2j, 3j, 4, 5]).conj(),
-        torch.tensor([1 + 2j, 3j, 4, 5]).conj().imag,
-        torch.arange(4.0).expand(2, 4).T,
-        torch.empty(4, 0),
-        torch.ones(4, 1, 3).transpose(1, 2),
-    ],
-    ids=["expanded", "transposed", "strided", "conj", "neg", "expanded dim", "empty", "size 1"],
-)
+TENSORS = {
+    "expanded": torch.tensor(3.0).expand(4),
+    "transposed": torch.arange(8.0).reshape(2, 4).T,
+    "strided": torch.arange(8.0)[1::2],
+    "conj": torch.tensor([1 + 2j, 3j, 4, 5]).conj(),
+    "neg": torch.tensor([1 + 2j, 3j, 4, 5]).conj().imag,
+    "expanded dim": torch.arange(4.0).expand(2, 4).T,
+    "empty": torch.empty(4, 0),
+    "size 1": torch.ones(4, 1, 3).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("x", TENSORS.values(), ids=TENSORS)
 @pytest.mark.parametrize("axis", [0, None])
 def test_tensor_layouts(mode, x, axis):
     f = tp.pmap(lambda x: x * 1, in_axes=axis, out_axes=axis, axis_size=4, compile=mode)
@@ -88,19 +84,14 @@ def test_empty_results(mode):
     assert out.tolist() == [[]] * 4
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype"),
-    [
-        (2.5, torch.float32),
-        (3, torch.int64),
-        (True, torch.bool),
-        (1 + 2j, torch.complex64),
-        (np.float64(2.5), torch.float64),
-        (np.float16(2.5), torch.float16),
-        (np.int8(3), torch.int8),
-        (np.bool_(True), torch.bool),
-    ],
-)
+SCALARS = [
+    *((2.5, torch.float32), (3, torch.int64), (True, torch.bool), (1 + 2j, torch.complex64)),
+    *((np.float64(2.5), torch.float64), (np.float16(2.5), torch.float16)),
+    *((np.int8(3), torch.int8), (np.bool_(True), torch.bool)),
+]
+
+
+@pytest.mark.parametrize(("value", "dtype"), SCALARS)
 def test_scalars_are_unmapped_arguments(mode, value, dtype):
     out = tp.pmap(lambda x, s: (s, x * s), in_axes=(0, None), compile=mode)(torch.ones(4), value)
     assert out[0].dtype == dtype
@@ -154,33 +145,28 @@ def test_an_argument_returned_unchanged_is_a_value_of_its_own(mode):
 SQUARE = torch.arange(16.0).reshape(4, 4)
 
 
+PLACES = {
+    "rows": lambda: tp.device_put(SQUARE, tp.devices()),
+    "columns": lambda: tp.pmap(lambda x: x, out_axes=1, compile=EAGER)(SQUARE.T.contiguous()),
+    "replicated": lambda: tp.replicate(SQUARE),
+    "on two": lambda: tp.replicate(SQUARE, tp.devices()[2:]),
+    "reversed": lambda: tp.device_put(SQUARE, tp.devices()[::-1]),
+    "on one": lambda: tp.device_put(SQUARE, tp.devices()[3]),
+    "2x2": lambda: tp.device_put(
+        SQUARE, tp.NamedSharding(tp.make_mesh((2, 2), ("x", "y")), tp.P("x", "y"))),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("axis", [0, 1, None])
-@pytest.mark.parametrize(
-    "put",
-    [
-        lambda: tp.device_put(SQUARE, tp.devices()),
-        lambda: tp.pmap(lambda x: x, out_axes=1, compile=EAGER)(SQUARE.T.contiguous()),
-        lambda: tp.replicate(SQUARE),
-        lambda: tp.replicate(SQUARE, tp.devices()[2:]),
-        lambda: tp.device_put(SQUARE, tp.devices()[::-1]),
-        lambda: tp.device_put(SQUARE, tp.devices()[3]),
-        lambda: tp.device_put(
-            SQUARE,
-            tp.NamedSharding(
-                tp.make_mesh((2, 2), ("x", "y"), devices=tp.devices()), tp.P("x", "y")
-            ),
-        ),
-    ],
-    ids=["rows", "columns", "replicated", "on two", "reversed", "on one", "2x2"],
-)
+@pytest.mark.parametrize("put", PLACES.values(), ids=PLACES)
 def test_sharded_tensors_in_any_layout(mode, put, axis):
+    def f(x):
+        return x.cumsum(0)
+
     x = put()
     same(x, SQUARE)
-    f = tp.pmap(lambda x: x.cumsum(0), in_axes=axis, out_axes=axis, axis_size=4, compile=mode)
-    expected = (
-        SQUARE.cumsum(0) if axis is None else torch.vmap(lambda x: x.cumsum(0), axis, axis)(SQUARE)
-    )
-    same(f(x), expected)
+    mapped = tp.pmap(f, in_axes=axis, out_axes=axis, axis_size=4, compile=mode)
+    same(mapped(x), f(SQUARE) if axis is None else torch.vmap(f, axis, axis)(SQUARE))
     same(x, SQUARE)
 
 

@@ -2,8 +2,6 @@
 donation.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -17,31 +15,30 @@ import torchpmap as tp
 pytestmark = pytest.mark.usefixtures("pool")
 
 X = torch.arange(4.0)
-ONES = torch.ones(4)
 
 
 # Number of traces --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("calls", "expected"),
-    [
-        ([X, X + 1, -X], [1, 1, 1]),
-        ([X.numpy(), X, lambda: tp.device_put(X, tp.devices())], [1, 1, 1]),
-        ([lambda: tp.device_put(X, tp.devices()), X.numpy(), lambda: tp.replicate(X)], [1, 1, 1]),
-        ([X, torch.nn.Parameter(X), X], [1, 2, 2]),  # the second is its gradient's
-        ([X, X.double(), X, X.double().numpy()], [1, 2, 2, 2]),
-        ([X, X.view(4, 1), X, X.view(4, 1)], [1, 2, 2, 2]),
-        ([X, X[:3], X, X[:2], X[:3]], [1, 2, 2, 3, 3]),
-        ([(X, X), [X, X], (X, X), [X, X]], [1, 2, 2, 2]),
-        ([{"a": X, "b": X}, {"b": X, "a": X}, {"a": X, "b": X}], [1, 2, 2]),
-        ([{"a": X, "b": None}, {"a": X, "b": X}, {"a": X, "b": None}], [1, 2, 2]),
-    ],
-    ids=[
-        *("same", "kinds", "sharded", "parameter", "dtype", "shape", "size", "containers"),
-        *("dict-order", "none"),
-    ],
-)
+def put(x=X):
+    return tp.device_put(x, tp.devices())
+
+
+TRACES = {  # the arguments, and the number of traces after each
+    "same": ([X, X + 1, -X], [1, 1, 1]),
+    "kinds": ([X.numpy(), X, put], [1, 1, 1]),
+    "sharded": ([put, X.numpy(), lambda: tp.replicate(X)], [1, 1, 1]),
+    "parameter": ([X, torch.nn.Parameter(X), X], [1, 2, 2]),  # the second is its gradient's
+    "dtype": ([X, X.double(), X, X.double().numpy()], [1, 2, 2, 2]),
+    "shape": ([X, X.view(4, 1), X, X.view(4, 1)], [1, 2, 2, 2]),
+    "size": ([X, X[:3], X, X[:2], X[:3]], [1, 2, 2, 3, 3]),
+    "containers": ([(X, X), [X, X], (X, X), [X, X]], [1, 2, 2, 2]),
+    "order": ([{"a": X, "b": X}, {"b": X, "a": X}, {"a": X, "b": X}], [1, 2, 2]),
+    "none": ([{"a": X, "b": None}, {"a": X, "b": X}, {"a": X, "b": None}], [1, 2, 2]),
+}
+
+
+@pytest.mark.parametrize(("calls", "expected"), TRACES.values(), ids=TRACES)
 def test_traces_per_argument(calls, expected):
     f, traces = counted(lambda tree: tree)
     seen = []
@@ -133,15 +130,6 @@ def test_grad_mode_of_the_caller_does_not_matter(mode):
         assert f(X).tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
-def test_a_new_pool_traces_again():
-    f, traces = counted(lambda x: x * 2)
-    f(X)
-    tp.shutdown()
-    tp.init(4)
-    assert f(X).tolist() == (X * 2).tolist()
-    assert traces.n == 2
-
-
 # Gradients inside --------------------------------------------------------------------------------
 
 
@@ -165,14 +153,11 @@ def test_backward_inside_to_an_argument(mode):
         tp.pmean((w * x).sum(), "i").backward()
         return w.grad
 
-    out = tp.pmap(f, "i", in_axes=(None, 0), compile=mode)(torch.ones(2), X)
-    expected = tp.pmap(
-        lambda w, x: tp.grad(lambda w: tp.pmean((w * x).sum(), "i"))(w),
-        "i",
-        in_axes=(None, 0),
-        compile=mode,
-    )(torch.ones(2), X)
-    assert out.tolist() == expected.tolist()
+    def g(w, x):
+        return tp.grad(lambda w: tp.pmean((w * x).sum(), "i"))(w)
+
+    found = [tp.pmap(h, "i", in_axes=(None, 0), compile=mode)(torch.ones(2), X) for h in (f, g)]
+    assert found[0].tolist() == found[1].tolist()
 
 
 def test_functional_call_gradients(mode):
@@ -199,10 +184,6 @@ def test_functional_call_gradients(mode):
 # Donation ----------------------------------------------------------------------------------------
 
 
-def put(x=X):
-    return tp.device_put(x, tp.devices())
-
-
 def test_donated_tensors_are_gone(mode):
     f = tp.pmap(lambda x, y: x + y, donate_argnums=0, compile=mode)
     x, y = put(), put()
@@ -220,30 +201,21 @@ def test_donated_tensors_are_gone(mode):
 
 
 def test_donated_trees_and_keywords(mode):
-    f = tp.pmap(
-        lambda state, *, y, z: state["a"] + state["b"][0] + y + z,
-        donate_argnums=(0, 7),
-        donate_argnames=("y", "other"),
-        compile=mode,
-    )
+    donated = {"donate_argnums": (0, 7), "donate_argnames": ("y", "other")}
+    f = tp.pmap(lambda state, *, y, z: state["a"] + state["b"][0] + y + z, compile=mode, **donated)
     a, b, y, z = put(), put(), put(), put()
     f({"a": a, "b": [b]}, y=y, z=z)
     assert [t.is_deleted() for t in (a, b, y, z)] == [True, True, True, False]
 
 
-def test_donating_what_is_on_the_host_changes_nothing(mode):
-    f = tp.pmap(lambda x: x.add_(1), donate_argnums=0, compile=mode)
-    x, array = X.clone(), X.numpy().copy()
-    f(x)
-    f(array)
-    assert x.tolist() == array.tolist() == X.tolist()
-
-
 def test_what_is_on_the_host_may_be_donated_twice(mode):
     """As the first state of an average is: its parameters, and the same as their average."""
-    f = tp.pmap(lambda x, y: (x.add_(1), y * 2), donate_argnums=(0, 1), compile=mode)
+    once = tp.pmap(lambda x: x.add_(1), donate_argnums=0, compile=mode)
+    twice = tp.pmap(lambda x, y: (x.add_(1), y * 2), donate_argnums=(0, 1), compile=mode)
     for x in (X.clone(), X.numpy().copy()):
-        first, second = f(x, x)
+        once(x)
+        assert x.tolist() == X.tolist()
+        first, second = twice(x, x)
         assert first.tolist() == (X + 1).tolist()
         assert second.tolist() == (X * 2).tolist()
         assert x.tolist() == X.tolist()

@@ -1,36 +1,34 @@
 """Covers: _transforms/retraces.py, that pmap warns, and what the logger says (_base/log.py)."""
 
-from __future__ import annotations
-
 import logging
 import re
 import warnings
 
 import pytest
 import torch
+from _spies import Traces
+from _support import EAGER
 
 import torchpmap as tp
 from torchpmap._transforms.retraces import Retraces
 
-EAGER = {"backend": "eager"}
+X = {"argument x": "float32[4]"}
 
 
-def test_says_once_what_changes() -> None:
+def test_says_once_what_changes():
     retraces = Retraces()
-    said = [
-        retraces.note({"argument x": "float32[4]", "argument n": f"static {k}"}) for k in range(40)
-    ]
+    said = [retraces.note({**X, "argument n": f"static {k}"}) for k in range(40)]
     (text,) = [text for text in said if text is not None]
     assert said.index(text) == 15
     assert "argument n keeps changing: the last were static 13, static 14, static 15" in text
     retraces = Retraces()
-    said = [retraces.note({"argument x": "float32[4]"}) for _ in range(16)]
+    said = [retraces.note(X) for _ in range(16)]
     assert said[-1] is not None
     assert "what it closes over keeps changing" in said[-1]
 
 
 @pytest.mark.usefixtures("pool")
-def test_pmap_warns() -> None:
+def test_pmap_warns():
     f = tp.pmap(lambda x, n: x * n, static_broadcasted_argnums=1, compile=EAGER)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -38,9 +36,8 @@ def test_pmap_warns() -> None:
             f(torch.ones(4), n)
     (warning,) = caught
     assert warning.filename == __file__
-    assert "pmap(<lambda>, in_axes=0)(<inputs>): traced 16 times, because argument n" in str(
-        warning.message
-    )
+    text = "pmap(<lambda>, in_axes=0)(<inputs>): traced 16 times, because argument n"
+    assert text in str(warning.message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         g = tp.pmap(lambda x: x + 1, compile=EAGER)
@@ -50,53 +47,45 @@ def test_pmap_warns() -> None:
 
 
 @pytest.mark.usefixtures("pool")
-def test_new_pools_do_not_count() -> None:
-    """... but traces in one pool do, however many were before it."""
-    f = tp.pmap(lambda x: x * 2, compile=EAGER)
-    for _ in range(17):
-        tp.shutdown()
-        tp.init(num_devices=1)
-        assert f(torch.ones(1)).tolist() == [2.0]
-    for width in range(1, 15):
-        f(torch.ones(1, width))
-    with pytest.warns(match="traced 16 times, because argument x keeps changing"):
-        f(torch.ones(1, 15))
+def test_new_pools_do_not_count():
+    """Each traces again. But traces in one pool count, however many were before it."""
+    traces = Traces()
 
+    @tp.pmap(compile=EAGER)
+    def f(x):
+        traces.note()
+        return x * 2
 
-@pytest.mark.usefixtures("pool")
-def test_lowering_in_a_new_pool() -> None:
-    f = tp.pmap(lambda x: x * 2, compile=EAGER)
-    for num_devices in (1, 1, 2):
+    for pools, num_devices in enumerate((1, 1, 2), 1):
         tp.shutdown()
         tp.init(num_devices=num_devices)
         assert f.lower(torch.ones(2)).compile()(torch.ones(2)).tolist() == [2.0, 2.0]
+        for width in range(1, 8):
+            assert f(torch.ones(2, width)).tolist() == [[2.0] * width] * 2
+        assert traces.n == 8 * pools
+    for width in range(8, 15):
+        f(torch.ones(2, width))
+    with pytest.warns(match="traced 16 times, because argument x keeps changing"):
+        f(torch.ones(2, 15))
 
 
 # The reason ---------------------------------------------------------------------------------------
 
-A = {"argument x": "float32[4]", "argument n": "1"}
+A = {**X, "argument n": "1"}
+REASONS = [  # the kinds of earlier traces, those of this one, and why it is made
+    ([], A, "first trace"),
+    ([A], A, "what it closes over has changed"),
+    ([A], {**A, "argument n": "2"}, "argument n is 2, and was 1"),
+    ([A], X, "argument n is gone"),
+    ([X], A, "argument n is new"),
+    ([A, {"argument x": "int64[1]", "argument n": "3"}, {**A, "argument n": "5"}],
+     {**A, "argument n": "4"}, "argument n is 4, and was 5"),
+    ([dict.fromkeys("abcdef", 1)], dict.fromkeys("abcdef", 2),
+     "a is 2, and was 1; b is 2, and was 1; c is 2, and was 1; d is 2, and was 1 and 2 more"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("earlier", "now", "why"),
-    [
-        ([], A, "first trace"),
-        ([A], A, "what it closes over has changed"),
-        ([A], {**A, "argument n": "2"}, "argument n is 2, and was 1"),
-        ([A], {"argument x": "float32[4]"}, "argument n is gone"),
-        ([{"argument x": "float32[4]"}], A, "argument n is new"),
-        (
-            [A, {"argument x": "int64[1]", "argument n": "3"}, {**A, "argument n": "5"}],
-            {**A, "argument n": "4"},
-            "argument n is 4, and was 5",
-        ),
-        (
-            [dict.fromkeys("abcdef", 1)],
-            dict.fromkeys("abcdef", 2),
-            "a is 2, and was 1; b is 2, and was 1; c is 2, and was 1; d is 2, and was 1 and 2 more",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("earlier", "now", "why"), REASONS)
 def test_the_reason_is_the_difference_to_the_nearest_trace(earlier, now, why):
     retraces = Retraces()
     for kinds in earlier:
@@ -152,13 +141,11 @@ def test_the_logger_says_what_is_traced_and_why(said):
     assert why(w, x, 3) == "what it reads from outside has changed ('scale')"
     torch.set_default_dtype(torch.float64)
     try:
-        reason = "torch's default dtype is torch.float64, and was torch.float32"
-        assert why(w, x, 3) == reason
+        assert why(w, x, 3) == "torch's default dtype is torch.float64, and was torch.float32"
     finally:
         torch.set_default_dtype(torch.float32)
-    assert (
-        why(tp.replicate(w), x, 4) == "argument n is the static value 4, and was the static value 3"
-    )
+    reason = "argument n is the static value 4, and was the static value 3"
+    assert why(tp.replicate(w), x, 4) == reason
 
 
 @pytest.mark.usefixtures("pool")
@@ -195,9 +182,8 @@ def test_the_cache_is_reported(said):
     for expected in ("(miss|hit)", "hit"):
         tp.pmap(lambda x: x * 2.125 + 7)(torch.ones(4, 3))
         *_, compiled = said()
-        assert re.search(
-            rf"on cpu:0 with inductor in T s \(T s in the worker, cache {expected}\)$", compiled
-        )
+        text = rf"on cpu:0 with inductor in T s \(T s in the worker, cache {expected}\)$"
+        assert re.search(text, compiled)
 
 
 @pytest.mark.usefixtures("pool")

@@ -8,13 +8,9 @@ tests/programs/test_shard_map_parity.py.
 Expected values are those of the same function of whole values, in plain torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -24,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import torchpmap as tp
 
+pytestmark = pytest.mark.usefixtures("pool")
+
 P = tp.P
-Fun = Callable[..., Any]
-WAYS: dict[str, Any] = {
+WAYS = {
     "graph": (EAGER, contextlib.nullcontext),
     "python": (False, contextlib.nullcontext),
     "lanes": (False, tp.debug.fake_pmap),
@@ -36,23 +33,16 @@ W, X = torch.tensor(2.0), torch.arange(1.0, 5.0)
 SPECS = (P(), P("x"))
 
 
-@pytest.fixture(autouse=True)
-def devices(pool: int) -> None:
-    """Four of them."""
-
-
 @pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def way(request):
+    return request.param
 
 
-def run(f: Fun, way: str, *args: Any, in_specs: Any = SPECS, out: Any = P) -> Any:
+def run(f, way, *args, in_specs=SPECS, out=P):
     compile, around = WAYS[way]
-    mesh = tp.make_mesh((4,), ("x",))
+    options = {"in_specs": in_specs, "out_specs": P() if out is P else out, "compile": compile}
     with around():
-        found = tp.shard_map(
-            f, mesh=mesh, in_specs=in_specs, out_specs=P() if out is P else out, compile=compile
-        )(*args)
+        found = tp.shard_map(f, mesh=tp.make_mesh((4,), ("x",)), **options)(*args)
     return pytree.tree_map(lambda x: x.cpu(), found)
 
 
@@ -60,20 +50,20 @@ class Product(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def forward(w, x):
         return w * x
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+    def backward(ctx, cotangent):
         w, x = ctx.saved_tensors
         return (cotangent * x).sum(), cotangent * w
 
 
-def test_a_function_of_the_users_own_gives_each_devices_part(way: str) -> None:
+def test_a_function_of_the_users_own_gives_each_devices_part(way):
     first = tp.grad(lambda w, x: (Product.apply(w, x) ** 3).sum())
     twice = tp.grad(lambda w, x: first(w, x) ** 2)
     plain = tp.grad(lambda w, x: tp.grad(lambda w: ((w * x) ** 3).sum())(w) ** 2)
@@ -81,14 +71,14 @@ def test_a_function_of_the_users_own_gives_each_devices_part(way: str) -> None:
     assert run(twice, way, W, X).item() == plain(W, X)
 
 
-def test_backward_and_checkpoints_inside(way: str) -> None:
+def test_backward_and_checkpoints_inside(way):
     if way == "lanes":
         pytest.skip("torch.func.vmap has no backward()")
 
-    def slope(w: torch.Tensor, x: torch.Tensor, again: bool) -> Any:
+    def slope(w, x, again):
         w = w.clone().requires_grad_()
 
-        def loss(w: torch.Tensor) -> Any:
+        def loss(w):
             return torch.sin(w * x).sum()
 
         (checkpoint(loss, w, use_reentrant=False) if again else loss(w)).backward()
@@ -101,13 +91,13 @@ def test_backward_and_checkpoints_inside(way: str) -> None:
         torch.testing.assert_close(found, (expected, expected))
 
 
-def test_a_module_trains_as_on_one_device(way: str) -> None:
+def test_a_module_trains_as_on_one_device(way):
     if way == "lanes":
         pytest.skip("torch.func.vmap has no backward()")
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(3, 2), torch.randn(8, 3)
 
-    def train(x: torch.Tensor, reduce: Any) -> list[torch.Tensor]:
+    def train(x, reduce):
         own = copy.deepcopy(layer)
         optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9, foreach=True)
         for _ in range(3):
@@ -121,25 +111,25 @@ def test_a_module_trains_as_on_one_device(way: str) -> None:
     torch.testing.assert_close(found, train(x, lambda loss: loss))
 
 
-def test_parameters_of_a_list_vary_each_by_itself() -> None:
+def test_parameters_of_a_list_vary_each_by_itself():
     """Only ``cut`` varies after the step: the gradient of ``w`` is summed in the next one too."""
 
-    def two_steps(w: torch.Tensor, cut: torch.Tensor, x: torch.Tensor) -> Any:
+    def two_steps(w, cut, x):
         for _ in range(2):
             grads = tp.grad(lambda w, cut: (w * cut * x).sum(), (0, 1))(w, cut)
             w, cut = torch._foreach_sub([w, cut], torch._foreach_mul(list(grads), 0.1))
         return w.expand(1), cut
 
     cut = torch.tensor([1.0, -1.0, 0.5, 2.0])
-    specs: Any = (P(), P("x"), P("x"))
+    specs = (P(), P("x"), P("x"))
     found = run(two_steps, "graph", W, cut, X, in_specs=specs, out=P("x"))
     w, expected = two_steps(W, cut, X)
     torch.testing.assert_close(found, (w.expand(4), expected))
 
 
-def test_a_buffer_without_gradient_takes_what_varies(way: str) -> None:
-    def slope(w: torch.Tensor, x: torch.Tensor) -> Any:
-        def loss(w: torch.Tensor) -> Any:
+def test_a_buffer_without_gradient_takes_what_varies(way):
+    def slope(w, x):
+        def loss(w):
             buffer = torch.zeros(2, 1)
             buffer = buffer * x if way == "lanes" else buffer
             buffer[0], buffer[1] = w * x, w
@@ -151,8 +141,8 @@ def test_a_buffer_without_gradient_takes_what_varies(way: str) -> None:
 
 
 @pytest.mark.parametrize("write", ["index", "operator", "method", "out"])
-def test_a_write_that_comes_too_late_is_refused(way: str, write: str) -> None:
-    def loss(w: torch.Tensor, x: torch.Tensor, cast: bool = False) -> Any:
+def test_a_write_that_comes_too_late_is_refused(way, write):
+    def loss(w, x, cast=False):
         own = tp.pcast(w.expand(1) * 1, "x", to="varying") if cast else w.expand(1) * 1
         if write == "index":
             own[0] = w * x[0]
@@ -170,13 +160,13 @@ def test_a_write_that_comes_too_late_is_refused(way: str, write: str) -> None:
         assert run(tp.grad(functools.partial(loss, cast=True)), way, W, X).item() == X.sum()
 
 
-def test_a_cotangent_that_varies_more_than_its_output_is_refused(way: str) -> None:
+def test_a_cotangent_that_varies_more_than_its_output_is_refused(way):
     with pytest.raises(ValueError, match="a cotangent varies along 'x', but the output"):
         run(lambda w, x: torch.func.vjp(torch.sin, w)[1](x[0])[0], way, W, X)
 
 
-def test_loops_cast_their_first_carry(way: str) -> None:
-    def loss(w: torch.Tensor, x: torch.Tensor) -> Any:
+def test_loops_cast_their_first_carry(way):
+    def loss(w, x):
         return tp.scan(lambda c, _: (c * w * x[0], None), w, None, length=2)[0]
 
     assert run(tp.grad(loss), way, W, X).item() == 3 * W**2 * (X**2).sum()
@@ -184,14 +174,14 @@ def test_loops_cast_their_first_carry(way: str) -> None:
     assert hessian.item() == 6 * W * (X**2).sum()
 
 
-def test_a_carry_goes_on_to_vary(way: str) -> None:
+def test_a_carry_goes_on_to_vary(way):
     """As in JAX, once its body casts what it returns; without the cast JAX raises."""
 
-    def pulled(steps: int, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        def total(x: torch.Tensor) -> torch.Tensor:
+    def pulled(steps, w, x):
+        def total(x):
             return tp.fori_loop(0, steps, lambda _, c: tp.psum(c, "x"), x)
 
-        result: torch.Tensor = torch.func.vjp(total, x)[1](-x)[0]
+        result = torch.func.vjp(total, x)[1](-x)[0]
         return result
 
     for steps in (1, 3):
@@ -199,19 +189,19 @@ def test_a_carry_goes_on_to_vary(way: str) -> None:
         assert found.tolist() == [-X.sum().item() * 4 ** (steps - 1)] * 4
 
 
-def test_branches_vary_with_their_predicate_and_each_other(way: str) -> None:
-    def by_device(w: torch.Tensor, x: torch.Tensor) -> Any:
+def test_branches_vary_with_their_predicate_and_each_other(way):
+    def by_device(w, x):
         return tp.cond(x[0] > 2.5, lambda w: w * 2, lambda w: w * 3, w)
 
-    def by_weight(w: torch.Tensor, x: torch.Tensor) -> Any:
+    def by_weight(w, x):
         return tp.cond(w > 1.5, lambda w: w * 2, lambda w: w * x[0], w)
 
     assert run(tp.grad(by_device), way, W, X).item() == 10
     assert run(tp.grad(by_weight), way, W, X).item() == 8  # the result is one of each device
 
 
-def test_without_a_trace_a_branch_of_some_devices_takes_operands() -> None:
-    def loss(w: torch.Tensor, x: torch.Tensor) -> Any:
+def test_without_a_trace_a_branch_of_some_devices_takes_operands():
+    def loss(w, x):
         return tp.cond(x[0] > 2.5, lambda: w * 2, lambda: w * 3)
 
     assert run(tp.grad(loss), "graph", W, X).item() == 10
@@ -219,17 +209,17 @@ def test_without_a_trace_a_branch_of_some_devices_takes_operands() -> None:
         run(tp.grad(loss), "python", W, X)
 
 
-def test_a_branch_without_a_part_in_the_gradient(way: str) -> None:
+def test_a_branch_without_a_part_in_the_gradient(way):
     """All devices sum the gradient of the weight, also those that do not use it."""
 
-    def loss(w: torch.Tensor, x: torch.Tensor) -> Any:
+    def loss(w, x):
         used = tp.cond(x[0] > 2.5, lambda w, x: w**2 * x, lambda w, x: x * 0, w, x[0])
         return tp.psum(used, "x")
 
-    def along(w: torch.Tensor, x: torch.Tensor) -> Any:
+    def along(w, x):
         return torch.func.jvp(lambda w: tp.grad(loss)(w, x), (w,), (w,))[1]
 
-    def rows(w: torch.Tensor, x: torch.Tensor) -> Any:
+    def rows(w, x):
         return torch.func.vmap(lambda w: tp.grad(loss)(w, x))(torch.stack([w, w + 1]))
 
     each = X[2:].sum() * 2  # the second derivative
@@ -240,19 +230,18 @@ def test_a_branch_without_a_part_in_the_gradient(way: str) -> None:
     assert run(rows, way, W, X).tolist() == [each * W, each * (W + 1)]
 
 
-def test_a_branch_of_some_devices_returns_whole_numbers(way: str) -> None:
+def test_a_branch_of_some_devices_returns_whole_numbers(way):
     """They have no tangents."""
 
-    def program(w: torch.Tensor, x: torch.Tensor) -> Any:
-        count, used = tp.cond(
-            x[0] > 2.5, lambda w, n: (n, w * 2), lambda w, n: (n + 1, w * 3), w, torch.tensor(2)
-        )
+    def program(w, x):
+        branches = lambda w, n: (n, w * 2), lambda w, n: (n + 1, w * 3)
+        count, used = tp.cond(x[0] > 2.5, *branches, w, torch.tensor(2))
         return tp.psum(count * used, "x")
 
-    def along(w: torch.Tensor, x: torch.Tensor) -> Any:
+    def along(w, x):
         return torch.func.jvp(lambda w: program(w, x), (w,), (w,))[1]
 
-    def rows(w: torch.Tensor, x: torch.Tensor) -> Any:
+    def rows(w, x):
         return torch.func.vmap(lambda w: along(w, x))(torch.stack([w, w + 1]))
 
     slope = 2 * (2 * 2) + 2 * (3 * 3)
@@ -261,16 +250,12 @@ def test_a_branch_of_some_devices_returns_whole_numbers(way: str) -> None:
     assert run(rows, way, W, X).tolist() == [slope * W, slope * (W + 1)]
 
 
-def test_a_derivative_within_a_branch_of_some_devices(way: str) -> None:
-    def cube(x: torch.Tensor, w: torch.Tensor) -> Any:
-        slope = tp.cond(
-            x[0] > 2.5,
-            lambda: torch.func.hessian(lambda w: w**3)(w),
-            lambda: tp.grad(lambda w: w**3)(w),
-        )
-        return slope[None]
+def test_a_derivative_within_a_branch_of_some_devices(way):
+    def cube(x, w):
+        first, second = tp.grad(lambda w: w**3), torch.func.hessian(lambda w: w**3)
+        return tp.cond(x[0] > 2.5, lambda: second(w), lambda: first(w))[None]
 
-    def product(x: torch.Tensor, w: torch.Tensor) -> Any:
+    def product(x, w):
         branch = tp.grad(lambda w: w * x[0])
         return tp.cond(x[0] > 2.5, lambda: branch(w), lambda: w * 1)[None]
 
@@ -280,8 +265,8 @@ def test_a_derivative_within_a_branch_of_some_devices(way: str) -> None:
         run(lambda w, x: product(x, w), way, W, X, out=P("x"))
 
 
-def test_the_mean_over_an_axis(way: str) -> None:
-    def slopes(w: torch.Tensor, x: torch.Tensor) -> Any:
+def test_the_mean_over_an_axis(way):
+    def slopes(w, x):
         own = tp.value_and_grad(lambda w: (w * x).sum(), mean_over="x")(w)
         return own, tp.grad(lambda w: tp.pmean((w * x).sum(), "x"), mean_over="x")(w)
 
@@ -294,8 +279,8 @@ def test_the_mean_over_an_axis(way: str) -> None:
         run(tp.grad(lambda x, w: (w * x).sum(), mean_over="x"), way, X, W, in_specs=(P("x"), P()))
 
 
-def test_a_gradient_that_is_summed_already_is_not_reduced_unseen() -> None:
-    def slope(w: torch.Tensor, x: torch.Tensor) -> Any:
+def test_a_gradient_that_is_summed_already_is_not_reduced_unseen():
+    def slope(w, x):
         return tp.grad(lambda w: (w * x).sum())(w) / 2
 
     with pytest.warns(UserWarning, match="already summed over 'x'; psum multiplies it by 4") as log:
@@ -308,15 +293,9 @@ def test_a_gradient_that_is_summed_already_is_not_reduced_unseen() -> None:
     assert run(lambda w, x: tp.psum(own(x, w), "x"), "graph", W, X).item() == 8
 
 
-def test_derivatives_from_outside_of_a_map_without_the_check() -> None:
-    mesh = tp.make_mesh((4,), ("x",))
-    call = tp.shard_map(
-        lambda w, x: tp.psum(w * x, "x"),
-        mesh=mesh,
-        in_specs=SPECS,
-        out_specs=P(),
-        check_vma=False,
-        compile=EAGER,
-    )
+def test_derivatives_from_outside_of_a_map_without_the_check():
+    options = {"in_specs": SPECS, "out_specs": P(), "check_vma": False, "compile": EAGER}
+    options["mesh"] = tp.make_mesh((4,), ("x",))
+    call = tp.shard_map(lambda w, x: tp.psum(w * x, "x"), **options)
     found = torch.func.grad(lambda w, x: call(w, x).sum(), (0, 1))(W, X)
     torch.testing.assert_close(found, (X.sum(), W.expand(4)))

@@ -1,7 +1,5 @@
 """Covers: how long the tracebacks of mistakes are, line by line, in scripts and notebooks."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
@@ -138,10 +136,9 @@ def test_the_note_names_statics_and_counts_what_it_leaves_out():
     def fails(x, n, more):
         raise LookupError
 
+    mapped = tp.pmap(fails, in_axes=(1, 0, 0), static_broadcasted_argnums=1)
     with pytest.raises(LookupError) as caught:
-        tp.pmap(fails, in_axes=(1, 0, 0), static_broadcasted_argnums=1)(
-            torch.ones(2, 4), "n" * 99, [None, *torch.ones(9, 4)]
-        )
+        mapped(torch.ones(2, 4), "n" * 99, [None, *torch.ones(9, 4)])
     (note,) = caught.value.__notes__
     assert note == (
         "while tracing `fails`: arguments x float32[2], n = 'nnnnnnnnnnnn...nnnnnnnnnnnnn', "

@@ -1,9 +1,5 @@
 """Covers: _transforms/vmap.py."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -18,63 +14,49 @@ X = torch.arange(6.0).reshape(2, 3)
 V = torch.tensor([1.0, 2.0, 3.0])
 
 
-@pytest.mark.parametrize(
-    ("in_axes", "out_axes", "expected"),
-    [
-        (0, 0, X * 2),
-        (1, 0, X.T * 2),
-        (-1, 0, X.T * 2),
-        (0, 1, X.T * 2),
-        (1, -1, X * 2),
-        ((1,), 1, X * 2),
-        ([0], 0, X * 2),
-    ],
-)
-def test_axes(in_axes: Any, out_axes: Any, expected: torch.Tensor) -> None:
+AXES = [
+    *((0, 0, X * 2), (1, 0, X.T * 2), (-1, 0, X.T * 2), (0, 1, X.T * 2)),
+    *((1, -1, X * 2), ((1,), 1, X * 2), ([0], 0, X * 2)),
+]
+
+
+@pytest.mark.parametrize(("in_axes", "out_axes", "expected"), AXES)
+def test_axes(in_axes, out_axes, expected):
     assert torch.equal(vmap(lambda x: x * 2, in_axes, out_axes)(X), expected)
 
 
-def test_axes_are_tree_prefixes() -> None:
-    def f(t: Any, y: torch.Tensor, n: int) -> Any:
+def test_axes_are_tree_prefixes():
+    def f(t, y, n):
         return {"a": t["x"] + y, "b": (t["k"] * n, y)}
 
-    out = vmap(f, ({"x": 1, "k": None}, 0, None), {"a": 0, "b": (None, 0)})(
-        {"x": X, "k": torch.tensor(5.0)}, V, 2
-    )
+    mapped = vmap(f, ({"x": 1, "k": None}, 0, None), {"a": 0, "b": (None, 0)})
+    out = mapped({"x": X, "k": torch.tensor(5.0)}, V, 2)
     assert torch.equal(out["a"], X.T + V[:, None])
     assert out["b"][0].item() == 10.0
     assert torch.equal(out["b"][1], V)
 
 
-def test_keyword_arguments_are_mapped_over_dim_0() -> None:
+def test_keywords_over_dim_0_numpy_numbers_and_none():
     assert torch.equal(vmap(lambda x, *, y: x * y, in_axes=1)(X, y=V), X.T * V[:, None])
-
-
-def test_numpy_numbers_and_none() -> None:
     x, y, z = vmap(lambda x: (x, 3, None))(np.arange(2))
     assert (x.tolist(), y.tolist(), z) == ([0, 1], [3, 3], None)
     assert vmap(lambda x, n: x if n is None else None)(V, None).tolist() == V.tolist()
 
 
-def test_named_axis() -> None:
+def test_named_axis():
     assert vmap(lambda x: x / psum(x, "j"), axis_name="j")(V).tolist() == (V / 6).tolist()
     assert vmap(lambda: axis_index("j"), axis_name="j", axis_size=3)().tolist() == [0, 1, 2]
     assert axis_stack.bound() == ()
-
-
-def test_unnamed_axis_is_transparent() -> None:
     f = vmap(vmap(lambda x: psum(x, "j")), axis_name="j")
-    assert f(X).tolist() == X.sum(0).expand(2, 3).tolist()
+    assert f(X).tolist() == X.sum(0).expand(2, 3).tolist()  # an axis without a name is transparent
 
 
-def test_out_axes_none_is_checked_per_level() -> None:
+def test_out_axes_none_is_checked_per_level():
     assert vmap(lambda x: psum(x, "j"), axis_name="j", out_axes=None)(V).item() == 6.0
     of_all = [[2, 0, 1]]
     total = vmap(lambda x: psum(x, "j", axis_index_groups=of_all), axis_name="j", out_axes=None)
     assert total(V).item() == 6.0
-    gathered = vmap(
-        lambda x: all_gather(x, "j", axis_index_groups=of_all), axis_name="j", out_axes=None
-    )
+    gathered = vmap(lambda x: all_gather(x, "j", axis_index_groups=of_all), 0, None, axis_name="j")
     assert gathered(V).tolist() == V[of_all[0]].tolist()
     # Batched by the outer vmap only, which torch.func.vmap's own check refuses.
     f = vmap(vmap(lambda x: psum(x, "j"), axis_name="j", out_axes=None))
@@ -84,7 +66,7 @@ def test_out_axes_none_is_checked_per_level() -> None:
         vmap(lambda x: {"a": 1, "b": x}, axis_name="j", out_axes=None)(V)
 
 
-def test_under_torch_func() -> None:
+def test_under_torch_func():
     f = vmap(lambda x: psum(x**2, "j"), axis_name="j", out_axes=None)
     assert torch.func.grad(f)(V).tolist() == [2.0, 4.0, 6.0]
     assert torch.func.hessian(f)(V).tolist() == (2 * torch.eye(3)).tolist()
@@ -92,7 +74,7 @@ def test_under_torch_func() -> None:
     assert tangent.item() == 28.0
 
 
-def test_randomness() -> None:
+def test_randomness():
     torch.manual_seed(0)
     different = vmap(lambda x: torch.rand(()), axis_size=4, in_axes=None)(0)
     assert len(set(different.tolist())) == 4
@@ -100,8 +82,8 @@ def test_randomness() -> None:
     assert len(set(same.tolist())) == 1
 
 
-def test_keeps_the_name() -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
+def test_keeps_the_name():
+    def f(x):
         """Doc."""
         return x
 
@@ -124,7 +106,7 @@ def test_keeps_the_name() -> None:
         (lambda: vmap(lambda x: "text")(X), TypeError, "output is 'text' of type str"),
     ],
 )
-def test_errors(call: Any, kind: type[Exception], text: str) -> None:
+def test_errors(call, kind, text):
     with pytest.raises(kind, match=text):
         call()
 
@@ -132,7 +114,7 @@ def test_errors(call: Any, kind: type[Exception], text: str) -> None:
 K = torch.tensor([0, 2, 1])
 
 
-def written(row: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def written(row, k):
     row = row * 1.0
     row[k].add_(5.0)
     v = row[k]
@@ -143,8 +125,8 @@ def written(row: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 @pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("mode", [EAGER, False])
-def test_views_at_positions_that_differ_by_row_in_a_mapped_function(mode: Any, count: int) -> None:
-    def f(x: torch.Tensor) -> Any:
+def test_views_at_positions_that_differ_by_row_in_a_mapped_function(mode, count):
+    def f(x):
         return torch.func.vmap(written)(x, K)
 
     xs = torch.arange(36.0).reshape(4, 3, 3)[:count]

@@ -2,8 +2,6 @@
 keys, lowered calls, and what threads change.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import decimal
@@ -44,25 +42,21 @@ class Named:
         return hash(self.name)
 
 
-@pytest.mark.parametrize(
-    ("read", "values"),
-    [
-        (lambda s: math.copysign(1, s), [0.0, -0.0]),
-        (lambda s: s[0], [(2,), (2.0,), (True,)]),
-        (lambda s: next(iter(s)), [frozenset([1]), frozenset([1.0])]),
-        (lambda s: next(iter(s)), [frozenset([0, 8]), frozenset([8, 0])]),
-        (lambda s: s.value, [Config(1), Config(1.0), Config(True)]),
-        (lambda s: s.value[0].value, [Config((Config(1),)), Config((Config(1.0),))]),
-        (lambda s: s.scale, [Named("a", 1), Named("a", 2.0), Named("a", 3)]),
-        (lambda s: int(s), [np.float32(1), np.int64(1), 1.0]),
-        (lambda s: len(str(s)), [decimal.Decimal("1.0"), decimal.Decimal("1.00")]),
-        (lambda s: s.stop, [range(0, 3, 2), range(0, 4, 2)]),
-    ],
-    ids=[
-        *("zero", "tuple", "frozenset", "order", "dataclass", "nested", "by-name", "numpy"),
-        *("decimal", "range"),
-    ],
-)
+STATICS = {
+    "zero": (lambda s: math.copysign(1, s), [0.0, -0.0]),
+    "tuple": (lambda s: s[0], [(2,), (2.0,), (True,)]),
+    "frozenset": (lambda s: next(iter(s)), [frozenset([1]), frozenset([1.0])]),
+    "order": (lambda s: next(iter(s)), [frozenset([0, 8]), frozenset([8, 0])]),
+    "dataclass": (lambda s: s.value, [Config(1), Config(1.0), Config(True)]),
+    "nested": (lambda s: s.value[0].value, [Config((Config(1),)), Config((Config(1.0),))]),
+    "by name": (lambda s: s.scale, [Named("a", 1), Named("a", 2.0), Named("a", 3)]),
+    "numpy": (lambda s: int(s), [np.float32(1), np.int64(1), 1.0]),
+    "decimal": (lambda s: len(str(s)), [decimal.Decimal("1.0"), decimal.Decimal("1.00")]),
+    "range": (lambda s: s.stop, [range(0, 3, 2), range(0, 4, 2)]),
+}
+
+
+@pytest.mark.parametrize(("read", "values"), STATICS.values(), ids=STATICS)
 def test_statics_that_are_equal_but_differ(mode, read, values):
     f = tp.pmap(lambda x, s: torch.zeros(2) + read(s), static_broadcasted_argnums=1, compile=mode)
     for _ in range(2):
@@ -125,24 +119,16 @@ def test_a_static_object_that_changes_before_its_derivative_is_traced():
 # The order of dicts ------------------------------------------------------------------------------
 
 
-def test_a_function_sees_its_own_order_of_keys(mode):
-    f = tp.pmap(lambda d: torch.stack(list(d.values())), compile=mode)
-    for _ in range(2):
-        for tree in ({"a": X, "b": -X}, {"b": -X, "a": X}):
-            assert f(tree).tolist() == torch.stack(list(tree.values()), 1).tolist()
-    g = tp.pmap(lambda d: {key: d[key] + 1 for key in d}, compile=mode)
-    for tree in ({"a": X, "b": -X}, {"b": -X, "a": X}, {"a": X, "b": -X}):
-        assert list(g(tree)) == list(tree)
-    nested = tp.pmap(lambda d: next(iter(d["c"].values())), compile=mode)
-    for tree in ({"a": X, "b": -X}, {"b": -X, "a": X}, {"a": X, "b": -X}):
-        assert nested({"c": tree}).tolist() == next(iter(tree.values())).tolist()
-
-
-def test_a_function_sees_its_own_order_of_keywords(mode):
-    f = tp.pmap(lambda **d: torch.stack(list(d.values())), compile=mode)
-    for _ in range(2):
-        assert f(a=X, b=-X).tolist() == torch.stack([X, -X], 1).tolist()
-        assert f(b=-X, a=X).tolist() == torch.stack([-X, X], 1).tolist()
+def test_a_function_sees_its_own_order_of_keys_and_keywords(mode):
+    stacked = tp.pmap(lambda d: torch.stack(list(d.values())), compile=mode)
+    of_keywords = tp.pmap(lambda **d: torch.stack(list(d.values())), compile=mode)
+    same_keys = tp.pmap(lambda d: {key: d[key] + 1 for key in d}, compile=mode)
+    first = tp.pmap(lambda d: next(iter(d["c"].values())), compile=mode)
+    for tree in ({"a": X, "b": -X}, {"b": -X, "a": X}) * 2:
+        assert stacked(tree).tolist() == torch.stack(list(tree.values()), 1).tolist()
+        assert of_keywords(**tree).tolist() == torch.stack(list(tree.values()), 1).tolist()
+        assert list(same_keys(tree)) == list(tree)
+        assert first({"c": tree}).tolist() == next(iter(tree.values())).tolist()
 
 
 def test_gradients_with_the_keys_in_another_order():
@@ -155,9 +141,6 @@ def test_gradients_with_the_keys_in_another_order():
         found = f(dict.fromkeys(order, w), X + 1)
         assert list(found) == list(order)
         assert (found["a"][0].item(), found["b"][0].item()) == expected
-
-
-# lower -----------------------------------------------------------------------------------------
 
 
 def test_lower_and_the_call_trace_once():
@@ -185,8 +168,6 @@ def test_lowered_for_one_order_of_keys():
     with pytest.raises(TypeError, match=r"does not match.*'b': \*, 'a': \*"):
         compiled({"b": -X, "a": X})
 
-
-# Threads ---------------------------------------------------------------------------------------
 
 RATE = 2.0
 
