@@ -1,7 +1,5 @@
 """An array of some other library."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

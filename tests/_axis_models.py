@@ -4,8 +4,6 @@
 row ``x`` of that shape, must give the rows of ``model(rows)``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ finished = launch(2, "script.py", str(folder))
 assert finished.code == 0, finished.output
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import re
@@ -127,7 +125,7 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def jobs_of(program: str, folder: Path, **settings: str) -> dict[str, Any]:
-    """Run the jobs of a program in tests/runtime (see ``_failing_ranks.py``): by name, how each of
+    """Run the jobs of a program in tests/runtime (see ``_jobs.py``): by name, how each of
     their processes ended.
     """
     command = [sys.executable, str(TESTS / "runtime" / program), str(folder)]

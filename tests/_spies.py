@@ -1,7 +1,5 @@
 """See what the running pool is asked to do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

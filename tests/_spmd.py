@@ -7,8 +7,6 @@ The processes are started once and run any number of functions, which must be im
 in a ``FileStore``, and their groups are those that workers make.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import tempfile

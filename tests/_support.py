@@ -1,7 +1,5 @@
 """What the tests of the runtime share: waiting, processes, and the handles on a running pool."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Settings of all tests: a cheap pool, reproducible cases, and no test leaves anything behind."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib.util
@@ -63,7 +61,6 @@ LONGEST = (
     "test_torchrun_failures.py",
     "test_collectives_axes.py",
     "test_debug.py",
-    "test_worker_children.py",
     "test_docs.py",
     "test_tensor_strides.py",
     "test_two_hosts.py",
@@ -83,7 +80,6 @@ LONGEST = (
     "test_prefetch.py",
     "test_clip_schedule.py",
     "test_accumulate.py",
-    "test_gradients_ported.py",
     "test_gpu_scripts.py",
     "test_one_device.py",
 )

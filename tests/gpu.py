@@ -13,8 +13,6 @@ are not run again.  Without a GPU the lagging platform stands for it (CONTRIBUTI
 This file is also the plugin of pytest that writes what each test gave, and limits its time.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Covers: the layers of the folders, the public names, private parts of torch, sizes of files."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

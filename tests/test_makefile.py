@@ -1,7 +1,5 @@
 """Covers: the Makefile: which environment is set up for which torch and Python."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Covers: tests/_support.py, which cases of a test run by default."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

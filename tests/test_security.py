@@ -1,7 +1,5 @@
 """Covers: which modules read pickles at all, and so run what is in them (see docs/security.md)."""
 
-from __future__ import annotations
-
 import ast
 
 from test_layers import SOURCES

@@ -1,7 +1,5 @@
 """Trees and node types that several test files use."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator

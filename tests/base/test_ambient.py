@@ -2,8 +2,6 @@
 inside.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 

@@ -1,7 +1,5 @@
 """Covers: check_array in _base/errors.py: arrays that mean more than their data are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Covers: _base/axis_spec.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections import OrderedDict, defaultdict

@@ -1,7 +1,5 @@
 """Covers: _base/config.py."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

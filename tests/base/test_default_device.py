@@ -1,7 +1,5 @@
 """Covers: calls under a default device, which is that of the caller's own tensors only."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _support import EAGER

@@ -1,7 +1,5 @@
 """Covers: _base/devices.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pickle

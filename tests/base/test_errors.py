@@ -1,7 +1,5 @@
 """Covers: _base/errors.py."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """Covers: _base/exact.py: keys that are equal only for values that no code can tell apart."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import decimal

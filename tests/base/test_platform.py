@@ -1,7 +1,5 @@
 """Covers: _base/platform.py, and that no other module knows of kinds of accelerators."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import os

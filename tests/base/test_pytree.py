@@ -1,7 +1,5 @@
 """Covers: _base/pytree.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Covers: _base/torch_versions.py.  Expectations are plain torch, row by row."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Covers: _base/tracebacks.py, _base/boundary.py, _base/sources.py: what callers see of errors."""
 
-from __future__ import annotations
-
 import builtins
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Checkpoints as they were saved, for tests that change them, and what is loaded of the change."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A child is forked for every moment.  It replaces the checkpoint and ends itself 
 operation in the folder; then the parent loads what is there.  Host values only: no pool to fork.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ both.
 Expectations are computed here from the numbers that go in; an assertion ends the job.
 """
 
-from __future__ import annotations
-
 import resource
 import signal
 import sys

@@ -2,8 +2,6 @@
 and resumes.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

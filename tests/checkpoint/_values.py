@@ -1,7 +1,5 @@
 """What the tests of checkpoints save, and how they look at what is on disk."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Four devices to save and load on, and checkpoints that were saved."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Covers: checkpoint.py and the modules _checkpoint_*: what is saved is what is loaded."""
 
-from __future__ import annotations
-
 import collections
 import os
 import pickle

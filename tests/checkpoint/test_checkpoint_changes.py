@@ -2,8 +2,6 @@
 any change: they are refused, or what is loaded is what was saved.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import shutil

@@ -2,8 +2,6 @@
 under torchrun.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

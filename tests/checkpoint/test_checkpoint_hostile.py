@@ -3,8 +3,6 @@ another user has made: nothing of them runs, opens what is outside, waits, or is
 value.
 """
 
-from __future__ import annotations
-
 import io
 import mmap
 import os

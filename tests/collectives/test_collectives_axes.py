@@ -121,7 +121,6 @@ def check_linear(name, value, pulled):
     np.testing.assert_allclose(pulled.numpy(), transposed(LINEAR[name], w), rtol=1e-12)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("world_name", ON_PROCESSES)
 def test_on_processes(world_name, name, run):

@@ -1,7 +1,5 @@
 """Covers: python -m torchpmap: facts, findings, the self-test, both commands."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

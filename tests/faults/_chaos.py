@@ -9,8 +9,6 @@ stages, asks ``tp.debug.fake_pmap`` what is right, lets the fault happen, and lo
 * Each of these ends in time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

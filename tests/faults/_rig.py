@@ -1,7 +1,5 @@
 """What the tests of faults share: a pool, ways to break it, and a look at what is left."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Workers know the module of a test before a fault is timed in it."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -7,8 +7,6 @@ A row is measured from the moment the caller makes the call that meets the fault
 has its answer; where the program ends (rows 23 and 24), from its end until nothing of it is left.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ not free, after its first 4,000 calls, since the first calls of every program al
 others use.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc

@@ -2,8 +2,6 @@
 11 of the matrix for compiled calls.  See docs/faults.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

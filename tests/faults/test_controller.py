@@ -1,7 +1,5 @@
 """Rows 23 to 25 of the matrix: the controller ends or forks.  See docs/faults.md."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

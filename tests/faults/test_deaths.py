@@ -1,7 +1,5 @@
 """Rows 1 to 7 of the matrix: a worker ends.  See docs/faults.md."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

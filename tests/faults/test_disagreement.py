@@ -1,7 +1,5 @@
 """Rows 13 to 17 of the matrix: ranks run different collectives.  See docs/faults.md."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 

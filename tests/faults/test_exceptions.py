@@ -1,7 +1,5 @@
 """Rows 8 to 12 of the matrix: the mapped function raises.  See docs/faults.md."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

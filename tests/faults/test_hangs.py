@@ -1,7 +1,5 @@
 """Rows 18 to 21 of the matrix: a rank does not come to an end.  See docs/faults.md."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Row 22 of the matrix: Ctrl-C in the controller.  See docs/faults.md."""
 
-from __future__ import annotations
-
 import collections
 import signal
 import threading

@@ -2,8 +2,6 @@
 do, what is known when, and late errors.
 """
 
-from __future__ import annotations
-
 import threading
 
 import pytest

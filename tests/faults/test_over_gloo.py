@@ -1,7 +1,5 @@
 """The same faults where processes do not share memory: collectives go through Gloo."""
 
-from __future__ import annotations
-
 import pytest
 import test_compiled
 import test_deaths

@@ -3,8 +3,6 @@
 See docs/faults.md.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

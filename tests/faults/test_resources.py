@@ -1,7 +1,5 @@
 """Rows 26 and 27 of the matrix: something runs out, or grows.  See docs/faults.md."""
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

@@ -1,7 +1,5 @@
 """Random faults at random moments, seeded; ``soak.py`` runs the same for long."""
 
-from __future__ import annotations
-
 import pytest
 from _chaos import Chaos
 from _support import TEST_ALL

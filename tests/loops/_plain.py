@@ -1,7 +1,5 @@
 """Loops and branches as plain Python: what ``tp.scan`` and the others must equal."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """Covers: ``cond`` and ``switch``, and their derivatives."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

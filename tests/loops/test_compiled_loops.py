@@ -1,7 +1,5 @@
 """Covers: _trace/compiled_loops.py and the code of bodies: what Inductor's code does with scans."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _plain import GRAPH, check, printed

@@ -1,7 +1,5 @@
 """Covers: traced numbers as indices in a body; first numbers, with the dtypes of JAX (0.10.2)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Covers: _trace/loop_report.py: what ``lower()`` says about how loops run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _support import EAGER

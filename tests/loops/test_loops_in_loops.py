@@ -1,7 +1,5 @@
 """Covers: _loops/surroundings.py: closures of loops in loops, transforms through all of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _plain import GRAPH, check

@@ -1,7 +1,5 @@
 """Covers: loops and branches with collectives in them, on devices, what they draw and print."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

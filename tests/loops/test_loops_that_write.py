@@ -1,7 +1,5 @@
 """Covers: _loops/bodies.py: bodies that write in place to what they get or close over."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _plain import GRAPH, check, same_everywhere
@@ -142,7 +140,6 @@ DERIVED = {
 }
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", KEPT)
 @pytest.mark.parametrize("how", DERIVED)
 def test_derivatives_of_what_writes(name, how):

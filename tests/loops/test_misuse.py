@@ -1,7 +1,5 @@
 """Covers: what ``scan``, ``while_loop``, ``fori_loop``, ``cond`` and ``switch`` refuse."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Covers: ``scan``, ``fori_loop``, ``while_loop``, ``map``, and all their derivatives."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

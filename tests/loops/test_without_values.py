@@ -1,7 +1,5 @@
 """Covers: _loops/without_values.py: where kinds are needed and no step is, nothing happens."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """Covers: _modules/batch.py: batches cut over the devices."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

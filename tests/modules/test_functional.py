@@ -1,7 +1,5 @@
 """Covers: _modules/functional.py: modules as pure functions; batch norms of the whole batch."""
 
-from __future__ import annotations
-
 import copy
 import re
 

@@ -1,7 +1,5 @@
 """Covers: _modules/prefetch.py: batches that are loaded while the loop works."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -1,7 +1,5 @@
 """Covers: _modules/replicate.py: modules and optimizers on all devices."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -2,8 +2,6 @@
 test_torchrun.py).
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -79,7 +79,6 @@ def test_reverse_mode(program):
     assert type(mine.grad) is torch.Tensor
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "transform", [torch.func.jacrev, torch.func.jacfwd], ids=["jacrev", "jacfwd"]
 )
@@ -96,7 +95,6 @@ def test_batches(program):
     same(torch.func.vmap(mapped, 1, -1)(batch.movedim(0, 1)), expected.movedim(0, -1))
 
 
-@pytest.mark.sampled(2)
 def test_second_order(program):
     mapped, whole = program
     x = Y[:, :1].clone()
@@ -509,7 +507,6 @@ POLYNOMIALS = {
 }
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("pool", [2], indirect=True)  # two rows per device
 @pytest.mark.parametrize("name", POLYNOMIALS)
 @pytest.mark.parametrize(

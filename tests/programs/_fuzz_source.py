@@ -1,7 +1,5 @@
 """Programs of the fuzzer as Python source."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence

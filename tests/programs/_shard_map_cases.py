@@ -5,8 +5,6 @@ devices, and for a list with the block of every device, in row-major order, wher
 plain indexing.  The lists are ordinary torch code in float64, so autograd knows their derivatives.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -6,8 +6,6 @@ test_torchrun_loops.py).
 Programs that map nothing run whole in a mapped function, for a row on each rank.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

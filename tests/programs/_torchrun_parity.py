@@ -8,8 +8,6 @@ rows that is its own, and the parts of the results are put together.  Where a tr
 the call, the inputs are values that span the ranks instead.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -18,8 +18,6 @@ all rows at once, ``serial``: one after the other), and a few through Inductor: 
 ``TORCHPMAP_TEST_ALL=1`` in the environment, which takes twenty minutes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import zlib

@@ -5,8 +5,6 @@
 and whole in a mapped function.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -6,8 +6,6 @@ The model of a program works on all rows at once, with sums, rolls and indexing 
 knows nothing of devices or axes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -12,8 +12,6 @@ operation by operation on the devices (``uncompiled``), in this process (``inlin
 Inductor; the longer programs in some of these only, unless ``TORCHPMAP_TEST_ALL=1``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -73,7 +71,6 @@ def check(found: Any, wanted: Any, rtol: float, atol: float, path: str = "") -> 
     np.testing.assert_allclose(*numbers, rtol=rtol, atol=atol, err_msg=path)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("run", imagenet_torch.RUNS)
 @pytest.mark.parametrize("mode", modes("graph", "shared", "uncompiled", "inline"))
 def test_imagenet(run: str, mode: str) -> None:

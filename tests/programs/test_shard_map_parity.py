@@ -9,8 +9,6 @@ have statements before the expression whose value is compared.  For an error, th
 the words that a message must have are given.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import functools

@@ -4,8 +4,6 @@ Covers: specs of all kinds on meshes of one to three axes; collectives over one 
 any order; trees; closures; derivatives from outside; ``vmap`` around.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -5,8 +5,6 @@ Which runs what, and how, is in ``_torchrun_loops.py``.  Some programs by defaul
 a function; TORCHPMAP_TEST_ALL=1 runs all in every mode.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

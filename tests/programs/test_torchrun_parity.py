@@ -4,8 +4,6 @@ Covers: the runtime of launched processes, through whole programs; which runs wh
 ``_torchrun_parity.py``.  Some programs of every family by default; TORCHPMAP_TEST_ALL=1 runs all.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

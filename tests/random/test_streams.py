@@ -187,7 +187,6 @@ def several(x):
     return torch.stack([torch.randn(3), torch.rand(3), F.dropout(x, 0.5)])
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pool", [4, 2, 1], indirect=True)
 def test_rows_draw_the_same_wherever_they_are(pool, mode):
     names = {4: (None, "i"), 2: ("i",), 1: (None,)}

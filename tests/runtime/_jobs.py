@@ -11,8 +11,6 @@ from itself, because importing torch takes longer than all of them.  Nothing may
 that does not end is killed, and has no exit code.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import os

@@ -2,8 +2,6 @@
 that the checks let equal things pass.  See ``_torchrun_cases.py``.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

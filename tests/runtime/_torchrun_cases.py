@@ -7,8 +7,6 @@ The global axis has 4 rows in most cases, [0, 1, 2, 3]: 2 ranks with 2 rows each
 measurements of JAX with 2 processes of 2 devices, or 4 ranks with one row each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

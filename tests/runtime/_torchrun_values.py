@@ -4,8 +4,6 @@ torchpmap.multihost.
 Run as a script (under torchrun) this file runs all cases and writes the results down.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -2,8 +2,6 @@
 notebook: test_contexts.py).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

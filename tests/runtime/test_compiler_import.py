@@ -2,8 +2,6 @@
 memory, and when.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

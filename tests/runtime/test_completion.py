@@ -1,7 +1,5 @@
 """Covers: _runtime/completion.py on the lagging platform, in this process."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import weakref

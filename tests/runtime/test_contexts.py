@@ -3,8 +3,6 @@
 Covers: _runtime/local/process.py, _runtime/local/worker.py (lifeline), _runtime/current.py (exit).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

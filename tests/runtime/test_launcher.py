@@ -1,7 +1,5 @@
 """Covers: _runtime/torchrun/launcher.py: what each launcher says in its variables, as one place."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -2,8 +2,6 @@
 collectives are those of NCCL in a world of one; elsewhere the device is a CPU.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Covers: _runtime/local/output.py: lines of workers, and the thread that prints them."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -1,7 +1,5 @@
 """Covers: _runtime/torchrun/placement.py."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Covers: the memory in which workers say how far they are, and the bell that wakes who waits."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Covers: _runtime/local/reentry.py: calls and dropped values of signal handlers and finalizers."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

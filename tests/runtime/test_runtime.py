@@ -2,8 +2,6 @@
 rest).
 """
 
-from __future__ import annotations
-
 import gc
 import linecache
 import os

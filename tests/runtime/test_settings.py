@@ -1,7 +1,5 @@
 """Covers: that an assignment to ``tp.config`` applies at once or raises: _runtime/current.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _support import EAGER

@@ -2,8 +2,6 @@
 processes that no runtime started.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

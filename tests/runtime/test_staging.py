@@ -1,7 +1,5 @@
 """Covers: _runtime/local/staging.py and _runtime/local/values.py, blocks in shared memory."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import resource

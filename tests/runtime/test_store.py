@@ -2,8 +2,6 @@
 _runtime/torchrun/rendezvous.py what needs no job.
 """
 
-from __future__ import annotations
-
 import collections
 import math
 import os

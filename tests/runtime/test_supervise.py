@@ -1,7 +1,5 @@
 """Covers: _runtime/local/supervise.py. No process is started: events go in, actions come out."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

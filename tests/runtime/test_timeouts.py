@@ -1,7 +1,5 @@
 """Covers: _runtime/local/limits.py, _runtime/local/triage.py: calls that may take only so long."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

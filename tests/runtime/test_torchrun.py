@@ -5,8 +5,6 @@ number of ranks is one job that runs them all, and every case is a test that loo
 got.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 a stranger wrote, and what torchrun makes of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -2,8 +2,6 @@
 known when, and late errors.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

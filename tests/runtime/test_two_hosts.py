@@ -4,8 +4,6 @@ Each has 2 ranks, started by a torchrun of its own; nothing says which interface
 Needs root and ``ip``; skipped where namespaces are not allowed.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

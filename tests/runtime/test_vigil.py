@@ -1,7 +1,5 @@
 """Covers: _runtime/local/vigil.py, without a clock and without workers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

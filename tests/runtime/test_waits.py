@@ -3,8 +3,6 @@ of ours or the operating system does: _runtime/local/pool.py, _runtime/local/cre
 _runtime/local/lookout.py.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import ctypes

@@ -4,8 +4,6 @@ Its stream stays in order, its errors stay what they are, values are what tracin
 process that the code makes outlives its worker (nor the controller: test_contexts.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Tensors in all layouts that operations on blocks take, where results are, tables of functions."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 Run as a script (under torchrun, with 4 ranks) this file runs all cases and writes the results down.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

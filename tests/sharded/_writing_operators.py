@@ -1,7 +1,5 @@
 """ATen's operators that write to their arguments, with arguments that they accept."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

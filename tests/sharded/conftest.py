@@ -1,7 +1,5 @@
 """Values on four devices."""
 
-from __future__ import annotations
-
 import pytest
 from _sharded_values import ROWS
 from _support import EAGER

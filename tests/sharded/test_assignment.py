@@ -3,8 +3,6 @@
 Expectations are plain torch's.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -61,7 +59,6 @@ def error_of(write, x):
     return None
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
 @pytest.mark.parametrize("spec", LAYOUTS.values(), ids=LAYOUTS)
 def test_assignments(index, spec):

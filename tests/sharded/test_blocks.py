@@ -5,8 +5,6 @@ Every case is an expression of values, of those on the devices and of the same p
 plain torch says what must come out.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _sharded_values import (

@@ -1,7 +1,5 @@
 """Covers: _sharded/device_put.py and the device queries of _runtime/current.py."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Covers: _sharded/host_copy.py: code that reads memory finds a copy, and shared values shared."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import io

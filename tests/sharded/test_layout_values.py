@@ -2,8 +2,6 @@
 pickles, pictures, texts and checkpoints.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -5,8 +5,6 @@ A table of operations and layouts: the numbers are those of plain torch, on ever
 nothing gathers.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 
@@ -97,7 +95,6 @@ TABLE = """
 ROWS = [part.strip() for line in TABLE.splitlines() for part in line.split(";") if "->" in part]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("row", ROWS)
 def test_nothing_gathers(row, spec):
@@ -263,7 +260,6 @@ def test_half_precision_is_rounded_once():
 # Moves (of several processes: test_torchrun_layouts.py) -------------------------------------------
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("after", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("before", LAYOUTS.values(), ids=LAYOUTS)
 def test_every_layout_moves_to_every_other(before, after):

@@ -3,8 +3,6 @@
 Expectations are torch's ``jvp`` of the same function of plain tensors.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _sharded_values import numbers

@@ -1,7 +1,5 @@
 """Covers: _sharded/layers.py, rules/layers.py: layers and losses on a batch cut over devices."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

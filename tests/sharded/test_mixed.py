@@ -6,8 +6,6 @@ operand on the host, whole on every device or cut along any dim.  Almost all dim
 so that no error tells when one is taken for another.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random
@@ -270,7 +268,6 @@ def check(call, layouts):
 MOST = 12 if TEST_ALL else 1
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_devices", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_mixed_layouts(name, num_devices):

@@ -2,8 +2,6 @@
 their errors, settings, gradients and reports.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

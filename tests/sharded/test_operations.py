@@ -3,8 +3,6 @@
 Which of them stay on the devices is tested in test_sharded_blocks.py.
 """
 
-from __future__ import annotations
-
 import copy
 import operator
 

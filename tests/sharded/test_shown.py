@@ -1,7 +1,5 @@
 """Covers: _sharded/shown.py: the view of a ShardedTensor in a notebook."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """Covers: _sharded/tensor.py: a ShardedTensor is a torch.Tensor whose data is elsewhere."""
 
-from __future__ import annotations
-
 import copy
 import io
 import operator

@@ -1,7 +1,5 @@
 """Covers: _sharded/strides.py: strides, and the derivatives that torch takes by them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _sharded_values import HERE, each, numbers, on_devices
@@ -71,7 +69,6 @@ def outcome(f, x):
         return error
 
 
-@pytest.mark.sampled(7)
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 @each("view", "x", VIEWS)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)

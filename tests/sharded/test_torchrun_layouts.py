@@ -4,8 +4,6 @@ values that are moved to another layout.
 The cases are in ``_torchrun_layouts.py``; one job of four ranks runs them all.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

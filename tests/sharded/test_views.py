@@ -1,7 +1,5 @@
 """Covers: _sharded/views.py: views of ShardedTensors share their values, as torch's views do."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -4,8 +4,6 @@ to is written, and memory that is not here is not touched.
 Expectations are plain torch's.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 

@@ -1,7 +1,5 @@
 """Whether changes outside a function are noticed, and seen by its next call."""
 
-from __future__ import annotations
-
 import torch
 
 from torchpmap._trace.environment import Environment

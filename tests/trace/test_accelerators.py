@@ -1,7 +1,5 @@
 """Covers: what is traced, compiled and run for an accelerator, on a machine that has none."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Covers: _trace/agreement.py, where devices that run Python compare their collectives."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

@@ -4,8 +4,6 @@ A CPU of these tests exchanges data while it computes, as accelerators do.  The 
 those without buckets, and those of one device.
 """
 
-from __future__ import annotations
-
 import re
 from datetime import timedelta
 from itertools import pairwise

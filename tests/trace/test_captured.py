@@ -2,8 +2,6 @@
 sees the present outside and never writes to it.
 """
 
-from __future__ import annotations
-
 import argparse
 import array
 import collections

@@ -1,7 +1,5 @@
 """Covers: _trace/capture.py: uncounted writes to what a function sees outside, reads by Python."""
 
-from __future__ import annotations
-
 import array
 import ctypes
 import functools

@@ -1,7 +1,5 @@
 """Covers: _trace/compile.py, without a pool."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

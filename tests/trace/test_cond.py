@@ -1,7 +1,5 @@
 """Covers: _trace/transform_rules.py: torch.cond in mapped functions, also under vmap."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _support import EAGER

@@ -3,8 +3,6 @@
 A worker imports nothing of the user's, so what defines an operation travels with what uses it.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Covers: ``dynamic_slice`` and relatives.  The expected values are those of JAX (0.10.2)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Covers: _trace/effects.py, through debug.print and debug.assert_replicated, in every mode."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """Covers: _trace/environment.py: which changes outside a function are noticed."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import dataclasses

@@ -1,7 +1,5 @@
 """Covers: _trace/reach.py: changes of classes, modules, partials and what hides behind names."""
 
-from __future__ import annotations
-
 import abc
 import contextvars
 import functools

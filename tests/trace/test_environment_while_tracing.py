@@ -1,7 +1,5 @@
 """Covers: _trace/environment.py: what changes while a function is traced."""
 
-from __future__ import annotations
-
 import threading
 import types
 

@@ -1,7 +1,5 @@
 """Covers: _trace/escaped.py: a tensor that outlives its mapped function is named by every use."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

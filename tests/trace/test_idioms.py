@@ -1,7 +1,5 @@
 """Covers: what warnings of untraceable functions and of attributes of JAX's arrays say to write."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _support import EAGER

@@ -1,7 +1,5 @@
 """Covers: ``x.data =``, moves in memory, seeds, tensors of traced numbers, what is replaced."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Covers: _trace/kinds.py: what cannot be on devices is refused; what can, arrives as it is."""
 
-from __future__ import annotations
-
 import decimal
 import fractions
 

@@ -1,7 +1,5 @@
 """Covers: _trace/pickling.py: what travels to the workers."""
 
-from __future__ import annotations
-
 import array
 import operator
 import pickle

@@ -1,7 +1,5 @@
 """Covers: _trace/remat.py: torch.utils.checkpoint inside mapped functions, against plain torch."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import accumulate
 
@@ -77,7 +75,6 @@ def whole(ws, x):
     return value.sum()
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pool", [4, 2], indirect=True)
 @pytest.mark.parametrize("wrap", CHECKPOINTS.values(), ids=CHECKPOINTS)
 def test_the_same_gradients(wrap, mode, pool):

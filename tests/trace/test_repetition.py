@@ -1,7 +1,5 @@
 """Covers: _trace/repetition.py: a warning about a Python loop that makes a long graph."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

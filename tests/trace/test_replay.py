@@ -1,7 +1,5 @@
 """Covers: _trace/replay.py: the kernels of a loop's body, repeated by C++."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -3,8 +3,6 @@
 Expectations are those of torch.func.vmap, for the same function of a row.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Covers: _trace/trace.py: from a function to a graph, without a process or a pool."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

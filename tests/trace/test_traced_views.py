@@ -1,7 +1,5 @@
 """Covers: views at traced positions: writes, reads after writes, derivatives; one_hot."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import nullcontext
 

@@ -269,7 +269,6 @@ PARTS = 7
 
 @nests
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.sampled(PARTS)
 def test_collectives(nest, part):
     """Every collective with every kind of groups and permutation, and its transpose."""
     tp.init(nest.num_devices)

@@ -135,7 +135,6 @@ def draws(x):
 @pytest.mark.parametrize("inner", ["different", "same"])
 @pytest.mark.parametrize("outer", ["different", "same"])
 @pytest.mark.parametrize("shape", [(2, 4), (9, 4), (8, 1)], ids=str)
-@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:.* 9 rows run on 3 of 8 devices")
 def test_random_numbers_do_not_depend_on_the_mesh(shape, outer, inner, mode):
     x = torch.zeros(*shape, 3)
@@ -168,7 +167,6 @@ def test_refused_random_numbers(mode):
 # --- options --------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(2, 4), (9, 4)], ids=str)
 def test_check_replicated(shape, mode):
     x = torch.arange(float(np.prod(shape))).reshape(shape)

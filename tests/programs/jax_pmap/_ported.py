@@ -5,8 +5,6 @@ A test checks what the JAX test of the same name checks, ``testGatherTiled`` bei
 NumPy's, torch's on the whole array, or mathematics.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Covers: arguments, axes, statics, constants, caches and errors of pmap, as JAX tests them."""
 
-from __future__ import annotations
-
 import gc
 import re
 import weakref

@@ -1,7 +1,5 @@
 """Covers: what pmap returns and takes, and the device_put functions, as JAX tests them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Covers: pmap together with vmap and pmap within pmap, as JAX tests them."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Covers: the collectives' values inside pmap, as JAX tests them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Covers: pmap with compilation, control flow and steps in a loop, as JAX tests them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

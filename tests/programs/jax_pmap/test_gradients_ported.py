@@ -1,7 +1,5 @@
 """Covers: derivatives of mapped functions, from inside and from outside, as JAX tests them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -62,7 +60,6 @@ def test_two_args_grad(n: int) -> None:
     same(by_y, 5.0 * n * x.cos() * y.cos())
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("grouped", [False, True], ids=["all", "groups"])
 @pytest.mark.parametrize("tiled", [False, True], ids=["stacked", "tiled"])
 @pytest.mark.parametrize("name", ["all_gather", "psum_scatter"])
@@ -112,7 +109,6 @@ def test_pmap_in_axes_grad(n: int) -> None:
         same(g, e)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("out_axis", [0, 1, 2])
 @pytest.mark.parametrize("second", [0, 1, None])
 @pytest.mark.parametrize("first", [0, 1, 2])

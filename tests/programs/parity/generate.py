@@ -6,8 +6,6 @@ and judges them with the tests' own comparison, which shows that the decoding an
 right before torchpmap is judged by them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ torchpmap: the names are those of ``random``, the dtypes, ``array`` and ``vmap``
 as their two words, floats as their bits.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -10,8 +10,6 @@ exception that is right where JAX raises something accidental or nothing; ``cras
 program that JAX 0.10 must not be asked (it may end the process).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
