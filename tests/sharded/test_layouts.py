@@ -13,7 +13,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from _sharded_values import each, functions, numbers, on_mesh
+from _sharded_values import each, entries, functions, numbers, on_mesh
 from _support import EAGER
 
 import torchpmap as tp
@@ -94,12 +94,11 @@ TABLE = """
     x.clone().add_(y) -> P(rows, columns); x.clone().mul_(3) -> P(rows, columns)
     x.clone().masked_fill_(y > 0, 7) -> P(rows, columns); write_to_a_view(x) -> P(rows, columns)
 """
-ROWS = [part.strip() for line in TABLE.splitlines() for part in line.split(";") if "->" in part]
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", entries(TABLE))
 def test_nothing_gathers(row, spec):
     operation, spec_of = row.split(" -> ")
     function = eval(f"lambda x, y: {operation}")

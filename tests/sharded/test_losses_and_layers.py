@@ -122,7 +122,10 @@ CLASSES = {
     ),
 }
 NUMBERS = {
-    **{"mse": F.mse_loss, "l1": F.l1_loss, "smooth_l1": F.smooth_l1_loss, "huber": F.huber_loss},
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "smooth_l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
     "bce_with_logits": F.binary_cross_entropy_with_logits,
     "bce": lambda x, y, reduction: F.binary_cross_entropy(x.sigmoid(), y, reduction=reduction),
 }
@@ -178,8 +181,11 @@ def test_attention_stays_on_the_devices(option):
 
 
 MASKS = {
-    **{"of positions": (5, 5), "of all": (1, 1, 5, 5), "of rows": (4, 1, 5, 5)},
-    **{"of heads": (1, 2, 5, 5), "of rows and heads": (4, 2, 5, 5)},
+    "of positions": (5, 5),
+    "of all": (1, 1, 5, 5),
+    "of rows": (4, 1, 5, 5),
+    "of heads": (1, 2, 5, 5),
+    "of rows and heads": (4, 2, 5, 5),
 }
 PUTS = {"host": lambda mask: mask, "whole": tp.replicate, "cut": tp.shard_batch}
 
@@ -242,7 +248,9 @@ def check_module(plain, x, close_to=close):
 
 
 LSTMS = {
-    **{"one": {}, "two": {"num_layers": 2}, "both": {"bidirectional": True}},
+    "one": {},
+    "two": {"num_layers": 2},
+    "both": {"bidirectional": True},
     "both of two": {"bidirectional": True, "num_layers": 2},
     "no biases": {"bias": False, "num_layers": 2},
 }
