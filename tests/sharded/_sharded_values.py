@@ -86,10 +86,13 @@ HERE = here()
 
 def on_devices():
     """The values where they belong."""
-    specs = {0: ("i",), 1: (None, "i")}
-    puts = {WHOLE: tp.replicate, HOST: torch.clone}
-    puts |= {dim: lambda x, spec=spec: on_mesh(x, spec) for dim, spec in specs.items()}
-    return SimpleNamespace(**{name: puts[dim](value) for name, (value, dim) in VALUES.items()})
+    put = {
+        0: lambda x: on_mesh(x, ("i",)),
+        1: lambda x: on_mesh(x, (None, "i")),
+        WHOLE: tp.replicate,
+        HOST: torch.clone,
+    }
+    return SimpleNamespace(**{name: put[dim](value) for name, (value, dim) in VALUES.items()})
 
 
 def where(result):

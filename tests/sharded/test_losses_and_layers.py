@@ -131,15 +131,19 @@ NUMBERS = {
 }
 
 
+def loss_of(result):
+    return result.square().sum() if result.ndim else result
+
+
 def check(there, here, *values):
     """Results and gradients of two functions, of cut and of plain values; nothing is gathered."""
     plain = [x.clone().requires_grad_() for x in values]
     mine = [cut(x).requires_grad_() for x in values]
     expected = here(*plain)
-    (expected.square().sum() if expected.ndim else expected).backward()
+    loss_of(expected).backward()
     with tp.debug.report_gathers() as gathers:
         result = there(*mine)
-        (result.square().sum() if result.ndim else result).backward()
+        loss_of(result).backward()
     assert [gather.name for gather in gathers] == []
     close(result.detach(), expected.detach())
     for one, other in zip(mine, plain, strict=True):
