@@ -15,14 +15,19 @@ import torchpmap as tp
 WHOLE, HOST = "whole", "host"
 
 
-def functions(arguments, text):
-    """Functions of the arguments by the expressions in a text: ``;`` is between those of a line."""
+def entries(text):
+    """What a table in a text says: ``;`` is between the entries of a line, ``#`` before remarks."""
     lines = [line for line in text.splitlines() if not line.strip().startswith("#")]
-    expressions = [part.strip() for line in lines for part in line.split(";") if part.strip()]
-    assert len(expressions) == len(set(expressions))
+    found = [part.strip() for line in lines for part in line.split(";") if part.strip()]
+    assert len(found) == len(set(found))
+    return found
+
+
+def functions(arguments, text):
+    """Functions of the arguments by the expressions that are the entries of a text."""
     names = {"torch": torch, "nn": nn, "F": F, "np": np, "tp": tp, "EAGER": EAGER}
     names |= {"numbers": numbers, "HERE": HERE}
-    return {each: eval(f"lambda {arguments}: {each}", names) for each in expressions}
+    return {entry: eval(f"lambda {arguments}: {entry}", names) for entry in entries(text)}
 
 
 def each(name, arguments, text):
@@ -79,10 +84,13 @@ HERE = here()
 
 def on_devices():
     """The values where they belong."""
-    specs = {0: ("i",), 1: (None, "i")}
-    puts = {WHOLE: tp.replicate, HOST: torch.clone}
-    puts |= {dim: lambda x, spec=spec: on_mesh(x, spec) for dim, spec in specs.items()}
-    return SimpleNamespace(**{name: puts[dim](value) for name, (value, dim) in VALUES.items()})
+    put = {
+        0: lambda x: on_mesh(x, ("i",)),
+        1: lambda x: on_mesh(x, (None, "i")),
+        WHOLE: tp.replicate,
+        HOST: torch.clone,
+    }
+    return SimpleNamespace(**{name: put[dim](value) for name, (value, dim) in VALUES.items()})
 
 
 def where(result):

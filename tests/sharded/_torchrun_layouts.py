@@ -276,11 +276,14 @@ def a_gradient_through_a_move():
 LAYERS: list[Callable[[], nn.Module]] = [
     lambda: nn.MultiheadAttention(4, 2, batch_first=True),
     lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
-    *(lambda: nn.GRU(4, 3, batch_first=True), lambda: nn.LSTM(4, 3, batch_first=True)),
+    lambda: nn.GRU(4, 3, batch_first=True),
+    lambda: nn.LSTM(4, 3, batch_first=True),
     lambda: nn.PReLU(2),
 ]
 CELLS: list[Callable[[], nn.Module]] = [
-    *(lambda: nn.GRUCell(8, 3), lambda: nn.LSTMCell(8, 3), lambda: nn.RNNCell(8, 3)),
+    lambda: nn.GRUCell(8, 3),
+    lambda: nn.LSTMCell(8, 3),
+    lambda: nn.RNNCell(8, 3),
 ]
 
 

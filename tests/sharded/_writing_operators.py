@@ -40,7 +40,10 @@ _DTYPES = {
 _NUMBERS = {"int": 1, "SymInt": 1, "number": 2, "float": 0.5, "bool": True, "str": "linear"}
 _BY_NAME = {
     **dict.fromkeys(("dim", "axis", "ch_axis", "start_dim", "from"), 0),
-    **{"sorted": False, "min": 0.3, "max": 0.6, "rounding_mode": "floor"},
+    "sorted": False,
+    "min": 0.3,
+    "max": 0.6,
+    "rounding_mode": "floor",
 }
 """Numbers and words by the argument's name; an optional one gets its, too."""
 

@@ -19,25 +19,25 @@ HERE = numbers(4, 4, 8)
 EVEN = torch.tensor([True, False, True, False])
 ALL = slice(None)
 INDICES = {
-    **{"number": (0,), "negative": -1, "numpy number": np.int64(1)},
-    **{"tensor of a number": torch.tensor(1), "slice": slice(1, 3), "past the end": slice(3, 9)},
-    **{"nothing": slice(2, 2), "all": ALL, "dots": ..., "no index": (), "column": (ALL, 0)},
-    **{"last column": (ALL, -1), "columns": (ALL, slice(1, 3))},
-    **{"steps": (ALL, slice(None, None, 2)), "tensor number of column": (ALL, torch.tensor(1))},
-    **{"dots and number": (..., 0), "dots and slice": (..., slice(1, 3))},
-    **{"new dims": (None, ALL, None, 1, None), "true": True, "false": False, "element": (0, 1, 2)},
-    **{"places": torch.tensor([2, 0]), "places of columns": (ALL, torch.tensor([2, 0]))},
-    **{"list": (ALL, [0, 3]), "array": (ALL, np.array([0, 3])), "only a list": [0, 3]},
-    **{"empty list": [], "empty list of columns": (ALL, [])},
+    "number": (0,), "negative": -1, "numpy number": np.int64(1),
+    "tensor of a number": torch.tensor(1), "slice": slice(1, 3), "past the end": slice(3, 9),
+    "nothing": slice(2, 2), "all": ALL, "dots": ..., "no index": (), "column": (ALL, 0),
+    "last column": (ALL, -1), "columns": (ALL, slice(1, 3)),
+    "steps": (ALL, slice(None, None, 2)), "tensor number of column": (ALL, torch.tensor(1)),
+    "dots and number": (..., 0), "dots and slice": (..., slice(1, 3)),
+    "new dims": (None, ALL, None, 1, None), "true": True, "false": False, "element": (0, 1, 2),
+    "places": torch.tensor([2, 0]), "places of columns": (ALL, torch.tensor([2, 0])),
+    "list": (ALL, [0, 3]), "array": (ALL, np.array([0, 3])), "only a list": [0, 3],
+    "empty list": [], "empty list of columns": (ALL, []),
     "grid of places": (ALL, torch.tensor([[0, 1], [2, 3]])),
     "places of two": (ALL, torch.tensor([0, 3]), torch.tensor([1, 2])),
     "places apart": (torch.tensor([0, 3]), ALL, torch.tensor([1, 2])),
-    **{"number and places": (ALL, 1, [0, 3]), "mask": HERE > 0, "mask of rows": EVEN},
-    **{"mask of columns": (ALL, EVEN), "list of booleans": (ALL, EVEN.tolist())},
-    **{"mask of planes": (ALL, HERE[0] > 0), "mask and places": (ALL, EVEN, torch.tensor([1, 2]))},
-    **{"wrong mask": torch.tensor([True, False]), "out of range": (ALL, 9)},
+    "number and places": (ALL, 1, [0, 3]), "mask": HERE > 0, "mask of rows": EVEN,
+    "mask of columns": (ALL, EVEN), "list of booleans": (ALL, EVEN.tolist()),
+    "mask of planes": (ALL, HERE[0] > 0), "mask and places": (ALL, EVEN, torch.tensor([1, 2])),
+    "wrong mask": torch.tensor([True, False]), "out of range": (ALL, 9),
     "too many": (0, 0, 0, 0),
-}
+}  # fmt: skip
 LAYOUTS = {"rows": ("i",), "columns": (None, "i"), "last": (None, None, "i"), "whole": ()}
 
 

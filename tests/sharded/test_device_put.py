@@ -72,18 +72,18 @@ def test_named_shardings(mesh, spec, pieces):
 
 def test_trees_scalars_and_dtypes():
     tree = {
-        **{"tensor": X.to(torch.bfloat16), "array": np.arange(4, dtype=np.uint16), "number": 3.5},
-        **{"scalar": np.float16(2), "none": None, "parameter": torch.nn.Parameter(X)},
-        **{"foreign": Foreign(torch.arange(3)), "nested": [(True,)]},
-    }
+        "tensor": X.to(torch.bfloat16), "array": np.arange(4, dtype=np.uint16), "number": 3.5,
+        "scalar": np.float16(2), "none": None, "parameter": torch.nn.Parameter(X),
+        "foreign": Foreign(torch.arange(3)), "nested": [(True,)],
+    }  # fmt: skip
     out = tp.device_put(tree, tp.devices()[1])
     assert list(out) == list(tree)
     assert out["none"] is None
     dtypes = {key: leaf.dtype for key, leaf in out.items() if isinstance(leaf, torch.Tensor)}
     assert dtypes == {
-        **{"tensor": torch.bfloat16, "array": torch.uint16, "number": torch.float32},
-        **{"scalar": torch.float16, "parameter": torch.float32, "foreign": torch.int64},
-    }
+        "tensor": torch.bfloat16, "array": torch.uint16, "number": torch.float32,
+        "scalar": torch.float16, "parameter": torch.float32, "foreign": torch.int64,
+    }  # fmt: skip
     assert out["parameter"].requires_grad
     assert out["parameter"].is_leaf
     assert not out["tensor"].requires_grad
@@ -243,7 +243,7 @@ def test_device_put_replicated():
 
 
 def test_replicate_and_unreplicate():
-    tree = {"w": X, "b": [None, 2.0]}
+    tree = {"w": X, "b": [None, 2.0], "n": 3}
     out = tp.replicate(tree)
     assert placed(out["w"]) == dict.fromkeys(range(4), X.tolist())
     assert out["w"].is_fully_replicated
@@ -253,6 +253,7 @@ def test_replicate_and_unreplicate():
     assert back["w"].tolist() == X.tolist()
     assert back["b"][0] is None
     assert back["b"][1].item() == 2.0
+    assert out["n"].item() == back["n"].item() == 3
     stacked = tp.device_put_replicated(X[0], tp.devices())
     assert tp.unreplicate(stacked).tolist() == X[0].tolist()
     assert tp.unreplicate([X, "text"])[0].tolist() == X[0].tolist()
@@ -308,7 +309,7 @@ def test_a_module_loads_what_device_get_returns():
 
 
 def test_block_until_ready(monkeypatch):
-    f = tp.pmap(lambda x: torch.linalg.matrix_power(x, 100), compile=EAGER)
+    f = tp.pmap(lambda x: torch.linalg.matrix_power(x, 500), compile=EAGER)
     tree = {"a": f(torch.zeros(4, 99, 99)), "b": [f(torch.zeros(2, 99, 99)), None, 3, X]}
     calls = asked(monkeypatch)
     assert tp.block_until_ready(tree) is tree

@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from _sharded_values import each, functions, numbers, on_mesh
+from _sharded_values import each, entries, functions, numbers, on_mesh
 from _support import EAGER
 
 import torchpmap as tp
@@ -92,11 +92,10 @@ TABLE = """
     x.clone().add_(y) -> P(rows, columns); x.clone().mul_(3) -> P(rows, columns)
     x.clone().masked_fill_(y > 0, 7) -> P(rows, columns); write_to_a_view(x) -> P(rows, columns)
 """
-ROWS = [part.strip() for line in TABLE.splitlines() for part in line.split(";") if "->" in part]
 
 
 @pytest.mark.parametrize("spec", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", entries(TABLE))
 def test_nothing_gathers(row, spec):
     operation, spec_of = row.split(" -> ")
     function = eval(f"lambda x, y: {operation}")
@@ -105,7 +104,8 @@ def test_nothing_gathers(row, spec):
         result = function(x, y)
         assert gathers == []
     check(result, function(X, Y))
-    expected = eval(f"lambda rows, columns: {spec_of}")(*(*spec, None, None)[:2])
+    rows, columns = (*spec, None, None)[:2]
+    expected = eval(spec_of, {"P": P, "rows": rows, "columns": columns})
     assert plain(result.sharding.spec) == plain(expected)
 
 

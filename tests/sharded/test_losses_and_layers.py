@@ -120,10 +120,17 @@ CLASSES = {
     ),
 }
 NUMBERS = {
-    **{"mse": F.mse_loss, "l1": F.l1_loss, "smooth_l1": F.smooth_l1_loss, "huber": F.huber_loss},
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "smooth_l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
     "bce_with_logits": F.binary_cross_entropy_with_logits,
     "bce": lambda x, y, reduction: F.binary_cross_entropy(x.sigmoid(), y, reduction=reduction),
 }
+
+
+def loss_of(result):
+    return result.square().sum() if result.ndim else result
 
 
 def check(there, here, *values):
@@ -131,10 +138,10 @@ def check(there, here, *values):
     plain = [x.clone().requires_grad_() for x in values]
     mine = [cut(x).requires_grad_() for x in values]
     expected = here(*plain)
-    (expected.square().sum() if expected.ndim else expected).backward()
+    loss_of(expected).backward()
     with tp.debug.report_gathers() as gathers:
         result = there(*mine)
-        (result.square().sum() if result.ndim else result).backward()
+        loss_of(result).backward()
     assert [gather.name for gather in gathers] == []
     close(result.detach(), expected.detach())
     for one, other in zip(mine, plain, strict=True):
@@ -176,8 +183,11 @@ def test_attention_stays_on_the_devices(option):
 
 
 MASKS = {
-    **{"of positions": (5, 5), "of all": (1, 1, 5, 5), "of rows": (4, 1, 5, 5)},
-    **{"of heads": (1, 2, 5, 5), "of rows and heads": (4, 2, 5, 5)},
+    "of positions": (5, 5),
+    "of all": (1, 1, 5, 5),
+    "of rows": (4, 1, 5, 5),
+    "of heads": (1, 2, 5, 5),
+    "of rows and heads": (4, 2, 5, 5),
 }
 PUTS = {"host": lambda mask: mask, "whole": tp.replicate, "cut": tp.shard_batch}
 
@@ -240,7 +250,9 @@ def check_module(plain, x, close_to=close):
 
 
 LSTMS = {
-    **{"one": {}, "two": {"num_layers": 2}, "both": {"bidirectional": True}},
+    "one": {},
+    "two": {"num_layers": 2},
+    "both": {"bidirectional": True},
     "both of two": {"bidirectional": True, "num_layers": 2},
     "no biases": {"bias": False, "num_layers": 2},
 }

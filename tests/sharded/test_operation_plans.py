@@ -202,7 +202,10 @@ MIXED = """
 def test_every_argument_of_an_operation_belongs_to_the_running_pool():
     gone = on_devices()
     of_gone = {
-        **{"gone": gone, "part": gone.same[:, 0], "turned": gone.w.T, "first": gone.same[0]},
+        "gone": gone,
+        "part": gone.same[:, 0],
+        "turned": gone.w.T,
+        "first": gone.same[0],
         "weights": tp.replicate(torch.nn.Linear(3, 2)),
         "rnn": tp.replicate(torch.nn.LSTM(3, 2)),
         "places": tp.replicate(torch.tensor([1, 0])),

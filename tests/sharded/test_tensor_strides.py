@@ -32,7 +32,9 @@ def pull(f):
 
 
 TRANSFORMS = {
-    **{"vjp": pull, "jvp": push, "vjp of vjp": lambda f: pull(lambda x: pull(f)(x)[1])},
+    "vjp": pull,
+    "jvp": push,
+    "vjp of vjp": lambda f: pull(lambda x: pull(f)(x)[1]),
     "jvp of vjp": lambda f: push(lambda x: pull(f)(x)[1]),
     "vjp of jvp": lambda f: pull(lambda x: push(f)(x)[1]),
     "jvp of jvp": lambda f: push(lambda x: push(f)(x)[1]),

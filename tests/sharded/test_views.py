@@ -46,9 +46,11 @@ def test_a_write_to_a_view_is_a_write_to_the_tensor(view):
 def test_a_write_to_the_tensor_is_a_write_to_its_views(view):
     there = on_devices().x
     part = view(there)
-    parts = "x.mul_(3); x[0].shape; x.__setitem__((slice(1, 3), 0), 7.0)"
-    wholes = "x.copy_(numbers(4, 2, 3).flip(2)); x.cumsum_(0)"
-    for write in functions("x", f"{parts}; {wholes}").values():
+    writes = """
+        x.mul_(3); x[0].shape; x.__setitem__((slice(1, 3), 0), 7.0)
+        x.copy_(numbers(4, 2, 3).flip(2)); x.cumsum_(0)
+    """
+    for write in functions("x", writes).values():
         write(there)
         torch.testing.assert_close(part.cpu(), view(there).cpu())
 
@@ -126,8 +128,8 @@ def test_a_detached_view_keeps_no_graph_alive():
     assert part.add_(1).tolist() == (HERE.x[:, 1] * 2 + 1).tolist()
 
 
-def test_views_that_cannot_be_written_raise_and_see_writes():
-    expected, x = HERE.x.clone(), on_devices().x
+def test_what_cannot_be_written_raises():
+    x = on_devices().x
     wide, windows = x[:, :, :1].expand(4, 2, 3), x.unfold(2, 2, 1)
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
         wide.add_(1)
@@ -135,6 +137,11 @@ def test_views_that_cannot_be_written_raise_and_see_writes():
     message = r"made by aten\.unfold\.default cannot be written to in place; \.clone\(\) the view"
     with pytest.raises(RuntimeError, match=message):
         windows.add_(1)
+
+
+def test_views_that_cannot_be_written_see_writes():
+    expected, x = HERE.x.clone(), on_devices().x
+    wide, windows = x[:, :, :1].expand(4, 2, 3), x.unfold(2, 2, 1)
     for written in (expected, x):
         written[:, 0].add_(1)
     torch.testing.assert_close(wide.cpu(), expected[:, :, :1].expand(4, 2, 3))
@@ -271,9 +278,11 @@ def test_writes_that_torch_forbids_raise_its_errors():
 
 def test_shapes_change_in_place():
     here, there = HERE.x.clone(), on_devices().x
-    first = "x.transpose_(0, 2); x.unsqueeze_(1); x.squeeze_(1).unsqueeze_(-1); x.squeeze_()"
-    then = "x[0].shape and x.transpose_(-1, -2); x.mul_(2)"
-    for change in functions("x", f"{first}; {then}").values():
+    changes = """
+        x.transpose_(0, 2); x.unsqueeze_(1); x.squeeze_(1).unsqueeze_(-1); x.squeeze_()
+        x[0].shape and x.transpose_(-1, -2); x.mul_(2)
+    """
+    for change in functions("x", changes).values():
         change(here)
         assert change(there) is there
         assert there.shape == here.shape
