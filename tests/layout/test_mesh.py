@@ -159,8 +159,10 @@ def test_named_sharding_is_a_value():
 @pytest.mark.parametrize(
     ("shape", "spec", "whole"),
     [
-        *(({"x": 2, "y": 2}, P(), True), ({"x": 2, "y": 2}, P(None, None), True)),
-        *(({"x": 2, "y": 2}, P("x"), False), ({"x": 1, "y": 2}, P("x"), True)),
+        ({"x": 2, "y": 2}, P(), True),
+        ({"x": 2, "y": 2}, P(None, None), True),
+        ({"x": 2, "y": 2}, P("x"), False),
+        ({"x": 1, "y": 2}, P("x"), True),
         ({"x": 1}, P("x"), True),
     ],
 )

@@ -163,9 +163,12 @@ def test_html_of_many_devices_is_small():
 
 
 NUMBERS = [
-    *((torch.arange(3.0), "[0., 1., 2.]"), (torch.tensor(2.5, dtype=torch.bfloat16), "2.5")),
-    *((torch.tensor([1 + 2j]).conj(), "[1.-2.j]"), (torch.tensor([True]), "[ True]")),
-    *((torch.zeros(0), "[]"), (torch.arange(1000), "[  0,   1,   2, ..., 997, 998, 999]")),
+    (torch.arange(3.0), "[0., 1., 2.]"),
+    (torch.tensor(2.5, dtype=torch.bfloat16), "2.5"),
+    (torch.tensor([1 + 2j]).conj(), "[1.-2.j]"),
+    (torch.tensor([True]), "[ True]"),
+    (torch.zeros(0), "[]"),
+    (torch.arange(1000), "[  0,   1,   2, ..., 997, 998, 999]"),
 ]
 
 

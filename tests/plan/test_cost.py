@@ -2,6 +2,8 @@
 what a mapped call will do, before it does it.
 """
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -179,7 +181,11 @@ def test_memory_inside_loops_and_branches(f):
 
 def test_text():
     text = str(cost(lambda w, x: (tp.psum(x @ w, "i"), tp.psum(x, "i")), (200, 100), (50, 200)))
-    assert text.splitlines()[0] == "2,000,000 flops on each device"
+    flops, collectives, memory = text.splitlines()
+    assert flops == "2,000,000 flops on each device"
+    assert collectives == "all_reduce over i (2 times): 60 kB"
+    known = "memory: 120 kB arguments, 60 kB results, at most "
+    assert re.fullmatch(known + r"\d+ kB temporaries", memory)
 
 
 def test_what_is_not_mapped():

@@ -241,7 +241,11 @@ def scaling_backend(graph, example_inputs, **extra):
 
 
 VOCABULARY = [
-    *(True, {}, EAGER, {"backend": "aot_eager"}, {"mode": "default"}),
+    True,
+    {},
+    EAGER,
+    {"backend": "aot_eager"},
+    {"mode": "default"},
     {"options": {"max_fusion_size": 4}},
     {"backend": "inductor", "mode": "max-autotune-no-cudagraphs"},
 ]

@@ -85,9 +85,14 @@ def test_empty_results(mode):
 
 
 SCALARS = [
-    *((2.5, torch.float32), (3, torch.int64), (True, torch.bool), (1 + 2j, torch.complex64)),
-    *((np.float64(2.5), torch.float64), (np.float16(2.5), torch.float16)),
-    *((np.int8(3), torch.int8), (np.bool_(True), torch.bool)),
+    (2.5, torch.float32),
+    (3, torch.int64),
+    (True, torch.bool),
+    (1 + 2j, torch.complex64),
+    (np.float64(2.5), torch.float64),
+    (np.float16(2.5), torch.float16),
+    (np.int8(3), torch.int8),
+    (np.bool_(True), torch.bool),
 ]
 
 

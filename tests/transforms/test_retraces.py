@@ -56,10 +56,14 @@ def test_new_pools_do_not_count():
         traces.note()
         return x * 2
 
-    for pools, num_devices in enumerate((1, 1, 2), 1):
+    x = torch.ones(2)
+    for pools, (num_devices, is_lowered) in enumerate(
+        [(1, True), (1, True), (2, True), (2, False)], start=1
+    ):
         tp.shutdown()
         tp.init(num_devices=num_devices)
-        assert f.lower(torch.ones(2)).compile()(torch.ones(2)).tolist() == [2.0, 2.0]
+        call = f.lower(x).compile() if is_lowered else f  # the first thing in a new pool
+        assert call(x).tolist() == [2.0, 2.0]
         for width in range(1, 8):
             assert f(torch.ones(2, width)).tolist() == [[2.0] * width] * 2
         assert traces.n == 8 * pools

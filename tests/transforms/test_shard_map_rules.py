@@ -2,7 +2,7 @@
 
 Covers: API, specs, messages, static arguments, closures, replication, derivatives, nesting, random
 numbers and plans of ``_transforms/shard_map.py`` and what is below it.  Rule numbers are those of
-the specification.
+the specification.  At the end, what comes with it: smap, make_mesh, device_put onto a spec.
 """
 
 import functools
