@@ -37,7 +37,8 @@ def sample(items: Sequence[pytest.Item]) -> set[pytest.Item]:
 
     Names that are parametrized together have one value, their row. Where a test has several
     ``parametrize``, the cases that are chosen differ from each other as much as they can. They
-    change only with the parameters themselves. Of a test marked ``every_case`` all are chosen.
+    change only with the parameters themselves. A test marked ``product`` has one ``parametrize`` for
+    a whole product, some cases of which have marks. Of one marked ``every_case`` all are chosen.
     """
     tables: dict[tuple[Any, str], list[pytest.Item]] = defaultdict(list)
     kept = set()
@@ -55,7 +56,8 @@ def sample(items: Sequence[pytest.Item]) -> set[pytest.Item]:
 def _values(case: pytest.Item) -> list[Any]:
     """What each ``parametrize`` and each fixture gives to a case."""
     params = case.callspec.params  # type: ignore[attr-defined]
-    rows = [mark.args[0] for mark in case.iter_markers("parametrize")]
+    is_product = case.get_closest_marker("product") is not None
+    rows = [] if is_product else [mark.args[0] for mark in case.iter_markers("parametrize")]
     together = [row.replace(",", " ").split() if isinstance(row, str) else row for row in rows]
     alone = [[name] for name in params.keys() - set(itertools.chain(*together))]
     return [tuple((name, id(params[name])) for name in row) for row in (*together, *alone)]
