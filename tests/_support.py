@@ -37,8 +37,8 @@ def sample(items: Sequence[pytest.Item]) -> set[pytest.Item]:
 
     Names that are parametrized together have one value, their row. Where a test has several
     ``parametrize``, the cases that are chosen differ from each other as much as they can. They
-    change only with the parameters themselves. A test marked ``product`` has one ``parametrize`` for
-    a whole product, some cases of which have marks. Of one marked ``every_case`` all are chosen.
+    change only with the parameters themselves. A test marked ``product`` has one ``parametrize``
+    of a whole product, some cases of which have marks. Of one marked ``every_case`` all are chosen.
     """
     tables: dict[tuple[Any, str], list[pytest.Item]] = defaultdict(list)
     kept = set()
