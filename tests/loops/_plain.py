@@ -48,7 +48,9 @@ def same_everywhere(program, *inputs, expected=None, fullgraph=True):
     """
     if expected is None:
         expected = program(PLAIN, *inputs)
-    check(program(tp, *(x.clone() for x in inputs)), expected)
+    given = [x.clone() for x in inputs]
+    check(program(tp, *given), expected)
+    check(given, inputs)  # a loop writes to none of them
     for mode in (GRAPH, False):
         mapped = tp.pmap(
             lambda *xs: program(tp, *xs),

@@ -171,7 +171,11 @@ def test_branches_are_not_taken_for_others():
 
 
 def test_branches_are_not_kept():
-    big = torch.nn.ReLU()
+    class Big(torch.nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    big = Big()
     reference = weakref.ref(big)
     tp.cond(torch.tensor(True), big, torch.neg, X)
     del big

@@ -103,12 +103,14 @@ def beside_an_index_with_dims(i, y):
     return y
 
 
-@pytest.mark.parametrize("body", [three_apart, beside_an_index_with_dims])
-def test_numbers_apart_and_beside_an_index_with_dims(body):
+@pytest.mark.parametrize(
+    ("body", "x"),
+    [(three_apart, torch.arange(64.0).reshape(4, 2, 2, 2, 2)), (beside_an_index_with_dims, X)],
+)
+def test_numbers_apart_and_beside_an_index_with_dims(body, x):
     def f(x):
         return tp.fori_loop(0, 2, lambda i, y: body(i, y.clone()), x)
 
-    x = torch.arange(64.0).reshape(4, 2, 2, 2, 2)
     torch.testing.assert_close(tp.pmap(f, compile=EAGER)(x).cpu(), in_steps(f, x))
 
 

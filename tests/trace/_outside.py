@@ -7,8 +7,8 @@ from torchpmap._trace.environment import Environment
 ONES = torch.ones(4)
 
 
-def a_class(*bases, **attributes):
-    return type("Class", bases, attributes)
+def a_class(*bases, metaclass=type, **attributes):
+    return metaclass("Class", bases, attributes)
 
 
 def watched(fun):

@@ -115,8 +115,10 @@ DIVERGING = {
     "other source": lambda x, odd: tp.pbroadcast(x, "i", 1 if odd else 0),
     "other dim": lambda x, odd: tp.psum_scatter(x * SQUARE, "i", scatter_dimension=int(odd)),
     "other positional axis": lambda x, odd: tp.psum(x * SQUARE, ("i", 1 if odd else 0)),
-    "other order of leaves": lambda x, odd: tp.psum([x.expand(2 + odd), x.expand(3 - odd)], "i"),
-    "other leaf is None": lambda x, odd: tp.psum([None, x] if odd else [x, None], "i"),
+    "other order of leaves": lambda x, odd: tp.psum((x.expand(2 + odd), x.expand(3 - odd)), "i"),
+    "other leaf is None": lambda x, odd: tp.psum(
+        {"a": None, "b": x} if odd else {"a": x, "b": None}, "i"
+    ),
     "other keys": lambda x, odd: tp.psum({"b" if odd else "a": x}, "i"),
 }
 

@@ -384,16 +384,26 @@ LOST = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*running without tracing")
-@pytest.mark.parametrize("name", LOST)
-def test_writes_to_captured_tensors_raise(name, mode):
+NUMPY = pytest.mark.filterwarnings("ignore:.*running without tracing")
+
+
+@pytest.mark.parametrize("returned", [False, True])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=NUMPY if "numpy" in name else ()) for name in LOST]
+)
+def test_writes_to_captured_tensors_raise(name, returned, mode):
     write, text = LOST[name]
     w, p = torch.zeros(2), torch.nn.Parameter(torch.ones(2))
     if mode is False:
         text = text.partition(" \\(")[0]  # where it is not traced, it is not known how
     elif name == "add_":
         text += r" \(aten\.add_"
-    f = tp.pmap(lambda x: (write(w, p, x), x)[1], compile=mode)
+
+    def f(x):
+        result = write(w, p, x)
+        return result if returned else x
+
+    f = tp.pmap(f, compile=mode)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="writes in place to a captured " + text):
             f(ONES)

@@ -1,4 +1,4 @@
-"""Covers: _trace/capture.py: uncounted writes to what a function sees outside, reads by Python."""
+"""Covers: _trace/environment.py, _trace/capture.py: uncounted writes outside, reads by Python."""
 
 import array
 import ctypes

@@ -186,28 +186,29 @@ def test_functions_that_are_chosen_by_type():
 
 
 def rebased():
-    Double, Parent = Meta("Double", (), {"rate": 2.0}), Meta("Parent", (), {"rate": 1.0})
-    Child = Meta("Child", (Parent,), {})
+    Double, Parent = a_class(metaclass=Meta, rate=2.0), a_class(metaclass=Meta, rate=1.0)
+    Child = a_class(Parent)
     child = Child()
     return lambda x: x * child.rate, lambda: setattr(Child, "__bases__", (Double,))
 
 
 def of_another_metaclass():
     One, Doubling = a_class(type, rate=1.0), a_class(type, rate=2.0)
-    Other = One("Other", (), {})
+    Other = a_class(metaclass=One)
     return lambda x: x * Other.rate, lambda: setattr(Other, "__class__", Doubling)
 
 
 def with_less():
-    Child = Meta("Child", (Meta("Parent", (), {"rate": 2.0}),), {"rate": 1.0})
+    Parent = a_class(metaclass=Meta, rate=2.0)
+    Child = a_class(Parent, rate=1.0)
     child = Child()
     return lambda x: x * child.rate, lambda: delattr(Child, "rate")
 
 
 def with_a_cached_property():
     cached = functools.cached_property(lambda self: self.rate)
-    parent = Meta("Parent", (), {"rate": 1.0})
-    Child = Meta("Child", (parent,), {"rate": 1.0, "cached": cached})
+    Parent = a_class(metaclass=Meta, rate=1.0)
+    Child = a_class(Parent, rate=1.0, cached=cached)
     child = Child()
 
     def change():

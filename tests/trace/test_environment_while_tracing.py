@@ -14,7 +14,7 @@ SETTINGS = {"rate": 1}
 CONFIG = types.SimpleNamespace(rate=1, count=0)
 MODULE = torch.nn.Dropout(0.5)
 Meta = a_class(type, rate=1)
-Made = Meta("Made", (), {})
+Made = a_class(metaclass=Meta)
 
 
 def in_another_thread(change):

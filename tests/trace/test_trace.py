@@ -1,4 +1,4 @@
-"""Covers: _trace/trace.py: from a function to a graph, without a process or a pool."""
+"""Covers: _trace/trace.py, _trace/replication.py: from a function to a graph, without a pool."""
 
 import threading
 
@@ -56,17 +56,17 @@ def placeholders(result):
 def test_a_graph_computes_the_function_which_runs_once_on_one_thread():
     threads = []
 
-    def body(x, y, unused):
+    def body(unused, x, y):
         threads.append(threading.current_thread())
         return x @ y, torch.func.grad(lambda x: (x**2).sum())(x).sum()
 
-    result = traced(body, (2, 3), (3, 2), (5,))
+    result = traced(body, (5,), (2, 3), (3, 2))
     assert threads == [threading.current_thread()]
     assert (result.shapes, result.dtypes) == (((2, 2), ()), (F32, F32))
     assert not result.uses_index
     assert len(placeholders(result)) == 3
     x, y = torch.rand(2, 3), torch.rand(3, 2)
-    product, total = result.graph(x, y, torch.ones(5))
+    product, total = result.graph(torch.ones(5), x, y)
     torch.testing.assert_close(product, x @ y)
     torch.testing.assert_close(total, 2 * x.sum())
 
@@ -140,6 +140,12 @@ def test_gradients_of_captured_parameters_are_put_back():
 # In-place writes ---------------------------------------------------------------------------------
 
 
+def reads_before(x):
+    before, view = x * 1, x[0]
+    x.add_(1)
+    return torch.cat([before, x, view[None]])
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -149,7 +155,7 @@ def test_gradients_of_captured_parameters_are_put_back():
         lambda x: torch.add(x, 1, out=x),
         lambda x: torch._foreach_add_([x], 1)[0],
         lambda x: x.clamp_(min=1).mul_(x),
-        lambda x: torch.stack([x * 1, x[:1].expand(2, 2), x.add_(1)]),
+        reads_before,
     ],
     ids=["self", "view", "row", "out", "foreach", "chain", "reads before"],
 )

@@ -444,11 +444,12 @@ SLICES = {
     "beside None": lambda x, i: x[None, i : i + 2, ..., 0],
     "of another dtype": lambda x, i: x[i.to(torch.int16) : i.to(torch.int16) + 1],
     "narrow": lambda x, i: x.narrow(0, i, 2),
+    "two of one tensor": lambda x, i: x[i : i + 2] + x.narrow(0, i, 2) ** 2,
 }
 
 
 def gradient_of_cubes(f):
-    return torch.func.grad(lambda x, i: (f(x, i) ** 3).sum())
+    return tp.grad(lambda x, i: (f(x, i) ** 3).sum())
 
 
 @pytest.mark.parametrize("count", [2, 4])
