@@ -286,10 +286,9 @@ def test_what_torch_alone_saved(by_torch):
 )
 def test_what_torch_alone_saved_is_damaged(by_torch, damage, message):
     damage(by_torch / "__0_0.distcp")
-    like = {"params": {"w": put(WHOLE, "x"), "b": torch.zeros(3)}, "step": 0}
-    for tree in (None, like):
+    for like in (None, {"params": {"w": put(WHOLE, "x")}}):
         with pytest.raises(tp.CheckpointError, match=f"is damaged: {message}"):
-            load(by_torch, tree)
+            load(by_torch, like)
 
 
 def test_no_code_of_a_checkpoint_runs(tmp_path):
