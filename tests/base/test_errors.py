@@ -85,8 +85,12 @@ def test_worker_died_pickles_with_its_fields():
 @pytest.mark.parametrize(
     ("exitcode", "text"),
     [
-        *((-9, "SIGKILL"), (-11, "SIGSEGV"), (-200, "signal 200")),
-        *((0, "exit code 0"), (3, "exit code 3"), (None, "unknown exit code")),
+        (-9, "SIGKILL"),
+        (-11, "SIGSEGV"),
+        (0, "exit code 0"),
+        (3, "exit code 3"),
+        (-200, "signal 200"),
+        (None, "unknown exit code"),
     ],
 )
 def test_exit_reason(exitcode, text):

@@ -95,8 +95,8 @@ def test_any_root(tmp_path, tree):
 @pytest.mark.parametrize("value", [torch.arange(2.0), torch.tensor([1 + 2j]).conj()])
 def test_one_tensor(tmp_path, value):
     save(tmp_path / "c", value)
-    assert load(tmp_path / "c").tolist() == value.tolist()
-    assert load(tmp_path / "c", torch.zeros_like(value)).tolist() == value.tolist()
+    assert torch.equal(load(tmp_path / "c"), value)
+    assert torch.equal(load(tmp_path / "c", torch.zeros_like(value)), value)
 
 
 def test_sharded_leaves_come_back_where_they_were(tmp_path):
@@ -284,10 +284,9 @@ def test_what_torch_alone_saved(by_torch):
 )
 def test_what_torch_alone_saved_is_damaged(by_torch, damage, message):
     damage(by_torch / "__0_0.distcp")
-    like = {"params": {"w": put(WHOLE, "x"), "b": torch.zeros(3)}, "step": 0}
-    for tree in (None, like):
+    for like in (None, {"params": {"w": put(WHOLE, "x")}}):
         with pytest.raises(tp.CheckpointError, match=f"is damaged: {message}"):
-            load(by_torch, tree)
+            load(by_torch, like)
 
 
 def test_no_code_of_a_checkpoint_runs(tmp_path):

@@ -152,7 +152,11 @@ def test_tables(ours, name):
 @pytest.mark.parametrize(
     "text",
     [
-        *[b"", b"\xff\xfe", b"null", b"[" * 100_000, b'{"a":' * 100_000],
+        b"",
+        b"\xff\xfe",
+        b"null",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
         b'{"digest": NaN, "checkpoint": {}}',
         b'{"digest": "", "digest": "", "checkpoint": {}}',
         b'{"digest": "", "checkpoint": {}}',
@@ -210,7 +214,9 @@ def device(file: Path) -> None:
 @pytest.mark.parametrize(
     ("saved_by", "file"),
     [
-        *[("ours", "torchpmap.json"), ("ours", "__host_0.distcp"), ("ours", ".metadata")],
+        ("ours", "torchpmap.json"),
+        ("ours", "__host_0.distcp"),
+        ("ours", ".metadata"),
         ("by_dcp", ".metadata"),
     ],
 )

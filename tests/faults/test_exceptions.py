@@ -210,7 +210,7 @@ def fails_on_rank_2(value):
 UNDER = {
     "backward": in_backward,
     "vmap": lambda x: torch.func.vmap(fails_on_rank_2)(x.expand(3)),
-    "grad": tp.grad(fails_on_rank_2),
+    "grad": lambda x: tp.grad(fails_on_rank_2)(x),
 }
 
 

@@ -223,7 +223,7 @@ def test_row_21_a_slow_rank_is_no_error(tmp_path):
         return tp.psum(x, "i")
 
     timer = threading.Timer(8, gate.touch)
-    timer.start()
     with survivors():
+        timer.start()
         assert within(20, lambda: eagerly(step)(rows).tolist()).value == [6.0] * N
     timer.join()
