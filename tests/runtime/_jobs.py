@@ -45,7 +45,7 @@ class Ended(NamedTuple):
     code: int | None
     """As of ``subprocess``: negative for a signal; None if it hung and was killed."""
     output: str
-    """With " @" for the places of functions, whose numbers change."""
+    """With " @" for the places of functions of the jobs, whose numbers change."""
 
 
 class Job(NamedTuple):
@@ -82,17 +82,20 @@ class Jobs(dict[str, Job]):
         others = [name for name in self if name not in alone]
         groups = [others[k : k + TOGETHER] for k in range(0, len(others), TOGETHER)]
         for names in [*groups, *([name] for name in alone)]:
-            started = {name: _start(self[name], name, folder) for name in names}
+            ports: set[int] = set()
+            while len(ports) < len(names):  # different ones, although none is taken yet
+                ports.add(free_port())
+            started = {name: _start(self[name], name, folder, ports.pop()) for name in names}
             codes = _codes([pid for processes in started.values() for pid in processes])
             for name, processes in started.items():
                 ended[name] = [Ended(codes.get(pid), _plain(processes[pid])) for pid in processes]
         (folder / "ended").write_bytes(pickle.dumps(ended))
 
 
-def _start(job: Job, name: str, folder: Path) -> dict[int, Path]:
+def _start(job: Job, name: str, folder: Path, port: int) -> dict[int, Path]:
     """The process id of each rank, and the file of its output."""
     started = {}
-    with patch.dict(os.environ, MASTER_PORT=str(free_port()), TORCHPMAP_TIMEOUT="60"):
+    with patch.dict(os.environ, MASTER_PORT=str(port), TORCHPMAP_TIMEOUT="60"):
         os.environ.update(job.environment)
         os.environ["OMPI_COMM_WORLD_SIZE"] = str(job.num_ranks)
         for rank in range(job.num_ranks):
@@ -124,7 +127,8 @@ def _process(function: Callable[[int], Any], rank: int, path: Path) -> int:
 
 
 def _plain(path: Path) -> str:
-    return re.sub(r", defined at \w+\.py:\d+", " @", path.read_text())
+    place = r", defined at (_jobs|test_torchrun_\w+)\.py:\d+"
+    return re.sub(place, " @", path.read_text())
 
 
 def _codes(pids: list[int]) -> dict[int, int]:

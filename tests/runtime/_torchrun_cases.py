@@ -305,6 +305,9 @@ def check_pmap_with_devices():
     return tp.debug.check_pmap(lambda x: x.sin(), rows, devices=tp.devices()).values
 
 
+# -- JAX's own multi-process tests -----------------------------------------------------------------
+
+
 @expect(lambda rank, count: torch.full((1, 2), float(sum(range(1, count + 1)))))
 def local_rows_on_local_devices():  # testBasic
     rows = [torch.full((2,), 1.0 + tp.process_index())]
@@ -333,6 +336,9 @@ def random_keys_give_different_numbers():  # test_pmap_with_prng_keys
 def replicated_output():  # test_replicated_output_sharding_multi_process
     result = mapped(_sum, out_axes=None)(mine())
     return [result.is_fully_replicated, result.devices() == set(tp.devices())]
+
+
+# -- counts, arguments -----------------------------------------------------------------------------
 
 
 @expect(lambda rank, count: [rank, count, count, 1, [rank], rank])

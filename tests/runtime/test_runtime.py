@@ -83,7 +83,7 @@ def test_value_is_freed_with_its_last_reference(pool):
     del same
     assert team.released
     assert wait_for(lambda: not team.released, 3)
-    assert live_tensors(12345, pool) == before
+    assert wait_for(lambda: live_tensors(12345, pool) == before)
 
 
 @TWO

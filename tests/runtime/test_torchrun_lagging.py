@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from _jobs import Jobs, fails, mapped, misses_rank_1, total, warmed_up
+from _jobs import TOGETHER, Jobs, fails, mapped, misses_rank_1, total, warmed_up
 from _launched import jobs_of, of_failed, outputs
 
 import torchpmap as tp
@@ -40,7 +40,7 @@ def gated(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("lagging_ranks::slow", mutates_args=())
 def slow(x: torch.Tensor) -> torch.Tensor:
-    threading.Event().wait(0.3)
+    threading.Event().wait(0.3 * TOGETHER)  # in which time the other process makes its call
     return x + 1
 
 
