@@ -52,6 +52,7 @@ COMPILED = [
     *SHARD_MAPS[::12],
 ]
 OUTSIDE = "rows or blocks that run one after the other have no outside transforms"
+ESCAPED = "a row's function uses a captured value of a vmap around, which torch says has ended"
 
 
 SUMMED = "ignore:p(sum|mean). this gradient is already summed:UserWarning"
@@ -77,6 +78,8 @@ def param(case: Case, mode: str) -> Any:
     if mode == "serial" and case.get("outside"):
         mark = pytest.mark.xfail(strict=True, reason=OUTSIDE, raises=NotImplementedError)
         marks.append(mark)
+    if (case["id"], mode) == ("vp_captured_batch", "serial"):
+        marks.append(pytest.mark.xfail(strict=True, reason=ESCAPED, raises=RuntimeError))
     return pytest.param(case, mode, id=f"{case['id']}-{mode}", marks=marks)
 
 
