@@ -9,8 +9,6 @@ from _fuzz_draft import Draft, Steps, is_of_kind
 from _fuzz_programs import Collective, Local, Step
 from _fuzz_reference import count
 
-__all__ = ["Collectives"]
-
 REDUCTIONS = ("psum", "psum", "pmean", "pmax", "pmin")
 
 

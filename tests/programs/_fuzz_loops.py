@@ -13,8 +13,6 @@ from _fuzz_operations import ASSOCIATIVE, WRITES
 from _fuzz_programs import Body, Local, Loop
 from _fuzz_rows import spread
 
-__all__ = ["Loops"]
-
 KINDS = (
     *("scan", "scan", "scan", "map", "fori_loop", "while_loop"),
     *("cond", "cond", "switch", "associative_scan"),

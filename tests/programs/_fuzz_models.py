@@ -8,19 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "HALVES",
-    "KINDS",
-    "MODELS",
-    "Grid",
-    "Rows",
-    "check_differentiable",
-    "companions",
-    "count",
-    "places",
-    "pulled",
-]
-
 Rows = list[Any]
 Grid = tuple[tuple[str | None, int], ...]
 Function = Callable[[list[Rows]], Rows]

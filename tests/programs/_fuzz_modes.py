@@ -16,8 +16,6 @@ from _fuzz_verdict import Expected, expectation, verdict
 
 import torchpmap as tp
 
-__all__ = ["MODES", "Failure", "applies", "run", "script", "trial"]
-
 MODES = {
     "graph": "dict(compile={'backend': 'eager'}, fullgraph=True)",
     "uncompiled": "dict(compile=False)",

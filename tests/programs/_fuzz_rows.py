@@ -11,8 +11,6 @@ import torch
 from _fuzz_models import MODELS, Grid, Rows, companions, count, places
 from _fuzz_programs import Collective, Map, Spec
 
-__all__ = ["Env", "axis_size", "collective", "copied", "cut", "joined", "spread", "taken"]
-
 Env = dict[str, Rows]
 
 

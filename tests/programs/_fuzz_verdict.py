@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from _fuzz_models import HALVES
 from _fuzz_programs import Program
-from _fuzz_reference import HALVES, run
-
-__all__ = ["Expected", "expectation", "verdict"]
+from _fuzz_reference import run
 
 NOISES = (1, 2, 3)
 
