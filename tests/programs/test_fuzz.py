@@ -108,6 +108,7 @@ def test_same_seed_same_program() -> None:
     assert source(generate("same")) != source(generate("other"))
 
 
+@pytest.mark.timeout(300)  # alone it makes all programs
 def test_the_programs_have_something_of_everything() -> None:
     steps = [
         step
