@@ -20,6 +20,8 @@ import torch
 import torch._dynamo.exc
 from _spies import asked, counted
 from _support import EAGER, in_threads
+from parity import cases, values
+from torch.func import vmap
 from torch.utils.checkpoint import checkpoint
 
 import torchpmap as tp
@@ -204,9 +206,13 @@ def test_threadsafe_indexing():
         same(got, x.roll(-k, 0))
 
 
-@pytest.mark.parametrize("out_axes", [0, None], ids=["cut", "copies"])
-def test_copies_are_made_on_the_devices(out_axes, monkeypatch):
-    y = pmap(lambda x: tp.psum(x, "i"), "i", out_axes=out_axes)(X)
+@pytest.mark.parametrize(
+    ("function", "out_axes", "expected"),
+    [(lambda x: x + 1, 0, X + 1), (lambda x: tp.psum(x, "i"), None, X.sum(0))],
+    ids=["cut", "copies"],
+)
+def test_copies_are_made_on_the_devices(function, out_axes, expected, monkeypatch):
+    y = pmap(function, "i", out_axes=out_axes)(X)
     calls = asked(monkeypatch)
     twins = [y.clone(), copy.deepcopy(y)]
     monkeypatch.undo()
@@ -215,7 +221,7 @@ def test_copies_are_made_on_the_devices(out_axes, monkeypatch):
         assert twin.sharding == y.sharding
         assert twin.is_fully_replicated == (out_axes is None)
         assert len(shards(twin)) == 4
-        same(twin, X.sum(0).expand(4, 3) if out_axes == 0 else X.sum(0))
+        same(twin, expected)
 
 
 def test_work_on_each_devices_shard_between_two_calls():
@@ -545,9 +551,23 @@ def test_vmap_of_pmap(in_axes, out_axes):
         return row.cumsum(0)
 
     outer, inner = in_axes
-    got = torch.func.vmap(pmap(f, in_axes=inner, out_axes=out_axes[1]), outer, out_axes[0])(x)
-    expected = torch.func.vmap(torch.func.vmap(f, inner, out_axes[1]), outer, out_axes[0])(x)
+    got = vmap(pmap(f, in_axes=inner, out_axes=out_axes[1]), outer, out_axes[0])(x)
+    expected = vmap(vmap(f, inner, out_axes[1]), outer, out_axes[0])(x)
     same(got, expected)
+
+
+BY_TORCH = [
+    *("vp_several_arguments", "vp_keys", "vp_captured_scale", "vp_last_axis"),
+    *("vp_all_gather_and_psum_scatter", "vp_captured_batch", "matrix_product_by_any_maps"),
+]
+
+
+@pytest.mark.parametrize("name", BY_TORCH)
+def test_programs_with_a_vmap_of_torch_around(name, monkeypatch):
+    (case,) = (case for case in cases.PORTED if case["id"] == name)
+    inputs = {key: values.decode(value) for key, value in case["inputs"].items()}
+    monkeypatch.setattr(tp, "vmap", lambda f, in_axes=0, out_axes=0: vmap(f, in_axes, out_axes))
+    values.check(cases.run(case, "graph", inputs), values.expectation(case), values.widened(case))
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, of x
@@ -614,47 +634,29 @@ def test_remat_of_pmap(n):
     same(x.grad, torch.func.grad(lambda x: (x.sin().sin().sum(0) * x).sum())(x.detach()))
 
 
-class Sine(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x.sin()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 2 * x.cos() * g  # not the derivative, to be recognised
-
-
-class SineWithTangents(torch.autograd.Function):
-    @staticmethod
-    def forward(x):
-        return x.sin()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_forward(*inputs)
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def jvp(ctx, t):
-        (x,) = ctx.saved_tensors
-        return 7 * x.cos() * t
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 7 * x.cos() * g
-
-
 def test_a_rule_for_tangents(mode):
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_forward(*inputs)
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def jvp(ctx, t):
+            (x,) = ctx.saved_tensors
+            return 7 * x.cos() * t  # not the derivative, to be recognised
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return 7 * x.cos() * g
+
     def f(x):
-        return torch.func.jvp(SineWithTangents.apply, (x,), (torch.ones_like(x),))
+        return torch.func.jvp(Sine.apply, (x,), (torch.ones_like(x),))
 
     value, tangent = tp.pmap(f, compile=mode)(torch.arange(4.0))
     same(value, torch.arange(4.0).sin())
@@ -662,6 +664,22 @@ def test_a_rule_for_tangents(mode):
 
 
 def test_a_rule_for_cotangents(mode):
+    class Sine(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return 2 * x.cos() * g
+
     x = torch.arange(8.0)
     same(tp.pmap(tp.grad(Sine.apply), compile=mode)(x), 2 * x.cos())
     whole = tp.pmap(Sine.apply, compile=mode)
