@@ -93,7 +93,8 @@ def launched(tmp_path_factory) -> list[dict[str, Any]]:
         arguments = ("--epochs", "1", *EXACT, "--checkpoint", str(folder / f"{name}.pt"))
         commands[name] = (f"train_{name}.py", *arguments, *NOT_COMPILED[name])
     (folder / "commands.json").write_text(json.dumps(commands))
-    finished = launch(2, str(Path(__file__).with_name("_torchrun_examples.py")), str(folder))
+    script = str(Path(__file__).with_name("_torchrun_examples.py"))
+    finished = launch(2, script, str(folder), limit_s=200)
     assert finished.code == 0, finished.output
     assert "Warning" not in finished.output, finished.output
     return answers(2, folder)
