@@ -74,7 +74,7 @@ LONGEST = (
     "test_torchrun.py",
     "test_torchrun_lagging.py",
     "test_torchrun_parity.py",
-    "test_torchrun_loops.py",
+    "test_jax_ported.py",
     "test_runtime.py",
     "test_optim.py",
     "test_prefetch.py",

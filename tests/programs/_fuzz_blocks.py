@@ -1,4 +1,6 @@
-"""Random ``shard_map`` calls on meshes of one and two axes."""
+"""Random ``shard_map`` calls on meshes of one to three axes."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -8,18 +10,21 @@ from _fuzz_models import Grid, count
 from _fuzz_programs import Blocks, Body, Local, Spec, used
 from _fuzz_rows import cut, spread
 
-__all__ = ["Shards"]
-
 MOST_ROWS = 32
 MESHES = ((2,), (4,), (2, 2), (2, 2), (1, 2))
+LARGE = ((4,), (2, 2), (4, 1), (2, 4), (2, 2, 2), (8,))
+"""For eight devices."""
+FORMS = ("plain", "plain", "short", "tuples", "tree")
 
 
 class Shards(Loops):
     """Makes functions that are mapped over the blocks of a mesh."""
 
+    meshes: tuple[tuple[int, ...], ...] = MESHES
+
     def blocks(self, draft: Draft, fill: Callable[[Draft], None] | None = None) -> bool:
         rng = self._rng
-        mesh = tuple((self.name("axis"), size) for size in rng.choice(MESHES))
+        mesh = tuple((self.name("axis"), size) for size in rng.choice(self.meshes))
         found = [self.pick(draft) for _ in range(rng.choice((1, 2, 2)))]
         args = [name for name in dict.fromkeys(found) if name is not None]
         grid: Grid = (*draft.grid, *mesh)
@@ -52,7 +57,15 @@ class Shards(Loops):
         outs = tuple(self.name("v") for _ in results)
         out_specs = tuple(spec for _, spec in found_places)
         step = Blocks(
-            outs, self.name("f"), mesh, body, tuple(args), tuple(specs), out_specs, check_vma
+            outs,
+            self.name("f"),
+            mesh,
+            body,
+            tuple(args),
+            tuple(specs),
+            out_specs,
+            check_vma,
+            self._forms.choice(FORMS),
         )
         return self.add(draft, step)
 

@@ -1,13 +1,13 @@
 """Random collectives, over axes and in groups, of operands that suit them."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 
 from _fuzz_draft import Draft, Steps, is_of_kind
 from _fuzz_programs import Collective, Local, Step
 from _fuzz_reference import count
-
-__all__ = ["Collectives"]
 
 REDUCTIONS = ("psum", "psum", "pmean", "pmax", "pmin")
 

@@ -13,8 +13,6 @@ from _fuzz_operations import IN_PLACE, OUT_OF_PLACE, RANDOM, VIEWS, Family
 from _fuzz_programs import Input, Local, Step
 from _fuzz_reference import Env, Grid, Reference, Rows
 
-__all__ = ["DEVICES", "ROWS", "Draft", "Steps", "is_of_kind"]
-
 ROWS = (1, 2, 2, 3, 4, 4, 4, 5, 6, 8, 8, 12, 16)
 """Sizes of a pmapped axis: on four devices up to five rows of one device, and devices left out."""
 DEVICES = 4
@@ -60,6 +58,7 @@ class Steps:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
+        self._forms = random.Random(hash(rng.getstate()[1]))  # of its own: changes no other choice
         self._reference = Reference()
         self._numbers = itertools.count()
         self._special = False

@@ -3,46 +3,61 @@
 The same seed gives the same program.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from _fuzz_blocks import MOST_ROWS, Shards
+from _fuzz_blocks import LARGE, MOST_ROWS, Shards
 from _fuzz_draft import DEVICES, Draft, is_of_kind
 from _fuzz_operations import SCALARS, STATE, STATICS, Family
 from _fuzz_programs import Blocks, Body, Derivative, Local, Map, Program, bodies, used
 from _fuzz_reference import Grid, count, made, quiet
 from _fuzz_rows import taken
-from _fuzz_verdict import expectation
-
-__all__ = ["generate"]
+from _fuzz_verdict import Expected, expectation
 
 AROUND = ("torch_grad", "grad", "value_and_grad", "vjp", "jvp", "jacrev", "jacfwd", "hessian")
 DONATES = "donate_argnums=0"
 FORMS = ("plain", "plain", "dict", "tree", "name")
 
 
+BLOCKS = "blocks:"
+"""Programs of seeds that begin so call a ``shard_map``, also on meshes of eight devices."""
+
+
 def generate(seed: str) -> Program:
     """The program of a seed."""
+    return generated(seed)[0]
+
+
+@functools.lru_cache(maxsize=512)
+def generated(seed: str) -> tuple[Program, list[Expected]]:
+    """The program of a seed, and what it gives."""
     for attempt in itertools.count():
         with quiet():
-            program = _attempt(random.Random(f"{seed} {attempt}"))
-        if program is not None and expectation(program) is not None:
-            return program
+            program = _attempt(random.Random(f"{seed} {attempt}"), seed.startswith(BLOCKS))
+        expected = None if program is None else expectation(program)
+        if program is not None and expected is not None:
+            return program, expected
     raise AssertionError
 
 
-def _attempt(rng: random.Random) -> Program | None:
+def _attempt(rng: random.Random, of_blocks: bool) -> Program | None:
     maker = _Maker(rng)
+    if of_blocks:
+        maker.meshes, maker.odds_of_blocks = LARGE, 1.0
     inputs = maker.inputs()
     draft = Draft({given.name: [made(given)] for given in inputs}, (), [])
     draft.names = [given.name for given in inputs]
     maker.outermost(draft)
     results = [name for step in draft.steps for name in step.outs if name in draft.env]
-    if not any(map(is_mapped, (step for body in _all(draft) for step in body.steps))):
+    kinds = [type(step) for body in _all(draft) for step in body.steps if is_mapped(step)]
+    if not kinds or (of_blocks and Blocks not in kinds):
         return None
     body = Body(tuple(given.name for given in inputs), tuple(draft.steps), tuple(results[-10:]))
     return Program(tuple(inputs), body)
@@ -59,6 +74,8 @@ def _all(draft: Draft) -> list[Body]:
 
 class _Maker(Shards):
     """Makes functions of steps: mapped ones, derivatives, and the program itself."""
+
+    odds_of_blocks = 0.25
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
@@ -318,7 +335,7 @@ class _Maker(Shards):
     def pmapped(self, draft: Draft) -> None:
         """A call of a pmapped function, and perhaps operations on its results."""
         for _ in range(6):
-            if self._rng.random() < 0.25:
+            if self._rng.random() < self.odds_of_blocks:
                 if self.blocks(draft):
                     break
             elif self.mapped(draft, "pmap", mesh=self._rng.random() < 0.2):

@@ -1,5 +1,7 @@
 """Random loops and branches."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +12,6 @@ from _fuzz_models import Rows, count
 from _fuzz_operations import ASSOCIATIVE, WRITES
 from _fuzz_programs import Body, Local, Loop
 from _fuzz_rows import spread
-
-__all__ = ["Loops"]
 
 KINDS = (
     *("scan", "scan", "scan", "map", "fori_loop", "while_loop"),

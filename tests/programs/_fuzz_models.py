@@ -1,23 +1,12 @@
 """What collectives and derivatives are, on lists with one tensor per row, in plain torch."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-
-__all__ = [
-    "HALVES",
-    "KINDS",
-    "MODELS",
-    "Grid",
-    "Rows",
-    "check_differentiable",
-    "companions",
-    "count",
-    "places",
-    "pulled",
-]
 
 Rows = list[Any]
 Grid = tuple[tuple[str | None, int], ...]

@@ -1,5 +1,7 @@
 """Running a program of the fuzzer in one of the ways that torchpmap has."""
 
+from __future__ import annotations
+
 import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,8 +15,6 @@ from _fuzz_source import source, standalone
 from _fuzz_verdict import Expected, expectation, verdict
 
 import torchpmap as tp
-
-__all__ = ["MODES", "Failure", "applies", "run", "script", "trial"]
 
 MODES = {
     "graph": "dict(compile={'backend': 'eager'}, fullgraph=True)",

@@ -13,26 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-__all__ = [
-    "Blocks",
-    "Body",
-    "Collective",
-    "Derivative",
-    "Input",
-    "Local",
-    "Loop",
-    "Map",
-    "Program",
-    "Spec",
-    "Step",
-    "bodies",
-    "inside",
-    "is_mesh",
-    "renamed",
-    "used",
-    "with_inside",
-]
-
 Spec = tuple[tuple[str, ...], ...]
 """For each dim, the axes of a mesh by which it is cut."""
 
@@ -102,6 +82,8 @@ class Blocks:
     in_specs: tuple[Spec, ...]
     out_specs: tuple[Spec, ...]
     check_vma: bool = True
+    form: str = "plain"
+    """How specs are written: ``plain``, ``short``, in ``tuples``; or all travels in a ``tree``."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ With ``noise``, whatever is computed is changed by about one rounding error of i
 the results move says how exactly they can be known.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 import warnings
@@ -22,9 +24,7 @@ from typing import Any
 
 import torch
 from _fuzz_models import (
-    HALVES,
     KINDS,
-    MODELS,
     Grid,
     Rows,
     check_differentiable,
@@ -46,9 +46,7 @@ from _fuzz_programs import (
     Step,
 )
 from _fuzz_rows import Env, axis_size, collective, copied, cut, joined, spread, taken
-from _fuzz_source import MODULES
-
-__all__ = ["HALVES", "MODELS", "Env", "Grid", "Reference", "Rows", "count", "made", "quiet", "run"]
+from _fuzz_source import MADE, MODULES, value
 
 SHARING = ("psum", "pmean", "pmax", "pmin", "all_gather", "pbroadcast")
 """Collectives whose results are the same along the axes."""
@@ -79,33 +77,13 @@ def quiet() -> Iterator[None]:
         yield
 
 
+_MADE: dict[str, Any] = {"torch": torch}
+exec(MADE, _MADE)
+
+
 def made(given: Input) -> torch.Tensor:
-    """The value of an input; strides do not matter here."""
-    dtype = getattr(torch, given.dtype)
-    shape = given.shape
-    if given.layout == "transposed":
-        return values(given.seed, shape[::-1], dtype).permute(*reversed(range(len(shape))))
-    if given.layout == "sliced":
-        return values(given.seed, (*shape[:-1], 2 * shape[-1] + 1), dtype)[..., 1::2]
-    if given.layout == "expanded":
-        return values(given.seed, shape[1:], dtype).expand(shape)
-    return values(given.seed, shape, dtype, given.layout == "special")
-
-
-def values(
-    seed: int, shape: tuple[int, ...], dtype: torch.dtype, special: bool = False
-) -> torch.Tensor:
-    """Small numbers: floats of a normal distribution, integers from about -6 to 6."""
-    kind = torch.complex128 if dtype.is_complex else torch.float64
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=kind)
-    if special:
-        for k, value in enumerate((math.inf, math.nan, 0.0, -math.inf)):
-            x.view(-1)[seed % 3 + 3 * k :: 13] = value
-    if dtype == torch.bool:
-        return x > 0
-    if not (dtype.is_floating_point or dtype.is_complex):
-        x = (2 * x).round().abs() if dtype == torch.uint8 else (2 * x).round()
-    return x.to(dtype)
+    """The value of an input."""
+    return eval(value(given), _MADE)
 
 
 class Reference:

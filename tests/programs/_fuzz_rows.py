@@ -1,5 +1,7 @@
 """Values as lists with one tensor per row: cut, shared and put together again, in plain torch."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Sequence
@@ -8,8 +10,6 @@ from typing import Any
 import torch
 from _fuzz_models import MODELS, Grid, Rows, companions, count, places
 from _fuzz_programs import Collective, Map, Spec
-
-__all__ = ["Env", "axis_size", "collective", "copied", "cut", "joined", "spread", "taken"]
 
 Env = dict[str, Rows]
 

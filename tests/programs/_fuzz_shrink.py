@@ -1,11 +1,14 @@
 """Making a failing program smaller, as long as it fails in the same way."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from _fuzz_programs import (
+    Blocks,
     Body,
     Collective,
     Derivative,
@@ -20,8 +23,6 @@ from _fuzz_programs import (
     used,
     with_inside,
 )
-
-__all__ = ["shrink", "smaller"]
 
 
 def shrink(program: Program, fails: Callable[[Program], bool], seconds: float = 60.0) -> Program:
@@ -112,24 +113,24 @@ def _shorter(body: Body) -> Iterator[Body]:
             continue
         for name in dict.fromkeys([*getattr(step, "args", ()), *body.params]):
             yield renamed(rest, dict.fromkeys(step.outs, name))
-        if isinstance(step, Map | Derivative):
-            opened = renamed(step.body, dict(zip(step.body.params, step.args, strict=True)))
-            results = opened.results if isinstance(step, Map) else opened.results * len(step.outs)
-            through = renamed(rest, dict(zip(step.outs, results, strict=True)))
+        for inner in _openable(step):
+            opened = renamed(inner, dict(zip(inner.params, step.args, strict=True)))
+            copies = len(step.outs) if isinstance(step, Derivative) else 1
+            through = renamed(rest, dict(zip(step.outs, opened.results * copies, strict=True)))
             steps = (*through.steps[:k], *opened.steps, *through.steps[k:])
             yield replace(through, steps=steps)
         if isinstance(step, Map):
             yield from _fewer_values(body, k, step)
-        if isinstance(step, Loop) and step.kind in ("cond", "switch"):
-            for branch in step.bodies:
-                opened = renamed(branch, dict(zip(branch.params, step.args, strict=True)))
-                through = renamed(rest, dict(zip(step.outs, opened.results, strict=True)))
-                steps = (*through.steps[:k], *opened.steps, *through.steps[k:])
-                yield replace(through, steps=steps)
         if isinstance(step, Collective) and len(step.args) > 1:
             for r, out in enumerate(step.outs):
                 fewer = replace(step, args=_less(step.args, r), outs=_less(step.outs, r))
                 yield renamed(_with(body, k, fewer), {out: step.args[r]})
+
+
+def _openable(step: Step) -> tuple[Body, ...]:
+    """The bodies of which one can take the place of a step."""
+    is_branch = isinstance(step, Loop) and step.kind in ("cond", "switch")
+    return inside(step) if is_branch or isinstance(step, Map | Derivative) else ()
 
 
 def _uses(body: Body, names: tuple[str, ...]) -> bool:
@@ -190,9 +191,10 @@ def _simpler_step(step: Step) -> Iterator[Step]:
         for k, axis in enumerate(step.out_axes):
             if axis != 0:
                 yield replace(step, out_axes=(*step.out_axes[:k], 0, *step.out_axes[k + 1 :]))
-    elif isinstance(step, Derivative) and step.kind not in ("grad", "torch_grad", "jvp", "vjp"):
-        if step.kind == "backward":
-            yield replace(step, kind="torch_grad")
+    elif isinstance(step, Blocks) and step.form != "plain":
+        yield replace(step, form="plain")
+    elif isinstance(step, Derivative) and step.kind == "backward":
+        yield replace(step, kind="torch_grad")
     elif isinstance(step, Loop):
         if step.option:
             yield replace(step, option="")

@@ -1,5 +1,8 @@
 """Programs of the fuzzer as Python source."""
 
+from __future__ import annotations
+
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,8 +21,6 @@ from _fuzz_programs import (
     is_mesh,
 )
 
-__all__ = ["MODULES", "source", "standalone"]
-
 MODULES = """
 class Scale(torch.nn.Module):
     def __init__(self):
@@ -36,10 +37,7 @@ MODULE = Scale()
 """
 """A module that programs close over: with a parameter, a buffer and a mode."""
 
-PREAMBLE = (
-    MODULES
-    + """
-
+MADE = """
 def made(seed, shape, dtype, special=False):
     kind = torch.complex128 if dtype.is_complex else torch.float64
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=kind)
@@ -52,7 +50,7 @@ def made(seed, shape, dtype, special=False):
         x = (2 * x).round().abs() if dtype == torch.uint8 else (2 * x).round()
     return x.to(dtype)
 """
-)
+"""Small numbers: floats of a normal distribution, integers from about -6 to 6."""
 
 
 def source(program: Program) -> str:
@@ -60,9 +58,9 @@ def source(program: Program) -> str:
 
     It names ``COMPILE``, a dict of options of every ``pmap`` and ``shard_map``.
     """
-    inputs = "".join(f"    {_made(given)},\n" for given in program.inputs)
+    inputs = "".join(f"    {value(given)},\n" for given in program.inputs)
     lines = _function("program", program.body, set(), give=_tuple)
-    return f"{PREAMBLE}\n\ninputs = [\n{inputs}]\n\n\n" + "\n".join(lines) + "\n"
+    return f"{MODULES}\n{MADE}\n\ninputs = [\n{inputs}]\n\n\n" + "\n".join(lines) + "\n"
 
 
 def standalone(program: Program, num_devices: int, options: str, inline: str = "") -> str:
@@ -90,7 +88,8 @@ def _renumbered(text: str) -> str:
     return re.sub(r"(?<![a-zA-Z0-9])(axis|[fpsvx])\d+", small, text)
 
 
-def _made(given: Input) -> str:
+def value(given: Input) -> str:
+    """An input, in terms of ``made``."""
     dtype, shape = f"torch.{given.dtype}", given.shape
     match given.layout:
         case "transposed":
@@ -128,10 +127,11 @@ def _statements(step: Step, known: set[str]) -> list[str]:
     if isinstance(step, Map):
         return [*_mapped(step, known), f"{_tuple(step.outs)} = {_call(step)}"]
     if isinstance(step, Blocks):
-        return [
-            *_blocks(step, known),
-            f"{_tuple(step.outs)} = {step.name}_mapped{_tuple(step.args)}",
-        ]
+        given, taken = _tuple(step.args), ""
+        if step.form == "tree":
+            given, taken = f"({_tree('arguments', step.args)})", "['results']"
+        call = f"{step.name}_mapped{given}{taken}"
+        return [*_blocks(step, known), f"{_tuple(step.outs)} = {call}"]
     if isinstance(step, Loop):
         return _loop(step, known)
     if isinstance(step, Derivative):
@@ -235,20 +235,32 @@ def _blocks(step: Blocks, known: set[str]) -> list[str]:
         return []
     known.add(step.name)
     sizes, names = _tuple_of([s for _, s in step.mesh]), _tuple_of([n for n, _ in step.mesh])
+    in_specs = tuple(_spec(spec, step.form) for spec in step.in_specs)
+    out_specs = tuple(_spec(spec, step.form) for spec in step.out_specs)
+    if step.form == "tree":
+        begin = (f"{_tuple(step.body.params)} = tree['arguments']",)
+        given, found = f"({_tree('arguments', in_specs)},)", _tree("results", out_specs)
+        give = functools.partial(_tree, "results")
+        lines = _function(step.name, step.body, known, "tree", begin, give)
+    else:
+        given, found = _tuple(in_specs), _tuple(out_specs)
+        lines = _function(step.name, step.body, known, give=_tuple)
     options = [
         step.name,
         f"mesh=tp.make_mesh({sizes}, {names})",
-        f"in_specs={_tuple(tuple(map(_spec, step.in_specs)))}",
-        f"out_specs={_tuple(tuple(map(_spec, step.out_specs)))}",
+        f"in_specs={given}",
+        f"out_specs={found}",
         *(() if step.check_vma else ("check_vma=False",)),
         "**COMPILE",
     ]
-    lines = _function(step.name, step.body, known, give=_tuple)
     return [*lines, f"{step.name}_mapped = tp.shard_map({', '.join(options)})"]
 
 
-def _spec(spec: Spec) -> str:
-    entries = [repr(e[0] if len(e) == 1 else e) if e else "None" for e in spec]
+def _spec(spec: Spec, form: str) -> str:
+    """``short`` leaves out what cuts nothing at the end, ``tuples`` has no bare names."""
+    while form == "short" and spec and not spec[-1]:
+        spec = spec[:-1]
+    entries = [repr(e[0] if len(e) == 1 and form != "tuples" else e) if e else "None" for e in spec]
     return f"tp.P({', '.join(entries)})"
 
 
@@ -346,6 +358,10 @@ def _tuple(names: tuple[str, ...]) -> str:
     if not names:
         return "()"
     return f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"
+
+
+def _tree(key: str, names: tuple[str, ...]) -> str:
+    return f"{{'{key}': [{', '.join(names)}]}}"
 
 
 def _tuple_of(values: Sequence[object]) -> str:

@@ -5,14 +5,15 @@ it computes, and what the results may differ by is a multiple of what they move 
 results move by much is not judged; it is another program's turn.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from _fuzz_models import HALVES
 from _fuzz_programs import Program
-from _fuzz_reference import HALVES, run
-
-__all__ = ["Expected", "expectation", "verdict"]
+from _fuzz_reference import run
 
 NOISES = (1, 2, 3)
 

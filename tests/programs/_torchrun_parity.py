@@ -1,23 +1,24 @@
 """The stored programs of tests/programs/parity in every rank of a job of 4 (see
 test_torchrun_parity.py).
 
-    torchrun --standalone --nproc-per-node=4 _torchrun_parity.py FOLDER ID...
+    torchrun --standalone --nproc-per-node=4 _torchrun_parity.py FOLDER MODE:ID...
 
 Programs whose pmap is called on plain values run host-locally: each rank passes the part of the
 rows that is its own, and the parts of the results are put together.  Where a transform is around
-the call, the inputs are values that span the ranks instead.
+the call, the inputs are values that span the ranks instead.  Programs that map nothing run whole in
+a mapped function, for a row on each rank.
 """
 
-import json
+from __future__ import annotations
+
+import functools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from _launched import Raised, run_cases
-from parity import lookalike, values
-from parity.values import Case
+from parity import cases, values
 
 import torchpmap as tp
 from torchpmap._base.axis_spec import broadcast_axes
@@ -26,16 +27,7 @@ from torchpmap._layout import axis_stack
 from torchpmap._runtime.current import runtime
 
 NUM_RANKS = 4
-GRAPH = {"backend": "eager"}
-SPANNING = {"grad_outside", "pmap_vmap"}
-"""Families with transforms around the mapped function."""
-
-HERE = Path(__file__).parent / "parity"
-CASES: list[Case] = [
-    case
-    for file in ("cases.json", "more_cases.json")
-    for case in json.loads((HERE / file).read_text())["cases"]
-]
+GRAPH = cases.COMPILE["graph"]
 
 
 class Unfit(Exception):
@@ -101,14 +93,14 @@ def spanning(leaf: Any) -> Any:
     return tp.device_put(leaf, tp.NamedSharding(tp.Mesh(tp.devices(), ("d",)), spec))
 
 
-def run(case: Case) -> Any:
+def run(case: values.Case, mode: str) -> Any:
     inputs = {name: values.decode(value) for name, value in case["inputs"].items()}
+    pmap: Callable[..., Any] = local_pmap
     try:
-        if case["family"] not in SPANNING:
-            return values.fetch(lookalike.run(case["jax_expr"], inputs, local_pmap))
-        inputs = torch.utils._pytree.tree_map(spanning, inputs)
-        pmap = lookalike.pmap_in_mode(GRAPH)
-        return gathered(lookalike.run(case["jax_expr"], inputs, pmap))
+        if case.get("outside") or case["family"] == "pmap_vmap":
+            inputs = torch.utils._pytree.tree_map(spanning, inputs)
+            pmap = tp.pmap
+        return cases.run(case, mode, inputs, pmap, axis_size=NUM_RANKS, fetch=gathered)
     except Unfit as unfit:
         return Raised("Unfit", str(unfit))
     except Exception as error:
@@ -130,8 +122,12 @@ def gathered(tree: Any) -> Any:
 
 
 if __name__ == "__main__":
-    wanted = set(sys.argv[2:])
+    known = {case["id"]: case for case in (*cases.PMAPS, *cases.LOOPS)}
+    wanted = {name: name.split(":") for name in sys.argv[2:]}
     run_cases(
-        {case["id"]: lambda case=case: run(case) for case in CASES if case["id"] in wanted},
+        {
+            name: functools.partial(run, known[case_id], mode)
+            for name, (mode, case_id) in wanted.items()
+        },
         sys.argv[1],
     )

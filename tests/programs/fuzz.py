@@ -6,6 +6,8 @@ A program is written down smaller than it was found, as a script that can be pas
 (``_fuzz_reference``) is plain torch, row by row, and knows nothing of torchpmap.
 """
 
+from __future__ import annotations
+
 import argparse
 import faulthandler
 import os
@@ -21,11 +23,10 @@ os.environ.setdefault("TORCHPMAP_DEVICE_TYPE", "cpu")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from _fuzz_generate import generate
+from _fuzz_generate import generated
 from _fuzz_modes import MODES, Failure, applies, script, trial
 from _fuzz_programs import Program
 from _fuzz_shrink import shrink
-from _fuzz_verdict import expectation
 from _support import SCALE
 
 import torchpmap as tp
@@ -46,8 +47,7 @@ def fuzz(options: argparse.Namespace) -> int:
         faulthandler.dump_traceback_later(HANG_S * SCALE, exit=True)
         if sys.stdout.isatty() or programs % 100 == 0:
             print(f"{start}{programs} programs, seed {seed}   ", end=stop, flush=True)
-        program = generate(seed)
-        expected = expectation(program)
+        program, expected = generated(seed)
         for mode in options.mode:
             failure = trial(program, mode, expected)
             runs[mode] += applies(program, mode)

@@ -4,13 +4,17 @@ Covers: values and derivatives of whole programs; that the reference knows JAX's
 defect would be found and made small.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import _fuzz_reference
 import pytest
 import torch
-from _fuzz_generate import DONATES, generate
-from _fuzz_modes import Failure, applies, script, trial
+from _fuzz_blocks import LARGE
+from _fuzz_generate import BLOCKS, DONATES, generate, generated
+from _fuzz_models import MODELS, count
+from _fuzz_modes import applies, script, trial
 from _fuzz_programs import (
     Blocks,
     Body,
@@ -26,33 +30,55 @@ from _fuzz_programs import (
 from _fuzz_reference import LOOPS, run
 from _fuzz_shrink import shrink
 from _fuzz_source import source
-from _fuzz_verdict import expectation, verdict
+from _fuzz_verdict import verdict
 from _launched import Raised, answers, launch
+from _support import TEST_ALL
 
 NUM_PROGRAMS, PARTS = 200, 20
 ROTA = ("graph", "uncompiled", "serial", "inline")
 """How programs run in turn."""
+NUM_OF_BLOCKS = 400 if TEST_ALL else 40
+ROTA_OF_BLOCKS = ("graph", "uncompiled", "graph", "inline")
 
 
-def is_new(failure: Failure | None) -> bool:
-    return failure is not None and not failure.is_known
+def check(seed: str, mode: str, num_devices: int) -> None:
+    program, expected = generated(seed)
+    failure = trial(program, mode, expected)
+    is_new = failure is not None and not failure.is_known
+    assert not is_new, f"{script(program, mode, num_devices)}\n{failure}"
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_programs(pool: int, part: int) -> None:
     for number in range(part, NUM_PROGRAMS, PARTS):
-        program = generate(f"ci:{number}")
-        mode = ROTA[number % len(ROTA)]
-        failure = trial(program, mode, expectation(program))
-        assert not is_new(failure), f"{script(program, mode, pool)}\n{failure}"
+        check(f"ci:{number}", ROTA[number % len(ROTA)], pool)
+
+
+@pytest.mark.parametrize("pool", [8], indirect=True)
+@pytest.mark.parametrize("part", range(10))
+def test_programs_of_blocks(pool: int, part: int) -> None:
+    for number in range(part, NUM_OF_BLOCKS, 10):
+        check(f"{BLOCKS}{number}", ROTA_OF_BLOCKS[(number // 10 + part) % 4], pool)
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("number", range(2))
-def test_compiled_programs(pool: int, number: int) -> None:
-    program = generate(f"inductor:{number}")
-    failure = trial(program, "inductor")
-    assert not is_new(failure), f"{script(program, 'inductor', pool)}\n{failure}"
+@pytest.mark.parametrize("seed", ["inductor:0", "inductor:1"])
+def test_compiled_programs(pool: int, seed: str) -> None:
+    check(seed, "inductor", pool)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("number", [0, 1])
+def test_compiled_programs_of_blocks(pool: int, number: int) -> None:
+    """Of four devices, which are two meshes."""
+    seeds = [f"{BLOCKS}{number}" for number in range(40)]
+    fits = [s for s in seeds if {count(b.mesh) for b in blocks_of(generate(s))} == {pool}]
+    check(fits[number], "inductor", pool)
+
+
+def blocks_of(program: Program) -> list[Blocks]:
+    steps = [step for body in bodies(program.body) for step in body.steps]
+    return [step for step in steps if isinstance(step, Blocks)]
 
 
 @pytest.mark.timeout(300)
@@ -70,18 +96,19 @@ def test_programs_of_launched_ranks(tmp_path: Path) -> None:
             if isinstance(got, Raised) and got.kind == "Unfit":
                 continue  # its rows do not divide
             judged += 1
-            expected = expectation(program)
-            assert expected is not None
+            _, expected = generated(seed)
             wrong = str(got) if isinstance(got, Raised) else verdict(got, expected)
             assert not wrong, f"rank {rank}, {script(program, 'launched', 2)}\n{wrong}"
     assert judged >= 10
 
 
 def test_same_seed_same_program() -> None:
-    assert generate("same") == generate("same")
+    again, _ = generated.__wrapped__("same")  # without the memory of programs that were made
+    assert again == generate("same")
     assert source(generate("same")) != source(generate("other"))
 
 
+@pytest.mark.timeout(300)  # alone it makes all programs
 def test_the_programs_have_something_of_everything() -> None:
     steps = [
         step
@@ -100,6 +127,19 @@ def test_the_programs_have_something_of_everything() -> None:
     assert sum(step.option == DONATES for step in maps) > 10
     codes = "".join(step.code for step in steps if isinstance(step, Local))
     assert all(word in codes for word in ("MODULE", "debug.print", "bernoulli", "one_hot", ".mul_"))
+
+
+def test_the_programs_of_blocks_have_something_of_everything() -> None:
+    programs = [generate(f"{BLOCKS}{number}") for number in range(40)]
+    blocks = [step for program in programs for step in blocks_of(program)]
+    assert len(blocks) > 80
+    assert {tuple(size for _, size in step.mesh) for step in blocks} == set(LARGE)
+    assert {step.form for step in blocks} == {"plain", "short", "tuples", "tree"}
+    assert sum(any(len(e) > 1 for spec in step.in_specs for e in spec) for step in blocks) > 5
+    steps = [s for block in blocks for body in bodies(block.body) for s in body.steps]
+    collectives = [step for step in steps if isinstance(step, Collective)]
+    assert len({step.name for step in collectives}) >= 10
+    assert {len(s.axes) for s in collectives if isinstance(s.axes, tuple)} == {1, 2, 3}
 
 
 # --- the reference --------------------------------------------------------------------------------
@@ -215,10 +255,10 @@ def test_a_defect_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> No
             out[(end + 1) % len(rows)] = rows[start].clone()
         return out
 
-    monkeypatch.setitem(_fuzz_reference.MODELS, "ppermute", astray)
+    monkeypatch.setitem(MODELS, "ppermute", astray)
     for number in range(200):
-        program = generate(f"defect:{number}")
-        failure = trial(program, "inline")
+        program, expected = generated(f"defect:{number}")
+        failure = trial(program, "inline", expected)
         if failure is not None and failure.text.startswith("result"):
             break
     assert failure is not None

@@ -4,6 +4,8 @@ The kernel runs all cells once, one after the other, before the first test; each
 one cell showed.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import uuid
@@ -63,34 +65,21 @@ DIED = rf"the worker of device {DEVICE}:1 \(rank 1, pid \d+\) died: SIGKILL"
 
 CELLS: dict[str, tuple[str, Shows | Raises]] = {
     "first": (FIRST, FIRST_SHOWS),
-    "devices": (
-        "tp.devices()",
-        Shows(rf"\[Device\({DEVICE}:0\), Device\({DEVICE}:1\)\]"),
-    ),
+    "devices": ("tp.devices()", Shows(rf"\[Device\({DEVICE}:0\), Device\({DEVICE}:1\)\]")),
     "a result": ("y", Shows(rf"ShardedTensor\(\[\[ 0\.,  2.*14\.\]\], {ROWS}\)")),
-    "its layout": (
-        "tp.debug.visualize_sharding(y)",
-        Shows(rf"float32\[2, 4\], cut along dim 0\n{TABLE}"),
-    ),
+    "its layout": ("tp.debug.visualize_sharding(y)",
+        Shows(rf"float32\[2, 4\], cut along dim 0\n{TABLE}")),
     "psum, compiled": (
         "share = tp.pmap(lambda x: x / tp.psum(x, 'i'), axis_name='i')\n"
         "share(torch.tensor([1.0, 3.0])).tolist()",
-        Shows(r"\[0.25, 0.75\]"),
-    ),
-    "an unknown name": (
-        "tp.pmap(lambda x: tp.psum(x, 'j'), axis_name='i')(torch.ones(2))",
-        Raises("NameError", UNBOUND.format("j", r"'i' \(size 2\)"), ("tp.pmap", "tp.pmap")),
-    ),
-    "a collective in a cell": (
-        "tp.psum(torch.ones(2), 'i')",
-        Raises("NameError", UNBOUND.format("i", "nothing"), ("tp.psum(torch.ones(2), 'i')",)),
-    ),
-    "an index in a cell": (
-        "tp.axis_index('i')",
-        Raises("NameError", UNBOUND.format("i", "nothing"), ("tp.axis_index('i')",)),
-    ),
-    "shapes that do not fit": (
-        """
+        Shows(r"\[0.25, 0.75\]")),
+    "an unknown name": ("tp.pmap(lambda x: tp.psum(x, 'j'), axis_name='i')(torch.ones(2))",
+        Raises("NameError", UNBOUND.format("j", r"'i' \(size 2\)"), ("tp.pmap", "tp.pmap"))),
+    "a collective in a cell": ("tp.psum(torch.ones(2), 'i')",
+        Raises("NameError", UNBOUND.format("i", "nothing"), ("tp.psum(torch.ones(2), 'i')",))),
+    "an index in a cell": ("tp.axis_index('i')",
+        Raises("NameError", UNBOUND.format("i", "nothing"), ("tp.axis_index('i')",))),
+    "shapes that do not fit": ("""
 def model(w, x):
     h = torch.tanh(x)
     return h @ w
@@ -101,25 +90,17 @@ def loss(w, x):
 step = tp.pmap(tp.grad(loss), "i", in_axes=(None, 0))
 step(torch.ones(5, 3), torch.ones(2, 4, 6))
 """,
-        Raises(
-            "RuntimeError",
+        Raises("RuntimeError",
             r"a and b must have same reduction dim, but got \[4, 6\] X \[5, 3\]\.\n"
             r"while tracing `loss`: arguments w float32\[5, 3\], x float32\[4, 6\]",
-            ("step(torch.ones(5, 3)", "return model(w, x)", "return h @ w"),
-        ),
-    ),
-    "a wrong batch": (
-        "tp.pmap(lambda x, y: x + y)(torch.ones(2, 3), torch.ones(4, 3))",
-        Raises(
-            "ValueError",
+            ("step(torch.ones(5, 3)", "return model(w, x)", "return h @ w"))),
+    "a wrong batch": ("tp.pmap(lambda x, y: x + y)(torch.ones(2, 3), torch.ones(4, 3))",
+        Raises("ValueError",
             r"pmap got inconsistent sizes for array axes to be mapped:\n"
             r"  \* one axis had size 2: axis 0 of argument x of type float32\[2,3\];\n"
             r"  \* one axis had size 4: axis 0 of argument y of type float32\[4,3\]",
-            ("tp.pmap(lambda x, y: x + y)",),
-        ),
-    ),
-    "print": (
-        """
+            ("tp.pmap(lambda x, y: x + y)",))),
+    "print": ("""
 @tp.pmap(axis_name="i", compile=eager)
 def talks(x):
     print("traced with shape", list(x.shape))
@@ -130,11 +111,8 @@ talks(torch.arange(4.0).reshape(2, 2)).tolist()
 """,
         Shows(
             r"traced with shape \[2\]\n\[i=0\] x = 1\.0, of 6\.0\n\[i=1\] x = 5\.0, of 6\.0\n"
-            r"\[\[1\.0, 2\.0\], \[3\.0, 4\.0\]\]"
-        ),
-    ),
-    "the user's exception": (
-        """
+            r"\[\[1\.0, 2\.0\], \[3\.0, 4\.0\]\]")),
+    "the user's exception": ("""
 def picky(x):
     if len(x) == 2:
         raise ValueError("no pairs, please")
@@ -142,14 +120,10 @@ def picky(x):
 
 tp.pmap(picky)(torch.ones(2, 2))
 """,
-        Raises(
-            "ValueError",
+        Raises("ValueError",
             r"no pairs, please\nwhile tracing `picky`: argument x float32\[2\]",
-            ("tp.pmap(picky)", 'raise ValueError("no pairs, please")'),
-        ),
-    ),
-    "the user's exception on one device": (
-        """
+            ("tp.pmap(picky)", 'raise ValueError("no pairs, please")'))),
+    "the user's exception on one device": ("""
 class TooBig(Exception):
     pass
 
@@ -160,20 +134,16 @@ def check(x):
 
 tp.pmap(check, compile=False)(torch.tensor([1.0, 2.0]))
 """,
-        Raises(
-            "TooBig", rf"2\.0 is above 1\n{ON.format('check')}", ("tp.pmap(check, compile=False)",)
-        ),
-    ),
-    "an error on one device, late": (
-        """
+        Raises("TooBig", rf"2\.0 is above 1\n{ON.format('check')}",
+            ("tp.pmap(check, compile=False)",))),
+    "an error on one device, late": ("""
 rows = tp.pmap(lambda table, k: table.index_select(0, k), in_axes=(None, 0), compile=eager)
 picked = rows(torch.arange(3.0), torch.tensor([[0], [7]]))
 picked.tolist()
 """,
-        Raises("IndexError", rf"index out of range in self\n{ON.format('<lambda>')}", ("picked.",)),
-    ),
-    "an interrupt": (
-        f"""
+        Raises("IndexError", rf"index out of range in self\n{ON.format('<lambda>')}",
+            ("picked.",))),
+    "an interrupt": (f"""
 def endless(x):
     print("{BEGUN}", flush=True)
     while True:
@@ -181,41 +151,26 @@ def endless(x):
 
 tp.pmap(endless, compile=False)(torch.ones(2))
 """,
-        Raises("KeyboardInterrupt", "", ("tp.pmap(endless, compile=False)",)),
-    ),
+        Raises("KeyboardInterrupt", "", ("tp.pmap(endless, compile=False)",))),
     "after the interrupt": ("double(torch.ones(2)).tolist()", Shows(r"\[2\.0, 2\.0\]")),
-    "shutdown": (
-        "tp.shutdown()\ny",
-        Shows(rf"ShardedTensor\(shape=\[2, 4\], .* {ROWS}, which were shut down: .*\)"),
-    ),
-    "a value that is gone": (
-        "y.tolist()",
-        Raises("RuntimeClosed", "the pool of devices was shut down, .*", ("y.tolist()",)),
-    ),
-    "a restart by the next call": (
-        "double(torch.ones(2)).tolist()",
-        Shows(r"\[2\.0, 2\.0\]"),
-    ),
+    "shutdown": ("tp.shutdown()\ny",
+        Shows(rf"ShardedTensor\(shape=\[2, 4\], .* {ROWS}, which were shut down: .*\)")),
+    "a value that is gone": ("y.tolist()",
+        Raises("RuntimeClosed", "the pool of devices was shut down, .*", ("y.tolist()",))),
+    "a restart by the next call": ("double(torch.ones(2)).tolist()", Shows(r"\[2\.0, 2\.0\]")),
     "other devices": (
         "tp.init(num_devices=3)\ntp.device_count(), double(torch.arange(3.0)).tolist()",
-        Shows(r"\(3, \[0\.0, 2\.0, 4\.0\]\)"),
-    ),
-    "a number that cannot be": (
-        "tp.init(num_devices=0)",
-        Raises(
-            "ValueError",
+        Shows(r"\(3, \[0\.0, 2\.0, 4\.0\]\)")),
+    "a number that cannot be": ("tp.init(num_devices=0)",
+        Raises("ValueError",
             r"num_devices must be an int from 1 to 256, but got 0\.",
-            ("tp.init(num_devices=0)",),
-        ),
-    ),
+            ("tp.init(num_devices=0)",))),
     "redefined": (
         "before = double(torch.ones(2)).tolist()\n"
         "@tp.pmap(compile=eager)\ndef double(x):\n    return x + x + 1\n\n"
         "before, double(torch.ones(2)).tolist()",
-        Shows(r"\(\[2\.0, 2\.0\], \[3\.0, 3\.0\]\)"),
-    ),
-    "gradients": (
-        """
+        Shows(r"\(\[2\.0, 2\.0\], \[3\.0, 3\.0\]\)")),
+    "gradients": ("""
 def loss(w, x):
     return (w * x).sum() ** 2
 
@@ -225,51 +180,34 @@ around = tp.grad(lambda w: tp.pmap(loss, in_axes=(None, 0), compile=eager)(w, x)
 rows = tp.vmap(tp.grad(loss), in_axes=(None, 0))(w, x)
 inside(w, x).tolist(), around(w).tolist(), rows.tolist()
 """,  # rows: 2 * (w . x) * x; its mean
-        Shows(r"\(\[9\.0, 4\.0\],\s+\[9\.0, 4\.0\],\s+\[\[2\.0, 0\.0\], \[16\.0, 8\.0\]\]\)"),
-    ),
-    "a gradient of a vector": (
-        "tp.grad(lambda x: x * 2)(torch.ones(3))",
-        Raises("TypeError", r"Gradient only defined for scalar-output .*\(3,\)\.", ("tp.grad",)),
-    ),
+        Shows(r"\(\[9\.0, 4\.0\],\s+\[9\.0, 4\.0\],\s+\[\[2\.0, 0\.0\], \[16\.0, 8\.0\]\]\)")),
+    "a gradient of a vector": ("tp.grad(lambda x: x * 2)(torch.ones(3))",
+        Raises("TypeError", r"Gradient only defined for scalar-output .*\(3,\)\.", ("tp.grad",))),
     "in this process": (
         "with tp.debug.fake_pmap():\n    here = share(torch.tensor([1.0, 3.0]))\n"
         "type(here).__name__, here.tolist()",
-        Shows(r"\('Tensor', \[0\.25, 0\.75\]\)"),
-    ),
+        Shows(r"\('Tensor', \[0\.25, 0\.75\]\)")),
     "a killed worker": (
         "ask = tp.pmap(lambda x: torch.tensor(os.getpid()), compile=False)\n"
         "os.kill(ask(torch.ones(2))[1].item(), signal.SIGKILL)\n"
         "double(torch.ones(2)).tolist()",
-        Raises("WorkerDied", DIED, ("double(torch.ones(2))",)),
-    ),
+        Raises("WorkerDied", DIED, ("double(torch.ones(2))",))),
     "after the kill": ("double(torch.ones(2)).tolist()", Shows(r"\[3\.0, 3\.0\]")),
     "settings": (
         "tp.shutdown()\ntp.config.num_devices = 2\ncount = tp.device_count()\n"
         "tp.config.reset()\ncount, tp.config.num_devices",
-        Shows(r"\(2, None\)"),
-    ),
-    "a setting that there is not": (
-        "tp.config.number_of_devices = 2",
-        Raises(
-            "AttributeError",
+        Shows(r"\(2, None\)")),
+    "a setting that there is not": ("tp.config.number_of_devices = 2",
+        Raises("AttributeError",
             "torchpmap.config has no setting 'number_of_devices'; settings are num_devices, .*",
-            ("tp.config.number_of_devices = 2",),
-        ),
-    ),
-    "a setting that cannot be": (
-        "tp.config.num_devices = 'two'",
-        Raises(
-            "ValueError",
+            ("tp.config.number_of_devices = 2",))),
+    "a setting that cannot be": ("tp.config.num_devices = 'two'",
+        Raises("ValueError",
             r"num_devices must be an int from 1 to 256, but got 'two'\.",
-            ("tp.config.num_devices = 'two'",),
-        ),
-    ),
-    "a wrong key": (
-        "tp.random.normal(3, (2,))",
-        Raises("TypeError", "normal: got a key of type int, .*", ("tp.random.normal(3, (2,))",)),
-    ),
-    "a trace": (
-        """
+            ("tp.config.num_devices = 'two'",))),
+    "a wrong key": ("tp.random.normal(3, (2,))",
+        Raises("TypeError", "normal: got a key of type int, .*", ("tp.random.normal(3, (2,))",))),
+    "a trace": ("""
 import json, tempfile
 
 total = tp.pmap(lambda x: tp.psum(x, "i"), axis_name="i", compile=eager)
@@ -278,18 +216,14 @@ with tp.profiler.trace(tempfile.mkdtemp()) as path:
         total(torch.ones(2, 250))
 [e["name"] for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") == "collective"]
 """,
-        Shows(r"\[('all_reduce over i, 1 kB'(,\s+|\])){6}"),
-    ),
-    "memory": (
-        """
+        Shows(r"\[('all_reduce over i, 1 kB'(,\s+|\])){6}")),
+    "memory": ("""
 before = tp.memory_stats()
 million = tp.device_put(torch.zeros(2, 250_000), tp.devices())
 [stats.value_bytes - before[device].value_bytes for device, stats in tp.memory_stats().items()]
 """,
-        Shows(r"\[1000000, 1000000\]"),
-    ),
-    "training": (
-        """
+        Shows(r"\[1000000, 1000000\]")),
+    "training": ("""
 def ten_steps(model, place):
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -312,13 +246,11 @@ losses = ten_steps(tp.replicate(model), tp.shard_batch)
 torch.testing.assert_close(losses, expected)
 print(len(losses), bool(losses[-1] < losses[0] / 4))
 """,
-        Shows("10 True\n"),
-    ),
+        Shows("10 True\n")),
     "all workers": (
         "tp.pmap(lambda x: torch.tensor(os.getpid()), compile=False)(torch.ones(2)).tolist()",
-        Shows(r"\[\d+, \d+\]"),
-    ),
-}
+        Shows(r"\[\d+, \d+\]")),
+}  # fmt: skip
 AFTER_THE_RESTART: dict[str, tuple[str, Shows | Raises]] = {
     "a name before the restart": (
         "double",

@@ -1,8 +1,11 @@
 """torchpmap under torchrun with 4 ranks against JAX: the stored programs of tests/programs/parity.
 
-Covers: the runtime of launched processes, through whole programs; which runs what, and how, is in
-``_torchrun_parity.py``.  Some programs of every family by default; TORCHPMAP_TEST_ALL=1 runs all.
+Covers: the runtime of launched processes, through whole programs, loops and branches included;
+which runs what, and how, is in ``_torchrun_parity.py``.  Some programs of every family by default,
+and all loops in mapped functions; TORCHPMAP_TEST_ALL=1 runs all, loops in every mode.
 """
+
+from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
@@ -10,14 +13,15 @@ from typing import Any
 import pytest
 from _launched import Raised, answers, launch
 from _support import TEST_ALL
-from _torchrun_parity import CASES, NUM_RANKS
+from _torchrun_parity import NUM_RANKS
 from parity import values
+from parity.cases import LOOPS, PMAPS, is_mapped
 from parity.values import Case
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for the job
 
 STEP = 1 if TEST_ALL else 12
-CHOSEN = sorted(CASES, key=lambda case: case["family"])[::STEP]
+COMPILED = ("lc_psum_carry",)
 
 PENDING: dict[str, str] = {
     "go_axes_1_1": "a value that spans processes is not laid out anew (here: cut along dim 1)",
@@ -26,39 +30,52 @@ PENDING: dict[str, str] = {
 }
 
 
+def _chosen() -> dict[str, Case]:
+    graphs = sorted(PMAPS, key=lambda case: case["family"])[::STEP]
+    graphs += [case for case in LOOPS if is_mapped(case)] + LOOPS[::STEP]
+    found = {f"graph:{case['id']}": case for case in graphs}
+    # after an error in a call that runs, a job ends: errors are left to graphs
+    right = [case for case in LOOPS if not values.must_raise(case)]
+    found |= {f"uncompiled:{case['id']}": case for case in right[3::STEP]}
+    compiled = [case for case in right if case["id"] in COMPILED or TEST_ALL]
+    return found | {f"inductor:{case['id']}": case for case in compiled}
+
+
+CHOSEN = _chosen()
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("parity")
-    names = [case["id"] for case in CHOSEN]
     script = str(Path(__file__).with_name("_torchrun_parity.py"))
-    finished = launch(NUM_RANKS, script, str(folder), *names, limit_s=500)
+    finished = launch(NUM_RANKS, script, str(folder), *CHOSEN, limit_s=500)
     assert finished.code == 0, finished.output
     return answers(NUM_RANKS, folder)
 
 
 def _params() -> list[Any]:
     params = []
-    for case in CHOSEN:
+    for name, case in CHOSEN.items():
         reason = PENDING.get(case["id"])
         marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-        params.append(pytest.param(case, id=case["id"], marks=marks))
+        params.append(pytest.param(name, marks=marks))
     return params
 
 
-@pytest.mark.parametrize("case", _params())
-def test_same_as_jax(results: list[dict[str, Any]], case: Case) -> None:
+@pytest.mark.parametrize("name", _params())
+def test_same_as_jax(results: list[dict[str, Any]], name: str) -> None:
+    case = CHOSEN[name]
     for rank, result in enumerate(results):
-        got = result[case["id"]]
-        if isinstance(got, Raised) and got.kind == "Unfit":
+        got = result[name]
+        if case in PMAPS and isinstance(got, Raised) and got.kind == "Unfit":
             pytest.skip(f"{got.text} do not divide over {NUM_RANKS} ranks")
         if values.must_raise(case):
             assert isinstance(got, Raised), f"rank {rank}: {got}"
-            kinds = {kind.__name__ for kind in values.acceptable_errors(case)}
-            assert kinds & set(got.kind.split()), f"rank {rank}: {got}"
+            values.check_raised(got.kind.split(), got.text, case)
         else:
             assert not isinstance(got, Raised), f"rank {rank}: {got}"
             values.check(got, values.expectation(case), values.widened(case))
 
 
 def test_every_pending_case_exists() -> None:
-    assert set(PENDING) <= {case["id"] for case in CASES}
+    assert set(PENDING) <= {case["id"] for case in PMAPS}

@@ -1,19 +1,16 @@
 """Covers: examples/train_*.py: two ports of an ordinary training script, against the script."""
 
+from __future__ import annotations
+
 import ast
-import contextlib
 import difflib
 import functools
-import io
 import re
-import runpy
-import sys
 import tempfile
 
 import pytest
-import torch
+from _examples import EXAMPLES, run_here
 from _support import DEVICE
-from test_examples import EXAMPLES, run_by_torchrun
 
 pytestmark = [
     pytest.mark.timeout(250),
@@ -43,18 +40,10 @@ def test_changed_lines(name, number):
 
 def run(name, *arguments):
     """What an example prints."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory() as folder:
         if "--checkpoint" not in arguments:
             arguments = (*arguments, "--checkpoint", f"{folder}/train.pt")
-        script = str(EXAMPLES / f"train_{name}.py")
-        patch.setattr(sys, "argv", [script, *arguments, *NOT_COMPILED[name]])
-        printed, before, threads = io.StringIO(), torch.get_rng_state(), torch.get_num_threads()
-        torch.set_num_threads(1)  # the cores have workers
-        with contextlib.redirect_stdout(printed):
-            runpy.run_path(script, run_name="__main__")
-        torch.set_num_threads(threads)
-        torch.set_rng_state(before)
-    return printed.getvalue()
+        return run_here(f"train_{name}.py", *arguments, *NOT_COMPILED[name])
 
 
 @functools.cache
@@ -82,17 +71,15 @@ def same(printed, expected, tolerance):
 
 
 @pytest.mark.parametrize("devices", ["1", "2", "4"])
-def test_replicated_losses_are_those_of_one_device(devices):
-    """Also with dropout: its numbers are drawn in the controller."""
-    arguments = ("--epochs", "2", "--no-amp")
-    printed = run("replicated", *arguments, "--devices", devices)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("replicated", ("--no-amp",)), ("pmap", EXACT)],  # with dropout, drawn in the controller
+    ids=["replicated", "pmap"],
+)
+def test_losses_are_those_of_one_device(name, options, devices):
+    arguments = ("--epochs", "2", *options)
+    printed = run(name, *arguments, "--devices", devices)
     same(printed, plain(*arguments), 5e-3)  # sums in another order, which Adam enlarges
-
-
-@pytest.mark.parametrize("devices", ["1", "2", "4"])
-def test_mapped_losses_are_those_of_one_device(devices):
-    arguments = ("--epochs", "2", *EXACT)
-    same(run("pmap", *arguments, "--devices", devices), plain(*arguments), 5e-3)
 
 
 @pytest.mark.parametrize("name", ["replicated", "pmap"])
@@ -100,13 +87,6 @@ def test_with_mixed_precision(name):
     arguments = ("--epochs", "2", "--dropout", "0")
     # bfloat16 has 8 bits, so an activation differs by 0.4 % if a sum is rounded otherwise
     same(run(name, *arguments, "--devices", "2"), plain(*arguments), 3e-2)
-
-
-@pytest.mark.parametrize("name", ["replicated", "pmap"])
-def test_under_torchrun(name, tmp_path):
-    arguments = ("--epochs", "1", *EXACT, "--checkpoint", str(tmp_path / "train.pt"))
-    printed = run_by_torchrun(EXAMPLES / f"train_{name}.py", *arguments, *NOT_COMPILED[name])
-    same(printed, plain("--epochs", "1", *EXACT), 5e-3)
 
 
 @pytest.mark.parametrize("name", ["replicated", "pmap"])

@@ -3,7 +3,7 @@
 Covers: the casts of values that meet, in writes in place, ``autograd.Function``, ``backward()``,
 checkpoints, modules and optimizers, branches and loops; ``pcast``, ``mean_over``, and the warning
 about gradients that are summed already.  Programs that JAX can run are compared with JAX in
-tests/programs/test_shard_map_parity.py.
+tests/programs/test_jax_parity.py.
 
 Expected values are those of the same function of whole values, in plain torch.
 """

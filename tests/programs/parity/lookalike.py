@@ -5,6 +5,8 @@ the namespaces built here, so the text that produced the stored result is, word 
 torchpmap is asked. Nothing here computes what a collective or a transform of torchpmap computes.
 """
 
+from __future__ import annotations
+
 import ast
 import functools
 from collections.abc import Callable
@@ -16,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import torchpmap as tp
+from parity import values
 
 COLLECTIVES = [
     "psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute",
@@ -29,7 +32,7 @@ LOOPS = [
 class _Methods(ast.NodeTransformer):
     """``x.astype(dtype)`` becomes ``astype(x, dtype)``: tensors have no such method."""
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
+    def visit_Call(self, node):
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "astype":
             function = ast.copy_location(ast.Name("astype", ast.Load()), node)
@@ -37,18 +40,11 @@ class _Methods(ast.NodeTransformer):
         return node
 
 
-def run(
-    program: str,
-    inputs: dict[str, Any],
-    pmap: Callable[..., Any],
-    shard_map: Callable[..., Any] = tp.shard_map,
-) -> Any:
+def run(program, inputs, pmap, shard_map=tp.shard_map):
     """The value of a JAX program over ``inputs``, with ``pmap`` for ``jax.pmap``: statements, and
     then the expression whose value it is.
     """
     tree = ast.fix_missing_locations(_Methods().visit(ast.parse(program.strip())))
-    *before, last = tree.body
-    assert isinstance(last, ast.Expr)
     names = {
         "jax": jax_names(pmap, shard_map),
         "lax": lax_names(),
@@ -61,15 +57,14 @@ def run(
         "astype": astype,
         **inputs,
     }
-    exec(compile(ast.Module(before, []), "<stored program>", "exec"), names)
-    return eval(compile(ast.Expression(last.value), "<stored program>", "eval"), names)
+    return values.evaluate(tree, names)
 
 
-def astype(x: Any, dtype: torch.dtype) -> torch.Tensor:
+def astype(x, dtype):
     return torch.as_tensor(x).to(dtype)
 
 
-def jax_names(pmap: Callable[..., Any], shard_map: Callable[..., Any]) -> SimpleNamespace:
+def jax_names(pmap, shard_map):
     return SimpleNamespace(
         pmap=pmap,
         shard_map=shard_map,
@@ -97,71 +92,71 @@ def jax_names(pmap: Callable[..., Any], shard_map: Callable[..., Any]) -> Simple
     )
 
 
-def random_names() -> SimpleNamespace:
+def random_names():
     names = ("key", "split", "fold_in", "uniform", "normal", "bernoulli", "randint", "permutation")
     found = {name: getattr(tp.random, name) for name in names}
     return SimpleNamespace(PRNGKey=tp.random.key, **found)
 
 
-def identity(fun: Callable[..., Any]) -> Callable[..., Any]:
+def identity(fun):
     return fun
 
 
-def tree_map(fun: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def tree_map(fun, tree, *rest):
     return pytree.tree_map(fun, tree, *rest)
 
 
-def linear_transpose(fun: Callable[..., Any], *primals: Any) -> Callable[[Any], tuple[Any, ...]]:
+def linear_transpose(fun, *primals):
     return torch.func.vjp(fun, *primals)[1]
 
 
-def jacfwd(fun: Callable[..., Any], argnums: Any = 0) -> Callable[..., Any]:
+def jacfwd(fun, argnums=0):
     return torch.func.jacfwd(fun, argnums)
 
 
-def jacrev(fun: Callable[..., Any], argnums: Any = 0) -> Callable[..., Any]:
+def jacrev(fun, argnums=0):
     return torch.func.jacrev(fun, argnums)
 
 
-def hessian(fun: Callable[..., Any], argnums: Any = 0) -> Callable[..., Any]:
+def hessian(fun, argnums=0):
     return jacfwd(jacrev(fun, argnums), argnums)
 
 
 class CustomVjp:
     """``jax.custom_vjp`` for functions of tensors that return one tensor."""
 
-    def __init__(self, fun: Callable[..., Any]):
+    def __init__(self, fun):
         self.fun = fun
         self.forward: Callable[..., Any] | None = None
         self.backward: Callable[..., Any] | None = None
 
-    def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    def defvjp(self, forward, backward):
         self.forward, self.backward = forward, backward
 
-    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+    def __call__(self, *args):
         return _custom_function(self.forward, self.backward).apply(*args)[0]
 
 
-def _custom_function(forward_rule: Any, backward_rule: Any) -> type[torch.autograd.Function]:
+def _custom_function(forward_rule, backward_rule):
     # Made where it is used, so that no autograd.Function has to travel to a worker.
-    spec: list[Any] = []
+    spec = []
 
     class Custom(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
-        def forward(*args: Any) -> Any:
+        def forward(*args):
             out, residuals = forward_rule(*args)
             leaves, structure = pytree.tree_flatten(residuals)
             spec[:] = [structure, [isinstance(leaf, torch.Tensor) for leaf in leaves], leaves]
             return (out, *(leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        def setup_context(ctx, inputs, output):
             ctx.save_for_backward(*output[1:])
 
         @staticmethod
-        def backward(ctx: Any, cotangent: Any, *unused: Any) -> Any:
+        def backward(ctx, cotangent, *unused):
             structure, is_tensor, leaves = spec
             saved = iter(ctx.saved_tensors)
             pairs = zip(is_tensor, leaves, strict=True)
@@ -171,7 +166,7 @@ def _custom_function(forward_rule: Any, backward_rule: Any) -> type[torch.autogr
     return Custom
 
 
-def lax_names() -> SimpleNamespace:
+def lax_names():
     return SimpleNamespace(
         **{name: getattr(tp, name) for name in COLLECTIVES if hasattr(tp, name)},
         stop_gradient=stop_gradient,
@@ -184,17 +179,17 @@ def lax_names() -> SimpleNamespace:
     )
 
 
-def stop_gradient(x: Any) -> Any:
+def stop_gradient(x):
     return pytree.tree_map(
         lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, x
     )
 
 
-def dynamic_update_index_in_dim(x: Any, update: Any, index: int, axis: int) -> torch.Tensor:
+def dynamic_update_index_in_dim(x, update, index, axis):
     return torch.select_scatter(x, update.reshape(x.select(axis, 0).shape), axis, index)
 
 
-def maximum(x: Any, y: Any) -> torch.Tensor:
+def maximum(x, y):
     return torch.maximum(torch.as_tensor(x), torch.as_tensor(y, dtype=getattr(x, "dtype", None)))
 
 
@@ -211,7 +206,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def jnp_names() -> SimpleNamespace:
+def jnp_names():
     return SimpleNamespace(
         **{name: getattr(torch, name) for name in SAME_NAME},
         power=torch.pow,
@@ -237,60 +232,40 @@ def jnp_names() -> SimpleNamespace:
     )
 
 
-def _split_axes(x: torch.Tensor, axis: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Mapped axes and dims of an ``axis`` argument; ``None`` means every dim."""
-    if axis is None:
-        return (), tuple(range(x.ndim))
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    dims = tuple(a for a in axes if isinstance(a, int))
-    return tuple(a for a in axes if a not in dims), dims
+def _reducing(local, collective):
+    """A reduction of dims and of mapped axes; ``axis=None`` means every dim."""
+
+    def reduce(x, axis=None, keepdims=False):
+        axes = axis if isinstance(axis, tuple) else (axis,)
+        dims = tuple(range(x.ndim)) if axis is None else [a for a in axes if isinstance(a, int)]
+        names = tuple(a for a in axes if isinstance(a, str))
+        x = local(x, tuple(dims), keepdims) if dims else x
+        return collective(x, names) if names else x
+
+    return reduce
 
 
-def _reduce(
-    x: torch.Tensor, axis: Any, keepdims: bool, local: Any, collective: Any
-) -> torch.Tensor:
-    names, dims = _split_axes(x, axis)
-    if dims:
-        x = local(x, dims, keepdims)
-    return collective(x, names) if names else x
+jnp_sum = _reducing(torch.sum, tp.psum)
+jnp_mean = _reducing(torch.mean, tp.pmean)
+jnp_max = _reducing(torch.amax, tp.pmax)
+jnp_min = _reducing(torch.amin, tp.pmin)
 
 
-def jnp_sum(x: Any, axis: Any = None, keepdims: bool = False) -> torch.Tensor:
-    return _reduce(x, axis, keepdims, torch.sum, tp.psum)
-
-
-def jnp_mean(x: Any, axis: Any = None, keepdims: bool = False) -> torch.Tensor:
-    return _reduce(x, axis, keepdims, torch.mean, tp.pmean)
-
-
-def jnp_max(x: Any, axis: Any = None, keepdims: bool = False) -> torch.Tensor:
-    return _reduce(x, axis, keepdims, torch.amax, tp.pmax)
-
-
-def jnp_min(x: Any, axis: Any = None, keepdims: bool = False) -> torch.Tensor:
-    return _reduce(x, axis, keepdims, torch.amin, tp.pmin)
-
-
-def jnp_var(x: Any, axis: Any = None) -> torch.Tensor:
+def jnp_var(x, axis=None):
     return jnp_mean((x - jnp_mean(x, axis, keepdims=True)) ** 2, axis)
 
 
-def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> torch.Tensor:
+def logsumexp(x, axis=None, keepdims=False):
     top = jnp_max(stop_gradient(x), axis, keepdims=True)
     total = jnp_sum(torch.exp(x - top), axis, keepdims)
     return torch.log(total) + top.reshape(total.shape)
 
 
-def softmax(x: Any, axis: Any = -1) -> torch.Tensor:
+def softmax(x, axis=-1):
     unnormalized = torch.exp(x - jnp_max(stop_gradient(x), axis, keepdims=True))
     return unnormalized / jnp_sum(unnormalized, axis, keepdims=True)
 
 
-def log_softmax(x: Any, axis: Any = -1) -> torch.Tensor:
+def log_softmax(x, axis=-1):
     shifted = x - jnp_max(stop_gradient(x), axis, keepdims=True)
     return shifted - torch.log(jnp_sum(torch.exp(shifted), axis, keepdims=True))
-
-
-def pmap_in_mode(compile: Any) -> Callable[..., Any]:
-    """``jax.pmap`` as it is called by the programs, in one of torchpmap's modes."""
-    return functools.partial(tp.pmap, compile=compile)

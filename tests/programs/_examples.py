@@ -1,0 +1,61 @@
+"""Running the programs in ``examples/``: in this process, by python and by torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from _launched import launch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+if str(EXAMPLES) not in sys.path:
+    sys.path.insert(0, str(EXAMPLES))  # they are imported too
+
+
+def run_here(name: str, *arguments: str) -> str:
+    """Run a program as ``__main__`` of this process, and return what it prints."""
+    script, printed = str(EXAMPLES / name), io.StringIO()
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(1)  # the cores have workers
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(printed),
+        warnings.catch_warnings(),
+    ):
+        patch.setattr(sys, "argv", [script, *arguments])
+        warnings.simplefilter("error")
+        for unseen in (DeprecationWarning, PendingDeprecationWarning, ResourceWarning):
+            warnings.simplefilter("ignore", unseen)  # as Python does, but for the program's own
+        warnings.filterwarnings("error", category=DeprecationWarning, module="__main__")
+        runpy.run_path(script, run_name="__main__")
+    torch.set_num_threads(threads)
+    torch.set_rng_state(state)
+    return printed.getvalue()
+
+
+def run_by_python(name: str, *arguments: str) -> str:
+    # A fall-back to op-by-op execution is a warning, and would be a failure here.
+    command = [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / name), *arguments]
+    warm = "0" if "--no-compile" in arguments else "1"  # as by default: Inductor is imported once
+    environment = os.environ | {"TORCHPMAP_WARM": warm}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Warning" not in result.stderr, result.stderr
+    return result.stdout
+
+
+def run_by_torchrun(name: str, *arguments: str) -> str:
+    """Run a program as two processes that torchrun starts; return what they print."""
+    environment = {"PYTHONWARNINGS": "error::UserWarning"}
+    finished = launch(2, str(EXAMPLES / name), *arguments, environment=environment)
+    assert finished.code == 0, finished.output
+    assert "Warning" not in finished.output, finished.output
+    return finished.output
