@@ -4,8 +4,6 @@ Covers: values and derivatives of whole programs; that the reference knows JAX's
 defect would be found and made small.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import _fuzz_reference
