@@ -198,8 +198,8 @@ class _Maker(Shards):
         places = tuple(self._out_axis(inner, name) for name in results)
         body = Body(tuple(params), tuple(inner.steps), tuple(results))
         option = self._option(draft, transform, size) if not mesh and not given else ""
-        from_the_left = all(place is not None and place >= 0 for place in places)
-        if nameless and form == "plain" and from_the_left:  # else torch 2.13 makes up sizes
+        if nameless and form == "plain" and set(places) == {0}:
+            # torch 2.13 puts what all lanes share elsewhere wrongly
             form = "torch" if self._forms.random() < self.odds_of_torch else form
         step = Map(
             outs,
