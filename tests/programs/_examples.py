@@ -1,5 +1,7 @@
 """Running the programs in ``examples/``: in this process, by python and by torchrun."""
 
+from __future__ import annotations
+
 import contextlib
 import io
 import os

@@ -1,5 +1,7 @@
 """Random ``shard_map`` calls on meshes of one to three axes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 from _fuzz_draft import Draft
@@ -19,11 +21,12 @@ class Shards(Loops):
     """Makes functions that are mapped over the blocks of a mesh."""
 
     meshes: tuple[tuple[int, ...], ...] = MESHES
+    numbers_of_arguments: tuple[int, ...] = (1, 2, 2)
 
     def blocks(self, draft: Draft, fill: Callable[[Draft], None] | None = None) -> bool:
         rng = self._rng
         mesh = tuple((self.name("axis"), size) for size in rng.choice(self.meshes))
-        found = [self.pick(draft) for _ in range(rng.choice((1, 2, 2)))]
+        found = [self.pick(draft) for _ in range(rng.choice(self.numbers_of_arguments))]
         args = [name for name in dict.fromkeys(found) if name is not None]
         grid: Grid = (*draft.grid, *mesh)
         if not args or count(grid) > MOST_ROWS:

@@ -1,5 +1,7 @@
 """Random collectives, over axes and in groups, of operands that suit them."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +15,17 @@ REDUCTIONS = ("psum", "psum", "pmean", "pmax", "pmin")
 class Collectives(Steps):
     """Makes collectives."""
 
+    single_axes = 3
+    """How often one axis is taken, beside any number of them."""
+    reductions: tuple[str, ...] = REDUCTIONS
+    permutations: tuple[str, ...] = ("ppermute", "ppermute", "pshuffle", "pbroadcast")
+
     def collective(self, draft: Draft) -> bool:
         """A collective over one or several axes, perhaps in groups."""
         rng = self._rng
         axes = [name for name, _ in draft.grid if name in draft.reach]
-        chosen = rng.sample(axes, rng.choice([1] * 3 + list(range(1, len(axes) + 1))))
+        counts = [1] * self.single_axes + list(range(1, len(axes) + 1))
+        chosen = rng.sample(axes, rng.choice(counts))
         places = frozenset(k for k, (name, _) in enumerate(draft.grid) if name in chosen)
         size = count(tuple(draft.grid[k] for k in places))
         named: Any = chosen[0] if len(chosen) == 1 and rng.random() < 0.8 else tuple(chosen)
@@ -38,7 +46,7 @@ class Collectives(Steps):
 
     def _reduce(self, draft: Draft, x: str, axes: Any, size: int) -> Step:
         rng = self._rng
-        operation = rng.choice(REDUCTIONS)
+        operation = rng.choice(self.reductions)
         ndim = draft.env[x][0].dim()
         if draft.env[x][0].dtype.is_complex:
             operation = "psum"
@@ -122,7 +130,7 @@ class Collectives(Steps):
 
     def _permute(self, draft: Draft, x: str, axes: Any, size: int) -> Step:
         rng, indices = self._rng, list(range(size))
-        kind = rng.choice(("ppermute", "ppermute", "pshuffle", "pbroadcast"))
+        kind = rng.choice(self.permutations)
         order = rng.sample(indices, size)
         option: tuple[str, Any] = ("perm", order)
         if kind == "pbroadcast":

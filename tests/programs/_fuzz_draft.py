@@ -56,6 +56,9 @@ class Draft:
 class Steps:
     """Makes inputs and operations of torch."""
 
+    rows: tuple[int, ...] = ROWS
+    most_elements = MOST_ELEMENTS
+
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._forms = random.Random(hash(rng.getstate()[1]))  # of its own: changes no other choice
@@ -67,7 +70,7 @@ class Steps:
     def inputs(self) -> list[Input]:
         """Some tensors that share a dim or two."""
         rng = self._rng
-        n, m = rng.choice(ROWS), rng.choice((2, 3, 4))
+        n, m = rng.choice(self.rows), rng.choice((2, 3, 4))
         dtype = rng.choice(DTYPES)
         found = []
         for k in range(rng.choice((1, 2, 2, 3))):
@@ -91,8 +94,9 @@ class Steps:
     def name(self, prefix: str) -> str:
         return f"{prefix}{next(self._numbers)}"
 
-    def pick(self, draft: Draft, kind: str = "a", most: int = MOST_ELEMENTS) -> str | None:
+    def pick(self, draft: Draft, kind: str = "a", most: int | None = None) -> str | None:
         """A name of a value of some kind: one of its own and a late one rather than others."""
+        most = self.most_elements if most is None else most
         fits = [
             name
             for name in draft.env
@@ -116,7 +120,7 @@ class Steps:
             self._reference.step(step, draft.env, draft.grid)
         except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
             return False
-        if not all(_moderate(draft.env[name]) for name in step.outs):
+        if not all(_moderate(draft.env[name], self.most_elements) for name in step.outs):
             for name in step.outs:
                 del draft.env[name]
             return False
@@ -223,10 +227,10 @@ def is_of_kind(kind: str, value: Any) -> bool:
     }[kind]
 
 
-def _moderate(rows: Rows) -> bool:
+def _moderate(rows: Rows, most: int) -> bool:
     """Whether the rows are alike, small, finite and not large."""
     first = rows[0]
-    if not isinstance(first, torch.Tensor) or first.numel() > MOST_ELEMENTS or first.dim() > 4:
+    if not isinstance(first, torch.Tensor) or first.numel() > most or first.dim() > 4:
         return False
     if any(row.shape != first.shape or row.dtype != first.dtype for row in rows):
         return False

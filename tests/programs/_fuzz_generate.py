@@ -3,6 +3,8 @@
 The same seed gives the same program.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import itertools
@@ -46,9 +48,7 @@ def generated(seed: str) -> tuple[Program, list[Expected]]:
 
 
 def _attempt(rng: random.Random, of_blocks: bool) -> Program | None:
-    maker = _Maker(rng)
-    if of_blocks:
-        maker.meshes, maker.odds_of_blocks = LARGE, 1.0
+    maker = _MakerOfBlocks(rng) if of_blocks else _Maker(rng)
     inputs = maker.inputs()
     draft = Draft({given.name: [made(given)] for given in inputs}, (), [])
     draft.names = [given.name for given in inputs]
@@ -74,6 +74,10 @@ class _Maker(Shards):
     """Makes functions of steps: mapped ones, derivatives, and the program itself."""
 
     odds_of_blocks = 0.25
+    odds_of_local = 0.4
+    odds_of_no_name = 0.3
+    odds_of_torch = 0.0
+    """How often a ``vmap`` without a name is torch's own."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
@@ -158,7 +162,9 @@ class _Maker(Shards):
         size = next(
             draft.env[n][0].shape[a] for n, a in zip(args, axes, strict=True) if a is not None
         )
-        nameless = transform == "vmap" and (draft.place == "blocks" or rng.random() < 0.3)
+        nameless = transform == "vmap" and (
+            draft.place == "blocks" or rng.random() < self.odds_of_no_name
+        )
         axis = None if nameless else self.name("axis")
         grid: Grid = (*draft.grid, (axis, size))
         if count(grid) > MOST_ROWS:
@@ -192,6 +198,9 @@ class _Maker(Shards):
         places = tuple(self._out_axis(inner, name) for name in results)
         body = Body(tuple(params), tuple(inner.steps), tuple(results))
         option = self._option(draft, transform, size) if not mesh and not given else ""
+        if nameless and form == "plain" and set(places) == {0}:
+            # torch 2.13 puts what all lanes share elsewhere wrongly
+            form = "torch" if self._forms.random() < self.odds_of_torch else form
         step = Map(
             outs,
             transform,
@@ -261,7 +270,7 @@ class _Maker(Shards):
             if len(draft.steps) >= wanted:
                 return
             dice = rng.random()
-            if dice < 0.4:
+            if dice < self.odds_of_local:
                 self.local(draft)
             elif dice < 0.66 and draft.reach:
                 self.collective(draft)
@@ -364,3 +373,19 @@ class _Maker(Shards):
                 (name, rng.choice(self._families[name][0])) for name, _ in call.statics
             )
         return self.add(draft, dataclasses.replace(call, **changes))
+
+
+class _MakerOfBlocks(_Maker):
+    """Makes programs of ``shard_map``: of values that eight devices can cut, and of collectives."""
+
+    meshes = LARGE
+    rows = (4, 8, 8, 16)
+    most_elements = 96
+    numbers_of_arguments = (1, 3, 6)
+    odds_of_blocks = 1.0
+    odds_of_local = 0.2
+    odds_of_no_name = 0.8
+    odds_of_torch = 0.9
+    single_axes = 0
+    reductions = ("psum", "pmean", "pmax", "pmin")
+    permutations = ("ppermute", "pshuffle", "pbroadcast")

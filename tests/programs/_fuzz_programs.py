@@ -63,7 +63,9 @@ class Map:
     in_axes: tuple[int | None, ...]
     out_axes: tuple[int | None, ...]
     form: str = "plain"
-    """How arguments and results travel: ``plain``, in a ``dict``, in a ``tree``, by ``name``."""
+    """How arguments and results travel: ``plain``, in a ``dict``, in a ``tree``, by ``name``; or
+    ``torch``: plain, by ``torch.func.vmap``.
+    """
     option: str = ""
     """One more option of ``pmap``, which changes no value."""
     statics: tuple[tuple[str, str], ...] = ()

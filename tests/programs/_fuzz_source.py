@@ -1,5 +1,7 @@
 """Programs of the fuzzer as Python source."""
 
+from __future__ import annotations
+
 import functools
 import re
 from collections import Counter
@@ -159,7 +161,10 @@ def _mapped(step: Map, known: set[str]) -> list[str]:
     options = [function]
     if step.axis is not None:
         options.append(f"axis_name={step.axis!r}")
-    options += [f"in_axes={_in_axes(step)}", f"out_axes={_out_axes(step)}"]
+    transform, dims = f"tp.{step.transform}", "axes"
+    if step.form == "torch":
+        transform, dims = "torch.func.vmap", "dims"
+    options += [f"in_{dims}={_in_axes(step)}", f"out_{dims}={_out_axes(step)}"]
     if step.size is not None:
         options.append(f"axis_size={step.size}")
     if step.statics:
@@ -168,7 +173,7 @@ def _mapped(step: Map, known: set[str]) -> list[str]:
         options.append(f"static_broadcasted_argnums={places}")
     if step.transform == "pmap":
         options += ["**COMPILE", step.option][: 2 if step.option else 1]
-    return [*lines, f"{step.name}_mapped = tp.{step.transform}({', '.join(options)})"]
+    return [*lines, f"{step.name}_mapped = {transform}({', '.join(options)})"]
 
 
 def _row_function(step: Map, known: set[str]) -> list[str]:

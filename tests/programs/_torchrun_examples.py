@@ -5,6 +5,8 @@
 FOLDER/commands.json names the programs and their arguments.
 """
 
+from __future__ import annotations
+
 import functools
 import json
 import sys

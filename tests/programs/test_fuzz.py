@@ -4,6 +4,9 @@ Covers: values and derivatives of whole programs; that the reference knows JAX's
 defect would be found and made small.
 """
 
+from __future__ import annotations
+
+import itertools
 from pathlib import Path
 
 import _fuzz_reference
@@ -11,7 +14,7 @@ import pytest
 import torch
 from _fuzz_blocks import LARGE
 from _fuzz_generate import BLOCKS, DONATES, generate, generated
-from _fuzz_models import MODELS, count
+from _fuzz_models import MODELS
 from _fuzz_modes import applies, script, trial
 from _fuzz_programs import (
     Blocks,
@@ -23,6 +26,7 @@ from _fuzz_programs import (
     Loop,
     Map,
     Program,
+    Step,
     bodies,
 )
 from _fuzz_reference import LOOPS, run
@@ -37,13 +41,28 @@ ROTA = ("graph", "uncompiled", "serial", "inline")
 """How programs run in turn."""
 NUM_OF_BLOCKS = 400 if TEST_ALL else 40
 ROTA_OF_BLOCKS = ("graph", "uncompiled", "graph", "inline")
+REFUSED = {22}
+"""It writes to what a derivative keeps, which torch refuses; the others of the first 40 run."""
+NOT_SUMMED = "the gradient of a pbroadcast over more axes than its operand differs along is no sum"
+UNORDERED = "a graph uses a value before its definition"
+PENDING = {33: NOT_SUMMED, 187: NOT_SUMMED, 191: UNORDERED}
+SHARED = (
+    *("psum", "pmean", "pmax", "pmin", "pbroadcast", "ppermute"),
+    *("all_gather", "psum_scatter", "all_to_all", "axis_index"),
+)
+"""What blocks share, over one axis of a mesh and over several."""
 
 
-def check(seed: str, mode: str, num_devices: int) -> None:
+def check(seed: str, mode: str, num_devices: int, can_be_refused: bool = True) -> None:
     program, expected = generated(seed)
     failure = trial(program, mode, expected)
-    is_new = failure is not None and not failure.is_known
-    assert not is_new, f"{script(program, mode, num_devices)}\n{failure}"
+    is_fine = failure is None or (failure.is_known and can_be_refused)
+    assert is_fine, f"{script(program, mode, num_devices)}\n{failure}"
+
+
+def check_blocks(number: int, num_devices: int) -> None:
+    mode = ROTA_OF_BLOCKS[(number // 10 + number % 10) % 4]
+    check(f"{BLOCKS}{number}", mode, num_devices, number in REFUSED or number >= 40)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -56,7 +75,16 @@ def test_programs(pool: int, part: int) -> None:
 @pytest.mark.parametrize("part", range(10))
 def test_programs_of_blocks(pool: int, part: int) -> None:
     for number in range(part, NUM_OF_BLOCKS, 10):
-        check(f"{BLOCKS}{number}", ROTA_OF_BLOCKS[(number // 10 + part) % 4], pool)
+        if number not in PENDING:
+            check_blocks(number, pool)
+
+
+@pytest.mark.parametrize("pool", [8], indirect=True)
+@pytest.mark.parametrize("number", [number for number in PENDING if number < NUM_OF_BLOCKS])
+def test_pending_programs_of_blocks(pool: int, number: int, request: pytest.FixtureRequest) -> None:
+    reason = PENDING[number]
+    request.applymarker(pytest.mark.xfail(strict=True, reason=reason, raises=AssertionError))
+    check_blocks(number, pool)
 
 
 @pytest.mark.inductor
@@ -66,17 +94,23 @@ def test_compiled_programs(pool: int, seed: str) -> None:
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("number", [0, 1])
-def test_compiled_programs_of_blocks(pool: int, number: int) -> None:
-    """Of four devices, which are two meshes."""
-    seeds = [f"{BLOCKS}{number}" for number in range(40)]
-    fits = [s for s in seeds if {count(b.mesh) for b in blocks_of(generate(s))} == {pool}]
-    check(fits[number], "inductor", pool)
+@pytest.mark.parametrize(("number", "mesh"), [(7, (2, 2)), (38, (4,))])
+def test_compiled_programs_of_blocks(pool: int, number: int, mesh: tuple[int, ...]) -> None:
+    """Of four devices; with three arguments and several collectives."""
+    assert {sizes(step) for step in blocks_of(generate(f"{BLOCKS}{number}"))} == {mesh}
+    check(f"{BLOCKS}{number}", "inductor", pool, can_be_refused=False)
+
+
+def steps_of(body: Body) -> list[Step]:
+    return [step for inner in bodies(body) for step in inner.steps]
 
 
 def blocks_of(program: Program) -> list[Blocks]:
-    steps = [step for body in bodies(program.body) for step in body.steps]
-    return [step for step in steps if isinstance(step, Blocks)]
+    return [step for step in steps_of(program.body) if isinstance(step, Blocks)]
+
+
+def sizes(step: Blocks) -> tuple[int, ...]:
+    return tuple(size for _, size in step.mesh)
 
 
 @pytest.mark.timeout(300)
@@ -130,14 +164,26 @@ def test_the_programs_have_something_of_everything() -> None:
 def test_the_programs_of_blocks_have_something_of_everything() -> None:
     programs = [generate(f"{BLOCKS}{number}") for number in range(40)]
     blocks = [step for program in programs for step in blocks_of(program)]
-    assert len(blocks) > 80
-    assert {tuple(size for _, size in step.mesh) for step in blocks} == set(LARGE)
+    assert len(blocks) > 70
     assert {step.form for step in blocks} == {"plain", "short", "tuples", "tree"}
-    assert sum(any(len(e) > 1 for spec in step.in_specs for e in spec) for step in blocks) > 5
-    steps = [s for block in blocks for body in bodies(block.body) for s in body.steps]
-    collectives = [step for step in steps if isinstance(step, Collective)]
-    assert len({step.name for step in collectives}) >= 10
-    assert {len(s.axes) for s in collectives if isinstance(s.axes, tuple)} == {1, 2, 3}
+    assert {len(step.args) for step in blocks} >= {1, 2, 3}
+    cut = [step for step in blocks if any(map(any, step.in_specs))]
+    assert set(map(sizes, cut)) == set(LARGE)
+    assert sum(any(len(e) > 1 for spec in step.in_specs for e in spec) for step in cut) > 5
+    collectives = [s for block in blocks for s in steps_of(block.body) if isinstance(s, Collective)]
+    over = {(s.name, len(s.axes) if isinstance(s.axes, tuple) else 1) for s in collectives}
+    assert over >= set(itertools.product(SHARED, (1, 2)))
+    assert len({name for name, number in over if number == 3}) > 4
+    around = [
+        step
+        for program in programs
+        for step in steps_of(program.body)
+        if isinstance(step, Map | Derivative)
+        and any(isinstance(inner, Blocks) for inner in steps_of(step.body))
+    ]
+    kinds = {step.kind for step in around if isinstance(step, Derivative)}
+    assert kinds >= {"grad", "torch_grad", "backward", "jvp"}
+    assert {step.form for step in around if isinstance(step, Map)} >= {"plain", "torch"}
 
 
 # --- the reference --------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 only torch, numpy, cloudpickle, pytest and what these need.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import json
 import os

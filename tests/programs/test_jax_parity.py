@@ -20,6 +20,8 @@ them with ``TORCHPMAP_TEST_ALL=1`` in the environment, which takes twenty minute
 nothing also run as they are (``plain``).
 """
 
+from __future__ import annotations
+
 import zlib
 from typing import Any
 

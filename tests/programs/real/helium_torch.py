@@ -1,5 +1,7 @@
 """The port of ``helium_jax.py``."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np
