@@ -1,7 +1,5 @@
 """Running the programs in ``examples/``: in this process, by python and by torchrun."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Random ``shard_map`` calls on meshes of one to three axes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from _fuzz_draft import Draft

@@ -1,7 +1,5 @@
 """Random collectives, over axes and in groups, of operands that suit them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

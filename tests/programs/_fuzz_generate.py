@@ -3,8 +3,6 @@
 The same seed gives the same program.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

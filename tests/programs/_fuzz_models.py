@@ -1,7 +1,5 @@
 """What collectives and derivatives are, on lists with one tensor per row, in plain torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Running a program of the fuzzer in one of the ways that torchpmap has."""
 
-from __future__ import annotations
-
 import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

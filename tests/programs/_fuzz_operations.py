@@ -5,8 +5,6 @@ of any kind, ``a`` anything.  In the code ``$d`` is some dim of the first operan
 number. An operation that does not fit its operands is not taken, so shapes need not be said here.
 """
 
-from __future__ import annotations
-
 OUT_OF_PLACE: tuple[tuple[str, str], ...] = (
     # elementwise
     ("f", "torch.sin({0})"),

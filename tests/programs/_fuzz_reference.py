@@ -11,8 +11,6 @@ With ``noise``, whatever is computed is changed by about one rounding error of i
 the results move says how exactly they can be known.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Values as lists with one tensor per row: cut, shared and put together again, in plain torch."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

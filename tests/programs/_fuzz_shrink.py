@@ -1,7 +1,5 @@
 """Making a failing program smaller, as long as it fails in the same way."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Programs of the fuzzer as Python source."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import Counter

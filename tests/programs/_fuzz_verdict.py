@@ -5,8 +5,6 @@ it computes, and what the results may differ by is a multiple of what they move 
 results move by much is not judged; it is another program's turn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@
 FOLDER/commands.json names the programs and their arguments.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -5,8 +5,6 @@
 Each rank passes the rows that are its own, and the parts of the results are put together.
 """
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

@@ -9,8 +9,6 @@ the call, the inputs are values that span the ranks instead.  Programs that map 
 a mapped function, for a row on each rank.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

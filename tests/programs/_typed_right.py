@@ -1,7 +1,5 @@
 """Programs that a type checker must accept, with the types that they have; never run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, assert_type
 

@@ -1,7 +1,5 @@
 """Mistakes that a type checker must report, each with mypy's code for it; never run."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

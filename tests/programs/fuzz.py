@@ -6,8 +6,6 @@ A program is written down smaller than it was found, as a script that can be pas
 (``_fuzz_reference``) is plain torch, row by row, and knows nothing of torchpmap.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import os

@@ -10,8 +10,6 @@ Inductor. In the others, g++ would take half of the time of all tests: there ``c
 the traced graph as it is. ``TORCHPMAP_TEST_ALL=1`` compiles all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import io

@@ -1,7 +1,5 @@
 """Covers: examples/. Each is run as a program, and training also by its function."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import io

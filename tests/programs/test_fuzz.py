@@ -4,8 +4,6 @@ Covers: values and derivatives of whole programs; that the reference knows JAX's
 defect would be found and made small.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

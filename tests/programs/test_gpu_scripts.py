@@ -2,8 +2,6 @@
 only torch, numpy, cloudpickle, pytest and what these need.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

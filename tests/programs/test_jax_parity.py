@@ -20,8 +20,6 @@ them with ``TORCHPMAP_TEST_ALL=1`` in the environment, which takes twenty minute
 nothing also run as they are (``plain``).
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 

@@ -5,8 +5,6 @@ donation, derivatives by autograd. The values are in ``parity/ported_cases.json`
 test_jax_parity.py runs in all modes. Expectations are torch's on the whole array, or mathematics.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -6,8 +6,6 @@ devices add up in another order, and ten steps through batch norms and ReLUs mak
 larger by a factor of 1000 and more. Of doubles twelve digits are left, of float32 two.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The kernel runs all cells once, one after the other, before the first test; each
 one cell showed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import uuid

@@ -12,8 +12,6 @@ operation by operation on the devices (``uncompiled``), in this process (``inlin
 Inductor; the longer programs in some of these only, unless ``TORCHPMAP_TEST_ALL=1``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -3,8 +3,6 @@
 ``make docs`` builds the site itself; these tests need no Sphinx.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

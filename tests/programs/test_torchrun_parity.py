@@ -5,8 +5,6 @@ which runs what, and how, is in ``_torchrun_parity.py``.  Some programs of every
 and all loops in mapped functions; TORCHPMAP_TEST_ALL=1 runs all, loops in every mode.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Covers: examples/train_*.py: two ports of an ordinary training script, against the script."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """Covers: the types of the public functions, as type checkers see them in users' programs."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """The stored programs, and how one is run on torchpmap in each of its modes."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

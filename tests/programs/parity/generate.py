@@ -8,8 +8,6 @@ the jax that is named in the files nothing changes. A new program is a line with
 tests' own: so decoding and comparing are known to be right before torchpmap is judged by them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -7,8 +7,6 @@ line with ``family`` and ``program``; those of the family ``wide`` need jax's 64
 written as their two words, floats as their bits.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

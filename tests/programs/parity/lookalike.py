@@ -5,8 +5,6 @@ the namespaces built here, so the text that produced the stored result is, word 
 torchpmap is asked. Nothing here computes what a collective or a transform of torchpmap computes.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Callable

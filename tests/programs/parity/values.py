@@ -16,8 +16,6 @@ In ``data``, nan and inf are strings and a complex number is {"re", "im"}. Nothi
 torchpmap, so the same functions judge both.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable

@@ -7,8 +7,6 @@ devices, with its gradient in a ``custom_jvp`` and local energies clipped about 
 place of KFAC; the width of the proposals adapted to the rate of acceptance. All in float64.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

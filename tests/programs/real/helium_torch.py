@@ -1,7 +1,5 @@
 """The port of ``helium_jax.py``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -9,8 +9,6 @@ factors are theirs. The rate, and after how many good steps the scale grows, are
 12 steps. One picture has an infinite pixel, and float16 overflows when the scale grows.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

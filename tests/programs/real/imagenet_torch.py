@@ -1,7 +1,5 @@
 """The port of ``imagenet_jax.py``."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

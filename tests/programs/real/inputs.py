@@ -5,8 +5,6 @@ kernel of a dense layer is ``[in, out]``, one of a convolution ``[height, width,
 the score network, ``[out, in, height, width]``.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 Arrays = dict[str, np.ndarray]

@@ -7,8 +7,6 @@ depends on norms over all devices. The network is small, the average is quick (0
 0.999), and the sampler takes 25 steps in place of 1000.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
