@@ -265,6 +265,23 @@ def test_a_derivative_within_a_branch_of_some_devices(way):
         run(lambda w, x: product(x, w), way, W, X, out=P("x"))
 
 
+@pytest.mark.parametrize("source", range(4))
+@pytest.mark.parametrize("way", ["graph", "python", "lanes"])
+def test_a_broadcast_over_more_axes_than_its_operand_varies_along(way, source):
+    """The loss is once the row of the source: its gradient is one there, and zero elsewhere."""
+
+    def f(x):
+        return tp.grad(lambda x: tp.pbroadcast(x, ("a", "b"), source).sum())(x)
+
+    compile, around = WAYS[way]
+    mesh = tp.make_mesh((2, 2), ("a", "b"))
+    with around():
+        got = tp.shard_map(f, mesh=mesh, in_specs=P("a"), out_specs=P("a"), compile=compile)(
+            torch.ones(2)
+        )
+    assert got.tolist() == [float(row == source // 2) for row in range(2)]
+
+
 def test_the_mean_over_an_axis(way):
     def slopes(w, x):
         own = tp.value_and_grad(lambda w: (w * x).sum(), mean_over="x")(w)

@@ -24,7 +24,7 @@ from torchpmap._collectives.backend import Pairs, ReduceOp
 from torchpmap._collectives.extremes import extreme
 from torchpmap._collectives.groups import Along, Scattered, Tensors, cuts, entry, varied, whole
 from torchpmap._collectives.primitives import Primitive, Scope
-from torchpmap._collectives.varying import NONE
+from torchpmap._collectives.varying import NONE, set_axes
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis, Partition, joined
 
@@ -98,6 +98,7 @@ class Over:
         total = index.index.clone()  # the original is shared by the whole function
         for axis in rest:
             total = total * axis.size + axis.index
+        set_axes(total, NONE.union(*(axis.tracked for axis in self.axes)))  # of joined ones too
         return total
 
     @property
