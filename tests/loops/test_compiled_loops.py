@@ -65,6 +65,38 @@ def test_a_body_reads_what_lies_in_another_order_in_memory(mode):
             torch.testing.assert_close(found[name][k].cpu(), value)
 
 
+@pytest.mark.parametrize("mode", [True, GRAPH])
+def test_a_branch_in_a_derivative_in_a_body_reads_it_too(mode):
+    """A branch under a derivative is traced twice, and what the first trace read is kept."""
+
+    def factors(x):
+        return torch.stack([x, x * 2]).t()
+
+    def program(x):
+        y = factors(x)
+
+        def slope(c):
+            def f(c):
+                return tp.cond(c.sum() > 0, lambda c: c * y.sum(0), torch.abs, c)
+
+            return torch.func.jvp(f, (c,), (c,))[1]
+
+        scanned, _ = tp.scan(lambda c, row: (slope(c) + row, None), x[:2], x)
+        return scanned, tp.cond(x.sum() > 0, slope, torch.neg, x[:2])
+
+    def slope(x, c):
+        return c * factors(x).sum(0) if c.sum() > 0 else c.abs()
+
+    expected = []
+    for x in A:
+        c = x[:2]
+        for row in x:
+            c = slope(x, c) + row
+        expected.append((c, slope(x, x[:2]) if x.sum() > 0 else -x[:2]))
+    found = tp.pmap(program, compile=mode)(A)
+    check(found, [torch.stack(values) for values in zip(*expected, strict=True)])
+
+
 def test_a_carry_that_does_not_change_shares_no_memory_with_the_input():
     def program(x):
         doubled = x * 2

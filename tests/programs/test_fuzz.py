@@ -41,8 +41,6 @@ NUM_OF_BLOCKS = 400 if TEST_ALL else 40
 ROTA_OF_BLOCKS = ("graph", "uncompiled", "graph", "inline")
 REFUSED = {22}
 """It writes to what a derivative keeps, which torch refuses; the others of the first 40 run."""
-UNORDERED = "a graph uses a value before its definition"
-PENDING = {191: UNORDERED}
 SHARED = (
     *("psum", "pmean", "pmax", "pmin", "pbroadcast", "ppermute"),
     *("all_gather", "psum_scatter", "all_to_all", "axis_index"),
@@ -72,16 +70,7 @@ def test_programs(pool: int, part: int) -> None:
 @pytest.mark.parametrize("part", range(10))
 def test_programs_of_blocks(pool: int, part: int) -> None:
     for number in range(part, NUM_OF_BLOCKS, 10):
-        if number not in PENDING:
-            check_blocks(number, pool)
-
-
-@pytest.mark.parametrize("pool", [8], indirect=True)
-@pytest.mark.parametrize("number", PENDING)
-def test_pending_programs_of_blocks(pool: int, number: int, request: pytest.FixtureRequest) -> None:
-    reason = PENDING[number]
-    request.applymarker(pytest.mark.xfail(strict=True, reason=reason, raises=AssertionError))
-    check_blocks(number, pool)
+        check_blocks(number, pool)
 
 
 @pytest.mark.inductor

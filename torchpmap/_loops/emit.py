@@ -135,6 +135,7 @@ class _Reads(TorchDispatchMode):
                     "call_function", _aten.permute.default, (proxy, back), {}
                 )
                 proxy.node.meta["val"] = tensor
+                proxy.node.meta["is_read"] = True
             track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
         return tensor
 
@@ -331,7 +332,7 @@ def with_one_result(inner: Inner) -> Inner:
 
 @contextlib.contextmanager
 def discarded() -> Iterator[None]:
-    """Remove from the graph what the block has put into it, besides inputs of the graph."""
+    """Remove from the graph what the block has put into it, besides what it reads from outside."""
     mode, views = tracing_mode(), traced_views()
     assert mode is not None
     if views is not None:
@@ -340,7 +341,8 @@ def discarded() -> Iterator[None]:
     before = set(graph.nodes)
     yield
     for node in reversed(list(graph.nodes)):
-        if node not in before and node.op != "placeholder" and not node.users:
+        stays = node.op == "placeholder" or "is_read" in node.meta
+        if node not in before and not stays and not node.users:
             graph.erase_node(node)
 
 
