@@ -38,13 +38,12 @@ def sample(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     Names that are parametrized together have one value, their row. Where a test has several
     ``parametrize``, the cases that are chosen differ from each other as much as they can. They
     change only with the parameters themselves. A test marked ``product`` has one ``parametrize``
-    of a whole product, some cases of which have marks. Of one marked ``every_case`` all are chosen.
+    of a whole product, some cases of which have marks.
     """
     tables: dict[tuple[Any, str], list[pytest.Item]] = defaultdict(list)
     kept = set()
     for item in items:
-        callspec = getattr(item, "callspec", None)
-        if callspec is not None and item.get_closest_marker("every_case") is None:
+        if hasattr(item, "callspec"):
             tables[item.parent, item.originalname].append(item)  # type: ignore[attr-defined]
         else:
             kept.add(item)

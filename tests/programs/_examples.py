@@ -21,21 +21,21 @@ if str(EXAMPLES) not in sys.path:
 def run_here(name: str, *arguments: str) -> str:
     """Run a program as ``__main__`` of this process, and return what it prints."""
     script, printed = str(EXAMPLES / name), io.StringIO()
-    state, threads = torch.get_rng_state(), torch.get_num_threads()
-    torch.set_num_threads(1)  # the cores have workers
     with (
+        contextlib.ExitStack() as after,
+        torch.random.fork_rng(devices=[]),
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(printed),
         warnings.catch_warnings(),
     ):
+        after.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # the cores have workers
         patch.setattr(sys, "argv", [script, *arguments])
         warnings.simplefilter("error")
         for unseen in (DeprecationWarning, PendingDeprecationWarning, ResourceWarning):
             warnings.simplefilter("ignore", unseen)  # as Python does, but for the program's own
         warnings.filterwarnings("error", category=DeprecationWarning, module="__main__")
         runpy.run_path(script, run_name="__main__")
-    torch.set_num_threads(threads)
-    torch.set_rng_state(state)
     return printed.getvalue()
 
 
