@@ -35,14 +35,17 @@ TEST_ALL = os.environ.get("TORCHPMAP_TEST_ALL") == "1"
 def sample(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """The cases that run by default: of every test some, with every value of every parameter.
 
-    Names that are parametrized together have one value, their row. Where a test has several
-    ``parametrize``, the cases that are chosen differ from each other as much as they can. They
-    change only with the parameters themselves. A test marked ``product`` has one ``parametrize``
-    of a whole product, some cases of which have marks.
+    A case marked ``long``, which takes seconds, is none of them. Names that are parametrized
+    together have one value, their row. Where a test has several ``parametrize``, the cases that
+    are chosen differ from each other as much as they can. They change only with the parameters
+    themselves. A test marked ``product`` has one ``parametrize`` of a whole product, some cases of
+    which have marks.
     """
     tables: dict[tuple[Any, str], list[pytest.Item]] = defaultdict(list)
     kept = set()
     for item in items:
+        if item.get_closest_marker("long") is not None:
+            continue
         if hasattr(item, "callspec"):
             tables[item.parent, item.originalname].append(item)  # type: ignore[attr-defined]
         else:

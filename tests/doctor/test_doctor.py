@@ -158,6 +158,7 @@ def command(*args, module=("torchpmap",), **environment):
     )
 
 
+@pytest.mark.long
 def test_the_doctor_runs_the_self_test():
     done = command("doctor", "--json", "--num-devices", "2")
     report = json.loads(done.stdout)
@@ -173,6 +174,7 @@ def test_the_doctor_runs_the_self_test():
     assert done.returncode == int(any(each["level"] == "problem" for each in report["findings"]))
 
 
+@pytest.mark.long
 def test_the_processes_of_a_job_are_tested_together():
     report = json.loads(command("doctor", "--json", module=TORCHRUN).stdout)  # of one of them
     assert report["facts"]["devices"]["launcher"] == "torchrun"
@@ -190,6 +192,7 @@ def test_the_doctor_tells_what_does_not_work():
     assert f"FAILED\n    ValueError: {text}\n" in done.stdout
 
 
+@pytest.mark.long
 def test_the_table_of_this_machine():
     done = command("bench", "--json", "--num-devices", "2")
     rows = json.loads(done.stdout)

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from _rig import EAGER, N, Script, assert_pool_works, eagerly, note_time, rows, total, within
-from _support import SCALE, TEST_ALL, in_threads
+from _support import SCALE, in_threads
 
 import torchpmap as tp
 
@@ -57,7 +57,7 @@ ENDS = {
 }
 
 
-@pytest.mark.skipif(not TEST_ALL, reason="minutes: TORCHPMAP_TEST_ALL=1 runs it")
+@pytest.mark.long
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_row_23_the_controller_ends(workers, end):

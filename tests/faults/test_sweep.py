@@ -2,7 +2,6 @@
 
 import pytest
 from _chaos import Chaos
-from _support import TEST_ALL
 
 import torchpmap as tp
 
@@ -11,7 +10,7 @@ FAULTS = 12
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.skipif(not TEST_ALL, reason="minutes: TORCHPMAP_TEST_ALL=1 runs it, as soak.py does")
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_sweep(seed, capfd):

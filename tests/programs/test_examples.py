@@ -33,10 +33,6 @@ import ppo
 import ring_attention
 import wave_equation
 
-BY_PYTHON = ("hello_pmap.py",)
-"""Without TORCHPMAP_TEST_ALL=1: those which this process runs as ``__main__`` import nothing anew,
-and the present fork server gives them their workers."""
-
 pytestmark = pytest.mark.timeout(250)  # a program runs twice in some tests
 
 
@@ -50,15 +46,16 @@ def fonts() -> None:
 
 @functools.cache
 def run(name: str, *arguments: str) -> str:
-    """Run a program, and return what it prints."""
-    return (run_by_python if TEST_ALL or name in BY_PYTHON else run_here)(name, *arguments)
+    """Run a program, and return what it prints.
+
+    One that this process runs as ``__main__`` imports nothing anew, and the present fork server
+    gives it its workers.
+    """
+    return (run_by_python if TEST_ALL else run_here)(name, *arguments)
 
 
 def run_both_ways(name: str, *arguments: str) -> list[str]:
-    """Run it by python, and if all is wanted by torchrun, which must print the same; the lines.
-
-    Without TORCHPMAP_TEST_ALL=1 one job of torchrun runs some of the programs, see ``launched``.
-    """
+    """Run it by python, and if all is wanted by torchrun, which must print the same; the lines."""
     by_python = run(name, *arguments)
     if TEST_ALL:
         assert run_by_torchrun(name, *arguments) == by_python
@@ -106,17 +103,20 @@ def printed(launched, name):
     return first
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_prints_the_same_under_torchrun(name, launched):
     assert printed(launched, name) == run(*PROGRAMS[name])
 
 
+@pytest.mark.long
 @cpu_only
 @pytest.mark.parametrize("name", TRAINING)
 def test_training_under_torchrun_has_the_losses_of_one_device(name, launched):
     same(printed(launched, name), plain("--epochs", "1", *EXACT), 5e-3)
 
 
+@pytest.mark.long
 def test_digits_train_the_same_network_under_torchrun(launched):
     tp.init(num_devices=2)
     expected_params, history, expected_accuracy = digits.train(2, epochs=1, compile=EAGER)
@@ -149,6 +149,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_hello_pmap_runs_where_there_is_one_gpu(monkeypatch):
     monkeypatch.delenv("TORCHPMAP_DEVICE_TYPE")
@@ -459,7 +460,7 @@ def test_char_gpt_command_line_writes_text_and_its_picture(tmp_path):
     assert is_picture(tmp_path / "char_gpt.png")
 
 
-@pytest.mark.skipif(not TEST_ALL, reason="TORCHPMAP_TEST_ALL=1 compiles PPO in five processes")
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_ppo_command_line_learns_and_writes_its_curve(tmp_path):
     lines = run_both_ways("ppo.py", "--devices", "2", "--quick", "--output", str(tmp_path))

@@ -99,6 +99,7 @@ def sizes(step: Blocks) -> tuple[int, ...]:
     return tuple(size for _, size in step.mesh)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_programs_of_launched_ranks(tmp_path: Path) -> None:
     candidates = {f"launched:{number}": generate(f"launched:{number}") for number in range(200)}

@@ -81,6 +81,7 @@ FILES = ("base/test_axis_spec.py", "base/test_default_device.py")
 """One that needs hypothesis, one that starts a pool."""
 
 
+@pytest.mark.long
 def test_the_suite_runs_in_a_bare_python(bare, tmp_path):
     command = (bare, "tests/gpu.py", "--output", tmp_path, "--section", "one", "--files")
     first, *lines = run(*command, FILES[1]).splitlines()
@@ -123,6 +124,7 @@ def test_deadly():
 """
 
 
+@pytest.mark.long
 def test_failures_are_written_down(bare, tmp_path):
     path, output = tmp_path / "test_made.py", tmp_path / "output"
     path.write_text(FAILING)
@@ -136,6 +138,7 @@ def test_failures_are_written_down(bare, tmp_path):
     assert f"## shared {path}" in (output / "tests.md").read_text()
 
 
+@pytest.mark.long
 def test_tests_of_the_cpu_are_skipped_on_gpus():
     options = ("-o", "addopts=", "-p", "no:cacheprovider", "-rs")
     command = (sys.executable, "-m", "pytest", *options, "tests/runtime/test_two_hosts.py")
@@ -143,6 +146,7 @@ def test_tests_of_the_cpu_are_skipped_on_gpus():
     assert re.search(r"CPU devices only: hosts here are namespaces\n=+ \d+ skipped in", printed)
 
 
+@pytest.mark.long
 def test_a_limit_of_time_leaves_the_rest_for_later(tmp_path):
     command = (sys.executable, "tests/gpu.py", "--output", tmp_path, "--minutes", "0.05")
     printed = run(
@@ -155,6 +159,7 @@ def test_a_limit_of_time_leaves_the_rest_for_later(tmp_path):
 # -- benchmarks/gpu.py -----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_benchmark_runs_sections_in_processes(bare, tmp_path):
     sections = ("training-torchrun", "faults")
     printed = run(bare, "benchmarks/gpu.py", "--output", tmp_path, "--sections", *sections)
@@ -176,6 +181,7 @@ HERE = [name for name in gpu.SECTIONS if name not in ("training-torchrun", "faul
 """These sections need neither a launcher nor an asynchronous device."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HERE)
 def test_a_section(name, tmp_path):
     gpu.run_section(name, tmp_path / "journal.jsonl", "cpu")
@@ -215,6 +221,7 @@ sys.exit(gpu.main())
 """
 
 
+@pytest.mark.long
 def test_a_section_that_fails_stops_no_other(tmp_path):
     script = tmp_path / "made.py"
     script.write_text(MADE.replace("{folder!r}", repr(str(BENCHMARKS))))

@@ -9,7 +9,7 @@ derivatives, a loss with a derivative of its own).
 ``real/NAME_torch.py`` is the port. Both begin from the arrays of ``real/inputs.py``, and draw from
 equal keys. Programs run as one traced graph (``graph``, and ``shared`` with two rows per device),
 operation by operation on the devices (``uncompiled``), in this process (``inline``), and through
-Inductor; the longer programs in some of these only, unless ``TORCHPMAP_TEST_ALL=1``.
+Inductor; without ``TORCHPMAP_TEST_ALL=1`` only in the modes in which they are quick.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _support import EAGER, TEST_ALL
+from _support import EAGER
 from real import helium_torch, imagenet_torch, inputs, score_sde_torch
 
 import torchpmap as tp
@@ -38,12 +38,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def modes(*usual: str) -> list[Any]:
-    """All modes, or these where not every case is wanted."""
-    return [
-        pytest.param(mode, marks=[pytest.mark.inductor] if mode == "inductor" else [])
-        for mode in OPTIONS
-        if TEST_ALL or not usual or mode in usual
-    ]
+    """All modes, of which only these are not ``long``."""
+    marks = {mode: [] if mode in usual else [pytest.mark.long] for mode in OPTIONS}
+    marks["inductor"].append(pytest.mark.inductor)
+    return [pytest.param(mode, marks=marks[mode]) for mode in OPTIONS]
 
 
 def expected(name: str) -> Any:

@@ -9,7 +9,6 @@ import torch
 from _support import EAGER
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -277,6 +276,8 @@ def test_inductor_makes_one_kernel_of_a_hash(pool):
         .lower(random.key(0)[None], (3,))
         ._plan.definition
     )
+    from torch._inductor.utils import fresh_cache  # a long import
+
     with fresh_cache():
         warm_up()  # as the process does from which workers are forked
         run = compile_definition(definition, torch.tensor(0))

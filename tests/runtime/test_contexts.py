@@ -154,6 +154,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.long
 def test_notebook(environment):
     """Also the line that says why the user waits (_base/busy.py), which comes and goes away."""
     for package in ("nbformat", "nbclient", "ipykernel"):

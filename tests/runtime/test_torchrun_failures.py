@@ -13,7 +13,7 @@ import pytest
 import torch
 from _jobs import Jobs, fails, mapped, misses_rank_1, total, warmed_up
 from _launched import Job, free_port, jobs_of, launch, of_failed, outputs, succeed
-from _support import EAGER, TEST_ALL, is_running, wait_for
+from _support import EAGER, is_running, wait_for
 
 import torchpmap as tp
 from torchpmap._base.devices import PLATFORMS
@@ -528,14 +528,10 @@ for _ in range(1000):
 """
 
 
-MORE = pytest.mark.skipif(not TEST_ALL, reason="TORCHPMAP_TEST_ALL=1: one more launch")
-ENDS = [
-    ("raise", "ValueError: boom"),
-    pytest.param("kill", "Signal 9 (SIGKILL) received", marks=MORE),
-]
-
-
-@pytest.mark.parametrize(("end", "text"), ENDS)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("end", "text"), [("raise", "ValueError: boom"), ("kill", "Signal 9 (SIGKILL) received")]
+)
 def test_torchrun_reports_the_rank_that_failed_first(tmp_path, end, text):
     script = tmp_path / "failing.py"
     script.write_text(FAILING)

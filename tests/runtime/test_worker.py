@@ -24,7 +24,6 @@ import torch.distributed as dist
 from _support import (
     DEVICE,
     EAGER,
-    TEST_ALL,
     eagerly,
     is_running,
     running_pool,
@@ -186,35 +185,33 @@ def _(x, rank, dies):
     return torch.empty_like(x)
 
 
-MODES = {
-    "uncompiled": False,
-    "graph": EAGER,
-    "aot": {"backend": "aot_eager"},
-    "inductor": True,
-    "inductor in C++": {"options": {"cpp_wrapper": True}},
-}
-SLOW = {"aot", "inductor", "inductor in C++"}
+IN_CPP = {"options": {"cpp_wrapper": True}}
+COMPILERS = [
+    pytest.param(False, id="uncompiled"),
+    pytest.param(EAGER, id="graph"),
+    pytest.param({"backend": "aot_eager"}, id="aot", marks=pytest.mark.long),
+    pytest.param(True, id="inductor", marks=pytest.mark.long),
+    pytest.param(IN_CPP, id="inductor in C++", marks=pytest.mark.long),
+]
 
 
 def step_that_trips(x, dies):
     return tp.psum(torch.ops.torchpmap_tests.trip(x, tp.axis_index("i"), dies), "i")
 
 
-def test_the_other_rank_has_the_consequence(shares):
+@pytest.mark.parametrize("compile", COMPILERS)
+def test_the_other_rank_has_the_consequence(compile, shares):
     """Rank 0, whose collective breaks off, is not taken for the cause."""
-    for mode, compile in MODES.items():
-        if mode in SLOW and not TEST_ALL:
-            continue
-        step = tp.pmap(step_that_trips, "i", static_broadcasted_argnums=1, compile=compile)
-        # this compiler keeps neither type nor text
-        in_cpp = (RuntimeError, "torchpmap_tests::trip")
-        kind, text = in_cpp if mode == "inductor in C++" else (ValueError, "tripped")
-        with pytest.raises(kind, match=text) as caught:
-            step(rows, False).tolist()
-        (note,) = caught.value.__notes__
-        assert f"on device {DEVICE}:1" in note
-        with pytest.raises(tp.WorkerDied, match="exit code 3"):
-            step(rows, True).tolist()
+    step = tp.pmap(step_that_trips, "i", static_broadcasted_argnums=1, compile=compile)
+    # this compiler keeps neither type nor text
+    in_cpp = (RuntimeError, "torchpmap_tests::trip")
+    kind, text = in_cpp if compile == IN_CPP else (ValueError, "tripped")
+    with pytest.raises(kind, match=text) as caught:
+        step(rows, False).tolist()
+    (note,) = caught.value.__notes__
+    assert f"on device {DEVICE}:1" in note
+    with pytest.raises(tp.WorkerDied, match="exit code 3"):
+        step(rows, True).tolist()
 
 
 # -- memory that ends ------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from _support import EAGER
 from hypothesis import given, settings
-from torch._inductor.graph import GraphLowering
 
 import torchpmap as tp
 from torchpmap._base.devices import PLATFORMS
@@ -275,7 +274,8 @@ def test_compiled_code_starts_sums_while_it_computes(buckets, group, monkeypatch
     buckets(width * width * 4)
     graph = traced(function, *shapes)
     codes = []
-    monkeypatch.setattr(GraphLowering, "save_output_code", codes.append)
+    name = "torch._inductor.graph.GraphLowering.save_output_code"  # a long import
+    monkeypatch.setattr(name, codes.append)
     with torch._inductor.config.patch(force_disable_caches=True):
         kinds = [(shape, F32) for shape in shapes]
         runner = _compile._inductor(graph, kinds, torch.device("cpu"), _compile.INDUCTOR)

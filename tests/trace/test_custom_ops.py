@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from _support import EAGER, TEST_ALL
+from _support import EAGER
 from torch import Tensor
 
 import torchpmap as tp
@@ -408,7 +408,7 @@ def plus(tmp_path_factory):
     torch.ops.loaded_libraries.discard(str(built))
 
 
-@pytest.mark.skipif(not TEST_ALL, reason="TORCHPMAP_TEST_ALL=1 builds a library")
+@pytest.mark.long
 @pytest.mark.parametrize("compile", [EAGER, False, True], ids=["graph", "python", "inductor"])
 def test_a_shared_library(plus, compile):
     torch.library.register_fake(
