@@ -18,6 +18,8 @@ from torchpmap._runtime import current
 
 EAGER = {"backend": "eager"}
 """``compile=`` of tests that are not about compiling: the traced graph is run as it is."""
+COMPILED = pytest.param(True, id="inductor", marks=pytest.mark.inductor)
+"""``compile=`` of those that are."""
 
 SCALE = float(
     os.environ.get("TORCHPMAP_TEST_SCALE") or os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
@@ -35,16 +37,17 @@ TEST_ALL = os.environ.get("TORCHPMAP_TEST_ALL") == "1"
 def sample(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """The cases that run by default: of every test some, with every value of every parameter.
 
-    A case marked ``long``, which takes seconds, is none of them. Names that are parametrized
-    together have one value, their row. Where a test has several ``parametrize``, the cases that
-    are chosen differ from each other as much as they can. They change only with the parameters
-    themselves. A test marked ``product`` has one ``parametrize`` of a whole product, some cases of
-    which have marks.
+    What takes seconds is none of them: a case that is marked ``long``, or ``inductor`` and not
+    ``always``. Names that are parametrized together have one value, their row. Where a test has
+    several ``parametrize``, the cases that are chosen differ from each other as much as they can.
+    They change only with the parameters themselves. A test marked ``product`` has one
+    ``parametrize`` of a whole product, some cases of which have marks.
     """
     tables: dict[tuple[Any, str], list[pytest.Item]] = defaultdict(list)
     kept = set()
     for item in items:
-        if item.get_closest_marker("long") is not None:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "long" in marks or ("inductor" in marks and "always" not in marks):
             continue
         if hasattr(item, "callspec"):
             tables[item.parent, item.originalname].append(item)  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from _support import DEVICE, EAGER, SCALE, TEST_ALL, sample, wait_for
 import torchpmap as tp
 from torchpmap._base.devices import usable_cores
 from torchpmap._runtime.local.process import preload
+from torchpmap._trace import compile as _compile
 
 os.environ["TORCHPMAP_DEVICE_TYPE"] = DEVICE  # read when a pool starts
 
@@ -144,6 +145,20 @@ def fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
         os.environ["TORCHPMAP_WARM"] = before
     yield
     gc.unfreeze()  # Triton's bindings report what is left when Python ends (torch 2.15)
+
+
+@pytest.fixture(autouse=True)
+def compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In a test without the mark ``inductor``, ``compile=True`` means the traced graph as it is.
+
+    g++ would take half of the time of all tests.
+    """
+    if request.node.get_closest_marker("inductor") is None:
+        inductor, _compile.INDUCTOR = _compile.INDUCTOR, _compile.EAGER
+        yield
+        _compile.INDUCTOR = inductor
+    else:
+        yield
 
 
 @pytest.fixture

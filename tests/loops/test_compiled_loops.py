@@ -3,6 +3,7 @@
 import pytest
 import torch
 from _plain import GRAPH, check, printed
+from _support import COMPILED
 
 import torchpmap as tp
 from torchpmap._runtime import current
@@ -12,13 +13,14 @@ from torchpmap._trace.compiled_loops import running_with, with_compiled_loops
 
 A = torch.tensor([[2.0, -1.0, 0.5], [0.25, 1.5, -0.5]])
 
-pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("pool")]
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 def both(program, *args):
     check(tp.pmap(program)(*args), tp.pmap(program, compile=False)(*args))
 
 
+@pytest.mark.inductor
 def test_scans_in_scans_branches_and_while_loops():
     def halves(x, n):
         return tp.scan(lambda c, t: (c * 0.5 + t, c), x, torch.arange(float(n)))
@@ -35,7 +37,7 @@ def test_scans_in_scans_branches_and_while_loops():
     both(program, A)
 
 
-@pytest.mark.parametrize("mode", [None, GRAPH])
+@pytest.mark.parametrize("mode", [COMPILED, GRAPH])
 def test_a_body_reads_what_lies_in_another_order_in_memory(mode):
     """Which reshapes are views depends on the order, and operands are contiguous."""
     orders = {
@@ -59,13 +61,13 @@ def test_a_body_reads_what_lies_in_another_order_in_memory(mode):
             for loop in uses
         }
 
-    found = tp.pmap(program, compile=mode)(A) if mode else tp.pmap(program)(A)
+    found = tp.pmap(program, compile=mode)(A)
     for k, row in enumerate(A):
         for name, value in program(row).items():
             torch.testing.assert_close(found[name][k].cpu(), value)
 
 
-@pytest.mark.parametrize("mode", [True, GRAPH])
+@pytest.mark.parametrize("mode", [COMPILED, GRAPH])
 def test_a_branch_in_a_derivative_in_a_body_reads_it_too(mode):
     """A branch under a derivative is traced twice, and what the first trace read is kept."""
 
@@ -97,6 +99,7 @@ def test_a_branch_in_a_derivative_in_a_body_reads_it_too(mode):
     check(found, [torch.stack(values) for values in zip(*expected, strict=True)])
 
 
+@pytest.mark.inductor
 def test_a_carry_that_does_not_change_shares_no_memory_with_the_input():
     def program(x):
         doubled = x * 2
@@ -107,6 +110,7 @@ def test_a_carry_that_does_not_change_shares_no_memory_with_the_input():
     both(program, A)
 
 
+@pytest.mark.inductor
 def test_two_loops_of_equal_text_around_other_bodies():
     """Inductor caches the code around a loop by its text."""
     for rows in (lambda c: c, lambda c: c[:2], lambda c: c.to(torch.int32)):
@@ -133,7 +137,7 @@ IN_BRANCHES = {
 }
 
 
-@pytest.mark.parametrize("mode", [OTHER, True])
+@pytest.mark.parametrize("mode", [OTHER, COMPILED])
 @pytest.mark.parametrize("name", IN_BRANCHES)
 def test_what_a_back_end_cannot_print_is_an_error(name, mode):
     with pytest.raises(NotImplementedError, match="cannot print or check"):
@@ -147,7 +151,7 @@ def test_effects_in_scans_are_an_error_with_other_back_ends():
     check(found, A + 4950)
 
 
-@pytest.mark.parametrize("mode", [GRAPH, True, False])
+@pytest.mark.parametrize("mode", [GRAPH, COMPILED, False])
 @pytest.mark.parametrize("length", [1, 3, 100])
 def test_a_map_without_results(mode, length, capfd):
     def program(xs):
@@ -162,7 +166,7 @@ def test_a_map_without_results(mode, length, capfd):
     assert lines == [f"[0] {k}.0" for k in range(length)]
 
 
-@pytest.mark.parametrize("mode", [GRAPH, True, False])
+@pytest.mark.parametrize("mode", [GRAPH, COMPILED, False])
 def test_a_loop_that_only_prints(mode, capfd):
     def program(x):
         def say(i, x):
@@ -179,6 +183,8 @@ def test_a_loop_that_only_prints(mode, capfd):
     assert capfd.readouterr().out.splitlines() == ["[i=0] before", *steps, "[i=0] behind"]
 
 
+@pytest.mark.inductor
+@pytest.mark.always
 def test_both_halves_of_a_gradient_run_in_cpp(monkeypatch):
     """What is done with the loops of one graph is not done with those of the others."""
 
@@ -206,6 +212,7 @@ def test_both_halves_of_a_gradient_run_in_cpp(monkeypatch):
         assert not any("_by_" in name for name in names), "steps are put together for Python"
 
 
+@pytest.mark.inductor
 def test_operations_that_inductor_calls_make_no_kernels():
     """What the trace takes for kernels is what Inductor makes kernels of."""
     from torch._inductor import lowering
@@ -226,6 +233,7 @@ def program(x):
     return tp.scan(lambda c, t: (c * 0.5 + t, c.sin()), x, torch.linspace(0, 1, 59))
 
 
+@pytest.mark.inductor
 def test_steps_that_cpp_cannot_repeat_run_in_chunks():
     """Also if the trace has taken them for kernels."""
     graph = tp.pmap(program, compile=GRAPH).lower(A).graph

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from _plain import GRAPH, PLAIN, check
+from _support import COMPILED
 from torch.func import grad, hessian, vmap
 
 import torchpmap as tp
@@ -31,14 +32,14 @@ def averaged(rows):
     return carry, torch.stack(sums, 1)
 
 
-@pytest.mark.parametrize("mode", [GRAPH, False, pytest.param(True, marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("mode", [GRAPH, False, COMPILED])
 @pytest.mark.parametrize("num_rows", [4, 8])
 def test_collectives_in_a_scan(mode, num_rows):
     rows = torch.linspace(-1, 2, num_rows)
     check(tp.pmap(averaging, "i", compile=mode)(rows), averaged(rows))
 
 
-@pytest.mark.parametrize("mode", [GRAPH, pytest.param(True, marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("mode", [GRAPH, COMPILED])
 def test_a_sum_of_known_numbers_beside_a_scan(mode):
     """Where torch knows the numbers, it would run the collective while it compiles."""
 
@@ -84,7 +85,7 @@ def test_derivatives_from_outside(name, mode):
     check(OUTSIDE[name](tp.pmap(ring, "i", compile=mode))(A), OUTSIDE[name](ringed)(A))
 
 
-@pytest.mark.parametrize("mode", [GRAPH, False, pytest.param(True, marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("mode", [GRAPH, False, COMPILED])
 def test_gradient_inside_for_a_captured_parameter(mode):
     w = torch.tensor([1.0, -2.0], requires_grad=True)
 
@@ -120,7 +121,7 @@ def double(x):
     return tp.while_loop(lambda s: s[0] < 20, lambda s: (s[0] * 2, s[1] + 1), (x, np.int32(0)))
 
 
-@pytest.mark.parametrize("mode", [GRAPH, False, pytest.param(True, marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("mode", [GRAPH, False, COMPILED])
 @pytest.mark.parametrize("num_rows", [4, 8])
 def test_while(mode, num_rows):
     rows = torch.linspace(1, 30, num_rows)

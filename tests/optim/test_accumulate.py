@@ -68,7 +68,10 @@ def test_plain_tensors(name):
 
 
 IN_MODES = [(name, EAGER) for name in OPTIMIZERS]
-IN_MODES += [("AdamW", False), pytest.param("AdamW", True, marks=pytest.mark.inductor)]
+IN_MODES += [
+    ("AdamW", False),
+    pytest.param("AdamW", True, marks=[pytest.mark.inductor, pytest.mark.always]),
+]
 
 
 @pytest.mark.parametrize(("name", "compiled"), IN_MODES)

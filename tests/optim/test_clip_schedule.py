@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from _support import EAGER
+from _support import COMPILED, EAGER
 from torch.optim import lr_scheduler
 
 import torchpmap as tp
@@ -149,7 +149,7 @@ def test_rates_are_torchs(make, options):
     assert long(torch.tensor(2, dtype=torch.uint8)).item() == pytest.approx(long(2))
 
 
-@pytest.mark.parametrize("compiled", [EAGER, False, pytest.param(True, marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("compiled", [EAGER, False, COMPILED])
 @pytest.mark.parametrize("pool", [2], indirect=True)
 def test_a_scheduled_clipped_step_is_that_of_torch(pool, compiled):
     options = {"T_max": 4}

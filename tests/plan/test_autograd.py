@@ -448,6 +448,7 @@ def test_donation_is_left_for_calls_that_are_not_differentiated():
 
 
 @pytest.mark.inductor
+@pytest.mark.always
 def test_compiled_by_inductor():
     mapped = tp.pmap(
         lambda w, x: torch.tanh(w @ x) * tp.psum(x, ROWS).sum(), ROWS, in_axes=(None, 0)

@@ -5,9 +5,8 @@ devices. A ```text block right after it is what it must print; ``...`` in it sta
 The blocks of a page that says so (``ONE_PROGRAM``) run one after the other, in one namespace, and
 so do the cells of a notebook (its assertions say what must hold).
 
-The blocks of README.md and one example in twenty are compiled as their readers compile them, with
-Inductor. In the others, g++ would take half of the time of all tests: there ``compile=True`` means
-the traced graph as it is. ``TORCHPMAP_TEST_ALL=1`` compiles all.
+``TORCHPMAP_TEST_ALL=1`` compiles them as their readers do, with Inductor. Otherwise only the blocks
+of README.md are: there ``compile=True`` means the traced graph as it is.
 """
 
 import contextlib
@@ -21,7 +20,6 @@ import torch
 from _support import TEST_ALL
 
 import torchpmap as tp
-from torchpmap._trace import compile as _compile
 
 pytestmark = pytest.mark.cpu_only("pages name the CPU devices that they run on")
 
@@ -43,20 +41,6 @@ def four_devices():
     tp.init(num_devices=4)
 
 
-@pytest.fixture(autouse=True)
-def compiler(request, monkeypatch):
-    if request.node.get_closest_marker("inductor") is None:
-        monkeypatch.setattr(_compile, "INDUCTOR", _compile.EAGER)
-
-
-def some_compiled(params, always=lambda param: False):
-    """The same test cases, some of them marked to be compiled with Inductor."""
-    for number, param in enumerate(params):
-        compiled = TEST_ALL or number % 20 == 0 or always(param)
-        marks = [pytest.mark.inductor] if compiled else []
-        yield pytest.param(*param.values, id=param.id, marks=marks)
-
-
 def programs():
     """Lists of blocks that share a namespace: line of the page, code, what it must print."""
     for page in PAGES + NOTEBOOKS:
@@ -67,13 +51,12 @@ def programs():
         ]
         for program in [blocks] if ONE_PROGRAM.search(text) else [[block] for block in blocks]:
             name = str(page.relative_to(ROOT))
-            yield pytest.param(name, program, id=f"{name}:{program[0][0]}")
+            compiled = page.name == "README.md" or TEST_ALL
+            marks = [pytest.mark.inductor, pytest.mark.always] if compiled else []
+            yield pytest.param(name, program, id=f"{name}:{program[0][0]}", marks=marks)
 
 
-@pytest.mark.parametrize(
-    ("page", "program"),
-    list(some_compiled(programs(), lambda param: param.id.startswith("README"))),
-)
+@pytest.mark.parametrize(("page", "program"), list(programs()))
 def test_blocks_run_and_print_what_the_page_says(page, program, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__", "torch": torch, "tp": tp}
@@ -97,10 +80,11 @@ def docstrings():
         for name in module.__all__:
             for test in finder.find(getattr(module, name), f"{module.__name__}.{name}"):
                 if test.examples:
-                    yield pytest.param(test, id=test.name)
+                    marks = [pytest.mark.inductor] if TEST_ALL else []
+                    yield pytest.param(test, id=test.name, marks=marks)
 
 
-@pytest.mark.parametrize("test", list(some_compiled(docstrings())))
+@pytest.mark.parametrize("test", list(docstrings()))
 def test_docstring_example(test):
     test.globs.update(torch=torch, tp=tp, print=print)  # not the print of torchpmap.debug
     report = io.StringIO()

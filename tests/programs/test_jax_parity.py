@@ -38,17 +38,7 @@ CASES = [*PMAPS, *PORTED, *LOOPS, *SHARD_MAPS]
 # Families whose arrays go straight into a pmapped function, which takes numpy arrays too.
 TAKES_NUMPY = {"pmap_args", "collectives", "grad_inside", "errors"}
 
-# Of the programs that give a value every so many; the traced graphs are tested already.
-STRAIGHT = [c for c in PMAPS if c["family"] in TAKES_NUMPY and not values.must_raise(c)]
-NUM_INDUCTOR = 8
-COMPILED_LOOPS = (
-    "sc_int_counter", "wh_newton", "sw_vmap_grad", "gr_rnn", "lc_psum_carry", "gr_sgd_pmap",
-)  # fmt: skip
-COMPILED = [
-    *STRAIGHT[:: -(-len(STRAIGHT) // NUM_INDUCTOR)],
-    *(case for case in LOOPS if case["id"] in COMPILED_LOOPS),
-    *SHARD_MAPS[::12],
-]
+COMPILED = {"collectives_halo_exchange", "lc_psum_carry", "gr_rnn", "gj_psum_scatter"}
 OUTSIDE = "rows or blocks that run one after the other have no outside transforms"
 ESCAPED = "a row's function uses a captured value of a vmap around, which torch says has ended"
 
@@ -65,12 +55,12 @@ def params() -> list[Any]:
         else:
             modes += ["serial"]
         found += [(case, mode) for mode in modes]
-    found += [(case, "inductor") for case in (CASES if TEST_ALL else COMPILED)]
+    found += [(case, "inductor") for case in CASES if TEST_ALL or case["id"] in COMPILED]
     return [param(case, mode) for case, mode in found]
 
 
 def param(case: Case, mode: str) -> Any:
-    marks = [pytest.mark.inductor] if mode == "inductor" else []
+    marks = [pytest.mark.inductor, pytest.mark.always] if mode == "inductor" else []
     if case in SHARD_MAPS:
         marks.append(pytest.mark.filterwarnings(SUMMED))
     if mode == "serial" and case.get("outside"):

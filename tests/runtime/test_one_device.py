@@ -5,7 +5,7 @@ collectives are those of NCCL in a world of one; elsewhere the device is a CPU.
 import pytest
 import torch
 import torch.nn.functional as F
-from _support import DEVICE, EAGER, eagerly
+from _support import COMPILED, DEVICE, EAGER, eagerly
 
 import torchpmap as tp
 from torchpmap._base.devices import PLATFORMS
@@ -13,7 +13,6 @@ from torchpmap._base.devices import PLATFORMS
 pytestmark = pytest.mark.parametrize("pool", [1], indirect=True)
 
 X = torch.arange(6.0).reshape(1, 6)
-COMPILED = pytest.param(True, id="inductor", marks=pytest.mark.inductor)
 
 
 @pytest.fixture(params=[COMPILED, EAGER, False], ids=["inductor", "graph", "python"])

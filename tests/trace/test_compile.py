@@ -40,6 +40,8 @@ def inductor(graph, examples):
     """A back end of the user, by that name."""
 
 
+@pytest.mark.inductor
+@pytest.mark.always
 @pytest.mark.parametrize(
     ("value", "expected", "is_inductor"),
     [

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from _support import DEVICE, EAGER
+from _support import COMPILED, DEVICE, EAGER
 
 import torchpmap as tp
 
@@ -128,8 +128,7 @@ def test_values_once_under_derivatives(run):
     assert printed == "[i=0] x=0.0\n[i=1] x=1.0\n" * 3
 
 
-@pytest.mark.inductor
-@pytest.mark.parametrize("compile", [EAGER, True], ids=["graph", "inductor"])
+@pytest.mark.parametrize("compile", [pytest.param(EAGER, id="graph"), COMPILED])
 def test_derivatives_from_outside_print_once_and_keep_checks(capsys, compile):
     def f(x):
         tp.debug.print("x={}", x)
@@ -174,6 +173,7 @@ def test_outside_a_mapped_function(capsys):
     assert capsys.readouterr().out == "x=3.0\n[j=0] 0\n[j=1] 1\n"
 
 
+@pytest.mark.inductor
 def test_compiled(capfd):
     def f(x):
         def loss(x):

@@ -89,6 +89,7 @@ def test_values_are_those_of_the_steps_one_by_one(name):
     check(*PROGRAMS[name])
 
 
+@pytest.mark.always
 def test_an_output_is_written_where_it_stays():
     found = check(*PROGRAMS["an output"])
     assert all(call.kernel for call in found.calls)  # no copies

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from _support import EAGER
+from _support import COMPILED, EAGER
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -424,8 +424,7 @@ def test_a_mask_without_dims_is_a_mask(dtype):
     assert got.shape[1:] == X[0][masks[0]].shape
 
 
-@pytest.mark.inductor
-@pytest.mark.parametrize("mode", [EAGER, True])
+@pytest.mark.parametrize("mode", [EAGER, COMPILED])
 def test_a_position_out_of_range_raises(mode):
     for f in (lambda x, i: x[i], lambda x, i: x.narrow(0, i, 2), lambda x, i: x[i : i + 2]):
         for position in (-4, 3):

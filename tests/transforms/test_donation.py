@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from _support import EAGER, LAGS, rss_bytes, worker_pids
+from _support import COMPILED, EAGER, LAGS, rss_bytes, worker_pids
 
 import torchpmap as tp
 
@@ -83,8 +83,7 @@ def held_in_the_call(compile, donate_argnums):
 
 
 @pytest.mark.skipif(LAGS, reason="results are allocated at the launch, not in order of the stream")
-@pytest.mark.inductor
-@pytest.mark.parametrize("compile", [EAGER, True], ids=["graph", "inductor"])
+@pytest.mark.parametrize("compile", [pytest.param(EAGER, id="graph"), COMPILED])
 def test_a_donated_argument_is_freed_before_the_call_ends(compile):
     assert held_in_the_call(compile, donate_argnums=0) == [1, 1]
     assert held_in_the_call(compile, donate_argnums=()) == [2, 2]

@@ -288,6 +288,7 @@ def test_a_compiled_permutation_is_not_overwritten_while_it_travels():
 
 
 @pytest.mark.inductor
+@pytest.mark.always
 def test_compiled_by_inductor():
     def f(params, x):
         loss, grads = tp.value_and_grad(lambda p: ((x @ p["w"] + p["b"]) ** 2).mean())(params)

@@ -240,18 +240,17 @@ def scaling_backend(graph, example_inputs, **extra):
     return run
 
 
-VOCABULARY = [
+VOCABULARY = [EAGER, {"backend": "aot_eager"}]
+OF_INDUCTOR = [
     True,
     {},
-    EAGER,
-    {"backend": "aot_eager"},
     {"mode": "default"},
     {"options": {"max_fusion_size": 4}},
     {"backend": "inductor", "mode": "max-autotune-no-cudagraphs"},
 ]
+VOCABULARY += [pytest.param(compile, marks=pytest.mark.inductor) for compile in OF_INDUCTOR]
 
 
-@pytest.mark.inductor
 @pytest.mark.parametrize("compile", VOCABULARY, ids=str)
 def test_compile_vocabulary(compile):
     assert tp.pmap(double, compile=compile)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
