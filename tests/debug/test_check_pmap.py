@@ -46,6 +46,7 @@ def test_every_collective():
     assert report.largest_difference < 1e-3  # of numbers up to 100, in float32
 
 
+@pytest.mark.inductor
 def test_compiled():
     report = check_pmap(lambda x: tp.pmean(x, "i") * x, X, axis_name="i")
     assert report.values == ("serial", "vmapped", "pmapped")

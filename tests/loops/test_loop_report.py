@@ -44,6 +44,7 @@ def test_a_scan_in_chunks():
     assert f": 1000 steps, carry 12 B; {text}{loop.num_operations} operations each" in str(loop)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(("of", "expected"), [(steps, True), (products, False)])
 def test_inductors_kernels_are_repeated_by_cpp(of, expected):
     (loop,) = tp.pmap(of(1000)).lower(X).loops

@@ -290,7 +290,7 @@ def test_a_long_scan_runs_in_chunks():
     check(tp.pmap(program, compile=chunked)(A), tp.pmap(program, compile=GRAPH)(A))
 
 
-@pytest.mark.parametrize("mode", [GRAPH, True])
+@pytest.mark.parametrize("mode", [GRAPH, COMPILED])
 def test_the_cost_counts_every_step(mode):
     def program(x):
         return tp.scan(lambda c, _: (tp.psum(torch.outer(c, c) @ c, "i"), None), x, length=5)[0]

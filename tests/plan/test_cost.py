@@ -229,6 +229,7 @@ def test_cost_of_a_lowered_call(lowered):
     assert cost.peak_bytes >= cost.argument_bytes + 5 * 16 * 4
 
 
+@pytest.mark.inductor
 def test_a_lowered_call_compiled(lowered):
     compiled = lowered.compile()
     w, x = torch.rand(8, 16), torch.rand(4, 5, 8)

@@ -131,6 +131,7 @@ def test_digits_train_the_same_network_under_torchrun(launched):
 # --- by python ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_hello_pmap_prints_what_plain_torch_computes():
     lines = run_both_ways("hello_pmap.py")
     assert "doubled: [0.0, 2.0, 4.0, 6.0]" in lines
@@ -225,6 +226,7 @@ def four_devices():
     tp.init(num_devices=4)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("four_devices")
 def test_digits_train_the_same_network_on_one_two_and_four_devices():
     runs = {n: digits.train(n, epochs=2, compile={"backend": "eager"}) for n in (1, 2, 4)}
@@ -279,6 +281,7 @@ COMMANDS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command_line_checks_itself_and_writes_its_picture(name, tmp_path):
     more, expected, has_picture = COMMANDS[name]
@@ -340,6 +343,7 @@ def test_a_device_of_the_ring_holds_no_more_when_the_sequence_grows():
     assert two <= four <= two + 1000  # the numbers of the steps
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("four_devices")
 @pytest.mark.parametrize("causal", [False, True])
 def test_ring_attention_is_softmax_of_all_scores(causal):
@@ -355,6 +359,7 @@ def test_ring_attention_is_softmax_of_all_scores(causal):
         torch.testing.assert_close(value.cpu(), expected.detach(), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("four_devices")
 @pytest.mark.parametrize("stages", [1, 4])
 def test_pipeline_of_any_length_has_the_loss_and_gradients_of_one_device(stages):
@@ -372,6 +377,7 @@ def test_pipeline_of_any_length_has_the_loss_and_gradients_of_one_device(stages)
     assert schedule.tolist() == rows
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("four_devices")
 def test_ensembles_train_the_same_networks_on_one_and_four_devices():
     one, four = (ensembles.train(n, 20, compile=EAGER)[0] for n in (1, 4))
@@ -382,6 +388,7 @@ def test_ensembles_train_the_same_networks_on_one_and_four_devices():
         )
 
 
+@pytest.mark.long
 def test_mcmc_chains_are_the_same_bit_by_bit_on_one_two_and_four_devices(monkeypatch):
     # a fifth of the operations to trace in each call
     monkeypatch.setattr(mcmc_chains, "LEAPFROG_STEPS", 2)
@@ -418,6 +425,7 @@ def test_char_gpt_trains_the_same_on_one_and_two_devices_in_one_pass_or_two():
         )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("four_devices")
 def test_char_gpt_stopped_and_resumed_is_char_gpt_that_went_on(tmp_path):
     def train(steps: int, n: int = 2, **options):
@@ -433,6 +441,7 @@ def test_char_gpt_stopped_and_resumed_is_char_gpt_that_went_on(tmp_path):
     torch.testing.assert_close(resumed, params, rtol=0, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("four_devices")
 def test_char_gpt_in_bf16_follows_float32():
     losses = {
@@ -449,6 +458,7 @@ def test_char_gpt_refuses_a_batch_that_does_not_divide():
         char_gpt.train(PASSAGE, 2, 1, sizes=SMALL, accumulate=3)
 
 
+@pytest.mark.long
 def test_char_gpt_command_line_writes_text_and_its_picture(tmp_path):
     sizes = ("--steps", "10", "--width", "32", "--layers", "1", "--batch", "16")
     arguments = (*sizes, "--accumulate", "2", "--no-compile", "--output", str(tmp_path))
@@ -471,6 +481,7 @@ def test_ppo_command_line_learns_and_writes_its_curve(tmp_path):
     assert is_picture(tmp_path / "ppo.png")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("four_devices")
 def test_ppo_on_devices_is_ppo_on_one_with_all_carts():
     params = ppo.first_params(tp.random.key(1))

@@ -70,7 +70,7 @@ def check(found: Any, wanted: Any, rtol: float, atol: float, path: str = "") -> 
 
 
 @pytest.mark.parametrize("run", imagenet_torch.RUNS)
-@pytest.mark.parametrize("mode", modes("graph", "shared", "uncompiled", "inline"))
+@pytest.mark.parametrize("mode", modes("graph"))
 def test_imagenet(run: str, mode: str) -> None:
     wanted = expected("imagenet")[run]
     with mode_of(mode) as options:
@@ -85,7 +85,7 @@ def test_imagenet(run: str, mode: str) -> None:
     assert (found["spread"] > 1e-4) == (run != "synced")
 
 
-@pytest.mark.parametrize("mode", modes("graph"))
+@pytest.mark.parametrize("mode", modes())
 def test_score_sde(mode: str) -> None:
     wanted = expected("score_sde")
     with mode_of(mode) as options:
@@ -114,7 +114,7 @@ def test_local_energy_of_two_hydrogen_like_electrons() -> None:
     torch.testing.assert_close(energies, 1 / apart - helium_torch.CHARGE**2)
 
 
-@pytest.mark.parametrize("mode", modes("graph", "uncompiled", "inline"))
+@pytest.mark.parametrize("mode", modes())
 def test_helium(mode: str) -> None:
     wanted = expected("helium")
     assert abs(np.mean(wanted.pop("long")[-5:]) + 2.9037) < 1e-3  # where this is going

@@ -68,7 +68,9 @@ def same(printed, expected, tolerance):
             assert float(mine) == wanted, (line, other)
 
 
-@pytest.mark.parametrize("devices", ["1", "2", "4"])
+@pytest.mark.parametrize(
+    "devices", [pytest.param(n, marks=() if n == "2" else pytest.mark.long) for n in "124"]
+)
 @pytest.mark.parametrize(
     ("name", "options"),
     [("replicated", ("--no-amp",)), ("pmap", EXACT)],  # with dropout, drawn in the controller
@@ -80,6 +82,7 @@ def test_losses_are_those_of_one_device(name, options, devices):
     same(printed, plain(*arguments), 5e-3)  # sums in another order, which Adam enlarges
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["replicated", "pmap"])
 def test_with_mixed_precision(name):
     arguments = ("--epochs", "2", "--dropout", "0")
@@ -87,6 +90,7 @@ def test_with_mixed_precision(name):
     same(run(name, *arguments, "--devices", "2"), plain(*arguments), 3e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["replicated", "pmap"])
 def test_early_stop_and_resume_on_another_number_of_devices(name, tmp_path):
     whole = plain("--epochs", "2", *EXACT)
@@ -99,6 +103,7 @@ def test_early_stop_and_resume_on_another_number_of_devices(name, tmp_path):
     same(run(name, *arguments, "--devices", "4", "--resume"), rest, 5e-3)
 
 
+@pytest.mark.long
 def test_one_device_resumes_what_many_have_saved(tmp_path):
     arguments = ("--epochs", "2", *EXACT, "--checkpoint", str(tmp_path / "train.pt"))
     run("replicated", *arguments, "--devices", "2", "--patience", "0")

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _support import (
+    COMPILED,
     DEVICE,
     EAGER,
     eagerly,
@@ -190,8 +191,8 @@ COMPILERS = [
     pytest.param(False, id="uncompiled"),
     pytest.param(EAGER, id="graph"),
     pytest.param({"backend": "aot_eager"}, id="aot", marks=pytest.mark.long),
-    pytest.param(True, id="inductor", marks=pytest.mark.long),
-    pytest.param(IN_CPP, id="inductor in C++", marks=pytest.mark.long),
+    COMPILED,
+    pytest.param(IN_CPP, id="inductor in C++", marks=pytest.mark.inductor),
 ]
 
 

@@ -239,6 +239,7 @@ def test_accelerators_get_many_compile_threads():
     assert threads == [min(8, usable_cores())] * 2
 
 
+@pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what Inductor imports
 @pytest.mark.skipif(not cpp_compiler(), reason="no C++ compiler")
 def test_compiling_takes_no_memory_for_inputs():

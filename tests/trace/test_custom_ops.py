@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from _support import EAGER
+from _support import COMPILED, EAGER
 from torch import Tensor
 
 import torchpmap as tp
@@ -118,6 +118,7 @@ def test_transforms_from_outside(mode):
     torch.testing.assert_close(torch.func.vmap(f)(batch).cpu(), batch**3)
 
 
+@pytest.mark.inductor
 def test_compiled_by_inductor():
     f = tp.pmap(lambda x: tp.psum(cube(x) * 2, "i"), "i")
     x = X.clone().requires_grad_()
@@ -409,7 +410,7 @@ def plus(tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("compile", [EAGER, False, True], ids=["graph", "python", "inductor"])
+@pytest.mark.parametrize("compile", [EAGER, False, COMPILED])
 def test_a_shared_library(plus, compile):
     torch.library.register_fake(
         "torchpmap_tests_cpp::plus", lambda x, by: torch.empty_like(x), allow_override=True

@@ -18,7 +18,7 @@ NUM_CALLS = 128
 SETTLING = 14
 """Calls until the allocator has found the gaps that it uses again and again."""
 
-MODES = {"graph": EAGER, "inductor": True, "uncompiled": False}
+MODES = [pytest.param(EAGER, id="graph"), COMPILED, pytest.param(False, id="uncompiled")]
 
 
 def growth(compile, donate_argnums):
@@ -42,7 +42,7 @@ def growth(compile, donate_argnums):
 
 
 @pytest.mark.skipif(LAGS, reason="results are allocated at the launch, not in order of the stream")
-@pytest.mark.parametrize("compile", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("compile", MODES)
 def test_donated_memory_is_used_again(compile):
     assert max(growth(compile, donate_argnums=0)) < NUM_CALLS // 4 * ROW_BYTES
 

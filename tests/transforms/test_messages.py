@@ -308,6 +308,7 @@ def test_misuse_when_calling(pool, case, monkeypatch):
     assert calls == []
 
 
+@pytest.mark.inductor
 def test_options_that_the_compiler_does_not_know(pool):
     with pytest.raises(AttributeError, match="nope does not exist"):
         tp.pmap(f, compile={"options": {"nope": 1}})(ones(4))

@@ -22,7 +22,7 @@ from _axis_models import (
     transposed,
 )
 from _nested import NAMES, mesh_of, nested, same
-from _support import EAGER
+from _support import COMPILED, EAGER
 
 import torchpmap as tp
 from torchpmap._transforms.nesting import counts_of_list, device_counts
@@ -72,7 +72,7 @@ def test_rows_and_columns_have_a_device_each(mode):
         assert torch.equal(shard.data, 2 * x[row : row + 1, column : column + 1])
 
 
-@pytest.mark.parametrize("backend", [EAGER, True], ids=["graph", "Inductor"])
+@pytest.mark.parametrize("backend", [pytest.param(EAGER, id="graph"), COMPILED])
 def test_processes(backend):
     ids = nested(lambda x: torch.tensor(os.getpid()), compile=False)(torch.zeros(2, 4))
     assert len(set(ids.flatten().tolist())) == 8
@@ -268,7 +268,14 @@ NESTS = {
     "columns, folded": Nest(8, (2, 8), (2, 4), "cols"),
     "rows, folded": Nest(6, (8, 3), (2, 3), "rows"),
 }
-nests = pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
+QUICK = {"both", "both, folded and swapped", "columns, folded"}
+nests = pytest.mark.parametrize(
+    "nest",
+    [
+        pytest.param(nest, id=name, marks=() if name in QUICK else pytest.mark.long)
+        for name, nest in NESTS.items()
+    ],
+)
 PARTS = 7
 """Of all cases; not a divisor of the ten operations that each kind of groups has."""
 
@@ -312,7 +319,7 @@ SOME = [
     ("name", "mode"),
     [
         *(("both", False), ("both, folded and swapped", False), ("columns, folded", False)),
-        ("columns, folded", True),
+        pytest.param("columns, folded", True, marks=pytest.mark.inductor),
     ],
 )
 def test_some_collectives_in_other_modes(name, mode):

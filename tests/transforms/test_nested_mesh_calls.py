@@ -8,7 +8,7 @@ import pytest
 import torch
 from _axis_models import sample
 from _nested import NAMES, mesh_of, nested, same
-from _support import EAGER
+from _support import COMPILED, EAGER
 
 import torchpmap as tp
 
@@ -260,7 +260,7 @@ def test_misuse_of_the_inner_call_is_reported(mode):
         nested(lambda x: tp.psum(x, "k"), compile=mode)(x)
 
 
-@pytest.mark.parametrize("mode", [EAGER, True, False], ids=["graph", "Inductor", "python"])
+@pytest.mark.parametrize("mode", [EAGER, COMPILED, False])
 def test_control_flow_on_values(mode):
     """With one row and one column on each device, Python sees values."""
 
