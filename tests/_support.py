@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,12 @@ def _covering(values: Mapping[Any, Sequence[Any]]) -> list[Any]:
             for other in values[best]:
                 times[other] += 1
     return chosen
+
+
+def mostly_long(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """Values for ``parametrize`` that are ``long``, except for some."""
+    long = pytest.mark.long
+    return [value if value in quick else pytest.param(value, marks=long) for value in values]
 
 
 def wait_for(predicate: Callable[[], object], seconds: float = 2.0) -> bool:

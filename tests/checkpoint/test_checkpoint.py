@@ -240,6 +240,7 @@ assert "torchpmap" not in sys.modules
 """
 
 
+@pytest.mark.long
 def test_torch_alone_reads_it(tmp_path):
     layers = [tp.replicate(torch.ones(2)), torch.full((3,), 2.0)]
     tree = {"params": {"w": put(WHOLE, "x", "y"), "layers": layers}, "step": 12}

@@ -86,6 +86,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path):
     assert os.listdir(tmp_path) == ["d"]
 
 
+@pytest.mark.long
 def test_an_error_that_no_call_raises_is_printed_at_the_end(tmp_path):
     code = """
 import resource, sys, torch, torchpmap as tp
@@ -142,6 +143,7 @@ def test_a_worker_is_killed_while_it_writes(tmp_path):
 # -- never half of one -----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_killed_at_any_moment(tmp_path):
     command = [sys.executable, str(HERE / "_checkpoint_kills.py"), str(tmp_path)]
     environment = {**os.environ, "TORCHPMAP_RUNTIME": "inline"}
@@ -247,6 +249,7 @@ def test_latest_passes_over_what_is_damaged(tmp_path):
 # -- torchrun --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_two_controllers(tmp_path):
     tree = {"rows": rows(WHOLE[:2].reshape(4, 2)), "shared": tp.replicate(torch.arange(1.0, 4.0))}
@@ -274,6 +277,7 @@ def test_two_controllers(tmp_path):
     assert (found["own"].item(), found["host"].tolist(), found["step"]) == (3.0, [0, 1, 2], 7)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_elastic_restart(tmp_path):
     """Rank 1 is killed at step 8 and the job resumes at 6; the losses are those of a whole run."""

@@ -536,6 +536,7 @@ def test_ppo_advantages_are_sums_of_discounted_errors():
             assert found[start, k].item() == pytest.approx(float(wanted), rel=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("four_devices")
 def test_ppo_updates_on_four_devices_are_those_of_one(monkeypatch):
     for name, number in {"STEPS": 6, "EPOCHS": 2, "MINIBATCHES": 2}.items():

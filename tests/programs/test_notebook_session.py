@@ -15,6 +15,7 @@ from _leftovers import MARK, marked
 from _support import DEVICE, SCALE, wait_for
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.timeout(400),
     pytest.mark.cpu_only("the texts of some errors are those of CPU kernels"),
 ]

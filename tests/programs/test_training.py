@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 from _examples import EXAMPLES, run_here
-from _support import DEVICE
+from _support import DEVICE, mostly_long
 
 pytestmark = [
     pytest.mark.timeout(250),
@@ -68,9 +68,7 @@ def same(printed, expected, tolerance):
             assert float(mine) == wanted, (line, other)
 
 
-@pytest.mark.parametrize(
-    "devices", [pytest.param(n, marks=() if n == "2" else pytest.mark.long) for n in "124"]
-)
+@pytest.mark.parametrize("devices", mostly_long("124", "2"))
 @pytest.mark.parametrize(
     ("name", "options"),
     [("replicated", ("--no-amp",)), ("pmap", EXACT)],  # with dropout, drawn in the controller

@@ -177,6 +177,7 @@ def test_keys_in_the_last_dim_of_a_batch_of_batches():
     assert drawn.tolist() == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pool", "compile"), [(2, EAGER), (4, EAGER), (4, False)], indirect=["pool"]
 )
@@ -219,6 +220,7 @@ def test_a_key_on_the_devices_is_a_key(pool):
     assert found.tolist() == random.uniform(keys.cpu()[2, 1], (3,)).tolist()
 
 
+@pytest.mark.long
 def test_traced_functions_take_the_key_as_input():
     graph = make_fx(draw_some)(random.key(0))
     for seed in (1, -7):
@@ -233,6 +235,7 @@ def test_fake_tensors():
     assert {name: (value.shape, value.dtype) for name, value in fake.items()} == kinds
 
 
+@pytest.mark.long
 def test_torch_compile_without_graph_breaks():
     compiled = torch.compile(draw_some, backend="eager", fullgraph=True)
     for seed in (0, 3):

@@ -8,7 +8,7 @@ from math import e, pi
 import pytest
 import torch
 import torch.nn.functional as F
-from _support import EAGER
+from _support import EAGER, mostly_long
 from torch import distributions
 from torch.nn import init
 
@@ -118,7 +118,7 @@ def drawn(draw, mode=EAGER, rows=X, **options):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, of pools in vmap
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", mostly_long(GROUPS, "dropouts"))
 def test_every_row_draws_its_own_numbers(group):
     draws = GROUPS[group]
     expected = {name: torch.stack([draw(row) for row in X]) for name, draw in draws.items()}

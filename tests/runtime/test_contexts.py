@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from _support import DEVICE, SCALE, is_running, wait_for
+from _support import DEVICE, SCALE, is_running, mostly_long, wait_for
 from test_busy import LINE
 
 PROGRAM = """
@@ -100,8 +100,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "stdin"), PLACES.values(), ids=PLACES)
-def test_place(environment, tmp_path, arguments, stdin):
+@pytest.mark.parametrize("name", mostly_long(PLACES, "a script without a guard"))
+def test_place(environment, tmp_path, name):
+    arguments, stdin = PLACES[name]
     (tmp_path / "somepackage").mkdir()
     (tmp_path / "somepackage" / "__init__.py").write_text("")
     for path in ("script.py", "somepackage/__main__.py"):
@@ -179,6 +180,7 @@ def _text(output):
     return output.get("text", "") + output.get("data", {}).get("text/html", "")
 
 
+@pytest.mark.long
 def test_command_line_that_exits_with_an_exception_and_a_pending_call(environment):
     program = PROGRAM + "y = tp.pmap(double, compile=graph)(torch.ones(2, 1000))\n"
     done = run(environment, "-c", program + "raise SystemExit(7)")
@@ -216,7 +218,7 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("state", BUSY)
+@pytest.mark.parametrize("state", mostly_long(BUSY, "collective"))
 def test_nothing_survives_a_killed_controller(environment, state):
     controller = subprocess.Popen(
         [sys.executable, "-c", BUSY_PROGRAM.replace("{call}", BUSY[state])],

@@ -19,7 +19,7 @@ import torchpmap as tp
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.platform import Platform
 
-pytestmark = pytest.mark.timeout(600)  # the first test waits for all jobs
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # the first test waits for all jobs
 
 jobs = Jobs()
 
@@ -528,7 +528,6 @@ for _ in range(1000):
 """
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("end", "text"), [("raise", "ValueError: boom"), ("kill", "Signal 9 (SIGKILL) received")]
 )

@@ -16,7 +16,7 @@ from _launched import jobs_of, of_failed, outputs
 
 import torchpmap as tp
 
-pytestmark = pytest.mark.timeout(600)  # the first test waits for all jobs
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # the first test waits for all jobs
 
 jobs = Jobs()
 

@@ -14,7 +14,11 @@ from _launched import Job, answers, check, free_port, succeed
 from _support import TEST_ALL, wait_for
 from _torchrun_values import CASES
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.cpu_only("hosts here are namespaces")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(300),
+    pytest.mark.cpu_only("hosts here are namespaces"),
+]
 
 HOSTS = ("10.213.77.1", "10.213.77.2")
 RANKS_PER_HOST = 2

@@ -22,7 +22,7 @@ from _axis_models import (
     transposed,
 )
 from _nested import NAMES, mesh_of, nested, same
-from _support import COMPILED, EAGER
+from _support import COMPILED, EAGER, mostly_long
 
 import torchpmap as tp
 from torchpmap._transforms.nesting import counts_of_list, device_counts
@@ -268,22 +268,16 @@ NESTS = {
     "columns, folded": Nest(8, (2, 8), (2, 4), "cols"),
     "rows, folded": Nest(6, (8, 3), (2, 3), "rows"),
 }
-QUICK = {"both", "both, folded and swapped", "columns, folded"}
-nests = pytest.mark.parametrize(
-    "nest",
-    [
-        pytest.param(nest, id=name, marks=() if name in QUICK else pytest.mark.long)
-        for name, nest in NESTS.items()
-    ],
-)
+QUICK = ("both", "both, folded and swapped", "columns, folded")
 PARTS = 7
 """Of all cases; not a divisor of the ten operations that each kind of groups has."""
 
 
-@nests
-@pytest.mark.parametrize("part", range(PARTS))
-def test_collectives(nest, part):
+@pytest.mark.parametrize("name", mostly_long(NESTS, *QUICK))
+@pytest.mark.parametrize("part", mostly_long(range(PARTS), 0, 1, 2))
+def test_collectives(name, part):
     """Every collective with every kind of groups and permutation, and its transpose."""
+    nest = NESTS[name]
     tp.init(nest.num_devices)
     inputs = {
         name: (x := sample(N, *case.shape), sample(*case.model(x.numpy()).shape, seed=1))
@@ -341,8 +335,9 @@ def test_some_collectives_in_other_modes(name, mode):
 TIES = torch.tensor([[3.0, 1], [3, 1], [2, 1], [3, 0], [0, 0], [2, 5], [2, 5], [-1, 5]]).double()
 
 
-@nests
-def test_extremes_share_ties(nest):
+@pytest.mark.parametrize("name", mostly_long(NESTS, *QUICK))
+def test_extremes_share_ties(name):
+    nest = NESTS[name]
     tp.init(nest.num_devices)
     w = sample(N, 2, seed=3)
     cut = {"whole": None, "scattered": EVEN["scattered"], "uneven": UNEVEN["uneven_mixed"]}
