@@ -57,6 +57,7 @@ def total(x):
 # Where it runs -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_no_process_is_started_in_the_block_or_if_the_environment_chooses_it():
     subprocess.run([sys.executable, "-c", NOTHING_STARTS], check=True, timeout=60)
 
@@ -491,6 +492,7 @@ for serial in (True, False):
 """
 
 
+@pytest.mark.long
 def test_breakpoint_stops_in_the_callers_process():
     command = [sys.executable, "-c", STOPS]
     typed = "p y\ncontinue\n" * 2

@@ -9,7 +9,7 @@ import gc
 
 import pytest
 import torch
-from _support import EAGER, running_pool
+from _support import EAGER, mostly_long, running_pool
 
 import torchpmap as tp
 from torchpmap._runtime.current import runtime
@@ -515,12 +515,12 @@ POLYNOMIALS = {
 }
 
 
+THIRD = ["FFG", "FRG", "RFG", "RRG", "VFFG", "VFRG", "VRFG", "VRRG", "FFF", "VFFF", "RFF", "GGG"]
+
+
 @pytest.mark.parametrize("pool", [2], indirect=True)  # two rows per device
 @pytest.mark.parametrize("name", POLYNOMIALS)
-@pytest.mark.parametrize(
-    "word",
-    ["FFG", "FRG", "RFG", "RRG", "VFFG", "VFRG", "VRFG", "VRRG", "FFF", "VFFF", "RFF", "GGG"],
-)
+@pytest.mark.parametrize("word", mostly_long(THIRD, "FRG", "RFF", "VRRG", "VFFF", "GGG"))
 def test_third_order(word, name, pool):
     row = POLYNOMIALS[name]
     x = torch.tensor([[0.3], [-0.7], [1.1], [0.6]])

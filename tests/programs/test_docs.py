@@ -33,6 +33,7 @@ BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 ONE_PROGRAM = re.compile("The blocks of this page are one program.|^file_format: mystnb$", re.M)
+LONG = ("core.md", "training.md")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -53,6 +54,7 @@ def programs():
             name = str(page.relative_to(ROOT))
             compiled = page.name == "README.md" or TEST_ALL
             marks = [pytest.mark.inductor, pytest.mark.always] if compiled else []
+            marks += [pytest.mark.long] if page.name in LONG else []
             yield pytest.param(name, program, id=f"{name}:{program[0][0]}", marks=marks)
 
 

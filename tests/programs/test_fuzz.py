@@ -32,7 +32,7 @@ from _fuzz_shrink import shrink
 from _fuzz_source import source
 from _fuzz_verdict import verdict
 from _launched import Raised, answers, launch
-from _support import TEST_ALL
+from _support import TEST_ALL, mostly_long
 
 NUM_PROGRAMS, PARTS = 200, 20
 ROTA = ("graph", "uncompiled", "serial", "inline")
@@ -60,14 +60,14 @@ def check_blocks(number: int, num_devices: int) -> None:
     check(f"{BLOCKS}{number}", mode, num_devices, number in REFUSED or number >= 40)
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", mostly_long(range(PARTS), 0, 1, 2, 3))
 def test_programs(pool: int, part: int) -> None:
     for number in range(part, NUM_PROGRAMS, PARTS):
         check(f"ci:{number}", ROTA[number % len(ROTA)], pool)
 
 
 @pytest.mark.parametrize("pool", [8], indirect=True)
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", mostly_long(range(10), 0, 1, 2))
 def test_programs_of_blocks(pool: int, part: int) -> None:
     for number in range(part, NUM_OF_BLOCKS, 10):
         check_blocks(number, pool)
@@ -127,6 +127,7 @@ def test_same_seed_same_program() -> None:
     assert source(generate("same")) != source(generate("other"))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)  # alone it makes all programs
 def test_the_programs_have_something_of_everything() -> None:
     steps = [
@@ -148,6 +149,7 @@ def test_the_programs_have_something_of_everything() -> None:
     assert all(word in codes for word in ("MODULE", "debug.print", "bernoulli", "one_hot", ".mul_"))
 
 
+@pytest.mark.long
 def test_the_programs_of_blocks_have_something_of_everything() -> None:
     programs = [generate(f"{BLOCKS}{number}") for number in range(40)]
     blocks = [step for program in programs for step in blocks_of(program)]
