@@ -407,6 +407,7 @@ print(tp.devices()[:3])
 """
 
 
+@pytest.mark.long
 def test_a_setting_lets_workers_share_a_device():
     for shares in ("0", "1"):
         settings = {"TORCHPMAP_DEVICE_TYPE": "cuda", "TORCHPMAP_TEST_SHARE": shares}
@@ -444,6 +445,7 @@ print("touched", sorted(set(touched)), "torch._inductor.compile_fx" in sys.modul
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiles", [False, True])
 def test_the_fork_server_leaves_accelerators_alone(compiles):
     done = run_program(WATCHED.replace("{}", str(compiles)), TORCHPMAP_WARM="1")
@@ -525,6 +527,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+@pytest.mark.long
 def test_a_worker_does_not_use_a_device_that_was_used_before_the_fork(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(IN_USE)
     code = "import torch, torchpmap as tp; tp.pmap(lambda x: x + 1, compile=False)(torch.ones(2))"

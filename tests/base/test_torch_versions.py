@@ -69,6 +69,7 @@ print(torch.func.jvp(torch.sin, (torch.ones(2),), (torch.ones(2),)))
 """
 
 
+@pytest.mark.long
 def test_the_first_jvp_does_not_warn() -> None:
     assert run_program(FIRST_JVP, "-W", "error").stderr == ""
 

@@ -105,6 +105,7 @@ def sums_of_this_process(x):
     return sums(x[rank])
 
 
+@pytest.mark.long
 def test_every_sum_over_gloo(gloo):
     x = torch.tensor([258.0, 1.0], dtype=torch.bfloat16)  # 259 is rounded to 260, not to 258
     for results in gloo(sums_of_this_process, x):

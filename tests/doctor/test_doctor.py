@@ -184,6 +184,7 @@ def test_the_processes_of_a_job_are_tested_together():
     )
 
 
+@pytest.mark.long
 def test_the_doctor_tells_what_does_not_work():
     done = command("doctor", TORCHPMAP_NUM_DEVICES="none")
     assert done.returncode == 1

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from _rig import EAGER, N, Script, assert_pool_works, eagerly, note_time, rows, total, within
-from _support import SCALE, in_threads
+from _support import SCALE, in_threads, mostly_long
 
 import torchpmap as tp
 
@@ -106,7 +106,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", mostly_long(FORMS, "a worker just died"))
 def test_row_24_the_program_ends(form):
     quiet = "import warnings; warnings.simplefilter('ignore')"
     ended = Script(quiet, SETUP, FORMS[form]).wait(30, patience=3)

@@ -160,6 +160,7 @@ def test_row_07_death_again_during_the_repair():
     assert_pool_works()
 
 
+@pytest.mark.long
 def test_row_05_the_fork_server_is_killed():
     ended = Script(
         """

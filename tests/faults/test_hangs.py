@@ -182,6 +182,7 @@ def test_row_20_stopped_process(when, limit):
         assert "stopped" in str(error)
 
 
+@pytest.mark.long
 def test_row_20_stopped_while_a_compiled_call_is_awaited():
     with survivors(1):
         os.kill(worker_pids()[1], signal.SIGSTOP)
@@ -191,6 +192,7 @@ def test_row_20_stopped_while_a_compiled_call_is_awaited():
         assert "stopped" in str(error)
 
 
+@pytest.mark.long
 def test_row_20_stopped_with_full_sockets_while_another_dies():
     """The thread that sends waits for room, and holds the send lock."""
     pids = worker_pids()
@@ -213,6 +215,7 @@ def test_row_20_stopped_with_full_sockets_while_another_dies():
     assert_pool_works()
 
 
+@pytest.mark.long
 def test_row_21_a_slow_rank_is_no_error(tmp_path):
     """Nor does it end when another call fails to be sent meanwhile."""
     gate = tmp_path / "open"

@@ -23,9 +23,11 @@ from _rig import (
     total,
     within,
 )
-from _support import DEVICE, running_pool, wait_for, worker_pids
+from _support import DEVICE, mostly_long, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
+
+HANGS = mostly_long([loop_of_c, endless_loop, long_sleep], endless_loop, long_sleep)
 
 pytestmark = [
     pytest.mark.usefixtures("pool"),
@@ -133,7 +135,7 @@ def test_row_22_ctrl_c_during_a_repair():
 
 
 @pytest.mark.parametrize("others", ["alone", "others wait"])
-@pytest.mark.parametrize("hang", [endless_loop, long_sleep, loop_of_c], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("hang", HANGS, ids=lambda f: f.__name__)
 def test_row_22_the_call_that_ctrl_c_ends_does_not_go_on(hang, others):
     """There is no timeout; a rank that Ctrl-C cannot reach is replaced."""
     dead, bound = ([2], 13) if hang is loop_of_c else ([], 1)
@@ -148,6 +150,7 @@ def raised_first(x):
     return on_rank(2, loop_of_c, "alone")(x)
 
 
+@pytest.mark.long
 def test_row_22_a_rank_that_no_failure_reaches_is_replaced_after_ctrl_c():
     """A caller that waits for it is interrupted, not the one that has made it hang."""
     value = sharded()
@@ -161,7 +164,7 @@ def test_row_22_a_rank_that_no_failure_reaches_is_replaced_after_ctrl_c():
     assert any(note in each for each in caught.value.__cause__.__notes__)
 
 
-@pytest.mark.parametrize("hang", [endless_loop, long_sleep, loop_of_c], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("hang", HANGS, ids=lambda f: f.__name__)
 def test_row_22_ctrl_c_ends_a_compilation(hang, tmp_path):
     begun = tmp_path / "begun"
 

@@ -112,6 +112,7 @@ def test_row_29_strangers(shared_memory, tmp_path):
         tp.config.reset()
 
 
+@pytest.mark.long
 def test_row_29_files_of_a_program_are_private():
     ended = Script(
         """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from _rig import EAGER, N, Script, assert_pool_works, eagerly, note_time, rows, survivors, within
-from _support import DEVICE, anonymous_bytes, num_fds, rss_bytes, wait_for, worker_pids
+from _support import DEVICE, anonymous_bytes, mostly_long, num_fds, rss_bytes, wait_for, worker_pids
 
 import torchpmap as tp
 
@@ -37,7 +37,7 @@ def limited(pool):
 
 
 @pytest.mark.usefixtures("limited")
-@pytest.mark.parametrize("byte", [0, 1, 3, 9, 255])
+@pytest.mark.parametrize("byte", mostly_long([0, 1, 3, 9, 255], 3))
 def test_row_26_a_worker_has_no_memory_for_a_block(byte):
     """Whatever the block holds, none of it is read as a command."""
     block = torch.full((N, HUGE), byte, dtype=torch.uint8)
@@ -97,6 +97,7 @@ MOMENTS = {
 END = "start = time.perf_counter(); tp.shutdown(); print(time.perf_counter() - start)"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_row_26_no_descriptor_is_left_during(moment):
     ended = Script(DESCRIPTORS, MOMENTS[moment], END).wait(60)
@@ -135,6 +136,7 @@ def test_row_27_two_thousand_calls_leave_nothing():
     assert growth(lambda: run(2000)) < 2 << 20
 
 
+@pytest.mark.long
 @pytest.mark.cpu_only("the workers' memory is not that of their processes")
 @pytest.mark.usefixtures("pool")
 def test_row_27_two_hundred_failing_calls_leave_nothing():
@@ -169,6 +171,7 @@ def test_row_27_twenty_pools_leave_nothing():
     assert wait_for(lambda: num_fds() <= before)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("pool")
 def test_row_27_a_closed_pool_keeps_nothing_that_it_did_not_send():
     """Values and compiled functions keep their pool alive after ``shutdown``."""
@@ -193,6 +196,7 @@ def test_row_27_a_closed_pool_keeps_nothing_that_it_did_not_send():
     assert anonymous_bytes() - before < 32 << 20, "the argument alone is 256 MB"
 
 
+@pytest.mark.long
 def test_row_27_a_flood_of_output_stops_nothing():
     """What a worker prints is read in turns, and takes no memory."""
     ended = Script(

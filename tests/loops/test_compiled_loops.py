@@ -255,6 +255,7 @@ def test_steps_that_cpp_cannot_repeat_run_in_chunks():
     check(list(found), [y[None] for y in program(A[0])])
 
 
+@pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_body_is_called_without_the_code_around_it():
     from torch._inductor import standalone_compile

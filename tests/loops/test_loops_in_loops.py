@@ -198,6 +198,7 @@ FROM_OUTSIDE = [(scan_in_scan, how) for how in OUTSIDE]
 FROM_OUTSIDE += [(f, how) for f in (scan_in_branch, three_deep) for how in ("backward", "jacfwd")]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize(("f", "how"), FROM_OUTSIDE)
 def test_derivatives_from_outside(f, how):

@@ -146,6 +146,7 @@ def draws(x):
     return first, carry, ys, done[0], chosen, torch.rand(2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_rows", [4, 8])
 def test_random_numbers_are_the_same_in_all_modes(num_rows):
     rows = torch.arange(2.0 * num_rows).reshape(num_rows, 2)
@@ -179,6 +180,7 @@ def waits_in_vmaps(x):
     return tp.vmap(lambda _: waits(x), randomness="different")(torch.zeros(8))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("f", [waits, waits_in_vmaps])
 def test_a_test_that_draws_gets_a_number_of_its_own_in_each_step(f):
     expected, *others = in_modes(lambda x: (*f(x), torch.rand(2)), torch.zeros(8))

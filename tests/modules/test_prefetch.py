@@ -383,6 +383,7 @@ if {hangs}:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize(
     ("end", "code"), [("", 0), ("raise SystemExit(3)", 3), ("tp.shutdown()", 0)]
@@ -401,6 +402,7 @@ def test_the_script_ends_in_the_middle_of_a_loop(hangs, end, code):
 # Several processes --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.cpu_only("processes of one host")
 def test_under_torchrun(tmp_path):
     finished = launch(2, __file__, str(tmp_path))

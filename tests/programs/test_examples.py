@@ -409,6 +409,7 @@ SMALL = char_gpt.Sizes(context=16, width=16, heads=2, layers=1, batch=8)
 PASSAGE = char_gpt.Text("the mapped axis of a pmap, and the axes mapped inside. " * 40)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("four_devices")
 def test_char_gpt_trains_the_same_on_one_and_two_devices_in_one_pass_or_two():
     runs = [

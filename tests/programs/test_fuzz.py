@@ -278,6 +278,7 @@ def test_the_reference_has_the_gradients_of_jax_inside_shard_map(
 # --- that it finds --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("pool")
 def test_a_defect_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if ``ppermute`` sent everything to the next row but one: it is the reference that errs."""

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _support import EAGER
+from _support import EAGER, mostly_long
 from real import helium_torch, imagenet_torch, inputs, score_sde_torch
 
 import torchpmap as tp
@@ -69,7 +69,7 @@ def check(found: Any, wanted: Any, rtol: float, atol: float, path: str = "") -> 
     np.testing.assert_allclose(*numbers, rtol=rtol, atol=atol, err_msg=path)
 
 
-@pytest.mark.parametrize("run", imagenet_torch.RUNS)
+@pytest.mark.parametrize("run", mostly_long(imagenet_torch.RUNS, "synced"))
 @pytest.mark.parametrize("mode", modes("graph"))
 def test_imagenet(run: str, mode: str) -> None:
     wanted = expected("imagenet")[run]

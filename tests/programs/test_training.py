@@ -68,6 +68,7 @@ def same(printed, expected, tolerance):
             assert float(mine) == wanted, (line, other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", mostly_long("124", "2"))
 @pytest.mark.parametrize(
     ("name", "options"),

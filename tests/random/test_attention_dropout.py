@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from _support import EAGER
+from _support import EAGER, mostly_long
 from torch.func import functional_call, jvp
 from torch.utils.checkpoint import checkpoint
 
@@ -197,7 +197,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", mostly_long(LAYERS, "encoder"))
 def test_layers_with_dropout_train(name):
     torch.manual_seed(2)
     x = torch.randn(1, 2, 5, 8).expand(8, 2, 5, 8)  # equal rows: what differs is drawn

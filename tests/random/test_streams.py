@@ -187,6 +187,7 @@ def several(x):
     return torch.stack([torch.randn(3), torch.rand(3), F.dropout(x, 0.5)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pool", [4, 2, 1], indirect=True)
 def test_rows_draw_the_same_wherever_they_are(pool, mode):
     names = {4: (None, "i"), 2: ("i",), 1: (None,)}
@@ -241,6 +242,7 @@ def test_a_function_without_random_numbers_takes_none(mode):
     assert torch.equal(torch.rand(2), expected)
 
 
+@pytest.mark.long
 def test_same_numbers_for_all(mode):
     got = drawn(lambda x: torch.randn(3), mode, randomness="same")
     assert torch.equal(got, got[:1].expand(4, 3))

@@ -63,6 +63,7 @@ def open_gate(path):
         gate.write(b"x")  # for one to pass: the next may come before this is closed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "environment", [{"TORCHPMAP_PROGRESS": "0"}, {"TERM": "dumb"}], ids=["setting", "TERM=dumb"]
 )
@@ -75,6 +76,7 @@ def test_it_is_off(environment, gate):
         assert "\x1b" not in program.output
 
 
+@pytest.mark.long
 def test_nothing_where_stderr_is_no_terminal():
     done = subprocess.run(
         [sys.executable, "-c", TRACES],
@@ -137,6 +139,7 @@ leave()
 COMPILING = r"torchpmap: compiling `increase` {}on {}:{}, \d s"
 
 
+@pytest.mark.long
 def test_a_session(gate):
     """The line stands behind the user's output, and goes away, whatever ends the wait."""
     with Program(SESSION, GATE=gate) as program:

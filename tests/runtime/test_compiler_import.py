@@ -44,6 +44,7 @@ print(ask())
 NONE, ALL = "[0.0, 0.0]", "[1.0, 1.0]"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("code", "printed"),
     [

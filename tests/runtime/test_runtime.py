@@ -246,6 +246,7 @@ def test_calls_run_in_the_order_they_were_made():
     assert torch.equal(x.cpu(), expected)
 
 
+@pytest.mark.long
 @pytest.mark.cpu_only("a group on GPUs has no memory of its own")
 @pytest.mark.usefixtures("pool")
 def test_groups_go_with_the_last_plan():

@@ -11,6 +11,8 @@ import pytest
 from _launched import answers, check, launch
 from _torchrun_layouts import CASES
 
+pytestmark = pytest.mark.long
+
 PROGRAM = str(Path(__file__).with_name("_torchrun_layouts.py"))
 
 

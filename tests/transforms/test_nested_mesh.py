@@ -309,6 +309,7 @@ SOME = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mode"),
     [

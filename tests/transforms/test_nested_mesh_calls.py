@@ -53,6 +53,7 @@ def test_backward(mode, shape):
         same(got, wanted)
 
 
+@pytest.mark.long
 def test_transforms(mode):
     f = mapped_model(mode)
     w, x = sample(3), sample(2, 4, 3, seed=1) / 3
