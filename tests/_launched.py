@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from _support import DEVICE, SCALE
+from _support import DEVICE, SCALE, names_to_run
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -124,11 +125,13 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
 # -- many small jobs -------------------------------------------------------------------------------
 
 
-def jobs_of(program: str, folder: Path, **settings: str) -> dict[str, Any]:
-    """Run the jobs of a program in tests/runtime (see ``_jobs.py``): by name, how each of
-    their processes ended.
+def jobs_of(request: pytest.FixtureRequest, folder: Path, **settings: str) -> dict[str, Any]:
+    """Run those jobs of a test file (see ``runtime/_jobs.py``) that are to be tested: by name, how
+    each of their processes ended.
     """
-    command = [sys.executable, str(TESTS / "runtime" / program), str(folder)]
+    names = names_to_run(request, "test_the_processes_of_a_job")
+    program = str(TESTS / "runtime" / "_jobs.py")
+    command = [sys.executable, program, request.module.__name__, str(folder), *names]
     subprocess.run(command, env=_environment(settings), check=True, stdin=subprocess.DEVNULL)
     found: dict[str, Any] = pickle.loads((folder / "ended").read_bytes())
     return found

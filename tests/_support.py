@@ -91,6 +91,13 @@ def mostly_long(values: Iterable[Any], *quick: Any) -> list[Any]:
     return [value if value in quick else pytest.param(value, marks=long) for value in values]
 
 
+def names_to_run(request: pytest.FixtureRequest, test: str) -> list[str]:
+    """The ``name`` of every case of a test in this file that is to run, for a job that runs all."""
+    items: list[Any] = [item for item in request.session.items if item.path == request.path]
+    cases = [item for item in items if item.originalname == test]
+    return list(dict.fromkeys(case.callspec.params["name"] for case in cases))
+
+
 def wait_for(predicate: Callable[[], object], seconds: float = 2.0) -> bool:
     """Poll until ``predicate`` is true; False if it is not after ``seconds`` (times SCALE)."""
     end = time.monotonic() + seconds * SCALE

@@ -204,6 +204,7 @@ def test_examples_ask_for_every_gpu_or_two_cores(name, gpus, wanted, monkeypatch
     assert caught.value.args == (wanted,)
 
 
+@pytest.mark.long
 def test_compose_prints_what_plain_torch_computes():
     lines = run_both_ways("compose.py", *(() if TEST_ALL else ("--quick",)))
     assert "w = [2.0, -3.0, 0.5], b = 1.00" in lines

@@ -305,6 +305,7 @@ def test_numpy_arrays_are_cut_over_the_devices():
     assert places(y) == tp.devices()
 
 
+@pytest.mark.long
 def test_many_args():
     xs = torch.arange(2000.0).reshape(500, 4)
     same(pmap(lambda xs: sum(xs))(list(xs)), xs.sum(0))

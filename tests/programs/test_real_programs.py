@@ -9,7 +9,7 @@ derivatives, a loss with a derivative of its own).
 ``real/NAME_torch.py`` is the port. Both begin from the arrays of ``real/inputs.py``, and draw from
 equal keys. Programs run as one traced graph (``graph``, and ``shared`` with two rows per device),
 operation by operation on the devices (``uncompiled``), in this process (``inline``), and through
-Inductor; without ``TORCHPMAP_TEST_ALL=1`` only in the modes in which they are quick.
+Inductor.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _support import EAGER, mostly_long
+from _support import EAGER
 from real import helium_torch, imagenet_torch, inputs, score_sde_torch
 
 import torchpmap as tp
@@ -37,11 +37,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def modes(*usual: str) -> list[Any]:
-    """All modes, of which only these are not ``long``."""
-    marks = {mode: [] if mode in usual else [pytest.mark.long] for mode in OPTIONS}
-    marks["inductor"].append(pytest.mark.inductor)
-    return [pytest.param(mode, marks=marks[mode]) for mode in OPTIONS]
+MODES = pytest.mark.parametrize(
+    "mode", [*list(OPTIONS)[:-1], pytest.param("inductor", marks=pytest.mark.inductor)]
+)
 
 
 def expected(name: str) -> Any:
@@ -69,8 +67,9 @@ def check(found: Any, wanted: Any, rtol: float, atol: float, path: str = "") -> 
     np.testing.assert_allclose(*numbers, rtol=rtol, atol=atol, err_msg=path)
 
 
-@pytest.mark.parametrize("run", mostly_long(imagenet_torch.RUNS, "synced"))
-@pytest.mark.parametrize("mode", modes("graph"))
+@pytest.mark.long
+@pytest.mark.parametrize("run", imagenet_torch.RUNS)
+@MODES
 def test_imagenet(run: str, mode: str) -> None:
     wanted = expected("imagenet")[run]
     with mode_of(mode) as options:
@@ -85,7 +84,8 @@ def test_imagenet(run: str, mode: str) -> None:
     assert (found["spread"] > 1e-4) == (run != "synced")
 
 
-@pytest.mark.parametrize("mode", modes())
+@pytest.mark.long
+@MODES
 def test_score_sde(mode: str) -> None:
     wanted = expected("score_sde")
     with mode_of(mode) as options:
@@ -114,7 +114,8 @@ def test_local_energy_of_two_hydrogen_like_electrons() -> None:
     torch.testing.assert_close(energies, 1 / apart - helium_torch.CHARGE**2)
 
 
-@pytest.mark.parametrize("mode", modes())
+@pytest.mark.long
+@MODES
 def test_helium(mode: str) -> None:
     wanted = expected("helium")
     assert abs(np.mean(wanted.pop("long")[-5:]) + 2.9037) < 1e-3  # where this is going

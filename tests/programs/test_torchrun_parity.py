@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from _launched import Raised, answers, launch
-from _support import TEST_ALL
+from _support import TEST_ALL, names_to_run
 from _torchrun_parity import NUM_RANKS
 from parity import values
 from parity.cases import LOOPS, PMAPS, is_mapped
@@ -43,10 +43,11 @@ CHOSEN = _chosen()
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: Any) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("parity")
     script = str(Path(__file__).with_name("_torchrun_parity.py"))
-    finished = launch(NUM_RANKS, script, str(folder), *CHOSEN, limit_s=500)
+    names = names_to_run(request, "test_same_as_jax")
+    finished = launch(NUM_RANKS, script, str(folder), *names, limit_s=500)
     assert finished.code == 0, finished.output
     return answers(NUM_RANKS, folder)
 

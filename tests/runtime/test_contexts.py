@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from _support import DEVICE, SCALE, is_running, mostly_long, wait_for
+from _support import DEVICE, SCALE, is_running, wait_for
 from test_busy import LINE
 
 PROGRAM = """
@@ -100,7 +100,8 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_long(PLACES, "a script without a guard"))
+@pytest.mark.long
+@pytest.mark.parametrize("name", PLACES)
 def test_place(environment, tmp_path, name):
     arguments, stdin = PLACES[name]
     (tmp_path / "somepackage").mkdir()
@@ -218,7 +219,8 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("state", mostly_long(BUSY, "collective"))
+@pytest.mark.long
+@pytest.mark.parametrize("state", BUSY)
 def test_nothing_survives_a_killed_controller(environment, state):
     controller = subprocess.Popen(
         [sys.executable, "-c", BUSY_PROGRAM.replace("{call}", BUSY[state])],

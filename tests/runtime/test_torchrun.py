@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from _launched import Raised, answers, check, launch
-from _support import TEST_ALL
+from _support import mostly_long, names_to_run
 from _torchrun_agreement import DRAWS, PROBABILITIES, seeded
 from _torchrun_values import CASES, GRAPH, Case
 
@@ -19,18 +19,19 @@ import torchpmap as tp
 
 PROGRAM = str(Path(__file__).with_name("_torchrun_values.py"))
 
-RANKS = [2, 4] if TEST_ALL else [2]
+RANKS = mostly_long([2, 4], 2)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Number of ranks -> what each rank got, by case."""
     known: dict[int, list[dict[str, Any]]] = {}
+    names = names_to_run(request, "test_case")
 
     def of(num_ranks: int) -> list[dict[str, Any]]:
         if num_ranks not in known:
             folder: Path = tmp_path_factory.mktemp(f"ranks{num_ranks}")
-            finished = launch(num_ranks, PROGRAM, str(folder))
+            finished = launch(num_ranks, PROGRAM, str(folder), *names)
             assert finished.code == 0, finished.output
             known[num_ranks] = answers(num_ranks, folder)
         return known[num_ranks]
@@ -39,7 +40,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_long(CASES, *CASES.keys() - {"through_inductor"}))
 def test_case(results, name, num_ranks):
     case: Case = CASES[name]
     for rank, got in enumerate(results(num_ranks)):

@@ -13,21 +13,21 @@ import pytest
 import torch
 from _jobs import Jobs, fails, mapped, misses_rank_1, total, warmed_up
 from _launched import Job, free_port, jobs_of, launch, of_failed, outputs, succeed
-from _support import EAGER, is_running, wait_for
+from _support import EAGER, is_running, mostly_long, wait_for
 
 import torchpmap as tp
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.platform import Platform
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # the first test waits for all jobs
+pytestmark = pytest.mark.timeout(600)  # the first test waits for all jobs
 
 jobs = Jobs()
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
+def ended(request, tmp_path_factory):
     """Job -> how each of its processes ended."""
-    return jobs_of("_jobs.py", tmp_path_factory.mktemp("failing"), JOBS=__name__)
+    return jobs_of(request, tmp_path_factory.mktemp("failing"))
 
 
 def largest(x):
@@ -507,7 +507,13 @@ def forged_report(rank):
     sums(ONE)
 
 
-@pytest.mark.parametrize("name", jobs)
+QUICK = (
+    *("other_function", "other_order", "skipped_call", "drifted_before_a_sum"),
+    *("ended_before_a_sum", "killed_while_others_wait", "raised_in_the_function", "forged_message"),
+)
+
+
+@pytest.mark.parametrize("name", mostly_long(jobs, *QUICK))
 def test_the_processes_of_a_job(ended, name):
     jobs.check(name, ended[name])
 
@@ -528,6 +534,7 @@ for _ in range(1000):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("end", "text"), [("raise", "ValueError: boom"), ("kill", "Signal 9 (SIGKILL) received")]
 )
@@ -553,6 +560,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.long
 def test_a_killed_agent_takes_its_processes_along(tmp_path):
     """One of them is in a collective then."""
     script = tmp_path / "orphaned.py"
@@ -591,6 +599,7 @@ pathlib.Path(sys.argv[1], f"rank{tp.process_index()}").write_text(f"{total} {cou
 """
 
 
+@pytest.mark.long
 def test_restart_of_two_agents(tmp_path):
     """Torchrun tells the processes of the two that they are of different attempts."""
     script = tmp_path / "restarted.py"

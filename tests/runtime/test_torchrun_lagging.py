@@ -22,10 +22,9 @@ jobs = Jobs()
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
+def ended(request, tmp_path_factory):
     """Job -> how each of its processes ended."""
-    settings = {"JOBS": __name__, "TORCHPMAP_TEST_LAG": "1"}
-    return jobs_of("_jobs.py", tmp_path_factory.mktemp("lagging"), **settings)
+    return jobs_of(request, tmp_path_factory.mktemp("lagging"), TORCHPMAP_TEST_LAG="1")
 
 
 opened = threading.Event()

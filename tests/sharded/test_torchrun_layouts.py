@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from _launched import answers, check, launch
+from _support import names_to_run
 from _torchrun_layouts import CASES
 
 pytestmark = pytest.mark.long
@@ -17,9 +18,9 @@ PROGRAM = str(Path(__file__).with_name("_torchrun_layouts.py"))
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: Any) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("layouts")
-    finished = launch(4, PROGRAM, str(folder))
+    finished = launch(4, PROGRAM, str(folder), *names_to_run(request, "test_case"))
     assert finished.code == 0, finished.output
     return answers(4, folder)
 
