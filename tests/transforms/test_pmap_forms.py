@@ -261,6 +261,8 @@ def test_callable_backends_get_the_graph_and_the_options():
     assert f(X).tolist() == [0.0, 20.0, 40.0, 60.0]
 
 
+@pytest.mark.inductor
+@pytest.mark.always  # there is no compiler
 def test_without_a_cpp_compiler(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(lower, "_missing_compiler_warned", False)
