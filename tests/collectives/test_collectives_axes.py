@@ -386,6 +386,7 @@ CALLED = [
 ]
 
 
+@pytest.mark.long
 def test_more_rows_than_devices(mode, pool):
     for name in CALLED:
         both = value_and_pullback(name)

@@ -246,6 +246,7 @@ def test_digits_refuses_a_batch_that_does_not_divide():
         digits.train(4, epochs=1, batch_size=70)
 
 
+@pytest.mark.long
 def test_pmap_cookbook_draws_rule_30_and_prints_the_numbers_of_jax():
     lines = run_both_ways(*COOKBOOK)
     assert lines[-1] == "ok"
@@ -337,6 +338,7 @@ def test_fsdp_keeps_a_part_of_the_state_on_each_device():
     assert lines[-1] == "ok"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("four_devices")
 def test_a_device_of_the_ring_holds_no_more_when_the_sequence_grows():
     (alone, two), (alone_of_more, four) = (ring_attention.held(32, n) for n in (2, 4))

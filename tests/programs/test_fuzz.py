@@ -34,7 +34,7 @@ from _fuzz_verdict import verdict
 from _launched import Raised, answers, launch
 from _support import TEST_ALL, mostly_long
 
-NUM_PROGRAMS, PARTS = 200, 20
+NUM_PROGRAMS, PARTS = 200, 40
 ROTA = ("graph", "uncompiled", "serial", "inline")
 """How programs run in turn."""
 NUM_OF_BLOCKS = 400 if TEST_ALL else 40
@@ -67,7 +67,7 @@ def test_programs(pool: int, part: int) -> None:
 
 
 @pytest.mark.parametrize("pool", [8], indirect=True)
-@pytest.mark.parametrize("part", mostly_long(range(10), 0, 1, 2))
+@pytest.mark.parametrize("part", mostly_long(range(10), 0, 1))
 def test_programs_of_blocks(pool: int, part: int) -> None:
     for number in range(part, NUM_OF_BLOCKS, 10):
         check_blocks(number, pool)

@@ -243,7 +243,6 @@ def test_torch_compile_without_graph_breaks():
 
 
 @pytest.mark.inductor
-@pytest.mark.always
 @pytest.mark.skipif(not cpp_compiler(), reason="no C++ compiler")
 @pytest.mark.parametrize("pool", [2], indirect=True)
 def test_inductor(pool):

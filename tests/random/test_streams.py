@@ -118,7 +118,7 @@ def drawn(draw, mode=EAGER, rows=X, **options):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, of pools in vmap
-@pytest.mark.parametrize("group", mostly_long(GROUPS, "dropouts"))
+@pytest.mark.parametrize("group", mostly_long(GROUPS, "in place"))
 def test_every_row_draws_its_own_numbers(group):
     draws = GROUPS[group]
     expected = {name: torch.stack([draw(row) for row in X]) for name, draw in draws.items()}

@@ -304,6 +304,7 @@ print(f(torch.ones(2)).tolist())
 """
 
 
+@pytest.mark.long
 def test_a_script_that_lets_sigpipe_end_it_goes_on_when_a_worker_dies():
     run = subprocess.run(
         [sys.executable, "-c", SIGPIPE],
@@ -631,6 +632,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.long
 def test_a_killed_controller_leaves_no_process(tmp_path):
     """Also when processes of ours are stopped, and a child that it forked lives on."""
     done = subprocess.run(

@@ -265,6 +265,7 @@ def test_all_ranks_get_one_text(buckets, device):
 # -- compiled code --------------------------------------------------------------------------------
 
 
+@pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what Inductor imports
 @pytest.mark.parametrize("function", [step, norms])
 def test_compiled_code_starts_sums_while_it_computes(buckets, group, monkeypatch, function):
@@ -397,6 +398,7 @@ places = st.integers(0, 2)
 lines = st.lists(st.tuples(st.sampled_from(sorted(OPERATIONS)), places, places), max_size=14)
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(lines, st.sampled_from([0, WEIGHT_BYTES, 2 * WEIGHT_BYTES, 10**9]))
 def test_programs_give_what_they_give_without_buckets(group, lines, limit):

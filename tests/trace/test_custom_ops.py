@@ -254,6 +254,7 @@ for compile in ({"backend": "eager"}, False):
 """
 
 
+@pytest.mark.long
 def test_a_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

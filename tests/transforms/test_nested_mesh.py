@@ -268,12 +268,11 @@ NESTS = {
     "columns, folded": Nest(8, (2, 8), (2, 4), "cols"),
     "rows, folded": Nest(6, (8, 3), (2, 3), "rows"),
 }
-QUICK = ("both, folded and swapped", "columns, folded")
 PARTS = 7
 """Of all cases; not a divisor of the ten operations that each kind of groups has."""
 
 
-@pytest.mark.parametrize("name", mostly_long(NESTS, *QUICK))
+@pytest.mark.parametrize("name", mostly_long(NESTS, "both, folded and swapped"))
 @pytest.mark.parametrize("part", mostly_long(range(PARTS), 0, 1))
 def test_collectives(name, part):
     """Every collective with every kind of groups and permutation, and its transpose."""
@@ -336,7 +335,7 @@ def test_some_collectives_in_other_modes(name, mode):
 TIES = torch.tensor([[3.0, 1], [3, 1], [2, 1], [3, 0], [0, 0], [2, 5], [2, 5], [-1, 5]]).double()
 
 
-@pytest.mark.parametrize("name", mostly_long(NESTS, *QUICK))
+@pytest.mark.parametrize("name", mostly_long(NESTS, "both, folded and swapped"))
 def test_extremes_share_ties(name):
     nest = NESTS[name]
     tp.init(nest.num_devices)

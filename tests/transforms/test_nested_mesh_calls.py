@@ -42,6 +42,7 @@ def scalar(f, w, x):
 shapes = pytest.mark.parametrize("shape", [(2, 4), (9, 4)], ids=str)
 
 
+@pytest.mark.long
 @shapes
 def test_backward(mode, shape):
     def slopes(f):

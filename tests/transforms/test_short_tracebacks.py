@@ -169,6 +169,7 @@ print(json.dumps([re.sub(r"\\x1b\\[[0-9;]*m", "", text) for text in texts]))
 """
 
 
+@pytest.mark.long
 def test_tracebacks_in_a_notebook():
     for package in ("nbformat", "nbclient", "ipykernel"):
         if importlib.util.find_spec(package) is None:
