@@ -45,6 +45,11 @@ MAX_PROCESSES = 4
 """Each of them has a pool of workers too, and 2 GB."""
 
 LONGEST = (
+    "test_examples.py",
+    "test_real_programs.py",
+    "test_contexts.py",
+    "test_notebook_session.py",
+    "test_streams.py",
     "test_jax_parity.py",
     "test_docs.py",
     "test_nested_mesh.py",
@@ -69,7 +74,8 @@ LONGEST = (
     "test_remat.py",
     "test_shard_map_gradients.py",
 )
-"""Test files that take more than 10 s. They come first, so that no process is left with one."""
+"""Files that take long in ``make test-all`` or ``make test``. They come first, so that no process
+is left with one."""
 
 
 HAS_TIMEOUTS = importlib.util.find_spec("pytest_timeout") is not None
