@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torchpmap._runtime import wire
 from torchpmap._runtime.local.inbox import Inbox
 from torchpmap._runtime.local.outbox import Outbox
-from torchpmap._runtime.wire import FrameReader, Stream, frame, pack_ints, put_frame
+from torchpmap._runtime.wire import FrameError, FrameReader, Stream, frame, pack_ints, put_frame
 
 
 @contextmanager
@@ -105,6 +105,19 @@ def test_end_in_the_middle_of_a_payload():
         reader.header()
         with pytest.raises(EOFError):
             reader.into(memoryview(bytearray(11)))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda r: r.body(12), lambda r: r.into(memoryview(bytearray(12)))],
+    ids=["body", "into"],
+)
+def test_no_more_is_read_than_a_frame_has(read):
+    with connection() as (end, reader):
+        end.sendall(frame(1, 1, bytes(11)) + frame(2, 2, bytes(11)))
+        reader.header()
+        with pytest.raises(FrameError, match="12 bytes are expected, but 11 are left"):
+            read(reader)
 
 
 @pytest.mark.parametrize("size", [0, 1, 24, 100, 1 << 20])
