@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterable, Set
@@ -39,26 +40,24 @@ class Inventory:
     runtime: Any
     processes: set[str]
     threads: set[threading.Thread]
-    fds: list[str]
+    fds: dict[str, str]
     helpers: tuple[int | None, int | None]
-    sockets: set[str]
 
     @classmethod
     def take(cls) -> Inventory:
-        fds = os.listdir("/proc/self/fd")
-        sockets = _sockets(os.getpid())
-        return cls(current._runtime, _processes(), _our_threads(), fds, _helpers(), sockets)
+        fds = _descriptors(os.getpid())
+        return cls(current._runtime, _processes(), _our_threads(), fds, _helpers())
 
     def left_behind(self) -> list[str]:
         """What is new, apart from a pool and its helpers."""
         found = [f"process {pid}" for pid in _processes() - self.processes if _is_ours(pid)]
         threads = [thread for thread in _our_threads() - self.threads if thread.is_alive()]
         found += [f"thread {thread.name}" for thread in threads if thread not in _pool_threads()]
-        found += [f"port {address}" for address in _addresses(_sockets(os.getpid()) - self.sockets)]
-        if current._runtime is self.runtime and _helpers() == self.helpers:
-            fds = os.listdir("/proc/self/fd")
-            if len(fds) > len(self.fds):
-                found += [_describe(fd) for fd in fds if fd not in self.fds]
+        fds = _descriptors(os.getpid())
+        found += [f"port {address}" for address in _ports({*fds.values()} - {*self.fds.values()})]
+        is_comparable = current._runtime is self.runtime and _helpers() == self.helpers
+        if is_comparable and len(fds) > len(self.fds):
+            found += [f"descriptor {fd}: {fds[fd]}" for fd in fds.keys() - self.fds.keys()]
         return found
 
 
@@ -109,33 +108,23 @@ def _helpers() -> tuple[int | None, int | None]:
     return server.pid, tracker
 
 
-def _describe(fd: str) -> str:
-    try:
-        return f"descriptor {fd}: {os.readlink(f'/proc/self/fd/{fd}')}"
-    except OSError:
-        return f"descriptor {fd}: closed meanwhile"
-
-
 def listening(pids: Iterable[int]) -> set[str]:
     """``address:port`` of the TCP sockets that listen in these processes, as /proc writes them."""
-    return _addresses({inode for pid in pids for inode in _sockets(pid)})
+    return _ports({link for pid in pids for link in _descriptors(pid).values()})
 
 
-def _sockets(pid: int) -> set[str]:
-    """The inodes of the sockets that a process has open."""
-    inodes = set()
+def _descriptors(pid: int) -> dict[str, str]:
+    """What each open descriptor of a process is, as /proc writes it."""
+    found = {}
     for fd in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            link = os.readlink(f"/proc/{pid}/fd/{fd}")
-        except OSError:  # closed meanwhile
-            continue
-        if link.startswith("socket:"):
-            inodes.add(link[8:-1])
-    return inodes
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found[fd] = os.readlink(f"/proc/{pid}/fd/{fd}")
+    return found
 
 
-def _addresses(inodes: Set[str]) -> set[str]:
-    """Where those of these sockets listen that do; to ask the kernel takes 10 ms."""
+def _ports(links: Set[str]) -> set[str]:
+    """Where those of these descriptors listen that do; to ask the kernel takes 10 ms."""
+    inodes = {link[8:-1] for link in links if link.startswith("socket:")}
     if not inodes:
         return set()
     lines = [

@@ -20,6 +20,7 @@ EAGER = {"backend": "eager"}
 """``compile=`` of tests that are not about compiling: the traced graph is run as it is."""
 COMPILED = pytest.param(True, id="inductor", marks=pytest.mark.inductor)
 """``compile=`` of those that are."""
+TRACED = [pytest.param(EAGER, id="graph"), COMPILED]
 
 SCALE = float(
     os.environ.get("TORCHPMAP_TEST_SCALE") or os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
@@ -47,8 +48,8 @@ def sample(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     kept = set()
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        needs_gcc = "inductor" in marks and "always" not in marks and DEVICE == "cpu"
-        if "long" in marks or needs_gcc:
+        compiles = "inductor" in marks and "always" not in marks and DEVICE == "cpu"
+        if "long" in marks or compiles:
             continue
         if hasattr(item, "callspec"):
             tables[item.parent, item.originalname].append(item)  # type: ignore[attr-defined]

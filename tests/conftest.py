@@ -144,12 +144,11 @@ def compiler(request: pytest.FixtureRequest) -> Iterator[None]:
 
     g++ would take half of the time of all tests.
     """
+    inductor = _compile.INDUCTOR
     if request.node.get_closest_marker("inductor") is None:
-        inductor, _compile.INDUCTOR = _compile.INDUCTOR, _compile.EAGER
-        yield
-        _compile.INDUCTOR = inductor
-    else:
-        yield
+        _compile.INDUCTOR = _compile.EAGER
+    yield
+    _compile.INDUCTOR = inductor
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from _programs import run_program
-from _support import COMPILED, EAGER
+from _support import EAGER, TRACED
 
 import torchpmap as tp
 from torchpmap._base.torch_versions import autocast_dtypes
@@ -44,7 +44,7 @@ def test_in_a_mapped_function(pool: int) -> None:
 
 
 @pytest.mark.parametrize("pool", [2], indirect=True)
-@pytest.mark.parametrize("compile", [pytest.param(EAGER, id="graph"), COMPILED])
+@pytest.mark.parametrize("compile", TRACED)
 def test_a_check_without_results_stays_in_the_graph(compile: object, pool: int) -> None:
     factor = tp.pmap(torch.linalg.cholesky, compile=compile)
     assert torch.equal(factor(4 * torch.eye(2).expand(2, 2, 2)).cpu()[0], 2 * torch.eye(2))

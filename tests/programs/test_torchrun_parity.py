@@ -1,8 +1,8 @@
 """torchpmap under torchrun with 4 ranks against JAX: the stored programs of tests/programs/parity.
 
 Covers: the runtime of launched processes, through whole programs, loops and branches included;
-which runs what, and how, is in ``_torchrun_parity.py``.  Some programs of every family by default,
-and all loops in mapped functions; TORCHPMAP_TEST_ALL=1 runs all, loops in every mode.
+which runs what, and how, is in ``_torchrun_parity.py``.  Named alone it runs some programs of every
+family and all loops in mapped functions; TORCHPMAP_TEST_ALL=1 runs all, loops in every mode.
 """
 
 from pathlib import Path

@@ -73,13 +73,13 @@ class Jobs(dict[str, Job]):
         assert None not in [process.code for process in processes], f"it hangs: {processes}"
         self[name].check(processes)
 
-    def run(self, folder: Path, names: list[str]) -> None:
+    def run(self, folder: Path, chosen: list[str]) -> None:
         """Run some, and write down how their processes ended."""
         torch.set_num_threads(1)
         ended = {}
         # one with a time limit of its own starts while no other does
-        alone = [name for name in names if "TORCHPMAP_TIMEOUT" in self[name].environment]
-        others = [name for name in names if name not in alone]
+        alone = [name for name in chosen if "TORCHPMAP_TIMEOUT" in self[name].environment]
+        others = [name for name in chosen if name not in alone]
         groups = [others[k : k + TOGETHER] for k in range(0, len(others), TOGETHER)]
         for names in [*groups, *([name] for name in alone)]:
             ports: set[int] = set()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from _launched import Job, answers, check, free_port, succeed
-from _support import TEST_ALL, wait_for
+from _support import names_to_run, wait_for
 from _torchrun_values import CASES
 
 pytestmark = [
@@ -79,7 +79,7 @@ def _c10d(host: int, port: int) -> tuple[str, ...]:
     )
 
 
-RENDEZVOUS = {"static": _static} | ({"c10d": _c10d} if TEST_ALL else {})
+RENDEZVOUS = {"static": _static, "c10d": _c10d}
 
 
 def _start(hosts, options, num_ranks, *command):
@@ -101,7 +101,8 @@ def _start(hosts, options, num_ranks, *command):
 def results(request, hosts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_hosts")
     program = str(Path(__file__).with_name("_torchrun_values.py"))
-    succeed(*_start(hosts, request.param, RANKS_PER_HOST, program, str(folder), *NAMES))
+    names = names_to_run(request, "test_case_on_two_hosts")
+    succeed(*_start(hosts, request.param, RANKS_PER_HOST, program, str(folder), *names))
     return answers(2 * RANKS_PER_HOST, folder)
 
 

@@ -22,9 +22,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from _support import (
-    COMPILED,
     DEVICE,
     EAGER,
+    TRACED,
     eagerly,
     is_running,
     running_pool,
@@ -188,10 +188,9 @@ def _(x, rank, dies):
 
 IN_CPP = {"options": {"cpp_wrapper": True}}
 COMPILERS = [
+    *TRACED,
     pytest.param(False, id="uncompiled"),
-    pytest.param(EAGER, id="graph"),
     pytest.param({"backend": "aot_eager"}, id="aot", marks=pytest.mark.long),
-    COMPILED,
     pytest.param(IN_CPP, id="inductor in C++", marks=pytest.mark.inductor),
 ]
 

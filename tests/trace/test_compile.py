@@ -40,7 +40,7 @@ def inductor(graph, examples):
     """A back end of the user, by that name."""
 
 
-@pytest.mark.inductor
+@pytest.mark.inductor  # or True is the traced graph; nothing is compiled
 @pytest.mark.always
 @pytest.mark.parametrize(
     ("value", "expected", "is_inductor"),

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from _support import COMPILED, DEVICE, EAGER
+from _support import DEVICE, EAGER, TRACED
 
 import torchpmap as tp
 
@@ -128,7 +128,7 @@ def test_values_once_under_derivatives(run):
     assert printed == "[i=0] x=0.0\n[i=1] x=1.0\n" * 3
 
 
-@pytest.mark.parametrize("compile", [pytest.param(EAGER, id="graph"), COMPILED])
+@pytest.mark.parametrize("compile", TRACED)
 def test_derivatives_from_outside_print_once_and_keep_checks(capsys, compile):
     def f(x):
         tp.debug.print("x={}", x)

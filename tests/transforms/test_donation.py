@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from _support import COMPILED, EAGER, LAGS, rss_bytes, worker_pids
+from _support import EAGER, LAGS, TRACED, rss_bytes, worker_pids
 
 import torchpmap as tp
 
@@ -18,7 +18,7 @@ NUM_CALLS = 128
 SETTLING = 14
 """Calls until the allocator has found the gaps that it uses again and again."""
 
-MODES = [pytest.param(EAGER, id="graph"), COMPILED, pytest.param(False, id="uncompiled")]
+MODES = [*TRACED, pytest.param(False, id="uncompiled")]
 
 
 def growth(compile, donate_argnums):
@@ -83,7 +83,7 @@ def held_in_the_call(compile, donate_argnums):
 
 
 @pytest.mark.skipif(LAGS, reason="results are allocated at the launch, not in order of the stream")
-@pytest.mark.parametrize("compile", [pytest.param(EAGER, id="graph"), COMPILED])
+@pytest.mark.parametrize("compile", TRACED)
 def test_a_donated_argument_is_freed_before_the_call_ends(compile):
     assert held_in_the_call(compile, donate_argnums=0) == [1, 1]
     assert held_in_the_call(compile, donate_argnums=()) == [2, 2]

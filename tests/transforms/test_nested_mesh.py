@@ -22,7 +22,7 @@ from _axis_models import (
     transposed,
 )
 from _nested import NAMES, mesh_of, nested, same
-from _support import COMPILED, EAGER, mostly_long
+from _support import EAGER, TRACED, mostly_long
 
 import torchpmap as tp
 from torchpmap._transforms.nesting import counts_of_list, device_counts
@@ -72,7 +72,7 @@ def test_rows_and_columns_have_a_device_each(mode):
         assert torch.equal(shard.data, 2 * x[row : row + 1, column : column + 1])
 
 
-@pytest.mark.parametrize("backend", [pytest.param(EAGER, id="graph"), COMPILED])
+@pytest.mark.parametrize("backend", TRACED)
 def test_processes(backend):
     ids = nested(lambda x: torch.tensor(os.getpid()), compile=False)(torch.zeros(2, 4))
     assert len(set(ids.flatten().tolist())) == 8
