@@ -19,6 +19,7 @@ from _support import DEVICE, EAGER, SCALE, TEST_ALL, sample, wait_for
 
 import torchpmap as tp
 from torchpmap._base.devices import usable_cores
+from torchpmap._runtime.local.forkserver import server
 from torchpmap._runtime.local.process import preload
 from torchpmap._trace import compile as _compile
 
@@ -41,6 +42,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is
 gc.disable()  # until the tests are collected: what is made by then stays
 
 
+MANY = 20
 MAX_PROCESSES = 4
 """Each of them has a pool of workers too, and 2 GB."""
 
@@ -123,15 +125,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where tests compile, the process from which workers are forked imports Inductor.
+    """Where there are many tests, or tests that compile, the process from which workers are forked
+    imports Inductor, and with it what a derivative needs.
 
-    Every worker of every pool would do it else, in some 3 s of computing each.
+    Every worker of every pool would do it else, in 1 to 3 s of computing each.
     """
     gc.freeze()  # torch's modules and 6,000 tests need not be looked through again and again
     gc.enable()
-    if any(item.get_closest_marker("inductor") for item in request.session.items):
+    items = request.session.items
+    if len(items) > MANY or any(item.get_closest_marker("inductor") for item in items):
         before = os.environ["TORCHPMAP_WARM"]
         os.environ["TORCHPMAP_WARM"] = "1"
+        server.expect_compiling()
         preload()
         os.environ["TORCHPMAP_WARM"] = before
     yield

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -50,6 +51,7 @@ from torchpmap._trace.toolchain import cpp_compiler, import_inductor
 torch.set_num_threads(1)
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_IDLE_MS = 1000
 
 
 def _keep_memory() -> None:
@@ -69,6 +71,13 @@ def prepare() -> None:
 def _keep_objects() -> None:
     gc.freeze()  # workers do not traverse these objects either, so their pages stay shared
     gc.enable()
+
+
+def load_package() -> None:
+    """Pay what every worker would whose functions name the package, as ``tp.psum`` does."""
+    gc.disable()
+    importlib.import_module("torchpmap._api")
+    _keep_objects()
 
 
 def load_compiler(*, compiles: bool) -> None:
@@ -102,8 +111,15 @@ def serve(channel_fd: int, lifeline: int, python_path: str | None, compiles: boo
     poll.register(channel, select.POLLIN)
     poll.register(woken, select.POLLIN)
     exit_pipes: dict[int, int] = {}  # by pid
+    has_package = False
     while True:
-        for fd, _ in poll.poll():
+        # the first workers are wanted at once; those that come later have the package in memory
+        idles = exit_pipes and not has_package
+        events = poll.poll(_IDLE_MS if idles else None)
+        if not events:
+            load_package()
+            has_package = True
+        for fd, _ in events:
             if fd == woken.fileno():
                 woken.recv(4096)
                 _reap(exit_pipes)
