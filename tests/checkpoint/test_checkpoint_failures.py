@@ -114,9 +114,9 @@ def limit_of_files(num_bytes: int) -> None:
 def test_one_device_cannot_write(tmp_path):
     save(tmp_path / "c", {"w": rows(WHOLE[:4])})
     large = rows(torch.ones(4, 1_000_000))
-    limit_of_files(1_000_000)  # what the workers' process groups write to their store is far less
+    limit_of_files(1_000_000)  # process groups write to their store, but far less than this
     try:
-        with pytest.raises(tp.CheckpointError, match="could not be saved: .*What was there before is still there"):
+        with pytest.raises(tp.CheckpointError, match=r"could not be saved: .*still there"):
             save(tmp_path / "c", {"w": large})
     finally:
         limit_of_files(-1)

@@ -45,6 +45,7 @@ from torch._functorch import vmap as functorch_vmap
 from torch._library import custom_ops, effects
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
+from torch.fx import _lazy_graph_module
 from torch.utils import _python_dispatch
 
 Class = TypeVar("Class", bound=type)
@@ -206,6 +207,15 @@ def trace_inside(fun: Callable[..., Any]) -> Callable[..., torch.fx.GraphModule]
 
     found: Callable[..., torch.fx.GraphModule] = reenter_make_fx(fun)
     return found
+
+
+LazyGraphModule = _lazy_graph_module._LazyGraphModule
+"""A graph module that writes and compiles its Python code when it is first called or shown.  Others
+do it whenever they are made or changed, which takes longer than making them.
+"""
+
+lazy_graph_modules = _lazy_graph_module._use_lazy_graph_module
+"""(whether) -> a context in which torch makes such modules (in all threads)."""
 
 
 def is_traced() -> bool:

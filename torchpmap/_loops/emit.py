@@ -27,6 +27,7 @@ from torchpmap._base.pytree import tree_map
 from torchpmap._base.sources import users_line
 from torchpmap._base.storages import memory_order
 from torchpmap._base.torch_internals import (
+    LazyGraphModule,
     TorchDispatchMode,
     depth,
     dispatch_modes,
@@ -490,7 +491,7 @@ def _either(
     vals = [*given, fake((), torch.bool, given[0].device), *values]
     for each, value in zip((*places, pred, *found), vals, strict=True):
         each.meta["val"] = value
-    return GraphModule(owned, graph)
+    return LazyGraphModule(owned, graph)
 
 
 def _free_name(root: Any, name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpmap._base.errors import size_text
-from torchpmap._base.torch_internals import FakeTensorMode, OpOverload
+from torchpmap._base.torch_internals import FakeTensorMode, LazyGraphModule, OpOverload
 from torchpmap._collectives.backend import NAMESPACES, c10d
 from torchpmap._plan.plan import Plan
 from torchpmap._trace.boxed import copied
@@ -154,7 +154,7 @@ def propagated(
         return results
 
     definition = plan.definition
-    module = torch.fx.GraphModule(definition.graph, copied(definition.graph.graph))
+    module = LazyGraphModule(definition.graph, copied(definition.graph.graph))
     kinds = [*([((), torch.int64)] if definition.uses_index else []), *definition.inputs]
     mode = FakeTensorMode()
     with mode:

@@ -16,7 +16,7 @@ import torch
 
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import TreeSpec, tree_leaves, tree_unflatten
-from torchpmap._base.torch_internals import outside_modes
+from torchpmap._base.torch_internals import LazyGraphModule, outside_modes
 from torchpmap._collectives.backend import summable
 from torchpmap._layout.axis_stack import group_name, subgroup_name
 from torchpmap._layout.common_grid import CommonGrid, common_grid
@@ -205,7 +205,7 @@ class _Drawing:
             definition=Definition(
                 0,
                 str(self.func),
-                torch.fx.GraphModule({}, self.graph),
+                LazyGraphModule({}, self.graph),
                 uses_index,
                 self.ranks,
                 (),

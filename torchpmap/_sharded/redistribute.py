@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from torchpmap._base.errors import kind_of
+from torchpmap._base.torch_internals import LazyGraphModule
 from torchpmap._collectives import backend as raw
 from torchpmap._layout.axis_stack import group_name, subgroup_name
 from torchpmap._layout.common_grid import CommonGrid, common_grid
@@ -102,7 +103,7 @@ class _Drawing:
         definition = Definition(
             next(_ids),
             f"move to {self.wanted.sharding.spec}",
-            torch.fx.GraphModule({}, self.graph),
+            LazyGraphModule({}, self.graph),
             uses_index,
             self.wanted.ranks,
             ((self.layout.block_shape, self.layout.dtype),),

@@ -22,11 +22,10 @@ def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
     return copy
 
 
-def boxed_graph(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A copy of a graph whose ``forward`` takes a list."""
-    copy = copied(graph.graph)
-    copy.set_codegen(_BoxedCodeGen())
-    return torch.fx.GraphModule(graph, copy)
+def boxed_graph(module: torch.fx.GraphModule, graph: torch.fx.Graph) -> Boxed:
+    """The code of a graph, which takes a list; ``module`` has its attributes."""
+    graph.set_codegen(_BoxedCodeGen())
+    return torch.fx.GraphModule(module, graph).forward
 
 
 def boxed_artifact(artifact: Any) -> Boxed:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torchpmap._base.torch_internals import OpOverload
+from torchpmap._base.torch_internals import LazyGraphModule, OpOverload
 from torchpmap._trace.inner import (
     SCAN,
     inner_graphs,
@@ -177,7 +177,7 @@ def repeated(
     carry, ys = _steps(graph, body, carry, rows, own[num_carry + num_xs :], range(size))
     stacked = [graph.call_function(_aten.stack.default, (y,)) for y in ys]
     graph.output((*carry, *stacked))
-    return GraphModule(module, graph)
+    return LazyGraphModule(module, graph)
 
 
 def _steps(

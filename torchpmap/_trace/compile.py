@@ -31,7 +31,14 @@ from torchpmap._base.torch_internals import (
 )
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._layout.axis_stack import is_group_name
-from torchpmap._trace.boxed import Boxed, boxed_artifact, boxed_body, boxed_call, boxed_graph
+from torchpmap._trace.boxed import (
+    Boxed,
+    boxed_artifact,
+    boxed_body,
+    boxed_call,
+    boxed_graph,
+    copied,
+)
 from torchpmap._trace.compiled_loops import (
     Loop,
     has_scans,
@@ -269,10 +276,10 @@ def _compile(
 
 def _eager(graph: torch.fx.GraphModule, kinds: Sequence[Kind], device: torch.device) -> Boxed:
     def in_order(graph: torch.fx.GraphModule) -> Boxed:
-        graph = boxed_graph(graph)
-        if not _keeps_strides(graph):
-            _reshape(graph)
-        return graph.forward
+        copy = copied(graph.graph)
+        if not _keeps_strides(copy):
+            _reshape(copy)
+        return boxed_graph(graph, copy)
 
     def body(graph: torch.fx.GraphModule, inputs: Sequence[Any], num_results: int) -> Boxed:
         graph, loops = with_compiled_loops(graph, mode, inputs, body)
@@ -328,7 +335,7 @@ _PLAIN = {"view", "unsqueeze", "squeeze", "clone", "sum", "mean", "amax", "amin"
 """Operations on contiguous tensors that give contiguous ones, besides pointwise ones."""
 
 
-def _keeps_strides(graph: torch.fx.GraphModule) -> bool:
+def _keeps_strides(graph: torch.fx.Graph) -> bool:
     """Whether every tensor in a graph is sure to be contiguous, if the inputs are."""
     return all(
         node.op in ("placeholder", "output")
@@ -342,19 +349,18 @@ def _keeps_strides(graph: torch.fx.GraphModule) -> bool:
                 )
             )
         )
-        for node in graph.graph.nodes
+        for node in graph.nodes
     )
 
 
-def _reshape(graph: torch.fx.GraphModule) -> None:
+def _reshape(graph: torch.fx.Graph) -> None:
     """Let views be copies where the strides allow no view, unless the graph writes to a tensor."""
-    targets = [n.target for n in graph.graph.nodes if isinstance(n.target, OpOverload)]
+    targets = [n.target for n in graph.nodes if isinstance(n.target, OpOverload)]
     if any(target._schema.is_mutable for target in targets):
         return
-    for node in graph.graph.nodes:
+    for node in graph.nodes:
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
-    graph.recompile()
 
 
 def _inductor(

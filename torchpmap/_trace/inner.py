@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torchpmap._base.torch_internals import OpOverload
+from torchpmap._base.torch_internals import LazyGraphModule, OpOverload
 from torchpmap._trace.boxed import copied
 
 GRAPHS = "graphs"
@@ -44,7 +44,7 @@ def inner_modules(node: Node) -> list[GraphModule]:
 
 def copied_whole(module: GraphModule) -> GraphModule:
     """A copy of a graph with copies of the graphs inside it."""
-    copy = GraphModule(module, copied(module.graph))
+    copy = LazyGraphModule(module, copied(module.graph))
     for name, child in copy.named_children():
         if isinstance(child, GraphModule):
             setattr(copy, name, copied_whole(child))

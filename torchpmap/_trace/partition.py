@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.storages import memory_order
-from torchpmap._base.torch_internals import OpOverload
+from torchpmap._base.torch_internals import LazyGraphModule, OpOverload
 from torchpmap._trace.inner import copied_whole, is_kept, storages
 
 _aten = torch.ops.aten
@@ -71,7 +71,9 @@ def split(
     )
     kinds = tuple((tuple(v.shape), v.dtype) for v in map(_value, [*residuals, *cotangents]))
     # each with loops of its own: what is done with those of one graph is not done with the others
-    first, second = (copied_whole(GraphModule(joint, half)) for half in (forward, backward_graph))
+    first, second = (
+        copied_whole(LazyGraphModule(joint, half)) for half in (forward, backward_graph)
+    )
     return Halves(first, second, len(residuals), kinds)
 
 

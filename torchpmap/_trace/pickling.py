@@ -33,6 +33,7 @@ from torchpmap._base.torch_internals import (
     OPDEFS,
     CustomOpDef,
     HigherOrderOperator,
+    LazyGraphModule,
     OpNamespace,
     OpOverload,
     OpOverloadPacket,
@@ -362,4 +363,4 @@ def _decoded(nodes: list[Any], attributes: dict[str, Any]) -> torch.fx.GraphModu
 
     for op, target, args, kwargs, name in nodes:
         made[name] = graph.create_node(op, target, resolve(args), resolve(kwargs), name)
-    return torch.fx.GraphModule(attributes, graph)
+    return LazyGraphModule(attributes, graph)

@@ -40,6 +40,7 @@ from torchpmap._base.torch_internals import (
     forward_level,
     innermost,
     is_wrapped,
+    lazy_graph_modules,
     level_of,
     nested_jvp,
     new_fake,
@@ -252,9 +253,10 @@ def trace(
         leftover = stack.enter_context(clean_grads(capture))
         stack.enter_context(whole())
         try:
-            graph = make_fx(
-                flat, decomposition_table=_DECOMPOSED, _disable_torch_fn_metadata_mode=True
-            )(*arguments)
+            with lazy_graph_modules(True):
+                graph = make_fx(
+                    flat, decomposition_table=_DECOMPOSED, _disable_torch_fn_metadata_mode=True
+                )(*arguments)
         except Exception as error:
             verdict = _untraceable(error)
             if verdict is None:
