@@ -46,6 +46,17 @@ def test_every_collective():
     assert report.largest_difference < 1e-3  # of numbers up to 100, in float32
 
 
+def test_an_error_in_the_lanes_of_a_vmap_is_raised_unless_vmap_lacks_something():
+    def refuses_lanes(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            raise ValueError("no lanes")
+        return x
+
+    with pytest.raises(ValueError, match="no lanes"):
+        check_pmap(refuses_lanes, X, **VALUES_ONLY)
+    assert check_pmap(lambda x: x[x > 0].sum(), X, compile=False).skipped
+
+
 @pytest.mark.inductor
 def test_compiled():
     report = check_pmap(lambda x: tp.pmean(x, "i") * x, X, axis_name="i")

@@ -103,3 +103,4 @@ def test_notice():
     many = notice([(f"cpu:{k}", "it starts", "") for k in range(9)], 31)
     assert many.count("not known") == 4
     assert many.endswith("; and 5 more")
+    assert "more" not in notice([(f"cpu:{k}", "it starts", "") for k in range(4)], 31)

@@ -325,6 +325,12 @@ def test_classes_of_tensors_that_are_only_names(requires_grad, mode):
         assert t.grad.tolist() == [2.0] * 3
 
 
+def test_a_function_that_mentions_grad_asks_no_result_for_its_gradient(mode):
+    w = torch.ones(3, requires_grad=True) * 2  # whose .grad torch warns about
+    mapped = tp.pmap(lambda r: torch.func.grad(lambda z: (z * w).sum())(r), compile=mode)
+    assert mapped(ROWS).tolist() == torch.full_like(ROWS, 2).tolist()
+
+
 def test_values_that_were_read_are_looked_at_again():
     w = torch.tensor(1.0)
     traces = Traces()
