@@ -99,6 +99,7 @@ TO_WHOLE = """
     x.count_nonzero(); x.sqrt().nansum(); last @ flat; rows.T @ rows; flat @ flat; w * 2 + number
     w @ w.T; bias * host_bias; same.sort(0); same.cumsum(0); same[1:3]
     torch.linalg.inv_ex(w[:, :3] + 9 * torch.eye(3))[0]; x.new_zeros(3)
+    torch.nn.grad.conv1d_weight(x, (2, 2, 1), x)
 """
 X, ROWS, FLAT = 96, 192, 16  # bytes
 PLACES = [
