@@ -6,9 +6,7 @@ from _plain import GRAPH, check, printed
 from _support import COMPILED
 
 import torchpmap as tp
-from torchpmap._runtime import current
 from torchpmap._trace.boxed import boxed_artifact, boxed_body, boxed_call
-from torchpmap._trace.chunks import becomes_kernels
 from torchpmap._trace.compiled_loops import running_with, with_compiled_loops
 
 A = torch.tensor([[2.0, -1.0, 0.5], [0.25, 1.5, -0.5]])
@@ -185,48 +183,16 @@ def test_a_loop_that_only_prints(mode, capfd):
 
 @pytest.mark.inductor
 @pytest.mark.always
-def test_both_halves_of_a_gradient_run_in_cpp(monkeypatch):
-    """What is done with the loops of one graph is not done with those of the others."""
-
+def test_the_gradient_of_a_scan_in_a_scan_from_outside():
     def f(x):
         def outer(c, _):
             return tp.scan(lambda d, _: (d * 0.5 + 1, None), c, None, length=100)[0], None
 
         return tp.scan(outer, x, None, length=3)[0]
 
-    runtime, graphs = current.runtime(), []
-    define = runtime.define
-
-    def noting(team, definition, groups):
-        graphs.append(definition.graph)
-        return define(team, definition, groups)
-
-    monkeypatch.setattr(runtime, "define", noting)
     x = torch.arange(2.0).requires_grad_()
     tp.pmap(f)(x).sum().backward()
     assert x.grad.tolist() == [0.0, 0.0]
-    halves = [graph for graph in graphs if any("scan" in n for n, _ in graph.named_modules())]
-    assert len(halves) == 2
-    for graph in halves:
-        names = [name for name, _ in graph.named_modules()]
-        assert not any("_by_" in name for name in names), "steps are put together for Python"
-
-
-@pytest.mark.inductor
-def test_operations_that_inductor_calls_make_no_kernels():
-    """What the trace takes for kernels is what Inductor makes kernels of."""
-    from torch._inductor import lowering
-
-    pointwise = [
-        each
-        for each in lowering.fallbacks
-        if isinstance(each, torch._ops.OpOverload) and torch.Tag.pointwise in each.tags
-    ]
-    assert len(pointwise) > 10
-    node = torch.fx.Graph().placeholder("x")
-    node.meta["val"] = torch.ones(3)
-    for node.target in pointwise:
-        assert not becomes_kernels(node), f"{node.target} is called"
 
 
 def program(x):
@@ -235,7 +201,6 @@ def program(x):
 
 @pytest.mark.inductor
 def test_steps_that_cpp_cannot_repeat_run_in_chunks():
-    """Also if the trace has taken them for kernels."""
     graph = tp.pmap(program, compile=GRAPH).lower(A).graph
     sizes = []
 

@@ -279,17 +279,16 @@ def test_rows_of_a_vmap_take_different_ways(mode):
     assert found.flatten().tolist() == [x + 12 if x > 1 else x + 1 for x in A.tolist()]
 
 
-def test_a_long_scan_runs_in_chunks():
-    """1001 steps are 15 iterations of 66 steps, and 11 more."""
-
+@pytest.mark.parametrize(("length", "num_loops"), [(20, 0), (1001, 1)])
+def test_a_short_scan_is_part_of_the_graph_around_it(length, num_loops):
     def program(x):
-        return tp.scan(lambda c, t: (torch.sin(c) * 0.9 + t, c * 2), x, torch.arange(1001.0) / 1e3)
+        return tp.scan(lambda c, t: (torch.sin(c) * 0.9 + t, c * 2), x, torch.arange(1.0 * length))
 
-    compiled = tp.pmap(program).lower(A)
-    loops = compiled.graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan)
-    assert len(loops) == 1
-    chunked = {"backend": "aot_eager"}
-    check(tp.pmap(program, compile=chunked)(A), tp.pmap(program, compile=GRAPH)(A))
+    compiled = {"backend": "aot_eager"}
+    graph = tp.pmap(program, compile=compiled).lower(A).graph.graph
+    loops = graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan)
+    assert len(loops) == num_loops
+    check(tp.pmap(program, compile=compiled)(A), tp.pmap(program, compile=GRAPH)(A))
 
 
 @pytest.mark.parametrize("mode", [GRAPH, COMPILED])

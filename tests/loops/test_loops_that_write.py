@@ -7,6 +7,7 @@ from torch import nn
 from torch.func import grad, jvp, vmap
 
 import torchpmap as tp
+from torchpmap._trace.inner import has_effects
 
 X = torch.tensor([[2.0, -1.0, 2.5], [0.5, 20.0, -0.1]])
 
@@ -280,3 +281,45 @@ def test_copies_that_nothing_needs_are_not_in_the_graph():
     assert copies(lambda x: product(x, x + 1) + product(x, x + 2)) == 0
     assert copies(lambda x: tp.cond(True, torch.sin, torch.cos, x) * 2) == 0
     assert copies(lambda x: tp.scan(lambda c, r: (c.mul_(r), c.sin()), x, x + 1)) > 0
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda c, w: c @ w,
+        lambda c, w: w @ c,
+        lambda c, w: (w * c).sum(0).unsqueeze_(0).squeeze_(0),
+        lambda c, w: (w * c).t_().sum(0),
+        lambda c, w: (w * c).transpose_(0, 1).sum(0),
+    ],
+    ids=["vector @ matrix", "matrix @ vector", "squeeze_", "t_", "transpose_"],
+)
+def test_what_changes_only_a_shape_is_no_effect(product):
+    """torch squeezes the product of a vector in place."""
+    w, c = torch.arange(36.0).view(4, 3, 3) / 36, torch.ones(4, 3)
+    f = tp.pmap(
+        lambda w, c: tp.scan(lambda c, _: (product(c, w), None), c, None, length=3)[0],
+        compile=GRAPH,
+    )
+    (node,) = f.lower(w, c).graph.graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.scan
+    )
+    assert not has_effects(node)
+    expected = c
+    for _ in range(3):
+        expected = torch.stack([product(*each) for each in zip(expected, w, strict=True)])
+    torch.testing.assert_close(torch.from_numpy(tp.device_get(f(w, c))), expected)
+
+
+def test_a_shape_that_others_see_changes_in_place():
+    def body(c, _):
+        y = c * 2
+        z = y.view(3)
+        y.unsqueeze_(0)
+        return y.sum(0) + z, y
+
+    f = tp.pmap(lambda c: tp.scan(body, c, None, length=2), compile=GRAPH)
+    x = torch.ones(4, 3)
+    last, ys = f(x)
+    assert last.tolist() == (x * 16).tolist()
+    assert tuple(ys.shape) == (4, 2, 1, 3)

@@ -1,9 +1,8 @@
 """Loops and branches as nodes of a graph: torch's ``scan``, ``while_loop`` and ``cond``.
 
-This is the level below all transforms, so torch's rules for derivatives and batching of these
-operations are not used (https://github.com/pytorch/pytorch/issues/172568 lists what is missing;
-issues 184528 and 175522 are wrong results).  The body becomes a graph of its own.  What it reads
-from the graph around it becomes an input of that graph::
+This is the level below all transforms, so torch's rules for derivatives and batching are not used
+(https://github.com/pytorch/pytorch/issues/172568 lists what is missing; 184528 and 175522 are wrong
+results).  The body becomes a graph.  What it reads from the graph around it becomes an input::
 
     w, x = ...                                  w, x = ...
     scan(lambda c, x: c @ w + x, x0, xs)        scan(body, [x0], [xs], (w,))

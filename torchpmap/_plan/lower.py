@@ -150,7 +150,6 @@ def lower(
         checked=outcome.checked,
         writes_inputs=traced.writes_inputs,
         repeated=traced.repeated,
-        loops=traced.loops,
         is_passing=any(map(is_wrapped, traced.captured)),
     )
 
@@ -243,7 +242,6 @@ def _trace(
                 outside=outside,
                 split_at=split_at,
                 ordered=target.backend == EAGER,
-                inductor=target.backend.is_inductor,
             )
         requires_grad = any(outcome.requires_grad for outcome in outcomes)
     finally:

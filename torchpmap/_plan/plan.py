@@ -28,7 +28,6 @@ from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.tensor import ShardedTensor, gather
 from torchpmap._trace.compile import Definition
 from torchpmap._trace.custom_ops import Implementations
-from torchpmap._trace.loop_report import Loop
 from torchpmap._trace.program import GIVE_AN_AXIS, not_replicated
 from torchpmap._trace.repetition import Repeated
 from torchpmap.random._streams import draw_key
@@ -158,7 +157,6 @@ class Plan:
     """Trailing outputs that only a gradient needs; they stay on the devices."""
     repeated: Repeated | None = None
     """A line of the function that should be a loop."""
-    loops: tuple[Loop, ...] = ()
     implementations: Implementations | None = None
     """Functions of the user's own operations, of which the workers have copies."""
 

@@ -24,7 +24,6 @@ class Lowered:
     Attributes:
         in_layouts: argument path -> layout, in the order of the leaves.
         out_layouts: one layout per output leaf.
-        loops: how each loop of the function will run; print one.
         compared: what each call compares between the devices, because ``check_replicated`` asks for
             it and tracing did not prove that it is the same.
 
@@ -54,7 +53,6 @@ class Lowered:
         self.in_layouts = dict(zip(paths, layouts, strict=True))
         self.out_layouts = plan.outputs[: len(plan.outputs) - plan.num_checks]
         self.compared = plan.checked
-        self.loops = plan.loops
 
     @property
     def graph(self) -> torch.fx.GraphModule:
@@ -63,8 +61,7 @@ class Lowered:
 
     def as_text(self) -> str:
         """The graph as text, one operation a line, and then what else a call does."""
-        notes = [f"# {loop}" for loop in self.loops]
-        notes += [f"# compared in each call: {claim}" for claim in self.compared]
+        notes = [f"# compared in each call: {claim}" for claim in self.compared]
         return "\n".join([str(self.graph.graph).strip(), *notes])
 
     def cost(self) -> Cost:

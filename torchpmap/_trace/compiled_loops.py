@@ -32,10 +32,8 @@ from torchpmap._trace.inner import (
     SCAN,
     copied_whole,
     has_effects,
-    inner_graphs,
     is_kept,
     kind_of_node,
-    operations,
 )
 from torchpmap._trace.replay import Replay, calls_only_kernels, replay_of
 
@@ -66,10 +64,8 @@ class Loop:
     def compile(self, compile_body: Compile, *, in_chunks: bool) -> None:
         body, count = self.graph.graph, len(self.results)
         self.compiled = compile_body(self.graph, self._inputs(0), count)
-        size = steps_at_once(len(self.xs[0]), len(operations(body)))
-        if not in_chunks or size == 1 or any(map(inner_graphs, body.nodes)):
-            return
-        if not calls_only_kernels(self.compiled):
+        size = steps_at_once(len(self.xs[0]), body) if in_chunks else 1
+        if size > 1 and not calls_only_kernels(self.compiled):
             steps = repeated(self.graph, body, len(self.init), len(self.xs), size)
             self.size, self.chunk = size, compile_body(steps, self._inputs(slice(size)), count)
 
@@ -100,7 +96,7 @@ def with_compiled_loops(
         inputs: fake ones of the graph.
         compile_body: compiles the body of a scan.
         in_chunks: whether it makes kernels, which C++ may repeat.  If it cannot, Python runs
-            several steps at once, as it does where the trace has seen that before (_trace/chunks).
+            several steps at once (_trace/chunks).
     """
     if not has_scans(graph):
         return graph, []

@@ -25,7 +25,7 @@ import time
 import traceback
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,9 +57,8 @@ from torchpmap._trace.capture import (
     clean_grads,
     is_real,
 )
-from torchpmap._trace.chunks import chunk
+from torchpmap._trace.chunks import unroll_short_scans
 from torchpmap._trace.idioms import idiom
-from torchpmap._trace.loop_report import Loop, in_chunks, loops_of
 from torchpmap._trace.partition import Halves, split
 from torchpmap._trace.passes import (
     drop_copies,
@@ -160,8 +159,6 @@ class Traced:
     """How long the function took to trace, without what was done with the graph."""
     repeated: Repeated | None
     """A line that should be a loop."""
-    loops: tuple[Loop, ...]
-    """Those of ``graph``."""
 
 
 @dataclass(frozen=True)
@@ -186,15 +183,13 @@ def trace(
     outside: Collection[int] = (),
     split_at: tuple[int, int] | None = None,
     ordered: bool = True,
-    inductor: bool = False,
 ) -> Traced:
     """Trace ``body`` over fake blocks; nothing runs or is sent.
 
     ``same_closures``: whether all devices are given the same values for what the function closes
     over.  ``outside``: ids of tensors the function closes over that transforms around the call are
     tracing.  ``split_at``: number of outputs of the forward half, and of trailing inputs that are
-    cotangents.  ``ordered``: whether the graph runs as it is.  ``inductor``: whether Inductor
-    compiles it.
+    cotangents.  ``ordered``: whether the graph runs as it is.
     """
     begin = time.monotonic()
     import_dynamo()
@@ -278,7 +273,6 @@ def trace(
     again = rematerialize(graph, record, ordered=ordered, split=split_at is not None)
     outputs = [node.meta["val"] for node in output_nodes(graph)]
     halves = None if split_at is None else split(graph, *split_at, again)
-    loops = loops_of(graph)
     traced = Traced(
         graph=graph,
         uses_index=uses_index,
@@ -292,16 +286,13 @@ def trace(
         writes_inputs=writes_inputs,
         seconds=seconds,
         repeated=often,
-        loops=tuple(loops.values()),
     )
     limit = PLATFORMS[device.type].bucket_bytes
     for module in (graph, *((halves.forward, halves.backward) if halves else ())):
         if not ordered:
-            chunk(module, inductor=inductor)
+            unroll_short_scans(module)
         if limit is not None:
             bucketed(module, limit)
-        if module is graph:
-            traced = replace(traced, loops=in_chunks(graph, loops))
         finish_graph(module)
     return traced
 
