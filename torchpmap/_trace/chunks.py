@@ -29,6 +29,7 @@ from torchpmap._trace.inner import (
 _aten = torch.ops.aten
 _MAX_NODES = 80
 """Of several steps."""
+_CALLED = {"mm", "addmm", "bmm", "baddbmm", "convolution", "all_reduce", "all_gather_into_tensor"}
 
 
 def steps_at_once(length: int, body: Graph) -> int:
@@ -39,9 +40,14 @@ def steps_at_once(length: int, body: Graph) -> int:
     calls = operations(body)
     if any(map(inner_graphs, calls)):
         return 1
-    most = min(length, max(1, _MAX_NODES // max(1, len(calls))))
+    most = max(1, min(length, _MAX_NODES // max(1, len(calls))))
     divisors = (k for k in range(most, (most + 1) // 2, -1) if length % k == 0)
     return next(divisors, most)
+
+
+def calls_libraries(body: Graph) -> bool:
+    """Whether Inductor's code of a body is known to do more than call kernels of its own."""
+    return any(getattr(node.target, "_opname", "") in _CALLED for node in operations(body))
 
 
 def unroll_short_scans(module: GraphModule) -> None:

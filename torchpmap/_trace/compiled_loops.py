@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torchpmap._base.platform import Boxed
 from torchpmap._base.pytree import tree_leaves
 from torchpmap._base.torch_internals import FakeTensor, FakeTensorMode, keep_in_order
-from torchpmap._trace.chunks import repeated, steps_at_once
+from torchpmap._trace.chunks import calls_libraries, repeated, steps_at_once
 from torchpmap._trace.inner import (
     SCAN,
     copied_whole,
@@ -54,6 +54,7 @@ class Loop:
     results: Tensors
     """The next carry, then a row of each output."""
     compiled: Boxed | None = None
+    """Code of a step; None if all steps are part of chunks."""
     size: int = 1
     chunk: Boxed | None = None
     """Code of ``size`` steps, for a body of short steps that C++ does not repeat."""
@@ -62,9 +63,10 @@ class Loop:
     """Whether ``replay`` is known."""
 
     def compile(self, compile_body: Compile, *, in_chunks: bool) -> None:
-        body, count = self.graph.graph, len(self.results)
-        self.compiled = compile_body(self.graph, self._inputs(0), count)
-        size = steps_at_once(len(self.xs[0]), body) if in_chunks else 1
+        body, count, length = self.graph.graph, len(self.results), len(self.xs[0])
+        size = steps_at_once(length, body) if in_chunks else 1
+        if size == 1 or length % size or not calls_libraries(body):
+            self.compiled = compile_body(self.graph, self._inputs(0), count)
         if size > 1 and not calls_only_kernels(self.compiled):
             steps = repeated(self.graph, body, len(self.init), len(self.xs), size)
             self.size, self.chunk = size, compile_body(steps, self._inputs(slice(size)), count)
