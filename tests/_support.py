@@ -38,18 +38,19 @@ TEST_ALL = os.environ.get("TORCHPMAP_TEST_ALL") == "1"
 def sample(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """The cases that run by default: of every test some, with every value of every parameter.
 
-    What takes seconds is none of them: a case that is marked ``long``, or, on CPU devices,
-    ``inductor`` and not ``always``. Names that are parametrized together have one value, their
-    row. Where a test has several ``parametrize``, the cases that are chosen differ from each other
-    as much as they can. They change only with the parameters themselves. A test marked ``product``
-    has one ``parametrize`` of a whole product, some cases of which have marks.
+    What takes seconds is none of them: a case that is marked ``long`` (where the mark names parts
+    of ids, a case with such an id), or, on CPU devices, ``inductor`` and not ``always``. Names that
+    are parametrized together have one value, their row. Where a test has several ``parametrize``,
+    the cases that are chosen differ from each other as much as they can. They change only with the
+    parameters themselves. A test marked ``product`` has one ``parametrize`` of a whole product,
+    some cases of which have marks.
     """
     tables: dict[tuple[Any, str], list[pytest.Item]] = defaultdict(list)
     kept = set()
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         compiles = "inductor" in marks and "always" not in marks and DEVICE == "cpu"
-        if "long" in marks or compiles:
+        if compiles or any(_is_long(item, mark.args) for mark in item.iter_markers("long")):
             continue
         if hasattr(item, "callspec"):
             tables[item.parent, item.originalname].append(item)  # type: ignore[attr-defined]
@@ -58,6 +59,11 @@ def sample(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     for cases in tables.values():
         kept.update(_covering({case: _values(case) for case in cases}))
     return kept
+
+
+def _is_long(item: Any, parts: Sequence[str]) -> bool:
+    """Whether a mark ``long`` is about a case; ``parts``: of the ids of such cases."""
+    return not parts or any(f"-{part}-" in f"-{item.callspec.id}-" for part in parts)
 
 
 def _values(case: pytest.Item) -> list[Any]:

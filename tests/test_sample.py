@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from _support import _covering
+from _support import _covering, _is_long
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,12 @@ def test_what_a_table_leaves_out_is_not_missed():
     rows = [("a", 0), ("a", 1), ("b", 1), ("c", 1)]
     chosen = _covering({row: list(enumerate(row)) for row in rows})
     assert set(chosen) == {("a", 0), ("b", 1), ("c", 1)}
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+@pytest.mark.parametrize("mode", ["two by two"])
+def test_a_mark_names_whole_parts_of_ids(request, name, mode):
+    assert _is_long(request.node, ())
+    assert _is_long(request.node, ("none", mode))
+    assert _is_long(request.node, ("two",)) == (name == "two")
+    assert not _is_long(request.node, ("by",))

@@ -128,12 +128,14 @@ def test_on_processes(world_name, name, run):
 
 
 @pytest.mark.parametrize("world_name", VMAPPED)
+@pytest.mark.long("three")
 def test_vmapped(world_name):
     for name in LINEAR:
         check_linear(name, *in_world(None, world_name, run_linear, name))
 
 
 @pytest.mark.parametrize("world_name", ["folded", "vmapped_process"])
+@pytest.mark.long("vmapped_process")
 def test_traced_graph(world_name, run):
     results = run(run_traced, world_name)
     for name in TRACED:
@@ -168,6 +170,7 @@ def run_extremes(world_name, groups):
 
 
 @pytest.mark.parametrize("world_name", ["folded", "vmapped_process", "two"])
+@pytest.mark.long("folded")
 def test_extremes_share_ties_within_a_group(world_name, run):
     x, w, t = TIES.numpy(), COTANGENTS.numpy(), TANGENTS.numpy()
     for groups in (*UNEVEN.values(), *(EVEN[k] for k in ("scattered", "strided", "singles")), None):

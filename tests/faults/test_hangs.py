@@ -48,6 +48,7 @@ def swallows_everything():
     [endless_loop, long_sleep, deadlocked_lock, swallows_everything],
     ids=lambda f: f.__name__,
 )
+@pytest.mark.long("swallows_everything")
 def test_row_18_hang_in_python(hang, others):
     """The call ends, and no worker does that can be interrupted."""
     dead, bound = ([2], 5) if hang is swallows_everything else ([], 3)
@@ -77,6 +78,7 @@ FOREVER = [PickledForever, ToldForever, NotedForever]
 
 @pytest.mark.parametrize("others", ["alone", "others wait"])
 @pytest.mark.parametrize("kind", FOREVER, ids=lambda kind: kind.__name__)
+@pytest.mark.long("PickledForever", "NotedForever")
 def test_row_18_an_exception_that_cannot_be_reported(kind, others):
     """The exception's text is computed by user code too."""
     step = on_rank(2, raising(lambda: kind("mine")), others)
@@ -104,6 +106,7 @@ def sleep_of_c():
 
 @pytest.mark.parametrize("others", ["alone", "others wait"])
 @pytest.mark.parametrize("hang", [sleep_of_c, loop_of_c], ids=lambda f: f.__name__)
+@pytest.mark.long("loop_of_c")
 def test_row_19_hang_with_the_interpreter_locked(hang, others):
     """A sleep ends with the signal that asks for the stack, so that its rank lives on."""
 
@@ -118,6 +121,7 @@ def test_row_19_hang_with_the_interpreter_locked(hang, others):
     [loop_of_c, sleep_of_c, endless_loop, long_sleep, deadlocked_lock, swallows_everything],
     ids=lambda f: f.__name__,
 )
+@pytest.mark.long("loop_of_c", "swallows_everything", "endless_loop")
 def test_row_19_a_hang_that_is_late_after_another_failure(hang):
     """The time of a call goes on while another failure is worked off."""
 
@@ -170,6 +174,7 @@ def stop_oneself():
 
 @pytest.mark.parametrize("limit", [{"timeout": 0.5}, {}], ids=["timeout", "no timeout"])
 @pytest.mark.parametrize("when", ["in a collective", "idle"])
+@pytest.mark.long("no timeout")
 def test_row_20_stopped_process(when, limit):
     """Without a timeout too: a stopped process is no slow one."""
     with survivors(2):

@@ -132,6 +132,7 @@ def test_row_29_files_of_a_program_are_private():
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.long("2")
 def test_row_30_bitwise_equal_runs(devices):
     """Run to run, rank to rank, compiled or not, and after a repair."""
     draws = tp.pmap(_draw, "i", compile=EAGER)

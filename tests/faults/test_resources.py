@@ -38,6 +38,7 @@ def limited(pool):
 
 @pytest.mark.usefixtures("limited")
 @pytest.mark.parametrize("byte", mostly_long([0, 1, 3, 9, 255], 3))
+@pytest.mark.long
 def test_row_26_a_worker_has_no_memory_for_a_block(byte):
     """Whatever the block holds, none of it is read as a command."""
     block = torch.full((N, HUGE), byte, dtype=torch.uint8)

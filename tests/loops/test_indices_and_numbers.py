@@ -75,6 +75,7 @@ def in_steps(f, x):
 
 
 @pytest.mark.parametrize("name", KEYS)
+@pytest.mark.long("graph-both")
 def test_several_numbers_as_indices(name, mode):
     for f in (last(KEYS[name]), written(KEYS[name], 7.0)):
         torch.testing.assert_close(tp.pmap(f, compile=mode)(X).cpu(), in_steps(f, X))

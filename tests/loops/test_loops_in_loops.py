@@ -79,6 +79,7 @@ CASES += [(loops_in_branches, name) for name in TRANSFORMS if name != "hessian"]
 
 
 @pytest.mark.parametrize(("f", "transform"), CASES)
+@pytest.mark.long("loops_in_branches")
 def test_transforms_through_all(f, transform):
     program = TRANSFORMS[transform](f)
     mapped = tp.pmap(program, in_axes=None, out_axes=None, axis_size=1, compile=GRAPH)
@@ -106,6 +107,7 @@ CLOSURES += [captured_by_transforms, whole_numbers, constants_inside]
 @pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize("f", CLOSURES)
 @pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.long("closure_of_a_switch", "constants_inside", "whole_numbers")
 def test_derivatives_inside_and_outside(f, mode, lanes):
     rows = torch.stack([X, -X, X * 0.6, X + 1] * lanes)
     mapped = tp.pmap(f, compile=mode)

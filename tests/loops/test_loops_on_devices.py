@@ -81,6 +81,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.long("hessian")
 def test_derivatives_from_outside(name, mode):
     check(OUTSIDE[name](tp.pmap(ring, "i", compile=mode))(A), OUTSIDE[name](ringed)(A))
 

@@ -127,6 +127,7 @@ CASES["scan: a batch"] = batch_that_reaches_a_carry_in_a_later_step, torch.tenso
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long("scan: reverse over reverse", "while: jvp of jvp")
 def test_values_are_those_of_plain_python(name):
     program, *inputs = CASES[name]
     same_everywhere(program, *inputs)

@@ -76,6 +76,7 @@ def test_mapped_batch_norms_see_the_whole_batch(mode, rows):
 
 
 @pytest.mark.parametrize("length", [5, 7, 8])
+@pytest.mark.long("7")
 def test_a_mask_leaves_rows_out(length):
     module = make()
     params, buffers, apply = tp.functional(module, axis_name="i")

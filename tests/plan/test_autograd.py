@@ -95,6 +95,7 @@ def test_batches(program):
     same(torch.func.vmap(mapped, 1, -1)(batch.movedim(0, 1)), expected.movedim(0, -1))
 
 
+@pytest.mark.long("all_gather", "psum_scatter")
 def test_second_order(program):
     mapped, whole = program
     x = Y[:, :1].clone()
@@ -521,6 +522,7 @@ THIRD = ["FFG", "FRG", "RFG", "RRG", "VFFG", "VFRG", "VRFG", "VRRG", "FFF", "VFF
 @pytest.mark.parametrize("pool", [2], indirect=True)  # two rows per device
 @pytest.mark.parametrize("name", POLYNOMIALS)
 @pytest.mark.parametrize("word", mostly_long(THIRD, "FRG", "RFF", "VRRG", "VFFF", "GGG"))
+@pytest.mark.long("VRRG", "RFF")
 def test_third_order(word, name, pool):
     row = POLYNOMIALS[name]
     x = torch.tensor([[0.3], [-0.7], [1.1], [0.6]])

@@ -214,6 +214,7 @@ def test_compose_prints_what_plain_torch_computes():
     assert lines[-1] == "ok"
 
 
+@pytest.mark.long
 def test_digits_command_line_trains_and_writes_both_pictures(tmp_path):
     arguments = ("--devices", "2", "--epochs", "1", "--no-compile", "--output", str(tmp_path))
     lines = run_both_ways("data_parallel_digits.py", *arguments)

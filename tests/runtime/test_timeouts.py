@@ -92,6 +92,7 @@ LATE = [
 
 
 @pytest.mark.parametrize(("function", "does", "obeys"), LATE)
+@pytest.mark.long("is_stopped", "catches_everything")
 def test_rank_that_is_late(function, does, obeys):
     """It lives if it obeys; else its worker is replaced."""
     value, pids = kept(), worker_pids(2)
@@ -216,6 +217,7 @@ def test_setting_is_the_default():
 
 
 @pytest.mark.parametrize("compile", [False, EAGER])
+@pytest.mark.long("compile1")
 def test_setting_applies_at_once(compile):
     """To a pool that has started, and to a function that has been called."""
     tp.init(2)

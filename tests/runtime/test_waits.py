@@ -147,6 +147,7 @@ def test_a_worker_that_dies_while_the_socket_of_another_is_full(tmp_path):
 
 @pytest.mark.parametrize("loop", ["computes", "sleeps"])
 @pytest.mark.parametrize("end", ["exception", "death"])
+@pytest.mark.long("computes", "exception")
 def test_a_rank_that_goes_on_after_a_failure_is_cancelled(loop, end):
     def step(x):
         if x == 1:
@@ -606,6 +607,7 @@ SHUTDOWNS = [
 
 
 @pytest.mark.parametrize("end", SHUTDOWNS, ids=lambda f: f.__name__)
+@pytest.mark.long("with_stopped_workers", "while_another_thread_repairs")
 def test_shutdown(end):
     assert_pool_works()
     pids = worker_pids(2)

@@ -185,6 +185,7 @@ def evaluated(expression, value_of):
 
 @settings(max_examples=150)
 @given(expressions)
+@pytest.mark.long
 def test_random_expressions(expression):
     plain = {kind: cube(kind) for kind in KINDS}
     placed = {

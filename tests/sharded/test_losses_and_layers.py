@@ -260,6 +260,7 @@ LSTMS = {
 
 @pytest.mark.parametrize("options", LSTMS.values(), ids=LSTMS)
 @sizes
+@pytest.mark.long("both of two")
 def test_an_lstm_stays_on_the_devices(options, pool):
     torch.manual_seed(0)
     plain = nn.LSTM(4, 3, batch_first=True, **options)

@@ -242,6 +242,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.long("GRU", "projection")
 def test_recurrent_layers_with_more_rows_than_devices(name, mode):
     torch.manual_seed(0)
     layer = LAYERS[name]()

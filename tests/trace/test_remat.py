@@ -77,6 +77,7 @@ def whole(ws, x):
 
 @pytest.mark.parametrize("pool", [4, 2], indirect=True)
 @pytest.mark.parametrize("wrap", CHECKPOINTS.values(), ids=CHECKPOINTS)
+@pytest.mark.long("nested")
 def test_the_same_gradients(wrap, mode, pool):
     expected = torch.func.grad(whole, argnums=(0, 1))(WS, X)
 

@@ -99,6 +99,7 @@ FINE = {
 
 
 @pytest.mark.parametrize("name", [*LOOPS, *FINE])
+@pytest.mark.long("a sum of collectives", "its gradient", "a deep model, called once")
 def test_only_loops_get_a_warning(name):
     assert len(lowered((LOOPS | FINE)[name], torch.ones(4, 3))) == (name in LOOPS)
 

@@ -48,6 +48,7 @@ def test_donated_memory_is_used_again(compile):
 
 
 @pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "uncompiled"])
+@pytest.mark.long("uncompiled")
 def test_the_measurement_sees_what_is_not_donated(compile):
     assert min(growth(compile, donate_argnums=())) > NUM_CALLS * 3 // 4 * ROW_BYTES
 
