@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.errors import lost_write
-from torchpmap._base.pytree import tree_map
+from torchpmap._base.pytree import map_tensors, tree_map
 from torchpmap._base.sources import users_line
 from torchpmap._base.storages import memory_order
 from torchpmap._base.torch_internals import (
@@ -103,7 +103,7 @@ class _Reads(TorchDispatchMode):
         if mode is None or mode.tracer is not self._tracer:  # the body of a loop inside this one
             return func(*args, **kwargs)
         if func not in (_aten.lift_fresh.default, _aten.lift_fresh_copy.default):
-            args, kwargs = tree_map(self.value, (args, kwargs))
+            args, kwargs = map_tensors(self.value, (args, kwargs))
         return func(*args, **kwargs)
 
     def value(self, tensor: Any) -> Any:

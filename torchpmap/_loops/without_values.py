@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchpmap._base.pytree import tree_map
+from torchpmap._base.pytree import map_tensors
 from torchpmap._base.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -55,7 +55,7 @@ class _Replaced(TorchDispatchMode):
         self._mode = mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(self._replace, (args, kwargs or {}))
+        args, kwargs = map_tensors(self._replace, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _replace(self, value: Any) -> Any:

@@ -19,7 +19,7 @@ from torchpmap._base.ambient import Unchanged
 from torchpmap._base.contents import Contents, ReadProperty
 from torchpmap._base.errors import lost_write
 from torchpmap._base.inexact import is_inexact
-from torchpmap._base.pytree import tree_map, tree_map_only
+from torchpmap._base.pytree import map_tensors
 from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
@@ -203,12 +203,12 @@ class Capture(TorchDispatchMode):
                 self.pinned.append(args[0])
             return func(*args, **kwargs)
         if func not in (_aten.lift_fresh.default, _aten.lift_fresh_copy.default):
-            args, kwargs = tree_map(self.substitute, (args, kwargs))
+            args, kwargs = map_tensors(self.substitute, (args, kwargs))
         if isinstance(func, OpOverload) and is_hidden(func):
             with self:
                 return expand(func, self._device.type, args, kwargs)
         if func.namespace in NAMESPACES or _goes_to_a_device(kwargs.get("device")):
-            args = tree_map(self._without_value, args)
+            args = map_tensors(self._without_value, args)
         self.views.note(func, args, kwargs)
         result = func(*args, **kwargs)
         mode = tracing_mode()
@@ -253,7 +253,7 @@ class KeepData(TorchFunctionMode):
             with subclass_function_off():
                 if func not in _DESCRIBING and func.__name__ not in ("__get__", "__set__"):
                     plain = self._capture.plain  # a backward pass would meet the class again
-                    args, kwargs = tree_map_only(torch.Tensor, plain, (args, kwargs))
+                    args, kwargs = map_tensors(plain, (args, kwargs))
                 return self._keep(func, args, kwargs)
         return self._keep(func, args, kwargs)
 
@@ -373,7 +373,7 @@ class Substitute(TorchFunctionMode):
         """Hear of a tensor as a transform in the block hands it to its function."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(torch.Tensor, self.find, (args, kwargs or {}))
+        args, kwargs = map_tensors(self.find, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

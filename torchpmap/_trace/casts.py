@@ -25,7 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchpmap._base.inexact import copied_tangents, is_inexact
-from torchpmap._base.pytree import tree_map_only
+from torchpmap._base.pytree import map_tensors
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
     AUTOGRAD,
@@ -178,7 +178,7 @@ def _together(func: Any, name: str, args: Any, kwargs: Any, axes: Axes) -> tuple
         given = _substituted(x)
         return varied(given, axes) if id(x) not in kept and _is_differentiated(given) else x
 
-    found: tuple[Any, Any] = tree_map_only(torch.Tensor, cast, (args, kwargs))
+    found: tuple[Any, Any] = map_tensors(cast, (args, kwargs))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.errors import kind_of
-from torchpmap._base.pytree import tree_leaves, tree_map_only
+from torchpmap._base.pytree import map_tensors, tree_leaves
 from torchpmap._base.torch_internals import (
     FakeTensorMode,
     HigherOrderOperator,
@@ -83,7 +83,7 @@ class _Promises(TorchDispatchMode):
         if func.namespace in NATIVE:
             return func(*args, **kwargs)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            given = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+            given = map_tensors(mode.from_tensor, (args, kwargs))
             promised = func(*given[0], **given[1])
         with torch._C._ForceDispatchKeyGuard(*self._dispatch_keys):
             results = func(*args, **kwargs)
