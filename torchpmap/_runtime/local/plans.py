@@ -18,7 +18,7 @@ from torchpmap._runtime.groups.process_groups import RankPartition
 from torchpmap._runtime.local.forkserver import server
 from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.pool import Pool
-from torchpmap._trace.compile import EAGER, CompileReport, Definition
+from torchpmap._trace.compile import EAGER, CompileReport, Definition, has_users_operations
 from torchpmap._trace.effects import prints
 from torchpmap._trace.pickling import pickled
 
@@ -34,7 +34,7 @@ class Plans:
         self._pool = pool
         self._devices = devices
         self._loading: dict[int, tuple[str, Sequence[int]]] = {}
-        """Of plans that all but one rank still load or compile: command -> name, and the ranks."""
+        """Of plans that ranks still load or compile: command -> name, and the ranks."""
         self._has_compiler = False
         self.defined: dict[int, tuple[tuple[int, ...], bytes]] = {}
         """Ranks and definition by plan."""
@@ -58,10 +58,14 @@ class Plans:
             self._pool.expect_output()
         if definition.backend != EAGER:
             self._load_compiler()
-        leader, *others = ranks
+        # torch's own operations, run as they are, need no compiler and cannot fail here
+        is_sure = definition.backend == EAGER and not has_users_operations(definition.graph)
+        report, others = CompileReport(0.0, "unused"), ranks
         try:
             self._pool.in_order(self._claim, definition.plan_id, groups)
-            report = self._compile(leader, body, definition.name)
+            if not is_sure:
+                leader, *others = ranks
+                report = self._compile(leader, body, definition.name)
         except BaseException:
             self._groups.pop(definition.plan_id, None)
             raise
