@@ -43,6 +43,7 @@ gc.disable()  # until the tests are collected: what is made by then stays
 
 
 MANY = 20
+"""Tests of a session for which all workers have the compiler in memory."""
 MAX_PROCESSES = 4
 """Each of them has a pool of workers too, and 2 GB."""
 

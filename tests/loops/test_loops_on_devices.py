@@ -292,6 +292,20 @@ def test_a_short_scan_is_part_of_the_graph_around_it(length, num_loops):
     check(tp.pmap(program, compile=compiled)(A), tp.pmap(program, compile=GRAPH)(A))
 
 
+@pytest.mark.parametrize("length", [3, 100])
+def test_scans_of_what_a_short_scan_has_stacked(length):
+    rows = torch.linspace(0, 1, 8 * length).view(4, length, 2)
+
+    def program(x):
+        ys = tp.map(torch.cos, tp.map(torch.sin, x))
+        return tp.psum(ys, "i"), tp.scan(lambda c, y: (c + tp.psum(y, "i"), c), ys[0], ys)
+
+    check(
+        tp.pmap(program, "i", compile={"backend": "aot_eager"})(rows),
+        tp.pmap(program, "i", compile=GRAPH)(rows),
+    )
+
+
 @pytest.mark.parametrize("mode", [GRAPH, COMPILED])
 def test_the_cost_counts_every_step(mode):
     def program(x):

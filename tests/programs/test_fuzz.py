@@ -60,8 +60,7 @@ def check_blocks(number: int, num_devices: int) -> None:
     check(f"{BLOCKS}{number}", mode, num_devices, number in REFUSED or number >= 40)
 
 
-@pytest.mark.parametrize("part", mostly_long(range(PARTS), 0, 1, 2, 3))
-@pytest.mark.long("1", "2")
+@pytest.mark.parametrize("part", mostly_long(range(PARTS), 0, 3))
 def test_programs(pool: int, part: int) -> None:
     for number in range(part, NUM_PROGRAMS, PARTS):
         check(f"ci:{number}", ROTA[number % len(ROTA)], pool)

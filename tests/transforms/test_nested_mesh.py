@@ -273,8 +273,7 @@ PARTS = 7
 
 
 @pytest.mark.parametrize("name", mostly_long(NESTS, "both, folded and swapped"))
-@pytest.mark.parametrize("part", mostly_long(range(PARTS), 0, 1))
-@pytest.mark.long("1")
+@pytest.mark.parametrize("part", mostly_long(range(PARTS), 0))
 def test_collectives(name, part):
     """Every collective with every kind of groups and permutation, and its transpose."""
     nest = NESTS[name]

@@ -214,9 +214,6 @@ LazyGraphModule = _lazy_graph_module._LazyGraphModule
 do it whenever they are made or changed, which takes longer than making them.
 """
 
-lazy_graph_modules = _lazy_graph_module._use_lazy_graph_module
-"""(whether) -> a context in which torch makes such modules (in all threads)."""
-
 
 def is_traced() -> bool:
     """Whether the caller's operations become nodes of a graph, or run on fake tensors."""

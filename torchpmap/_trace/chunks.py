@@ -46,7 +46,7 @@ def steps_at_once(length: int, body: Graph) -> int:
 
 
 def calls_libraries(body: Graph) -> bool:
-    """Whether Inductor's code of a body is known to do more than call kernels of its own."""
+    """Whether Inductor's code of a body does more, most likely, than call kernels of its own."""
     return any(getattr(node.target, "_opname", "") in _CALLED for node in operations(body))
 
 
@@ -72,6 +72,8 @@ def _unroll_if_short(graph: Graph, node: Node) -> None:
         return
     with graph.inserting_before(node):
         results = _steps(graph, body.graph, init, xs, reads, length)
+    for result, value in zip(results, node.meta["val"], strict=True):
+        result.meta.setdefault("val", value)
     for user in list(node.users):
         user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
         graph.erase_node(user)
@@ -103,6 +105,8 @@ def _steps(
     ys: list[list[Node]] = [[] for _ in results_of(body)[count:]]
     for k in range(length):
         rows = [graph.call_function(_aten.select.int, (x, 0, k)) for x in xs]
+        for row, place in zip(rows, places[count:], strict=False):
+            row.meta |= place.meta
         values: dict[Node, Any] = dict(zip(places, [*carry, *rows, *reads], strict=True))
         found: Any = graph.graph_copy(body, values)
         carry = list(found[:count])

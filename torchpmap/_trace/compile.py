@@ -26,6 +26,7 @@ from torchpmap._base.devices import PLATFORMS, usable_cores
 from torchpmap._base.imports import uncollected
 from torchpmap._base.torch_internals import (
     FakeTensorMode,
+    LazyGraphModule,
     OpOverload,
     new_fake,
 )
@@ -321,6 +322,7 @@ def _by_backend(graph: torch.fx.GraphModule, examples: list[Any], backend: Backe
         extra["mode"] = backend.mode
     if backend.options:
         extra["options"] = dict(backend.options)
+    LazyGraphModule.force_recompile(graph)  # a backend may return its ``forward``
     return boxed_call(function(graph, examples, **extra))
 
 

@@ -65,7 +65,8 @@ class Loop:
     def compile(self, compile_body: Compile, *, in_chunks: bool) -> None:
         body, count, length = self.graph.graph, len(self.results), len(self.xs[0])
         size = steps_at_once(length, body) if in_chunks else 1
-        if size == 1 or length % size or not calls_libraries(body):
+        may_repeat = self.xs[0].device.type == "cpu" and not calls_libraries(body)
+        if size == 1 or length % size or may_repeat:
             self.compiled = compile_body(self.graph, self._inputs(0), count)
         if size > 1 and not calls_only_kernels(self.compiled):
             steps = repeated(self.graph, body, len(self.init), len(self.xs), size)

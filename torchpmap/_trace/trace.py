@@ -36,11 +36,11 @@ from torchpmap._base.sources import is_users, line, users_line
 from torchpmap._base.torch_errors import needs_a_value
 from torchpmap._base.torch_internals import (
     FakeTensorMode,
+    LazyGraphModule,
     depth,
     forward_level,
     innermost,
     is_wrapped,
-    lazy_graph_modules,
     level_of,
     nested_jvp,
     new_fake,
@@ -248,16 +248,16 @@ def trace(
         leftover = stack.enter_context(clean_grads(capture))
         stack.enter_context(whole())
         try:
-            with lazy_graph_modules(True):
-                graph = make_fx(
-                    flat, decomposition_table=_DECOMPOSED, _disable_torch_fn_metadata_mode=True
-                )(*arguments)
+            made = make_fx(
+                flat, decomposition_table=_DECOMPOSED, _disable_torch_fn_metadata_mode=True
+            )(*arguments)
         except Exception as error:
             verdict = _untraceable(error)
             if verdict is None:
                 raise
             raise verdict from error
     seconds = time.monotonic() - begin
+    graph: torch.fx.GraphModule = LazyGraphModule(made, made.graph)
     drop_unread(graph)
     often = repeated(graph)
     refuse_lost_gradients(graph, leftover)

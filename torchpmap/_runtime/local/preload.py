@@ -76,7 +76,8 @@ def _keep_objects() -> None:
 def load_package() -> None:
     """Pay what every worker would whose functions name the package, as ``tp.psum`` does."""
     gc.disable()
-    importlib.import_module("torchpmap._api")
+    with contextlib.suppress(Exception):  # a worker that needs it reports what is wrong
+        importlib.import_module("torchpmap._api")
     _keep_objects()
 
 
