@@ -112,11 +112,13 @@ def limit_of_files(num_bytes: int) -> None:
 
 
 def test_one_device_cannot_write(tmp_path):
+    tp.shutdown()  # the store of the workers' process groups is a file too: it has to be short
+    tp.init(4)
     save(tmp_path / "c", {"w": rows(WHOLE[:4])})
-    large = rows(torch.ones(4, 1_000_000))
-    limit_of_files(1_000_000)  # process groups write to their store, but far less than this
+    large = rows(torch.ones(4, 1500))
+    limit_of_files(4000)
     try:
-        with pytest.raises(tp.CheckpointError, match=r"could not be saved: .*still there"):
+        with pytest.raises(tp.CheckpointError, match=FULL):
             save(tmp_path / "c", {"w": large})
     finally:
         limit_of_files(-1)

@@ -195,17 +195,27 @@ def test_the_gradient_of_a_scan_in_a_scan_from_outside():
     assert x.grad.tolist() == [0.0, 0.0]
 
 
-def program(x):
+def elementwise(x):
     return tp.scan(lambda c, t: (c * 0.5 + t, c.sin()), x, torch.linspace(0, 1, 59))
 
 
-@pytest.mark.inductor
-def test_steps_that_cpp_cannot_repeat_run_in_chunks():
+def products(x):
+    return tp.scan(lambda c, t: (c @ torch.eye(3) + t, c.sin()), x, torch.linspace(0, 1, 60))
+
+
+@pytest.mark.parametrize(
+    ("program", "sizes"),
+    [
+        (elementwise, [(), (26,)]),  # of three operations each; 7 steps are left over
+        (products, [(12,)]),  # of six; that it calls a library is known, and no step is left over
+    ],
+)
+def test_steps_that_cpp_cannot_repeat_run_in_chunks(program, sizes):
     graph = tp.pmap(program, compile=GRAPH).lower(A).graph
-    sizes = []
+    found = []
 
     def compile_body(graph, inputs, num_results):
-        sizes.append(inputs[1].shape)
+        found.append(inputs[1].shape)
         return boxed_call(graph.forward)
 
     mode = torch._subclasses.FakeTensorMode()
@@ -213,11 +223,10 @@ def test_steps_that_cpp_cannot_repeat_run_in_chunks():
         fakes = [torch.empty(1, 3)]
     changed, loops = with_compiled_loops(graph, mode, fakes, compile_body, in_chunks=True)
     (loop,) = loops
-    assert loop.size == 26  # of three operations each
-    assert sizes == [(), (26,)]
+    assert found == sizes
+    assert loop.size == sizes[-1][0]
     run = running_with(boxed_call(changed.forward), loops)
-    found = run([A[:1].clone()])
-    check(list(found), [y[None] for y in program(A[0])])
+    check(list(run([A[:1].clone()])), [y[None] for y in program(A[0])])
 
 
 @pytest.mark.inductor

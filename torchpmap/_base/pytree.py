@@ -43,7 +43,7 @@ MAPPINGS = (dict, OrderedDict, defaultdict)
 _MAX_STRUCTURES = 4096
 _MAX_LEAF_TYPES = 256
 _STR = {str}
-_NUMBERS = {bool, int, float, str, type(None), torch.dtype, torch.device}
+_NO_NODES = {bool, int, float, str, type(None), torch.dtype, torch.device}
 _structures: dict[Hashable, Structure] = {}
 _flat_calls: dict[int, Structure] = {}  # by number of arguments, if all are leaves
 _leaf_types: set[type] = set()
@@ -288,7 +288,7 @@ def _describe(tree: Any) -> Node | None:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """``tree_map_only`` of tensors, for arguments of an operation: it takes a fifth of the time."""
+    """``tree_map_only`` of tensors, for arguments of an operation: an eighth of its time."""
     if isinstance(value, torch.Tensor):
         return function(value)
     kind = type(value)
@@ -298,7 +298,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         return [map_tensors(function, each) for each in value]
     if kind is dict:
         return {name: map_tensors(function, each) for name, each in value.items()}
-    return value if kind in _NUMBERS else tree_map_only(torch.Tensor, function, value)
+    return value if kind in _NO_NODES else tree_map_only(torch.Tensor, function, value)
 
 
 def count_leaves(node: Node | None) -> int:

@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchpmap._base.ambient import ambient, applied
-from torchpmap._base.pytree import tree_leaves, tree_map
+from torchpmap._base.pytree import map_tensors, tree_leaves
 from torchpmap._base.torch_internals import (
     FakeTensor,
     forward_level,
@@ -180,5 +180,5 @@ def with_closures(
     with Substitute(find):
         result = run()
     # what is returned as it is enters no operation
-    found: T = tree_map(lambda x: find(x) if isinstance(x, torch.Tensor) else x, result)
+    found: T = map_tensors(find, result)
     return found

@@ -45,6 +45,7 @@ from torchpmap._trace.traced_views import TracedViews
 from torchpmap.random._streams import refuse_draw
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 
 
 class SettingChanged(Exception):
@@ -192,6 +193,9 @@ class Capture(TorchDispatchMode):
         return stand_in
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            # autograd asks for it more often than it computes; the modes below take a while
+            return args[0].device
         kwargs = kwargs or {}
         changed = self._settings.broken_by()
         if changed is not None:

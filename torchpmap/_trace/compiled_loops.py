@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
@@ -205,8 +205,9 @@ def run_scan(number: int, digest: str, init: Tensors, xs: Tensors, reads: Tensor
     if loop.chunk is not None:
         whole = len(xs[0]) // loop.size * loop.size
         last = _run_rows(loop.chunk, last, *_chunks(whole, loop.size, rows, shared, ys))
-    rest = [x[whole:] for x in rows], shared, [y[whole:] for y in ys]
-    last = _run_rows(cast(Boxed, loop.compiled), last, *rest)
+    if loop.compiled is not None:
+        rest = [x[whole:] for x in rows], shared, [y[whole:] for y in ys]
+        last = _run_rows(loop.compiled, last, *rest)
     return [*_unshared(last, [*init, *xs, *reads]), *ys]
 
 

@@ -24,7 +24,6 @@ from torch.fx.traceback import preserve_node_meta
 
 from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.torch_internals import (
-    FakeTensor,
     OpOverload,
     TorchDispatchMode,
     autograd_node,
@@ -39,7 +38,6 @@ from torchpmap._trace.inner import is_kept
 from torchpmap.random._streams import active_streams
 
 _aten = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
 _SAVED = (
     torch_checkpoint.CheckpointPolicy.MUST_SAVE,
     torch_checkpoint.CheckpointPolicy.PREFER_SAVE,
@@ -86,9 +84,6 @@ class Record(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
-            # autograd asks for it more often than it computes; the modes below take a while
-            return args[0].device
         node = autograd_node() if self.regions else None
         if node is None:
             return func(*args, **(kwargs or {}))

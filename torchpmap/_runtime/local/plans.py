@@ -60,11 +60,12 @@ class Plans:
             self._load_compiler()
         # torch's own operations, run as they are, need no compiler and cannot fail here
         is_sure = definition.backend == EAGER and not has_users_operations(definition.graph)
-        report, others = CompileReport(0.0, "unused"), ranks
+        leader, *others = ranks
         try:
             self._pool.in_order(self._claim, definition.plan_id, groups)
-            if not is_sure:
-                leader, *others = ranks
+            if is_sure:
+                report, others = CompileReport(0.0, "unused"), [*ranks]
+            else:
                 report = self._compile(leader, body, definition.name)
         except BaseException:
             self._groups.pop(definition.plan_id, None)

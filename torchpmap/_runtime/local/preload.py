@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 gc.disable()  # the objects made below stay: traversing them again and again takes 0.8 s
@@ -73,25 +73,30 @@ def _keep_objects() -> None:
     gc.enable()
 
 
+@contextlib.contextmanager
+def _for_workers() -> Iterator[None]:
+    """Keep for all workers what the block loads; where it fails, they do it and report why."""
+    gc.disable()
+    with contextlib.suppress(Exception):
+        yield
+    _keep_objects()
+
+
 def load_package() -> None:
     """Pay what every worker would whose functions name the package, as ``tp.psum`` does."""
-    gc.disable()
-    with contextlib.suppress(Exception):  # a worker that needs it reports what is wrong
+    with _for_workers():
         importlib.import_module("torchpmap._api")
-    _keep_objects()
 
 
 def load_compiler(*, compiles: bool) -> None:
     """Pay what every worker that compiles would.  ``compiles``: whether to compile; with an
     accelerator visible Inductor would ask for its state, and so initialise it.
     """
-    gc.disable()
-    with contextlib.suppress(Exception):  # a worker that compiles for real reports what is wrong
+    with _for_workers():
         if config.warm and not compiles:
             import_inductor()
         elif config.warm and cpp_compiler():
             warm_up()  # every worker starts with Inductor's modules and tables in memory
-    _keep_objects()
 
 
 def serve(channel_fd: int, lifeline: int, python_path: str | None, compiles: bool) -> NoReturn:
