@@ -30,6 +30,7 @@ read, these are used elsewhere: attributes of ``CustomOpDef`` (``_trace/custom_o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import CodeType, FunctionType
@@ -45,7 +46,7 @@ from torch._functorch import vmap as functorch_vmap
 from torch._library import custom_ops, effects
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
-from torch.fx import _lazy_graph_module
+from torch.fx import _lazy_graph_module, _symbolic_trace
 from torch.utils import _python_dispatch
 
 Class = TypeVar("Class", bound=type)
@@ -201,12 +202,30 @@ def fake_mode() -> Any:
     return _mode_of(_modes.FAKE)
 
 
-def trace_inside(fun: Callable[..., Any]) -> Callable[..., torch.fx.GraphModule]:
-    """In a trace: a function of fake tensors that traces ``fun`` into a graph of its own."""
-    from torch._higher_order_ops.utils import reenter_make_fx
+def node_of(tracer: Any, tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node of a tensor, below all transforms, in the graph of a ``tracing_mode().tracer``."""
+    slot = tracer.tensor_tracker.get(tensor)
+    node: torch.fx.Node | None = None if slot is None else slot.proxy.node
+    return node
 
-    found: Callable[..., torch.fx.GraphModule] = reenter_make_fx(fun)
-    return found
+
+def track(tracer: Any, value: Any, node: torch.fx.Node) -> None:
+    """Let a node stand for a fake tensor, and for each of several one that picks it."""
+    from torch.fx.experimental import proxy_tensor
+
+    node.meta["val"] = proxy_tensor.extract_val(value)
+    if isinstance(value, torch.Tensor):
+        slot = proxy_tensor._ProxyTensor(torch.fx.Proxy(node, tracer), None)
+        tracer.tensor_tracker[value] = slot
+        return
+    for k, each in enumerate(value):
+        if each is not None:
+            track(tracer, each, node.graph.call_function(operator.getitem, (node, k)))
+
+
+def fx_tracing() -> AbstractContextManager[Any]:
+    """A block in which ``torch.compile`` knows of a trace, and runs functions as they are."""
+    return patch.object(_symbolic_trace, "_is_fx_tracing_flag", True)
 
 
 LazyGraphModule = _lazy_graph_module._LazyGraphModule

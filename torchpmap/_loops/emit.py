@@ -33,11 +33,12 @@ from torchpmap._base.torch_internals import (
     fake_mode,
     is_wrapped,
     new_fake,
+    node_of,
     outside_modes,
     outside_transforms,
     torch_function_off,
-    trace_inside,
     tracing_mode,
+    track,
 )
 from torchpmap._collectives.varying import Axes, axes_of, set_axes
 from torchpmap._layout import axis_stack
@@ -107,13 +108,11 @@ class _Reads(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def value(self, tensor: Any) -> Any:
-        from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor_tree
-
         if not isinstance(tensor, torch.Tensor):
             return tensor
         if is_real(tensor):
             tensor = _captured(tensor)
-        if is_real(tensor) or get_proxy_slot(tensor, self._tracer, None) is not None:
+        if is_real(tensor) or node_of(self._tracer, tensor) is not None:
             return tensor
         if is_wrapped(tensor):
             raise RuntimeError(
@@ -121,22 +120,20 @@ class _Reads(TorchDispatchMode):
                 "than when it ran for the first time. It must do the same each time that it is "
                 "traced."
             )
-        proxy = self._tracer.create_proxy("placeholder", f"read_{len(self.nodes)}", (), {})
-        self.nodes.append(proxy.node)
+        graph = self._tracer.graph
+        node = graph.placeholder(f"read_{len(self.nodes)}")
+        self.nodes.append(node)
         self.tensors.append(tensor)
         # which operations are views depends on the order; torch wants its operands contiguous
         order = memory_order(tensor)
         with outside_transforms():  # transforms in the body would trace what this does
             with outside_modes():
-                proxy.node.meta["val"] = tensor.permute(order)
+                node.meta["val"] = tensor.permute(order)
             if order != sorted(order):
                 back = [order.index(dim) for dim in range(len(order))]
-                proxy = self._tracer.create_proxy(
-                    "call_function", _aten.permute.default, (proxy, back), {}
-                )
-                proxy.node.meta["val"] = tensor
-                proxy.node.meta["is_read"] = True
-            track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
+                node = graph.call_function(_aten.permute.default, (node, back))
+                node.meta["is_read"] = True
+            track(self._tracer, tensor, node)
         return tensor
 
 
@@ -150,6 +147,8 @@ def inner(body: Callable[..., Tensors], kinds: Sequence[Kind], axes: Sequence[Ax
     """Trace ``body`` on tensors of these kinds, which vary along these axes, into a graph of its
     own.
     """
+    from torchpmap._trace.graph_mode import graph_of
+
     found: list[_Reads] = []
     varying: list[Axes] = []
 
@@ -172,11 +171,10 @@ def inner(body: Callable[..., Tensors], kinds: Sequence[Kind], axes: Sequence[Ax
             fresh.append(x)
         return tuple(fresh)
 
-    with _untracked():
-        examples = [fake(*kind) for kind in kinds]
-        for example, along in zip(examples, axes, strict=False):
-            set_axes(example, along)
-        module = trace_inside(flat)(*examples)
+    examples = [fake(*kind) for kind in kinds]
+    for example, along in zip(examples, axes, strict=False):
+        set_axes(example, along)
+    module = graph_of(flat, examples)
     (reads,) = found
     return _finished(module, reads, len(examples), tuple(varying))
 
@@ -191,14 +189,6 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
         size *= max(length, 1)
     is_dense = x.stride() == tuple(reversed(strides))
     return x if is_dense else x.clone(memory_format=torch.contiguous_format)
-
-
-@contextlib.contextmanager
-def _untracked() -> Iterator[None]:
-    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-
-    with disable_proxy_modes_tracing():
-        yield
 
 
 def _finished(
@@ -399,8 +389,6 @@ def call(
         axes: along which axes each varies.
         name: what the user called.
     """
-    from torch.fx.experimental.proxy_tensor import track_tensor_tree
-
     mode = tracing_mode()
     assert mode is not None
     tracer = mode.tracer
@@ -408,11 +396,11 @@ def call(
         if isinstance(module, GraphModule):
             tracer.root.register_module(_free_name(tracer.root, f"{target._name}_body{k}"), module)
     proxies = tree_map(tracer.unwrap_proxy, args)
-    proxy = tracer.create_proxy("call_function", target, proxies, {}, name=target._name)
+    node = tracer.create_proxy("call_function", target, proxies, {}, name=target._name).node
     values = tuple(fake(*kind) for kind in results)
-    track_tensor_tree(values, proxy, constant=None, tracer=tracer)
+    track(tracer, values, node)
     graphs = [each for each in args if isinstance(each, GraphModule)]
-    proxy.node.meta |= _about(graphs, name) | {"val": values}
+    node.meta |= _about(graphs, name)
     for value, along in zip(values, axes, strict=True):
         set_axes(value, along)
     return list(values)

@@ -28,6 +28,7 @@ from torchpmap._base.torch_internals import (
     function_modes,
     innermost,
     is_wrapped,
+    node_of,
     tracing_mode,
 )
 from torchpmap._layout import axis_stack
@@ -130,11 +131,8 @@ class _Found(Substitute):
     """Notes the tensors that enter operations in the block but were made before it."""
 
     def __init__(self) -> None:
-        from torch.fx.experimental.proxy_tensor import get_proxy_slot
-
         super().__init__(self.note)
         self.tensors: dict[int, torch.Tensor] = {}
-        self._slot: Any = get_proxy_slot
         mode = tracing_mode()
         assert mode is not None
         self._tracer = mode.tracer
@@ -159,8 +157,7 @@ class _Found(Substitute):
         value = innermost(tensor)
         if not isinstance(value, FakeTensor):
             return not value.is_meta  # torch makes fakes of these; the user's are refused later
-        slot = self._slot(value, self._tracer, None)
-        node = None if slot is None else slot.proxy.node
+        node = node_of(self._tracer, value)
         # what the graph reads from outside becomes a new placeholder
         if node is not None and node.op != "placeholder" and node not in self._before:
             return False

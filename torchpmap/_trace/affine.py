@@ -14,6 +14,7 @@ from torchpmap._base.torch_internals import (
     OpOverload,
     fake_mode,
     innermost,
+    node_of,
     outside_transforms,
     torch_function_off,
     tracing_mode,
@@ -75,12 +76,10 @@ def _are_written(nodes: set[Node]) -> bool:
 
 def _node(value: torch.Tensor, tracer: Any) -> Any:
     """The node of a traced value; the value itself if it has none, as a tensor from outside."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_slot
-
     value = innermost(value)
     with outside_transforms():
-        slot: Any = get_proxy_slot(value, tracer, None)
-    return value if slot is None else slot.proxy.node
+        node = node_of(tracer, value)
+    return value if node is None else node
 
 
 def _sum(value: Any, most: int, met: set[Node]) -> _Sum | None:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -31,15 +32,18 @@ from torchpmap._base.torch_internals import (
     innermost,
     is_wrapped,
     no_torch_dispatch,
+    node_of,
     outside_modes,
     outside_transforms,
     subclass_function_off,
     tracing_mode,
+    track,
 )
 from torchpmap._base.torch_versions import function_entry
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._trace.custom_ops import expand, is_hidden
 from torchpmap._trace.kinds import absence, oddity
+from torchpmap._trace.remat import Record
 from torchpmap._trace.repetition import Executions
 from torchpmap._trace.traced_views import TracedViews
 from torchpmap.random._streams import refuse_draw
@@ -62,8 +66,10 @@ class Capture(TorchDispatchMode):
         fake_mode: Any,
         make_fake: Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor],
         device: torch.device,
+        record: Record,
     ) -> None:
         super().__init__()
+        self.record = record
         self._fake_mode = fake_mode
         self._settings = Unchanged()
         self._make_fake = make_fake
@@ -105,12 +111,8 @@ class Capture(TorchDispatchMode):
 
     def node_of(self, value: torch.Tensor) -> torch.fx.Node | None:
         """The node of a value, without transforms around it; None if no node has to do with it."""
-        from torch.fx.experimental.proxy_tensor import get_proxy_slot
-
         with outside_transforms():  # transforms inside the function would trace a new input
-            slot: Any = get_proxy_slot(self.substitute(value), self._tracer, None)
-        node: torch.fx.Node | None = None if slot is None else slot.proxy.node
-        return node
+            return node_of(self._tracer, self.substitute(value))
 
     def substitute(self, value: Any) -> Any:
         """The stand-in of a real tensor; anything else is left alone."""
@@ -181,13 +183,10 @@ class Capture(TorchDispatchMode):
 
     def _stand_in(self, real: torch.Tensor) -> torch.Tensor:
         self._refuse(real)
-        from torch.fx.experimental.proxy_tensor import track_tensor_tree
-
         stand_in = self._make_fake(real.shape, real.dtype, self._device)
-        proxy = self._tracer.create_proxy("placeholder", f"captured_{len(self.nodes)}", (), {})
-        track_tensor_tree(stand_in, proxy, constant=None, tracer=self._tracer)
-        proxy.node.meta["val"] = stand_in
-        self.nodes.append(proxy.node)
+        node = self.graph.placeholder(f"captured_{len(self.nodes)}")
+        track(self._tracer, stand_in, node)
+        self.nodes.append(node)
         self.captured.append(real)  # also keeps id(real) from being reused
         self.stand_ins[id(real)] = stand_in
         return stand_in
@@ -214,7 +213,8 @@ class Capture(TorchDispatchMode):
         if func.namespace in NAMESPACES or _goes_to_a_device(kwargs.get("device")):
             args = map_tensors(self._without_value, args)
         self.views.note(func, args, kwargs)
-        result = func(*args, **kwargs)
+        with self.record.operation() if self.record.regions else nullcontext():
+            result = func(*args, **kwargs)
         mode = tracing_mode()
         if mode is not None:
             self.executions.note(mode.tracer.graph)
@@ -222,125 +222,14 @@ class Capture(TorchDispatchMode):
 
     def _without_value(self, value: Any) -> Any:
         """Hide that a value is known: torch would run the operation now, in this process alone."""
-        from torch.fx.experimental.proxy_tensor import (
-            get_proxy_mode,
-            get_proxy_slot,
-            track_tensor_tree,
-        )
-
-        mode = get_proxy_mode()
+        mode = tracing_mode()
         if not isinstance(value, FakeTensor) or value.constant is None or mode is None:
             return value
         unknown = self._make_fake(value.shape, value.dtype, value.device)
-        proxy = get_proxy_slot(value, mode.tracer).proxy
-        track_tensor_tree(unknown, proxy, constant=None, tracer=mode.tracer)
+        node = node_of(mode.tracer, value)
+        assert node is not None
+        track(mode.tracer, unknown, node)
         return unknown
-
-
-class KeepData(TorchFunctionMode):
-    """Guards the data of the caller's tensors against accesses that a dispatch mode does not see.
-
-    ``tensor.data = ...`` would replace the caller's data; ``.data`` would let the function write to
-    it; and numbers read by ``.numpy()`` or ``.tolist()`` would go stale (in fake mode, be garbage).
-    """
-
-    def __init__(self, capture: Capture) -> None:
-        super().__init__()
-        self._capture = capture
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():  # it has its own tensors, and no sets of getters
-            return func(*args, **kwargs)
-        if any(map(_is_mere_name, types)):
-            # torch would convert the result, a traced tensor, to that class too, and fail
-            with subclass_function_off():
-                if func not in _DESCRIBING and func.__name__ not in ("__get__", "__set__"):
-                    plain = self._capture.plain  # a backward pass would meet the class again
-                    args, kwargs = map_tensors(plain, (args, kwargs))
-                return self._keep(func, args, kwargs)
-        return self._keep(func, args, kwargs)
-
-    def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
-        is_getter = func.__name__ == "__get__"
-        if (func.__self__ if is_getter else func) in _DESCRIBING and _is_users(args[0]):
-            answer = func(*args, **kwargs)
-            self._capture.note(func, args[0], args[1:], kwargs, answer)
-            return answer
-        accessor = func.__name__ in ("__get__", "__set__") and func.__self__ is torch.Tensor.data
-        if accessor and func.__name__ == "__set__" and isinstance(innermost(args[0]), FakeTensor):
-            return self._set_data(*args)
-        if not (accessor or func in _READERS) or not _is_users(args[0]):
-            return func(*args, **kwargs)
-        if not accessor:
-            with outside_modes():
-                self._capture.read.append((args[0], Contents(args[0]), func.__name__))
-                return func(*args, **kwargs)
-        if func.__name__ == "__set__":
-            raise RuntimeError(lost_write(args[0], " (.data)"))
-        return args[0].detach()
-
-    def _set_data(self, tensor: Any, value: Any) -> None:
-        """``tensor.data = value`` of a traced tensor: it is another value in the graph from now
-        on.
-        """
-        from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot
-
-        mode = tracing_mode()
-        value = value.detach()
-        slots: list[Any] = [
-            None if mode is None or is_wrapped(x) else get_proxy_slot(x, mode.tracer, None)
-            for x in (tensor, value)
-        ]
-        if mode is None or None in slots:
-            raise NotImplementedError(
-                f"at {users_line()}: `x.data = ...` of a tensor that comes from outside of a "
-                "transform or a loop, or that one traces. Use x.data.copy_(...), or a new tensor."
-            )
-        tensor.data = value
-        set_proxy_slot(tensor, mode.tracer, slots[1])
-
-
-_READERS = (
-    torch.Tensor.numpy,
-    torch.Tensor.tolist,
-    torch.Tensor.__array__,
-    torch.Tensor.__dlpack__,
-    torch.Tensor.apply_,
-    torch.Tensor.map_,
-    torch.Tensor.map2_,
-)
-
-
-_DESCRIBING = frozenset(
-    getattr(torch.Tensor, name)
-    for name in (
-        *("shape", "ndim", "dtype", "requires_grad", "is_leaf", "grad", "nbytes", "itemsize"),
-        *("size", "numel", "nelement", "dim", "ndimension", "__len__", "stride", "storage_offset"),
-        *("is_contiguous", "is_floating_point", "is_complex", "element_size"),
-    )
-) | {torch.numel, torch.is_floating_point, torch.is_complex}
-
-
-def _is_mere_name(kind: type) -> bool:
-    """Whether it is a subclass of tensors that leaves all operations to torch."""
-    return (
-        kind not in (torch.Tensor, torch.nn.Parameter)
-        and issubclass(kind, torch.Tensor)
-        and getattr(kind.__torch_function__, "__func__", None) is _TORCHS_OWN
-        and kind.__torch_dispatch__ is no_torch_dispatch
-    )
-
-
-_TORCHS_OWN = torch.Tensor.__dict__["__torch_function__"].__func__
-
-
-def _is_users(tensor: Any) -> bool:
-    """Whether it is a tensor with memory of its own that no trace and no transform has made."""
-    kind = type(tensor)
-    return (kind in (torch.Tensor, torch.nn.Parameter) or _is_mere_name(kind)) and (
-        not is_wrapped(tensor)
-    )
 
 
 class Substitute(TorchFunctionMode):
@@ -416,6 +305,116 @@ _doors = Replaced(
         Replacement(_module, _name, lambda own: _entry),
     ]
 )
+
+
+class KeepData(Substitute):
+    """Guards the data of the caller's tensors, too, against accesses that a dispatch mode does not
+    see.
+
+    ``tensor.data = ...`` would replace the caller's data; ``.data`` would let the function write to
+    it; and numbers read by ``.numpy()`` or ``.tolist()`` would go stale (in fake mode, be garbage).
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        find: Callable[[torch.Tensor], torch.Tensor],
+        at_doors: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__(find, at_doors)
+        self._capture = capture
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = map_tensors(self.find, (args, kwargs or {}))
+        if torch.compiler.is_dynamo_compiling():  # it has its own tensors, and no sets of getters
+            return func(*args, **kwargs)
+        if any(map(_is_mere_name, types)):
+            # torch would convert the result, a traced tensor, to that class too, and fail
+            with subclass_function_off():
+                if func not in _DESCRIBING and func.__name__ not in ("__get__", "__set__"):
+                    plain = self._capture.plain  # a backward pass would meet the class again
+                    args, kwargs = map_tensors(plain, (args, kwargs))
+                return self._keep(func, args, kwargs)
+        return self._keep(func, args, kwargs)
+
+    def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
+        is_getter = func.__name__ == "__get__"
+        if (func.__self__ if is_getter else func) in _DESCRIBING and _is_users(args[0]):
+            answer = func(*args, **kwargs)
+            self._capture.note(func, args[0], args[1:], kwargs, answer)
+            return answer
+        accessor = func.__name__ in ("__get__", "__set__") and func.__self__ is torch.Tensor.data
+        if accessor and func.__name__ == "__set__" and isinstance(innermost(args[0]), FakeTensor):
+            return self._set_data(*args)
+        if not (accessor or func in _READERS) or not _is_users(args[0]):
+            return func(*args, **kwargs)
+        if not accessor:
+            with outside_modes():
+                self._capture.read.append((args[0], Contents(args[0]), func.__name__))
+                return func(*args, **kwargs)
+        if func.__name__ == "__set__":
+            raise RuntimeError(lost_write(args[0], " (.data)"))
+        return args[0].detach()
+
+    def _set_data(self, tensor: Any, value: Any) -> None:
+        """``tensor.data = value`` of a traced tensor: it is another value in the graph from now
+        on.
+        """
+        mode = tracing_mode()
+        value = value.detach()
+        nodes = [
+            None if mode is None or is_wrapped(x) else node_of(mode.tracer, x)
+            for x in (tensor, value)
+        ]
+        if mode is None or nodes[0] is None or nodes[1] is None:
+            raise NotImplementedError(
+                f"at {users_line()}: `x.data = ...` of a tensor that comes from outside of a "
+                "transform or a loop, or that one traces. Use x.data.copy_(...), or a new tensor."
+            )
+        tensor.data = value
+        track(mode.tracer, tensor, nodes[1])
+
+
+_READERS = (
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.apply_,
+    torch.Tensor.map_,
+    torch.Tensor.map2_,
+)
+
+
+_DESCRIBING = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        *("shape", "ndim", "dtype", "requires_grad", "is_leaf", "grad", "nbytes", "itemsize"),
+        *("size", "numel", "nelement", "dim", "ndimension", "__len__", "stride", "storage_offset"),
+        *("is_contiguous", "is_floating_point", "is_complex", "element_size"),
+    )
+) | {torch.numel, torch.is_floating_point, torch.is_complex}
+
+
+def _is_mere_name(kind: type) -> bool:
+    """Whether it is a subclass of tensors that leaves all operations to torch."""
+    return (
+        kind not in (torch.Tensor, torch.nn.Parameter)
+        and issubclass(kind, torch.Tensor)
+        and getattr(kind.__torch_function__, "__func__", None) is _TORCHS_OWN
+        and kind.__torch_dispatch__ is no_torch_dispatch
+    )
+
+
+_TORCHS_OWN = torch.Tensor.__dict__["__torch_function__"].__func__
+
+
+def _is_users(tensor: Any) -> bool:
+    """Whether it is a tensor with memory of its own that no trace and no transform has made."""
+    kind = type(tensor)
+    return (kind in (torch.Tensor, torch.nn.Parameter) or _is_mere_name(kind)) and (
+        not is_wrapped(tensor)
+    )
 
 
 def _goes_to_a_device(device: Any) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,6 @@ from torchpmap._base.torch_internals import (
     OpOverload,
     TorchDispatchMode,
     autograd_node,
-    dispatch_modes,
     has_transforms,
     next_node_number,
     outside_fake_mode,
@@ -42,6 +42,8 @@ _SAVED = (
     torch_checkpoint.CheckpointPolicy.MUST_SAVE,
     torch_checkpoint.CheckpointPolicy.PREFER_SAVE,
 )
+
+_current: ContextVar[Record | None] = ContextVar("torchpmap_record", default=None)
 
 # -- while a function runs -------------------------------------------------------------------------
 
@@ -67,30 +69,32 @@ class Region:
             region.follow(made)
 
 
-class Record(TorchDispatchMode):
-    """Records the checkpoints of a traced function, and the operations of backward passes."""
-
-    supports_higher_order_operators = True
+class Record:
+    """The checkpoints of a traced function, and the operations of its backward passes."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.regions: list[Region] = []
         self.backward: dict[Node, int] = {}
         """Operations of a backward pass -> number of the autograd node that they belong to."""
         self._open: list[Region] = []
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """In the block, checkpoints are recorded here."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        node = autograd_node() if self.regions else None
-        if node is None:
-            return func(*args, **(kwargs or {}))
+    @contextlib.contextmanager
+    def operation(self) -> Iterator[None]:
+        """Record, if it is that of a backward pass, what is traced in the block."""
+        node = autograd_node()
         with _made() as made:
-            result = func(*args, **(kwargs or {}))
-        self.backward |= dict.fromkeys(made, node._sequence_nr())
-        return result
+            yield
+        if node is not None:
+            self.backward |= dict.fromkeys(made, node._sequence_nr())
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
@@ -152,8 +156,7 @@ def _bracket(own: Callable[..., Generator[None]], context_fn: Callable[[], Any])
     streams = active_streams()
     if streams is None:
         return own()
-    modes = dispatch_modes()
-    record = next((mode for mode in reversed(modes) if isinstance(mode, Record)), None)
+    record = _current.get()
     if record is not None:
         return _traced(record, context_fn)
     if tracing_mode() is not None or has_transforms():
@@ -349,14 +352,14 @@ def writes(graph: GraphModule) -> bool:
 
 def without_writes(graph: GraphModule, record: Record) -> GraphModule:
     """The graph without operations that write to a tensor: these cannot be moved or copied."""
-    from torch.fx.experimental.proxy_tensor import make_fx
+    from torchpmap._trace.graph_mode import graph_of
 
     sources = [node for node in graph.graph.nodes if node.op == "placeholder"]
     examples = [node.meta["val"] for node in sources]
     interpreter = _Tracking(graph)
     functional = torch.func.functionalize(interpreter.run, remove="mutations")
     with examples[0].fake_mode:
-        result: GraphModule = make_fx(functional)(*examples)
+        result = graph_of(functional, examples)
     result.graph.eliminate_dead_code(is_impure_node=is_kept)
     record.follow(interpreter.made)
     return result

@@ -1,6 +1,6 @@
 """Function + shapes -> one rank-independent graph.
 
-``trace`` runs a program once on fake tensors under ``make_fx``.  functorch levels, autograd,
+``trace`` runs a program once on fake tensors.  functorch levels, autograd,
 ``.backward()`` and the collectives dissolve into one flat ATen + collective-op graph in which the
 axis index is an input and process groups are names, so every device can run the same graph.
 
@@ -36,7 +36,6 @@ from torchpmap._base.sources import is_users, line, users_line
 from torchpmap._base.torch_errors import needs_a_value
 from torchpmap._base.torch_internals import (
     FakeTensorMode,
-    LazyGraphModule,
     depth,
     forward_level,
     innermost,
@@ -53,7 +52,6 @@ from torchpmap._trace.capture import (
     Capture,
     KeepData,
     SettingChanged,
-    Substitute,
     clean_grads,
     is_real,
 )
@@ -82,35 +80,8 @@ from torchpmap._trace.toolchain import import_dynamo
 from torchpmap._trace.unread import drop_unread
 from torchpmap.random._threefry import whole
 
-_lock = threading.RLock()  # make_fx keeps its state in globals: one trace at a time
-_aten = torch.ops.aten
+_lock = threading.RLock()  # torch keeps the state of a trace in globals: one at a time
 
-
-def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
-    return _aten.zeros.default(size, **kwargs)
-
-
-def _batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    var: torch.Tensor | None,
-    training: bool,
-    *rates: float,
-) -> Any:
-    if not training or mean is None or var is None:
-        return NotImplemented
-    return _aten._native_batch_norm_legit(x, weight, bias, mean, var, training, *rates)
-
-
-_DECOMPOSED: dict[Any, Callable[..., Any]] = {
-    # torch 2.13: for fake tensors it puts a meta device into the graph; seen in vmap(hessian(x**3))
-    _aten._efficientzerotensor.default: _zeros,
-    # its schema does not say that it writes the running statistics, so they would get lost with an
-    # output of no use
-    _aten.native_batch_norm.default: _batch_norm,
-}
 
 TracedBody = Callable[[Sequence[torch.Tensor], Axis], Sequence[Demand]]
 """Takes one block per input, and the axis of the devices; returns the output blocks."""
@@ -193,7 +164,7 @@ def trace(
     """
     begin = time.monotonic()
     import_dynamo()
-    from torch.fx.experimental.proxy_tensor import make_fx
+    from torchpmap._trace.graph_mode import graph_of
 
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     groups: dict[str, Partition] = {}
@@ -204,14 +175,18 @@ def trace(
         return name
 
     record = Record()
-    capture = Capture(fake_mode, functools.partial(new_fake, fake_mode), device)
+    capture = Capture(fake_mode, functools.partial(new_fake, fake_mode), device, record)
 
     def flat(index: torch.Tensor, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        settled = run(index, blocks)
+        sources = index, *blocks, *capture.stand_ins.values()
+        given = {t.untyped_storage()._cdata for t in sources}
+        return tuple(_finish(block, given) for block in settled)
+
+    def run(index: torch.Tensor, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
-        modes = capture, record, KeepData(capture), Substitute(outer, at_door)
-        with contextlib.ExitStack() as stack:
-            for mode in (capture.views.entered(), *modes, torch.enable_grad()):
-                stack.enter_context(mode)
+        closures = KeepData(capture, outer, at_door)
+        with capture.views.entered(), record.entered(), capture, closures, torch.enable_grad():
             known = Replication(
                 capture.graph,
                 [i.blocks for i in inputs],
@@ -223,9 +198,7 @@ def trace(
                 demands = body(blocks, axis)
             capture.executions.end()
             demands = [d._replace(block=capture.substitute(d.block)) for d in demands]
-            settled = known.settled(demands)
-        given = {t.untyped_storage()._cdata for t in (index, *blocks, *capture.stand_ins.values())}
-        return tuple(_finish(block, given) for block in settled)
+            return known.settled(demands)
 
     around = depth()
 
@@ -248,16 +221,13 @@ def trace(
         leftover = stack.enter_context(clean_grads(capture))
         stack.enter_context(whole())
         try:
-            made = make_fx(
-                flat, decomposition_table=_DECOMPOSED, _disable_torch_fn_metadata_mode=True
-            )(*arguments)
+            graph = graph_of(flat, arguments)
         except Exception as error:
             verdict = _untraceable(error)
             if verdict is None:
                 raise
             raise verdict from error
     seconds = time.monotonic() - begin
-    graph: torch.fx.GraphModule = LazyGraphModule(made, made.graph)
     drop_unread(graph)
     often = repeated(graph)
     refuse_lost_gradients(graph, leftover)
