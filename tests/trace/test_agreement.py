@@ -6,7 +6,6 @@ import sys
 import threading
 from contextvars import copy_context
 
-import cloudpickle
 import pytest
 import torch
 from _support import eagerly
@@ -14,6 +13,7 @@ from _support import eagerly
 import torchpmap as tp
 from torchpmap._layout import axis_stack
 from torchpmap._trace.agreement import Fingerprint
+from torchpmap._trace.pickling import pickled
 
 N = 2
 X = torch.arange(1.0, N + 1)
@@ -250,7 +250,7 @@ def test_fingerprint_is_the_same_in_another_process():
     def key():
         return (lambda: Fingerprint("sum").key.split("|")[3])()
 
-    shipped = cloudpickle.dumps(pickle.loads(cloudpickle.dumps(key)))
+    shipped = pickled(pickle.loads(pickled(key)))
     command = [sys.executable, "-c", FROM_A_PICKLE]
     other = subprocess.run(command, input=shipped, capture_output=True, check=True, timeout=60)
     assert other.stdout.decode() == key()

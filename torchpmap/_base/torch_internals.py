@@ -46,7 +46,7 @@ from torch._functorch import vmap as functorch_vmap
 from torch._library import custom_ops, effects
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
-from torch.fx import _lazy_graph_module, _symbolic_trace
+from torch.fx import _lazy_graph_module
 from torch.utils import _python_dispatch
 
 Class = TypeVar("Class", bound=type)
@@ -221,11 +221,6 @@ def track(tracer: Any, value: Any, node: torch.fx.Node) -> None:
     for k, each in enumerate(value):
         if each is not None:
             track(tracer, each, node.graph.call_function(operator.getitem, (node, k)))
-
-
-def fx_tracing() -> AbstractContextManager[Any]:
-    """A block in which ``torch.compile`` knows of a trace, and runs functions as they are."""
-    return patch.object(_symbolic_trace, "_is_fx_tracing_flag", True)
 
 
 LazyGraphModule = _lazy_graph_module._LazyGraphModule

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +20,7 @@ from torch._functorch import utils as functorch_utils
 from torch._library import custom_ops
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad, function
+from torch.fx import _symbolic_trace
 from torch.utils import checkpoint
 
 _functorch: Any = torch._C._functorch
@@ -50,6 +51,19 @@ def _view_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 if not torch._C._dispatch_has_kernel_for_dispatch_key(_VIEW, "FuncTorchBatched"):
     _rules = torch.library.Library("aten", "IMPL")
     _rules.impl("view.dtype", _view_rows, "FuncTorchBatched")
+
+
+# -- the mark of a trace ---------------------------------------------------------------------------
+
+# A global until torch 2.13, of a thread in torch 2.15.
+
+
+def fx_tracing() -> AbstractContextManager[Any]:
+    """A block in which ``torch.compile`` knows of a trace, and runs functions as they are."""
+    if hasattr(_symbolic_trace, "_is_fx_tracing_context"):
+        marked: AbstractContextManager[Any] = _symbolic_trace._is_fx_tracing_context(True)
+        return marked
+    return patch.object(_symbolic_trace, "_is_fx_tracing_flag", True)
 
 
 # -- checks that raise -----------------------------------------------------------------------------

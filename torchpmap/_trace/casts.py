@@ -413,7 +413,7 @@ class _Patches:
             if method is None:
                 base: Any = super(function, cls)
                 return base.apply(*args, **kwargs)
-            return method.__func__(cls, *args, **kwargs)
+            return method.__get__(None, cls)(*args, **kwargs)
 
         function.apply = classmethod(apply)
 

@@ -30,10 +30,10 @@ from torchpmap._base.torch_internals import (
     FakeTensor,
     HigherOrderOperator,
     LazyGraphModule,
-    fx_tracing,
     is_composite,
     track,
 )
+from torchpmap._base.torch_versions import fx_tracing
 
 _aten = torch.ops.aten
 
@@ -64,12 +64,17 @@ class GraphMode(ProxyTorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, tracer: PythonKeyTracer) -> None:
-        super().__init__(tracer, "real", decomposition_table=_DECOMPOSED)
+        super().__init__(tracer, "real")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._with_bodies(func, args, kwargs)
+        if func in _DECOMPOSED:
+            with self:
+                result = _DECOMPOSED[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if not _is_usual(func) or has_preserved_node_meta():
             return super().__torch_dispatch__(func, types, args, kwargs)
         try:
@@ -112,7 +117,6 @@ def _is_usual(func: Any) -> bool:
     """
     return (
         func not in _UNUSUAL
-        and func not in _DECOMPOSED
         and not is_composite(func)
         and torch.Tag.data_dependent_output not in func.tags
         and "__torch__" not in str(func._schema)  # a class, such as that of a profiler's record

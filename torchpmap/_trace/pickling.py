@@ -70,6 +70,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, types.CodeType):
             self.names.update(obj.co_names)
             self.mentions_ops |= "ops" in obj.co_names
+            if obj.co_filename:  # cloudpickle 3.1.3 leaves it out, and messages name it
+                named = operator.methodcaller("replace", co_filename=obj.co_filename)
+                return named, (obj.replace(co_filename=""),)
         if isinstance(obj, torch.fx.GraphModule):
             return _decoded, _encoded(obj)
         if isinstance(obj, torch.memory_format | torch.layout):
