@@ -209,8 +209,15 @@ def node_of(tracer: Any, tensor: torch.Tensor) -> torch.fx.Node | None:
     return node
 
 
+def track_as(tracer: Any, tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Let the node of another tensor, whose numbers torch may know, stand for this one too."""
+    tracer.tensor_tracker[tensor] = tracer.tensor_tracker[other]
+
+
 def track(tracer: Any, value: Any, node: torch.fx.Node) -> None:
-    """Let a node stand for a fake tensor, and for each of several one that picks it."""
+    """Let a node stand for a fake tensor whose numbers are not known, and for each of several one
+    that picks it.
+    """
     from torch.fx.experimental import proxy_tensor
 
     node.meta["val"] = proxy_tensor.extract_val(value)

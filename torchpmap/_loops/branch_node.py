@@ -10,21 +10,21 @@ import torch
 
 from torchpmap._base.inexact import is_inexact
 from torchpmap._loops import emit
-from torchpmap._loops.operator import (
+from torchpmap._trace.transformable import (
     Body,
-    Construct,
     Maybe,
     Tensors,
+    Transformable,
     apply,
-    batch,
     expanded,
-    pull,
-    push,
+    jvp_of,
+    vjp_of,
+    vmap_of,
 )
 
 
 @dataclass(frozen=True, eq=False)
-class Branch(Construct):
+class Branch(Transformable):
     """Its tensors are the selector, and those that the branches read."""
 
     name: str
@@ -39,7 +39,7 @@ class Branch(Construct):
     def keeping(self) -> Branch:
         return self
 
-    def pulled(
+    def vjp(
         self, tensors: Tensors, kept: Tensors, cotangents: Maybe, wanted: Sequence[int]
     ) -> list[torch.Tensor | None]:
         given = [k for k, x in enumerate(cotangents) if x is not None]
@@ -48,20 +48,20 @@ class Branch(Construct):
         reached: set[int] = set()
 
         def back(body: Body) -> Body:
-            return lambda xs: pull(body, xs[:count], places, given, xs[count:], reached)
+            return lambda xs: vjp_of(body, xs[:count], places, given, xs[count:], reached)
 
         branches = Branch(self.name, tuple(map(back, self.branches)))
         found = apply(branches, [*tensors, *(x for x in cotangents if x is not None)])
         return [x if k in reached else None for k, x in enumerate(found)]
 
-    def pushed(self, tensors: Tensors, tangents: Maybe) -> list[torch.Tensor | None]:
+    def jvp(self, tensors: Tensors, tangents: Maybe) -> list[torch.Tensor | None]:
         given = [k - 1 for k, x in enumerate(tangents) if x is not None]
         count = len(tensors) - 1
         kinds: list[bool] = []
 
         def forward(body: Body) -> Body:
             def run(xs: Tensors) -> list[torch.Tensor]:
-                results, derivatives = push(body, xs[:count], given, xs[count:])
+                results, derivatives = jvp_of(body, xs[:count], given, xs[count:])
                 kinds[:] = map(is_inexact, results)
                 return derivatives
 
@@ -71,14 +71,14 @@ class Branch(Construct):
         derivatives = iter(apply(found, [*tensors, *(x for x in tangents if x is not None)]))
         return [next(derivatives) if has else None for has in kinds]
 
-    def batched(
+    def vmap(
         self, info: Any, dims: Sequence[int | None], tensors: Tensors
     ) -> tuple[list[torch.Tensor], list[int | None]]:
         size = info.batch_size
         tensors = [x if d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
         which = [d is not None for d in dims]
         parts = self.name if which[0] else None
-        runs = [batch(body, which[1:], size, info.randomness, parts) for body in self.branches]
+        runs = [vmap_of(body, which[1:], size, info.randomness, parts) for body in self.branches]
         if which[0]:
             found = [run(tensors[1:]) for run in runs]
             every = [

@@ -24,7 +24,6 @@ from torchpmap._collectives.varying import Axes, axes_of, union
 from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import Function, is_repeated, private, private_leaf
 from torchpmap._loops.branch_node import Branch, chosen, place_of
-from torchpmap._loops.operator import Body, apply
 from torchpmap._loops.scan import is_staged
 from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
 from torchpmap._loops.trees import (
@@ -39,6 +38,7 @@ from torchpmap._loops.trees import (
 )
 from torchpmap._loops.without_values import without_values
 from torchpmap._trace.casts import is_tracked, must_vary, together
+from torchpmap._trace.transformable import Body, apply
 
 
 @outside_graphs

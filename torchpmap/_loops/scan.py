@@ -15,12 +15,12 @@ from torchpmap._collectives.varying import axes_of
 from torchpmap._loops.bodies import Function, private
 from torchpmap._loops.checks import check_function, whole_number
 from torchpmap._loops.emit import discarded
-from torchpmap._loops.operator import apply
 from torchpmap._loops.scan_node import Scan
 from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
 from torchpmap._loops.trees import Parts, Tensors, Tree, carried, kind, take_apart, with_weak_carry
 from torchpmap._loops.without_values import without_values
 from torchpmap._trace import transform_rules
+from torchpmap._trace.transformable import apply
 
 _Carry = TypeVar("_Carry")
 

@@ -21,16 +21,16 @@ import torch
 from torchpmap._base.inexact import is_inexact
 from torchpmap._collectives.varying import Axes, axes_of
 from torchpmap._loops import emit
-from torchpmap._loops.operator import (
-    Construct,
+from torchpmap._trace.transformable import (
     Maybe,
     Tensors,
+    Transformable,
     apply,
-    batch,
     expanded,
     inexact,
-    pull,
-    push,
+    jvp_of,
+    vjp_of,
+    vmap_of,
     zeros_or,
 )
 
@@ -39,7 +39,7 @@ Step = Callable[[Tensors, Tensors, Tensors], tuple[list[torch.Tensor], list[torc
 
 
 @dataclass(frozen=True, eq=False)
-class Scan(Construct):
+class Scan(Transformable):
     step: Step
     num_constants: int
     num_carry: int
@@ -103,14 +103,14 @@ class Scan(Construct):
 
         return replace(self, step=step, num_kept=self.num_carry)
 
-    def pulled(
+    def vjp(
         self, tensors: Tensors, kept: Tensors, cotangents: Maybe, wanted: Sequence[int]
     ) -> list[torch.Tensor | None]:
         if self.num_kept < self.num_carry:
             keeping = self.keeping()
             results = list(apply(keeping, tensors))
             more: Maybe = [*cotangents, *[None] * self.num_carry]
-            return keeping.pulled(tensors, results[-self.num_carry :], more, wanted)
+            return keeping.vjp(tensors, results[-self.num_carry :], more, wanted)
         constants, init, xs = self.split(tensors)
         carried = inexact(init)
         of_carry, of_ys = cotangents[: len(init)], cotangents[len(init) :]
@@ -128,7 +128,7 @@ class Scan(Construct):
             before, mine = row[count - self.num_carry : count], row[: count - self.num_carry]
             primals = [*constants, *before, *mine]
             arrived = [*carry[: len(carried)], *row[count:]]
-            pulled = pull(self.flat, primals, sources, results_of, arrived, reached)
+            pulled = vjp_of(self.flat, primals, sources, results_of, arrived, reached)
             after, rest = pulled[: len(carried)], pulled[len(carried) :]
             added = [a + b for a, b in zip(sums, rest, strict=False)]
             return [*after, *added], rest[len(sums) :]
@@ -148,7 +148,7 @@ class Scan(Construct):
         gradients = dict(zip(sources, given_back, strict=True))
         return [gradients[k] for k in wanted]
 
-    def pushed(self, tensors: Tensors, tangents: Maybe) -> list[torch.Tensor | None]:
+    def jvp(self, tensors: Tensors, tangents: Maybe) -> list[torch.Tensor | None]:
         constants, init, xs = self.split(tensors)
         of_constants, of_init, of_xs = self.split(tangents)
         carried = inexact(init)
@@ -162,7 +162,7 @@ class Scan(Construct):
             own, beside = len(constants), len(xs)
             primals = [*both[:own], *carry[: len(init)], *row[:beside]]
             given = [*both[own:], *carry[len(init) :], *row[beside:]]
-            results, derivatives = push(self.flat, primals, places, given)
+            results, derivatives = jvp_of(self.flat, primals, places, given)
             kinds[:] = map(is_inexact, results)
             after = results[: len(init)]
             return [*after, *derivatives[: len(carried)]], derivatives[len(carried) :]
@@ -188,7 +188,7 @@ class Scan(Construct):
         derivatives = iter(found[len(init) :])
         return [next(derivatives) if has else None for has in kinds]
 
-    def batched(
+    def vmap(
         self, info: Any, dims: Sequence[int | None], tensors: Tensors
     ) -> tuple[list[torch.Tensor], list[int | None]]:
         size = info.batch_size
@@ -236,7 +236,7 @@ class _Rows:
         loop, carried = self._loop, self.carried
         start = loop.num_constants
         which = [*self._which[:start], *carried, *self._which[start:]]
-        run = batch(loop.flat, which, self._size, self._randomness)
+        run = vmap_of(loop.flat, which, self._size, self._randomness)
 
         def step(constants: Tensors, carry: Tensors, row: Tensors) -> Any:
             results, reached = run([*constants, *carry, *row])

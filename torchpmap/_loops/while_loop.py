@@ -19,7 +19,6 @@ from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import Function
 from torchpmap._loops.branches import batched_levels
 from torchpmap._loops.checks import check_function
-from torchpmap._loops.operator import apply
 from torchpmap._loops.scan import Body, cast_carry, check_unroll, is_staged, run_scan, tried
 from torchpmap._loops.surroundings import Surroundings, with_closures
 from torchpmap._loops.trees import (
@@ -34,6 +33,7 @@ from torchpmap._loops.trees import (
 )
 from torchpmap._loops.while_node import While, no_reverse
 from torchpmap._loops.without_values import without_values
+from torchpmap._trace.transformable import apply
 
 _Carry = TypeVar("_Carry")
 

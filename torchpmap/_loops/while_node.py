@@ -14,25 +14,25 @@ import torch
 
 from torchpmap._collectives.varying import Axes
 from torchpmap._loops import emit
-from torchpmap._loops.operator import (
+from torchpmap._loops.scan_node import Grown
+from torchpmap._trace.transformable import (
     Body,
-    Construct,
     Maybe,
     Tensors,
+    Transformable,
     apply,
-    batch,
     expanded,
     inexact,
-    push,
+    jvp_of,
+    vmap_of,
     zeros_or,
 )
-from torchpmap._loops.scan_node import Grown
 
 Test = Callable[[Tensors], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class While(Construct):
+class While(Transformable):
     """Its tensors are the constants that test and body read, and the first carry."""
 
     name: str
@@ -71,12 +71,12 @@ class While(Construct):
     def keeping(self) -> While:
         return self
 
-    def pulled(
+    def vjp(
         self, tensors: Tensors, kept: Tensors, cotangents: Maybe, wanted: Sequence[int]
     ) -> list[torch.Tensor | None]:
         raise ValueError(no_reverse(self.name))
 
-    def pushed(self, tensors: Tensors, tangents: Maybe) -> list[torch.Tensor | None]:
+    def jvp(self, tensors: Tensors, tangents: Maybe) -> list[torch.Tensor | None]:
         constants, init = self.split(tensors)
         of_constants, of_init = self.split(tangents)
         carried = inexact(init)
@@ -90,7 +90,7 @@ class While(Construct):
 
         def body(xs: Tensors) -> list[torch.Tensor]:
             given = [*xs[own:first], *xs[first + count :]]
-            results, derivatives = push(self.body, primals(xs), places, given)
+            results, derivatives = jvp_of(self.body, primals(xs), places, given)
             return [*results, *derivatives]
 
         forward = While(self.name, lambda xs: self.test(primals(xs)), body, first)
@@ -100,7 +100,7 @@ class While(Construct):
         derivatives = dict(zip(carried, found[count:], strict=True))
         return [derivatives.get(k) for k in range(count)]
 
-    def batched(
+    def vmap(
         self, info: Any, dims: Sequence[int | None], tensors: Tensors
     ) -> tuple[list[torch.Tensor], list[int | None]]:
         size = info.batch_size
@@ -145,7 +145,7 @@ class _Rows:
     def _batch(self, body: Body) -> Any:
         which = [*self._constants, *self.carried]
         parts = self._loop.name if self._differs else None
-        return batch(body, which, self._size, self._randomness, parts)
+        return vmap_of(body, which, self._size, self._randomness, parts)
 
     def _test(self) -> Any:
         return self._batch(lambda xs: [self._loop.test(xs)])

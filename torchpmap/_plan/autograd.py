@@ -1,7 +1,7 @@
 """Function transforms and ``backward()`` around a call of a mapped function.
 
-One ``torch.autograd.Function``, ``_Mapped``, calls the derivatives of ``_plan/derivatives`` as
-torch's transforms ask for them.  The first gradient is cheaper: the forward plan leaves what the
+``_Call`` hands the derivatives of ``_plan/derivatives`` to torch's transforms
+(``_trace/transformable``).  The first gradient is cheaper: the forward plan leaves what the
 backward plan needs (its residuals) on the workers, and nothing is computed twice.  If that gradient
 is transformed again, the transformed function starts from the primals.
 
@@ -13,12 +13,11 @@ cotangent that is not there: a derivative may be infinite, and 0 * inf is NaN.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
-from torchpmap._base.boundary import boundary
-from torchpmap._base.torch_internals import is_grad, is_wrapped, transforms
+from torchpmap._base.torch_internals import is_wrapped
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.derivatives import Differentiable, MappedProgram, Outputs, Tensors, is_inexact
 from torchpmap._plan.lower import Pair
@@ -28,13 +27,14 @@ from torchpmap._sharded.device_put import handles_of
 from torchpmap._sharded.tensor import ShardedTensor, gather, make_sharded
 from torchpmap._sharded.transfer import host_tensor, is_whole_here, move
 from torchpmap._trace.trace import Untraceable
+from torchpmap._trace.transformable import Maybe, Transformable, apply, may_have_vjp
 from torchpmap.random._streams import batched_key
 
 # -- the function that torch's transforms see ------------------------------------------------------
 
 
-class _Call:
-    """One use of a ``Differentiable``; ``_Mapped`` hands it through all levels of transforms."""
+class _Call(Transformable):
+    """One use of a ``Differentiable``."""
 
     def __init__(
         self,
@@ -55,7 +55,6 @@ class _Call:
         self._residuals: list[Handle] = []
 
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        """Run on tensors that no transform is tracing."""
         with self.differentiable.target.settings():
             return self._run(tensors)
 
@@ -90,19 +89,42 @@ class _Call:
                 results[position] = value
         return tuple(results)
 
-    def batched(self, which: tuple[bool, ...], size: int) -> _Call:
-        return _Call(self.differentiable.batched(which, size), self._wanted, kept=self._kept)
+    def vmap(self, info: Any, dims: Sequence[int | None], tensors: Tensors) -> Any:
+        moved = [
+            x if dim is None else x.movedim(dim, -1) for x, dim in zip(tensors, dims, strict=True)
+        ]
+        which = [dim is not None for dim in dims]
+        for k in self.differentiable.keys:
+            if not which[k]:
+                moved[k], which[k] = batched_key(moved[k], info)
+        batched = self.differentiable.vmap(tuple(which), info.batch_size)
+        results = apply(_Call(batched, self._wanted, kept=self._kept), moved)
+        pairs = zip(results, batched.batched_outputs(), strict=True)
+        return results, [result.dim() - 1 if has else None for result, has in pairs]
 
-    def pushed(self, given: tuple[int, ...]) -> _Call:
-        return _Call(self.differentiable.pushed(given), kept=self._kept)
+    def jvp(self, tensors: Tensors, tangents: Maybe) -> Maybe:
+        results: list[torch.Tensor | None] = [None] * len(self.differentiable.outputs)
+        places = self.differentiable.inexact_outputs()
+        if places:
+            given = tuple(k for k, x in enumerate(tangents) if x is not None)
+            call = _Call(self.differentiable.jvp(given), kept=self._kept)
+            found = apply(call, [*tensors, *filter(_is_there, tangents)])
+            for k, tangent in zip(places, found, strict=True):
+                results[k] = tangent
+        return results
 
-    def pulled(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> _Call:
-        derived = self.differentiable.pulled(wanted, given)
+    def vjp(
+        self, tensors: Tensors, kept: Tensors, cotangents: Maybe, wanted: Sequence[int]
+    ) -> Maybe:
+        wanted = tuple(wanted)
+        given = tuple(k for k, x in enumerate(cotangents) if x is not None)
+        derived = self.differentiable.vjp(wanted, given)
         shortcut = None
         if self._pair is not None and set(wanted) <= set(self._wanted):
             self.differentiable.cotangents[self._wanted] = given
             shortcut = self._shortcut(wanted, given, derived)
-        return _Call(derived, start=shortcut, kept=self._kept)
+        call = _Call(derived, start=shortcut, kept=self._kept)
+        return apply(call, [*tensors, *filter(_is_there, cotangents)])
 
     def _shortcut(
         self, wanted: tuple[int, ...], given: tuple[int, ...], derived: Differentiable
@@ -159,64 +181,8 @@ def _batch_first(shape: Sequence[int], num_batch_dims: int) -> list[int]:
     return strides
 
 
-class _Mapped(torch.autograd.Function):
-    @staticmethod
-    def forward(call: _Call, *tensors: torch.Tensor) -> Any:
-        return call.run(tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        call, *tensors = inputs
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-        ctx.mark_non_differentiable(*(x for x in output if not is_inexact(x.dtype)))
-
-    @staticmethod
-    @boundary
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        tensors = ctx.saved_tensors
-        wanted = tuple(
-            k for k in ctx.call.differentiable.inexact_inputs() if ctx.needs_input_grad[k + 1]
-        )
-        given = tuple(k for k, x in enumerate(cotangents) if x is not None)
-        results: list[Any] = [None] * (1 + len(tensors))
-        if wanted and given:
-            call = ctx.call.pulled(wanted, given)
-            found = _Mapped.apply(call, *tensors, *(cotangents[k] for k in given))
-            for k, gradient in zip(wanted, found, strict=True):
-                results[k + 1] = gradient
-        return tuple(results)
-
-    @staticmethod
-    def jvp(ctx: Any, _call: None, *tangents: torch.Tensor | None) -> Any:
-        tensors, differentiable = ctx.saved_tensors, ctx.call.differentiable
-        if not differentiable.inexact_outputs():
-            return (None,) * len(differentiable.outputs)
-        given = tuple(k for k, x in enumerate(tangents) if x is not None)
-        call = ctx.call.pushed(given)
-        found = _Mapped.apply(call, *tensors, *(tangents[k] for k in given))
-        results: list[Any] = [None] * len(differentiable.outputs)
-        for k, tangent in zip(differentiable.inexact_outputs(), found, strict=True):
-            results[k] = tangent
-        return tuple(results)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: torch.Tensor) -> Any:
-        _, *dims = in_dims
-        moved = [
-            x if dim is None else x.movedim(dim, -1) for x, dim in zip(tensors, dims, strict=True)
-        ]
-        which = [dim is not None for dim in dims]
-        for k in call.differentiable.keys:
-            if not which[k]:
-                moved[k], which[k] = batched_key(moved[k], info)
-        batched = call.batched(tuple(which), info.batch_size)
-        results = _Mapped.apply(batched, *moved)
-        reached = batched.differentiable.batched_outputs()
-        pairs = zip(results, reached, strict=True)
-        return results, tuple(result.dim() - 1 if has else None for result, has in pairs)
+def _is_there(value: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return value is not None
 
 
 def call_differentiable(
@@ -237,17 +203,15 @@ def call_differentiable(
             assert done.key is not None
             tensors[k] = done.key
         call = _Call(differentiable, start=lambda _: done.outputs, kept=kept)
-        return list(_Mapped.apply(call, *tensors))
+        return apply(call, tensors)
     wanted: tuple[int, ...] = ()
-    if _is_pulled() and differentiable.inexact_outputs() and not differentiable.plan.num_checks:
+    if (
+        may_have_vjp(tensors)
+        and differentiable.inexact_outputs()
+        and not differentiable.plan.num_checks
+    ):
         wanted = tuple(k for k in differentiable.inexact_inputs() if _is_traced(tensors[k]))
-    return list(_Mapped.apply(_Call(differentiable, wanted, kept=kept), *tensors))
-
-
-def _is_pulled() -> bool:
-    """Whether reverse-mode differentiation may follow."""
-    around = transforms()
-    return any(map(is_grad, around)) if around else torch.is_grad_enabled()
+    return apply(_Call(differentiable, wanted, kept=kept), tensors)
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:

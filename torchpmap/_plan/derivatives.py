@@ -4,9 +4,9 @@ A ``Differentiable`` is a mapped program as a function of all its tensors, inclu
 over.  Its derivatives and its batched form are differentiable again, lowered to plans of their own,
 so every order and nesting of transforms runs on the workers::
 
-    Differentiable --pulled(wanted, given)--> primals, cotangents -> cotangents of the primals
-              --pushed(given)----------> primals, tangents   -> tangents of the outputs
-              --batched(which, size)---> the same with one more dim, behind the others
+    Differentiable --vjp(wanted, given)--> primals, cotangents -> cotangents of the primals
+                   --jvp(given)----------> primals, tangents   -> tangents of the outputs
+                   --vmap(which, size)---> the same with one more dim, after the others
 
 Each of them traces the body anew, with ``torch.func`` around the user's function, because a lowered
 graph has lost the effects of ``detach`` and ``no_grad``.
@@ -43,6 +43,7 @@ from torchpmap._trace.capture import Substitute
 from torchpmap._trace.casts import times_tracked, tracked
 from torchpmap._trace.compile import EAGER
 from torchpmap._trace.program import Outcome, Program
+from torchpmap._trace.transformable import jvp_of
 
 Tensors = Sequence[torch.Tensor]
 Outputs = list[tuple[Layout, Handle]]
@@ -91,10 +92,10 @@ class Differentiable:
     def inexact_outputs(self) -> tuple[int, ...]:
         return tuple(k for k, layout in enumerate(self.outputs) if is_inexact(layout.dtype))
 
-    def pulled(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Differentiable:
+    def vjp(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Differentiable:
         """(inputs, cotangents of the outputs ``given``) -> cotangents of the inputs ``wanted``."""
         derived = self._derive(
-            ("pulled", wanted, given),
+            ("vjp", wanted, given),
             lambda: self._pull(wanted, given, keep_outputs=False),
             [*self.layouts, *(self.outputs[k] for k in given)],
         )
@@ -104,10 +105,10 @@ class Differentiable:
         derived.batch_dims = lambda: tuple(own[k] for k in wanted)
         return derived
 
-    def pushed(self, given: tuple[int, ...]) -> Differentiable:
+    def jvp(self, given: tuple[int, ...]) -> Differentiable:
         """(inputs, tangents of the inputs ``given``) -> tangents of the inexact outputs."""
         derived = self._derive(
-            ("pushed", given),
+            ("jvp", given),
             lambda: self._push(given),
             [*self.layouts, *(self.layouts[k] for k in given)],
         )
@@ -117,13 +118,13 @@ class Differentiable:
         derived.batch_dims = lambda: tuple(self.batch_dims()[k] for k in self.inexact_outputs())
         return derived
 
-    def batched(self, which: tuple[bool, ...], size: int) -> Differentiable:
+    def vmap(self, which: tuple[bool, ...], size: int) -> Differentiable:
         """This function for a batch of values of the inputs ``which``, along a new last dim."""
         layouts = [
             self.target.grid.extended(layout, size) if batched else layout
             for layout, batched in zip(self.layouts, which, strict=True)
         ]
-        key = ("batched", which, size)
+        key = ("vmap", which, size)
         derived = self._derive(key, lambda: _Batched(self.body, which), layouts)
         derived.mirrored = self.mirrored
         derived._batch_dims_in = tuple(map(operator.add, self._batch_dims_in, which))
@@ -157,7 +158,7 @@ class Differentiable:
         self, key: Any, body: Callable[[], Body], layouts: Sequence[Layout]
     ) -> Differentiable:
         if key not in self._derived:
-            target = self.target if key[0] == "batched" else self.target.of_derivative
+            target = self.target if key[0] == "vmap" else self.target.of_derivative
             self._derived[key] = Differentiable(target, body(), layouts)
             self._derived[key].keys = self.keys
         return self._derived[key]
@@ -207,14 +208,11 @@ class Differentiable:
             primals, tangents = blocks[:count], blocks[count:]
             outcomes: list[Outcome] = []
 
-            def function(*xs: torch.Tensor) -> Any:
-                outcomes.append(self.body(replaced(primals, given, xs), axis))
-                return tuple(x for x, _ in outcomes[-1].outputs if is_inexact(x.dtype))
+            def run(xs: Tensors) -> list[torch.Tensor]:
+                outcomes.append(self.body(xs, axis))
+                return [x for x, _ in outcomes[-1].outputs]
 
-            originals = tuple(primals[k] for k in given)
-            pushed: Any = torch.func.jvp(function, originals, tuple(tangents))
-            # under vmap, torch (2.13) gives x + 0.5 of a number x a tangent of float64
-            typed = [y.to(x.dtype) for x, y in zip(*pushed, strict=True)]
+            _, typed = jvp_of(run, primals, given, tangents)
             outcome = outcomes[-1]
             cuts = [cut for x, cut in outcome.outputs if is_inexact(x.dtype)]
             return _outcome(list(zip(typed, cuts, strict=True)), outcome)

@@ -38,6 +38,7 @@ from torchpmap._base.torch_internals import (
     subclass_function_off,
     tracing_mode,
     track,
+    track_as,
 )
 from torchpmap._base.torch_versions import function_entry
 from torchpmap._collectives.backend import NAMESPACES
@@ -307,25 +308,19 @@ _doors = Replaced(
 )
 
 
-class KeepData(Substitute):
-    """Guards the data of the caller's tensors, too, against accesses that a dispatch mode does not
-    see.
+class KeepData(TorchFunctionMode):
+    """Guards the data of the caller's tensors against accesses that a dispatch mode does not see.
 
     ``tensor.data = ...`` would replace the caller's data; ``.data`` would let the function write to
     it; and numbers read by ``.numpy()`` or ``.tolist()`` would go stale (in fake mode, be garbage).
     """
 
-    def __init__(
-        self,
-        capture: Capture,
-        find: Callable[[torch.Tensor], torch.Tensor],
-        at_doors: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        super().__init__(find, at_doors)
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()
         self._capture = capture
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = map_tensors(self.find, (args, kwargs or {}))
+        kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # it has its own tensors, and no sets of getters
             return func(*args, **kwargs)
         if any(map(_is_mere_name, types)):
@@ -362,17 +357,15 @@ class KeepData(Substitute):
         """
         mode = tracing_mode()
         value = value.detach()
-        nodes = [
-            None if mode is None or is_wrapped(x) else node_of(mode.tracer, x)
-            for x in (tensor, value)
-        ]
-        if mode is None or nodes[0] is None or nodes[1] is None:
+        if mode is None or any(
+            is_wrapped(x) or node_of(mode.tracer, x) is None for x in (tensor, value)
+        ):
             raise NotImplementedError(
                 f"at {users_line()}: `x.data = ...` of a tensor that comes from outside of a "
                 "transform or a loop, or that one traces. Use x.data.copy_(...), or a new tensor."
             )
         tensor.data = value
-        track(mode.tracer, tensor, nodes[1])
+        track_as(mode.tracer, tensor, value)
 
 
 _READERS = (

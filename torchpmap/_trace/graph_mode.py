@@ -11,6 +11,7 @@ Imported with torch's tracing machinery, at the first trace.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,7 +99,9 @@ class GraphMode(ProxyTorchDispatchMode):
 
     def _with_bodies(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A loop or branch of torch's: its rule traces bodies only as parts of a ``make_fx``."""
-        rule = func.python_key_table[ProxyTorchDispatchMode]
+        rule = func.python_key_table.get(ProxyTorchDispatchMode)
+        if rule is None:
+            raise NotImplementedError(f"torch has no rule that makes {func} part of a graph")
         results = []
 
         def run() -> tuple[()]:
@@ -119,10 +122,17 @@ def _is_usual(func: Any) -> bool:
         func not in _UNUSUAL
         and not is_composite(func)
         and torch.Tag.data_dependent_output not in func.tags
-        and "__torch__" not in str(func._schema)  # a class, such as that of a profiler's record
+        and all(map(_is_plain, func._schema.arguments))
         and all("Tensor" in str(each.type) for each in func._schema.returns)
     )
 
+
+def _is_plain(argument: Any) -> bool:
+    """Whether it is a tensor, a constant that a graph can hold, or several of these."""
+    return _PLAIN.issuperset(re.findall(r"[\w.]+", str(argument.type)))
+
+
+_PLAIN = {"Optional", "List", "Tensor", "int", "float", "bool", "str", "number", "Device"}
 
 _UNUSUAL = {
     _aten.lift_fresh.default,

@@ -91,10 +91,12 @@ class Record:
     def operation(self) -> Iterator[None]:
         """Record, if it is that of a backward pass, what is traced in the block."""
         node = autograd_node()
+        if node is None or tracing_mode() is None:
+            yield
+            return
         with _made() as made:
             yield
-        if node is not None:
-            self.backward |= dict.fromkeys(made, node._sequence_nr())
+        self.backward |= dict.fromkeys(made, node._sequence_nr())
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
@@ -157,7 +159,7 @@ def _bracket(own: Callable[..., Generator[None]], context_fn: Callable[[], Any])
     if streams is None:
         return own()
     record = _current.get()
-    if record is not None:
+    if record is not None and tracing_mode() is not None:
         return _traced(record, context_fn)
     if tracing_mode() is not None or has_transforms():
         return _plain(context_fn)

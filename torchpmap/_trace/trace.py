@@ -52,6 +52,7 @@ from torchpmap._trace.capture import (
     Capture,
     KeepData,
     SettingChanged,
+    Substitute,
     clean_grads,
     is_real,
 )
@@ -185,8 +186,10 @@ def trace(
 
     def run(index: torch.Tensor, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
-        closures = KeepData(capture, outer, at_door)
-        with capture.views.entered(), record.entered(), capture, closures, torch.enable_grad():
+        modes = capture, KeepData(capture), Substitute(outer, at_door)
+        with contextlib.ExitStack() as stack:
+            for mode in (capture.views.entered(), record.entered(), *modes, torch.enable_grad()):
+                stack.enter_context(mode)
             known = Replication(
                 capture.graph,
                 [i.blocks for i in inputs],

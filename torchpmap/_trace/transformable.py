@@ -1,13 +1,12 @@
-"""A traced loop or branch as one function that all of torch's transforms know.
+"""A function of tensors, with rules of its own, that all of torch's transforms know.
 
-``_Traced`` is the only ``autograd.Function`` here.  Each of its rules makes another loop, which is
-transformed again by the transforms around it, so every order and nesting of them works.  Where
-none is left, ``run`` puts the loop into the graph (``_loops/emit``).
+Loops and branches, and calls of mapped functions, are such functions.  ``_Function`` is the one
+``autograd.Function`` for them.  Each rule makes another ``Transformable``, which is transformed
+again by the transforms around it, so every order and nesting of them works.  Where none is left,
+``run`` runs it: a loop becomes a node of a graph (``_loops/emit``), a call goes to the devices.
 
-    run                the graph node                (below all transforms)
-    pulled             the loop of the transpose     (backward)
-    pushed             the loop over pairs           (jvp)
-    batched            the loop of batches           (vmap)
+(``torch.library.custom_op`` has rules that want the ``ctx`` of an ``autograd.Function`` of their
+own: ``_trace/transform_rules``.)
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from torchpmap._base.boundary import boundary
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.torch_internals import (
     depth,
@@ -33,88 +33,93 @@ Tensors = Sequence[torch.Tensor]
 Maybe = Sequence[torch.Tensor | None]
 
 
-class Construct(ABC):
-    """A loop, or a branch, as a function of tensors."""
+class Transformable(ABC):
+    """A function of tensors, and its derivatives and batched form."""
 
     num_kept = 0
-    """How many of the last results are kept for the transpose."""
+    """How many of the last results are kept for the vjp."""
 
     @abstractmethod
-    def run(self, tensors: Tensors) -> list[torch.Tensor]:
-        """Put it into the graph that is being traced."""
+    def run(self, tensors: Tensors) -> Tensors:
+        """Run below all transforms."""
 
-    @abstractmethod
-    def keeping(self) -> Construct:
+    def keeping(self) -> Transformable:
         """The same, with ``num_kept`` results more."""
+        return self
 
     @abstractmethod
-    def pulled(
+    def vjp(
         self, tensors: Tensors, kept: Tensors, cotangents: Maybe, wanted: Sequence[int]
-    ) -> list[torch.Tensor | None]:
+    ) -> Maybe:
         """Cotangents of the tensors ``wanted``."""
 
     @abstractmethod
-    def pushed(self, tensors: Tensors, tangents: Maybe) -> list[torch.Tensor | None]:
+    def jvp(self, tensors: Tensors, tangents: Maybe) -> Maybe:
         """Tangents of the results."""
 
     @abstractmethod
-    def batched(
+    def vmap(
         self, info: Any, dims: Sequence[int | None], tensors: Tensors
-    ) -> tuple[list[torch.Tensor], list[int | None]]:
+    ) -> tuple[Tensors, Sequence[int | None]]:
         """Results for a batch, and their batch dims."""
 
 
-def apply(construct: Construct, tensors: Tensors) -> list[torch.Tensor]:
-    """Run a loop so that transforms and ``backward()`` reach its tensors."""
+def apply(function: Transformable, tensors: Tensors) -> list[torch.Tensor]:
+    """Run so that transforms and ``backward()`` reach the tensors."""
+    kept = function.keeping() if may_have_vjp(tensors) else function
+    results = list(_Function.apply(kept, *tensors))
+    return results[: len(results) - (kept.num_kept - function.num_kept)]
+
+
+def may_have_vjp(tensors: Tensors) -> bool:
+    """Whether reverse-mode differentiation may follow."""
     around = transforms()
     if around:
-        pulled = any(map(is_grad, around))
-    else:
-        pulled = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    kept = construct.keeping() if pulled else construct
-    results = list(_Traced.apply(kept, *tensors))
-    return results[: len(results) - (kept.num_kept - construct.num_kept)]
+        return any(map(is_grad, around))
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-class _Traced(torch.autograd.Function):
+class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(construct: Construct, *tensors: torch.Tensor) -> Any:
-        return tuple(construct.run(tensors))
+    def forward(function: Transformable, *tensors: torch.Tensor) -> Any:
+        return tuple(function.run(tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        construct, *tensors = inputs
-        ctx.construct = construct
+        function, *tensors = inputs
+        ctx.function = function
         ctx.count = len(tensors)
         ctx.inexact = [is_inexact(x) for x in tensors]
         ctx.set_materialize_grads(False)
-        kept = output[len(output) - construct.num_kept :]
+        kept = output[len(output) - function.num_kept :]
         ctx.save_for_backward(*tensors, *kept)
         ctx.save_for_forward(*tensors)
         ctx.mark_non_differentiable(*(x for x in output if not is_inexact(x)))
 
     @staticmethod
+    @boundary
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        tensors, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # a checkpoint allows one look
+        tensors, kept = saved[: ctx.count], saved[ctx.count :]
         wanted = [k for k, has in enumerate(ctx.inexact) if has and ctx.needs_input_grad[k + 1]]
         results: list[Any] = [None] * (1 + ctx.count)
         if wanted and any(x is not None for x in cotangents):
-            found = ctx.construct.pulled(tensors, kept, cotangents, wanted)
+            found = ctx.function.vjp(tensors, kept, cotangents, wanted)
             for k, gradient in zip(wanted, found, strict=True):
                 results[k + 1] = gradient
         return tuple(results)
 
     @staticmethod
-    def jvp(ctx: Any, _construct: None, *tangents: torch.Tensor | None) -> Any:
+    def jvp(ctx: Any, _function: None, *tangents: torch.Tensor | None) -> Any:
         # torch 2.13 turns forward mode off here: a jvp around this one would see constants
         with set_forward_grad(True):
             # without the tangents that are being pushed, which would be pushed again
             tensors = [forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors[: ctx.count]]
-            return tuple(ctx.construct.pushed(tensors, tangents))
+            return tuple(ctx.function.jvp(tensors, tangents))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], construct: Construct, *tensors: Any) -> Any:
-        results, dims = construct.batched(info, in_dims[1:], tensors)
+    def vmap(info: Any, in_dims: tuple[Any, ...], function: Transformable, *tensors: Any) -> Any:
+        results, dims = function.vmap(info, in_dims[1:], tensors)
         return tuple(results), tuple(dims)
 
 
@@ -132,7 +137,7 @@ Body = Callable[[Tensors], list[torch.Tensor]]
 """A function of tensors that can run again, at any level of transforms."""
 
 
-def pull(
+def vjp_of(
     body: Body,
     tensors: Tensors,
     wanted: Sequence[int],
@@ -160,7 +165,7 @@ def pull(
     return list(pull_back(tuple(cotangents)))
 
 
-def push(
+def jvp_of(
     body: Body, tensors: Tensors, given: Sequence[int], tangents: Tensors
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(the results, the tangents of those that are inexact), from tangents of ``given``."""
@@ -181,7 +186,7 @@ def push(
     return list(results), typed
 
 
-def batch(
+def vmap_of(
     body: Body, which: Sequence[bool], size: int, randomness: str, parts: str | None = None
 ) -> Callable[[Tensors], tuple[list[torch.Tensor], list[bool]]]:
     """The body for a batch of the tensors ``which``, along dim 0: its results, and which of them
