@@ -159,7 +159,7 @@ class Platform:
         """Undo ``pin``."""
 
     def own_stream(self) -> AbstractContextManager[None]:
-        """A block whose work is in one order with that of all such blocks, and behind all that the
+        """A block whose work is in one order with that of all such blocks, and after all that the
         caller has launched, on whatever stream.
         """
         return nullcontext()

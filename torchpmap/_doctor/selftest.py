@@ -38,7 +38,7 @@ class Step:
 
 
 def run() -> Iterator[Step]:
-    """All steps, each as soon as it is done; the ones behind a failure run too."""
+    """All steps, each as soon as it is done; the ones after a failure run too."""
     with contextlib.suppress(ValueError):  # a variable is wrong, which the first step tells
         if config.timeout is None:
             config.timeout = _LIMIT_S

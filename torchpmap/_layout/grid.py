@@ -54,13 +54,13 @@ def trimmed(entries: Iterable[tuple[int, ...]]) -> Cut:
 
 def nested(dim: int | None, inner: Cut) -> Cut:
     """The cut of stacked values: a new dim at ``dim`` is cut over the first dim of the grid, and
-    those that were there, as ``inner`` says, over the dims behind it.
+    those that were there, as ``inner`` says, over the dims after it.
     """
-    behind = tuple(tuple(k + 1 for k in over) for over in inner)
+    inside = tuple(tuple(k + 1 for k in over) for over in inner)
     if dim is None:
-        return behind
-    front = behind[:dim] + ((),) * (dim - len(behind))
-    return (*front, (0,), *behind[dim:])
+        return inside
+    front = inside[:dim] + ((),) * (dim - len(inside))
+    return (*front, (0,), *inside[dim:])
 
 
 @dataclass(frozen=True)

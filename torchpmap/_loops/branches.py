@@ -30,10 +30,10 @@ from torchpmap._loops.trees import (
     Parts,
     Tensors,
     Tree,
+    cast_weak,
     category,
     kind,
     same_kinds,
-    settled,
     take_apart,
 )
 from torchpmap._loops.without_values import without_values
@@ -217,7 +217,7 @@ class _Branches:
                 )
         leaves = zip(*(zip(p.tensors, p.weak, strict=True) for p in found), strict=True)
         like = [_widest(leaf) for leaf in leaves]
-        unified = [settled(parts, like) for parts in found]
+        unified = [cast_weak(parts, like) for parts in found]
         wrong = [
             f"  {path}: {kind(mine[0])} from {self._names[0]}, {kind(x)} from {name}"
             for path, mine in zip(
@@ -237,7 +237,7 @@ class _Branches:
 
     def run(self, which: int, operands: Sequence[torch.Tensor]) -> Tensors:
         """A branch, after ``unify`` has seen all."""
-        return settled(self.parts(which, operands), self._like)
+        return cast_weak(self.parts(which, operands), self._like)
 
     def build(self, results: Sequence[torch.Tensor]) -> Any:
         assert self._tree is not None

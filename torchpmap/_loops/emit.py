@@ -272,7 +272,7 @@ def _constants(module: GraphModule, places: Sequence[Node]) -> list[torch.Tensor
 
 
 def shared(inner: Sequence[Inner], num_own: int = 0) -> list[torch.Tensor]:
-    """Give graphs the same inputs, behind ``num_own`` of their own: what any of them reads."""
+    """Give graphs the same inputs, after ``num_own`` of their own: what any of them reads."""
     reads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     owned: list[dict[int, Node]] = []
     for each in inner:
@@ -360,7 +360,7 @@ def read(reads: Tensors, beside: Tensors = ()) -> list[torch.Tensor]:
     return operands([x.permute(memory_order(x)) for x in reads], beside)
 
 
-def settled(
+def trace_until_axes_stay(
     trace: Callable[[list[Axes]], tuple[T, Sequence[Axes]]], carry: Tensors
 ) -> tuple[T, list[Axes]]:
     """What ``trace`` makes of the axes along which a carry varies, and these: the fewest that a

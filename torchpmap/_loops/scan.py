@@ -17,7 +17,15 @@ from torchpmap._loops.checks import check_function, whole_number
 from torchpmap._loops.emit import discarded
 from torchpmap._loops.scan_node import Scan
 from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
-from torchpmap._loops.trees import Parts, Tensors, Tree, carried, kind, take_apart, with_weak_carry
+from torchpmap._loops.trees import (
+    Parts,
+    Tensors,
+    Tree,
+    check_carry,
+    kind,
+    take_apart,
+    with_weak_carry,
+)
 from torchpmap._loops.without_values import without_values
 from torchpmap._trace import transform_rules
 from torchpmap._trace.transformable import apply
@@ -232,7 +240,7 @@ class Body:
                 f"{self.name}: the body must return outputs of the same structure in each step, "
                 f"but returned {self._ys} and {ys.tree}."
             )
-        return carried(self.name, self.carry, carry, after), ys.tensors
+        return check_carry(self.name, self.carry, carry, after), ys.tensors
 
     def results(self, ys: Sequence[torch.Tensor]) -> Any:
         assert self._ys is not None
@@ -286,7 +294,7 @@ def _no_rows(
         _, ys = body(carry, row)
         return Parts(body.carry, ys, ())
 
-    kinds = [(y.shape, y.dtype, y.device) for y in tried(step, around).tensors]
+    kinds = [(y.shape, y.dtype, y.device) for y in infer_kinds(step, around).tensors]
     around.advance(0)
     return [torch.zeros(0, *shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
 
@@ -300,10 +308,10 @@ def _with_weak_carry(
         after: Parts = body.first(carry, row)[0]
         return after
 
-    return with_weak_carry(init, lambda carry: tried(lambda: step(carry), around))
+    return with_weak_carry(init, lambda carry: infer_kinds(lambda: step(carry), around))
 
 
-def tried(step: Callable[[], Parts], around: Surroundings) -> Parts:
+def infer_kinds(step: Callable[[], Parts], around: Surroundings) -> Parts:
     """What a first step returns, for its kinds.  It runs only if they are not known without it."""
     with around.restored(torch.tensor(0)):
         if is_staged():

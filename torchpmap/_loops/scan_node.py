@@ -73,7 +73,7 @@ class Scan(Transformable):
             found = emit.inner(body, [*emit.kinds_of(init), *rows], [*carry, *map(axes_of, xs)])
             return found, found.axes[: len(init)]
 
-        inner, carried = emit.settled(trace, init)
+        inner, carried = emit.trace_until_axes_stay(trace, init)
         xs = emit.without_unused(inner, xs, len(init))
         ys: list[emit.Kind] = [
             ((self.length, *shape), dtype, device)

@@ -104,7 +104,7 @@ def category(dtype: torch.dtype) -> int:
     return 2 if dtype.is_floating_point else 1
 
 
-def settled(parts: Parts, like: Sequence[torch.Tensor]) -> Tensors:
+def cast_weak(parts: Parts, like: Sequence[torch.Tensor]) -> Tensors:
     """The tensors, with Python numbers in the dtypes of others, if those can hold them."""
     return [
         x.to(other.dtype) if weak and category(x.dtype) <= category(other.dtype) else x
@@ -112,7 +112,7 @@ def settled(parts: Parts, like: Sequence[torch.Tensor]) -> Tensors:
     ]
 
 
-def carried(name: str, carry: Tree, given: Sequence[torch.Tensor], parts: Parts) -> Tensors:
+def check_carry(name: str, carry: Tree, given: Sequence[torch.Tensor], parts: Parts) -> Tensors:
     """What the body of a loop returned, as the next carry; raises if it is of another kind.
 
     A carry goes on to vary along all axes along which it did.
@@ -122,7 +122,7 @@ def carried(name: str, carry: Tree, given: Sequence[torch.Tensor], parts: Parts)
             f"{name}: the body must return a carry of the structure that it gets, but it got "
             f"{_shown(carry, given)} and returned {_shown(parts.tree, parts.tensors)}."
         )
-    tensors = settled(parts, given)
+    tensors = cast_weak(parts, given)
     if same_kinds(given, tensors):
         return [varied(x, axes_of(before)) for x, before in zip(tensors, given, strict=True)]
     lines = [
@@ -162,24 +162,23 @@ def with_weak_carry(init: Parts, step: Callable[[Sequence[Any]], Parts]) -> Tens
             if after.tree == init.tree:
                 pairs = zip(after.tensors, after.weak, tensors, strict=True)
                 like = [x if weak else y for y, weak, x in pairs]  # numbers say nothing
-                tensors = settled(Parts(init.tree, tensors, init.weak), like)
-    while (again := promoted(Parts(init.tree, tensors, init.weak), step(tensors))) is not None:
+                tensors = cast_weak(Parts(init.tree, tensors, init.weak), like)
+    while True:
+        again = promote_weak_carry(Parts(init.tree, tensors, init.weak), step(tensors))
+        if again is None:
+            return tensors
         tensors = again
-    return tensors
 
 
 _NO_NUMBER = (TypeError, AttributeError, ArithmeticError, ValueError)
 """What a body raises that needs a tensor."""
 
 
-def promoted(start: Parts, first: Parts) -> Tensors | None:
+def promote_weak_carry(start: Parts, first: Parts) -> Tensors | None:
     """A first carry whose Python numbers have the dtypes that come out of the first step; None if
     they have them already.
     """
     if start.tree != first.tree or not any(start.weak):
         return None
-    found = [
-        x.to(after.dtype) if weak and category(x.dtype) <= category(after.dtype) else x
-        for x, weak, after in zip(start.tensors, start.weak, first.tensors, strict=True)
-    ]
+    found = cast_weak(start, first.tensors)
     return None if same_kinds(found, start.tensors) else found

@@ -19,14 +19,14 @@ from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import Function
 from torchpmap._loops.branches import batched_levels
 from torchpmap._loops.checks import check_function
-from torchpmap._loops.scan import Body, cast_carry, check_unroll, is_staged, run_scan, tried
+from torchpmap._loops.scan import Body, cast_carry, check_unroll, infer_kinds, is_staged, run_scan
 from torchpmap._loops.surroundings import Surroundings, with_closures
 from torchpmap._loops.trees import (
     Parts,
     Tensors,
     Tree,
-    carried,
     category,
+    check_carry,
     kind,
     take_apart,
     with_weak_carry,
@@ -206,7 +206,7 @@ class _Loop:
         return take_apart(self._body(carry), "carry")
 
     def body(self, carry: Sequence[torch.Tensor]) -> Tensors:
-        return carried(self.name, self.tree, list(carry), self.first(carry))
+        return check_carry(self.name, self.tree, list(carry), self.first(carry))
 
     def check_unused(self, carry: Tensors, around: Surroundings, tested: int) -> None:
         """Raise what a body would raise that no step has run."""
@@ -214,7 +214,7 @@ class _Loop:
             found = without_values(lambda: self.first(carry))
         self._body.raise_refused()
         if found is not None:
-            carried(self.name, self.tree, carry, found)
+            check_carry(self.name, self.tree, carry, found)
 
 
 def _run(name: str, test: Callable[..., Any], body: Callable[..., Any], init: Any) -> Any:
@@ -225,7 +225,7 @@ def _run(name: str, test: Callable[..., Any], body: Callable[..., Any], init: An
 
 
 def _with_weak_carry(loop: _Loop, init: Parts, around: Surroundings) -> Tensors:
-    return with_weak_carry(init, lambda carry: tried(lambda: loop.first(carry), around))
+    return with_weak_carry(init, lambda carry: infer_kinds(lambda: loop.first(carry), around))
 
 
 def _in_python(loop: _Loop, init: Parts) -> Tensors:

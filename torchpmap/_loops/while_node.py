@@ -54,7 +54,7 @@ class While(Transformable):
             body = emit.inner(lambda *carry: self.body([*constants, *carry]), kinds, axes)
             return (test, body), [along | test.axes[0] for along in body.axes]
 
-        (test, body), axes = emit.settled(trace, init)
+        (test, body), axes = emit.trace_until_axes_stay(trace, init)
         emit.with_one_result(test)
         reads = emit.shared([test, body], num_own=len(init))
         return emit.call(

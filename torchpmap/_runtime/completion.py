@@ -8,7 +8,7 @@
 The error of a kernel comes late, and a collective that was aborted half-way raises nothing at all:
 the device goes on with garbage.  So a command is done when its event is reached without an error
 and, if it communicates, before anything has aborted its groups.  The thread reports the first
-command that fails, and notes none behind it.
+command that fails, and notes none after it.
 """
 
 from __future__ import annotations

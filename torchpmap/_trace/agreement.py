@@ -80,7 +80,7 @@ def _call_site(frame: FrameType) -> str:
 @functools.lru_cache(1024)
 def _place(code: CodeType, instruction: int) -> int | tuple[int, ...]:
     """Where an instruction comes from in the source; Python 3.13 may have it twice, as a call that
-    stands behind ``a if b else c`` is compiled for both.
+    stands after ``a if b else c`` is compiled for both.
     """
     found = next(itertools.islice(code.co_positions(), instruction // 2, None), ())
     place = tuple(number for number in found if number is not None)

@@ -392,9 +392,9 @@ class BlockProgram:
         return lanes
 
 
-def _merged(x: torch.Tensor, dim: int, count: int, behind: int) -> torch.Tensor:
-    """Merge ``count`` dims at ``dim`` with that of the block, which follows ``behind`` others."""
-    x = x.movedim(dim + count + behind, dim + count)
+def _merged(x: torch.Tensor, dim: int, count: int, num_before: int) -> torch.Tensor:
+    """Merge ``count`` dims at ``dim`` with that of the block, which has ``num_before`` before it."""
+    x = x.movedim(dim + count + num_before, dim + count)
     return x.flatten(dim, dim + count) if count else x
 
 

@@ -2,7 +2,7 @@
 
 A step sums its gradients over the devices.  On an accelerator a collective is a launch: it runs
 beside what the device computes, from ``all_reduce`` until ``wait_tensor``.  ``bucketed`` moves the
-launch up, right behind what it sends, and the wait down, in front of the first use::
+launch up, right after what it sends, and the wait down, in front of the first use::
 
     traced                            bucketed
 
@@ -15,7 +15,7 @@ launch up, right behind what it sends, and the wait down, in front of the first 
     w2 - 0.1 * s2                     w2 - 0.1 * wait(s2)
 
 Small sums share a message, as long as nothing waits for one of them before all are known: they are
-put one behind the other into a buffer.  (``all_reduce_coalesced`` would save the buffer, but
+put one after the other into a buffer.  (``all_reduce_coalesced`` would save the buffer, but
 Inductor does not make its operands contiguous, and each result has a wait of its own.)
 
 All devices run the same graph, and Inductor keeps the order of the collectives in a graph: each
@@ -255,7 +255,7 @@ class _Rewrite:
         )
 
     def _place_with_sources(self, node: Node) -> None:
-        """Place a node that is not placed yet, behind those that it is computed from."""
+        """Place a node that is not placed yet, after those that it is computed from."""
         waiting = [node]
         while waiting:
             node = waiting[-1]

@@ -134,7 +134,7 @@ class Capture(TorchDispatchMode):
             self._plain[id(tensor)] = self._plain[id(pair[0])] = pair
         return self._plain[id(tensor)][0]
 
-    def outer(self, tensor: torch.Tensor) -> torch.Tensor:
+    def from_enclosing_transform(self, tensor: torch.Tensor) -> torch.Tensor:
         """The stand-in of a tensor that a function transform around the call is tracing."""
         stand_in = self.stand_ins.get(id(tensor))
         if stand_in is None:
@@ -144,7 +144,7 @@ class Capture(TorchDispatchMode):
                     stand_in.requires_grad_()
         return stand_in
 
-    def at_door(self, tensor: torch.Tensor) -> torch.Tensor:
+    def on_enter_transform(self, tensor: torch.Tensor) -> torch.Tensor:
         """The stand-in of a tensor that a transform inside is about to wrap, and none around."""
         if not is_real(tensor) or is_wrapped(tensor) or tensor.requires_grad or tensor.is_meta:
             return tensor
@@ -245,15 +245,15 @@ class Substitute(TorchFunctionMode):
     def __init__(
         self,
         find: Callable[[torch.Tensor], torch.Tensor],
-        at_doors: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        at_transforms: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """``at_doors``: instead of ``find``, for what enters or leaves a transform inside."""
+        """``at_transforms``: instead of ``find``, for what enters or leaves a transform inside."""
         super().__init__()
         self.find = find
-        self.at_doors = at_doors or find
+        self.at_transforms = at_transforms or find
 
     def __enter__(self) -> Self:
-        _doors.__enter__()
+        _crossings.__enter__()
         _here.entered.append(self)
         super().__enter__()
         return self
@@ -261,7 +261,7 @@ class Substitute(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         _here.entered.remove(self)
-        _doors.__exit__()
+        _crossings.__exit__()
 
     def wrapped(self, tensor: Any) -> None:
         """Hear of a tensor as a transform in the block hands it to its function."""
@@ -283,11 +283,11 @@ _here = _Here()
 def _found(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         for each in reversed(_here.entered):
-            value = each.at_doors(value)
+            value = each.at_transforms(value)
     return value
 
 
-def _door(own: Callable[..., Any], enters: bool) -> Callable[..., Any]:
+def _crossing(own: Callable[..., Any], enters: bool) -> Callable[..., Any]:
     def through(value: Any, *args: Any) -> Any:
         result = own(_found(value), *args)
         if enters:
@@ -299,10 +299,10 @@ def _door(own: Callable[..., Any], enters: bool) -> Callable[..., Any]:
 
 
 _module, _name, _entry = function_entry(_found)
-_doors = Replaced(
+_crossings = Replaced(
     [
-        *(Replacement(*place, functools.partial(_door, enters=True)) for place in ENTRIES),
-        *(Replacement(*place, functools.partial(_door, enters=False)) for place in EXITS),
+        *(Replacement(*place, functools.partial(_crossing, enters=True)) for place in ENTRIES),
+        *(Replacement(*place, functools.partial(_crossing, enters=False)) for place in EXITS),
         Replacement(_module, _name, lambda own: _entry),
     ]
 )

@@ -158,7 +158,7 @@ class _Changes(Interpreter):
         args: Any = self.fetch_args_kwargs_from_env(n)[0]
         if kind_of_node(n) == SCAN:
             return self._changed(n, *args)
-        if kind_of_node(n):  # a branch or another loop: its graphs get the operands behind them
+        if kind_of_node(n):  # a branch or another loop: its graphs get the operands after them
             operands = [x for group in args if isinstance(group, list | tuple) for x in group]
             for graph in args:
                 if isinstance(graph, GraphModule):

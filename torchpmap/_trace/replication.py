@@ -228,7 +228,7 @@ class Replication:
         """Per lines: the length of the graph, and the nodes that may differ."""
 
     @contextlib.contextmanager
-    def asked(self) -> Iterator[None]:
+    def entered(self) -> Iterator[None]:
         """A block in which ``is_same`` knows of this trace."""
         token = _known.set(self)
         try:
@@ -236,7 +236,7 @@ class Replication:
         finally:
             _known.reset(token)
 
-    def settled(self, demands: Sequence[Demand]) -> list[torch.Tensor]:
+    def settle(self, demands: Sequence[Demand]) -> list[torch.Tensor]:
         """The outputs.  Blocks that must be the same but may differ are broadcast from the first
         device, or refused.
         """
@@ -251,8 +251,8 @@ class Replication:
             [a for a in demand.same_along if node is not None and self.varies(node, a)]
             for demand, node in zip(demands, nodes, strict=True)
         ]
-        settled = [_settle(each, axes) for each, axes in zip(demands, differing, strict=True)]
-        return [x for x, demand in zip(settled, demands, strict=True) if demand.is_output]
+        outputs = [_settle(each, axes) for each, axes in zip(demands, differing, strict=True)]
+        return [x for x, demand in zip(outputs, demands, strict=True) if demand.is_output]
 
     def is_same(self, value: torch.Tensor, axis: Axis) -> bool:
         """Whether a value is proved to be the same along an axis of devices."""
@@ -338,7 +338,7 @@ def varying_results(node: Node, varying: Collection[Node], along: Along) -> Sequ
             return [True] * len(results_of(graphs[0]))
         found = [_through(graph, _flags(node.args[3], varying), along) for graph in graphs]
         return [a or b for a, b in zip(*found, strict=True)]
-    return _settled(node, varying, along)[1]
+    return _fixed_point(node, varying, along)[1]
 
 
 def _entered(
@@ -355,13 +355,15 @@ def _entered(
         for graph in graphs:
             yield graph, _marked(graph, _flags(node.args[3], varying)), node.args[0] in varying
         return
-    inputs = _inputs(node, _settled(node, varying, along)[0], varying)
+    inputs = _inputs(node, _fixed_point(node, varying, along)[0], varying)
     differs = kind == WHILE and _through(graphs[0], inputs, along)[0]
     for graph in graphs:
         yield graph, _marked(graph, inputs), differs
 
 
-def _settled(node: Node, varying: Collection[Node], along: Along) -> tuple[list[bool], list[bool]]:
+def _fixed_point(
+    node: Node, varying: Collection[Node], along: Along
+) -> tuple[list[bool], list[bool]]:
     """(which carries may differ in some step, which results may)"""
     kind, graphs = kind_of_node(node), inner_graphs(node)
     first: Any = node.args[1] if kind == SCAN else node.args[2]

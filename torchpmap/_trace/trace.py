@@ -122,7 +122,7 @@ class Traced:
     indices.
     """
     inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    """Shape and dtype of the placeholders behind the index."""
+    """Shape and dtype of the placeholders after the index."""
     halves: Halves | None
     """The graph in two, if ``trace`` got ``split_at``."""
     writes_inputs: bool
@@ -179,14 +179,14 @@ def trace(
     capture = Capture(fake_mode, functools.partial(new_fake, fake_mode), device, record)
 
     def flat(index: torch.Tensor, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        settled = run(index, blocks)
+        results = run(index, blocks)
         sources = index, *blocks, *capture.stand_ins.values()
         given = {t.untyped_storage()._cdata for t in sources}
-        return tuple(_finish(block, given) for block in settled)
+        return tuple(_finish(block, given) for block in results)
 
     def run(index: torch.Tensor, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
-        modes = capture, KeepData(capture), Substitute(outer, at_door)
+        modes = capture, KeepData(capture), Substitute(find, on_enter_transform)
         with contextlib.ExitStack() as stack:
             for mode in (capture.views.entered(), record.entered(), *modes, torch.enable_grad()):
                 stack.enter_context(mode)
@@ -197,21 +197,25 @@ def trace(
                 ChainMap(groups, {group: peers(axis)}),
                 capture.node_of,
             )
-            with known.asked():
+            with known.entered():
                 demands = body(blocks, axis)
             capture.executions.end()
             demands = [d._replace(block=capture.substitute(d.block)) for d in demands]
-            return known.settled(demands)
+            return known.settle(demands)
 
-    around = depth()
+    enclosing_depth = depth()
 
-    def outer(tensor: torch.Tensor) -> torch.Tensor:
-        return capture.outer(tensor) if _is_outer(tensor, around, outside) else tensor
+    def find(tensor: torch.Tensor) -> torch.Tensor:
+        if not _is_from_around(tensor, enclosing_depth, outside):
+            return tensor
+        return capture.from_enclosing_transform(tensor)
 
-    def at_door(tensor: torch.Tensor) -> torch.Tensor:
+    def on_enter_transform(tensor: torch.Tensor) -> torch.Tensor:
         capture.views.before_call(tensor)
+        if not enclosing_depth:
+            return tensor
         # so that a wrapper of a real tensor comes from around the call
-        return capture.at_door(outer(tensor)) if around else tensor
+        return capture.on_enter_transform(find(tensor))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_lock)
@@ -293,16 +297,16 @@ def _no_transforms() -> Iterator[None]:
         yield
 
 
-def _is_outer(tensor: torch.Tensor, around: int, outside: Collection[int]) -> bool:
+def _is_from_around(tensor: torch.Tensor, enclosing_depth: int, outside: Collection[int]) -> bool:
     """Whether a transform around the call, and not one inside the function, is tracing this
     tensor.
     """
-    if not around or not is_wrapped(tensor):
+    if not enclosing_depth or not is_wrapped(tensor):
         return False
     level = level_of(tensor)
     if id(tensor) in outside or level > depth():
         return True
-    if level <= around and is_real(innermost(tensor)):
+    if level <= enclosing_depth and is_real(innermost(tensor)):
         raise NotImplementedError(
             f"at {users_line()}: a tensor of shape {list(tensor.shape)} that the mapped function "
             "closes over meets function transforms both around the call and inside the function; "

@@ -245,7 +245,7 @@ def kept_equal(own: Callable[..., Any], is_active: Callable[[], bool]) -> Callab
         if not is_active():
             return own(func, *args, **kwargs)
 
-        def settled(*rows: Any, **more: Any) -> Any:
+        def kept_rows(*rows: Any, **more: Any) -> Any:
             found = func(*rows, **more)
             views = settle(found)
             if views is not None:
@@ -253,7 +253,7 @@ def kept_equal(own: Callable[..., Any], is_active: Callable[[], bool]) -> Callab
             return found
 
         with nullcontext() if _current.get() is not None else _followed():
-            return own(settled, *args, **kwargs)
+            return own(kept_rows, *args, **kwargs)
 
     return flat_vmap
 

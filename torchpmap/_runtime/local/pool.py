@@ -239,7 +239,7 @@ class Pool:
         return self._progress.reached(seq, ranks)
 
     def wait_for(self, era: Era, seq: int, ranks: Sequence[int]) -> bool:
-        """Wait until ``ranks`` are done with command ``seq``, whatever stands behind it; False when
+        """Wait until ``ranks`` are done with command ``seq``, whatever comes after it; False when
         a failure came first.
         """
         refuse_to_wait()

@@ -36,7 +36,7 @@ from torchpmap._runtime.wire import frame, pack_ints
 from torchpmap._trace.compile import CompileReport, Definition
 
 _JOINED_BYTES = 1 << 16
-"""Up to this size a block is copied behind its header, and sent with it."""
+"""Up to this size a block is copied after its header, and sent with it."""
 
 
 class _Stored:

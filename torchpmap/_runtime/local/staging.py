@@ -193,7 +193,7 @@ class Staging:
         return not on_the_way or on_the_way + room <= _ON_THE_WAY_BYTES
 
     def _drop_arrived(self) -> None:
-        """Some have arrived behind one that has not, or are there twice: used again since."""
+        """Some have arrived after one that has not, or are there twice: used again since."""
         self._sent = deque(dict.fromkeys(each for each in self._sent if each.state == TAKEN))
 
     def _found(self, regions: deque[Region]) -> Region | None:

@@ -14,7 +14,7 @@ both threads touch.
 An exception in a call never ends the worker, whatever its type; only the end of the command socket
 does (``reader.has_ended``).  After an exception the worker drops its process groups *first* (peers
 blocked in a collective with it then fail in milliseconds), and reports.  It skips every further
-call until the controller starts a new epoch, since calls behind a failed one may depend on it.
+call until the controller starts a new epoch, since calls after a failed one may depend on it.
 
 A call may fork, and return in the child, too.  The child then exits at once, since sockets, shared
 numbers and groups are the parent's.
@@ -229,7 +229,7 @@ class _Worker:
         self.values.add(out, results)
 
     def skip(self, kind: int, length: int) -> None:
-        """Skip a command behind a failure, but free the values that it names."""
+        """Skip a command after a failure, but free the values that it names."""
         if kind == wire.CALL:
             _, _, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
             self.values.release(handles[num_inputs:])
@@ -332,7 +332,7 @@ class _Worker:
             return
         report, stored = work.run(rank, task.given, self.values.of(task.inputs))
         self.platform.synchronize()
-        self.groups.refuse_if_aborted()  # a device goes on behind a collective that was aborted
+        self.groups.refuse_if_aborted()  # a device goes on after a collective that was aborted
         self.reply(seq, (report, len(stored)), dict(enumerate(stored, task.first_output)))
 
     def group(self, seq: int, length: int) -> None:

@@ -360,7 +360,7 @@ class TorchrunRuntime:
                     with self._platform.own_stream(), plain():
                         report, stored = work.run(rank, task.given, blocks)
                     self._platform.synchronize()
-                    # a device goes on behind a collective that was aborted
+                    # a device goes on after a collective that was aborted
                     self._groups.refuse_if_aborted()
                 reports = self._gathered(task, report)
             return reports, [_Block(block, team) for block in stored]
