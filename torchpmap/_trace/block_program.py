@@ -393,7 +393,7 @@ class BlockProgram:
 
 
 def _merged(x: torch.Tensor, dim: int, count: int, num_before: int) -> torch.Tensor:
-    """Merge ``count`` dims at ``dim`` with that of the block, which has ``num_before`` before it."""
+    """Merge ``count`` dims at ``dim`` with that of the block; ``num_before`` others are between."""
     x = x.movedim(dim + count + num_before, dim + count)
     return x.flatten(dim, dim + count) if count else x
 
