@@ -7,7 +7,7 @@ from torch import nn
 from torch.func import grad, jvp, vmap
 
 import torchpmap as tp
-from torchpmap._trace.inner import has_effects
+from torchpmap._trace.graphs import has_effects
 
 X = torch.tensor([[2.0, -1.0, 2.5], [0.5, 20.0, -0.1]])
 

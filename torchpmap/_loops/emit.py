@@ -43,12 +43,19 @@ from torchpmap._base.torch_internals import (
 from torchpmap._collectives.varying import Axes, axes_of, set_axes
 from torchpmap._layout import axis_stack
 from torchpmap._trace.capture import Capture, is_real
-from torchpmap._trace.inner import GRAPHS, is_kept, storages
+from torchpmap._trace.graphs import (
+    GRAPHS,
+    copy_written,
+    is_kept,
+    output_of,
+    placeholders,
+    results_of,
+    written_storages,
+)
 from torchpmap._trace.passes import (
     drop_copies,
     drop_detaches,
     drop_in_place_views,
-    written_storages,
 )
 from torchpmap._trace.traced_views import traced_views
 
@@ -196,14 +203,15 @@ def _finished(
 ) -> Inner:
     graph = module.graph
     _refuse_writes(module, reads)
-    places = [node for node in graph.nodes if node.op == "placeholder"][:num_examples]
+    places = placeholders(graph)[:num_examples]
     last = places[-1] if places else None
     for node in reversed(reads.nodes):
         if last is not None:
             last.append(node)
         else:
             next(iter(graph.nodes)).prepend(node)
-    _copy_written(module, places, reads.nodes)
+    if places:  # a function of the user's may write to a cotangent
+        copy_written(graph, places, [*places, *reads.nodes][-1])
     drop_detaches(module)
     drop_in_place_views(module)
     drop_copies(module)
@@ -216,31 +224,18 @@ def _finished(
     tensors += _constants(module, [*places, *(node for node, _ in kept)])
     graph.lint()
     module.recompile()
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    values = [node.meta["val"] for node in output.args[0]]
+    values = [node.meta["val"] for node in results_of(graph)]
     return Inner(module, tuple(tensors), tuple(kinds_of(values)), varying)
 
 
 def _refuse_writes(module: GraphModule, reads: _Reads) -> None:
-    written = written_storages(module)
+    written = written_storages(module.graph)
     for tensor in reads.tensors:
         writer = written.get(tensor.untyped_storage()._cdata)
         if writer is not None:
             raise RuntimeError(
                 lost_write(tensor, f" ({writer.target}, in the body of a loop or branch)")
             )
-
-
-def _copy_written(module: GraphModule, places: Sequence[Node], reads: Sequence[Node]) -> None:
-    """Let writes to an input go to a copy: a function of the user's may write to a cotangent."""
-    written, last = written_storages(module), [*places, *reads][-1:]
-    for node in places:
-        if not storages(node).isdisjoint(written):
-            with module.graph.inserting_after(last[0]):
-                copy = module.graph.call_function(_aten.clone.default, (node,))
-            copy.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(copy)
-            copy.replace_input_with(copy, node)
 
 
 def _constants(module: GraphModule, places: Sequence[Node]) -> list[torch.Tensor]:
@@ -276,13 +271,13 @@ def shared(inner: Sequence[Inner], num_own: int = 0) -> list[torch.Tensor]:
     reads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     owned: list[dict[int, Node]] = []
     for each in inner:
-        places = each.module.graph.find_nodes(op="placeholder")
+        places = placeholders(each.module.graph)
         pairs = list(zip(each.reads, places[num_own:], strict=True))
         reads |= {id(x): (x, node.meta["val"]) for x, node in pairs}
         owned.append({id(x): node for x, node in pairs})
     for each, mine in zip(inner, owned, strict=True):
         graph = each.module.graph
-        places = graph.find_nodes(op="placeholder")
+        places = placeholders(graph)
         before = next(node for node in graph.nodes if node not in set(places))
         with graph.inserting_before(before):
             for k, (key, (_, value)) in enumerate(reads.items()):
@@ -302,7 +297,7 @@ def without_unused(inner: Inner, xs: list[torch.Tensor], start: int) -> list[tor
     ``xs`` without those.  One stays, from which a scan takes its length.
     """
     graph = inner.module.graph
-    places = [node for node in graph.nodes if node.op == "placeholder"][start : start + len(xs)]
+    places = placeholders(graph)[start : start + len(xs)]
     used = [(node, x) for node, x in zip(places, xs, strict=True) if node.users]
     used = used or [(places[0], xs[0])]
     for node in places:
@@ -314,8 +309,8 @@ def without_unused(inner: Inner, xs: list[torch.Tensor], start: int) -> list[tor
 
 def with_one_result(inner: Inner) -> Inner:
     """Let a graph return its only result, in no tuple."""
-    (output,) = (node for node in inner.module.graph.nodes if node.op == "output")
-    output.args = (output.args[0][0],)
+    output = output_of(inner.module.graph)
+    output.args = tuple(results_of(inner.module.graph))
     inner.module.recompile()
     return inner
 

@@ -16,7 +16,15 @@ from torchpmap._base.torch_internals import FakeTensorMode, LazyGraphModule, OpO
 from torchpmap._collectives.backend import NAMESPACES, c10d
 from torchpmap._plan.plan import Plan
 from torchpmap._trace.boxed import copied
-from torchpmap._trace.inner import COND, SCAN, WHILE, inner_graphs, kind_of_node
+from torchpmap._trace.graphs import (
+    COND,
+    SCAN,
+    WHILE,
+    inner_graphs,
+    kind_of_node,
+    output_of,
+    placeholders,
+)
 
 _KNOWN = frozenset({"aten", "prims", "torchpmap_random", *NAMESPACES})
 _PASSING = (operator.getitem, c10d.wait_tensor.default)
@@ -94,8 +102,7 @@ def cost_of(plan: Plan) -> Cost:
         graph = propagated(plan, counter.get_total_flops, again)
     nodes = list(graph.nodes)
     sizes = {node: _bytes(node.meta.get("val")) for node in nodes}
-    inputs = {node for node in nodes if node.op == "placeholder"}
-    (output,) = (node for node in nodes if node.op == "output")
+    inputs, output = set(placeholders(graph)), output_of(graph)
     results = {_memory(node) for node in output.all_input_nodes}
     return Cost(
         counter.get_total_flops() + sum(again),
@@ -273,4 +280,4 @@ def _peak_inside(graph: torch.fx.Graph) -> int:
     """Of a step of a loop or of a branch; what it reads is held by the graph around it."""
     nodes = list(graph.nodes)
     sizes = {node: _bytes(node.meta.get("val")) for node in nodes}
-    return _peak(nodes, sizes, without={node for node in nodes if node.op == "placeholder"})
+    return _peak(nodes, sizes, without=set(placeholders(graph)))

@@ -20,7 +20,7 @@ from torchpmap._base.torch_internals import (
     tracing_mode,
     written_values,
 )
-from torchpmap._trace.inner import storages
+from torchpmap._trace.graphs import storages
 
 _aten = torch.ops.aten
 _Sum = tuple[Counter[Any], int]

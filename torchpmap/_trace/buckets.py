@@ -35,7 +35,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.torch_internals import OpOverload, written_values
 from torchpmap._collectives.backend import c10d
-from torchpmap._trace.inner import storages
+from torchpmap._trace.graphs import storages
 
 _aten = torch.ops.aten
 _LIGHT = {

@@ -16,13 +16,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.torch_internals import LazyGraphModule
-from torchpmap._trace.inner import (
+from torchpmap._trace.graphs import (
     SCAN,
     inner_graphs,
     inner_modules,
     is_kept,
     kind_of_node,
     operations,
+    placeholders,
     results_of,
 )
 
@@ -85,7 +86,7 @@ def repeated(
 ) -> GraphModule:
     """``size`` steps of a body as one; ``module`` has its attributes."""
     graph = Graph()
-    own = [graph.placeholder(node.name) for node in body.nodes if node.op == "placeholder"]
+    own = [graph.placeholder(node.name) for node in placeholders(body)]
     carry, xs = own[:num_carry], own[num_carry : num_carry + num_xs]
     graph.output(tuple(_steps(graph, body, carry, xs, own[num_carry + num_xs :], size)))
     return LazyGraphModule(module, graph)
@@ -100,7 +101,7 @@ def _steps(
     length: int,
 ) -> list[Node]:
     """Copies of the body, one for each step: the last carry, and the stacked outputs."""
-    places = [node for node in body.nodes if node.op == "placeholder"]
+    places = placeholders(body)
     count = len(carry)
     ys: list[list[Node]] = [[] for _ in results_of(body)[count:]]
     for k in range(length):

@@ -49,7 +49,7 @@ from torchpmap._trace.compiled_loops import (
 )
 from torchpmap._trace.constants import place
 from torchpmap._trace.custom_ops import NATIVE
-from torchpmap._trace.inner import acts, results_of, shows
+from torchpmap._trace.graphs import acts, results_of, shows
 from torchpmap._trace.passes import names_in
 from torchpmap._trace.toolchain import make_cache_private
 from torchpmap.random import _threefry as _threefry

@@ -28,7 +28,7 @@ from torchpmap._base.platform import Boxed
 from torchpmap._base.pytree import tree_leaves
 from torchpmap._base.torch_internals import FakeTensor, FakeTensorMode, keep_in_order
 from torchpmap._trace.chunks import calls_libraries, repeated, steps_at_once
-from torchpmap._trace.inner import (
+from torchpmap._trace.graphs import (
     SCAN,
     copied_whole,
     has_effects,

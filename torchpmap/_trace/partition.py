@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.storages import memory_order
 from torchpmap._base.torch_internals import LazyGraphModule, OpOverload
-from torchpmap._trace.inner import copied_whole, is_kept, storages
+from torchpmap._trace.graphs import copied_whole, is_kept, placeholders, results_of, storages
 
 _aten = torch.ops.aten
 _CONTIGUOUS = torch.contiguous_format
@@ -47,22 +47,24 @@ def split(
     ``backward``: nodes of the backward graph that depend on no cotangent.
     """
     nodes = list(joint.graph.nodes)
-    cotangents = [node for node in nodes if node.op == "placeholder"][-num_cotangents:]
-    (output,) = (node for node in nodes if node.op == "output")
-    late = {*cotangents, *(set(backward) - _sources(output.args[0][:num_outputs]))}
+    cotangents = placeholders(joint.graph)[-num_cotangents:]
+    results = results_of(joint.graph)
+    outputs, gradients = results[:num_outputs], results[num_outputs:]
+    late = {*cotangents, *(set(backward) - _sources(outputs))}
     for node in nodes:
         if node.op != "output" and any(source in late for source in node.all_input_nodes):
             late.add(node)
-    assert not late.intersection(output.args[0][:num_outputs])
+    assert not late.intersection(outputs)
     wanted = [source for node in nodes if node in late for source in node.all_input_nodes]
-    gradients = [node for node in output.args[0][num_outputs:] if isinstance(node, Node)]
+    computed = [node for node in gradients if isinstance(node, Node)]
     attributes = {node for node in nodes if node.op == "get_attr"}  # constants, bodies of loops
     here = late | attributes
-    crossing = [node for node in dict.fromkeys([*wanted, *gradients]) if node not in here]
+    crossing = [node for node in dict.fromkeys([*wanted, *computed]) if node not in here]
     crossings = _cross(joint.graph, crossing, late)
     again, residuals = crossings.again, crossings.stored
     nodes = [node for node in joint.graph.nodes if node.op != "output"]
-    outputs, gradients = output.args[0][:num_outputs], output.args[0][num_outputs:]
+    results = results_of(joint.graph)  # which crossing may have changed
+    outputs, gradients = results[:num_outputs], results[num_outputs:]
     forward = _graph([node for node in nodes if node not in late], [], [*outputs, *residuals])
     backward_graph = _graph(
         [node for node in nodes if node in here | again and node not in cotangents],

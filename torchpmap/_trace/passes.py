@@ -9,45 +9,28 @@ import torch
 
 from torchpmap._base.errors import lost_write
 from torchpmap._base.torch_internals import (
-    OpOverload,
     outside_modes,
     outside_transforms,
-    written_values,
 )
 from torchpmap._trace.capture import Capture
-from torchpmap._trace.inner import kind_of_node, storages
+from torchpmap._trace.graphs import (
+    copy_written,
+    kind_of_node,
+    placeholders,
+    storages,
+    written_storages,
+)
 
 _aten = torch.ops.aten
-
-
-def output_nodes(graph: torch.fx.GraphModule) -> Sequence[torch.fx.Node]:
-    (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    return output.args[0]
-
-
-def _placeholders(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    return [node for node in graph.graph.nodes if node.op == "placeholder"]
 
 
 def order_placeholders(graph: torch.fx.GraphModule, captured: Sequence[torch.fx.Node]) -> None:
     """Put captured placeholders, which were created where they were met, between the index and the
     inputs.
     """
-    index = _placeholders(graph)[0]
+    index = placeholders(graph.graph)[0]
     for node in reversed(captured):
         index.append(node)
-
-
-def written_storages(graph: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
-    """Storage -> first node that writes to it."""
-    written: dict[int, torch.fx.Node] = {}
-    for node in graph.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, OpOverload):
-            continue
-        for target in written_values(node.target, node.args, node.kwargs):
-            if isinstance(target, torch.fx.Node):
-                written.setdefault(target.meta["val"].untyped_storage()._cdata, node)
-    return written
 
 
 def refuse_lost_writes(graph: torch.fx.GraphModule, capture: Capture) -> None:
@@ -55,7 +38,7 @@ def refuse_lost_writes(graph: torch.fx.GraphModule, capture: Capture) -> None:
         if not held.same():
             held.restore()
             raise RuntimeError(lost_write(real, f" (.{name}())"))
-    written = written_storages(graph)
+    written = written_storages(graph.graph)
     for node, real in zip(capture.nodes, capture.captured, strict=True):
         writer = written.get(node.meta["val"].untyped_storage()._cdata)
         if writer is not None:
@@ -83,19 +66,8 @@ def protect_inputs(graph: torch.fx.GraphModule) -> bool:
     """Let in-place writes to an input go to a copy, because the stored value may be used again;
     returns whether there are any.
     """
-    found = False
-    written = written_storages(graph)
-    placeholders = _placeholders(graph)
-    last = placeholders[-1]
-    for node in placeholders:
-        if node.meta["val"].untyped_storage()._cdata in written:
-            with graph.graph.inserting_after(last):
-                copy = graph.graph.call_function(_aten.clone.default, (node,))
-            copy.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(copy)
-            copy.replace_input_with(copy, node)
-            found = True
-    return found
+    inputs = placeholders(graph.graph)
+    return copy_written(graph.graph, inputs, inputs[-1])
 
 
 def drop_detaches(graph: torch.fx.GraphModule) -> None:
@@ -147,7 +119,7 @@ def drop_copies(module: torch.fx.GraphModule) -> None:
                 results = places
             else:
                 operands.append(places)
-    written = written_storages(module)
+    written = written_storages(module.graph)
     for node in nodes:
         if node.target is not _aten.clone.default:
             continue
@@ -192,7 +164,7 @@ def _value(node: torch.fx.Node) -> Any:
 
 
 def drop_unused_index(graph: torch.fx.GraphModule) -> bool:
-    index = _placeholders(graph)[0]
+    index = placeholders(graph.graph)[0]
     if index.users:
         return True
     graph.graph.erase_node(index)
@@ -218,7 +190,7 @@ def names_in(graph: torch.fx.GraphModule) -> list[str]:
 
 
 def input_kinds(graph: torch.fx.GraphModule) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    values = [node.meta["val"] for node in _placeholders(graph)]
+    values = [node.meta["val"] for node in placeholders(graph.graph)]
     return tuple((tuple(value.shape), value.dtype) for value in values)
 
 

@@ -34,7 +34,7 @@ from torchpmap._base.torch_internals import (
     tracing_mode,
 )
 from torchpmap._base.torch_versions import checkpoint_bracket
-from torchpmap._trace.inner import is_kept
+from torchpmap._trace.graphs import is_kept, placeholders
 from torchpmap.random._streams import active_streams
 
 _aten = torch.ops.aten
@@ -346,18 +346,11 @@ def _is_view(node: Node) -> bool:
 # -- graphs with writes ----------------------------------------------------------------------------
 
 
-def writes(graph: GraphModule) -> bool:
-    """Whether an operation of a graph writes to a tensor."""
-    targets = [node.target for node in graph.graph.nodes]
-    return any(isinstance(t, OpOverload) and t._schema.is_mutable for t in targets)
-
-
 def without_writes(graph: GraphModule, record: Record) -> GraphModule:
     """The graph without operations that write to a tensor: these cannot be moved or copied."""
     from torchpmap._trace.graph_mode import graph_of
 
-    sources = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    examples = [node.meta["val"] for node in sources]
+    examples = [node.meta["val"] for node in placeholders(graph.graph)]
     interpreter = _Tracking(graph)
     functional = torch.func.functionalize(interpreter.run, remove="mutations")
     with examples[0].fake_mode:

@@ -33,7 +33,15 @@ from torchpmap._collectives import pbroadcast
 from torchpmap._collectives.backend import NAMESPACES, c10d
 from torchpmap._collectives.varying import is_by_element
 from torchpmap._layout.axis_stack import Axis, Partition, Parts, bind, joined, parted, peers
-from torchpmap._trace.inner import COND, SCAN, WHILE, inner_graphs, kind_of_node, results_of
+from torchpmap._trace.graphs import (
+    COND,
+    SCAN,
+    WHILE,
+    inner_graphs,
+    kind_of_node,
+    placeholders,
+    results_of,
+)
 
 _EQUALISING = (c10d.all_reduce.default, c10d.all_gather_into_tensor.default)
 _DISTRIBUTING = (
@@ -271,7 +279,7 @@ class Replication:
     def _varying_along(self, lines: Partition) -> set[Node]:
         length, found = self._varying.get(lines, (-1, set()))
         if length != len(self._graph.nodes):
-            index, *arguments = (node for node in self._graph.nodes if node.op == "placeholder")
+            index, *arguments = placeholders(self._graph)
             values = index_values(self._graph, index, sum(map(len, lines)))
             values |= dict(zip(arguments, self._held, strict=False))  # closures follow
             known = {node: _differ(value, lines) for node, value in values.items()}
@@ -389,8 +397,7 @@ def _flags(nodes: Any, varying: Collection[Node]) -> list[bool]:
 
 
 def _marked(graph: Graph, flags: Sequence[bool]) -> list[Node]:
-    places = [node for node in graph.nodes if node.op == "placeholder"]
-    return [node for node, flag in zip(places, flags, strict=True) if flag]
+    return [node for node, flag in zip(placeholders(graph), flags, strict=True) if flag]
 
 
 def _through(graph: Graph, flags: Sequence[bool], along: Along) -> list[bool]:

@@ -57,6 +57,7 @@ from torchpmap._trace.capture import (
     is_real,
 )
 from torchpmap._trace.chunks import unroll_short_scans
+from torchpmap._trace.graphs import results_of, writes
 from torchpmap._trace.idioms import idiom
 from torchpmap._trace.partition import Halves, split
 from torchpmap._trace.passes import (
@@ -68,12 +69,11 @@ from torchpmap._trace.passes import (
     input_kinds,
     names_in,
     order_placeholders,
-    output_nodes,
     protect_inputs,
     refuse_lost_gradients,
     refuse_lost_writes,
 )
-from torchpmap._trace.remat import Record, rematerialize, without_writes, writes
+from torchpmap._trace.remat import Record, rematerialize, without_writes
 from torchpmap._trace.repetition import Repeated, repeated
 from torchpmap._trace.replication import Demand, Replication
 from torchpmap._trace.seeds import generator_kept
@@ -245,10 +245,10 @@ def trace(
     drop_in_place_views(graph)
     drop_copies(graph)
     uses_index = drop_unused_index(graph)
-    if (record.regions or split_at is not None) and writes(graph):
+    if (record.regions or split_at is not None) and writes(graph.graph):
         graph = without_writes(graph, record)
     again = rematerialize(graph, record, ordered=ordered, split=split_at is not None)
-    outputs = [node.meta["val"] for node in output_nodes(graph)]
+    outputs = [node.meta["val"] for node in results_of(graph.graph)]
     halves = None if split_at is None else split(graph, *split_at, again)
     traced = Traced(
         graph=graph,

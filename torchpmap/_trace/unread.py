@@ -14,7 +14,15 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from torchpmap._trace.inner import SCAN, inner_modules, is_kept, kind_of_node, results_of
+from torchpmap._trace.graphs import (
+    SCAN,
+    inner_modules,
+    is_kept,
+    kind_of_node,
+    output_of,
+    placeholders,
+    results_of,
+)
 
 
 def drop_unread(module: GraphModule) -> None:
@@ -42,8 +50,7 @@ def _drop_outputs(node: Node) -> None:
     kept = (
         kept or list(range(len(results)))[:1]
     )  # a loop of torch has a result, if its body has one
-    (output,) = (each for each in body.graph.nodes if each.op == "output")
-    output.args = (tuple(results[k] for k in kept),)
+    output_of(body.graph).args = (tuple(results[k] for k in kept),)
     for user in list(node.users):
         user.args = (node, kept.index(user.args[1]))  # type: ignore[arg-type]
     node.meta["val"] = tuple(node.meta["val"][k] for k in kept)
@@ -52,7 +59,7 @@ def _drop_outputs(node: Node) -> None:
 def _drop_inputs(node: Node) -> None:
     (body,) = inner_modules(node)
     init, xs, reads = (list(each) for each in node.args[1:])  # type: ignore[arg-type]
-    places = [each for each in body.graph.nodes if each.op == "placeholder"][len(init) :]
+    places = placeholders(body.graph)[len(init) :]
     for_xs, for_reads = places[: len(xs)], places[len(xs) :]
     used = [k for k, place in enumerate(for_xs) if place.users] or [0]  # one gives the length
     read = [k for k, place in enumerate(for_reads) if place.users]

@@ -1,7 +1,8 @@
-"""The graphs inside a graph: bodies of loops, and branches.
+"""What is asked of a graph: its nodes by their part, the memory of their values, what writes, and
+the graphs inside it: bodies of loops, and branches.
 
-They are attributes of the module that owns the graph, and arguments of torch's operations ``scan``,
-``while_loop`` and ``cond``:
+These are attributes of the module that owns the graph, and arguments of torch's operations
+``scan``, ``while_loop`` and ``cond``:
 
     scan(body, [init...], [xs...], (reads...))                  body: init, row of xs, reads
     while_loop(test, body, (init...), (reads...))               both: init, reads
@@ -10,12 +11,13 @@ They are attributes of the module that owns the graph, and arguments of torch's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torchpmap._base.torch_internals import LazyGraphModule, OpOverload
+from torchpmap._base.torch_internals import LazyGraphModule, OpOverload, written_values
 from torchpmap._trace.boxed import copied
 
 GRAPHS = "graphs"
@@ -57,9 +59,18 @@ def inner_graphs(node: Node) -> list[Graph]:
     return [module.graph for module in inner_modules(node)]
 
 
+def placeholders(graph: Graph) -> list[Node]:
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def output_of(graph: Graph) -> Node:
+    """The node that returns the results."""
+    (output,) = graph.find_nodes(op="output")
+    return output
+
+
 def results_of(graph: Graph) -> list[Any]:
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    found = output.args[0]
+    found = output_of(graph).args[0]
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
@@ -105,6 +116,37 @@ def storages(node: Node) -> set[int]:
     values = node.meta.get("val")
     values = values if isinstance(values, list | tuple) else [values]
     return {x.untyped_storage()._cdata for x in values if isinstance(x, torch.Tensor)}
+
+
+def written_storages(graph: Graph) -> dict[int, Node]:
+    """Storage -> first node that writes to it."""
+    written: dict[int, Node] = {}
+    for node in operations(graph):
+        if isinstance(node.target, OpOverload):
+            for target in written_values(node.target, node.args, node.kwargs):
+                if isinstance(target, Node):
+                    written.setdefault(target.meta["val"].untyped_storage()._cdata, node)
+    return written
+
+
+def writes(graph: Graph) -> bool:
+    """Whether an operation of a graph writes to a tensor."""
+    targets = [node.target for node in graph.nodes]
+    return any(isinstance(t, OpOverload) and t._schema.is_mutable for t in targets)
+
+
+def copy_written(graph: Graph, inputs: Sequence[Node], last: Node) -> bool:
+    """Let writes to inputs go to copies, after the placeholder ``last``; whether there are any."""
+    written, found = written_storages(graph), False
+    for node in inputs:
+        if not storages(node).isdisjoint(written):
+            with graph.inserting_after(last):
+                copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(copy)
+            copy.replace_input_with(copy, node)
+            found = True
+    return found
 
 
 def operations(graph: Graph) -> list[Node]:
