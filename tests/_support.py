@@ -1,12 +1,13 @@
 """What the tests of the runtime share: waiting, processes, and the handles on a running pool."""
 
+import contextlib
 import gc
 import itertools
 import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,20 @@ def live_tensors(num_elements: int, num_devices: int = 4) -> list[int]:
         return torch.tensor(len({x.untyped_storage().data_ptr() for x in marked}))
 
     return eagerly(count)(torch.zeros(num_devices)).tolist()
+
+
+@contextlib.contextmanager
+def pool_with(num_devices: int, **settings: Any) -> Iterator[None]:
+    """A pool that reads these settings of ``tp.config`` when it starts, and ends with the block."""
+    tp.shutdown()
+    try:
+        for name, value in settings.items():
+            setattr(tp.config, name, value)
+        tp.init(num_devices)
+        yield
+    finally:
+        tp.shutdown()
+        tp.config.reset()
 
 
 def running_pool() -> Any:

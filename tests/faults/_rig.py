@@ -63,6 +63,16 @@ def raising(make: Callable[[], BaseException]) -> Callable[[], None]:
     return act
 
 
+class Canary:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
 def sharded() -> tp.ShardedTensor:
     """A value that lives on all devices, computed."""
     return tp.pmap(lambda x: x * 10, compile=EAGER)(rows).block_until_ready()

@@ -11,9 +11,9 @@ import threading
 import pytest
 import torch
 from _leftovers import listening
-from _rig import EAGER, N, Script, assert_pool_works, eagerly, rows, total, within
+from _rig import EAGER, Canary, N, Script, assert_pool_works, eagerly, rows, total, within
 from _spies import asked
-from _support import worker_pids
+from _support import pool_with, worker_pids
 
 import torchpmap as tp
 
@@ -79,21 +79,10 @@ def test_row_28_values_that_are_gone():
     assert_pool_works()
 
 
-class Canary:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_row_29_strangers(shared_memory, tmp_path):
     """Nothing listens off the loopback address, and noise to what does listen changes nothing."""
-    tp.shutdown()
-    tp.config.shared_memory = shared_memory
-    try:
-        tp.init(N)
+    with pool_with(N, shared_memory=shared_memory):
         assert total(rows).tolist() == [6.0] * N
         found = listening([os.getpid(), *worker_pids()])
         assert all(address.startswith("0100007F:") for address in found), found
@@ -107,9 +96,6 @@ def test_row_29_strangers(shared_memory, tmp_path):
         assert within(2, lambda: total(rows).tolist()).value == [6.0] * N
         assert eagerly(lambda x: tp.psum(x, "i"))(rows).tolist() == [6.0] * N
         assert not (tmp_path / "ran").exists()
-    finally:
-        tp.shutdown()
-        tp.config.reset()
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from _support import EAGER, eagerly, wait_for, worker_pids
+from _support import EAGER, eagerly, pool_with, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap._base.lagging import Lagging
@@ -233,12 +233,8 @@ def test_a_new_worker_has_memory_of_its_own(pool):
 
 @pytest.fixture(params=[False, True], ids=["socket", "shared"])
 def fresh_pool(request):
-    tp.shutdown()
-    tp.config.shared_memory = request.param
-    tp.init(2)
-    yield
-    tp.config.reset()
-    tp.shutdown()
+    with pool_with(2, shared_memory=request.param):
+        yield
 
 
 def test_large_blocks_come_and_go_with_and_without_shared_memory(fresh_pool):
