@@ -119,21 +119,20 @@ def test_row_24_the_program_ends(form):
 
 @pytest.mark.usefixtures("pool")
 def test_row_25_eight_threads():
-    functions = [tp.pmap(lambda x, k=k: tp.psum(x, "i") * k, "i", compile=EAGER) for k in range(4)]
-    ready = threading.Barrier(8)
-    wrong: list[object] = []
+    """They call the same function, and each its own."""
+    barrier = threading.Barrier(8)
 
-    def use(thread: int) -> None:
-        ready.wait()
-        for step in range(25):
-            k = (thread + step) % 4
-            x = rows + thread
-            got = functions[k](x).tolist()
-            if got != [(6.0 + N * thread) * k] * N:
-                wrong.append((k, thread, got))
+    def work(k):
+        own = tp.pmap(lambda x: tp.pmax(x, "i") * k, "i", compile=EAGER if k % 2 else False)
+        barrier.wait(30)
+        for step in range(15):
+            x = torch.tensor([float(step), 1000.0 * k, 0.0, 0.0])
+            y = total(x)
+            assert own(x).tolist() == [max(step, 1000.0 * k) * k] * N
+            assert y.tolist() == [step + 1000.0 * k] * N
+            assert float(total(y)[1]) == N * (step + 1000.0 * k)
 
-    assert within(5, lambda: in_threads(8, use)).error is None
-    assert not wrong
+    assert within(5, lambda: in_threads(8, work)).error is None
 
 
 @pytest.mark.usefixtures("pool")

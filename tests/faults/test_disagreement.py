@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from _rig import EAGER, N, assert_pool_works, eagerly, failure, rows, within
-from _support import running_pool, wait_for
+from _support import wait_for
 
 import torchpmap as tp
 from torchpmap._runtime import current
@@ -103,25 +103,6 @@ def test_row_12_a_mismatch_that_the_function_catches(then):
 
     error = failure(step, tp.CollectiveMismatch, 1.5)
     assert "all_reduce max" in str(error)
-
-
-def test_row_16_a_late_rank_is_no_mismatch(tmp_path):
-    """It joins only after the others have waited for it for some time."""
-    gate = tmp_path / "open"
-
-    def step(x):
-        if int(tp.axis_index("i")) == 1:
-            while not gate.exists():
-                pass
-        return tp.psum(x, "i")
-
-    pool = running_pool()
-    timer = threading.Timer(3, gate.touch)
-    timer.start()
-    epoch = pool._supervisor.epoch
-    assert eagerly(step)(rows).tolist() == [6.0] * N
-    timer.join()
-    assert pool._supervisor.epoch == epoch
 
 
 def test_row_17_unbound_axes_and_foreign_threads():

@@ -191,25 +191,6 @@ def test_output_survives_a_broken_stdout(pool, monkeypatch, stream):
 
 
 @TWO
-def test_eight_threads_call_the_same_and_different_functions(pool):
-    shared = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
-    barrier = threading.Barrier(8)
-
-    def work(k):
-        own = tp.pmap(lambda x: tp.pmax(x, "i") * k, "i", compile=EAGER if k % 2 else False)
-        barrier.wait(30)
-        for step in range(15):
-            x = torch.tensor([float(step), 1000.0 * k])
-            total = step + 1000.0 * k
-            y = shared(x)
-            assert own(x).tolist() == [max(step, 1000.0 * k) * k] * 2
-            assert y.tolist() == [total, total]
-            assert float(shared(y)[1]) == 2 * total
-
-    in_threads(8, work)
-
-
-@TWO
 def test_sources_that_another_thread_adds_while_they_are_looked_through(pool, monkeypatch):
     class Entry(tuple):
         def __len__(self):  # is asked for each entry: here the other thread gets its turn

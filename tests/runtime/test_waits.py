@@ -147,7 +147,7 @@ def test_a_worker_that_dies_while_the_socket_of_another_is_full(tmp_path):
 
 @pytest.mark.parametrize("loop", ["computes", "sleeps"])
 @pytest.mark.parametrize("end", ["exception", "death"])
-@pytest.mark.long("computes", "exception")
+@pytest.mark.long("exception-sleeps", "death-computes")
 def test_a_rank_that_goes_on_after_a_failure_is_cancelled(loop, end):
     def step(x):
         if x == 1:
@@ -228,10 +228,13 @@ def descriptors_left(count):
 
 
 def lacks_descriptors(function):
+    """Whether it raises an error that says so."""
     try:
         function()
     except OSError as error:
-        return "ulimit -n" in str(error)
+        if "ulimit -n" not in str(error):
+            raise
+        return True
     return False
 
 
@@ -374,19 +377,6 @@ def test_ctrl_c_while_a_fetch_is_sent_frees_its_memory(interrupted):
     total(rows).block_until_ready()
     assert wait_for(lambda: not taken())
     assert tp.device_get(large).sum() == 1_200_000
-
-
-def test_workers_outlive_the_fork_server():
-    with lives_on(0) as (pids, held):
-        forks = server.pid
-        os.kill(forks, signal.SIGKILL)
-        assert wait_for(lambda: not is_running(forks))
-        assert_pool_works()
-        assert worker_pids(2) == pids
-        os.kill(pids[1], signal.SIGKILL)  # it is noticed, and replaced
-        with pytest.raises(tp.ShardLost, match=f"{DEVICE}:1"):
-            held.tolist()
-    assert server.pid not in (None, forks)
 
 
 def test_a_stopped_fork_server_is_replaced(monkeypatch):
