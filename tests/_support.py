@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,36 @@ def in_threads(count: int, function: Callable[[int], Any], seconds: float = 60.0
     if errors:
         raise errors[0]
     return results
+
+
+@contextlib.contextmanager
+def beside(function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> Iterator[Future]:
+    """A thread that runs the function during the block, and must end soon after: what it gave."""
+    ended: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(function(*args))
+        except BaseException as error:
+            ended.set_exception(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield ended
+    thread.join(seconds * SCALE)
+    assert not thread.is_alive()
+    ended.result()
+
+
+def gated(gate: Path, ranks: Container[int] = range(256)) -> Callable[[Any], Any]:
+    """A function that ends on these ranks when there is the file ``gate``."""
+
+    def step(x: Any) -> Any:
+        while int(tp.axis_index("i")) in ranks and not gate.exists():
+            time.sleep(0.001)
+        return x
+
+    return step
 
 
 def live_tensors(num_elements: int, num_devices: int = 4) -> list[int]:

@@ -22,7 +22,7 @@ from _rig import (
     total,
     within,
 )
-from _support import DEVICE, LAGS, SCALE, live_tensors, running_pool, wait_for, worker_pids
+from _support import DEVICE, LAGS, SCALE, beside, live_tensors, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 
@@ -153,11 +153,8 @@ def test_killed_while_the_caller_waits_in_fetch():
         assert wait_for(lambda: pending)
         kill(pids[0])
 
-    killer = threading.Thread(target=kill_when_waiting)
-    killer.start()
-    with pytest.raises(tp.WorkerDied, match="SIGKILL"):
+    with beside(kill_when_waiting), pytest.raises(tp.WorkerDied, match="SIGKILL"):
         y.cpu()
-    killer.join()
     assert_pool_works()
 
 

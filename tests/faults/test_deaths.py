@@ -24,7 +24,7 @@ from _rig import (
     total,
     within,
 )
-from _support import DEVICE, is_running, known_pids, running_pool, wait_for, worker_pids
+from _support import DEVICE, beside, is_running, known_pids, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap._runtime.local.forkserver import server
@@ -66,10 +66,8 @@ def test_row_03_killed_in_the_middle_of_a_transfer(direction):
             wait_for(lambda: pool._monitor.pending or pool.outbox.unsent is not None)
             os.kill(victim, signal.SIGKILL)
 
-        thread = threading.Thread(target=strike)
-        thread.start()
-        outcome = within(1, use)
-        thread.join()
+        with beside(strike):
+            outcome = within(1, use)
         if outcome.error is None:  # the block was sent again to the new worker
             assert torch.equal(outcome.value, block)
         else:
@@ -115,11 +113,9 @@ def test_row_05_workers_die_while_the_pool_starts():
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
 
-    thread = threading.Thread(target=strike)
-    thread.start()
-    error = within(5, lambda: total(rows).tolist()).error
-    stop.set()
-    thread.join()
+    with beside(strike):
+        error = within(5, lambda: total(rows).tolist()).error
+        stop.set()
     assert isinstance(error, tp.WorkerDied | tp.RuntimeClosed)
     assert "SIGKILL" in str(error)
     tp.shutdown()
@@ -148,10 +144,8 @@ def test_row_07_death_again_during_the_repair():
         os.kill(known_pids()[1], signal.SIGKILL)
 
     kill(pids[1])
-    thread = threading.Thread(target=strike_again)
-    thread.start()
-    outcome = within(5, lambda: total(rows).tolist())
-    thread.join()
+    with beside(strike_again):
+        outcome = within(5, lambda: total(rows).tolist())
     # the second blow falls into the repair, or on a call after it
     assert outcome.value == [6.0] * N or isinstance(outcome.error, tp.WorkerDied)
     with contextlib.suppress(tp.WorkerDied):

@@ -23,7 +23,7 @@ from _rig import (
     total,
     within,
 )
-from _support import DEVICE, running_pool, wait_for, worker_pids
+from _support import DEVICE, beside, gated, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 
@@ -213,12 +213,13 @@ def test_row_20_stopped_with_full_sockets_while_another_dies():
             z = total(z)
 
     pool = running_pool()
-    killer = threading.Thread(
-        target=lambda: (wait_for(lambda: pool.outbox.unsent is not None, 10), os.kill(pids[0], 9))
-    )
-    killer.start()
-    error = within(12, ahead).error
-    killer.join()
+
+    def kill_when_full():
+        wait_for(lambda: pool.outbox.unsent is not None, 10)
+        os.kill(pids[0], signal.SIGKILL)
+
+    with beside(kill_when_full):
+        error = within(12, ahead).error
     assert isinstance(error, tp.WorkerDied | tp.ShardLost), error
     assert_pool_works()
 
@@ -232,9 +233,7 @@ def test_a_slow_rank_is_no_error(seconds, tmp_path):
     gate = tmp_path / "open"
 
     def step(x):
-        while int(tp.axis_index("i")) == 1 and not gate.exists():
-            pass
-        return tp.psum(x, "i")
+        return tp.psum(gated(gate, [1])(x), "i")
 
     pool, timer = running_pool(), threading.Timer(seconds, gate.touch)
     epoch = pool._supervisor.epoch

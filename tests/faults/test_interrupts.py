@@ -12,6 +12,7 @@ from _rig import (
     busy,
     eagerly,
     endless_loop,
+    interrupted_after,
     kill,
     long_sleep,
     loop_of_c,
@@ -84,26 +85,6 @@ def test_row_22_what_ctrl_c_left_unsent_is_sent_although_no_call_follows(tmp_pat
         assert pool.outbox.unsent is not None
     assert wait_for(lambda: pool.outbox.unsent is None)
     assert wait_for(x.is_ready)
-
-
-def interrupted_after(seconds, function):
-    """Call ``function`` again and again, until Ctrl-C."""
-    stopped = threading.Event()
-
-    def press():
-        pause = seconds
-        while not stopped.wait(pause):
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            pause = 0.5
-
-    thread = threading.Thread(target=press)
-    try:
-        thread.start()
-        while True:
-            function()
-    except KeyboardInterrupt:
-        stopped.set()
-    thread.join()
 
 
 def test_row_22_ctrl_c_at_any_moment():

@@ -10,8 +10,9 @@ import threading
 
 import pytest
 import torch
+from _launched import script
 from _leftovers import listening
-from _rig import EAGER, Canary, N, Script, assert_pool_works, eagerly, rows, total, within
+from _rig import EAGER, Canary, N, assert_pool_works, eagerly, rows, total, within
 from _spies import asked
 from _support import pool_with, worker_pids
 
@@ -100,7 +101,7 @@ def test_row_29_strangers(shared_memory, tmp_path):
 
 @pytest.mark.long
 def test_row_29_files_of_a_program_are_private():
-    ended = Script(
+    program = script(
         """
         import stat, tempfile
         os.umask(0)
@@ -112,9 +113,9 @@ def test_row_29_files_of_a_program_are_private():
                 if folder == tempfile.gettempdir() or not stat.S_ISSOCK(mode):
                     print(oct(mode & 0o077), name)
         """
-    ).wait(40)
-    assert ended.code == 0, ended.output
-    assert all(line.startswith("0o0 ") for line in ended.output.splitlines()), ended.output
+    )
+    output = program.wait(40).clean()
+    assert all(line.startswith("0o0 ") for line in output.splitlines()), output
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])

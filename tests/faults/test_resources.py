@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from _rig import EAGER, Canary, N, Script, assert_pool_works, eagerly, rows, survivors, within
+from _launched import script
+from _rig import EAGER, Canary, N, assert_pool_works, eagerly, rows, survivors, within
 from _support import (
     DEVICE,
     anonymous_bytes,
@@ -189,7 +190,7 @@ def test_row_27_a_closed_pool_keeps_nothing_that_it_did_not_send():
 @pytest.mark.long
 def test_row_27_a_flood_of_output_stops_nothing():
     """What a worker prints is read in turns, and takes no memory."""
-    ended = Script(
+    program = script(
         """
         import resource
         tp.init(num_devices=2)
@@ -208,7 +209,5 @@ def test_row_27_a_flood_of_output_stops_nothing():
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         os.write(real, f"{grown}".encode())
         """
-    ).wait(40)
-    assert ended.code == 0, ended.output
-    assert int(ended.output) < 30_000, "KB"
-    assert not ended.left
+    )
+    assert int(program.wait(40).clean()) < 30_000, "KB"

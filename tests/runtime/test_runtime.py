@@ -5,16 +5,16 @@ rest).
 import gc
 import linecache
 import os
-import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
+from _launched import Program
 from _support import (
     DEVICE,
     EAGER,
+    beside,
     in_threads,
     known_pids,
     live_tensors,
@@ -339,10 +339,8 @@ def test_another_pool_is_there_when_a_call_has_been_traced():
         tp.init(2)
 
     def f(x):
-        thread = threading.Thread(target=restart)
-        thread.start()
-        thread.join()
-        return x + 1
+        with beside(restart):
+            return x + 1
 
     with pytest.raises(tp.RuntimeClosed, match="the pool of devices was shut down"):
         tp.pmap(f, compile=EAGER)(torch.arange(4.0))
@@ -412,8 +410,7 @@ try:
 except ChildProcessError:
     print("no children")
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (result.stdout, result.stderr) == ("[]\nno children\n", "")
+    assert Program("-c", code).wait().clean() == "[]\nno children\n"
 
 
 @TWO

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
 import torch
+from _support import beside
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +29,6 @@ def connection(size=1 << 16):
         yield ours, FrameReader(theirs, size)
 
 
-@contextmanager
 def sending(end, *payloads):
     """Send from a second thread, then close: payloads may be larger than the socket takes."""
 
@@ -38,12 +37,7 @@ def sending(end, *payloads):
             end.sendall(payload)
         end.close()
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
+    return beside(send)
 
 
 def read_frames(reader):
@@ -136,14 +130,10 @@ def test_payload_goes_straight_to_its_place(size):
 def test_stream_sends_buffers_in_order(sizes):
     buffers = [bytes([k]) * size for k, size in enumerate(sizes)]
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        received = bytearray()
-        reader = threading.Thread(target=lambda: received.extend(theirs.makefile("rb").read()))
-        reader.start()
+    with ours, theirs, beside(theirs.makefile("rb").read) as received:
         Stream(ours).send(buffers)
         ours.close()
-        reader.join()
-    assert received == b"".join(buffers)
+    assert received.result() == b"".join(buffers)
 
 
 def test_stream_ignores_a_peer_that_is_gone():
