@@ -21,7 +21,9 @@ from _support import (
     DEVICE,
     EAGER,
     SCALE,
+    beside,
     eagerly,
+    gated,
     in_threads,
     num_fds,
     running_pool,
@@ -118,27 +120,17 @@ def test_a_worker_that_dies_while_the_socket_of_another_is_full(tmp_path):
     """The repair does not wait for room."""
     gate = tmp_path / "open"
 
-    def busy(x):
-        while x == 1 and not gate.exists():
-            time.sleep(0.001)
-        return x
-
     def call():
         with contextlib.suppress(tp.PmapError):
-            eagerly(busy)(rows)
+            eagerly(gated(gate, [1]))(rows)
 
-    with lives_on(1) as (pids, _):
-        thread = threading.Thread(target=call)
-        thread.start()
+    with lives_on(1) as (pids, _), beside(call):
         pool = running_pool()
         assert wait_for(lambda: pool._monitor.pending)
-        ahead = threading.Thread(target=run_ahead)
-        ahead.start()
-        assert wait_for(lambda: pool.outbox.blocked)
-        os.kill(pids[0], signal.SIGKILL)
-        ahead.join(30)
+        with beside(run_ahead):
+            assert wait_for(lambda: pool.outbox.blocked)
+            os.kill(pids[0], signal.SIGKILL)
         gate.touch()
-        thread.join(30)
 
 
 # -- healthy ranks live ----------------------------------------------------------------------------
@@ -184,26 +176,18 @@ def test_a_user_is_told_who_is_waited_for(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(vigil, "_SLOW_S", 0.1)
     gate = tmp_path / "open"
     pids = worker_pids(2)
-
-    def slow(x):
-        while x == 1 and not gate.exists():
-            time.sleep(0.001)
-        return x
-
-    caller = threading.Thread(target=eagerly(slow), args=(rows,))
-    caller.start()
     said = []
 
     def is_told():
         said.append(capfd.readouterr().err)
         return "waiting" in said[-1]
 
-    assert wait_for(is_told, 10)
-    gate.touch()
-    caller.join(30)
+    with beside(eagerly(gated(gate, [1])), rows):
+        assert wait_for(is_told, 10)
+        gate.touch()
     text = "".join(said)
     assert text.startswith("torchpmap: waiting for ")
-    assert text.count(f"{DEVICE}:1 (rank 1, pid {pids[1]}): it runs slow (") == 1
+    assert text.count(f"{DEVICE}:1 (rank 1, pid {pids[1]}): it runs step (") == 1
 
 
 # -- no descriptors --------------------------------------------------------------------------------
@@ -442,11 +426,10 @@ def test_a_worker_that_prints_without_end_stops_no_call(monkeypatch):
     printer = running_pool()._monitor._printer
     most = []
     flooded = tp.pmap(flood, compile=False, devices=tp.devices())
-    caller = threading.Thread(target=flooded, args=(rows,))
-    caller.start()
-    while caller.is_alive():
-        most.append(printer._queued)
-        caller.join(0.001)
+    with beside(flooded, rows) as ended:
+        while not ended.done():
+            most.append(printer._queued)
+            time.sleep(0.001)
     assert max(most) < 1 << 20  # of 4 MB
     assert_pool_works()
 
@@ -459,23 +442,15 @@ def test_a_monitor_that_fails_closes_the_pool():
     def fail():
         raise ZeroDivisionError("unexpected")
 
-    errors = []
-
     def wait():
-        try:
+        with pytest.raises(tp.RuntimeClosed, match="ZeroDivisionError: unexpected") as caught:
             eagerly(lambda x: time.sleep(1000))(rows)
-        except tp.PmapError as error:
-            errors.append(error)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
     monitor = running_pool()._monitor
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert wait_for(lambda: monitor.pending)
-    monitor._do(fail)
-    thread.join(30)
-    assert [type(error) for error in errors] == [tp.RuntimeClosed]
-    assert "ZeroDivisionError: unexpected" in str(errors[0])
-    assert isinstance(errors[0].__cause__, ZeroDivisionError)
+    with beside(wait, seconds=30):
+        assert wait_for(lambda: monitor.pending)
+        monitor._do(fail)
     with pytest.raises(tp.RuntimeClosed):
         old.tolist()
     assert_pool_works()
@@ -507,23 +482,14 @@ def from_a_finalizer():
     pool.close("again")
 
 
-@contextlib.contextmanager
 def shutdown_ends(errors, function, *args):
     """A thread runs this, which the shutdown in the block ends with one of the errors."""
-    caught = []
 
     def run():
-        try:
+        with pytest.raises(errors):
             function(*args)
-        except errors as error:
-            caught.append(error)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    yield
-    thread.join(5)
-    assert not thread.is_alive()
-    assert len(caught) == 1
+    return beside(run, seconds=5)
 
 
 def with_queued_calls():
@@ -573,12 +539,9 @@ def while_another_thread_repairs():
     os.kill(pids[0], signal.SIGKILL)
     pool = running_pool()
     assert wait_for(lambda: pool.broken)
-    thread = threading.Thread(target=run_ahead)
-    thread.start()
-    assert wait_for(lambda: pool._repair_in_progress)
-    tp.shutdown()
-    thread.join(30)
-    assert not thread.is_alive()
+    with beside(run_ahead, seconds=30):
+        assert wait_for(lambda: pool._repair_in_progress)
+        tp.shutdown()
     os.kill(server.pid or 0, signal.SIGCONT)
 
 
