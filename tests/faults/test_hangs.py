@@ -131,34 +131,28 @@ def test_row_18_an_exception_that_cannot_be_reported_in_time(kind):
 
 
 @pytest.mark.parametrize(
-    "hang",
-    [loop_of_c, sleep_of_c, endless_loop, long_sleep, deadlocked_lock, swallows_everything],
-    ids=lambda f: f.__name__,
+    ("hang", "first"),
+    [
+        *((hang, ValueError) for hang, *_ in HANGS.values() if hang is not stop_oneself),
+        (loop_of_c, tp.WorkerDied),
+    ],
+    ids=lambda value: value.__name__,
 )
-@pytest.mark.long("loop_of_c", "swallows_everything", "endless_loop")
-def test_row_19_a_hang_that_is_late_after_another_failure(hang):
-    """The time of a call goes on while another failure is worked off."""
+@pytest.mark.long("loop_of_c-ValueError", "swallows_everything", "endless_loop")
+def test_row_19_a_hang_that_is_late_after_another_fault(hang, first):
+    """The time of a call goes on while the other fault is worked off."""
 
     def step(x):
         if int(tp.axis_index("i")) == 0:
+            if first is tp.WorkerDied:
+                os._exit(3)
             raise ValueError("first")
         return on_rank(2, hang, "alone")(x)
 
-    with survivors(*([2] if hang in (loop_of_c, swallows_everything) else [])):
-        error = within(6, lambda: eagerly(step, timeout=0.5)(rows)).error
-        assert isinstance(error, ValueError), error
-        assert within(8, lambda: total(rows).tolist()).value == [6.0] * N
-
-
-def test_row_19_a_hang_that_is_late_after_a_death():
-    die = on_rank(0, lambda: os.kill(os.getpid(), 9), "alone")
-
-    def step(x):
-        return on_rank(2, loop_of_c, "alone")(die(x))
-
-    with survivors(0, 2):
-        error = within(8, lambda: eagerly(step, timeout=0.5)(rows)).error
-        assert isinstance(error, tp.WorkerDied), error
+    dead = [0] if first is tp.WorkerDied else []
+    with survivors(*dead, *([2] if hang in (loop_of_c, swallows_everything) else [])):
+        error = within(8 if dead else 6, lambda: eagerly(step, timeout=0.5)(rows)).error
+        assert isinstance(error, first), error
         assert within(8, lambda: total(rows).tolist()).value == [6.0] * N
 
 

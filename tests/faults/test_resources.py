@@ -16,6 +16,7 @@ from _rig import EAGER, Canary, N, assert_pool_works, eagerly, rows, survivors, 
 from _support import (
     DEVICE,
     anonymous_bytes,
+    beside,
     num_fds,
     pool_with,
     rss_bytes,
@@ -165,24 +166,22 @@ def test_row_27_twenty_pools_leave_nothing():
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("pool")
 def test_row_27_a_closed_pool_keeps_nothing_that_it_did_not_send():
     """Values and compiled functions keep their pool alive after ``shutdown``."""
     double = tp.pmap(lambda x: x * 2, "i", compile=EAGER)
-    value = double(rows).block_until_ready()
-    before = anonymous_bytes()
-    for pid in worker_pids():
-        os.kill(pid, signal.SIGSTOP)
     main = threading.main_thread().ident
 
     def interrupt() -> None:
-        wait_for(lambda: sys._current_frames()[main].f_code.co_name == "wait_for_room")
+        assert wait_for(lambda: sys._current_frames()[main].f_code.co_name == "wait_for_room", 20)
         signal.pthread_kill(main, signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        double(torch.ones(N, 16 << 20))
-    tp.shutdown()
+    with pool_with(N, shared_memory=False):  # the memory would have room
+        value = double(rows).block_until_ready()
+        before = anonymous_bytes()
+        for pid in worker_pids():
+            os.kill(pid, signal.SIGSTOP)
+        with beside(interrupt), pytest.raises(KeyboardInterrupt):
+            double(torch.ones(N, 16 << 20))
     with pytest.raises(tp.RuntimeClosed):
         value.cpu()
     gc.collect()
