@@ -12,7 +12,7 @@ import pytest
 import torch
 from _launched import script
 from _leftovers import listening
-from _rig import EAGER, Canary, N, assert_pool_works, eagerly, rows, total, within
+from _rig import EAGER, Canary, N, eagerly, rows, total, within
 from _spies import asked
 from _support import pool_with, worker_pids
 
@@ -22,22 +22,6 @@ pytestmark = pytest.mark.usefixtures("pool")
 
 identity = tp.pmap(lambda x: x, "i", compile=EAGER)
 two = tp.pmap(lambda x, y: x, "i", in_axes=(0, 0), compile=EAGER)
-
-
-def other_pools_value():
-    """A value of a pool that was closed, and the pool anew."""
-    value = identity(rows).block_until_ready()
-    tp.shutdown()
-    tp.init(N)
-    total(rows).cpu()
-    return value
-
-
-def donated_twice():
-    f = tp.pmap(lambda x: x + 1, compile=EAGER, donate_argnums=0)
-    x = identity(rows)
-    f(x).cpu()
-    return lambda: f(x)
 
 
 def locked():
@@ -68,16 +52,6 @@ def test_row_28_bad_input_sends_nothing(name, monkeypatch):
     error = within(10, call).error
     assert isinstance(error, kind), error
     assert not used, "something was sent"
-
-
-def test_row_28_values_that_are_gone():
-    value = other_pools_value()
-    error = within(1, value.cpu).error
-    assert isinstance(error, tp.RuntimeClosed), error
-    error = within(1, donated_twice()).error
-    assert isinstance(error, RuntimeError), error
-    assert "donated" in str(error)
-    assert_pool_works()
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])

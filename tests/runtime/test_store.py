@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from _launched import free_port
+from _launched import Runs, free_port
 from _support import beside, wait_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -193,11 +193,6 @@ def test_any_other_bytes_are_refused(data):
     except tp.PmapError:
         return
     assert unpacked(packed(found)) == found
-
-
-class Runs:
-    def __reduce__(self):
-        return print, ("EXECUTED",)
 
 
 @pytest.mark.parametrize(
