@@ -1,9 +1,11 @@
-"""Start a script as several processes, as ``torchrun`` does, and read what each rank wrote.
+"""Start a script as several processes, as ``torchrun`` does, and read what each rank wrote; or a
+program of one process, and see what it leaves behind.
 
 finished = launch(2, "script.py", str(folder))
 assert finished.code == 0, finished.output
 """
 
+import contextlib
 import os
 import pickle
 import re
@@ -11,6 +13,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import textwrap
+import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +24,8 @@ from typing import Any
 
 import pytest
 import torch
-from _support import DEVICE, SCALE, names_to_run
+from _leftovers import MARK, marked
+from _support import DEVICE, SCALE, names_to_run, wait_for
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -122,6 +129,95 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+# -- one program -----------------------------------------------------------------------------------
+
+_HEAD = """
+import os, signal, sys, threading, time
+import torch, torchpmap as tp
+EAGER = {"backend": "eager"}
+def pids():
+    ask = tp.pmap(lambda x: torch.tensor(os.getpid()), compile=False)
+    return ask(torch.zeros(tp.device_count())).tolist()
+"""
+
+
+def script(*parts: str, **environment: str) -> "Program":
+    """A controller of its own, in which ``pids()`` asks for its workers."""
+    return Program("-c", "\n".join([_HEAD, *map(textwrap.dedent, parts)]), **environment)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended, and what it left running."""
+
+    code: int | None
+    """As of ``subprocess``: negative for a signal; None if the program hung and was killed."""
+    output: str
+    left: list[int]
+    """Its processes that still run."""
+    files: list[str]
+    """What it made in the folders for temporary files and shared memory."""
+    seconds: float
+    """After which nothing was left, or all patience."""
+
+    def clean(self, code: int = 0) -> str:
+        """The output of a program that has ended with this code, and has left nothing."""
+        assert self.code == code, self.output
+        assert not self.left, [Path(f"/proc/{pid}/cmdline").read_text() for pid in self.left]
+        assert not self.files
+        return self.output
+
+
+class Program:
+    """Python in a session of its own; its standard error goes where its output goes."""
+
+    def __init__(
+        self, *arguments: str, stdin: str = "", cwd: Path | None = None, **environment: str
+    ) -> None:
+        self._mark, self._stdin = str(uuid.uuid4()), stdin
+        self._folder = tempfile.TemporaryDirectory()
+        self._shared = set(os.listdir("/dev/shm"))
+        own = {"TORCHPMAP_WARM": "0", "TMPDIR": self._folder.name, MARK: self._mark}
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**os.environ, **own, **environment},
+            cwd=cwd,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self, seconds: float = 90.0, *, patience: float = 2.0) -> Ended:
+        """Wait for its end; what is still there ``patience`` seconds later is left behind."""
+        code: int | None
+        try:
+            output, _ = self.process.communicate(self._stdin, timeout=seconds * SCALE)
+            code = self.process.returncode
+        except subprocess.TimeoutExpired:
+            self._end()
+            output, _ = self.process.communicate()
+            code = None
+        over = time.monotonic()
+        wait_for(lambda: not marked(self._mark) and not self._files(), patience)
+        ended = Ended(code, output, marked(self._mark), self._files(), time.monotonic() - over)
+        self._end()
+        self._folder.cleanup()
+        return ended
+
+    def _files(self) -> list[str]:
+        """But for the compiler's cache, which is to stay."""
+        shared = [name for name in os.listdir("/dev/shm") if "torchpmap" in name]
+        new = [*os.listdir(self._folder.name), *(set(shared) - self._shared)]
+        return [name for name in new if not name.startswith("torchinductor")]
+
+    def _end(self) -> None:
+        for pid in marked(self._mark):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
 # -- many small jobs -------------------------------------------------------------------------------
 
 
@@ -135,6 +231,13 @@ def jobs_of(request: pytest.FixtureRequest, folder: Path, **settings: str) -> di
     subprocess.run(command, env=_environment(settings), check=True, stdin=subprocess.DEVNULL)
     found: dict[str, Any] = pickle.loads((folder / "ended").read_bytes())
     return found
+
+
+class Runs:
+    """Unpickling it prints."""
+
+    def __reduce__(self) -> Any:
+        return print, ("EXECUTED",)
 
 
 def outputs(processes: Any) -> list[str]:

@@ -1,12 +1,14 @@
 """What the tests of the runtime share: waiting, processes, and the handles on a running pool."""
 
+import contextlib
 import gc
 import itertools
 import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,36 @@ def in_threads(count: int, function: Callable[[int], Any], seconds: float = 60.0
     return results
 
 
+@contextlib.contextmanager
+def beside(function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> Iterator[Future]:
+    """A thread that runs the function during the block, and must end soon after: what it gave."""
+    ended: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(function(*args))
+        except BaseException as error:
+            ended.set_exception(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield ended
+    thread.join(seconds * SCALE)
+    assert not thread.is_alive()
+    ended.result()
+
+
+def gated(gate: Path, ranks: Container[int] = range(256)) -> Callable[[Any], Any]:
+    """A function that ends on these ranks when there is the file ``gate``."""
+
+    def step(x: Any) -> Any:
+        while int(tp.axis_index("i")) in ranks and not gate.exists():
+            time.sleep(0.001)
+        return x
+
+    return step
+
+
 def live_tensors(num_elements: int, num_devices: int = 4) -> list[int]:
     """How many values of so many elements (views and their bases once) every device holds."""
 
@@ -154,6 +186,20 @@ def live_tensors(num_elements: int, num_devices: int = 4) -> list[int]:
         return torch.tensor(len({x.untyped_storage().data_ptr() for x in marked}))
 
     return eagerly(count)(torch.zeros(num_devices)).tolist()
+
+
+@contextlib.contextmanager
+def pool_with(num_devices: int, **settings: Any) -> Iterator[None]:
+    """A pool that reads these settings of ``tp.config`` when it starts, and ends with the block."""
+    tp.shutdown()
+    try:
+        for name, value in settings.items():
+            setattr(tp.config, name, value)
+        tp.init(num_devices)
+        yield
+    finally:
+        tp.shutdown()
+        tp.config.reset()
 
 
 def running_pool() -> Any:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from _rig import EAGER, endless_loop, raising, within
+from _rig import EAGER, endless_loop, interrupted_after, raising, within
 from _support import SCALE, known_pids, wait_for
 
 import torchpmap as tp
@@ -294,30 +294,14 @@ class Chaos:
         return True
 
     def interrupted(self) -> bool:
-        """Ctrl-C while calls are made, in the only thread that Python interrupts."""
+        """Ctrl-C while calls are made."""
         stages, x = self.pick_program(), self.pick_rows()
         delay = self.random.random() * 0.005
         self.seen["Ctrl-C"] += 1
         self.story = f"seed {self.seed}: Ctrl-C after {delay} s of {stages}, {list(x.shape)}"
         mapped = self.graph(stages)
         mapped(x).block_until_ready()
-        stopped = threading.Event()
-
-        def press() -> None:
-            pause = delay
-            while not stopped.wait(pause):
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                pause = 0.5  # an interrupt that falls into a finalizer is dropped: once more
-
-        thread = threading.Thread(target=press)
-        try:
-            thread.start()
-            while True:
-                mapped(x)
-                mapped(x).cpu()
-        except KeyboardInterrupt:
-            stopped.set()
-        thread.join()
+        interrupted_after(delay, lambda: [mapped(x), mapped(x).cpu()])
         self.operations += 1
         return False
 

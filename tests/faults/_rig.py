@@ -5,22 +5,27 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
-import textwrap
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from _leftovers import MARK, marked
-from _support import DEVICE, EAGER, SCALE, eagerly, known_pids, running_pool, wait_for, worker_pids
+from _support import (
+    DEVICE,
+    EAGER,
+    SCALE,
+    eagerly,
+    gated,
+    known_pids,
+    running_pool,
+    wait_for,
+    worker_pids,
+)
 
 import torchpmap as tp
 
@@ -61,6 +66,16 @@ def raising(make: Callable[[], BaseException]) -> Callable[[], None]:
         raise make()
 
     return act
+
+
+class Canary:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
 
 
 def sharded() -> tp.ShardedTensor:
@@ -162,7 +177,7 @@ def within(seconds: float, function: Callable[[], Any]) -> Outcome:
 
 @contextlib.contextmanager
 def busy(
-    gate: Path, ranks: Iterable[int] = range(N), error: Exception | None = None
+    gate: Path, ranks: Container[int] = range(N), error: Exception | None = None
 ) -> Iterator[threading.Thread]:
     """``ranks`` do nothing until there is a file ``gate``; then all raise ``error``, if any.
 
@@ -170,8 +185,7 @@ def busy(
     """
 
     def wait(x: Any) -> Any:
-        while not gate.exists() and int(tp.axis_index("i")) in ranks:
-            pass
+        x = gated(gate, ranks)(x)
         if error is not None:
             raise error
         return x
@@ -193,86 +207,27 @@ def busy(
         thread.join()
 
 
-# -- programs of their own -------------------------------------------------------------------------
+def interrupted_after(seconds: float, function: Callable[[], Any]) -> None:
+    """Call ``function`` again and again, until Ctrl-C interrupts this thread, the main one."""
+    stopped = threading.Event()
 
-_HEAD = """
-import os, signal, sys, threading, time
-import torch, torchpmap as tp
-EAGER = {"backend": "eager"}
-def pids():
-    ask = tp.pmap(lambda x: torch.tensor(os.getpid()), compile=False)
-    return ask(torch.zeros(tp.device_count())).tolist()
-"""
+    def press() -> None:
+        pause = seconds
+        while not stopped.wait(pause):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            pause = 0.5  # an interrupt that falls into a finalizer is dropped: once more
 
-
-@dataclass(frozen=True)
-class Ended:
-    """How a program ended, and what it left running."""
-
-    code: int | None
-    """As of ``subprocess``: negative for a signal; None if the program hung and was killed."""
-    output: str
-    left: list[str]
-    """Command lines of its processes that still run."""
-    folders: list[str]
-    """What it made in the folder for temporary files."""
-    seconds: float
-    """After which nothing was left, or all patience."""
+    thread = threading.Thread(target=press)
+    try:
+        thread.start()
+        while True:
+            function()
+    except KeyboardInterrupt:
+        stopped.set()
+    thread.join()
 
 
-class Script:
-    """A controller of its own, in a session of its own; ``pids()`` asks for its workers."""
-
-    def __init__(self, *parts: str) -> None:
-        self._mark = str(uuid.uuid4())
-        self._folder = tempfile.TemporaryDirectory()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", "\n".join([_HEAD, *map(textwrap.dedent, parts)])],
-            env={
-                **os.environ,
-                "TORCHPMAP_WARM": "0",
-                "TMPDIR": self._folder.name,
-                MARK: self._mark,
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-
-    def wait(self, seconds: float = 30.0, *, patience: float = 2.0) -> Ended:
-        """Wait for its end; what is still there ``patience`` seconds later is left behind."""
-        code: int | None
-        try:
-            output, _ = self.process.communicate(timeout=seconds * SCALE)
-            code = self.process.returncode
-        except subprocess.TimeoutExpired:
-            self._end()
-            output, _ = self.process.communicate()
-            code = None
-        over = time.monotonic()
-        wait_for(lambda: not self._alive() and not self._folders(), patience)
-        seconds = time.monotonic() - over
-        folders = self._folders()
-        left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in self._alive()]
-        self._end()
-        self._folder.cleanup()
-        return Ended(code, output, left, folders, seconds)
-
-    def _alive(self) -> list[int]:
-        """Processes of this program, also orphans."""
-        return marked(self._mark)
-
-    def _folders(self) -> list[str]:
-        """But for the compiler's cache, which is to stay."""
-        found = os.listdir(self._folder.name)
-        return [name for name in found if not name.startswith("torchinductor")]
-
-    def _end(self) -> None:
-        for pid in self._alive():
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+# -- the workers -----------------------------------------------------------------------------------
 
 
 def new_pids(old: list[int]) -> list[int]:

@@ -1,12 +1,11 @@
 """Rows 13 to 17 of the matrix: ranks run different collectives.  See docs/faults.md."""
 
 import contextlib
-import threading
 
 import pytest
 import torch
 from _rig import EAGER, N, assert_pool_works, eagerly, failure, rows, within
-from _support import running_pool, wait_for
+from _support import beside, wait_for
 
 import torchpmap as tp
 from torchpmap._runtime import current
@@ -105,25 +104,6 @@ def test_row_12_a_mismatch_that_the_function_catches(then):
     assert "all_reduce max" in str(error)
 
 
-def test_row_16_a_late_rank_is_no_mismatch(tmp_path):
-    """It joins only after the others have waited for it for some time."""
-    gate = tmp_path / "open"
-
-    def step(x):
-        if int(tp.axis_index("i")) == 1:
-            while not gate.exists():
-                pass
-        return tp.psum(x, "i")
-
-    pool = running_pool()
-    timer = threading.Timer(3, gate.touch)
-    timer.start()
-    epoch = pool._supervisor.epoch
-    assert eagerly(step)(rows).tolist() == [6.0] * N
-    timer.join()
-    assert pool._supervisor.epoch == epoch
-
-
 def test_row_17_unbound_axes_and_foreign_threads():
     runtime = current.runtime()
     pool = runtime._pool
@@ -142,20 +122,8 @@ def test_row_17_unbound_axes_and_foreign_threads():
     assert pool.seq == seq, "something was sent"
 
     def in_a_thread(x):
-        found = []
-
-        def collect():
-            try:
-                found.append(tp.psum(x, "i"))
-            except NameError as error:
-                found.append(error)
-
-        thread = threading.Thread(target=collect)
-        thread.start()
-        thread.join()
-        if isinstance(found[0], NameError):
-            raise found[0]
-        return found[0]
+        with beside(tp.psum, x, "i") as found:
+            return found.result()
 
     outcome = within(1, lambda: eagerly(in_a_thread)(rows).tolist())
     assert isinstance(outcome.error, NameError) or outcome.value == [6.0] * N

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 import torch
-from _rig import N, assert_pool_works, eagerly, failure, on_rank, raising, rows, survivors, within
-from _support import DEVICE
+from _rig import N, eagerly, failure, on_rank, raising, rows, survivors, within
+from _support import DEVICE, stat, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap._base.config import Config
@@ -55,7 +55,19 @@ def of_a_class_in_a_function():
     return Local("here")
 
 
-EXCEPTIONS = [
+def chained(cause):
+    error = ValueError("effect")
+    error.__cause__ = cause
+    return error
+
+
+def circular():
+    error = ValueError("circular")
+    error.__context__ = chained(error)
+    return error
+
+
+PLAIN = [
     EOFError("Ran out of input"),
     BrokenPipeError(32, "Broken pipe"),
     ConnectionResetError(104, "Connection reset by peer"),
@@ -75,34 +87,33 @@ EXCEPTIONS = [
     RuntimeError("no process group named 7 in /etc/group"),
     RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc] Connection closed by peer"),
     torch.distributed.DistBackendError("of mine"),
+    torch.distributed.DistError("of a group of the user's own"),
     torch.OutOfMemoryError("CUDA out of memory"),
+    tp.CallTimeout("mine"),
+    tp.CollectiveMismatch("mine"),
     MyError(7, "seven"),
     of_a_class_in_a_function(),
+]
+KEPT = [
+    *(lambda error=error: error for error in PLAIN),
+    circular,
+    lambda: chained(ConnectionError("first")),
+    lambda: chained(RuntimeError("process group: another process has ended")),
 ]
 
 
 @pytest.mark.parametrize("others", ["alone", "others wait"])
-@pytest.mark.parametrize("raised", EXCEPTIONS, ids=lambda e: f"{type(e).__name__}-{e}")
-def test_row_08_every_exception_keeps_its_type(raised, others):
+@pytest.mark.parametrize("make", KEPT, ids=lambda make: f"{type(make()).__name__}-{make()}")
+def test_row_08_every_exception_keeps_its_type(make, others):
     """No class and no word is taken for a failure of the connection or of a collective."""
-    error = failure(on_rank(1, raising(lambda: raised), others), type(raised), 1)
+    raised = make()
+    error = failure(on_rank(1, raising(make), others), type(raised), 1)
     assert type(error) is type(raised)
     assert str(error) == str(raised)
     assert f"on device {DEVICE}:1" in error.__notes__[0]
     assert "raise make()" in str(error.__cause__)
     if isinstance(raised, MyError):
         assert error.code == 7
-
-
-@pytest.mark.parametrize(
-    "kind", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError]
-)
-def test_row_08_what_would_end_the_caller_is_wrapped(kind):
-    def step(x):
-        raise kind("from there")
-
-    error = failure(step, tp.WorkerError, 1)
-    assert f"{kind.__name__}: from there" in str(error)
 
 
 def test_row_09_different_errors_on_all_ranks():
@@ -122,11 +133,6 @@ class HoldsALock(OSError):
         self.lock = threading.Lock()
 
 
-class NoText(Exception):
-    def __str__(self):
-        raise RuntimeError("no text")
-
-
 class TwoArguments(Exception):
     def __init__(self, value, limit):
         super().__init__(f"{value} is above {limit}")
@@ -136,16 +142,6 @@ class Huge(Exception):
     def __init__(self, text):
         super().__init__(text)
         self.payload = bytes(100 << 20)
-
-
-class Unpicklable(Exception):
-    def __reduce__(self):
-        raise ValueError("not to be pickled")
-
-
-class Exits(Exception):
-    def __reduce__(self):
-        raise SystemExit(9)
 
 
 class BadOverThere(Exception):
@@ -161,23 +157,54 @@ class NotRebuilt(Exception):
         return type(self), self.args, {"a": 1}
 
 
+def evil(kind):
+    """An exception of a class that is made here, so that nothing of it was shipped."""
+
+    def fail(*_):
+        raise SystemExit("evil")
+
+    bad = property(fail)
+    members = {
+        "class": {"__class__": bad},
+        "cause": {"__cause__": bad},
+        "notes": {"__notes__": bad},
+        "text": {"__str__": fail},
+        "pickle": {"__reduce__": fail},
+        "attributes": {"__getattribute__": fail},
+    }
+    if kind == "metaclass":
+        return type("Meta", (type,), {"__module__": bad})("Evil", (Exception,), {})("text")
+    return type("Evil", (Exception,), members[kind])("text")
+
+
 HOSTILE = {
-    "holds a lock": (lambda: HoldsALock("mine"), tp.WorkerError, "mine"),
-    "no text": (lambda: NoText("mine"), tp.WorkerError, "NoText"),
-    "two arguments": (lambda: TwoArguments(3, 2), tp.WorkerError, "3 is above 2"),
-    "100 MB": (lambda: Huge("mine"), tp.WorkerError, "mine"),
-    "long text": (lambda: ValueError("x" * 10_000_000), tp.WorkerError, "characters left out"),
-    "cannot be pickled": (lambda: Unpicklable("mine"), tp.WorkerError, "mine"),
-    "exits while it is pickled": (lambda: Exits("mine"), tp.WorkerError, "mine"),
-    "cannot be rebuilt": (lambda: NotRebuilt("mine"), tp.WorkerError, "mine"),
-    "aborts while it is rebuilt": (lambda: BadOverThere("mine"), tp.WorkerDied, "SIGABRT"),
-}
+    "KeyboardInterrupt": (lambda: KeyboardInterrupt("mine"), "KeyboardInterrupt: mine"),
+    "SystemExit": (lambda: SystemExit(3), "SystemExit: 3"),
+    "GeneratorExit": (lambda: GeneratorExit("mine"), "GeneratorExit: mine"),
+    "CancelledError": (
+        lambda: asyncio.CancelledError("mine"), "asyncio.exceptions.CancelledError: mine"),
+    "holds a lock": (lambda: HoldsALock("mine"), "mine"),
+    "two arguments": (lambda: TwoArguments(3, 2), "3 is above 2"),
+    "100 MB": (lambda: Huge("mine"), "mine"),
+    "long text": (lambda: ValueError("x" * 10_000_000), "characters left out"),
+    "cannot be rebuilt": (lambda: NotRebuilt("mine"), "mine"),
+    "aborts while it is rebuilt": (lambda: BadOverThere("mine"), "SIGABRT"),
+    "evil class": (lambda: evil("class"), "Evil: text"),
+    "evil cause": (lambda: evil("cause"), "Evil: text"),
+    "evil notes": (lambda: evil("notes"), "Evil: text"),
+    "evil text": (lambda: evil("text"), "Evil: <exception str() failed>"),
+    "evil pickle": (lambda: evil("pickle"), "Evil: text"),
+    "evil attributes": (lambda: evil("attributes"), "Evil: text"),
+    "evil metaclass": (lambda: evil("metaclass"), "an exception: text"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_row_10_exceptions_that_cannot_travel(name):
-    make, kind, text = HOSTILE[name]
-    error = failure(on_rank(1, raising(make)), kind, 1, dead=[1] if kind is tp.WorkerDied else [])
+    """What would end the caller's program, or cannot be rebuilt, travels as text."""
+    make, text = HOSTILE[name]
+    kind, dead = (tp.WorkerDied, [1]) if text == "SIGABRT" else (tp.WorkerError, [])
+    error = failure(on_rank(1, raising(make)), kind, 1, dead=dead)
     assert text in str(error)
     assert len(str(error)) < 200_000
 
@@ -235,18 +262,6 @@ def test_row_12_swallowed_communication_error():
     assert str(error) == "cause"
 
 
-def test_row_12_a_healthy_rank_lives_through_the_failure_of_another():
-    """It is busy with the failed call when that fails: it stops, and keeps what it holds."""
-
-    def step(x):
-        if int(tp.axis_index("i")) == 0:
-            raise ValueError("cause")
-        while True:
-            pass
-
-    failure(step, ValueError, 4)
-
-
 def test_row_12_a_forked_child_makes_no_group():
     """It would wait for the other members, and outlive the pool."""
     groups = Groups(0, torch.device("cpu"), torch.distributed.HashStore(), Config(timeout=1.0))
@@ -266,23 +281,33 @@ def test_connecting_the_devices_ends_in_time(monkeypatch):
     connected.set()
 
 
+def children_of_workers():
+    """How many processes of each worker have not ended."""
+    found = filter(None, [stat(pid) for pid in os.listdir("/proc") if pid.isdigit()])
+    parents = [parent for state, parent, _ in found if state not in "ZX"]
+    return [parents.count(pid) for pid in worker_pids()]
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("end", ["returns", "raises", "is killed", "uses a collective"])
 def test_row_12_a_child_that_comes_back_from_the_function(end):
-    """A copy of a worker must not read its commands."""
+    """A copy of a worker must not read its commands, and ends."""
 
     def step(x):
-        if int(tp.axis_index("i")) == 1 and os.fork() == 0:
+        if os.fork() == 0:
             if end == "raises":
                 raise ValueError("in the child")
             if end == "is killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if end == "uses a collective":
-                return tp.psum(x, "i")
+                return tp.psum(1000 * x, "i")
+            return x
         return tp.psum(x, "i")
 
+    before = children_of_workers()
     with survivors():
-        assert within(2, lambda: eagerly(step)(rows).tolist()).value == [6.0] * N
+        for _ in range(3):
+            assert within(2, lambda: eagerly(step)(rows).tolist()).value == [6.0] * N
         for k in range(20):
             assert eagerly(lambda x: tp.psum(x, "i"))(rows + k).tolist() == [6.0 + N * k] * N
-    assert_pool_works()
+    assert wait_for(lambda: children_of_workers() == before)

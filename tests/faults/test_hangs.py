@@ -23,7 +23,7 @@ from _rig import (
     total,
     within,
 )
-from _support import DEVICE, running_pool, wait_for, worker_pids
+from _support import DEVICE, beside, gated, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 
@@ -42,19 +42,49 @@ def swallows_everything():
             time.sleep(1e6)
 
 
+def sleep_of_c():
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def stop_oneself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+SLEEPS = "sleeps or waits in step at "
+IN_C = "is in C code that holds the GIL at "
+STOPPED = "is stopped (SIGSTOP, or a debugger)"
+HANGS = {
+    "row_18_loop": (endless_loop, "runs step at ", True),
+    "row_18_sleep": (long_sleep, SLEEPS, True),
+    "row_18_lock": (deadlocked_lock, SLEEPS, True),
+    "row_18_exceptions_swallowed": (swallows_everything, SLEEPS, False),
+    # a sleep ends with the signal that asks for the stack
+    "row_19_sleep_of_c": (sleep_of_c, IN_C, True),
+    "row_19_loop_of_c": (loop_of_c, IN_C, False),
+    "row_20_stopped": (stop_oneself, STOPPED, False),
+}
+"""What a rank does, what the error says of it, and whether it can be interrupted."""
+
+
 @pytest.mark.parametrize("others", ["alone", "others wait"])
-@pytest.mark.parametrize(
-    "hang",
-    [endless_loop, long_sleep, deadlocked_lock, swallows_everything],
-    ids=lambda f: f.__name__,
-)
-@pytest.mark.long("swallows_everything")
-def test_row_18_hang_in_python(hang, others):
+@pytest.mark.parametrize("name", HANGS)
+@pytest.mark.long("row_18_exceptions_swallowed", "row_19_loop_of_c")
+def test_a_rank_that_hangs(name, others):
     """The call ends, and no worker does that can be interrupted."""
-    dead, bound = ([2], 5) if hang is swallows_everything else ([], 3)
+    hang, does, obeys = HANGS[name]
+    ranks = [f"  {DEVICE}:{k} (rank {k}, pid {pid})" for k, pid in enumerate(worker_pids())]
+    dead, bound = ([], 3) if obeys else ([2], 5)
     error = failure(on_rank(2, hang, others), tp.CallTimeout, bound, dead=dead, timeout=0.5)
-    assert f"in {hang.__name__}" in str(error.__cause__)
-    assert f"{DEVICE}:2" in str(error)
+    head, *lines = str(error).splitlines()
+    assert head == "step did not end within its timeout of 0.5 s:"
+    assert [line[: len(rank)] for line, rank in zip(lines, ranks, strict=True)] == ranks
+    late = lines[2].removeprefix(f"{ranks[2]} ")
+    assert late.startswith(does)
+    assert error.__notes__ == ["while running step"]
+    if does != STOPPED:
+        assert f" at {hang.__code__.co_filename}:" in late
+        assert f"{ranks[2].strip()}, innermost frame first:" in str(error.__cause__)
+        assert f"in {hang.__name__}" in str(error.__cause__)
 
 
 class PickledForever(Exception):
@@ -100,51 +130,29 @@ def test_row_18_an_exception_that_cannot_be_reported_in_time(kind):
         assert "in endless_loop" in str(error.__cause__)
 
 
-def sleep_of_c():
-    ctypes.PyDLL(None).sleep(1000)
-
-
-@pytest.mark.parametrize("others", ["alone", "others wait"])
-@pytest.mark.parametrize("hang", [sleep_of_c, loop_of_c], ids=lambda f: f.__name__)
-@pytest.mark.long("loop_of_c")
-def test_row_19_hang_with_the_interpreter_locked(hang, others):
-    """A sleep ends with the signal that asks for the stack, so that its rank lives on."""
-
-    dead = [] if hang is sleep_of_c else [2]
-    error = failure(on_rank(2, hang, others), tp.CallTimeout, 5, dead=dead, timeout=0.5)
-    assert f"is in C code that holds the GIL at {hang.__code__.co_filename}" in str(error)
-    assert f"in {hang.__name__}" in str(error.__cause__)
-
-
 @pytest.mark.parametrize(
-    "hang",
-    [loop_of_c, sleep_of_c, endless_loop, long_sleep, deadlocked_lock, swallows_everything],
-    ids=lambda f: f.__name__,
+    ("hang", "first"),
+    [
+        *((hang, ValueError) for hang, *_ in HANGS.values() if hang is not stop_oneself),
+        (loop_of_c, tp.WorkerDied),
+    ],
+    ids=lambda value: value.__name__,
 )
-@pytest.mark.long("loop_of_c", "swallows_everything", "endless_loop")
-def test_row_19_a_hang_that_is_late_after_another_failure(hang):
-    """The time of a call goes on while another failure is worked off."""
+@pytest.mark.long("loop_of_c-ValueError", "swallows_everything", "endless_loop")
+def test_row_19_a_hang_that_is_late_after_another_fault(hang, first):
+    """The time of a call goes on while the other fault is worked off."""
 
     def step(x):
         if int(tp.axis_index("i")) == 0:
+            if first is tp.WorkerDied:
+                os._exit(3)
             raise ValueError("first")
         return on_rank(2, hang, "alone")(x)
 
-    with survivors(*([2] if hang in (loop_of_c, swallows_everything) else [])):
-        error = within(6, lambda: eagerly(step, timeout=0.5)(rows)).error
-        assert isinstance(error, ValueError), error
-        assert within(8, lambda: total(rows).tolist()).value == [6.0] * N
-
-
-def test_row_19_a_hang_that_is_late_after_a_death():
-    die = on_rank(0, lambda: os.kill(os.getpid(), 9), "alone")
-
-    def step(x):
-        return on_rank(2, loop_of_c, "alone")(die(x))
-
-    with survivors(0, 2):
-        error = within(8, lambda: eagerly(step, timeout=0.5)(rows)).error
-        assert isinstance(error, tp.WorkerDied), error
+    dead = [0] if first is tp.WorkerDied else []
+    with survivors(*dead, *([2] if hang in (loop_of_c, swallows_everything) else [])):
+        error = within(8 if dead else 6, lambda: eagerly(step, timeout=0.5)(rows)).error
+        assert isinstance(error, first), error
         assert within(8, lambda: total(rows).tolist()).value == [6.0] * N
 
 
@@ -168,13 +176,12 @@ def test_row_19_compiling_on_another_rank_does_not_count(tmp_path):
         timer.join()
 
 
-def stop_oneself():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-@pytest.mark.parametrize("limit", [{"timeout": 0.5}, {}], ids=["timeout", "no timeout"])
-@pytest.mark.parametrize("when", ["in a collective", "idle"])
-@pytest.mark.long("no timeout")
+@pytest.mark.parametrize(
+    ("when", "limit"),
+    [("idle", {"timeout": 0.5}), ("idle", {}), ("in a collective", {})],
+    ids=["idle, timeout", "idle", "in a collective"],
+)
+@pytest.mark.long("idle", "in a collective")
 def test_row_20_stopped_process(when, limit):
     """Without a timeout too: a stopped process is no slow one."""
     with survivors(2):
@@ -184,16 +191,6 @@ def test_row_20_stopped_process(when, limit):
         call = eagerly(on_rank(stopping, stop_oneself), **limit)
         error = within(10, lambda: call(rows)).error
         assert isinstance(error, tp.CallTimeout if limit else tp.WorkerDied), error
-        assert "stopped" in str(error)
-
-
-@pytest.mark.long
-def test_row_20_stopped_while_a_compiled_call_is_awaited():
-    with survivors(1):
-        os.kill(worker_pids()[1], signal.SIGSTOP)
-        y = total(rows)
-        error = within(10, y.tolist).error
-        assert isinstance(error, tp.WorkerDied), error
         assert "stopped" in str(error)
 
 
@@ -210,28 +207,32 @@ def test_row_20_stopped_with_full_sockets_while_another_dies():
             z = total(z)
 
     pool = running_pool()
-    killer = threading.Thread(
-        target=lambda: (wait_for(lambda: pool.outbox.unsent is not None, 10), os.kill(pids[0], 9))
-    )
-    killer.start()
-    error = within(12, ahead).error
-    killer.join()
+
+    def kill_when_full():
+        wait_for(lambda: pool.outbox.unsent is not None, 10)
+        os.kill(pids[0], signal.SIGKILL)
+
+    with beside(kill_when_full):
+        error = within(12, ahead).error
     assert isinstance(error, tp.WorkerDied | tp.ShardLost), error
     assert_pool_works()
 
 
-@pytest.mark.long
-def test_row_21_a_slow_rank_is_no_error(tmp_path):
-    """Nor does it end when another call fails to be sent meanwhile."""
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param(3, id="row_16_late"), pytest.param(8, id="row_21_slow", marks=pytest.mark.long)],
+)
+def test_a_slow_rank_is_no_error(seconds, tmp_path):
+    """It joins only after the others have waited for it for some time."""
     gate = tmp_path / "open"
 
     def step(x):
-        while int(tp.axis_index("i")) == 1 and not gate.exists():
-            pass
-        return tp.psum(x, "i")
+        return tp.psum(gated(gate, [1])(x), "i")
 
-    timer = threading.Timer(8, gate.touch)
+    pool, timer = running_pool(), threading.Timer(seconds, gate.touch)
+    epoch = pool._supervisor.epoch
     with survivors():
         timer.start()
         assert within(20, lambda: eagerly(step)(rows).tolist()).value == [6.0] * N
     timer.join()
+    assert pool._supervisor.epoch == epoch

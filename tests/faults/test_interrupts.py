@@ -12,6 +12,7 @@ from _rig import (
     busy,
     eagerly,
     endless_loop,
+    interrupted_after,
     kill,
     long_sleep,
     loop_of_c,
@@ -23,7 +24,7 @@ from _rig import (
     total,
     within,
 )
-from _support import DEVICE, mostly_long, running_pool, wait_for, worker_pids
+from _support import DEVICE, beside, mostly_long, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 
@@ -54,15 +55,13 @@ def call_until_interrupted():
             pause = 0.5
 
     over = threading.Event()
-    thread = threading.Thread(target=press)
-    thread.start()
-    try:
-        while True:
-            x = quarter(x)
-            calls += 1
-    except KeyboardInterrupt:
-        over.set()
-    thread.join()
+    with beside(press):
+        try:
+            while True:
+                x = quarter(x)
+                calls += 1
+        except KeyboardInterrupt:
+            over.set()
     return x
 
 
@@ -84,26 +83,6 @@ def test_row_22_what_ctrl_c_left_unsent_is_sent_although_no_call_follows(tmp_pat
         assert pool.outbox.unsent is not None
     assert wait_for(lambda: pool.outbox.unsent is None)
     assert wait_for(x.is_ready)
-
-
-def interrupted_after(seconds, function):
-    """Call ``function`` again and again, until Ctrl-C."""
-    stopped = threading.Event()
-
-    def press():
-        pause = seconds
-        while not stopped.wait(pause):
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            pause = 0.5
-
-    thread = threading.Thread(target=press)
-    try:
-        thread.start()
-        while True:
-            function()
-    except KeyboardInterrupt:
-        stopped.set()
-    thread.join()
 
 
 def test_row_22_ctrl_c_at_any_moment():
@@ -181,11 +160,8 @@ def test_row_22_ctrl_c_ends_a_compilation(hang, tmp_path):
     loaded(rows).block_until_ready()  # the workers import the compiler
     step = tp.pmap(lambda x: x + 1, compile={"backend": compile})
     with survivors(*([0] if hang is loop_of_c else [])):
-        thread = threading.Thread(target=press)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
+        with beside(press), pytest.raises(KeyboardInterrupt):
             step(rows)
-        thread.join()
         bound = 13 if hang is loop_of_c else 1
         assert within(bound, lambda: total(rows).tolist()).value == [6.0] * N
 
@@ -212,10 +188,8 @@ def test_row_22_what_stands_behind_an_interrupted_call_says_so():
 
     with survivors():
         total(rows).block_until_ready()
-        thread = threading.Thread(target=call_behind)
-        thread.start()
-        interrupted_after(1, lambda: eagerly(on_rank(2, endless_loop, "alone"))(rows))
-        thread.join()
+        with beside(call_behind):
+            interrupted_after(1, lambda: eagerly(on_rank(2, endless_loop, "alone"))(rows))
         with pytest.raises(tp.PmapError, match="step did not end: it was interrupted in the call"):
             behind[0].tolist()
 

@@ -6,6 +6,7 @@ import test_deaths
 import test_disagreement
 import test_exceptions
 from _rig import N, eagerly, rows
+from _support import pool_with
 
 import torchpmap as tp
 
@@ -21,13 +22,9 @@ def shares_memory(x):
 @pytest.fixture
 def over_gloo(pool):
     assert eagerly(shares_memory)(rows).tolist() == [1.0] * N
-    tp.shutdown()
-    tp.config.shared_memory = False
-    tp.init(N)
-    assert eagerly(shares_memory)(rows).tolist() == [0.0] * N
-    yield
-    tp.shutdown()
-    tp.config.reset()
+    with pool_with(N, shared_memory=False):
+        assert eagerly(shares_memory)(rows).tolist() == [0.0] * N
+        yield
 
 
 def test_row_02_death():

@@ -10,10 +10,11 @@ import threading
 
 import pytest
 import torch
+from _launched import script
 from _leftovers import listening
-from _rig import EAGER, N, Script, assert_pool_works, eagerly, rows, total, within
+from _rig import EAGER, Canary, N, eagerly, rows, total, within
 from _spies import asked
-from _support import worker_pids
+from _support import pool_with, worker_pids
 
 import torchpmap as tp
 
@@ -21,22 +22,6 @@ pytestmark = pytest.mark.usefixtures("pool")
 
 identity = tp.pmap(lambda x: x, "i", compile=EAGER)
 two = tp.pmap(lambda x, y: x, "i", in_axes=(0, 0), compile=EAGER)
-
-
-def other_pools_value():
-    """A value of a pool that was closed, and the pool anew."""
-    value = identity(rows).block_until_ready()
-    tp.shutdown()
-    tp.init(N)
-    total(rows).cpu()
-    return value
-
-
-def donated_twice():
-    f = tp.pmap(lambda x: x + 1, compile=EAGER, donate_argnums=0)
-    x = identity(rows)
-    f(x).cpu()
-    return lambda: f(x)
 
 
 def locked():
@@ -69,31 +54,10 @@ def test_row_28_bad_input_sends_nothing(name, monkeypatch):
     assert not used, "something was sent"
 
 
-def test_row_28_values_that_are_gone():
-    value = other_pools_value()
-    error = within(1, value.cpu).error
-    assert isinstance(error, tp.RuntimeClosed), error
-    error = within(1, donated_twice()).error
-    assert isinstance(error, RuntimeError), error
-    assert "donated" in str(error)
-    assert_pool_works()
-
-
-class Canary:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_row_29_strangers(shared_memory, tmp_path):
     """Nothing listens off the loopback address, and noise to what does listen changes nothing."""
-    tp.shutdown()
-    tp.config.shared_memory = shared_memory
-    try:
-        tp.init(N)
+    with pool_with(N, shared_memory=shared_memory):
         assert total(rows).tolist() == [6.0] * N
         found = listening([os.getpid(), *worker_pids()])
         assert all(address.startswith("0100007F:") for address in found), found
@@ -107,14 +71,11 @@ def test_row_29_strangers(shared_memory, tmp_path):
         assert within(2, lambda: total(rows).tolist()).value == [6.0] * N
         assert eagerly(lambda x: tp.psum(x, "i"))(rows).tolist() == [6.0] * N
         assert not (tmp_path / "ran").exists()
-    finally:
-        tp.shutdown()
-        tp.config.reset()
 
 
 @pytest.mark.long
 def test_row_29_files_of_a_program_are_private():
-    ended = Script(
+    program = script(
         """
         import stat, tempfile
         os.umask(0)
@@ -126,9 +87,9 @@ def test_row_29_files_of_a_program_are_private():
                 if folder == tempfile.gettempdir() or not stat.S_ISSOCK(mode):
                     print(oct(mode & 0o077), name)
         """
-    ).wait(40)
-    assert ended.code == 0, ended.output
-    assert all(line.startswith("0o0 ") for line in ended.output.splitlines()), ended.output
+    )
+    output = program.wait(40).clean()
+    assert all(line.startswith("0o0 ") for line in output.splitlines()), output
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])

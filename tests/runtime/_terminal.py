@@ -35,7 +35,7 @@ def screen(output: str) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-class Program:
+class Terminal:
     """A Python program whose standard streams are a terminal of its own."""
 
     def __init__(self, source: str, **environment: str) -> None:
@@ -45,7 +45,7 @@ class Program:
             command = [sys.executable, "-c", source]
             os.execve(sys.executable, command, {**os.environ, "TERM": "xterm", **environment})
 
-    def __enter__(self) -> Program:
+    def __enter__(self) -> Terminal:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -139,12 +139,6 @@ def operations_on_a_spanning_value():
     return [tp.multihost.all_gather(g + 1), g.sum(), g.max(), tp.multihost.all_gather(g * g)]
 
 
-@expect_same(torch.tensor([0.0, 8.0, 16.0, 24.0]))
-def gradient_of_a_spanning_value():
-    function = mapped(lambda x: tp.psum(x * x, AXIS))
-    return tp.multihost.all_gather(torch.func.grad(lambda x: function(x).sum())(spanning()))
-
-
 @expect_same([torch.tensor([0.0, 8.0, 16.0, 24.0]), torch.full((4,), 8.0)])
 def derivatives_of_a_spanning_value():
     function = mapped(lambda x: tp.psum(x * x, AXIS))

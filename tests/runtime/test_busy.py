@@ -4,13 +4,12 @@ notebook: test_contexts.py).
 
 import os
 import re
-import subprocess
-import sys
 import threading
 
 import pytest
-from _support import DEVICE
-from _terminal import Program, screen
+from _launched import Program
+from _support import DEVICE, beside
+from _terminal import Terminal, screen
 
 from torchpmap._base import busy
 from torchpmap._base.config import config
@@ -68,7 +67,7 @@ def open_gate(path):
     "environment", [{"TORCHPMAP_PROGRESS": "0"}, {"TERM": "dumb"}], ids=["setting", "TERM=dumb"]
 )
 def test_it_is_off(environment, gate):
-    with Program(TRACES, GATE=gate, **environment) as program:
+    with Terminal(TRACES, GATE=gate, **environment) as program:
         program.until(lambda lines: lines[-1] == "step 1:")
         open_gate(gate)
         program.rest()
@@ -78,15 +77,8 @@ def test_it_is_off(environment, gate):
 
 @pytest.mark.long
 def test_nothing_where_stderr_is_no_terminal():
-    done = subprocess.run(
-        [sys.executable, "-c", TRACES],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, "GATE": "/there/is/none"},
-    )
-    assert done.stderr == ""
-    assert done.stdout == "step 1: traced\ntorch.Size([2, 3])\n[]\n"
+    output = Program("-c", TRACES, GATE="/there/is/none").wait().clean()
+    assert output == "step 1: traced\ntorch.Size([2, 3])\n[]\n"
 
 
 SESSION = (
@@ -142,7 +134,7 @@ COMPILING = r"torchpmap: compiling `increase` {}on {}:{}, \d s"
 @pytest.mark.long
 def test_a_session(gate):
     """The line stands behind the user's output, and goes away, whatever ends the wait."""
-    with Program(SESSION, GATE=gate) as program:
+    with Terminal(SESSION, GATE=gate) as program:
         program.until(lambda lines: re.fullmatch(f"step 1: {LINE}", lines[-1]))
         assert "torchpmap: starting the workers, " in program.output
         open_gate(gate)
@@ -222,9 +214,8 @@ def test_another_thread_shows_nothing_meanwhile(recorder):
             with busy.waiting("other"):
                 pass
 
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
+        with beside(other):
+            pass
     assert {text for text in recorder.shown if text} == {"torchpmap: mine, 0 s"}
 
 

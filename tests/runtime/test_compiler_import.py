@@ -2,24 +2,18 @@
 memory, and when.
 """
 
-import subprocess
-import sys
-
 import pytest
+from _launched import script
 
-HEAD = """
-import os, signal, sys, torch, torchpmap as tp
+SETUP = """
+    tp.init(2, "cpu")
+    rows = torch.arange(2.0)
 
-tp.init(2, "cpu")
-EAGER = {"backend": "eager"}
-rows = torch.arange(2.0)
+    def has_compiler(x):
+        return x * 0 + ("torch._inductor.compile_fx" in sys.modules)
 
-def has_compiler(x):
-    return x * 0 + ("torch._inductor.compile_fx" in sys.modules)
-
-def ask():
-    return tp.pmap(has_compiler, compile=False)(rows).tolist()
-
+    def ask():
+        return tp.pmap(has_compiler, compile=False)(rows).tolist()
 """
 COMPILES_NOTHING = """
 assert tp.pmap(lambda x: x + 1, compile=EAGER)(rows).tolist() == [1, 2]
@@ -55,9 +49,7 @@ NONE, ALL = "[0.0, 0.0]", "[1.0, 1.0]"
     ],
     ids=["compiles later", "is to compile"],
 )
-def test_workers_import_the_compiler_when_it_is_needed(monkeypatch, code, printed):
-    monkeypatch.setenv("TORCHPMAP_WARM", "1")
-    command = [sys.executable, "-c", HEAD + code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == printed
+def test_workers_import_the_compiler_when_it_is_needed(code, printed):
+    output = script(SETUP, code, TORCHPMAP_WARM="1").wait(150).clean()
+    said = [line for line in output.splitlines() if not line.startswith("torchpmap: waiting")]
+    assert said == printed

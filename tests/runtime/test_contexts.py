@@ -1,19 +1,15 @@
-"""The same code from every place Python runs, with no ``__main__`` guard, and nothing left behind.
+"""The same code from every place Python runs, with no ``__main__`` guard, and nothing left behind
+(however it ends: tests/faults/test_controller.py).
 
-Covers: _runtime/local/process.py, _runtime/local/worker.py (lifeline), _runtime/current.py (exit).
+Covers: _runtime/local/process.py, _runtime/current.py (exit).
 """
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
-from _support import DEVICE, SCALE, is_running, wait_for
+from _launched import Program
+from _support import DEVICE
 from test_busy import LINE
 
 PROGRAM = """
@@ -49,69 +45,25 @@ thread.join()
 FLAGS = ("-W", "error::UserWarning", "-W", "error::ResourceWarning")
 
 
-@pytest.fixture(autouse=True)
-def environment(request, tmp_path_factory):
-    """Give the programs an environment by which their processes and files are known."""
-    marker = f"{os.getpid()}-{time.monotonic_ns()}"
-    files = tmp_path_factory.mktemp("temporary")
-    shared = set(os.listdir("/dev/shm"))
-    yield os.environ | {"TORCHPMAP_WARM": "0", "MARKER": marker, "TMPDIR": str(files)}
-    assert wait_for(lambda: not _marked(marker), 5), f"still running: {_marked(marker)}"
-    left = [path.name for path in files.iterdir()]
-    if any(word in request.node.name for word in ("killed", "notebook")):
-        # multiprocessing's own folder for its fork server's socket; nbclient kills its kernel too
-        left = [name for name in left if not name.startswith("pymp-")]
-    assert [name for name in left if not name.startswith(("ipykernel", "torchinductor"))] == []
-    new = set(os.listdir("/dev/shm")) - shared
-    assert not {name for name in new if "torchpmap" in name}
-
-
-def _marked(marker: str) -> list[str]:
-    """Processes that inherited the environment of a program."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if f"MARKER={marker}".encode() in (entry / "environ").read_bytes():
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:
-                continue
-    return found
-
-
-def run(environment, *arguments, stdin=None, cwd=None, flags=FLAGS, seconds=90):
-    return subprocess.run(
-        [sys.executable, *flags, *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=seconds * SCALE,
-        cwd=cwd,
-        env=environment,
-    )
-
-
 PLACES = {
-    "a script without a guard": (["script.py"], None),
+    "a script without a guard": (["script.py"], ""),
     "standard input": (["-"], PROGRAM),
-    "a package run as a module": (["-m", "somepackage"], None),
+    "a package run as a module": (["-m", "somepackage"], ""),
     "the read-eval-print loop": (["-q", "-i"], PROGRAM),
-    "a thread that is not the main one": (["-c", IN_A_THREAD], None),
+    "a thread that is not the main one": (["-c", IN_A_THREAD], ""),
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PLACES)
-def test_place(environment, tmp_path, name):
+def test_place(tmp_path, name):
     arguments, stdin = PLACES[name]
     (tmp_path / "somepackage").mkdir()
     (tmp_path / "somepackage" / "__init__.py").write_text("")
     for path in ("script.py", "somepackage/__main__.py"):
         (tmp_path / path).write_text(PROGRAM)
-    done = run(environment, *arguments, stdin=stdin, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.replace(">>> ", "").replace("... ", "").strip() == "", done.stderr
-    assert done.stdout == PRINTED
+    output = Program(*FLAGS, *arguments, stdin=stdin, cwd=tmp_path).wait().clean()
+    assert output.replace(">>> ", "").replace("... ", "").strip() == PRINTED.strip()
 
 
 NOTEBOOK = """
@@ -157,13 +109,15 @@ CELLS = [
 
 
 @pytest.mark.long
-def test_notebook(environment):
+def test_notebook():
     """Also the line that says why the user waits (_base/busy.py), which comes and goes away."""
     for package in ("nbformat", "nbclient", "ipykernel"):
         pytest.importorskip(package)
-    done = run(environment, "-c", NOTEBOOK, stdin=json.dumps(CELLS), flags=(), seconds=100)
-    assert done.returncode == 0, done.stderr
-    seen, cells = json.loads(done.stdout)
+    ended = Program("-c", NOTEBOOK, stdin=json.dumps(CELLS)).wait(100, patience=5)
+    assert (ended.code, ended.left) == (0, []), ended.output
+    # multiprocessing's folder for the socket of its fork server too: nbclient kills its kernel
+    assert all(name.startswith(("pymp-", "ipykernel")) for name in ended.files)
+    seen, cells = json.loads(ended.output.splitlines()[-1])
     texts = ["".join(map(_text, outputs)) for outputs in cells]
     assert texts[1] == PRINTED
     assert f"[{DEVICE}:0] here\n" in texts[4]
@@ -179,73 +133,3 @@ def test_notebook(environment):
 
 def _text(output):
     return output.get("text", "") + output.get("data", {}).get("text/html", "")
-
-
-@pytest.mark.long
-def test_command_line_that_exits_with_an_exception_and_a_pending_call(environment):
-    program = PROGRAM + "y = tp.pmap(double, compile=graph)(torch.ones(2, 1000))\n"
-    done = run(environment, "-c", program + "raise SystemExit(7)")
-    assert (done.returncode, done.stdout, done.stderr) == (7, PRINTED, "")
-
-
-BUSY = {
-    "idle": "tp.pmap(double, compile=False)(x)",
-    "python": "tp.pmap(endless, compile=False)(x)",
-    "collective": "tp.pmap(alone, 'i', compile=False)(x)",
-    "interpreter lock": "tp.pmap(locked, compile=False)(x)",
-    "children": "print(*tp.pmap(has_a_child, compile=False)(x).tolist(), flush=True)",
-}
-BUSY_PROGRAM = """
-import ctypes, multiprocessing, os, threading, time
-import torch, torchpmap as tp
-
-tp.init(num_devices=2)
-x = torch.arange(2.0)
-def double(x): return x * 2
-def endless(x):
-    while True: pass
-def alone(x):
-    while tp.axis_index("i") == 0: time.sleep(0.1)
-    return tp.psum(x, "i")
-def locked(x): ctypes.PyDLL(None).sleep(1000)
-def has_a_child(x):
-    child = multiprocessing.Process(target=time.sleep, args=(1000,))
-    child.start()
-    return child.pid + 0 * x.long()
-
-print(*tp.pmap(lambda x: os.getpid() + 0 * x.long(), compile=False)(x).tolist(), flush=True)
-threading.Thread(target=lambda: {call}, daemon=True).start()
-time.sleep(1000)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("state", BUSY)
-def test_nothing_survives_a_killed_controller(environment, state):
-    controller = subprocess.Popen(
-        [sys.executable, "-c", BUSY_PROGRAM.replace("{call}", BUSY[state])],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-    )
-    assert controller.stdout is not None
-    ours = [int(pid) for pid in controller.stdout.readline().split()]
-    assert len(ours) == 2
-    if state == "children":
-        ours += [int(pid) for pid in controller.stdout.readline().split()]
-        assert len(ours) == 4
-    elif state != "idle":
-        assert wait_for(lambda: all(_is_in(state, pid) for pid in ours[1:]), 10)
-    controller.send_signal(signal.SIGKILL)
-    controller.wait()
-    controller.stdout.close()
-    assert wait_for(lambda: not any(is_running(pid) for pid in ours), 2)
-
-
-def _is_in(state: str, pid: int) -> bool:
-    """Whether the worker has begun: it burns time in Python, else it sleeps in something new."""
-    if state == "python":
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
-    where = Path(f"/proc/{pid}/wchan").read_text()
-    return "nanosleep" in where if state == "interpreter lock" else "futex" in where

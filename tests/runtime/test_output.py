@@ -101,21 +101,6 @@ def test_a_stream_that_takes_nothing_holds_up_no_answer(printer, monkeypatch):
         assert wait_for(lambda: not printer.thread.is_alive())
 
 
-class Broken:
-    def write(self, text):
-        raise ArithmeticError("no")
-
-
-@pytest.mark.parametrize("stream", [Broken(), None])
-def test_a_broken_stream_is_no_concern(printer, monkeypatch, stream):
-    monkeypatch.setattr(sys, "stdout", stream)
-    for _ in range(2):
-        done = threading.Event()
-        printer.write("stdout", "lost\n")
-        printer.then(done.set)
-        assert done.wait(10 * SCALE)
-
-
 def test_a_full_printer_tells_when_there_is_room(monkeypatch):
     """... also if it was asked again meanwhile, for another pipe."""
     gate, room = threading.Semaphore(0), threading.Event()

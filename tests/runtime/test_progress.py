@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from _support import EAGER, LAGS, eagerly, in_threads, running_pool, wait_for
+from _support import EAGER, LAGS, beside, eagerly, gated, in_threads, running_pool, wait_for
 
 import torchpmap as tp
 from torchpmap._runtime.local.progress import Progress, WorkerProgress
-
-LONG_S = 60
 
 
 def never():
@@ -41,16 +39,13 @@ def test_what_workers_note_is_read_by_rank(progress):
 
 
 def test_a_wait_ends_when_the_last_of_the_ranks_is_done(progress):
-    woken = []
-    waiter = threading.Thread(target=lambda: woken.append(progress.wait(7, (0, 2), never)))
-    waiter.start()
-    worker(progress, 1).note(9)  # not one of them
-    worker(progress, 2).note(7)
-    worker(progress, 0).note(6)  # not yet
-    assert not woken
-    worker(progress, 0).note(7)
-    waiter.join(LONG_S)
-    assert woken == [True]
+    with beside(progress.wait, 7, (0, 2), never) as woken:
+        worker(progress, 1).note(9)  # not one of them
+        worker(progress, 2).note(7)
+        worker(progress, 0).note(6)  # not yet
+        assert not woken.done()
+        worker(progress, 0).note(7)
+    assert woken.result()
 
 
 def test_a_wait_that_is_in_vain_ends_with_a_ring(progress):
@@ -66,15 +61,13 @@ def test_a_wait_that_is_in_vain_ends_with_a_ring(progress):
 def test_any_number_of_ranks_is_waited_for(size):
     progress = Progress(size)
     ranks = range(size)
-    waiter = threading.Thread(target=lambda: progress.wait(7, ranks, never))
-    waiter.start()
-    assert wait_for(lambda: len(progress.awaited()) == size)
-    for rank in ranks[:-1]:
-        worker(progress, rank).note(7)
-    assert wait_for(lambda: progress.awaited() == [size - 1])
-    assert waiter.is_alive()
-    worker(progress, size - 1).note(7)
-    waiter.join(LONG_S)
+    with beside(progress.wait, 7, ranks, never) as woken:
+        assert wait_for(lambda: len(progress.awaited()) == size)
+        for rank in ranks[:-1]:
+            worker(progress, rank).note(7)
+        assert wait_for(lambda: progress.awaited() == [size - 1])
+        assert not woken.done()
+        worker(progress, size - 1).note(7)
     assert progress.reached(7, ranks)
     assert not progress.awaited()
     progress.close()
@@ -82,45 +75,30 @@ def test_any_number_of_ranks_is_waited_for(size):
 
 def test_several_threads_wait_at_once(progress):
     """For different commands of different ranks."""
-    wants = [(k % 3, k) for k in range(1, 9)]
-    woken = []
-    waiters = [
-        threading.Thread(target=lambda w=w: woken.append(progress.wait(w[1], (w[0],), never)))
-        for w in wants
-    ]
-    for waiter in waiters:
-        waiter.start()
-    for rank, seq in wants:
-        worker(progress, rank).note(seq)
-    for waiter in waiters:
-        waiter.join(LONG_S)
-    assert woken == [True] * len(wants)
+
+    def act(k):
+        if k:
+            return progress.wait(k, (k % 3,), never)
+        for seq in range(1, 9):
+            worker(progress, seq % 3).note(seq)
+        return True
+
+    assert all(in_threads(9, act))
 
 
 def test_close_while_another_thread_reads_and_waits():
     progress, over = Progress(2), threading.Event()
-    seen = []
 
     def read():
-        try:
-            while not over.is_set():
-                progress.reached(1, (0, 1))
-                progress.awaited()
-                progress.begun()
-        except ValueError as error:
-            seen.append(error)
+        while not over.is_set():
+            progress.reached(1, (0, 1))
+            progress.awaited()
+            progress.begun()
 
-    waiter = threading.Thread(target=lambda: progress.wait(1, (0,), over.is_set))
-    reader = threading.Thread(target=read)
-    for thread in (waiter, reader):
-        thread.start()
-    assert wait_for(lambda: progress.awaited() == [0])
-    progress.close()
-    over.set()
-    for thread in (waiter, reader):
-        thread.join(LONG_S)
-        assert not thread.is_alive()
-    assert not seen
+    with beside(progress.wait, 1, (0,), over.is_set), beside(read):
+        assert wait_for(lambda: progress.awaited() == [0])
+        progress.close()
+        over.set()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(progress._fd)
 
@@ -151,22 +129,14 @@ def test_a_value_that_is_there_needs_no_message(pool, monkeypatch):
 
 def test_a_wait_for_an_old_value_waits_for_nothing_behind_it(pool, tmp_path):
     gate = tmp_path / "open"
-
-    def busy(x):
-        while not gate.exists():
-            pass
-        return x
-
     held = tp.pmap(lambda x: x + 1, compile=EAGER)
     held(torch.ones(4)).block_until_ready()
     old = held(torch.ones(4))
-    thread = threading.Thread(target=lambda: eagerly(busy)(torch.ones(4)))
-    thread.start()
-    assert wait_for(lambda: running_pool()._monitor.pending)
-    old.block_until_ready()
-    assert thread.is_alive()
-    gate.touch()
-    thread.join()
+    with beside(eagerly(gated(gate)), torch.ones(4)) as ended:
+        assert wait_for(lambda: running_pool()._monitor.pending)
+        old.block_until_ready()
+        assert not ended.done()
+        gate.touch()
 
 
 @pytest.mark.skipif(not LAGS, reason="a worker of the CPU is at one command until it is done")

@@ -5,16 +5,16 @@ rest).
 import gc
 import linecache
 import os
-import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
+from _launched import Program
 from _support import (
     DEVICE,
     EAGER,
+    beside,
     in_threads,
     known_pids,
     live_tensors,
@@ -191,25 +191,6 @@ def test_output_survives_a_broken_stdout(pool, monkeypatch, stream):
 
 
 @TWO
-def test_eight_threads_call_the_same_and_different_functions(pool):
-    shared = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
-    barrier = threading.Barrier(8)
-
-    def work(k):
-        own = tp.pmap(lambda x: tp.pmax(x, "i") * k, "i", compile=EAGER if k % 2 else False)
-        barrier.wait(30)
-        for step in range(15):
-            x = torch.tensor([float(step), 1000.0 * k])
-            total = step + 1000.0 * k
-            y = shared(x)
-            assert own(x).tolist() == [max(step, 1000.0 * k) * k] * 2
-            assert y.tolist() == [total, total]
-            assert float(shared(y)[1]) == 2 * total
-
-    in_threads(8, work)
-
-
-@TWO
 def test_sources_that_another_thread_adds_while_they_are_looked_through(pool, monkeypatch):
     class Entry(tuple):
         def __len__(self):  # is asked for each entry: here the other thread gets its turn
@@ -358,10 +339,8 @@ def test_another_pool_is_there_when_a_call_has_been_traced():
         tp.init(2)
 
     def f(x):
-        thread = threading.Thread(target=restart)
-        thread.start()
-        thread.join()
-        return x + 1
+        with beside(restart):
+            return x + 1
 
     with pytest.raises(tp.RuntimeClosed, match="the pool of devices was shut down"):
         tp.pmap(f, compile=EAGER)(torch.arange(4.0))
@@ -431,8 +410,7 @@ try:
 except ChildProcessError:
     print("no children")
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (result.stdout, result.stderr) == ("[]\nno children\n", "")
+    assert Program("-c", code).wait().clean() == "[]\nno children\n"
 
 
 @TWO

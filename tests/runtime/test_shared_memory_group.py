@@ -150,30 +150,6 @@ def sum_in_a_derivative() -> bool:
     return total.requires_grad
 
 
-def mixture(steps: int) -> float:
-    """Many operations of many sizes, in an order that is the same on all ranks."""
-    rank, size = me()
-    order = np.random.default_rng(0)
-    total = 0.0
-    for _ in range(steps):
-        count = int(order.integers(1, 4 * SLOT // 8))
-        if order.integers(4):
-            count = 1 + count % 100
-        x = torch.full((count,), float(rank))
-        match order.integers(3):
-            case 0:
-                y = _c10d.wait_tensor(_c10d.all_reduce(x, "sum", GROUP))
-                assert (y == size * (size - 1) / 2).all()
-            case 1:
-                y = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, size, GROUP))
-                assert (y.view(size, -1) == torch.arange(float(size))[:, None]).all()
-            case 2:
-                y = _c10d.wait_tensor(_c10d.all_reduce(x, "max", GROUP))
-                assert (y == size - 1).all()
-        total += float(y[0])
-    return total
-
-
 def one_does_something_else() -> None:
     rank, size = me()
     x = torch.zeros(4)
@@ -302,10 +278,6 @@ def test_shapes_without_end(run):
 
 def test_memory_is_of_no_graph(run):
     assert not any(run(sum_in_a_derivative))
-
-
-def test_many_in_a_row(run):
-    assert len(set(run(mixture, 200))) == 1
 
 
 @pytest.mark.parametrize("willing", [(), (0,), (1,)], ids=str)

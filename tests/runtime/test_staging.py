@@ -1,4 +1,6 @@
-"""Covers: _runtime/local/staging.py and _runtime/local/values.py, blocks in shared memory."""
+"""Covers: _runtime/local/staging.py and _runtime/local/values.py, blocks in shared memory (what
+they may hold: test_wire.py).
+"""
 
 import mmap
 import os
@@ -8,11 +10,10 @@ import threading
 
 import pytest
 import torch
-from _support import EAGER, eagerly, wait_for, worker_pids
+from _support import EAGER, eagerly, pool_with, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap._base.lagging import Lagging
-from torchpmap._runtime import wire
 from torchpmap._runtime.completion import Completion
 from torchpmap._runtime.local import staging
 from torchpmap._runtime.local.staging import GONE, STAGED_BYTES, TAKEN, Staged, Staging
@@ -46,38 +47,6 @@ def pair():
     pair = Pair()
     yield pair
     pair.close()
-
-
-@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
-@pytest.mark.parametrize("dtype", wire.DTYPES, ids=str)
-def test_every_dtype_arrives(pair, dtype):
-    try:
-        block = torch.randint(0, 2, (64, dtype.itemsize), dtype=torch.uint8).view(dtype)
-        block.clone()
-    except (RuntimeError, TypeError, NotImplementedError):
-        pytest.skip("torch makes no such tensors")
-    _, arrived = pair.send(block)
-    assert arrived.dtype == dtype
-    assert bytes(wire.bytes_of(arrived)) == bytes(wire.bytes_of(block))
-
-
-@pytest.mark.parametrize(
-    "block",
-    [
-        torch.arange(12.0).view(3, 4).t(),
-        torch.arange(12.0).view(3, 4)[:, 1:3],
-        torch.ones(()).expand(3, 4),
-        torch.tensor([1 + 2j, 3 - 1j]).conj(),
-        torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
-        torch.tensor(2.5),
-        torch.nn.Parameter(torch.ones(3)),
-    ],
-    ids=["transposed", "cut", "expanded", "conjugate", "negative", "number", "parameter"],
-)
-def test_every_kind_of_tensor_arrives(pair, block):
-    _, arrived = pair.send(block)
-    assert torch.equal(arrived, block)
-    assert arrived.is_contiguous()
 
 
 def test_a_region_is_used_again_when_no_view_is_left(pair):
@@ -233,12 +202,8 @@ def test_a_new_worker_has_memory_of_its_own(pool):
 
 @pytest.fixture(params=[False, True], ids=["socket", "shared"])
 def fresh_pool(request):
-    tp.shutdown()
-    tp.config.shared_memory = request.param
-    tp.init(2)
-    yield
-    tp.config.reset()
-    tp.shutdown()
+    with pool_with(2, shared_memory=request.param):
+        yield
 
 
 def test_large_blocks_come_and_go_with_and_without_shared_memory(fresh_pool):

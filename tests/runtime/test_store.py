@@ -9,7 +9,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -18,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from _launched import free_port
-from _support import wait_for
+from _launched import Runs, free_port
+from _support import beside, wait_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,19 +76,13 @@ def stopped_store() -> Iterator[JobStore]:
 
 def test_a_store_that_is_stopped_is_waited_for_until_the_limit(stopped_store):
     """All that ``JobStore`` asks would hang without it; the first one finds out."""
-    others: list[BaseException] = []
 
     def ask_beside() -> None:
-        with pytest.raises(dist.DistNetworkError) as raised:
+        with pytest.raises(dist.DistNetworkError):
             stopped_store.get("key")
-        others.append(raised.value)
 
-    beside = threading.Thread(target=ask_beside)
-    beside.start()
-    with pytest.raises(dist.DistNetworkError):
+    with beside(ask_beside), pytest.raises(dist.DistNetworkError):
         stopped_store.check(["key"])
-    beside.join()
-    assert len(others) == 1
     for ask in (
         lambda: stopped_store.check(["key"]),
         lambda: stopped_store.get("key"),
@@ -200,11 +193,6 @@ def test_any_other_bytes_are_refused(data):
     except tp.PmapError:
         return
     assert unpacked(packed(found)) == found
-
-
-class Runs:
-    def __reduce__(self):
-        return print, ("EXECUTED",)
 
 
 @pytest.mark.parametrize(

@@ -162,41 +162,6 @@ def test_transition(before, event, actions, phase):
     assert tested.phase is phase
 
 
-def test_next_incident_starts_afresh():
-    tested = supervisor(user(1), *EVERYONE, *ALL_READY)
-    assert tested.on(death(0)) == [Abort(1, (1, 2)), Drain((1, 2))]
-    tested.on(Drained(1))
-    assert tested.on(Drained(2)) == [Respawn((0,)), Regroup(2)]
-    for rank in (0, 1):
-        tested.on(Ready(rank, 2))
-    assert tested.on(Ready(2, 2)) == [Announce(Verdict((), (death(0),)))]
-
-
-def test_gives_up_after_max_attempts():
-    tested = Supervisor(2, max_attempts=2, phase=Phase.REBUILDING, epoch=1)
-    for attempt in (1, 2):
-        tested.on(death(1))
-        assert tested.on(Drained(0)) == [Respawn((1,)), Regroup(attempt + 1)]
-    tested.on(death(1))
-    (close,) = tested.on(Drained(0))
-    assert close == Close(Verdict((), (death(1),) * 3))
-    assert tested.phase is Phase.CLOSED
-    for event in (user(0), death(0), Drained(0), Ready(0, 3), waited(1), Stopped(0)):
-        assert tested.on(event) == []
-
-
-def test_attempts_are_counted_per_incident():
-    tested = Supervisor(1, max_attempts=1)
-    for epoch in range(1, 10):
-        assert tested.on(death(0)) == [
-            Abort(epoch - 1, ()),
-            Drain(()),
-            Respawn((0,)),
-            Regroup(epoch),
-        ]
-        assert tested.on(Ready(0, epoch)) == [Announce(Verdict((), (death(0),)))]
-
-
 CAUSES = {
     "user error over death": ([death(0), user(2)], user(2)),
     "user error over communication": ([communication(0, 1), user(2, 5)], user(2, 5)),

@@ -1,14 +1,13 @@
-"""Covers: _runtime/local/limits.py, _runtime/local/triage.py: calls that may take only so long."""
+"""Covers: _runtime/local/limits.py, _runtime/local/triage.py: calls that may take only so long
+(whatever their ranks do: tests/faults/test_hangs.py).
+"""
 
-import itertools
-import os
-import signal
 import threading
 import time
 
 import pytest
 import torch
-from _support import DEVICE, EAGER, LAGS, SCALE, running_pool, wait_for, worker_pids
+from _support import DEVICE, EAGER, LAGS, SCALE, pool_with, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap._runtime.local.triage import Sight, described
@@ -20,101 +19,26 @@ total = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
 LIMIT_S = 0.2
 
 
-def is_late(x):
-    return int(tp.axis_index("i")) == 1
-
-
 def loops(x):
-    while is_late(x):
+    while int(tp.axis_index("i")) == 1:
         pass
     return tp.psum(x, "i")
 
 
-def sleeps_never(x):
+def ends(x):
     return tp.psum(x, "i") * int(tp.axis_index("i"))
-
-
-def sleeps(x):
-    if is_late(x):
-        time.sleep(1e6)
-    return tp.psum(x, "i")
-
-
-def deadlocks(x):
-    lock = threading.Lock()
-    lock.acquire()
-    if is_late(x):
-        lock.acquire()
-    return tp.psum(x, "i")
-
-
-def holds_the_gil(x):
-    if is_late(x):
-        sum(itertools.repeat(0, 1 << 60))
-    return tp.psum(x, "i")
-
-
-def is_stopped(x):
-    if is_late(x):
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return tp.psum(x, "i")
-
-
-def catches_everything(x):
-    late = is_late(x)
-    while late:
-        try:
-            time.sleep(1e6)
-        except BaseException:
-            continue
-    return tp.psum(x, "i")
 
 
 @pytest.fixture(autouse=True)
 def loaded(pool):
     """The devices have imported all they need, which takes longer than the limits here."""
-    tp.pmap(sleeps_never, "i", compile=False)(rows)
+    total(rows).block_until_ready()
+    tp.pmap(ends, "i", compile=False)(rows)
     tp.pmap(lambda x: lingers(x, 0.0), compile=EAGER)(rows).block_until_ready()
 
 
 def kept():
     return tp.pmap(lambda x: x + 1, compile=EAGER)(rows).block_until_ready()
-
-
-LATE = [
-    (loops, "runs loops at ", True),
-    (sleeps, "sleeps or waits in sleeps at ", True),
-    (deadlocks, "sleeps or waits", True),
-    (holds_the_gil, "is in C code that holds the GIL at ", False),
-    (is_stopped, "is stopped (SIGSTOP, or a debugger)", False),
-    (catches_everything, "sleeps or waits in catches_everything at ", False),
-]
-
-
-@pytest.mark.parametrize(("function", "does", "obeys"), LATE)
-@pytest.mark.long("is_stopped", "catches_everything")
-def test_rank_that_is_late(function, does, obeys):
-    """It lives if it obeys; else its worker is replaced."""
-    value, pids = kept(), worker_pids(2)
-    with pytest.raises(tp.CallTimeout) as caught:
-        tp.pmap(function, "i", compile=False, timeout=LIMIT_S)(rows)
-    head, first, second = str(caught.value).splitlines()
-    assert head == f"{function.__name__} did not end within its timeout of 0.2 s:"
-    assert first.startswith(f"  {DEVICE}:0 (rank 0, pid {pids[0]}) ")
-    assert second.startswith(f"  {DEVICE}:1 (rank 1, pid {pids[1]}) {does}")
-    assert caught.value.__notes__ == [f"while running {function.__name__}"]
-    assert [a == b for a, b in zip(worker_pids(2), pids, strict=True)] == [True, obeys]
-    if obeys:
-        assert "test_timeouts.py:" in second
-        stacks = str(caught.value.__cause__)
-        assert f"{DEVICE}:1 (rank 1, pid {pids[1]}), innermost frame first:" in stacks
-        assert f"in {function.__name__}" in stacks
-        assert value.tolist() == [1, 2]
-    else:
-        assert value[0].item() == 1
-        with pytest.raises(tp.ShardLost, match=f"{DEVICE}:1"):
-            value.tolist()
-    assert total(rows).tolist() == [1, 1]
 
 
 def test_rank_that_waits_in_a_collective():
@@ -202,18 +126,12 @@ def test_gradient_from_outside_has_the_limit():
 
 
 def test_setting_is_the_default():
-    tp.shutdown()
-    tp.config.timeout = 0.3
-    try:
-        tp.init(2)
-        tp.pmap(sleeps_never, "i", compile=False, timeout=60)(rows)
+    with pool_with(2, timeout=0.3):
+        tp.pmap(ends, "i", compile=False, timeout=60)(rows)
         with pytest.raises(tp.CallTimeout, match=r"timeout of 0\.3 s"):
-            tp.pmap(sleeps, "i", compile=False)(rows)
+            tp.pmap(loops, "i", compile=False)(rows)
         f = tp.pmap(lambda x: lingers(x, 1.0), compile=EAGER, timeout=60)
         assert f(rows).tolist() == [0, 1]
-    finally:
-        tp.shutdown()
-        tp.config.reset()
 
 
 @pytest.mark.parametrize("compile", [False, EAGER])

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from _jobs import Jobs, fails, mapped, misses_rank_1, total, warmed_up
-from _launched import Job, free_port, jobs_of, launch, of_failed, outputs, succeed
+from _launched import Job, Runs, free_port, jobs_of, launch, of_failed, outputs, succeed
 from _support import EAGER, is_running, mostly_long, wait_for
 
 import torchpmap as tp
@@ -450,13 +450,6 @@ def run_nothing(processes):
     assert processes[0].code == 1
     assert "PmapError: data from another process of this job is not in" in processes[0].output
     assert not any("EXECUTED" in output.splitlines() for output in outputs(processes))
-
-
-class Runs:
-    """Unpickling it prints."""
-
-    def __reduce__(self):
-        return print, ("EXECUTED",)
 
 
 def forge(key):

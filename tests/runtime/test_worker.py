@@ -4,13 +4,10 @@ Its stream stays in order, its errors stay what they are, values are what tracin
 process that the code makes outlives its worker (nor the controller: test_contexts.py).
 """
 
-import asyncio
 import contextlib
 import gc
 import multiprocessing
 import os
-import pickle
-import resource
 import signal
 import struct
 import subprocess
@@ -20,15 +17,14 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from _support import (
     DEVICE,
     EAGER,
     TRACED,
     eagerly,
     is_running,
+    pool_with,
     running_pool,
-    stat,
     wait_for,
     worker_pids,
 )
@@ -65,98 +61,12 @@ def unharmed():
 
 @pytest.fixture(params=[False, True], ids=["socket", "shared"])
 def shares(request):
-    """Whether blocks travel in shared memory, and collectives use it."""
-    tp.shutdown()
-    tp.config.shared_memory = request.param
-    tp.init(2)
-    yield request.param
-    tp.shutdown()
-    tp.config.reset()
+    """Whether collectives use shared memory."""
+    with pool_with(2, shared_memory=request.param):
+        yield request.param
 
 
-# -- the user's exceptions -------------------------------------------------------------------------
-
-
-def chained(cause):
-    error = ValueError("effect")
-    error.__cause__ = cause
-    return error
-
-
-def circular():
-    error = ValueError("circular")
-    error.__context__ = chained(error)
-    return error
-
-
-KEPT = {  # more of them: tests/faults/test_exceptions.py
-    "CallTimeout": lambda: tp.CallTimeout("mine"),
-    "CollectiveMismatch": lambda: tp.CollectiveMismatch("mine"),
-    "a chain": lambda: chained(ConnectionError("first")),
-    "a circle": circular,
-    "words of a chain": lambda: chained(RuntimeError("process group: another process has ended")),
-    "DistError": lambda: dist.DistError("of a group of the user's own"),
-}
-
-
-def raising(make):
-    def step(x):
-        if int(tp.axis_index("i")) == 1:
-            raise make()
-        return tp.psum(x, "i")
-
-    return eagerly(step)
-
-
-@pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
-def test_exceptions_stay_what_they_are(make, unharmed):
-    with pytest.raises(type(make())) as caught:
-        raising(make)(rows)
-    assert str(caught.value) == str(make())
-    assert f"on device {DEVICE}:1" in caught.value.__notes__[0]
-    assert "raise make()" in str(caught.value.__cause__)
-
-
-def evil(kind):
-    """An exception of a class that is made here, so that nothing of it was shipped."""
-
-    def fail(*_):
-        raise SystemExit("evil")
-
-    bad = property(fail)
-    members = {
-        "class": {"__class__": bad},
-        "cause": {"__cause__": bad},
-        "notes": {"__notes__": bad},
-        "text": {"__str__": fail},
-        "pickle": {"__reduce__": fail},
-        "attributes": {"__getattribute__": fail},
-    }
-    if kind == "metaclass":
-        return type("Meta", (type,), {"__module__": bad})("Evil", (Exception,), {})("text")
-    return type("Evil", (Exception,), members[kind])("text")
-
-
-TOLD = {
-    "KeyboardInterrupt": (KeyboardInterrupt, "KeyboardInterrupt"),
-    "SystemExit": (lambda: SystemExit(3), "SystemExit: 3"),
-    "GeneratorExit": (GeneratorExit, "GeneratorExit"),
-    "CancelledError": (asyncio.CancelledError, "asyncio.exceptions.CancelledError"),
-    "evil class": (lambda: evil("class"), "Evil: text"),
-    "evil cause": (lambda: evil("cause"), "Evil: text"),
-    "evil notes": (lambda: evil("notes"), "Evil: text"),
-    "evil text": (lambda: evil("text"), "Evil: <exception str.. failed>"),
-    "evil pickle": (lambda: evil("pickle"), "Evil: text"),
-    "evil attributes": (lambda: evil("attributes"), "Evil: text"),
-    "evil metaclass": (lambda: evil("metaclass"), "an exception: text"),
-}
-
-
-@pytest.mark.parametrize(("make", "text"), TOLD.values(), ids=TOLD)
-def test_exceptions_that_are_only_told(make, text, unharmed):
-    """What would end the caller's program, or cannot be rebuilt, travels as text."""
-    with pytest.raises(tp.WorkerError, match=text):
-        raising(make)(rows)
+# -- the user's errors (more of them: tests/faults/test_exceptions.py) -----------------------------
 
 
 def test_warnings_as_errors_stay_in_the_call(unharmed):
@@ -214,72 +124,6 @@ def test_the_other_rank_has_the_consequence(compile, shares):
         step(rows, True).tolist()
 
 
-# -- memory that ends ------------------------------------------------------------------------------
-
-LARGE = 96 << 20
-
-
-def leave_memory(x):
-    """From now on the worker can have 32 MB more."""
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[0])
-    limit = pages * resource.getpagesize() + (32 << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    return x
-
-
-class Bomb:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
-@pytest.fixture
-def short_of_memory(pool):
-    if DEVICE != "cpu":
-        pytest.skip("the limit is one of the memory of processes")
-    with nothing_lost():
-        eagerly(leave_memory)(rows)
-        yield
-    tp.shutdown()
-
-
-def test_block_without_memory_is_not_read_as_frames(shares, short_of_memory, tmp_path):
-    body = pickle.dumps(Bomb(str(tmp_path / "exploded")))
-    attack = wire.frame(wire.DEFINE, 7, body)
-    data = torch.zeros(2, LARGE, dtype=torch.uint8)
-    data[:, : len(attack)] = torch.frombuffer(bytearray(attack), dtype=torch.uint8)
-    for _ in range(2):
-        with pytest.raises(MemoryError) as caught:
-            tp.pmap(lambda x: x[0], compile=EAGER)(data).tolist()
-        assert str(caught.value) == (
-            f"no memory on device {DEVICE}:0 for uint8[1, {LARGE}]: {LARGE} bytes"
-        )
-    lent = [len(worker.staging.taken()) for worker in running_pool().workers.values()]
-    assert lent == [0, 0]
-    assert not (tmp_path / "exploded").exists()
-
-
-@pytest.mark.parametrize("compile", [EAGER, False], ids=["plan", "function"])
-def test_function_without_memory(short_of_memory, compile):
-    constant = bytes(LARGE)  # which travels with the function
-
-    @torch.library.custom_op(f"torchpmap_tests::large_{bool(compile)}", mutates_args=())
-    def large(x: torch.Tensor) -> torch.Tensor:
-        return x + len(constant)
-
-    large.register_fake(torch.empty_like)
-    with pytest.raises(MemoryError):
-        tp.pmap(lambda x: large(x), compile=compile)(rows).tolist()
-
-
-def test_result_without_memory(short_of_memory):
-    with pytest.raises(RuntimeError, match="can't allocate memory"):
-        tp.pmap(lambda x: x.expand(LARGE) + 1, compile=EAGER)(rows).tolist()
-
-
 # -- frames that are none --------------------------------------------------------------------------
 
 
@@ -334,43 +178,6 @@ def test_block_unlike_its_header_ends_the_worker(body):
 
 
 # -- processes and threads of the user's code ------------------------------------------------------
-
-
-def forks(x):
-    os.fork()
-    return x + 1
-
-
-def forks_and_reduces(x):
-    if os.fork() == 0:
-        return tp.psum(x * 1000, "i")
-    return tp.psum(x, "i") + 1
-
-
-def forks_and_raises(x):
-    if os.fork() == 0:
-        raise ValueError("of the child")
-    return x + 1
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [(forks, [1, 2]), (forks_and_reduces, [2, 2]), (forks_and_raises, [1, 2])],
-)
-def test_child_that_comes_back_leaves(function, expected, unharmed):
-    before = worker_children()
-    for _ in range(3):
-        assert eagerly(function)(rows).tolist() == expected
-    for _ in range(20):
-        assert total(rows).tolist() == [1, 1]
-    assert wait_for(lambda: worker_children() == before)
-
-
-def worker_children():
-    """How many processes of each worker have not ended."""
-    found = filter(None, [stat(pid) for pid in os.listdir("/proc") if pid.isdigit()])
-    parents = [parent for state, parent, _ in found if state not in "ZX"]
-    return [parents.count(pid) for pid in worker_pids(2)]
 
 
 def uses_processes(x):
