@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from _programs import run_program
+from _launched import run_program
 
 import torchpmap as tp
 from torchpmap._base.config import Config
@@ -411,7 +411,7 @@ print(tp.devices()[:3])
 def test_a_setting_lets_workers_share_a_device():
     for shares in ("0", "1"):
         settings = {"TORCHPMAP_DEVICE_TYPE": "cuda", "TORCHPMAP_TEST_SHARE": shares}
-        done = run_program(SHARING, **settings)
+        done = run_program("-c", SHARING, **settings)
         seen = ["Device(cuda:0)", "Device(cuda:1)", "Device(cuda:2)"][: 3 if shares == "1" else 1]
         assert done.stdout == f"[{', '.join(seen)}]\n"
 
@@ -448,7 +448,7 @@ print("touched", sorted(set(touched)), "torch._inductor.compile_fx" in sys.modul
 @pytest.mark.long
 @pytest.mark.parametrize("compiles", [False, True])
 def test_the_fork_server_leaves_accelerators_alone(compiles):
-    done = run_program(WATCHED.replace("{}", str(compiles)), TORCHPMAP_WARM="1")
+    done = run_program("-c", WATCHED.replace("{}", str(compiles)), TORCHPMAP_WARM="1")
     # to compile would touch the device, which is why it is not done
     assert ("touched []" in done.stdout) is not compiles
     assert done.stdout.endswith(" True\n")
@@ -532,6 +532,6 @@ def test_a_worker_does_not_use_a_device_that_was_used_before_the_fork(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(IN_USE)
     code = "import torch, torchpmap as tp; tp.pmap(lambda x: x + 1, compile=False)(torch.ones(2))"
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    done = run_program(code, fails=True, PYTHONPATH=path, TORCHPMAP_NUM_DEVICES="2")
+    done = run_program("-c", code, fails=True, PYTHONPATH=path, TORCHPMAP_NUM_DEVICES="2")
     assert "cpu was initialised in the process that forks the workers" in done.stderr
     assert "Something that Python imports at its start does that" in done.stderr

@@ -3,8 +3,6 @@
 import collections
 import os
 import pickle
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _launched import run_program
 from _support import EAGER
 from _values import WHOLE, Runs, mesh, put, rows, table_of
 
@@ -246,8 +245,7 @@ def test_torch_alone_reads_it(tmp_path):
     tree = {"params": {"w": put(WHOLE, "x", "y"), "layers": layers}, "step": 12}
     tree["values"], tree["mixed"] = ["a", 1], [torch.ones(1), (2, "b")]
     save(tmp_path / "c", tree)
-    command = [sys.executable, "-c", READER, str(tmp_path / "c"), str(tmp_path / "file.pt")]
-    subprocess.run(command, check=True, timeout=100)
+    run_program("-c", READER, str(tmp_path / "c"), str(tmp_path / "file.pt"))
     found = torch.load(tmp_path / "file.pt", weights_only=True)
     assert torch.equal(found["params"]["w"], WHOLE)
     assert torch.equal(found["params"]["layers"][0], torch.ones(2))

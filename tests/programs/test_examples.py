@@ -8,7 +8,6 @@ import json
 import math
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from _examples import EXAMPLES, run_by_python, run_by_torchrun, run_here
-from _launched import Raised, answers, launch
+from _launched import Raised, answers, launch, run_program
 from _support import DEVICE, EAGER, TEST_ALL, mostly_long
 from matplotlib.figure import Figure
 from test_training import EXACT, NOT_COMPILED, plain, same
@@ -147,9 +146,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.timeout(300)
 def test_hello_pmap_runs_where_there_is_one_gpu(monkeypatch):
     monkeypatch.delenv("TORCHPMAP_DEVICE_TYPE")
-    command = [sys.executable, "-c", ON_ONE_GPU, str(EXAMPLES / "hello_pmap.py"), "--quick"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
+    hello = str(EXAMPLES / "hello_pmap.py")
+    done = run_program("-c", ON_ONE_GPU, hello, "--quick", limit_s=250)
     assert "doubled lives on devices: [0, 1]" in done.stdout
 
 
