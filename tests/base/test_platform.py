@@ -47,41 +47,33 @@ def test_one_file_names_cuda():
     assert naming == {"_base/platform.py"}
 
 
-@pytest.mark.parametrize(
-    ("visible", "rank", "shown"),
-    [(None, 2, "2"), ("", 1, "1"), ("4,6", 1, "6"), ("MIG-a, MIG-b", 1, "MIG-b")],
-)
-def test_a_worker_sees_its_own_device(monkeypatch, visible, rank, shown):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert CUDA.environment(rank) == {"CUDA_VISIBLE_DEVICES": shown}
-    assert Platform().environment(rank) == {}
-
-
-HIP = "HIP_VISIBLE_DEVICES"
-ALL = (HIP, "CUDA_VISIBLE_DEVICES")
+SEEN, HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+OF_AMD, OF_INTEL = (HIP, SEEN), PLATFORMS["xpu"].variables
 
 
 @pytest.mark.parametrize(
     ("variables", "given", "shown"),
     [
-        (ALL, {HIP: "4,6"}, {HIP: "6"}),
-        (ALL, {"CUDA_VISIBLE_DEVICES": "4,6"}, {"CUDA_VISIBLE_DEVICES": "6"}),
-        (ALL, {HIP: "1,2", "CUDA_VISIBLE_DEVICES": "4,6"}, {HIP: "2"}),
-        (ALL, {}, {HIP: "1"}),
-        (ALL, {HIP: "GPU-a,GPU-b"}, {HIP: "GPU-b"}),
-        (PLATFORMS["xpu"].variables, {"ZE_AFFINITY_MASK": "0.0,0.1"}, {"ZE_AFFINITY_MASK": "0.1"}),
+        (CUDA.variables, {}, {SEEN: "1"}),
+        (CUDA.variables, {SEEN: ""}, {SEEN: "1"}),
+        (CUDA.variables, {SEEN: "4,6"}, {SEEN: "6"}),
+        (CUDA.variables, {SEEN: "MIG-a, MIG-b"}, {SEEN: "MIG-b"}),
+        (OF_AMD, {}, {HIP: "1"}),
+        (OF_AMD, {HIP: "4,6"}, {HIP: "6"}),
+        (OF_AMD, {SEEN: "4,6"}, {SEEN: "6"}),
+        (OF_AMD, {HIP: "1,2", SEEN: "4,6"}, {HIP: "2"}),
+        (OF_AMD, {HIP: "GPU-a,GPU-b"}, {HIP: "GPU-b"}),
+        (OF_INTEL, {"ZE_AFFINITY_MASK": "0.0,0.1"}, {"ZE_AFFINITY_MASK": "0.1"}),
     ],
 )
-def test_the_variable_that_counts_is_set(monkeypatch, variables, given, shown):
+def test_a_worker_sees_its_own_device(monkeypatch, variables, given, shown):
     for name in variables:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    platform = Accelerator()
     monkeypatch.setattr(Accelerator, "variables", variables, raising=False)
-    assert platform.environment(1) == shown
+    assert Accelerator().environment(1) == shown
+    assert Platform().environment(1) == {}
 
 
 def test_slices_of_a_gpu_are_counted_by_name(monkeypatch):
