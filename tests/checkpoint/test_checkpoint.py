@@ -3,16 +3,14 @@
 import collections
 import os
 import pickle
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from _launched import run_program
 from _support import EAGER
-from _values import WHOLE, Runs, mesh, put, rows, table_of
+from _values import WHOLE, Runs, mesh, put, rows, same, saved_by_torch, table_of
 
 import torchpmap as tp
 from torchpmap._runtime.task import Rank
@@ -39,17 +37,6 @@ HOST_LEAVES = {
     "numpy_scalar": np.float32(2.5),
 }
 VALUES = [None, True, 7, 2.5, 1 + 2j, "text", b"bytes", 2**100, float("inf")]
-
-
-def same(a, b) -> bool:
-    """Whether two leaves are equal, in type and dtype too."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a.float(), b.float()) and a.shape == b.shape
-    if isinstance(a, np.ndarray | np.generic):
-        return a.dtype == b.dtype and np.array_equal(a, b)
-    return a == b
 
 
 @pytest.mark.parametrize("filled", [False, True])
@@ -256,12 +243,8 @@ def test_torch_alone_reads_it(tmp_path):
 
 @pytest.fixture
 def by_torch(tmp_path):
-    """A checkpoint that torch saved without torchpmap."""
     state = {"params": {"w": WHOLE, "b": torch.ones(3)}, "step": 4}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
-    return tmp_path / "c"
+    return saved_by_torch(tmp_path / "c", state)
 
 
 def test_what_torch_alone_saved(by_torch):

@@ -4,18 +4,15 @@ import ast
 import doctest
 import functools
 import io
-import json
 import math
 import re
 import runpy
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from _examples import EXAMPLES, run_by_python, run_by_torchrun, run_here
-from _launched import Raised, answers, launch, run_program
+from _launched import run_program
 from _support import DEVICE, EAGER, TEST_ALL, mostly_long
 from matplotlib.figure import Figure
 from test_training import EXACT, NOT_COMPILED, plain, same
@@ -68,66 +65,26 @@ def is_picture(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-# --- under torchrun -------------------------------------------------------------------------------
-
 QUICK = ("--devices", "2", "--quick", "--no-compile")
 COOKBOOK = ("pmap_cookbook.py", "--devices", "2", "--quick")
-PROGRAMS = {
-    "cookbook": COOKBOOK,
-    "pipeline": ("pipeline.py", *QUICK),
-    "tensor_parallel": ("tensor_parallel.py", *QUICK),
-}
-TRAINING = ("replicated", "pmap")
-cpu_only = pytest.mark.skipif(DEVICE != "cpu", reason="autocast and losses of the CPU")
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory) -> list[dict[str, Any]]:
-    """What programs print in each of two processes that torchrun starts."""
-    folder = tmp_path_factory.mktemp("examples")
-    commands: dict[str, tuple[str, ...]] = dict(PROGRAMS)
-    for name in TRAINING if DEVICE == "cpu" else ():
-        arguments = ("--epochs", "1", *EXACT, "--checkpoint", str(folder / f"{name}.pt"))
-        commands[name] = (f"train_{name}.py", *arguments, *NOT_COMPILED[name])
-    (folder / "commands.json").write_text(json.dumps(commands))
-    script = str(Path(__file__).with_name("_torchrun_examples.py"))
-    finished = launch(2, script, str(folder), limit_s=200)
-    assert finished.code == 0, finished.output
-    assert "Warning" not in finished.output, finished.output
-    return answers(2, folder)
-
-
-def printed(launched, name):
-    """What the first rank prints: the others print nothing."""
-    first, second = (result[name] for result in launched)
-    assert not isinstance(first, Raised), first
-    assert second == ""
-    return first
+# --- under torchrun -------------------------------------------------------------------------------
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_prints_the_same_under_torchrun(name, launched):
-    assert printed(launched, name) == run(*PROGRAMS[name])
+def test_tensor_parallel_prints_the_same_under_torchrun():
+    assert run_by_torchrun("tensor_parallel.py", *QUICK) == run("tensor_parallel.py", *QUICK)
 
 
 @pytest.mark.long
-@cpu_only
-@pytest.mark.parametrize("name", TRAINING)
-def test_training_under_torchrun_has_the_losses_of_one_device(name, launched):
-    same(printed(launched, name), plain("--epochs", "1", *EXACT), 5e-3)
-
-
-@pytest.mark.long
-def test_digits_train_the_same_network_under_torchrun(launched):
-    tp.init(num_devices=2)
-    expected_params, history, expected_accuracy = digits.train(2, epochs=1, compile=EAGER)
-    for result in launched:
-        assert not isinstance(result["digits"], Raised), result["digits"]
-        params, losses, accuracy = result["digits"]
-        torch.testing.assert_close(params, expected_params, atol=1e-5, rtol=1e-4)
-        assert losses == pytest.approx(history.loss, rel=1e-4)
-        assert accuracy == expected_accuracy
+@pytest.mark.skipif(DEVICE != "cpu", reason="autocast and losses of the CPU")
+@pytest.mark.parametrize("name", ["replicated", "pmap"])
+def test_training_under_torchrun_has_the_losses_of_one_device(name, tmp_path):
+    options = (*NOT_COMPILED[name], "--checkpoint", str(tmp_path / "train.pt"))
+    arguments = ("--epochs", "1", *EXACT)
+    printed = run_by_torchrun(f"train_{name}.py", *arguments, *options)
+    same(printed, plain(*arguments), 5e-3)
 
 
 # --- by python ------------------------------------------------------------------------------------
