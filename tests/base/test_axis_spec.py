@@ -77,6 +77,9 @@ def test_legal_axis_spec(spec):
 @pytest.mark.parametrize(
     ("spec", "extra"),
     [
+        (True, ""),
+        (0.0, ""),
+        ("0", ""),
         (torch.tensor(0), ""),
         ((0, {"a": False}), " The leaf False is a bool."),
     ],
@@ -130,10 +133,24 @@ def test_prefix_errors_of_registered_nodes():
 
 X = np.ones(3)
 ERRORS = [
+    ([0, 0], (X, X),
+     "types at key path\n    pmap in_axes[0]\nAt that key path, the prefix pytree pmap in_axes "
+     "has a subtree of type\n    <class 'list'>\nbut at the same key path the full pytree has a "
+     "subtree of different type\n    <class 'tuple'>."),
     (((0, 0, 0), 0), ((X, X), X),
      "lengths of tuple at key path\n    pmap in_axes[0][0]\nAt that key path, the prefix pytree "
      "pmap in_axes has a subtree of type tuple of length 3, but the full pytree has a subtree "
      "of the same type but of length 2."),
+    (({"a": 0},), ({"a": X, "b": X},),
+     "numbers of pytree children at key path\n    pmap in_axes[0][0]\nAt that key path, the "
+     "prefix pytree pmap in_axes has a subtree of type\n    <class 'dict'>\nwith 1 child keys\n"
+     "    a\nbut at the same key path the full pytree has a subtree of the same type but with 2 "
+     "child keys\n    a b\nso the symmetric difference on key sets is\n    b"),
+    (({"c": 0, "a": 0},), ({"a": X, "b": X},),
+     "pytree metadata at key path\n    pmap in_axes[0][0]\nAt that key path, the prefix pytree "
+     "pmap in_axes has a subtree of type\n    <class 'dict'>\nwith metadata\n    ('a', 'c')\n"
+     "but at the same key path the full pytree has a subtree of the same type but with metadata"
+     "\n    ('a', 'b')"),
     (({"a": {"b": (0,)}},), ({"a": {"b": X}},),
      "types at key path\n    pmap in_axes[0][0]['a']['b']\nAt that key path, the prefix pytree "
      "pmap in_axes has a subtree of type\n    <class 'tuple'>\nbut at the same key path the "
@@ -213,12 +230,19 @@ def test_canonical_axis(axis, ndim, expected):
     assert canonical_axis(axis, ndim, what="pmap out_axes", path="output") == expected
 
 
-def test_an_axis_of_what_has_no_dims():
+@pytest.mark.parametrize(
+    ("axis", "ndim", "expected"),
+    [
+        (-4, 3, "-3 <= axis < 3."),
+        (0, 0, "None, because there is no dimension."),
+    ],
+)
+def test_canonical_axis_out_of_range(axis, ndim, expected):
     with pytest.raises(ValueError) as info:  # noqa: PT011 (the whole text follows)
-        canonical_axis(0, 0, what="pmap out_axes", path="output['a']")
+        canonical_axis(axis, ndim, what="pmap out_axes", path="output['a']")
     assert str(info.value) == (
-        "pmap out_axes: axis 0 is out of bounds for array of dimension 0, which is output['a']; "
-        "expected None, because there is no dimension."
+        f"pmap out_axes: axis {axis} is out of bounds for array of dimension {ndim}, which is "
+        f"output['a']; expected {expected}"
     )
 
 
@@ -250,17 +274,37 @@ def test_mapped_axis_size(shapes, axes, axis_size, size):
     assert mapped_axis_size(leaves_of(**shapes), axes, axis_size=axis_size) == size
 
 
-def test_the_sizes_that_most_axes_have_come_first():
-    sizes = zip("abcdef", (5, 4, 4, 6, 6, 4), strict=True)
+VOTE = "got inconsistent sizes for array axes to be mapped:\n"
+
+
+@pytest.mark.parametrize(
+    ("leaves", "axes", "axis_size", "text"),
+    [
+        ([("x", (4, 3), "float32"), ("y['w']", (3, 5), "torch.bool"), ("z", (4,), "int64"),
+         ("rest[0]", (1, 4), "int64")], [0, -1, 0, 1], None,
+         f"pmap {VOTE}  * most axes (3 of them) had size 4, e.g. axis 0 of argument x of type "
+         "float32[4,3];\n  * one axis had size 5: axis -1 of argument y['w'] of type bool[3,5]"),
+        ([(n, (s,), "float32") for n, s in zip("abcdef", (5, 4, 4, 6, 6, 4), strict=True)],
+         [0] * 6, 7,
+         f"pmap {VOTE}  * the `axis_size` argument was 7;\n"
+         "  * most axes (3 of them) had size 4, e.g. axis 0 of argument b of type float32[4];\n"
+         "  * some axes (2 of them) had size 6, e.g. axis 0 of argument d of type float32[6];\n"
+         "  * one axis had size 5: axis 0 of argument a of type float32[5]"),
+        ([("x", (3, 4), "float32")], [-3], None,
+         "pmap was requested to map its argument along axis -3, which implies that its rank "
+         "should be at least 3, but is only 2 (its shape is (3, 4)) (argument x)"),
+        ([("x", (3,), "float32"), ("y['b']", (), "int64")], [0, 0], None,
+         "pmap was requested to map its argument along axis 0, which implies that its rank "
+         "should be at least 1, but is only 0 (its shape is ()) (argument y['b'])"),
+        ([("x", (3,), "float32")], [0], 4,
+         "Specified axis_size 4 doesn't match received axis_size 3. "
+         "(axis 0 of argument x of type float32[3])"),
+    ],
+)  # fmt: skip
+def test_mapped_axis_size_errors(leaves, axes, axis_size, text):
     with pytest.raises(ValueError) as info:  # noqa: PT011 (the whole text follows)
-        mapped_axis_size([(n, (s,), "float32") for n, s in sizes], [0] * 6, axis_size=7)
-    assert str(info.value) == (
-        "pmap got inconsistent sizes for array axes to be mapped:\n"
-        "  * the `axis_size` argument was 7;\n"
-        "  * most axes (3 of them) had size 4, e.g. axis 0 of argument b of type float32[4];\n"
-        "  * some axes (2 of them) had size 6, e.g. axis 0 of argument d of type float32[6];\n"
-        "  * one axis had size 5: axis 0 of argument a of type float32[5]"
-    )
+        mapped_axis_size(leaves, axes, axis_size=axis_size)
+    assert str(info.value) == text
 
 
 def test_vote_names_who_asks():

@@ -2,7 +2,7 @@
 
 Covers: pmap with torch.compile, where results are, caches, a vmap of torch around, derivatives by
 autograd. The values are in ``parity/ported_cases.json``, whose programs test_jax_parity.py runs in
-all modes; messages, donation and results as tensors are tested in transforms/ and sharded/.
+all modes; messages, donation and tensors of results are tested in transforms/ and sharded/.
 Expectations are torch's on the whole array, or mathematics.
 """
 
@@ -84,6 +84,16 @@ def test_composition_with_jit_twice():
     same(f(torch.ones(4, 1)), torch.full((4, 4, 1), 2.0))
 
 
+@pytest.mark.parametrize("rows", [4, 8])
+def test_every_row_takes_its_own_branch(rows):
+    def f(x):
+        total = tp.psum(x, "i")
+        return torch.cond(x > 1, lambda x, t: x + t, lambda x, t: x - t, (x, total))
+
+    x = torch.arange(float(rows))
+    same(pmap(f, "i")(x), torch.where(x > 1, x + x.sum(), x - x.sum()))
+
+
 # Results -----------------------------------------------------------------------------------------
 
 
@@ -108,6 +118,40 @@ def test_threadsafe_indexing():
     results = in_threads(8, lambda k: torch.stack([y[(k + j) % 4] for j in range(4)]))
     for k, got in enumerate(results):
         same(got, x.roll(-k, 0))
+
+
+# Arguments ---------------------------------------------------------------------------------------
+
+SPECS = [tp.P(), tp.P("a"), tp.P(None, "b"), tp.P("a", "b"), tp.P(("a", "b")), tp.P("b", "a")]
+
+
+def placed(x, place):
+    if isinstance(place, tp.PartitionSpec):
+        mesh = tp.make_mesh((2, 2), ("a", "b"), devices=tp.devices())
+        return tp.device_put(x, tp.NamedSharding(mesh, place))
+    return tp.device_put(x, tp.devices()[place])
+
+
+@pytest.mark.parametrize("place", [*SPECS, 0, slice(None, None, -1)], ids=str)
+@pytest.mark.parametrize("in_axis", [0, 1, None])
+def test_arguments_of_every_layout_are_moved_to_where_the_call_needs_them(place, in_axis):
+    x = sample(4, 4)
+    there = placed(x, place)
+    same(there, x)
+    got = pmap(lambda x: x + 1, in_axes=in_axis, axis_size=4)(there)
+    same(got, x.expand(4, 4, 4) + 1 if in_axis is None else x.movedim(in_axis, 0) + 1)
+    assert places(got) == tp.devices()
+    assert [shard.data.shape for shard in got.addressable_shards] == [(1, *got.shape[1:])] * 4
+
+
+def test_device_put_replicated():
+    x, three = sample(3), tp.devices()[:3]
+    tree = tp.device_put_replicated({"a": x, "b": (5.0,)}, three)
+    same(tree["a"], x.expand(3, 3))
+    same(tree["b"][0], torch.full((3,), 5.0))
+    for y, block in ((tree["a"], x[None]), (tree["b"][0], torch.tensor([5.0]))):
+        assert places(y) == three
+        assert all(torch.equal(shard.data, block) for shard in y.addressable_shards)
 
 
 @pytest.mark.long
