@@ -160,6 +160,13 @@ def test_many_args():
     same(pmap(lambda xs: sum(xs))(list(xs)), xs.sum(0))
 
 
+def test_donation_by_an_inner_function_is_ignored():
+    inner = pmap(lambda x: x + 1, "j", donate_argnums=0)
+    x = pmap(lambda x: x)(torch.ones(4, 2))
+    same(pmap(lambda row: inner(row) + row, "i")(x), torch.full((4, 2), 3.0))
+    assert not x.is_deleted()
+
+
 # Constants and caches ----------------------------------------------------------------------------
 
 
