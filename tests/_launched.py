@@ -93,6 +93,21 @@ class Job:
         return self._output
 
 
+def run_program(
+    *arguments: str, fails: bool = False, limit_s: float = LIMIT_S, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """What a program in Python printed, run in a process of its own; it must succeed, or fail."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+    )
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
+    return done
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

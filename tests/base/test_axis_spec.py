@@ -1,4 +1,4 @@
-"""Covers: _base/axis_spec.py."""
+"""Covers: _base/axis_spec.py. More of its messages are in transforms/test_messages.py."""
 
 import dataclasses
 import functools
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from torchpmap._base.axis_spec import (
     IN_AXES_HINT,
-    OUT_AXES_HINT,
     argument_names,
     broadcast_axes,
     canonical_axis,
@@ -81,10 +80,8 @@ def test_legal_axis_spec(spec):
         (True, ""),
         (0.0, ""),
         ("0", ""),
-        (np.int64(0), ""),
         (torch.tensor(0), ""),
         ((0, {"a": False}), " The leaf False is a bool."),
-        ([0, 1.5], " The leaf 1.5 is a float."),
     ],
 )
 def test_illegal_axis_spec(spec, extra):
@@ -154,10 +151,6 @@ ERRORS = [
      "pmap in_axes has a subtree of type\n    <class 'dict'>\nwith metadata\n    ('a', 'c')\n"
      "but at the same key path the full pytree has a subtree of the same type but with metadata"
      "\n    ('a', 'b')"),
-    ((0,), (X, X),
-     "lengths of tuple at key path\n    pmap in_axes[0]\nAt that key path, the prefix pytree "
-     "pmap in_axes has a subtree of type tuple of length 1, but the full pytree has a subtree "
-     "of the same type but of length 2."),
     (({"a": {"b": (0,)}},), ({"a": {"b": X}},),
      "types at key path\n    pmap in_axes[0][0]['a']['b']\nAt that key path, the prefix pytree "
      "pmap in_axes has a subtree of type\n    <class 'tuple'>\nbut at the same key path the "
@@ -174,18 +167,6 @@ def test_prefix_errors_have_the_text_of_jax(prefix, tree, text):
     with pytest.raises(ValueError) as info:  # noqa: PT011 (the whole text follows)
         broadcast_axes(prefix, tree, what="pmap in_axes", hint=IN_AXES_HINT, root="[0]")
     assert str(info.value) == f"pytree structure error: different {text}{IN_AXES_HINT}"
-
-
-def test_prefix_error_of_out_axes():
-    with pytest.raises(ValueError) as info:  # noqa: PT011 (the whole text follows)
-        broadcast_axes((0, 0), (X, X, X), what="pmap out_axes", hint=OUT_AXES_HINT)
-    assert str(info.value) == (
-        "pytree structure error: different lengths of tuple at key path\n    pmap out_axes\n"
-        "At that key path, the prefix pytree pmap out_axes has a subtree of type tuple of length "
-        "2, but the full pytree has a subtree of the same type but of length 3.\n\n"
-        "The full pytree is the output of the pmapped function. Ensure that the `out_axes` "
-        "argument to `pmap` is a pytree prefix of the pmapped function's output."
-    )
 
 
 def test_prefix_error_without_the_leaves():
@@ -252,7 +233,6 @@ def test_canonical_axis(axis, ndim, expected):
 @pytest.mark.parametrize(
     ("axis", "ndim", "expected"),
     [
-        (2, 2, "-2 <= axis < 2."),
         (-4, 3, "-3 <= axis < 3."),
         (0, 0, "None, because there is no dimension."),
     ],
@@ -300,9 +280,6 @@ VOTE = "got inconsistent sizes for array axes to be mapped:\n"
 @pytest.mark.parametrize(
     ("leaves", "axes", "axis_size", "text"),
     [
-        ([("x", (4,), "int32"), ("y", (3,), "int32")], [0, 0], None,
-         f"pmap {VOTE}  * one axis had size 4: axis 0 of argument x of type int32[4];\n"
-         "  * one axis had size 3: axis 0 of argument y of type int32[3]"),
         ([("x", (4, 3), "float32"), ("y['w']", (3, 5), "torch.bool"), ("z", (4,), "int64"),
          ("rest[0]", (1, 4), "int64")], [0, -1, 0, 1], None,
          f"pmap {VOTE}  * most axes (3 of them) had size 4, e.g. axis 0 of argument x of type "
@@ -313,9 +290,6 @@ VOTE = "got inconsistent sizes for array axes to be mapped:\n"
          "  * most axes (3 of them) had size 4, e.g. axis 0 of argument b of type float32[4];\n"
          "  * some axes (2 of them) had size 6, e.g. axis 0 of argument d of type float32[6];\n"
          "  * one axis had size 5: axis 0 of argument a of type float32[5]"),
-        ([("x", (3, 4), "float32")], [2], None,
-         "pmap was requested to map its argument along axis 2, which implies that its rank "
-         "should be at least 3, but is only 2 (its shape is (3, 4)) (argument x)"),
         ([("x", (3, 4), "float32")], [-3], None,
          "pmap was requested to map its argument along axis -3, which implies that its rank "
          "should be at least 3, but is only 2 (its shape is (3, 4)) (argument x)"),

@@ -34,59 +34,47 @@ def test_environment():
     assert [Config(num_devices=limit).num_devices for limit in (1, 256)] == [1, 256]
 
 
-RUNTIME = "must be 'auto', 'local', 'torchrun' or 'inline', but got 'remote'."
-NUM = "must be an int from 1 to 256, but got"
-TYPE = "must be 'cpu' or 'cuda' or 'xpu', but got"
-TIME = "must be a number of seconds above 0 (at most 1e9), but got"
+MUST = {
+    "num_devices": "must be an int from 1 to 256",
+    "device_type": "must be 'cpu' or 'cuda' or 'xpu'",
+    "warm": "must be True or False",
+    "timeout": "must be a number of seconds above 0 (at most 1e9)",
+    "runtime": "must be 'auto', 'local', 'torchrun' or 'inline'",
+}
+TEXTS = {  # of variables, and as what they are read
+    "num_devices": {"0": 0, "257": 257, "-1": -1, "four": "four", "4.0": "4.0"},
+    "device_type": {"gpu": "gpu"},
+    "warm": {"yes": "yes"},
+    "shared_memory": {"no": "no"},
+    "timeout": {"0": 0.0, "inf": float("inf"), "nan": float("nan"), "soon": "soon"},
+    "runtime": {"remote": "remote"},
+}
+VALUES = {
+    "num_devices": [0, True, 4.0],
+    "device_type": ["tpu", ["cpu"]],
+    "warm": [1, None],
+    "timeout": [-1, True, "2"],
+    "runtime": ["remote"],
+}
 
 
-@pytest.mark.parametrize(
-    ("variable", "text", "message"),
-    [
-        ("NUM_DEVICES", "0", f"{NUM} 0."),
-        ("NUM_DEVICES", "257", f"{NUM} 257."),
-        ("NUM_DEVICES", "-1", f"{NUM} -1."),
-        ("NUM_DEVICES", "four", f"{NUM} 'four'."),
-        ("NUM_DEVICES", "4.0", f"{NUM} '4.0'."),
-        ("DEVICE_TYPE", "gpu", f"{TYPE} 'gpu'."),
-        ("WARM", "yes", "must be 0 or 1, but got 'yes'."),
-        ("SHARED_MEMORY", "no", "must be 0 or 1, but got 'no'."),
-        ("TIMEOUT", "0", f"{TIME} 0.0."),
-        ("TIMEOUT", "inf", f"{TIME} inf."),
-        ("TIMEOUT", "nan", f"{TIME} nan."),
-        ("TIMEOUT", "soon", f"{TIME} 'soon'."),
-        ("RUNTIME", "remote", RUNTIME),
-    ],
-)
-def test_bad_environment(variable, text, message):
+@pytest.mark.parametrize(("name", "text"), [(name, t) for name in TEXTS for t in TEXTS[name]])
+def test_bad_environment(name, text):
+    must = "must be 0 or 1" if name in ("warm", "shared_memory") else MUST[name]
     with pytest.raises(ValueError) as info:  # noqa: PT011 (the whole text follows)
-        Config.from_env({f"TORCHPMAP_{variable}": text})
-    assert str(info.value) == f"TORCHPMAP_{variable} {message}"
+        Config.from_env({f"TORCHPMAP_{name.upper()}": text})
+    got = TEXTS[name][text]
+    assert str(info.value) == f"TORCHPMAP_{name.upper()} {must}, but got {got!r}."
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("num_devices", 0, f"{NUM} 0."),
-        ("num_devices", True, f"{NUM} True."),
-        ("num_devices", 4.0, f"{NUM} 4.0."),
-        ("device_type", "tpu", f"{TYPE} 'tpu'."),
-        ("device_type", ["cpu"], f"{TYPE} ['cpu']."),
-        ("warm", 1, "must be True or False, but got 1."),
-        ("warm", None, "must be True or False, but got None."),
-        ("timeout", -1, f"{TIME} -1."),
-        ("timeout", True, f"{TIME} True."),
-        ("timeout", "2", f"{TIME} '2'."),
-        ("runtime", "remote", RUNTIME),
-    ],
-)
-def test_bad_value(name, value, message):
+@pytest.mark.parametrize(("name", "value"), [(name, v) for name in VALUES for v in VALUES[name]])
+@pytest.mark.parametrize("assigned", [False, True])
+def test_bad_value(name, value, assigned):
     settings = Settings()
     before = settings.snapshot()
-    for assign in (lambda: Config(**{name: value}), lambda: setattr(settings, name, value)):
-        with pytest.raises(ValueError) as info:  # noqa: PT011 (the whole text follows)
-            assign()
-        assert str(info.value) == f"{name} {message}"
+    with pytest.raises(ValueError) as info:  # noqa: PT011 (the whole text follows)
+        setattr(settings, name, value) if assigned else Config(**{name: value})
+    assert str(info.value) == f"{name} {MUST[name]}, but got {value!r}."
     assert settings.snapshot() == before
 
 

@@ -79,20 +79,15 @@ def test_device_is_a_value():
         Device(1, "cpu").id = 2
 
 
-@pytest.mark.parametrize(("gpus", "kind"), [(0, "cpu"), (1, "cuda"), (8, "cuda")])
-def test_default_platform(monkeypatch, gpus, kind):
-    with_gpus(monkeypatch, gpus)
-    assert default_platform().name == kind
-
-
 @pytest.mark.parametrize(
     ("cores", "gpus", "kind", "count"),
-    [(1, 0, "cpu", 1), (2, 4, "cpu", 2), (8, 0, "cpu", 8), (64, 0, "cpu", 8), (2, 4, "cuda", 4)],
+    [(1, 0, "cpu", 1), (8, 0, "cpu", 8), (64, 0, "cpu", 8), (2, 1, "cuda", 1), (2, 4, "cuda", 4)],
 )
-def test_default_num_devices(monkeypatch, cores, gpus, kind, count):
+def test_defaults(monkeypatch, cores, gpus, kind, count):
     with_cores(monkeypatch, cores)
     with_gpus(monkeypatch, gpus)
-    assert PLATFORMS[kind].count() == count
+    assert (default_platform().name, default_platform().count()) == (kind, count)
+    assert PLATFORMS["cpu"].count() == min(cores, 8)  # GPUs do not matter to it
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from _programs import run_program
+from _launched import run_program
 
 import torchpmap as tp
 from torchpmap._base.config import Config
@@ -47,41 +47,33 @@ def test_one_file_names_cuda():
     assert naming == {"_base/platform.py"}
 
 
-@pytest.mark.parametrize(
-    ("visible", "rank", "shown"),
-    [(None, 2, "2"), ("", 1, "1"), ("4,6", 1, "6"), ("MIG-a, MIG-b", 1, "MIG-b")],
-)
-def test_a_worker_sees_its_own_device(monkeypatch, visible, rank, shown):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert CUDA.environment(rank) == {"CUDA_VISIBLE_DEVICES": shown}
-    assert Platform().environment(rank) == {}
-
-
-HIP = "HIP_VISIBLE_DEVICES"
-ALL = (HIP, "CUDA_VISIBLE_DEVICES")
+SEEN, HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+OF_AMD, OF_INTEL = (HIP, SEEN), PLATFORMS["xpu"].variables
 
 
 @pytest.mark.parametrize(
     ("variables", "given", "shown"),
     [
-        (ALL, {HIP: "4,6"}, {HIP: "6"}),
-        (ALL, {"CUDA_VISIBLE_DEVICES": "4,6"}, {"CUDA_VISIBLE_DEVICES": "6"}),
-        (ALL, {HIP: "1,2", "CUDA_VISIBLE_DEVICES": "4,6"}, {HIP: "2"}),
-        (ALL, {}, {HIP: "1"}),
-        (ALL, {HIP: "GPU-a,GPU-b"}, {HIP: "GPU-b"}),
-        (PLATFORMS["xpu"].variables, {"ZE_AFFINITY_MASK": "0.0,0.1"}, {"ZE_AFFINITY_MASK": "0.1"}),
+        (CUDA.variables, {}, {SEEN: "1"}),
+        (CUDA.variables, {SEEN: ""}, {SEEN: "1"}),
+        (CUDA.variables, {SEEN: "4,6"}, {SEEN: "6"}),
+        (CUDA.variables, {SEEN: "MIG-a, MIG-b"}, {SEEN: "MIG-b"}),
+        (OF_AMD, {}, {HIP: "1"}),
+        (OF_AMD, {HIP: "4,6"}, {HIP: "6"}),
+        (OF_AMD, {SEEN: "4,6"}, {SEEN: "6"}),
+        (OF_AMD, {HIP: "1,2", SEEN: "4,6"}, {HIP: "2"}),
+        (OF_AMD, {HIP: "GPU-a,GPU-b"}, {HIP: "GPU-b"}),
+        (OF_INTEL, {"ZE_AFFINITY_MASK": "0.0,0.1"}, {"ZE_AFFINITY_MASK": "0.1"}),
     ],
 )
-def test_the_variable_that_counts_is_set(monkeypatch, variables, given, shown):
+def test_a_worker_sees_its_own_device(monkeypatch, variables, given, shown):
     for name in variables:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    platform = Accelerator()
     monkeypatch.setattr(Accelerator, "variables", variables, raising=False)
-    assert platform.environment(1) == shown
+    assert Accelerator().environment(1) == shown
+    assert Platform().environment(1) == {}
 
 
 def test_slices_of_a_gpu_are_counted_by_name(monkeypatch):
@@ -411,7 +403,7 @@ print(tp.devices()[:3])
 def test_a_setting_lets_workers_share_a_device():
     for shares in ("0", "1"):
         settings = {"TORCHPMAP_DEVICE_TYPE": "cuda", "TORCHPMAP_TEST_SHARE": shares}
-        done = run_program(SHARING, **settings)
+        done = run_program("-c", SHARING, **settings)
         seen = ["Device(cuda:0)", "Device(cuda:1)", "Device(cuda:2)"][: 3 if shares == "1" else 1]
         assert done.stdout == f"[{', '.join(seen)}]\n"
 
@@ -448,7 +440,7 @@ print("touched", sorted(set(touched)), "torch._inductor.compile_fx" in sys.modul
 @pytest.mark.long
 @pytest.mark.parametrize("compiles", [False, True])
 def test_the_fork_server_leaves_accelerators_alone(compiles):
-    done = run_program(WATCHED.replace("{}", str(compiles)), TORCHPMAP_WARM="1")
+    done = run_program("-c", WATCHED.replace("{}", str(compiles)), TORCHPMAP_WARM="1")
     # to compile would touch the device, which is why it is not done
     assert ("touched []" in done.stdout) is not compiles
     assert done.stdout.endswith(" True\n")
@@ -532,6 +524,6 @@ def test_a_worker_does_not_use_a_device_that_was_used_before_the_fork(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(IN_USE)
     code = "import torch, torchpmap as tp; tp.pmap(lambda x: x + 1, compile=False)(torch.ones(2))"
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    done = run_program(code, fails=True, PYTHONPATH=path, TORCHPMAP_NUM_DEVICES="2")
+    done = run_program("-c", code, fails=True, PYTHONPATH=path, TORCHPMAP_NUM_DEVICES="2")
     assert "cpu was initialised in the process that forks the workers" in done.stderr
     assert "Something that Python imports at its start does that" in done.stderr

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from _programs import run_program
+from _launched import run_program
 from _support import EAGER, TRACED
 
 import torchpmap as tp
@@ -71,7 +71,7 @@ print(torch.func.jvp(torch.sin, (torch.ones(2),), (torch.ones(2),)))
 
 @pytest.mark.long
 def test_the_first_jvp_does_not_warn() -> None:
-    assert run_program(FIRST_JVP, "-W", "error").stderr == ""
+    assert run_program("-W", "error", "-c", FIRST_JVP).stderr == ""
 
 
 COMPILER_BUT_NO_GPU = """
@@ -89,7 +89,7 @@ assert "torch.utils.cpp_extension" in sys.modules, "torch did not look for CUDA"
 
 @pytest.mark.inductor
 def test_compiling_for_cpus_does_not_ask_for_a_gpu() -> None:
-    assert run_program(COMPILER_BUT_NO_GPU, CUDA_HOME=sys.prefix).stderr == ""
+    assert run_program("-c", COMPILER_BUT_NO_GPU, CUDA_HOME=sys.prefix).stderr == ""
 
 
 ORDINARY = """
@@ -108,6 +108,6 @@ assert slope(x).tolist() == [[0, 2], [8, 18]]
 @pytest.mark.inductor
 def test_an_ordinary_program_prints_nothing_of_its_own() -> None:
     """Neither while it runs and ends, nor from its workers and the process they are forked from."""
-    printed = run_program(ORDINARY, TORCHPMAP_WARM="1").stderr
+    printed = run_program("-c", ORDINARY, TORCHPMAP_WARM="1").stderr
     slow = "torchpmap: waiting for"  # on a busy machine
     assert [line for line in printed.splitlines() if not line.startswith(slow)] == []

@@ -24,18 +24,6 @@ def loaded(folder: Path) -> Any:
         return load(folder)
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return bool((a == b).all()) if hasattr(a, "all") else a == b
-
-
 def leaf(body: Any, key: str = "w") -> Any:
     return body["leaves"][key]
 

@@ -2,10 +2,13 @@
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 
 import torchpmap as tp
 from torchpmap.checkpoint._files import _digest
@@ -25,6 +28,22 @@ def rows(value: torch.Tensor) -> tp.ShardedTensor:
     return tp.device_put(value, tp.devices())
 
 
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees are equal, in types and dtypes too."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        wide = (x.float() if x.dtype == torch.float8_e4m3fn else x for x in (a, b))
+        return a.dtype == b.dtype and torch.equal(*wide)
+    if isinstance(a, np.ndarray | np.generic):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return bool(a == b)
+
+
 class Runs:
     """Unpickling it makes a folder."""
 
@@ -33,6 +52,14 @@ class Runs:
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.path),)
+
+
+def saved_by_torch(folder: Path, state: Any) -> Path:
+    """A checkpoint that torch saves without torchpmap."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
 
 
 def table_of(folder: Path) -> Any:

@@ -1,11 +1,10 @@
 """Four devices to save and load on, and checkpoints that were saved."""
 
-import warnings
 from pathlib import Path
 
 import pytest
-import torch.distributed.checkpoint as dcp
 from _changed import DCP_TREE, TREE
+from _values import saved_by_torch
 
 import torchpmap as tp
 from torchpmap.checkpoint import save
@@ -22,7 +21,4 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("given")
     with tp.debug.fake_pmap():
         save(root / "ours", TREE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        dcp.save(DCP_TREE, checkpoint_id=root / "dcp", no_dist=True)
-    return {"ours": root / "ours", "dcp": root / "dcp"}
+    return {"ours": root / "ours", "dcp": saved_by_torch(root / "dcp", DCP_TREE)}

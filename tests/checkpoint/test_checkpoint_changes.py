@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _changed import DCP_TREE, TREE, loaded, record, replaced_block, same
-from _values import sign, table_of
+from _changed import DCP_TREE, TREE, loaded, record, replaced_block
+from _values import same, sign, table_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from _changed import TREE, leaf, loaded, record, replaced_block, same
-from _values import Runs, sign, table_of
+from _changed import TREE, leaf, loaded, record, replaced_block
+from _values import Runs, same, sign, table_of
 
 import torchpmap as tp
 from torchpmap._base.data import packed

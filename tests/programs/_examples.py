@@ -2,16 +2,14 @@
 
 import contextlib
 import io
-import os
 import runpy
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from _launched import launch
+from _launched import launch, run_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 if str(EXAMPLES) not in sys.path:
@@ -41,11 +39,9 @@ def run_here(name: str, *arguments: str) -> str:
 
 def run_by_python(name: str, *arguments: str) -> str:
     # A fall-back to op-by-op execution is a warning, and would be a failure here.
-    command = [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / name), *arguments]
     warm = "0" if "--no-compile" in arguments else "1"  # as by default: Inductor is imported once
-    environment = os.environ | {"TORCHPMAP_WARM": warm}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-    assert result.returncode == 0, result.stdout + result.stderr
+    options = ("-W", "error::UserWarning")
+    result = run_program(*options, str(EXAMPLES / name), *arguments, TORCHPMAP_WARM=warm)
     assert "Warning" not in result.stderr, result.stderr
     return result.stdout
 

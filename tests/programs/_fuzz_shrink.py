@@ -6,11 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from _fuzz_programs import (
-    Blocks,
     Body,
     Collective,
     Derivative,
-    Input,
     Local,
     Loop,
     Map,
@@ -164,40 +162,22 @@ def _simpler(body: Body) -> Iterator[Body]:
 
 
 def _simpler_step(step: Step) -> Iterator[Step]:
+    """In its simplest form; with fewer options and axes, with axis 0."""
+    for name, simplest in {"form": "plain", "option": "", "options": ()}.items():
+        if getattr(step, name, simplest) != simplest:
+            yield replace(step, **{name: simplest})
     if isinstance(step, Collective):
-        for number, (name, value) in enumerate(step.options):
-            if name in ("axis_index_groups", "tiled", "axis", "scatter_dimension"):
-                if value:
-                    yield replace(step, options=_less(step.options, number))
-            elif name == "perm" and len(value) > 1 and isinstance(value[0], tuple):
-                for pair in range(len(value)):
-                    fewer = [*value[:pair], *value[pair + 1 :]]
-                    options = (*step.options[:number], (name, fewer), *step.options[number + 1 :])
-                    yield replace(step, options=options)
+        yield from (replace(step, options=_less(step.options, k)) for k in range(len(step.options)))
         if isinstance(step.axes, tuple):
-            yield from (replace(step, axes=axis) for axis in step.axes if len(step.axes) > 1)
-            if len(step.axes) == 1:
-                yield replace(step, axes=step.axes[0])
+            yield from (replace(step, axes=axis) for axis in step.axes)
     elif isinstance(step, Map):
-        if step.option:
-            yield replace(step, option="")
-        if step.form != "plain":
-            yield replace(step, form="plain")
-        for k, axis in enumerate(step.in_axes):
-            if axis not in (0, None):
-                yield replace(step, in_axes=(*step.in_axes[:k], 0, *step.in_axes[k + 1 :]))
-        for k, axis in enumerate(step.out_axes):
-            if axis != 0:
-                yield replace(step, out_axes=(*step.out_axes[:k], 0, *step.out_axes[k + 1 :]))
-    elif isinstance(step, Blocks) and step.form != "plain":
-        yield replace(step, form="plain")
-    elif isinstance(step, Derivative) and step.kind == "backward":
-        yield replace(step, kind="torch_grad")
+        for name in ("in_axes", "out_axes"):
+            axes = getattr(step, name)
+            for k, axis in enumerate(axes):
+                if axis:
+                    yield replace(step, **{name: (*axes[:k], 0, *axes[k + 1 :])})
     elif isinstance(step, Loop):
-        if step.option:
-            yield replace(step, option="")
-        if step.length:
-            yield from (replace(step, length=less) for less in range(step.length))
+        yield from (replace(step, length=less) for less in range(step.length or 0))
     elif isinstance(step, Local) and step.model is not None:
         yield replace(step, code="{0}.clone()", model=None)
 
@@ -216,50 +196,17 @@ def _simpler_inputs(program: Program) -> Iterator[Program]:
             yield changed(k, layout="plain")
         if given.dtype not in ("float32", "float64"):
             yield changed(k, dtype="float32")
-        for d, size in enumerate(given.shape):
+        for d in range(len(given.shape)):
             yield changed(k, shape=_less(given.shape, d))
-            if size > 1:
-                yield changed(k, shape=(*given.shape[:d], 1, *given.shape[d + 1 :]))
 
 
 def _narrower(program: Program) -> Iterator[Program]:
-    """All dims of one size made smaller, and what depends on it with them."""
-    sizes = sorted({size for given in program.inputs for size in given.shape if size > 1})
-    for size in reversed(sizes):
+    """All dims of one size made smaller."""
+    for size in sorted({size for given in program.inputs for size in given.shape}, reverse=True):
         for less in dict.fromkeys((1, 2, size // 2, size - 1)):
             if 0 < less < size:
-                inputs = tuple(_resized(given, size, less) for given in program.inputs)
-                yield replace(program, inputs=inputs, body=_cropped(program.body, size, less))
-
-
-def _resized(given: Input, size: int, less: int) -> Input:
-    return replace(given, shape=tuple(less if s == size else s for s in given.shape))
-
-
-def _cropped(body: Body, size: int, less: int) -> Body:
-    steps = []
-    for step in body.steps:
-        if inside(step):
-            within = tuple(_cropped(inner, size, less) for inner in inside(step))
-            steps.append(with_inside(step, within))
-        elif isinstance(step, Collective):
-            options = tuple((name, _crop(name, v, size, less)) for name, v in step.options)
-            steps.append(replace(step, options=options))
-        elif isinstance(step, Local):
-            steps.append(replace(step, code=step.code.replace(f"range({size})", f"range({less})")))
-        else:
-            steps.append(step)
-    return replace(body, steps=tuple(steps))
-
-
-def _crop(name: str, value: Any, size: int, less: int) -> Any:
-    if name == "axis_index_groups" and sum(map(len, value)) == size:
-        cut = [[k for k in group if k < less] for group in value]
-        return [group for group in cut if group]
-    if name == "perm" and value and isinstance(value[0], tuple):
-        return [pair for pair in value if max(pair) < less]
-    if name == "perm" and len(value) == size:
-        return [k for k in value if k < less]
-    if name == "source":
-        return value % less
-    return value
+                shapes = [[less if s == size else s for s in x.shape] for x in program.inputs]
+                inputs = [
+                    replace(x, shape=tuple(s)) for x, s in zip(program.inputs, shapes, strict=True)
+                ]
+                yield replace(program, inputs=tuple(inputs))

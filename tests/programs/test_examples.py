@@ -1,25 +1,21 @@
 """Covers: examples/. Each is run as a program, and training also by its function."""
 
 import ast
+import doctest
 import functools
 import io
-import json
 import math
 import re
 import runpy
-import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from _examples import EXAMPLES, run_by_python, run_by_torchrun, run_here
-from _launched import Raised, answers, launch
-from _support import DEVICE, EAGER, TEST_ALL
+from _launched import run_program
+from _support import DEVICE, EAGER, TEST_ALL, mostly_long
 from matplotlib.figure import Figure
 from test_training import EXACT, NOT_COMPILED, plain, same
-from torch.utils._pytree import tree_map
 
 import torchpmap as tp
 
@@ -62,83 +58,36 @@ def run_both_ways(name: str, *arguments: str) -> list[str]:
     return by_python.splitlines()
 
 
+matches = doctest.OutputChecker().check_output
+
+
 def is_picture(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-# --- under torchrun -------------------------------------------------------------------------------
-
 QUICK = ("--devices", "2", "--quick", "--no-compile")
 COOKBOOK = ("pmap_cookbook.py", "--devices", "2", "--quick")
-PROGRAMS = {
-    "cookbook": COOKBOOK,
-    "pipeline": ("pipeline.py", *QUICK),
-    "tensor_parallel": ("tensor_parallel.py", *QUICK),
-}
-TRAINING = ("replicated", "pmap")
-cpu_only = pytest.mark.skipif(DEVICE != "cpu", reason="autocast and losses of the CPU")
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory) -> list[dict[str, Any]]:
-    """What programs print in each of two processes that torchrun starts."""
-    folder = tmp_path_factory.mktemp("examples")
-    commands: dict[str, tuple[str, ...]] = dict(PROGRAMS)
-    for name in TRAINING if DEVICE == "cpu" else ():
-        arguments = ("--epochs", "1", *EXACT, "--checkpoint", str(folder / f"{name}.pt"))
-        commands[name] = (f"train_{name}.py", *arguments, *NOT_COMPILED[name])
-    (folder / "commands.json").write_text(json.dumps(commands))
-    script = str(Path(__file__).with_name("_torchrun_examples.py"))
-    finished = launch(2, script, str(folder), limit_s=200)
-    assert finished.code == 0, finished.output
-    assert "Warning" not in finished.output, finished.output
-    return answers(2, folder)
-
-
-def printed(launched, name):
-    """What the first rank prints: the others print nothing."""
-    first, second = (result[name] for result in launched)
-    assert not isinstance(first, Raised), first
-    assert second == ""
-    return first
+# --- under torchrun -------------------------------------------------------------------------------
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_prints_the_same_under_torchrun(name, launched):
-    assert printed(launched, name) == run(*PROGRAMS[name])
+def test_tensor_parallel_prints_the_same_under_torchrun():
+    assert run_by_torchrun("tensor_parallel.py", *QUICK) == run("tensor_parallel.py", *QUICK)
 
 
 @pytest.mark.long
-@cpu_only
-@pytest.mark.parametrize("name", TRAINING)
-def test_training_under_torchrun_has_the_losses_of_one_device(name, launched):
-    same(printed(launched, name), plain("--epochs", "1", *EXACT), 5e-3)
-
-
-@pytest.mark.long
-def test_digits_train_the_same_network_under_torchrun(launched):
-    tp.init(num_devices=2)
-    expected_params, history, expected_accuracy = digits.train(2, epochs=1, compile=EAGER)
-    for result in launched:
-        assert not isinstance(result["digits"], Raised), result["digits"]
-        params, losses, accuracy = result["digits"]
-        torch.testing.assert_close(params, expected_params, atol=1e-5, rtol=1e-4)
-        assert losses == pytest.approx(history.loss, rel=1e-4)
-        assert accuracy == expected_accuracy
+@pytest.mark.skipif(DEVICE != "cpu", reason="autocast and losses of the CPU")
+@pytest.mark.parametrize("name", ["replicated", "pmap"])
+def test_training_under_torchrun_has_the_losses_of_one_device(name, tmp_path):
+    options = (*NOT_COMPILED[name], "--checkpoint", str(tmp_path / "train.pt"))
+    arguments = ("--epochs", "1", *EXACT)
+    printed = run_by_torchrun(f"train_{name}.py", *arguments, *options)
+    same(printed, plain(*arguments), 5e-3)
 
 
 # --- by python ------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_hello_pmap_prints_what_plain_torch_computes():
-    lines = run_both_ways("hello_pmap.py")
-    assert "doubled: [0.0, 2.0, 4.0, 6.0]" in lines
-    assert "doubled lives on devices: [0, 1]" in lines
-    assert "axis index: [0.0, 11.0, 22.0, 33.0]" in lines
-    assert "rotated: [3.0, 0.0, 1.0, 2.0]" in lines
-    assert lines[-1] == "ok"
 
 
 ON_ONE_GPU = """
@@ -154,9 +103,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.timeout(300)
 def test_hello_pmap_runs_where_there_is_one_gpu(monkeypatch):
     monkeypatch.delenv("TORCHPMAP_DEVICE_TYPE")
-    command = [sys.executable, "-c", ON_ONE_GPU, str(EXAMPLES / "hello_pmap.py"), "--quick"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
+    hello = str(EXAMPLES / "hello_pmap.py")
+    done = run_program("-c", ON_ONE_GPU, hello, "--quick", limit_s=250)
     assert "doubled lives on devices: [0, 1]" in done.stdout
 
 
@@ -204,25 +152,6 @@ def test_examples_ask_for_every_gpu_or_two_cores(name, gpus, wanted, monkeypatch
     assert caught.value.args == (wanted,)
 
 
-@pytest.mark.long
-def test_compose_prints_what_plain_torch_computes():
-    lines = run_both_ways("compose.py", *(() if TEST_ALL else ("--quick",)))
-    assert "w = [2.0, -3.0, 0.5], b = 1.00" in lines
-    assert "16 patches on 2 devices: values from 0.0 to 1.0" in lines
-    assert lines[-3].endswith("[80.0, 80.0, 80.0, 80.0]")
-    assert lines[-2].endswith("[0.0, 0.0, 0.0, 4.0]")
-    assert lines[-1] == "ok"
-
-
-@pytest.mark.long
-def test_digits_command_line_trains_and_writes_both_pictures(tmp_path):
-    arguments = ("--devices", "2", "--epochs", "1", "--no-compile", "--output", str(tmp_path))
-    lines = run_both_ways("data_parallel_digits.py", *arguments)
-    assert any("after 1 epochs" in line for line in lines)
-    assert is_picture(tmp_path / "digits_training.png")
-    assert is_picture(tmp_path / "digits_predictions.png")
-
-
 @pytest.fixture
 def four_devices():
     tp.init(num_devices=4)
@@ -239,12 +168,6 @@ def test_digits_train_the_same_network_on_one_two_and_four_devices():
         torch.testing.assert_close(other_params, params, atol=1e-5, rtol=1e-4)
         assert other_history.loss == pytest.approx(history.loss, rel=1e-4)
         assert other_accuracy == accuracy
-
-
-@pytest.mark.usefixtures("four_devices")
-def test_digits_refuses_a_batch_that_does_not_divide():
-    with pytest.raises(ValueError, match="batch size, 70, must be divisible by 4 devices"):
-        digits.train(4, epochs=1, batch_size=70)
 
 
 @pytest.mark.long
@@ -264,35 +187,83 @@ def test_pmap_cookbook_draws_rule_30_and_prints_the_numbers_of_jax():
 
 
 SAME = "values and gradients are those of one device, to 1e-12"
-# (more arguments, some lines that it prints, whether it draws a picture)
-COMMANDS = {
-    "wave_equation": (("--size", "40"),
-        {0: "2 blocks and the whole grid agree after 60 steps"}, True),
-    "ring_attention": ((), {
+DIGITS = ("digits_training", "digits_predictions")
+# (arguments, some lines that it prints, the pictures that it writes)
+COMMANDS: dict[str, tuple[tuple[str, ...], dict[int, str], tuple[str, ...]]] = {
+    "hello_pmap": ((), {
+        1: "doubled: [0.0, 2.0, 4.0, 6.0]",
+        2: "doubled lives on devices: [0, 1]",
+        6: "axis index: [0.0, 11.0, 22.0, 33.0]",
+        7: "rotated: [3.0, 0.0, 1.0, 2.0]",
+    }, ()),
+    "compose": (() if TEST_ALL else ("--quick",), {
+        2: "w = [2.0, -3.0, 0.5], b = 1.00",
+        3: "16 patches on 2 devices: values from 0.0 to 1.0",
+        -3: "... [80.0, 80.0, 80.0, 80.0]",
+        -2: "... [0.0, 0.0, 0.0, 4.0]",
+    }, ()),
+    "data_parallel_digits": (("--devices", "2", "--epochs", "1", "--no-compile"),
+        {0: "... after 1 epochs", -1: "wrote ..."}, DIGITS),
+    "wave_equation": ((*QUICK, "--size", "40"),
+        {0: "2 blocks and the whole grid agree after 60 steps"}, ("wave_equation",)),
+    "ring_attention": (QUICK, {
         0: "2 devices with 32 tokens each, a sequence of 64",
         1: f"full: {SAME}",
         2: f"causal: {SAME}",
-    }, True),
-    "pipeline": ((), {
+    }, ("ring_attention",)),
+    "pipeline": (QUICK, {
         2: "  stage 0 | 1  2  3  4  . | .  4  3  2  1 |",
         3: "  stage 1 | .  1  2  3  4 | 4  3  2  1  . |",
         4: "bubble: 1 of 5 ticks, 20.0%",
         -2: "the gradients of all layers are those of one device, to 1e-12",
-    }, False),
-    "ensembles": ((), {0: "64 networks on 2 devices"}, True),
-    "mcmc_chains": ((), {0: "16 chains on 2 devices"}, False),
+    }, ()),
+    "ensembles": (QUICK, {0: "64 networks on 2 devices"}, ("ensembles",)),
+    "mcmc_chains": (QUICK, {0: "16 chains on 2 devices"}, ()),
+    "shard_map_matmul": (("--devices", "4", "--quick"), {
+        0: "4 devices; a device keeps 4,096 bytes of each matrix",
+        1: "... sends 16,384 bytes ...",  # a whole matrix of sums
+        2: "... sends 12,288 bytes ...",  # its block to three neighbours in turn
+        3: "... sends 8,192 bytes ...",  # its block of each matrix
+    }, ()),
+    "tensor_parallel": (("--quick",), {
+        0: "4 devices, 2 for data, 2 for model",
+        -2: "the gradients of all weights are those of one device",
+    }, ()),
+    # 16 bytes are counters, one for each of 4 weights, which all devices have
+    "fsdp": (("--quick",), {
+        0: "... as on one device",
+        1: f"of {16 + 196_608:,} bytes ... keeps {16 + 196_608 // 4:,}",
+    }, ()),
+}  # fmt: skip
+ON_FOUR = ("shard_map_matmul", "tensor_parallel", "fsdp")
+"""These need four devices, and so are not launched as two processes."""
+
+
+@pytest.mark.parametrize("name", mostly_long(COMMANDS, *ON_FOUR))
+def test_a_program_checks_itself_and_writes_its_pictures(name, tmp_path):
+    arguments, expected, pictures = COMMANDS[name]
+    command = (f"{name}.py", *arguments, *(("--output", str(tmp_path)) if pictures else ()))
+    lines = run(*command).splitlines() if name in ON_FOUR else run_both_ways(*command)
+    for place, text in ({-1: "ok"} | expected).items():
+        assert matches(text, lines[place], doctest.ELLIPSIS), lines
+    assert all(is_picture(tmp_path / f"{picture}.png") for picture in pictures)
+
+
+REFUSALS = {
+    "digits": ("batch size, 70, must be divisible by 4 devices",
+        lambda: digits.train(4, epochs=1, batch_size=70)),
+    "wave": ("size=30 must be divisible by 4 devices", lambda: wave_equation.simulate(4, 30, 10)),
+    "char_gpt": ("a batch of 8 rows does not divide over 2 devices with 3",
+        lambda: char_gpt.train(PASSAGE, 2, 1, sizes=SMALL, accumulate=3)),
 }  # fmt: skip
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", COMMANDS)
-def test_command_line_checks_itself_and_writes_its_picture(name, tmp_path):
-    more, expected, has_picture = COMMANDS[name]
-    output = ("--output", str(tmp_path)) if has_picture else ()
-    lines = run_both_ways(f"{name}.py", *QUICK, *more, *output)
-    assert {place: lines[place] for place in expected} == expected
-    assert lines[-1] == "ok"
-    assert not has_picture or is_picture(tmp_path / f"{name}.png")
+@pytest.mark.usefixtures("four_devices")
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_does_not_divide_is_refused(name):
+    message, call = REFUSALS[name]
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.usefixtures("four_devices")
@@ -304,39 +275,6 @@ def test_wave_is_reflected_by_the_walls_alone_on_any_number_of_devices():
         grids, energies = wave_equation.simulate(n, 24, 40, compile=EAGER)
         torch.testing.assert_close(grids[-1], whole, rtol=0, atol=1e-13)
         assert energies == pytest.approx([energies[0]] * 5, rel=1e-12)
-
-
-@pytest.mark.usefixtures("four_devices")
-def test_wave_refuses_a_grid_that_does_not_divide():
-    with pytest.raises(ValueError, match="size=30 must be divisible by 4 devices"):
-        wave_equation.simulate(4, 30, 10)
-
-
-def test_matrix_products_on_meshes_count_what_they_send():
-    lines = run("shard_map_matmul.py", "--devices", "4", "--quick").splitlines()
-    block = 64 * 64 * 4 // 4
-    assert lines[0] == "4 devices; a device keeps 4,096 bytes of each matrix"
-    assert [int(line.split(" sends ")[1].split()[0].replace(",", "")) for line in lines[1:4]] == [
-        4 * block,  # a whole matrix of sums
-        3 * block,  # its block to three neighbours in turn
-        2 * block,  # its block of each matrix
-    ]
-    assert lines[-1] == "ok"
-
-
-def test_tensor_parallel_has_the_gradients_of_one_device():
-    lines = run("tensor_parallel.py", "--quick").splitlines()
-    assert lines[0] == "4 devices, 2 for data, 2 for model"
-    assert lines[-2:] == ["the gradients of all weights are those of one device", "ok"]
-
-
-def test_fsdp_keeps_a_part_of_the_state_on_each_device():
-    lines = run("fsdp.py", "--quick").splitlines()
-    assert "as on one device" in lines[0]
-    whole, kept = (int(number.replace(",", "")) for number in re.findall(r"[\d,]{4,}", lines[1]))
-    steps = 4 * 4  # a counter for each weight, which all devices have
-    assert (kept - steps) * 4 == whole - steps
-    assert lines[-1] == "ok"
 
 
 @pytest.mark.long
@@ -457,12 +395,6 @@ def test_char_gpt_in_bf16_follows_float32():
     assert losses[True] != losses[False]
 
 
-@pytest.mark.usefixtures("four_devices")
-def test_char_gpt_refuses_a_batch_that_does_not_divide():
-    with pytest.raises(ValueError, match="a batch of 8 rows does not divide over 2 devices with 3"):
-        char_gpt.train(PASSAGE, 2, 1, sizes=SMALL, accumulate=3)
-
-
 @pytest.mark.long
 def test_char_gpt_command_line_writes_text_and_its_picture(tmp_path):
     sizes = ("--steps", "10", "--width", "32", "--layers", "1", "--batch", "16")
@@ -484,18 +416,6 @@ def test_ppo_command_line_learns_and_writes_its_curve(tmp_path):
     assert last > 4 * first
     assert lines[-1] == "ok"
     assert is_picture(tmp_path / "ppo.png")
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("four_devices")
-def test_ppo_on_devices_is_ppo_on_one_with_all_carts():
-    params = ppo.first_params(tp.random.key(1))
-    carts = tp.vmap(ppo.reset)(tp.random.split(tp.random.key(2), 8)).unflatten(0, (4, 2))
-    arguments = (params, ppo.OPTIMIZER.init(params)), carts, tp.random.split(tp.random.key(3), 4)
-    axes = {"axis_name": "devices", "in_axes": (None, 0, 0), "out_axes": (None, 0, None)}
-    found = tp.pmap(ppo.update, **axes, compile=EAGER)(*arguments)
-    wanted = tp.vmap(ppo.update, **axes)(*arguments)
-    torch.testing.assert_close(tree_map(lambda x: x.cpu(), found), wanted, rtol=0, atol=1e-9)
 
 
 def test_ppo_cart_moves_as_in_gym():

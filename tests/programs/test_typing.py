@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,17 +77,16 @@ def test_pyright_agrees():
     assert {number for path, number in errors if path == WRONG} == EXPECTED.keys()
 
 
-def test_the_options_of_pmap_are_its_keyword_arguments():
-    """The overloads take them from ``PmapOptions``, the implementation lists them."""
-    parameters = inspect.signature(pmap.pmap).parameters.values()
+@pytest.mark.parametrize(
+    ("function", "options", "more"),
+    [
+        (pmap.pmap, PmapOptions, {}),
+        (shard_map.shard_map, ShardMapOptions, {"out_specs": "Required[Any]"}),
+    ],
+)
+def test_options_are_keyword_arguments(function: Any, options: Any, more: dict[str, str]):
+    """The overloads take them from the options, the implementation lists them."""
+    parameters = inspect.signature(function).parameters.values()
     keywords = {each.name: each.annotation for each in parameters if each.kind is each.KEYWORD_ONLY}
-    declared = {name: ref.__forward_arg__ for name, ref in PmapOptions.__annotations__.items()}
-    assert declared == keywords
-
-
-def test_the_options_of_shard_map_are_its_keyword_arguments():
-    parameters = inspect.signature(shard_map.shard_map).parameters.values()
-    keywords = {each.name: each.annotation for each in parameters if each.kind is each.KEYWORD_ONLY}
-    annotations = ShardMapOptions.__annotations__
-    declared = {name: ref.__forward_arg__ for name, ref in annotations.items()}
-    assert declared == keywords | {"out_specs": "Required[Any]"}
+    declared = {name: ref.__forward_arg__ for name, ref in options.__annotations__.items()}
+    assert declared == keywords | more
