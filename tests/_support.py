@@ -1,5 +1,6 @@
 """What the tests of the runtime share: waiting, processes, and the handles on a running pool."""
 
+import functools
 import gc
 import itertools
 import os
@@ -7,6 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,13 @@ EAGER = {"backend": "eager"}
 COMPILED = pytest.param(True, id="inductor", marks=pytest.mark.inductor)
 """``compile=`` of those that are."""
 TRACED = [pytest.param(EAGER, id="graph"), COMPILED]
+WAYS = {
+    "graph": (EAGER, nullcontext),
+    "python": (False, nullcontext),
+    "lanes": (False, tp.debug.fake_pmap),
+    "serial": (False, functools.partial(tp.debug.fake_pmap, serial=True)),
+}
+"""How a mapped function may run: ``compile=``, and what is around its call."""
 
 SCALE = float(
     os.environ.get("TORCHPMAP_TEST_SCALE") or os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")

@@ -2,7 +2,6 @@
 
 import array
 import ctypes
-import functools
 
 import numpy as np
 import pytest
@@ -49,42 +48,6 @@ def test_writes_that_change_no_version(write):
     w = torch.nn.Parameter(torch.ones(3))
     f = tp.pmap(lambda x: (x * w).detach().sum() / 3, compile=EAGER)
     check_follows(f, lambda value: UNCOUNTED[write](w, value), [2.0, 3.0, 1.0])
-
-
-HOLDERS = {
-    "a cell": lambda w: lambda x: x * w,
-    "a default": lambda w: lambda x, w=w: x * w,
-    "a list": lambda w: lambda x, ws=[w]: x * ws[0],
-    "a dict": lambda w: lambda x, ws={"w": w}: x * ws["w"],
-    "a closure of a closure": lambda w: (lambda g: lambda x: g(x))(lambda x: x * w),
-    "a partial": lambda w: functools.partial(lambda w, x: x * w, w),
-    "a method": lambda w: Holder(w).times,
-    "a buffer": lambda w: Buffered(w),
-}
-
-
-class Holder:
-    def __init__(self, w):
-        self.w = w
-
-    def times(self, x):
-        return x * self.w
-
-
-class Buffered(torch.nn.Module):
-    def __init__(self, w):
-        super().__init__()
-        self.register_buffer("w", w)
-
-    def forward(self, x):
-        return x * self.w
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_wherever_a_tensor_is_held(holder):
-    w = torch.ones(())
-    f = tp.pmap(HOLDERS[holder](w), compile=EAGER)
-    check_follows(f, lambda value: w.numpy().fill(value), [2.0, 3.0, 1.0])
 
 
 LAYOUTS = {

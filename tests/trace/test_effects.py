@@ -1,28 +1,24 @@
 """Covers: _trace/effects.py, through debug.print and debug.assert_replicated, in every mode."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
-from _support import DEVICE, EAGER, TRACED
+from _support import DEVICE, EAGER, TRACED, WAYS
 
 import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
 
 X = torch.arange(4.0)
-WAYS = {"graph": EAGER, "python": False, "lanes": True, "serial": True}
 
 
 @pytest.fixture(params=WAYS)
 def run(request, capsys):
     """Map, call and wait, in one way; what was printed, with the results."""
-    way = request.param
+    compile, around = WAYS[request.param]
 
     def run(fun, *args, **options):
-        here = tp.debug.fake_pmap(serial=way == "serial")
-        with here if way in ("lanes", "serial") else nullcontext():
-            result = tp.pmap(fun, compile=WAYS[way], **options)(*args)
+        with around():
+            result = tp.pmap(fun, compile=compile, **options)(*args)
             tp.block_until_ready(result)
         printed = capsys.readouterr()
         assert printed.err == ""

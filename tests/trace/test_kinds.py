@@ -165,38 +165,6 @@ def test_arrays_that_torch_has_no_tensors_of(array):
         tp.pmap(lambda x: array, compile=EAGER)(torch.ones(4))
 
 
-def read_only(array):
-    array.flags.writeable = False
-    return array
-
-
-ROWS = np.arange(8.0).reshape(4, 2)
-ARRAYS = {
-    "big-endian": ROWS.astype(">f4"),
-    "float16": ROWS.astype(np.float16),
-    "read-only": read_only(ROWS.copy()),
-    "backwards": ROWS[::-1, ::-1],
-    "columns": ROWS.T.copy().T,
-    "every second": np.repeat(ROWS, 2, 0)[::2],
-}
-
-
-@pytest.mark.parametrize("name", ARRAYS)
-def test_arrays_of_any_layout(name, mode):
-    array = ARRAYS[name]
-    result = tp.pmap(lambda x: (x * 2, array), compile=mode)(array)
-    np.testing.assert_array_equal(result[0], array * 2)
-    np.testing.assert_array_equal(result[1], np.stack([array] * 4))
-
-
-def test_tensors_of_any_layout(mode):
-    x = torch.arange(8).reshape(4, 2) * (1 + 2j)
-    for tensor in (x.conj(), x.conj().imag, x.T.contiguous().T, x[:, :1].expand(4, 3), x[:, 0]):
-        captured = tensor[0]
-        result = tp.pmap(lambda a, c=captured: a + c, compile=mode)(tensor).cpu()
-        assert result.equal(tensor + captured)
-
-
 def test_static_tensors():
     f = tp.pmap(lambda x, y: x, static_broadcasted_argnums=1, compile=EAGER)
     for value in (EYE, (1, EYE)):

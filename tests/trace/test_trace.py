@@ -9,7 +9,7 @@ from torch.fx import Graph
 import torchpmap as tp
 from torchpmap._layout.axis_stack import bind
 from torchpmap._trace.replication import Along, Demand, varying_nodes
-from torchpmap._trace.trace import TracedInput, Untraceable, trace
+from torchpmap._trace.trace import TracedInput, trace
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 F32 = torch.float32
@@ -229,36 +229,6 @@ def test_reductions_over_the_axis_make_equal(target, args, makes_equal):
 
 
 # What cannot be traced ---------------------------------------------------------------------------
-
-
-def branches(x):
-    return x if x.sum() > 0 else -x
-
-
-def counts(x):
-    return torch.zeros(int(x.sum()))
-
-
-def masks(x):
-    return x[x > 0]
-
-
-@pytest.mark.parametrize("body", [branches, counts, masks])
-def test_untraceable_names_the_line(body):
-    with pytest.raises(Untraceable) as verdict:
-        traced(body, (3,))
-    line = body.__code__.co_firstlineno + 1
-    assert verdict.value.where.startswith(f"{__file__}:{line} `return ")
-    assert "value" in verdict.value.reason
-
-
-def test_errors_of_the_function_are_its_own():
-    def body(x):
-        raise LookupError("here")
-
-    with pytest.raises(LookupError, match="here") as error:
-        traced(body, (2,))
-    assert error.traceback[-1].name == "body"
 
 
 def test_nothing_is_left_bound_after_an_error():

@@ -1,11 +1,10 @@
 """Covers: views at traced positions: writes, reads after writes, derivatives; one_hot."""
 
 import functools
-from contextlib import nullcontext
 
 import pytest
 import torch
-from _support import COMPILED, EAGER
+from _support import COMPILED, EAGER, WAYS
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -58,54 +57,46 @@ WRITES = {
 }
 
 
-MODES = {
-    "graph": (nullcontext, {"compile": EAGER}),
-    "uncompiled": (nullcontext, {"compile": False}),
-    "inline": (tp.debug.fake_pmap, {}),
-    "serial": (functools.partial(tp.debug.fake_pmap, serial=True), {}),
-}
-
-
-def in_mode(mode, f, x, i):
-    around, options = MODES[mode]
+def in_way(way, f, x, i):
+    compile, around = WAYS[way]
     with around():
-        return tp.pmap(f, **options)(x, i).cpu()
+        return tp.pmap(f, compile=compile)(x, i).cpu()
 
 
 def on_a_copy(f):
     return lambda x, i: f(x.clone(), i)
 
 
-def in_vmap(mode, f):
+def in_vmap(way, f):
     """What the vmap of a program gives in a mapped function, for all rows."""
     function = torch.func.vmap(on_a_copy(f), randomness="different")
-    return in_mode(mode, function, X.reshape(2, 2, 3, 2), I.reshape(2, 2)).flatten(0, 1)
+    return in_way(way, function, X.reshape(2, 2, 3, 2), I.reshape(2, 2)).flatten(0, 1)
 
 
-WAYS = {
-    "a row per device": lambda f: in_mode("graph", f, X[:2], I[:2]),
-    "rows": lambda f: in_mode("graph", f, X, I),
-    "uncompiled rows": lambda f: in_mode("uncompiled", f, X, I),
-    **{f"a vmap, {mode}": functools.partial(in_vmap, mode) for mode in MODES},
+PLACES = {
+    "a row per device": lambda f: in_way("graph", f, X[:2], I[:2]),
+    "rows": lambda f: in_way("graph", f, X, I),
+    "uncompiled rows": lambda f: in_way("python", f, X, I),
+    **{f"a vmap, {way}": functools.partial(in_vmap, way) for way in WAYS},
     "a vmap alone": lambda f: tp.vmap(on_a_copy(f), randomness="different")(X, I),
     "a map alone": lambda f: tp.map(lambda row: on_a_copy(f)(*row), (X, I), batch_size=3),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", WRITES)
-def test_writes_through_a_view(name, way):
+def test_writes_through_a_view(name, place):
     def f(x, i):
         WRITES[name](x, i)
         return x
 
-    got = WAYS[way](f)
+    got = PLACES[place](f)
     torch.testing.assert_close(got, stacked(f)[0][: len(got)])
-    assert len(got) == (2 if way == "a row per device" else 4)
+    assert len(got) == (2 if place == "a row per device" else 4)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_view_that_leaves_a_vmap_is_read_again_and_then_alone(mode):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_view_that_leaves_a_vmap_is_read_again_and_then_alone(way):
     def f(x, i):
         row = x[i]
         x.mul_(2.0)
@@ -116,12 +107,12 @@ def test_a_view_that_leaves_a_vmap_is_read_again_and_then_alone(mode):
         whole.zero_()
         return rows
 
-    got = in_mode(mode, g, X.reshape(2, 2, 3, 2), I.reshape(2, 2)).flatten(0, 1)
+    got = in_way(way, g, X.reshape(2, 2, 3, 2), I.reshape(2, 2)).flatten(0, 1)
     torch.testing.assert_close(got, stacked(f)[0])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_views_beside_a_captured_tensor_on_the_devices(mode):
+@pytest.mark.parametrize("way", WAYS)
+def test_views_beside_a_captured_tensor_on_the_devices(way):
     """It has no memory here, and none of it is fetched."""
     captured = tp.replicate(torch.ones(2))
 
@@ -131,7 +122,7 @@ def test_views_beside_a_captured_tensor_on_the_devices(mode):
         return x + captured
 
     with tp.debug.report_gathers() as gathers:
-        got = in_mode(mode, f, X[:2].clone(), I[:2])
+        got = in_way(way, f, X[:2].clone(), I[:2])
     assert not [gather for gather in gathers if gather.name == "memory"]
     want = X[:2].clone()
     want[range(2), I[:2]] += 1

@@ -301,37 +301,6 @@ def test_collectives(name, part):
                 np.testing.assert_allclose(rows, wanted, rtol=1e-12, err_msg=name)
 
 
-SOME = [
-    *("psum-whole", "psum-scattered", "psum-uneven", "pmean-uneven_mixed", "pbroadcast5"),
-    *("all_gather-two_orders", "psum_scatter_tiled-scattered", "all_to_all-halves"),
-    *("pswapaxes-whole", "ppermute-ring", "ppermute-partial", "pshuffle"),
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        *(("both", False), ("both, folded and swapped", False), ("columns, folded", False)),
-        pytest.param("columns, folded", True, marks=pytest.mark.inductor),
-    ],
-)
-def test_some_collectives_in_other_modes(name, mode):
-    nest = NESTS[name]
-    tp.init(nest.num_devices)
-    some = SOME[::4] if mode is True else SOME  # g++ takes a second for each
-    inputs = {case: sample(N, *LINEAR[case].shape) for case in some}
-    given = {case: nest.argument(x) for case, x in inputs.items()}
-
-    def f(given):
-        return {case: LINEAR[case].run(x, nest.axis_name) for case, x in given.items()}
-
-    for case, value in nested(f, compile=mode)(given).items():
-        for rows in nest.rows(value.cpu()):
-            expected = LINEAR[case].model(inputs[case].numpy())
-            np.testing.assert_allclose(rows, expected, rtol=1e-12, err_msg=case)
-
-
 TIES = torch.tensor([[3.0, 1], [3, 1], [2, 1], [3, 0], [0, 0], [2, 5], [2, 5], [-1, 5]]).double()
 
 

@@ -13,7 +13,6 @@ import torch.utils._pytree as pytree
 from _support import EAGER
 
 import torchpmap as tp
-from torchpmap._transforms.call import Static
 
 pytestmark = pytest.mark.usefixtures("pool")
 Point = namedtuple("Point", ["x", "y"])
@@ -34,24 +33,11 @@ def same(result, expected):
 
 
 ROWS = torch.arange(12.0).reshape(4, 3)  # 4 devices, 3 columns
-SQUARE, CUBE = torch.arange(16.0).reshape(4, 4), torch.arange(24.0).reshape(4, 2, 3)
+CUBE = torch.arange(24.0).reshape(4, 2, 3)
 X, ONE, WEIGHTS = torch.arange(4.0), torch.ones(4), torch.tensor([1.0, 2.0, 3.0])
 
 
 # in_axes, out_axes and signatures ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("in_axis", [0, 1, 2, -1, -2, -3])
-@pytest.mark.parametrize("out_axis", [0, 1, 2, -1, -2, -3])
-def test_axes_are_those_of_vmap(mode, in_axis, out_axis):
-    x = torch.arange(64.0).reshape(4, 4, 4)
-
-    def f(block):
-        return block.cumsum(0) * 2
-
-    result = tp.pmap(f, in_axes=in_axis, out_axes=out_axis, compile=mode)(x)
-    same(result, torch.vmap(f, in_axis, out_axis)(x))
-    assert not result.is_fully_replicated
 
 
 def given(*args, **kwargs):
@@ -77,23 +63,12 @@ def chosen(x, *, kind, offset=0):
 
 # function, options of pmap, and calls: what is given, and what is expected
 CALLS = {
-    "an axis for each argument": (
-        lambda a, b, c: a * b.sum() + c, {"in_axes": (1, None, -1)},
-        (given(ROWS.T, torch.ones(2), ROWS.T[0]), ROWS * 2 + ROWS[:, :1])),
-    "in_axes are a prefix": (
-        lambda tree, x: tree["a"][0] + tree["a"][1] + tree["b"] + x,
-        {"in_axes": ({"a": 1, "b": None}, 0)},
-        (given({"a": [ROWS.T, ROWS.T], "b": torch.ones(3)}, ROWS), 3 * ROWS + 1)),
     "in_axes by name": (
         named, {"in_axes": {"w": None, "scale": None}},
         (given(WEIGHTS, ROWS, scale=10.0, shift=X), WEIGHTS * ROWS * 10 + X[:, None])),
     "in_axes by name, of all": (
         named, {"in_axes": {"x": 1, "scale": 1, "w": -1}},
         (given(ROWS.T, ROWS.T, scale=ROWS.T), ROWS**3)),
-    "keywords are mapped on axis 0": (
-        lambda x, y: x + 10 * y, {"in_axes": 1},
-        (given(SQUARE, y=SQUARE), SQUARE.T + 10 * SQUARE)),
-    "keywords alone": (lambda *, x: x + 1, {"in_axes": None}, (given(x=ROWS), ROWS + 1)),
     "all kinds of parameters": (
         all_kinds, {},
         (given(ONE, ONE * 2, ONE * 3, ONE * 4, e=ONE * 6, c=ONE * 5),
@@ -107,8 +82,6 @@ CALLS = {
         lambda op, x, n: op(x, n), {"static_broadcasted_argnums": (0, -1), "in_axes": 0},
         (given(operator.mul, ROWS, 3), ROWS * 3),
         (given(operator.add, ROWS, 3), ROWS + 3)),
-    "axis_size without arguments": (
-        lambda: tp.axis_index("i") * 2, {"axis_name": "i", "axis_size": 3}, (given(), [0, 2, 4])),
     "axis_size without mapped arguments": (
         lambda x: x + tp.axis_index("i"), {"axis_name": "i", "in_axes": None, "axis_size": 2},
         (given(10), [10, 11])),
@@ -166,15 +139,6 @@ def test_out_axes_none_gives_the_first_devices_value_to_all(mode, order):
         same(tp.pmap(lambda x: x + 0, in_axes=None, axis_size=4, compile=mode)(out), [first] * 4)
 
 
-def test_out_axes_none_of_reduced_and_unmapped_values(mode):
-    def f(x, w):
-        return tp.psum(x, "i"), w * 2, tp.axis_size("i")
-
-    out = tp.pmap(f, "i", in_axes=(0, None), out_axes=None, compile=mode)(X, 3.0)
-    assert [float(value) for value in out] == [6.0, 6.0, 4.0]
-    assert all(value.is_fully_replicated for value in out)
-
-
 def test_wrong_calls_are_pythons_own_errors(mode):
     f = tp.pmap(lambda a, /, b=0: a, compile=mode)
     with pytest.raises(TypeError, match="positional-only"):
@@ -183,24 +147,6 @@ def test_wrong_calls_are_pythons_own_errors(mode):
         f(ONE, q=ONE)
     with pytest.raises(TypeError, match="takes from 1 to 2 positional"):
         f(ONE, ONE, ONE)
-
-
-def test_statics_by_number_are_told_apart_by_type():
-    seen = []
-
-    def f(x, n):
-        seen.append(n)
-        return x * n
-
-    g = tp.pmap(f, static_broadcasted_argnums=1, in_axes=(0, None), compile=EAGER)
-    int64, float32 = torch.int64, torch.float32
-    found = [g(ONE.to(int64), n).dtype for n in (1, 1.0, True, 1)]
-    assert found == [int64, float32, int64, int64]
-    assert [type(n) for n in seen] == [int, float, bool]
-    assert Static(1) == Static(1)
-    assert Static(1) != Static(1.0)
-    assert Static(1) != Static(True)
-    assert Static(1) != 1
 
 
 # Devices -----------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from _arrays import Foreign
-from _support import EAGER
 
 import torchpmap as tp
 
@@ -47,6 +46,8 @@ def test_torch_dtypes_are_kept(mode):
 
 ARRAYS = {
     "negative strides": np.arange(8.0)[::-2],
+    "backwards": np.arange(8.0).reshape(4, 2)[::-1, ::-1],
+    "every second": np.repeat(np.arange(8.0).reshape(4, 2), 2, 0)[::2],
     "transposed": np.arange(8.0).reshape(2, 4).T,
     "big endian": np.arange(4, dtype=">f8"),
     "read-only": np.broadcast_to(np.float32(3), (4, 2)),
@@ -56,7 +57,9 @@ ARRAYS = {
 
 @pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
 def test_numpy_layouts(mode, array):
-    np.testing.assert_array_equal(tp.pmap(lambda x: x * 1, compile=mode)(array), array)
+    mapped, captured = tp.pmap(lambda x: (x * 1, array), compile=mode)(array)
+    np.testing.assert_array_equal(mapped, array)
+    np.testing.assert_array_equal(captured, np.stack([array] * 4))
 
 
 TENSORS = {
@@ -74,8 +77,10 @@ TENSORS = {
 @pytest.mark.parametrize("x", TENSORS.values(), ids=TENSORS)
 @pytest.mark.parametrize("axis", [0, None])
 def test_tensor_layouts(mode, x, axis):
-    f = tp.pmap(lambda x: x * 1, in_axes=axis, out_axes=axis, axis_size=4, compile=mode)
-    same(f(x), x)
+    options = {"in_axes": axis, "out_axes": (axis, None), "axis_size": 4}
+    mapped, captured = tp.pmap(lambda y: (y * 1, x + 0), compile=mode, **options)(x)
+    same(mapped, x)
+    same(captured, x)
 
 
 def test_empty_results(mode):
@@ -146,33 +151,6 @@ def test_an_argument_returned_unchanged_is_a_value_of_its_own(mode):
 
 
 # ShardedTensors in any layout --------------------------------------------------------------------
-
-SQUARE = torch.arange(16.0).reshape(4, 4)
-
-
-PLACES = {
-    "rows": lambda: tp.device_put(SQUARE, tp.devices()),
-    "columns": lambda: tp.pmap(lambda x: x, out_axes=1, compile=EAGER)(SQUARE.T.contiguous()),
-    "replicated": lambda: tp.replicate(SQUARE),
-    "on two": lambda: tp.replicate(SQUARE, tp.devices()[2:]),
-    "reversed": lambda: tp.device_put(SQUARE, tp.devices()[::-1]),
-    "on one": lambda: tp.device_put(SQUARE, tp.devices()[3]),
-    "2x2": lambda: tp.device_put(
-        SQUARE, tp.NamedSharding(tp.make_mesh((2, 2), ("x", "y")), tp.P("x", "y"))),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("axis", [0, 1, None])
-@pytest.mark.parametrize("put", PLACES.values(), ids=PLACES)
-def test_sharded_tensors_in_any_layout(mode, put, axis):
-    def f(x):
-        return x.cumsum(0)
-
-    x = put()
-    same(x, SQUARE)
-    mapped = tp.pmap(f, in_axes=axis, out_axes=axis, axis_size=4, compile=mode)
-    same(mapped(x), f(SQUARE) if axis is None else torch.vmap(f, axis, axis)(SQUARE))
-    same(x, SQUARE)
 
 
 def test_results_of_four_devices_on_two(mode):

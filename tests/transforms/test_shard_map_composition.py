@@ -4,12 +4,11 @@ Covers: gradients inside and outside, ``vmap`` around, maps in maps, random numb
 numbers are those of the specification.
 """
 
-import contextlib
 import functools
 
 import pytest
 import torch
-from _support import EAGER
+from _support import EAGER, WAYS
 from torch.utils.checkpoint import checkpoint
 
 import torchpmap as tp
@@ -27,19 +26,6 @@ def mapped(fun, mesh, in_specs, out_specs, **options):
 def blocks(x):
     """By the coordinates of the mesh, of a value under P('x', 'y')."""
     return [list(rows.chunk(2, 1)) for rows in x.chunk(2, 0)]
-
-
-def test_rule_22_gradients_inside_are_summed_by_themselves(mesh):
-    def loss(w, a):
-        return (w * a).sum()
-
-    w = torch.tensor(1.0)
-    assert mapped(tp.grad(loss), mesh, (P(), XY), P())(w, X).item() == X.sum()
-
-    def own(w, a):
-        return tp.pmean(tp.grad(loss)(w, a), ("x", "y"))
-
-    assert mapped(own, mesh, (P(), XY), P(), check_vma=False)(w, X).item() == X.sum() / 4
 
 
 def whole_loss(a, w):
@@ -175,17 +161,9 @@ def test_rule_27_derivatives_of_several_maps_in_a_map(mesh, name, checks):
     torch.testing.assert_close(_here(found), expected)
 
 
-AROUND = {
-    "graph": (EAGER, contextlib.nullcontext),
-    "python": (False, contextlib.nullcontext),
-    "lanes": (False, tp.debug.fake_pmap),
-    "serial": (False, functools.partial(tp.debug.fake_pmap, serial=True)),
-}
-
-
-@pytest.mark.parametrize("way", AROUND)
+@pytest.mark.parametrize("way", WAYS)
 def test_rule_27_vmap_of_a_map_inside(mesh, way):
-    compile, around = AROUND[way]
+    compile, around = WAYS[way]
 
     def outer(f, a):
         return torch.func.vmap(inner_map(f))(torch.stack([a, a * a]))

@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from _support import EAGER
 
-import torchpmap as tp
 from torchpmap._collectives import all_gather, axis_index, psum
 from torchpmap._layout import axis_stack
 from torchpmap._transforms.vmap import vmap
@@ -114,31 +112,3 @@ def test_keeps_the_name():
 def test_errors(call, kind, text):
     with pytest.raises(kind, match=text):
         call()
-
-
-K = torch.tensor([0, 2, 1])
-
-
-def written(row, k):
-    row = row * 1.0
-    row[k].add_(5.0)
-    v = row[k]
-    row.mul_(2.0)
-    return row, v
-
-
-@pytest.mark.usefixtures("pool")
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("mode", [EAGER, False])
-def test_views_at_positions_that_differ_by_row_in_a_mapped_function(mode, count):
-    def f(x):
-        return torch.func.vmap(written)(x, K)
-
-    xs = torch.arange(36.0).reshape(4, 3, 3)[:count]
-    rows = [[written(row, k) for row, k in zip(x, K, strict=True)] for x in xs]
-    want = [torch.stack([torch.stack([pair[n] for pair in each]) for each in rows]) for n in (0, 1)]
-    got = list(tp.pmap(f, compile=mode)(xs))
-    with tp.debug.fake_pmap(serial=True):
-        got += tp.pmap(f)(xs)
-    for value, expected in zip(got, want * 2, strict=True):
-        torch.testing.assert_close(value.cpu(), expected)
