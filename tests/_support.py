@@ -154,6 +154,59 @@ def in_threads(count: int, function: Callable[[int], Any], seconds: float = 60.0
     return results
 
 
+def in_another_thread(change: Callable[[], Any]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Have a thread, which is there before and after, call ``change``.
+
+    Two functions: the first has it called and waits for that, the second ends the thread.
+    """
+    go, done, end = threading.Event(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        go.wait()
+        change()
+        done.set()
+        end.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+
+    def meanwhile() -> None:
+        go.set()
+        done.wait()
+
+    def finish() -> None:
+        end.set()
+        thread.join()
+
+    return meanwhile, finish
+
+
+def by_rows(f: Callable[..., Any], *columns: torch.Tensor) -> list[torch.Tensor]:
+    """The results of plain torch for a function of a row, stacked."""
+    rows = [f(*(x.clone() for x in row)) for row in zip(*columns, strict=True)]
+    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [torch.stack(each) for each in zip(*rows, strict=True)]
+
+
+def check_rows(
+    f: Callable[..., Any],
+    *columns: torch.Tensor,
+    expected: Callable[..., Any] | None = None,
+    modes: Iterable[Any] = (EAGER, False),
+    most: int = 2,
+) -> None:
+    """One row on each device, or up to ``most``, traced and by Python, get what plain torch gives
+    (for ``expected``, where that is another function).
+    """
+    want = by_rows(expected or f, *columns)
+    for mode in modes:
+        for count in range(1, most + 1):
+            got = tp.pmap(f, compile=mode)(*(torch.cat([x] * count) for x in columns))
+            got = got if isinstance(got, tuple) else (got,)
+            for value, whole in zip(got, want, strict=True):
+                torch.testing.assert_close(value.cpu(), torch.cat([whole] * count))
+
+
 def live_tensors(num_elements: int, num_devices: int = 4) -> list[int]:
     """How many values of so many elements (views and their bases once) every device holds."""
 

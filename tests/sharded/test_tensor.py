@@ -104,20 +104,6 @@ def test_numpy_accepts_it(y):
 # Indexing ----------------------------------------------------------------------------------------
 
 
-def test_a_row_comes_from_its_device_alone(y, columns, monkeypatch):
-    replicated = tp.replicate(ROWS)
-    calls = asked(monkeypatch)
-    y[2]
-    replicated[3]
-    columns[1]  # one column of each: it stays there, as the row of all
-    fetched = [
-        [(place, dim, index, tuple(target.shape)) for place, dim, index, target in requests]
-        for name, requests in calls
-        if name == "fetch"
-    ]
-    assert fetched == [[(2, 0, 0, (2,))]]
-
-
 def test_indexing_with_a_sharded_tensor(y):
     where = tp.replicate(torch.tensor([3, 1]))
     same(y[where], ROWS[[3, 1]])

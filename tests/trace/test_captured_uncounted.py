@@ -89,13 +89,14 @@ def test_bits_are_compared(before, after):
 @pytest.mark.parametrize(
     "data", [torch.tensor([1, 2, 3, 4]), torch.ones(2, 3), torch.ones(4).double(), torch.ones(4)]
 )
-def test_data_of_another_kind(mode, data):
-    w = torch.arange(6.0).view(3, 2)
+@pytest.mark.parametrize("put", [torch.clone, tp.replicate], ids=["plain", "replicated"])
+def test_data_of_another_kind(mode, data, put):
+    w = put(torch.arange(6.0).view(3, 2))
     f = tp.pmap(lambda x: (w * 2, x), compile=mode)
     f(ONES)
     w.data = w.data.t()  # the same memory
-    assert f(ONES)[0].cpu()[0].equal(w * 2)
-    w.data = data
+    assert f(ONES)[0].cpu()[0].equal((w * 2).cpu())
+    w.data = put(data)
     result = f(ONES)[0].cpu()
     assert result[0].equal(data * 2)
     assert result.dtype == data.dtype

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from _support import COMPILED, EAGER
+from _support import COMPILED, EAGER, WAYS
 from torch import Tensor
 
 import torchpmap as tp
@@ -100,10 +100,13 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_inside_a_mapped_function(program, mode):
+def test_inside_a_mapped_function(program, way):
     f, x, expected = PROGRAMS[program]
-    torch.testing.assert_close(tp.pmap(f, "i", compile=mode)(x).cpu(), expected)
+    compile, around = WAYS[way]
+    with around():
+        torch.testing.assert_close(tp.pmap(f, "i", compile=compile)(x).cpu(), expected)
 
 
 def test_transforms_from_outside(mode):
@@ -126,12 +129,6 @@ def test_compiled_by_inductor():
     assert y.tolist() == [200.0] * 4
     y.sum().backward()
     torch.testing.assert_close(x.grad, 4 * 6 * X**2)
-
-
-@pytest.mark.parametrize("serial", [False, True])
-def test_in_this_process(serial):
-    with tp.debug.fake_pmap(serial=serial):
-        torch.testing.assert_close(tp.pmap(tp.grad(lambda x: cube(x)))(X), 3 * X**2)
 
 
 def test_forward_mode_is_an_error_not_zero(mode):

@@ -91,14 +91,6 @@ def test_dead_code_and_detaches_are_dropped():
     assert ops(traced(body, (2,))) == ["aten.sin"]
 
 
-def test_outputs_share_nothing_with_inputs():
-    result = traced(lambda x: (x, x.view(-1), x + 1, x.T), (2, 3))
-    x = torch.arange(6.0).reshape(2, 3)
-    for out in result.graph(x):
-        assert out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-        assert out.is_contiguous()
-
-
 # Captured tensors --------------------------------------------------------------------------------
 
 
@@ -137,48 +129,7 @@ def test_gradients_of_captured_parameters_are_put_back():
     assert w.grad is before
 
 
-# In-place writes ---------------------------------------------------------------------------------
-
-
-def reads_before(x):
-    before, view = x * 1, x[0]
-    x.add_(1)
-    return torch.cat([before, x, view[None]])
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        lambda x: x.add_(1),
-        lambda x: x.view(-1).add_(1),
-        lambda x: x[0].add_(1),
-        lambda x: torch.add(x, 1, out=x),
-        lambda x: torch._foreach_add_([x], 1)[0],
-        lambda x: x.clamp_(min=1).mul_(x),
-        reads_before,
-    ],
-    ids=["self", "view", "row", "out", "foreach", "chain", "reads before"],
-)
-def test_writes_to_inputs_work_on_a_copy(body):
-    result = traced(body, (2, 2))
-    x, expected = torch.zeros(2, 2), torch.zeros(2, 2)
-    wanted = body(expected)
-    for _ in range(2):
-        assert result.graph(x)[0].tolist() == wanted.tolist()
-        assert x.tolist() == [[0.0, 0.0], [0.0, 0.0]]
-
-
 # Collectives and equal outputs -------------------------------------------------------------------
-
-
-def test_collectives_name_their_group():
-    result = traced(lambda x: tp.psum(x, "i"), (2,))
-    assert ops(result) == ["_c10d_functional.all_reduce", "_c10d_functional.wait_tensor"]
-    reduce = next(n for n in result.graph.graph.nodes if "all_reduce" in str(n.target))
-    assert reduce.args[1:] == ("sum", "g")
-    assert result.groups == {}
-    result = traced(lambda x: tp.psum(x, "i", axis_index_groups=[[0, 1], [2, 3]]), (2,))
-    assert result.groups == {"g[0,1|2,3]": ((0, 1), (2, 3))}
 
 
 def broadcasts(result):
@@ -207,25 +158,6 @@ def test_what_depends_on_a_varying_input_varies():
     named = graph.call_function(aten.mul.Tensor, (w,), {"other": x})
     assert varying_nodes(graph, {x}, Along(("g",))) == {x, both, listed, named}
     assert varying_nodes(graph, set(), Along(("g",))) == set()
-
-
-@pytest.mark.parametrize(
-    ("target", "args", "makes_equal"),
-    [
-        (c10d.all_reduce.default, ("sum", "g"), True),
-        (c10d.all_gather_into_tensor.default, (4, "g"), True),
-        (c10d.reduce_scatter_tensor.default, ("sum", 4, "g"), False),
-    ],
-)
-def test_reductions_over_the_axis_make_equal(target, args, makes_equal):
-    graph = Graph()
-    x = graph.placeholder("x")
-    reduced = graph.call_function(target, (x, *args))
-    waited = graph.call_function(c10d.wait_tensor.default, (reduced,))
-    again = graph.call_function(aten.add.Tensor, (waited, x))
-    every = {x, reduced, waited, again}
-    assert varying_nodes(graph, {x}, Along(("g",))) == ({x, again} if makes_equal else every)
-    assert varying_nodes(graph, {x}, Along(("another group",))) == every
 
 
 # What cannot be traced ---------------------------------------------------------------------------

@@ -186,13 +186,8 @@ ENTRANCES = {
         lambda k: tp.scan(lambda c, _: (c + g(ROWS + k), None), k, length=3)[0], compile=EAGER
     )(ROWS).tolist(),
     "inside rows": lambda g: tp.pmap(lambda k: g(ROWS + k), compile=EAGER)(torch.ones(8)).tolist(),
-    "in one process": lambda g: _in_one_process(g),
+    "in one process": tp.debug.fake_pmap()(lambda g: torch.func.vmap(g)(torch.stack([ROWS, ROWS]))),
 }
-
-
-def _in_one_process(g):
-    with tp.debug.fake_pmap():
-        return torch.func.vmap(g)(torch.stack([ROWS, ROWS]))
 
 
 @pytest.mark.parametrize("name", ENTRANCES)

@@ -43,18 +43,6 @@ shapes = pytest.mark.parametrize("shape", [(2, 4), (9, 4)], ids=str)
 
 
 @pytest.mark.long
-@shapes
-def test_backward(mode, shape):
-    def slopes(f):
-        w, x = sample(3).requires_grad_(), (sample(*shape, 3, seed=1) / 3).requires_grad_()
-        scalar(f, w, x).backward()
-        return w.grad, x.grad
-
-    for got, wanted in zip(slopes(mapped_model(mode)), slopes(whole_model), strict=True):
-        same(got, wanted)
-
-
-@pytest.mark.long
 def test_transforms(mode):
     f = mapped_model(mode)
     w, x = sample(3), sample(2, 4, 3, seed=1) / 3
@@ -97,14 +85,6 @@ def test_gradients_lie_as_the_arguments_do():
     (slope,) = torch.func.vjp(lambda y: f(y), y)[1](f(y))
     same(slope, 2 * x**2 * x**4)
     assert slope.sharding == y.sharding
-
-
-def test_backward_to_closures():
-    w = sample(3).requires_grad_()
-    x = sample(2, 4, 3, seed=1)
-    nested(lambda x: tp.psum((x * w).sin().sum(), "cols"))(x).sum().backward()
-    expected = (4 * (x * w.detach()).cos() * x).sum((0, 1))  # every column has the sum of all
-    same(w.grad, expected)
 
 
 def test_backward_inside():
@@ -291,8 +271,10 @@ def test_donation():
     same(kept, sample(2, 4) + 1)  # donation of the inner call means nothing, as in jax
 
 
-def test_three_ways_agree():
-    report = tp.debug.check_pmap(mapped_model(EAGER), sample(3), sample(9, 4, 3) / 3)
+@shapes
+def test_three_ways_agree(shape, mode):
+    """... also in their gradients."""
+    report = tp.debug.check_pmap(mapped_model(mode), sample(3), sample(*shape, 3) / 3)
     assert report.values == ("serial", "vmapped", "pmapped")
     assert report.gradients == report.values
     with tp.debug.fake_pmap():

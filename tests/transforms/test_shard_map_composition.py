@@ -9,7 +9,6 @@ import functools
 import pytest
 import torch
 from _support import EAGER, WAYS
-from torch.utils.checkpoint import checkpoint
 
 import torchpmap as tp
 from torchpmap import P
@@ -69,19 +68,6 @@ def test_rule_25_vmap_with_an_axis_name(mesh):
     inner = mapped(lambda a: tp.psum(a, "x"), mesh, XY, P(None, "y"))
     found = tp.vmap(inner, axis_name="x")(batch)  # the mesh's hides it
     torch.testing.assert_close(found.cpu(), batch[:, :2] + batch[:, 2:])
-
-
-def test_rule_26_checkpoint(mesh, mode):
-    def layer(w, a):
-        return tp.psum((a @ w).sin(), "y")
-
-    def loss(w, a):
-        return tp.psum(checkpoint(layer, w, a, use_reentrant=False).sum(), "x")
-
-    w, other = torch.eye(4).requires_grad_(), torch.eye(4).requires_grad_()
-    mapped(loss, mesh, (P("y"), XY), P(), compile=mode)(w, X).backward()
-    torch.stack([(X[:, j : j + 2] @ other[j : j + 2]).sin().sum() for j in (0, 2)]).sum().backward()
-    torch.testing.assert_close(w.grad, other.grad)
 
 
 def inner_map(fun, in_specs=P(None, "y"), out_specs=P(), **options):  # noqa: B008
