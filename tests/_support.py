@@ -195,8 +195,10 @@ def check_rows(
     modes: Iterable[Any] = (EAGER, False),
     most: int = 2,
 ) -> None:
-    """One row on each device, or up to ``most``, traced and by Python, get what plain torch gives
-    (for ``expected``, where that is another function).
+    """A mapped function gives what plain torch gives row by row: with one row on each device, and
+    with more of them (up to ``most``), traced and run by Python.
+
+    ``expected``: the function for plain torch, if it is another.
     """
     want = by_rows(expected or f, *columns)
     for mode in modes:

@@ -91,12 +91,6 @@ PROGRAMS = {
         torch.func.jacrev(lambda x: cube(x)), X.reshape(2, 2),
         torch.stack([torch.diag(3 * row**2) for row in X.reshape(2, 2)])),
     "in a scan": (lambda x: tp.scan(lambda c, _: (halve(c), None), x, None, length=3)[0], X, X / 8),
-    "in a while_loop": (
-        lambda x: tp.while_loop(lambda c: c > 0.4, lambda c: halve(c), x), X,
-        torch.tensor([0.25, 0.25, 0.375, 0.25])),
-    "in a branch": (
-        lambda x: tp.cond(x > 2.5, lambda x: halve(x), lambda x: -halve(x), x), X,
-        torch.tensor([-0.5, -1.0, 1.5, 2.0])),
 }  # fmt: skip
 
 

@@ -162,6 +162,7 @@ def test_partials_methods_and_wrappers():
         ({1}, lambda v: (v.clear(), v.add(True))),
         ({1: 2}, lambda v: (v.clear(), v.update({True: 2}))),
         ([np.float32(0.0)], lambda v: v.__setitem__(0, np.float32(-0.0))),
+        (collections.OrderedDict(a=1, b=2), lambda v: v.move_to_end("a")),
         ({"a": 1, "b": 2}, lambda v: v.update(a=v.pop("a"))),
         (types.MappingProxyType(INSIDE), lambda v: INSIDE.update(a=2)),
         (collections.ChainMap({"a": 1}), lambda v: v.update(a=2)),

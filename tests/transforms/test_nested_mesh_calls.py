@@ -273,7 +273,7 @@ def test_donation():
 
 @shapes
 def test_three_ways_agree(shape, mode):
-    """... also in their gradients."""
+    """... on values and on gradients."""
     report = tp.debug.check_pmap(mapped_model(mode), sample(3), sample(*shape, 3) / 3)
     assert report.values == ("serial", "vmapped", "pmapped")
     assert report.gradients == report.values
