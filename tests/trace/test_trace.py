@@ -4,38 +4,13 @@ import threading
 
 import pytest
 import torch
+from _traced import F32, traced
 from torch.fx import Graph
 
 import torchpmap as tp
-from torchpmap._layout.axis_stack import bind
-from torchpmap._trace.replication import Along, Demand, varying_nodes
-from torchpmap._trace.trace import TracedInput, trace
+from torchpmap._trace.replication import Along, varying_nodes
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-F32 = torch.float32
-
-
-def traced(body, *shapes, same=False, varying=True, size=4):
-    """Trace a function of one tensor per shape that returns one tensor or a tuple of them."""
-
-    held = tuple(range(size)) if varying else (0,) * size
-
-    def blocks(inputs, axis):
-        with bind(axis):
-            out = body(*inputs)
-        return [
-            Demand(block, (axis,) if same else ())
-            for block in (out if isinstance(out, tuple) else (out,))
-        ]
-
-    return trace(
-        blocks,
-        [TracedInput(tuple(shape), F32, held) for shape in shapes],
-        axis_name="i",
-        axis_size=size,
-        group="g",
-        device=torch.device("cpu"),
-    )
 
 
 def ops(result):

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchpmap._collectives import all_gather, axis_index, psum
-from torchpmap._layout import axis_stack
+from torchpmap._collectives import all_gather, psum
 from torchpmap._transforms.vmap import vmap
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -46,14 +45,6 @@ def test_keywords_over_dim_0_numpy_numbers_and_none():
     assert vmap(lambda x, n: x if n is None else None)(V, None).tolist() == V.tolist()
 
 
-def test_named_axis():
-    assert vmap(lambda x: x / psum(x, "j"), axis_name="j")(V).tolist() == (V / 6).tolist()
-    assert vmap(lambda: axis_index("j"), axis_name="j", axis_size=3)().tolist() == [0, 1, 2]
-    assert axis_stack.bound() == ()
-    f = vmap(vmap(lambda x: psum(x, "j")), axis_name="j")
-    assert f(X).tolist() == X.sum(0).expand(2, 3).tolist()  # an axis without a name is transparent
-
-
 def test_out_axes_none_is_checked_per_level():
     assert vmap(lambda x: psum(x, "j"), axis_name="j", out_axes=None)(V).item() == 6.0
     of_all = [[2, 0, 1]]
@@ -67,14 +58,6 @@ def test_out_axes_none_is_checked_per_level():
     text = r"mapped output \(axis_name=j\) but out_axes is None: output\['b'\] differs"
     with pytest.raises(ValueError, match=text):
         vmap(lambda x: {"a": 1, "b": x}, axis_name="j", out_axes=None)(V)
-
-
-def test_under_torch_func():
-    f = vmap(lambda x: psum(x**2, "j"), axis_name="j", out_axes=None)
-    assert torch.func.grad(f)(V).tolist() == [2.0, 4.0, 6.0]
-    assert torch.func.hessian(f)(V).tolist() == (2 * torch.eye(3)).tolist()
-    _, tangent = torch.func.jvp(f, (V,), (V,))
-    assert tangent.item() == 28.0
 
 
 def test_randomness():
