@@ -87,6 +87,14 @@ def test_gradients_lie_as_the_arguments_do():
     assert slope.sharding == y.sharding
 
 
+def test_backward_to_closures():
+    w = sample(3).requires_grad_()
+    x = sample(2, 4, 3, seed=1)
+    nested(lambda x: tp.psum((x * w).sin().sum(), "cols"))(x).sum().backward()
+    expected = (4 * (x * w.detach()).cos() * x).sum((0, 1))  # every column has the sum of all
+    same(w.grad, expected)
+
+
 def test_backward_inside():
     def f(w, x):
         w = w.clone().requires_grad_()

@@ -1,8 +1,10 @@
 """The rules of ``shard_map``, one by one.
 
-Covers: API, specs, messages, static arguments, closures, replication, derivatives, nesting, random
-numbers and plans of ``_transforms/shard_map.py`` and what is below it.  Rule numbers are those of
-the specification.  At the end, what comes with it: smap, make_mesh, device_put onto a spec.
+Covers: API, specs, messages, static arguments, closures, replication and random numbers of
+``_transforms/shard_map.py`` and what is below it.  Rule numbers are those of the specification;
+those that are missing here and in test_shard_map_composition.py are shown by programs of
+tests/programs/test_jax_parity.py.  At the end, what comes with it: smap, make_mesh, device_put onto
+a spec.
 """
 
 import functools
