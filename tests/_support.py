@@ -154,18 +154,24 @@ def in_threads(count: int, function: Callable[[int], Any], seconds: float = 60.0
     return results
 
 
-def in_another_thread(change: Callable[[], Any]) -> tuple[Callable[[], None], Callable[[], None]]:
+def in_another_thread(
+    change: Callable[[], Any], last: Callable[[], Any] = lambda: None
+) -> tuple[Callable[[], None], Callable[[], None]]:
     """Have a thread, which is there before and after, call ``change``.
 
-    Two functions: the first has it called and waits for that, the second ends the thread.
+    Two functions: the first has it called and waits for that, the second ends the thread, which
+    calls ``last`` before.
     """
     go, done, end = threading.Event(), threading.Event(), threading.Event()
 
     def wait() -> None:
         go.wait()
-        change()
-        done.set()
+        try:
+            change()
+        finally:
+            done.set()
         end.wait()
+        last()
 
     thread = threading.Thread(target=wait)
     thread.start()

@@ -1,11 +1,12 @@
 """Covers: ``x.data =``, moves in memory, seeds, tensors of traced numbers, what is replaced."""
 
+import contextlib
 import threading
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from _support import EAGER, check_rows
+from _support import EAGER, check_rows, in_another_thread
 
 import torchpmap as tp
 from torchpmap._base.replaced import Replaced, Replacement
@@ -233,20 +234,12 @@ def test_blocks_of_two_threads_may_end_in_any_order():
         value = "own"
 
     replaced = Replaced([Replacement(Module, "value", lambda own: f"not {own}")])
-    entered, go_on = threading.Event(), threading.Event()
-
-    def other():
-        with replaced:
-            entered.set()
-            go_on.wait()
-
-    thread = threading.Thread(target=other)
+    block = contextlib.ExitStack()
+    enter, leave = in_another_thread(lambda: block.enter_context(replaced), block.close)
     with replaced:
-        thread.start()
-        entered.wait()
+        enter()
     assert Module.value == "not own"
-    go_on.set()
-    thread.join()
+    leave()
     assert Module.value == "own"
 
 
@@ -258,24 +251,17 @@ def test_what_threads_substitute_is_their_own():
     def gradient():
         return torch.func.grad(lambda y: y**2)(torch.tensor(1.0)).item()
 
-    entered, go_on = threading.Event(), threading.Event()
-    found = []
+    block, found = contextlib.ExitStack(), []
 
     def other():
-        with into(5.0):
-            try:
-                found.append(gradient())
-            finally:
-                entered.set()
-            go_on.wait()
+        block.enter_context(into(5.0))
+        found.append(gradient())
 
-    thread = threading.Thread(target=other)
+    enter, leave = in_another_thread(other, block.close)
     with into(3.0):
-        thread.start()
-        entered.wait()
+        enter()
         assert gradient() == 3.0  # what leaves a transform is substituted too
     assert gradient() == 2.0
-    go_on.set()
-    thread.join()
+    leave()
     assert found == [5.0]
     assert gradient() == 2.0

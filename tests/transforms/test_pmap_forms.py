@@ -256,14 +256,6 @@ def branch(x):
     return -x
 
 
-def item(x):
-    return x * int(x.item())
-
-
-def nonzero(x):
-    return x.view(1).nonzero().sum() + x
-
-
 def numpy(x):
     return torch.as_tensor(x.numpy() * 2)
 
@@ -276,8 +268,6 @@ def loop(x):
 
 UNTRACEABLE = [
     (branch, "if x > 1:", X, [-0.0, -1.0, 2.0, 3.0]),
-    (item, "return x * int(x.item())", X, [0.0, 1.0, 4.0, 9.0]),
-    (nonzero, "return x.view(1).nonzero().sum() + x", X, [0.0, 1.0, 2.0, 3.0]),
     (numpy, "return torch.as_tensor(x.numpy() * 2)", X, [0.0, 2.0, 4.0, 6.0]),
     (loop, "while x < 10:", X + 1, [16.0, 16.0, 12.0, 16.0]),
 ]
