@@ -94,7 +94,7 @@ def test_backward(y):
 
 
 @pytest.mark.parametrize("put", [tp.replicate, torch.clone, tp.shard_batch])
-@pytest.mark.filterwarnings("ignore:RNN is on the devices, but its operation")
+@pytest.mark.filterwarnings("ignore:(GRU|RNN) is on the devices, but its operation")
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
 def test_recurrent_layers(kind, put):
     torch.manual_seed(0)
