@@ -1,6 +1,7 @@
 """What the tests of the runtime share: waiting, processes, and the handles on a running pool."""
 
 import contextlib
+import functools
 import gc
 import itertools
 import os
@@ -9,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,13 @@ EAGER = {"backend": "eager"}
 COMPILED = pytest.param(True, id="inductor", marks=pytest.mark.inductor)
 """``compile=`` of those that are."""
 TRACED = [pytest.param(EAGER, id="graph"), COMPILED]
+WAYS = {
+    "graph": (EAGER, nullcontext),
+    "python": (False, nullcontext),
+    "lanes": (False, tp.debug.fake_pmap),
+    "serial": (False, functools.partial(tp.debug.fake_pmap, serial=True)),
+}
+"""How a mapped function may run: ``compile=``, and what is around its call."""
 
 SCALE = float(
     os.environ.get("TORCHPMAP_TEST_SCALE") or os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
@@ -175,6 +184,67 @@ def gated(gate: Path, ranks: Container[int] = range(256)) -> Callable[[Any], Any
         return x
 
     return step
+
+
+def in_another_thread(
+    change: Callable[[], Any], last: Callable[[], Any] = lambda: None
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Have a thread, which is there before and after, call ``change``.
+
+    Two functions: the first has it called and waits for that, the second ends the thread, which
+    calls ``last`` before.
+    """
+    go, done, end = threading.Event(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        go.wait()
+        try:
+            change()
+        finally:
+            done.set()
+        end.wait()
+        last()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+
+    def meanwhile() -> None:
+        go.set()
+        done.wait()
+
+    def finish() -> None:
+        end.set()
+        thread.join()
+
+    return meanwhile, finish
+
+
+def by_rows(f: Callable[..., Any], *columns: torch.Tensor) -> list[torch.Tensor]:
+    """The results of plain torch for a function of a row, stacked."""
+    rows = [f(*(x.clone() for x in row)) for row in zip(*columns, strict=True)]
+    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [torch.stack(each) for each in zip(*rows, strict=True)]
+
+
+def check_rows(
+    f: Callable[..., Any],
+    *columns: torch.Tensor,
+    expected: Callable[..., Any] | None = None,
+    modes: Iterable[Any] = (EAGER, False),
+    most: int = 2,
+) -> None:
+    """A mapped function gives what plain torch gives row by row: with one row on each device, and
+    with more of them (up to ``most``), traced and run by Python.
+
+    ``expected``: the function for plain torch, if it is another.
+    """
+    want = by_rows(expected or f, *columns)
+    for mode in modes:
+        for count in range(1, most + 1):
+            got = tp.pmap(f, compile=mode)(*(torch.cat([x] * count) for x in columns))
+            got = got if isinstance(got, tuple) else (got,)
+            for value, whole in zip(got, want, strict=True):
+                torch.testing.assert_close(value.cpu(), torch.cat([whole] * count))
 
 
 def live_tensors(num_elements: int, num_devices: int = 4) -> list[int]:

@@ -1,5 +1,6 @@
 """Tensors in all layouts that operations on blocks take, where results are, tables of functions."""
 
+import contextlib
 import math
 from types import SimpleNamespace
 
@@ -106,6 +107,14 @@ def where(result):
 
 def fetched_bytes(calls):
     return sum(target.nbytes for name, what in calls if name == "fetch" for *_, target in what)
+
+
+@contextlib.contextmanager
+def nothing_gathers():
+    """What is in the block stays on the devices."""
+    with tp.debug.report_gathers() as gathers:
+        yield
+    assert [gather.name for gather in gathers] == []
 
 
 ROWS = torch.arange(8.0).reshape(4, 2)

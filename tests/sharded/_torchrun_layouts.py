@@ -170,13 +170,6 @@ def operations_on_blocks():
     return [whole(result) for result in results]
 
 
-@expect(2 * X)
-def gradients_of_blocks():
-    x = put(P("x", "y")).requires_grad_()
-    (x**2).sum().backward()
-    return whole(x.grad)
-
-
 # -- moves -----------------------------------------------------------------------------------------
 
 ALL = (

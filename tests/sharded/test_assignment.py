@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from _sharded_values import numbers
+from _sharded_values import nothing_gathers, numbers
 from _sharded_values import on_mesh as put
 
 import torchpmap as tp
@@ -90,10 +90,9 @@ STAYING = [
 @pytest.mark.parametrize(("layout", "name"), STAYING)
 def test_assignments_to_whole_dims_stay_on_the_devices(layout, name):
     x = put(HERE, LAYOUTS[layout])
-    with tp.debug.report_gathers() as gathers:
+    with nothing_gathers():
         x[INDICES[name]] = 5.0
         x[INDICES[name]] = torch.tensor(2.0)
-    assert not gathers
 
 
 def test_values_of_masks_fetch_the_mask_alone():
@@ -104,9 +103,8 @@ def test_values_of_masks_fetch_the_mask_alone():
         x[:, mask] = x[:, ~EVEN]
     assert [gather.num_bytes for gather in gathers] == [4]
     assert torch.equal(x.cpu(), expected)
-    with tp.debug.report_gathers() as gathers:
+    with nothing_gathers():
         part = x[:, EVEN]
-    assert not gathers
     assert torch.equal(part.cpu(), expected[:, EVEN])
 
 
@@ -116,22 +114,6 @@ def test_assignments_to_cut_dims_fetch_the_value_once():
         with tp.debug.report_gathers() as gathers:
             x[INDICES[name]] = 5.0
         assert [gather.num_bytes for gather in gathers] == [HERE.nbytes]
-
-
-def test_views_see_assignments():
-    for spec in LAYOUTS.values():
-        x = put(HERE, spec)
-        column, turned, alias = x[:, 1], x.transpose(0, 2), x.detach()
-        x[:, 1] = 7
-        x[2] = 3
-        expected = HERE.clone()
-        expected[:, 1] = 7
-        expected[2] = 3
-        assert torch.equal(column.cpu(), expected[:, 1])
-        assert torch.equal(turned.cpu(), expected.transpose(0, 2))
-        assert torch.equal(alias.cpu(), expected)
-        column[0] = 9
-        assert (x[0, 1] == 9).all()
 
 
 def test_a_part_of_the_same_tensor_is_assigned():

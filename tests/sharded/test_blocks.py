@@ -16,13 +16,10 @@ from _sharded_values import (
     fetched_bytes,
     functions,
     here,
-    numbers,
     on_devices,
     where,
 )
 from _spies import asked
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import torchpmap as tp
 from torchpmap._base.torch_internals import FakeTensorMode
@@ -139,63 +136,6 @@ def test_where_results_are_and_what_is_fetched_for_them(function, place, num_byt
             for shard in result.addressable_shards:
                 assert shard.data.dtype == right.dtype
                 torch.testing.assert_close(shard.data, right[shard.index], equal_nan=True)
-
-
-# Random expressions ------------------------------------------------------------------------------
-
-UNARY_TEXT = """
-    torch.neg(t); torch.abs(t); torch.sign(t); t * 3 - 1; t.clamp(-4, 4); t.flip(-1)
-    t.cumsum(0).fmod(7); t.cumsum(-1).fmod(7); t.mT; t.transpose(0, 1); t.sort(1).values
-    t[:, :, ::2].repeat(1, 1, 2); t.reshape(16, 4).view(4, 4, 4)
-    t.sum(0, keepdim=True).fmod(7).expand(4, 4, 4); t.amax((0, 2))[:, None] + torch.zeros(4, 4, 4)
-    t - t.mean(); t.select(0, 1).expand(4, 4, 4)
-"""
-BINARY_TEXT = """
-    torch.add(a, b); torch.sub(a, b); torch.minimum(a, b); torch.where(a > b, a, b + 1)
-    (a @ b).fmod(7); (a.mT @ b).fmod(7); torch.cat([a[:2], b[2:]]); torch.stack([a, b]).sum(0)
-    a.lerp(b, 0.5)
-"""
-UNARY = list(functions("t", UNARY_TEXT).values())
-BINARY = list(functions("a, b", BINARY_TEXT).values())
-
-KINDS = ["rows", "columns", "whole", "host"]
-cubes = st.sampled_from(KINDS)
-expressions = st.recursive(
-    cubes,
-    lambda inner: (
-        st.tuples(st.integers(0, len(UNARY) - 1), inner)
-        | st.tuples(st.integers(0, len(BINARY) - 1), inner, inner)
-    ),
-    max_leaves=6,
-)
-
-
-def cube(kind):
-    """[4, 4, 4] of small integers; another one for every kind."""
-    return numbers(4, 4, 4).roll(KINDS.index(kind) + 1)
-
-
-def evaluated(expression, value_of):
-    if isinstance(expression, str):
-        return value_of[expression]
-    number, *operands = expression
-    table = UNARY if len(operands) == 1 else BINARY
-    return table[number](*[evaluated(operand, value_of) for operand in operands])
-
-
-@settings(max_examples=150)
-@given(expressions)
-@pytest.mark.long
-def test_random_expressions(expression):
-    plain = {kind: cube(kind) for kind in KINDS}
-    placed = {
-        "rows": tp.device_put(plain["rows"], tp.devices()),
-        "columns": tp.device_put(plain["columns"].transpose(0, 1), tp.devices()).transpose(0, 1),
-        "whole": tp.replicate(plain["whole"]),
-        "host": plain["host"],
-    }
-    result = evaluated(expression, placed)
-    torch.testing.assert_close(result.cpu(), evaluated(expression, plain), rtol=1e-5, atol=1e-4)
 
 
 # In place ----------------------------------------------------------------------------------------

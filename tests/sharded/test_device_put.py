@@ -44,32 +44,6 @@ def test_rows_on_a_list_of_devices():
     assert tp.replicate(torch.empty(0)).tolist() == []
 
 
-LINE, PAIR, GRID = ((4,), ("x",)), ((2,), ("x",)), ((2, 2), ("x", "y"))
-
-
-@pytest.mark.parametrize(
-    ("mesh", "spec", "pieces"),
-    [
-        (LINE, P("x"), {k: X[k : k + 1] for k in range(4)}),
-        (PAIR, P("x"), {k: X[2 * k : 2 * k + 2] for k in range(2)}),
-        (PAIR, P(None, "x"), {k: X[:, k : k + 1] for k in range(2)}),
-        (LINE, P(), dict.fromkeys(range(4), X)),
-        (GRID, P("x"), {k: X[k // 2 * 2 :][:2] for k in range(4)}),
-        (GRID, P("x", "y"), {k: X[k // 2 * 2 :][:2, k % 2 :][:, :1] for k in range(4)}),
-        (GRID, P(("x", "y")), {k: X[k : k + 1] for k in range(4)}),
-        (GRID, P(("y", "x")), {0: X[:1], 1: X[2:3], 2: X[1:2], 3: X[3:]}),
-    ],
-)
-def test_named_shardings(mesh, spec, pieces):
-    x = tp.device_put(X, NamedSharding(make_mesh(*mesh, devices=tp.devices()), spec))
-    assert placed(x) == {k: piece.tolist() for k, piece in pieces.items()}
-    assert x.tolist() == X.tolist()
-    assert x.is_fully_replicated == (spec == P())
-    assert [tuple(row.tolist()) for row in x] == [tuple(row) for row in X.tolist()]
-    assert [x[k].tolist() for k in range(-4, 4)] == X.tolist() * 2
-    assert tp.pmap(lambda x: x * 1, compile=EAGER)(x).tolist() == X.tolist()
-
-
 def test_trees_scalars_and_dtypes():
     tree = {
         "tensor": X.to(torch.bfloat16), "array": np.arange(4, dtype=np.uint16), "number": 3.5,
@@ -236,12 +210,6 @@ def test_a_gradient_goes_back_to_the_device_of_the_value():
     assert gradient.device.type == "meta"
 
 
-def test_device_put_replicated():
-    out = tp.device_put_replicated({"w": X[0], "n": 7}, tp.devices()[:3])
-    assert out["w"].tolist() == [[0.0, 1.0]] * 3
-    assert placed(out["n"]) == {0: [7], 1: [7], 2: [7]}
-
-
 def test_replicate_and_unreplicate():
     tree = {"w": X, "b": [None, 2.0], "n": 3}
     out = tp.replicate(tree)
@@ -345,17 +313,3 @@ def test_devices():
         tp.local_devices(1)
     with pytest.raises(RuntimeError, match="Unknown backend: 'tpu' requested"):
         tp.device_count("tpu")
-
-
-@pytest.mark.parametrize("pool", [2], indirect=True)
-def test_values_of_an_ended_pool(pool):
-    x = tp.device_put(X[:2], tp.devices())
-    tp.init(3)
-    assert tp.device_count() == 3
-    for use in (
-        *(lambda: x + 1, lambda: tp.pmap(lambda x: x, compile=EAGER)(x)),
-        *(lambda: tp.device_get(x), lambda: x[0], lambda: x.block_until_ready()),
-    ):
-        with pytest.raises(tp.RuntimeClosed):
-            use()
-    assert x.shape == (2, 2)

@@ -147,16 +147,3 @@ def test_safetensors(tmp_path):
     other = tp.replicate(Tied())
     safetensors.load_model(other, str(tmp_path / "tied"))
     assert torch.equal(other.head.weight.cpu(), tied.head.weight.cpu())
-
-
-def test_save_pretrained(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        **{"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 50, "n_positions": 16},
-        **{"bos_token_id": 0, "eos_token_id": 0},
-    )
-    model = tp.replicate(transformers.GPT2LMHeadModel(config))
-    model.save_pretrained(tmp_path)
-    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
-    for name, value in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value.cpu())

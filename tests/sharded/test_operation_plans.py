@@ -20,7 +20,6 @@ from _sharded_values import (
     functions,
     numbers,
     on_devices,
-    on_mesh,
     where,
 )
 from _spies import asked
@@ -127,19 +126,6 @@ def test_some_of_the_devices(monkeypatch):
     mixed = x.sum(1) * one[:2]  # on different devices
     assert where(mixed) == HOST
     assert mixed.tolist() == [0.0, 5.0]
-
-
-def test_axes_of_a_larger_mesh(monkeypatch):
-    x = on_mesh(numbers(2, 4, 3), (None, ("a", "b")), (2, 2), ("a", "b"))
-    calls = asked(monkeypatch)
-    result = (x + 1).sum(0)
-    assert fetched_bytes(calls) == 0
-    assert result.sharding.spec == tp.P(("a", "b"))
-    assert result.sharding.mesh == x.sharding.mesh
-    torch.testing.assert_close(result.cpu(), (numbers(2, 4, 3) + 1).sum(0))
-    blocks = on_mesh(numbers(2, 4), ("a", "b"), (2, 2), ("a", "b"))
-    assert (blocks + 1).sharding == blocks.sharding  # cut along two dims
-    torch.testing.assert_close((blocks + 1).cpu(), numbers(2, 4) + 1)
 
 
 # Errors ------------------------------------------------------------------------------------------
@@ -379,14 +365,6 @@ def test_gradient_of_a_parameter_on_the_host():
     (layer(HERE.x) ** 2).sum().backward()
     for grad, parameter in zip(grads, layer.parameters(), strict=True):
         torch.testing.assert_close(grad.cpu(), parameter.grad)
-
-
-def test_second_derivatives():
-    x = on_devices().x.requires_grad_()
-    (first,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    assert where(second) == 0
-    torch.testing.assert_close(second.cpu(), 6 * HERE.x)
 
 
 OPTIMIZERS = """

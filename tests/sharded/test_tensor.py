@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from _sharded_values import LAYOUTS, ROWS, any_layout, each
+from _sharded_values import LAYOUTS, ROWS, each
 from _spies import asked
 from _support import DEVICE, EAGER
 
@@ -58,40 +58,7 @@ def test_repr(y, columns):
     assert repr(y) == "ShardedTensor(shape=[4, 2], deleted by delete())"
 
 
-@any_layout
-def test_shards_are_the_pieces(put):
-    x = put()
-    shards = x.addressable_shards
-    indices = x.sharding.devices_indices_map(x.shape)
-    assert [shard.device for shard in shards] == list(x.sharding.mesh.devices.flat)
-    for number, shard in enumerate(shards):
-        assert shard.index == indices[shard.device]
-        same(shard.data, ROWS[shard.index])
-        same(x.addressable_data(number), ROWS[shard.index])
-    replicas = [shard.replica_id for shard in shards]
-    assert replicas == (list(range(len(shards))) if x.is_fully_replicated else [0] * len(shards))
-    with pytest.raises(IndexError):
-        x.addressable_data(len(shards))
-
-
 # To the host -------------------------------------------------------------------------------------
-
-
-@any_layout
-def test_to_the_host(put):
-    x = put()
-    same(x.cpu(), ROWS)
-    same(x.to("cpu"), ROWS)
-    same(x.to("cpu", torch.int32), ROWS.int())
-    same(x.to(dtype=torch.int32, device="cpu", copy=True), ROWS.int())
-    same(x.to(ROWS.int()), ROWS.int())
-    assert x.tolist() == ROWS.tolist()
-    np.testing.assert_array_equal(x.numpy(), ROWS.numpy(), strict=True)
-    np.testing.assert_array_equal(np.asarray(x), ROWS.numpy(), strict=True)
-    assert np.asarray(x, dtype=np.int8).dtype == np.int8
-    same(torch.from_dlpack(x), ROWS)
-    np.testing.assert_array_equal(np.from_dlpack(x), ROWS.numpy())
-    assert x.__dlpack_device__() == torch.ones(1).__dlpack_device__()
 
 
 def test_arrays_are_copies(y):
@@ -135,42 +102,6 @@ def test_numpy_accepts_it(y):
 
 
 # Indexing ----------------------------------------------------------------------------------------
-
-
-@any_layout
-def test_rows(put):
-    x = put()
-    for index in (0, 3, -1, -4):
-        same(x[index].cpu(), ROWS[index])
-    for index in (4, -5):
-        with pytest.raises(IndexError, match=f"index {index} is out of bounds for dimension 0"):
-            x[index]
-
-
-def test_a_row_comes_from_its_device_alone(y, columns, monkeypatch):
-    replicated = tp.replicate(ROWS)
-    calls = asked(monkeypatch)
-    y[2]
-    replicated[3]
-    columns[1]  # one column of each: it stays there, as the row of all
-    fetched = [
-        [(place, dim, index, tuple(target.shape)) for place, dim, index, target in requests]
-        for name, requests in calls
-        if name == "fetch"
-    ]
-    assert fetched == [[(2, 0, 0, (2,))]]
-
-
-INDICES = [
-    *(slice(1, 3), slice(None, None, 2), (0, 1), (-1, slice(None)), None, torch.tensor([3, 0])),
-    *(np.array([1, 2]), [0, 2], torch.tensor([True, False, True, False]), (slice(None), None, 0)),
-    *(True, np.int64(2), torch.tensor(1)),
-]
-
-
-@pytest.mark.parametrize("index", INDICES, ids=repr)
-def test_indexing(y, index):
-    same(y[index].cpu(), ROWS[index])
 
 
 def test_indexing_with_a_sharded_tensor(y):

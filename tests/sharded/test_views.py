@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as functional
 from _sharded_values import HERE, each, fetched_bytes, functions, numbers, on_devices, on_mesh
 from _spies import asked
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import torchpmap as tp
 
@@ -128,20 +126,15 @@ def test_a_detached_view_keeps_no_graph_alive():
     assert part.add_(1).tolist() == (HERE.x[:, 1] * 2 + 1).tolist()
 
 
-def test_what_cannot_be_written_raises():
-    x = on_devices().x
+def test_what_cannot_be_written_raises_and_sees_writes():
+    expected, x = HERE.x.clone(), on_devices().x
     wide, windows = x[:, :, :1].expand(4, 2, 3), x.unfold(2, 2, 1)
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
         wide.add_(1)
-    torch.testing.assert_close(windows.cpu(), HERE.x.unfold(2, 2, 1))
     message = r"made by aten\.unfold\.default cannot be written to in place; \.clone\(\) the view"
     with pytest.raises(RuntimeError, match=message):
         windows.add_(1)
-
-
-def test_views_that_cannot_be_written_see_writes():
-    expected, x = HERE.x.clone(), on_devices().x
-    wide, windows = x[:, :, :1].expand(4, 2, 3), x.unfold(2, 2, 1)
+    torch.testing.assert_close(windows.cpu(), expected.unfold(2, 2, 1))
     for written in (expected, x):
         written[:, 0].add_(1)
     torch.testing.assert_close(wide.cpu(), expected[:, :, :1].expand(4, 2, 3))
@@ -152,24 +145,11 @@ def pad_circular(x):
     return functional.pad(x, (1, 1), mode="circular")
 
 
-def write_part(x):
-    y = x * 2
-    y[:, 0].mul_(3)
-    return y
-
-
 def write_whole(x):
     y = x * 2
     part = y[:, 0]
     y.mul_(x)
     return part
-
-
-def write_row(x):
-    y = x * 2
-    y[1].mul_(3)
-    y[2:].sin_()
-    return y
 
 
 def write_view_of_view(x):
@@ -211,14 +191,6 @@ def write_bits(x):
     return torch.view_as_real(y)
 
 
-def write_diagonal(x):
-    y = x * 2
-    y.diagonal(0, 1, 2).mul_(5)
-    y.flatten(1)[:, 3:].mul_(7)
-    y.as_strided((2, 3), (3, 1), 2).mul_(x[0])
-    return y
-
-
 def write_unrecorded(x):
     y = x * 2
     part = y[:, 0]
@@ -228,8 +200,8 @@ def write_unrecorded(x):
 
 
 WRITING = (
-    *(pad_circular, write_part, write_whole, write_row, write_view_of_view, write_siblings),
-    *(copy_parts, assign, write_bits, write_diagonal, write_unrecorded),
+    *(pad_circular, write_whole, write_view_of_view, write_siblings),
+    *(copy_parts, assign, write_bits, write_unrecorded),
 )
 
 
@@ -300,15 +272,6 @@ def test_shapes_change_in_place():
     assert there.transpose_(0, 1).shape == here.transpose_(0, 1).shape
 
 
-def test_recurrent_layers():
-    gru = torch.nn.GRU(3, 2, batch_first=True)
-    rows = numbers(4, 5, 3)
-    expected = gru(rows)
-    results = gru(tp.device_put(rows, tp.devices()))
-    for result, right in zip(results, expected, strict=True):
-        torch.testing.assert_close(result.cpu(), right)
-
-
 def test_gradients_are_no_views():
     x = on_devices().x.requires_grad_()
     for expected in (1, 2):
@@ -331,33 +294,3 @@ def test_initialisation_and_buffers():
     w.data[1] = 0
     torch.testing.assert_close(w.cpu()[[0, 2, 3]], expected[[0, 2, 3]] * 2)
     assert w[1].tolist() == [0] * 6
-
-
-VIEWS = """
-    x.transpose(0, 1); x.mT; x.select(0, 1).unsqueeze(0).expand(1, 4, 4); x[:, 1:3]; x[1:3]
-    x.unsqueeze(1).squeeze(1); x.detach(); x.diagonal(0, -1, -2).unsqueeze(1)
-"""
-WRITES = "x.add_(1); x.mul_(-2); x.zero_(); x.copy_(x.flip(0)); x.clamp_(-3, 3)"
-TAKEN = list(functions("x", VIEWS).values())
-WRITTEN = [*functions("x", WRITES).values(), lambda x: x.__setitem__(0, 5.0)]
-steps = st.tuples(
-    st.booleans(), st.integers(0, 5), st.integers(0, len(TAKEN) - 1), st.integers(0, 5)
-)
-
-
-@settings(max_examples=80)
-@given(st.lists(steps, min_size=2, max_size=6), st.booleans())
-def test_random_views_and_writes(program, whole):
-    """Whatever is written to whichever view, all tensors stay what torch's are."""
-    plain = [numbers(4, 4, 4)]
-    there = [tp.replicate(plain[0]) if whole else tp.device_put(plain[0], tp.devices())]
-    for takes_view, number, view, write in program:
-        number %= len(plain)
-        for tensors in (plain, there):
-            target = tensors[number]
-            if takes_view and target.ndim == 3 and target.shape[0] > 2 and target.shape[1] > 2:
-                tensors.append(TAKEN[view](target))
-            else:
-                WRITTEN[write](target)
-    for tensor, right in zip(there, plain, strict=True):
-        torch.testing.assert_close(tensor.cpu(), right)

@@ -259,27 +259,6 @@ def test_views_keep_the_value_that_was_replaced():
     same(there, here)
 
 
-def test_mapped_functions_see_new_data():
-    w = tp.replicate(torch.tensor(1.0))
-    scale = tp.pmap(lambda x: x * w, compile=EAGER)
-    assert scale(torch.ones(4)).tolist() == [1, 1, 1, 1]
-    w.data = tp.replicate(torch.tensor(3.0))
-    assert scale(torch.ones(4)).tolist() == [3, 3, 3, 3]
-
-
-@pytest.mark.parametrize("put", [torch.clone, cut], ids=["plain", "cut"])
-@pytest.mark.parametrize(
-    "value", [torch.ones(4, 2).double(), torch.ones(4, 3)], ids=["dtype", "shape"]
-)
-def test_captured_data_of_another_type_is_seen(put, value):
-    w = put(numbers(4, 2))
-    function = tp.pmap(lambda x: w.sum() * x, compile=EAGER)
-    function(torch.ones(4))
-    w.data = put(value)
-    result = function(torch.ones(4)).cpu()
-    torch.testing.assert_close(result, torch.stack([value.sum() * x for x in torch.ones(4)]))
-
-
 def test_data_of_another_kind_raises():
     x, plain = tp.replicate(torch.zeros(3)), torch.zeros(3)
     with pytest.raises(TypeError, match=r"must be a ShardedTensor, but got a Tensor"):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from _traced import F32, traced
 from torch._subclasses import fake_tensor
 
 from torchpmap._base.devices import CUDA
@@ -14,29 +15,15 @@ from torchpmap._sharded.transfer import store_on
 from torchpmap._trace import compile as _compile
 from torchpmap._trace.compile import Definition, compile_definition, parse_compile
 from torchpmap._trace.constants import place
-from torchpmap._trace.replication import Demand
-from torchpmap._trace.trace import TracedInput, trace
 from torchpmap.random._streams import refuse_draw
 
-F32 = torch.float32
 W = torch.ones(4)
 
 
 def definition(function, device, compile=True):
-    def body(blocks, axis):
-        return [Demand(function(*blocks), ())]
-
-    traced = trace(
-        body,
-        [TracedInput((4,), F32, (0, 1))],
-        axis_name="i",
-        axis_size=2,
-        group="g",
-        device=torch.device(device),
-    )
-    kinds = tuple(zip(traced.shapes, traced.dtypes, strict=True))
-    backend = parse_compile(compile)
-    return Definition(1, "f", traced.graph, False, (0, 1), traced.inputs, kinds, backend)
+    made = traced(function, (4,), size=2, device=device)
+    kinds = tuple(zip(made.shapes, made.dtypes, strict=True))
+    return Definition(1, "f", made.graph, False, (0, 1), made.inputs, kinds, parse_compile(compile))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import array
 import ctypes
-import functools
 
 import numpy as np
 import pytest
@@ -51,42 +50,6 @@ def test_writes_that_change_no_version(write):
     check_follows(f, lambda value: UNCOUNTED[write](w, value), [2.0, 3.0, 1.0])
 
 
-HOLDERS = {
-    "a cell": lambda w: lambda x: x * w,
-    "a default": lambda w: lambda x, w=w: x * w,
-    "a list": lambda w: lambda x, ws=[w]: x * ws[0],
-    "a dict": lambda w: lambda x, ws={"w": w}: x * ws["w"],
-    "a closure of a closure": lambda w: (lambda g: lambda x: g(x))(lambda x: x * w),
-    "a partial": lambda w: functools.partial(lambda w, x: x * w, w),
-    "a method": lambda w: Holder(w).times,
-    "a buffer": lambda w: Buffered(w),
-}
-
-
-class Holder:
-    def __init__(self, w):
-        self.w = w
-
-    def times(self, x):
-        return x * self.w
-
-
-class Buffered(torch.nn.Module):
-    def __init__(self, w):
-        super().__init__()
-        self.register_buffer("w", w)
-
-    def forward(self, x):
-        return x * self.w
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_wherever_a_tensor_is_held(holder):
-    w = torch.ones(())
-    f = tp.pmap(HOLDERS[holder](w), compile=EAGER)
-    check_follows(f, lambda value: w.numpy().fill(value), [2.0, 3.0, 1.0])
-
-
 LAYOUTS = {
     "dense": lambda: torch.ones(4, 3),
     "transposed": lambda: torch.ones(3, 4).T,
@@ -126,13 +89,14 @@ def test_bits_are_compared(before, after):
 @pytest.mark.parametrize(
     "data", [torch.tensor([1, 2, 3, 4]), torch.ones(2, 3), torch.ones(4).double(), torch.ones(4)]
 )
-def test_data_of_another_kind(mode, data):
-    w = torch.arange(6.0).view(3, 2)
+@pytest.mark.parametrize("put", [torch.clone, tp.replicate], ids=["plain", "replicated"])
+def test_data_of_another_kind(mode, data, put):
+    w = put(torch.arange(6.0).view(3, 2))
     f = tp.pmap(lambda x: (w * 2, x), compile=mode)
     f(ONES)
     w.data = w.data.t()  # the same memory
-    assert f(ONES)[0].cpu()[0].equal(w * 2)
-    w.data = data
+    assert f(ONES)[0].cpu()[0].equal((w * 2).cpu())
+    w.data = put(data)
     result = f(ONES)[0].cpu()
     assert result[0].equal(data * 2)
     assert result.dtype == data.dtype

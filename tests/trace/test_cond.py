@@ -14,13 +14,6 @@ def choose(condition, x):
 
 
 @pytest.mark.parametrize("rows", [4, 8])
-def test_every_row_takes_its_branch(rows, mode):
-    x = torch.arange(float(rows))
-    got = tp.pmap(lambda x: choose(x > 1, x), compile=mode)(x)
-    assert got.tolist() == torch.where(x > 1, x * 10, -x).tolist()
-
-
-@pytest.mark.parametrize("rows", [4, 8])
 def test_closures_stay_fresh(rows):
     shift = torch.tensor(1.0)
     x = torch.arange(float(rows))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from _support import COMPILED, EAGER
+from _support import COMPILED, EAGER, WAYS
 from torch import Tensor
 
 import torchpmap as tp
@@ -91,19 +91,16 @@ PROGRAMS = {
         torch.func.jacrev(lambda x: cube(x)), X.reshape(2, 2),
         torch.stack([torch.diag(3 * row**2) for row in X.reshape(2, 2)])),
     "in a scan": (lambda x: tp.scan(lambda c, _: (halve(c), None), x, None, length=3)[0], X, X / 8),
-    "in a while_loop": (
-        lambda x: tp.while_loop(lambda c: c > 0.4, lambda c: halve(c), x), X,
-        torch.tensor([0.25, 0.25, 0.375, 0.25])),
-    "in a branch": (
-        lambda x: tp.cond(x > 2.5, lambda x: halve(x), lambda x: -halve(x), x), X,
-        torch.tensor([-0.5, -1.0, 1.5, 2.0])),
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_inside_a_mapped_function(program, mode):
+def test_inside_a_mapped_function(program, way):
     f, x, expected = PROGRAMS[program]
-    torch.testing.assert_close(tp.pmap(f, "i", compile=mode)(x).cpu(), expected)
+    compile, around = WAYS[way]
+    with around():
+        torch.testing.assert_close(tp.pmap(f, "i", compile=compile)(x).cpu(), expected)
 
 
 def test_transforms_from_outside(mode):
@@ -126,12 +123,6 @@ def test_compiled_by_inductor():
     assert y.tolist() == [200.0] * 4
     y.sum().backward()
     torch.testing.assert_close(x.grad, 4 * 6 * X**2)
-
-
-@pytest.mark.parametrize("serial", [False, True])
-def test_in_this_process(serial):
-    with tp.debug.fake_pmap(serial=serial):
-        torch.testing.assert_close(tp.pmap(tp.grad(lambda x: cube(x)))(X), 3 * X**2)
 
 
 def test_forward_mode_is_an_error_not_zero(mode):

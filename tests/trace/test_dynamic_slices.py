@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from _support import EAGER
+from _support import EAGER, check_rows
 
 import torchpmap as tp
 
@@ -42,19 +42,16 @@ def test_starts(start, kind):
     assert torch.equal(tp.dynamic_update_slice_in_dim(X, ones, given, 0), updated(X, place, ones))
 
 
-def test_in_mapped_functions(mode):
-    rows = torch.arange(80.0).reshape(8, 10)
-    starts = torch.tensor([-20, -3, -1, 0, 5, 8, 20, -11])
-
+def test_in_mapped_functions():
     def f(x, i):
         return tp.dynamic_slice(x, (i,), (3,)), tp.dynamic_update_slice(x, x[:2] * 0 - 1, (i,))
 
-    for count in (4, 8):
-        parts, whole = tp.pmap(f, compile=mode)(rows[:count], starts[:count])
-        for k in range(count):
-            first, place = STARTS[int(starts[k])]
-            assert torch.equal(parts[k].cpu(), rows[k, first : first + 3])
-            assert torch.equal(whole[k].cpu(), updated(rows[k], place, -torch.ones(2)))
+    def expected(x, i):
+        first, place = STARTS[int(i)]
+        return x[first : first + 3], updated(x, place, -torch.ones(2))
+
+    starts = torch.tensor([-20, -3, -1, 0, 5, 8, 20, -11])
+    check_rows(f, torch.arange(80.0).reshape(8, 10), starts, expected=expected)
 
 
 def reference(x, i, j):
@@ -86,16 +83,7 @@ def loss(f):
     [lambda f: f, lambda f: torch.func.grad(loss(f)), lambda f: torch.func.hessian(loss(f))],
 )
 def test_several_dims_and_derivatives(transform):
-    want = [transform(reference)(M[k], I[k], J[k]) for k in range(4)]
-    want = [row if isinstance(row, tuple) else (row,) for row in want]
-    for mode in (EAGER, False):
-        for rows in (1, 2):
-            got = tp.pmap(transform(slices), compile=mode)(
-                *(torch.cat([v] * rows) for v in (M, I, J))
-            )
-            got = got if isinstance(got, tuple) else (got,)
-            for value, each in zip(got, zip(*want, strict=True), strict=True):
-                torch.testing.assert_close(value.cpu(), torch.cat([torch.stack(each)] * rows))
+    check_rows(transform(slices), M, I, J, expected=transform(reference))
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (None, 0, None), (0, None, 0), (None, None, 0)])

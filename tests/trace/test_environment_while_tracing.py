@@ -1,11 +1,11 @@
 """Covers: _trace/environment.py: what changes while a function is traced."""
 
-import threading
 import types
 
 import pytest
 import torch
 from _outside import a_class
+from _support import in_another_thread
 
 from torchpmap._trace.environment import Environment
 
@@ -15,26 +15,6 @@ CONFIG = types.SimpleNamespace(rate=1, count=0)
 MODULE = torch.nn.Dropout(0.5)
 Meta = a_class(type, rate=1)
 Made = a_class(metaclass=Meta)
-
-
-def in_another_thread(change):
-    """Run ``change`` in a thread that is there before and after."""
-    go, done, end = threading.Event(), threading.Event(), threading.Event()
-
-    def wait():
-        go.wait()
-        change()
-        done.set()
-        end.wait()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-
-    def meanwhile():
-        go.set()
-        done.wait()
-
-    return meanwhile, lambda: (end.set(), thread.join())
 
 
 @pytest.mark.parametrize(

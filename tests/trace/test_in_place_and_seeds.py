@@ -1,11 +1,12 @@
 """Covers: ``x.data =``, moves in memory, seeds, tensors of traced numbers, what is replaced."""
 
+import contextlib
 import threading
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from _support import EAGER
+from _support import EAGER, check_rows, in_another_thread
 
 import torchpmap as tp
 from torchpmap._base.replaced import Replaced, Replacement
@@ -57,10 +58,8 @@ def in_a_body(x):
 
 
 @pytest.mark.parametrize("f", [stepped, of_another_shape, shared, of_a_constant, in_a_body])
-def test_data_of_a_traced_tensor(f, mode):
-    want = [torch.stack(each) for each in zip(*(f(row.clone()) for row in X), strict=True)]
-    for got, expected in zip(tp.pmap(f, compile=mode)(X), want, strict=True):
-        torch.testing.assert_close(got.cpu(), expected)
+def test_data_of_a_traced_tensor(f):
+    check_rows(f, X, most=1)
 
 
 def test_data_of_a_tensor_from_outside_of_a_loop():
@@ -87,16 +86,6 @@ MOVES = {
 AWAY = {"resize_": lambda x: x.t().resize_(2), "set_": lambda x: x.set_(x * 2)}
 
 
-def check_rows(f):
-    """One row on each device and two, traced and by Python, give what plain torch gives."""
-    want = [torch.stack(each) for each in zip(*map(f, X), strict=True)]
-    for mode in (EAGER, False):
-        for rows in (1, 2):
-            got = tp.pmap(f, compile=mode)(torch.cat([X] * rows))
-            for mine, each in zip(got, want, strict=True):
-                torch.testing.assert_close(mine.cpu(), torch.cat([each] * rows))
-
-
 @pytest.mark.parametrize("name", MOVES)
 def test_moves(name):
     def f(x):
@@ -105,7 +94,7 @@ def test_moves(name):
         y = MOVES[name](x).mul_(2)
         return y + 0, part
 
-    check_rows(f)
+    check_rows(f, X)
 
 
 @pytest.mark.parametrize("name", AWAY)
@@ -129,7 +118,7 @@ def test_other_changes_of_shape(name):
         getattr(x, name)(*arguments).mul_(2)
         return (x,)
 
-    check_rows(f)
+    check_rows(f, X)
 
 
 # -- seeds -----------------------------------------------------------------------------------------
@@ -150,27 +139,19 @@ SEEDS = {
     "torch.fork_rng": forked,
     "torch.set_rng_state": restored,
     "torch.manual_seed_all": lambda x: (torch.cuda.manual_seed_all(0), x)[1],
+    "default_generator": lambda x: (torch.default_generator.manual_seed(123), x)[1],
 }
 
 
 @pytest.mark.parametrize("name", SEEDS)
 def test_seeds_inside_are_refused(name, mode):
-    before = torch.get_rng_state()
-    with pytest.raises(NotImplementedError, match=rf"{name} inside a mapped .* Call torch.manual"):
+    before, text = torch.get_rng_state(), rf"{name} inside a mapped .* Call torch.manual"
+    if name == "default_generator":  # a method, which is seen by what it has done
+        mode, text = EAGER, f"{name} was seeded inside a mapped"
+    with pytest.raises(NotImplementedError, match=text):
         tp.pmap(SEEDS[name], compile=mode)(X)
     assert torch.equal(before, torch.get_rng_state())
     torch.manual_seed(0)  # as before, outside
-
-
-def test_a_generator_that_is_seeded_by_its_method():
-    def f(x):
-        torch.default_generator.manual_seed(123)
-        return x
-
-    before = torch.get_rng_state()
-    with pytest.raises(NotImplementedError, match="default_generator was seeded inside a mapped"):
-        tp.pmap(f, compile=EAGER)(X)
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_another_thread_may_draw_while_a_function_is_traced():
@@ -202,7 +183,7 @@ def test_tensors_of_traced_numbers():
             torch.tensor((a.long(), 2, True)),
         )
 
-    check_rows(listed)
+    check_rows(listed, X)
 
 
 def test_tensors_of_traced_numbers_are_constants_for_gradients():
@@ -253,20 +234,12 @@ def test_blocks_of_two_threads_may_end_in_any_order():
         value = "own"
 
     replaced = Replaced([Replacement(Module, "value", lambda own: f"not {own}")])
-    entered, go_on = threading.Event(), threading.Event()
-
-    def other():
-        with replaced:
-            entered.set()
-            go_on.wait()
-
-    thread = threading.Thread(target=other)
+    block = contextlib.ExitStack()
+    enter, leave = in_another_thread(lambda: block.enter_context(replaced), block.close)
     with replaced:
-        thread.start()
-        entered.wait()
+        enter()
     assert Module.value == "not own"
-    go_on.set()
-    thread.join()
+    leave()
     assert Module.value == "own"
 
 
@@ -278,24 +251,17 @@ def test_what_threads_substitute_is_their_own():
     def gradient():
         return torch.func.grad(lambda y: y**2)(torch.tensor(1.0)).item()
 
-    entered, go_on = threading.Event(), threading.Event()
-    found = []
+    block, found = contextlib.ExitStack(), []
 
     def other():
-        with into(5.0):
-            try:
-                found.append(gradient())
-            finally:
-                entered.set()
-            go_on.wait()
+        block.enter_context(into(5.0))
+        found.append(gradient())
 
-    thread = threading.Thread(target=other)
+    enter, leave = in_another_thread(other, block.close)
     with into(3.0):
-        thread.start()
-        entered.wait()
+        enter()
         assert gradient() == 3.0  # what leaves a transform is substituted too
     assert gradient() == 2.0
-    go_on.set()
-    thread.join()
+    leave()
     assert found == [5.0]
     assert gradient() == 2.0

@@ -47,23 +47,6 @@ def test_operators_travel_by_name(op):
     assert there_and_back(op) is op or there_and_back(op) == op
 
 
-def test_functions_that_mention_torch_ops():
-    def f(x):
-        return ops.aten.mul.Tensor(x, 2) + torch.ops.aten.sin(x)
-
-    (again, tensors) = pickle.loads(pickled_function(f, "f()"))
-    assert tensors == []
-    x = torch.rand(3)
-    torch.testing.assert_close(again(x), f(x))
-
-
-def test_compiled_functions_travel_as_the_function_inside():
-    f = torch.compile(lambda x: x * 2, backend="eager")
-    again = there_and_back(f)
-    assert not hasattr(again, "_torchdynamo_orig_callable")
-    assert again(3) == 6
-
-
 def test_operations_of_this_process_are_themselves_in_it():
     @torch.library.custom_op("torchpmap_tests_shipping::same", mutates_args=())
     def same(x: torch.Tensor) -> torch.Tensor:

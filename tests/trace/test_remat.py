@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from _support import EAGER
+from _support import EAGER, WAYS
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -77,38 +77,23 @@ def whole(ws, x):
 
 @pytest.mark.parametrize("pool", [4, 2], indirect=True)
 @pytest.mark.parametrize("wrap", CHECKPOINTS.values(), ids=CHECKPOINTS)
+@pytest.mark.parametrize("way", ["graph", "python", "lanes"])
 @pytest.mark.long("nested")
-def test_the_same_gradients(wrap, mode, pool):
+def test_the_same_gradients(wrap, way, pool):
     expected = torch.func.grad(whole, argnums=(0, 1))(WS, X)
+    compile, around = WAYS[way]
 
     def inside(ws, x):
         return tp.grad(lambda ws: model(ws, x, wrap))(ws)
 
-    got = tp.pmap(inside, "i", in_axes=(None, 0), compile=mode)(WS, X)
-    torch.testing.assert_close(got.cpu().sum(0), expected[0])
+    with around():
+        got = tp.pmap(inside, "i", in_axes=(None, 0), compile=compile)(WS, X)
+        torch.testing.assert_close(got.cpu().sum(0), expected[0])
 
-    mapped = tp.pmap(lambda ws, x: model(ws, x, wrap), "i", in_axes=(None, 0), compile=mode)
-    ws, x = WS.clone().requires_grad_(), X.clone().requires_grad_()
-    mapped(ws, x).sum().backward()
-    torch.testing.assert_close((ws.grad, x.grad), expected)
-
-
-def test_the_same_gradients_in_the_calling_process():
-    expected = torch.func.grad(whole)(WS, X)
-    with tp.debug.fake_pmap():
-        got = tp.pmap(tp.grad(lambda ws, x: model(ws, x, remat)), "i", in_axes=(None, 0))(WS, X)
-    torch.testing.assert_close(got.sum(0), expected)
-
-
-@pytest.mark.inductor
-@pytest.mark.parametrize("pool", [2], indirect=True)
-def test_the_same_gradients_compiled(pool):
-    expected = torch.func.grad(whole, argnums=(0, 1))(WS, X)
-    mapped = tp.pmap(lambda ws, x: model(ws, x, remat), "i", in_axes=(None, 0))
-    got = torch.func.grad(lambda ws, x: mapped(ws, x).sum(), argnums=(0, 1))(WS, X)
-    torch.testing.assert_close([g.cpu() for g in got], list(expected))
-    f = tp.pmap(tp.grad(lambda ws, x: model(ws, x, remat)), "i", in_axes=(None, 0))
-    torch.testing.assert_close(f(WS, X).cpu().sum(0), expected[0])
+        mapped = tp.pmap(lambda ws, x: model(ws, x, wrap), "i", in_axes=(None, 0), compile=compile)
+        ws, x = WS.clone().requires_grad_(), X.clone().requires_grad_()
+        mapped(ws, x).sum().backward()
+        torch.testing.assert_close((ws.grad, x.grad), expected)
 
 
 @pytest.mark.parametrize("pool", [2], indirect=True)

@@ -3,8 +3,6 @@
 Expectations are those of torch.func.vmap, for the same function of a row.
 """
 
-import random
-
 import pytest
 import torch
 import torch.nn.functional as nnf
@@ -110,12 +108,6 @@ def check(names, compile, *, inside=False):
 @pytest.mark.parametrize("name", STEPS)
 def test_operations(name, pool):
     check([name], EAGER, inside=True)
-
-
-@pytest.mark.parametrize("pool", [4, 2, 1], indirect=True)
-@pytest.mark.parametrize("seed", range(6))
-def test_chains(seed, pool):
-    check(random.Random(seed).choices(list(STEPS), k=3), EAGER)
 
 
 @pytest.mark.inductor

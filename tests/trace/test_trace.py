@@ -4,38 +4,13 @@ import threading
 
 import pytest
 import torch
+from _traced import F32, traced
 from torch.fx import Graph
 
 import torchpmap as tp
-from torchpmap._layout.axis_stack import bind
-from torchpmap._trace.replication import Along, Demand, varying_nodes
-from torchpmap._trace.trace import TracedInput, Untraceable, trace
+from torchpmap._trace.replication import Along, varying_nodes
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-F32 = torch.float32
-
-
-def traced(body, *shapes, same=False, varying=True, size=4):
-    """Trace a function of one tensor per shape that returns one tensor or a tuple of them."""
-
-    held = tuple(range(size)) if varying else (0,) * size
-
-    def blocks(inputs, axis):
-        with bind(axis):
-            out = body(*inputs)
-        return [
-            Demand(block, (axis,) if same else ())
-            for block in (out if isinstance(out, tuple) else (out,))
-        ]
-
-    return trace(
-        blocks,
-        [TracedInput(tuple(shape), F32, held) for shape in shapes],
-        axis_name="i",
-        axis_size=size,
-        group="g",
-        device=torch.device("cpu"),
-    )
 
 
 def ops(result):
@@ -91,14 +66,6 @@ def test_dead_code_and_detaches_are_dropped():
     assert ops(traced(body, (2,))) == ["aten.sin"]
 
 
-def test_outputs_share_nothing_with_inputs():
-    result = traced(lambda x: (x, x.view(-1), x + 1, x.T), (2, 3))
-    x = torch.arange(6.0).reshape(2, 3)
-    for out in result.graph(x):
-        assert out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-        assert out.is_contiguous()
-
-
 # Captured tensors --------------------------------------------------------------------------------
 
 
@@ -137,48 +104,7 @@ def test_gradients_of_captured_parameters_are_put_back():
     assert w.grad is before
 
 
-# In-place writes ---------------------------------------------------------------------------------
-
-
-def reads_before(x):
-    before, view = x * 1, x[0]
-    x.add_(1)
-    return torch.cat([before, x, view[None]])
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        lambda x: x.add_(1),
-        lambda x: x.view(-1).add_(1),
-        lambda x: x[0].add_(1),
-        lambda x: torch.add(x, 1, out=x),
-        lambda x: torch._foreach_add_([x], 1)[0],
-        lambda x: x.clamp_(min=1).mul_(x),
-        reads_before,
-    ],
-    ids=["self", "view", "row", "out", "foreach", "chain", "reads before"],
-)
-def test_writes_to_inputs_work_on_a_copy(body):
-    result = traced(body, (2, 2))
-    x, expected = torch.zeros(2, 2), torch.zeros(2, 2)
-    wanted = body(expected)
-    for _ in range(2):
-        assert result.graph(x)[0].tolist() == wanted.tolist()
-        assert x.tolist() == [[0.0, 0.0], [0.0, 0.0]]
-
-
 # Collectives and equal outputs -------------------------------------------------------------------
-
-
-def test_collectives_name_their_group():
-    result = traced(lambda x: tp.psum(x, "i"), (2,))
-    assert ops(result) == ["_c10d_functional.all_reduce", "_c10d_functional.wait_tensor"]
-    reduce = next(n for n in result.graph.graph.nodes if "all_reduce" in str(n.target))
-    assert reduce.args[1:] == ("sum", "g")
-    assert result.groups == {}
-    result = traced(lambda x: tp.psum(x, "i", axis_index_groups=[[0, 1], [2, 3]]), (2,))
-    assert result.groups == {"g[0,1|2,3]": ((0, 1), (2, 3))}
 
 
 def broadcasts(result):
@@ -209,56 +135,7 @@ def test_what_depends_on_a_varying_input_varies():
     assert varying_nodes(graph, set(), Along(("g",))) == set()
 
 
-@pytest.mark.parametrize(
-    ("target", "args", "makes_equal"),
-    [
-        (c10d.all_reduce.default, ("sum", "g"), True),
-        (c10d.all_gather_into_tensor.default, (4, "g"), True),
-        (c10d.reduce_scatter_tensor.default, ("sum", 4, "g"), False),
-    ],
-)
-def test_reductions_over_the_axis_make_equal(target, args, makes_equal):
-    graph = Graph()
-    x = graph.placeholder("x")
-    reduced = graph.call_function(target, (x, *args))
-    waited = graph.call_function(c10d.wait_tensor.default, (reduced,))
-    again = graph.call_function(aten.add.Tensor, (waited, x))
-    every = {x, reduced, waited, again}
-    assert varying_nodes(graph, {x}, Along(("g",))) == ({x, again} if makes_equal else every)
-    assert varying_nodes(graph, {x}, Along(("another group",))) == every
-
-
 # What cannot be traced ---------------------------------------------------------------------------
-
-
-def branches(x):
-    return x if x.sum() > 0 else -x
-
-
-def counts(x):
-    return torch.zeros(int(x.sum()))
-
-
-def masks(x):
-    return x[x > 0]
-
-
-@pytest.mark.parametrize("body", [branches, counts, masks])
-def test_untraceable_names_the_line(body):
-    with pytest.raises(Untraceable) as verdict:
-        traced(body, (3,))
-    line = body.__code__.co_firstlineno + 1
-    assert verdict.value.where.startswith(f"{__file__}:{line} `return ")
-    assert "value" in verdict.value.reason
-
-
-def test_errors_of_the_function_are_its_own():
-    def body(x):
-        raise LookupError("here")
-
-    with pytest.raises(LookupError, match="here") as error:
-        traced(body, (2,))
-    assert error.traceback[-1].name == "body"
 
 
 def test_nothing_is_left_bound_after_an_error():

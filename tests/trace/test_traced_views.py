@@ -1,11 +1,10 @@
 """Covers: views at traced positions: writes, reads after writes, derivatives; one_hot."""
 
 import functools
-from contextlib import nullcontext
 
 import pytest
 import torch
-from _support import COMPILED, EAGER
+from _support import COMPILED, EAGER, WAYS, by_rows, check_rows
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -17,21 +16,14 @@ X = torch.arange(24.0).reshape(4, 3, 2) + 1
 I = torch.tensor([1, 0, 1, 0])  # noqa: E741
 
 
-def stacked(f, count=4):
+def stacked(f):
     """With plain torch, where ``i`` has a value, row by row."""
-    rows = [f(X[k].clone(), I[k].clone()) for k in range(count)]
-    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
-    return [torch.stack(each) for each in zip(*rows, strict=True)]
+    return by_rows(f, X, I)
 
 
-def same(f, expected=None, *, lanes=True):
-    """Compiled, and uncompiled in lanes, the program gives what plain torch gives."""
-    want = stacked(expected or f)
-    for count, mode in ((2, EAGER), (4, EAGER), (4, False))[: 3 if lanes else 1]:
-        got = tp.pmap(f, compile=mode)(X[:count], I[:count])
-        got = got if isinstance(got, tuple) else (got,)
-        for value, whole in zip(got, want, strict=True):
-            torch.testing.assert_close(value.cpu(), whole[:count])
+def same(f, expected=None, **options):
+    """In all modes the program gives what plain torch gives."""
+    check_rows(f, X, I, expected=expected, **options)
 
 
 # -- writes through a view -------------------------------------------------------------------------
@@ -58,54 +50,46 @@ WRITES = {
 }
 
 
-MODES = {
-    "graph": (nullcontext, {"compile": EAGER}),
-    "uncompiled": (nullcontext, {"compile": False}),
-    "inline": (tp.debug.fake_pmap, {}),
-    "serial": (functools.partial(tp.debug.fake_pmap, serial=True), {}),
-}
-
-
-def in_mode(mode, f, x, i):
-    around, options = MODES[mode]
+def in_way(way, f, x, i):
+    compile, around = WAYS[way]
     with around():
-        return tp.pmap(f, **options)(x, i).cpu()
+        return tp.pmap(f, compile=compile)(x, i).cpu()
 
 
 def on_a_copy(f):
     return lambda x, i: f(x.clone(), i)
 
 
-def in_vmap(mode, f):
+def in_vmap(way, f):
     """What the vmap of a program gives in a mapped function, for all rows."""
     function = torch.func.vmap(on_a_copy(f), randomness="different")
-    return in_mode(mode, function, X.reshape(2, 2, 3, 2), I.reshape(2, 2)).flatten(0, 1)
+    return in_way(way, function, X.reshape(2, 2, 3, 2), I.reshape(2, 2)).flatten(0, 1)
 
 
-WAYS = {
-    "a row per device": lambda f: in_mode("graph", f, X[:2], I[:2]),
-    "rows": lambda f: in_mode("graph", f, X, I),
-    "uncompiled rows": lambda f: in_mode("uncompiled", f, X, I),
-    **{f"a vmap, {mode}": functools.partial(in_vmap, mode) for mode in MODES},
+PLACES = {
+    "a row per device": lambda f: in_way("graph", f, X[:2], I[:2]),
+    "rows": lambda f: in_way("graph", f, X, I),
+    "uncompiled rows": lambda f: in_way("python", f, X, I),
+    **{f"a vmap, {way}": functools.partial(in_vmap, way) for way in WAYS},
     "a vmap alone": lambda f: tp.vmap(on_a_copy(f), randomness="different")(X, I),
     "a map alone": lambda f: tp.map(lambda row: on_a_copy(f)(*row), (X, I), batch_size=3),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", WRITES)
-def test_writes_through_a_view(name, way):
+def test_writes_through_a_view(name, place):
     def f(x, i):
         WRITES[name](x, i)
         return x
 
-    got = WAYS[way](f)
+    got = PLACES[place](f)
     torch.testing.assert_close(got, stacked(f)[0][: len(got)])
-    assert len(got) == (2 if way == "a row per device" else 4)
+    assert len(got) == (2 if place == "a row per device" else 4)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_view_that_leaves_a_vmap_is_read_again_and_then_alone(mode):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_view_that_leaves_a_vmap_is_read_again_and_then_alone(way):
     def f(x, i):
         row = x[i]
         x.mul_(2.0)
@@ -116,12 +100,12 @@ def test_a_view_that_leaves_a_vmap_is_read_again_and_then_alone(mode):
         whole.zero_()
         return rows
 
-    got = in_mode(mode, g, X.reshape(2, 2, 3, 2), I.reshape(2, 2)).flatten(0, 1)
+    got = in_way(way, g, X.reshape(2, 2, 3, 2), I.reshape(2, 2)).flatten(0, 1)
     torch.testing.assert_close(got, stacked(f)[0])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_views_beside_a_captured_tensor_on_the_devices(mode):
+@pytest.mark.parametrize("way", WAYS)
+def test_views_beside_a_captured_tensor_on_the_devices(way):
     """It has no memory here, and none of it is fetched."""
     captured = tp.replicate(torch.ones(2))
 
@@ -131,7 +115,7 @@ def test_views_beside_a_captured_tensor_on_the_devices(mode):
         return x + captured
 
     with tp.debug.report_gathers() as gathers:
-        got = in_mode(mode, f, X[:2].clone(), I[:2])
+        got = in_way(way, f, X[:2].clone(), I[:2])
     assert not [gather for gather in gathers if gather.name == "memory"]
     want = X[:2].clone()
     want[range(2), I[:2]] += 1
@@ -152,7 +136,7 @@ def running_statistics_in_a_row(x, i):
 
 @pytest.mark.parametrize("f", [by_functions_that_take_where_to_write, running_statistics_in_a_row])
 def test_writes_for_which_vmap_has_no_rules(f):
-    same(f, lanes=False)
+    same(f, modes=(EAGER,), most=1)
 
 
 def test_one_write_to_two_parts_is_refused():
@@ -165,12 +149,6 @@ def test_one_write_to_two_parts_is_refused():
 
 
 # -- reads after a write ---------------------------------------------------------------------------
-
-
-def read_again(x, i):
-    row = x[i]
-    x.fill_(3.0)
-    return row * 2 + x
 
 
 def returned(x, i):
@@ -213,12 +191,6 @@ def without_grad(x, i):
         row = x[i]
         x.mul_(2.0)
     return row, x
-
-
-def around_a_loop(x, i):
-    row, start = x[i], x[1 - i]
-    x.mul_(2.0)
-    return tp.fori_loop(0, 3, lambda k, c: c + row, start)
 
 
 def in_a_loop(x, i):
@@ -317,23 +289,13 @@ def second_order(x, i):
 @pytest.mark.parametrize(
     "f",
     [
-        *(read_again, returned, through_another_view, written_in_turn, kept_position, swapped),
-        *(without_grad, around_a_loop, in_a_loop, out_of_a_loop, in_a_branch),
+        *(returned, through_another_view, written_in_turn, kept_position, swapped),
+        *(without_grad, in_a_loop, out_of_a_loop, in_a_branch),
         *(around_a_gradient, around_a_function, tangents, second_order),
     ],
 )
 def test_reads_after_writes(f):
     same(f)
-
-
-@pytest.mark.inductor
-def test_compiled():
-    def f(x, i):
-        return in_a_loop(x, i), written_in_turn(x, i)[2]
-
-    want = stacked(f)
-    for value, expected in zip(tp.pmap(f)(X, I), want, strict=True):
-        torch.testing.assert_close(value.cpu(), expected)
 
 
 @pytest.mark.parametrize("name", ["an element", "copy_", "a view in a view", "a slice", "narrow"])
@@ -350,7 +312,7 @@ def test_gradients_go_through_writes(name):
         loss(x, i).backward()
         return x.grad
 
-    same(own, torch.func.grad(loss), lanes=False)
+    same(own, torch.func.grad(loss), modes=(EAGER,), most=1)
 
 
 def test_a_checkpoint_around_writes():
@@ -364,7 +326,7 @@ def test_a_checkpoint_around_writes():
     def loss(x, i):
         return checkpoint(f, x, i, use_reentrant=False)
 
-    same(tp.grad(loss), torch.func.grad(f), lanes=False)
+    same(tp.grad(loss), torch.func.grad(f), modes=(EAGER,), most=1)
 
 
 # -- x[i] = value ----------------------------------------------------------------------------------
@@ -497,29 +459,16 @@ def test_each_device_takes_its_slice():
 # -- one_hot ---------------------------------------------------------------------------------------
 
 
-def plain_one_hot(x, i):
-    return F.one_hot(i, 3), F.one_hot(torch.stack([i, i + 1]), num_classes=4)
-
-
 def one_hot_in_a_gradient(x, i):
     return torch.func.grad(lambda y: (y * F.one_hot(i, 3)[:, None]).sum())(x)
 
 
-def one_hot_in_a_vmap(x, i):
-    return torch.func.vmap(lambda label: F.one_hot(label, 3))(torch.stack([i, i + 1]))
+def test_one_hot_in_a_vmap():
+    def labels(x, i):
+        return torch.func.vmap(lambda label: F.one_hot(label, 3))(torch.stack([i, i + 1]))
 
-
-def one_hot_of_both(x, i):
-    return F.one_hot(torch.stack([i, i + 1]), 3)
-
-
-ONE_HOT = [(plain_one_hot, None), (one_hot_in_a_gradient, None)]
-
-
-@pytest.mark.parametrize(("f", "expected"), [*ONE_HOT, (one_hot_in_a_vmap, one_hot_of_both)])
-def test_one_hot(f, expected):
-    same(f, expected)
-    tp.pmap(f, compile=EAGER, fullgraph=True)(X, I)
+    same(labels, lambda x, i: F.one_hot(torch.stack([i, i + 1]), 3))
+    tp.pmap(labels, compile=EAGER, fullgraph=True)(X, I)
 
 
 def test_one_hot_wants_int64():

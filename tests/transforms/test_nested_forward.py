@@ -6,7 +6,7 @@ for a jvp around it.  Expectations are torch's, for the function of all rows.
 
 import pytest
 import torch
-from _support import EAGER
+from _support import WAYS
 
 import torchpmap as tp
 
@@ -21,13 +21,11 @@ def x(request):
     return X[: request.param]
 
 
-@pytest.fixture(params=[EAGER, False, None], ids=["graph", "python", "inline"])
+@pytest.fixture(params=["graph", "python", "lanes"])
 def mode(request):
-    if request.param is not None:
-        yield request.param
-        return
-    with tp.debug.fake_pmap():
-        yield EAGER
+    compile, around = WAYS[request.param]
+    with around():
+        yield compile
 
 
 def pushed(f):

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from _support import DEVICE, EAGER
+from _support import EAGER
 
 import torchpmap as tp
 from torchpmap._plan import lower
@@ -69,11 +69,6 @@ def test_functions_of_torch(mode):
     assert tp.pmap(lambda x: inner(x), compile=mode)(X).tolist() == expected
     assert tp.pmap(inner, compile=mode)(X).tolist() == expected
 
-    def f(x):
-        return torch.cond(x.sum() > 2, lambda x: x * 10, lambda x: x - 1, (x,)) * tp.psum(1, "i")
-
-    assert tp.pmap(f, "i", compile=mode)(X).tolist() == [-4.0, 0.0, 4.0, 120.0]
-
 
 def test_modules(mode):
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
@@ -113,6 +108,8 @@ def test_decorators(mode):
 
 
 def make_class(mode):
+    """Without an ``assert``, through which a function reaches all of pytest."""
+
     class Model:
         def __init__(self, scale):
             self.scale = scale
@@ -122,7 +119,6 @@ def make_class(mode):
 
         @tp.pmap(axis_name="i", compile=mode)
         def mapped(self, x):
-            assert type(self).__name__ == "Model"
             return tp.psum(x, "i") * self.scale
 
         @tp.pmap(static_broadcasted_argnums=0, in_axes=(None, 0), compile=mode)
@@ -176,20 +172,13 @@ def test_methods_do_not_keep_their_instance():
 
 
 def test_methods_of_temporary_instances(mode):
-    class Model:  # without an assert, through which a function reaches all of pytest
-        def __init__(self, scale):
-            self.scale = scale
-
-        @tp.pmap(axis_name="i", compile=mode)
-        def mapped(self, x):
-            return tp.psum(x, "i") * self.scale
-
-    assert Model(2.0).mapped(X).tolist() == [12.0] * 4
-    method = Model(3.0).mapped
+    cls = make_class(mode)
+    assert cls(2.0).mapped(X).tolist() == [12.0] * 4
+    method = cls(3.0).mapped
     gc.collect()
     assert [method(X).tolist() for _ in range(2)] == [[18.0] * 4] * 2
     x = X.clone().requires_grad_()
-    Model(4.0).mapped(x).sum().backward()
+    cls(4.0).mapped(x).sum().backward()
     assert x.grad.tolist() == [16.0] * 4
 
 
@@ -240,22 +229,6 @@ def scaling_backend(graph, example_inputs, **extra):
     return run
 
 
-VOCABULARY = [EAGER, {"backend": "aot_eager"}]
-OF_INDUCTOR = [
-    True,
-    {},
-    {"mode": "default"},
-    {"options": {"max_fusion_size": 4}},
-    {"backend": "inductor", "mode": "max-autotune-no-cudagraphs"},
-]
-VOCABULARY += [pytest.param(compile, marks=pytest.mark.inductor) for compile in OF_INDUCTOR]
-
-
-@pytest.mark.parametrize("compile", VOCABULARY, ids=str)
-def test_compile_vocabulary(compile):
-    assert tp.pmap(double, compile=compile)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
-
-
 def test_callable_backends_get_the_graph_and_the_options():
     f = tp.pmap(double, compile={"backend": scaling_backend, "options": {"scale": 10}})
     assert f(X).tolist() == [0.0, 20.0, 40.0, 60.0]
@@ -283,14 +256,6 @@ def branch(x):
     return -x
 
 
-def item(x):
-    return x * int(x.item())
-
-
-def nonzero(x):
-    return x.view(1).nonzero().sum() + x
-
-
 def numpy(x):
     return torch.as_tensor(x.numpy() * 2)
 
@@ -303,8 +268,6 @@ def loop(x):
 
 UNTRACEABLE = [
     (branch, "if x > 1:", X, [-0.0, -1.0, 2.0, 3.0]),
-    (item, "return x * int(x.item())", X, [0.0, 1.0, 4.0, 9.0]),
-    (nonzero, "return x.view(1).nonzero().sum() + x", X, [0.0, 1.0, 2.0, 3.0]),
     (numpy, "return torch.as_tensor(x.numpy() * 2)", X, [0.0, 2.0, 4.0, 6.0]),
     (loop, "while x < 10:", X + 1, [16.0, 16.0, 12.0, 16.0]),
 ]
@@ -364,27 +327,7 @@ def test_shape_errors_are_torchs_own_and_point_at_the_line(capfd, caplog):
     assert frames[-1] == "fails"
 
 
-def test_exceptions_on_a_device_keep_their_type():
-    def fails(x):
-        if x == 2:
-            raise KeyError("boom")
-        return x
-
-    with pytest.raises(KeyError, match="boom") as error:
-        tp.pmap(fails, compile=False)(X)
-    assert any(f"{DEVICE}:2" in note for note in error.value.__notes__)
-    assert "in fails" in str(error.value.__cause__)
-    assert tp.pmap(double, compile=False)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
-
-
 # Inside and around other transforms ---------------------------------------------------------------
-
-
-def test_pmap_inside_pmap_maps_on_the_device():
-    inner = tp.pmap(lambda x: x / tp.psum(x, ("i", "j")), "j", compile=EAGER)
-    x = torch.arange(1.0, 9.0).reshape(2, 4)
-    got = tp.pmap(lambda row: inner(row), "i", compile=EAGER)(x)
-    torch.testing.assert_close(got.cpu(), x / 36)
 
 
 def test_results_do_not_require_grad_where_nothing_does(mode):

@@ -4,13 +4,11 @@ Covers: gradients inside and outside, ``vmap`` around, maps in maps, random numb
 numbers are those of the specification.
 """
 
-import contextlib
 import functools
 
 import pytest
 import torch
-from _support import EAGER
-from torch.utils.checkpoint import checkpoint
+from _support import EAGER, WAYS
 
 import torchpmap as tp
 from torchpmap import P
@@ -27,19 +25,6 @@ def mapped(fun, mesh, in_specs, out_specs, **options):
 def blocks(x):
     """By the coordinates of the mesh, of a value under P('x', 'y')."""
     return [list(rows.chunk(2, 1)) for rows in x.chunk(2, 0)]
-
-
-def test_rule_22_gradients_inside_are_summed_by_themselves(mesh):
-    def loss(w, a):
-        return (w * a).sum()
-
-    w = torch.tensor(1.0)
-    assert mapped(tp.grad(loss), mesh, (P(), XY), P())(w, X).item() == X.sum()
-
-    def own(w, a):
-        return tp.pmean(tp.grad(loss)(w, a), ("x", "y"))
-
-    assert mapped(own, mesh, (P(), XY), P(), check_vma=False)(w, X).item() == X.sum() / 4
 
 
 def whole_loss(a, w):
@@ -83,19 +68,6 @@ def test_rule_25_vmap_with_an_axis_name(mesh):
     inner = mapped(lambda a: tp.psum(a, "x"), mesh, XY, P(None, "y"))
     found = tp.vmap(inner, axis_name="x")(batch)  # the mesh's hides it
     torch.testing.assert_close(found.cpu(), batch[:, :2] + batch[:, 2:])
-
-
-def test_rule_26_checkpoint(mesh, mode):
-    def layer(w, a):
-        return tp.psum((a @ w).sin(), "y")
-
-    def loss(w, a):
-        return tp.psum(checkpoint(layer, w, a, use_reentrant=False).sum(), "x")
-
-    w, other = torch.eye(4).requires_grad_(), torch.eye(4).requires_grad_()
-    mapped(loss, mesh, (P("y"), XY), P(), compile=mode)(w, X).backward()
-    torch.stack([(X[:, j : j + 2] @ other[j : j + 2]).sin().sum() for j in (0, 2)]).sum().backward()
-    torch.testing.assert_close(w.grad, other.grad)
 
 
 def inner_map(fun, in_specs=P(None, "y"), out_specs=P(), **options):  # noqa: B008
@@ -175,17 +147,9 @@ def test_rule_27_derivatives_of_several_maps_in_a_map(mesh, name, checks):
     torch.testing.assert_close(_here(found), expected)
 
 
-AROUND = {
-    "graph": (EAGER, contextlib.nullcontext),
-    "python": (False, contextlib.nullcontext),
-    "lanes": (False, tp.debug.fake_pmap),
-    "serial": (False, functools.partial(tp.debug.fake_pmap, serial=True)),
-}
-
-
-@pytest.mark.parametrize("way", AROUND)
+@pytest.mark.parametrize("way", WAYS)
 def test_rule_27_vmap_of_a_map_inside(mesh, way):
-    compile, around = AROUND[way]
+    compile, around = WAYS[way]
 
     def outer(f, a):
         return torch.func.vmap(inner_map(f))(torch.stack([a, a * a]))

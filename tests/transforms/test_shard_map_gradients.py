@@ -8,13 +8,12 @@ tests/programs/test_jax_parity.py.
 Expected values are those of the same function of whole values, in plain torch.
 """
 
-import contextlib
 import copy
 import functools
 
 import pytest
 import torch
-from _support import EAGER
+from _support import EAGER, WAYS
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -23,12 +22,6 @@ import torchpmap as tp
 pytestmark = pytest.mark.usefixtures("pool")
 
 P = tp.P
-WAYS = {
-    "graph": (EAGER, contextlib.nullcontext),
-    "python": (False, contextlib.nullcontext),
-    "lanes": (False, tp.debug.fake_pmap),
-    "serial": (False, functools.partial(tp.debug.fake_pmap, serial=True)),
-}
 W, X = torch.tensor(2.0), torch.arange(1.0, 5.0)
 SPECS = (P(), P("x"))
 

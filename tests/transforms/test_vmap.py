@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from _support import EAGER
 
-import torchpmap as tp
-from torchpmap._collectives import all_gather, axis_index, psum
-from torchpmap._layout import axis_stack
+from torchpmap._collectives import all_gather, psum
 from torchpmap._transforms.vmap import vmap
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -48,14 +45,6 @@ def test_keywords_over_dim_0_numpy_numbers_and_none():
     assert vmap(lambda x, n: x if n is None else None)(V, None).tolist() == V.tolist()
 
 
-def test_named_axis():
-    assert vmap(lambda x: x / psum(x, "j"), axis_name="j")(V).tolist() == (V / 6).tolist()
-    assert vmap(lambda: axis_index("j"), axis_name="j", axis_size=3)().tolist() == [0, 1, 2]
-    assert axis_stack.bound() == ()
-    f = vmap(vmap(lambda x: psum(x, "j")), axis_name="j")
-    assert f(X).tolist() == X.sum(0).expand(2, 3).tolist()  # an axis without a name is transparent
-
-
 def test_out_axes_none_is_checked_per_level():
     assert vmap(lambda x: psum(x, "j"), axis_name="j", out_axes=None)(V).item() == 6.0
     of_all = [[2, 0, 1]]
@@ -69,14 +58,6 @@ def test_out_axes_none_is_checked_per_level():
     text = r"mapped output \(axis_name=j\) but out_axes is None: output\['b'\] differs"
     with pytest.raises(ValueError, match=text):
         vmap(lambda x: {"a": 1, "b": x}, axis_name="j", out_axes=None)(V)
-
-
-def test_under_torch_func():
-    f = vmap(lambda x: psum(x**2, "j"), axis_name="j", out_axes=None)
-    assert torch.func.grad(f)(V).tolist() == [2.0, 4.0, 6.0]
-    assert torch.func.hessian(f)(V).tolist() == (2 * torch.eye(3)).tolist()
-    _, tangent = torch.func.jvp(f, (V,), (V,))
-    assert tangent.item() == 28.0
 
 
 def test_randomness():
@@ -114,31 +95,3 @@ def test_keeps_the_name():
 def test_errors(call, kind, text):
     with pytest.raises(kind, match=text):
         call()
-
-
-K = torch.tensor([0, 2, 1])
-
-
-def written(row, k):
-    row = row * 1.0
-    row[k].add_(5.0)
-    v = row[k]
-    row.mul_(2.0)
-    return row, v
-
-
-@pytest.mark.usefixtures("pool")
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("mode", [EAGER, False])
-def test_views_at_positions_that_differ_by_row_in_a_mapped_function(mode, count):
-    def f(x):
-        return torch.func.vmap(written)(x, K)
-
-    xs = torch.arange(36.0).reshape(4, 3, 3)[:count]
-    rows = [[written(row, k) for row, k in zip(x, K, strict=True)] for x in xs]
-    want = [torch.stack([torch.stack([pair[n] for pair in each]) for each in rows]) for n in (0, 1)]
-    got = list(tp.pmap(f, compile=mode)(xs))
-    with tp.debug.fake_pmap(serial=True):
-        got += tp.pmap(f)(xs)
-    for value, expected in zip(got, want * 2, strict=True):
-        torch.testing.assert_close(value.cpu(), expected)

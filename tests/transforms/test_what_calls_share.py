@@ -1,19 +1,18 @@
-"""Covers: _transforms/call.py, _transforms/mapped.py: which calls share a trace: statics, orders of
-keys, lowered calls, and what threads change.
+"""Covers: _transforms/call.py, _transforms/mapped.py, _plan/plan.py: which calls share a trace:
+kinds of arguments, statics, orders of keys, lowered calls, what threads change. Gradients inside,
+donation.
 """
 
 import copy
-import dataclasses
-import decimal
 import functools
 import math
-import threading
+import re
 
 import numpy as np
 import pytest
 import torch
-from _spies import counted
-from _support import EAGER
+from _spies import Traces, asked, counted
+from _support import EAGER, in_another_thread
 
 import torchpmap as tp
 
@@ -22,11 +21,6 @@ pytestmark = pytest.mark.usefixtures("pool")
 X = torch.arange(4.0)
 
 # Statics -----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    value: object
 
 
 class Named:
@@ -43,16 +37,11 @@ class Named:
 
 
 STATICS = {
+    "number": (lambda s: [int, float, bool].index(type(s)), [1, 1.0, True]),
     "zero": (lambda s: math.copysign(1, s), [0.0, -0.0]),
     "tuple": (lambda s: s[0], [(2,), (2.0,), (True,)]),
-    "frozenset": (lambda s: next(iter(s)), [frozenset([1]), frozenset([1.0])]),
     "order": (lambda s: next(iter(s)), [frozenset([0, 8]), frozenset([8, 0])]),
-    "dataclass": (lambda s: s.value, [Config(1), Config(1.0), Config(True)]),
-    "nested": (lambda s: s.value[0].value, [Config((Config(1),)), Config((Config(1.0),))]),
     "by name": (lambda s: s.scale, [Named("a", 1), Named("a", 2.0), Named("a", 3)]),
-    "numpy": (lambda s: int(s), [np.float32(1), np.int64(1), 1.0]),
-    "decimal": (lambda s: len(str(s)), [decimal.Decimal("1.0"), decimal.Decimal("1.00")]),
-    "range": (lambda s: s.stop, [range(0, 3, 2), range(0, 4, 2)]),
 }
 
 
@@ -173,26 +162,211 @@ RATE = 2.0
 
 
 def test_a_global_that_a_thread_rebinds_during_the_trace(monkeypatch):
-    go, done, end = threading.Event(), threading.Event(), threading.Event()
-
-    def rebind():
-        go.wait()
-        monkeypatch.setitem(globals(), "RATE", 3.0)
-        done.set()
-        end.wait()
-
-    thread = threading.Thread(target=rebind)
-    thread.start()
+    meanwhile, end = in_another_thread(lambda: monkeypatch.setitem(globals(), "RATE", 3.0))
 
     @tp.pmap(compile=EAGER)
     def f(x):
         y = x * RATE
-        go.set()
-        done.wait()
+        meanwhile()
         return y
 
     try:
         assert [f(X).tolist() for _ in range(2)] == [(X * 3).tolist()] * 2
     finally:
-        end.set()
-        thread.join()
+        end()
+
+
+# Number of traces --------------------------------------------------------------------------------
+
+
+def put(x=X):
+    return tp.device_put(x, tp.devices())
+
+
+TRACES = {  # the arguments, and the number of traces after each
+    "same": ([X, X + 1, -X], [1, 1, 1]),
+    "kinds": ([X.numpy(), X, put], [1, 1, 1]),
+    "sharded": ([put, X.numpy(), lambda: tp.replicate(X)], [1, 1, 1]),
+    "parameter": ([X, torch.nn.Parameter(X), X], [1, 2, 2]),  # the second is its gradient's
+    "dtype": ([X, X.double(), X, X.double().numpy()], [1, 2, 2, 2]),
+    "shape": ([X, X.view(4, 1), X, X.view(4, 1)], [1, 2, 2, 2]),
+    "size": ([X, X[:3], X, X[:2], X[:3]], [1, 2, 2, 3, 3]),
+    "containers": ([(X, X), [X, X], (X, X), [X, X]], [1, 2, 2, 2]),
+    "order": ([{"a": X, "b": X}, {"b": X, "a": X}, {"a": X, "b": X}], [1, 2, 2]),
+    "none": ([{"a": X, "b": None}, {"a": X, "b": X}, {"a": X, "b": None}], [1, 2, 2]),
+}
+
+
+@pytest.mark.parametrize(("calls", "expected"), TRACES.values(), ids=TRACES)
+def test_traces_per_argument(calls, expected):
+    f, traces = counted(lambda tree: tree)
+    seen = []
+    for call in calls:
+        f(call() if callable(call) else call)
+        seen.append(traces.n)
+    assert seen == expected
+
+
+def test_the_training_loop_is_traced_once():
+    step, traces = counted(lambda state, x: {"w": state["w"] + x.sum()})
+    state = {"w": X.numpy()}
+    for _ in range(4):
+        state = step(state, X)
+    assert state["w"].tolist() == [0.0, 5.0, 10.0, 15.0]
+    assert traces.n == 1
+
+
+def test_traces_per_call_form():
+    traces = Traces()
+
+    @tp.pmap(compile=EAGER)
+    def f(x, y=0, z=0):
+        traces.note()
+        return x - y
+
+    seen = []
+    for call in (
+        lambda: f(X, y=X, z=X),
+        lambda: f(X, z=X, y=X),  # the function does not see the order of keywords
+        lambda: f(X, X, X),
+        lambda: f(X),
+        lambda: f(X, y=X, z=X),
+    ):
+        call()
+        seen.append(traces.n)
+    assert seen == [1, 1, 2, 3, 3]
+
+
+def test_traces_per_scalar_type():
+    f, traces = counted(lambda x, s: x * s, in_axes=(0, None))
+    seen = []
+    for s in (2.0, 3.0, 2, 5, True, np.float32(2), torch.tensor(2.0), 2j, 2.0):
+        f(X, s)
+        seen.append(traces.n)
+    assert seen == [1, 1, 2, 2, 3, 3, 3, 4, 4]
+    assert f(X, 4.0).tolist() == (X * 4).tolist()
+
+
+def test_traces_per_static_value():
+    g, traces = counted(lambda x, h: h(x), static_broadcasted_argnums=1)
+    for _ in range(2):
+        g(X, lambda x: x)
+    assert traces.n == 2
+
+
+def test_traces_per_ambient_setting():
+    f, traces = counted(lambda x: torch.full((2,), 1.5) @ x.repeat(2))
+    f(X)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert tp.pmap(lambda x: torch.ones(1), compile=EAGER)(X).dtype == torch.float64
+        f(X.double())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert traces.n == 2
+    mm, traces = counted(lambda x: x @ x)
+    square = torch.ones(4, 2, 2)
+    assert mm(square).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert mm(square).dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert mm(square).dtype == torch.float16
+    assert mm(square).dtype == torch.float32
+    assert traces.n == 3
+
+
+# Gradients inside --------------------------------------------------------------------------------
+
+
+def test_backward_inside(mode):
+    w = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    w.grad = torch.tensor([5.0, 5.0])
+
+    def f(x):
+        ((w * x) ** 2).sum().backward()
+        return w.grad
+
+    g = tp.pmap(f, compile=mode)
+    for _ in range(2):  # and nothing is added up from call to call
+        torch.testing.assert_close(g(X).cpu(), 2 * X[:, None] ** 2 * w.detach(), rtol=0, atol=0)
+    assert w.grad.tolist() == [5.0, 5.0]
+
+
+def test_backward_inside_to_an_argument(mode):
+    def f(w, x):
+        w = w.detach().requires_grad_()
+        tp.pmean((w * x).sum(), "i").backward()
+        return w.grad
+
+    def g(w, x):
+        return tp.grad(lambda w: tp.pmean((w * x).sum(), "i"))(w)
+
+    found = [tp.pmap(h, "i", in_axes=(None, 0), compile=mode)(torch.ones(2), X) for h in (f, g)]
+    assert found[0].tolist() == found[1].tolist()
+
+
+# Donation ----------------------------------------------------------------------------------------
+
+
+def test_donated_tensors_are_gone(mode):
+    f = tp.pmap(lambda x, y: x + y, donate_argnums=0, compile=mode)
+    x, y = put(), put()
+    assert f(x, y).tolist() == (2 * X).tolist()
+    assert x.is_deleted()
+    assert not y.is_deleted()
+    call = re.escape("pmap(<lambda>, in_axes=0)(<inputs>)")
+    message = rf"float32\[4\] has been deleted by {call}, which it was donated to"
+    for use in (lambda: x + 1, lambda: f(y, x), lambda: f(x, y), lambda: x.numpy(), lambda: x[0]):
+        with pytest.raises(RuntimeError, match=message):
+            use()
+    assert y.tolist() == X.tolist()
+    assert x.shape == (4,)
+    assert "deleted by pmap" in repr(x)
+
+
+def test_donated_trees_and_keywords(mode):
+    donated = {"donate_argnums": (0, 7), "donate_argnames": ("y", "other")}
+    f = tp.pmap(lambda state, *, y, z: state["a"] + state["b"][0] + y + z, compile=mode, **donated)
+    a, b, y, z = put(), put(), put(), put()
+    f({"a": a, "b": [b]}, y=y, z=z)
+    assert [t.is_deleted() for t in (a, b, y, z)] == [True, True, True, False]
+
+
+def test_what_is_on_the_host_may_be_donated_twice(mode):
+    """As the first state of an average is: its parameters, and the same as their average."""
+    once = tp.pmap(lambda x: x.add_(1), donate_argnums=0, compile=mode)
+    twice = tp.pmap(lambda x, y: (x.add_(1), y * 2), donate_argnums=(0, 1), compile=mode)
+    for x in (X.clone(), X.numpy().copy()):
+        once(x)
+        assert x.tolist() == X.tolist()
+        first, second = twice(x, x)
+        assert first.tolist() == (X + 1).tolist()
+        assert second.tolist() == (X * 2).tolist()
+        assert x.tolist() == X.tolist()
+
+
+@pytest.mark.parametrize("seen_before", [False, True])
+@pytest.mark.parametrize("donate", [0, (0, 1)])
+def test_donating_an_alias_raises_before_anything_is_sent(mode, seen_before, donate, monkeypatch):
+    f = tp.pmap(lambda x, y: x + y, donate_argnums=donate, compile=mode)
+    if seen_before:
+        f(put(), put())
+    x = put()
+    calls = asked(monkeypatch)
+    with pytest.raises(ValueError, match="donated") as error:
+        f(x, x)
+    assert str(error.value) == (
+        "pmap(<lambda>, in_axes=0)(<inputs>): argument x is donated, but the same tensor is also "
+        "argument y. Donate it once and pass it once, or pass a copy."
+    )
+    assert calls == []
+    assert not x.is_deleted()
+    assert x.tolist() == X.tolist()
+
+
+def test_a_failed_call_consumes_nothing():
+    f = tp.pmap(lambda x, y: x @ y, donate_argnums=0, compile=EAGER)
+    x = put(torch.ones(4, 3))
+    with pytest.raises(RuntimeError):
+        f(x, put(torch.ones(4, 2)))
+    assert not x.is_deleted()
