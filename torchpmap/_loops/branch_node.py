@@ -36,9 +36,6 @@ class Branch(Transformable):
         inner = [emit.inner(lambda body=body: body(operands), []) for body in self.branches]
         return emit.branch(selector, inner, self.name)
 
-    def keeping(self) -> Branch:
-        return self
-
     def vjp(
         self, tensors: Tensors, kept: Tensors, cotangents: Maybe, wanted: Sequence[int]
     ) -> list[torch.Tensor | None]:

@@ -68,9 +68,6 @@ class While(Transformable):
             name=self.name,
         )
 
-    def keeping(self) -> While:
-        return self
-
     def vjp(
         self, tensors: Tensors, kept: Tensors, cotangents: Maybe, wanted: Sequence[int]
     ) -> list[torch.Tensor | None]:

@@ -136,7 +136,7 @@ def writes(graph: Graph) -> bool:
 
 
 def copy_written(graph: Graph, inputs: Sequence[Node], last: Node) -> bool:
-    """Let writes to inputs go to copies, after the placeholder ``last``; whether there are any."""
+    """Let writes to inputs go to copies, after the node ``last``; whether there are any."""
     written, found = written_storages(graph), False
     for node in inputs:
         if not storages(node).isdisjoint(written):

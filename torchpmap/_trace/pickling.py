@@ -70,7 +70,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, types.CodeType):
             self.names.update(obj.co_names)
             self.mentions_ops |= "ops" in obj.co_names
-            if obj.co_filename:  # cloudpickle 3.1.3 leaves it out, and messages name it
+            if obj.co_filename and _forgets_files():  # messages name them
                 named = operator.methodcaller("replace", co_filename=obj.co_filename)
                 return named, (obj.replace(co_filename=""),)
         if isinstance(obj, torch.fx.GraphModule):
@@ -124,6 +124,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             and "backward" not in self.names
             and any(tensor.is_leaf and tensor.grad is not None for tensor in tensors)
         )
+
+
+@functools.cache
+def _forgets_files() -> bool:
+    """Whether cloudpickle leaves the file out of what it makes of code, as 3.1.3 does."""
+    code = _forgets_files.__wrapped__.__code__
+    copy = pickle.loads(cloudpickle.dumps(code))
+    return bool(copy.co_filename != code.co_filename)
 
 
 def number_of(data: bytes) -> int:

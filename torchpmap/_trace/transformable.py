@@ -1,6 +1,6 @@
 """A function of tensors, with rules of its own, that all of torch's transforms know.
 
-Loops and branches, and calls of mapped functions, are such functions.  ``_Function`` is the one
+Loops and branches, and calls of mapped functions, are such functions.  ``_Torchpmap`` is the one
 ``autograd.Function`` for them.  Each rule makes another ``Transformable``, which is transformed
 again by the transforms around it, so every order and nesting of them works.  Where none is left,
 ``run`` runs it: a loop becomes a node of a graph (``_loops/emit``), a call goes to the devices.
@@ -67,7 +67,7 @@ class Transformable(ABC):
 def apply(function: Transformable, tensors: Tensors) -> list[torch.Tensor]:
     """Run so that transforms and ``backward()`` reach the tensors."""
     kept = function.keeping() if may_have_vjp(tensors) else function
-    results = list(_Function.apply(kept, *tensors))
+    results = list(_Torchpmap.apply(kept, *tensors))
     return results[: len(results) - (kept.num_kept - function.num_kept)]
 
 
@@ -79,7 +79,7 @@ def may_have_vjp(tensors: Tensors) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-class _Function(torch.autograd.Function):
+class _Torchpmap(torch.autograd.Function):
     @staticmethod
     def forward(function: Transformable, *tensors: torch.Tensor) -> Any:
         return tuple(function.run(tensors))
