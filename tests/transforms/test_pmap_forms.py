@@ -229,6 +229,22 @@ def scaling_backend(graph, example_inputs, **extra):
     return run
 
 
+OF_INDUCTOR = [
+    True,
+    {},
+    {"mode": "default"},
+    {"options": {"max_fusion_size": 4}},
+    {"backend": "inductor", "mode": "max-autotune-no-cudagraphs"},
+]
+VOCABULARY = [EAGER, {"backend": "aot_eager"}]
+VOCABULARY += [pytest.param(compile, marks=pytest.mark.inductor) for compile in OF_INDUCTOR]
+
+
+@pytest.mark.parametrize("compile", VOCABULARY, ids=str)
+def test_compile_vocabulary(compile):
+    assert tp.pmap(double, compile=compile)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
 def test_callable_backends_get_the_graph_and_the_options():
     f = tp.pmap(double, compile={"backend": scaling_backend, "options": {"scale": 10}})
     assert f(X).tolist() == [0.0, 20.0, 40.0, 60.0]

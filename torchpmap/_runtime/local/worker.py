@@ -64,11 +64,7 @@ from torchpmap._runtime.local.values import Values
 from torchpmap._runtime.task import Handler, Rank, Task, Work
 from torchpmap._runtime.wire import FrameReader, Origin, Stream, frame
 from torchpmap._trace.boxed import Boxed
-from torchpmap._trace.compile import (
-    Definition,
-    communicates,
-    compile_and_report,
-)
+from torchpmap._trace.compile import EAGER, Definition, communicates, compile_and_report
 from torchpmap._trace.effects import mark_lines
 from torchpmap._trace.promises import run_first_time
 from torchpmap._trace.toolchain import import_inductor
@@ -286,7 +282,11 @@ class _Worker:
     def define(self, seq: int, length: int) -> None:
         self.doing = "receiving a plan"
         definition: Definition = pickle.loads(self.reader.body(length))
-        self.begin(seq, f"compiling {definition.name}")
+        doing = f"compiling {definition.name}"
+        if definition.backend == EAGER:  # not cancelled with a call before it: it takes no time
+            self.doing = doing
+        else:
+            self.begin(seq, doing)
         runner, report = compile_and_report(definition, self.index(definition.ranks))
 
         def run_first(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
