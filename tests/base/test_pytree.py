@@ -59,7 +59,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("tree", "leaves", "paths"), CASES, ids=repr)
+@pytest.mark.parametrize(("tree", "leaves", "paths"), CASES, ids=[str(c[2]) for c in CASES])
 def test_flatten(tree, leaves, paths):
     got, structure = flatten(tree)
     assert got == leaves
