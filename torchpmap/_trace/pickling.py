@@ -129,9 +129,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 @functools.cache
 def _forgets_files() -> bool:
     """Whether cloudpickle leaves the file out of what it makes of code, as 3.1.3 does."""
-    code = _forgets_files.__wrapped__.__code__
-    copy = pickle.loads(cloudpickle.dumps(code))
-    return bool(copy.co_filename != code.co_filename)
+    code = number_of.__code__
+    return code.co_filename.encode() not in cloudpickle.dumps(code)
 
 
 def number_of(data: bytes) -> int:
