@@ -299,3 +299,10 @@ def test_an_axis_name_does_not_leak():
     got = torch.func.grad(lambda x: mapped(x[None])[0])(torch.tensor(3.0))
     assert float(got) == 1.0
     assert not tp.axis_bound("i")
+
+
+def test_psum_of_bools():
+    x = torch.tensor([True, False, True, True])
+    total, mean = pmap(lambda x: (tp.psum(x, "i"), tp.pmean(x, "i")), "i")(x)
+    same(total, torch.full((4,), 3, dtype=torch.int32))
+    same(mean, torch.full((4,), 0.75))

@@ -268,6 +268,14 @@ def test_numpy_dtypes_are_kept(mode, dtype):
     np.testing.assert_array_equal(out, array)
 
 
+def test_torch_dtypes_are_kept(mode):
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+        x = torch.tensor([0.5, 1.0, 2.0, 3.0]).to(dtype)
+        out = tp.pmap(lambda x: x, compile=mode)(x)
+        assert out.dtype == dtype
+        assert out.to_host().view(torch.uint8).tolist() == x.view(torch.uint8).tolist()
+
+
 ARRAYS = {
     "negative strides": np.arange(8.0)[::-2],
     "backwards": np.arange(8.0).reshape(4, 2)[::-1, ::-1],
