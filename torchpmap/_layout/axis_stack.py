@@ -19,13 +19,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 import torch
+
+from torchpmap._base.context import assigned
 
 Partition = tuple[tuple[int, ...], ...]
 """Disjoint groups of axis indices that cover an axis; their inner order is their rank order."""
@@ -91,6 +93,7 @@ Parts = tuple[Axis, ...]
 """All parts of one bound axis, the slowest first; they share its name."""
 
 # Per thread: a thread that user code starts inside a mapped function begins with no axes.
+
 _bound: ContextVar[tuple[Parts, ...]] = ContextVar("torchpmap_axes", default=())
 
 # Per thread: rows that run one after the other each have a thread of their own.
@@ -116,14 +119,9 @@ def bind(*parts: Axis) -> Iterator[Parts]:
         _bound.reset(token)
 
 
-@contextmanager
-def bound_again(axes: tuple[Parts, ...]) -> Iterator[None]:
+def bound_again(axes: tuple[Parts, ...]) -> AbstractContextManager[None]:
     """Bind in the block exactly the axes that ``bound`` returned earlier."""
-    token = _bound.set(axes)
-    try:
-        yield
-    finally:
-        _bound.reset(token)
+    return assigned(_bound, axes)
 
 
 bound = _bound.get  # no wrapper in Python, because every call asks
@@ -245,13 +243,8 @@ def entering(level: int, name: str | None) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _parted_by(names: Mapping[int, str]) -> Iterator[None]:
-    token = _parted.set(names)
-    try:
-        yield
-    finally:
-        _parted.reset(token)
+def _parted_by(names: Mapping[int, str]) -> AbstractContextManager[None]:
+    return assigned(_parted, names)
 
 
 def check_together(level: int) -> None:
@@ -293,16 +286,11 @@ ordinal = _count.get
 """How many collectives this thread has run."""
 
 
-@contextmanager
-def serving(purpose: Callable[[], str]) -> Iterator[None]:
+def serving(purpose: Callable[[], str]) -> AbstractContextManager[None]:
     """Say what the collectives in the block are for, in words that are equal on all ranks; they are
     computed only where ranks compare what they do.
     """
-    token = _purpose.set(purpose)
-    try:
-        yield
-    finally:
-        _purpose.reset(token)
+    return assigned(_purpose, purpose)
 
 
 def purpose() -> str:

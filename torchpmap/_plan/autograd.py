@@ -13,7 +13,7 @@ cotangent that is not there: a derivative may be infinite, and 0 * inf is NaN.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -108,7 +108,7 @@ class _Call(Transformable):
         if places:
             given = tuple(k for k, x in enumerate(tangents) if x is not None)
             call = _Call(self.differentiable.jvp(given), kept=self._kept)
-            found = apply(call, [*tensors, *filter(_is_there, tangents)])
+            found = apply(call, [*tensors, *(x for x in tangents if x is not None)])
             for k, tangent in zip(places, found, strict=True):
                 results[k] = tangent
         return results
@@ -124,7 +124,7 @@ class _Call(Transformable):
             self.differentiable.cotangents[self._wanted] = given
             shortcut = self._shortcut(wanted, given, derived)
         call = _Call(derived, start=shortcut, kept=self._kept)
-        return apply(call, [*tensors, *filter(_is_there, cotangents)])
+        return apply(call, [*tensors, *(x for x in cotangents if x is not None)])
 
     def _shortcut(
         self, wanted: tuple[int, ...], given: tuple[int, ...], derived: Differentiable
@@ -179,10 +179,6 @@ def _batch_first(shape: Sequence[int], num_batch_dims: int) -> list[int]:
         strides[dim] = size
         size *= max(1, shape[dim])
     return strides
-
-
-def _is_there(value: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    return value is not None
 
 
 def call_differentiable(

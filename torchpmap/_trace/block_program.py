@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -19,6 +20,7 @@ import torch
 from torch.autograd import forward_ad
 
 from torchpmap._base.axis_spec import broadcast_axes
+from torchpmap._base.context import assigned
 from torchpmap._base.pytree import Structure, flatten
 from torchpmap._base.torch_internals import (
     forward_level,
@@ -75,14 +77,9 @@ surrounding = _surrounding.get
 inside = _inside.get
 
 
-@contextlib.contextmanager
-def surrounded_by(around: Surrounding | None) -> Iterator[None]:
+def surrounded_by(around: Surrounding | None) -> AbstractContextManager[None]:
     """In the block, ``surrounding`` returns this."""
-    token = _surrounding.set(around)
-    try:
-        yield
-    finally:
-        _surrounding.reset(token)
+    return assigned(_surrounding, around)
 
 
 @dataclass(frozen=True)

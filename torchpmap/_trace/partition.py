@@ -63,8 +63,6 @@ def split(
     crossings = _cross(joint.graph, crossing, late)
     again, residuals = crossings.again, crossings.stored
     nodes = [node for node in joint.graph.nodes if node.op != "output"]
-    results = results_of(joint.graph)  # which crossing may have changed
-    outputs, gradients = results[:num_outputs], results[num_outputs:]
     forward = _graph([node for node in nodes if node not in late], [], [*outputs, *residuals])
     backward_graph = _graph(
         [node for node in nodes if node in here | again and node not in cotangents],

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.fx import GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
 
+from torchpmap._base.context import assigned
 from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.torch_internals import (
     OpOverload,
@@ -78,14 +80,9 @@ class Record:
         """Operations of a backward pass -> number of the autograd node that they belong to."""
         self._open: list[Region] = []
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> AbstractContextManager[None]:
         """In the block, checkpoints are recorded here."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
+        return assigned(_current, self)
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[None]:

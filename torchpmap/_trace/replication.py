@@ -11,9 +11,9 @@ index along this axis only.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.fx import Graph, Node
 
+from torchpmap._base.context import assigned
 from torchpmap._base.storages import storage_number
 from torchpmap._base.torch_internals import (
     OpOverload,
@@ -235,14 +236,9 @@ class Replication:
         self._varying: dict[Partition, tuple[int, set[Node]]] = {}
         """Per lines: the length of the graph, and the nodes that may differ."""
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> AbstractContextManager[None]:
         """A block in which ``is_same`` knows of this trace."""
-        token = _known.set(self)
-        try:
-            yield
-        finally:
-            _known.reset(token)
+        return assigned(_known, self)
 
     def settle(self, demands: Sequence[Demand]) -> list[torch.Tensor]:
         """The outputs.  Blocks that must be the same but may differ are broadcast from the first

@@ -16,13 +16,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from torchpmap._base.context import assigned
 from torchpmap._base.pytree import tree_leaves
 from torchpmap._base.sources import users_line
 from torchpmap._base.storages import storage_number
@@ -78,14 +79,9 @@ class TracedViews:
         self._is_busy = False
         """Whether what is called now is called from here."""
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> AbstractContextManager[None]:
         """Use these views in the block; ``note`` is called by a mode around it."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
+        return assigned(_current, self)
 
     def view(self, base: torch.Tensor, entries: Entries, key: Any) -> torch.Tensor:
         """The part of ``base``; ``key``: what stands in ``[]``, or None."""

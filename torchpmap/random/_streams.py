@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from torchpmap._base.context import assigned
 from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
@@ -382,14 +383,9 @@ def within(row: torch.Tensor, randomness: str) -> Iterator[None]:
         active.inside.pop()
 
 
-@contextmanager
-def in_body(name: str) -> Iterator[None]:
+def in_body(name: str) -> AbstractContextManager[None]:
     """The block runs the body of a loop or branch, of this name, which may set no seed."""
-    token = _body.set(name)
-    try:
-        yield
-    finally:
-        _body.reset(token)
+    return assigned(_body, name)
 
 
 _body: ContextVar[str | None] = ContextVar("torchpmap_body", default=None)

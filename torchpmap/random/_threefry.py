@@ -15,8 +15,8 @@ of the counters is that of JAX with ``jax_threefry_partitionable=True``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from torchpmap._base.context import assigned
 from torchpmap._base.errors import dtype_name
 
 MASK = 0xFFFFFFFF
@@ -48,14 +49,9 @@ def threefry2x32(key: Words, counts: Words) -> Words:
     return (_operation if is_whole else _hash)(*key, *counts)
 
 
-@contextmanager
-def whole() -> Iterator[None]:
+def whole() -> AbstractContextManager[None]:
     """Trace each hash in the block as one operation: tracing its 140 takes 70 ms."""
-    token = _is_whole.set(True)
-    try:
-        yield
-    finally:
-        _is_whole.reset(token)
+    return assigned(_is_whole, True)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
