@@ -125,23 +125,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where there are many tests, or tests that compile, the process from which workers are forked
-    imports Inductor, and with it what a derivative needs.
+def garbage() -> Iterator[None]:
+    gc.freeze()  # torch's modules and 6,000 tests need not be looked through again and again
+    gc.set_threshold(10_000)  # 700 new objects are one traced operation
+    gc.enable()
+    yield
+    gc.unfreeze()  # Triton's bindings report what is left when Python ends (torch 2.15)
+
+
+@pytest.fixture(scope="session")
+def compiles(request: pytest.FixtureRequest) -> bool:
+    """Whether there are many tests, or tests that compile."""
+    items = request.session.items
+    return len(items) > MANY or any(item.get_closest_marker("inductor") for item in items)
+
+
+@pytest.fixture(autouse=True)
+def fork_server(compiles: bool) -> None:
+    """The process from which workers are forked imports Inductor, and with it what a derivative
+    needs; also the one that comes after a test has killed it.
 
     Every worker of every pool would do it else, in 1 to 3 s of computing each.
     """
-    gc.freeze()  # torch's modules and 6,000 tests need not be looked through again and again
-    gc.enable()
-    items = request.session.items
-    if len(items) > MANY or any(item.get_closest_marker("inductor") for item in items):
-        before = os.environ["TORCHPMAP_WARM"]
-        os.environ["TORCHPMAP_WARM"] = "1"
-        server.expect_compiling()
-        preload()
-        os.environ["TORCHPMAP_WARM"] = before
-    yield
-    gc.unfreeze()  # Triton's bindings report what is left when Python ends (torch 2.15)
+    if compiles:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCHPMAP_WARM", "1")
+            server.expect_compiling()
+            preload()
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +182,7 @@ def mode(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind(fork_server: None) -> Iterator[None]:
     """Fail a test after which there are more processes, threads or descriptors than before."""
     before = Inventory.take()
     yield

@@ -15,11 +15,11 @@ from torchpmap._base.errors import size_text
 from torchpmap._base.torch_internals import FakeTensorMode, LazyGraphModule, OpOverload
 from torchpmap._collectives.backend import NAMESPACES, c10d
 from torchpmap._plan.plan import Plan
-from torchpmap._trace.boxed import copied
 from torchpmap._trace.graphs import (
     COND,
     SCAN,
     WHILE,
+    copied,
     inner_graphs,
     kind_of_node,
     output_of,

@@ -11,21 +11,8 @@ from types import CellType
 from typing import Any
 
 import torch
-from torch.fx.graph import _BoxedCodeGen
 
 from torchpmap._base.platform import Boxed
-
-
-def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
-    copy = torch.fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy
-
-
-def boxed_graph(module: torch.fx.GraphModule, graph: torch.fx.Graph) -> Boxed:
-    """The code of a graph, which takes a list; ``module`` has its attributes."""
-    graph.set_codegen(_BoxedCodeGen())
-    return torch.fx.GraphModule(module, graph).forward
 
 
 def boxed_artifact(artifact: Any) -> Boxed:

@@ -32,14 +32,7 @@ from torchpmap._base.torch_internals import (
 )
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._layout.axis_stack import is_group_name
-from torchpmap._trace.boxed import (
-    Boxed,
-    boxed_artifact,
-    boxed_body,
-    boxed_call,
-    boxed_graph,
-    copied,
-)
+from torchpmap._trace.boxed import Boxed, boxed_artifact, boxed_body, boxed_call
 from torchpmap._trace.compiled_loops import (
     Loop,
     has_scans,
@@ -49,6 +42,7 @@ from torchpmap._trace.compiled_loops import (
 )
 from torchpmap._trace.constants import place
 from torchpmap._trace.custom_ops import NATIVE
+from torchpmap._trace.graph_code import boxed_code
 from torchpmap._trace.graphs import acts, results_of, shows
 from torchpmap._trace.passes import names_in
 from torchpmap._trace.toolchain import make_cache_private
@@ -276,18 +270,12 @@ def _compile(
 
 
 def _eager(graph: torch.fx.GraphModule, kinds: Sequence[Kind], device: torch.device) -> Boxed:
-    def in_order(graph: torch.fx.GraphModule) -> Boxed:
-        copy = copied(graph.graph)
-        if not _keeps_strides(copy):
-            _reshape(copy)
-        return boxed_graph(graph, copy)
-
     def body(graph: torch.fx.GraphModule, inputs: Sequence[Any], num_results: int) -> Boxed:
         graph, loops = with_compiled_loops(graph, mode, inputs, body)
-        return running_with(in_order(graph), loops)
+        return running_with(_in_order(graph), loops)
 
     if not has_scans(graph):
-        return in_order(graph)
+        return _in_order(graph)
     mode, examples = _fakes(kinds, device)
     return body(graph, examples, len(results_of(graph.graph)))
 
@@ -337,6 +325,9 @@ _PLAIN = {"view", "unsqueeze", "squeeze", "clone", "sum", "mean", "amax", "amin"
 """Operations on contiguous tensors that give contiguous ones, besides pointwise ones."""
 
 
+_COPIES = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+
+
 def _keeps_strides(graph: torch.fx.Graph) -> bool:
     """Whether every tensor in a graph is sure to be contiguous, if the inputs are."""
     return all(
@@ -355,14 +346,15 @@ def _keeps_strides(graph: torch.fx.Graph) -> bool:
     )
 
 
-def _reshape(graph: torch.fx.Graph) -> None:
-    """Let views be copies where the strides allow no view, unless the graph writes to a tensor."""
+def _in_order(module: torch.fx.GraphModule) -> Boxed:
+    """Run a graph operation by operation.
+
+    Its views are copies where the strides allow no view, unless it writes to a tensor.
+    """
+    graph = module.graph
     targets = [n.target for n in graph.nodes if isinstance(n.target, OpOverload)]
-    if any(target._schema.is_mutable for target in targets):
-        return
-    for node in graph.nodes:
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
+    writes = any(target._schema.is_mutable for target in targets)
+    return boxed_code(module, {} if writes or _keeps_strides(graph) else _COPIES)
 
 
 def _inductor(

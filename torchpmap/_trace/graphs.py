@@ -18,7 +18,6 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.torch_internals import LazyGraphModule, OpOverload, written_values
-from torchpmap._trace.boxed import copied
 
 GRAPHS = "graphs"
 """In the ``meta`` of such a node: its graphs, for a graph that no module owns yet."""
@@ -42,6 +41,12 @@ def inner_modules(node: Node) -> list[GraphModule]:
     sources = [x for x in node.args if isinstance(x, Node) and x.op == "get_attr"]
     values = [getattr(owner, str(source.target), None) for source in sources]
     return [value for value in values if isinstance(value, GraphModule)]
+
+
+def copied(graph: Graph) -> Graph:
+    copy = Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
 
 
 def copied_whole(module: GraphModule) -> GraphModule:
