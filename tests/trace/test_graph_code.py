@@ -6,8 +6,9 @@ import weakref
 
 import pytest
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 
+from torchpmap._base.torch_internals import LazyGraphModule
 from torchpmap._trace.graph_code import boxed_code
 
 
@@ -15,7 +16,7 @@ def module_of(build, **attributes):
     """A graph: what ``build(graph, x, y)`` returns, of two inputs."""
     graph = Graph()
     graph.output(build(graph, graph.placeholder("x"), graph.placeholder("y")))
-    return GraphModule(attributes, graph)
+    return LazyGraphModule(attributes, graph)
 
 
 def seen(*args, **kwargs):
@@ -65,6 +66,13 @@ def test_attributes_are_those_of_the_module_and_of_modules_inside():
     assert boxed_code(module, {})([torch.ones(()), 1]).item() == 6
 
 
+def test_an_argument_that_is_called_as_a_word_of_python():
+    def build(graph, x, y):
+        return graph.call_function(torch.ops.aten.uniform_.default, (x,), {"from": y, "to": y})
+
+    assert boxed_code(module_of(build), {})([torch.zeros(2), 3.0]).tolist() == [3, 3]
+
+
 def test_another_operation_in_place_of_one():
     module = module_of(lambda graph, x, y: graph.call_function(torch.add, (x, y)))
     assert boxed_code(module, {torch.add: torch.sub})([torch.tensor(5), 2]).item() == 3
@@ -74,7 +82,7 @@ def test_another_operation_in_place_of_one():
 def test_a_graph_without_inputs_or_operations():
     graph = Graph()
     graph.output([1, None])
-    assert boxed_code(GraphModule({}, graph), {})([]) == [1, None]
+    assert boxed_code(LazyGraphModule({}, graph), {})([]) == [1, None]
 
 
 def test_values_live_until_their_last_use():

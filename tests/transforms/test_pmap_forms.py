@@ -243,7 +243,7 @@ VOCABULARY += [pytest.param(compile, marks=pytest.mark.inductor) for compile in 
 @pytest.mark.parametrize("compile", VOCABULARY, ids=str)
 def test_compile_vocabulary(compile):
     mapped = tp.pmap(double, compile=compile, devices=tp.devices()[:1])  # each imports back ends
-    assert mapped(X).tolist() == [0.0, 2.0, 4.0, 6.0]
+    assert mapped(X[2:3]).tolist() == [4.0]
 
 
 def test_callable_backends_get_the_graph_and_the_options():

@@ -69,7 +69,8 @@ class _Code:
         assert node.op == "call_function", node.op
         function = self._name(self._instead.get(node.target, node.target))
         args = [self._value(arg) for arg in node.args]
-        args += [f"{name}={self._value(arg)}" for name, arg in node.kwargs.items()]
+        if node.kwargs:  # among their names is "from", which is a word of Python
+            args.append(f"**{self._value(node.kwargs)}")
         return [f" {self._new(node)} = {function}({', '.join(args)})"]
 
     def _value(self, value: Any) -> str:
