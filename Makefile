@@ -23,6 +23,9 @@ NAME_PYTHON := import sys; print("-python%d.%d" % sys.version_info[:2])
 VENV := .venv-$(TORCH)$(if $(GIVEN_PYTHON),$(shell $(PYTHON) -c '$(NAME_PYTHON)'))
 PINS := torch==$(TORCH)
 endif
+# The tests start hundreds of processes, each of which would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 PIP = $(VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) $(PINS)
 
 .PHONY: demo test test-all test-lag test-gpu docs lint types clean
@@ -59,6 +62,7 @@ lint: $(VENV)/dev.stamp
 
 types: $(VENV)/dev.stamp
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest -q -k mypy tests/programs/test_typing.py
 
 # torch goes first and pinned: without the pin pip takes the newest one, gigabytes of CUDA packages included.
 $(VENV)/torch.stamp: constraints.txt

@@ -50,10 +50,12 @@ def mypy(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) 
     return reports
 
 
+@pytest.mark.long  # make types runs it
 def test_mypy_accepts_right_programs(mypy: Reports):
     assert mypy[RIGHT] == {}
 
 
+@pytest.mark.long  # make types runs it
 def test_mypy_reports_mistakes(mypy: Reports):
     missed = {n: code for n, code in EXPECTED.items() if code not in mypy[WRONG].get(n, [])}
     assert missed == {}
