@@ -96,14 +96,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Test processes by default: one per core, and only this one if part of the suite is asked for.
+    """Test processes by default: one more than cores, since each waits at times, and only this one
+    if part of the suite is asked for.
 
     A file is all one process's, so that its tests share a pool.
     """
     whole = all(Path(argument).is_dir() for argument in config.args)
     if not whole or config.option.keyword or config.option.capture == "no":
         return 0
-    return min(usable_cores(), MAX_PROCESSES)
+    return min(usable_cores() + 1, MAX_PROCESSES)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
