@@ -1,8 +1,7 @@
 """From a call of one operation to the graph that every device runs on its blocks.
 
-The call is tried first (``_sharded/trial``), so shapes and dtypes of the results are known.  The
-graph is written down directly; there is nothing to trace.  Running it on meta blocks shows that
-blocks come out as the layouts say.
+The call is tried first (``_sharded/trial``), so shapes and dtypes of the results are known.  On
+meta blocks it shows that blocks come out as the layouts say.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ import torch
 
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import TreeSpec, tree_leaves, tree_unflatten
-from torchpmap._base.torch_internals import LazyGraphModule, outside_modes
+from torchpmap._base.torch_internals import outside_modes
 from torchpmap._collectives.backend import summable
-from torchpmap._layout.axis_stack import group_name, subgroup_name
 from torchpmap._layout.common_grid import CommonGrid, common_grid
 from torchpmap._layout.grid import Cut
 from torchpmap._layout.layout import Layout
@@ -32,13 +30,14 @@ from torchpmap._sharded.arguments import (
     positional,
     slotted,
 )
-from torchpmap._sharded.blocks import added_once, combined, own_block, place_along, stored
+from torchpmap._sharded.blocks import added_once, combined
 from torchpmap._sharded.layers import INSTEAD, run_on_blocks
 from torchpmap._sharded.rules.signature import Call, Combination, Operand, Placement, placement_of
 from torchpmap._sharded.rules.table import rule_of
+from torchpmap._sharded.spmd import Emitter
 from torchpmap._sharded.trial import Trial, is_refused_here, masked, meta, on_meta, tried
 from torchpmap._sharded.unforeseen import ROUNDED, has_unforeseen_results, is_random, name_of
-from torchpmap._trace.compile import EAGER, Definition
+from torchpmap._trace.compile import Definition
 
 _aten = torch.ops.aten
 _EXPANDED = ("mean", "nansum", "sum")
@@ -125,10 +124,10 @@ def blueprint(
     placement = placement_of(call, rule_of(func), wish)
     if placement is None or (any(placement.combine) and not trial.makes_new):
         raise Unsupported
-    drawing = _Drawing(func, arguments, operands, layouts, trial, call, placement, grid)
-    if on_cpu and drawing.refuses_blocks():
+    writing = _Writing(func, arguments, operands, layouts, trial, call, placement, grid)
+    if on_cpu and writing.refuses_blocks():
         raise Unsupported
-    return drawing.finished()
+    return writing.finished()
 
 
 def _described(
@@ -164,7 +163,7 @@ def _described(
     )
 
 
-class _Drawing:
+class _Writing:
     """Writes the graph of a call."""
 
     def __init__(
@@ -181,38 +180,22 @@ class _Drawing:
         self.func, self.arguments, self.trial = func, arguments, trial
         self.call, self.placement, self.layouts = call, placement, layouts
         self.grid = grid
-        self.ranks = tuple(device.id for device in grid.devices)
-        self.groups: dict[str, RankPartition] = {}
+        self.emitter = Emitter(grid)
         self.instead = name_of(func) in INSTEAD
-        self.graph = torch.fx.Graph()
-        self.index = self.graph.placeholder("index")
         self.outputs = self._output_layouts()
         self.inputs = self._input_layouts(operands)
 
     def finished(self) -> Blueprint:
         self._check_blocks()
-        blocks = self._blocks()
-        outputs = [self.graph.call_function(stored, (block,)) for block in self._results(blocks)]
-        self.graph.output(tuple(outputs))
-        uses_index = bool(self.index.users)
-        if not uses_index:
-            self.graph.erase_node(self.index)
+        results = self._results(self._blocks())
+        ranks = [device.id for device in self.grid.devices]
         integers = any(
             isinstance(x, torch.Tensor) and not is_inexact(x)
             for x in (*self.trial.values, *self.trial.results)
         )
         return Blueprint(
-            definition=Definition(
-                0,
-                str(self.func),
-                LazyGraphModule({}, self.graph),
-                uses_index,
-                self.ranks,
-                (),
-                tuple((layout.block_shape, layout.dtype) for layout in self.outputs),
-                EAGER,
-            ),
-            groups=self.groups,
+            definition=self.emitter.finished(0, str(self.func), results, self.outputs, ranks),
+            groups=self.emitter.groups,
             inputs=self.inputs,
             outputs=self.outputs,
             written=self.trial.written,
@@ -328,53 +311,27 @@ class _Drawing:
 
     def _blocks(self) -> list[Any]:
         """Per operand, what the operation gets on a device."""
-        graph, blocks = self.graph, list[Any]()
-        inputs = [graph.placeholder(f"operand_{k}") for k in range(len(self.inputs))]
+        emitter, blocks = self.emitter, list[Any]()
+        inputs = [emitter.input(f"operand_{k}") for k in range(len(self.inputs))]
         for k, (node, layout) in enumerate(zip(inputs, self.inputs, strict=True)):
             if layout is None:
-                blocks.append(graph.call_function(_aten._local_scalar_dense.default, (node,)))
+                blocks.append(emitter.call(_aten._local_scalar_dense.default, node))
                 continue
-            node = self._own_block(node, self.grid.cut_of(layout), self.placement.operands[k])
+            node = emitter.resharded(node, self.grid.cut_of(layout), self.placement.operands[k])
             if k in self.placement.once:
                 node = self._added_once(node)
             if k in self.trial.written:  # the stored value may be used again
-                node = graph.call_function(_aten.clone.default, (node,))
+                node = emitter.call(_aten.clone.default, node)
             if self._rounds_parts and isinstance(self.trial.values[k], torch.Tensor):
-                node = graph.call_function(summable, (node,))
+                node = emitter.call(summable, node)
             blocks.append(node)
         return blocks
-
-    def _own_block(self, node: torch.fx.Node, cut: Cut, wanted: Cut) -> torch.fx.Node:
-        """The part that a device needs of a block that it has."""
-        sizes = self.grid.sizes
-        for dim, over in enumerate(wanted):
-            held = cut[dim] if dim < len(cut) else ()
-            more = tuple(k for k in over if sizes[k] > 1 and k not in held)
-            if more:
-                arguments = (node, dim, self.grid.parts(more), self._place_along(more))
-                node = self.graph.call_function(own_block, arguments)
-        return node
 
     def _added_once(self, node: torch.fx.Node) -> torch.fx.Node:
         over = next((how.over for how in self.placement.combine if how and self._is_sent(how)), ())
         if not over:
             return node
-        return self.graph.call_function(added_once, (node, self._place_along(over)))
-
-    def _place_along(self, over: tuple[int, ...]) -> torch.fx.Node:
-        if over == tuple(range(len(self.grid.sizes))):
-            return self.index
-        return self.graph.call_function(place_along, (self.index, self.grid.sizes, over))
-
-    def _group(self, over: tuple[int, ...]) -> tuple[int, str]:
-        """Size and name of the group of a device and those that lie along some dims with it."""
-        lines = self.grid.lines(over)
-        name = group_name(self.ranks)
-        if len(lines) > 1:
-            name = subgroup_name(name, lines)
-        if len(lines[0]) > 1:
-            self.groups[name] = tuple(tuple(self.ranks[k] for k in line) for line in lines)
-        return len(lines[0]), name
+        return self.emitter.call(added_once, node, self.emitter.place_along(over))
 
     def _results(self, blocks: Sequence[Any]) -> list[torch.fx.Node]:
         func, arguments = self._block_call()
@@ -382,16 +339,16 @@ class _Drawing:
             arguments = arguments | {"dtype": ROUNDED[arguments["dtype"]]}
         args, kwargs = positional(func, filled(arguments, blocks))
         if self.instead:
-            args = (name_of(func), *self._group(self.placement.over), *args)
+            args = (name_of(func), *self.emitter.group(self.placement.over), *args)
             func = run_on_blocks
-        node = self.graph.call_function(func, args, kwargs)
+        node = self.emitter.call(func, *args, **kwargs)
         written = [blocks[position] for position in self.trial.written]
         if not self.trial.makes_new:
             return written
         parts = [node]
         if not self.trial.spec.is_leaf():
             parts = [
-                self.graph.call_function(operator.getitem, (node, place))
+                self.emitter.call(operator.getitem, node, place)
                 for place, leaf in enumerate(self.trial.leaves)
                 if leaf is not None
             ]
@@ -400,12 +357,12 @@ class _Drawing:
         results = [
             part
             if how is None or not self._is_sent(how)
-            else self.graph.call_function(combined, (part, how.kind, *self._group(how.over), order))
+            else self.emitter.call(combined, part, how.kind, *self.emitter.group(how.over), order)
             for part, how in zip(parts, self.placement.combine, strict=True)
         ]
         if not self._rounds_parts:
             return written + results
         return [
-            self.graph.call_function(_aten.to.dtype, (node, result.dtype))
+            self.emitter.call(_aten.to.dtype, node, result.dtype)
             for node, result in zip(results, self.trial.results, strict=True)
         ]
