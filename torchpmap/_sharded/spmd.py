@@ -12,19 +12,34 @@ The graph is written down directly; there is nothing to trace.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from torchpmap._base.torch_internals import LazyGraphModule
+from torchpmap._collectives.backend import summable
 from torchpmap._layout.axis_stack import group_name, subgroup_name
 from torchpmap._layout.common_grid import CommonGrid
 from torchpmap._layout.grid import Cut
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.groups.process_groups import RankPartition
-from torchpmap._sharded.blocks import joined, own_block, place_along, stored
+from torchpmap._sharded.arguments import filled, positional
+from torchpmap._sharded.blocks import (
+    added_once,
+    combined,
+    joined,
+    own_block,
+    place_along,
+    stored,
+)
+from torchpmap._sharded.layers import INSTEAD, run_on_blocks
+from torchpmap._sharded.on_blocks import OnBlocks
+from torchpmap._sharded.unforeseen import ROUNDED, name_of
 from torchpmap._trace.compile import EAGER, Definition, Kind
+
+_aten = torch.ops.aten
 
 
 class Emitter:
@@ -91,6 +106,63 @@ class Emitter:
         if len(lines[0]) > 1:
             self.groups[name] = tuple(tuple(self._ranks[k] for k in line) for line in lines)
         return len(lines[0]), name
+
+    # -- an operation ------------------------------------------------------------------------------
+
+    def results(self, operation: OnBlocks, blocks: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
+        """What an operation gives: the new values of what it writes, then its results, whole along
+        the dims of the grid along which devices have parts of them.
+
+        ``blocks``: of its operands, in the cuts that it needs.
+        """
+        trial = operation.trial
+        given = [self._given(operation, k, block) for k, block in enumerate(blocks)]
+        parts = self.parts(operation, given)
+        written = [given[position] for position in trial.written]
+        if not trial.makes_new:
+            return written
+        order = operation.call.arguments.get("ord", operation.call.arguments.get("p"))
+        results = [
+            part
+            if how is None or not operation.is_sent(how)
+            else self.call(combined, part, how.kind, *self.group(how.over), order)
+            for part, how in zip(parts, operation.placement.combine, strict=True)
+        ]
+        if not operation.rounds_parts:
+            return written + results
+        return [
+            self.call(_aten.to.dtype, node, result.dtype)
+            for node, result in zip(results, trial.results, strict=True)
+        ]
+
+    def _given(self, operation: OnBlocks, position: int, block: torch.fx.Node) -> torch.fx.Node:
+        """What an operation takes for an operand that a device has."""
+        if not isinstance(operation.trial.values[position], torch.Tensor):
+            return block
+        if position in operation.placement.once and operation.added_along:
+            block = self.call(added_once, block, self.place_along(operation.added_along))
+        if position in operation.trial.written:  # the stored value may be used again
+            block = self.call(_aten.clone.default, block)
+        return self.call(summable, block) if operation.rounds_parts else block
+
+    def parts(self, operation: OnBlocks, blocks: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
+        """The results of an operation on blocks, which may be parts of those of the whole."""
+        func, arguments = operation.block_call()
+        if operation.rounds_parts and arguments.get("dtype") in ROUNDED:
+            arguments = arguments | {"dtype": ROUNDED[arguments["dtype"]]}
+        args, kwargs = positional(func, filled(arguments, blocks))
+        name = name_of(operation.call.func)
+        if name in INSTEAD:
+            args = (name, *self.group(operation.placement.over), *args)
+            func = run_on_blocks
+        node = self.call(func, *args, **kwargs)
+        if operation.trial.spec.is_leaf():
+            return [node]
+        return [
+            self.call(operator.getitem, node, place)
+            for place, leaf in enumerate(operation.trial.leaves)
+            if leaf is not None
+        ]
 
     # -- from cut to cut ---------------------------------------------------------------------------
 

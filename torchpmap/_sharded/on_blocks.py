@@ -1,0 +1,123 @@
+"""One operation on the blocks of its operands: what a device calls, and what comes out (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchpmap._base.pytree import tree_leaves
+from torchpmap._layout.grid import Cut
+from torchpmap._sharded.arguments import Slot, filled
+from torchpmap._sharded.rules.signature import Call, Combination, Operand, Placement
+from torchpmap._sharded.trial import Trial, is_refused_here, masked, meta, on_meta
+from torchpmap._sharded.unforeseen import ROUNDED
+
+_aten = torch.ops.aten
+
+
+def described(
+    func: Any, arguments: dict[str, Any], trial: Trial, cuts: Sequence[Cut], sizes: tuple[int, ...]
+) -> Call:
+    """A call as rules see it; ``cuts``: of its operands."""
+    operands = {
+        position: Operand(
+            position, tuple(value.shape), cut, position in trial.written, value.itemsize
+        )
+        for position, (value, cut) in enumerate(zip(trial.values, cuts, strict=True))
+        if isinstance(value, torch.Tensor)
+    }
+    defaults = {
+        argument.name: argument.default_value
+        for argument in func._schema.arguments
+        if argument.has_default_value()
+    }
+    values = [operands.get(position, value) for position, value in enumerate(trial.values)]
+    return Call(
+        func,
+        defaults | filled(arguments, values),
+        tuple(operands.values()),
+        tuple(tuple(result.shape) for result in trial.results),
+        sizes,
+    )
+
+
+@dataclass(frozen=True)
+class OnBlocks:
+    """A call, and where its operands and results lie."""
+
+    arguments: dict[str, Any]
+    """With a ``Slot`` for each operand."""
+    trial: Trial
+    call: Call
+    placement: Placement
+
+    def block_shape(self, shape: Sequence[int], cut: Cut) -> list[int]:
+        block = list(shape)
+        for dim, over in enumerate(cut):
+            block[dim] //= self.call.parts(over)
+        return block
+
+    def block_call(self) -> tuple[Any, dict[str, Any]]:
+        """The same operation with the sizes of blocks."""
+        placement = self.placement
+        shape = self.block_shape(self.call.results[0], placement.results[0])
+        if placement.as_view:
+            return _aten.view.default, {"self": Slot(0), "size": shape}
+        if placement.size is not None:
+            return self.call.func, self.arguments | {placement.size: shape}
+        return self.call.func, self.arguments
+
+    @property
+    def rounds_parts(self) -> bool:
+        """Whether partial results would be rounded before they are added up."""
+        combinations = zip(self.trial.results, self.placement.combine, strict=True)
+        return not self.trial.written and any(
+            result.dtype in ROUNDED and self.is_sent(how) and how.kind not in ("max", "min")
+            for result, how in combinations
+            if how is not None
+        )
+
+    def is_sent(self, how: Combination) -> bool:
+        """Whether putting a result together takes communication."""
+        return how.kind != "equal" and self.call.parts(how.over) > 1
+
+    @property
+    def added_along(self) -> tuple[int, ...]:
+        """The dims of the grid along which devices add what only one of them may."""
+        return next((how.over for how in self.placement.combine if how and self.is_sent(how)), ())
+
+    def is_refused(self) -> bool:
+        """Whether the kernel of CPUs refuses what it takes as a whole: some refuse one element."""
+        try:
+            return is_refused_here(*self.block_call(), self._blocks())
+        except Exception:
+            return True
+
+    def fits(self) -> bool:
+        """Whether results come out in the shapes and dtypes of their blocks."""
+        func, arguments = self.block_call()
+        blocks = self._blocks()
+        try:
+            made = masked(on_meta(func, arguments, blocks), arguments)
+        except Exception:
+            return False
+        cuts: Sequence[Cut] = self.placement.results
+        if not self.trial.makes_new:
+            made = [blocks[position] for position in self.trial.written]
+            cuts = [self.placement.operands[position] for position in self.trial.written]
+        found = [(list(x.shape), x.dtype) for x in tree_leaves(made) if x is not None]
+        return found == [
+            (self.block_shape(result.shape, cut), result.dtype)
+            for result, cut in zip(self.trial.results, cuts, strict=True)
+        ]
+
+    def _blocks(self) -> list[Any]:
+        return [
+            meta(self.block_shape(value.shape, self.placement.operands[k]), value.dtype)
+            if isinstance(value, torch.Tensor)
+            else value
+            for k, value in enumerate(self.trial.values)
+        ]
