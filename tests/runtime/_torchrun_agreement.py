@@ -203,6 +203,19 @@ TAKEN: dict[str, Callable[[Any], Any]] = {
     "divided_rows": lambda g: g.view(2, 2, 2).transpose(0, 1) * 1,
     "operands_that_are_cut_differently": lambda g: g[:2] * g[:2].T,
     "a_cut_value_added_to_a_whole_one": lambda g: (g.sum(0).expand(4, 2) * 1).add_(g),
+    "a_permutation": lambda g: g[torch.tensor([2, 0, 3, 1])],
+    "std": lambda g: g.std(),
+    "var_of_columns": lambda g: g.var(0),
+    "the_place_of_the_largest": lambda g: g.argmax(),
+    "cumsum": lambda g: g.cumsum(0),
+    "softmax_of_columns": lambda g: g.softmax(0),
+    "flip": lambda g: g.flip(0),
+    "roll": lambda g: g.roll(1),
+    "median": lambda g: g.median(),
+    "sort": lambda g: g.sort(0, descending=True).values,
+    "places_of_sort": lambda g: g.sin().sort(0).indices,
+    "an_inverse": lambda g: torch.linalg.inv(g[:2] + torch.eye(2)),
+    "in_place": lambda g: (g * 2).cumsum_(0),
 }
 """What runs on the devices although it needs rows of other processes."""
 
@@ -218,6 +231,7 @@ for _name, _take in TAKEN.items():
 def gradient(x: Any) -> Any:
     x = x.requires_grad_()
     y = torch.cat([x * 2, x[1:3], x[0:1] * x.T.reshape(-1)[:2], x[:2] * x[:2].T])
+    y = y + y.sin().cumsum(0).softmax(0) * y[torch.arange(len(y)).flip(0)]
     (y * y * y).sum().backward()
     return x.grad
 
@@ -237,17 +251,9 @@ def writing_to_rows():
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "aten.index.Tensor": lambda g: g[torch.tensor([True, False, True, False])],
-    "aten.std.correction": lambda g: g.std(),
-    "aten.var.correction": lambda g: g.var(0),
-    "aten.argmax.default": lambda g: g.argmax(),
     "aten.equal.default": lambda g: torch.equal(g, g),
     "aten.allclose.default": lambda g: torch.allclose(g, g),
-    "aten.cumsum.default": lambda g: g.cumsum(0),
-    "aten._softmax.default": lambda g: g.softmax(0),
-    "aten.flip.default": lambda g: g.flip(0),
     "aten.nonzero.default": lambda g: g.nonzero(),
-    "aten.median.default": lambda g: g.median(),
-    "aten.sort.default": lambda g: g.sort(0),
     "x[...] = value": lambda g: g.__setitem__(0, 1.0),
     "iterating": lambda g: list(g),
 }

@@ -270,6 +270,7 @@ LAYERS: list[Callable[[], nn.Module]] = [
     lambda: nn.MultiheadAttention(4, 2, batch_first=True),
     lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
     lambda: nn.GRU(4, 3, batch_first=True),
+    lambda: nn.GRU(4, 3),
     lambda: nn.LSTM(4, 3, batch_first=True),
     lambda: nn.PReLU(2),
 ]

@@ -45,8 +45,8 @@ def listed(index: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
 
 
 def joined(block: torch.Tensor, dim: int, size: int, group: str) -> torch.Tensor:
-    """The blocks of a group put together along a dim, on every device of it."""
-    return raw.all_gather(block, size, group).movedim(0, dim).flatten(dim, dim + 1)
+    """The blocks of a group put together along a dim, on every device of it; contiguous."""
+    return raw.all_gather(block, size, group).movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def combined(
@@ -76,3 +76,30 @@ def stored(block: torch.Tensor) -> torch.Tensor:
     if alone and block.is_contiguous():
         return block
     return block.clone(memory_format=torch.contiguous_format)
+
+
+def exchanged(block: torch.Tensor, dim: int, other: int, size: int, group: str) -> torch.Tensor:
+    """The blocks of a group joined along ``dim``, and cut along ``other``: a device sends each of
+    the others the part that it keeps.  Contiguous.
+    """
+    rows = block.unflatten(other, (size, block.shape[other] // size)).movedim(other, 0)
+    parts = raw.all_to_all(rows, size, group)
+    return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def added_up(parts: Sequence[torch.Tensor], group: str) -> list[torch.Tensor]:
+    """The sums of the parts of a group, on every device of it."""
+    return raw.all_reduce_many(parts, "sum", group)
+
+
+def added_and_cut(
+    parts: Sequence[torch.Tensor], dims: Sequence[int], size: int, group: str
+) -> list[torch.Tensor]:
+    """Of the sum of each part over a group, this device's block along its dim; one message."""
+    rows = [
+        x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0)
+        for x, dim in zip(parts, dims, strict=True)
+    ]
+    flat = torch.cat([x.reshape(size, -1) for x in rows], 1)
+    own = raw.reduce_scatter(flat, size, group).split([x[0].numel() for x in rows])
+    return [x.reshape(row.shape[1:]) for x, row in zip(own, rows, strict=True)]

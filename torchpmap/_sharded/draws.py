@@ -11,10 +11,18 @@ from typing import Any
 
 import torch
 
-from torchpmap._layout.layout import Layout, general_layout
+from torchpmap._base.pytree import tree_map
+from torchpmap._layout.layout import Layout, general_layout, replicated_layout, spread_layout
 from torchpmap._runtime.base import Handle
+from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.strides import strides_of_results
-from torchpmap._sharded.transfer import check_equal_everywhere, has_copies, places_here, store
+from torchpmap._sharded.transfer import (
+    check_equal_everywhere,
+    has_copies,
+    move,
+    places_here,
+    store,
+)
 from torchpmap._sharded.views import Make, write
 
 _aten = torch.ops.aten
@@ -100,6 +108,24 @@ def draw(make: Make, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     if not drawn.is_contiguous():
         strides = strides_of_results(_aten.clone.default, target)[0]
     return make(wanted, send_again(wanted, drawn, what), strides=strides)
+
+
+def draw_from_whole(
+    make: Make, func: Any, args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any]
+) -> Any:
+    """Run an operation that draws numbers which depend on values of several processes: each process
+    draws those of all rows, and its devices get their blocks; all processes must call it.
+    """
+    note_gather(func, sum(operand.nbytes for operand in operands))
+    copies = {}
+    for operand in operands:
+        layout, handle = operand._alive()
+        wanted = replicated_layout(layout.shape, layout.dtype, layout.devices)
+        copies[id(operand)] = make(wanted, move(layout, handle, wanted))
+    given = tree_map(lambda value: copies.get(id(value), value), (args, kwargs))
+    result = func(*given[0], **given[1])
+    wanted = spread_layout(result.shape, result.dtype, operands[0]._alive()[0].devices)
+    return make(wanted, send_again(wanted, result, f"the result of {func}"))
 
 
 def send_again(layout: Layout, host: torch.Tensor, what: str) -> Handle:

@@ -6,6 +6,7 @@ meta blocks it shows that blocks come out as the layouts say.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from torchpmap._sharded.arguments import (
     plain,
     slotted,
 )
+from torchpmap._sharded.choice import chosen
 from torchpmap._sharded.on_blocks import OnBlocks, described
 from torchpmap._sharded.rules.signature import placement_of
 from torchpmap._sharded.rules.table import rule_of
@@ -58,6 +60,8 @@ class Blueprint:
     arguments: dict[str, Any]
     checks_numbers: bool
     """Whether a number may be out of range of an integer dtype."""
+    moved: int
+    """Bytes of the operands that devices need more of than they have."""
 
     def check_numbers(self, operands: Sequence[Any]) -> None:
         """Raise what torch raises for numbers that do not suit integers, such as 300 for uint8."""
@@ -85,6 +89,8 @@ def blueprint(
     layouts: Sequence[Layout | None],
     slots: frozenset[str],
     prefer: Layout | None,
+    *,
+    spans: bool,
 ) -> Blueprint:
     """Decide how a call runs on the devices.
 
@@ -95,6 +101,7 @@ def blueprint(
         layouts: per operand; None if it is not on the devices.
         slots: names of arguments whose numbers are operands.
         prefer: layout for the first result, where those of the operands allow it.
+        spans: whether no process has the whole of an operand, so that it cannot be gathered.
 
     Raises:
         Unsupported: the call must be gathered.
@@ -114,76 +121,53 @@ def blueprint(
     on_cpu = present[0].devices[0].platform == "cpu"
     if on_cpu and is_refused_here(func, arguments, operands):
         raise Unsupported  # torch's error comes from the operation on the host
-    cuts = [() if layout is None else grid.cut_of(layout) for layout in layouts]
+    cuts = {k: grid.cut_of(layout) for k, layout in enumerate(layouts) if layout is not None}
     call = described(func, arguments, trial, cuts, grid.sizes)
     wish = grid.cut_of(prefer) if prefer and prefer.sharding.mesh in grid.meshes else ()
     placement = placement_of(call, rule_of(func), wish)
+    if placement is None and spans:
+        call, placement = chosen(
+            lambda cuts: described(func, arguments, trial, cuts, grid.sizes),
+            rule_of(func),
+            call.operands,
+            frozenset(),
+        )
     if placement is None or (any(placement.combine) and not trial.makes_new):
         raise Unsupported
     operation = OnBlocks(arguments, trial, call, placement)
-    if on_cpu and operation.is_refused():
+    if (on_cpu and operation.is_refused()) or not operation.fits():
         raise Unsupported
-    outputs = _output_layouts(operation, layouts, grid)
-    inputs = _input_layouts(operation, operands, layouts, grid)
-    if not operation.fits():
-        raise Unsupported
-    return _written(operation, inputs, outputs, layouts[0] is not None, grid)
-
-
-def _output_layouts(
-    operation: OnBlocks, layouts: Sequence[Layout | None], grid: CommonGrid
-) -> tuple[Layout, ...]:
-    trial = operation.trial
-    kept = [layouts[position] for position in trial.written]
-    written = tuple(layout for layout in kept if layout is not None)
-    if len(written) < len(kept):
-        raise Unsupported  # it writes to a tensor on the host
-    if not trial.makes_new:
-        return written
-    return written + tuple(
-        _layout(grid, result, cut)
-        for result, cut in zip(trial.results, operation.placement.results, strict=True)
-    )
-
-
-def _input_layouts(
-    operation: OnBlocks,
-    operands: Sequence[Any],
-    layouts: Sequence[Layout | None],
-    grid: CommonGrid,
-) -> tuple[Layout | None, ...]:
-    cuts = operation.placement.operands
-    return tuple(
-        layout or (_layout(grid, value, cuts[k]) if isinstance(value, torch.Tensor) else None)
-        for k, (value, layout) in enumerate(zip(operands, layouts, strict=True))
-    )
-
-
-def _layout(grid: CommonGrid, value: torch.Tensor, cut: Cut) -> Layout:
-    layout = grid.layout(value.shape, value.dtype, cut)
-    if layout is None:
-        raise Unsupported
-    return layout
+    return _written(operation, operands, layouts, grid)
 
 
 def _written(
     operation: OnBlocks,
-    inputs: tuple[Layout | None, ...],
-    outputs: tuple[Layout, ...],
-    is_first_here: bool,
+    operands: Sequence[Any],
+    layouts: Sequence[Layout | None],
     grid: CommonGrid,
 ) -> Blueprint:
-    """``is_first_here``: whether the first operand lies on the devices."""
-    trial, func = operation.trial, operation.call.func
+    trial, func, wanted = operation.trial, operation.call.func, operation.placement.operands
+    inputs = tuple(
+        layout or (_layout(grid, value, wanted[k]) if isinstance(value, torch.Tensor) else None)
+        for k, (value, layout) in enumerate(zip(operands, layouts, strict=True))
+    )
     emitter = Emitter(grid)
     nodes = [emitter.input(f"operand_{k}") for k in range(len(inputs))]
-    blocks = [
-        emitter.call(_aten._local_scalar_dense.default, node)
-        if layout is None
-        else emitter.resharded(node, grid.cut_of(layout), operation.placement.operands[k])
-        for k, (node, layout) in enumerate(zip(nodes, inputs, strict=True))
+    blocks, moved = [], 0
+    for k, (node, layout) in enumerate(zip(nodes, inputs, strict=True)):
+        if layout is None:
+            blocks.append(emitter.call(_aten._local_scalar_dense.default, node))
+            continue
+        cut = grid.cut_of(layout)
+        moved += emitter.sends(cut, wanted[k]) * math.prod(layout.shape) * layout.dtype.itemsize
+        blocks.append(emitter.resharded(node, cut, wanted[k]))
+    outputs = _output_layouts(operation, layouts, grid, is_moved=moved > 0)
+    results = [
+        emitter.resharded(node, cut, grid.cut_of(layout))
+        for node, cut, layout in zip(
+            emitter.results(operation, blocks), operation.cuts, outputs, strict=True
+        )
     ]
-    results = emitter.results(operation, blocks)
     ranks = [device.id for device in grid.devices]
     integers = any(
         isinstance(x, torch.Tensor) and not is_inexact(x) for x in (*trial.values, *trial.results)
@@ -196,8 +180,44 @@ def _written(
         written=trial.written,
         leaves=trial.leaves,
         spec=trial.spec,
-        reduces=name_of(func) in _EXPANDED and is_first_here,
+        reduces=name_of(func) in _EXPANDED and layouts[0] is not None,
         func=func,
         arguments=operation.arguments,
         checks_numbers=integers and None in inputs,
+        moved=moved,
     )
+
+
+def _output_layouts(
+    operation: OnBlocks, layouts: Sequence[Layout | None], grid: CommonGrid, *, is_moved: bool
+) -> tuple[Layout, ...]:
+    """``is_moved``: whether devices got more of operands than they had, so that each keeps only its
+    block of what it computes whole.
+    """
+    trial = operation.trial
+    kept = [layouts[position] for position in trial.written]
+    written = tuple(layout for layout in kept if layout is not None)
+    if len(written) < len(kept):
+        raise Unsupported  # it writes to a tensor on the host
+    if not trial.makes_new:
+        return written
+    return written + tuple(
+        _layout(grid, result, cut or (_spread(grid, result.shape) if is_moved else ()))
+        for result, cut in zip(trial.results, operation.placement.results, strict=True)
+    )
+
+
+def _spread(grid: CommonGrid, shape: Sequence[int]) -> Cut:
+    """The first dim that divides over the devices is cut."""
+    count = len(grid.devices)
+    for dim, size in enumerate(shape):
+        if size and size % count == 0:
+            return (*((),) * dim, tuple(range(len(grid.sizes))))
+    return ()
+
+
+def _layout(grid: CommonGrid, value: torch.Tensor, cut: Cut) -> Layout:
+    layout = grid.layout(value.shape, value.dtype, cut)
+    if layout is None:
+        raise Unsupported
+    return layout

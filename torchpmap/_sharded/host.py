@@ -17,12 +17,12 @@ from torchpmap._base.pytree import tree_flatten, tree_map, tree_unflatten
 from torchpmap._base.torch_internals import LEVEL, forward_state, lazy_bits, untraced
 from torchpmap._layout.layout import Layout, spread_layout
 from torchpmap._sharded.arguments import occurrences
-from torchpmap._sharded.draws import draw, is_drawn, send_again
+from torchpmap._sharded.draws import draw, draw_from_whole, is_drawn, send_again
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.layers import on_host
-from torchpmap._sharded.resharded import RESHARDED, kept_of, run_moved, run_resharded
 from torchpmap._sharded.strides import strides_of_results
 from torchpmap._sharded.transfer import is_whole_here, store
+from torchpmap._sharded.unforeseen import is_random
 from torchpmap._sharded.views import (
     Make,
     check_writable,
@@ -55,12 +55,8 @@ def _run(
         return _of_no_values(func, args, kwargs, operands)
     if is_drawn(func, args, operands):
         return draw(make, func, args, kwargs)
-    if not all(map(_is_here, operands)):
-        if func in RESHARDED:
-            return run_resharded(make, func, args, kwargs, operands)
-        kept = kept_of(func, operands, targets)
-        if kept is not None:
-            return run_moved(make, func, args, kwargs, [x for x in operands if x is not kept])
+    if is_random(func, {}) and not all(map(_is_here, operands)):
+        return draw_from_whole(make, func, args, kwargs, operands)
     for operand in operands:
         insist_whole(operand, str(func))
     if func is not torch.ops.aten._local_scalar_dense.default:

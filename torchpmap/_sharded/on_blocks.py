@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,22 @@ _aten = torch.ops.aten
 
 
 def described(
-    func: Any, arguments: dict[str, Any], trial: Trial, cuts: Sequence[Cut], sizes: tuple[int, ...]
+    func: Any,
+    arguments: dict[str, Any],
+    trial: Trial,
+    cuts: Mapping[int, Cut],
+    sizes: tuple[int, ...],
 ) -> Call:
-    """A call as rules see it; ``cuts``: of its operands."""
+    """A call as rules see it; ``cuts``: of the operands that have one, by position."""
     operands = {
         position: Operand(
-            position, tuple(value.shape), cut, position in trial.written, value.itemsize
+            position,
+            tuple(value.shape),
+            cuts.get(position, ()),
+            position in trial.written,
+            value.itemsize,
         )
-        for position, (value, cut) in enumerate(zip(trial.values, cuts, strict=True))
+        for position, value in enumerate(trial.values)
         if isinstance(value, torch.Tensor)
     }
     defaults = {
@@ -53,6 +61,12 @@ class OnBlocks:
     trial: Trial
     call: Call
     placement: Placement
+
+    @property
+    def cuts(self) -> list[Cut]:
+        """Of the new values of what it writes, and of its results."""
+        written = [self.placement.operands[position] for position in self.trial.written]
+        return [*written, *(self.placement.results if self.trial.makes_new else ())]
 
     def block_shape(self, shape: Sequence[int], cut: Cut) -> list[int]:
         block = list(shape)
@@ -104,10 +118,9 @@ class OnBlocks:
             made = masked(on_meta(func, arguments, blocks), arguments)
         except Exception:
             return False
-        cuts: Sequence[Cut] = self.placement.results
         if not self.trial.makes_new:
             made = [blocks[position] for position in self.trial.written]
-            cuts = [self.placement.operands[position] for position in self.trial.written]
+        cuts = self.cuts[-len(self.trial.results) :]
         found = [(list(x.shape), x.dtype) for x in tree_leaves(made) if x is not None]
         return found == [
             (self.block_shape(result.shape, cut), result.dtype)

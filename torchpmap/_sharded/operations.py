@@ -28,8 +28,14 @@ from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.defining import define
 from torchpmap._sharded.arguments import Unsupported, facts_of
+from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.graphs import Blueprint, blueprint
-from torchpmap._sharded.transfer import check_equal_everywhere, places_here, store_on
+from torchpmap._sharded.transfer import (
+    check_equal_everywhere,
+    is_whole_here,
+    places_here,
+    store_on,
+)
 from torchpmap._trace.pickling import number_of
 
 _MAX_OPERATIONS = 1024
@@ -219,7 +225,8 @@ def _prepare(
     named = dict(zip(facts_of(func).names, args, strict=False)) | kwargs
     layouts = [o._layout if type(o) is scan.kind else None for o in scan.operands]
     try:
-        made = blueprint(func, named, scan.operands, layouts, scan.slots, prefer)
+        spans = not all(is_whole_here(layout) for layout in layouts if layout is not None)
+        made = blueprint(func, named, scan.operands, layouts, scan.slots, prefer, spans=spans)
     except Unsupported:
         return None
     if made.checks_numbers:
@@ -241,6 +248,8 @@ def start(operation: Operation, kind: Any, operands: Sequence[Any]) -> list[tupl
     known = _known_of(team)
     if made.checks_numbers:
         made.check_numbers(operands)
+    if made.moved:
+        note_gather(made.func, made.moved)
     if operation.spans:
         _compare(known, operation, kind, operands)
     held: list[Handle] = []

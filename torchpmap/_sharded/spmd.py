@@ -4,7 +4,8 @@ An operation (``_sharded/graphs``) is a node between blocks that are brought to 
 move (``_sharded/redistribute``) is a block brought to another cut.  On a grid of (2, 2):
 
     P('x') to P(None, 'y')    device (r, c) keeps its columns c, and gathers along x
-    P('x') to P(None, 'x')    gathers along x, and keeps its columns r
+    P('x') to P(None, 'x')    sends each device of its column the columns that it keeps
+    P('x') to P('y')          gathers along x, and keeps its rows c
 
 The graph is written down directly; there is nothing to trace.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torchpmap._sharded.arguments import filled, positional
 from torchpmap._sharded.blocks import (
     added_once,
     combined,
+    exchanged,
     joined,
     own_block,
     place_along,
@@ -41,6 +43,8 @@ from torchpmap._trace.compile import EAGER, Definition, Kind
 
 _aten = torch.ops.aten
 
+Steps = list[tuple[int, ...]]
+
 
 class Emitter:
     """The graph of a device of a grid, as far as it is written."""
@@ -50,6 +54,7 @@ class Emitter:
         self.groups: dict[str, RankPartition] = {}
         self._ranks = tuple(device.id for device in grid.devices)
         self._graph = torch.fx.Graph()
+        self._constants: dict[str, Any] = {}
         self.index = self._graph.placeholder("index")
         """Of the device among those that run the graph."""
         self.place = self.index
@@ -58,6 +63,12 @@ class Emitter:
     def input(self, name: str) -> torch.fx.Node:
         """A block that the device has; all come before anything is done with one."""
         return self._graph.placeholder(name)
+
+    def constant(self, value: Any) -> torch.fx.Node:
+        """A tensor, or a graph inside, that all devices have."""
+        name = f"constant_{len(self._constants)}"
+        self._constants[name] = value
+        return self._graph.get_attr(name)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.fx.Node:
         return self._graph.call_function(function, args, kwargs)
@@ -80,7 +91,7 @@ class Emitter:
         return Definition(
             number,
             name,
-            LazyGraphModule({}, self._graph),
+            LazyGraphModule(self._constants, self._graph),
             uses_index,
             tuple(ranks),
             tuple(inputs),
@@ -115,25 +126,33 @@ class Emitter:
 
         ``blocks``: of its operands, in the cuts that it needs.
         """
-        trial = operation.trial
         given = [self._given(operation, k, block) for k, block in enumerate(blocks)]
-        parts = self.parts(operation, given)
-        written = [given[position] for position in trial.written]
-        if not trial.makes_new:
+        written = [given[position] for position in operation.trial.written]
+        made = self._on_blocks(operation, given)
+        if not operation.trial.makes_new:
             return written
-        order = operation.call.arguments.get("ord", operation.call.arguments.get("p"))
-        results = [
-            part
-            if how is None or not operation.is_sent(how)
-            else self.call(combined, part, how.kind, *self.group(how.over), order)
-            for part, how in zip(parts, operation.placement.combine, strict=True)
+        return written + [
+            self.sum(part, over, result.dtype) if over else part
+            for part, over, result in self._combined(operation, made)
         ]
-        if not operation.rounds_parts:
-            return written + results
-        return [
-            self.call(_aten.to.dtype, node, result.dtype)
-            for node, result in zip(results, trial.results, strict=True)
-        ]
+
+    def parts(
+        self, operation: OnBlocks, blocks: Sequence[torch.fx.Node]
+    ) -> list[tuple[torch.fx.Node, tuple[int, ...]]]:
+        """The results of an operation that writes nothing; with each, the dims of the grid along
+        which devices have parts of it, which are still to be added up.
+        """
+        given = [self._given(operation, k, block) for k, block in enumerate(blocks)]
+        made = self._on_blocks(operation, given)
+        return [(part, over) for part, over, _ in self._combined(operation, made)]
+
+    def sum(self, part: torch.fx.Node, over: tuple[int, ...], dtype: torch.dtype) -> torch.fx.Node:
+        """The sum of what the devices along some dims of the grid have."""
+        return self.narrow(self.call(combined, part, "sum", *self.group(over), None), dtype)
+
+    def narrow(self, whole: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
+        """A sum in its dtype, of which the parts may have more digits."""
+        return self.call(_aten.to.dtype, whole, dtype) if dtype in ROUNDED else whole
 
     def _given(self, operation: OnBlocks, position: int, block: torch.fx.Node) -> torch.fx.Node:
         """What an operation takes for an operand that a device has."""
@@ -145,8 +164,10 @@ class Emitter:
             block = self.call(_aten.clone.default, block)
         return self.call(summable, block) if operation.rounds_parts else block
 
-    def parts(self, operation: OnBlocks, blocks: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
-        """The results of an operation on blocks, which may be parts of those of the whole."""
+    def _on_blocks(
+        self, operation: OnBlocks, blocks: Sequence[torch.fx.Node]
+    ) -> list[torch.fx.Node]:
+        """What an operation returns for blocks."""
         func, arguments = operation.block_call()
         if operation.rounds_parts and arguments.get("dtype") in ROUNDED:
             arguments = arguments | {"dtype": ROUNDED[arguments["dtype"]]}
@@ -164,16 +185,34 @@ class Emitter:
             if leaf is not None
         ]
 
+    def _combined(
+        self, operation: OnBlocks, made: Sequence[torch.fx.Node]
+    ) -> Iterator[tuple[torch.fx.Node, tuple[int, ...], torch.Tensor]]:
+        """Each result, whole but for a sum along some dims, those dims, and what it is of."""
+        order = operation.call.arguments.get("ord", operation.call.arguments.get("p"))
+        combine = operation.placement.combine
+        for part, how, result in zip(made, combine, operation.trial.results, strict=True):
+            if how is None or not operation.is_sent(how):
+                yield self._as(operation, part, result), (), result
+            elif how.kind == "sum":
+                yield part, how.over, result
+            elif how.kind == "mean":
+                parts = self.grid.parts(how.over)
+                yield self.call(_aten.div.Tensor, part, parts), how.over, result
+            else:
+                whole = self.call(combined, part, how.kind, *self.group(how.over), order)
+                yield self._as(operation, whole, result), (), result
+
+    def _as(self, operation: OnBlocks, node: torch.fx.Node, result: torch.Tensor) -> torch.fx.Node:
+        return self.narrow(node, result.dtype) if operation.rounds_parts else node
+
     # -- from cut to cut ---------------------------------------------------------------------------
 
     def resharded(self, block: torch.fx.Node, cut: Cut, wanted: Cut) -> torch.fx.Node:
         """The block of another cut.  A device takes what it needs of its own, gathers the blocks
         that the new one has parts of, and takes its part of these.
         """
-        pairs = list(itertools.zip_longest(self._real(cut), self._real(wanted), fillvalue=()))
-        kept = [_alike(*pair) for pair in pairs]
-        gathered = [over[n:] for (over, _), n in zip(pairs, kept, strict=True)]
-        taken = [over[n:] for (_, over), n in zip(pairs, kept, strict=True)]
+        gathered, taken = self._steps(cut, wanted)
         joins = set(itertools.chain(*gathered))
         early = [
             not over and joins.isdisjoint(more) for over, more in zip(gathered, taken, strict=True)
@@ -181,13 +220,26 @@ class Emitter:
         for dim, more in enumerate(taken):  # first, so that less is sent
             if more and early[dim]:
                 block = self._own(block, dim, more)
-        for dim, over in enumerate(gathered):
-            if over:
-                block = self.call(joined, block, dim, *self.group(over))
-        for dim, more in enumerate(taken):
-            if more and not early[dim]:
-                block = self._own(block, dim, more)
+        sent = [dim for dim, over in enumerate(gathered) if over]
+        late = [dim for dim, more in enumerate(taken) if more and not early[dim]]
+        if len(sent) == len(late) == 1 and gathered[sent[0]] == taken[late[0]]:
+            return self.call(exchanged, block, sent[0], late[0], *self.group(gathered[sent[0]]))
+        for dim in sent:
+            block = self.call(joined, block, dim, *self.group(gathered[dim]))
+        for dim in late:
+            block = self._own(block, dim, taken[dim])
         return block
+
+    def sends(self, cut: Cut, wanted: Cut) -> bool:
+        """Whether devices need more than they have, to bring a value to another cut."""
+        return any(self._steps(cut, wanted)[0])
+
+    def _steps(self, cut: Cut, wanted: Cut) -> tuple[Steps, Steps]:
+        """Per dim, the dims of the grid along which blocks are joined, and then cut."""
+        pairs = list(itertools.zip_longest(self._real(cut), self._real(wanted), fillvalue=()))
+        kept = [_alike(*pair) for pair in pairs]
+        gathered = [over[n:] for (over, _), n in zip(pairs, kept, strict=True)]
+        return gathered, [over[n:] for (_, over), n in zip(pairs, kept, strict=True)]
 
     def _real(self, cut: Cut) -> list[tuple[int, ...]]:
         """A cut without the dims of the grid that have one device."""

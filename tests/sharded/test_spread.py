@@ -1,0 +1,249 @@
+"""Covers: _sharded/spread.py and choice.py: a graph of whole values, run on blocks by devices.
+
+What is right is what plain torch gives for the whole values.
+"""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchpmap as tp
+from torchpmap import P
+from torchpmap._base.torch_internals import FakeTensorMode
+from torchpmap._layout.common_grid import common_grid
+from torchpmap._runtime.defining import define
+from torchpmap._sharded.spmd import Emitter
+from torchpmap._sharded.spread import Spread, Value
+from torchpmap._sharded.tensor import make_sharded
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+numbers = itertools.count(-(2**42), -1)
+LINE, SQUARE = {"x": 4}, {"x": 2, "y": 2}
+
+
+def spread(f, values, specs, axes=LINE, wanted=None, weights=()):
+    """Results of ``f`` for values that lie as the specs say, how often each function is called on a
+    device, and what was resharded; ``wanted``: specs of results.
+    """
+    from torchpmap._trace.graph_mode import graph_of
+
+    mesh = tp.make_mesh(tuple(axes.values()), tuple(axes))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = [torch.empty(x.shape, dtype=x.dtype) for x in values]
+        module = graph_of(lambda *xs: tuple(f(*xs)), fakes)
+    given = [
+        tp.device_put(x, tp.NamedSharding(mesh, s)) for x, s in zip(values, specs, strict=True)
+    ]
+    layouts = [x._layout for x in given]
+    grid = common_grid(layouts)
+    emitter = Emitter(grid)
+    inputs = [
+        Value(emitter.input(f"x{k}"), x.shape, x.dtype, grid.cut_of(x), (), k in weights)
+        for k, x in enumerate(layouts)
+    ]
+    whole = Spread(module, emitter)
+    count = len(module.graph.output_node().args[0])
+    cuts = [None] * count if wanted is None else [cut_of(spec, axes) for spec in wanted]
+    results = whole.run(inputs, cuts)
+    outputs = [grid.layout(value.shape, value.dtype, value.cut) for value in results]
+    blocks = [value.block for value in results]
+    ranks = [device.id for device in grid.devices]
+    kinds = [(x.block_shape, x.dtype) for x in layouts]
+    definition = emitter.finished(next(numbers), "whole", blocks, outputs, ranks, kinds)
+    team = given[0]._handle.team
+    define(team, definition, emitter.groups, "a whole graph")
+    handles = team.runtime.execute(team, definition.plan_id, [x._handle for x in given], count)
+    team.runtime.forget(definition.plan_id)
+    called = Counter(getattr(n.target, "__name__", "") for n in definition.graph.graph.nodes)
+    sent = ("joined", "exchanged", "added_up", "added_and_cut", "combined")
+    return (
+        [make_sharded(*pair) for pair in zip(outputs, handles, strict=True)],
+        {name: called[name] for name in sent if called[name]},
+        whole.reshards,
+    )
+
+
+def cut_of(spec, axes):
+    names = list(axes)
+    return tuple(
+        ()
+        if entry is None
+        else tuple(map(names.index, (entry,) if isinstance(entry, str) else entry))
+        for entry in spec
+    )
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+X, Y, W = normal(8, 8), normal(8, 8, seed=1), normal(8, 8, seed=2)
+HALVES = [P(), P("x"), P(None, "x"), P("y", "x"), P(("x", "y")), P(None, ("y", "x"))]
+
+FUNCTIONS = {
+    "a product": lambda x, y: [x @ y, x.T @ y, (x @ y).sum()],
+    "sums that wait": lambda x, y: [x.sum(0) * 2 - x.mean(0), (x.sum(1) + y.sum(1)).tanh()],
+    "a sum of a part of a sum": lambda x, y: [(x @ y).sum(0), (x.sum(0) / 3).sum()],
+    "a part times a part": lambda x, y: [x.sum(0) * y.sum(0), x.sum(0) * y, y / x.sum(0)],
+    "an extreme": lambda x, y: [x.amax(0), (x @ y).amin(), x.norm(), x.logsumexp(1)],
+    "softmax along each dim": lambda x, y: [x.softmax(0) @ y.softmax(1)],
+    "without a rule": lambda x, y: [*x.sort(0), y.cumsum(0) + x.flip(1), torch.linalg.inv(x)],
+    "shapes": lambda x, y: [x.view(4, 2, 8).transpose(0, 2).reshape(8, 8) @ y, torch.cat([x, y])],
+    "rows": lambda x, y: [x[2:6] + y[:4], x[torch.tensor([3, 1])], x[1] * y],
+    "a constant": lambda x, y: [x * torch.arange(8.0).double(), y + 1],
+    "several results": lambda x, y: [
+        a * b for a, b in zip(x.split(4), y.unbind()[:2], strict=True)
+    ],
+    "integers and halves": lambda x, y: [
+        (x * 9).long().sum(0),
+        (x.bfloat16() @ y.bfloat16()).float(),
+    ],
+    "masks": lambda x, y: [
+        torch.where(x > 0, x, y).sum(1),
+        (x > y).any(0),
+        x.masked_fill(y > 0, 0),
+    ],
+    "nothing": lambda x, y: [x, y, x],
+}
+
+
+@pytest.mark.parametrize("first", HALVES, ids=str)
+@pytest.mark.parametrize("second", HALVES, ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_are_those_of_the_whole(name, first, second):
+    results, _, _ = spread(FUNCTIONS[name], [X, Y], [first, second], SQUARE)
+    for got, expected in zip(results, FUNCTIONS[name](X, Y), strict=True):
+        close = {"rtol": 0.1, "atol": 0.1} if name == "integers and halves" else {}
+        torch.testing.assert_close(got.cpu(), expected, **close)
+
+
+@pytest.mark.parametrize("spec", HALVES, ids=str)
+def test_results_lie_where_they_are_wanted(spec):
+    def f(x, y):
+        return x @ y, x.sum(0), x * y, x
+
+    wanted = [spec, P(spec[-1] if spec else None), spec, spec]
+    results, _, _ = spread(f, [X, Y], [P("x", "y"), P("y")], SQUARE, wanted)
+    for got, expected, place in zip(results, f(X, Y), wanted, strict=True):
+        torch.testing.assert_close(got.cpu(), expected)
+        right = tp.NamedSharding(tp.make_mesh((2, 2), ("x", "y")), place)
+        assert got.sharding.devices_indices_map(got.shape) == right.devices_indices_map(got.shape)
+
+
+def test_a_gradient_of_rows_takes_one_message():
+    def step(x, w, b):
+        loss, grads = torch.func.grad_and_value(
+            lambda w, b: ((x @ w + b).tanh() ** 2).mean(), (0, 1)
+        )(w, b)[::-1]
+        return loss, *grads
+
+    values = [X, W, Y[0]]
+    results, sent, reshards = spread(step, values, [P("x"), P(), P()])
+    assert (sent, reshards) == ({"added_up": 1}, [])
+    for got, expected in zip(results, step(*values), strict=True):
+        torch.testing.assert_close(got.cpu(), expected)
+
+
+def test_a_cut_weight_is_gathered_and_its_gradient_scattered():
+    def step(x, w):
+        return torch.func.grad_and_value(lambda w: ((x @ w).tanh() ** 2).mean())(w)
+
+    results, sent, reshards = spread(
+        step, [X, W], [P("x"), P("x")], wanted=[P("x"), P()], weights=[1]
+    )
+    assert sent == {"joined": 1, "added_and_cut": 1, "added_up": 1}
+    assert [(r.operation, r.cut, r.wanted, r.num_bytes) for r in reshards] == [
+        ("aten.mm.default", ((0,),), (), 512)
+    ]
+    for got, expected in zip(results, step(X, W), strict=True):
+        torch.testing.assert_close(got.cpu(), expected)
+
+
+def test_data_that_is_no_weight_moves_to_another_dim_in_one_message():
+    """JAX's compiler does the same: an all-to-all sends a part of what a gather would."""
+    results, sent, _ = spread(lambda x: [x.softmax(1)], [X], [P(None, "x")])
+    assert sent == {"exchanged": 1}
+    torch.testing.assert_close(results[0].cpu(), X.softmax(1))
+    assert results[0].sharding.spec == P("x")
+
+
+class Layer(nn.Module):
+    """Of a transformer, with its projections apart, as they are cut."""
+
+    def __init__(self, size, heads):
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(size), nn.LayerNorm(size)
+        self.q, self.k, self.v, self.out = (nn.Linear(size, size) for _ in range(4))
+        self.up, self.down = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
+
+    def forward(self, x):
+        y = self.before(x)
+        q, k, v = (
+            each(y).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(y)
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places = nn.Embedding(32, 16), nn.Embedding(8, 16)
+        self.layers = nn.Sequential(Layer(16, 4), Layer(16, 4))
+        self.end, self.logits = nn.LayerNorm(16), nn.Linear(16, 32, bias=False)
+
+    def forward(self, tokens, following):
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        x = self.logits(self.end(self.layers(x)))
+        return F.cross_entropy(x.flatten(0, 1), following.flatten())
+
+
+def fully_sharded(name, p):
+    return P("x") if p.shape[0] % 4 == 0 else P()
+
+
+def megatron(name, p):
+    if any(f".{each}." in name for each in ("q", "k", "v", "up")):
+        return P("y")
+    return P(None, "y") if name.endswith(("down.weight", "out.weight")) else P()
+
+
+PLANS = {
+    # messages: one for all gradients and the loss, after one for the number of words
+    "replicated": (lambda name, p: P(), LINE, {"added_up": 2}),
+    "fully sharded": (fully_sharded, LINE, {"joined": 50, "added_up": 1, "added_and_cut": 1}),
+    "tensor parallel": (megatron, SQUARE, {"added_up": 10}),  # Megatron: four a layer, and two
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_gradients_of_a_transformer(name):
+    place, axes, messages = PLANS[name]
+    model = Language().double()
+    parameters = {key: p.detach() for key, p in model.named_parameters()}
+    tokens = torch.randint(0, 32, (2, 8, 8), generator=torch.Generator().manual_seed(3))
+
+    def step(*values):
+        own = dict(zip(parameters, values, strict=False))
+        data = values[len(parameters) :]
+        grads, loss = torch.func.grad_and_value(
+            lambda own: torch.func.functional_call(model, own, data)
+        )(own)
+        return loss, *grads.values()
+
+    values = [*parameters.values(), *tokens]
+    specs = [place(key, p) for key, p in parameters.items()]
+    weights = range(len(parameters))
+    results, sent, _ = spread(step, values, [*specs, P("x"), P("x")], axes, [P(), *specs], weights)
+    assert sent == messages
+    for got, expected in zip(results, step(*values), strict=True):
+        torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=1e-14)

@@ -1,0 +1,385 @@
+"""From a graph of whole values to the graph of one device: the same operations on blocks.
+
+    whole graph, cuts of its inputs --Spread--> device graph, cuts of its results
+
+Operands are brought where an operation needs them (``_sharded/choice``).  Where devices have parts
+of a sum, the sum waits: linear operations run on the parts, and sums are made when nothing else can
+run, all that are alike in one message.  A sum that is wanted cut is scattered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from torchpmap._base.pytree import tree_flatten
+from torchpmap._base.torch_internals import OpOverload
+from torchpmap._layout.grid import Cut, trimmed
+from torchpmap._sharded.arguments import Slot, Unsupported, facts_of, plain
+from torchpmap._sharded.blocks import added_and_cut, added_up
+from torchpmap._sharded.choice import chosen
+from torchpmap._sharded.on_blocks import OnBlocks, described
+from torchpmap._sharded.rules.signature import Operand
+from torchpmap._sharded.rules.table import rule_of
+from torchpmap._sharded.spmd import Emitter
+from torchpmap._sharded.trial import Trial, meta
+from torchpmap._sharded.unforeseen import name_of
+
+_aten = torch.ops.aten
+
+BUCKET_BYTES = 25 * 2**20
+"""Sums that are so large together wait no longer: whole gradients would fill the memory."""
+
+_LINEAR = frozenset(
+    [
+        *("_reshape_alias", "_unsafe_view", "alias", "clone", "detach", "mean", "neg"),
+        *("permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "sum"),
+        *("t", "transpose", "unbind", "unsqueeze", "view"),
+    ]
+)
+"""Linear in their one tensor, and their results have no more elements than it."""
+_OF_SHAPES = frozenset(
+    [
+        *("empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like"),
+        "zeros_like",
+    ]
+)
+"""They ask for the shape and dtype of a tensor only, which need not be added up."""
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A value of the whole graph, as a device has it."""
+
+    block: Node
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    cut: Cut = ()
+    over: tuple[int, ...] = ()
+    """Dims of the grid along which the blocks are still to be added up."""
+    is_weight: bool = False
+    """A captured tensor, or a view of one, which is gathered where data is cut alike."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """An operand that an operation could not take as it lay."""
+
+    operation: str
+    node: Node
+    """Of the whole graph."""
+    cut: Cut
+    wanted: Cut
+    num_bytes: int
+    """Of the whole operand."""
+
+
+class _Waits(Exception):  # not an error: the sweep goes on with other nodes
+    """A node needs sums: of which nodes, and the cuts that it wants."""
+
+    def __init__(self, sums: Iterable[tuple[Node, Cut]]) -> None:
+        self.sums = list(sums)
+
+
+@dataclass
+class Spread:
+    """A graph of whole values that is being written for a device."""
+
+    module: GraphModule
+    """Without writes; every node has its fake value as ``meta["val"]``."""
+    emitter: Emitter
+    reshards: list[Reshard] = field(default_factory=list)
+    _values: dict[Node, Any] = field(default_factory=dict)
+    _moved: dict[tuple[Node, Cut], Node] = field(default_factory=dict)
+    """Blocks of values in other cuts."""
+
+    def run(self, inputs: Sequence[Value], wanted: Sequence[Cut | None]) -> list[Value]:
+        """The results of the graph.
+
+        Args:
+            inputs: one for each placeholder.
+            wanted: the cut of each result; None where any will do.
+        """
+        places = iter(inputs)
+        waiting: list[Node] = []
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                self._values[node] = next(places)
+            elif node.op != "output":
+                waiting.append(node)
+            else:
+                results = list(node.args[0])
+        first = self._first_of_weights(waiting)
+        while waiting:
+            waiting = self._sweep(waiting, first)
+        self._finish(results, wanted)
+        return [self._result(node, cut) for node, cut in zip(results, wanted, strict=True)]
+
+    # -- the order ---------------------------------------------------------------------------------
+
+    def _first_of_weights(self, nodes: Sequence[Node]) -> set[Node]:
+        """What is made of weights alone, and no view: it must not run ahead, and be kept for long,
+        while others wait for sums.
+        """
+        weights = {node for node, value in self._values.items() if value.is_weight}
+        for node in nodes:
+            if all(source in weights for source in node.all_input_nodes):
+                weights.add(node)
+        views = {
+            node for node in weights if isinstance(node.target, OpOverload) and node.target.is_view
+        }
+        return weights - views
+
+    def _sweep(self, nodes: Sequence[Node], of_weights: set[Node]) -> list[Node]:
+        """Write all nodes that can be, and the sums that the first of the others waits for; the
+        others.
+        """
+        sums: dict[tuple[Node, Cut], None] = {}
+        later = []
+        for node in nodes:
+            is_ready = all(source in self._values for source in node.all_input_nodes)
+            if not is_ready or (sums and node in of_weights):
+                later.append(node)
+                continue
+            try:
+                self._values[node] = self._written(node)
+            except _Waits as wait:
+                sums |= dict.fromkeys(wait.sums)
+                later.append(node)
+                waiting = {source: self._values[source].num_bytes for source, _ in sums}
+                if sum(waiting.values()) > BUCKET_BYTES:
+                    self._add_up(sums)
+                    sums = {}
+        self._add_up(sums)
+        return later
+
+    def _finish(self, results: Sequence[Any], wanted: Sequence[Cut | None]) -> None:
+        while True:
+            sums = [
+                (node, self._values[node].cut if cut is None else cut)
+                for node, cut in zip(results, wanted, strict=True)
+                if self._values[node].over
+            ]
+            if not sums:
+                return
+            self._add_up(sums)
+
+    def _result(self, node: Node, wanted: Cut | None) -> Value:
+        value: Value = self._values[node]
+        cut = value.cut if wanted is None else wanted
+        return replace(value, block=self._moved_to(node, cut), cut=cut)
+
+    # -- sums --------------------------------------------------------------------------------------
+
+    def _add_up(self, wants: Iterable[tuple[Node, Cut]]) -> None:
+        """Make the first of some sums, and those like it; others may grow until they are needed.
+
+        wants: values that are parts of sums, and the cut in which each sum is wanted.
+        """
+        chosen: dict[Node, Cut] = {}
+        for node, cut in wants:
+            chosen.setdefault(node, cut)
+        alike: dict[Any, list[tuple[Node, int | None]]] = {}
+        for node, cut in chosen.items():
+            value: Value = self._values[node]
+            dim = _scattered_dim(value, cut)
+            alike.setdefault((value.over, value.dtype, dim is not None), []).append((node, dim))
+        if not alike:
+            return
+        (over, _, is_cut), members = next(iter(alike.items()))
+        nodes, dims = [node for node, _ in members], [dim for _, dim in members]
+        size, group = self.emitter.group(over)
+        blocks = [self._values[node].block for node in nodes]
+        if is_cut:
+            made = self.emitter.call(added_and_cut, blocks, dims, size, group)
+        else:
+            made = self.emitter.call(added_up, blocks, group)
+        for place, (node, dim) in enumerate(members):
+            value = self._values[node]
+            block = self.emitter.call(operator.getitem, made, place)
+            block = self.emitter.narrow(block, value.dtype)
+            cut = value.cut if dim is None else _with(value.cut, dim, over)
+            self._values[node] = replace(value, block=block, cut=cut, over=())
+
+    # -- one node ----------------------------------------------------------------------------------
+
+    def _written(self, node: Node) -> Any:
+        if node.op == "get_attr":
+            value = getattr(self.module, str(node.target))  # a tensor, or a graph inside
+            shape, dtype = tuple(getattr(value, "shape", ())), getattr(value, "dtype", torch.bool)
+            return Value(self.emitter.constant(value), shape, dtype)
+        if node.target is operator.getitem:
+            source: Any = node.args[0]
+            return self._values[source][node.args[1]]
+        if isinstance(node.target, OpOverload) and _tensors(node.meta.get("val")):
+            with contextlib.suppress(Unsupported):
+                return self._operation(node, node.target)
+        return self._on_whole(node)
+
+    def _on_whole(self, node: Node) -> Any:
+        """Something that no rule is for: every device does it with whole operands."""
+        self._wait_for(node.all_input_nodes)
+        given = {source: self._brought(node, source, ()) for source in node.all_input_nodes}
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
+        function: Any = node.target
+        made = self.emitter.call(function, *args, **kwargs)
+        return self._values_of(node, [made], [()] * len(_tensors(node.meta.get("val"))))
+
+    def _wait_for(self, nodes: Iterable[Node]) -> None:
+        sums = [(node, ()) for node in nodes if self._values[node].over]
+        if sums:
+            raise _Waits(sums)
+
+    def _operation(self, node: Node, func: Any) -> Any:
+        sources: list[Node] = []
+
+        def slot(value: Any) -> Any:
+            if isinstance(value, Node):
+                sources.append(value)
+                return Slot(len(sources) - 1)
+            return [slot(item) for item in value] if isinstance(value, list | tuple) else value
+
+        named = dict(zip(facts_of(func).names, node.args, strict=False)) | dict(node.kwargs)
+        kept = {name: named[name] for name in ("memory_format",) if name in named}
+        func, arguments = plain(func, {name: slot(value) for name, value in named.items()})
+        arguments |= kept  # a view may rely on it
+        values: list[Value] = [self._values[source] for source in sources]
+        trial = _trial_of(node, values)
+        sizes = self.emitter.grid.sizes
+        operands = [
+            Operand(k, value.shape, value.cut, False, value.dtype.itemsize)
+            for k, value in enumerate(values)
+        ]
+        call, placement = chosen(
+            lambda cuts: described(func, arguments, trial, cuts, sizes),
+            rule_of(func),
+            operands,
+            frozenset(k for k, value in enumerate(values) if value.is_weight),
+        )
+        over = _carried(func, values)
+        used = {
+            *placement.over,
+            *(k for cut in placement.operands.values() for o in cut for k in o),
+        }
+        if over is None or used & set(over):
+            sums = [(s, placement.operands[k]) for k, s in enumerate(sources) if values[k].over]
+            if sums:
+                raise _Waits(sums)
+            over = ()
+        blocks = [
+            self._brought(node, source, placement.operands[k]) for k, source in enumerate(sources)
+        ]
+        operation = OnBlocks(arguments, trial, call, placement)
+        made = self.emitter.parts(operation, blocks)
+        is_weight = bool(values) and values[0].is_weight and (func.is_view or func in _COPIES)
+        return self._values_of(
+            node,
+            [part for part, _ in made],
+            placement.results,
+            [(*over, *more) for _, more in made],
+            is_weight,
+        )
+
+    def _brought(self, node: Node, source: Node, wanted: Cut) -> Node:
+        value: Value = self._values[source]
+        if value.cut != wanted and any(value.cut):
+            name = str(node.target)
+            reshard = Reshard(name, source, value.cut, wanted, value.num_bytes)
+            if self.emitter.sends(value.cut, wanted):
+                self.reshards.append(reshard)
+        return self._moved_to(source, wanted)
+
+    def _moved_to(self, node: Node, wanted: Cut) -> Node:
+        value: Value = self._values[node]
+        if value.cut == wanted:
+            return value.block
+        known = self._moved.get((node, wanted))
+        if known is None:
+            known = self.emitter.resharded(value.block, value.cut, wanted)
+            self._moved[node, wanted] = known
+        return known
+
+    def _values_of(
+        self,
+        node: Node,
+        made: Sequence[Node],
+        cuts: Sequence[Cut],
+        overs: Sequence[tuple[int, ...]] | None = None,
+        is_weight: bool = False,
+    ) -> Any:
+        """The values of a node's results, which are ``made`` on a device."""
+        whole = node.meta.get("val", ())
+        results = _tensors(whole)
+        if len(made) != len(results):
+            made = [self.emitter.call(operator.getitem, made[0], k) for k in range(len(results))]
+        overs = [()] * len(results) if overs is None else overs
+        values = [
+            Value(block, tuple(x.shape), x.dtype, cut, tuple(sorted(set(over))), is_weight)
+            for block, x, cut, over in zip(made, results, cuts, overs, strict=True)
+        ]
+        if isinstance(whole, torch.Tensor):
+            return values[0]
+        rest = iter(values)
+        return [next(rest) if isinstance(x, torch.Tensor) else x for x in whole]
+
+
+_COPIES = (_aten.clone.default, _aten._to_copy.default)
+
+
+def _scattered_dim(value: Value, wanted: Cut) -> int | None:
+    """The dim along which a sum is wanted cut over the devices that have parts of it."""
+    for dim, over in enumerate(wanted):
+        if over and over == value.over and not (dim < len(value.cut) and value.cut[dim]):
+            return dim
+    return None
+
+
+def _with(cut: Cut, dim: int, over: tuple[int, ...]) -> Cut:
+    entries = [*cut, *((),) * (dim + 1 - len(cut))]
+    entries[dim] = over
+    return trimmed(entries)
+
+
+def _carried(func: Any, values: Sequence[Value]) -> tuple[int, ...] | None:
+    """The dims along which a result may stay a part of a sum, as its operands are; None: their sums
+    must be made first.
+    """
+    overs, name = {value.over for value in values}, name_of(func)
+    if overs <= {()} or name in _OF_SHAPES:
+        return ()
+    parts = [k for k, value in enumerate(values) if value.over]
+    over = values[parts[0]].over
+    are_alike = len(values) == 2 and values[0].shape == values[1].shape
+    is_linear = (
+        (name in _LINEAR and len(values) == 1)
+        or (name == "cat" and len(overs) == 1)
+        or (name == "div" and parts == [0])
+        or (name == "mul" and len(parts) == 1)
+        or (name in ("add", "sub") and len(overs) == 1 and are_alike)
+    )
+    return over if is_linear else None
+
+
+def _trial_of(node: Node, values: Sequence[Value]) -> Trial:
+    """What is known of a node's call: it was traced."""
+    leaves, spec = tree_flatten(node.meta["val"])
+    results = tuple(meta(x.shape, x.dtype) for x in leaves if isinstance(x, torch.Tensor))
+    numbers = itertools.count()
+    places = tuple(next(numbers) if isinstance(x, torch.Tensor) else None for x in leaves)
+    return Trial([meta(v.shape, v.dtype) for v in values], (), places, spec, results, True)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [x for x in tree_flatten(value)[0] if isinstance(x, torch.Tensor)]
