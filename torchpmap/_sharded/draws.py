@@ -82,6 +82,11 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
 }
 """They draw numbers that depend on values; the same numbers as torch draws on the CPU."""
 
+FROM_VALUES = _overloads(
+    *("_sample_dirichlet", "_standard_gamma", "binomial", "multinomial", "poisson")
+)
+"""Functions whose numbers depend on values in ways that only torch knows."""
+
 
 def is_drawn(func: Any, args: Sequence[Any], operands: Sequence[Any]) -> bool:
     """Whether ``draw`` can run a call without fetching its operands."""

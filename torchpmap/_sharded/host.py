@@ -17,12 +17,17 @@ from torchpmap._base.pytree import tree_flatten, tree_map, tree_unflatten
 from torchpmap._base.torch_internals import LEVEL, forward_state, lazy_bits, untraced
 from torchpmap._layout.layout import Layout, spread_layout
 from torchpmap._sharded.arguments import occurrences
-from torchpmap._sharded.draws import draw, draw_from_whole, is_drawn, send_again
+from torchpmap._sharded.draws import (
+    FROM_VALUES,
+    draw,
+    draw_from_whole,
+    is_drawn,
+    send_again,
+)
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.layers import on_host
 from torchpmap._sharded.strides import strides_of_results
 from torchpmap._sharded.transfer import is_whole_here, store
-from torchpmap._sharded.unforeseen import is_random
 from torchpmap._sharded.views import (
     Make,
     check_writable,
@@ -55,7 +60,7 @@ def _run(
         return _of_no_values(func, args, kwargs, operands)
     if is_drawn(func, args, operands):
         return draw(make, func, args, kwargs)
-    if is_random(func, {}) and not all(map(_is_here, operands)):
+    if func in FROM_VALUES and not all(map(_is_here, operands)):
         return draw_from_whole(make, func, args, kwargs, operands)
     for operand in operands:
         insist_whole(operand, str(func))

@@ -225,7 +225,7 @@ def _prepare(
     named = dict(zip(facts_of(func).names, args, strict=False)) | kwargs
     layouts = [o._layout if type(o) is scan.kind else None for o in scan.operands]
     try:
-        spans = not all(is_whole_here(layout) for layout in layouts if layout is not None)
+        spans = any(layout is not None and _spans(layout) for layout in layouts)
         made = blueprint(func, named, scan.operands, layouts, scan.slots, prefer, spans=spans)
     except Unsupported:
         return None
@@ -240,6 +240,11 @@ def _prepare(
     keeps_order = not made.written and facts_of(func).keeps_order
     spans = len(places_here(made.outputs[0])) < len(team.ranks) if made.outputs else False
     return Operation(definition.plan_id, team, made, keeps_order, spans)
+
+
+def _spans(layout: Layout) -> bool:
+    """Whether this process has some blocks of a value, and others have the rest."""
+    return bool(places_here(layout)) and not is_whole_here(layout)
 
 
 def start(operation: Operation, kind: Any, operands: Sequence[Any]) -> list[tuple[Layout, Handle]]:

@@ -27,7 +27,7 @@ from torchpmap._sharded.arguments import Slot, Unsupported, facts_of, plain
 from torchpmap._sharded.blocks import added_and_cut, added_up
 from torchpmap._sharded.choice import chosen
 from torchpmap._sharded.on_blocks import OnBlocks, described
-from torchpmap._sharded.rules.signature import Operand
+from torchpmap._sharded.rules.signature import Call, Operand
 from torchpmap._sharded.rules.table import rule_of
 from torchpmap._sharded.spmd import Emitter
 from torchpmap._sharded.trial import Trial, meta
@@ -268,7 +268,7 @@ class Spread:
             operands,
             frozenset(k for k, value in enumerate(values) if value.is_weight),
         )
-        over = _carried(func, values)
+        over = _carried(call, values)
         used = {
             *placement.over,
             *(k for cut in placement.operands.values() for o in cut for k in o),
@@ -352,13 +352,15 @@ def _with(cut: Cut, dim: int, over: tuple[int, ...]) -> Cut:
     return trimmed(entries)
 
 
-def _carried(func: Any, values: Sequence[Value]) -> tuple[int, ...] | None:
+def _carried(call: Call, values: Sequence[Value]) -> tuple[int, ...] | None:
     """The dims along which a result may stay a part of a sum, as its operands are; None: their sums
     must be made first.
     """
-    overs, name = {value.over for value in values}, name_of(func)
+    overs, name = {value.over for value in values}, name_of(call.func)
     if overs <= {()} or name in _OF_SHAPES:
         return ()
+    if call.arguments.get("dtype") or call.arguments.get("rounding_mode"):
+        return None
     parts = [k for k, value in enumerate(values) if value.over]
     over = values[parts[0]].over
     are_alike = len(values) == 2 and values[0].shape == values[1].shape
