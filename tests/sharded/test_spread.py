@@ -99,6 +99,26 @@ FUNCTIONS = {
         x.sum(0).square(),
         y * 2 - x.sum(0),
     ],
+    "a part of a sum that moves": lambda x, y: [
+        *(lambda z: [z[2:4], z.flip(0), z])(x.sum(0)),
+        *(lambda z: [*z.split(4, 1), z.softmax(1), z.flip(0).exp(), z[0], z.t()[0].exp()])(x @ y),
+    ],
+    "sums that wrap": lambda x, y: [
+        (x * 99).sum(0, dtype=torch.uint8) * 2.0,
+        (x * 99).long().sum(0, dtype=torch.int8) / 2,
+        x.sum(0, dtype=torch.bool) * 2.0,
+        torch.cat([(x * 99).sum(0, dtype=torch.int8), y[0]]),
+    ],
+    "sums that are not finite": lambda x, y: [
+        (x * (x > 1)).sum(0) / 0.0,
+        (x * (x > 1)).sum(0) * torch.inf,
+        (x * 0).sum(0) / torch.zeros(8),
+    ],
+    "a branch": lambda x, y: [
+        torch.cond(x.sum() > 0, lambda a: a.sin(), lambda a: a.cos(), (x,)) + y,
+        *torch.cond(y.sum() > 0, lambda a: (a + 1, a.sum(0)), lambda a: (a * 2, a[0] * 3), (x,)),
+    ],
+    "masks of two dims": lambda x, y: [x.index_put((x > 0,), x.new_zeros(()))],
     "an extreme": lambda x, y: [x.amax(0), (x @ y).amin(), x.norm(), x.logsumexp(1)],
     "softmax along each dim": lambda x, y: [x.softmax(0) @ y.softmax(1)],
     "without a rule": lambda x, y: [*x.sort(0), y.cumsum(0) + x.flip(1), torch.linalg.inv(x)],
@@ -117,6 +137,10 @@ FUNCTIONS = {
         (x > y).any(0),
         x.masked_fill(y > 0, 0),
     ],
+    "like a half": lambda x, y: [
+        torch.ones_like(x.bfloat16().sum(0)),
+        torch.zeros_like(x.half().sum(0)) + y,
+    ],
     "nothing": lambda x, y: [x, y, x],
 }
 
@@ -128,7 +152,7 @@ def test_values_are_those_of_the_whole(name, first, second):
     results, _, _ = spread(FUNCTIONS[name], [X, Y], [first, second], SQUARE)
     for got, expected in zip(results, FUNCTIONS[name](X, Y), strict=True):
         close = {"rtol": 0.1, "atol": 0.1} if name == "integers and halves" else {}
-        torch.testing.assert_close(got.cpu(), expected, **close)
+        torch.testing.assert_close(got.cpu(), expected, equal_nan=True, **close)
 
 
 @pytest.mark.parametrize("spec", HALVES, ids=str)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import tree_flatten
 from torchpmap._base.torch_internals import OpOverload
 from torchpmap._layout.grid import Cut, trimmed
@@ -102,8 +103,8 @@ class Spread:
     emitter: Emitter
     reshards: list[Reshard] = field(default_factory=list)
     _values: dict[Node, Any] = field(default_factory=dict)
-    _moved: dict[tuple[Node, Cut], Node] = field(default_factory=dict)
-    """Blocks of values in other cuts."""
+    _moved: dict[tuple[Node, Cut, tuple[int, ...]], Node] = field(default_factory=dict)
+    """Blocks of values in other cuts, while they are parts of sums along the last dims."""
 
     def run(self, inputs: Sequence[Value], wanted: Sequence[Cut | None]) -> list[Value]:
         """The results of the graph.
@@ -234,8 +235,12 @@ class Spread:
         given = {source: self._brought(node, source, ()) for source in node.all_input_nodes}
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
         function: Any = node.target
-        made = self.emitter.call(function, *args, **kwargs)
-        return self._values_of(node, [made], [()] * len(_tensors(node.meta.get("val"))))
+        made, whole = self.emitter.call(function, *args, **kwargs), node.meta.get("val", ())
+        if isinstance(whole, torch.Tensor):
+            return self._values_of(node, [made], [()])
+        places = [place for place, x in enumerate(whole or ()) if isinstance(x, torch.Tensor)]
+        blocks = [self.emitter.call(operator.getitem, made, place) for place in places]
+        return self._values_of(node, blocks, [()] * len(blocks))
 
     def _wait_for(self, nodes: Iterable[Node]) -> None:
         sums = [(node, ()) for node in nodes if self._values[node].over]
@@ -255,6 +260,8 @@ class Spread:
         kept = {name: named[name] for name in ("memory_format",) if name in named}
         func, arguments = plain(func, {name: slot(value) for name, value in named.items()})
         arguments |= kept  # a view may rely on it
+        if name_of(func) in _OF_SHAPES:  # parts of a sum may have another dtype
+            arguments["dtype"] = node.meta["val"].dtype
         values: list[Value] = [self._values[source] for source in sources]
         trial = _trial_of(node, values)
         sizes = self.emitter.grid.sizes
@@ -268,7 +275,7 @@ class Spread:
             operands,
             frozenset(k for k, value in enumerate(values) if value.is_weight),
         )
-        over = _carried(call, values)
+        over = _carried(call, values, trial.results)
         used = {
             *placement.over,
             *(k for cut in placement.operands.values() for o in cut for k in o),
@@ -278,10 +285,12 @@ class Spread:
             if sums:
                 raise _Waits(sums)
             over = ()
+        operation = OnBlocks(arguments, trial, call, placement)
+        if not operation.fits():
+            raise Unsupported
         blocks = [
             self._brought(node, source, placement.operands[k]) for k, source in enumerate(sources)
         ]
-        operation = OnBlocks(arguments, trial, call, placement)
         made = self.emitter.parts(operation, blocks)
         is_weight = bool(values) and values[0].is_weight and (func.is_view or func in _COPIES)
         return self._values_of(
@@ -305,10 +314,11 @@ class Spread:
         value: Value = self._values[node]
         if value.cut == wanted:
             return value.block
-        known = self._moved.get((node, wanted))
+        key = node, wanted, value.over
+        known = self._moved.get(key)
         if known is None:
             known = self.emitter.resharded(value.block, value.cut, wanted)
-            self._moved[node, wanted] = known
+            self._moved[key] = known
         return known
 
     def _values_of(
@@ -322,8 +332,6 @@ class Spread:
         """The values of a node's results, which are ``made`` on a device."""
         whole = node.meta.get("val", ())
         results = _tensors(whole)
-        if len(made) != len(results):
-            made = [self.emitter.call(operator.getitem, made[0], k) for k in range(len(results))]
         overs = [()] * len(results) if overs is None else overs
         values = [
             Value(block, tuple(x.shape), x.dtype, cut, tuple(sorted(set(over))), is_weight)
@@ -352,26 +360,39 @@ def _with(cut: Cut, dim: int, over: tuple[int, ...]) -> Cut:
     return trimmed(entries)
 
 
-def _carried(call: Call, values: Sequence[Value]) -> tuple[int, ...] | None:
-    """The dims along which a result may stay a part of a sum, as its operands are; None: their sums
-    must be made first.
+def _carried(
+    call: Call, values: Sequence[Value], results: Sequence[torch.Tensor]
+) -> tuple[int, ...] | None:
+    """The dims along which results may stay parts of sums, as operands are; None: these sums must
+    be made first.
     """
-    overs, name = {value.over for value in values}, name_of(call.func)
-    if overs <= {()} or name in _OF_SHAPES:
+    parts = [value for value in values if value.over]
+    name = name_of(call.func)
+    if not parts or name in _OF_SHAPES:
         return ()
-    if call.arguments.get("dtype") or call.arguments.get("rounding_mode"):
-        return None
-    parts = [k for k, value in enumerate(values) if value.over]
-    over = values[parts[0]].over
-    are_alike = len(values) == 2 and values[0].shape == values[1].shape
+    kinds = {value.dtype for value in parts} | {result.dtype for result in results}
+    if len(kinds) > 1 or not is_inexact(results[0]) or call.arguments.get("rounding_mode"):
+        return None  # a part that is rounded, or wrapped, gives another sum
+    is_each = len({value.over for value in values}) == 1
     is_linear = (
         (name in _LINEAR and len(values) == 1)
-        or (name == "cat" and len(overs) == 1)
-        or (name == "div" and parts == [0])
-        or (name == "mul" and len(parts) == 1)
-        or (name in ("add", "sub") and len(overs) == 1 and are_alike)
+        or (name == "cat" and is_each)
+        or (
+            name in ("add", "sub")
+            and is_each
+            and [v.shape for v in values[1:]] == [values[0].shape]
+        )
+        or (name in ("mul", "div") and len(values) == 1 and _is_small(call, name))
     )
-    return over if is_linear else None
+    return parts[0].over if is_linear and len(values) == len(parts) else None
+
+
+def _is_small(call: Call, name: str) -> bool:
+    """Whether parts stay finite where their sum does, if they are multiplied or divided first."""
+    factor = call.arguments["other"]
+    if not isinstance(factor, int | float) or not math.isfinite(factor):
+        return False
+    return 0 < abs(factor) <= 1 if name == "mul" else abs(factor) >= 1
 
 
 def _trial_of(node: Node, values: Sequence[Value]) -> Trial:

@@ -119,6 +119,8 @@ def _index(call: Call) -> Signature | None:
     """
     x, indices = call.arguments["self"], call.arguments["indices"]
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if any(index.itemsize == 1 for _, index in given):
+        return None  # a mask stands for as many dims as it has
     taken = [dim for dim, _ in given]
     num_new = len(torch.broadcast_shapes(*(index.shape for _, index in given)))
     labels = numbered(x.ndim, set(taken))
