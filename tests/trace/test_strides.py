@@ -6,7 +6,7 @@ Expectations are those of torch.func.vmap, for the same function of a row.
 import pytest
 import torch
 import torch.nn.functional as nnf
-from _support import EAGER
+from _support import EAGER, TRACED
 
 import torchpmap as tp
 
@@ -128,8 +128,8 @@ def turned(x: torch.Tensor) -> torch.Tensor:
 turned.register_fake(torch.empty_like)
 
 
-@pytest.mark.inductor
 @pytest.mark.parametrize("pool", [2], indirect=True)
+@pytest.mark.parametrize("compile", TRACED)
 @pytest.mark.parametrize(
     "function",
     [
@@ -140,10 +140,10 @@ turned.register_fake(torch.empty_like)
     ],
     ids=["copysign", "of the user's", "and a view of it"],
 )
-def test_what_is_stored_is_contiguous(function, pool):
+def test_what_is_stored_is_contiguous(function, compile, pool):
     x = torch.randn(2, 4, 3)
     stored = tp.pmap(function, compile=EAGER)(x)
-    read = tp.pmap(lambda y: y + 1, compile=True)(stored)
+    read = tp.pmap(lambda y: y + 1, compile=compile)(stored)
     expected = {2: x * 2, 1: (x * 2).flatten(1)}.get(stored.dim() - 1)
     torch.testing.assert_close(read.cpu(), 1 + (x.mT if stored.shape == (2, 3, 4) else expected))
 
