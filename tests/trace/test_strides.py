@@ -135,10 +135,11 @@ turned.register_fake(torch.empty_like)
     [
         # torch 2.13: the fake copysign has the strides of the second operand, not of the first
         lambda x: torch.copysign(x.t(), x.t().contiguous()),
+        lambda x: torch.copysign(x.t(), x.t().contiguous()).view(-1).view(3, 4),
         lambda x: turned(x),
         lambda x: turned(x).view(-1),
     ],
-    ids=["copysign", "of the user's", "and a view of it"],
+    ids=["copysign", "and views of it", "of the user's", "and a view of it"],
 )
 def test_what_is_stored_is_contiguous(function, compile, pool):
     x = torch.randn(2, 4, 3)
