@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _torchrun_cases import CASES, GRAPH, X, expect_error, expect_same, mapped, spanning
+from _launched import Raised
+from _support import DEVICE
+from _torchrun_cases import CASES, GRAPH, X, expect, expect_error, expect_same, mapped, spanning
 
 import torchpmap as tp
+from torchpmap import P
 
 __all__ = ["CASES"]
 
@@ -185,6 +188,26 @@ def the_first_call_of_a_shared_value():
         lambda w: w * 2, GRAPH, in_axes=None, out_axes=None, axis_size=tp.process_count()
     )
     return function(tp.replicate(torch.ones(()))).item()
+
+
+@expect(
+    lambda rank, count: (
+        [0.0, 2.0]
+        if rank == 0
+        else Raised(
+            "ValueError",
+            f"double: this process (rank {rank}) has none of the devices {DEVICE}:0; only the "
+            "processes of these devices may call it.",
+        )
+    )
+)
+def devices_of_another_process():
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    mesh = tp.make_mesh((1,), ("x",), devices=tp.devices()[:1])
+    mapped = tp.shard_map(double, mesh=mesh, in_specs=P(), out_specs=P(), compile=GRAPH)
+    return mapped(torch.arange(2.0)).tolist()
 
 
 # -- operations along the cut dim ------------------------------------------------------------------
