@@ -28,6 +28,10 @@ from _support import DEVICE, EAGER, live_tensors, running_pool, wait_for, worker
 import torchpmap as tp
 from torchpmap._runtime import current
 from torchpmap._sharded import operations
+from torchpmap._sharded.arguments import Slot
+from torchpmap._sharded.on_blocks import OnBlocks, described
+from torchpmap._sharded.rules.signature import Placement
+from torchpmap._sharded.trial import tried
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -413,3 +417,15 @@ def test_gathers_are_reported():
     assert "values.flat.flip(0)" in Path(__file__).read_text().splitlines()[int(line[2]) - 1]
     values.x.cumsum(0)
     assert len(outer) == 3
+
+
+def test_blocks_that_come_out_in_other_shapes_do_not_fit():
+    """Whatever a rule says, what a device makes is compared with the block of the result."""
+    func, arguments = torch.ops.aten.sum.dim_IntList, {"self": Slot(0), "dim": [0]}
+    trial = tried(func, arguments, [torch.empty(8, 4)])
+    rows, columns = ((0,),), ((), (0,))
+    for cut, result, fits in ((columns, rows, True), (rows, rows, False), (columns, (), False)):
+        call = described(func, arguments, trial, {0: cut}, (4,))
+        assert (
+            OnBlocks(arguments, trial, call, Placement({0: cut}, (result,), (None,))).fits() is fits
+        )
