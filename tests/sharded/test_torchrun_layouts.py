@@ -29,3 +29,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: Any) -> list[dict[
 def test_case(results, name):
     for rank, got in enumerate(results):
         check(got[name], CASES[name][1], f"rank {rank}")
+
+
+def test_meshes_that_have_no_grid_in_common():
+    finished = launch(6, str(Path(__file__).with_name("_torchrun_six.py")))
+    assert finished.code == 0, finished.output

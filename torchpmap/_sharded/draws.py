@@ -115,20 +115,30 @@ def draw(make: Make, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return make(wanted, send_again(wanted, drawn, what), strides=strides)
 
 
-def draw_from_whole(
+def with_whole(
     make: Make, func: Any, args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any]
-) -> Any:
-    """Run an operation that draws numbers which depend on values of several processes: each process
-    draws those of all rows, and its devices get their blocks; all processes must call it.
-    """
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments with some of the operands whole on every device; all processes must call it."""
     note_gather(func, sum(operand.nbytes for operand in operands))
     copies = {}
     for operand in operands:
         layout, handle = operand._alive()
         wanted = replicated_layout(layout.shape, layout.dtype, layout.devices)
         copies[id(operand)] = make(wanted, move(layout, handle, wanted))
-    given = tree_map(lambda value: copies.get(id(value), value), (args, kwargs))
-    result = func(*given[0], **given[1])
+    given: tuple[Sequence[Any], dict[str, Any]] = tree_map(
+        lambda value: copies.get(id(value), value), (args, kwargs)
+    )
+    return given
+
+
+def draw_from_whole(
+    make: Make, func: Any, args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any]
+) -> Any:
+    """Run an operation that draws numbers which depend on values of several processes: each process
+    draws those of all rows, and its devices get their blocks; all processes must call it.
+    """
+    args, kwargs = with_whole(make, func, args, kwargs, operands)
+    result = func(*args, **kwargs)
     wanted = spread_layout(result.shape, result.dtype, operands[0]._alive()[0].devices)
     return make(wanted, send_again(wanted, result, f"the result of {func}"))
 

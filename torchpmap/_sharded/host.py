@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import tree_flatten, tree_map, tree_unflatten
 from torchpmap._base.torch_internals import LEVEL, forward_state, lazy_bits, untraced
+from torchpmap._layout.common_grid import common_grid
 from torchpmap._layout.layout import Layout, spread_layout
 from torchpmap._sharded.arguments import occurrences
 from torchpmap._sharded.draws import (
@@ -23,6 +24,7 @@ from torchpmap._sharded.draws import (
     draw_from_whole,
     is_drawn,
     send_again,
+    with_whole,
 )
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.layers import on_host
@@ -60,8 +62,14 @@ def _run(
         return _of_no_values(func, args, kwargs, operands)
     if is_drawn(func, args, operands):
         return draw(make, func, args, kwargs)
-    if func in FROM_VALUES and not all(map(_is_here, operands)):
-        return draw_from_whole(make, func, args, kwargs, operands)
+    if not all(map(_is_here, operands)):
+        if func in FROM_VALUES:
+            return draw_from_whole(make, func, args, kwargs, operands)
+        kept = (*targets, *operands)[0]
+        if common_grid([operand._alive()[0] for operand in operands]) is None:
+            moved = [operand for operand in operands if operand is not kept]
+            args, kwargs = with_whole(make, func, args, kwargs, moved)
+            return func(*args, **kwargs)
     for operand in operands:
         insist_whole(operand, str(func))
     if func is not torch.ops.aten._local_scalar_dense.default:
