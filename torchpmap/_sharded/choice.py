@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torchpmap._layout.grid import Cut, trimmed
 from torchpmap._sharded.rules.signature import Call, Operand, Placement, Rule, placement_of
@@ -22,25 +22,24 @@ _LOCAL = 0.25
 
 
 def chosen(
+    call: Call,
     call_with: Callable[[Mapping[int, Cut]], Call],
     rule: Rule | None,
-    operands: Sequence[Operand],
-    weights: frozenset[int],
+    weights: Collection[int] = (),
 ) -> tuple[Call, Placement]:
     """The call with the cuts that its operands are brought to, and how it runs then.
 
     Args:
-        call_with: the call, if operands have these cuts, by position.
+        call: with its operands as they lie.
+        call_with: the same call, if operands have these cuts, by position.
         rule: of the operation; without one all operands are gathered.
-        operands: as they lie.
         weights: positions of the operands that are weights.
     """
-    places = [operand.position for operand in operands]
-    call = call_with({operand.position: operand.cut for operand in operands})
     placement = placement_of(call, rule)
     if placement is not None:
         return call, placement
-    sizes = call.sizes
+    operands, sizes = call.operands, call.sizes
+    places = [operand.position for operand in operands]
     of_weights = {k for o in operands if o.position in weights for over in o.cut for k in over}
     options = [
         sorted(_options(o, sizes, o.position in weights, of_weights), key=lambda option: option[1])

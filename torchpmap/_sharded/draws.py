@@ -124,7 +124,10 @@ def with_whole(
     for operand in operands:
         layout, handle = operand._alive()
         wanted = replicated_layout(layout.shape, layout.dtype, layout.devices)
-        copies[id(operand)] = make(wanted, move(layout, handle, wanted))
+        strides = None
+        if not operand.is_contiguous():
+            strides = strides_of_results(_aten.clone.default, operand)[0]
+        copies[id(operand)] = make(wanted, move(layout, handle, wanted), strides=strides)
     given: tuple[Sequence[Any], dict[str, Any]] = tree_map(
         lambda value: copies.get(id(value), value), (args, kwargs)
     )

@@ -18,7 +18,7 @@ from torchpmap._base.pytree import TreeSpec, tree_unflatten
 from torchpmap._base.torch_internals import outside_modes
 from torchpmap._layout.common_grid import CommonGrid, common_grid
 from torchpmap._layout.grid import Cut
-from torchpmap._layout.layout import Layout
+from torchpmap._layout.layout import Layout, spread_layout
 from torchpmap._runtime.groups.process_groups import RankPartition
 from torchpmap._sharded.arguments import (
     Unsupported,
@@ -127,10 +127,7 @@ def blueprint(
     placement = placement_of(call, rule_of(func), wish)
     if placement is None and spans:
         call, placement = chosen(
-            lambda cuts: described(func, arguments, trial, cuts, grid.sizes),
-            rule_of(func),
-            call.operands,
-            frozenset(),
+            call, lambda cuts: described(func, arguments, trial, cuts, grid.sizes), rule_of(func)
         )
     if placement is None or (any(placement.combine) and not trial.makes_new):
         raise Unsupported
@@ -201,19 +198,15 @@ def _output_layouts(
         raise Unsupported  # it writes to a tensor on the host
     if not trial.makes_new:
         return written
-    return written + tuple(
-        _layout(grid, result, cut or (_spread(grid, result.shape) if is_moved else ()))
+    cuts = [
+        grid.cut_of(spread_layout(result.shape, result.dtype, grid.devices))
+        if is_moved and not cut
+        else cut
         for result, cut in zip(trial.results, operation.placement.results, strict=True)
+    ]
+    return written + tuple(
+        _layout(grid, result, cut) for result, cut in zip(trial.results, cuts, strict=True)
     )
-
-
-def _spread(grid: CommonGrid, shape: Sequence[int]) -> Cut:
-    """The first dim that divides over the devices is cut."""
-    count = len(grid.devices)
-    for dim, size in enumerate(shape):
-        if size and size % count == 0:
-            return (*((),) * dim, tuple(range(len(grid.sizes))))
-    return ()
 
 
 def _layout(grid: CommonGrid, value: torch.Tensor, cut: Cut) -> Layout:

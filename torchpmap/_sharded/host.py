@@ -65,8 +65,8 @@ def _run(
     if not all(map(_is_here, operands)):
         if func in FROM_VALUES:
             return draw_from_whole(make, func, args, kwargs, operands)
-        kept = (*targets, *operands)[0]
         if common_grid([operand._alive()[0] for operand in operands]) is None:
+            kept = (*targets, *operands)[0]
             moved = [operand for operand in operands if operand is not kept]
             args, kwargs = with_whole(make, func, args, kwargs, moved)
             return func(*args, **kwargs)

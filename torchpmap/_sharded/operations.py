@@ -225,8 +225,8 @@ def _prepare(
     named = dict(zip(facts_of(func).names, args, strict=False)) | kwargs
     layouts = [o._layout if type(o) is scan.kind else None for o in scan.operands]
     try:
-        spans = any(layout is not None and _spans(layout) for layout in layouts)
-        made = blueprint(func, named, scan.operands, layouts, scan.slots, prefer, spans=spans)
+        is_spread = any(layout is not None and _spans(layout) for layout in layouts)
+        made = blueprint(func, named, scan.operands, layouts, scan.slots, prefer, spans=is_spread)
     except Unsupported:
         return None
     if made.checks_numbers:

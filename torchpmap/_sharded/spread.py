@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from torchpmap._sharded.arguments import Slot, Unsupported, facts_of, plain
 from torchpmap._sharded.blocks import added_and_cut, added_up
 from torchpmap._sharded.choice import chosen
 from torchpmap._sharded.on_blocks import OnBlocks, described
-from torchpmap._sharded.rules.signature import Call, Operand
+from torchpmap._sharded.rules.signature import Call
 from torchpmap._sharded.rules.table import rule_of
 from torchpmap._sharded.spmd import Emitter
 from torchpmap._sharded.trial import Trial, meta
@@ -265,22 +265,18 @@ class Spread:
         values: list[Value] = [self._values[source] for source in sources]
         trial = _trial_of(node, values)
         sizes = self.emitter.grid.sizes
-        operands = [
-            Operand(k, value.shape, value.cut, False, value.dtype.itemsize)
-            for k, value in enumerate(values)
-        ]
+
+        def call_with(cuts: Mapping[int, Cut]) -> Call:
+            return described(func, arguments, trial, cuts, sizes)
+
         call, placement = chosen(
-            lambda cuts: described(func, arguments, trial, cuts, sizes),
+            call_with({k: value.cut for k, value in enumerate(values)}),
+            call_with,
             rule_of(func),
-            operands,
-            frozenset(k for k, value in enumerate(values) if value.is_weight),
+            [k for k, value in enumerate(values) if value.is_weight],
         )
         over = _carried(call, values, trial.results)
-        used = {
-            *placement.over,
-            *(k for cut in placement.operands.values() for o in cut for k in o),
-        }
-        if over is None or used & set(over):
+        if over is None or not set(over).isdisjoint(placement.over):
             sums = [(s, placement.operands[k]) for k, s in enumerate(sources) if values[k].over]
             if sums:
                 raise _Waits(sums)
@@ -303,11 +299,9 @@ class Spread:
 
     def _brought(self, node: Node, source: Node, wanted: Cut) -> Node:
         value: Value = self._values[source]
-        if value.cut != wanted and any(value.cut):
-            name = str(node.target)
-            reshard = Reshard(name, source, value.cut, wanted, value.num_bytes)
-            if self.emitter.sends(value.cut, wanted):
-                self.reshards.append(reshard)
+        if self.emitter.sends(value.cut, wanted):
+            reshard = Reshard(str(node.target), source, value.cut, wanted, value.num_bytes)
+            self.reshards.append(reshard)
         return self._moved_to(source, wanted)
 
     def _moved_to(self, node: Node, wanted: Cut) -> Node:

@@ -43,7 +43,7 @@ from torchpmap._trace.compiled_loops import (
 from torchpmap._trace.constants import place
 from torchpmap._trace.custom_ops import NATIVE
 from torchpmap._trace.graph_code import boxed_code
-from torchpmap._trace.graphs import acts, results_of, shows
+from torchpmap._trace.graphs import acts, results_of, shows, writes
 from torchpmap._trace.passes import names_in
 from torchpmap._trace.toolchain import make_cache_private
 from torchpmap.random import _threefry as _threefry
@@ -326,6 +326,7 @@ _PLAIN = {"view", "unsqueeze", "squeeze", "clone", "sum", "mean", "amax", "amin"
 
 
 _COPIES = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+"""Views -> what copies where the strides allow no view."""
 
 
 def _keeps_strides(graph: torch.fx.Graph) -> bool:
@@ -351,10 +352,8 @@ def _in_order(module: torch.fx.GraphModule) -> Boxed:
 
     Its views are copies where the strides allow no view, unless it writes to a tensor.
     """
-    graph = module.graph
-    targets = [n.target for n in graph.nodes if isinstance(n.target, OpOverload)]
-    writes = any(target._schema.is_mutable for target in targets)
-    return boxed_code(module, {} if writes or _keeps_strides(graph) else _COPIES)
+    keeps = writes(module.graph) or _keeps_strides(module.graph)
+    return boxed_code(module, {} if keeps else _COPIES)
 
 
 def _inductor(
