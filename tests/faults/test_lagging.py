@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from _rig import N, rows, sharded, total, worker_pids
-from _support import DEVICE, EAGER, LAGS
+from _support import DEVICE, EAGER, LAGS, beside
 
 import torchpmap as tp
 
@@ -74,3 +74,38 @@ def test_an_error_of_an_operation_comes_late_and_keeps_the_workers():
         z.cpu()
     assert value.tolist() == [0, 10, 20, 30]
     assert worker_pids() == pids
+
+
+class SlowToSend(IndexError):
+    def __reduce__(self):
+        threading.Event().wait(0.3)
+        return super().__reduce__()
+
+
+@torch.library.custom_op("lagging::broken", mutates_args=())
+def broken(x: torch.Tensor) -> torch.Tensor:
+    threading.Event().wait(0.6 if x.max() == 1 else 0.2)
+    if x.max() == 2:
+        raise SlowToSend("index out of range")
+    return x + 1
+
+
+@broken.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_the_cause_is_sent_before_the_worker_ends_because_of_a_consequence():
+    """The main thread meets rank 1 for a new group when its device breaks."""
+    failing = tp.pmap(broken, compile=EAGER)
+    failing(-rows).block_until_ready()
+    pairs = [[0, 3], [1, 2]]
+    meet = tp.pmap(lambda x: tp.psum(x, "i", axis_index_groups=pairs), "i", compile=EAGER)
+    value = failing(rows)
+
+    def fetch():
+        with pytest.raises(IndexError, match="out of range"):
+            value[1].cpu()
+
+    with beside(fetch), pytest.raises(IndexError, match="out of range"):  # rank 1 comes late
+        meet(rows).cpu()

@@ -69,8 +69,7 @@ from torchpmap._trace.effects import mark_lines
 from torchpmap._trace.promises import run_first_time
 from torchpmap._trace.toolchain import import_inductor
 
-_NEVER = 1 << 62
-_FOREVER_S = 30 * 24 * 3600.0
+_NEVER, _FOREVER_S = 1 << 62, 30 * 24 * 3600.0
 _NOTHING: Mapping[int, torch.Tensor] = {}
 _HARMLESS = (wire.PUT, wire.PLACE, wire.FREE, wire.FORGET, wire.DEFINE)
 """Commands that a rank obeys even after a failure: they involve no other rank, and skipping one
@@ -157,6 +156,7 @@ class _Worker:
         sock = birth.command.socket()
         self.stream = Stream(sock)
         self.sending = threading.Lock()
+        self.reporting = threading.Lock()
         self.communicates = False
         """Whether the current command has collectives."""
         self.source: torch.Tensor | None = None
@@ -337,6 +337,7 @@ class _Worker:
 
     def group(self, seq: int, length: int) -> None:
         name, partition = pickle.loads(self.reader.body(length))
+        self.doing = "joining a group"
         self.groups.ensure(name, partition)
 
     def load(self, seq: int, length: int) -> None:
@@ -373,14 +374,16 @@ class _Worker:
             origin = Origin.CANCELLED
         self.groups.drop()
         self.failed = True
-        self.report(seq, self.doing, origin, error, self.pack(seq, error))
+        with self.reporting:
+            self.report(seq, self.doing, origin, error, self.pack(seq, error))
 
     def fail_late(self, seq: int, doing: str, error: BaseException) -> None:
         """A command has failed that had returned (completion thread)."""
         origin = Origin.COMMUNICATION if is_communication(error) else Origin.USER
-        self.groups.abort(self.groups.epoch)
-        self.failed = True
-        self.report(seq, doing, origin, error, pack_exception(error))
+        with self.reporting:  # the abort makes the main thread fail, which may end the process
+            self.groups.abort(self.groups.epoch)
+            self.failed = True
+            self.report(seq, doing, origin, error, pack_exception(error))
 
     def report(
         self, seq: int, doing: str, origin: Origin, error: BaseException, packed: bytes
