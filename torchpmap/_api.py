@@ -63,6 +63,7 @@ from torchpmap._runtime.current import (
     shutdown,
 )
 from torchpmap._runtime.meshes import make_mesh
+from torchpmap._sharded.constraints import with_sharding_constraint
 from torchpmap._sharded.device_put import (
     block_until_ready,
     device_get,
@@ -81,6 +82,7 @@ from torchpmap._trace.dynamic_slices import (
     dynamic_update_slice_in_dim,
 )
 from torchpmap._transforms.grad import grad, value_and_grad
+from torchpmap._transforms.jit import jit
 from torchpmap._transforms.pmap import pmap
 from torchpmap._transforms.shard_map import shard_map, smap
 from torchpmap._transforms.vmap import vmap
@@ -135,6 +137,7 @@ __all__ = [
     "global_view",
     "grad",
     "init",
+    "jit",
     "local_device_count",
     "local_devices",
     "local_view",
@@ -173,4 +176,5 @@ __all__ = [
     "value_and_grad",
     "vmap",
     "while_loop",
+    "with_sharding_constraint",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from torchpmap._base.torch_internals import FakeTensor
 from torchpmap._collectives import backend as raw
 from torchpmap._collectives.groups import pick
 from torchpmap._sharded.rules.signature import Combine
@@ -33,7 +34,7 @@ def own_block(whole: torch.Tensor, dim: int, size: int, index: torch.Tensor) -> 
     they were contiguous, because torch's own always are.
     """
     rows = whole.shape[dim] // size
-    if index.is_cpu:
+    if index.is_cpu and not isinstance(index, FakeTensor):  # else it is traced
         return whole.narrow(dim, int(index) * rows, rows).contiguous()
     # reading the index would wait for all that the device has to do
     return pick(whole.unflatten(dim, (size, rows)).movedim(dim, 0), index).contiguous()

@@ -82,6 +82,21 @@ def _batch_norm(
     return y.to(x.dtype), mean.to(kept), (var + eps).rsqrt().to(kept)
 
 
+def _functional_batch_norm(
+    size: int,
+    group: str,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    *options: Any,
+) -> tuple[torch.Tensor, ...]:
+    """The new running statistics are results."""
+    running = running_mean.clone(), running_var.clone()
+    return *_batch_norm(size, group, x, weight, bias, *running, *options), *running
+
+
 def statistics(size: int, group: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and variance per channel (dim 1) of the rows of all devices, which have equally many."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
@@ -395,6 +410,7 @@ INSTEAD: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "mkldnn_rnn_layer": _lstm,
     "mkldnn_rnn_layer_backward": _lstm_backward,
+    "_native_batch_norm_legit_functional": _functional_batch_norm,
     "native_batch_norm": _batch_norm,
     "native_batch_norm_backward": _batch_norm_backward,
     "native_group_norm": _group_norm,

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from torchpmap._base.torch_internals import LazyGraphModule
 from torchpmap._collectives.backend import summable
@@ -73,6 +74,11 @@ class Emitter:
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.fx.Node:
         return self._graph.call_function(function, args, kwargs)
 
+    def module(self, results: Sequence[torch.fx.Node]) -> GraphModule:
+        """The graph that returns these results, of the index of a device and its blocks."""
+        self._graph.output(tuple(results))
+        return LazyGraphModule(self._constants, self._graph)
+
     def finished(
         self,
         number: int,
@@ -84,14 +90,14 @@ class Emitter:
         arguments: str = "",
     ) -> Definition:
         """The definition of a plan with these results, which are kept as ``outputs`` say."""
-        self._graph.output(tuple(self.call(stored, block) for block in results))
+        blocks = [self.call(stored, block) for block in results]
         uses_index = bool(self.index.users)
         if not uses_index:
             self._graph.erase_node(self.index)
         return Definition(
             number,
             name,
-            LazyGraphModule(self._constants, self._graph),
+            self.module(blocks),
             uses_index,
             tuple(ranks),
             tuple(inputs),

@@ -79,12 +79,15 @@ class Reshard:
     """An operand that an operation could not take as it lay."""
 
     operation: str
-    node: Node
-    """Of the whole graph."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     cut: Cut
     wanted: Cut
-    num_bytes: int
-    """Of the whole operand."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole operand."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class _Waits(Exception):  # not an error: the sweep goes on with other nodes
@@ -101,6 +104,8 @@ class Spread:
     module: GraphModule
     """Without writes; every node has its fake value as ``meta["val"]``."""
     emitter: Emitter
+    wishes: Mapping[Node, Cut] = field(default_factory=dict)
+    """Nodes whose values are those of their operands, in these cuts."""
     reshards: list[Reshard] = field(default_factory=list)
     _values: dict[Node, Any] = field(default_factory=dict)
     _moved: dict[tuple[Node, Cut, tuple[int, ...]], Node] = field(default_factory=dict)
@@ -224,10 +229,18 @@ class Spread:
         if node.target is operator.getitem:
             source: Any = node.args[0]
             return self._values[source][node.args[1]]
+        if node in self.wishes:
+            return self._constrained(node.args[0], self.wishes[node])
         if isinstance(node.target, OpOverload) and _tensors(node.meta.get("val")):
             with contextlib.suppress(Unsupported):
                 return self._operation(node, node.target)
         return self._on_whole(node)
+
+    def _constrained(self, source: Any, wanted: Cut) -> Value:
+        value: Value = self._values[source]
+        if value.over:
+            raise _Waits([(source, wanted)])
+        return replace(value, block=self._brought(source, source, wanted), cut=wanted)
 
     def _on_whole(self, node: Node) -> Any:
         """Something that no rule is for: every device does it with whole operands."""
@@ -300,8 +313,8 @@ class Spread:
     def _brought(self, node: Node, source: Node, wanted: Cut) -> Node:
         value: Value = self._values[source]
         if self.emitter.sends(value.cut, wanted):
-            reshard = Reshard(str(node.target), source, value.cut, wanted, value.num_bytes)
-            self.reshards.append(reshard)
+            name = str(node.target)
+            self.reshards.append(Reshard(name, value.shape, value.dtype, value.cut, wanted))
         return self._moved_to(source, wanted)
 
     def _moved_to(self, node: Node, wanted: Cut) -> Node:

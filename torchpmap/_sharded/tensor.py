@@ -21,12 +21,13 @@ import torch
 
 from torchpmap._base.boundary import bounded
 from torchpmap._base.devices import Device
-from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, kind_of
+from torchpmap._base.errors import kind_of
 from torchpmap._base.torch_internals import (
     LEVEL,
     forward_state,
     guard_memory,
     innermost,
+    is_traced,
     new_wrapper,
     no_torch_function,
     num_modes,
@@ -36,7 +37,6 @@ from torchpmap._base.traced_constants import become_constants
 from torchpmap._layout.layout import Layout, Shard
 from torchpmap._layout.mesh import NamedSharding
 from torchpmap._runtime.base import Handle
-from torchpmap._runtime.current import runtime
 from torchpmap._sharded.arguments import CHANNELS_LAST, facts_of, occurrences, written_by
 from torchpmap._sharded.host import ToHost, assign, insist_whole, is_recorded, run_on_host
 from torchpmap._sharded.host_copy import host_copy
@@ -225,6 +225,9 @@ class ShardedTensor(Remote):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if is_traced():
+            _data.__set__(self, value)
+            return
         if type(value) is not ShardedTensor:
             raise TypeError(
                 "the data of a ShardedTensor must be a ShardedTensor, but got a "
@@ -249,6 +252,8 @@ class ShardedTensor(Remote):
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         """The whole value as a plain CPU tensor."""
+        if is_traced():
+            return super().cpu()
         if is_recorded(self):
             return ToHost.apply(self)
         return self.to_host()
@@ -299,6 +304,9 @@ class ShardedTensor(Remote):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         layout, _ = self._alive()
+        if num_modes():
+            super().__setitem__(index, value)
+            return
         index = plain_index(index)
         if any(isinstance(x, torch.Tensor) and is_recorded(x) for x in (self, value)) or not (
             takes_part_of_a_cut(layout, index)
@@ -312,7 +320,7 @@ class ShardedTensor(Remote):
     def __iter__(self) -> Iterator[torch.Tensor]:
         if self.dim() == 0:
             raise TypeError("iteration over a 0-d tensor")
-        is_view = is_recorded(self) or self._alive()[0].is_replicated
+        is_view = num_modes() or is_recorded(self) or self._alive()[0].is_replicated
         insist_whole(self, "iterating")
         return iter((self if is_view else self.to_host()).unbind(0))
 
@@ -485,14 +493,3 @@ def _on_devices(
     else:
         results = make_all(*zip(*started, strict=True))
     return made.result(results)
-
-
-# -- the pool it belongs to ------------------------------------------------------------------------
-
-
-def check_open(tensor: ShardedTensor) -> Handle:
-    """The handle of an argument; raises ``RuntimeClosed`` if its pool is not the running one."""
-    _, handle = tensor._alive()
-    if handle.team.runtime is not runtime():
-        raise RuntimeClosed(POOL_CLOSED)
-    return handle

@@ -10,7 +10,7 @@ import torch
 
 from torchpmap._base.arrays import for_torch
 from torchpmap._base.data import packed, unpacked
-from torchpmap._base.errors import check_array, kind_of
+from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, check_array, kind_of
 from torchpmap._base.fingerprint import digest, shown
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle, Team
@@ -203,3 +203,11 @@ def host_tensor(value: Any) -> torch.Tensor:
     if hasattr(value, "__dlpack__"):
         return host_tensor(torch.from_dlpack(value))
     return torch.as_tensor(value, device="cpu")
+
+
+def check_open(tensor: Any) -> Handle:
+    """The handle of an argument; raises ``RuntimeClosed`` if its pool is not the running one."""
+    _, handle = tensor._alive()
+    if handle.team.runtime is not runtime():
+        raise RuntimeClosed(POOL_CLOSED)
+    return handle

@@ -34,15 +34,22 @@ class Environment:
     """The outside references of one function."""
 
     def __init__(
-        self, fun: Callable[..., Any], given: tuple[Any, ...] = (), *, quiet: bool = False
+        self,
+        fun: Callable[..., Any],
+        given: tuple[Any, ...] = (),
+        *,
+        quiet: bool = False,
+        by_name: tuple[type, ...] = (),
     ) -> None:
         """
         Args:
             given: arguments of which the function may read more than is compared; if there are any,
                 only what they lead to is watched.
             quiet: another ``Environment`` of this function warns about unwatched objects.
+            by_name: classes; see ``Walk``.
         """
         self._fun: Any = fun
+        self._by_name = by_name
         self._given = given
         self._walk: Walk | None = None
         """As noted; None if nothing is, or if it is not what a trace has read."""
@@ -56,7 +63,7 @@ class Environment:
 
     def refresh(self) -> None:
         """Note the present state."""
-        walk = Walk()
+        walk = Walk(self._by_name)
         walk.run(self._fun, self._given)
         self._walk, self._watched = walk, walk.watched
         is_function = isinstance(self._fun, types.FunctionType) and not self._given
@@ -64,7 +71,7 @@ class Environment:
 
     def copy(self) -> Environment:
         """The same state, noted at the same time."""
-        other = Environment(self._fun, self._given, quiet=True)
+        other = Environment(self._fun, self._given, quiet=True, by_name=self._by_name)
         other._walk, other._watched, other._code = self._walk, self._watched, self._code
         return other
 

@@ -50,7 +50,9 @@ _TABLES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forwar
 class Walk:
     """Everything that a function can reach, nearest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_name: tuple[type, ...] = ()) -> None:
+        """``by_name``: classes; of an instance only what the code mentions is watched."""
+        self._by_name = by_name
         self.watched = Watched()
         self.tensors: list[torch.Tensor] = []
         self.unwatched: str | None = None
@@ -148,6 +150,8 @@ class Walk:
             self._attributes(value, self.names, origin)
         elif isinstance(value, torch.Tensor):
             self._tensor(value, origin)
+        elif isinstance(value, self._by_name):
+            self._owners.append((vars(value), set(), set(), origin))
         elif isinstance(value, np.ndarray):
             self.watched.add_read(ArrayContents(value).same, Place(origin))
             for item in value.ravel().tolist() if value.dtype == object else ():

@@ -164,9 +164,6 @@ def trace(
     cotangents.  ``ordered``: whether the graph runs as it is.
     """
     begin = time.monotonic()
-    import_dynamo()
-    from torchpmap._trace.graph_mode import graph_of
-
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     groups: dict[str, Partition] = {}
 
@@ -217,23 +214,9 @@ def trace(
         # so that a wrapper of a real tensor comes from around the call
         return capture.on_enter_transform(find(tensor))
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_lock)
-        stack.enter_context(generator_kept())
-        stack.enter_context(_no_transforms())
-        stack.enter_context(_ambient(device))
-        arguments = [new_fake(fake_mode, (), torch.int64, device)]
-        arguments += [new_fake(fake_mode, i.shape, i.dtype, device) for i in inputs]
-        stack.enter_context(fake_mode)
-        leftover = stack.enter_context(clean_grads(capture))
-        stack.enter_context(whole())
-        try:
-            graph = graph_of(flat, arguments)
-        except Exception as error:
-            verdict = _untraceable(error)
-            if verdict is None:
-                raise
-            raise verdict from error
+    kinds = [((), torch.int64), *((i.shape, i.dtype) for i in inputs)]
+    with _lock, clean_grads(capture) as leftover:
+        graph = recorded(flat, kinds, fake_mode, device)
     seconds = time.monotonic() - begin
     drop_unread(graph)
     often = repeated(graph)
@@ -272,6 +255,30 @@ def trace(
             bucketed(module, limit)
         finish_graph(module)
     return traced
+
+
+def recorded(
+    fun: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[tuple[Sequence[int], torch.dtype]],
+    fake_mode: Any,
+    device: torch.device,
+) -> torch.fx.GraphModule:
+    """The graph of a function of fake tensors of these shapes and dtypes; raises ``Untraceable`` if
+    it cannot become one.
+    """
+    import_dynamo()
+    from torchpmap._trace.graph_mode import graph_of
+
+    with _lock, generator_kept(), _no_transforms(), _ambient(device):
+        arguments = [new_fake(fake_mode, shape, dtype, device) for shape, dtype in inputs]
+        with fake_mode, whole():
+            try:
+                return graph_of(fun, arguments)
+            except Exception as error:
+                verdict = _untraceable(error)
+                if verdict is None:
+                    raise
+                raise verdict from error
 
 
 def _finish(block: torch.Tensor, given: set[int]) -> torch.Tensor:

@@ -25,8 +25,8 @@ from torchpmap._plan.derivatives import MappedProgram
 from torchpmap._plan.lower import Target, lower
 from torchpmap._plan.plan import Plan
 from torchpmap._plan.uncompiled import UncompiledPlan
-from torchpmap._sharded.tensor import ShardedTensor, check_open
-from torchpmap._sharded.transfer import host_tensor
+from torchpmap._sharded.tensor import ShardedTensor
+from torchpmap._sharded.transfer import check_open, host_tensor
 from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.compile import EAGER
 from torchpmap._trace.environment import Environment

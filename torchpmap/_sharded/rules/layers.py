@@ -108,6 +108,7 @@ LAYERS: dict[str, Rule] = {
     ),
     "mkldnn_rnn_layer": _lstm,
     "mkldnn_rnn_layer_backward": _lstm,
+    "_native_batch_norm_legit_functional": _layer(["input"], 1, "equal"),
     "native_batch_norm": _layer(["input"], 1, "equal"),
     "native_batch_norm_backward": _layer(["grad_out", "input"], 1, "equal"),
     "native_group_norm": _layer(["input"], 3, "sum"),

@@ -1,0 +1,182 @@
+"""Covers: _transforms/jit.py: what is traced again, what is not traced, and errors."""
+
+import pytest
+import torch
+from _models import LINE, SQUARE, cut, made, placed
+from _support import EAGER
+
+import torchpmap as tp
+from torchpmap import P
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+X = torch.arange(32.0).reshape(8, 4)
+
+
+def jit(function, **options):
+    return tp.jit(function, **{"compile": EAGER, **options})
+
+
+def on(spec, x=X, axes=LINE):
+    return tp.device_put(x, tp.NamedSharding(tp.make_mesh(*axes), spec))
+
+
+def test_computation_follows_the_data():
+    double = jit(lambda x: x * 2)
+    for spec in (P("x"), P(None, "x"), P()):
+        result = double(on(spec))
+        assert result.sharding.spec == spec
+        assert torch.equal(result.cpu(), X * 2)
+    assert double(X).is_fully_replicated
+    assert double.num_traces == 4
+
+
+def test_what_is_traced_again():
+    f = jit(lambda x, factor: x * factor)
+    calls = [
+        *((X, 2), (X, 2), (X, 2.0), (X, True), (X, 0.0), (X, -0.0), (X.double(), 2), (X[:4], 2)),
+        *((X, torch.tensor(2)), (on(P("x")), 2), (on(P("x"), X + 1), 2), (X.numpy(), 2)),
+    ]
+    counts = []
+    for x, factor in calls:
+        assert torch.equal(f(x, factor).cpu(), torch.as_tensor(x).cpu() * factor)
+        counts.append(f.num_traces)
+    assert counts == [1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9]
+
+
+def test_settings_of_torch_are_part_of_the_key():
+    f = jit(lambda x: x @ x.T + torch.ones(8, 1))
+    results = [f(X)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results.append(f(X))
+    torch.set_default_dtype(torch.float64)
+    try:
+        results.append(f(X))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    results.append(f(X))
+    assert [x.dtype for x in results] == [torch.float32] * 2 + [torch.float64, torch.float32]
+    assert f.num_traces == 3
+
+
+def test_a_constraint_says_where_a_value_lies():
+    mesh = tp.make_mesh(*SQUARE)
+
+    @jit
+    def f(x):
+        wide = tp.with_sharding_constraint(x * 2, tp.NamedSharding(mesh, P("x", "y")))
+        with tp.set_mesh(mesh):
+            return wide, tp.with_sharding_constraint(wide.sum(0), P("y"))
+
+    wide, total = f(X)
+    assert (wide.sharding.spec, total.sharding.spec) == (P("x", "y"), P("y"))
+    assert torch.equal(total.cpu(), X.sum(0) * 2)
+    assert torch.equal(wide.cpu(), X * 2)
+    moved = tp.with_sharding_constraint(on(P("x", "y"), axes=SQUARE), tp.NamedSharding(mesh, P()))
+    assert moved.is_fully_replicated
+
+
+def test_random_numbers_do_not_depend_on_layouts():
+    def draw(x):
+        torch.manual_seed(4)
+        return jit(lambda x: torch.nn.functional.dropout(x, 0.5) + torch.randn(4))(x).cpu()
+
+    torch.manual_seed(4)
+    first = draw(X)
+    assert all(torch.equal(draw(on(spec)), first) for spec in (P("x"), P(None, "x"), P()))
+    f = jit(lambda x: torch.nn.functional.dropout(x, 0.5))
+    assert not torch.equal(f(X).cpu(), f(X).cpu())
+
+
+def test_methods_and_decorators():
+    class Model:
+        factor = 3
+
+        @tp.jit(compile=EAGER)
+        def times(self, x):
+            """Multiply."""
+            return x * self.factor
+
+    assert Model.times.__doc__ == "Multiply."
+    assert torch.equal(Model().times(X).cpu(), X * 3)
+    assert repr(tp.jit(Model.times.__wrapped__)) == "<jit of times>"
+
+
+def test_what_depends_on_values_runs_operation_by_operation():
+    f = jit(lambda x: x * 2 if x.sum() > 0 else x * 3)
+    with pytest.warns(UserWarning, match="jit.*: running operation by operation, which is slower"):
+        assert torch.equal(f(on(P("x"))).cpu(), X * 2)
+    assert torch.equal(f(on(P("x"), -X)).cpu(), -X * 3)
+    assert f.num_traces == 1
+    with pytest.raises(tp.TraceError, match=r"fullgraph=True, but the function cannot be traced"):
+        jit(f.__wrapped__, fullgraph=True)(X)
+    with pytest.raises(tp.TraceError, match="it runs operation by operation: there is no graph"):
+        tp.jit(f.__wrapped__, compile=False).lower(X)
+
+
+def test_gradients_that_are_taken_outside():
+    model = placed(made("network"), "replicated")
+    f = jit(lambda x: model(x).tanh())
+    x = cut(torch.randn(8, 8, dtype=torch.float64), "replicated")
+    with pytest.warns(UserWarning, match=r"backward\(\) may follow outside of it"):
+        f(x).sum().backward()
+    expected = torch.autograd.grad(model(x).tanh().sum(), list(model.parameters()))
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad.cpu(), grad.cpu())
+
+
+def test_a_schedule_inside_is_not_lost():
+    model = placed(made("network"), "replicated")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    @jit
+    def step(x):
+        model(x).sum().backward()
+        optimizer.step()
+        schedule.step()
+
+    with pytest.warns(UserWarning, match=r"it changes the rate of SGD. Use scheduler.step\(\)"):
+        step(cut(torch.randn(8, 8, dtype=torch.float64), "replicated"))
+
+
+def test_what_the_function_raises():
+    def f(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        jit(f)(X)
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        jit(lambda x: x @ x)(X)
+    mesh = tp.make_mesh((2,), ("x",), devices=tp.devices()[:2])
+    other = tp.device_put(X, tp.NamedSharding(mesh, P("x")))
+    with pytest.raises(
+        ValueError, match=r"jit: values are on cpu:0 cpu:1 .* but a program runs"
+    ):
+        jit(lambda x, y: x + y)(on(P("x")), other)
+    with pytest.raises(TypeError, match="Expected a callable value"):
+        tp.jit(3)
+    with pytest.raises(TypeError, match="with_sharding_constraint takes a NamedSharding or a P"):
+        tp.with_sharding_constraint(X, "x")
+    with pytest.raises(ValueError, match=r"with_sharding_constraint: PartitionSpec.* needs a mesh"):
+        tp.with_sharding_constraint(X, P("x"))
+
+
+def test_a_call_that_fails_on_a_device_poisons_what_it_writes_and_no_more():
+    table, total = on(P("x")), on(P(), torch.zeros(4))
+
+    @jit
+    def f(index):
+        total.add_(table[index].sum(0))
+
+    with pytest.raises(IndexError, match=r"out of (range|bounds)"):
+        (f(torch.tensor([99])), total.cpu())
+    assert torch.equal(table.cpu(), X)
+
+
+def test_inside_of_mapped_functions_it_is_the_function():
+    f = jit(lambda x: x * 2)
+    assert torch.equal(tp.pmap(f, compile=EAGER)(X[:4]).cpu(), X[:4] * 2)
+    with tp.debug.fake_pmap():
+        assert torch.equal(f(X), X * 2)
+    assert f.num_traces == 0

@@ -1,0 +1,547 @@
+"""Covers: _trace/whole.py and _transforms/jit_program.py: what a function does besides returning.
+
+Each case is a program; what is right is what it gives in plain torch.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _models import LINE, fully_sharded, placed
+from _support import EAGER
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchpmap as tp
+from torchpmap import P
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+CASES: dict[str, tuple[Callable[..., list[Any]], int | None]] = {}
+
+
+@dataclass
+class Plain:
+    """How a case runs in plain torch."""
+
+    jitted: list[Any]
+
+    def jit(self, function: Any) -> Any:
+        return function
+
+    def put(self, x: Any) -> Any:
+        """A module, or a tensor whose rows may be cut."""
+        return x
+
+    def model(self, *layers: nn.Module) -> Any:
+        model = nn.Sequential(*(layers or (nn.Linear(8, 4),))).double()
+        for k, parameter in enumerate(model.parameters()):
+            parameter.data = data(k, *parameter.shape) / 2
+        return self.put(model)
+
+
+class OnDevices(Plain):
+    layout: str
+
+    def jit(self, function: Any) -> Any:
+        self.jitted.append(tp.jit(function, compile=EAGER, fullgraph=True))
+        return self.jitted[-1]
+
+    def put(self, x: Any) -> Any:
+        if isinstance(x, nn.Module):
+            return placed(x, self.layout)
+        spec = P() if self.layout == "replicated" else fully_sharded("", x.shape)
+        return tp.device_put(x, tp.NamedSharding(tp.make_mesh(*LINE), spec))
+
+
+def case(num_traces: int | None = None):
+    """``num_traces``: of all functions together, if it says something."""
+
+    def add(function):
+        CASES[function.__name__] = function, num_traces
+        return function
+
+    return add
+
+
+def data(seed=0, *shape, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*(shape or (8, 8)), dtype=dtype, generator=generator)
+
+
+def trained(on, model, optimizer, count=3, **options):
+    """Losses of a usual step."""
+
+    def step(x):
+        optimizer.zero_grad(**options)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = on.jit(step)
+    return [step(on.put(data(k))) for k in range(count)]
+
+
+# -- gradients and optimizers ----------------------------------------------------------------------
+
+
+@case(4)  # without and with a gradient from before, each
+def accumulation_over_calls(on):
+    model = on.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    @on.jit
+    def add(x):
+        loss = model(x).square().mean() / 2
+        loss.backward()
+        return loss.detach()
+
+    @on.jit
+    def step():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    losses = []
+    for k in range(3):
+        losses += [add(on.put(data(k))), add(on.put(data(k + 9)))]
+        step()
+        assert model[0].weight.grad is None
+    add(on.put(data()))
+    step()
+    return [*losses, *model.parameters()]
+
+
+@case(2)
+def gradients_that_are_set_to_zero(on):
+    model = on.model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    losses = trained(on, model, optimizer, set_to_none=False)
+    return [*losses, *model.parameters(), *(p.grad for p in model.parameters())]
+
+
+@case(1)
+def gradients_that_are_deleted_by_hand(on):
+    weight = on.put(data()).requires_grad_()
+
+    @on.jit
+    def f(x):
+        weight.grad = None
+        (x @ weight).square().sum().backward()
+
+    f(on.put(data(1)))
+    f(on.put(data(2)))
+    return [weight.grad]
+
+
+@case(1)
+def a_moving_average(on):
+    model = on.model()
+    average = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @on.jit
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for mine, now in zip(average, model.parameters(), strict=True):
+                mine.lerp_(now, 0.1)
+
+    for k in range(3):
+        step(on.put(data(k)))
+    return [*average, *model.parameters()]
+
+
+@case(3)  # then it is not frozen, and then it has a gradient, which nothing clears
+def frozen_and_tied_parameters(on):
+    layer = nn.Linear(8, 8)
+    model = on.model(layer, nn.Tanh(), layer, nn.Linear(8, 4))
+    model[3].bias.requires_grad_(False)
+    known = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(known, lr=0.1)
+
+    @on.jit
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for k in range(4):
+        model[3].bias.requires_grad_(k > 1)
+        step(on.put(data(k)))
+    assert model[0].weight is model[2].weight
+    return [*model.parameters(), model[3].bias.grad]
+
+
+@case()
+def parameters_that_only_some_calls_use(on):
+    model = on.model(nn.Linear(8, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    @on.jit
+    def step(x, is_deep):
+        optimizer.zero_grad()
+        h = model[0](x)
+        (model[1](h) if is_deep else h).square().mean().backward()
+        optimizer.step()
+
+    for k, is_deep in enumerate([False, True, False, False, True]):
+        step(on.put(data(k)), is_deep)
+    steps = [optimizer.state[p]["step"] for p in model.parameters()]
+    return [*model.parameters(), *steps]
+
+
+@case()
+def two_optimizers_and_schedules(on):
+    model = on.model()
+    first = torch.optim.AdamW([model[0].weight], lr=0.1)
+    second = torch.optim.SGD([{"params": [model[0].bias], "lr": 0.3}], lr=0.1, momentum=0.9)
+    schedules = [
+        torch.optim.lr_scheduler.StepLR(first, 1),
+        torch.optim.lr_scheduler.OneCycleLR(second, 0.5, total_steps=10),  # momentum too
+    ]
+
+    @on.jit
+    def step(x):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        first.step()
+        second.step()
+
+    for k in range(4):
+        step(on.put(data(k)))
+        for schedule in schedules:
+            schedule.step()
+    return list(model.parameters())
+
+
+@case(3)
+def a_rate_that_the_function_reads(on):
+    model = on.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @on.jit
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach() * optimizer.param_groups[0]["lr"]
+
+    losses = []
+    for k in range(3):
+        optimizer.param_groups[0]["lr"] = 0.1 / (k + 1)
+        losses.append(step(on.put(data(k))))
+    return [*losses, *model.parameters()]
+
+
+@case(2)
+def a_first_step_that_is_another(on):
+    model = on.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)
+    return [*trained(on, model, optimizer), *model.parameters()]
+
+
+@case()
+def state_that_is_loaded(on):
+    model = on.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    @on.jit
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    step(on.put(data()))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for _ in range(2):
+        step(on.put(data(1)))
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    step(on.put(data(2)))
+    return list(model.parameters())
+
+
+@case(1)
+def hooks_of_parameters(on):
+    model = on.model()
+    model[0].weight.register_hook(lambda grad: grad * 2)
+
+    @on.jit
+    def f(x):
+        model.zero_grad()
+        model(x).sum().backward()
+
+    f(on.put(data()))
+    return [p.grad for p in model.parameters()]
+
+
+@case(2)
+def gradients_of_an_argument(on):
+    x = on.put(data()).requires_grad_()
+    f = on.jit(lambda x: x.square().sum().backward())
+    f(x)
+    f(x)
+    return [x.grad]
+
+
+# -- writes ----------------------------------------------------------------------------------------
+
+
+@case(2)
+def views_and_aliases(on):
+    w = on.put(data())
+    columns, twin = w.T, w.detach()
+
+    @on.jit
+    def f():
+        w.mul_(2)
+        columns.add_(1)
+        return w.sum() + twin[0].sum()
+
+    @on.jit
+    def g():
+        twin[2] = 5
+        columns[:, 3].mul_(2)
+
+    results = [f(), f()]
+    g()
+    return [*results, w, columns, twin]
+
+
+@case(1)
+def arguments_that_are_written(on):
+    x, host = on.put(data()), data(1)
+
+    @on.jit
+    def f(x, y):
+        x.add_(1)
+        y[0] = 0
+        return x
+
+    assert f(x, host) is x
+    return [x, host]
+
+
+@case(1)
+def tensors_of_this_process(on):
+    count = torch.zeros(3)
+
+    @on.jit
+    def f(x):
+        count.add_(1)
+        return x.sum() * count[0]
+
+    return [f(on.put(data())), f(on.put(data())), count]
+
+
+@case()
+def one_value_under_two_names(on):
+    w, x = on.put(data()), on.put(data(1))
+
+    @on.jit
+    def f(x, y):
+        w.add_(1)
+        x.mul_(2)
+        return w + x + y
+
+    return [f(x, on.put(data(2))), f(w, on.put(data(2))), f(x, x), w, x]
+
+
+@case(3)
+def buffers_and_training_flags(on):
+    model = on.model(nn.BatchNorm1d(8), nn.Dropout(0.0))
+    f = on.jit(torch.no_grad()(lambda x: model(x)))
+    results = [f(on.put(data())), f(on.put(data(1)))]
+    model.eval()
+    results.append(f(on.put(data(2))))
+    model.train()
+    return [*results, f(on.put(data(3))), *model.buffers()]
+
+
+@case()
+def what_is_closed_over_changes(on):
+    model, settings = on.model(), {"factor": 2.0}
+    f = on.jit(torch.no_grad()(lambda x: model(x) * settings["factor"]))
+    results = [f(on.put(data()))]
+    settings["factor"] = 3.0
+    results.append(f(on.put(data())))
+    model[0].weight.data.mul_(2)
+    results.append(f(on.put(data())))
+    model[0].bias = nn.Parameter(model[0].bias.detach() * 3)
+    return [*results, f(on.put(data()))]
+
+
+# -- what is returned, and other transforms --------------------------------------------------------
+
+
+@case(1)
+def results_of_all_kinds(on):
+    model = on.model()
+
+    @on.jit
+    @torch.no_grad()
+    def f(x, factor):
+        found = {"x": (x, 3, None, "text"), "y": model(x) * factor, "ones": torch.ones(3)}
+        return found | {"weight": model[0].weight, "best": x.argmax(1)}
+
+    x = on.put(data())
+    found = f(x, 2)
+    assert found["x"][0] is x
+    assert found["x"][1:] == (3, None, "text")
+    assert found["weight"] is model[0].weight
+    return [found["y"], found["ones"], found["best"]]
+
+
+@case(1)
+def function_transforms_inside(on):
+    model = on.model()
+
+    @on.jit
+    def f(x):
+        params = {name: p.detach() for name, p in model.named_parameters()}
+
+        def loss(params):
+            return torch.func.functional_call(model, params, (x,)).square().sum()
+
+        rows = torch.func.vmap(lambda row: row * row.sum())(x)
+        tangent = torch.func.jvp(torch.sin, (x,), (x,))[1]
+        return *torch.func.grad(loss)(params).values(), rows, tangent
+
+    return list(f(on.put(data())))
+
+
+@case(0)
+def function_transforms_outside(on):
+    w = on.put(data(1, 8))
+    f = on.jit(lambda x: (x * w).sin().sum())
+    return [torch.func.grad(f)(on.put(data())), torch.func.vmap(f)(on.put(data()))]
+
+
+@case(1)
+def second_derivatives(on):
+    model = on.model()
+
+    @on.jit
+    def f(x):
+        weights = list(model.parameters())
+        grads = torch.autograd.grad(model(x).tanh().sum(), weights, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), weights)
+
+    return list(f(on.put(data())))
+
+
+@case(1)
+def checkpoints_of_activations(on):
+    model = on.model(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    @on.jit
+    def f(x):
+        model.zero_grad()
+        h = checkpoint(model[:2], x, use_reentrant=False)
+        model[2](h).square().mean().backward()
+
+    f(on.put(data()))
+    return [p.grad for p in model.parameters()]
+
+
+@case(1)
+def functions_of_the_user(on):
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return grad @ w.T, 3 * (x.T @ grad)
+
+    w = on.put(data(1)).requires_grad_()
+
+    @on.jit
+    def f(x):
+        w.grad = None
+        Product.apply(x, w).square().sum().backward()
+
+    f(on.put(data()))
+    return [w.grad]
+
+
+@case(1)
+def autocast(on):
+    model = on.put(on.model().float())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @on.jit
+    def step(x, y):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    shapes = (8, 8), (8, 4)
+    x, y = (on.put(data(k, *shape, dtype=torch.float32)) for k, shape in enumerate(shapes))
+    return [step(x, y), *model.parameters()]
+
+
+@case(1)
+def loops(on):
+    w = on.put(data() / 8).requires_grad_()
+
+    def body(i, x):
+        return torch.tanh(x @ w)
+
+    def three_times(x):
+        if type(on) is Plain:
+            return body(2, body(1, body(0, x)))
+        return tp.fori_loop(0, 3, body, x)
+
+    @on.jit
+    def f(x):
+        w.grad = None
+        loss = three_times(x).sum()
+        loss.backward()
+        return loss.detach()
+
+    return [f(on.put(data(1))), w.grad]
+
+
+@case(1)
+def mapped_functions_inside(on):
+    if type(on) is Plain:
+        return [data() * 2 + data().sum()]
+    mesh = tp.make_mesh(*LINE)
+    f = tp.shard_map(
+        lambda x: x * 2 + tp.psum(x.sum(), "x"), mesh=mesh, in_specs=P("x"), out_specs=P("x")
+    )
+    return [on.jit(lambda x: f(x))(on.put(data()))]
+
+
+@pytest.mark.parametrize("layout", ["replicated", "fully sharded"])
+@pytest.mark.parametrize("name", CASES)
+def test_as_in_plain_torch(name, layout):
+    run, num_traces = CASES[name]
+    expected = run(Plain([]))
+    on = OnDevices([])
+    on.layout = layout
+    for mine, right in zip(run(on), expected, strict=True):
+        if right is None:
+            assert mine is None
+            continue
+        tolerance = 1e-6 if right.dtype == torch.float32 else 1e-12
+        torch.testing.assert_close(
+            mine.detach().cpu(), right.detach(), atol=tolerance, rtol=tolerance
+        )
+    if num_traces is not None:
+        assert sum(each.num_traces for each in on.jitted) == num_traces

@@ -1,0 +1,178 @@
+"""What a traced function does with whole values -> the plan of a device.
+
+    whole graph, layouts --Spread--> graph of a device --lower--> Plan
+
+The layouts of what the function is given, closes over and writes are those that it has; a result
+lies as it comes out, unless a layout is wanted for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from torchpmap._base.devices import Device
+from torchpmap._base.errors import kind_of, size_text
+from torchpmap._base.pytree import flatten
+from torchpmap._layout.axis_stack import Axis
+from torchpmap._layout.common_grid import CommonGrid, common_grid
+from torchpmap._layout.grid import Cut, Grid
+from torchpmap._layout.layout import Layout, general_layout, replicated_layout
+from torchpmap._layout.mesh import NamedSharding, PartitionSpec, mesh_of
+from torchpmap._plan.lower import Body, Target, lower
+from torchpmap._plan.plan import Plan
+from torchpmap._sharded.constraints import wishes
+from torchpmap._sharded.spmd import Emitter
+from torchpmap._sharded.spread import Reshard, Spread, Value
+from torchpmap._trace.program import Outcome
+from torchpmap._trace.whole import WholeTrace
+
+
+@dataclass(frozen=True)
+class _WholeGrid(Grid):
+    """The grid of a plan whose values lie on several meshes."""
+
+    common: CommonGrid
+
+    def blocks_of(self, layout: Layout) -> tuple[int, ...]:
+        return tuple(range(len(self.devices)))  # nothing asks which are equal
+
+    def shared_along(self, cut: Cut, whole: Axis) -> tuple[Axis, ...]:
+        return ()
+
+    def layout(self, shape: Sequence[int], dtype: torch.dtype, cut: Cut) -> Layout:
+        found = self.common.layout(shape, dtype, cut)
+        if found is not None:
+            return found
+        mesh = mesh_of(self.sizes, self.names, self.devices)
+        return general_layout(shape, dtype, NamedSharding(mesh, self.spec_of(cut)), stacked=True)
+
+    def spec_of(self, cut: Cut) -> PartitionSpec:
+        names = [tuple(self.names[k] for k in over) for over in cut]
+        return PartitionSpec(*(over[0] if len(over) == 1 else over or None for over in names))
+
+
+class Moved(NamedTuple):
+    """An operand that an operation could not take as it lay."""
+
+    operation: str
+    kind: str
+    """Dtype and shape of the whole."""
+    before: PartitionSpec
+    after: PartitionSpec
+    num_bytes: int
+    """Of the whole."""
+
+    def __str__(self) -> str:
+        moved = f"{self.kind} from {self.before} to {self.after}"
+        return f"{self.operation}: {moved} ({size_text(self.num_bytes)})"
+
+
+def grid_of(devices: tuple[Device, ...], layouts: Sequence[Layout]) -> Grid | None:
+    """One grid for all values; None if their meshes have none in common."""
+    replicated = replicated_layout((), torch.float32, devices)
+    common = common_grid([*layouts, replicated])
+    if common is None:
+        return None
+    alike = [mesh for mesh in common.meshes if mesh.devices.shape == common.sizes]
+    unnamed = tuple(f"grid{k}" for k in range(len(common.sizes)))
+    names = alike[0].axis_names if len(alike) == 1 else unnamed
+    return _WholeGrid(devices, devices, common.sizes, names, common)
+
+
+def plan_of(
+    target: Target,
+    traced: WholeTrace,
+    inputs: Sequence[Layout],
+    weights: Collection[int],
+    wanted: Sequence[Layout | None],
+) -> tuple[Plan, list[Moved]]:
+    """The plan, and what it has to reshard.
+
+    Args:
+        target: its grid is of ``grid_of``.
+        inputs: layouts of what the graph takes.
+        weights: positions among them that are gathered where data is cut alike.
+        wanted: layouts of what it returns; None where any will do.
+    """
+    grid = target.grid
+    assert isinstance(grid, _WholeGrid)
+    _write_norms_as_roots(traced.graph)
+    emitter = Emitter(grid.common)
+    wish = {node: grid.common.cut_of(layout) for node, layout in wishes(traced.graph).items()}
+    spread = Spread(traced.graph, emitter, wish)
+    results = spread.run(
+        [_value(emitter, k, layout, k in weights) for k, layout in enumerate(inputs)],
+        [None if layout is None else grid.common.cut_of(layout) for layout in wanted],
+    )
+    plan = lower(target, _body(target, emitter, results), inputs)
+    outputs = tuple(
+        made if wish is None else wish for made, wish in zip(plan.outputs, wanted, strict=True)
+    )
+    return replace(plan, outputs=outputs), [_moved(grid, each) for each in spread.reshards]
+
+
+def _value(emitter: Emitter, place: int, layout: Layout, is_weight: bool) -> Value:
+    """An input of the graph."""
+    block, cut = emitter.input(f"input_{place}"), emitter.grid.cut_of(layout)
+    return Value(block, tuple(layout.shape), layout.dtype, cut, (), is_weight)
+
+
+def _body(target: Target, emitter: Emitter, results: Sequence[Value]) -> Body:
+    run = emitter.module([value.block for value in results])
+    cuts = tuple(value.cut for value in results)
+    places = {rank: place for place, rank in enumerate(target.ranks)}
+    partitions = [
+        tuple(tuple(places[rank] for rank in part) for part in partition)
+        for name, partition in emitter.groups.items()
+        if name != target.group
+    ]
+
+    def body(blocks: Sequence[torch.Tensor], axis: Axis) -> Outcome:
+        for partition in partitions:
+            assert axis.subgroup is not None
+            axis.subgroup(partition)
+        with torch.no_grad():
+            made = run(axis.index, *blocks)
+        return Outcome(flatten(list(made))[1], tuple(made), cuts, (), ())
+
+    return body
+
+
+def _moved(grid: _WholeGrid, each: Reshard) -> Moved:
+    kind, before = kind_of(each.shape, each.dtype), grid.spec_of(each.cut)
+    return Moved(each.operation, kind, before, grid.spec_of(each.wanted), each.num_bytes)
+
+
+def _write_norms_as_roots(module: GraphModule) -> None:
+    """The sums of squares of all gradients go in one message; norms would each be put together from
+    those of the blocks.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=_NORM):
+        arguments: list[Any] = [*node.args, *_DEFAULTS[len(node.args) :]]
+        x, order, dims, keepdim, dtype = arguments
+        value = x.meta["val"]
+        if order != 2 or dtype is not None or node.kwargs or not value.is_floating_point():
+            continue
+        with module.graph.inserting_before(node), value.fake_mode:
+            made = _call(module.graph, _aten.mul.Tensor, x, x)
+            over = list(range(value.ndim)) if dims is None else dims
+            made = _call(module.graph, _aten.sum.dim_IntList, made, over, keepdim)
+            made = _call(module.graph, _aten.sqrt.default, made)
+        node.replace_all_uses_with(made)
+        module.graph.erase_node(node)
+
+
+def _call(graph: Graph, operation: Any, *args: Any) -> Node:
+    node = graph.call_function(operation, args)
+    node.meta["val"] = operation(*(x.meta["val"] if isinstance(x, Node) else x for x in args))
+    return node
+
+
+_aten = torch.ops.aten
+_NORM = _aten.linalg_vector_norm.default
+_DEFAULTS = (None, 2, None, False, None)

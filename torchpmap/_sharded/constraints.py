@@ -1,0 +1,114 @@
+"""Where a value in the making is to lie: ``with_sharding_constraint``.
+
+In a trace of whole values it is an operation, in whose place the graph of a device has a move.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from torchpmap._base.boundary import boundary
+from torchpmap._base.torch_internals import num_modes
+from torchpmap._layout.current_mesh import current_mesh
+from torchpmap._layout.layout import Layout, general_layout
+from torchpmap._layout.mesh import NamedSharding, PartitionSpec
+from torchpmap._sharded.device_put import device_put
+
+_shardings: list[NamedSharding] = []
+_numbers: dict[NamedSharding, int] = {}
+
+
+@boundary
+def with_sharding_constraint(
+    x: torch.Tensor, sharding: NamedSharding | PartitionSpec
+) -> torch.Tensor:
+    """Return ``x``, laid out as ``sharding`` says.
+
+    with_sharding_constraint: T[*s] -> T[*s]
+    Backward: the cotangent is laid out in the same way.
+
+    In a function of ``jit`` this says where a value in the making is to lie; what it is computed
+    from follows.  Elsewhere the value moves, as with ``device_put``.
+
+    Args:
+        x: a tensor.
+        sharding: a ``NamedSharding``, or a ``P(...)`` over the mesh of ``set_mesh``.
+
+    Raises:
+        TypeError: ``sharding`` is something else.
+        ValueError: the shape does not divide, or there is no mesh for a ``P(...)``.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> mesh = tp.make_mesh((4,), ("x",))
+        >>> @tp.jit
+        ... def f(a):
+        ...     return tp.with_sharding_constraint(a * 2, tp.NamedSharding(mesh, tp.P("x")))
+        >>> f(torch.arange(4.0))
+        ShardedTensor([0., 2., 4., 6.], rows of dim 0 on cpu:0 cpu:1 cpu:2 cpu:3)
+
+    Source: ``jax.lax.with_sharding_constraint``.
+    """
+    wanted = sharding_of(sharding, "with_sharding_constraint")
+    if not num_modes():
+        moved: torch.Tensor = device_put(x, wanted)
+        return moved
+    general_layout(tuple(x.shape), x.dtype, wanted)  # whether the shape divides
+    return constrained(x, wanted)
+
+
+def sharding_of(sharding: Any, what: str) -> NamedSharding:
+    """``sharding``, or that of a ``P(...)`` over the mesh of ``set_mesh``."""
+    if isinstance(sharding, NamedSharding):
+        return sharding
+    if not isinstance(sharding, PartitionSpec):
+        raise TypeError(
+            f"{what} takes a NamedSharding or a P(...), but got {sharding!r}: "
+            'NamedSharding(mesh, P("x")) names the mesh.'
+        )
+    mesh = current_mesh()
+    if mesh is None:
+        raise ValueError(
+            f"{what}: {sharding!r} needs a mesh. Name it (NamedSharding(mesh, {sharding!r})), or "
+            "set one with torchpmap.set_mesh(mesh)."
+        )
+    return NamedSharding(mesh, sharding)
+
+
+def constrained(x: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
+    """``x`` with a wish, in a trace of whole values."""
+    number = _numbers.get(sharding)
+    if number is None:
+        number = _numbers[sharding] = len(_shardings)
+        _shardings.append(sharding)
+    result: torch.Tensor = CONSTRAIN(x, number)
+    return result
+
+
+def wishes(module: GraphModule) -> dict[Node, Layout]:
+    """Where the operations of a graph that say so want their values."""
+    return {
+        node: general_layout(
+            tuple(node.meta["val"].shape), node.meta["val"].dtype, _shardings[node.args[1]]
+        )
+        for node in module.graph.nodes
+        if node.target is CONSTRAIN
+    }
+
+
+_library = torch.library.Library("torchpmap", "FRAGMENT")
+_library.define("constrain(Tensor x, int number) -> Tensor")
+_library.impl("constrain", lambda x, number: x.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "torchpmap::constrain", lambda x, number: torch.empty_like(x), lib=_library
+)
+torch.library.register_autograd(
+    "torchpmap::constrain",
+    lambda ctx, cotangent: (CONSTRAIN(cotangent, ctx.number), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "number", inputs[1]),
+    lib=_library,
+)
+CONSTRAIN: Any = torch.ops.torchpmap.constrain.default

@@ -1,0 +1,179 @@
+"""Stand-ins, in a trace of whole values, of the tensors that a function closes over.
+
+They are put in the place of real tensors above autograd: the stand-in of a parameter is a leaf with
+a gradient of its own, and what shares its value with another tensor has a stand-in that does so.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from torchpmap._base.sources import users_line
+from torchpmap._base.torch_internals import (
+    is_wrapped,
+    new_fake,
+    outside_modes,
+    torch_function_off,
+)
+from torchpmap._trace.capture import Capture, Substitute, is_real
+from torchpmap._trace.remat import Record
+from torchpmap._trace.trace import Untraceable
+
+Hook = Callable[[torch.Tensor, torch.Tensor], None]
+"""Hears of each leaf and its stand-in."""
+
+_ZERO_GRAD = tuple(
+    inspect.unwrap(kind.zero_grad).__code__ for kind in (torch.optim.Optimizer, torch.nn.Module)
+)
+
+
+@dataclass(eq=False)
+class Leaf:
+    """A tensor that gradients are stored in."""
+
+    real: torch.Tensor
+    stand_in: torch.Tensor
+    before: torch.Tensor | None
+    """The gradient with which the function begins."""
+    was_asked: bool = False
+    """Whether it matters if there was one."""
+    is_cleared: bool = False
+    """Whether the function took it away before anything asked for it."""
+
+    def gradient(self) -> torch.Tensor | None:
+        """The one that it has now."""
+        with torch_function_off():
+            return self.stand_in.grad
+
+    def clear(self) -> None:
+        """Take it away without asking what is there, as ``zero_grad`` does."""
+        if not self.was_asked and self.gradient() is self.before:
+            self.is_cleared = True
+        with torch_function_off():
+            self.stand_in.grad = None
+
+    def ask(self) -> None:
+        self.was_asked |= not self.is_cleared
+
+
+class WholeCapture(Capture):
+    """Makes the stand-in of a leaf of autograd a leaf."""
+
+    def __init__(self, fake_mode: Any, device: torch.device, record: Record, hook: Hook) -> None:
+        super().__init__(fake_mode, functools.partial(new_fake, fake_mode), device, record)
+        self._hook = hook
+        self.leaves: dict[int, Leaf] = {}
+        """By the id of the stand-in."""
+        self.grad_of: dict[int, torch.Tensor] = {}
+        """Id of a gradient from before -> the leaf: each call may find another there."""
+        self.linked: list[torch.Tensor] = []
+        """What shares its value with something captured; kept, so that no other gets its id."""
+
+    def _add(self, real: torch.Tensor) -> torch.Tensor:
+        linked = self._linked(real)
+        if linked is None:
+            stand_in = self._stand_in(real)
+            self.adopt(real, stand_in)
+            return stand_in
+        self.stand_ins[id(real)] = linked
+        self.linked.append(real)
+        return linked
+
+    def adopt(self, real: torch.Tensor, stand_in: torch.Tensor) -> None:
+        """Make a stand-in the leaf that the tensor is."""
+        with torch_function_off(), outside_modes():
+            if not real.requires_grad:
+                return
+            if not real.is_leaf:
+                raise Untraceable(
+                    "a tensor that requires grad was computed outside of the function",
+                    users_line(),
+                    "x.detach(), or compute it in the function",
+                )
+            grad = real.grad
+        if grad is not None:
+            self.grad_of[id(grad)] = real
+        before = None if grad is None else self.substitute(grad)
+        with torch_function_off():
+            stand_in.requires_grad_()
+            stand_in.grad = before
+            for hook in (real._backward_hooks or {}).values():
+                stand_in.register_hook(hook)
+            for hook in (real._post_accumulate_grad_hooks or {}).values():
+                stand_in.register_post_accumulate_grad_hook(hook)
+        self._hook(real, stand_in)
+        self.leaves[id(stand_in)] = Leaf(real, stand_in, before)
+
+    def _linked(self, real: Any) -> torch.Tensor | None:
+        """The stand-in of a view, or of one of several tensors of one value, made of that of the
+        parent, or of the first, so that writes reach it.
+        """
+        view, requires_grad = getattr(real, "_view", None), _requires_grad(real)
+        found = [reference() for reference in getattr(real, "_aliases", ())]
+        aliases = [alias for alias in found if alias is not None]
+        first = next(filter(_requires_grad, aliases), aliases[0] if aliases else real)
+        if view is not None and view.parent._layout is not None:
+            source, take = view.parent, view.take
+        elif first is not real:
+            source, take = first, torch.ops.aten.detach.default
+        else:
+            return None
+        if requires_grad:
+            raise Untraceable(
+                "a tensor that requires grad shares its value with another one",
+                users_line(),
+                "one of the two",
+            )
+        with torch_function_off(), torch.no_grad():
+            taken: torch.Tensor = take(self.substitute(source))
+        return taken
+
+
+def _requires_grad(tensor: torch.Tensor) -> bool:
+    with torch_function_off(), outside_modes():
+        return tensor.requires_grad
+
+
+class Replace(Substitute):
+    """Puts stand-ins in the place of real tensors, and hears of questions for gradients."""
+
+    def __init__(self, capture: WholeCapture) -> None:
+        super().__init__(lambda x: capture.substitute(x) if _is_users(x) else x)
+        self._leaves = capture.leaves
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("__get__", "__set__") and func.__self__ is torch.Tensor.grad:
+            leaf = self._leaves.get(id(self.find(args[0])))
+            if leaf is not None:
+                is_question = func.__name__ == "__get__"
+                if _zero_grad_asks() if is_question else args[1] is None:
+                    leaf.clear()
+                    return None
+                leaf.ask()
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _is_users(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was there before the trace; loops try their bodies on others."""
+    if not is_real(tensor) or is_wrapped(tensor):
+        return False
+    with torch_function_off():
+        return not tensor.is_meta
+
+
+def _zero_grad_asks() -> bool:
+    """Whether the question for a gradient comes from ``zero_grad()``, which sets it to None."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name == "__torch_function__":  # another mode
+        frame = frame.f_back
+    return (
+        frame is not None and frame.f_code in _ZERO_GRAD and bool(frame.f_locals.get("set_to_none"))
+    )
