@@ -139,6 +139,32 @@ def replicated(name: str) -> Steps:
     return steps
 
 
+def jitted(name: str) -> Steps:
+    """The same loop, whose step ``tp.jit`` makes one program."""
+    import torchpmap as tp
+
+    tp.init(RANKS)
+    model, batches = make(name)
+    model = tp.replicate(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    @tp.jit(fullgraph=True)
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def steps(count: int) -> float:
+        for batch in itertools.islice(batches, count):
+            loss = step(*tp.shard_batch(batch))
+        tp.block_until_ready(list(model.parameters()))
+        return loss.item()
+
+    return steps
+
+
 def distributed_data_parallel(name: str, is_compiled: bool = True) -> Steps:
     """``DistributedDataParallel``, with the fused AdamW."""
     import torch.distributed as dist
@@ -169,6 +195,7 @@ def eager_data_parallel(name: str) -> Steps:
 CONTENDERS = {
     "local": pmapped,
     "torchrun": pmapped,
+    "jit": jitted,
     "replicated": replicated,
     "ddp": distributed_data_parallel,
     "ddp-eager": eager_data_parallel,

@@ -23,10 +23,11 @@ from _harness import Check, Result, environment, interleave, print_checks, print
 OURS = {
     "local": ("local", False),
     "torchrun": ("torchrun", True),
+    "jit": ("jit", False),
     "replicated": ("replicated", False),
 }
 THEIRS = {"DDP": ("ddp", True), "DDP eager": ("ddp-eager", True)}
-RIVALS = {"local": "DDP", "torchrun": "DDP", "replicated": "DDP eager"}
+RIVALS = {"local": "DDP", "torchrun": "DDP", "jit": "DDP", "replicated": "DDP eager"}
 RANKS = 2
 MODELS = {"MLP": 10, "GPT": 5, "digits": 10}
 """Steps in a round."""

@@ -50,7 +50,7 @@ from torchpmap._loops import (
 from torchpmap._modules.batch import shard_batch
 from torchpmap._modules.functional import functional
 from torchpmap._modules.prefetch import prefetch
-from torchpmap._modules.replicate import replicate
+from torchpmap._modules.replicate import replicate, shard_module
 from torchpmap._runtime.current import (
     default_backend,
     device_count,
@@ -168,6 +168,7 @@ __all__ = [
     "set_mesh",
     "shard_batch",
     "shard_map",
+    "shard_module",
     "shutdown",
     "smap",
     "switch",

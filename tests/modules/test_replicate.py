@@ -226,7 +226,7 @@ def test_an_optimizer_of_the_old_parameters_is_an_error():
     optimizer = torch.optim.AdamW(module.parameters())
     message = (
         "replicate(Sequential) makes new parameters, but an optimizer, AdamW, holds those that the "
-        "module has now. Replicate the module first, then make the optimizer."
+        "module has now. Place the module first, then make the optimizer."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         tp.replicate(module)
@@ -237,7 +237,7 @@ def test_an_optimizer_of_the_old_parameters_is_an_error():
 def test_a_lazy_module_is_an_error():
     message = (
         "replicate(Sequential): 0.weight belongs to a lazy module and has no shape yet. Run the "
-        "module once on a batch, then replicate it."
+        "module once on a batch, then place it."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         tp.replicate(nn.Sequential(nn.LazyLinear(3)))
@@ -300,8 +300,8 @@ def test_an_optimizer_of_parameters_that_were_replaced_raises():
     optimizer = torch.optim.SGD(groups, lr=0.1)
     with pytest.raises(
         RuntimeError,
-        match=r"^SGD holds a parameter \[2, 4\] that replicate\(module\) has replaced, so a step "
-        r"would not change the module\. Collect the parameters after replicate\.$",
+        match=r"^SGD holds a parameter \[2, 4\] that replicate or shard_module has replaced, so a "
+        r"step would not change the module\. Collect the parameters afterwards\.$",
     ):
         optimizer.step()
 
@@ -379,3 +379,53 @@ def test_a_module_that_gathers_says_so_once():
     module(x).sum().backward()
     Summing()(X)
     nn.Softmax(0)(x)  # it has nothing on the devices
+
+
+# -- shard_module ----------------------------------------------------------------------------------
+
+
+def test_parameters_lie_as_their_names_say():
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.BatchNorm1d(4), layer, nn.Linear(4, 8))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    model[3].weight.grad = torch.ones(8, 4)
+    mesh = tp.make_mesh((2, 2), ("x", "y"))
+    specs = {r"^3\.weight": tp.P("x", "y"), "weight": tp.P("y"), "running_": tp.P("x")}
+    with tp.set_mesh(mesh):
+        assert tp.shard_module(model, specs) is model
+    found = {name: value.sharding.spec for name, value in model.state_dict().items()}
+    assert found["3.weight"] == model[3].weight.grad.sharding.spec == tp.P("x", "y")
+    assert found["0.weight"] == found["1.weight"] == tp.P("y")
+    assert found["1.running_mean"] == tp.P("x")
+    assert found["0.bias"] == found["1.num_batches_tracked"] == tp.P()
+    assert model[0].weight is model[2].weight
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.cpu(), expected[name])
+    weight = model[3].weight
+    assert tp.shard_module(model, specs, mesh)[3].weight is weight  # it is there
+    assert tp.replicate(model)[3].weight.is_fully_replicated
+
+
+def test_what_shard_module_refuses():
+    mesh, model = tp.make_mesh((4,), ("x",)), nn.Sequential(nn.Linear(4, 6))
+    with pytest.raises(
+        ValueError, match=r"^shard_module\(Sequential\) needs a mesh: pass mesh=, or"
+    ):
+        tp.shard_module(model, {"weight": tp.P("x")})
+    with pytest.raises(
+        TypeError, match=r"^shard_module.*: 'weight' must be a P\(...\), but is 'x'"
+    ):
+        tp.shard_module(model, {"weight": "x"}, mesh)
+    with pytest.raises(
+        ValueError, match=r"'up' is found in no name; there are 0.weight, 0.bias\.$"
+    ):
+        tp.shard_module(model, {"up": tp.P("x")}, mesh)
+    with pytest.raises(ValueError, match=r"^shard_module\(Sequential\): 0\.bias: .*evenly divide"):
+        tp.shard_module(model, {"bias": tp.P("x")}, mesh)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(
+        ValueError, match=r"^shard_module\(Sequential\) makes new parameters, but an"
+    ):
+        tp.shard_module(model, {"weight": tp.P(None, "x")}, mesh)
+    assert type(model[0].weight) is nn.Parameter
+    del optimizer

@@ -1,14 +1,15 @@
-"""``replicate``: a tree of tensors, a module or the state of an optimizer on every device."""
+"""``replicate`` and ``shard_module``: modules, trees and states of optimizers on the devices."""
 
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -18,11 +19,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import Device
 from torchpmap._base.pytree import Tree, flatten
+from torchpmap._layout.current_mesh import current_mesh
+from torchpmap._layout.layout import Layout, general_layout, replicated_layout
+from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec
+from torchpmap._runtime.current import check_devices, refuse_inside
 from torchpmap._runtime.current import devices as all_devices
-from torchpmap._runtime.current import refuse_inside
-from torchpmap._sharded.device_put import Number
+from torchpmap._sharded.device_put import Number, put_as
 from torchpmap._sharded.device_put import replicate as replicate_tree
 from torchpmap._sharded.tensor import ShardedTensor
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @overload
@@ -71,7 +77,9 @@ def replicate(x: Any, devices: Sequence[Device] | None = None) -> Any:
         ``device_put_replicated``.
     """
     if isinstance(x, nn.Module):
-        _replicate_module(x, devices)
+        chosen = tuple(all_devices() if devices is None else devices)
+        name = f"replicate({type(x).__name__})"
+        _place_module(x, name, lambda _, x: replicated_layout(tuple(x.shape), x.dtype, chosen))
         return x
     if isinstance(x, torch.optim.Optimizer):
         _replicate_state(x)
@@ -79,61 +87,135 @@ def replicate(x: Any, devices: Sequence[Device] | None = None) -> Any:
     return replicate_tree(x, devices)
 
 
-def _replicate_module(module: nn.Module, devices: Sequence[Device] | None) -> None:
-    refuse_inside("replicate")
+@boundary
+def shard_module(
+    module: Module, specs: Mapping[str, PartitionSpec], mesh: Mesh | None = None
+) -> Module:
+    """Return ``module``, with each parameter and buffer on the devices of a mesh as its name says.
+
+    The module is changed in place, as by ``replicate``. Where its parameters lie is how a step of
+    ``jit`` trains it: cut over the axis of the batch they are fully sharded, cut over another axis
+    they are tensor-parallel.
+
+    Args:
+        module: an ``nn.Module``.
+        specs: regular expression -> ``P(...)``. The first one that is found in the name of a
+            parameter or buffer (``re.search`` in ``"blocks.0.up.weight"``) counts; what none is
+            found in is replicated.
+        mesh: default: that of ``set_mesh``.
+
+    Raises:
+        TypeError: a value of ``specs`` is no ``P(...)``.
+        ValueError: a shape does not divide, a pattern is found in no name, there is no mesh, or an
+            optimizer holds the parameters already.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+        >>> mesh = tp.make_mesh((4,), ("x",))
+        >>> model = tp.shard_module(model, {"weight": tp.P("x")}, mesh)
+        >>> [(name, p.sharding.spec) for name, p in model[0].named_parameters()]
+        [('weight', PartitionSpec('x',)), ('bias', PartitionSpec())]
+
+    Source: the rules of JAX's libraries, such as ``match_partition_rules`` of EasyLM.
+    """
+    chosen = current_mesh() if mesh is None else mesh
+    name = f"shard_module({type(module).__name__})"
+    if chosen is None:
+        raise ValueError(
+            f"{name} needs a mesh: pass mesh=, or choose one with torchpmap.set_mesh(mesh)."
+        )
+    for pattern, spec in specs.items():
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(f"{name}: {pattern!r} must be a P(...), but is {spec!r}.")
+    names = [path for path, _ in (*module.named_parameters(), *module.named_buffers())]
+    for pattern in specs:
+        if not any(re.search(pattern, path) for path in names):
+            shown = ", ".join(names[:8])
+            raise ValueError(f"{name}: {pattern!r} is found in no name; there are {shown}.")
+
+    def layout(path: str, x: torch.Tensor) -> Layout:
+        found = (spec for pattern, spec in specs.items() if re.search(pattern, path))
+        sharding = NamedSharding(chosen, next(found, PartitionSpec()))
+        try:
+            return general_layout(tuple(x.shape), x.dtype, sharding)
+        except ValueError as error:
+            raise ValueError(f"{name}: {path}: {error}") from None
+
+    _place_module(module, name, layout)
+    return module
+
+
+def _place_module(
+    module: nn.Module, what: str, layout_of: Callable[[str, torch.Tensor], Layout]
+) -> None:
+    """Put each parameter and buffer where ``layout_of`` says, by its name."""
+    refuse_inside(what)
     are_held = _are_held_elsewhere(module)  # before this function holds them
-    chosen = tuple(all_devices() if devices is None else devices)
-    places = [
+    named = [
         (owner, name, f"{prefix}.{name}".lstrip("."), tensor)
         for prefix, owner in module.named_modules()
         for kind in (owner.named_parameters, owner.named_buffers)
         for name, tensor in kind(recurse=False, remove_duplicate=False)
-        if not _is_there(tensor, chosen)
     ]
+    lazy = [path for _, _, path, tensor in named if nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise ValueError(
+            f"{what}: {lazy[0]} belongs to a lazy module and has no shape yet. Run the module once "
+            "on a batch, then place it."
+        )
+    first: dict[int, str] = {}
+    for _, _, path, tensor in named:
+        first.setdefault(id(tensor), path)
+    layouts = {first[id(x)]: layout_of(first[id(x)], x) for _, _, _, x in named}
+    check_devices({device for layout in layouts.values() for device in layout.devices})
+    places = [each for each in named if not _is_there(each[3], layouts[first[id(each[3])]])]
     shared = {id(tensor): (path, tensor) for _, _, path, tensor in reversed(places)}
     tensors = dict(reversed(shared.values()))
-    unmade = [path for path, tensor in tensors.items() if nn.parameter.is_lazy(tensor)]
-    if unmade:
-        raise ValueError(
-            f"replicate({type(module).__name__}): {unmade[0]} belongs to a lazy module and has no "
-            "shape yet. Run the module once on a batch, then replicate it."
-        )
     if are_held:
-        _refuse_optimizers(module, tensors.values())
-    twins = {path: _twin(tensor, chosen) for path, tensor in tensors.items()}
+        _refuse_optimizers(what, tensors.values())
+    twins = {path: _twin(tensor, layouts[path]) for path, tensor in tensors.items()}
     new = {path: tensor for path, tensor in tensors.items() if twins[path] is None}
     plain = {path: tensor.detach() for path, tensor in new.items()}
     grads = {f"{path}.grad": x.grad for path, x in new.items() if x.is_leaf}
-    placed = replicate_tree(plain | grads, chosen, "module")
+    placed = _put(plain | grads, layouts)
     for path, tensor in new.items():
         if isinstance(tensor, nn.Parameter):
             placed[path] = nn.Parameter(placed[path], tensor.requires_grad)
         placed[path].grad = placed.get(f"{path}.grad")
-        _take_over(placed[path], tensor)
+        _take_over(placed[path], tensor, layouts[path])
     for owner, name, _, tensor in places:
         path = shared[id(tensor)][0]
         setattr(owner, name, placed.get(path, twins[path]))
 
 
+def _put(values: dict[str, torch.Tensor | None], layouts: Mapping[str, Layout]) -> dict[str, Any]:
+    """Tensors by name, and their gradients, on the devices."""
+    wanted, structure = flatten({path: layouts[path.removesuffix(".grad")] for path in values})
+    places = dict(zip(structure.paths("module"), wanted, strict=True))
+    placed: dict[str, Any] = put_as(values, lambda shape, dtype, path: places[path], "module")
+    return placed
+
+
 _twins = WeakIdKeyDictionary()
-"""Tensor that ``replicate`` has replaced -> weak reference to what took its place, and devices."""
+"""Tensor that was replaced -> weak reference to what took its place, and the layout of that."""
 
 
-def _twin(tensor: torch.Tensor, devices: tuple[Device, ...]) -> torch.Tensor | None:
+def _twin(tensor: torch.Tensor, layout: Layout) -> torch.Tensor | None:
     """What took the place of a tensor in another module: weights that both share stay shared."""
-    reference, places = _twins.get(tensor, (None, ()))
-    twin = None if reference is None or places != devices else reference()
+    reference, known = _twins.get(tensor, (None, None))
+    twin = None if reference is None or not known.same_place(layout) else reference()
     return None if twin is None or twin._is_closed() else twin
 
 
-def _take_over(placed: torch.Tensor, tensor: torch.Tensor) -> None:
+def _take_over(placed: torch.Tensor, tensor: torch.Tensor, layout: Layout) -> None:
     """Give a tensor the hooks and the attributes of the one that it replaces."""
     placed.__dict__.update(tensor.__dict__)
     if tensor.is_leaf and tensor._backward_hooks:
         placed._backward_hooks = tensor._backward_hooks
     if tensor._post_accumulate_grad_hooks:
         placed._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
-    _twins[tensor] = weakref.ref(placed), placed._alive()[0].devices  # type: ignore[attr-defined]
+    _twins[tensor] = weakref.ref(placed), layout
     _watch.begin(tensor)
 
 
@@ -170,19 +252,16 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if parameter in _twins and _twins[parameter][0]() is not None:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} holds a parameter {list(parameter.shape)} that "
-                    "replicate(module) has replaced, so a step would not change the module. "
-                    "Collect the parameters after replicate."
+                    "replicate or shard_module has replaced, so a step would not change the "
+                    "module. Collect the parameters afterwards."
                 )
 
 
-def _is_there(tensor: torch.Tensor, devices: tuple[Device, ...]) -> bool:
-    if type(tensor) is not ShardedTensor:
-        return False
-    layout = tensor._alive()[0]
-    return layout.is_replicated and layout.devices == devices
+def _is_there(tensor: torch.Tensor, layout: Layout) -> bool:
+    return type(tensor) is ShardedTensor and tensor._alive()[0].same_place(layout)
 
 
-def _refuse_optimizers(module: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
+def _refuse_optimizers(what: str, tensors: Iterable[torch.Tensor]) -> None:
     """Such an optimizer would go on to update the tensors that the module no longer has."""
     ours = frozenset(map(id, tensors))
     if _optimizer_of(ours):
@@ -190,8 +269,8 @@ def _refuse_optimizers(module: nn.Module, tensors: Iterable[torch.Tensor]) -> No
     name = _optimizer_of(ours)
     if name:
         raise ValueError(
-            f"replicate({type(module).__name__}) makes new parameters, but an optimizer, {name}, "
-            "holds those that the module has now. Replicate the module first, then make the "
+            f"{what} makes new parameters, but an optimizer, {name}, "
+            "holds those that the module has now. Place the module first, then make the "
             "optimizer."
         )
 
