@@ -528,6 +528,7 @@ def mapped_functions_inside(on):
     return [on.jit(lambda x: f(x))(on.put(data()))]
 
 
+@pytest.mark.filterwarnings("ignore:.*an argument shares its value with another")
 @pytest.mark.parametrize("layout", ["replicated", "fully sharded"])
 @pytest.mark.parametrize("name", CASES)
 def test_as_in_plain_torch(name, layout):

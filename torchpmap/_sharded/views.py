@@ -129,7 +129,7 @@ def _neighbours(tensor: Any) -> Iterator[Any]:
         yield view.parent
 
 
-def _linked(tensor: Any) -> list[Any]:
+def linked(tensor: Any) -> list[Any]:
     """All tensors that a write to ``tensor`` changes, itself first."""
     found = {id(tensor): tensor}
     waiting = [tensor]
@@ -144,7 +144,7 @@ def _linked(tensor: Any) -> list[Any]:
 
 def is_linked(tensor: Any) -> bool:
     """Whether a write to ``tensor`` changes others too."""
-    return len(_linked(tensor)) > 1
+    return len(linked(tensor)) > 1
 
 
 def share_values(targets: Sequence[Any], operands: Sequence[Any]) -> bool:
@@ -152,7 +152,7 @@ def share_values(targets: Sequence[Any], operands: Sequence[Any]) -> bool:
     as often as it is given).
     """
     present = Counter(map(id, operands))
-    return any(sum(present[id(other)] for other in _linked(target)) > 1 for target in targets)
+    return any(sum(present[id(other)] for other in linked(target)) > 1 for target in targets)
 
 
 def host_copies(tensors: Sequence[Any]) -> list[torch.Tensor]:

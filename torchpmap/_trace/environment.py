@@ -49,7 +49,7 @@ class Environment:
             by_name: classes; see ``Walk``.
         """
         self._fun: Any = fun
-        self._by_name = by_name
+        self._classes = by_name
         self._given = given
         self._walk: Walk | None = None
         """As noted; None if nothing is, or if it is not what a trace has read."""
@@ -63,7 +63,7 @@ class Environment:
 
     def refresh(self) -> None:
         """Note the present state."""
-        walk = Walk(self._by_name)
+        walk = Walk(self._classes)
         walk.run(self._fun, self._given)
         self._walk, self._watched = walk, walk.watched
         is_function = isinstance(self._fun, types.FunctionType) and not self._given
@@ -71,7 +71,7 @@ class Environment:
 
     def copy(self) -> Environment:
         """The same state, noted at the same time."""
-        other = Environment(self._fun, self._given, quiet=True, by_name=self._by_name)
+        other = Environment(self._fun, self._given, quiet=True, by_name=self._classes)
         other._walk, other._watched, other._code = self._walk, self._watched, self._code
         return other
 
@@ -116,6 +116,14 @@ class Environment:
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among them."""
         return [] if self._walk is None else self._walk.tensors
+
+    def objects(self) -> list[Any]:
+        """All that is reached."""
+        return [] if self._walk is None else self._walk.objects()
+
+    def by_name(self) -> list[Any]:
+        """The instances of classes of which only what the code mentions is watched."""
+        return [] if self._walk is None else self._walk.by_name
 
     def change(self) -> str:
         """What has changed since it was noted, as logs say it."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -70,6 +70,9 @@ class Numbers:
         for name in ("param_groups", "state"):
             self._watched.add_name(optimizer.__dict__, name, place)
         self._watched.add_size(optimizer.state, place)
+        self._watched.add_view(self._groups, place)
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            self._watched.add_view(getattr(optimizer, name).values(), place)
         for k, group in enumerate(self._groups):
             self._watched.add_view(group["params"], place)
             for name in group.keys() - {"params"}:
@@ -116,8 +119,10 @@ class Numbers:
 class Optimizers:
     """Those that step in one trace."""
 
-    def __init__(self, capture: WholeCapture) -> None:
+    def __init__(self, capture: WholeCapture, reached: Sequence[Optimizer] = ()) -> None:
+        """``reached``: optimizers that the function may change before they step."""
         self._capture = capture
+        self._before_all = [(each, _rates(each)) for each in reached]
         self._thread = threading.get_ident()
         self._known: dict[int, tuple[Optimizer, Numbers, list[Any]]] = {}
         self._counters: dict[int, torch.Tensor] = {}
@@ -143,8 +148,9 @@ class Optimizers:
 
     def check(self) -> None:
         """Raise if the function itself changes what is an input."""
-        for optimizer, _, before in self._known.values():
-            if [group.get("lr") for group in optimizer.param_groups] != before:
+        stepped = [(optimizer, before) for optimizer, _, before in self._known.values()]
+        for optimizer, before in (*self._before_all, *stepped):
+            if _rates(optimizer) != before:
                 raise Untraceable(
                     f"it changes the rate of {type(optimizer).__name__}",
                     users_line(),
@@ -159,8 +165,7 @@ class Optimizers:
         if id(optimizer) not in self._known:
             with torch_function_off(), outside_modes():
                 numbers = Numbers(optimizer)
-            rates = [group.get("lr") for group in optimizer.param_groups]
-            self._known[id(optimizer)] = optimizer, numbers, rates
+            self._known[id(optimizer)] = optimizer, numbers, _rates(optimizer)
             for k, rate in numbers.rates().items():
                 self._rates[id(optimizer), k] = rate
             for place, counter in enumerate(numbers.counters):
@@ -212,6 +217,10 @@ class Optimizers:
                 users_line(),
                 "the same call again",
             )
+
+
+def _rates(optimizer: Optimizer) -> list[Any]:
+    return [group.get("lr") for group in optimizer.param_groups]
 
 
 def _make_state(optimizer: Optimizer, capture: WholeCapture) -> None:

@@ -53,6 +53,8 @@ class Walk:
     def __init__(self, by_name: tuple[type, ...] = ()) -> None:
         """``by_name``: classes; of an instance only what the code mentions is watched."""
         self._by_name = by_name
+        self.by_name: list[Any] = []
+        """The instances of these that were met."""
         self.watched = Watched()
         self.tensors: list[torch.Tensor] = []
         self.unwatched: str | None = None
@@ -75,6 +77,10 @@ class Walk:
             for value in given:
                 self._run(value, "a static argument")
         self.watched.seal()
+
+    def objects(self) -> list[Any]:
+        """All that was met."""
+        return list(self._seen.values())
 
     def _run(self, value: Any, origin: str) -> None:
         self._add(value, origin)
@@ -152,6 +158,7 @@ class Walk:
             self._tensor(value, origin)
         elif isinstance(value, self._by_name):
             self._owners.append((vars(value), set(), set(), origin))
+            self.by_name.append(value)
         elif isinstance(value, np.ndarray):
             self.watched.add_read(ArrayContents(value).same, Place(origin))
             for item in value.ravel().tolist() if value.dtype == object else ():

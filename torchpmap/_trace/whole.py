@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.optim import Optimizer
 
-from torchpmap._base.torch_internals import (
-    FakeTensorMode,
-)
+from torchpmap._base.sources import users_line
+from torchpmap._base.torch_internals import FakeTensorMode
 from torchpmap._trace.capture import KeepData
 from torchpmap._trace.graphs import is_kept, output_of, placeholders, results_of, writes
 from torchpmap._trace.optimizers import Optimizers
 from torchpmap._trace.passes import drop_copies, drop_detaches, drop_in_place_views, protect_inputs
 from torchpmap._trace.remat import Record, without_writes
-from torchpmap._trace.trace import recorded
+from torchpmap._trace.trace import Untraceable, recorded
 from torchpmap._trace.whole_capture import Hook, Replace, WholeCapture
 from torchpmap.random._streams import streams
 
@@ -45,6 +45,10 @@ class WholeTrace:
     and the gradients of ``graded``.  It writes nothing.
     """
     captured: list[torch.Tensor]
+    leaves: list[torch.Tensor]
+    """Tensors that gradients are stored in."""
+    met: list[torch.Tensor]
+    """All that the function closes over, also what the graph does not take."""
     returned: Any
     num_results: int
     written: list[torch.Tensor]
@@ -67,21 +71,27 @@ def trace_whole(
     device: torch.device,
     seed: torch.Tensor,
     hook: Hook,
+    known: Sequence[Optimizer] = (),
 ) -> WholeTrace:
-    """Trace ``fun``; nothing runs.  ``arguments``: real ones, for their kinds and gradients;
-    ``seed``: stands for the key of the random numbers of a call.
+    """Trace ``fun``; nothing runs.
+
+    Args:
+        arguments: real ones, for their kinds and gradients.
+        seed: stands for the key of the random numbers of a call.
+        known: optimizers that the function reaches.
     """
     record = Record()
     capture = WholeCapture(FakeTensorMode(allow_non_fake_inputs=True), device, record, hook)
-    optimizers = Optimizers(capture)
+    keep = KeepData(capture)
+    optimizers = Optimizers(capture, known)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
     found: dict[str, Any] = {}
 
     def flat(*given: torch.Tensor) -> list[torch.Tensor]:
         with ExitStack() as stack:
             for mode in (
-                *(capture.views.entered(), record.entered(), capture, KeepData(capture)),
-                *(Replace(capture), grad_mode, optimizers.watched()),
+                *(capture.views.entered(), record.entered(), capture, keep),
+                *(Replace(capture, keep), grad_mode, optimizers.watched()),
                 streams(seed, None, "different"),
             ):
                 stack.enter_context(mode)
@@ -89,11 +99,13 @@ def trace_whole(
                 capture.adopt(real, x)
             returned, results = fun(given)
             results = [capture.substitute(x) for x in results]
+        capture.check()
         optimizers.check()
         found["returned"], found["num"] = returned, len(results)
-        found["is_differentiable"] = any(map(_is_differentiable, results))
         found["states"] = [*capture.captured, *arguments]
         stand_ins = [capture.stand_ins[id(x)] for x in capture.captured]
+        computed = [x for x in (*results, *stand_ins, *given) if x.grad_fn is not None]
+        found["is_differentiable"] = any(map(_is_differentiable, computed))
         found["leaves"] = list(capture.leaves.values())
         grads = [leaf.gradient() for leaf in found["leaves"]]
         found["grads"] = grads
@@ -136,6 +148,14 @@ def _effects(
         for real, node, place in zip(states, after, places, strict=True)
         if node is not place
     ]
+    for real, node in written:
+        value = node.meta["val"]
+        if value.shape != real.shape or value.dtype != real.dtype:
+            raise Untraceable(
+                "it gives a tensor from outside another shape or dtype",
+                users_line(),
+                "a new tensor",
+            )
     new = iter(outputs[num + len(states) :])
     graded, cleared, asked = [], [], []
     for leaf, grad in zip(found["leaves"], found["grads"], strict=True):
@@ -162,6 +182,8 @@ def _effects(
     return WholeTrace(
         graph=graph,
         captured=captured,
+        leaves=[leaf.real for leaf in found["leaves"]],
+        met=list(capture.captured),
         returned=found["returned"],
         num_results=num,
         written=[real for real, _ in written],

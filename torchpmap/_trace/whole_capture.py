@@ -9,21 +9,26 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
+from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
+    AUTOGRAD,
+    BACKWARD,
+    function_modes,
     is_wrapped,
     new_fake,
     outside_modes,
     torch_function_off,
 )
-from torchpmap._trace.capture import Capture, Substitute, is_real
+from torchpmap._trace.capture import Capture, KeepData, Substitute, is_real
 from torchpmap._trace.remat import Record
 from torchpmap._trace.trace import Untraceable
 
@@ -47,6 +52,13 @@ class Leaf:
     """Whether it matters if there was one."""
     is_cleared: bool = False
     """Whether the function took it away before anything asked for it."""
+
+    num_hooks: int = 0
+    """With which the function begins."""
+
+    def count_hooks(self) -> int:
+        x = self.stand_in
+        return len(x._backward_hooks or ()) + len(x._post_accumulate_grad_hooks or ())
 
     def gradient(self) -> torch.Tensor | None:
         """The one that it has now."""
@@ -108,9 +120,22 @@ class WholeCapture(Capture):
             for hook in (real._backward_hooks or {}).values():
                 stand_in.register_hook(hook)
             for hook in (real._post_accumulate_grad_hooks or {}).values():
-                stand_in.register_post_accumulate_grad_hook(hook)
+                after = functools.partial(_with_real, hook, real)
+                stand_in.register_post_accumulate_grad_hook(after)
         self._hook(real, stand_in)
-        self.leaves[id(stand_in)] = Leaf(real, stand_in, before)
+        leaf = self.leaves[id(stand_in)] = Leaf(real, stand_in, before)
+        leaf.num_hooks = leaf.count_hooks()
+
+    def check(self) -> None:
+        """Raise if the function changes a leaf in a way that would be lost."""
+        for leaf in self.leaves.values():
+            changed = None
+            if leaf.count_hooks() != leaf.num_hooks:
+                changed = "it registers a hook of a parameter"
+            elif not _requires_grad(leaf.stand_in):
+                changed = "it changes requires_grad of a parameter"
+            if changed is not None:
+                raise Untraceable(changed, users_line(), "the same outside of the function")
 
     def _linked(self, real: Any) -> torch.Tensor | None:
         """The stand-in of a view, or of one of several tensors of one value, made of that of the
@@ -137,19 +162,47 @@ class WholeCapture(Capture):
         return taken
 
 
+def _with_real(hook: Callable[[torch.Tensor], None], real: torch.Tensor, _: object) -> None:
+    hook(real)
+
+
 def _requires_grad(tensor: torch.Tensor) -> bool:
     with torch_function_off(), outside_modes():
         return tensor.requires_grad
 
 
 class Replace(Substitute):
-    """Puts stand-ins in the place of real tensors, and hears of questions for gradients."""
+    """Puts stand-ins in the place of real tensors, and hears of questions for gradients.
 
-    def __init__(self, capture: WholeCapture) -> None:
+    torch turns modes off while ``backward()`` runs, where hooks, functions of the user and
+    checkpoints meet real tensors too, so there this and ``keep`` are entered again.
+    """
+
+    def __init__(self, capture: WholeCapture, keep: KeepData) -> None:
         super().__init__(lambda x: capture.substitute(x) if _is_users(x) else x)
         self._leaves = capture.leaves
+        self._keep = keep
+
+    def __enter__(self) -> Self:
+        _backward.__enter__()
+        _here.entered.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _here.entered.remove(self)
+        _backward.__exit__()
+
+    def run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self in function_modes():
+            return run(*args, **kwargs)
+        with self._keep, self:
+            return run(*args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # as torch.cond does its branches
+            return func(*args, **(kwargs or {}))
         if func.__name__ in ("__get__", "__set__") and func.__self__ is torch.Tensor.grad:
             leaf = self._leaves.get(id(self.find(args[0])))
             if leaf is not None:
@@ -159,6 +212,27 @@ class Replace(Substitute):
                     return None
                 leaf.ask()
         return super().__torch_function__(func, types, args, kwargs)
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.entered: list[Replace] = []
+        """Those of this thread, the innermost last."""
+
+
+_here = _Here()
+
+
+def _with_modes(own: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not _here.entered:
+            return own(*args, **kwargs)
+        return _here.entered[-1].run_backward(own, *args, **kwargs)
+
+    return run
+
+
+_backward = Replaced([Replacement(AUTOGRAD, BACKWARD, _with_modes)])
 
 
 def _is_users(tensor: torch.Tensor) -> bool:

@@ -7,12 +7,13 @@ __call__ --key--> Program --run--> one plan, whose results go to the caller's te
 from __future__ import annotations
 
 import functools
+import reprlib
 import threading
 import types
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
-import numpy as np
 import torch
 from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
@@ -21,9 +22,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchpmap._base.ambient import keyed
 from torchpmap._base.boundary import boundary, fold
 from torchpmap._base.busy import waiting
-from torchpmap._base.errors import TraceError, warn
+from torchpmap._base.errors import TraceError, kind_of, warn
 from torchpmap._base.exact import exact
-from torchpmap._base.pytree import flatten_call
 from torchpmap._base.sources import defined_at
 from torchpmap._base.torch_internals import (
     break_graph,
@@ -39,16 +39,22 @@ from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace.compile import EAGER, parse_compile
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.optimizers import NotYet
+from torchpmap._trace.snapshot import Snapshot
 from torchpmap._trace.trace import Untraceable
 from torchpmap._transforms.call import check_function, name_of
-from torchpmap._transforms.jit_program import LoweredProgram, Options, Program
+from torchpmap._transforms.jit_program import JitCall, LoweredProgram, Options, Program
 from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH
+from torchpmap._transforms.retraces import Retraces
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _MAX_PROGRAMS = 8
 """Of one kind of call, that differ in what they close over."""
+_MAX_KINDS = 256
+"""Of calls, whose programs are kept."""
+_BY_NAME = (Optimizer, LRScheduler, torch.amp.GradScaler)
+"""What changes in each step: of these the code's own reads are watched."""
 
 
 @disable_dynamo
@@ -67,19 +73,26 @@ class Jitted(Generic[_P, _R]):
     ) -> None:
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = self._fun = fun
+        self._given = compile, fullgraph, timeout
         backend = parse_compile(compile)
         self._is_traced = backend is not None
         self._options = Options(name_of(fun), defined_at(fun), backend or EAGER, timeout)
         self._fullgraph = fullgraph
+        self._has_refused = False
         self._lock = threading.RLock()
-        self._programs: dict[Hashable, list[Program]] = {}
+        self._programs: dict[Hashable, list[tuple[Program, Environment | None]]] = {}
+        """With each, what the objects among its arguments lead to."""
+        self._traces = Retraces()
         self._untraceable: set[Hashable] = set()
-        self._environment = Environment(fun, by_name=(Optimizer, LRScheduler))
+        self._environment = Environment(fun, by_name=_BY_NAME)
         self._runtime: Any = None
         self.num_traces = 0
 
     def __repr__(self) -> str:
         return f"<jit of {self._options.name}>"
+
+    def __reduce__(self) -> Any:
+        return Jitted, (self._fun, *self._given)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -108,49 +121,90 @@ class Jitted(Generic[_P, _R]):
         Raises:
             TraceError: the function cannot be traced, or is never traced (``compile=False``).
         """
-        program, _ = self._program(args, kwargs) if self._is_traced else (None, ())
+        program = self._program(JitCall(self._fun, args, kwargs)) if self._is_traced else None
         if program is None:
             prefix = self._options.prefix
             raise TraceError(f"{prefix}: it runs operation by operation: there is no graph to show")
         return LoweredProgram(program)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        program, tensors = self._program(args, kwargs)
-        if program is None or program.refuses(tensors):
-            return self._fun(*args, **kwargs)
-        return program.run(tensors)
+        call = JitCall(self._fun, args, kwargs)
+        program = self._program(call)
+        if program is not None and not program.refuses(call.tensors):
+            return program.run(call.tensors)
+        if program is not None and not self._has_refused:
+            self._has_refused = True
+            warn(
+                f"{self._options.prefix}: running operation by operation, which is slower, because "
+                "an argument shares its value with another, or with what the function closes over, "
+                "and the function writes to one of them."
+            )
+        return self._fun(*args, **kwargs)
 
-    def _program(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Program | None, list[torch.Tensor]]:
-        """What runs a call, and the tensors in it; None: the function itself, operation by
-        operation.
-        """
-        leaves, structure = flatten_call(args, kwargs)
-        leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        kinds = tuple([_leaf_key(leaf) for leaf in leaves])
+    def _program(self, call: JitCall) -> Program | None:
+        """What runs a call; None: the function itself, operation by operation."""
+        structure, kinds = call.structure, tuple(map(_leaf_key, call.leaves))
         key = structure, structure.dict_order, keyed(), torch.is_grad_enabled(), kinds
         runtime = current_runtime()
         if runtime is not self._runtime or self._environment.changed():
             self._forget(runtime)
-        for program in self._programs.get(key, ()):
-            if program.holds(tensors):
-                return program, tensors
-        if key in self._untraceable:
-            return None, tensors
+        found = self._found(key, call)
+        if found is not None or key in self._untraceable:
+            return found
         with self._lock, waiting(None):
-            self.num_traces += 1
+            found = self._found(key, call)  # another thread may have traced it
+            return self._traced(key, call) if found is None else found
+
+    def _found(self, key: Hashable, call: JitCall) -> Program | None:
+        for program, environment in self._programs.get(key, ()):
+            if program.holds(call.tensors) and not (environment and environment.changed()):
+                return program
+        return None
+
+    def _traced(self, key: Hashable, call: JitCall) -> Program | None:
+        self._note(call)
+        objects = tuple(call.objects())
+        given = Environment(self._fun, objects, by_name=_BY_NAME) if objects else None
+        environments = [self._environment, *([given] if given else [])]
+        with ExitStack() as stack:
+            for environment in environments:
+                stack.enter_context(environment.tracing())
+            snapshot = Snapshot(x for each in environments for x in each.objects())
             try:
-                with self._environment.tracing():
-                    program = Program(self._fun, self._options, leaves, structure)
-            except Untraceable as verdict:
-                self._give_up(key, verdict)
-                return None, tensors
-            programs = self._programs.setdefault(key, [])
-            programs.insert(0, program)
-            del programs[_MAX_PROGRAMS:]
-        return program, tensors
+                reached = (x for each in environments for x in each.by_name())
+                optimizers = [x for x in reached if isinstance(x, Optimizer)]
+                program = Program(call, self._options, optimizers)
+                self._refuse_leaks(snapshot)
+            except BaseException as error:
+                snapshot.restore()
+                if not isinstance(error, Untraceable):
+                    raise
+                self._give_up(key, error)
+                return None
+        programs = self._programs.setdefault(key, [])
+        programs.insert(0, (program, given))
+        del programs[_MAX_PROGRAMS:]
+        if len(self._programs) > _MAX_KINDS:
+            del self._programs[next(iter(self._programs))]
+        return program
+
+    def _refuse_leaks(self, snapshot: Snapshot) -> None:
+        name = snapshot.leaked()
+        if name is not None:
+            raise Untraceable(
+                f"it stores a new tensor ({name}), which later calls would not",
+                self._options.where,
+                "buffer.copy_(value), or return the value",
+            )
+
+    def _note(self, call: JitCall) -> None:
+        """Count a trace, and warn if there are too many."""
+        paths = call.structure.paths("argument")
+        kinds = dict(zip(paths, map(_described, call.leaves), strict=True))
+        warning = self._traces.note(kinds)
+        self.num_traces += 1
+        if warning is not None:
+            warn(f"{self._options.prefix}: {warning}")
 
     def _give_up(self, key: Hashable, verdict: Untraceable) -> None:
         """Raise if the function must be traced; else warn that it runs operation by operation."""
@@ -171,16 +225,25 @@ class Jitted(Generic[_P, _R]):
 
     def _forget(self, runtime: Any) -> None:
         self._programs.clear()
+        if runtime is not self._runtime:
+            self._traces.clear()
         self._untraceable.clear()
         self._runtime = runtime
 
 
 def _leaf_key(leaf: Any) -> Hashable:
+    if not isinstance(leaf, torch.Tensor):
+        return exact(leaf)
+    grad = leaf.requires_grad and (leaf.is_leaf or "computed")
     if type(leaf) is ShardedTensor:
-        return leaf._alive()[0], leaf.requires_grad
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    return exact(leaf)
+        return leaf._alive()[0], grad
+    return tuple(leaf.shape), leaf.dtype, grad
+
+
+def _described(leaf: Any) -> str:
+    """What a trace depends on, as warnings say it."""
+    is_tensor = isinstance(leaf, torch.Tensor)
+    return kind_of(leaf.shape, leaf.dtype) if is_tensor else reprlib.repr(leaf)
 
 
 @overload

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from torchpmap._base.ambient import ambient
 from torchpmap._base.devices import Device
-from torchpmap._base.pytree import Structure, flatten
+from torchpmap._base.pytree import flatten, flatten_call
+from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.cost import Cost, cost_of
 from torchpmap._plan.lower import Target
@@ -24,12 +26,12 @@ from torchpmap._sharded.constraints import constrained, wishes
 from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import gather
-from torchpmap._sharded.views import is_linked, write
+from torchpmap._sharded.views import is_linked, linked, write
 from torchpmap._trace.capture import is_real
 from torchpmap._trace.compile import Backend
 from torchpmap._trace.optimizers import Numbers
 from torchpmap._trace.trace import Untraceable
-from torchpmap._trace.whole import trace_whole
+from torchpmap._trace.whole import WholeTrace, trace_whole
 from torchpmap.random._streams import new_seed
 
 
@@ -47,25 +49,62 @@ class Options:
     def prefix(self) -> str:
         return f"jit({self.name})"
 
-
-class _Numbers:
-    """The numbers of an optimizer, as an input."""
-
-    def __init__(self, numbers: Numbers, layout: Layout) -> None:
-        self._numbers, self._layout = numbers, layout
-
-    def handle(self) -> Handle:
-        return handle_of(self._numbers.read(), self._layout)
+    def target(self, grid: Grid, seed: torch.Tensor) -> Target:
+        options = self.prefix, self.name, grid, self.backend, seed, ambient(), self.timeout
+        return Target(*options, what=f"`{self.name}`", where=self.where)
 
 
-class _Gradient:
-    """The gradient that a leaf has when the function is called, as an input."""
+class JitCall:
+    """A call, taken apart."""
 
-    def __init__(self, leaf: torch.Tensor, layout: Layout) -> None:
-        self._leaf, self._layout = leaf, layout
+    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._fun = fun
+        leaves, self.structure = flatten_call(args, kwargs)
+        self.leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
+        self.tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
 
-    def handle(self) -> Handle:
-        return handle_of(self._leaf.grad, self._layout)
+    def objects(self) -> list[Any]:
+        """The arguments of which the function may read more than is compared."""
+        return [x for x in self.leaves if not isinstance(x, torch.Tensor | _COMPARED)]
+
+    def of_tensors(self, given: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+        """Call the function with other tensors; see ``whole.Fun``."""
+        rest = iter(given)
+        args, kwargs = self.structure.unflatten(
+            [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        )
+        places = {id(x): k for k, x in enumerate(given)}
+        values, tree = flatten(self._fun(*args, **kwargs))
+        template: list[Any] = []
+        results = []
+        for value in values:
+            if id(value) in places:
+                template.append(_Argument(places[id(value)]))
+            elif isinstance(value, torch.Tensor) and is_real(value):
+                template.append(_Same(value))
+            elif isinstance(value, torch.Tensor):
+                template.append(_RESULT)
+                results.append(value)
+            else:
+                _refuse_hidden(value)
+                template.append(value)
+        return (tree, template), results
+
+
+_COMPARED = bool | int | float | complex | str | bytes | None
+
+
+def _refuse_hidden(value: Any) -> None:
+    """Raise for a result with tensors that no call could give values."""
+    inside = vars(value).values() if hasattr(value, "__dict__") else ()
+    inside = value if isinstance(value, list | tuple | set | frozenset) else inside
+    if any(isinstance(x, torch.Tensor) and not is_real(x) for x in inside):
+        kind = type(value).__name__
+        raise TypeError(
+            f"jit: the function returns tensors in a {kind}, which is no pytree. Return a tuple or "
+            f"a dict, or register {kind} with torch.utils._pytree.register_dataclass or "
+            "register_pytree_node."
+        )
 
 
 class _Argument(NamedTuple):
@@ -95,6 +134,38 @@ class _GradientOf(NamedTuple):
         return self.leaf.of(tensors).grad
 
 
+_Target = _Argument | _Same | _GradientOf
+
+
+class _Value(NamedTuple):
+    """A tensor on the devices, as an input.  It keeps no blocks: these may be donated."""
+
+    target: _Target
+    layout: Layout
+
+    def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
+        return handle_of(self.target.of(tensors), self.layout)
+
+
+class _Kept(NamedTuple):
+    """A tensor of this process, or the key of random numbers, as an input."""
+
+    captured: Captured
+
+    def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
+        return self.captured.handle()
+
+
+class _Numbers(NamedTuple):
+    """The numbers of an optimizer, as an input."""
+
+    numbers: Numbers
+    layout: Layout
+
+    def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
+        return handle_of(self.numbers.read(), self.layout)
+
+
 _RESULT = object()
 """Stands for what the graph returns."""
 
@@ -103,26 +174,27 @@ class Program:
     """What runs for one kind of call."""
 
     def __init__(
-        self, fun: Callable[..., Any], options: Options, leaves: list[Any], structure: Structure
+        self, call: JitCall, options: Options, optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        seed = new_seed()
-        fun = _on_tensors(fun, leaves, structure)
+        tensors, seed = call.tensors, new_seed()
         device = current_runtime().device
-        traced = trace_whole(fun, tensors, device, seed, _wish_for_gradient)
+        traced = trace_whole(call.of_tensors, tensors, device, seed, _wish_for_gradient, optimizers)
         if traced.is_differentiable:
             raise Untraceable(
                 "backward() may follow outside of it",
                 options.where,
                 "loss.backward() in the function, or torch.no_grad() around the call",
             )
-        self._traced = traced
         self._tree, self._values = traced.returned
+        self._num_results = traced.num_results
         devices = _devices_of([*tensors, *traced.captured])
         place = functools.partial(_layout_of, devices)
-        self._inputs = [self._input(x, seed, place(x)) for x in traced.captured]
-        self._layouts = [place(x) for x in tensors]
-        inputs = [*map(place, traced.captured), *self._layouts]
+        self._numbers = traced.optimizers.numbers
+        self._find_targets(traced, tensors)
+        self._inputs = [self._input(x, seed, place(x), traced) for x in traced.captured]
+        self._inputs += [_Value(_Argument(k), place(x)) for k, x in enumerate(tensors)]
+        del self._places
+        inputs = list(map(place, (*traced.captured, *tensors)))
         kept = [place(x) for x in (*traced.written, *traced.graded)]
         grid = grid_of(devices, [*inputs, *kept, *wishes(traced.graph).values()])
         if grid is None:
@@ -131,71 +203,84 @@ class Program:
                 options.where,
                 "one mesh for all",
             )
-        target = Target(
-            options.prefix,
-            options.name,
-            grid,
-            options.backend,
-            seed,
-            ambient(),
-            options.timeout,
-            what=f"`{options.name}`",
-            where=options.where,
-        )
         weights = [k for k, x in enumerate(traced.captured) if type(x) is ShardedTensor]
         wanted = [*([None] * traced.num_results), *kept]
+        target = options.target(grid, seed)
         self.plan, self.resharded = plan_of(target, traced, inputs, weights, wanted)
-        self._find_targets(tensors)
 
-    def _input(self, x: torch.Tensor, seed: torch.Tensor, layout: Layout) -> Any:
+    def _input(
+        self, x: torch.Tensor, seed: torch.Tensor, layout: Layout, traced: WholeTrace
+    ) -> Any:
         if x is seed:
-            return Drawn(x, layout)
-        for numbers in self._traced.optimizers.numbers:
+            return _Kept(Drawn(x, layout))
+        for numbers in self._numbers:
             if x is numbers.vector:
                 return _Numbers(numbers, layout)
-        leaf = self._traced.grad_of.get(id(x))
-        return Captured(x, layout) if leaf is None else _Gradient(leaf, layout)
+        if id(x) in traced.grad_of:
+            return _Value(_GradientOf(self._target(traced.grad_of[id(x)])), layout)
+        is_sharded = type(x) is ShardedTensor
+        return _Value(_Same(x), layout) if is_sharded else _Kept(Captured(x, layout))
 
-    def _find_targets(self, tensors: list[torch.Tensor]) -> None:
-        traced = self._traced
-        places = {id(x): k for k, x in enumerate(tensors)}
-
-        def target(x: torch.Tensor) -> _Argument | _Same:
-            return _Argument(places[id(x)]) if id(x) in places else _Same(x)
-
-        def written(x: torch.Tensor) -> _Argument | _Same | _GradientOf:
-            leaf = traced.grad_of.get(id(x))
-            return target(x) if leaf is None else _GradientOf(target(leaf))
-
-        self._written = list(map(written, traced.written))
+    def _find_targets(self, traced: WholeTrace, tensors: Sequence[torch.Tensor]) -> None:
+        self._places = {id(x): k for k, x in enumerate(tensors)}
+        target, grad_of = self._target, traced.grad_of
+        self._written: list[_Target] = [
+            _GradientOf(target(grad_of[id(x)])) if id(x) in grad_of else target(x)
+            for x in traced.written
+        ]
         self._graded = list(map(target, traced.graded))
         self._cleared = list(map(target, traced.cleared))
-        self._asked = [(target(x), had) for x, had in traced.asked]
-        self._closed = [x for x in traced.captured if id(x) not in traced.grad_of]
+        self._asked = [
+            (target(x), _layout_of_gradient(x) if had else None) for x, had in traced.asked
+        ]
+        numbers = {id(each.vector) for each in self._numbers}
+        self._closed = [x for x in traced.met if id(x) not in grad_of and id(x) not in numbers]
         self._kinds = list(map(_kind, self._closed))
-        self._own = set(map(id, self._closed))
+        self._hooked = [(target(x), _hooks(x)) for x in traced.leaves]
+        self._own = {
+            id(x): x for x in (*self._closed, *traced.written) if id(x) not in self._places
+        }
         self._writes = bool(self._written or self._graded)
+        writes_plain = any(type(x) is not ShardedTensor for x in traced.written)
+        plain = [x for x in self._own.values() if type(x) is not ShardedTensor]
+        self._plain = plain if writes_plain else None
+        """Tensors of this process that it closes over, if it writes to such."""
+
+    def _target(self, x: torch.Tensor) -> _Argument | _Same:
+        place = self._places.get(id(x))
+        return _Same(x) if place is None else _Argument(place)
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all is as it was when the function was traced, but for values."""
         if not self.plan.holds() or list(map(_kind, self._closed)) != self._kinds:
             return False
-        for target, had in self._asked:
-            if (target.of(tensors).grad is not None) is not had:
+        for target, layout in self._asked:
+            if _layout_of_gradient(target.of(tensors)) != layout:
                 return False
-        return all(numbers.hold() for numbers in self._traced.optimizers.numbers)
+        for target, hooks in self._hooked:
+            if _hooks(target.of(tensors)) != hooks:
+                return False
+        return all(numbers.hold() for numbers in self._numbers)
 
     def refuses(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a write could reach one value under two names."""
+        """Whether a write could reach one value under two names, which the graph does not know."""
         if not self._writes:
             return False
         ids = set(map(id, tensors))
-        return len(ids) < len(tensors) or not ids.isdisjoint(self._own)
+        if len(ids) < len(tensors) or not ids.isdisjoint(self._own):
+            return True
+        known = ids | self._own.keys()
+        for x in tensors:
+            if type(x) is ShardedTensor and not known.isdisjoint(map(id, linked(x)[1:])):
+                return True
+        if self._plain is None:
+            return False
+        plain = [*self._plain, *(x for x in tensors if type(x) is not ShardedTensor)]
+        return len({x.untyped_storage()._cdata for x in plain}) < len(plain)
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        plan, num = self.plan, self._traced.num_results
-        held = [each.handle() for each in self._inputs]
-        held += map(handle_of, tensors, self._layouts)
+        plan, num = self.plan, self._num_results
+        held = [each.handle(tensors) for each in self._inputs]
         targets = [target.of(tensors) for target in self._written]
         graded = [target.of(tensors) for target in self._graded]
 
@@ -207,14 +292,16 @@ class Program:
                     each._handle = None
 
         handles = plan.run(held, None, give_up)
-        made = iter(zip(plan.outputs, handles, strict=True))
-        results = [make_sharded(*next(made)) for _ in range(num)]
-        for target in targets:
-            _write(target, *next(made))
-        for leaf in graded:
-            leaf.grad = make_sharded(*next(made))
-        for numbers in self._traced.optimizers.numbers:
+        made = list(zip(plan.outputs, handles, strict=True))
+        results = [make_sharded(*each) for each in made[:num]]
+        written = list(zip(targets, made[num:], strict=False))
+        for leaf, each in zip(graded, made[num + len(written) :], strict=True):
+            leaf.grad = make_sharded(*each)
+        for numbers in self._numbers:
             numbers.advance()
+        # those of this process last: to fetch them may raise
+        for target, each in sorted(written, key=lambda pair: type(pair[0]) is not ShardedTensor):
+            _write(target, *each)
         return self._tree.unflatten(self._returned(results, tensors))
 
     def _returned(self, results: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -273,6 +360,17 @@ class LoweredProgram:
         return f"<lowered {self._plan.prefix}>"
 
 
+def _layout_of_gradient(leaf: Any) -> Any:
+    """Where the gradient of a leaf lies; None if it has none."""
+    grad = leaf.grad
+    return None if grad is None else getattr(grad, "_layout", grad.dtype)
+
+
+def _hooks(leaf: torch.Tensor) -> tuple[int, ...]:
+    """The hooks of a leaf, by their numbers."""
+    return (*(leaf._backward_hooks or ()), *(leaf._post_accumulate_grad_hooks or ()))
+
+
 def _kind(tensor: Any) -> Any:
     """What must not change of a tensor that a function closes over."""
     where = tensor._layout if type(tensor) is ShardedTensor else (tensor.shape, tensor.dtype)
@@ -286,38 +384,11 @@ def _write(target: torch.Tensor, layout: Layout, handle: Handle) -> None:
             target.copy_(gather(layout, handle))
         return
     if target._handle is None:
-        target._handle = handle
+        target._layout, target._handle = layout, handle
     else:
         write(target, handle, make_sharded)
     if not target.is_inference():
         torch.autograd.graph.increment_version(target)
-
-
-def _on_tensors(fun: Callable[..., Any], leaves: Sequence[Any], structure: Structure) -> Any:
-    """``fun`` as a function of the tensors among these arguments; see ``whole.Fun``."""
-
-    def of_tensors(given: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-        rest = iter(given)
-        args, kwargs = structure.unflatten(
-            [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        )
-        places = {id(x): k for k, x in enumerate(given)}
-        values, tree = flatten(fun(*args, **kwargs))
-        template: list[Any] = []
-        results = []
-        for value in values:
-            if id(value) in places:
-                template.append(_Argument(places[id(value)]))
-            elif isinstance(value, torch.Tensor) and is_real(value):
-                template.append(_Same(value))
-            elif isinstance(value, torch.Tensor):
-                template.append(_RESULT)
-                results.append(value)
-            else:
-                template.append(value)
-        return (tree, template), results
-
-    return of_tensors
 
 
 def _wish_for_gradient(real: torch.Tensor, stand_in: torch.Tensor) -> None:

@@ -1,0 +1,96 @@
+"""The Python objects that a function reaches, as they were before it was traced.
+
+A trace that is given up is followed by a run of the function itself.  What its Python code changed
+in the trace is taken back first, so that it changes once.  And a tensor of a trace must not stay in
+an object: later calls run the graph, and would find it there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torchpmap._base.torch_internals import FakeTensor
+
+_DEPTH = 5
+"""Of containers in attributes: ``optimizer.state[p]["exp_avg"]`` is one of 3."""
+
+
+class Snapshot:
+    """``objects``: what the function reaches; containers in their attributes are found here."""
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self._tables: dict[int, tuple[Any, Any]] = {}
+        """By id: a dict, list, set or deque, and a copy."""
+        for each in objects:
+            self._add(each, _DEPTH)
+
+    def _add(self, value: Any, depth: int) -> None:
+        table = value if isinstance(value, _TABLES) else _attributes(value)
+        if table is None or id(table) in self._tables:
+            return
+        self._tables[id(table)] = table, _copied(table)
+        if depth:
+            for item in _items(table):
+                if isinstance(item, _TABLES):
+                    self._add(item, depth - 1)
+
+    def restore(self) -> None:
+        """Take back what has changed."""
+        for table, copy in self._tables.values():
+            if not _same(table, copy):
+                _assign(table, copy)
+
+    def leaked(self) -> str | None:
+        """Where a tensor of a trace is that was not there; None if nowhere."""
+        for table, copy in self._tables.values():
+            if _same(table, copy):
+                continue
+            names = table if isinstance(table, dict) else range(len(table))
+            for name, item in zip(names, _items(table), strict=True):
+                if isinstance(item, FakeTensor) or any(
+                    isinstance(inner, FakeTensor)
+                    for inner in (_items(item) if isinstance(item, (*_TABLES, tuple)) else ())
+                ):
+                    return repr(name)
+        return None
+
+
+_TABLES = (dict, list, set, deque)
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    try:
+        table = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return table if type(table) is dict else None
+
+
+def _items(table: Any) -> Iterator[Any]:
+    return iter(list(table.values() if isinstance(table, dict) else table))
+
+
+def _copied(table: Any) -> Any:
+    """The items in their order, whatever class of container it is."""
+    return dict(table) if isinstance(table, dict) else list(table)
+
+
+def _same(table: Any, copy: Any) -> bool:
+    if len(table) != len(copy):
+        return False
+    if isinstance(table, dict):
+        return all(
+            a is b and x is y
+            for (a, x), (b, y) in zip(list(table.items()), copy.items(), strict=False)
+        )
+    return all(a is b for a, b in zip(list(table), copy, strict=False))
+
+
+def _assign(table: Any, copy: Any) -> None:
+    table.clear()
+    if isinstance(table, dict | set):
+        table.update(copy)
+    else:
+        table.extend(copy)
