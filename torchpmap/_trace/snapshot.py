@@ -7,8 +7,10 @@ an object: later calls run the graph, and would find it there.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
+from types import CellType, FunctionType
 from typing import Any
 
 from torchpmap._base.torch_internals import FakeTensor
@@ -23,8 +25,20 @@ class Snapshot:
     def __init__(self, objects: Iterable[Any]) -> None:
         self._tables: dict[int, tuple[Any, Any]] = {}
         """By id: a dict, list, set or deque, and a copy."""
+        self._cells: list[tuple[CellType, Any]] = []
+        self._globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for each in objects:
             self._add(each, _DEPTH)
+            if isinstance(each, FunctionType):
+                self._add_function(each)
+
+    def _add_function(self, function: FunctionType) -> None:
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not assigned yet
+                self._cells.append((cell, cell.cell_contents))
+        known = function.__globals__
+        names = [name for name in function.__code__.co_names if name in known]
+        self._globals.append((known, {name: known[name] for name in names}))
 
     def _add(self, value: Any, depth: int) -> None:
         table = value if isinstance(value, _TABLES) else _attributes(value)
@@ -41,6 +55,11 @@ class Snapshot:
         for table, copy in self._tables.values():
             if not _same(table, copy):
                 _assign(table, copy)
+        for cell, contents in self._cells:
+            if cell.cell_contents is not contents:
+                cell.cell_contents = contents
+        for known, values in self._globals:
+            known.update({name: x for name, x in values.items() if known.get(name) is not x})
 
     def leaked(self) -> str | None:
         """Where a tensor of a trace is that was not there; None if nowhere."""
@@ -53,6 +72,12 @@ class Snapshot:
                     isinstance(inner, FakeTensor)
                     for inner in (_items(item) if isinstance(item, (*_TABLES, tuple)) else ())
                 ):
+                    return repr(name)
+        if any(isinstance(cell.cell_contents, FakeTensor) for cell, _ in self._cells):
+            return "in a variable"
+        for known, values in self._globals:
+            for name in values:
+                if isinstance(known.get(name), FakeTensor):
                     return repr(name)
         return None
 

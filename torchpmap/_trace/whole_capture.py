@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -93,6 +93,7 @@ class WholeCapture(Capture):
         linked = self._linked(real)
         if linked is None:
             stand_in = self._stand_in(real)
+            stand_in.__dict__.update({**real.__dict__, **stand_in.__dict__})
             self.adopt(real, stand_in)
             return stand_in
         self.stand_ins[id(real)] = linked
@@ -112,6 +113,8 @@ class WholeCapture(Capture):
                 )
             grad = real.grad
         if grad is not None:
+            if id(grad) in self.stand_ins or hasattr(grad, "_view"):
+                refuse_gradient()
             self.grad_of[id(grad)] = real
         before = None if grad is None else self.substitute(grad)
         with torch_function_off():
@@ -162,6 +165,15 @@ class WholeCapture(Capture):
         return taken
 
 
+def refuse_gradient() -> NoReturn:
+    """A gradient is an input by its parameter: each call may find another there."""
+    raise Untraceable(
+        "it uses the gradient of a parameter by another name, or as a view",
+        users_line(),
+        "parameter.grad",
+    )
+
+
 def _with_real(hook: Callable[[torch.Tensor], None], real: torch.Tensor, _: object) -> None:
     hook(real)
 
@@ -179,9 +191,15 @@ class Replace(Substitute):
     """
 
     def __init__(self, capture: WholeCapture, keep: KeepData) -> None:
-        super().__init__(lambda x: capture.substitute(x) if _is_users(x) else x)
+        super().__init__(lambda x: capture.substitute(self._checked(x)) if _is_users(x) else x)
+        self._grad_of = capture.grad_of
         self._leaves = capture.leaves
         self._keep = keep
+
+    def _checked(self, x: torch.Tensor) -> torch.Tensor:
+        if id(x) in self._grad_of:
+            refuse_gradient()
+        return x
 
     def __enter__(self) -> Self:
         _backward.__enter__()

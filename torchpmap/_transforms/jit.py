@@ -227,7 +227,7 @@ class Jitted(Generic[_P, _R]):
         self._programs.clear()
         if runtime is not self._runtime:
             self._traces.clear()
-        self._untraceable.clear()
+            self._untraceable.clear()
         self._runtime = runtime
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,8 @@ class JitCall:
                 results.append(value)
             else:
                 _refuse_hidden(value)
-                template.append(value)
+                is_fixed = isinstance(value, _COMPARED)
+                template.append(value if is_fixed else _Copied(value))
         return (tree, template), results
 
 
@@ -164,6 +166,15 @@ class _Numbers(NamedTuple):
 
     def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
         return handle_of(self.numbers.read(), self.layout)
+
+
+class _Copied(NamedTuple):
+    """A value that the caller may change."""
+
+    value: Any
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return copy.copy(self.value)
 
 
 _RESULT = object()
@@ -310,7 +321,7 @@ class Program:
             next(rest)
             if value is _RESULT
             else value.of(tensors)
-            if isinstance(value, _Argument | _Same)
+            if isinstance(value, _Argument | _Same | _Copied)
             else value
             for value in self._values
         ]
