@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from types import CellType, FunctionType
 from typing import Any
 
+from torchpmap._base.sources import is_foreign
 from torchpmap._base.torch_internals import FakeTensor
 
 _DEPTH = 5
@@ -26,11 +27,14 @@ class Snapshot:
         self._tables: dict[int, tuple[Any, Any]] = {}
         """By id: a dict, list, set or deque, and a copy."""
         self._cells: list[tuple[CellType, Any]] = []
+        self._classes: list[tuple[type, dict[str, Any]]] = []
         self._globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for each in objects:
             self._add(each, _DEPTH)
             if isinstance(each, FunctionType):
                 self._add_function(each)
+            elif isinstance(each, type) and not is_foreign(each.__module__):
+                self._classes.append((each, dict(vars(each))))
 
     def _add_function(self, function: FunctionType) -> None:
         for cell in function.__closure__ or ():
@@ -58,6 +62,10 @@ class Snapshot:
         for cell, contents in self._cells:
             if cell.cell_contents is not contents:
                 cell.cell_contents = contents
+        for kind, attributes in self._classes:
+            for name, x in attributes.items():
+                if vars(kind).get(name) is not x:
+                    setattr(kind, name, x)
         for known, values in self._globals:
             known.update({name: x for name, x in values.items() if known.get(name) is not x})
 

@@ -112,11 +112,11 @@ class WholeCapture(Capture):
                     "x.detach(), or compute it in the function",
                 )
             grad = real.grad
-        if grad is not None:
-            if id(grad) in self.stand_ins or hasattr(grad, "_view"):
-                refuse_gradient()
-            self.grad_of[id(grad)] = real
+        if grad is not None and (id(grad) in self.stand_ins or hasattr(grad, "_view")):
+            refuse_gradient()
         before = None if grad is None else self.substitute(grad)
+        if grad is not None:
+            self.grad_of[id(grad)] = real
         with torch_function_off():
             stand_in.requires_grad_()
             stand_in.grad = before
