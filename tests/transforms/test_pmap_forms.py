@@ -62,20 +62,15 @@ def test_any_callable(mode, fun):
 
 
 def test_functions_of_torch(mode):
-    assert tp.pmap(torch.neg, compile=mode)(X).tolist() == (-X).tolist()
-    assert tp.pmap(torch.ops.aten.sin.default, compile=mode)(X).tolist() == X.sin().tolist()
     inner = torch.compile(lambda x: x.sin() * 2, backend="eager")
-    expected = (X.sin() * 2).tolist()
-    assert tp.pmap(lambda x: inner(x), compile=mode)(X).tolist() == expected
-    assert tp.pmap(inner, compile=mode)(X).tolist() == expected
-
-
-def test_modules(mode):
+    functions = [torch.neg, torch.ops.aten.sin.default, inner, lambda x: inner(x)]
+    for function in functions:
+        assert tp.pmap(function, compile=mode)(X).tolist() == function(X).tolist()
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
     x = torch.arange(24.0).reshape(4, 2, 3) / 24
     with torch.no_grad():
-        torch.testing.assert_close(tp.pmap(module, compile=mode)(x).to_host(), module(x))
-        torch.testing.assert_close(tp.pmap(module.forward, compile=mode)(x).to_host(), module(x))
+        for function in (module, module.forward):
+            torch.testing.assert_close(tp.pmap(function, compile=mode)(x).to_host(), module(x))
 
 
 def test_looks_like_the_function():
@@ -180,10 +175,6 @@ def test_methods_of_temporary_instances(mode):
     x = X.clone().requires_grad_()
     cls(4.0).mapped(x).sum().backward()
     assert x.grad.tolist() == [16.0] * 4
-
-
-def test_derivatives_of_a_method_whose_instance_is_gone():
-    cls = make_class(False)
     hessian = torch.func.hessian(lambda x: cls(2.0).mapped(x)[0] ** 2)
     assert hessian(X).tolist() == torch.full((4, 4), 8.0).tolist()
 
