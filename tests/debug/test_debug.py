@@ -4,14 +4,13 @@ calling process.
 
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
 import torch
 from _arrays import Foreign
 from _spies import asked
-from _support import EAGER
+from _support import EAGER, in_threads
 
 import torchpmap as tp
 from torchpmap._runtime import current, inline_mode
@@ -98,11 +97,7 @@ def test_ends_with_the_block_also_after_an_error(pool):
 
 
 def test_other_threads_are_not_affected(inline):
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(inline_mode.active()))
-    thread.start()
-    thread.join()
-    assert seen == [False]
+    assert in_threads(1, lambda _: inline_mode.active()) == [False]
     assert inline_mode.active()
 
 

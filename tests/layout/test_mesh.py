@@ -252,18 +252,11 @@ def test_pieces_against_numpy(case):
     assert sharding.is_fully_replicated == all(p == whole_piece for p in pieces.values())
 
 
-def test_row_sharding():
+def test_row_sharding_and_replicated():
     devices = CPUS[3::-1]
     sharding = row_sharding(devices, "i", 1)
     assert sharding == NamedSharding(Mesh(devices, "i"), P(None, "i"))
-    pieces = sharding.devices_indices_map((2, 8))
-    assert pieces[CPUS[3]] == (WHOLE, slice(0, 2))
+    assert sharding.devices_indices_map((2, 8))[CPUS[3]] == (WHOLE, slice(0, 2))
     assert row_sharding(devices, "i", 0).spec == P("i")
-
-
-def test_replicated():
-    sharding = replicated(CPUS[:3])
-    assert sharding.is_fully_replicated
-    assert sharding.spec == P()
-    assert sharding.device_set == set(CPUS[:3])
-    assert replicated(CPUS[:3], "i").mesh == Mesh(CPUS[:3], "i")
+    assert replicated(CPUS[:3], "i") == NamedSharding(Mesh(CPUS[:3], "i"), P())
+    assert replicated(CPUS[:3]).device_set == set(CPUS[:3])

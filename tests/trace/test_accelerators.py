@@ -9,7 +9,7 @@ import torch
 from _traced import F32, traced
 from torch._subclasses import fake_tensor
 
-from torchpmap._base.devices import CUDA
+from torchpmap._base.devices import CUDA, usable_cores
 from torchpmap._runtime.torchrun.identity import described
 from torchpmap._sharded.transfer import store_on
 from torchpmap._trace import compile as _compile
@@ -133,6 +133,7 @@ def test_no_cuda_graphs_on_accelerators(monkeypatch, mode, device):
     with pytest.raises(InterruptedError):
         _compile._inductor(made.graph, made.inputs, torch.device(device), made.backend)
     assert given["triton.cudagraphs"] is (device == "cpu")
+    assert given["compile_threads"] == min(8, usable_cores())
 
 
 @pytest.mark.parametrize(("dropout", "draws"), [(0.0, False), (0.5, True)])

@@ -13,18 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from _support import EAGER
+from _traced import F32
+from _traced import traced as traced_of
 from hypothesis import given, settings
 
 import torchpmap as tp
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.platform import Accelerator, Platform
 from torchpmap._base.torch_groups import add_backend, make_gloo, register_group, unregister_group
-from torchpmap._layout.axis_stack import bind
 from torchpmap._trace import compile as _compile
-from torchpmap._trace.replication import Demand
-from torchpmap._trace.trace import TracedInput, trace
 
-F32 = torch.float32
 LAYERS, WIDTH, ROWS = 4, 8, 4
 WEIGHT_BYTES = WIDTH * WIDTH * 4
 GROUP = "alone"
@@ -58,21 +56,9 @@ def group():
     unregister_group(GROUP)
 
 
-def traced(function, *shapes, dtype=F32, device="cpu"):
+def traced(function, *shapes, **options):
     """The graph of a function of tensors that gives several."""
-
-    def body(blocks, axis):
-        with bind(axis):
-            return [Demand(block, ()) for block in function(*blocks)]
-
-    return trace(
-        body,
-        [TracedInput(tuple(shape), dtype, (0, 1)) for shape in shapes],
-        axis_name="i",
-        axis_size=2,
-        group=GROUP,
-        device=torch.device(device),
-    ).graph
+    return traced_of(function, *shapes, size=2, group=GROUP, **options).graph
 
 
 def loss(weights, x):

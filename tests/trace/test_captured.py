@@ -86,31 +86,26 @@ def test_parameters_of_modules(mode):
     module = torch.nn.Linear(1, 1, bias=False)
     module.register_buffer("shift", torch.zeros(1))
     f = tp.pmap(lambda x: (module(x) + module.shift).detach(), compile=mode)
-    x = torch.ones(4, 1)
 
-    def check(value):
-        for _ in range(2):
-            assert f(x).flatten().tolist() == [value] * 4
+    def load(weight, shift, **options):
+        state = {"weight": torch.full((1, 1), weight), "shift": torch.full((1,), shift)}
+        module.load_state_dict(state, **options)
 
+    changes = [
+        (lambda: module.weight.fill_(2.0), 2.0),
+        (lambda: setattr(module.weight, "data", torch.full((1, 1), 3.0)), 3.0),
+        (lambda: load(4.0, 0.0), 4.0),
+        (lambda: load(5.0, 1.0, assign=True), 6.0),
+        (lambda: setattr(module, "weight", torch.nn.Parameter(torch.full((1, 1), 7.0))), 8.0),
+        (lambda: setattr(module, "shift", torch.full((1,), 10.0)), 17.0),
+        (lambda: torch.optim.SGD([module.weight], 1.0).step(), 17.0),
+        (lambda: module.register_forward_hook(lambda module, args, out: out * 2), 24.0),
+    ]
     with torch.no_grad():
-        module.weight.fill_(2.0)
-        check(2.0)
-        module.weight.data = torch.full((1, 1), 3.0)
-        check(3.0)
-        module.load_state_dict({"weight": torch.full((1, 1), 4.0), "shift": torch.zeros(1)})
-        check(4.0)
-        module.load_state_dict(
-            {"weight": torch.full((1, 1), 5.0), "shift": torch.ones(1)}, assign=True
-        )
-        check(6.0)
-        module.weight = torch.nn.Parameter(torch.full((1, 1), 7.0))
-        check(8.0)
-        module.shift = torch.full((1,), 10.0)
-        check(17.0)
-        torch.optim.SGD([module.weight], 1.0).step()
-        check(17.0)
-        module.register_forward_hook(lambda module, args, out: out * 2)
-        check(24.0)
+        for change, value in changes:
+            change()
+            for _ in range(2):
+                assert f(torch.ones(4, 1)).flatten().tolist() == [value] * 4
 
 
 class Named(torch.Tensor):

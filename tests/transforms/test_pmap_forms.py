@@ -305,24 +305,6 @@ def test_falls_back_with_one_warning_that_names_the_line(fun, line, x, expected)
 # Exceptions of the user --------------------------------------------------------------------------
 
 
-class CustomError(Exception):
-    def __init__(self, value, other):
-        super().__init__(value)
-        self.other = other
-
-
-def test_exceptions_while_tracing_are_the_users_own():
-    def fails(x):
-        raise CustomError("boom", 7)
-
-    with pytest.raises(CustomError, match="boom") as error:
-        tp.pmap(fails, compile=EAGER)(X)
-    assert error.value.other == 7
-    assert error.traceback[-1].name == "fails"
-    assert str(error.traceback[-1].path) == __file__
-    assert tp.pmap(double, compile=EAGER)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
-
-
 def test_shape_errors_are_torchs_own_and_point_at_the_line(capfd, caplog):
     def fails(x):
         return x @ torch.ones(5, 2)
