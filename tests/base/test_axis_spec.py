@@ -73,47 +73,22 @@ def test_argument_names(fun, num_args, names):
 
 @pytest.mark.parametrize("spec", [0, None, -1, (), (0, None), [{"a": None, "b": (1,)}, 2]])
 def test_legal_axis_spec(spec):
+    """Others: tests/transforms/test_messages.py."""
     check_axis_spec(spec, "pmap in_axes")
-
-
-@pytest.mark.parametrize(
-    ("spec", "extra"),
-    [
-        (True, ""),
-        (0.0, ""),
-        ("0", ""),
-        (torch.tensor(0), ""),
-        ((0, {"a": False}), " The leaf False is a bool."),
-    ],
-)
-def test_illegal_axis_spec(spec, extra):
-    with pytest.raises(TypeError) as info:
-        check_axis_spec(spec, "pmap in_axes")
-    assert str(info.value) == (
-        "pmap in_axes must be an int, None, or (nested) container with those types as leaves, "
-        f"but got {spec}.{extra}"
-    )
+    with pytest.raises(TypeError, match=r"nested\) container .* The leaf False is a bool\.$"):
+        check_axis_spec((spec, {"a": False}), "pmap in_axes")
 
 
 @pytest.mark.parametrize(
     ("prefix", "tree", "axes"),
     [
-        (0, (1, 2), [0, 0]),
-        (None, (1, [2]), [None, None]),
-        ((0, None), (1, (2, 3)), [0, None, None]),
         ((0, {"b": 2, "a": None}), (1, {"a": [2, 3], "b": 4}), [0, None, None, 2]),
-        (({"a": 1, "b": 2},), ({"b": 3, "a": 4},), [1, 2]),
-        (Point(0, (1, None)), Point([5, 6], (7, 8)), [0, 0, 1, None]),
-        ((-1, 5), (1, 2), [-1, 5]),
         ((0, 1), (None, 2), [None, 1]),
         (0, (None, [2, None]), [None, 0, None]),
         (({"a": 0},), (None,), [None]),
         ((0, 1), ({}, 2), [1]),
-        ([0, 1], [1, 2], [0, 1]),
         (OrderedDict(b=1, a=0), OrderedDict(a=5, b=6), [0, 1]),
         (defaultdict(int, a=1), defaultdict(list, a=[5, 6]), [1, 1]),
-        (0, 5, [0]),
-        (None, None, [None]),
         (State(0, 1), State([1, 2], 3), [0, 0, 1]),
         (State(None, 1), State([1, 2], 3), [None, None, 1]),
         (State(0, 1), State(None, 3), [1]),
@@ -121,6 +96,7 @@ def test_illegal_axis_spec(spec, extra):
     ],
 )
 def test_broadcast_axes(prefix, tree, axes):
+    """Any prefix of any tree: ``test_every_prefix_broadcasts``."""
     assert broadcast_axes(prefix, tree, what="pmap in_axes") == axes
     if None not in flatten(tree)[0]:
         assert broadcast_axes(prefix, flatten(tree)[1], what="pmap in_axes") == axes

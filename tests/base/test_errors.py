@@ -80,21 +80,7 @@ def test_worker_died_pickles_with_its_fields():
     assert str(exc) == "the worker of rank 2 died (SIGSEGV)"
     assert str(WorkerDied()) == "a worker died (unknown exit code)"
     assert str(WorkerDied("both died", rank=0)) == "both died"
-
-
-@pytest.mark.parametrize(
-    ("exitcode", "text"),
-    [
-        (-9, "SIGKILL"),
-        (-11, "SIGSEGV"),
-        (0, "exit code 0"),
-        (3, "exit code 3"),
-        (-200, "signal 200"),
-        (None, "unknown exit code"),
-    ],
-)
-def test_exit_reason(exitcode, text):
-    assert exit_reason(exitcode) == text
+    assert [exit_reason(k) for k in (-9, 0, -200)] == ["SIGKILL", "exit code 0", "signal 200"]
 
 
 def test_call_prefix():

@@ -4,7 +4,7 @@ Python; and the comparison of copies that ``check_vma`` makes without a trace.
 
 import pytest
 import torch
-from _support import EAGER, WAYS
+from _support import WAYS
 
 import torchpmap as tp
 from torchpmap import P
@@ -87,16 +87,6 @@ def test_maps_in_maps(mesh, serial):
     found = mapped(outer, mesh, P("x"), P("x"), axis_names={"x"})(X)
     low = X[2:] - (X[2:, :2] + X[2:, 2:]).div(2).repeat(1, 2)
     assert found.tolist() == torch.cat([X[:2], low]).tolist()
-
-
-def test_random_numbers_are_those_of_the_devices(mesh):
-    def draw():
-        torch.manual_seed(1)
-        return mapped(lambda a: torch.rand(a.shape), mesh, XY, XY, compile=EAGER)(X).tolist()
-
-    on_devices = draw()
-    with tp.debug.fake_pmap(serial=True):
-        assert draw() == on_devices
 
 
 def test_no_derivative_from_outside(mesh, serial):

@@ -31,21 +31,6 @@ def test_error_unbinds():
     assert axis_stack.bound() == ()
 
 
-def test_unbound_name_says_what_is_bound():
-    with pytest.raises(NameError, match=r"^unbound axis name: j\. Bound here: nothing\. Name the"):
-        axis_stack.lookup("j")
-    with (
-        axis_stack.bind(axis("i")),
-        axis_stack.bind(axis("k", 2)),
-        pytest.raises(NameError) as caught,
-    ):
-        axis_stack.lookup("j")
-    assert str(caught.value) == (
-        "unbound axis name: j. Bound here: 'i' (size 4), 'k' (size 2). Name the axis where the "
-        "function is mapped: pmap(f, axis_name='j') or vmap(f, axis_name='j')."
-    )
-
-
 def test_axes_are_bound_per_thread():
     with axis_stack.bind(axis("i")):
         assert in_threads(1, lambda _: len(axis_stack.bound())) == [0]

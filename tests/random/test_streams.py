@@ -223,31 +223,12 @@ def test_poisson_is_the_inverse_of_the_distribution_function(mean):
     assert ((torch.special.gammaincc(count.clamp_min(1), rate) <= unit) | (count == 0)).all()
 
 
-def test_calls_and_draws_differ(mode):
-    torch.manual_seed(0)
-    f = tp.pmap(lambda x: torch.stack([torch.randn(3), torch.randn(3)]), compile=mode)
-    one, two = f(X).cpu(), f(X).cpu()
-    assert not torch.equal(one, two)
-    assert not torch.equal(one[:, 0], one[:, 1])
-    torch.manual_seed(0)
-    assert torch.equal(f(X).cpu(), one)
-    assert torch.equal(f(X).cpu(), two)
-
-
 def test_a_function_without_random_numbers_takes_none(mode):
     torch.manual_seed(0)
     expected = torch.rand(2)
     torch.manual_seed(0)
     tp.pmap(lambda x: F.dropout(x, 0.5, training=False) + F.dropout(x, 0.0), compile=mode)(X)
     assert torch.equal(torch.rand(2), expected)
-
-
-@pytest.mark.long
-def test_same_numbers_for_all(mode):
-    got = drawn(lambda x: torch.randn(3), mode, randomness="same")
-    assert torch.equal(got, got[:1].expand(4, 3))
-    lanes = drawn(lambda x: torch.randn(3), mode, torch.zeros(8), randomness="same")
-    assert torch.equal(lanes, got[:1].expand(8, 3))
 
 
 def test_refused(mode):

@@ -48,6 +48,15 @@ def multiplied(rank: Rank) -> Any:
     return whole() * number(rank)
 
 
+def seeded(draw: Callable[[Any], Any], given: Any, seed: int = 5) -> Any:
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        return draw(given)
+    finally:
+        torch.set_rng_state(state)
+
+
 DIFFERENT: dict[str, Callable[[Rank], Any]] = {
     "a_number": multiplied,
     "a_number_in_place": lambda rank: whole().mul_(number(rank)),
@@ -307,15 +316,6 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
     "multinomial": lambda p: torch.multinomial(p, 1),
     "binomial": lambda p: torch.binomial(torch.full_like(p, 5.0), p),
 }
-
-
-def seeded(draw: Callable[[Any], Any], given: Any) -> Any:
-    state = torch.get_rng_state()
-    torch.manual_seed(5)
-    try:
-        return draw(given)
-    finally:
-        torch.set_rng_state(state)
 
 
 for _name, _draw in DRAWS.items():

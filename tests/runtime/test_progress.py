@@ -102,12 +102,6 @@ def test_close_while_another_thread_reads_and_waits():
     assert progress[0] == 0  # the numbers stay
 
 
-def test_many_threads_wait_at_once(pool):
-    mapped = tp.pmap(lambda x: (x @ x).sum(), compile=EAGER)
-    x = torch.ones(4, 200, 200)
-    in_threads(6, lambda k: [mapped(x).block_until_ready() for _ in range(30)])
-
-
 def test_a_value_that_is_there_needs_no_message(pool, monkeypatch):
     monkeypatch.setattr(running_pool(), "_tick", lambda: None)  # would tell of what is released
     mapped = tp.pmap(lambda x: x + 1, compile=EAGER)

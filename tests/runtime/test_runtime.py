@@ -16,7 +16,6 @@ from _support import (
     EAGER,
     beside,
     in_threads,
-    known_pids,
     live_tensors,
     num_fds,
     rss_bytes,
@@ -34,28 +33,6 @@ pytestmark = pytest.mark.usefixtures("pool")
 
 
 # -- order and volume ------------------------------------------------------------------------------
-
-
-@pytest.mark.cpu_only("the workers' memory is not that of their processes")
-@TWO
-def test_resources_are_flat_over_20_000_calls(pool):
-    step = tp.pmap(lambda x: x + 1, compile=EAGER)
-    pids = [os.getpid(), *worker_pids(pool)]
-
-    def usage():
-        assert known_pids() == pids[1:]
-        return [(num_fds(pid), rss_bytes(pid)) for pid in pids]
-
-    x = torch.zeros(2)
-    for calls in range(1, 20_001):
-        x = step(x)
-        if calls == 4000:
-            assert x.tolist() == [4000, 4000]
-            before = usage()
-    assert x.tolist() == [20_000, 20_000]
-    for (fds, rss), (fds_before, rss_before) in zip(usage(), before, strict=True):
-        assert fds == fds_before
-        assert (rss - rss_before) / 16_000 < 64, "bytes per call"
 
 
 # -- what the workers hold -------------------------------------------------------------------------

@@ -93,33 +93,6 @@ def test_calls(mode, name):
         same(f(*args, **kwargs), expected)
 
 
-@pytest.mark.parametrize(
-    ("tree", "in_axes", "get"),
-    [
-        (Point(ROWS, ROWS.T), Point(0, 1), lambda t: t.x + t.y),
-        (State(ROWS, ROWS.T), State(0, 1), lambda t: t.w + t.b),
-        (OrderedDict(b=ROWS, a=ROWS.T), OrderedDict(b=0, a=1), lambda t: t["a"] + t["b"]),
-        ([ROWS, (ROWS.T,)], [0, (1,)], lambda t: t[0] + t[1][0]),
-        ({"a": None, "b": ROWS}, {"a": 5, "b": 0}, lambda t: t["b"] * 2),
-        ({"a": None, "b": ROWS}, 0, lambda t: t["b"] * (2 if t["a"] is None else 3)),
-    ],
-    ids=["namedtuple", "dataclass", "OrderedDict", "nested", "None and an axis", "None"],
-)
-def test_in_axes_of_trees(mode, tree, in_axes, get):
-    same(tp.pmap(get, in_axes=(in_axes,), compile=mode)(tree), ROWS * 2)
-
-
-def test_out_axes_is_a_prefix(mode):
-    def f(x):
-        return {"a": (x, x + 1), "b": x.sum(), "c": None}
-
-    out = tp.pmap(f, out_axes={"a": 1, "b": 0, "c": 7}, compile=mode)(ROWS)
-    same(out["a"], (ROWS.T, ROWS.T + 1))
-    same(out["b"], ROWS.sum(1))
-    assert out["c"] is None
-    assert out["a"][0].sharding.spec == tp.P(None, "devices")
-
-
 @pytest.mark.parametrize("order", ["default", "reversed"])
 def test_out_axes_none_gives_the_first_devices_value_to_all(mode, order):
     options = {"devices": tp.devices()[::-1]} if order == "reversed" else {}

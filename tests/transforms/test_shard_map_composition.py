@@ -208,9 +208,10 @@ def test_rule_28_random_numbers(mesh):
     first, second = draw(X).tolist(), draw(X).tolist()
     torch.manual_seed(0)
     assert draw(X).tolist() == first != second
-    with tp.debug.fake_pmap():
-        torch.manual_seed(0)
-        assert draw(X).tolist() == first
+    for serial in (False, True):
+        with tp.debug.fake_pmap(serial=serial):
+            torch.manual_seed(0)
+            assert draw(X).tolist() == first
     same = mapped(lambda a: torch.rand(a.shape), mesh, XY, XY, randomness="same")
     assert same(X).cpu().unique().numel() == 4
     # along an axis that is not mapped
