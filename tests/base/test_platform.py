@@ -383,23 +383,6 @@ def test_only_connections_of_gloo_tell_of_lost_peers(monkeypatch, tmp_path):
         end.close()
 
 
-SHARING = """
-import torch
-torch.cuda.device_count = lambda: 1
-import torchpmap as tp
-print(tp.devices()[:3])
-"""
-
-
-@pytest.mark.long
-def test_a_setting_lets_workers_share_a_device():
-    for shares in ("0", "1"):
-        settings = {"TORCHPMAP_DEVICE_TYPE": "cuda", "TORCHPMAP_TEST_SHARE": shares}
-        done = run_program("-c", SHARING, **settings)
-        seen = ["Device(cuda:0)", "Device(cuda:1)", "Device(cuda:2)"][: 3 if shares == "1" else 1]
-        assert done.stdout == f"[{', '.join(seen)}]\n"
-
-
 WATCHED = """
 import sys, torch
 touched = []
@@ -437,8 +420,6 @@ def test_the_fork_server_leaves_accelerators_alone(compiles):
     assert ("touched []" in done.stdout) is not compiles
     assert done.stdout.endswith(" True\n")
 
-
-# Errors of an accelerator, without one ------------------------------------------------------------
 
 BROKEN = torch.AcceleratorError("CUDA error: device-side assert triggered")
 

@@ -1,6 +1,5 @@
 """Covers: _collectives/queries.py and its families, on processes, traced, and vmapped."""
 
-import numpy as np
 import pytest
 import torch
 from _collective_cases import AUTOGRAD, CASES, PAIRS, RING, ROWS, UNEVEN
@@ -215,14 +214,6 @@ def test_every_message_is_waited_for():
     sent.remove("torchpmap.ppermute.default")  # and in the backward pass
     assert len(sent) == len(waits)
     assert not any("item" in n or "local_scalar" in n for n in names)
-
-
-def test_constants_are_not_sent():
-    def f(x):
-        return x + psum(1, "i") + psum(np.ones(1, np.float32), "i")
-
-    names = operations(f, torch.ones(1))
-    assert not [n for n in names if "c10d" in n]
 
 
 # --- messages -------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from _spmd import spmd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import torchpmap as tp
 from torchpmap._collectives import (
     all_gather,
     all_to_all,
@@ -381,14 +380,3 @@ def test_no_more_is_sent_than_must_be(world_name, name, sent, run):
 
 
 # --- whole calls ----------------------------------------------------------------------------------
-
-
-@pytest.mark.inductor
-def test_compiled(pool):
-    ring, groups = PERMUTATIONS["ring"], UNEVEN["uneven_mixed"]
-
-    def f(x):
-        return ppermute(psum(x, "i", axis_index_groups=groups), "i", ring)
-
-    got = tp.pmap(f, axis_name="i", fullgraph=True)(torch.arange(float(N)))
-    assert got.tolist() == [16, 9, 3, 3, 9, 16, 16, 9]

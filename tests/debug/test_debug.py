@@ -376,18 +376,6 @@ def test_rows_in_different_collectives_raise(serial):
     )
 
 
-def test_rows_that_swap_equal_collectives_raise(serial):
-    def f(x):
-        a, b = (x, 10 * x) if x > 0 else (10 * x, x)
-        if x > 0:
-            return tp.psum(a, "i"), tp.psum(b, "i")
-        second = tp.psum(a, "i")
-        return tp.psum(b, "i"), second
-
-    with pytest.raises(tp.CollectiveMismatch, match="rows run different collectives"):
-        tp.pmap(f, "i")(X)
-
-
 def test_serial_rows_refuse_outside_derivatives(serial):
     text = r"under fake_pmap\(serial=True\) a mapped function cannot be differentiated from outside"
     x = X.clone().requires_grad_()

@@ -74,28 +74,6 @@ def test_errors_name_the_device(mesh, serial):
         mapped(lambda a: a if a[0, 0].item() == 0 else a[:1], mesh, XY, XY)(X)
 
 
-def test_maps_in_maps(mesh, serial):
-    def outer(a):
-        inner = tp.shard_map(
-            lambda b: b - tp.pmean(b, "y") * (b[0, 0].item() > 5),
-            in_specs=P(None, "y"),
-            out_specs=P(None, "y"),
-            axis_names={"y"},
-        )
-        return inner(a)
-
-    found = mapped(outer, mesh, P("x"), P("x"), axis_names={"x"})(X)
-    low = X[2:] - (X[2:, :2] + X[2:, 2:]).div(2).repeat(1, 2)
-    assert found.tolist() == torch.cat([X[:2], low]).tolist()
-
-
-def test_no_derivative_from_outside(mesh, serial):
-    x = X.clone().requires_grad_()
-    y = mapped(torch.sin, mesh, XY, XY)(x)
-    with pytest.raises(NotImplementedError, match=r"shard_map\(sin.*cannot be differentiated from"):
-        y.sum().backward()
-
-
 def only_below(a):
     """Copies along "y" differ, but only in the lower half."""
     return torch.where(tp.axis_index("x") == 1, a, 0.0)

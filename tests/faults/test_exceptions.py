@@ -166,7 +166,6 @@ HOSTILE = {
     "GeneratorExit": (lambda: GeneratorExit("mine"), "GeneratorExit: mine"),
     "CancelledError": (
         lambda: asyncio.CancelledError("mine"), "asyncio.exceptions.CancelledError: mine"),
-
     "cannot be rebuilt": (lambda: NotRebuilt("mine"), "mine"),
     "aborts while it is rebuilt": (lambda: BadOverThere("mine"), "SIGABRT"),
     "evil class": (lambda: evil("class"), "Evil: text"),

@@ -4,7 +4,6 @@ outside.
 Expectations are torch's own, for the function that the mapped one stands for.
 """
 
-import copy
 import gc
 
 import pytest
@@ -141,19 +140,6 @@ def test_trees_integers_and_none(mode):
     same(torch.func.grad(loss)(X), (k * (k + 1)).float())
 
 
-def test_closures_get_the_sum(mode):
-    w = torch.tensor(2.0)
-
-    def mapped(w):
-        return tp.pmap(lambda x: (w * x).sin(), compile=mode)(X).sum()
-
-    same(torch.func.grad(mapped)(w), (X * (w * X).cos()).sum())
-    same(torch.func.grad(torch.func.grad(mapped))(w), -(X**2 * (w * X).sin()).sum())
-    batch = torch.func.vmap(mapped)(torch.tensor([1.0, 2.0]))
-    same(batch, torch.stack([X.sin(), (2 * X).sin()]).sum(1))
-    same(torch.func.jvp(mapped, (w,), (torch.ones(()),))[1], (X * (w * X).cos()).sum())
-
-
 def test_one_function_sees_every_new_closure():
     holder = [torch.tensor(0.0)]
     mapped = tp.pmap(lambda x: x * holder[0] ** 2, compile=EAGER)
@@ -164,23 +150,6 @@ def test_one_function_sees_every_new_closure():
 
     for value in (1.0, 3.0, 5.0):
         same(torch.func.grad(loss)(torch.tensor(value)), 2 * value * X.sum())
-
-
-def test_modules(mode):
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    reference = copy.deepcopy(module)
-    mapped = tp.pmap(lambda x: module(x).square().sum(), compile=mode)
-    losses = lambda: mapped(Y).mean(), lambda: reference(Y).square().sum() / 4
-    for trained, loss in zip((module, reference), losses, strict=True):
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss().backward()
-            optimizer.step()
-    assert has_no_failed_pair(mapped)
-    for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-        same(mine.detach(), theirs.detach())
 
 
 def test_functional_call(mode):

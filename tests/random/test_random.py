@@ -242,21 +242,6 @@ def test_fake_tensors():
     assert {name: (value.shape, value.dtype) for name, value in fake.items()} == kinds
 
 
-@pytest.mark.inductor
-@pytest.mark.skipif(not cpp_compiler(), reason="no C++ compiler")
-@pytest.mark.parametrize("pool", [2], indirect=True)
-def test_inductor(pool):
-    def draw(key):
-        mine = random.fold_in(key, tp.axis_index("i"))
-        low = torch.tensor(-3.7)
-        return random.bits(mine, (6,)), random.uniform(mine, (6,), minval=low, maxval=2.1)
-
-    mapped = tp.pmap(draw, "i", in_axes=None, axis_size=2)(random.key(3))
-    expected = tp.vmap(draw, None, axis_name="i", axis_size=2)(random.key(3))
-    for found, value in zip(mapped, expected, strict=True):
-        assert found.tolist() == value.tolist()
-
-
 class Called(TorchDispatchMode):
     """Notes which operations are called."""
 

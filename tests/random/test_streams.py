@@ -325,22 +325,6 @@ def test_inner_vmaps_say_whether_rows_differ(mode):
     assert len(set(nested.flatten().tolist())) == 20
 
 
-def test_a_gradient_sees_the_numbers_of_its_call(mode):
-    f = tp.pmap(lambda x: (F.dropout(x, 0.5) ** 2).sum(), compile=mode)
-    x = X.repeat(1, 10).requires_grad_()
-    out = f(x)
-    out.sum().backward()
-    assert x.grad is not None
-    kept = x.grad != 0
-    assert 20 < int(kept.sum()) < 100
-    torch.testing.assert_close(x.grad, torch.where(kept, 8 * x.detach(), 0.0))
-    torch.testing.assert_close(
-        out.detach().cpu(), (torch.where(kept, 2 * x, 0.0) ** 2).sum(1).detach()
-    )
-    inside = drawn(lambda x: tp.grad(lambda v: F.dropout(v, 0.5).sum())(x), mode, X.repeat(1, 10))
-    assert set(inside.flatten().tolist()) == {0.0, 2.0}
-
-
 def test_vmap_from_outside_says_whether_rows_differ(mode):
     f = tp.pmap(lambda x: torch.rand(()) + 0 * x.sum(), compile=mode)
     batch = torch.stack([X, X, X])

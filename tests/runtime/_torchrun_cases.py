@@ -242,7 +242,6 @@ TRACED: dict[str, Any] = {
     "folded_rows_move_to_the_next_process": (
         expect_rows([7.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
         lambda: mapped(lambda x: tp.ppermute(x, AXIS, RING_OF_8))(mine(torch.arange(8.0)))),
-
     "lowering_without_running": (  # JAX: test_global_axis_size_initial_style
         expect_same(["all_reduce"]),
         lambda: [each.name for each in mapped(_sum).lower(mine()).cost().collectives]),

@@ -17,7 +17,6 @@ from _support import (
     beside,
     in_threads,
     live_tensors,
-    num_fds,
     rss_bytes,
     running_pool,
     stat,
@@ -254,22 +253,6 @@ def test_init_with_other_devices_starts_a_new_pool():
     assert old.shape == (4,)
     assert f(torch.zeros(2)).tolist() == [1, 1]
     assert f(torch.zeros(4)).tolist() == [1, 1, 1, 1]
-
-
-def test_shutdown_is_idempotent_and_a_later_call_starts_a_new_pool():
-    f = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
-    old, pids = f(torch.ones(4)), worker_pids()
-    fds = num_fds()
-    tp.shutdown()
-    tp.shutdown()
-    assert wait_for(lambda: not any(map(stat, pids)))
-    assert num_fds() < fds
-    with pytest.raises(tp.RuntimeClosed):
-        old.cpu()
-    tp.init(4)
-    assert f(torch.ones(4)).tolist() == [4, 4, 4, 4]
-    assert not set(worker_pids()) & set(pids)
-    assert num_fds() == fds
 
 
 @pytest.mark.parametrize(

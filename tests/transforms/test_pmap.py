@@ -66,7 +66,6 @@ CALLS = {
     "in_axes by name, of all": (
         named, {"in_axes": {"x": 1, "scale": 1, "w": -1}},
         (given(ROWS.T, ROWS.T, scale=ROWS.T), ROWS**3)),
-
     "defaults stay Python values": (defaults, {}, (given(X), X**2)),
     "statics by name": (
         chosen, {"static_broadcasted_argnames": ("kind", "offset")},
@@ -76,7 +75,6 @@ CALLS = {
         lambda op, x, n: op(x, n), {"static_broadcasted_argnums": (0, -1), "in_axes": 0},
         (given(operator.mul, ROWS, 3), ROWS * 3),
         (given(operator.add, ROWS, 3), ROWS + 3)),
-
     "the platform as backend": (lambda x: x + 1, {"backend": "cpu"}, (given(ONE * 0), [1.0] * 4)),
     "outputs of other layouts": (
         lambda x: (x.T, x.expand(2, 2, 3), x[:, ::2], x.to(torch.complex64).conj()), {},

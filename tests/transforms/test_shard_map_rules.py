@@ -287,17 +287,6 @@ def test_rule_21_without_the_check_the_first_counts(mesh, mode):
     assert slope.tolist() == [[1, 1, 0, 0]] * 4
 
 
-def test_rule_21_uncompiled_values_and_collectives_are_compared(mesh):
-    with pytest.raises(ValueError, match=r"axis 'y' for the output.*differs between devices"):
-        mapped(lambda a: a, mesh, XY, P("x"), compile=False)(X).cpu()
-
-    def sum_somewhere(a):
-        return tp.psum(a, "x") if int(tp.axis_index("x")) == 0 else a
-
-    with pytest.raises(tp.CollectiveMismatch, match=r"rank 0: all_reduce sum.*psum\('x'\)"):
-        mapped(sum_somewhere, mesh, XY, XY, compile=False)(X).cpu()
-
-
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
 def test_empty(mesh, mode, shape):
     call = mapped(lambda a: tp.psum(a, "x"), mesh, XY, P(None, "y"), compile=mode)
