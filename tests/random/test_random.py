@@ -335,17 +335,6 @@ def threefry_of_numpy(key, count):
 # -- derivatives -----------------------------------------------------------------------------------
 
 
-def test_gradients_of_a_shifted_and_scaled_normal():
-    key = random.key(1)
-
-    def loss(mean, std):
-        return (mean + std * random.normal(key, (50,))).sum()
-
-    mean, std = tp.grad(loss, argnums=(0, 1))(torch.tensor(2.0), torch.tensor(3.0))
-    assert mean == 50
-    torch.testing.assert_close(std, random.normal(key, (50,)).sum())
-
-
 def test_gradients_of_the_bounds_of_uniform():
     key = random.key(1)
     low, high = torch.tensor([1.0, 2.0]), torch.tensor(5.0)
